@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -52,7 +53,8 @@ class File:
         if self.kind == "torn":
             _tear(self.options["part"])
         if self.kind == "alive":
-            with open(self.options["fifo"], "w"):
+            with open(self.options["fifo"], "wb", buffering=0) as fifo:
+                fifo.write(b"x")
                 time.sleep(60)
         return [("y", x * 2)]
 
@@ -82,16 +84,16 @@ import sys
 from pathlib import Path
 import numpy as np
 from scalepoint.runtimes import Runtime
-from scalepoint.runtimes.process import ask, exchange
-from scalepoint.runtimes.serving import Served
+from scalepoint.runtimes.process import exchange_files, run_task
+from scalepoint.runtimes.serving import RuntimeSession
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 runtime, options = Runtime("toy", "numpy", folder / "child.py", ("onnx",)), {"fifo": str(folder / "fifo")}
 x = np.zeros((2, 3), np.float32)
 if how == "served":
-    Served(runtime, folder / "alive", options=options)({"x": x})
-with exchange({"x": x}) as files:
-    ask(runtime, {"task": "run", "path": str(folder / "alive"), "options": options, **files.files})
+    RuntimeSession(runtime, folder / "alive", options=options)({"x": x})
+with exchange_files({"x": x}) as files:
+    run_task(runtime, {"task": "run", "path": str(folder / "alive"), "options": options, **files.files})
 """
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -177,12 +179,21 @@ def test_a_child_that_prints_without_end_costs_no_memory(run):
     assert "no kernel for this" in answer.message
 
 
+def open_when_running(fifo, parent):
+    """Open the FIFO and wait for the byte that the child writes in the middle of its run."""
+    reader = os.fdopen(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
+    while not select.select([reader], [], [], 0.1)[0] or not reader.read(1):
+        assert parent.poll() is None, "the parent ended before its child ran"
+        time.sleep(0.01)
+    return reader
+
+
 @pytest.mark.parametrize("how", ["asked", "served"])
 def test_a_child_ends_with_a_parent_that_was_killed(runtime, tmp_path, how):
     (tmp_path / "alive").write_text("alive")
     os.mkfifo(tmp_path / "fifo")
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), how])
-    with (tmp_path / "fifo").open("rb") as fifo:  # opens when the child, in the middle of its run, opens it too
+    with open_when_running(tmp_path / "fifo", parent) as fifo:
         parent.kill()
         parent.wait()
         readable, _, _ = select.select([fifo], [], [], 30)  # it ends when the child does, which would sleep for 60 s
