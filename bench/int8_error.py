@@ -24,7 +24,7 @@ from rich.table import Table
 from measure import run_part
 from networks import SUBJECTS, Subject
 from onnx_files import run, sqnr
-from scalepoint.pipeline.accuracy import PRESETS, tuning_for
+from scalepoint.pipeline.accuracy import PRESETS, choose_tuning
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.targets import onnxruntime_target
 from scalepoint.tuning import tune
@@ -96,7 +96,7 @@ def pair_safe_rows(subject: Subject) -> Iterator[PairSafeRow]:
         start, target = time.process_time(), onnxruntime_target(cpu)
         config = QuantConfig(correct_bias=accuracy == CORRECTED)
         made = quantize(subject.model, subject.inputs, config, forward_loop=subject.calibration, target=target)
-        how = tuning_for(made, accuracy, has_data=True) if accuracy in PRESETS else None
+        how = choose_tuning(made, accuracy, has_data=True) if accuracy in PRESETS else None
         if how:
             tune(made, subject.calibration, how, progress=False)
         taken = time.process_time() - start

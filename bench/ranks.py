@@ -25,7 +25,7 @@ from scalepoint import deploy_checkpoint, distributed
 from scalepoint.distributed.channel import Channel
 from scalepoint.pipeline import deploy_checkpoint as deploy
 from scalepoint.pipeline.checkpoint_job import prepare_checkpoint_job
-from scalepoint.pipeline.checkpoint_stages import quantized_skeleton
+from scalepoint.pipeline.checkpoint_stages import build_quantized_graph
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneConfig, tune
@@ -102,8 +102,8 @@ def prepared(job: str, count: int, folder: Path) -> Callable[[], object]:
         tokens = [torch.randint(WORDS, (1, LENGTH), generator=made) for _ in range(2 * count)]
         how: dict[str, Any] = {"data": tokens[:count], "judge": tokens[count : count + count // 2], "verify": False}
         job = prepare_checkpoint_job(folder / "llama", folder / "out", "compressed-tensors", None, "balanced", None)
-        captured = quantized_skeleton(job, tokens)  # every rank does that alike, and it is the same for any data
-        deploy.quantized_skeleton = lambda *_: captured
+        captured = build_quantized_graph(job, tokens)  # every rank does that alike, and it is the same for any data
+        deploy.build_quantized_graph = lambda *_: captured
         how["target"] = "compressed-tensors"
         return lambda: deploy_checkpoint(folder / "llama", folder / "out", progress=False, **how)
     model, data = inserted(job), batches(count)

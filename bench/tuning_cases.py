@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from scalepoint.pipeline.accuracy import tuning_for
+from scalepoint.pipeline.accuracy import choose_tuning
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
 from scalepoint.tuning import TuneConfig, tune
 
@@ -182,7 +182,7 @@ def prepared(subject: Subject, precision: str, how: str) -> tuple[nn.Module, flo
     start = time.process_time()
     settings = config(precision, subject.ends).model_copy(update={"migrate": MIGRATIONS.get(how, ())})
     model = quantize(subject.model, subject.calibration[0], settings, forward_loop=subject.calibration, progress=False)
-    steps = tuning_for(model, how, has_data=True) if how in PRESETS else STEPS[how]
+    steps = choose_tuning(model, how, has_data=True) if how in PRESETS else STEPS[how]
     if steps is not None:
         tune(model, subject.calibration, steps, progress=False)
     return model, time.process_time() - start

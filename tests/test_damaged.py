@@ -28,7 +28,7 @@ from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.formats.gguf.tokenizer import add_tokenizer, read_vocabulary
 from scalepoint.options import DeployConfig
-from scalepoint.pipeline.workspace import finished_stages
+from scalepoint.pipeline.workspace import list_finished_stages
 from scalepoint.quantize import quantize
 from scalepoint.report import Report, Sweep, SweepRow, compare_runs, write
 from scalepoint.tuning.checkpoint import Checkpoint
@@ -63,7 +63,7 @@ def _data(path: Path) -> list[Any]:
 
 
 def _journal(path: Path) -> list[str]:
-    return finished_stages(path.parent.parent)
+    return list_finished_stages(path.parent.parent)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from scalepoint.errors import ConfigError, short_repr
 from scalepoint.support.validation_errors import Config
 
-Unit = Literal["size", "bits", "speed"]
-UNITS: tuple[Unit, ...] = ("size", "bits", "speed")
+BudgetUnit = Literal["size", "bits", "speed"]
+BUDGET_UNITS: tuple[BudgetUnit, ...] = ("size", "bits", "speed")
 
 
 class Budget(Config):
@@ -26,8 +26,8 @@ class Budget(Config):
     speed: Annotated[float, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        given = [unit for unit in UNITS if getattr(self, unit) is not None]
+    def _check_one_field(self) -> Self:
+        given = [unit for unit in BUDGET_UNITS if getattr(self, unit) is not None]
         if len(given) != 1:
             raise ConfigError(
                 f"a budget is one of size, bits and speed, not {' and '.join(given) or 'nothing'}: size=0.2 is a fifth "
@@ -36,8 +36,8 @@ class Budget(Config):
         return self
 
     @property
-    def unit(self) -> Unit:
-        return next(unit for unit in UNITS if getattr(self, unit) is not None)
+    def unit(self) -> BudgetUnit:
+        return next(unit for unit in BUDGET_UNITS if getattr(self, unit) is not None)
 
     @property
     def limit(self) -> float:

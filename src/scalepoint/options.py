@@ -30,7 +30,7 @@ from scalepoint.support.validation_errors import Config, cause_of, complaints, t
 
 Accuracy = Literal["fast", "balanced", "best"]
 DEFAULT_CHOICES = ("int4", "int8", "float")
-LIMITS, LANGUAGE, DATA, FILE, RUN = (
+LIMITS_GROUP, LANGUAGE_GROUP, DATA_GROUP, FILE_GROUP, RUN_GROUP = (
     "Accuracy and limits",
     "Language models",
     "Data",
@@ -38,7 +38,7 @@ LIMITS, LANGUAGE, DATA, FILE, RUN = (
     "How it is run",
 )
 StageName = Literal["quantize", "export", "export float", "verify"]
-PartT = TypeVar("PartT", bound=Config)
+OptionsT = TypeVar("OptionsT", bound=Config)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def changed_values(options: BaseModel) -> dict[str, Any]:
     return {name: value for name, field in fields.items() if (value := getattr(options, name)) != field.get_default()}
 
 
-class _QuantizationField:
+class QuantizationField:
     """The type of `quantization`: a QuantConfig. Its module loads torch, so it is imported when a value is checked."""
 
     @classmethod
@@ -148,13 +148,13 @@ class CommonOptions(Config):
         Option(
             "How much work goes into accuracy. fast: corrected biases; balanced: also codes and scales chosen in "
             "closed form; best: also gradient steps. balanced below 8 bits if not given.",
-            LIMITS,
+            LIMITS_GROUP,
             ("quantize",),
         ),
     ] = None
-    allow_departure: Annotated[bool, Option("Accept a file that departs from the simulation.", LIMITS)] = False
+    allow_departure: Annotated[bool, Option("Accept a file that departs from the simulation.", LIMITS_GROUP)] = False
     quantization: Annotated[
-        _QuantizationField,
+        QuantizationField,
         Option("Data types and granularity, globally and per layer; the target's defaults if empty."),
     ] = Field(default=None, validate_default=True)
 
@@ -164,41 +164,41 @@ class DeployOptions(CommonOptions):
 
     max_drop: Annotated[
         Annotated[float, Field(ge=0)] | None,
-        Option("Largest allowed drop of the metric. Layers get more precision until a file holds it.", LIMITS),
+        Option("Largest allowed drop of the metric. Layers get more precision until a file holds it.", LIMITS_GROUP),
     ] = None
     min_speed: Annotated[
         Annotated[float, Field(gt=0)] | None,
         Option(
             "Smallest allowed speed relative to the float file. Layers that are slower in int8 are left in float.",
-            LIMITS,
+            LIMITS_GROUP,
         ),
     ] = None
     max_trials: Annotated[
-        Count, Option("Largest number of files made for max_drop or min_speed; 6 if not given.", LIMITS)
+        Count, Option("Largest number of files made for max_drop or min_speed; 6 if not given.", LIMITS_GROUP)
     ] = 6
     budget: Annotated[
         OptionalBudget,
         Option(
             "What the file may cost: size=0.2 of the float file, bits=4.5 per weight, or speed=1.8 times the float "
             "model by multiply-accumulates. Each layer gets one of the choices so that the output error is smallest.",
-            LIMITS,
+            LIMITS_GROUP,
         ),
     ] = None
     choices: Annotated[
-        Choices, Option("Weight formats that the budget may use; int4,int8,float if not given.", LIMITS)
+        Choices, Option("Weight formats that the budget may use; int4,int8,float if not given.", LIMITS_GROUP)
     ] = DEFAULT_CHOICES
     max_batches: Annotated[
-        Count | None, Option("Use at most this many batches of the calibration data.", DATA, ("quantize",))
+        Count | None, Option("Use at most this many batches of the calibration data.", DATA_GROUP, ("quantize",))
     ] = None
     on_nan: Annotated[
         Literal["error", "skip"],
-        Option("What to do with a batch that holds NaN or infinity: error, or skip it.", DATA, ("quantize",)),
+        Option("What to do with a batch that holds NaN or infinity: error, or skip it.", DATA_GROUP, ("quantize",)),
     ] = "error"
     leave: Annotated[
         tuple[str, ...],
         Option(
             "A submodule to call as it is, without looking inside; it stays float. May be repeated.",
-            LIMITS,
+            LIMITS_GROUP,
             ("quantize", "export float"),
             is_repeated=True,
         ),
@@ -207,7 +207,7 @@ class DeployOptions(CommonOptions):
         FreeAxes,
         Option(
             "Input axes whose size may change, as x:2=height,3=width or x:2,3. May be repeated.",
-            FILE,
+            FILE_GROUP,
             ("quantize", "export float"),
             metavar="<axes>",
             is_repeated=True,
@@ -216,14 +216,16 @@ class DeployOptions(CommonOptions):
     strict: Annotated[
         bool,
         Option(
-            "Fail if a layer with weights stays float although the config did not ask for it.", LIMITS, ("quantize",)
+            "Fail if a layer with weights stays float although the config did not ask for it.",
+            LIMITS_GROUP,
+            ("quantize",),
         ),
     ] = False
     float_dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
         Option(
             "Type of what is not quantized, for TensorRT: float32, float16 or bfloat16.",
-            LIMITS,
+            LIMITS_GROUP,
             ("export", "export float"),
         ),
     ] = None
@@ -232,7 +234,7 @@ class DeployOptions(CommonOptions):
         Option(
             "The CPU that files of onnxruntime and openvino are for. vnni uses all 8 bits of the weights; avx2 is also "
             "exact without VNNI; auto looks at this machine.",
-            FILE,
+            FILE_GROUP,
         ),
     ] = "auto"
     metadata: Annotated[
@@ -240,17 +242,17 @@ class DeployOptions(CommonOptions):
         Option(
             "What the file stores besides the model, by key: labels, preprocessing, author. On the command line a "
             ".yaml or .json file.",
-            FILE,
+            FILE_GROUP,
         ),
     ] = None
     threads: Annotated[
-        Count, Option("Threads of the runtime when the file is verified and timed.", RUN, ("verify",))
+        Count, Option("Threads of the runtime when the file is verified and timed.", RUN_GROUP, ("verify",))
     ] = 1
     seed: Annotated[
         Seed,
         Option(
             "Seed of all random numbers, on the command line also of the model's and the data's; 0 if not given.",
-            RUN,
+            RUN_GROUP,
             ("quantize",),
         ),
     ] = 0
@@ -260,17 +262,21 @@ class CheckpointOptions(CommonOptions):
     """Keywords of `deploy_checkpoint` that are data, not Python objects."""
 
     judge: Annotated[
-        str | None, Option("Text that perplexity is measured on; the end of the data if not given.", LANGUAGE)
+        str | None, Option("Text that perplexity is measured on; the end of the data if not given.", LANGUAGE_GROUP)
     ] = None
     memory: Annotated[
         int | str | None,
-        Option("Memory for activations between blocks, as 2GB; the rest goes to disk.", LANGUAGE),
+        Option("Memory for activations between blocks, as 2GB; the rest goes to disk.", LANGUAGE_GROUP),
     ] = None
-    length: Annotated[Annotated[int, Field(ge=2)], Option("Tokens per sequence; 512 if not given.", LANGUAGE)] = 512
-    samples: Annotated[Count, Option("Sequences that calibrate; 16 if not given.", LANGUAGE)] = 16
+    length: Annotated[Annotated[int, Field(ge=2)], Option("Tokens per sequence; 512 if not given.", LANGUAGE_GROUP)] = (
+        512
+    )
+    samples: Annotated[Count, Option("Sequences that calibrate; 16 if not given.", LANGUAGE_GROUP)] = 16
     cache: Annotated[
         str | None,
-        Option("Data type of the keys and values of earlier tokens: int8, int4 or fp8; float if not given.", LANGUAGE),
+        Option(
+            "Data type of the keys and values of earlier tokens: int8, int4 or fp8; float if not given.", LANGUAGE_GROUP
+        ),
     ] = None
 
 
@@ -279,15 +285,15 @@ class RunOptions(Config):
 
     smoke: Annotated[
         bool,
-        Option("A quick run to find errors: two batches, one trial, no timing. The numbers mean nothing.", RUN),
+        Option("A quick run to find errors: two batches, one trial, no timing. The numbers mean nothing.", RUN_GROUP),
     ] = False
     resume: Annotated[
         bool,
-        Option("Continue an interrupted run; finished stages are reused if their inputs did not change.", RUN),
+        Option("Continue an interrupted run; finished stages are reused if their inputs did not change.", RUN_GROUP),
     ] = False
     force: Annotated[
         bool,
-        Option("Overwrite files of an earlier run. Other files are kept.", RUN, flags=("--force", "-f")),
+        Option("Overwrite files of an earlier run. Other files are kept.", RUN_GROUP, flags=("--force", "-f")),
     ] = False
 
 
@@ -312,27 +318,27 @@ class DeployConfig(DeployOptions, CheckpointOptions):
         ),
     ] = None
     evaluate: Annotated[
-        str | None, Option("package.module:function(run) -> float, your metric; higher is better.", LIMITS)
+        str | None, Option("package.module:function(run) -> float, your metric; higher is better.", LIMITS_GROUP)
     ] = None
-    batch_size: Annotated[Count, Option("Samples per batch, for files and pictures; 8 if not given.", DATA)] = 8
+    batch_size: Annotated[Count, Option("Samples per batch, for files and pictures; 8 if not given.", DATA_GROUP)] = 8
     size: Annotated[
         Count | None,
-        Option("Pictures: the shorter side is scaled to this length, then the middle square is cut out.", DATA),
+        Option("Pictures: the shorter side is scaled to this length, then the middle square is cut out.", DATA_GROUP),
     ] = None
     mean: Annotated[
-        Channels | None, Option("Pictures: mean of each channel of values in 0..1, as 0.5,0.5,0.5.", DATA)
+        Channels | None, Option("Pictures: mean of each channel of values in 0..1, as 0.5,0.5,0.5.", DATA_GROUP)
     ] = None
     std: Annotated[
-        Channels | None, Option("Pictures: standard deviation of each channel, as 0.25,0.25,0.25.", DATA)
+        Channels | None, Option("Pictures: standard deviation of each channel, as 0.25,0.25,0.25.", DATA_GROUP)
     ] = None
     weights: Annotated[
         str | None,
-        Option("A state_dict for the model: a .safetensors file, or a .pt file that holds only tensors.", FILE),
+        Option("A state_dict for the model: a .safetensors file, or a .pt file that holds only tensors.", FILE_GROUP),
     ] = None
-    random: Annotated[bool, Option("timm: and hf: models with random weights.", FILE)] = False
+    random: Annotated[bool, Option("timm: and hf: models with random weights.", FILE_GROUP)] = False
     root: Annotated[
         str | None,
-        Option("Where modules and files are looked for first; the folder of the config file if not given.", FILE),
+        Option("Where modules and files are looked for first; the folder of the config file if not given.", FILE_GROUP),
     ] = None
 
     @classmethod
@@ -360,7 +366,7 @@ class DeployConfig(DeployOptions, CheckpointOptions):
         """Return a config with other values, which are checked."""
         return type(self).model_validate({**dict(self), **values})
 
-    def part(self, options: type[PartT]) -> PartT:
+    def part(self, options: type[OptionsT]) -> OptionsT:
         """Return the keys that a class of options has, as that class."""
         return options.model_validate({name: getattr(self, name) for name in options.model_fields})
 

@@ -19,14 +19,14 @@ from scalepoint.errors import VerificationError
 from scalepoint.support.formatting import change_of, level_of, one_line, printed
 from scalepoint.support.jsonable import to_jsonable
 
-ROUNDING = 2e-7  # relative; a metric computed in float32 may differ by this much
-ENOUGH_ROWS = 4  # rows per unknown: with fewer, tuning fits noise
+RELATIVE_ROUNDING = 2e-7  # relative; a metric computed in float32 may differ by this much
+MIN_ROWS_PER_UNKNOWN = 4  # rows per unknown: with fewer, tuning fits noise
 FAILED, DEPARTS = "failed", "departs"  # values of LanguageModelResult.status
 
 
 def is_within(before: float, after: float, max_drop: float) -> bool:
     """Whether a score fell by at most `max_drop`, apart from float32 rounding."""
-    return before - after <= max_drop + ROUNDING * abs(before)
+    return before - after <= max_drop + RELATIVE_ROUNDING * abs(before)
 
 
 @dataclass(frozen=True)
@@ -328,13 +328,13 @@ class TuneReport:
     @property
     def advice(self) -> str:
         """Whether more data would help, and how much; "" when there is enough."""
-        few = [each for each in self.layers if each.rows < ENOUGH_ROWS * each.unknowns]
+        few = [each for each in self.layers if each.rows < MIN_ROWS_PER_UNKNOWN * each.unknowns]
         if not few:
             return ""
         worst = max(few, key=lambda each: each.unknowns / max(each.rows, 1))
-        times = math.ceil(ENOUGH_ROWS * worst.unknowns / max(worst.rows, 1))
+        times = math.ceil(MIN_ROWS_PER_UNKNOWN * worst.unknowns / max(worst.rows, 1))
         return (
-            f"{len(few)} of {len(self.layers)} layers saw fewer than {ENOUGH_ROWS} rows an unknown (fewest: "
+            f"{len(few)} of {len(self.layers)} layers saw fewer than {MIN_ROWS_PER_UNKNOWN} rows an unknown (fewest: "
             f"{one_line(worst.name)}, {worst.rows} rows for {worst.unknowns}): {times} times the {self.samples} "
             "samples would help more than any other step"
         )

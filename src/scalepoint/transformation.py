@@ -108,7 +108,7 @@ def transform(
     )
     result = apply_transformation_plan(plan)
     if check:
-        _compare(model if isinstance(model, nn.Module) else model.module(), result.model, args, kwargs)
+        _check_same_outputs(model if isinstance(model, nn.Module) else model.module(), result.model, args, kwargs)
     return result
 
 
@@ -207,11 +207,11 @@ def _fuse(model: fx.GraphModule, match: PatternMatch) -> None:
     parts: dict[str, nn.Module] = {}
     previous: fx.Node | None = None
     for role, node in match.nodes.items():
-        parts[role], takes = _part(model, node)
+        parts[role], takes = _module_and_inputs(model, node)
         inputs += [source for source in takes if source is not previous and source not in inputs]
         wiring.append([None if source is previous else inputs.index(source) for source in takes])
         previous = node
-    match.fused = _add(model, match, match.pattern.make(parts, wiring))
+    match.fused = _add_fused_module(model, match, match.pattern.make(parts, wiring))
     last = list(match.nodes.values())[-1]
     with model.graph.inserting_before(last):
         fused = model.graph.call_module(match.fused, tuple(inputs))
@@ -221,14 +221,14 @@ def _fuse(model: fx.GraphModule, match: PatternMatch) -> None:
         model.graph.erase_node(node)
 
 
-def _part(model: fx.GraphModule, node: fx.Node) -> tuple[nn.Module, list[fx.Node]]:
+def _module_and_inputs(model: fx.GraphModule, node: fx.Node) -> tuple[nn.Module, list[fx.Node]]:
     """The module of a node and the nodes it takes; a function becomes an operation."""
     if node.op == "call_module":
         return model.get_submodule(str(node.target)), list(node.all_input_nodes)
     return as_operation(node, model)
 
 
-def _add(model: fx.GraphModule, match: PatternMatch, module: nn.Module) -> str:
+def _add_fused_module(model: fx.GraphModule, match: PatternMatch, module: nn.Module) -> str:
     """A readable name: layer1.0.conv1 with its bn1 and relu is layer1.0.conv1_bn1_relu."""
     targets = [place_of(node) for node in match.nodes.values()]
     leaves = [target.rpartition(".")[2] for target in targets[1:]] or ["fused"]
@@ -242,7 +242,9 @@ def _add(model: fx.GraphModule, match: PatternMatch, module: nn.Module) -> str:
     return free
 
 
-def _compare(model: nn.Module, graph_module: fx.GraphModule, args: Any, kwargs: Mapping[str, Any] | None) -> None:
+def _check_same_outputs(
+    model: nn.Module, graph_module: fx.GraphModule, args: Any, kwargs: Mapping[str, Any] | None
+) -> None:
     """max |difference| <= 1e-4 * max |output| in eval, or a GraphError."""
     if args is None and not kwargs:
         raise PatternError("check=True needs example inputs")
@@ -252,9 +254,9 @@ def _compare(model: nn.Module, graph_module: fx.GraphModule, args: Any, kwargs: 
         for run in (model, graph_module):
             positional, keyword = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, inputs)
             outputs.append(pytree.tree_leaves(run(*positional, **keyword)))
-    for index, (expected, found) in enumerate(zip(*outputs, strict=True)):
+    for index, (expected, actual) in enumerate(zip(*outputs, strict=True)):
         if not isinstance(expected, Tensor) or not expected.is_floating_point():
             continue
-        difference, size = (expected - found).abs().max(), expected.abs().max()
+        difference, size = (expected - actual).abs().max(), expected.abs().max()
         if not bool(difference <= 1e-4 * size):
             raise GraphError(f"output {index} differs by {float(difference):.3g}, outputs reach {float(size):.3g}")

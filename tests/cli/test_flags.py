@@ -24,7 +24,7 @@ from scalepoint.options import (
     get_option,
     stage_values,
 )
-from scalepoint.pipeline.build_report import reproduced_options
+from scalepoint.pipeline.build_report import options_as_source
 from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial
@@ -156,4 +156,4 @@ class TestAnAddedOption:
             options=self.Config(flavour="sweet"),
         )
         trial = Trial(QuantConfig(), None, None, None, None, None)
-        assert reproduced_options(job, trial) == {"flavour": "'sweet'", "threads": "1", "seed": "0"}
+        assert options_as_source(job, trial) == {"flavour": "'sweet'", "threads": "1", "seed": "0"}

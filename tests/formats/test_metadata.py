@@ -12,7 +12,7 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import StoreError, UsageError
 from scalepoint.formats import check_metadata, find_format, read_value
-from scalepoint.pipeline.model_metadata import metadata_of
+from scalepoint.pipeline.model_metadata import read_library_metadata
 from scalepoint.quantize import quantize
 from tests.errors import raises
 
@@ -160,7 +160,7 @@ PRETRAINED = {"input_size": (3, 96, 96), "mean": (0.1,), "std": (0.2,), "interpo
     ],
 )
 def test_what_a_model_knows_of_itself(model, known) -> None:
-    assert metadata_of(model) == known
+    assert read_library_metadata(model) == known
 
 
 def test_what_no_tensor_is_and_what_no_text_is_in_a_file_are_no_traceback(path, tmp_path) -> None:

@@ -11,8 +11,8 @@ from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.pipeline.checkpoint_job import prepare_checkpoint_job
-from scalepoint.pipeline.checkpoint_stages import quantized_skeleton
-from scalepoint.pipeline.kv_cache import groups_of
+from scalepoint.pipeline.checkpoint_stages import build_quantized_graph
+from scalepoint.pipeline.kv_cache import count_key_value_heads
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import find_target
@@ -54,7 +54,7 @@ def test_the_scales_are_those_of_the_largest_keys_and_values(wide, tmp_path, mon
     monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "ort-genai", form)
     deployed(wide, tmp_path / "out", "ort-genai", "int8", verify=False)
     job = prepare_checkpoint_job(wide, tmp_path / "again", "ort-genai", None, "fast", None, "int8")
-    model, weights = quantized_skeleton(job, [])
+    model, weights = build_quantized_graph(job, [])
     weights.load(model.parameters())
     texts = load_sequences(wide / "calibration.txt", job.source, length=32, count=12, what="text")
     largest = _largest(model, torch.cat(texts))
@@ -96,7 +96,7 @@ def test_a_target_without_it_is_refused_with_those_that_have_it(wide, tmp_path):
 
 def test_a_config_that_does_not_tell_its_heads_is_refused(tmp_path):
     with raises(CaptureError, "config.json", "num_attention_heads or n_head"):
-        groups_of(Source(tmp_path, {"model_type": "other"}, {}))
+        count_key_value_heads(Source(tmp_path, {"model_type": "other"}, {}))
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_one_block_in_another_precision_is_refused(wide, tmp_path):
     config = {"overrides": [{"name": "model.layers.0.self_attn.attention", "input": "float"}]}
     job = prepare_checkpoint_job(wide, tmp_path / "out", "ort-genai", config, "fast", None, "int8")
     with raises(UsageError, "1 of 2 blocks", "precision"):
-        quantized_skeleton(job, [])
+        build_quantized_graph(job, [])
 
 
 @pytest.mark.slow

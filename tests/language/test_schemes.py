@@ -11,7 +11,7 @@ from scalepoint import deploy_checkpoint, tensorrt
 from scalepoint.checkpoints.quantized import outer_scale
 from scalepoint.errors import CalibrationError
 from scalepoint.numerics import E4M3, QParams
-from scalepoint.pipeline.checkpoint_codes import _two_level
+from scalepoint.pipeline.checkpoint_codes import _round_to_two_levels
 from scalepoint.quantize import QuantConfig
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity, QuantizationSpec
 
@@ -83,7 +83,7 @@ def test_scales_of_blocks_are_float8_times_a_power_of_two():
     for factor in (1e-6, 1.0, 3e4):
         scale = torch.rand(8, 16, generator=generator) * factor
         scale[0, 0] = 0.0
-        found = _two_level(QParams(scale)).scale
+        found = _round_to_two_levels(QParams(scale)).scale
         outer = outer_scale(found)
         assert float(outer.log2()) == round(float(outer.log2()))
         assert torch.equal((found / outer).to(E4M3).float() * outer, found)

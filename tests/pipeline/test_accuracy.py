@@ -7,7 +7,7 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import UsageError
 from scalepoint.pipeline import stages
-from scalepoint.pipeline.accuracy import CLOSED_FORM, tuning_for
+from scalepoint.pipeline.accuracy import CLOSED_FORM, choose_tuning
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.tuning import TuneConfig
@@ -77,7 +77,7 @@ def test_what_was_tuned_is_resumed(net, data, tmp_path):
 def test_without_data_nothing_is_chosen():
     linear = nn.Sequential(nn.Linear(32, 32)).eval()
     model = quantize(linear, torch.randn(2, 32), QuantConfig.weight_only("int4", block_size=32))
-    assert tuning_for(model, None, has_data=False) is None
+    assert choose_tuning(model, None, has_data=False) is None
 
 
 @pytest.mark.parametrize("given", [list, lambda: iter([torch.ones(2, 32)])], ids=["no batches", "an iterator"])

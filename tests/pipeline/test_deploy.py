@@ -24,7 +24,7 @@ from scalepoint.errors import (
 )
 from scalepoint.formats.onnx import save
 from scalepoint.pipeline import stages
-from scalepoint.pipeline.job import with_speed
+from scalepoint.pipeline.job import fill_speed_first
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
 from scalepoint.spec import PerChannelGranularity, QuantizationSpec
@@ -54,7 +54,7 @@ PLAIN = "float_plain.onnx"  # kept where it is the faster float file
     ],
 )
 def test_what_int8_makes_slower_stays_float_in_deploy_unless_told_otherwise(config, strict, has_budget, expected):
-    assert with_speed(config, strict=strict, has_budget=has_budget).speed_first is expected
+    assert fill_speed_first(config, strict=strict, has_budget=has_budget).speed_first is expected
 
 
 @pytest.mark.parametrize("config", [None, ALL], ids=["unsaid", "all"])

@@ -124,7 +124,7 @@ class TestData:
     def test_batches_are_marked_as_they_go_by(self):
         batches = [torch.full((2,), float(index)) for index in range(6)]
         looked = []
-        recorded = DataSource(batches).recorded(looked.append)
+        recorded = DataSource(batches).with_fingerprint(looked.append)
         assert len(recorded.data) == 6
         assert [float(each[0]) for each in recorded.data] == [0, 1, 2, 3, 4, 5]
         assert len(looked) == 6
@@ -137,14 +137,16 @@ class TestData:
         assert DataSource(once).fingerprint() is None
         assert len(list(once)) == 1
         for given in (torch.ones(2), {"a": 1}, "text", print, None):
-            assert DataSource(given).recorded(print).data is given
+            assert DataSource(given).with_fingerprint(print).data is given
 
     def test_a_generator_function_is_marked_by_its_code(self):
         def loop(model):
             model(torch.ones(1))
 
         assert (
-            DataSource(loop).fingerprint() == DataSource(loop).recorded(print).fingerprint() == fingerprint_code(loop)
+            DataSource(loop).fingerprint()
+            == DataSource(loop).with_fingerprint(print).fingerprint()
+            == fingerprint_code(loop)
         )
 
 

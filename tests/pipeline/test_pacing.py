@@ -123,7 +123,7 @@ def paced(tmp_path_factory):
 
 def test_what_the_profiler_finds_slow_is_moved_and_the_fastest_file_kept(paced):
     first, second = paced.trials
-    assert second.left_float  # which, the profiler says: it depends on the machine
+    assert second.float_layers  # which, the profiler says: it depends on the machine
     fastest = max(paced.trials, key=lambda trial: trial.speed)
     assert paced.verification.latency.ratio == fastest.speed
     assert [each.speed for each in paced.report.trials] == [first.speed, second.speed]

@@ -221,7 +221,7 @@ def test_what_changed_is_named_and_done_again(run, counter, unfinished, model, d
 
 
 def test_another_version_is_named(run, counter, unfinished, monkeypatch):
-    monkeypatch.setitem(stages.VERSIONS, "torch", "9.9")
+    monkeypatch.setitem(stages.PACKAGE_VERSIONS, "torch", "9.9")
     _, messages = told(run)
     assert any("quantized: torch changed" in each for each in messages)
     assert counter.counts["calibrate"] == 1
@@ -249,14 +249,14 @@ def test_a_damaged_stage_is_told_and_done_again(run, counter, unfinished, name, 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2, "stages": {}}', '{"stages": {"a": 1}}', "\0"])
 def test_a_damaged_journal_is_told_and_all_is_done_again(run, counter, unfinished, text):
-    (unfinished / ".scalepoint" / caches.FILE).write_text(text)
+    (unfinished / ".scalepoint" / caches.JOURNAL_FILE).write_text(text)
     counter.stop.append("calibrate")
     with pytest.warns(ScalepointWarning, match="from the beginning"), pytest.raises(Stop):
         run(resume=True)
 
 
 def test_a_saved_verification_that_is_none_is_told_and_done_again(run, counter, unfinished):
-    path = unfinished / ".scalepoint" / caches.FILE
+    path = unfinished / ".scalepoint" / caches.JOURNAL_FILE
     pages = json.loads(path.read_text())
     pages["stages"]["trial-0 verified"]["result"] = {"path": 3}
     path.write_text(json.dumps(pages))

@@ -10,7 +10,7 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import ConfigError, StoreError, UsageError
 from scalepoint.options import SweepConfig
-from scalepoint.pipeline.sweep import grid_runs
+from scalepoint.pipeline.sweep import list_runs
 from scalepoint.report import Sweep, SweepRow, SweepTable, sweep_page
 from scalepoint.support.formatting import printed
 from scalepoint.targets import onnxruntime_target
@@ -71,7 +71,7 @@ def test_equal_runs_are_both_on_the_front():
 
 
 def test_a_grid_becomes_named_points():
-    found = grid_runs({"target": ["onnxruntime", "reference"], "config": [{}, {"weight": "float"}], "threads": [2]})
+    found = list_runs({"target": ["onnxruntime", "reference"], "config": [{}, {"weight": "float"}], "threads": [2]})
     assert list(found) == [
         f"{target}-{config}-threads2" for target in ("onnxruntime", "reference") for config in ("config1", "config2")
     ]
@@ -91,11 +91,11 @@ def test_a_grid_becomes_named_points():
 )
 def test_a_grid_that_makes_no_sense_is_refused(grid, message):
     with pytest.raises(UsageError, match=message):
-        grid_runs(grid)
+        list_runs(grid)
 
 
 def test_names_of_folders_are_safe():
-    assert list(grid_runs({"target": ["../../x y", "..", "a"]})) == ["x_y", "target2", "a"]
+    assert list(list_runs({"target": ["../../x y", "..", "a"]})) == ["x_y", "target2", "a"]
 
 
 def test_a_sweep_deploys_each_tells_failures_and_resumes(tmp_path):

@@ -12,7 +12,7 @@ from scalepoint.errors import UsageError
 from scalepoint.formats import export
 from scalepoint.pipeline import stages
 from scalepoint.pipeline.result import Limits, Trial, best_trial
-from scalepoint.pipeline.search import OTHER_RANGES, next_for_accuracy, with_other_ranges
+from scalepoint.pipeline.search import OTHER_RANGES_TEXT, next_for_accuracy, use_other_ranges
 from scalepoint.quantize import CalibrationMethod, Override, QuantConfig, TensorQuantConfig
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report
@@ -71,7 +71,7 @@ def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
     done, _ = searched
     first, ranges, layers = done.trials[:3]
     assert first.score < -0.2
-    assert [each.to for each in ranges.precision_changes] == [OTHER_RANGES]
+    assert [each.to for each in ranges.precision_changes] == [OTHER_RANGES_TEXT]
     assert "weights" in {each.layer: each.to for each in layers.precision_changes}["stem"]
     assert done.score >= -0.2
     assert done.score == min((each.cost, each.score) for each in done.trials if each.score >= -0.2)[1]
@@ -237,7 +237,7 @@ class TestRanges:
     def test_of_activations(self, given, other):
         said = TensorQuantConfig(symmetric=False, calibration_method=CalibrationMethod(given))
         overrides = (Override(name="a", input=said, weight=FLOAT),)
-        found = with_other_ranges(QuantConfig(activation=said, overrides=overrides), find_target("onnxruntime"))
+        found = use_other_ranges(QuantConfig(activation=said, overrides=overrides), find_target("onnxruntime"))
         assert found.to_dict()["activation"]["qparam_calculator_cls"] == other
         assert found.to_dict()["overrides"][0]["input"]["qparam_calculator_cls"] == other
         assert found.overrides[0].weight == FLOAT
@@ -245,6 +245,6 @@ class TestRanges:
     def test_of_weights_only_where_bits_are_few(self):
         target = find_target("onnxruntime")
         config = QuantConfig(activation=FLOAT, weight=TensorQuantConfig(n_bits=4, per_channel=True))
-        assert with_other_ranges(config, target).to_dict()["weight"]["range_calculator_cls"] == "mse"
+        assert use_other_ranges(config, target).to_dict()["weight"]["range_calculator_cls"] == "mse"
         config = QuantConfig(activation=FLOAT, weight=TensorQuantConfig(per_channel=True))
-        assert with_other_ranges(config, target) == config
+        assert use_other_ranges(config, target) == config

@@ -48,7 +48,7 @@ def operation(
     )
 
 
-def left_float(name: str, reason: str, kind: str = "layer_norm", macs: int | None = 20_000, is_asked: bool = False):
+def float_row(name: str, reason: str, kind: str = "layer_norm", macs: int | None = 20_000, is_asked: bool = False):
     return operation(name, kind, macs, 384, state=OperationState.FLOAT, how="", reason=reason, is_asked=is_asked)
 
 
@@ -121,8 +121,8 @@ def resnet() -> tuple[list[CoverageRow], list[GraphNode]]:
                 nodes.append(GraphNode(short, "conv2d", (before,), LOW))
             nodes.append(GraphNode(f"{path}.add", "add", (f"{path}.conv2", short), "int8"))
             before = f"{path}.add"
-    rows[-1] = left_float(rows[-1].name, "raised: the drop was larger than max_drop=0.1", "conv2d", 115_605_504, True)
-    rows.append(left_float("avgpool.norm", "no int8 kernel; Q/DQ around it only costs"))
+    rows[-1] = float_row(rows[-1].name, "raised: the drop was larger than max_drop=0.1", "conv2d", 115_605_504, True)
+    rows.append(float_row("avgpool.norm", "no int8 kernel; Q/DQ around it only costs"))
     rows.append(operation("fc", "linear", 512_000, 513_000))
     nodes += [GraphNode("avgpool.norm", "layer_norm", (before,)), GraphNode("fc", "linear", ("avgpool.norm",), LOW)]
     kept = [GraphNode(n.name, n.kind, n.inputs, "float") if n.name == rows[-3].name else n for n in nodes]
@@ -243,7 +243,7 @@ def evil() -> Report:
         EVIL[0],
         EVIL[1],
         EVIL[2],
-        Coverage((*rows, left_float(EVIL[0], EVIL[1]))),
+        Coverage((*rows, float_row(EVIL[0], EVIL[1]))),
         {name: name for name in EVIL},
         {name: [name, {"a": name}] for name in EVIL},
         tuple(Score(name, -math.inf, math.nan, "runtime", simulated_value=math.inf) for name in EVIL),
@@ -288,7 +288,7 @@ def large(count: int = 2000) -> Report:
             1000 + index,
         )
         if index % 9
-        else left_float(f"blocks.{index // 8}.norm{index}", "no int8 kernel")
+        else float_row(f"blocks.{index // 8}.norm{index}", "no int8 kernel")
         for index in range(count)
     ]
     layers = tuple(layer_error(row.name, 20 + (index * 37 % 300) / 10) for index, row in enumerate(rows))

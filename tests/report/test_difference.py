@@ -9,7 +9,7 @@ from rich.console import Console
 
 from scalepoint.errors import StoreError
 from scalepoint.report import DifferenceTable, compare_runs, write
-from scalepoint.report.difference import Number
+from scalepoint.report.difference import ComparedNumber
 from tests.report import made
 
 
@@ -17,7 +17,7 @@ def other():
     """The ordinary run, faster, smaller, a layer better and one in float."""
     first = made.ordinary()
     rows = list(first.coverage.operations)
-    rows[2] = made.left_float(rows[2].name, "asked", "conv2d", rows[2].macs, True)
+    rows[2] = made.float_row(rows[2].name, "asked", "conv2d", rows[2].macs, True)
     layers = list(first.layers)
     layers[2] = replace(layers[2], sqnr_db=math.inf)
     layers[5] = replace(layers[5], sqnr_db=layers[5].sqnr_db - 20)
@@ -70,14 +70,14 @@ def test_numbers_say_whether_they_are_better(found):
 @pytest.mark.parametrize(
     ("number", "texts"),
     [
-        (Number("a", "score", 0.6958, 0.6970), ("0.6958", "0.6970", "+0.0012")),
-        (Number("a", "bytes", 2e6, 1e6, False), ("2.00 MB", "1.00 MB", "-50.0%")),
-        (Number("a", "share", 0.9, 1.0), ("90.0%", "100%", "+10 points")),
-        (Number("a", "share", 0.0, 1.0), ("0%", "100%", "+100 points")),
-        (Number("a", "dB", math.inf, math.inf), ("exact", "exact", "same")),
-        (Number("a", "bytes", 23_051_000, 23_050_000), ("23.05 MB", "23.05 MB", "same")),
-        (Number("a", "dB", math.nan, 3.0), ("not a number", "3.0 dB", "")),
-        (Number("a", "times", None, 2.0), ("-", "2.00x", "")),
+        (ComparedNumber("a", "score", 0.6958, 0.6970), ("0.6958", "0.6970", "+0.0012")),
+        (ComparedNumber("a", "bytes", 2e6, 1e6, False), ("2.00 MB", "1.00 MB", "-50.0%")),
+        (ComparedNumber("a", "share", 0.9, 1.0), ("90.0%", "100%", "+10 points")),
+        (ComparedNumber("a", "share", 0.0, 1.0), ("0%", "100%", "+100 points")),
+        (ComparedNumber("a", "dB", math.inf, math.inf), ("exact", "exact", "same")),
+        (ComparedNumber("a", "bytes", 23_051_000, 23_050_000), ("23.05 MB", "23.05 MB", "same")),
+        (ComparedNumber("a", "dB", math.nan, 3.0), ("not a number", "3.0 dB", "")),
+        (ComparedNumber("a", "times", None, 2.0), ("-", "2.00x", "")),
     ],
 )
 def test_a_number_is_written_with_its_change(number, texts):

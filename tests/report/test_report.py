@@ -28,8 +28,8 @@ from scalepoint.report import (
     to_html,
     write,
 )
-from scalepoint.report.html import environment
-from scalepoint.report.placement_graph import blocks_of
+from scalepoint.report.html import jinja_environment
+from scalepoint.report.placement_graph import build_blocks
 from scalepoint.results import PrecisionChange, Score, TensorHistogram, TrialSummary, is_within
 from scalepoint.support.formatting import count, decibel, quality, ratio, share_of, short, time_of, value_of, visible
 from scalepoint.verification import Choice, Status, Verification
@@ -322,11 +322,11 @@ def test_the_change_of_a_score_is_that_of_its_value():
 
 def test_inner_blocks_are_opened_where_that_gives_few_boxes(monkeypatch):
     inside = [GraphNode(f"encoder.{layer}.{name}", "k") for layer in range(3) for name in "abc"]
-    monkeypatch.setattr(placement_graph, "FEW_BOXES", 5)
-    whole = blocks_of([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
+    monkeypatch.setattr(placement_graph, "MAX_OPENED_BOXES", 5)
+    whole = build_blocks([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
     assert [box.label for box in whole.boxes] == ["embeddings.word", "encoder.0", "encoder.1", "encoder.2", "pooler"]
-    monkeypatch.setattr(placement_graph, "FEW_BOXES", 4)
-    whole = blocks_of([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
+    monkeypatch.setattr(placement_graph, "MAX_OPENED_BOXES", 4)
+    whole = build_blocks([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
     assert [box.label for box in whole.boxes] == ["embeddings.word", "encoder", "pooler"]
 
 
@@ -351,7 +351,7 @@ def test_names_of_the_worst_layers_do_not_overlap():
 
 @pytest.mark.parametrize("share", [0.9996, 0.99999, 1.0, 0.5])
 def test_the_terminal_and_the_page_round_alike(share):
-    rows = (made.operation("a", macs=int(share * 1e6)), made.left_float("b", "why", macs=10**6 - int(share * 1e6)))
+    rows = (made.operation("a", macs=int(share * 1e6)), made.float_row("b", "why", macs=10**6 - int(share * 1e6)))
     report = replace(made.bare(), coverage=Coverage(rows if share < 1 else rows[:1]))
     said = share_of(share)
     assert f"{said} of the MACs" in report.coverage.summary()
@@ -373,7 +373,7 @@ def test_an_unverified_run_speaks_of_numbers_of_the_simulation_only_where_it_has
 
 def test_layers_that_are_faster_in_float_share_a_card_whatever_their_times():
     times = [(1.2e-6, 1.4e-6), (18e-6, 25e-6), (1e-3, 1.5e-3)]
-    rows = [made.left_float(f"layer{index}", "faster in float") for index in range(len(times))]
+    rows = [made.float_row(f"layer{index}", "faster in float") for index in range(len(times))]
     rows = [replace(row, saves=4e-6, seconds=seconds) for row, seconds in zip(rows, times, strict=True)]
     report = replace(made.bare(), coverage=Coverage(tuple(rows)))
     assert "18 us, in int8 25 us" in str(report)
@@ -392,7 +392,7 @@ def test_a_command_in_the_next_steps_can_be_typed_whatever_the_folder_is_called(
 
 
 def test_only_what_the_config_asked_for_is_called_asked():
-    rows = (made.left_float("a", "asked for by the config", is_asked=True), made.left_float("b", "a norm"))
+    rows = (made.float_row("a", "asked for by the config", is_asked=True), made.float_row("b", "a norm"))
     page = to_html(replace(made.bare(), coverage=Coverage(rows)))
     assert page.count(", as asked") == 1
 
@@ -435,8 +435,8 @@ def test_a_file_that_is_slower_or_departs_gets_its_own_advice():
 
 def test_blocks_are_the_tree_of_the_names_without_repetition(monkeypatch):
     nodes = [GraphNode("m.a.x", "k"), GraphNode("m.a.y", "k", ("m.a.x",)), GraphNode("m.b.c.z", "k", ("m.a.y",))]
-    monkeypatch.setattr(placement_graph, "FEW_BOXES", 1)
-    first, second = blocks_of(nodes)
+    monkeypatch.setattr(placement_graph, "MAX_OPENED_BOXES", 1)
+    first, second = build_blocks(nodes)
     assert [first.title, second.title] == ["m", "m.a"]  # the whole model is m, and m.b holds one operation
     assert [(box.label, box.rank, box.block) for box in first.boxes] == [("a", 0, ("m", "a")), ("b.c.z", 1, None)]
     assert [box.rank for box in second.boxes] == [0, 1]
@@ -449,15 +449,15 @@ def test_a_block_that_feeds_itself_through_another_is_drawn(monkeypatch):
         GraphNode("a.y", "k", ("b.x",)),
         GraphNode("b.y", "k"),
     ]
-    monkeypatch.setattr(placement_graph, "FEW_BOXES", 1)
-    whole = blocks_of(nodes)[0]
+    monkeypatch.setattr(placement_graph, "MAX_OPENED_BOXES", 1)
+    whole = build_blocks(nodes)[0]
     assert [box.inputs for box in whole.boxes] == [{1}, {0}]
     to_html(replace(made.bare(), graph=tuple(nodes)))
 
 
 def test_a_block_of_many_operations_says_what_it_leaves_out():
     nodes = tuple(GraphNode(f"op{index}", "add", (f"op{index - 1}",)) for index in range(1000))
-    assert blocks_of(nodes)[0].left_out == 800
+    assert build_blocks(nodes)[0].left_out == 800
     assert "and 800 more, not drawn" in to_html(replace(made.bare(), graph=nodes))
 
 
@@ -489,7 +489,7 @@ def test_printing_works_where_only_ascii_does():
 
 
 def test_every_value_of_a_template_is_escaped_and_shows_control_characters():
-    template = environment().from_string('<td title="{{ text }}">{{ text }}{{ nothing }}</td>{{ data|tojson }}')
+    template = jinja_environment().from_string('<td title="{{ text }}">{{ text }}{{ nothing }}</td>{{ data|tojson }}')
     assert template.render(text="<b>'\"&\x1b\u202e", nothing=None, data="</script>\u2028&") == (
         '<td title="&lt;b&gt;&#39;&#34;&amp;\\x1b\\u202e">&lt;b&gt;&#39;&#34;&amp;\\x1b\\u202e</td>'
         '"\\u003c/script\\u003e\\u2028\\u0026"'

@@ -17,7 +17,7 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.options import DeployConfig, SweepConfig
-from scalepoint.pipeline.workspace import finished_stages
+from scalepoint.pipeline.workspace import list_finished_stages
 from scalepoint.quantize import quantize
 from scalepoint.report import Report, Sweep, SweepRow, compare_runs, sweep_page, to_html, write
 from tests.report.made import ordinary
@@ -144,7 +144,7 @@ def test_a_journal(tmp_path: Path) -> None:
 
     def read(document: Any) -> None:
         path.write_text(json.dumps(document))
-        finished_stages(tmp_path)
+        list_finished_stages(tmp_path)
 
     tried({"format": 1, "stages": {"one": {"marks": {"a": "b"}, "result": {"x": 1}, "files": {"f": "0"}}}}, read)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import TypeAdapter
 
 from scalepoint.allocation.front import Allocation, Choice, Item, Table, front, thinned, total, trimmed, within
-from scalepoint.budget import Budget, Unit
+from scalepoint.budget import Budget, BudgetUnit
 from scalepoint.errors import UsageError
 from scalepoint.quantize import Override, QuantConfig
 from scalepoint.results import FrontPoint, LayerPrecision, PrecisionAllocation
@@ -16,7 +16,7 @@ from scalepoint.support.jsonable import to_jsonable
 
 TRIM = 0.01  # of the error: what is worth less is not raised, even where a budget allows it
 MAX_FRONT_POINTS = 200  # of a PrecisionAllocation
-Costs = Unit | Literal["cost"]
+Costs = BudgetUnit | Literal["cost"]
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,9 @@ def _check_output_folder(folder: Path, may_exist: bool, resume: bool) -> None:
 
 
 def _finished_stages(folder: Path) -> list[str]:
-    from scalepoint.pipeline.workspace import finished_stages
+    from scalepoint.pipeline.workspace import list_finished_stages
 
-    return finished_stages(folder)
+    return list_finished_stages(folder)
 
 
 def print_event(event: Any) -> None:
@@ -198,7 +198,7 @@ class DeployRun:
 
     def write_run_files(self, done: Any) -> Any:
         """Write the configs and reproduce.py. Returns the deployment with the command in its report."""
-        from scalepoint.pipeline.workspace import CONFIG, SCRIPT
+        from scalepoint.pipeline.workspace import CONFIG_FILE, SCRIPT_FILE
         from scalepoint.report import write
         from scalepoint.report.html import HTML_FILE, JSON_FILE
         from scalepoint.support.output_folder import WrittenFiles
@@ -206,7 +206,7 @@ class DeployRun:
         if not distributed.is_main():
             return done
         file, command = self._write_configs(done)
-        paths = [self.folder / CONFIG, file, self.folder / SCRIPT]
+        paths = [self.folder / CONFIG_FILE, file, self.folder / SCRIPT_FILE]
         if done.report.reproduction is not None:
             again = replace(done.report.reproduction, command=command)
             done = replace(done, report=replace(done.report, reproduction=again))
@@ -218,19 +218,19 @@ class DeployRun:
     def _write_configs(self, done: Any) -> tuple[Path, str]:
         """config.yaml is what was asked; after a search kept.yaml is what came of it. Returns that file, and the
         command that makes the kept file again, from wherever it is typed."""
-        from scalepoint.pipeline.workspace import CONFIG, KEPT_CONFIG, SCRIPT
+        from scalepoint.pipeline.workspace import BEST_CONFIG_FILE, CONFIG_FILE, SCRIPT_FILE
 
         cpu = getattr(done.report, "environment", {}).get("target cpu", self.settings.cpu)  # as it was made
         here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder), "cpu": cpu})
-        file = self.folder / CONFIG
+        file = self.folder / CONFIG_FILE
         here.to_file(file)
         if len(getattr(done.report, "trials", ())) > 1 or self.settings.budget is not None:
-            file = self.folder / KEPT_CONFIG
+            file = self.folder / BEST_CONFIG_FILE
             kept = {"max_drop": None, "min_speed": None, "budget": None, "quantization": done.report.config}
             here.updated(kept).to_file(file)
         flags = ["--trust"] * self.finder.trust + ["--smoke"] * self.smoke
         script = REPRODUCE_SCRIPT.format(version=scalepoint.__version__, file=file.name, flags=flags)
-        replace_text(self.folder / SCRIPT, script)
+        replace_text(self.folder / SCRIPT_FILE, script)
         return file, shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *flags])
 
     def _describe_interrupted(self) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from scalepoint.options import FILE, RUN, DeployConfig, RunOptions, get_option
+from scalepoint.options import FILE_GROUP, RUN_GROUP, DeployConfig, RunOptions, get_option
 
 OUTPUT = "What is shown"
 Folder = Annotated[Path, typer.Argument(metavar="OUT", help="The folder that deploy wrote.")]
@@ -32,11 +32,11 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         help="Run code that is not installed: from the folder of the config file or the current directory.",
-        rich_help_panel=FILE,
+        rich_help_panel=FILE_GROUP,
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Capture and show the plan; write nothing.", rich_help_panel=RUN)
+    bool, typer.Option("--dry-run", help="Capture and show the plan; write nothing.", rich_help_panel=RUN_GROUP)
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only errors on stderr.", rich_help_panel=OUTPUT)]
 Verbose = Annotated[
@@ -50,7 +50,8 @@ Debug = Annotated[
     bool, typer.Option("--debug", help="Show the traceback of an error, and all warnings.", rich_help_panel=OUTPUT)
 ]
 Force = Annotated[
-    bool, typer.Option("--force", "-f", help=get_option(RunOptions.model_fields["force"]).help, rich_help_panel=RUN)
+    bool,
+    typer.Option("--force", "-f", help=get_option(RunOptions.model_fields["force"]).help, rich_help_panel=RUN_GROUP),
 ]
 
 

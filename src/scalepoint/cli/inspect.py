@@ -69,11 +69,11 @@ def preview(settings: Any, finder: ObjectLoader, command: str, example: Any = No
 def measure_coverage(settings: Any, finder: ObjectLoader, example: Any = None) -> tuple[Any, bool]:
     """Return the coverage of the model, and whether the sizes of its inputs are known. If they are, it is the coverage
     that deploy would give."""
-    from scalepoint.pipeline.job import with_speed
+    from scalepoint.pipeline.job import fill_speed_first
     from scalepoint.targets import find_target
 
     model, inputs, _ = load_model_and_data(settings, finder, example)
-    config = with_speed(settings.quantization, strict=settings.strict, has_budget=settings.budget is not None)
+    config = fill_speed_first(settings.quantization, strict=settings.strict, has_budget=settings.budget is not None)
     target = find_target(settings.target, settings.cpu)
     given = {"config": config, "leave": settings.leave, "dynamic_axes": settings.dynamic_axes}
     return load_public("inspect")(model, inputs, target=target, **given), inputs is not None

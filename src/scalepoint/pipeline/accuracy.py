@@ -28,7 +28,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
 }
 
 
-def tuning_for(model: fx.GraphModule, accuracy: Accuracy | None, *, has_data: bool) -> "TuneConfig | None":
+def choose_tuning(model: fx.GraphModule, accuracy: Accuracy | None, *, has_data: bool) -> "TuneConfig | None":
     """The steps to run; None if nothing is tuned."""
     if accuracy is None:
         accuracy = "balanced" if has_data and _has_narrow_weights(model) else None

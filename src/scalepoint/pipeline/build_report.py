@@ -14,8 +14,8 @@ from scalepoint.formats.differences import describe_differences, describe_remove
 from scalepoint.options import DeployConfig, changed_values
 from scalepoint.pipeline.fingerprints import fingerprint
 from scalepoint.pipeline.job import SMOKE_BATCHES, Job
-from scalepoint.pipeline.model_metadata import metadata_of
-from scalepoint.pipeline.placement_rows import placement
+from scalepoint.pipeline.model_metadata import read_library_metadata
+from scalepoint.pipeline.placement_nodes import build_placement_nodes
 from scalepoint.pipeline.result import Limits, Trial
 from scalepoint.pipeline.stages import StageContext, package_version
 from scalepoint.quantize import coverage, record_of
@@ -29,22 +29,22 @@ from scalepoint.targets import Target
 from scalepoint.targets.registry import has_cpu_option
 from scalepoint.version import __version__
 
-WORST = 4  # layers whose histograms are shown
-PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "openvino")
-SMOKE = (
+HISTOGRAM_LAYERS = 4  # layers whose histograms are shown
+REPORTED_PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "openvino")
+SMOKE_NOTE = (
     f"{SMOKE_WARNING}: at most {SMOKE_BATCHES} batches, one trial, no float file, no latency, no errors by layer; a "
     "full run gives other numbers"
 )
 # Keys of a config file that are Python objects in a call of deploy.
-OBJECTS = ("model", "data", "evaluate")
+OBJECT_KEYS = ("model", "data", "evaluate")
 CONFIG_HEADER = """\
 # A call from Python: its model, data and metric were objects, which have no name here. Name them to run this again:
 #   scalepoint deploy package.module:model --data package.module:data -c config.yaml -o again
 """
 # Options that the reproduction call leaves out: it makes the kept file without a search.
-_SEARCHED = ("max_drop", "min_speed", "max_trials", "budget", "choices")
-_SHOWN_APART = ("target", "cpu", "output", "quantization", "metadata", "allow_departure", "threads", "seed")
-NOT_REPRODUCED = frozenset((*_SEARCHED, *_SHOWN_APART))
+SEARCH_OPTIONS = ("max_drop", "min_speed", "max_trials", "budget", "choices")
+SEPARATE_OPTIONS = ("target", "cpu", "output", "quantization", "metadata", "allow_departure", "threads", "seed")
+OMITTED_OPTIONS = frozenset((*SEARCH_OPTIONS, *SEPARATE_OPTIONS))
 
 
 def build_report(
@@ -62,7 +62,7 @@ def build_report(
         target=job.target.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         coverage=coverage(best.model),
-        environment=environment(job.target),
+        environment=describe_environment(job.target),
         config=best.config.to_dict(),
         accuracy=_scores(best, limits.float_score),
         layers=layers,
@@ -71,18 +71,18 @@ def build_report(
         findings=_findings(job, best),
         timings=dict(context.timings),
         warnings=_warnings(job, best),
-        graph=placement(best.model),
+        graph=build_placement_nodes(best.model),
         trials=tuple(trial.summary(is_best=trial is best) for trial in trials),
         max_drop=limits.max_drop,
         min_speed=limits.min_speed,
         allocation=allocation,
         tuning=best.tuned,
-        reproduction=reproduction(context, best),
+        reproduction=build_reproduction(context, best),
         migrated=record_of(best.model).migrated,
     )
 
 
-def config_file(job: Job) -> str:
+def config_yaml(job: Job) -> str:
     """config.yaml: everything that was asked for, with every default written out."""
     values = {
         **dict(job.options),
@@ -90,12 +90,12 @@ def config_file(job: Job) -> str:
         "metadata": job.metadata,
     }
     config = DeployConfig.model_validate(values).to_dict()
-    return CONFIG_HEADER + dump_yaml({key: value for key, value in config.items() if key not in OBJECTS})
+    return CONFIG_HEADER + dump_yaml({key: value for key, value in config.items() if key not in OBJECT_KEYS})
 
 
 def _warnings(job: Job, best: Trial) -> tuple[str, ...]:
     constant = record_of(best.model).constant
-    own = (*((SMOKE,) if job.is_smoke else ()), *((constant,) if constant else ()))
+    own = (*((SMOKE_NOTE,) if job.is_smoke else ()), *((constant,) if constant else ()))
     return (*own, *describe_differences(best.model, job.example), *describe_removed_casts(best.model))
 
 
@@ -103,7 +103,7 @@ def _layer_errors(job: Job, best: Trial) -> tuple[tuple[LayerError, ...], tuple[
     """The error of every layer, and the values of the worst ones that have a fixed range."""
     data = job.example.as_data()
     compared = compare(None, best.model, data, local=False, progress=False)
-    worst = [row.name for row in compared.worst(WORST)]
+    worst = [row.name for row in compared.worst(HISTOGRAM_LAYERS)]
     values = histograms(best.model, data, worst, progress=False)
     return compared.rows, tuple(tensor for tensor in values if tensor.low is not None and tensor.high is not None)
 
@@ -124,16 +124,16 @@ def _scores(best: Trial, float_score: float | None) -> tuple[Score, ...]:
     return (Score("score", best.score, float_score, "runtime" if best.is_judged_in_runtime else "simulation"),)
 
 
-def reproduction(context: StageContext, best: Trial) -> Reproduction:
+def build_reproduction(context: StageContext, best: Trial) -> Reproduction:
     """The call that makes the kept file again without a search, and fingerprints of what went in."""
     job = context.job
-    versions = {name: package_version(name) for name in PACKAGES}
+    versions = {name: package_version(name) for name in REPORTED_PACKAGES}
     pinned = [f"{name}=={number}" for name, number in versions.items() if number]
     config = best.config.to_dict()
     has_both = bool(job.example.args and job.example.kwargs)  # inputs only by name are a dict of example_inputs
     yours = "model, example_inputs, calibration_data" + (" and kwargs" if has_both else "")
     lines = [f"# {yours} are yours", "import scalepoint"]
-    arguments = {"target": repr(job.target.name), **reproduced_options(job, best)}
+    arguments = {"target": repr(job.target.name), **options_as_source(job, best)}
     if has_both:
         arguments["kwargs"] = "kwargs"
     if hasattr(targets, f"{job.target.name}_target") and job.target.options:
@@ -158,12 +158,12 @@ def reproduction(context: StageContext, best: Trial) -> Reproduction:
     )
 
 
-def reproduced_options(job: Job, best: Trial) -> dict[str, str]:
+def options_as_source(job: Job, best: Trial) -> dict[str, str]:
     """Options that differ from the defaults, as Python source. `threads` and `seed` are always shown."""
     values: dict[str, Any] = {
-        name: value for name, value in changed_values(job.options).items() if name not in NOT_REPRODUCED
+        name: value for name, value in changed_values(job.options).items() if name not in OMITTED_OPTIONS
     }
-    declared = to_jsonable(metadata_of(job.model))
+    declared = to_jsonable(read_library_metadata(job.model))
     if own := {key: value for key, value in job.metadata.items() if declared.get(key) != value}:
         values["metadata"] = own
     if job.is_smoke:
@@ -174,12 +174,12 @@ def reproduced_options(job: Job, best: Trial) -> dict[str, str]:
     return {name: pformat(value, width=100, sort_dicts=False) for name, value in values.items()}
 
 
-def environment(target: Target) -> dict[str, Any]:
+def describe_environment(target: Target) -> dict[str, Any]:
     """What the numbers depend on: versions, machine, options of the target."""
     return {
         "scalepoint": __version__,
         "torch": str(torch.__version__),
-        **{name: number for name in PACKAGES[1:] if (number := package_version(name))},
+        **{name: number for name in REPORTED_PACKAGES[1:] if (number := package_version(name))},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "instructions": instruction_set(),

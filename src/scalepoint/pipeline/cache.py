@@ -29,16 +29,16 @@ from scalepoint.support.interrupts import check_interrupt
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_json
 
-FILE = "journal.json"
-FORMAT = 1
-LARGEST = 64_000_000  # bytes
+JOURNAL_FILE = "journal.json"
+JOURNAL_FORMAT = 1
+MAX_JOURNAL_BYTES = 64_000_000  # bytes
 # Results of an earlier stage. If one of these changed, an earlier stage ran again and has warned about the cause.
-DERIVED = frozenset(
+OUTPUTS_OF_EARLIER_STAGES = frozenset(
     ("the quantized model", "the file", "the float file", "the plain export", "the baseline", "the files", "the drop")
 )
 
 # The fingerprint of the data is made of at most max_batches batches. If max_batches changed, only that is named.
-FOLLOWS = {"the calibration data": "max_batches"}
+CAUSES = {"the calibration data": "max_batches"}
 
 Inputs = dict[str, str | None]  # name -> fingerprint; None is never equal to anything
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class CacheFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    format: int = FORMAT
+    format: int = JOURNAL_FORMAT
     stages: dict[str, CachedStage] = {}
 
 
@@ -109,7 +109,7 @@ class StageCache:
     @classmethod
     def read(cls, folder: Path) -> "StageCache":
         """The cache of an unfinished run; a new one, with a warning, if there is none or it is damaged."""
-        return cls(folder, _read(folder / FILE))
+        return cls(folder, _read(folder / JOURNAL_FILE))
 
     @property
     def stages(self) -> list[str]:
@@ -139,7 +139,9 @@ class StageCache:
             return None
         changed = [each for each in dict.fromkeys([*inputs, *entry.marks]) if not _is_same(each, inputs, entry.marks)]
         if changed:
-            causes = [each for each in changed if each not in DERIVED and FOLLOWS.get(each) not in changed]
+            causes = [
+                each for each in changed if each not in OUTPUTS_OF_EARLIER_STAGES and CAUSES.get(each) not in changed
+            ]
             if causes:
                 _warn(f"{name}: {', '.join(causes)} changed since it was saved: done again")
             return None
@@ -153,7 +155,7 @@ class StageCache:
         digests = {str(path.relative_to(self.folder)): digest(path) for path in files}
         entry = CachedStage(marks=dict(stage.inputs), result=to_jsonable(result), files=digests)
         self._content.stages[stage.name] = entry
-        replace_text(self.folder / FILE, json.dumps(self._content.model_dump(), indent=1) + "\n")
+        replace_text(self.folder / JOURNAL_FILE, json.dumps(self._content.model_dump(), indent=1) + "\n")
 
 
 def _is_same(name: str, inputs: Inputs, saved: Inputs) -> bool:
@@ -169,13 +171,15 @@ def _read(path: Path) -> CacheFile:
         _warn(f"{path.parent} holds no unfinished run: nothing to resume, starting from the beginning")
         return CacheFile()
     try:
-        content = CacheFile.model_validate(read_json(path, LARGEST, folder=path.parent))
+        content = CacheFile.model_validate(read_json(path, MAX_JOURNAL_BYTES, folder=path.parent))
     except (OSError, DocumentError, ValidationError) as error:
         reason = error.args[0] if isinstance(error, DocumentError) else str(error).splitlines()[0]
         _warn(f"{path} is damaged ({reason}): starting from the beginning")
         return CacheFile()
-    if content.format != FORMAT:
-        _warn(f"{path} has format {content.format}, this scalepoint reads {FORMAT}: starting from the beginning")
+    if content.format != JOURNAL_FORMAT:
+        _warn(
+            f"{path} has format {content.format}, this scalepoint reads {JOURNAL_FORMAT}: starting from the beginning"
+        )
         return CacheFile()
     return content
 

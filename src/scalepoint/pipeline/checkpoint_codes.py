@@ -1,7 +1,7 @@
 """Between tuning and the formats of checkpoints.
 
 TunedCodes            the codes and scales that tuning stored, by the tensor names of the checkpoint, read one at a time
-layers_left_float     layers whose weights the format stores only as floats
+find_unstorable_layers   layers whose weights the format stores only as floats
 storable_qparams      rounds scales and minima to values that the format can store
 """
 
@@ -115,7 +115,7 @@ def _input_stubs(model: fx.GraphModule) -> dict[str, tuple[str, QuantStub]]:
     return stubs
 
 
-def layers_left_float(job: CheckpointJob, plan: TransformationResult, weights: Weights) -> list[str]:
+def find_unstorable_layers(job: CheckpointJob, plan: TransformationResult, weights: Weights) -> list[str]:
     """Names of layers whose weights the format stores only as floats, such as routers of experts."""
     names = []
     for match in plan.matches:
@@ -127,46 +127,53 @@ def layers_left_float(job: CheckpointJob, plan: TransformationResult, weights: W
     return names
 
 
-def storable_qparams(
+def find_rounding(
     job: CheckpointJob, layer: QuantizedWeighted, weights: Weights
 ) -> Callable[[QParams], QParams] | None:
     """Return a function that rounds a layer's parameters to values that the format can store; None for any value."""
     quant, form = layer.weight_quant, job.format
     if quant.quantizer.grid.format.is_float:  # the spec declares the dtype of these scales
-        return _two_level if quant.spec.scale_dtype == E4M3 else None
+        return _round_to_two_levels if quant.spec.scale_dtype == E4M3 else None
+    columns = layer.canonical(layer.weight).shape[1]
     dtype = form.scale_dtype or job.source.tensors[weights.name_of(layer.weight)].dtype
     if quant.spec.qformulation == "minval" and form.round_scales_and_minima is not None:
-        return partial(_with_minima, form.round_scales_and_minima, quant.spec, layer.canonical(layer.weight).shape[1])
+        return partial(
+            _round_scales_and_minima, form.round_scales_and_minima, quant.spec, layer.canonical(layer.weight).shape[1]
+        )
     if form.round_scales is not None:
-        return partial(_snapped, form.round_scales, quant.spec, layer.canonical(layer.weight).shape[1], dtype)
-    return None if dtype == torch.float32 else partial(_rounded, dtype)
+        return partial(_round_scales, form.round_scales, quant.spec, columns, dtype)
+    return None if dtype == torch.float32 else partial(_round_to_dtype, dtype)
 
 
-def _two_level(qparams: QParams) -> QParams:
+def _round_to_two_levels(qparams: QParams) -> QParams:
     """Block scales as float8_e4m3fn times a power of two. Loaders divide by its reciprocal, which is then exact."""
     outer = outer_scale(qparams.scale)
     inner = (qparams.scale / outer).clamp(min=torch.finfo(E4M3).smallest_normal / 8).to(E4M3)
     return qparams._replace(scale=inner.to(torch.float32) * outer)
 
 
-def _rounded(dtype: torch.dtype, qparams: QParams) -> QParams:
+def _round_to_dtype(dtype: torch.dtype, qparams: QParams) -> QParams:
     info = torch.finfo(dtype)
     least = info.smallest_normal * info.eps
     return qparams._replace(scale=qparams.scale.clamp(least, info.max).to(dtype).to(torch.float32))
 
 
-def _with_minima(snap: RoundScalesAndMinima, spec: QuantizationSpec, columns: int, qparams: QParams) -> QParams:
+def _round_scales_and_minima(
+    round_values: RoundScalesAndMinima, spec: QuantizationSpec, columns: int, qparams: QParams
+) -> QParams:
     """Round scales and minima of blocks, or of rows, to the format's values."""
     scale, minval = qparams.scale, qparams.minval
     if minval is None:
         return qparams
     rows = scale.shape[0] if scale.ndim else 1
-    new_scale, new_minval = snap(spec, columns, scale.reshape(rows, -1), minval.reshape(rows, -1))
+    new_scale, new_minval = round_values(spec, columns, scale.reshape(rows, -1), minval.reshape(rows, -1))
     return qparams._replace(scale=new_scale.reshape(scale.shape), minval=new_minval.reshape(minval.shape))
 
 
-def _snapped(snap: RoundScales, spec: QuantizationSpec, columns: int, dtype: torch.dtype, qparams: QParams) -> QParams:
+def _round_scales(
+    round_values: RoundScales, spec: QuantizationSpec, columns: int, dtype: torch.dtype, qparams: QParams
+) -> QParams:
     """Round block scales to the format's values; scales per row or per tensor to its float dtype."""
     if qparams.scale.ndim != 2:
-        return _rounded(dtype, qparams)
-    return qparams._replace(scale=snap(spec, columns, qparams.scale))
+        return _round_to_dtype(dtype, qparams)
+    return qparams._replace(scale=round_values(spec, columns, qparams.scale))

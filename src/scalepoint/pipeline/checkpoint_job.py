@@ -15,7 +15,7 @@ from scalepoint.formats.registry import find_checkpoint_format
 from scalepoint.numerics import QuantizationFormulation, QuantizationScheme, get_format
 from scalepoint.options import Accuracy
 from scalepoint.pipeline.accuracy import CLOSED_FORM, check_accuracy
-from scalepoint.pipeline.kv_cache import with_cached
+from scalepoint.pipeline.kv_cache import add_cache_quantization
 from scalepoint.pipeline.workspace import CheckpointWorkspace
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT, Override, TensorQuantConfig
@@ -32,8 +32,12 @@ from scalepoint.targets import Target, find_target, list_targets
 from scalepoint.tuning import TuneConfig
 
 # "intercept" corrects biases, and most layers of language models have none.
-STEPS = tuple(step for step in CLOSED_FORM if step != "intercept")
-PRESETS: dict[str, tuple[str, ...]] = {"fast": (), "balanced": STEPS, "best": (*STEPS, "sign_round", "clip")}
+BALANCED_STEPS = tuple(step for step in CLOSED_FORM if step != "intercept")
+PRESETS: dict[str, tuple[str, ...]] = {
+    "fast": (),
+    "balanced": BALANCED_STEPS,
+    "best": (*BALANCED_STEPS, "sign_round", "clip"),
+}
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def prepare_checkpoint_job(
     check_formulations(complete, chosen)
     _check_format(form, checkpoint, chosen, complete)
     if cache is not None:
-        chosen, complete = with_cached(chosen, complete, cache)
+        chosen, complete = add_cache_quantization(chosen, complete, cache)
     try:
         tuning = TuneConfig(steps=PRESETS[accuracy], **({} if memory is None else {"memory": memory}))
     except ValueError:
@@ -185,7 +189,7 @@ def _can_be_signed(spec: QuantizationSpec) -> bool:
     return is_plain and is_nearest and is_symmetric and is_narrow and is_blocked
 
 
-def with_head(config: QuantConfig, head: str | None, target: Target, left: Sequence[str] = ()) -> QuantConfig:
+def add_layer_overrides(config: QuantConfig, head: str | None, target: Target, left: Sequence[str] = ()) -> QuantConfig:
     """Add overrides: layers in `left` stay float; the head gets the target's precision unless it has one."""
     overrides = [*config.overrides, *(Override(name=name, weight=FLOAT) for name in left)]
     if head is not None and head not in {override.name for override in overrides}:

@@ -30,10 +30,15 @@ from scalepoint.checkpoints.text import (
 )
 from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, VerificationError
 from scalepoint.numerics import dtype_name
-from scalepoint.pipeline.build_report import environment
-from scalepoint.pipeline.checkpoint_codes import TunedCodes, layers_left_float, storable_qparams
-from scalepoint.pipeline.checkpoint_job import CheckpointJob, with_head
-from scalepoint.pipeline.kv_cache import check_cached, check_placed, groups_of, stored_cache
+from scalepoint.pipeline.build_report import describe_environment
+from scalepoint.pipeline.checkpoint_codes import TunedCodes, find_rounding, find_unstorable_layers
+from scalepoint.pipeline.checkpoint_job import CheckpointJob, add_layer_overrides
+from scalepoint.pipeline.kv_cache import (
+    check_cache_fits,
+    check_cache_quantizers,
+    count_key_value_heads,
+    load_cache_scales,
+)
 from scalepoint.pipeline.perplexity import Evaluation, perplexity
 from scalepoint.quantize import coverage, insert_qdq
 from scalepoint.quantize.stubs import Quantizing
@@ -49,11 +54,13 @@ from scalepoint.transformation import transform
 from scalepoint.tuning import tune
 from scalepoint.tuning.checkpoint import Checkpoint
 
-MAX_EVALUATED = 16  # sequences that perplexity is measured on, at most
+MAX_EVALUATED_SEQUENCES = 16  # sequences that perplexity is measured on, at most
 PROMPT_TOKENS = 32  # tokens of the text that the model continues
 NEW_TOKENS = 50
 MIN_AGREEMENT_DB = 10  # kernels that round activations to 8 bits stay above 20 dB
-LARGEST_FLOAT = 4_000_000_000  # bytes of a float checkpoint that is still loaded whole, to compare speed and text
+MAX_FLOAT_CHECKPOINT_BYTES = (
+    4_000_000_000  # bytes of a float checkpoint that is still loaded whole, to compare speed and text
+)
 FLOAT_RUNTIME = "transformers"
 
 
@@ -67,37 +74,37 @@ def read_text(
         )
     read = partial(load_sequences, source=job.source, length=length)
     if data is None and not job.tuning.steps and not job.cache:
-        return [], [] if judge is None else read(judge, count=MAX_EVALUATED, what="text")
+        return [], [] if judge is None else read(judge, count=MAX_EVALUATED_SEQUENCES, what="text")
     if judge is not None:
         calibration = read(data, count=samples, what="calibration data")
-        return calibration, read(judge, count=MAX_EVALUATED, what="text to judge by")
-    both = read(data, count=samples + MAX_EVALUATED, what="calibration data")
+        return calibration, read(judge, count=MAX_EVALUATED_SEQUENCES, what="text to judge by")
+    both = read(data, count=samples + MAX_EVALUATED_SEQUENCES, what="calibration data")
     if len(both) < 2:
         raise CalibrationError(
             f"the calibration data is one sequence of {both[0].shape[1]} tokens, and perplexity is measured on other "
             "ones than those that calibrate: give more data, a shorter length=, or other text as judge="
         )
     cut = min(samples, len(both) // 2)
-    return both[:cut], both[cut : cut + MAX_EVALUATED]
+    return both[:cut], both[cut : cut + MAX_EVALUATED_SEQUENCES]
 
 
-def quantized_skeleton(job: CheckpointJob, tokens: list[Tensor]) -> tuple[fx.GraphModule, CheckpointWeights]:
+def build_quantized_graph(job: CheckpointJob, tokens: list[Tensor]) -> tuple[fx.GraphModule, CheckpointWeights]:
     """Return the graph with its quantizers, over parameters whose values are not loaded, and the loader of these."""
     tree, weights = build_skeleton(job.source)
     distributed.run_on_main("checking the weights", weights.check_finite)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
     plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
     if job.cache:
-        check_cached(plan.model, job.source, job.target.caches[job.cache])
-    config = with_head(job.config, find_head(tree), job.target, layers_left_float(job, plan, weights))
+        check_cache_fits(plan.model, job.source, job.target.caches[job.cache])
+    config = add_layer_overrides(job.config, find_head(tree), job.target, find_unstorable_layers(job, plan, weights))
     model = insert_qdq(plan.model, plan.matches, config, target=job.target, copy=False).eval()
     if job.cache:
-        check_placed(model, job.target.caches[job.cache])
+        check_cache_quantizers(model, job.target.caches[job.cache])
     for module in model.modules():
         if isinstance(module, Quantizing):
             module.enabled = True
         if isinstance(module, QuantizedWeighted):
-            module.weight_quant.as_stored = storable_qparams(job, module, weights)
+            module.weight_quant.as_stored = find_rounding(job, module, weights)
     return model, weights
 
 
@@ -118,7 +125,7 @@ def tune_blocks(
 
 def write_checkpoint(job: CheckpointJob, model: fx.GraphModule, codes: TunedCodes, tuned: Checkpoint) -> None:
     """Write the target's file or folder from the stored codes."""
-    cache = stored_cache(model, tuned, groups_of(job.source)) if job.cache else None
+    cache = load_cache_scales(model, tuned, count_key_value_heads(job.source)) if job.cache else None
     checkpoint = QuantizedCheckpoint(job.source, codes, cache=cache)
     job.workspace.write(lambda path: job.format.write(checkpoint, path))
 
@@ -126,10 +133,10 @@ def write_checkpoint(job: CheckpointJob, model: fx.GraphModule, codes: TunedCode
 def describe_checkpoint(job: CheckpointJob, evaluation: Evaluation | None) -> LanguageModelResult:
     """Sizes of what was written, and the logits of the simulation; not run in its runtime yet."""
     return LanguageModelResult(
-        bits=_bits(job),
-        size=_size(job.path),
+        bits=_bits_per_weight(job),
+        size=_size_in_bytes(job.path),
         float_size=job.source.size,
-        float_dtype=_dtype(job.source),
+        float_dtype=_main_dtype(job.source),
         tokens=0 if evaluation is None else evaluation.tokens,
         logits_db=None if evaluation is None else evaluation.sqnr_db,
         runtime=job.target.runtime or "",
@@ -151,13 +158,13 @@ def verify_checkpoint(
     context = context_length(job.source, PROMPT_TOKENS + NEW_TOKENS)
     prompt = [int(token) for token in tokens[0][0, : min(PROMPT_TOKENS, context // 2)]]
     count = min(NEW_TOKENS, context - len(prompt))
-    decoded = _decoder(job.source)
+    decoded = _make_decoder(job.source)
     result = replace(result, prompt=decoded(prompt))
     try:
         options = {"cache": job.cache} if job.cache else {}
         served = RuntimeSession(runtime, job.path, threads=torch.get_num_threads(), options=options)
         try:
-            sqnr = _sqnr(evaluation.logits, _logits(served, tokens[0]))
+            sqnr = _sqnr_db(evaluation.logits, _run_logits(served, tokens[0]))
             result = replace(result, agreement_db=sqnr)
             if not sqnr >= MIN_AGREEMENT_DB:
                 why = (
@@ -165,7 +172,7 @@ def verify_checkpoint(
                     "something else"
                 )
                 return replace(result, status=DEPARTS, message=why), score
-            value = perplexity(lambda batch: _logits(served, batch), tokens)
+            value = perplexity(lambda batch: _run_logits(served, batch), tokens)
             score = replace(score, value=value, where="runtime", simulated_value=score.value)
             generated, *seconds = served.generate(prompt, count)
         finally:
@@ -174,11 +181,11 @@ def verify_checkpoint(
         return replace(result, status=DEPARTS, message=str(error.args[0])), score
     except VerificationError as error:
         return replace(result, status=FAILED, message=str(error.args[0])), score
-    prefill, decode = _rates(prompt, generated, seconds)
+    prefill, decode = _tokens_per_second(prompt, generated, seconds)
     continuation = decoded(generated)
     result = replace(result, status=Status.OK.value, prefill=prefill, decode=decode, continuation=continuation)
     if (run := _run_float(job, prompt, count)) is not None:
-        prefill, decode = _rates(prompt, run["tokens"], (run["prefill_seconds"], run["decode_seconds"]))
+        prefill, decode = _tokens_per_second(prompt, run["tokens"], (run["prefill_seconds"], run["decode_seconds"]))
         result = replace(
             result,
             float_runtime=FLOAT_RUNTIME,
@@ -192,7 +199,7 @@ def verify_checkpoint(
 def _run_float(job: CheckpointJob, prompt: list[int], count: int) -> Mapping[str, Any] | None:
     """How the float checkpoint continues the prompt: tokens and seconds; None if it is too large."""
     runtime = find_runtime(FLOAT_RUNTIME)
-    if not runtime.is_here or job.source.size > min(LARGEST_FLOAT, total_memory() // 4):
+    if not runtime.is_here or job.source.size > min(MAX_FLOAT_CHECKPOINT_BYTES, total_memory() // 4):
         return None
     options = {"threads": torch.get_num_threads()}
     task = {"task": "generate", "paths": [str(job.source.folder)], "options": options, "repeats": 1}
@@ -200,17 +207,19 @@ def _run_float(job: CheckpointJob, prompt: list[int], count: int) -> Mapping[str
     return None if answer.data is None else answer.data["files"][0]
 
 
-def _rates(prompt: Sequence[int], generated: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+def _tokens_per_second(
+    prompt: Sequence[int], generated: Sequence[int], seconds: Sequence[float]
+) -> tuple[float, float]:
     """Tokens per second of prefill and decode."""
     return len(prompt) / max(seconds[0], 1e-9), len(generated) / max(seconds[1], 1e-9)
 
 
-def _logits(served: RuntimeSession, tokens: Tensor) -> Tensor:
+def _run_logits(served: RuntimeSession, tokens: Tensor) -> Tensor:
     (logits,) = served({"input_ids": tokens.numpy().astype(np.int64)})[:1]
     return torch.from_numpy(logits.astype(np.float32))
 
 
-def _sqnr(expected: Tensor, actual: Tensor) -> float:
+def _sqnr_db(expected: Tensor, actual: Tensor) -> float:
     noise = float((actual - expected).double().square().sum())
     return float("inf") if not noise else 10 * float(np.log10(float(expected.double().square().sum()) / noise))
 
@@ -230,17 +239,17 @@ def build_checkpoint_report(
         target=job.target.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         coverage=coverage(model),
-        environment=environment(job.target),
+        environment=describe_environment(job.target),
         config=job.config.to_dict(),
         accuracy=() if score is None else (score,),
         timings=dict(timings),
         tuning=tuned,
-        warnings=_wider(job, codes),
+        warnings=_wider_storage_warnings(job, codes),
         language=result,
     )
 
 
-def _decoder(source: Source) -> Callable[[Sequence[int]], str]:
+def _make_decoder(source: Source) -> Callable[[Sequence[int]], str]:
     """A function that turns tokens into text; into numbers if there is no tokenizer."""
     try:
         tokenizer = load_tokenizer(source)
@@ -249,7 +258,7 @@ def _decoder(source: Source) -> Callable[[Sequence[int]], str]:
     return lambda tokens: str(tokenizer.decode(list(tokens)))
 
 
-def _dtype(source: Source) -> str:
+def _main_dtype(source: Source) -> str:
     """The type that most bytes of the checkpoint have."""
     sizes: Counter[str] = Counter()
     for stored in source.tensors.values():
@@ -257,18 +266,18 @@ def _dtype(source: Source) -> str:
     return sizes.most_common(1)[0][0] if sizes else ""
 
 
-def _bits(job: CheckpointJob) -> float:
+def _bits_per_weight(job: CheckpointJob) -> float:
     """Bits per weight of what was written: the bytes of all its tensors over the weights of the checkpoint.
 
     Scales, zero points, float tensors and what a format stores twice count.
     """
     stored = [tensor for tensor in job.source.tensors.values() if tensor.dtype.is_floating_point]
     weights = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in stored)
-    count = _size if job.format.tensor_bytes is None else job.format.tensor_bytes
+    count = _size_in_bytes if job.format.tensor_bytes is None else job.format.tensor_bytes
     return 8 * count(job.path) / max(weights, 1)
 
 
-def _wider(job: CheckpointJob, codes: TunedCodes) -> tuple[str, ...]:
+def _wider_storage_warnings(job: CheckpointJob, codes: TunedCodes) -> tuple[str, ...]:
     """A warning for every kind of layer whose codes take more bits in the file than their type has."""
     counts = Counter(
         (dtype_name(spec.dtype), why)
@@ -280,6 +289,6 @@ def _wider(job: CheckpointJob, codes: TunedCodes) -> tuple[str, ...]:
     )
 
 
-def _size(path: Path) -> int:
+def _size_in_bytes(path: Path) -> int:
     """Bytes of the files that we wrote; a folder may contain other files too."""
     return path.stat().st_size if path.is_file() else sum(record.size for record in WrittenFiles(path).records.values())

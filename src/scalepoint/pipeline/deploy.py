@@ -28,11 +28,11 @@ from scalepoint.formats import find_format
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import DEFAULT_CHOICES, Accuracy, DeployOptions
 from scalepoint.pipeline import stages
-from scalepoint.pipeline.build_report import build_report, config_file
+from scalepoint.pipeline.build_report import build_report, config_yaml
 from scalepoint.pipeline.job import Job, prepare_job
 from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
 from scalepoint.pipeline.stages import StageContext
-from scalepoint.pipeline.workspace import CONFIG, Workspace
+from scalepoint.pipeline.workspace import CONFIG_FILE, Workspace
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report, write
@@ -157,12 +157,12 @@ def deploy(
         values=values,
     )
     if isinstance(target, str) and cpu == "auto" and progress is not False:
-        _say_which_cpu(job)
+        _print_cpu_choice(job)
     suffix = find_format(job.target.format).suffix
     with (
         seeded(job.options.seed),
         listening(callback),
-        Workspace.opened(Path(job.options.output), suffix=suffix, resume=resume, force=force) as workspace,
+        Workspace.open(Path(job.options.output), suffix=suffix, resume=resume, force=force) as workspace,
         listening(workspace.log),
     ):
         deployment = run_job(StageContext(job=job.for_smoke() if smoke else job, workspace=workspace))
@@ -175,9 +175,9 @@ def run_job(context: StageContext) -> Deployment:
     job, workspace = context.job, context.workspace
     limits = Limits(stages.evaluate_float(context), job.options.max_drop, job.options.min_speed)
     if job.options.budget is not None:
-        trials, allocation = _trials_for_budget(context, job.options.budget)
+        trials, allocation = _search_budget(context, job.options.budget)
     else:
-        trials, allocation = _trials_for_limits(context, limits)
+        trials, allocation = _search_limits(context, limits)
     chosen = best_trial(trials, limits)
     best = stages.publish(context, chosen)
     trials = [best if trial is chosen else trial.without_files() for trial in trials]
@@ -189,7 +189,7 @@ def run_job(context: StageContext) -> Deployment:
 
     def finish() -> None:
         stages.extract_departure(context, best)
-        workspace.write_text(CONFIG, config_file(job))
+        workspace.write_text(CONFIG_FILE, config_yaml(job))
         workspace.finish()
 
     distributed.run_on_main("writing the last files", finish)
@@ -209,7 +209,7 @@ def run_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, *
     folder = context.workspace.work / f"trial-{number}"
     model, tuned = stages.quantize(context, folder, plan.config, is_only_trial=is_only)
     path, float_path = stages.export_files(context, folder, model)
-    verification = stages.verify_file(context, path, float_path, model, _baseline(trials))
+    verification = stages.verify_file(context, path, float_path, model, _first_baseline(trials))
     in_runtime = verification is not None and verification.status == Status.OK and verification.is_run
     score = stages.evaluate_file(context, path, model, in_runtime=in_runtime)
     _send_metrics(context, number, path, verification, score)
@@ -229,13 +229,13 @@ def run_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, *
     )
 
 
-def _baseline(trials: Sequence[Trial]) -> str | None:
+def _first_baseline(trials: Sequence[Trial]) -> str | None:
     """Which float file the first trial that was timed was compared with."""
     latencies = [trial.verification.latency for trial in trials if trial.verification is not None]
     return next((latency.baseline for latency in latencies if latency is not None), None)
 
 
-def _trials_for_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], PrecisionAllocation | None]:
+def _search_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], PrecisionAllocation | None]:
     """Trials until none that costs less would hold the limits; one trial if there are no limits."""
     config, most = context.job.config, context.job.max_trials
     has_limits = limits.max_drop is not None or limits.min_speed is not None
@@ -249,12 +249,12 @@ def _trials_for_limits(context: StageContext, limits: Limits) -> tuple[list[Tria
         if (plan := search.next_for_speed(trials)) is None:
             break
         trials = [*drop_models(trials, limits), run_trial(context, trials, plan)]
-    ranges = search.with_other_ranges(config, context.job.target)
+    ranges = search.use_other_ranges(config, context.job.target)
     if len(trials) < most and not limits.allows_score(trials[0].score) and ranges != config:
-        plan = TrialPlan(ranges, (PrecisionChange("", search.OTHER_RANGES),), 0)
+        plan = TrialPlan(ranges, (PrecisionChange("", search.OTHER_RANGES_TEXT),), 0)
         trials = drop_models([*trials, run_trial(context, trials, plan)], limits)
     if len(trials) < most and not any(limits.allows_score(trial.score) for trial in trials):
-        widths = stages.measure(context, trials[search.start_index(trials)].config, None)
+        widths = stages.measure_precisions(context, trials[search.find_start(trials)].config, None)
     while widths is not None and len(trials) < most:
         is_last = len(trials) + 1 == most
         if (plan := search.next_for_accuracy(trials, widths, limits, is_last=is_last)) is None:
@@ -265,14 +265,14 @@ def _trials_for_limits(context: StageContext, limits: Limits) -> tuple[list[Tria
     return trials, widths.allocation(best_trial(trials, limits).chosen or search.as_configured(widths), "cost")
 
 
-def _trials_for_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], PrecisionAllocation | None]:
+def _search_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], PrecisionAllocation | None]:
     """The most accurate file within the budget.
 
     A size budget counts the whole file. If the file is too large, its size tells how much is not weights, and the
     next trial allows for it.
     """
     job = context.job
-    widths = stages.measure(context, job.config, job.options.choices)
+    widths = stages.measure_precisions(context, job.config, job.options.choices)
     is_checked = budget.unit == "size" and not job.is_smoke
     trials: list[Trial] = []
     for _ in range(MAX_SIZE_TRIALS):
@@ -326,7 +326,7 @@ def _write_report(
     return report
 
 
-def _say_which_cpu(job: Job) -> None:
+def _print_cpu_choice(job: Job) -> None:
     """Say which CPUs the file is for, if the user did not choose. With float activations nothing can saturate."""
     if has_cpu_option(job.target) and job.config.activation != FLOAT:
         say(AUTOMATIC_CHOICE_NOTES[str(job.target.options["cpu"])])

@@ -28,8 +28,8 @@ from scalepoint.pipeline.checkpoint_codes import TunedCodes
 from scalepoint.pipeline.checkpoint_job import CheckpointJob, prepare_checkpoint_job
 from scalepoint.pipeline.checkpoint_stages import (
     build_checkpoint_report,
+    build_quantized_graph,
     describe_checkpoint,
-    quantized_skeleton,
     read_text,
     tune_blocks,
     verify_checkpoint,
@@ -114,9 +114,9 @@ def deploy_checkpoint(
         check = partial(check_runtime_installed, job.target, allow_departure=allow_departure)
         distributed.run_on_main("looking for the runtime", check)
     timings: dict[str, float] = {}
-    with job.workspace.opened(), _errors_explained(job):
+    with job.workspace.open(), _explain_errors(job):
         with timed(timings, "capturing", show=progress):
-            model, weights = quantized_skeleton(job, calibration)
+            model, weights = build_quantized_graph(job, calibration)
         with timed(timings, "tuning", is_phase=False):
             tune_report, tuned = tune_blocks(job, model, weights, calibration, resume, progress)
         evaluation: Evaluation | None = None
@@ -157,7 +157,7 @@ def _deployment(job: CheckpointJob, model: fx.GraphModule, report: Report, tuned
 
 
 @contextmanager
-def _errors_explained(job: CheckpointJob) -> Iterator[None]:
+def _explain_errors(job: CheckpointJob) -> Iterator[None]:
     """Turn a full disk, lost files and a lack of memory into a StoreError that says what to do; only on rank 0."""
     if not distributed.is_main():
         yield

@@ -24,13 +24,13 @@ from scalepoint.spec import QuantizationSpec
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target
 
-LENGTH = 16  # hexadecimal digits
+DIGITS = 16  # hexadecimal digits
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def fingerprint(*parts: object) -> str:
     """Digest of plain values."""
-    return hashlib.sha256(repr(to_jsonable(parts)).encode()).hexdigest()[:LENGTH]
+    return hashlib.sha256(repr(to_jsonable(parts)).encode()).hexdigest()[:DIGITS]
 
 
 def fingerprint_model(model: nn.Module) -> str:
@@ -68,7 +68,7 @@ def fingerprint_tensors(value: Any) -> str:
             digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
         else:
             digest.update(_without_addresses(repr(leaf)).encode())
-    return digest.hexdigest()[:LENGTH]
+    return digest.hexdigest()[:DIGITS]
 
 
 def _describe(value: Any) -> Any:  # noqa: PLR0911  # a table of cases

@@ -27,8 +27,8 @@ from scalepoint.graph.user_traceback import user_level
 from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_tensors
 from scalepoint.quantize.feeding import Data, batches_of, input_names, length_of
 
-FIRST_BATCHES = 4  # batches that the fingerprint of the data is made of
-Axis = tuple[str, int]  # name of an input, and one of its axes
+FINGERPRINT_BATCHES = 4  # batches that the fingerprint of the data is made of
+InputAxis = tuple[str, int]  # name of an input, and one of its axes
 
 
 class Example(NamedTuple):
@@ -78,16 +78,16 @@ class DataSource:
             return fingerprint_code(self.data) if callable(self.data) else None
         if isinstance(self.data, Iterator):
             return None
-        recorder = _Recorder(self.data, self._first_batches)
+        recorder = _FingerprintingBatches(self.data, self._first_batches)
         for _ in islice(batches_of(recorder), self._first_batches):
             pass
         return recorder.fingerprint
 
     @property
     def _first_batches(self) -> int:
-        return FIRST_BATCHES if self.max_batches is None else min(FIRST_BATCHES, self.max_batches)
+        return FINGERPRINT_BATCHES if self.max_batches is None else min(FINGERPRINT_BATCHES, self.max_batches)
 
-    def recorded(self, look: Callable[[Any], None]) -> "RecordedData":
+    def with_fingerprint(self, look: Callable[[Any], None]) -> "RecordedData":
         """The data, calling `look` with each batch and taking its fingerprint while it is read."""
         return RecordedData(self, look)
 
@@ -98,12 +98,12 @@ class RecordedData:
 
     def __init__(self, source: DataSource, look: Callable[[Any], None]) -> None:
         self._source = source
-        self._recorder: _Recorder | None = None
+        self._recorder: _FingerprintingBatches | None = None
         self.data: Any = source.data
         if source._is_batches and isinstance(source.data, Iterator):
-            self.data = _looked_at(source.data, look)
+            self.data = _call_with_each(source.data, look)
         elif source._is_batches:
-            self.data = self._recorder = _Recorder(source.data, source._first_batches, look)
+            self.data = self._recorder = _FingerprintingBatches(source.data, source._first_batches, look)
 
     def fingerprint(self) -> str | None:
         """After the data was read. With several ranks, each reads only a part: then the batches are read again."""
@@ -112,14 +112,14 @@ class RecordedData:
         return self._source.fingerprint()
 
 
-def _looked_at(batches: Iterator[Any], look: Callable[[Any], None]) -> Iterator[Any]:
+def _call_with_each(batches: Iterator[Any], look: Callable[[Any], None]) -> Iterator[Any]:
     for batch in batches:
         look(batch)
         yield batch
 
 
 @dataclass
-class _Recorder:
+class _FingerprintingBatches:
     """Batches, and the fingerprint of the first few that were read."""
 
     batches: Any
@@ -189,7 +189,7 @@ class DroppedInputs:
         return {}
 
     @contextmanager
-    def warned_about(self) -> Iterator[None]:
+    def warn_at_end(self) -> Iterator[None]:
         """Warn at the end of the block, once for all batches."""
         yield
         if self.dropped:
@@ -209,13 +209,13 @@ def _looks_like_labels(value: Any) -> bool:
 
 
 @contextmanager
-def warned_about_sizes(model: fx.GraphModule) -> Iterator[None]:
+def warn_about_other_sizes(model: fx.GraphModule) -> Iterator[None]:
     """Warn at the end of the block if a batch had a size that the file will not take.
 
     Axes of the file are fixed to the example's sizes, except the dynamic ones.
     """
     fixed = _fixed_sizes(model)
-    others: dict[Axis, set[int]] = {}
+    others: dict[InputAxis, set[int]] = {}
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
         for name, value in _tensors_by_input(model, args, kwargs).items():
@@ -246,7 +246,7 @@ def warned_about_sizes(model: fx.GraphModule) -> Iterator[None]:
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
-def _dynamic_axes_hint(model: fx.GraphModule, others: Iterable[Axis]) -> str:
+def _dynamic_axes_hint(model: fx.GraphModule, others: Iterable[InputAxis]) -> str:
     """The option that would make these axes dynamic, in addition to those that are."""
     axes: dict[str, dict[int, str]] = {name: dict(own) for name, own in get_origin(model).axes.items()}
     for name, axis in sorted(others):
@@ -254,7 +254,7 @@ def _dynamic_axes_hint(model: fx.GraphModule, others: Iterable[Axis]) -> str:
     return f"dynamic_axes={axes}"
 
 
-def _fixed_sizes(model: fx.GraphModule) -> dict[Axis, int]:
+def _fixed_sizes(model: fx.GraphModule) -> dict[InputAxis, int]:
     inputs = [(str(node.target), get_fake_tensor(node)) for node in model.graph.find_nodes(op="placeholder")]
     sizes = [(name, axis, size) for name, value in inputs if value is not None for axis, size in enumerate(value.shape)]
     return {(name, axis): int(size) for name, axis, size in sizes if axis and not is_dynamic(size)}

@@ -19,7 +19,7 @@ from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import DeployOptions
 from scalepoint.pipeline.accuracy import check_accuracy
 from scalepoint.pipeline.inputs import DataSource, Example
-from scalepoint.pipeline.model_metadata import metadata_of
+from scalepoint.pipeline.model_metadata import read_library_metadata
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
 from scalepoint.quantize.feeding import check_data, own_inputs
@@ -110,7 +110,7 @@ def prepare_job(
     model, checked_target = _check_model(model), find_target(target, values["cpu"])
     example, axes = _check_example(checked_target, model, as_inputs(example_inputs, kwargs), values["dynamic_axes"])
     _check_min_speed(values, calibration_data, checked_target, smoke=smoke)
-    quantization = with_speed(QuantConfig.build(config), strict=values["strict"], has_budget=budget is not None)
+    quantization = fill_speed_first(QuantConfig.build(config), strict=values["strict"], has_budget=budget is not None)
     check_formulations(quantization, checked_target)
     checked_target.check_float_dtype(values["float_dtype"])
     check_metadata(values["metadata"])
@@ -120,13 +120,13 @@ def prepare_job(
     except ConfigError as error:
         raise UsageError(error.args[0]) from error
     check_threads(options.threads)
-    data = DataSource(_data_or_none(calibration_data, quantization), options.max_batches)
+    data = DataSource(_check_data_is_needed(calibration_data, quantization), options.max_batches)
     if options.accuracy is not None and not data.is_rereadable:
         raise UsageError(
             f"accuracy={options.accuracy!r} reads the calibration data once more, and there is none, or an iterator "
             "gives it only once: pass a list, a loader or a function"
         )
-    metadata = to_jsonable({**metadata_of(model), **(values["metadata"] or {})})
+    metadata = to_jsonable({**read_library_metadata(model), **(values["metadata"] or {})})
     check_metadata(metadata)
     distributed.run_on_main(
         "looking for the runtime",
@@ -146,7 +146,7 @@ def prepare_job(
     )
 
 
-def with_speed(config: QuantConfig, *, strict: bool, has_budget: bool) -> QuantConfig:
+def fill_speed_first(config: QuantConfig, *, strict: bool, has_budget: bool) -> QuantConfig:
     """Fill in `speed_first`: layers that int8 makes slower stay float, unless the user wants all of them quantized
     (strict) or a budget decides what every layer gets."""
     if config.speed_first is not None:
@@ -207,7 +207,7 @@ def _check_data_and_metric(data: Any, evaluate: Any, max_drop: float | None) -> 
         )
 
 
-def _data_or_none(data: Any, config: QuantConfig) -> Any:
+def _check_data_is_needed(data: Any, config: QuantConfig) -> Any:
     """Refuse None unless activations stay float: then no data is needed."""
     if data is not None:
         return data

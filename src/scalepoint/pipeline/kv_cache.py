@@ -29,22 +29,22 @@ from scalepoint.targets import Target, find_target, list_targets
 from scalepoint.targets.language_models import with_cache
 from scalepoint.tuning.checkpoint import Checkpoint
 
-ATTENTION = "attention"
+ATTENTION_KIND = "attention"
 
 
-def with_cached(target: Target, config: QuantConfig, cache: str) -> tuple[Target, QuantConfig]:
+def add_cache_quantization(target: Target, config: QuantConfig, cache: str) -> tuple[Target, QuantConfig]:
     """Target and config with keys and values kept as asked for."""
     if cache not in target.caches:
         others = [name for name in list_targets(language=True) if find_target(name).caches]
         known = f"its caches are {', '.join(target.caches)}" if target.caches else f"only {', '.join(others)} do"
         raise UsageError(f"cache={cache!r}: target {target.name!r} does not keep keys and values so: {known}")
-    override = Override(type=ATTENTION, input=target.caches[cache])
+    override = Override(type=ATTENTION_KIND, input=target.caches[cache])
     return with_cache(target), config.model_copy(update={"overrides": (*config.overrides, override)})
 
 
-def check_cached(model: fx.GraphModule, source: Source, spec: QuantizationSpec) -> None:
+def check_cache_fits(model: fx.GraphModule, source: Source, spec: QuantizationSpec) -> None:
     """Whether the keys and values of every block can be quantized so; asked before quantizers are put in."""
-    blocks, found = _told(source, "num_hidden_layers", "n_layer"), len(_attention(model))
+    blocks, found = _read_config_number(source, "num_hidden_layers", "n_layer"), len(_attention_nodes(model))
     if found != blocks:
         raise CaptureError(
             f"cache=: the attention of {blocks - found} of {blocks} blocks is written in a way that hides its keys and "
@@ -55,18 +55,18 @@ def check_cached(model: fx.GraphModule, source: Source, spec: QuantizationSpec) 
             f"cache=: loaders read scales of keys and values at layers.N.self_attn, which {source.folder} has not: "
             "leave cache= out"
         )
-    heads = _told(source, "num_attention_heads", "n_head")
-    channels = int(source.config.get("head_dim") or _told(source, "hidden_size", "n_embd") // heads)
+    heads = _read_config_number(source, "num_attention_heads", "n_head")
+    channels = int(source.config.get("head_dim") or _read_config_number(source, "hidden_size", "n_embd") // heads)
     sizes = getattr(spec.granularity, "block_size", None)
     size = int(sizes[-1]) if isinstance(sizes, tuple) else 1
     if channels % size:
         raise UsageError(f"cache=: heads of {channels} channels are not cut into blocks of {size}")
 
 
-def check_placed(model: fx.GraphModule, spec: QuantizationSpec) -> None:
+def check_cache_quantizers(model: fx.GraphModule, spec: QuantizationSpec) -> None:
     """Whether quantizers stand on the keys and values of every block: a name in the config counts more than cache=."""
-    blocks = len(_attention(model))
-    fitting = [pair for pair in _stubs(model) if all(stub.spec.dtype == spec.dtype for _, stub in pair)]
+    blocks = len(_attention_nodes(model))
+    fitting = [pair for pair in _cache_quantizers(model) if all(stub.spec.dtype == spec.dtype for _, stub in pair)]
     if len(fitting) != blocks:
         raise UsageError(
             f"cache=: the config gives the attention of {blocks - len(fitting)} of {blocks} blocks another precision "
@@ -74,30 +74,30 @@ def check_placed(model: fx.GraphModule, spec: QuantizationSpec) -> None:
         )
 
 
-def groups_of(source: Source) -> int:
+def count_key_value_heads(source: Source) -> int:
     """Heads of keys and values."""
-    return int(source.config.get("num_key_value_heads") or _told(source, "num_attention_heads", "n_head"))
+    return int(source.config.get("num_key_value_heads") or _read_config_number(source, "num_attention_heads", "n_head"))
 
 
-def _told(source: Source, *names: str) -> int:
+def _read_config_number(source: Source, *names: str) -> int:
     found = next((source.config[name] for name in names if source.config.get(name) is not None), None)
     if found is None:
         raise CaptureError(f"cache=: {source.folder / CONFIG} does not tell {' or '.join(names)}: leave cache= out")
     return int(found)
 
 
-def stored_cache(model: fx.GraphModule, kept: Checkpoint, groups: int) -> Cache | None:
+def load_cache_scales(model: fx.GraphModule, kept: Checkpoint, groups: int) -> Cache | None:
     """The scales that were found, as a format stores them; None where every token has its own."""
-    pairs = _stubs(model)
+    pairs = _cache_quantizers(model)
     if not pairs or pairs[0][0][1].calculator.always_called:
         return None
     files = {place: file for file, places in kept.places().items() for place in places}
-    scales = tuple(tuple(_scale(files, place, groups) for place, _ in pair) for pair in pairs)
+    scales = tuple(tuple(_load_scale(files, place, groups) for place, _ in pair) for pair in pairs)
     spec = pairs[0][0][1].spec
     return Cache(spec.n_bits, scales, get_format(spec.dtype).is_float)  # type: ignore[arg-type]  # pairs
 
 
-def _scale(files: Mapping[str, Path], place: str, groups: int) -> Tensor:
+def _load_scale(files: Mapping[str, Path], place: str, groups: int) -> Tensor:
     """(groups, channels): heads that share keys have the same scales; (1, 1) where there is one for all."""
     with open_tensors(files[place]) as file:
         scale: Tensor = file.get_tensor(f"{place}|scale").clone()
@@ -107,21 +107,21 @@ def _scale(files: Mapping[str, Path], place: str, groups: int) -> Tensor:
     return scale.reshape(groups, heads // groups, channels)[:, 0].contiguous()
 
 
-def _stubs(model: fx.GraphModule) -> list[tuple[tuple[str, QuantStub], tuple[str, QuantStub]]]:
+def _cache_quantizers(model: fx.GraphModule) -> list[tuple[tuple[str, QuantStub], tuple[str, QuantStub]]]:
     """The quantizers of keys and of values, block after block."""
     found = []
-    for node in _attention(model):
-        pair = [(str(each.target), _stub(model, each)) for each in node.all_input_nodes[1:3]]
+    for node in _attention_nodes(model):
+        pair = [(str(each.target), _get_stub(model, each)) for each in node.all_input_nodes[1:3]]
         if len(pair) == 2 and all(stub is not None for _, stub in pair):
             found.append((pair[0], pair[1]))
     return found  # type: ignore[return-value]  # none is None
 
 
-def _attention(model: fx.GraphModule) -> list[fx.Node]:
+def _attention_nodes(model: fx.GraphModule) -> list[fx.Node]:
     nodes = [node for node in model.graph.nodes if node.op == "call_module"]
     return [node for node in nodes if isinstance(model.get_submodule(str(node.target)), FusedAttention)]
 
 
-def _stub(model: fx.GraphModule, node: fx.Node) -> QuantStub | None:
+def _get_stub(model: fx.GraphModule, node: fx.Node) -> QuantStub | None:
     module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
     return module if isinstance(module, QuantStub) else None

@@ -5,17 +5,17 @@ from typing import Any
 
 from torch import nn
 
-PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # keys of timm
-LONGEST = 500_000  # characters of all labels: more would be most of a file
+PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # keys of timm
+MAX_LABEL_CHARACTERS = 500_000  # characters of all labels: more would be most of a file
 
 
-def metadata_of(model: nn.Module) -> dict[str, Any]:
+def read_library_metadata(model: nn.Module) -> dict[str, Any]:
     """`labels` of transformers and timm, `preprocessing` of timm; {} for other models."""
-    metadata = {"labels": _labels(model), "preprocessing": _preprocessing(model)}
+    metadata = {"labels": _read_labels(model), "preprocessing": _read_preprocessing(model)}
     return {key: value for key, value in metadata.items() if value}
 
 
-def _labels(model: nn.Module) -> list[str]:
+def _read_labels(model: nn.Module) -> list[str]:
     """One label per class, in the order of the classes."""
     by_index = getattr(getattr(model, "config", None), "id2label", None)
     if isinstance(by_index, Mapping):
@@ -26,16 +26,16 @@ def _labels(model: nn.Module) -> list[str]:
         own = list(names) if isinstance(names, list | tuple) and count in (None, len(names)) else []
     labels = [str(each).encode("utf-8", "replace").decode() for each in own]
     are_placeholders = labels == [f"LABEL_{index}" for index in range(len(labels))]
-    return [] if are_placeholders or sum(map(len, labels)) > LONGEST else labels
+    return [] if are_placeholders or sum(map(len, labels)) > MAX_LABEL_CHARACTERS else labels
 
 
-def _preprocessing(model: nn.Module) -> dict[str, Any]:
+def _read_preprocessing(model: nn.Module) -> dict[str, Any]:
     config = _pretrained_config(model)
     size = config.get("input_size")
     if not isinstance(size, list | tuple) or len(size) != 3 or "mean" not in config:
         return {}
     height, width = size[1:]
-    values = {key: config[key] for key in PREPROCESSING if config.get(key) is not None}
+    values = {key: config[key] for key in PREPROCESSING_KEYS if config.get(key) is not None}
     return {"size": width if height == width else [height, width], **values}
 
 

@@ -23,11 +23,11 @@ from scalepoint.tuning.pieces import Piece, cut
 from scalepoint.tuning.state import restore
 from scalepoint.tuning.walk import Walk
 
-FLOAT_NAN = (
+FLOAT_NAN_HINT = (
     "the weights are finite, but its logits are not, so values overflow on the way. Check the checkpoint and its "
     "config.json by running it in transformers"
 )
-QUANTIZED_NAN = "the float model's is a number, so the codes are the cause: give more bits, or smaller blocks"
+QUANTIZED_NAN_HINT = "the float model's is a number, so the codes are the cause: give more bits, or smaller blocks"
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def perplexity(run: Callable[[Tensor], Tensor], tokens: Sequence[Tensor]) -> flo
         total, count = total + loss, count + number
     if not count:
         raise UsageError("perplexity needs at least one sequence of 2 tokens or more")
-    return _perplexity_of(total, count, "the perplexity is NaN: the logits hold NaN or infinity")
+    return _to_perplexity(total, count, "the perplexity is NaN: the logits hold NaN or infinity")
 
 
-def _perplexity_of(loss: float, count: int, message: str) -> float:
+def _to_perplexity(loss: float, count: int, message: str) -> float:
     """exp(loss / count), or NonFiniteError with this message."""
     found = float(torch.tensor(loss / count, dtype=torch.float64).exp())
     if math.isnan(found):
@@ -130,7 +130,8 @@ def _score_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Evaluatio
         step.value = []
         for index, own in enumerate(tokens):
             exact, noisy = (
-                _logits(walk.run(piece, walk.entries(piece, index, noisy=side), noisy=side)) for side in (False, True)
+                _find_logits(walk.run(piece, walk.entries(piece, index, noisy=side), noisy=side))
+                for side in (False, True)
             )
             (before, number), (after, _) = (cross_entropy_sum(logits, own) for logits in (exact, noisy))
             noise = float((noisy - exact).double().square().sum())
@@ -138,13 +139,13 @@ def _score_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Evaluatio
             first = noisy.clone() if not index else first
     rows = distributed.interleave(step.values)  # in the order of the text
     before, after, count, noise, signal = (sum(column) for column in zip(*rows, strict=True))
-    before = _perplexity_of(before, count, f"the float model's perplexity is NaN: {FLOAT_NAN}")
-    after = _perplexity_of(after, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN}")
+    before = _to_perplexity(before, count, f"the float model's perplexity is NaN: {FLOAT_NAN_HINT}")
+    after = _to_perplexity(after, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN_HINT}")
     sqnr = float("inf") if not noise else 10 * float(torch.tensor(signal / noise, dtype=torch.float64).log10())
     return Evaluation(Score("perplexity", after, before, higher_is_better=False), count, first, sqnr)
 
 
-def _logits(exits: Sequence[object]) -> Tensor:
+def _find_logits(exits: Sequence[object]) -> Tensor:
     for value in reversed(exits):
         if isinstance(value, Tensor) and value.ndim == 3:
             return value

@@ -105,7 +105,7 @@ class Trial:
         return self.file
 
     @property
-    def left_float(self) -> tuple[str, ...]:
+    def float_layers(self) -> tuple[str, ...]:
         """Layers that the config leaves in float by name."""
         return tuple(each.name for each in self.config.overrides if each.name and each.weight == FLOAT)
 
@@ -116,7 +116,7 @@ class Trial:
         return None if verification is None or verification.latency is None else verification.latency.ratio
 
     @property
-    def rank(self) -> float:
+    def comparable_score(self) -> float:
         """The score for comparisons; NaN and no score are the worst."""
         return -math.inf if self.score is None or math.isnan(self.score) else self.score
 
@@ -145,8 +145,8 @@ def best_trial(trials: Sequence[Trial], limits: Limits) -> Trial:
         return fast[0] if fast else max(trials, key=lambda trial: trial.speed or 0.0)
     holding = [trial for trial in trials if limits.allows_score(trial.score)]
     if limits.max_drop is None or not holding:
-        return max(trials, key=lambda trial: trial.rank)
-    return min(holding, key=lambda trial: (trial.cost, -trial.rank))
+        return max(trials, key=lambda trial: trial.comparable_score)
+    return min(holding, key=lambda trial: (trial.cost, -trial.comparable_score))
 
 
 def drop_models(trials: Sequence[Trial], limits: Limits) -> list[Trial]:

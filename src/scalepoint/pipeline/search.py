@@ -25,14 +25,14 @@ from scalepoint.spec import QParamsCalculatorBase, QuantizationSpec, RangeCalcul
 from scalepoint.targets import Target
 from scalepoint.verification.layer_times import LayerTime, find_slower_layers
 
-OTHER_RANGES = "other ranges"
-LEAST_SHARE, LARGEST_SHARE = 0.1, 0.5  # how much of the error may remain after a step upwards
-LAST_SHARE = 0.1  # the last allowed trial goes this much further
-TRIM = 0.1  # share of the error: a layer that removes less is not raised
-MOST_POINTS = 64  # of the front; a search looks at few of them
-CLIPPING = ("histogram_mse", "histogram_percentile", "histogram_entropy", "moving_average")
+OTHER_RANGES_TEXT = "other ranges"
+MIN_STEP_SHARE, MAX_STEP_SHARE = 0.1, 0.5  # how much of the error may remain after a step upwards
+LAST_STEP_SHARE = 0.1  # the last allowed trial goes this much further
+TRIM_SHARE = 0.1  # share of the error: a layer that removes less is not raised
+MAX_FRONT_POINTS = 64  # of the front; a search looks at few of them
+CLIPPING_CALCULATORS = ("histogram_mse", "histogram_percentile", "histogram_entropy", "moving_average")
 
-Key = tuple[tuple[str, str], ...]
+ChoiceKey = tuple[tuple[str, str], ...]
 
 
 def next_for_speed(trials: Sequence[Trial]) -> TrialPlan | None:
@@ -41,10 +41,10 @@ def next_for_speed(trials: Sequence[Trial]) -> TrialPlan | None:
     verification = last.verification
     if verification is None or not verification.times:
         return None
-    quantized = {site.name for site in record_of(last.model).sites} - set(last.left_float)
+    quantized = {site.name for site in record_of(last.model).sites} - set(last.float_layers)
     rows = [row for row in verification.times if row.name in quantized and row.seconds is not None]
     slower = [row.name for row in find_slower_layers(verification.times) if row.name in quantized]
-    moved = _keep_one(last, slower or _cheaper_than_conversions(rows, verification.times))
+    moved = _keep_one_quantized(last, slower or _cheaper_than_conversions(rows, verification.times))
     if not moved:
         return None
     overrides = tuple(Override(name=name, weight=FLOAT, activation=FLOAT) for name in moved)
@@ -64,7 +64,7 @@ def _cheaper_than_conversions(rows: Sequence[LayerTime], times: Sequence[LayerTi
     return names
 
 
-def _keep_one(last: Trial, moved: Sequence[str]) -> list[str]:
+def _keep_one_quantized(last: Trial, moved: Sequence[str]) -> list[str]:
     """Leave the layer with the largest weight quantized if otherwise nothing would be."""
     rows = [row for row in coverage(last.model).operations if row.precision != FLOAT]
     if not rows:
@@ -75,7 +75,7 @@ def _keep_one(last: Trial, moved: Sequence[str]) -> list[str]:
     return [name for name in moved if name != largest]
 
 
-def with_other_ranges(config: QuantConfig, target: Target) -> QuantConfig:
+def use_other_ranges(config: QuantConfig, target: Target) -> QuantConfig:
     """The config with ranges by the other method: min-max instead of clipping, least squared error instead of min-max.
 
     Ranges of 8-bit weights stay.
@@ -112,15 +112,15 @@ def _other_range(value: Any, role: str) -> Any:
             return spec.replace(range_calculator_cls="minmax")
         return spec.replace(range_calculator_cls="mse") if key == "minmax" and spec.n_bits < 8 else value
     key = QParamsCalculatorBase.key_of(spec.qparam_calculator_cls)
-    if key in CLIPPING:
+    if key in CLIPPING_CALCULATORS:
         return spec.replace(qparam_calculator_cls="global_minmax")
     return spec.replace(qparam_calculator_cls="histogram_mse") if key == "global_minmax" else value
 
 
-def start_index(trials: Sequence[Trial]) -> int:
+def find_start(trials: Sequence[Trial]) -> int:
     """The trial whose config gets more precision: the better one of those that no allocation made."""
     plain = [index for index, trial in enumerate(trials) if trial.chosen is None]
-    return max(plain, key=lambda index: (trials[index].rank, -index))
+    return max(plain, key=lambda index: (trials[index].comparable_score, -index))
 
 
 def next_for_accuracy(
@@ -134,19 +134,25 @@ def next_for_accuracy(
         limits: What a file must hold.
         is_last: Whether this is the last allowed trial.
     """
-    start = start_index(trials)
+    start = find_start(trials)
     points = _front_points(widths)
-    tried = {_key(trial.chosen): limits.allows_score(trial.score) for trial in trials if trial.chosen is not None}
-    tried[_key(as_configured(widths))] = False
-    known = {index: tried[_key(point.chosen)] for index, point in enumerate(points) if _key(point.chosen) in tried}
+    tried = {
+        _choice_key(trial.chosen): limits.allows_score(trial.score) for trial in trials if trial.chosen is not None
+    }
+    tried[_choice_key(as_configured(widths))] = False
+    known = {
+        index: tried[_choice_key(point.chosen)]
+        for index, point in enumerate(points)
+        if _choice_key(point.chosen) in tried
+    }
     holding = min((index for index, holds in known.items() if holds), default=None)
     failing = max((index for index in known if not known[index] and index < (holding or len(points))), default=-1)
     if holding is None:
-        chosen = _step_up(points, failing, _allowed_share(trials, limits, is_last=is_last))
+        chosen = _step_up(points, failing, _remaining_error_share(trials, limits, is_last=is_last))
     else:
         chosen = _fewer_layers(widths, trials, tried, limits)
         if chosen is None and holding - failing > 1:
-            chosen = _middle(points, failing, holding)
+            chosen = _middle_point(points, failing, holding)
         chosen = chosen or _one_layer_lower(widths, trials, tried, limits)
     if chosen is None:
         return None
@@ -165,21 +171,21 @@ def _front_points(widths: Widths) -> list[Allocation]:
     """The front without layers that are hardly worth raising. At least one layer with weights stays quantized."""
     weighted = [row.name for row in widths.rows if row.weights]
     items = widths.items("cost")
-    lowered = [trimmed(items, point, TRIM) for point in thinned(front(items), MOST_POINTS)]
-    points = sorted({_key(each.chosen): each for each in lowered}.values(), key=lambda point: point.cost)
+    lowered = [trimmed(items, point, TRIM_SHARE) for point in thinned(front(items), MAX_FRONT_POINTS)]
+    points = sorted({_choice_key(each.chosen): each for each in lowered}.values(), key=lambda point: point.cost)
     return [each for each in points if not weighted or any(each.chosen[name] != FLOAT for name in weighted)]
 
 
-def _key(chosen: Mapping[str, str] | None) -> Key:
+def _choice_key(chosen: Mapping[str, str] | None) -> ChoiceKey:
     return tuple(sorted((chosen or {}).items()))
 
 
-def _allowed_share(trials: Sequence[Trial], limits: Limits, *, is_last: bool) -> float:
+def _remaining_error_share(trials: Sequence[Trial], limits: Limits, *, is_last: bool) -> float:
     """How much of the error may remain, if the drop is proportional to it."""
     drop = min(limits.drop(trial.score) for trial in trials)
-    share = (limits.max_drop or 0.0) / drop if drop > 0 else LARGEST_SHARE
-    share = min(max(share, LEAST_SHARE), LARGEST_SHARE)
-    return share * LAST_SHARE if is_last else share
+    share = (limits.max_drop or 0.0) / drop if drop > 0 else MAX_STEP_SHARE
+    share = min(max(share, MIN_STEP_SHARE), MAX_STEP_SHARE)
+    return share * LAST_STEP_SHARE if is_last else share
 
 
 def _step_up(points: Sequence[Allocation], failing: int, share: float) -> Allocation | None:
@@ -191,11 +197,11 @@ def _step_up(points: Sequence[Allocation], failing: int, share: float) -> Alloca
 
 
 def _fewer_layers(
-    widths: Widths, trials: Sequence[Trial], tried: Mapping[Key, bool], limits: Limits
+    widths: Widths, trials: Sequence[Trial], tried: Mapping[ChoiceKey, bool], limits: Limits
 ) -> Allocation | None:
     """Of the layers that the cheapest holding trial raised, those that remove most error: the middle between all of
     them and the largest number that was too small."""
-    table, best = widths.table("cost"), _cheapest_holding(trials, limits)
+    table, best = widths.table("cost"), _choices_of_cheapest(trials, limits)
     gains = {name: table[name][AS_IT_IS].error - table[name][width].error for name, width in best.items()}
     order = sorted((name for name, width in best.items() if width != AS_IT_IS), key=lambda name: -gains[name])
 
@@ -203,13 +209,13 @@ def _fewer_layers(
         names = set(order[:count])
         return {name: width if name in names else AS_IT_IS for name, width in best.items()}
 
-    too_few = max((count for count in range(len(order)) if tried.get(_key(first(count))) is False), default=0)
+    too_few = max((count for count in range(len(order)) if tried.get(_choice_key(first(count))) is False), default=0)
     if len(order) - too_few < 2:
         return None
     return total(table, first((len(order) + too_few) // 2))
 
 
-def _cheapest_holding(trials: Sequence[Trial], limits: Limits) -> Mapping[str, str]:
+def _choices_of_cheapest(trials: Sequence[Trial], limits: Limits) -> Mapping[str, str]:
     """The choices of the cheapest trial that holds the limit."""
     holding = [trial for trial in trials if trial.chosen is not None and limits.allows_score(trial.score)]
     best = min(holding, key=lambda trial: trial.cost)
@@ -217,7 +223,7 @@ def _cheapest_holding(trials: Sequence[Trial], limits: Limits) -> Mapping[str, s
     return best.chosen
 
 
-def _middle(points: Sequence[Allocation], failing: int, holding: int) -> Allocation:
+def _middle_point(points: Sequence[Allocation], failing: int, holding: int) -> Allocation:
     """The point in the middle between the two, by cost."""
     low = points[failing].cost if failing >= 0 else points[0].cost
     wanted = (low + points[holding].cost) / 2
@@ -225,11 +231,11 @@ def _middle(points: Sequence[Allocation], failing: int, holding: int) -> Allocat
 
 
 def _one_layer_lower(
-    widths: Widths, trials: Sequence[Trial], tried: Mapping[Key, bool], limits: Limits
+    widths: Widths, trials: Sequence[Trial], tried: Mapping[ChoiceKey, bool], limits: Limits
 ) -> Allocation | None:
     """The cheapest holding trial with one layer lowered: where that adds least error for what it saves, and less than
     the best failed trial has."""
-    table, best = widths.table("cost"), _cheapest_holding(trials, limits)
+    table, best = widths.table("cost"), _choices_of_cheapest(trials, limits)
     current = total(table, best)
     least_failed = min(total(table, dict(key)).error for key, holds in tried.items() if not holds)
     candidates = []
@@ -238,7 +244,7 @@ def _one_layer_lower(
         for other in (each for each in table[name].values() if each.cost < now.cost):
             added, saved = other.error - now.error, now.cost - other.cost
             chosen = {**best, name: other.name}
-            if _key(chosen) not in tried and current.error + added < least_failed:
+            if _choice_key(chosen) not in tried and current.error + added < least_failed:
                 lowered = Allocation(chosen, current.error + added, current.cost - saved)
                 candidates.append((added / saved, name, lowered))
     return min(candidates, key=lambda each: each[:2])[2] if candidates else None

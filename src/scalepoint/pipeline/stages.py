@@ -25,13 +25,13 @@ from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, Ver
 from scalepoint.formats import ExportRequest, FileFormat, export, find_format
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.options import stage_values
-from scalepoint.pipeline.accuracy import tuning_for
+from scalepoint.pipeline.accuracy import choose_tuning
 from scalepoint.pipeline.cache import Inputs, Stage
 from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_model, fingerprint_target
-from scalepoint.pipeline.inputs import DroppedInputs, warned_about_sizes
+from scalepoint.pipeline.inputs import DroppedInputs, warn_about_other_sizes
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial
-from scalepoint.pipeline.workspace import FAILING, FILE, FLOAT_FILE, MODEL, PLAIN_FILE, Workspace
+from scalepoint.pipeline.workspace import FAILING_FOLDER, FILE_STEM, FLOAT_STEM, PLAIN_STEM, QUANTIZED_FOLDER, Workspace
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
 from scalepoint.quantize.store import files_in
 from scalepoint.results import TuneReport
@@ -51,7 +51,7 @@ from scalepoint.version import __version__
 if TYPE_CHECKING:
     from scalepoint.allocation import Widths
 
-VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
+PACKAGE_VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
 
 
 @dataclass(kw_only=True)
@@ -102,7 +102,7 @@ class StageContext:
     @property
     def plain_path(self) -> Path | None:
         """The float model as torch.onnx.export writes it, if it was written."""
-        path = self.path(self.workspace.work, PLAIN_FILE)
+        path = self.path(self.workspace.work, PLAIN_STEM)
         return path if path.is_file() else None
 
     def timed(self, doing: str, *, is_phase: bool = True) -> AbstractContextManager[None]:
@@ -136,9 +136,9 @@ def quantize(
         config: Config of the trial.
         is_only_trial: No other trial will need the captured graph, so it is not copied.
     """
-    job, place = context.job, folder / MODEL
+    job, place = context.job, folder / QUANTIZED_FOLDER
     dropped = DroppedInputs(job.model, job.example)
-    data = job.data.recorded(dropped.look)
+    data = job.data.with_fingerprint(dropped.look)
     name = f"{folder.name} quantized"
 
     def inputs() -> Inputs:
@@ -168,11 +168,11 @@ def _quantize(
     with context.timed("capturing", is_phase=False):
         graph = captured.model if is_only_trial else copy_graph(captured.model, config)
         model = insert_qdq(graph, captured.matches, config, strict=options.strict, copy=False)
-    tuning = tuning_for(model, options.accuracy, has_data=job.data.is_rereadable)
+    tuning = choose_tuning(model, options.accuracy, has_data=job.data.is_rereadable)
     # Tuning corrects biases itself, with better statistics.
     correct_bias = tuning is None if config.correct_bias is None else config.correct_bias
     dropped.look_at_first(job.data.data)
-    with context.timed("calibrating", is_phase=False), warned_about_sizes(model), dropped.warned_about():
+    with context.timed("calibrating", is_phase=False), warn_about_other_sizes(model), dropped.warn_at_end():
         calibrate(
             model,
             data,
@@ -204,7 +204,7 @@ def copy_graph(model: fx.GraphModule, config: QuantConfig) -> fx.GraphModule:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-def measure(context: StageContext, config: QuantConfig, choices: tuple[str, ...] | None) -> "Widths":
+def measure_precisions(context: StageContext, config: QuantConfig, choices: tuple[str, ...] | None) -> "Widths":
     """Measure what each layer loses at each choice of precision; None as choices: its own, and every higher one."""
     from scalepoint.allocation import Widths, measure_widths  # noqa: PLC0415  # most runs do not allocate
     from scalepoint.allocation.losses import SOLVER  # noqa: PLC0415
@@ -244,7 +244,7 @@ def measure(context: StageContext, config: QuantConfig, choices: tuple[str, ...]
 def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> tuple[Path, Path]:
     """Write the file of a trial, and once for all trials the float file. Returns both paths."""
     job, work = context.job, context.workspace.work
-    path, float_path = context.path(folder, FILE), context.path(work, FLOAT_FILE)
+    path, float_path = context.path(folder, FILE_STEM), context.path(work, FLOAT_STEM)
 
     def write() -> None:
         export(
@@ -257,11 +257,13 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
             metadata=job.metadata,
         )
         if needs_float:
-            _export_plain(context, model)
+            _write_plain_export(context, model)
 
     with (
         context.workspace.cache.stage("the float model exported", lambda: float_export_inputs(context)) as float_stage,
-        context.stage(f"{folder.name} exported", "exporting", lambda: export_inputs(context, folder / MODEL)) as stage,
+        context.stage(
+            f"{folder.name} exported", "exporting", lambda: export_inputs(context, folder / QUANTIZED_FOLDER)
+        ) as stage,
     ):
         needs_float = float_stage.must_run and not job.is_smoke
         if stage.must_run or needs_float:
@@ -273,13 +275,13 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
     return path, float_path
 
 
-def _export_plain(context: StageContext, model: fx.GraphModule) -> None:
+def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
     """Write the float model with torch.onnx.export, where speed is measured: it may be faster than our float file."""
     job = context.job
     runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
     if runtime is not None and runtime.is_here and not runtime.why_not_run:
         writing = ExportRequest(job.example, names=tuple(build_feeds(model, job.example)))
-        write_baseline_file(job.model, context.format, writing, context.path(context.workspace.work, PLAIN_FILE))
+        write_baseline_file(job.model, context.format, writing, context.path(context.workspace.work, PLAIN_STEM))
 
 
 def verify_file(
@@ -340,7 +342,11 @@ def evaluate_float(context: StageContext) -> float | None:
     """The user's metric of the float model; None without a metric."""
     if context.job.evaluate is None:
         return None
-    inputs = {"the model": context.model_fingerprint, **VERSIONS, "the metric": fingerprint_code(context.job.evaluate)}
+    inputs = {
+        "the model": context.model_fingerprint,
+        **PACKAGE_VERSIONS,
+        "the metric": fingerprint_code(context.job.evaluate),
+    }
     doing = "evaluating the float model"
     with context.stage("the float model evaluated", doing, lambda: inputs) as stage:
         score = stage.load(lambda saved: float(saved["score"]))
@@ -380,10 +386,10 @@ def evaluate_file(context: StageContext, path: Path, model: fx.GraphModule, *, i
 def _evaluate(context: StageContext, model: Any, *, is_float: bool) -> float:
     assert context.job.evaluate is not None  # noqa: S101  # the callers return early
     with eval_mode(model) if isinstance(model, nn.Module) else nullcontext(), torch.no_grad(), caller_dtype():
-        return as_score(context.job.evaluate(model), is_float=is_float)
+        return to_score(context.job.evaluate(model), is_float=is_float)
 
 
-def as_score(value: Any, *, is_float: bool) -> float:
+def to_score(value: Any, *, is_float: bool) -> float:
     """The number that a metric returned.
 
     NaN of the float model is an error, as everything is compared with it. NaN of a file is a warning, and the file is
@@ -414,8 +420,8 @@ def as_score(value: Any, *, is_float: bool) -> float:
 def publish(context: StageContext, best: Trial) -> Trial:
     """Put the files of the best trial into the output folder. Returns the trial with its new paths."""
     job, workspace = context.job, context.workspace
-    path = context.path(workspace.output, FILE)
-    float_path = None if job.is_smoke else context.path(workspace.output, FLOAT_FILE)
+    path = context.path(workspace.output, FILE_STEM)
+    float_path = None if job.is_smoke else context.path(workspace.output, FLOAT_STEM)
     verification = best.verification and replace(best.verification, path=str(path))
     published = replace(best, file=path, float_file=float_path, verification=verification)
     if not distributed.is_main():
@@ -428,8 +434,8 @@ def publish(context: StageContext, best: Trial) -> Trial:
         sources.append(save_inputs(workspace.work, build_feeds(best.model, job.example)))
     workspace.copy(sources)
     # with_graph=None: where the graph can be stored as data, load needs no float model
-    save(best.model, workspace.output / MODEL, with_graph=None)
-    workspace.add(files_in(workspace.output / MODEL))
+    save(best.model, workspace.output / QUANTIZED_FOLDER, with_graph=None)
+    workspace.add(files_in(workspace.output / QUANTIZED_FOLDER))
     return published
 
 
@@ -440,7 +446,7 @@ def extract_departure(context: StageContext, best: Trial) -> None:
         return
     if verification.runtime != "onnxruntime":
         return
-    folder = context.workspace.output / FAILING
+    folder = context.workspace.output / FAILING_FOLDER
     with suppress(VerificationError):  # a file that does not run has no layers to compare
         if extract_failing(best.path, best.model, job.example.args, folder, kwargs=job.example.kwargs, force=True):
             context.workspace.add(folder / name for name in EXTRACTED)
@@ -456,7 +462,7 @@ def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:
         "dynamic_axes": job.dynamic_axes,
     }
     return {
-        **VERSIONS,
+        **PACKAGE_VERSIONS,
         "the model": context.model_fingerprint,
         "the example inputs": job.example.fingerprint(),
         "the target": fingerprint_target(job.target),
@@ -490,7 +496,7 @@ def _common_export_inputs(context: StageContext) -> Inputs:
     return {
         "the example inputs": context.job.example.fingerprint(),
         "the target": fingerprint_target(context.job.target),
-        **VERSIONS,
+        **PACKAGE_VERSIONS,
         **{name: package_version(name) for name in ("onnx", "onnxscript")},
     }
 
@@ -507,7 +513,7 @@ def verify_inputs(context: StageContext, path: Path, float_path: Path, baseline:
         "the example inputs": job.example.fingerprint(),
         **{name: fingerprint(value) for name, value in stage_values(job.options, "verify").items()},
         "smoke": str(job.is_smoke),
-        "scalepoint": VERSIONS["scalepoint"],
+        "scalepoint": PACKAGE_VERSIONS["scalepoint"],
         runtime: package_version(find_runtime(runtime).package),
     }
 

@@ -23,20 +23,20 @@ from scalepoint.errors import ScalepointError, StoreError, UsageError, did_you_m
 from scalepoint.options import DeployOptions, RunOptions
 from scalepoint.pipeline.deploy import deploy
 from scalepoint.pipeline.fingerprints import fingerprint_target
-from scalepoint.pipeline.workspace import finished_stages
+from scalepoint.pipeline.workspace import list_finished_stages
 from scalepoint.quantize.feeding import is_split
 from scalepoint.report import Sweep, SweepRow, sweep_page
 from scalepoint.report.html import JSON_FILE
-from scalepoint.report.sweep import FILE
+from scalepoint.report.sweep import SWEEP_FILE
 from scalepoint.support.files import LOCK, locked, remove_leftovers, replace_text
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.output_folder import check_links, check_path
 from scalepoint.support.progress import say
 from scalepoint.targets import Target
 
-PAGE = "sweep.html"
-MOST_RUNS = 1000
-Finish = Callable[[Any, Path, Mapping[str, Any]], object]
+PAGE_FILE = "sweep.html"
+MAX_RUNS = 1000
+RunCallback = Callable[[Any, Path, Mapping[str, Any]], object]
 
 
 @distributed.participating()
@@ -49,7 +49,7 @@ def sweep(
     output: str | Path = "sweep",
     resume: bool = False,
     force: bool = False,
-    finish: Finish | None = None,
+    finish: RunCallback | None = None,
     **options: Any,
 ) -> Sweep:
     """Deploy with every combination of the grid's values.
@@ -68,17 +68,17 @@ def sweep(
     Returns:
         The table of all runs. A run that fails is a row with its error.
     """
-    runs = grid_runs(grid)
+    runs = list_runs(grid)
     if isinstance(calibration_data, Iterator):
         raise UsageError("a sweep reads the data once a run, an iterator gives it once: pass a list or a function")
     if is_split(calibration_data) and not callable(calibration_data):
         raise UsageError("a sweep gives every rank whole runs, a DistributedSampler a part of the data: leave it away")
     folder = Path(output)
-    with _opened(folder, resume=resume, force=force) as finished:
+    with _open_folder(folder, resume=resume, force=force) as finished:
         rows = {
-            name: row for name, row in finished.items() if name in runs and row.settings == _plain_values(runs[name])
+            name: row for name, row in finished.items() if name in runs and row.settings == _to_plain_values(runs[name])
         }
-        for names in _turns([name for name in runs if name not in rows]):
+        for names in _batches_of_runs([name for name in runs if name not in rows]):
             with distributed.phase("a run of the sweep") as step:
                 for name in distributed.shard(names):  # at most one
                     if options.get("progress") is not False:
@@ -89,11 +89,11 @@ def sweep(
                         step.value = to_jsonable(_run(inputs, folder / name, runs[name], shown, finish))
             rows |= zip(names, map(TypeAdapter(SweepRow).validate_python, step.values), strict=False)
             table = Sweep(tuple(rows[name] for name in runs if name in rows))
-            distributed.run_on_main("the table", partial(_write, folder, table))
+            distributed.run_on_main("the table", partial(_write_table, folder, table))
     return table
 
 
-def _turns(names: Sequence[str]) -> Iterator[Sequence[str]]:
+def _batches_of_runs(names: Sequence[str]) -> Iterator[Sequence[str]]:
     """Runs that are made at the same time, one per rank. Once with none, so that a table is written in any case."""
     count = distributed.world_size()
     for first in range(0, len(names), count):
@@ -102,13 +102,13 @@ def _turns(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 @contextmanager
-def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, SweepRow]]:
+def _open_folder(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, SweepRow]]:
     """Check and lock the folder on rank 0; yields the finished runs."""
     with ExitStack() as stack:
 
         def open_folder() -> dict[str, SweepRow]:
             check_path(folder)
-            check_links(folder, (LOCK, FILE, PAGE))
+            check_links(folder, (LOCK, SWEEP_FILE, PAGE_FILE))
             if folder.exists() and any(folder.iterdir()) and not (resume or force):
                 raise UsageError(
                     f"{folder} is not empty: go on with resume=True (--resume), overwrite with force=True (--force), "
@@ -116,13 +116,13 @@ def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, Sw
                 )
             rows = _finished_rows(folder) if resume else {}
             stack.enter_context(locked(folder))
-            remove_leftovers(folder, (FILE, PAGE))
+            remove_leftovers(folder, (SWEEP_FILE, PAGE_FILE))
             return rows
 
         yield distributed.run_on_main("looking at the output", open_folder, dict[str, SweepRow])
 
 
-def grid_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+def list_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
     """Name of a run -> its keywords of deploy. The last key of the grid changes fastest."""
     allowed = [*DeployOptions.model_fields, *RunOptions.model_fields, "config"]
     allowed = [name for name in allowed if name not in ("output", "quantization", "resume", "force")]
@@ -134,8 +134,8 @@ def grid_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
     count = 1
     for values in grid.values():
         count *= len(values)
-    if not grid or count > MOST_RUNS:
-        raise UsageError(f"grid: {count if grid else 0} runs; at least one key and at most {MOST_RUNS} runs")
+    if not grid or count > MAX_RUNS:
+        raise UsageError(f"grid: {count if grid else 0} runs; at least one key and at most {MAX_RUNS} runs")
     runs: dict[str, dict[str, Any]] = {}
     for indices in product(*(range(len(values)) for values in grid.values())):
         values_of_run = {key: grid[key][index] for key, index in zip(grid, indices, strict=True)}
@@ -157,7 +157,7 @@ def _folder_word(key: str, value: Any, index: int) -> str:
 def _finished_rows(folder: Path) -> dict[str, SweepRow]:
     """The finished runs whose folders exist."""
     try:
-        rows = Sweep.from_file(folder / FILE).rows
+        rows = Sweep.from_file(folder / SWEEP_FILE).rows
     except StoreError:
         return {}
     return {row.name: row for row in rows if row.is_done and (folder / row.name / JSON_FILE).is_file()}
@@ -168,31 +168,33 @@ def _run(
     folder: Path,
     values: Mapping[str, Any],
     options: Mapping[str, Any],
-    finish: Finish | None,
+    finish: RunCallback | None,
 ) -> SweepRow:
     """Make one run, from where it was interrupted."""
     check_links(folder.parent, (folder.name,))
-    resume = folder.is_dir() and bool(finished_stages(folder))
+    resume = folder.is_dir() and bool(list_finished_stages(folder))
     try:
         done = deploy(
             *inputs, output=folder, resume=resume, force=True, **{"allow_departure": True, **options, **values}
         )
     except ScalepointError as error:
-        return SweepRow(folder.name, _plain_values(values), "failed", str(error))
+        return SweepRow(folder.name, _to_plain_values(values), "failed", str(error))
     if finish is not None:
         finish(done, folder, values)
-    return SweepRow.of(folder.name, _plain_values(values), done.report, done.path.stat().st_size)
+    return SweepRow.of(folder.name, _to_plain_values(values), done.report, done.path.stat().st_size)
 
 
-def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def _to_plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a run as JSON, equal in every process. A target is its name, options and fingerprint."""
-    return {key: _plain_target(each) if isinstance(each, Target) else to_jsonable(each) for key, each in values.items()}
+    return {
+        key: _to_plain_target(each) if isinstance(each, Target) else to_jsonable(each) for key, each in values.items()
+    }
 
 
-def _plain_target(target: Target) -> dict[str, Any]:
+def _to_plain_target(target: Target) -> dict[str, Any]:
     return {"name": target.name, "options": to_jsonable(target.options), "fingerprint": fingerprint_target(target)}
 
 
-def _write(folder: Path, table: Sweep) -> None:
-    replace_text(folder / FILE, json.dumps(table.to_dict(), indent=1, allow_nan=False) + "\n")
-    replace_text(folder / PAGE, sweep_page(table))
+def _write_table(folder: Path, table: Sweep) -> None:
+    replace_text(folder / SWEEP_FILE, json.dumps(table.to_dict(), indent=1, allow_nan=False) + "\n")
+    replace_text(folder / PAGE_FILE, sweep_page(table))

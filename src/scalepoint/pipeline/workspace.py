@@ -39,8 +39,8 @@ from scalepoint.support.output_folder import WrittenFiles, check_links, check_pa
 from scalepoint.support.progress import Event, tell
 from scalepoint.verification.inputs import INPUTS_FILE
 
-WORK = ".scalepoint"
-LOG, CONFIG, KEPT_CONFIG, SCRIPT, FAILING, MODEL = (
+WORK_FOLDER = ".scalepoint"
+LOG_FILE, CONFIG_FILE, BEST_CONFIG_FILE, SCRIPT_FILE, FAILING_FOLDER, QUANTIZED_FOLDER = (
     "log.txt",
     "config.yaml",
     "kept.yaml",
@@ -48,12 +48,22 @@ LOG, CONFIG, KEPT_CONFIG, SCRIPT, FAILING, MODEL = (
     "failing",
     "quantized",
 )
-FILE, FLOAT_FILE, PLAIN_FILE = "model", "float", "float_plain"  # without the suffix of the target's format
+FILE_STEM, FLOAT_STEM, PLAIN_STEM = "model", "float", "float_plain"  # without the suffix of the target's format
 REPORT_FILES = (JSON_FILE, HTML_FILE)
-NAMES = (MODEL, FAILING, CONFIG, LOG, JSON_FILE, HTML_FILE, INPUTS_FILE, KEPT_CONFIG, SCRIPT)
-_HOW_TO_GO_ON = "go on with resume=True (--resume), or start again with force=True (--force)"
-_HOW_TO_OVERWRITE = "choose another output, or overwrite it with force=True (--force)"
-_OURS = re.compile(r"journal\.json|log\.txt|trial-\d+|float(_plain)?(\..*)?|inputs\.safetensors")  # in WORK
+OUTPUT_NAMES = (
+    QUANTIZED_FOLDER,
+    FAILING_FOLDER,
+    CONFIG_FILE,
+    LOG_FILE,
+    JSON_FILE,
+    HTML_FILE,
+    INPUTS_FILE,
+    BEST_CONFIG_FILE,
+    SCRIPT_FILE,
+)
+CONTINUE_HINT = "go on with resume=True (--resume), or start again with force=True (--force)"
+OVERWRITE_HINT = "choose another output, or overwrite it with force=True (--force)"
+WORK_NAMES = re.compile(r"journal\.json|log\.txt|trial-\d+|float(_plain)?(\..*)?|inputs\.safetensors")  # in WORK
 
 
 class Workspace:
@@ -67,13 +77,13 @@ class Workspace:
 
     def __init__(self, output: Path, cache: StageCache) -> None:
         self.output = output
-        self.work = output / WORK
+        self.work = output / WORK_FOLDER
         self.cache = cache
-        self._written: list[Path] = []
+        self._written_paths: list[Path] = []
 
     @classmethod
     @contextmanager
-    def opened(cls, output: Path, *, suffix: str, resume: bool, force: bool) -> Iterator["Workspace"]:
+    def open(cls, output: Path, *, suffix: str, resume: bool, force: bool) -> Iterator["Workspace"]:
         """Check, lock and clean up the folder; delete the work folder when the block ends without an error.
 
         Args:
@@ -86,11 +96,11 @@ class Workspace:
             UsageError: The folder may not be written to.
             StoreError: Another process writes into it.
         """
-        names = (*NAMES, *(f"{name}{suffix}" for name in (FILE, FLOAT_FILE, PLAIN_FILE)))
+        names = (*OUTPUT_NAMES, *(f"{name}{suffix}" for name in (FILE_STEM, FLOAT_STEM, PLAIN_STEM)))
         distributed.run_on_main(
             "looking at the output", lambda: check_output(output, force=force, resume=resume, names=names)
         )
-        work = output / WORK
+        work = output / WORK_FOLDER
         if not distributed.is_main():
             yield cls(output, StageCache(work))
             return
@@ -99,7 +109,7 @@ class Workspace:
             _remove_temporary_files(work)
             workspace = cls(output, StageCache.read(work) if resume else StageCache(work))
             if not workspace.cache.stages:
-                _clear(work)
+                _remove_run_files(work)
             remove_leftovers(output, (LIST, *names))
             remove_leftover_folders()
             try:
@@ -107,12 +117,12 @@ class Workspace:
             except BaseException as error:
                 workspace._clean_up_after(error, existed=existed)
                 raise
-            _remove(work)
+            _remove_work_folder(work)
 
     def _clean_up_after(self, error: BaseException, *, existed: bool) -> None:
         """Keep finished stages; leave nothing behind if there are none."""
         if not self.cache.stages:
-            _remove(self.work)
+            _remove_work_folder(self.work)
             if not existed:
                 with suppress(OSError):  # what a metric of the user wrote there stays
                     self.output.rmdir()
@@ -124,7 +134,7 @@ class Workspace:
         """A listener that writes what ended, was measured or was written to the log."""
         if event.kind not in ("start", "advance"):
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            with (self.work / LOG).open("a", encoding="utf-8") as file:
+            with (self.work / LOG_FILE).open("a", encoding="utf-8") as file:
                 file.write(f"{now} {event.kind} {event}\n")
 
     def copy(self, sources: Iterable[Path]) -> None:
@@ -141,14 +151,14 @@ class Workspace:
 
     def add(self, paths: Iterable[Path]) -> None:
         """Note that this run wrote these files or folders."""
-        self._written += paths
+        self._written_paths += paths
 
     def finish(self) -> None:
         """Keep the log, list all files of this run in the manifest, and delete those of earlier runs."""
-        if (self.work / LOG).is_file():
-            self.write_text(LOG, (self.work / LOG).read_text(encoding="utf-8"))
+        if (self.work / LOG_FILE).is_file():
+            self.write_text(LOG_FILE, (self.work / LOG_FILE).read_text(encoding="utf-8"))
         written = WrittenFiles(self.output)
-        written.remove_all_but(written.add(self._written))
+        written.remove_all_but(written.add(self._written_paths))
 
 
 class CheckpointWorkspace:
@@ -196,17 +206,17 @@ class CheckpointWorkspace:
         if force or (resume and self.has_finished_blocks):
             return
         if self.has_finished_blocks:
-            raise UsageError(f"{self.output} contains an unfinished run: {_HOW_TO_GO_ON}")
+            raise UsageError(f"{self.output} contains an unfinished run: {CONTINUE_HINT}")
         if self.output.is_dir() and any(self.output.iterdir()):
-            raise UsageError(f"{self.output} is not empty: {_HOW_TO_OVERWRITE}")
+            raise UsageError(f"{self.output} is not empty: {OVERWRITE_HINT}")
         written = WrittenFiles(self.report_folder)
         reports = [name for name in REPORT_FILES if (self.report_folder / name).exists() and name not in written]
         existing = [self.output.name] if self.output.is_file() else reports
         if existing:
-            raise UsageError(f"{self.report_folder / existing[0]} is there already: {_HOW_TO_OVERWRITE}")
+            raise UsageError(f"{self.report_folder / existing[0]} is there already: {OVERWRITE_HINT}")
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def open(self) -> Iterator[None]:
         """Lock and clean up; delete the work folder at the end, except finished blocks after an error.
 
         Rank 0 alone does this.
@@ -269,30 +279,30 @@ def check_output(folder: Path, *, force: bool, resume: bool, names: Iterable[str
         names: Files and folders that will be written there; symbolic links in their places are refused.
     """
     check_path(folder)
-    check_links(folder, (WORK, LIST, *names))
+    check_links(folder, (WORK_FOLDER, LIST, *names))
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"output={str(folder)!r} is a file: give a folder")
     if force or not folder.exists():
         return
-    is_unfinished = bool(finished_stages(folder))
-    is_empty = all(path.name == WORK for path in folder.iterdir())
+    is_unfinished = bool(list_finished_stages(folder))
+    is_empty = all(path.name == WORK_FOLDER for path in folder.iterdir())
     if resume and (is_unfinished or is_empty):
         return
     if resume:
         raise UsageError(f"{folder} holds no unfinished run: to start again, overwrite it with force=True (--force)")
     if is_unfinished:
-        raise UsageError(f"{folder} holds an unfinished run: {_HOW_TO_GO_ON}")
+        raise UsageError(f"{folder} holds an unfinished run: {CONTINUE_HINT}")
     if not is_empty:
-        raise UsageError(f"{folder} is not empty: {_HOW_TO_OVERWRITE}")
+        raise UsageError(f"{folder} is not empty: {OVERWRITE_HINT}")
 
 
-def finished_stages(output: Path) -> list[str]:
+def list_finished_stages(output: Path) -> list[str]:
     """Names of the finished stages of an unfinished run, in order; [] if there is none."""
-    if not (output / WORK).is_dir():
+    if not (output / WORK_FOLDER).is_dir():
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return StageCache.read(output / WORK).stages
+        return StageCache.read(output / WORK_FOLDER).stages
 
 
 def _remove_temporary_files(work: Path) -> None:
@@ -302,15 +312,15 @@ def _remove_temporary_files(work: Path) -> None:
             remove_leftovers(folder)
 
 
-def _clear(work: Path) -> None:
+def _remove_run_files(work: Path) -> None:
     """Delete what runs keep in their work folder, except the lock. Other files stay."""
     for path in work.iterdir():
-        if _OURS.fullmatch(path.name):
+        if WORK_NAMES.fullmatch(path.name):
             remove(path)
 
 
-def _remove(work: Path) -> None:
+def _remove_work_folder(work: Path) -> None:
     with suppress(OSError):
-        _clear(work)
+        _remove_run_files(work)
         (work / LOCK).unlink()
         work.rmdir()

@@ -8,10 +8,10 @@ from scalepoint.results import LayerError, PrecisionAllocation, TensorHistogram,
 from scalepoint.support.formatting import FAIR_DB, GOOD_DB, POOR_DB, decibel, plural, share_of, short
 
 MAX_TITLED_POINTS = 400  # more points than this are one path, and only the worst have a title
-MAX_BINS = 60
-MAX_ERROR = 1e6  # larger errors are drawn as this one
+MAX_DRAWN_BINS = 60
+MAX_DRAWN_ERROR = 1e6  # larger errors are drawn as this one
 LETTER_WIDTH = 7.2  # about the width of a letter in the names of the worst layers
-UNITS = {
+COST_LABELS = {
     "size": "size of the file, as a share of the float file",
     "bits": "bits of a weight, on average",
     "speed": "times the speed of the float model, by MACs",
@@ -22,7 +22,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Shape:
+class SvgElement:
     """One SVG element; `title` is shown when the pointer rests on it."""
 
     element: str
@@ -39,11 +39,11 @@ class Picture:
     height: float
     label: str
     css: str
-    shapes: Sequence[Shape]
+    shapes: Sequence[SvgElement]
 
 
 @dataclass(frozen=True)
-class Bar:
+class ChartBar:
     """One line of a bar chart; the width is in percent."""
 
     label: str
@@ -53,7 +53,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Share:
+class BarShare:
     """One part of a bar that is cut into shares; left and width are in percent."""
 
     text: str
@@ -63,13 +63,13 @@ class Share:
 
 
 @dataclass
-class Labels:
+class LabelPlacer:
     """Places labels next to their points so that they do not overlap."""
 
     right: float = 996.0  # labels end here
     taken: list[tuple[float, float, float]] = field(default_factory=list)  # start, end, height
 
-    def near(self, text: str, x: float, y: float, css: str = "worst-name") -> Shape:
+    def near(self, text: str, x: float, y: float, css: str = "worst-name") -> SvgElement:
         """Place a label below its point, above it or further away, at the first height that is free."""
         width = LETTER_WIDTH * len(text)
         start = min(max(x - width / 2, 46.0), self.right - width)
@@ -86,55 +86,59 @@ class Labels:
         )
 
 
-def text_shape(text: str, x: float, y: float, css: str = "tick", anchor: str | None = None) -> Shape:
-    return Shape("text", {"x": number(x), "y": number(y), "text-anchor": anchor, "class": css}, text)
+def text_shape(text: str, x: float, y: float, css: str = "tick", anchor: str | None = None) -> SvgElement:
+    return SvgElement("text", {"x": format_number(x), "y": format_number(y), "text-anchor": anchor, "class": css}, text)
 
 
-def line_shape(x1: float, y1: float, x2: float, y2: float, css: str = "grid", title: str = "") -> Shape:
-    ends = {"x1": number(x1), "x2": number(x2), "y1": number(y1), "y2": number(y2)}
-    return Shape("line", {**ends, "class": css}, title=title)
+def line_shape(x1: float, y1: float, x2: float, y2: float, css: str = "grid", title: str = "") -> SvgElement:
+    ends = {"x1": format_number(x1), "x2": format_number(x2), "y1": format_number(y1), "y2": format_number(y2)}
+    return SvgElement("line", {**ends, "class": css}, title=title)
 
 
-def circle(x: float, y: float, radius: float, css: str, title: str = "") -> Shape:
-    return Shape("circle", {"cx": number(x), "cy": number(y), "r": number(radius), "class": css}, title=title)
+def circle(x: float, y: float, radius: float, css: str, title: str = "") -> SvgElement:
+    return SvgElement(
+        "circle",
+        {"cx": format_number(x), "cy": format_number(y), "r": format_number(radius), "class": css},
+        title=title,
+    )
 
 
-def rectangle(x: float, y: float, width: float, height: float, css: str) -> Shape:
-    size = {"width": number(width), "height": number(height)}
-    return Shape("rect", {"x": number(x), "y": number(y), **size, "class": css})
+def rectangle(x: float, y: float, width: float, height: float, css: str) -> SvgElement:
+    size = {"width": format_number(width), "height": format_number(height)}
+    return SvgElement("rect", {"x": format_number(x), "y": format_number(y), **size, "class": css})
 
 
-def path(points: Sequence[Point], css: str) -> Shape:
+def polyline(points: Sequence[Point], css: str) -> SvgElement:
     """A line through the points."""
-    return Shape("path", {"d": "M" + "L".join(f"{x:g} {y:g}" for x, y in points) if points else "", "class": css})
+    return SvgElement("path", {"d": "M" + "L".join(f"{x:g} {y:g}" for x, y in points) if points else "", "class": css})
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     return f"{value:.10g}"
 
 
-def bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) -> list[Bar]:
+def make_bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) -> list[ChartBar]:
     """Bars of (label, value, text), all on one scale from zero; infinity fills its line."""
     finite = [abs(value) for _, value, _ in rows if math.isfinite(value)]
     largest = max(finite, default=0.0) or 1.0
     widths = [0.0 if math.isnan(value) else 100 * min(abs(value), largest) / largest for _, value, _ in rows]
     return [
-        Bar(label, text, max(round(width, 2), 0.5), css)
+        ChartBar(label, text, max(round(width, 2), 0.5), css)
         for (label, _, text), width, css in zip(rows, widths, classes, strict=True)
     ]
 
 
-def shares(parts: Iterable[tuple[str, float]], classes: Mapping[str, str]) -> list[Share]:
+def make_shares(parts: Iterable[tuple[str, float]], classes: Mapping[str, str]) -> list[BarShare]:
     """One bar cut into (name, share)."""
     cut, left = [], 0.0
     for name, share in parts:
         width = max(0.0, min(share, 1.0)) * 100
-        cut.append(Share(f"{name}: {share_of(share)}", round(left, 3), round(width, 3), classes[name]))
+        cut.append(BarShare(f"{name}: {share_of(share)}", round(left, 3), round(width, 3), classes[name]))
         left += width
     return cut
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
+def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers between two values."""
     rough = (high - low) / about
     if not 1e-300 < rough < math.inf:  # a report.json from elsewhere may hold any number
@@ -166,21 +170,21 @@ class Axes:
         area = self.height - self.top - self.bottom
         return round(self.top + area * (1 - (value - self.low) / ((self.high - self.low) or 1)), 1)
 
-    def level(self, value: float, css: str = "grid") -> Shape:
+    def level(self, value: float, css: str = "grid") -> SvgElement:
         """A horizontal line at a value."""
         return line_shape(self.left, self.y(value), self.width - 4, self.y(value), css)
 
-    def grid(self, from_bottom: float) -> list[Shape]:
+    def grid(self, from_bottom: float) -> list[SvgElement]:
         """Horizontal lines with their values, and the numbers of layers."""
         shapes = []
-        for value in ticks(self.low, self.high):
+        for value in round_ticks(self.low, self.high):
             shapes += [self.level(value), text_shape(f"{value:g}", self.left - 6, self.y(value) + 4, anchor="end")]
-        for index in filter(float.is_integer, map(float, ticks(0, self.count - 1, 8))):
+        for index in filter(float.is_integer, map(float, round_ticks(0, self.count - 1, 8))):
             shapes.append(text_shape(f"{index:g}", self.x(index), self.height - from_bottom, anchor="middle"))
         return shapes
 
 
-def depth(layers: Sequence[LayerError], floats: frozenset[str]) -> Picture:
+def draw_errors(layers: Sequence[LayerError], floats: frozenset[str]) -> Picture:
     """SQNR of every layer in the order of execution, with the three worst named."""
     finite = [layer.sqnr_db for layer in layers if math.isfinite(layer.sqnr_db)]
     finite += [layer.weight_sqnr_db for layer in layers if layer.weight_sqnr_db and math.isfinite(layer.weight_sqnr_db)]
@@ -197,18 +201,18 @@ def depth(layers: Sequence[LayerError], floats: frozenset[str]) -> Picture:
         for index, layer in enumerate(layers)
         if layer.weight_sqnr_db is not None
     ]
-    shapes += [path(points, "trace"), _squares(weights, 2.2, "dot-weight"), *_layer_points(layers, points, floats)]
+    shapes += [polyline(points, "trace"), _squares(weights, 2.2, "dot-weight"), *_layer_points(layers, points, floats)]
     label = f"SQNR in dB of {plural(len(layers), 'layer')}, in the order of execution"
     return Picture(axes.width, axes.height, label, "depth", shapes)
 
 
-def _layer_points(layers: Sequence[LayerError], points: Sequence[Point], floats: frozenset[str]) -> list[Shape]:
+def _layer_points(layers: Sequence[LayerError], points: Sequence[Point], floats: frozenset[str]) -> list[SvgElement]:
     """Draw a point per layer. Of very many layers, only the worst are circles with a title."""
     order = sorted(range(len(layers)), key=lambda index: (not math.isnan(layers[index].sqnr_db), layers[index].sqnr_db))
     worst = set(order[:3])
     is_crowded = len(layers) > MAX_TITLED_POINTS
     shapes = [_squares(points, 2.0, "dot")] if is_crowded else []
-    labels = Labels()
+    labels = LabelPlacer()
     for index in sorted(order[:40]) if is_crowded else range(len(layers)):
         layer, (x, y) = layers[index], points[index]
         css = "dot-worst" if index in worst else "dot-float" if layer.name in floats else "dot"
@@ -219,30 +223,34 @@ def _layer_points(layers: Sequence[LayerError], points: Sequence[Point], floats:
     return shapes
 
 
-def _squares(points: Sequence[Point], half: float, css: str) -> Shape:
+def _squares(points: Sequence[Point], half: float, css: str) -> SvgElement:
     """Small squares as one path."""
     side = 2 * half
     d = "".join(f"M{x - half:g} {y - half:g}h{side:g}v{side:g}h-{side:g}z" for x, y in points)
-    return Shape("path", {"d": d, "class": css})
+    return SvgElement("path", {"d": d, "class": css})
 
 
-def _decibels(error: float, least: float) -> float:
+def _drawn_decibels(error: float, least: float) -> float:
     """Signal to noise in dB, between that of MAX_ERROR and that of `least`."""
-    return -10 * math.log10(min(max(error, least), MAX_ERROR)) if math.isfinite(error) else -10 * math.log10(MAX_ERROR)
+    return (
+        -10 * math.log10(min(max(error, least), MAX_DRAWN_ERROR))
+        if math.isfinite(error)
+        else -10 * math.log10(MAX_DRAWN_ERROR)
+    )
 
 
 def _least_error(errors: Iterable[float]) -> float:
     """Half of the smallest error above zero: where an exact value is drawn."""
-    return min([error for error in errors if 0 < error < MAX_ERROR], default=1e-3) / 2
+    return min([error for error in errors if 0 < error < MAX_DRAWN_ERROR], default=1e-3) / 2
 
 
-def front(allocated: PrecisionAllocation) -> Picture:
+def draw_front(allocated: PrecisionAllocation) -> Picture:
     """Signal to noise at the output against cost, on a logarithmic scale: the front, the chosen point, all alike."""
     width, height, left, bottom, top = 1000.0, 320.0, 48.0, 40.0, 18.0
     known = [(point.cost, point.error) for point in allocated.front]
     known += [*allocated.uniform.values(), (allocated.reached, allocated.error)]
     least = _least_error(error for _, error in known)
-    levels = [_decibels(error, least) for _, error in known]
+    levels = [_drawn_decibels(error, least) for _, error in known]
     costs = [cost for cost in (*(cost for cost, _ in known), allocated.limit or 0.0) if 0 < cost < math.inf] or [1]
     low, high, start, end = min(levels) - 2, max(levels) + 2, min(costs) / 1.05, max(costs) * 1.08
     floor = height - bottom
@@ -253,32 +261,34 @@ def front(allocated: PrecisionAllocation) -> Picture:
     def at(cost: float, error: float) -> Point:
         inside = min(max(cost, start), end) if math.isfinite(cost) else start
         x = left + (width - left - 12) * math.log(inside / start) / math.log(end / start)
-        return round(x, 1), y_of(_decibels(error, least))
+        return round(x, 1), y_of(_drawn_decibels(error, least))
 
     shapes = []
-    for value in ticks(low, high):
+    for value in round_ticks(low, high):
         shapes.append(line_shape(left, y_of(value), width - 4, y_of(value)))
         shapes.append(text_shape(f"{value:g}", left - 6, y_of(value) + 4, anchor="end"))
-    shapes += [text_shape(f"{cost:.4g}", at(cost, 1)[0], floor + 16, anchor="middle") for cost in ticks(start, end, 8)]
-    label = UNITS.get(allocated.unit, allocated.unit)
+    shapes += [
+        text_shape(f"{cost:.4g}", at(cost, 1)[0], floor + 16, anchor="middle") for cost in round_ticks(start, end, 8)
+    ]
+    label = COST_LABELS.get(allocated.unit, allocated.unit)
     shapes.append(text_shape(f"{label}; upwards: dB", width / 2, height - 6, anchor="middle"))
     if allocated.limit is not None:
         x = at(allocated.limit, 1)[0]
         shapes.append(line_shape(x, top, x, floor, "limit"))
         shapes.append(text_shape(f"budget {allocated.limit:g}", x + 5, top + 10))
     points = [at(point.cost, point.error) for point in allocated.front]
-    shapes.append(path(points, "trace"))
+    shapes.append(polyline(points, "trace"))
     for point, (x, y) in zip(allocated.front, points, strict=True):
         counts = ", ".join(f"{count} {short(choice, 40)}" for choice, count in point.counts.items())
-        title = f"{point.cost:.4g}: {_decibels(point.error, least):.1f} dB; {counts}"
+        title = f"{point.cost:.4g}: {_drawn_decibels(point.error, least):.1f} dB; {counts}"
         shapes.append(circle(x, y, 3.4, "dot", title))
     shapes += _chosen_and_uniform(allocated, at)
     return Picture(width, height, f"dB against {label}", "depth", shapes)
 
 
-def _chosen_and_uniform(allocated: PrecisionAllocation, at: Callable[[float, float], Point]) -> list[Shape]:
+def _chosen_and_uniform(allocated: PrecisionAllocation, at: Callable[[float, float], Point]) -> list[SvgElement]:
     x, y = at(allocated.reached, allocated.error)
-    shapes = [circle(x, y, 6, "dot-worst"), Labels().near("chosen", x, y)]
+    shapes = [circle(x, y, 6, "dot-worst"), LabelPlacer().near("chosen", x, y)]
     for choice, (cost, error) in allocated.uniform.items():
         x, y = at(cost, error)
         shapes.append(rectangle(x - 4, y - 4, 8, 8, "dot-weight"))
@@ -286,10 +296,10 @@ def _chosen_and_uniform(allocated: PrecisionAllocation, at: Callable[[float, flo
     return shapes
 
 
-def gains(layers: Sequence[TunedLayer]) -> Picture:
+def draw_gains(layers: Sequence[TunedLayer]) -> Picture:
     """Signal to noise of every layer's output before and after tuning, in the order of execution."""
     least = _least_error(error for layer in layers for error in (layer.before, layer.after))
-    pairs = [(_decibels(layer.before, least), _decibels(layer.after, least)) for layer in layers]
+    pairs = [(_drawn_decibels(layer.before, least), _drawn_decibels(layer.after, least)) for layer in layers]
     low, largest = min(0.0, *(min(pair) for pair in pairs)), max(max(pair) for pair in pairs)
     high = largest + 0.08 * abs(largest) + 1
     axes = Axes(height=230.0, bottom=26.0, top=12.0, low=low, high=high, count=len(layers))
@@ -303,7 +313,7 @@ def gains(layers: Sequence[TunedLayer]) -> Picture:
     return Picture(axes.width, axes.height, label, "depth", shapes)
 
 
-def histogram(values: TensorHistogram) -> Picture:
+def draw_histogram(values: TensorHistogram) -> Picture:
     """Counts on a logarithmic scale over the range that the codes reach."""
     edges, counts = _merged_bins(values)
     least, most = values.code_range
@@ -329,12 +339,12 @@ def histogram(values: TensorHistogram) -> Picture:
             shapes.append(rectangle(x_of(left), round(floor - tall, 2), bar, tall, css))
     shapes += [line_shape(x, top - 6, x, floor, "limit") for x in (x_of(least), x_of(most))]
     shapes.append(line_shape(0, floor, width, floor, "axis"))
-    for value in ticks(low, high, 4):
+    for value in round_ticks(low, high, 4):
         shapes.append(text_shape(f"{value:.6g}", min(max(x_of(value), 10), width - 10), height - 6, anchor="middle"))
     return Picture(width, height, f"{values.kind} values of {short(values.name)}", "histogram", shapes)
 
 
-def outside(values: TensorHistogram) -> float:
+def share_outside(values: TensorHistogram) -> float:
     """The share of values in bins whose middle is out of the range."""
     total, (least, most) = sum(values.counts) or 1, values.code_range
     middles = [(low + high) / 2 for low, high in zip(values.edges, values.edges[1:], strict=False)]
@@ -346,7 +356,7 @@ def _merged_bins(values: TensorHistogram) -> tuple[list[float], list[int]]:
     """At most MAX_BINS bins, from the first to the last that is not empty."""
     filled = [index for index, count in enumerate(values.counts) if count] or [0]
     start, end = filled[0], filled[-1] + 1
-    step = max(1, math.ceil((end - start) / MAX_BINS))
+    step = max(1, math.ceil((end - start) / MAX_DRAWN_BINS))
     starts = range(start, end, step)
     counts = [sum(values.counts[index : min(index + step, end)]) for index in starts]
     return [*(values.edges[index] for index in starts), values.edges[min(end, len(values.edges) - 1)]], counts

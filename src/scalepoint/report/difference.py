@@ -19,7 +19,7 @@ from rich.text import Text
 from scalepoint.errors import DocumentError, StoreError
 from scalepoint.report.html import JSON_FILE
 from scalepoint.report.model import Report
-from scalepoint.report.terminal import NARROW, low_share, plain_table
+from scalepoint.report.terminal import MIN_WIDE_COLUMNS, low_share, plain_table
 from scalepoint.support.formatting import (
     decibel,
     one_line,
@@ -35,9 +35,9 @@ from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_yaml
 
 CONFIG_FILE = "config.yaml"
-SAME = {"model": "the model", "calibration data": "the calibration data", "example inputs": "the example inputs"}
-PLACES = ("output", "root")  # a run's own, whatever it computes
-WRITTEN: Mapping[str, Callable[[float], str]] = {
+INPUT_NAMES = {"model": "the model", "calibration data": "the calibration data", "example inputs": "the example inputs"}
+IGNORED_KEYS = ("output", "root")  # a run's own, whatever it computes
+FORMATTERS: Mapping[str, Callable[[float], str]] = {
     "score": value_of,
     "bytes": size_of,
     "seconds": time_of,
@@ -47,12 +47,12 @@ WRITTEN: Mapping[str, Callable[[float], str]] = {
 }
 
 
-LEAST_SHARE = 0.0005  # what is told as 0.0 % is no change
-LEAST_NOISE = 0.03  # of times: two files with the same kernels differ by as much
+MIN_SHOWN_SHARE = 0.0005  # what is told as 0.0 % is no change
+MIN_TIME_NOISE = 0.03  # of times: two files with the same kernels differ by as much
 
 
 @dataclass(frozen=True)
-class Number:
+class ComparedNumber:
     """One thing that was measured of both runs; None where it was not."""
 
     name: str
@@ -82,7 +82,7 @@ class Number:
     def mood(self) -> str:
         """better, worse, same; empty where one is not known, neither is better, or the change is noise."""
         change = self.change
-        is_zero = self._share is not None and abs(self._share) < LEAST_SHARE
+        is_zero = self._share is not None and abs(self._share) < MIN_SHOWN_SHARE
         if self.first == self.second or is_zero:
             return "same"
         if change is None or math.isnan(change) or self.is_better_high is None or self.is_noise:
@@ -91,7 +91,7 @@ class Number:
 
     def texts(self) -> tuple[str, str, str]:
         """Both and the change, as people read them."""
-        first, second = ("-" if each is None else WRITTEN[self.unit](each) for each in (self.first, self.second))
+        first, second = ("-" if each is None else FORMATTERS[self.unit](each) for each in (self.first, self.second))
         if self.change is None or self.mood == "same" or not math.isfinite(self.change):
             turned = f"{first} -> {second}" if self.mood in ("better", "worse") else ""
             return first, second, "same" if self.mood == "same" else turned
@@ -123,7 +123,7 @@ class LayerPair:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ChangedSetting:
     """A key of the config, or a fact of the circumstances, that is not the same; None where it is not given."""
 
     key: str
@@ -132,7 +132,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedRun:
     """One of the two runs."""
 
     name: str
@@ -146,12 +146,12 @@ class Side:
 class Difference:
     """The comparison of two runs. Layers with a different precision come first, then by change of their error."""
 
-    first: Side
-    second: Side
-    numbers: tuple[Number, ...]
+    first: ComparedRun
+    second: ComparedRun
+    numbers: tuple[ComparedNumber, ...]
     layers: tuple[LayerPair, ...]
-    settings: tuple[Setting, ...]
-    circumstances: tuple[Setting, ...]
+    settings: tuple[ChangedSetting, ...]
+    circumstances: tuple[ChangedSetting, ...]
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -189,7 +189,7 @@ class DifferenceTable:
     rows: int = 10
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        difference, narrow = self.difference, options.max_width < NARROW
+        difference, narrow = self.difference, options.max_width < MIN_WIDE_COLUMNS
         first, second = difference.first, difference.second
         for side in (first, second):
             yield Text(f"{one_line(side.name)}: {short(side.title)} for {short(side.target)}", style="bold")
@@ -227,7 +227,7 @@ class DifferenceTable:
             yield plain_table(("layer", "runs in", "dB", "then", "change"), rows, numbers=(2, 3, 4))
 
 
-def _setting_texts(setting: Setting) -> tuple[str, str, str]:
+def _setting_texts(setting: ChangedSetting) -> tuple[str, str, str]:
     return short(setting.key, 60), short(_value_text(setting.first), 60), short(_value_text(setting.second), 60)
 
 
@@ -256,29 +256,29 @@ def compare_runs(first: str | Path | Report, second: str | Path | Report) -> Dif
         What differs: settings, accuracy, size, speed, layers.
     """
     (one, one_config), (other, other_config) = _read(first), _read(second)
-    names = _names(first, second)
+    names = _run_names(first, second)
     if not (one_config and other_config):  # a report alone knows how was quantized, not what else was asked
         one_config, other_config = one.config, other.config
     return Difference(
-        _side(names[0], one),
-        _side(names[1], other),
-        numbers=tuple(_numbers(one, other)),
-        layers=tuple(sorted(_layers(one, other), key=_order)),
-        settings=tuple(_settings(one_config, other_config)),
-        circumstances=tuple(_settings(one.environment, other.environment)),
-        warnings=tuple(_warnings(one, other)),
+        _describe_run(names[0], one),
+        _describe_run(names[1], other),
+        numbers=tuple(_compare_numbers(one, other)),
+        layers=tuple(sorted(_compare_layers(one, other), key=_sort_key)),
+        settings=tuple(_compare_settings(one_config, other_config)),
+        circumstances=tuple(_compare_settings(one.environment, other.environment)),
+        warnings=tuple(_compare_circumstances(one, other)),
     )
 
 
-def _order(each: LayerPair) -> tuple[bool, bool, float]:
+def _sort_key(each: LayerPair) -> tuple[bool, bool, float]:
     return each.is_same, each.precision[0] == each.precision[1], -abs(each.change)
 
 
-def _side(name: str, report: Report) -> Side:
-    return Side(name, report.title, report.target, report.created, report.verdict())
+def _describe_run(name: str, report: Report) -> ComparedRun:
+    return ComparedRun(name, report.title, report.target, report.created, report.verdict())
 
 
-def _names(first: object, second: object) -> tuple[str, str]:
+def _run_names(first: object, second: object) -> tuple[str, str]:
     """The folders' own names where these tell them apart."""
     if isinstance(first, Report) or isinstance(second, Report):
         return "first", "second"
@@ -303,16 +303,16 @@ def _read(run: str | Path | Report) -> tuple[Report, Mapping[str, Any]]:
     return report, known if isinstance(known, dict) else {}
 
 
-def _numbers(first: Report, second: Report) -> Iterator[Number]:
+def _compare_numbers(first: Report, second: Report) -> Iterator[ComparedNumber]:
     ours, theirs = ({each.name: each for each in report.accuracy} for report in (first, second))
     for name in dict.fromkeys((*ours, *theirs)):
         pair = [each.get(name) for each in (ours, theirs)]
         is_high = all(each.higher_is_better for each in pair if each is not None)
         first_final, second_final = (None if each is None else each.value for each in pair)
         first_float, second_float = (None if each is None else each.float_value for each in pair)
-        yield Number(name, "score", first_final, second_final, is_high)
+        yield ComparedNumber(name, "score", first_final, second_final, is_high)
         if first_float != second_float:
-            yield Number(f"{name}, float", "score", first_float, second_float, is_high)
+            yield ComparedNumber(f"{name}, float", "score", first_float, second_float, is_high)
     rows: tuple[tuple[str, str, str, bool | None], ...] = (
         ("size", "bytes", "size", False),
         ("speed against float", "times", "speed", True),
@@ -325,14 +325,14 @@ def _numbers(first: Report, second: Report) -> Iterator[Number]:
         ("MACs in low precision", "share", "macs", None),
         ("weights in low precision", "share", "weights", None),
     )
-    one, other = _facts(first), _facts(second)
+    one, other = _read_numbers(first), _read_numbers(second)
     for name, unit, key, is_better_high in rows:
         if one[key] is not None or other[key] is not None:
             noise = max(each.get(f"{key} noise") or 0.0 for each in (one, other))
-            yield Number(name, unit, one[key], other[key], is_better_high, noise)
+            yield ComparedNumber(name, unit, one[key], other[key], is_better_high, noise)
 
 
-def _facts(report: Report) -> dict[str, float | None]:
+def _read_numbers(report: Report) -> dict[str, float | None]:
     found, words = report.verification, report.language
     latency = None if found is None else found.latency
     size = words.size if words is not None else 0 if found is None else found.size
@@ -344,8 +344,8 @@ def _facts(report: Report) -> dict[str, float | None]:
         "logits": None if words is None else words.logits_db,
         "speed": None if latency is None else latency.ratio,
         "latency": None if latency is None else latency.seconds[1],
-        "speed noise": None if latency is None else max(LEAST_NOISE, sum(latency.spread)),
-        "latency noise": None if latency is None else max(LEAST_NOISE, latency.spread[1]),
+        "speed noise": None if latency is None else max(MIN_TIME_NOISE, sum(latency.spread)),
+        "latency noise": None if latency is None else max(MIN_TIME_NOISE, latency.spread[1]),
         "agreement": None if found is None or found.status.value != "ok" else found.sqnr,
         "worst": worst[0].sqnr_db if worst else None,
         "macs": low_share(report.coverage.share_of_macs()),
@@ -353,9 +353,9 @@ def _facts(report: Report) -> dict[str, float | None]:
     }
 
 
-def _layers(first: Report, second: Report) -> Iterator[LayerPair]:
+def _compare_layers(first: Report, second: Report) -> Iterator[LayerPair]:
     """By name, in the order of execution of the first; of names that repeat, each with its number."""
-    sides = [(_numbered_precisions(report), _numbered_errors(report)) for report in (first, second)]
+    sides = [(_precision_by_name(report), _error_by_name(report)) for report in (first, second)]
     names = dict.fromkeys(name for precisions, errors in sides for name in (*precisions, *errors))
     for name in names:
         precision = tuple(precisions.get(name) for precisions, _ in sides)
@@ -363,18 +363,22 @@ def _layers(first: Report, second: Report) -> Iterator[LayerPair]:
         yield LayerPair(name, (precision[0], precision[1]), (errors[0], errors[1]))
 
 
-def _numbered_precisions(report: Report) -> dict[str, str]:
+def _precision_by_name(report: Report) -> dict[str, str]:
     rows = report.coverage.operations
-    return dict(zip(_numbered([row.name for row in rows]), (row.precision for row in rows), strict=True))
+    return dict(zip(_number_repeated([row.name for row in rows]), (row.precision for row in rows), strict=True))
 
 
-def _numbered_errors(report: Report) -> dict[str, float]:
+def _error_by_name(report: Report) -> dict[str, float]:
     return dict(
-        zip(_numbered([each.name for each in report.layers]), (each.sqnr_db for each in report.layers), strict=True)
+        zip(
+            _number_repeated([each.name for each in report.layers]),
+            (each.sqnr_db for each in report.layers),
+            strict=True,
+        )
     )
 
 
-def _numbered(names: Sequence[str]) -> list[str]:
+def _number_repeated(names: Sequence[str]) -> list[str]:
     seen: Counter[str] = Counter()
     found = []
     for name in names:
@@ -383,27 +387,27 @@ def _numbered(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Setting]:
-    one, other = dict(_flat(first)), dict(_flat(second))
+def _compare_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[ChangedSetting]:
+    one, other = dict(_flatten(first)), dict(_flatten(second))
     for key in dict.fromkeys((*one, *other)):
-        if key not in PLACES and one.get(key) != other.get(key):
-            yield Setting(key, one.get(key), other.get(key))
+        if key not in IGNORED_KEYS and one.get(key) != other.get(key):
+            yield ChangedSetting(key, one.get(key), other.get(key))
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Keys with dots between; what is empty says nothing."""
     if isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _flat(each, f"{path}.{key}" if path else str(key))
+            yield from _flatten(each, f"{path}.{key}" if path else str(key))
     elif value not in (None, [], ()):
         yield path, to_jsonable(value)
 
 
-def _warnings(first: Report, second: Report) -> Iterator[str]:
+def _compare_circumstances(first: Report, second: Report) -> Iterator[str]:
     """What makes the two hard to compare."""
     marks = [dict(each.reproduction.marks) if each.reproduction else {} for each in (first, second)]
-    shared = [key for key in SAME if all(key in each for each in marks)]
-    others = [SAME[key] for key in shared if marks[0][key] != marks[1][key]]
+    shared = [key for key in INPUT_NAMES if all(key in each for each in marks)]
+    others = [INPUT_NAMES[key] for key in shared if marks[0][key] != marks[1][key]]
     if others:
         yield f"not the same: {', '.join(others)}"
     here = [each.environment.get("instructions") for each in (first, second)]

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 JSON_FILE, HTML_FILE = "report.json", "report.html"
 TEMPLATES = Path(__file__).with_name("templates")
-LIMITS = {"rows": 200, "layers": 400, "names": 12, "histograms": 24}  # the data of the page has all of them
-COLOURS = 6
-MANY_ROWS = 300  # from here on the browser lays rows out only when they come into view
-SLOWEST = 10
+MAX_SHOWN = {"rows": 200, "layers": 400, "names": 12, "histograms": 24}  # the data of the page has all of them
+COLOUR_COUNT = 6
+LAZY_LAYOUT_ROWS = 300  # from here on the browser lays rows out only when they come into view
+MAX_TIME_ROWS = 10
 LAYER_COLUMNS = (  # title, kind of its values, order of the first click
     ("Layer", "text", "up"),
     ("Op", "text", "up"),
@@ -108,8 +108,8 @@ def notebook_snippet(report: Report) -> str:
         report: The report.
     """
     low = terminal.low_share(report.coverage.share_of_macs())
-    rows = terminal.against(report)
-    return environment().get_template("notebook.html.j2").render(report=report, rows=rows, low=low)
+    rows = terminal.comparison_rows(report)
+    return jinja_environment().get_template("notebook.html.j2").render(report=report, rows=rows, low=low)
 
 
 def render_page(template: str, title: str, data: Mapping[str, Any], **values: Any) -> str:
@@ -121,17 +121,17 @@ def render_page(template: str, title: str, data: Mapping[str, Any], **values: An
         data: What the page shows, as plain values; stored in the page as JSON.
         values: Variables of the template.
     """
-    style, script = _asset("page.css"), _asset("page.js")
+    style, script = _read_asset("page.css"), _read_asset("page.js")
     policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        f"default-src 'none'; style-src '{_policy_hash(style)}'; script-src '{_policy_hash(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
     page = {"title": title, "data": data, "style": style, "script": script, "policy": policy}
-    return environment().get_template(template).render(**page, **values)
+    return jinja_environment().get_template(template).render(**page, **values)
 
 
 @cache
-def environment() -> "Environment":
+def jinja_environment() -> "Environment":
     """The Jinja2 environment of all pages."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415  # loaded when a page is written
 
@@ -139,7 +139,7 @@ def environment() -> "Environment":
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_visible,
+        finalize=_to_visible_text,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -147,8 +147,8 @@ def environment() -> "Environment":
     env.filters |= {
         "breakable": lambda text: escape(formatting.visible(text)).replace(".", Markup(".<wbr>")),  # paths wrap at dots
         "count": formatting.count,
-        "json_text": _json_text,
-        "number": charts.number,
+        "json_text": _to_json_text,
+        "number": charts.format_number,
         "one_line": formatting.one_line,
         "plural": formatting.plural,
         "ratio": formatting.ratio,
@@ -158,33 +158,33 @@ def environment() -> "Environment":
         "time": formatting.time_of,
         "value": formatting.value_of,
     }
-    env.globals |= {"charts": charts, "text": terminal, "limits": LIMITS, "scale": formatting.SCALE}
+    env.globals |= {"charts": charts, "text": terminal, "limits": MAX_SHOWN, "scale": formatting.SCALE}
     env.globals["ui"] = env.get_template("macros.html.j2").module
     return env
 
 
-def _visible(value: Any) -> Any:
+def _to_visible_text(value: Any) -> Any:
     """Show control characters as escapes, and None as nothing. Markup has been through here already."""
     if value is None:
         return ""
     if isinstance(value, float):
-        return charts.number(value)
+        return charts.format_number(value)
     return value if isinstance(value, Markup) else formatting.visible(value)
 
 
 @cache
-def _asset(file: str) -> Markup:
+def _read_asset(file: str) -> Markup:
     text = (TEMPLATES / file).read_text(encoding="utf-8")
     if "</" in text:  # it would end the element that holds it
         raise ValueError(f"{file} must not contain '</'")
     return Markup(text)  # noqa: S704  # our own file
 
 
-def _hash(text: str) -> str:
+def _policy_hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _json_text(value: Any, indent: int | None = None) -> str:
+def _to_json_text(value: Any, indent: int | None = None) -> str:
     return value if isinstance(value, str) else json.dumps(value, indent=indent, ensure_ascii=False, default=str)
 
 
@@ -272,21 +272,21 @@ class ReportView:
         """Precision -> class of its colour; float has its own."""
         known = dict.fromkeys(self.report.coverage.share_of_parameters())
         known |= dict.fromkeys(node.precision for node in self.report.graph)
-        low = [precision for precision in known if precision not in (terminal.NOT_LOW, "")]
-        colours = {precision: f"p{min(index, COLOURS - 1)}" for index, precision in enumerate(low)}
-        return colours | {terminal.NOT_LOW: "p-float", "": "p-none"}
+        low = [precision for precision in known if precision not in (terminal.FLOAT, "")]
+        colours = {precision: f"p{min(index, COLOUR_COUNT - 1)}" for index, precision in enumerate(low)}
+        return colours | {terminal.FLOAT: "p-float", "": "p-none"}
 
     # tiles
 
     @property
-    def accuracy_bars(self) -> list[charts.Bar]:
+    def accuracy_bars(self) -> list[charts.ChartBar]:
         score = self.report.accuracy[0]
         is_simulated = score.where == "simulation"
         values = {"float": score.float_value, "simulated": score.value if is_simulated else score.simulated_value}
         if not is_simulated:
             values["runtime"] = score.value
         rows = [(label, value, formatting.value_of(value)) for label, value in values.items() if value is not None]
-        return charts.bars(rows, ("before", "after", "after")[: len(rows)])
+        return charts.make_bars(rows, ("before", "after", "after")[: len(rows)])
 
     @property
     def size_change(self) -> tuple[str, str]:
@@ -294,22 +294,22 @@ class ReportView:
         return ("", "") if found is None else formatting.change_of_size(found.float_size or 0, found.size)
 
     @property
-    def size_bars(self) -> list[charts.Bar]:
+    def size_bars(self) -> list[charts.ChartBar]:
         found = self.report.verification
         sizes = (0, 0) if found is None else (found.float_size or 0, found.size)
         rows = zip(("float", "quantized"), sizes, strict=True)
-        return charts.bars(
+        return charts.make_bars(
             [(label, float(size), formatting.size_of(size)) for label, size in rows], ("before", "after")
         )
 
     @property
-    def latency_bars(self) -> list[charts.Bar]:
+    def latency_bars(self) -> list[charts.ChartBar]:
         latency = self.report.verification and self.report.verification.latency
         if not latency:
             return []
         rows = zip(("float", "quantized"), latency.seconds, strict=True)
         colours = ("before", "slow" if latency.is_slower else "after")
-        return charts.bars([(label, seconds, formatting.time_of(seconds)) for label, seconds in rows], colours)
+        return charts.make_bars([(label, seconds, formatting.time_of(seconds)) for label, seconds in rows], colours)
 
     @cached_property
     def _shares(self) -> tuple[dict[str, float] | None, dict[str, float]]:
@@ -326,14 +326,16 @@ class ReportView:
         return "of the MACs in low precision" if is_known else "of the weights in low precision; MACs not known"
 
     @property
-    def share_bars(self) -> list[tuple[str, list[charts.Share]]]:
+    def share_bars(self) -> list[tuple[str, list[charts.BarShare]]]:
         labelled = zip(("MACs", "weights"), self._shares, strict=True)
-        return [(label, charts.shares(parts.items(), self.classes)) for label, parts in labelled if parts is not None]
+        return [
+            (label, charts.make_shares(parts.items(), self.classes)) for label, parts in labelled if parts is not None
+        ]
 
     @property
     def share_legend(self) -> list[tuple[str, str]]:
         macs, parameters = self._shares
-        parts = list((macs or parameters).items())[:COLOURS]
+        parts = list((macs or parameters).items())[:COLOUR_COUNT]
         return [(self.classes[precision], f"{precision} {formatting.share_of(share)}") for precision, share in parts]
 
     # layers
@@ -382,19 +384,19 @@ class ReportView:
     @property
     def layer_table_classes(self) -> str:
         has_ranges = any((layer.saturation, layer.used_range) != (None, None) for layer in self.report.layers)
-        many = len(self.layer_rows) > MANY_ROWS
+        many = len(self.layer_rows) > LAZY_LAYOUT_ROWS
         return " ".join(filter(None, ("" if has_ranges else "no-ranges", "many" if many else "")))
 
     @cached_property
     def float_names(self) -> frozenset[str]:
-        return frozenset(row.name for row in self.report.coverage.operations if row.precision == terminal.NOT_LOW)
+        return frozenset(row.name for row in self.report.coverage.operations if row.precision == terminal.FLOAT)
 
     @cached_property
     def float_groups(self) -> list[FloatGroup]:
         """What stays float, by reason; the reason that costs most MACs first."""
         groups: dict[tuple[str, bool], list[CoverageRow]] = defaultdict(list)
         for row in self.report.coverage.operations:
-            if row.precision == terminal.NOT_LOW:
+            if row.precision == terminal.FLOAT:
                 groups[row.reason or "no reason given", row.is_asked].append(row)
         total = sum(row.macs or 0 for row in self.report.coverage.operations)
         found = []
@@ -423,7 +425,7 @@ class ReportView:
         speeds = [None if value is None else f"{value:.1f}" for value in rates]
         rows = (
             ("bits a weight", f"{found.bits:.2f}"),
-            ("size", terminal.language_sizes(found)),
+            ("size", terminal.describe_language_sizes(found)),
             ("judged on", f"{found.tokens} tokens" if found.tokens else "nothing"),
             ("logits against float", decibels[0]),
             (f"{formatting.short(found.runtime) or 'the runtime'} against the simulation", decibels[1]),
@@ -452,13 +454,13 @@ class ReportView:
 
     @property
     def left_untuned(self) -> list[tuple[str, str]]:
-        return list(self.report.tuning.left.items())[: LIMITS["layers"]] if self.report.tuning else []
+        return list(self.report.tuning.left.items())[: MAX_SHOWN["layers"]] if self.report.tuning else []
 
     @cached_property
     def times(self) -> TimeTable:
         rows = self.report.verification.times if self.report.verification else ()
         float_total, total = sum_seconds(rows)
-        slowest, rest = rows[:SLOWEST], rows[SLOWEST:]
+        slowest, rest = rows[:MAX_TIME_ROWS], rows[MAX_TIME_ROWS:]
         largest = max((max(row.seconds or 0.0, row.float_seconds or 0.0) for row in slowest), default=0.0) or 1.0
         shown = [_time_row(row, largest, total) for row in slowest]
         if rest:
@@ -472,24 +474,24 @@ class ReportView:
         return draw_placement(self.report.graph, self.classes)
 
     @property
-    def kernel_bars(self) -> list[charts.Bar]:
+    def kernel_bars(self) -> list[charts.ChartBar]:
         executed = self.report.verification.executed if self.report.verification else {}
         most = sorted(executed.items(), key=lambda item: (-item[1], item[0]))[:30]
-        return charts.bars(
+        return charts.make_bars(
             [(formatting.short(name, 60), float(count), str(count)) for name, count in most], ["after"] * len(most)
         )
 
     @property
-    def stage_bars(self) -> list[charts.Bar]:
+    def stage_bars(self) -> list[charts.ChartBar]:
         rows = [
             (formatting.short(stage, 40), value, formatting.time_of(value))
             for stage, value in self.report.timings.items()
         ]
-        return charts.bars(rows, ["before"] * len(rows))
+        return charts.make_bars(rows, ["before"] * len(rows))
 
     @property
     def environment_rows(self) -> list[tuple[str, str]]:
-        return [(key, _json_text(value)) for key, value in self.report.environment.items()]
+        return [(key, _to_json_text(value)) for key, value in self.report.environment.items()]
 
     @property
     def migration_rows(self) -> list[tuple[str, str]]:

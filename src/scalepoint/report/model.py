@@ -34,10 +34,10 @@ from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_text
 from scalepoint.verification.result import Verification
 
-SCHEMA = 2  # of report.json; raised whenever a field of a class in it is renamed, removed or changes its meaning
-LARGEST = 256_000_000
+REPORT_SCHEMA = 2  # of report.json; raised whenever a field of a class in it is renamed, removed or changes its meaning
+MAX_REPORT_BYTES = 256_000_000
 SMOKE_WARNING = "a smoke run"  # begins the warning of a smoke run
-MAX_STEPS = 3
+MAX_NEXT_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,14 @@ class Report:
 
     def table(self, rows: int = 10) -> RenderableType:
         """For rich: fits any width; at most `rows` layers and reasons."""
-        return terminal.Shown(self, rows)
+        return terminal.ReportTable(self, rows)
 
     def __str__(self) -> str:
-        return terminal.text(self)
+        return terminal.render_text(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; infinity and not-a-number are the strings that float() reads."""
-        data: dict[str, Any] = {"schema": SCHEMA, **to_jsonable(self)}
+        data: dict[str, Any] = {"schema": REPORT_SCHEMA, **to_jsonable(self)}
         if self.verification is not None:
             data["verification"] = self.verification.to_dict()
         return data
@@ -136,13 +136,13 @@ class Report:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
         version = data.get("schema")
-        if version != SCHEMA:
+        if version != REPORT_SCHEMA:
             raise StoreError(
-                f"a report of schema {short_repr(version)}; this scalepoint reads schema {SCHEMA}: "
+                f"a report of schema {short_repr(version)}; this scalepoint reads schema {REPORT_SCHEMA}: "
                 "deploy again, or read it with the scalepoint that wrote it"
             )
         try:
-            return _reader().validate_python(dict(data))
+            return _report_reader().validate_python(dict(data))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "the report"
@@ -160,7 +160,7 @@ class Report:
             StoreError: The file is not a report, or has another schema than this version writes.
         """
         try:
-            text = read_text(path, LARGEST, folder=folder)
+            text = read_text(path, MAX_REPORT_BYTES, folder=folder)
         except DocumentError as error:  # it names the file
             raise StoreError(f"not a report: {error.args[0]}") from error
         try:
@@ -171,7 +171,7 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> "Report":
         try:
-            data = parse_json(text, LARGEST)
+            data = parse_json(text, MAX_REPORT_BYTES)
         except DocumentError as error:
             raise StoreError(f"not a report: {error.args[0]}") from error
         if not isinstance(data, dict):
@@ -180,7 +180,7 @@ class Report:
 
 
 @cache
-def _reader() -> TypeAdapter[Report]:
+def _report_reader() -> TypeAdapter[Report]:
     return TypeAdapter(Report)
 
 
@@ -191,7 +191,7 @@ def _next_steps(report: Report) -> tuple[str, ...]:
     found = report.verification
     if found is not None and found.status.value == "ok" and found.is_run and found.float_size:
         steps.append(f"measure the speed again: {_bench_command(found)}")
-    return tuple(steps[:MAX_STEPS])
+    return tuple(steps[:MAX_NEXT_STEPS])
 
 
 def _bench_command(found: Verification) -> str:

@@ -10,19 +10,19 @@ Tensors that pass as codes are drawn in another colour.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from scalepoint.report.charts import Shape, number, rectangle, text_shape
+from scalepoint.report.charts import SvgElement, format_number, rectangle, text_shape
 from scalepoint.report.model import GraphNode
 from scalepoint.support.formatting import plural, short
 
-WHOLE = "the whole model"
-DEEPEST = 8
-MOST_BOXES = 200
-FEW_BOXES = 24  # up to so many, inner blocks are opened
+WHOLE_MODEL = "the whole model"
+MAX_DEPTH = 8
+MAX_BOXES = 200
+MAX_OPENED_BOXES = 24  # up to so many, inner blocks are opened
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 280, 40, 26, 26, 18
 
 INDENT = "\u00a0\u00a0"
 
-Path = tuple[str, ...]
+BlockPath = tuple[str, ...]
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Box:
     label: str
     note: str
     nodes: list[int]
-    block: Path | None = None
+    block: BlockPath | None = None
     rank: int = 0
     column: int = 0
     inputs: set[int] = field(default_factory=set)  # boxes, by index
@@ -44,31 +44,34 @@ class Box:
 class Block:
     """What one path prefix holds."""
 
-    path: Path
+    path: BlockPath
     boxes: tuple[Box, ...]
     left_out: int
     size: int
 
     @property
     def title(self) -> str:
-        return ".".join(self.path) or WHOLE
+        return ".".join(self.path) or WHOLE_MODEL
 
 
-def blocks_of(graph: Sequence[GraphNode]) -> list[Block]:
+def build_blocks(graph: Sequence[GraphNode]) -> list[Block]:
     """All blocks in the order of the model, the whole first."""
-    paths = [tuple(node.name.split(".", DEEPEST)) for node in graph]
-    members: dict[Path, list[int]] = {(): list(range(len(graph)))}
+    paths = [tuple(node.name.split(".", MAX_DEPTH)) for node in graph]
+    members: dict[BlockPath, list[int]] = {(): list(range(len(graph)))}
     for index, path in enumerate(paths):
-        for length in range(1, min(len(path), DEEPEST + 1)):
+        for length in range(1, min(len(path), MAX_DEPTH + 1)):
             members.setdefault(path[:length], []).append(index)
-    kept = _kept(members)
+    kept = _find_blocks(members)
     position = {node.name: index for index, node in enumerate(graph)}
     return [
-        _block(graph, paths, path, members[path], _closed(paths, path, members[path], kept), position) for path in kept
+        _build_block(graph, paths, path, members[path], _find_closed_blocks(paths, path, members[path], kept), position)
+        for path in kept
     ]
 
 
-def _closed(paths: Sequence[Path], prefix: Path, nodes: Sequence[int], kept: dict[Path, None]) -> dict[Path, None]:
+def _find_closed_blocks(
+    paths: Sequence[BlockPath], prefix: BlockPath, nodes: Sequence[int], kept: dict[BlockPath, None]
+) -> dict[BlockPath, None]:
     """The inner blocks that stay one box: the outer ones are opened, level by level, while few boxes come of it."""
     closed = dict(kept)
     while True:
@@ -77,19 +80,19 @@ def _closed(paths: Sequence[Path], prefix: Path, nodes: Sequence[int], kept: dic
         level = min(map(len, inner), default=0)
         opened = {path: None for path in closed if path not in inner or len(path) > level}
         after = {_box_of(paths[index], prefix, opened) or (index,) for index in nodes}
-        if not inner or len(after) > FEW_BOXES:
+        if not inner or len(after) > MAX_OPENED_BOXES:
             return closed
         closed = opened
 
 
-def _box_of(path: Path, prefix: Path, closed: Mapping[Path, None]) -> Path | None:
+def _box_of(path: BlockPath, prefix: BlockPath, closed: Mapping[BlockPath, None]) -> BlockPath | None:
     """The inner block that an operation is drawn in."""
     return next((path[:n] for n in range(len(prefix) + 1, len(path)) if path[:n] in closed), None)
 
 
-def _kept(members: dict[Path, list[int]]) -> dict[Path, None]:
+def _find_blocks(members: dict[BlockPath, list[int]]) -> dict[BlockPath, None]:
     """Blocks worth a picture: more than one operation, and not the same ones as the only block inside."""
-    inner: dict[Path, int] = {}
+    inner: dict[BlockPath, int] = {}
     for path, nodes in members.items():
         if path:
             inner[path[:-1]] = max(inner.get(path[:-1], 0), len(nodes))
@@ -97,17 +100,17 @@ def _kept(members: dict[Path, list[int]]) -> dict[Path, None]:
     return kept or {(): None}
 
 
-def _block(
+def _build_block(
     graph: Sequence[GraphNode],
-    paths: Sequence[Path],
-    prefix: Path,
+    paths: Sequence[BlockPath],
+    prefix: BlockPath,
     nodes: Sequence[int],
-    kept: dict[Path, None],
+    kept: dict[BlockPath, None],
     position: dict[str, int],
 ) -> Block:
     boxes: list[Box] = []
     where: dict[int, int] = {}  # node -> its box
-    inner: dict[Path, int] = {}  # inner block -> its box
+    inner: dict[BlockPath, int] = {}  # inner block -> its box
     left_out = 0
     for index in nodes:
         path = paths[index]
@@ -116,7 +119,7 @@ def _block(
             where[index] = inner[block]
             boxes[inner[block]].nodes.append(index)
             continue
-        if len(boxes) == MOST_BOXES:
+        if len(boxes) == MAX_BOXES:
             left_out += 1
             continue
         where[index] = len(boxes)
@@ -132,11 +135,11 @@ def _block(
             elif other != box:
                 boxes[box].inputs.add(other)
                 boxes[box].codes |= {other} if source in graph[index].codes else set()
-    _place(boxes)
+    _arrange(boxes)
     return Block(prefix, tuple(boxes), left_out, len(nodes))
 
 
-def _place(boxes: Sequence[Box]) -> None:
+def _arrange(boxes: Sequence[Box]) -> None:
     """Rank = 1 + the largest rank of the boxes before it that it reads; a block may also read a later one."""
     width: dict[int, int] = {}
     for index, box in enumerate(boxes):
@@ -150,7 +153,7 @@ class DrawnBox:
     """One box with its shapes; `link` is the block that it leads to."""
 
     title: str
-    shapes: Sequence[Shape]
+    shapes: Sequence[SvgElement]
     link: str | None
 
 
@@ -165,7 +168,7 @@ class DrawnBlock:
     indent: str
     width: float
     height: float
-    edges: Sequence[Shape]
+    edges: Sequence[SvgElement]
     boxes: Sequence[DrawnBox]
     left_out: int
     outer: "DrawnBlock | None"
@@ -181,9 +184,9 @@ class Placement:
 
 def draw_placement(graph: Sequence[GraphNode], classes: Mapping[str, str]) -> Placement:
     """Draw every block of the graph; `classes` gives each precision its colour."""
-    blocks = blocks_of(graph)
+    blocks = build_blocks(graph)
     ids = {block.path: f"block-{index}" for index, block in enumerate(blocks)}
-    drawn: dict[Path, DrawnBlock] = {}
+    drawn: dict[BlockPath, DrawnBlock] = {}
     for block in blocks:
         drawn[block.path] = _draw_block(block, graph, ids, classes, drawn)
     precisions = dict.fromkeys(node.precision for node in graph if node.precision)
@@ -196,9 +199,9 @@ def draw_placement(graph: Sequence[GraphNode], classes: Mapping[str, str]) -> Pl
 def _draw_block(
     block: Block,
     graph: Sequence[GraphNode],
-    ids: Mapping[Path, str],
+    ids: Mapping[BlockPath, str],
     classes: Mapping[str, str],
-    drawn: Mapping[Path, DrawnBlock],
+    drawn: Mapping[BlockPath, DrawnBlock],
 ) -> DrawnBlock:
     boxes = block.boxes
     columns: dict[int, int] = {}  # row -> number of boxes
@@ -212,10 +215,10 @@ def _draw_block(
         corners.append((x, MARGIN + box.rank * (HEIGHT + GAP_Y)))
     longest = max((abs(box.rank - boxes[other].rank) for box in boxes for other in box.inputs), default=0)
     edges = [
-        Shape(
+        SvgElement(
             "path",
             {
-                "d": _edge(corners[other], corners[index], boxes[other].rank, box.rank),
+                "d": _edge_path(corners[other], corners[index], boxes[other].rank, box.rank),
                 "class": "edge codes" if other in box.codes else "edge",
             },
         )
@@ -244,7 +247,7 @@ def _bulge(span: int) -> int:
     return 24 + 7 * min(span, 9)
 
 
-def _edge(source: tuple[float, float], end: tuple[float, float], rank: int, other: int) -> str:
+def _edge_path(source: tuple[float, float], end: tuple[float, float], rank: int, other: int) -> str:
     """To the next row, from below to above; over several rows, around on the right."""
     if other - rank == 1:
         x1, y1, x2, y2 = source[0] + WIDTH / 2, source[1] + HEIGHT, end[0] + WIDTH / 2, end[1] - 1
@@ -259,7 +262,7 @@ def _draw_box(
     box: Box,
     corner: tuple[float, float],
     graph: Sequence[GraphNode],
-    ids: Mapping[Path, str],
+    ids: Mapping[BlockPath, str],
     classes: Mapping[str, str],
 ) -> DrawnBox:
     x, y = corner
@@ -274,7 +277,7 @@ def _draw_box(
         name, note = ".".join(box.block), plural(len(box.nodes), "operation")
     words = "; ".join(f"{count} in {precision}" for precision, count in precisions[:6])
     css = "node block-node" if box.block else "node"
-    frame = Shape("rect", {"x": number(x), "y": y, "width": WIDTH, "height": HEIGHT, "rx": 6, "class": css})
+    frame = SvgElement("rect", {"x": format_number(x), "y": y, "width": WIDTH, "height": HEIGHT, "rx": 6, "class": css})
     shapes = [
         *_outside_inputs(box, x, y),
         frame,
@@ -285,20 +288,20 @@ def _draw_box(
     return DrawnBox(f"{short(name, 400)}: {words}", shapes, None if box.block is None else ids[box.block])
 
 
-def _outside_inputs(box: Box, x: float, y: float) -> list[Shape]:
+def _outside_inputs(box: Box, x: float, y: float) -> list[SvgElement]:
     """Where a box reads from, when that is not in the picture."""
     if not box.outside:
         return []
     first, *others = box.outside
     words = f"from {short(first, 24)}" + (f" and {len(others)} more" if others else "")
     end = x + WIDTH - 14
-    line = Shape("path", {"d": f"M{end:g} {y - 12:g}v11", "class": "edge fed"})
+    line = SvgElement("path", {"d": f"M{end:g} {y - 12:g}v11", "class": "edge fed"})
     return [line, text_shape(words, end - 6, y - 4, "node-note", "end")]
 
 
 def _precision_strip(
     x: float, y: float, precisions: Sequence[tuple[str, int]], classes: Mapping[str, str]
-) -> list[Shape]:
+) -> list[SvgElement]:
     """The precisions of a box as a strip on its left, each as tall as its share."""
     total, top, pieces = sum(count for _, count in precisions), y + 4.0, []
     for precision, count in precisions:

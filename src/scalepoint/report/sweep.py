@@ -18,10 +18,19 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from scalepoint.errors import DocumentError, StoreError
-from scalepoint.report.charts import Labels, Picture, Shape, circle, line_shape, path, text_shape, ticks
+from scalepoint.report.charts import (
+    LabelPlacer,
+    Picture,
+    SvgElement,
+    circle,
+    line_shape,
+    polyline,
+    round_ticks,
+    text_shape,
+)
 from scalepoint.report.html import render_page
-from scalepoint.report.model import LARGEST, Report
-from scalepoint.report.terminal import NARROW, low_share, plain_table
+from scalepoint.report.model import MAX_REPORT_BYTES, Report
+from scalepoint.report.terminal import MIN_WIDE_COLUMNS, low_share, plain_table
 from scalepoint.support.formatting import (
     decibel,
     one_line,
@@ -37,10 +46,10 @@ from scalepoint.support.formatting import (
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_json
 
-FILE = "sweep.json"
-SCHEMA = 1
+SWEEP_FILE = "sweep.json"
+SWEEP_SCHEMA = 1
 WIDTH, NARROW_WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000.0, 340.0, 320.0, 60.0, 40.0, 18.0  # of a plot
-BEST_DB = 150.0  # an exact output is drawn here
+MAX_DRAWN_DB = 150.0  # an exact output is drawn here
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         fronts = {cost: [row.name for row in self.front(cost)] for cost in ("size", "speed")}
-        return {"schema": SCHEMA, "rows": to_jsonable(self.rows), "front": fronts}
+        return {"schema": SWEEP_SCHEMA, "rows": to_jsonable(self.rows), "front": fronts}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
@@ -140,9 +149,9 @@ class Sweep:
     def from_file(cls, path: str | Path) -> "Sweep":
         """What `to_json` wrote."""
         try:
-            data = read_json(Path(path), LARGEST)
-            if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-                raise StoreError(f"{path} is no sweep of schema {SCHEMA}")
+            data = read_json(Path(path), MAX_REPORT_BYTES)
+            if not isinstance(data, dict) or data.get("schema") != SWEEP_SCHEMA:
+                raise StoreError(f"{path} is no sweep of schema {SWEEP_SCHEMA}")
             return cls(TypeAdapter(tuple[SweepRow, ...]).validate_python(data.get("rows")))
         except (OSError, DocumentError, ValidationError) as error:
             raise StoreError(f"{path} is no sweep: {str(error).splitlines()[0]}") from error
@@ -160,7 +169,7 @@ def _is_beaten(row: SweepRow, others: Sequence[SweepRow], price: Callable[[Sweep
     return False
 
 
-def cells(sweep: Sweep, row: SweepRow) -> tuple[str, str, str, str, str, str]:
+def row_cells(sweep: Sweep, row: SweepRow) -> tuple[str, str, str, str, str, str]:
     """Score, error at the end, size, speed, latency, coverage, as people read them."""
     speed = sweep.speed_of(row)
     return (
@@ -173,7 +182,7 @@ def cells(sweep: Sweep, row: SweepRow) -> tuple[str, str, str, str, str, str]:
     )
 
 
-def marks(sweep: Sweep) -> dict[str, str]:
+def list_fronts(sweep: Sweep) -> dict[str, str]:
     """Row -> the fronts that it is on."""
     fronts = {cost: {row.name for row in sweep.front(cost)} for cost in ("size", "speed")}
     return {row.name: ", ".join(cost for cost, names in fronts.items() if row.name in names) for row in sweep.rows}
@@ -186,10 +195,10 @@ class SweepTable:
     sweep: Sweep
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        on = marks(self.sweep)
-        rows = [(short(row.name, 48), *cells(self.sweep, row), on[row.name]) for row in self.sweep.rows]
+        on = list_fronts(self.sweep)
+        rows = [(short(row.name, 48), *row_cells(self.sweep, row), on[row.name]) for row in self.sweep.rows]
         heads = ("run", "score", "last dB", "size", "speed", "latency", "in low", "on the front of")
-        if options.max_width < NARROW:
+        if options.max_width < MIN_WIDE_COLUMNS:
             quality = 1 if self.sweep.is_scored else 2
             few = [(row[0], row[quality], row[3], row[4], "*" if row[7] else "") for row in rows]
             yield plain_table(("run", heads[quality], "size", "speed", "front"), few, numbers=range(1, 4))
@@ -212,16 +221,18 @@ def sweep_page(sweep: Sweep) -> str:
         "size": f"size in MB; upwards: {quality}",
         "speed": f"times the speed of the fastest float file; upwards: {quality}",
     }
-    plots = [(cost, f"Quality against {cost}", label, _pictures(sweep, cost, label)) for cost, label in labels.items()]
+    plots = [
+        (cost, f"Quality against {cost}", label, _draw_plots(sweep, cost, label)) for cost, label in labels.items()
+    ]
     failed = [row for row in sweep.rows if not row.is_done]
     return render_page(
-        "sweep.html.j2", "sweep", sweep.to_dict(), sweep=sweep, plots=plots, failed=failed, cells=cells,
-        fronts=marks(sweep),
+        "sweep.html.j2", "sweep", sweep.to_dict(), sweep=sweep, plots=plots, failed=failed, cells=row_cells,
+        fronts=list_fronts(sweep),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _PlotArea:
     """A plot area with its ranges of cost and quality."""
 
     width: float
@@ -237,58 +248,58 @@ class _Frame:
         return round(TOP + (HEIGHT - TOP - BOTTOM) * (high - quality) / (high - low), 1)
 
 
-def _pictures(sweep: Sweep, cost: str, label: str) -> list[Picture]:
+def _draw_plots(sweep: Sweep, cost: str, label: str) -> list[Picture]:
     """The same plot for wide and for narrow screens; the style sheet shows one of them."""
     known = [
-        row for row in sweep.rows if row.is_done and row.quality is not None and _cost(sweep, row, cost) is not None
+        row for row in sweep.rows if row.is_done and row.quality is not None and _cost_of(sweep, row, cost) is not None
     ]
     if not known:
         return []
-    costs, qualities = [_cost(sweep, row, cost) or 0.0 for row in known], [_quality(row) for row in known]
-    ranges = _widened(min(costs), max(costs)), _widened(min(qualities), max(qualities))
+    costs, qualities = [_cost_of(sweep, row, cost) or 0.0 for row in known], [_drawn_quality(row) for row in known]
+    ranges = _widen(min(costs), max(costs)), _widen(min(qualities), max(qualities))
     return [
-        _picture(sweep, known, cost, label, _Frame(width, *ranges), css)
+        _draw_plot(sweep, known, cost, label, _PlotArea(width, *ranges), css)
         for width, css in ((WIDTH, "depth wide"), (NARROW_WIDTH, "narrow"))
     ]
 
 
-def _picture(sweep: Sweep, known: Sequence[SweepRow], cost: str, label: str, frame: _Frame, css: str) -> Picture:
+def _draw_plot(sweep: Sweep, known: Sequence[SweepRow], cost: str, label: str, frame: _PlotArea, css: str) -> Picture:
     def at(row: SweepRow) -> tuple[float, float]:
-        return frame.x(_cost(sweep, row, cost) or 0.0), frame.y(_quality(row))
+        return frame.x(_cost_of(sweep, row, cost) or 0.0), frame.y(_drawn_quality(row))
 
     front = sweep.front(cost)
-    labels = Labels(right=frame.width - 4)
-    shapes = [*_grid(frame, label), path([at(row) for row in front], "trace front-line")]
+    labels = LabelPlacer(right=frame.width - 4)
+    shapes = [*_draw_grid(frame, label), polyline([at(row) for row in front], "trace front-line")]
     for row in sorted(known, key=lambda row: row not in front):
         x, y = at(row)
         radius, dot = (6, "dot") if row in front else (4, "dot-weight")
-        shapes.append(circle(x, y, radius, dot, f"{short(row.name)}: {', '.join(filter(None, cells(sweep, row)))}"))
+        shapes.append(circle(x, y, radius, dot, f"{short(row.name)}: {', '.join(filter(None, row_cells(sweep, row)))}"))
         if row in front:
             shapes.append(labels.near(short(row.name, 28), x, y, "front-name"))
     return Picture(frame.width, HEIGHT, f"{len(known)} runs: {label}", css, shapes)
 
 
-def _grid(frame: _Frame, label: str) -> list[Shape]:
+def _draw_grid(frame: _PlotArea, label: str) -> list[SvgElement]:
     shapes = []
-    for quality in ticks(*frame.qualities):
+    for quality in round_ticks(*frame.qualities):
         y = frame.y(quality)
         shapes += [line_shape(LEFT, y, frame.width - 4, y), text_shape(f"{quality:.5g}", LEFT - 6, y + 4, anchor="end")]
-    for cost in ticks(*frame.costs, 8 if frame.width == WIDTH else 3):
+    for cost in round_ticks(*frame.costs, 8 if frame.width == WIDTH else 3):
         shapes.append(text_shape(f"{cost:.4g}", frame.x(cost), HEIGHT - BOTTOM + 16, anchor="middle"))
     shapes.append(text_shape(label, frame.width / 2, HEIGHT - 6, anchor="middle"))
     return shapes
 
 
-def _cost(sweep: Sweep, row: SweepRow, cost: str) -> float | None:
+def _cost_of(sweep: Sweep, row: SweepRow, cost: str) -> float | None:
     if cost == "speed":
         return sweep.speed_of(row)
     return None if row.size is None else row.size / 1e6
 
 
-def _quality(row: SweepRow) -> float:
-    return min(row.quality or 0.0, BEST_DB)
+def _drawn_quality(row: SweepRow) -> float:
+    return min(row.quality or 0.0, MAX_DRAWN_DB)
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
+def _widen(low: float, high: float) -> tuple[float, float]:
     pad = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
     return low - pad, high + pad

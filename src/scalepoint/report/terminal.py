@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from scalepoint.report.model import Report
     from scalepoint.verification import Verification
 
-NARROW = 72
-NOT_LOW = "float"
-FEW = 4
-POINTS = 8
+MIN_WIDE_COLUMNS = 72
+FLOAT = "float"
+MAX_LISTED_LAYERS = 4
+MAX_FRONT_ROWS = 8
 NOT_QUANTIZED = "Nothing was quantized: int8 is slower than float for every layer here (speed_first=False forces it)."
 
 
 def low_share(shares: dict[str, float] | None) -> float | None:
     """The share that runs in low precision."""
-    return None if shares is None else sum(share for precision, share in shares.items() if precision != NOT_LOW)
+    return None if shares is None else sum(share for precision, share in shares.items() if precision != FLOAT)
 
 
 def verdict(report: "Report") -> str:
@@ -67,7 +67,7 @@ def _language_verdict(found: LanguageModelResult) -> str:
     return f"Verified: {found.runtime} runs it{agreement}."
 
 
-def language_sizes(found: LanguageModelResult) -> str:
+def describe_language_sizes(found: LanguageModelResult) -> str:
     """Before and after; a factor says little unless the type of the checkpoint is named."""
     times, word = change_of_size(found.float_size, found.size)
     checkpoint = f"the {found.float_dtype} checkpoint" if found.float_dtype else "the checkpoint"
@@ -82,7 +82,7 @@ def _float_speed(found: LanguageModelResult) -> str:
 
 
 def _language_lines(found: LanguageModelResult) -> list[str]:
-    lines = [f"size: {language_sizes(found)}, {found.bits:.2f} bits a weight"]
+    lines = [f"size: {describe_language_sizes(found)}, {found.bits:.2f} bits a weight"]
     if found.logits_db is not None:
         lines.append(f"logits: {decibel(found.logits_db)} dB from the float model's, {found.tokens} tokens judged")
     if found.prefill is not None and found.decode is not None:
@@ -97,12 +97,12 @@ def _runtime_verdict(report: "Report") -> str:
     found = report.verification
     if found is None:
         simulated = " All numbers are of the simulation." if report.accuracy or report.layers else ""
-        checked = checked_of(report)
+        checked = describe_findings(report)
         return f"Not verified in a runtime.{simulated}{checked and ' ' + checked}"
     if not found.holds:
         return _unverified(found)
     chosen = f"; {one_line(found.chosen)}" if found.choices else ""
-    agrees = f"in {found.runtime} it runs as simulated ({_agreement(found.sqnr)}){chosen}"
+    agrees = f"in {found.runtime} it runs as simulated ({_describe_agreement(found.sqnr)}){chosen}"
     if found.latency is not None and found.latency.ratio < 1:
         word = "Slower than" if found.latency.is_slower else "No faster than"
         return f"{word} float: {ratio(found.latency.ratio)} its speed; {agrees}."
@@ -124,7 +124,7 @@ def _unverified(found: "Verification") -> str:
     )
 
 
-def checked_of(report: "Report") -> str:
+def describe_findings(report: "Report") -> str:
     """What the static rules of the target say of the file."""
     if report.findings is None:
         return ""
@@ -134,7 +134,7 @@ def checked_of(report: "Report") -> str:
     )
 
 
-def _agreement(sqnr: float) -> str:
+def _describe_agreement(sqnr: float) -> str:
     text = decibel(sqnr)
     return "exactly" if text == "exact" else f"{text} dB, {quality(sqnr)}"
 
@@ -148,12 +148,14 @@ def summary(report: "Report") -> list[str]:
         for each in report.accuracy
     ]
     lines += [] if report.language is None else _language_lines(report.language)
-    lines += _limits(report)
+    lines += _limit_lines(report)
     lines += [
-        f"{what}: {text}" for what, text in (("precision", allocation_of(report)), ("tuned", tuning_of(report))) if text
+        f"{what}: {text}"
+        for what, text in (("precision", describe_allocation(report)), ("tuned", describe_tuning(report)))
+        if text
     ]
-    lines += [f"{name}: {before} -> {after} ({note})" for name, before, after, note in _measured(report)]
-    lines += _baseline(report)
+    lines += [f"{name}: {before} -> {after} ({note})" for name, before, after, note in _size_and_latency_rows(report)]
+    lines += _baseline_lines(report)
     lines.append(f"coverage: {report.coverage.summary()}")
     lines += [f"migrations: {report.migrated.summary()}"] if report.migrated else []
     worst = [f"{short(each.name, 40)} {decibel(each.sqnr_db)} ({quality(each.sqnr_db)})" for each in report.worst()]
@@ -163,13 +165,17 @@ def summary(report: "Report") -> list[str]:
     return lines
 
 
-def _limits(report: "Report") -> list[str]:
+def _limit_lines(report: "Report") -> list[str]:
     """What was asked of accuracy or speed, and what a search for it did."""
     what = "accuracy" if report.min_speed is None else "speed"
-    return [f"{what}: {text}" for text in (bound_of(report), pace_of(report), search_of(report)) if text]
+    return [
+        f"{what}: {text}"
+        for text in (describe_score_limit(report), describe_speed_limit(report), describe_search(report))
+        if text
+    ]
 
 
-def bound_of(report: "Report") -> str:
+def describe_score_limit(report: "Report") -> str:
     """Whether the metric stayed within what was allowed."""
     if report.max_drop is None or not report.accuracy:
         return ""
@@ -177,7 +183,7 @@ def bound_of(report: "Report") -> str:
     return f"{'within' if holds else 'more than'} the {report.max_drop:g} allowed"
 
 
-def pace_of(report: "Report") -> str:
+def describe_speed_limit(report: "Report") -> str:
     """Whether the file is as fast as was asked."""
     found = report.verification
     if report.min_speed is None or found is None or found.latency is None:
@@ -186,33 +192,37 @@ def pace_of(report: "Report") -> str:
     return f"{'at least' if holds else 'less than'} the {ratio(report.min_speed)} asked for"
 
 
-def search_of(report: "Report") -> str:
+def describe_search(report: "Report") -> str:
     """What a search for accuracy or speed did, in one sentence."""
     if len(report.trials) < 2:
         return ""
     raised = [f"{short(each.layer, 40) or 'all layers'} to {each.to}" for each in report.precision_changes()]
-    more = f" and {len(raised) - FEW} more" if len(raised) > FEW else ""
-    words = f"raised: {', '.join(raised[:FEW])}{more}" if raised else "nothing raised was better than the first"
+    more = f" and {len(raised) - MAX_LISTED_LAYERS} more" if len(raised) > MAX_LISTED_LAYERS else ""
+    words = (
+        f"raised: {', '.join(raised[:MAX_LISTED_LAYERS])}{more}"
+        if raised
+        else "nothing raised was better than the first"
+    )
     return f"{plural(len(report.trials), 'file')} tried; {words}"
 
 
-def reached_of(unit: str, value: float) -> str:
+def describe_cost(unit: str, value: float) -> str:
     """A cost in the words of its unit."""
     words = {"size": "of the float file's size", "bits": "bits a weight", "speed": "times the speed by MACs"}
     return f"{value:.3g} {words.get(unit, 'of size and time')}"
 
 
-def allocation_of(report: "Report") -> str:
+def describe_allocation(report: "Report") -> str:
     """What a budget came to, in one sentence."""
     found = report.allocation
     if found is None:
         return ""
     counts = ", ".join(f"{number} {short(choice, 40)}" for choice, number in found.counts.items())
     limit = "" if found.limit is None else f", {found.limit:g} allowed"
-    return f"{counts}: {reached_of(found.unit, found.reached)}{limit}; {level_of(found.error)} dB expected"
+    return f"{counts}: {describe_cost(found.unit, found.reached)}{limit}; {level_of(found.error)} dB expected"
 
 
-def tuning_of(report: "Report") -> str:
+def describe_tuning(report: "Report") -> str:
     """What tuning did, in one sentence."""
     found = report.tuning
     if found is None:
@@ -223,7 +233,7 @@ def tuning_of(report: "Report") -> str:
     return f"{plural(len(found.layers), 'layer')}, {found.moved_layers} with other than the nearest codes{median}{left}"
 
 
-def _measured(report: "Report") -> list[tuple[str, str, str, str]]:
+def _size_and_latency_rows(report: "Report") -> list[tuple[str, str, str, str]]:
     """Size and latency, where verify measured them."""
     found = report.verification
     rows = []
@@ -238,40 +248,40 @@ def _measured(report: "Report") -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _baseline(report: "Report") -> list[str]:
+def _baseline_lines(report: "Report") -> list[str]:
     """Which float file the latency is compared with."""
     latency = None if report.verification is None else report.verification.latency
     return [] if latency is None else [f"Latency is compared with {one_line(latency.against)}."]
 
 
 @dataclass(frozen=True)
-class Shown:
+class ReportTable:
     """A report that rich can print at any width."""
 
     report: "Report"
     rows: int = 10
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        report, narrow = self.report, options.max_width < NARROW
+        report, narrow = self.report, options.max_width < MIN_WIDE_COLUMNS
         yield Text(f"{short(report.title)} for {short(report.target)}", style="bold")
         yield Text(verdict(report))
-        yield from _titled("", _against(report, narrow))
-        yield from map(Text, _baseline(report))
-        yield from map(Text, _limits(report))
+        yield from _with_title("", _comparison_table(report, narrow))
+        yield from map(Text, _baseline_lines(report))
+        yield from map(Text, _limit_lines(report))
         for line in () if report.language is None else _language_lines(report.language):
             yield Text(line)
         yield Text(report.coverage.summary())
         if report.allocation is not None:
-            yield Text(f"precision: {allocation_of(report)}")
-            yield from _titled("Precision by layer", _chosen_table(report.allocation, narrow, self.rows))
-            yield from _titled("Error against cost", _front_table(report.allocation))
+            yield Text(f"precision: {describe_allocation(report)}")
+            yield from _with_title("Precision by layer", _precision_table(report.allocation, narrow, self.rows))
+            yield from _with_title("Error against cost", _front_table(report.allocation))
         if report.tuning is not None:
-            yield Text(f"tuned: {tuning_of(report)}")
-        yield from _titled("Stays float", _float_table(report, narrow, self.rows))
-        yield from _titled("Worst layers", _error_table(report, narrow, self.rows))
-        yield from _titled("Slowest layers", _time_table(report, narrow, self.rows))
+            yield Text(f"tuned: {describe_tuning(report)}")
+        yield from _with_title("Stays float", _float_table(report, narrow, self.rows))
+        yield from _with_title("Worst layers", _error_table(report, narrow, self.rows))
+        yield from _with_title("Slowest layers", _time_table(report, narrow, self.rows))
         if report.verification is not None:
-            yield from _titled("In the runtime", _pairs(report.verification.rows()))
+            yield from _with_title("In the runtime", _pair_table(report.verification.rows()))
         for each in report.findings or ():
             yield Text(f"finding: {one_line(each)}", style="yellow")
         for each in report.warnings:
@@ -282,14 +292,14 @@ class Shown:
         yield steps
 
 
-def text(report: "Report") -> str:
+def render_text(report: "Report") -> str:
     """As wide as the terminal, without colours."""
     file = StringIO()
-    Console(file=file, width=shutil.get_terminal_size((100, 24)).columns, no_color=True).print(Shown(report))
+    Console(file=file, width=shutil.get_terminal_size((100, 24)).columns, no_color=True).print(ReportTable(report))
     return file.getvalue()
 
 
-def _titled(title: str, table: Table | None) -> Iterable[Text | Table]:
+def _with_title(title: str, table: Table | None) -> Iterable[Text | Table]:
     if table is None:
         return ()
     return (Text(), Text(title, style="bold"), table) if title else (Text(), table, Text())
@@ -306,16 +316,16 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
     return table
 
 
-def against(report: "Report") -> list[tuple[str, str, str, str]]:
+def comparison_rows(report: "Report") -> list[tuple[str, str, str, str]]:
     """Float against quantized, a row each number."""
     return [
         (short(each.name), value_of(each.float_value), value_of(each.value), each.change_text)
         for each in report.accuracy
-    ] + _measured(report)
+    ] + _size_and_latency_rows(report)
 
 
-def _against(report: "Report", narrow: bool) -> Table | None:
-    rows = against(report)
+def _comparison_table(report: "Report", narrow: bool) -> Table | None:
+    rows = comparison_rows(report)
     if not rows:
         return None
     if narrow:  # how it was measured stands further down
@@ -324,7 +334,7 @@ def _against(report: "Report", narrow: bool) -> Table | None:
 
 
 def _float_table(report: "Report", narrow: bool, limit: int) -> Table | None:
-    left = [row for row in report.coverage.operations if row.precision == NOT_LOW]
+    left = [row for row in report.coverage.operations if row.precision == FLOAT]
     if not left:
         return None
     rows = [(short(row.name), row.kind, one_line(row.explanation)) for row in left[:limit]]
@@ -355,7 +365,7 @@ def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
     return plain_table(columns, rows, numbers=(1, 3, 4, 5, 6))
 
 
-def _chosen_table(found: PrecisionAllocation, narrow: bool, limit: int) -> Table:
+def _precision_table(found: PrecisionAllocation, narrow: bool, limit: int) -> Table:
     """The layers that have other than most, then the rest, at most so many."""
     usual = next(iter(found.counts), "")
     ordered = sorted(found.layers, key=lambda each: each.chosen == usual)
@@ -380,11 +390,11 @@ def _front_table(found: PrecisionAllocation) -> Table:
     sign = -1 if found.unit == "speed" else 1
     fitting = [index for index, each in enumerate(found.front) if sign * each.cost <= sign * found.reached * (1 + 1e-9)]
     mark = fitting[-1] if fitting else 0
-    step = max(1, -(-len(found.front) // POINTS))
+    step = max(1, -(-len(found.front) // MAX_FRONT_ROWS))
     shown = sorted({*range(0, len(found.front), step), mark, len(found.front) - 1})
     rows = [
         (
-            reached_of(found.unit, each.cost),
+            describe_cost(found.unit, each.cost),
             level_of(each.error),
             ", ".join(f"{number} {short(choice, 30)}" for choice, number in each.counts.items()),
             "<- chosen near here" if index == mark else "",
@@ -413,5 +423,5 @@ def _time_table(report: "Report", narrow: bool, limit: int) -> Table | None:
     return plain_table(("layer", "float", "quantized", "speed", "kernels"), rows, numbers=(1, 2, 3))
 
 
-def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+def _pair_table(rows: Iterable[tuple[str, str]]) -> Table:
     return plain_table(("", ""), [(name, one_line(value)) for name, value in rows])

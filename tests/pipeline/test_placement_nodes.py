@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from scalepoint.pipeline.placement_rows import placement
+from scalepoint.pipeline.placement_nodes import build_placement_nodes
 from scalepoint.quantize import QuantConfig, calibrate, coverage, insert_qdq
 from scalepoint.transformation import transform
 
@@ -33,7 +33,7 @@ def quantized(model, x):
 
 def test_quantized_layers_are_not_called_float(model, data):
     found = quantized(model, data[0])
-    nodes = {node.name: node for node in placement(found)}
+    nodes = {node.name: node for node in build_placement_nodes(found)}
     for row in coverage(found).operations:
         assert nodes[row.name].precision == row.precision
     assert not any("quant" in node.kind for node in nodes.values())
@@ -41,7 +41,7 @@ def test_quantized_layers_are_not_called_float(model, data):
 
 def test_moves_and_stubs_are_no_operations_and_edges_lead_through_them():
     found = quantized(Encoder(), torch.randint(0, 20, (2, 6)))
-    nodes = {node.name: node for node in placement(found)}
+    nodes = {node.name: node for node in build_placement_nodes(found)}
     assert list(nodes) == ["tokens", "words", "norm", "query", "key", "value", "attention", "add", "head"]
     assert nodes["query"].codes == nodes["query"].inputs == ("norm",)
     assert set(nodes["attention"].inputs) == {"query", "key", "value"}
