@@ -1,6 +1,6 @@
-"""scalepoint: a trained PyTorch model in, a quantized one that is really deployed out.
+"""scalepoint: quantize a trained PyTorch model, write it for a target runtime, and verify it there.
 
-Importing the package is cheap and silent: torch is loaded when a name that needs it is first used.
+Importing the package does not load torch. A submodule or function is imported when its name is first used.
 """
 
 from importlib import import_module

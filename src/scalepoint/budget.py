@@ -1,4 +1,4 @@
-"""Budget: what a deployment may cost, as size, bits per weight or speed. Imports no torch."""
+"""Budget: the limit of a deployment, as size, bits per weight or speed. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -13,12 +13,12 @@ BUDGET_UNITS: tuple[BudgetUnit, ...] = ("size", "bits", "speed")
 
 
 class Budget(Config):
-    """What a deployment may cost; exactly one of the fields is set.
+    """The largest cost of a deployment. Exactly one field is set.
 
     Attributes:
-        size: Size of the file, as a share of the float file's.
-        bits: Bits per weight, on average over all layers that have a choice.
-        speed: Speed relative to the float model, estimated by multiply-accumulates.
+        size: Largest size of the file, as a share of the float file's size.
+        bits: Largest number of bits per weight, on average over all layers that have a choice.
+        speed: Smallest speed relative to the float model, estimated by multiply-accumulates.
     """
 
     size: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -27,11 +27,11 @@ class Budget(Config):
 
     @model_validator(mode="after")
     def _check_one_field(self) -> Self:
-        given = [unit for unit in BUDGET_UNITS if getattr(self, unit) is not None]
-        if len(given) != 1:
+        units = [unit for unit in BUDGET_UNITS if getattr(self, unit) is not None]
+        if len(units) != 1:
             raise ConfigError(
-                f"a budget is one of size, bits and speed, not {' and '.join(given) or 'nothing'}: size=0.2 is a fifth "
-                "of the float file, bits=4.5 the average of the weights, speed=1.8 so many times the float model's"
+                f"a budget must be one of size, bits and speed, got {' and '.join(units) or 'none of them'}: size=0.2 "
+                "is a fifth of the float file, bits=4.5 the average per weight, speed=1.8 times the float model's speed"
             )
         return self
 
@@ -45,7 +45,7 @@ class Budget(Config):
 
     @classmethod
     def build(cls, value: Any) -> Self:
-        """Make a budget of itself, of a mapping, or of text as a flag has it: size=0.2."""
+        """Convert a Budget, a mapping, or text such as "size=0.2" to a Budget."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str) and "=" in value:
@@ -53,7 +53,7 @@ class Budget(Config):
             value = {unit.strip(): number.strip()}
         if isinstance(value, Mapping):
             return cls.model_validate(dict(value))
-        raise ConfigError(f"a budget is written size=0.2, bits=4.5 or speed=1.8, not {short_repr(value)}")
+        raise ConfigError(f"a budget must be written as size=0.2, bits=4.5 or speed=1.8, got {short_repr(value)}")
 
     def __str__(self) -> str:
         return f"{self.unit}={self.limit:g}"

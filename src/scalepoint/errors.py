@@ -1,30 +1,30 @@
-"""What scalepoint raises. Every error is a ScalepointError and the builtin a caller would expect:
+"""The exceptions of scalepoint. Each one is a ScalepointError and also the builtin exception that fits:
 
     ScalepointError
-    ├── SpecError (ValueError)                  SP-A001  a spec, granularity or option that makes no sense
-    │   ├── BlockSizeMismatchError              SP-A002  blocks do not divide the tensor
-    │   └── UnknownKeyError                     SP-A003  a registry has no such key or class
-    ├── TensorError (ValueError)                SP-A004  a tensor that cannot be quantized: type, layout, device
-    ├── NonFiniteError (ValueError)             SP-A005  NaN or infinity where a range is observed
-    ├── NotObservedError (RuntimeError)         SP-A006  parameters asked for before anything was observed
-    ├── FrozenError (RuntimeError)              SP-A007  a change that is only possible before the first use
-    ├── UsageError (RuntimeError)               SP-A008  a call that makes no sense on this object
-    ├── CaptureError (ValueError)               SP-G001  a model that cannot become a graph
-    ├── PatternError (ValueError)               SP-G003  a pattern or a plan that makes no sense
-    ├── GraphError (RuntimeError)               SP-G002  a graph that is not sound: our fault, please report it
-    ├── ConfigError (ValueError)                SP-Q001  a quantization config that makes no sense for this model
-    ├── TargetError (ValueError)                SP-Q002  something that the target cannot run
-    ├── CoverageError (ValueError)              SP-Q003  strict=True, and an operation stays float unasked
-    ├── CalibrationError (RuntimeError)         SP-Q004  calibration that saw no data, or not all of the model
-    ├── ExportError (RuntimeError)              SP-E001  a model that cannot be written for its target
-    ├── VerificationError (RuntimeError)        SP-V001  a file that the runtime does not run as it should
-    ├── DocumentError (ValueError)              SP-C001  a YAML or JSON text that cannot be read safely
-    ├── StoreError (ValueError)                 SP-C002  a saved model that is damaged, or of another model
-    └── RankError (RuntimeError)                SP-R001  a process of a distributed job that ended, or does other things
+    ├── SpecError (ValueError)                  SP-A001  a spec, granularity or option is invalid
+    │   ├── BlockSizeMismatchError              SP-A002  the block size does not divide the axis
+    │   └── UnknownKeyError                     SP-A003  no class is registered under this key
+    ├── TensorError (ValueError)                SP-A004  the type, layout or device of a tensor is not supported
+    ├── NonFiniteError (ValueError)             SP-A005  NaN or infinity where a finite number is needed
+    ├── NotObservedError (RuntimeError)         SP-A006  parameters are needed before data was observed
+    ├── FrozenError (RuntimeError)              SP-A007  a change that is possible only before the first use
+    ├── UsageError (RuntimeError)               SP-A008  an argument is wrong, or a call is not possible now
+    ├── CaptureError (ValueError)               SP-G001  the model cannot be captured as a graph
+    ├── PatternError (ValueError)               SP-G003  a pattern or a transformation plan is invalid
+    ├── GraphError (RuntimeError)               SP-G002  the graph is inconsistent: a bug, please report it
+    ├── ConfigError (ValueError)                SP-Q001  the quantization config is invalid or does not fit the model
+    ├── TargetError (ValueError)                SP-Q002  the target does not support what the config or model needs
+    ├── CoverageError (ValueError)              SP-Q003  strict=True, and an operation stays float unrequested
+    ├── CalibrationError (RuntimeError)         SP-Q004  the calibration data is empty or does not reach the whole model
+    ├── ExportError (RuntimeError)              SP-E001  the model cannot be written in the target's format
+    ├── VerificationError (RuntimeError)        SP-V001  the runtime is missing, fails, or computes other values
+    ├── DocumentError (ValueError)              SP-C001  a YAML or JSON text cannot be read safely
+    ├── StoreError (ValueError)                 SP-C002  a file or folder is damaged, of another model, or not writable
+    └── RankError (RuntimeError)                SP-R001  a process of a distributed job has exited or does something else
 
-What works, but not as one may think, is a ScalepointWarning (UserWarning).
-Fields of specs and configs are checked by pydantic; its ValidationError is the cause of the SpecError or ConfigError.
-A message says what was given, what is allowed, where, and the way out.
+A ScalepointWarning (UserWarning) reports a result that is correct but more limited than expected.
+pydantic checks the fields of specs and configs; its ValidationError is the cause of the SpecError or ConfigError.
+A message has the form `<what is wrong>: <what to do>`.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ from reprlib import Repr
 
 
 class ScalepointError(Exception):
-    """The root: `except ScalepointError` catches everything that is the caller's to mend."""
+    """Base class of all errors that the caller can fix."""
 
     code = "SP-0000"
 
@@ -124,17 +124,17 @@ class RankError(ScalepointError, RuntimeError):
 
 
 class BatchNote(str):
-    """A note on an exception that your data or your model raised: which batch it was, and how it looked."""
+    """A note added to an exception of the user's data or model: number and shapes of the batch."""
 
     __slots__ = ()
 
 
 class ScalepointWarning(UserWarning):
-    """A result that is right but narrower than one may think."""
+    """A correct result that is more limited than expected."""
 
 
 def short_repr(value: object) -> str:
-    """What was given, short enough for a message whatever it is."""
+    """Return the repr of any value, shortened for a message."""
     return _SHORT.repr(value)
 
 
@@ -143,16 +143,18 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 def install_hint(extra: str) -> str:
-    """The command that brings an optional part. Quoted: the brackets mean something else to zsh."""
+    """Return the pip command that installs an extra. It is quoted because zsh expands brackets."""
     return f"pip install 'scalepoint[{extra}]'"
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The hint that ends a message about an unknown name: the nearest known one, then all of them."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar known name, then all of them."""
     names = sorted(known)
-    begun = [name for name in names if len(given) > 2 and name.startswith(given)]  # onnx: onnxruntime
-    folded = {name.casefold(): name for name in reversed(names)}
-    alike = [folded[each] for each in get_close_matches(given.casefold(), folded, n=1, cutoff=0.6)]  # OpenVINO
-    close = get_close_matches(given, names, n=1, cutoff=0.6) or alike or begun
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    by_lower_case = {candidate.casefold(): candidate for candidate in reversed(names)}  # "openvino" for "OpenVINO"
+    similar = (
+        get_close_matches(name, names, n=1, cutoff=0.6)
+        or [by_lower_case[match] for match in get_close_matches(name.casefold(), by_lower_case, n=1, cutoff=0.6)]
+        or [candidate for candidate in names if len(name) > 2 and candidate.startswith(name)]  # "onnx": "onnxruntime"
+    )
+    hint = f"did you mean {similar[0]!r}? " if similar else ""
     return f"{hint}Known: {', '.join(names)}"

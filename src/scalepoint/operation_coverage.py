@@ -1,6 +1,6 @@
-"""Coverage: every operation with weights or a matrix product, and what became of it. Nothing is silent.
+"""Coverage: every operation with weights or a matrix product, the precision it runs in, and the reason.
 
-Plain data: who reads a report does not load torch for it.
+Plain data without torch: reading a report.json must not load torch.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+MAX_LISTED_REASONS = 4
+MAX_LISTED_OPERATIONS = 8
+
+
 class OperationState(StrEnum):
-    """What became of an operation."""
+    """Whether an operation is quantized."""
 
     QUANTIZED = "quantized"
     FLOAT = "float"
@@ -24,21 +28,37 @@ class OperationState(StrEnum):
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """An operation of the model, and how it runs."""
+    """One operation of the model, and its precision.
+
+    Attributes:
+        name: Path of the operation in the model.
+        kind: Kind of operation, such as "conv2d".
+        state: Quantized, float, or refused by the target.
+        how: Precision of weight and input, such as "w int8 per_channel, x int8"; "" for float.
+        reason: Why it is float or refused. Operations with the same cause have the same text.
+        parameters: Number of weights.
+        macs: Multiply-accumulates of one forward; None if capture had no example inputs.
+        is_asked: The config asks for float.
+        is_meant: The target runs this kind of operation in float.
+        saves: Seconds that float saves, if the operation stays float for speed.
+        seconds: Predicted seconds in float and in int8, if they are the reason.
+        shared: Number of its weights that an earlier operation in the same precision shares.
+        stored: How the file stores the weight of an operation that runs in float, such as "int8 per_channel".
+    """
 
     name: str
     kind: str
     state: OperationState
-    how: str  # "w int8 per_channel, x int8"
-    reason: str  # the same text for all operations with the same cause
+    how: str
+    reason: str
     parameters: int
     macs: int | None
-    is_asked: bool = False  # float because the config says so
-    is_meant: bool = False  # float because the target runs its kind so
-    saves: float | None = None  # seconds by which float is faster, where it stays float for speed
-    seconds: tuple[float, float] | None = None  # predicted for it in float and in int8, where those are the reason
-    shared: int = 0  # of its parameters, those that an earlier operation in the same precision has too
-    stored: str = ""  # "int8 per_channel": how the file holds the weight of a product that runs in float
+    is_asked: bool = False
+    is_meant: bool = False
+    saves: float | None = None
+    seconds: tuple[float, float] | None = None
+    shared: int = 0
+    stored: str = ""
 
     @property
     def is_for_speed(self) -> bool:
@@ -59,7 +79,7 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What became of every operation that has weights or multiplies matrices; each is in exactly one state."""
+    """All operations that have weights or multiply matrices. Each is in exactly one state."""
 
     operations: tuple[CoverageRow, ...]
 
@@ -84,16 +104,16 @@ class Coverage:
 
     @property
     def unrequested_float(self) -> tuple[CoverageRow, ...]:
-        """What stays float though nobody wished it."""
-        left = (row for row in self.operations if row.state != OperationState.QUANTIZED)
-        return tuple(row for row in left if not (row.is_asked or row.is_meant))
+        """Operations that stay float although neither the config nor the target asks for it."""
+        float_rows = (row for row in self.operations if row.state != OperationState.QUANTIZED)
+        return tuple(row for row in float_rows if not (row.is_asked or row.is_meant))
 
     def in_state(self, state: OperationState | str) -> tuple[CoverageRow, ...]:
         return tuple(row for row in self.operations if row.state == state)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is quantized, and nothing stored so."""
+        """Whether no operation is quantized and no weight is stored quantized."""
         return not self.in_state(OperationState.QUANTIZED) and not any(row.stored for row in self.operations)
 
     @property
@@ -102,40 +122,42 @@ class Coverage:
         return not self.in_state(OperationState.QUANTIZED) and any(row.is_for_speed for row in self.operations)
 
     def describe_empty(self) -> str:
-        told = dict.fromkeys(f"{row.name}: {row.explanation}" for row in self.operations)
-        reasons = "; ".join(list(told)[:4]) or "it has no weights"
-        if len(told) > 4:
-            reasons += f"; and {len(told) - 4} more"
-        other = "take a target that has kernels for it (scalepoint targets), or " if told else ""
-        return f"nothing of this model would be quantized: {reasons}. The way out: {other}ship it in float"
+        """Return the message of the error for a model in which nothing would be quantized."""
+        unique_reasons = list(dict.fromkeys(f"{row.name}: {row.explanation}" for row in self.operations))
+        reasons = "; ".join(unique_reasons[:MAX_LISTED_REASONS]) or "it has no weights"
+        if len(unique_reasons) > MAX_LISTED_REASONS:
+            reasons += f"; and {len(unique_reasons) - MAX_LISTED_REASONS} more"
+        hint = "choose a target that has kernels for it (scalepoint targets), or " if unique_reasons else ""
+        return f"nothing of this model would be quantized: {reasons}. What to do: {hint}ship it in float"
 
     def check(self) -> None:
-        """strict=True: an error that names what stays float unasked."""
-        if not self.unrequested_float:
+        """Raise CoverageError if an operation stays float that the config did not ask for (strict=True)."""
+        rows = self.unrequested_float
+        if not rows:
             return
-        listed = "; ".join(f"{row.name} ({row.kind}): {row.explanation}" for row in self.unrequested_float[:8])
-        more = f"; and {len(self.unrequested_float) - 8} more" if len(self.unrequested_float) > 8 else ""
+        listed = "; ".join(f"{row.name} ({row.kind}): {row.explanation}" for row in rows[:MAX_LISTED_OPERATIONS])
+        more = f"; and {len(rows) - MAX_LISTED_OPERATIONS} more" if len(rows) > MAX_LISTED_OPERATIONS else ""
         raise CoverageError(
-            f"{len(self.unrequested_float)} operations stay float unasked: {listed}{more}. Ask for it with "
-            "Override(name=..., weight='float', activation='float'), or leave strict=True away"
+            f"{len(rows)} operations stay float although the config did not ask for it: {listed}{more}. Ask for it "
+            "with Override(name=..., weight='float', activation='float'), or omit strict=True"
         )
 
     def summary(self) -> str:
         counts = {state: len(self.in_state(state)) for state in OperationState}
-        text = ", ".join(f"{count} {state.value}" for state, count in counts.items() if count)
+        text = ", ".join(f"{number} {state.value}" for state, number in counts.items() if number)
         if not self.operations:
             return "no operation with weights or a matrix product"
         macs = self.share_of_macs()
         for label, shares in (("MACs", macs), ("parameters", self.share_of_parameters())):
             if shares is not None:
-                low = 1 - shares.get("float", 0.0)
-                text += f"; {share_of(low)} of the {label} in low precision"
-        left = [row.saves for row in self.operations if row.saves is not None]
-        if left:
-            saved = sum(max(0.0, each) for each in left)
-            text += f"; {len(left)} left float for speed"
-            text += f", which saves {time_of(saved)}" if saved >= 1e-6 else ""
-            text += ", with weights that the file holds in int8" if any(row.stored for row in self.operations) else ""
+                quantized_share = 1 - shares.get("float", 0.0)
+                text += f"; {share_of(quantized_share)} of the {label} in low precision"
+        savings = [row.saves for row in self.operations if row.saves is not None]
+        if savings:
+            total_saved = sum(max(0.0, seconds) for seconds in savings)
+            text += f"; {len(savings)} left float for speed"
+            text += f", which saves {time_of(total_saved)}" if total_saved >= 1e-6 else ""
+            text += ", with weights stored in int8" if any(row.stored for row in self.operations) else ""
         return text
 
     def table(self) -> "Table":

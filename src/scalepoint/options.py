@@ -30,27 +30,26 @@ from scalepoint.support.validation_errors import Config, cause_of, complaints, t
 
 Accuracy = Literal["fast", "balanced", "best"]
 DEFAULT_CHOICES = ("int4", "int8", "float")
-LIMITS_GROUP, LANGUAGE_GROUP, DATA_GROUP, FILE_GROUP, RUN_GROUP = (
-    "Accuracy and limits",
-    "Language models",
-    "Data",
-    "Model and file",
-    "How it is run",
-)
+# Headings of `--help`.
+LIMITS_GROUP = "Accuracy and limits"
+LANGUAGE_GROUP = "Language models"
+DATA_GROUP = "Data"
+FILE_GROUP = "Model and file"
+RUN_GROUP = "How it is run"
 StageName = Literal["quantize", "export", "export float", "verify"]
 OptionsT = TypeVar("OptionsT", bound=Config)
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a field says about itself, besides type and default.
+    """Metadata of an option, in addition to type and default.
 
     Attributes:
         help: One or two sentences, for the command line and the reference.
-        group: Heading under which `--help` shows it; "" shows it first.
-        stages: Pipeline stages whose result depends on the value: it is part of their cache keys.
-        flags: Names on the command line; `--` and the name of the field by default.
-        metavar: Placeholder in `--help`, where the type is not enough.
+        group: Heading under which `--help` lists the option; "" lists it first.
+        stages: Pipeline stages whose result depends on the option: its value is part of their cache keys.
+        flags: Names on the command line. Default: `--` and the name of the field.
+        metavar: Placeholder in `--help`, if the type does not say enough.
         is_repeated: Whether the flag may be given several times.
     """
 
@@ -63,24 +62,24 @@ class Option:
 
 
 def get_option(field: FieldInfo) -> Option:
-    """The Option in the annotation of a field."""
-    return next(each for each in field.metadata if isinstance(each, Option))
+    """Return the Option in the annotation of a field."""
+    return next(item for item in field.metadata if isinstance(item, Option))
 
 
 def stage_values(options: BaseModel, stage: StageName) -> dict[str, Any]:
-    """The options that the result of a stage depends on, by name."""
+    """Return the options that the result of a stage depends on, by name."""
     fields = type(options).model_fields
     return {name: getattr(options, name) for name, field in fields.items() if stage in get_option(field).stages}
 
 
 def changed_values(options: BaseModel) -> dict[str, Any]:
-    """The options that differ from their defaults, by name, in the order of their declaration."""
+    """Return the options that differ from their defaults, by name, in the order of their declaration."""
     fields = type(options).model_fields
     return {name: value for name, field in fields.items() if (value := getattr(options, name)) != field.get_default()}
 
 
 class QuantizationField:
-    """The type of `quantization`: a QuantConfig. Its module loads torch, so it is imported when a value is checked."""
+    """The type of `quantization`: a QuantConfig. Its module loads torch, so it is imported only to validate a value."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
@@ -101,7 +100,7 @@ def _build_quantization(value: Any) -> Any:
 
 
 def _split_commas(value: Any) -> Any:
-    """A flag has values with commas between, a config file a list."""
+    """Convert the text of a flag, values separated by commas, to a tuple. A config file has a list."""
     return tuple(value.split(",")) if isinstance(value, str) else value
 
 
@@ -134,7 +133,7 @@ OptionalBudget = Annotated[
 
 
 class CommonOptions(Config):
-    """What deploy and deploy_checkpoint both take."""
+    """Options of both deploy and deploy_checkpoint."""
 
     target: Annotated[
         str, Option("Where the file will run; `scalepoint targets` lists the names.", flags=("--target", "-t"))
@@ -152,7 +151,7 @@ class CommonOptions(Config):
             ("quantize",),
         ),
     ] = None
-    allow_departure: Annotated[bool, Option("Accept a file that departs from the simulation.", LIMITS_GROUP)] = False
+    allow_departure: Annotated[bool, Option("Accept a file that does not match the simulation.", LIMITS_GROUP)] = False
     quantization: Annotated[
         QuantizationField,
         Option("Data types and granularity, globally and per layer; the target's defaults if empty."),
@@ -298,13 +297,13 @@ class RunOptions(Config):
 
 
 class DeployConfig(DeployOptions, CheckpointOptions):
-    """A config file: what to deploy, for which target, and how well it must do."""
+    """A config file: the options of a run, and where its model and data come from."""
 
     model: Annotated[
         str | None,
         Option(
-            "A model, or a class or function without arguments that makes it; it may return (model, example_inputs). "
-            "Or timm:NAME, or hf:FOLDER, from this machine only. Or the folder of a language model's checkpoint.",
+            "A model, or a class or function without arguments that creates it; it may return (model, example_inputs). "
+            "Or timm:NAME or hf:FOLDER, without download. Or the folder of a language model's checkpoint.",
             metavar="package.module:name",
         ),
     ] = None
@@ -313,7 +312,7 @@ class DeployConfig(DeployOptions, CheckpointOptions):
         Option(
             "Data: a .npz or .safetensors file (samples along the first axis), a folder of pictures with --size, "
             "--mean and --std, or package.module:function that returns batches. For language models a text file, a "
-            ".jsonl, or a folder of such.",
+            ".jsonl file, or a folder of such files.",
             flags=("--data", "-d"),
         ),
     ] = None
@@ -338,12 +337,22 @@ class DeployConfig(DeployOptions, CheckpointOptions):
     random: Annotated[bool, Option("timm: and hf: models with random weights.", FILE_GROUP)] = False
     root: Annotated[
         str | None,
-        Option("Where modules and files are looked for first; the folder of the config file if not given.", FILE_GROUP),
+        Option(
+            "Folder that is searched first for modules and files; the config file's folder if not given.", FILE_GROUP
+        ),
     ] = None
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read YAML or JSON, by the ending of the name."""
+        """Read a config file.
+
+        Args:
+            path: A .json file, or YAML with any other suffix.
+
+        Raises:
+            DocumentError: The file cannot be read.
+            ConfigError: A key or value is invalid. The message has the line and column.
+        """
         path = Path(path)
         try:
             text = read_text(path)
@@ -354,7 +363,7 @@ class DeployConfig(DeployOptions, CheckpointOptions):
         except DocumentError as error:
             raise DocumentError(f"{path}: {error.args[0]}") from error
         if not isinstance(data, dict):
-            raise DocumentError(f"{path}: a config is a mapping of keys, not {type(data).__name__}")
+            raise DocumentError(f"{path}: a config must be a mapping of keys, got {type(data).__name__}")
         try:
             return cls.model_validate(data)
         except ConfigError as error:
@@ -363,58 +372,60 @@ class DeployConfig(DeployOptions, CheckpointOptions):
             raise ConfigError(told(cause, data, str(path), DocumentPositions(text))) from cause
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """Return a config with other values, which are checked."""
+        """Return a copy with other values. The values are validated."""
         return type(self).model_validate({**dict(self), **values})
 
     def part(self, options: type[OptionsT]) -> OptionsT:
-        """Return the keys that a class of options has, as that class."""
+        """Return the options that another class declares, as an instance of that class."""
         return options.model_validate({name: getattr(self, name) for name in options.model_fields})
 
     def to_file(self, path: str | Path) -> None:
-        """Write YAML or JSON, by the ending of the name, with every default written out."""
+        """Write all options, including defaults.
+
+        Args:
+            path: A .json file, or YAML with any other suffix.
+        """
         path = Path(path)
         fields = self.to_dict()
-        # pydantic's own model_dump_json fails on unpaired surrogates
+        # Not model_dump_json: it fails on unpaired surrogates, which file names may contain.
         replace_text(path, json.dumps(fields, indent=2) if path.suffix == ".json" else dump_yaml(fields))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by key, in the order of a config file."""
+        """Return plain values by key, in the order of a config file."""
         dumped = self.model_dump(mode="json")
         return {name: dumped[name] for name in self.file_keys()}
 
     @classmethod
     def file_keys(cls) -> list[str]:
-        """All keys in the order of a config file: model and data first, the long quantization last."""
+        """Return all keys in the order of a config file: model and data first, the long `quantization` last."""
         names = [*DeployConfig.__annotations__, *cls.model_fields]
         return list(dict.fromkeys([*(name for name in names if name != "quantization"), "quantization"]))
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """JSON Schema, for editors that complete config files."""
+        """Return the JSON Schema, with which editors complete config files."""
         from scalepoint.spec.spec import SchemaGenerator  # noqa: PLC0415  # loads torch
 
         return super().model_json_schema(*args, **{"schema_generator": SchemaGenerator, **kwargs})
 
 
 class SweepConfig(DeployConfig):
-    """A config with a grid: a list of values for some keys. Each combination is one run."""
+    """A config file of a sweep. `grid` has a list of values for some keys; each combination is one run."""
 
     grid: Annotated[dict[str, tuple[Any, ...]], Option("A list of values for each key.")] = {}
 
     def validate_grid(self) -> dict[str, list[Any]]:
-        """The values as the config stores them, each checked."""
+        """Return the grid with every value validated and converted as in a config."""
         grid: dict[str, list[Any]] = {}
         base = DeployConfig.model_validate({key: value for key, value in dict(self).items() if key != "grid"})
         for key, values in self.grid.items():
             if key not in DeployConfig.model_fields:
-                raise ConfigError(
-                    f"grid: {key!r} is no key of a config: {did_you_mean(key, DeployConfig.model_fields)}"
-                )
+                raise ConfigError(f"grid: unknown key {key!r}: {did_you_mean(key, DeployConfig.model_fields)}")
             try:
                 grid[key] = [getattr(base.updated({key: value}), key) for value in values]
             except ConfigError as error:
                 if (cause := cause_of(error)) is None:
                     raise
-                message = "; ".join(each.message for each in complaints(cause, {key: values}))
+                message = "; ".join(complaint.message for complaint in complaints(cause, {key: values}))
                 raise ConfigError(f"grid: {key}: {message}") from error
         return grid

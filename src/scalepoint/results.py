@@ -1,6 +1,6 @@
-"""Results of analysis, allocation, tuning and a run, which a Report holds.
+"""Results of analysis, allocation, tuning and a run: the parts of a Report.
 
-Plain data without torch: these classes are defined here and not next to the code that makes them, because reading a
+Plain data without torch. The classes are here and not next to the code that creates them, because reading a
 report.json must not load torch.
 """
 
@@ -35,11 +35,11 @@ class Score:
 
     Attributes:
         name: "score" for the user's metric, "perplexity" for a checkpoint.
-        value: Of the quantized model.
-        float_value: Of the float model.
+        value: The metric of the quantized model.
+        float_value: The metric of the float model.
         where: Where `value` was measured: on the file in its runtime, or on the simulation.
         higher_is_better: False for perplexity and other errors.
-        simulated_value: Of the simulation, if `value` is from the runtime and both were measured.
+        simulated_value: The metric of the simulation, if `value` is from the runtime and both were measured.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Score:
 
     @property
     def drop(self) -> float:
-        """How much worse the value is than the float model's; negative if it is better."""
+        """Difference to the float model in the worse direction; negative if the quantized model is better."""
         return -self.change if self.higher_is_better else self.change
 
     @property
@@ -76,8 +76,8 @@ class PrecisionChange:
     Attributes:
         layer: Name of the layer; "" for all layers.
         to: The new precision.
-        gain: Estimated noise to signal that goes from the output; None if only the metric can tell.
-        cost: Added size plus added time, as shares of the float model's.
+        gain: Estimated noise-to-signal ratio that disappears from the output; None if it cannot be estimated.
+        cost: Added size plus added time, as shares of the float model's size and time.
     """
 
     layer: str
@@ -95,7 +95,7 @@ class TrialSummary:
         precision_changes: How its config differs from that of trial `start`.
         start: Index of the trial that it starts from; None for the first.
         is_best: Whether this is the file that the run wrote.
-        speed: Times the speed of the float file.
+        speed: Speed relative to the float file.
     """
 
     score: float | None
@@ -107,7 +107,7 @@ class TrialSummary:
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of one layer. A field is None if it was not measured or does not apply (no weight, a fixed range).
+    """The error of one layer. A field is None if it was not measured or does not apply, such as a missing weight.
 
     Attributes:
         name: Name of the layer.
@@ -167,11 +167,11 @@ class TensorHistogram:
 
     def __post_init__(self) -> None:
         if len(self.edges) != len(self.counts) + 1:
-            raise ValueError(f"{len(self.counts)} counts need {len(self.counts) + 1} edges, not {len(self.edges)}")
+            raise ValueError(f"{len(self.counts)} counts need {len(self.counts) + 1} edges, got {len(self.edges)}")
 
     @property
     def code_range(self) -> tuple[float, float]:
-        """Low and high; NaN if there is no fixed range."""
+        """`low` and `high`; NaN where there is no fixed range."""
         return math.nan if self.low is None else self.low, math.nan if self.high is None else self.high
 
     @property
@@ -192,7 +192,7 @@ class LayerPrecision:
         kind: Its operation.
         weights: Number of weights.
         chosen: Its precision.
-        errors: Precision -> noise to signal that it is expected to put on the output.
+        errors: Precision -> expected noise-to-signal ratio that this layer alone causes at the output.
         refused: Precision -> why the target does not run it.
     """
 
@@ -206,7 +206,7 @@ class LayerPrecision:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """The least error for a cost, and the number of layers in each precision."""
+    """One point of the Pareto front: the smallest error for a cost, and the number of layers in each precision."""
 
     cost: float
     error: float
@@ -219,11 +219,11 @@ class PrecisionAllocation:
 
     Attributes:
         unit: Unit of `limit`, `reached` and all costs. "size": share of the float file. "bits": per weight, on average.
-            "speed": times the float model's, by MACs. "cost": share of size plus share of time.
-        reached: Cost of the whole.
-        error: Expected noise to signal at the output.
+            "speed": relative to the float model, by MACs. "cost": share of size plus share of time.
+        reached: Cost of the whole model.
+        error: Expected noise-to-signal ratio at the output.
         layers: One row per layer.
-        front: Error against cost.
+        front: Pareto front of error against cost.
         uniform: Precision -> cost and error if all layers have it.
         limit: The budget; None for max_drop.
     """
@@ -245,15 +245,15 @@ class PrecisionAllocation:
 
 @dataclass(frozen=True)
 class TunedLayer:
-    """One tuned layer. Errors are the squared error of its output over the output's energy.
+    """One tuned layer. An error is the squared error of its output divided by the output's energy.
 
     Attributes:
         name: Path of the layer.
         kind: Its operation.
         rows: Rows of data that were fitted.
         unknowns: Unknowns per output channel.
-        before, after: Error on held-out rows with the nearest codes, and with the chosen ones.
-        fitted_before, fitted_after: The same on the rows that were fitted; of some outputs if there are many.
+        before, after: Error on held-out rows with the nearest codes, and with the tuned codes.
+        fitted_before, fitted_after: The same on the rows that were fitted; with many outputs, of a sample of them.
         moved: Share of the codes that are not the nearest.
         step: The step whose solution was best on held-out rows; "" if none was better than the nearest codes.
         notes: What the steps reported.
@@ -275,7 +275,7 @@ class TunedLayer:
 
     @property
     def gain_db(self) -> float:
-        """Improvement of the error on held-out rows; 0 if it is not a finite number."""
+        """Improvement of the error on held-out rows, in dB; 0 if an error is zero or not finite."""
         if not (0 < self.after < math.inf and 0 < self.before < math.inf):
             return 0.0
         return 10 * math.log10(self.before / self.after)
@@ -283,12 +283,14 @@ class TunedLayer:
 
 @dataclass(frozen=True)
 class TunedPiece:
-    """Layers that are compared at the end of their block, by its squared error over its energy on held-out samples.
+    """Layers that are judged together, at the output of their block.
+
+    An error is the squared error of the block's output divided by its energy, on held-out samples.
 
     Attributes:
         layers: Paths of the layers.
-        before, after: Error with the nearest codes, and at the end.
-        how: Which of the layers' solutions are used.
+        before, after: Error with the nearest codes, and with the tuned codes.
+        how: Which solutions of the layers are used.
         notes: What the steps reported.
         seconds: Time.
     """
@@ -303,14 +305,14 @@ class TunedPiece:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """All quantized layers in graph order.
+    """The result of tune.
 
     Attributes:
-        layers: The tuned layers.
-        left: Layers that were not tuned -> the reason.
-        batches, samples: Data that was used.
+        layers: The tuned layers, in graph order.
+        left: Path of each layer that was not tuned -> the reason.
+        batches, samples: Amount of data that was used.
         seconds: Time.
-        pieces: Blocks whose layers were compared together.
+        pieces: Blocks whose layers were judged together.
     """
 
     layers: tuple[TunedLayer, ...]
@@ -322,42 +324,44 @@ class TuneReport:
 
     @property
     def moved_layers(self) -> int:
-        """Number of layers with codes other than the nearest."""
+        """Number of layers that have at least one code that is not the nearest."""
         return sum(layer.moved > 0 for layer in self.layers)
 
     @property
     def advice(self) -> str:
-        """Whether more data would help, and how much; "" when there is enough."""
-        few = [each for each in self.layers if each.rows < MIN_ROWS_PER_UNKNOWN * each.unknowns]
-        if not few:
+        """How many times more data would help; "" if there is enough."""
+        short_of_data = [layer for layer in self.layers if layer.rows < MIN_ROWS_PER_UNKNOWN * layer.unknowns]
+        if not short_of_data:
             return ""
-        worst = max(few, key=lambda each: each.unknowns / max(each.rows, 1))
-        times = math.ceil(MIN_ROWS_PER_UNKNOWN * worst.unknowns / max(worst.rows, 1))
+        worst = max(short_of_data, key=lambda layer: layer.unknowns / max(layer.rows, 1))
+        factor = math.ceil(MIN_ROWS_PER_UNKNOWN * worst.unknowns / max(worst.rows, 1))
         return (
-            f"{len(few)} of {len(self.layers)} layers saw fewer than {MIN_ROWS_PER_UNKNOWN} rows an unknown (fewest: "
-            f"{one_line(worst.name)}, {worst.rows} rows for {worst.unknowns}): {times} times the {self.samples} "
-            "samples would help more than any other step"
+            f"{len(short_of_data)} of {len(self.layers)} layers have fewer than {MIN_ROWS_PER_UNKNOWN} rows of data "
+            f"per unknown (fewest: {one_line(worst.name)}, {worst.rows} rows for {worst.unknowns} unknowns): {factor} "
+            f"times the {self.samples} samples would help more than any other step"
         )
 
     def table(self) -> Table:
-        title = f"{len(self.layers)} layers tuned, {len(self.left)} left, {self.samples} samples, {self.seconds:.1f} s"
+        title = (
+            f"{len(self.layers)} layers tuned, {len(self.left)} not tuned, {self.samples} samples, {self.seconds:.1f} s"
+        )
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("layer", overflow="fold")
-        for column in ("dB before", "after", "moved", "rows", "n"):
+        for column in ("dB before", "after", "moved", "rows", "unknowns"):
             table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("how", overflow="fold")
-        for each in self.layers:
-            how = f"{each.step or 'nearest'}; {each.notes}"
-            cells = (
-                level_of(each.before),
-                level_of(each.after),
-                f"{each.moved:.0%}",
-                str(each.rows),
-                str(each.unknowns),
+        table.add_column("best step", overflow="fold")
+        for layer in self.layers:
+            numbers = (
+                level_of(layer.before),
+                level_of(layer.after),
+                f"{layer.moved:.0%}",
+                str(layer.rows),
+                str(layer.unknowns),
             )
-            table.add_row(Text(one_line(each.name)), *cells, Text(one_line(how)))
-        for name, why in self.left.items():
-            table.add_row(Text(one_line(name)), "", "", "", "", "", Text(one_line(f"left: {why}")))
+            step = f"{layer.step or 'nearest'}; {layer.notes}"
+            table.add_row(Text(one_line(layer.name)), *numbers, Text(one_line(step)))
+        for name, reason in self.left.items():
+            table.add_row(Text(one_line(name)), "", "", "", "", "", Text(one_line(f"not tuned: {reason}")))
         if self.advice:
             table.caption = Text(self.advice)
         return table
@@ -366,36 +370,36 @@ class TuneReport:
         return printed(self.table())
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = to_jsonable(self)
-        return found
+        values: dict[str, Any] = to_jsonable(self)
+        return values
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "TuneReport | None":
-        """As to_dict gave it; None of nothing."""
+        """Read what `to_dict` returned; None for an empty mapping."""
         return TypeAdapter(cls).validate_python(saved) if saved else None
 
 
 @dataclass(frozen=True)
 class LanguageModelResult:
-    """Sizes of a deployed language model, and what the runtime did with it. None: not measured.
+    """Sizes of a deployed language model, and its results in the runtime. None: not measured.
 
     Attributes:
-        bits: Bits per weight, with scales and float tensors counted.
-        size: Bytes of what was written.
+        bits: Bits per weight, including scales and float tensors.
+        size: Bytes of the file or folder that was written.
         float_size: Bytes of the checkpoint.
         float_dtype: Data type of most of the checkpoint.
         tokens: Number of tokens that perplexity was measured on.
-        logits_db: Logits of the simulation against the float model's.
+        logits_db: Agreement of the simulation's logits with the float model's, in dB.
         runtime: Name of the runtime.
         status: "ok", "failed", "departs" or "unavailable"; "" if the file was not run.
         message: Why the status is not "ok".
-        agreement_db: Logits of the runtime against the simulation's.
+        agreement_db: Agreement of the runtime's logits with the simulation's, in dB.
         prefill: Tokens per second while the runtime reads the prompt.
         decode: Tokens per second while it generates.
-        prompt: Text that the model continued.
-        continuation: How it continued.
+        prompt: Text that the model was asked to continue.
+        continuation: The generated text.
         float_runtime: Where the float checkpoint ran; "" if it did not.
-        float_prefill, float_decode, float_continuation: The same of the float checkpoint.
+        float_prefill, float_decode, float_continuation: The same for the float checkpoint.
     """
 
     bits: float

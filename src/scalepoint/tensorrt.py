@@ -1,9 +1,9 @@
-"""TensorRT: the groups its builder fuses into one kernel, and the formats that it runs beyond int8.
+"""TensorRT: its fusion patterns, and configs for the data types that it supports besides int8.
 
     quantize(model, x, config=FP8, forward_loop=data, target="tensorrt")
 
-FP8 (Ada, Hopper), MXFP8 and NVFP4 (Blackwell) quantize weights and activations, INT4 the weights of linear layers
-alone. What a format has no kernel for stays float, and the coverage says so.
+FP8 (Ada, Hopper), MXFP8 and NVFP4 (Blackwell) quantize weights and activations. INT4 quantizes only the weights of
+linear layers. Operations without a kernel for the data type stay float; the coverage lists them.
 """
 
 from scalepoint.quantize.config import QuantConfig

@@ -1,4 +1,4 @@
-"""Transform: a captured graph whose operations are grouped as the target's compiler will fuse them."""
+"""transform: capture a model and group its operations as the compiler of the target fuses them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from scalepoint.targets import Target, find_target
 
 @dataclass(frozen=True)
 class TransformationState:
-    """What a graph remembers of its transformation: for which target, and what the patterns refused."""
+    """Stored on a transformed graph: its target, and the near matches that patterns refused."""
 
     target: Target | None = None
     refusals: tuple[Refusal, ...] = ()
@@ -41,7 +41,13 @@ def get_transformation_state(model: nn.Module) -> TransformationState:
 
 @dataclass(frozen=True)
 class TransformationReport:
-    """What was applied, what was skipped and why, and the places that a pattern almost fitted."""
+    """The result of applying a plan.
+
+    Attributes:
+        applied: Matches that were fused.
+        skipped: Matches that were not fused; each has a reason.
+        refusals: Operations that a pattern almost matched, and why it does not.
+    """
 
     applied: tuple[PatternMatch, ...]
     skipped: tuple[PatternMatch, ...]
@@ -62,7 +68,13 @@ class TransformationReport:
 
 @dataclass(frozen=True)
 class TransformationResult:
-    """The graph of fused modules, the matches that made it, and the report."""
+    """The transformed graph.
+
+    Attributes:
+        model: The graph, whose nodes call fused modules.
+        matches: The matches that were fused.
+        report: What was fused and what was skipped.
+    """
 
     model: fx.GraphModule = field(repr=False)
     matches: list[PatternMatch]
@@ -144,27 +156,27 @@ def get_transformation_plan(
     Returns:
         The plan.
     """
-    chosen = None if target is None else find_target(target)
-    if chosen is not None:
-        chosen.check_free_sizes(dynamic_axes)
+    known_target = None if target is None else find_target(target)
+    if known_target is not None:
+        known_target.check_free_sizes(dynamic_axes)
     graph_module = capture(
         model, args, kwargs, copy=copy, dynamic=dynamic, dynamic_axes=dynamic_axes, leave=leave, trust=trust
     )
     store_description(graph_module)
-    return plan_captured_graph(graph_module, patterns, chosen)
+    return plan_captured_graph(graph_module, patterns, known_target)
 
 
 def plan_captured_graph(
     graph_module: fx.GraphModule, patterns: Sequence[Pattern] | None = None, target: str | Target | None = None
 ) -> TransformationPlan:
-    """What transform would do with a graph that is captured already; the graph is changed when the plan is applied."""
-    chosen = None if target is None else find_target(target)
-    converted = convert(graph_module) if chosen is None else convert(graph_module, chosen.conversions)
+    """Return the plan for a captured graph. Conversions are applied now, fusions when the plan is applied."""
+    known_target = None if target is None else find_target(target)
+    converted = convert(graph_module) if known_target is None else convert(graph_module, known_target.conversions)
     if patterns is None:
-        patterns = BASE_PATTERNS if chosen is None else chosen.patterns
+        patterns = BASE_PATTERNS if known_target is None else known_target.patterns
     plan = make_plan(graph_module, tuple(patterns))
     plan.converted = converted
-    set_state(graph_module, TransformationState(chosen))
+    set_state(graph_module, TransformationState(known_target))
     return plan
 
 
@@ -178,7 +190,7 @@ def apply_transformation_plan(plan: TransformationPlan) -> TransformationResult:
         The transformed graph and its matches. A match that cannot be fused is skipped and keeps the reason.
     """
     if plan.is_applied:
-        raise PatternError("this plan was applied already: make a new one with get_transformation_plan")
+        raise PatternError("this plan is already applied: make a new one with get_transformation_plan")
     plan.is_applied = True
     applied: list[PatternMatch] = []
     skipped: list[PatternMatch] = []
@@ -190,7 +202,7 @@ def apply_transformation_plan(plan: TransformationPlan) -> TransformationResult:
         try:
             _fuse(plan.model, match)
             applied.append(match)
-        except Exception as error:  # a user's pattern may fail in any way, and never aborts the rest
+        except Exception as error:  # a user's pattern may raise anything; the other matches are still applied
             match.apply, match.reason = False, f"{type(error).__name__}: {error}"
             skipped.append(match)
     plan.model.recompile()
@@ -207,9 +219,11 @@ def _fuse(model: fx.GraphModule, match: PatternMatch) -> None:
     parts: dict[str, nn.Module] = {}
     previous: fx.Node | None = None
     for role, node in match.nodes.items():
-        parts[role], takes = _module_and_inputs(model, node)
-        inputs += [source for source in takes if source is not previous and source not in inputs]
-        wiring.append([None if source is previous else inputs.index(source) for source in takes])
+        parts[role], sources = _module_and_inputs(model, node)
+        inputs += [source for source in sources if source is not previous and source not in inputs]
+        wiring.append(
+            [None if source is previous else inputs.index(source) for source in sources]
+        )  # None: the part before
         previous = node
     match.fused = _add_fused_module(model, match, match.pattern.make(parts, wiring))
     last = list(match.nodes.values())[-1]
@@ -222,24 +236,24 @@ def _fuse(model: fx.GraphModule, match: PatternMatch) -> None:
 
 
 def _module_and_inputs(model: fx.GraphModule, node: fx.Node) -> tuple[nn.Module, list[fx.Node]]:
-    """The module of a node and the nodes it takes; a function becomes an operation."""
+    """Return the module of a node and its input nodes. A function call becomes an operation module."""
     if node.op == "call_module":
         return model.get_submodule(str(node.target)), list(node.all_input_nodes)
     return as_operation(node, model)
 
 
 def _add_fused_module(model: fx.GraphModule, match: PatternMatch, module: nn.Module) -> str:
-    """A readable name: layer1.0.conv1 with its bn1 and relu is layer1.0.conv1_bn1_relu."""
-    targets = [place_of(node) for node in match.nodes.values()]
-    leaves = [target.rpartition(".")[2] for target in targets[1:]] or ["fused"]
-    name = free = "_".join([targets[0], *leaves])
+    """Add the module under a readable name: layer1.0.conv1 with bn1 and relu becomes layer1.0.conv1_bn1_relu."""
+    paths = [place_of(node) for node in match.nodes.values()]
+    leaves = [path.rpartition(".")[2] for path in paths[1:]] or ["fused"]
+    name = unused_name = "_".join([paths[0], *leaves])
     number = 0
     parent = model.get_submodule(name.rpartition(".")[0])
-    while hasattr(parent, free.rpartition(".")[2]):
+    while hasattr(parent, unused_name.rpartition(".")[2]):
         number += 1
-        free = f"{name}_{number}"
-    model.add_submodule(free, module)
-    return free
+        unused_name = f"{name}_{number}"
+    model.add_submodule(unused_name, module)
+    return unused_name
 
 
 def _check_same_outputs(

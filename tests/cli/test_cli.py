@@ -210,7 +210,7 @@ def test_inspect_needs_no_data(call) -> None:
         ("model: nets:net", "--data"),
         ("data: nets:batches", "which model?"),
         ("model: nets:net\ndata: nets:batches\nmax_drop: 1", "--evaluate"),
-        ("budget: {size: 0.2, bits: 4}", "a budget is one of size, bits and speed, not size and bits"),
+        ("budget: {size: 0.2, bits: 4}", "a budget must be one of size, bits and speed, got size and bits"),
         ("budget: {weight: 4}", "weight"),
         ("choices: [int4, int9]", "'int9' is no format of a weight"),
     ],

@@ -145,7 +145,7 @@ def test_every_rank_returns_what_the_first_found(deployed: Results) -> None:
     ("case", "kind", "says"),
     [
         ("again", "UsageError", "is not empty: choose another output"),
-        ("strict", "CoverageError", "operations stay float unasked"),
+        ("strict", "CoverageError", "operations stay float"),
         ("other model", "UsageError", "rank 1 has another model than rank 0"),
     ],
 )
