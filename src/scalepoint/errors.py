@@ -15,12 +15,12 @@
     ├── ConfigError (ValueError)                SP-Q001  the quantization config is invalid or does not fit the model
     ├── TargetError (ValueError)                SP-Q002  the target does not support what the config or model needs
     ├── CoverageError (ValueError)              SP-Q003  strict=True, and an operation stays float unrequested
-    ├── CalibrationError (RuntimeError)         SP-Q004  the calibration data is empty or does not reach the whole model
+    ├── CalibrationError (RuntimeError)         SP-Q004  calibration data is empty or does not reach the whole model
     ├── ExportError (RuntimeError)              SP-E001  the model cannot be written in the target's format
     ├── VerificationError (RuntimeError)        SP-V001  the runtime is missing, fails, or computes other values
     ├── DocumentError (ValueError)              SP-C001  a YAML or JSON text cannot be read safely
-    ├── StoreError (ValueError)                 SP-C002  a file or folder is damaged, of another model, or not writable
-    └── RankError (RuntimeError)                SP-R001  a process of a distributed job has exited or does something else
+    ├── StoreError (ValueError)                 SP-C002  a file is damaged, of another model, or not writable
+    └── RankError (RuntimeError)                SP-R001  a process of a distributed job exited or went another way
 
 A ScalepointWarning (UserWarning) reports a result that is correct but more limited than expected.
 pydantic checks the fields of specs and configs; its ValidationError is the cause of the SpecError or ConfigError.
@@ -33,7 +33,7 @@ from reprlib import Repr
 
 
 class ScalepointError(Exception):
-    """Base class of all errors that the caller can fix."""
+    """Base class of all scalepoint errors."""
 
     code = "SP-0000"
 

@@ -242,7 +242,7 @@ def test_a_damaged_stage_is_told_and_done_again(run, counter, unfinished, name, 
     path.write_bytes(path.read_bytes()[:-10]) if damage == "cut" else path.unlink()
     done, messages = told(run)
     assert len(messages) == 1
-    assert "done again" in messages[0]
+    assert "runs again" in messages[0]
     assert set(counter.counts) == again
     assert done.verification.holds
 

@@ -1,14 +1,13 @@
-"""The pipeline: deploy, deploy_checkpoint and sweep over one set of options, one output policy and one result type.
+"""The pipeline: deploy, deploy_checkpoint and sweep. They share options, output folder handling and result type.
 
-    deploy.py        the order of the steps               job.py           arguments, checked before any work
-    stages.py        capture, quantize, export, verify    inputs.py        example and calibration data
-    search.py        which config to try next             workspace.py     the output folder
-    sweep.py         deploy over a grid                   cache.py         finished stages, for resume
-    build_report.py  results -> Report                    result.py        Trial, Limits, Deployment
+    deploy.py            order of the steps                  job.py            arguments, checked before any work
+    stages.py            capture, quantize, export, verify   inputs.py         example and calibration data
+    search.py            which config to try next            workspace.py      the output folder
+    sweep.py             deploy over a grid                  cache.py          finished stages, for resume
+    build_report.py      results -> Report                   result.py         Trial, Limits, Deployment
 
-    deploy_checkpoint.py    the same for the folder of a language model, block by block
-    checkpoint_job.py       its arguments                 checkpoint_stages.py   its stages
-    checkpoint_codes.py     tuned codes for the formats   perplexity.py, kv_cache.py
+    deploy_checkpoint.py, checkpoint_job.py, checkpoint_stages.py    the same for the folder of a language model
+    checkpoint_codes.py  tuned codes for the file formats    perplexity.py, kv_cache.py
 
-The public functions are names of the package scalepoint. cache.py and workspace.py import no torch.
+The public functions are exported by the package scalepoint. cache.py and workspace.py do not import torch.
 """

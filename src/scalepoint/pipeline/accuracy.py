@@ -1,9 +1,9 @@
-"""The `accuracy` option: which steps of tuning a run gets.
+"""The `accuracy` option: the tuning steps of a run.
 
-    fast        biases that correct the mean of each layer's output
-    balanced    codes, scales and biases chosen in closed form from the calibration data; activations of fewer than 8
-                bits also get searched ranges
-    best        also gradient steps, per block and then over the whole net, where held-out samples agree
+    fast        correct the mean of each layer's output by its bias
+    balanced    also choose codes, scales and biases in closed form from the calibration data; for activations below
+                8 bits also search their ranges
+    best        also gradient steps, per block and then over the whole model, kept only if held-out samples improve
 
 If the option is not given, weights of fewer than 8 bits get "balanced" where there is data; others are rounded to
 nearest.
@@ -29,7 +29,13 @@ PRESETS: dict[str, tuple[str, ...]] = {
 
 
 def choose_tuning(model: fx.GraphModule, accuracy: Accuracy | None, *, has_data: bool) -> "TuneConfig | None":
-    """The steps to run; None if nothing is tuned."""
+    """Return the tuning steps of a quantized model; None if nothing is tuned.
+
+    Args:
+        model: The quantized model, before tuning.
+        accuracy: The option of deploy.
+        has_data: Whether there is data that can be read more than once.
+    """
     if accuracy is None:
         accuracy = "balanced" if has_data and _has_narrow_weights(model) else None
     if accuracy is None:
@@ -41,15 +47,20 @@ def choose_tuning(model: fx.GraphModule, accuracy: Accuracy | None, *, has_data:
 
 
 def check_accuracy(accuracy: str | None) -> None:
+    """Raise UsageError if `accuracy` is not the name of a preset."""
     if accuracy is not None and accuracy not in PRESETS:
-        raise UsageError(f"accuracy={accuracy!r}: one of {', '.join(PRESETS)}")
+        raise UsageError(f"accuracy={accuracy!r}: must be one of {', '.join(PRESETS)}")
 
 
 def _has_narrow_activations(model: fx.GraphModule) -> bool:
-    stubs = [each for each in model.modules() if isinstance(each, QuantStub) and each.enabled]
-    return any(each.spec.n_bits < 8 and not each.quantizer.grid.format.is_float for each in stubs)
+    stubs = [module for module in model.modules() if isinstance(module, QuantStub) and module.enabled]
+    return any(_is_narrow(stub) for stub in stubs)
 
 
 def _has_narrow_weights(model: fx.GraphModule) -> bool:
-    weights = [each for each in model.modules() if isinstance(each, WeightFakeQuantize)]
-    return any(each.spec.n_bits < 8 and not each.quantizer.grid.format.is_float for each in weights)
+    return any(_is_narrow(module) for module in model.modules() if isinstance(module, WeightFakeQuantize))
+
+
+def _is_narrow(quantizer: QuantStub | WeightFakeQuantize) -> bool:
+    """Whether the codes are integers of fewer than 8 bits."""
+    return quantizer.spec.n_bits < 8 and not quantizer.quantizer.grid.format.is_float

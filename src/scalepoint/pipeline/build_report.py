@@ -1,4 +1,4 @@
-"""Build the Report, config.yaml and the reproduction call from the values of a run."""
+"""Build the Report, the text of config.yaml and the reproduction call from the values of a run."""
 
 import platform
 from collections.abc import Sequence
@@ -29,19 +29,19 @@ from scalepoint.targets import Target
 from scalepoint.targets.registry import has_cpu_option
 from scalepoint.version import __version__
 
-HISTOGRAM_LAYERS = 4  # layers whose histograms are shown
+HISTOGRAM_LAYERS = 4  # number of worst layers whose values are shown as histograms
 REPORTED_PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "openvino")
 SMOKE_NOTE = (
-    f"{SMOKE_WARNING}: at most {SMOKE_BATCHES} batches, one trial, no float file, no latency, no errors by layer; a "
+    f"{SMOKE_WARNING}: at most {SMOKE_BATCHES} batches, one trial, no float file, no latency, no errors per layer; a "
     "full run gives other numbers"
 )
-# Keys of a config file that are Python objects in a call of deploy.
+# Keys of a config file that name objects; a call of deploy has the objects themselves, so they cannot be written.
 OBJECT_KEYS = ("model", "data", "evaluate")
 CONFIG_HEADER = """\
-# A call from Python: its model, data and metric were objects, which have no name here. Name them to run this again:
+# Written by a call from Python. Its model, data and metric are objects without a name. Name them to run this again:
 #   scalepoint deploy package.module:model --data package.module:data -c config.yaml -o again
 """
-# Options that the reproduction call leaves out: it makes the kept file without a search.
+# Options that the reproduction call omits, because it makes the best file directly, without a search.
 SEARCH_OPTIONS = ("max_drop", "min_speed", "max_trials", "budget", "choices")
 SEPARATE_OPTIONS = ("target", "cpu", "output", "quantization", "metadata", "allow_departure", "threads", "seed")
 OMITTED_OPTIONS = frozenset((*SEARCH_OPTIONS, *SEPARATE_OPTIONS))
@@ -54,7 +54,7 @@ def build_report(
     limits: Limits,
     allocation: PrecisionAllocation | None = None,
 ) -> Report:
-    """The report of a run; the error of each layer is measured on the example inputs."""
+    """Build the report of a run. The error of each layer is measured here, on the example inputs."""
     job = context.job
     layers, ranges = ((), ()) if job.is_smoke else _layer_errors(job, best)
     return Report(
@@ -83,7 +83,7 @@ def build_report(
 
 
 def config_yaml(job: Job) -> str:
-    """config.yaml: everything that was asked for, with every default written out."""
+    """Return the text of config.yaml: all options of the run, including defaults."""
     values = {
         **dict(job.options),
         "cpu": job.target.options["cpu"] if has_cpu_option(job.target) else "auto",
@@ -94,22 +94,26 @@ def config_yaml(job: Job) -> str:
 
 
 def _warnings(job: Job, best: Trial) -> tuple[str, ...]:
-    constant = record_of(best.model).constant
-    own = (*((SMOKE_NOTE,) if job.is_smoke else ()), *((constant,) if constant else ()))
-    return (*own, *describe_differences(best.model, job.example), *describe_removed_casts(best.model))
+    constant_note = record_of(best.model).constant
+    warnings = [SMOKE_NOTE] if job.is_smoke else []
+    if constant_note:
+        warnings.append(constant_note)
+    warnings += describe_differences(best.model, job.example)
+    warnings += describe_removed_casts(best.model)
+    return tuple(warnings)
 
 
 def _layer_errors(job: Job, best: Trial) -> tuple[tuple[LayerError, ...], tuple[TensorHistogram, ...]]:
-    """The error of every layer, and the values of the worst ones that have a fixed range."""
+    """Return the error of every layer, and histograms of the worst layers that have a fixed range."""
     data = job.example.as_data()
-    compared = compare(None, best.model, data, local=False, progress=False)
-    worst = [row.name for row in compared.worst(HISTOGRAM_LAYERS)]
-    values = histograms(best.model, data, worst, progress=False)
-    return compared.rows, tuple(tensor for tensor in values if tensor.low is not None and tensor.high is not None)
+    comparison = compare(None, best.model, data, local=False, progress=False)
+    worst_names = [row.name for row in comparison.worst(HISTOGRAM_LAYERS)]
+    values = histograms(best.model, data, worst_names, progress=False)
+    return comparison.rows, tuple(tensor for tensor in values if tensor.low is not None and tensor.high is not None)
 
 
 def _findings(job: Job, best: Trial) -> tuple[str, ...] | None:
-    """What the static rules of the target say about the file; None if it has none."""
+    """Check the file by the static rules of the target; None if the target has no rules."""
     from scalepoint.checking import check, has_rules  # noqa: PLC0415
 
     if not has_rules(job.target.name):
@@ -125,14 +129,14 @@ def _scores(best: Trial, float_score: float | None) -> tuple[Score, ...]:
 
 
 def build_reproduction(context: StageContext, best: Trial) -> Reproduction:
-    """The call that makes the kept file again without a search, and fingerprints of what went in."""
+    """Return the call that makes the best file again without a search, and fingerprints of its inputs."""
     job = context.job
     versions = {name: package_version(name) for name in REPORTED_PACKAGES}
     pinned = [f"{name}=={number}" for name, number in versions.items() if number]
     config = best.config.to_dict()
-    has_both = bool(job.example.args and job.example.kwargs)  # inputs only by name are a dict of example_inputs
-    yours = "model, example_inputs, calibration_data" + (" and kwargs" if has_both else "")
-    lines = [f"# {yours} are yours", "import scalepoint"]
+    has_both = bool(job.example.args and job.example.kwargs)  # inputs only by name are passed as a dict
+    your_objects = "model, example_inputs, calibration_data" + (" and kwargs" if has_both else "")
+    lines = [f"# {your_objects} are yours", "import scalepoint"]
     arguments = {"target": repr(job.target.name), **options_as_source(job, best)}
     if has_both:
         arguments["kwargs"] = "kwargs"
@@ -151,7 +155,7 @@ def build_reproduction(context: StageContext, best: Trial) -> Reproduction:
         call="\n".join(lines),
         marks={
             "model": context.model_fingerprint,
-            "calibration data": context.data_fingerprint or "read once, not marked",
+            "calibration data": context.data_fingerprint or "read once, no fingerprint",
             "example inputs": job.example.fingerprint(),
             "config": fingerprint(config),
         },
@@ -159,13 +163,13 @@ def build_reproduction(context: StageContext, best: Trial) -> Reproduction:
 
 
 def options_as_source(job: Job, best: Trial) -> dict[str, str]:
-    """Options that differ from the defaults, as Python source. `threads` and `seed` are always shown."""
+    """Return the options that differ from the defaults, as Python source. `threads` and `seed` are always included."""
     values: dict[str, Any] = {
         name: value for name, value in changed_values(job.options).items() if name not in OMITTED_OPTIONS
     }
-    declared = to_jsonable(read_library_metadata(job.model))
-    if own := {key: value for key, value in job.metadata.items() if declared.get(key) != value}:
-        values["metadata"] = own
+    from_library = to_jsonable(read_library_metadata(job.model))
+    if from_user := {key: value for key, value in job.metadata.items() if from_library.get(key) != value}:
+        values["metadata"] = from_user
     if job.is_smoke:
         values["smoke"] = True
     if best.verification is not None and not best.verification.holds:
@@ -175,7 +179,7 @@ def options_as_source(job: Job, best: Trial) -> dict[str, str]:
 
 
 def describe_environment(target: Target) -> dict[str, Any]:
-    """What the numbers depend on: versions, machine, options of the target."""
+    """Return what the measured numbers depend on: versions, machine, options of the target."""
     return {
         "scalepoint": __version__,
         "torch": str(torch.__version__),

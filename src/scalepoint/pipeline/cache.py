@@ -1,4 +1,4 @@
-"""The cache of finished stages in OUT/.scalepoint: to resume a run is to find its stages here.
+"""Cache of finished stages in OUT/.scalepoint. With resume=True a run reuses the stages that it finds here.
 
     journal.json    stage -> inputs (name -> fingerprint), result, sha256 of its files; replaced after every stage
     trial-0/ ..     the files of each trial
@@ -8,9 +8,8 @@
             export(...)
             stage.store(files=[path])
 
-A stage is reused if every input has the fingerprint it had and all its files are unchanged. Otherwise a warning names
-what changed, and the stage runs again. Inputs are kept by name, not as one key, so that the warning can name them.
-Only rank 0 has the cache and computes fingerprints; the other ranks follow, and all ranks leave a stage together.
+A stage is reused if the fingerprints of all its inputs and all its files are unchanged. Otherwise a warning names the
+inputs that changed, and the stage runs again. Only rank 0 computes fingerprints and writes the cache.
 """
 
 import json
@@ -32,12 +31,11 @@ from scalepoint.support.untrusted import read_json
 JOURNAL_FILE = "journal.json"
 JOURNAL_FORMAT = 1
 MAX_JOURNAL_BYTES = 64_000_000  # bytes
-# Results of an earlier stage. If one of these changed, an earlier stage ran again and has warned about the cause.
+# Inputs that are results of an earlier stage. If one changed, that stage ran again and has warned about the cause.
 OUTPUTS_OF_EARLIER_STAGES = frozenset(
     ("the quantized model", "the file", "the float file", "the plain export", "the baseline", "the files", "the drop")
 )
-
-# The fingerprint of the data is made of at most max_batches batches. If max_batches changed, only that is named.
+# The fingerprint of the data covers at most max_batches batches, so it changes with max_batches. Name only the cause.
 CAUSES = {"the calibration data": "max_batches"}
 
 Inputs = dict[str, str | None]  # name -> fingerprint; None is never equal to anything
@@ -49,13 +47,13 @@ class CachedStage(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    marks: dict[str, str | None]  # the inputs; this is the name in the file
+    marks: dict[str, str | None]  # the inputs, name -> fingerprint; "marks" is the key in existing files
     result: dict[str, Any]
     files: dict[str, str]
 
 
 class CacheFile(BaseModel):
-    """journal.json."""
+    """The content of journal.json."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -68,34 +66,35 @@ class Stage:
 
     Attributes:
         inputs: Fingerprints of what the stage depends on. More may be added before the stage ends.
-        saved: The result in the cache; None if the stage must run.
+        cached: The result in the cache; None if the stage must run.
     """
 
-    def __init__(self, name: str, inputs: Inputs, saved: dict[str, Any] | None) -> None:
-        self.name, self.inputs, self.saved = name, inputs, saved
+    def __init__(self, name: str, inputs: Inputs, cached: dict[str, Any] | None) -> None:
+        self.name, self.inputs, self.cached = name, inputs, cached
         self.stored: tuple[Mapping[str, Any], Sequence[Path]] | None = None
 
     @property
     def must_run(self) -> bool:
-        return self.saved is None
+        return self.cached is None
 
-    def load(self, read: Callable[[dict[str, Any]], T]) -> T | None:
-        """Return the cached result as `read` decodes it; None if the stage must run or the result cannot be read."""
-        if self.saved is None:
+    def load(self, parse: Callable[[dict[str, Any]], T]) -> T | None:
+        """Return the cached result as `parse` decodes it; None if the stage must run or the result cannot be read."""
+        if self.cached is None:
             return None
         with distributed.phase(self.name) as step:
             try:
-                value, step.value = read(self.saved), ""
+                value, step.value = parse(self.cached), ""
             except (ScalepointError, ValidationError) as error:
                 value, step.value = None, str(error).splitlines()[0]
-        why = next(filter(None, step.values), "")
-        if why:
-            self.saved = None
-            _warn(f"{self.name}: what was saved cannot be used ({why}): done again")
-        return None if why else value
+        problem = next(filter(None, step.values), "")  # of any rank: all ranks must agree whether the stage runs
+        if problem:
+            self.cached = None
+            _warn(f"{self.name}: the cached result cannot be used ({problem}): the stage runs again")
+            return None
+        return value
 
     def store(self, result: Mapping[str, Any] | None = None, files: Sequence[Path] = ()) -> None:
-        """Set what goes into the cache when the stage ends without an error."""
+        """Set the result and files that are written to the cache when the stage ends without an error."""
         self.stored = (result or {}, files)
 
 
@@ -108,7 +107,7 @@ class StageCache:
 
     @classmethod
     def read(cls, folder: Path) -> "StageCache":
-        """The cache of an unfinished run; a new one, with a warning, if there is none or it is damaged."""
+        """Read the cache of an unfinished run. Warn and return an empty cache if there is none or it is damaged."""
         return cls(folder, _read(folder / JOURNAL_FILE))
 
     @property
@@ -118,7 +117,7 @@ class StageCache:
 
     @contextmanager
     def stage(self, name: str, compute_inputs: Callable[[], Inputs]) -> Iterator[Stage]:
-        """Enter a stage. What it stores is written when the block ends without an error."""
+        """Enter a stage. The result that it stores is written when the block ends without an error."""
         check_interrupt()
         inputs: Inputs = {}
 
@@ -133,21 +132,21 @@ class StageCache:
             self._write(stage, *stage.stored)
 
     def _find(self, name: str, inputs: Inputs) -> dict[str, Any] | None:
-        """The result of a stage, or None if it must run (again)."""
+        """Return the cached result of a stage; None if the stage must run."""
         entry = self._content.stages.get(name)
         if entry is None:
             return None
-        changed = [each for each in dict.fromkeys([*inputs, *entry.marks]) if not _is_same(each, inputs, entry.marks)]
+        names = dict.fromkeys([*inputs, *entry.marks])
+        changed = [input_name for input_name in names if not _is_same(input_name, inputs, entry.marks)]
         if changed:
-            causes = [
-                each for each in changed if each not in OUTPUTS_OF_EARLIER_STAGES and CAUSES.get(each) not in changed
-            ]
+            direct = [input_name for input_name in changed if input_name not in OUTPUTS_OF_EARLIER_STAGES]
+            causes = [input_name for input_name in direct if CAUSES.get(input_name) not in changed]
             if causes:
-                _warn(f"{name}: {', '.join(causes)} changed since it was saved: done again")
+                _warn(f"{name}: {', '.join(causes)} changed since it was saved: the stage runs again")
             return None
         broken = [path for path, sha256 in entry.files.items() if not _is_unchanged(self.folder / path, sha256)]
         if broken:
-            _warn(f"{name}: {', '.join(broken)} in {self.folder} is missing or damaged: done again")
+            _warn(f"{name}: {', '.join(broken)} in {self.folder} is missing or damaged: the stage runs again")
             return None
         return entry.result
 
@@ -168,7 +167,7 @@ def _is_unchanged(path: Path, sha256: str) -> bool:
 
 def _read(path: Path) -> CacheFile:
     if not path.is_file():
-        _warn(f"{path.parent} holds no unfinished run: nothing to resume, starting from the beginning")
+        _warn(f"{path.parent} contains no unfinished run to resume: starting from the beginning")
         return CacheFile()
     try:
         content = CacheFile.model_validate(read_json(path, MAX_JOURNAL_BYTES, folder=path.parent))

@@ -1,8 +1,8 @@
-"""Between tuning and the formats of checkpoints.
+"""Connects tuning with the file formats of checkpoints.
 
-TunedCodes            the codes and scales that tuning stored, by the tensor names of the checkpoint, read one at a time
+TunedCodes               the codes and scales that tuning stored, by the tensor names of the checkpoint
 find_unstorable_layers   layers whose weights the format stores only as floats
-storable_qparams      rounds scales and minima to values that the format can store
+find_rounding            how scales and minima are rounded to values that the format can store
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx
 
-from scalepoint.checkpoints import QuantizedWeight as Packed
+from scalepoint.checkpoints import QuantizedWeight
 from scalepoint.checkpoints.quantized import outer_scale
-from scalepoint.checkpoints.skeleton import CheckpointWeights as Weights
+from scalepoint.checkpoints.skeleton import CheckpointWeights
 from scalepoint.formats.checkpoint import RoundScales, RoundScalesAndMinima
 from scalepoint.numerics import E4M3, QParams
 from scalepoint.patterns import Fused
@@ -30,7 +30,7 @@ from scalepoint.tuning.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class _StoredLayer:
-    """Where the codes of one weight are stored."""
+    """The file that contains the codes of one weight, and the layer that they belong to."""
 
     file: Path
     module_path: str
@@ -38,10 +38,10 @@ class _StoredLayer:
     input_stub: tuple[str, QuantStub] | None  # module path and quantizer of the layer's input
 
 
-class TunedCodes(Mapping[str, Packed]):
+class TunedCodes(Mapping[str, QuantizedWeight]):
     """Quantized weights by the tensor names of the checkpoint. A weight is read from its file on access."""
 
-    def __init__(self, model: fx.GraphModule, weights: Weights, tuned: Checkpoint) -> None:
+    def __init__(self, model: fx.GraphModule, weights: CheckpointWeights, tuned: Checkpoint) -> None:
         files = {path: file for file, module_paths in tuned.places().items() for path in module_paths}
         stubs = _input_stubs(model)
         self._layers: dict[str, _StoredLayer] = {}
@@ -61,7 +61,7 @@ class TunedCodes(Mapping[str, Packed]):
         for stored in self._layers.values():
             yield stored.layer.weight_quant.spec, int(stored.layer.canonical(stored.layer.weight).shape[1])
 
-    def __getitem__(self, name: str) -> Packed:
+    def __getitem__(self, name: str) -> QuantizedWeight:
         stored = self._layers[name]
         spec = stored.layer.weight_quant.spec
         with open_tensors(stored.file) as file:
@@ -73,7 +73,7 @@ class TunedCodes(Mapping[str, Packed]):
             minval = read("minval") if spec.qformulation == "minval" else None
         rows = len(codes)
         if minval is not None:
-            return Packed(codes, _by_row(scale, rows), spec, minval=_by_row(minval, rows))
+            return QuantizedWeight(codes, _by_row(scale, rows), spec, minval=_by_row(minval, rows))
         scale, zero_point = _by_row(scale, rows), _by_row(zero_point, rows)
         is_float = stored.layer.weight_quant.quantizer.grid.format.is_float
         offset = zero_point if not is_float and bool(zero_point.any()) else None
@@ -81,13 +81,14 @@ class TunedCodes(Mapping[str, Packed]):
         if stored.input_stub is not None:
             activation, activation_scale = stored.input_stub[1].spec, self._static_input_scale(stored)
         outer = outer_scale(scale) if spec.scale_dtype == E4M3 else None
-        return Packed(codes, scale, spec, offset, activation, activation_scale, outer)
+        return QuantizedWeight(codes, scale, spec, offset, activation, activation_scale, outer)
 
     def _static_input_scale(self, stored: _StoredLayer) -> Tensor | None:
-        """The calibrated scale of the layer's input, or the scale shared by its blocks; None if there is none."""
+        """Return the calibrated scale of the layer's input, or the scale shared by its blocks; None if it has none."""
         if stored.input_stub is None:
             return None
         path, stub = stored.input_stub
+        # A dynamic quantizer has no stored scale; NVFP4 stores the one that all its blocks share.
         key = "calculator.tensor_scale" if stub.calculator.always_called else "scale"
         with open_tensors(stored.file) as file:
             names = [name for name in file.keys() if name.startswith(f"{path}|") and name.endswith(key)]  # noqa: SIM118
@@ -115,8 +116,8 @@ def _input_stubs(model: fx.GraphModule) -> dict[str, tuple[str, QuantStub]]:
     return stubs
 
 
-def find_unstorable_layers(job: CheckpointJob, plan: TransformationResult, weights: Weights) -> list[str]:
-    """Names of layers whose weights the format stores only as floats, such as routers of experts."""
+def find_unstorable_layers(job: CheckpointJob, plan: TransformationResult, weights: CheckpointWeights) -> list[str]:
+    """Return the names of layers whose weights the format stores only as floats, such as routers of experts."""
     names = []
     for match in plan.matches:
         fused = plan.model.get_submodule(match.fused) if match.apply and match.fused else None
@@ -128,25 +129,31 @@ def find_unstorable_layers(job: CheckpointJob, plan: TransformationResult, weigh
 
 
 def find_rounding(
-    job: CheckpointJob, layer: QuantizedWeighted, weights: Weights
+    job: CheckpointJob, layer: QuantizedWeighted, weights: CheckpointWeights
 ) -> Callable[[QParams], QParams] | None:
-    """Return a function that rounds a layer's parameters to values that the format can store; None for any value."""
-    quant, form = layer.weight_quant, job.format
-    if quant.quantizer.grid.format.is_float:  # the spec declares the dtype of these scales
-        return _round_to_two_levels if quant.spec.scale_dtype == E4M3 else None
+    """Return the function that rounds a layer's scales to values of the format; None if it stores every float32."""
+    quantizer = layer.weight_quant
+    if quantizer.quantizer.grid.format.is_float:  # the spec declares the dtype of these scales
+        return _round_to_two_levels if quantizer.spec.scale_dtype == E4M3 else None
     columns = layer.canonical(layer.weight).shape[1]
-    dtype = form.scale_dtype or job.source.tensors[weights.name_of(layer.weight)].dtype
-    if quant.spec.qformulation == "minval" and form.round_scales_and_minima is not None:
+    dtype = job.format.scale_dtype or job.source.tensors[weights.name_of(layer.weight)].dtype
+    if quantizer.spec.qformulation == "minval" and job.format.round_scales_and_minima is not None:
         return partial(
-            _round_scales_and_minima, form.round_scales_and_minima, quant.spec, layer.canonical(layer.weight).shape[1]
+            _round_scales_and_minima,
+            job.format.round_scales_and_minima,
+            quantizer.spec,
+            columns,
         )
-    if form.round_scales is not None:
-        return partial(_round_scales, form.round_scales, quant.spec, columns, dtype)
+    if job.format.round_scales is not None:
+        return partial(_round_scales, job.format.round_scales, quantizer.spec, columns, dtype)
     return None if dtype == torch.float32 else partial(_round_to_dtype, dtype)
 
 
 def _round_to_two_levels(qparams: QParams) -> QParams:
-    """Block scales as float8_e4m3fn times a power of two. Loaders divide by its reciprocal, which is then exact."""
+    """Round block scales to float8_e4m3fn times a power of two.
+
+    Loaders divide by the reciprocal of the outer scale; the reciprocal of a power of two is exact.
+    """
     outer = outer_scale(qparams.scale)
     inner = (qparams.scale / outer).clamp(min=torch.finfo(E4M3).smallest_normal / 8).to(E4M3)
     return qparams._replace(scale=inner.to(torch.float32) * outer)
@@ -154,8 +161,8 @@ def _round_to_two_levels(qparams: QParams) -> QParams:
 
 def _round_to_dtype(dtype: torch.dtype, qparams: QParams) -> QParams:
     info = torch.finfo(dtype)
-    least = info.smallest_normal * info.eps
-    return qparams._replace(scale=qparams.scale.clamp(least, info.max).to(dtype).to(torch.float32))
+    smallest = info.smallest_normal * info.eps
+    return qparams._replace(scale=qparams.scale.clamp(smallest, info.max).to(dtype).to(torch.float32))
 
 
 def _round_scales_and_minima(
@@ -173,7 +180,7 @@ def _round_scales_and_minima(
 def _round_scales(
     round_values: RoundScales, spec: QuantizationSpec, columns: int, dtype: torch.dtype, qparams: QParams
 ) -> QParams:
-    """Round block scales to the format's values; scales per row or per tensor to its float dtype."""
+    """Round block scales to the format's values, and scales per row or per tensor to `dtype`."""
     if qparams.scale.ndim != 2:
         return _round_to_dtype(dtype, qparams)
     return qparams._replace(scale=round_values(spec, columns, qparams.scale))

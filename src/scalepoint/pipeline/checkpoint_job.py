@@ -1,4 +1,4 @@
-"""CheckpointJob: the arguments of deploy_checkpoint, checked before any work, and the completed config."""
+"""CheckpointJob: the arguments of deploy_checkpoint, checked before any work, and the config with all defaults."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -91,52 +91,58 @@ def prepare_checkpoint_job(
         accuracy: Preset of tuning steps.
         memory: Memory for activations, in bytes or as text such as "2GB".
         cache: Data type of the KV cache.
-        texts: Calibration and evaluation text by what they are, to check that the output does not contain them.
+        texts: Description -> calibration or evaluation text. The output folder must not contain these files.
         force: Files in the output may be overwritten.
         resume: An interrupted run may be continued.
     """
-    chosen = find_target(target)
-    if not chosen.is_language:
+    known_target = find_target(target)
+    if not known_target.is_language:
         raise UsageError(
-            f"target {chosen.name!r} takes models, not checkpoints: choose from "
+            f"target {known_target.name!r} takes models, not checkpoints: choose from "
             f"{', '.join(list_targets(language=True))}; or load the model and call deploy"
         )
     check_accuracy(accuracy)
-    form = find_checkpoint_format(chosen.format)
+    file_format = find_checkpoint_format(known_target.format)
     checkpoint = Source.open(source)
     output = Path(output)
     check_path(output)
     check_inputs(output, {"checkpoint": checkpoint.folder, **_existing_files(texts or {})})
-    if output.is_file() and output.suffix != (form.suffix or None):
+    if output.is_file() and output.suffix != (file_format.suffix or None):
         raise UsageError(f"{output} is a file: choose a folder as output")
-    chosen = replace(chosen, weight=_fit_blocks(chosen.weight, checkpoint, form))
-    complete = complete_config(QuantConfig.build(config), chosen, is_rounded=not PRESETS[accuracy])
-    check_formulations(complete, chosen)
-    _check_format(form, checkpoint, chosen, complete)
+    known_target = replace(known_target, weight=_fit_blocks(known_target.weight, checkpoint, file_format))
+    full_config = complete_config(QuantConfig.build(config), known_target, is_rounded=not PRESETS[accuracy])
+    check_formulations(full_config, known_target)
+    _check_format(file_format, checkpoint, known_target, full_config)
     if cache is not None:
-        chosen, complete = add_cache_quantization(chosen, complete, cache)
+        known_target, full_config = add_cache_quantization(known_target, full_config, cache)
     try:
         tuning = TuneConfig(steps=PRESETS[accuracy], **({} if memory is None else {"memory": memory}))
     except ValueError:
-        raise UsageError(f'memory={memory!r}: a number of bytes from 1,000,000 on, or text as "2GB"') from None
-    workspace = CheckpointWorkspace(output, name=checkpoint.folder.resolve().name, suffix=form.suffix)
+        raise UsageError(
+            f'memory={memory!r}: must be a number of bytes, at least 1,000,000, or text such as "2GB"'
+        ) from None
+    workspace = CheckpointWorkspace(output, name=checkpoint.folder.resolve().name, suffix=file_format.suffix)
     distributed.run_on_main("looking at the output", lambda: workspace.check(force=force, resume=resume))
-    return CheckpointJob(checkpoint, workspace, chosen, form, complete, tuning, cache or "")
+    return CheckpointJob(checkpoint, workspace, known_target, file_format, full_config, tuning, cache or "")
 
 
 def _existing_files(texts: Mapping[str, Any]) -> dict[str, Path]:
-    """Texts that are files or folders. Other texts are checked when they are read."""
-    return {what: Path(text) for what, text in texts.items() if isinstance(text, str | Path) and os.path.exists(text)}
+    """Return the texts that are files or folders. Other texts are checked when they are read."""
+    return {
+        description: Path(text)
+        for description, text in texts.items()
+        if isinstance(text, str | Path) and os.path.exists(text)
+    }
 
 
-def _check_format(form: CheckpointFormat, checkpoint: Source, target: Target, config: QuantConfig) -> None:
+def _check_format(file_format: CheckpointFormat, checkpoint: Source, target: Target, config: QuantConfig) -> None:
     """Refuse weights, activations or an architecture that the format cannot store."""
     activation = config.spec_for("input", (), ())
     weight = config.spec_for("weight", (), ())
     if weight is None:
         weight = target.weight
     try:
-        form.check(
+        file_format.check(
             checkpoint,
             None if isinstance(weight, str) else weight,
             None if isinstance(activation, str) else activation,
@@ -144,54 +150,57 @@ def _check_format(form: CheckpointFormat, checkpoint: Source, target: Target, co
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         if isinstance(error, ScalepointError):
             raise
-        raise StoreError(f"{checkpoint.folder / CONFIG} says what {form.name} cannot tell: {error}") from error
+        raise StoreError(
+            f"{file_format.name} cannot store what {checkpoint.folder / CONFIG} describes: {error}"
+        ) from error
 
 
-def _fit_blocks(weight: QuantizationSpec, source: Source, form: CheckpointFormat) -> QuantizationSpec:
+def _fit_blocks(weight: QuantizationSpec, source: Source, file_format: CheckpointFormat) -> QuantizationSpec:
     """Return the target's weight spec with the largest blocks that divide the checkpoint's layers."""
     granularity = weight.granularity
     if not isinstance(granularity, PerBlockGranularity) or not isinstance(granularity.block_size, int):
         return weight
-    size = form.choose_block_size(source, granularity.block_size)
+    size = file_format.choose_block_size(source, granularity.block_size)
     return weight.replace(granularity=PerBlockGranularity(axis=granularity.axis, block_size=size))
 
 
 def complete_config(config: QuantConfig, target: Target, *, is_rounded: bool) -> QuantConfig:
-    """Complete a config for language models.
+    """Fill in the defaults for language models.
 
-    Activations stay float by default. Without tuning (`is_rounded`), scales are at least as good as the format's own
-    rounding: signed block scales where the format has them, else scales of least squared error.
+    Activations stay float by default. Without tuning (`is_rounded`) nothing else improves the scales, so they get a
+    better search: signed block scales if the format has them, else scales of least squared error.
     """
     if config.migrations:
         raise ConfigError(
-            f"migrate={list(config.migrations)}: rewrites need the whole model at once; load it and call "
-            "quantize for that"
+            f"migrate={list(config.migrations)} needs the whole model in memory: load the model and call quantize"
         )
     update: dict[str, Any] = {} if config.activation is not None else {"activation": FLOAT}
     if is_rounded:
         weight = target.weight if config.weight is None else config.weight
-        plain = weight.weight_spec() if isinstance(weight, TensorQuantConfig) else weight
-        if target.has_signed_scales and isinstance(plain, QuantizationSpec) and _can_be_signed(plain):
-            update["weight"] = plain.replace(qparam_calculator_cls="signed_scale")
+        spec = weight.weight_spec() if isinstance(weight, TensorQuantConfig) else weight
+        if target.has_signed_scales and isinstance(spec, QuantizationSpec) and _can_have_signed_scales(spec):
+            update["weight"] = spec.replace(qparam_calculator_cls="signed_scale")
         elif config.weight is None:
             update["weight"] = target.weight.replace(range_calculator_cls="mse")
     return config.model_copy(update=update)
 
 
-def _can_be_signed(spec: QuantizationSpec) -> bool:
-    """Whether the spec is 4 or 5 bit integers in blocks, with the default range and scales."""
-    is_plain = spec.range_calculator_cls is MinMaxRangeCalculator and spec.float_range == (None, None)
-    is_nearest = spec.qparam_calculator_cls in (StaticQParamsCalculator, DefaultQParamsCalculator)
+def _can_have_signed_scales(spec: QuantizationSpec) -> bool:
+    """Whether the spec is symmetric integers of 4 or 5 bits in blocks, with the default range and scales."""
+    number_format, granularity = get_format(spec.dtype), spec.granularity
+    has_default_range = spec.range_calculator_cls is MinMaxRangeCalculator and spec.float_range == (None, None)
+    has_default_scales = spec.qparam_calculator_cls in (StaticQParamsCalculator, DefaultQParamsCalculator)
     is_symmetric = spec.qscheme == QuantizationScheme.SYMMETRIC and spec.qformulation == QuantizationFormulation.ZP
-    is_narrow = not get_format(spec.dtype).is_float and get_format(spec.dtype).is_signed and spec.n_bits in (4, 5)
-    granularity = spec.granularity
-    is_blocked = isinstance(granularity, PerBlockGranularity) and not granularity.pad
-    return is_plain and is_nearest and is_symmetric and is_narrow and is_blocked
+    has_signed_codes = not number_format.is_float and number_format.is_signed and spec.n_bits in (4, 5)
+    has_blocks = isinstance(granularity, PerBlockGranularity) and not granularity.pad
+    return has_default_range and has_default_scales and is_symmetric and has_signed_codes and has_blocks
 
 
-def add_layer_overrides(config: QuantConfig, head: str | None, target: Target, left: Sequence[str] = ()) -> QuantConfig:
-    """Add overrides: layers in `left` stay float; the head gets the target's precision unless it has one."""
-    overrides = [*config.overrides, *(Override(name=name, weight=FLOAT) for name in left)]
+def add_layer_overrides(
+    config: QuantConfig, head: str | None, target: Target, float_layers: Sequence[str] = ()
+) -> QuantConfig:
+    """Add overrides: `float_layers` stay float, and the head gets the target's precision unless the config sets it."""
+    overrides = [*config.overrides, *(Override(name=name, weight=FLOAT) for name in float_layers)]
     if head is not None and head not in {override.name for override in overrides}:
         overrides.append(Override(name=head, weight=FLOAT if target.head is None else target.head))
     return config.model_copy(update={"overrides": tuple(overrides)})

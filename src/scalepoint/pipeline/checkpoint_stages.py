@@ -1,6 +1,6 @@
 """Stages of deploy_checkpoint: read text, build the quantized graph, tune, write, verify, report.
 
-Values go from stage to stage in the order of this file. Weights are paged in block by block; see checkpoints/.
+The functions are in the order in which they are called. Weights are loaded block by block; see checkpoints/.
 """
 
 from collections import Counter
@@ -54,9 +54,9 @@ from scalepoint.transformation import transform
 from scalepoint.tuning import tune
 from scalepoint.tuning.checkpoint import Checkpoint
 
-MAX_EVALUATED_SEQUENCES = 16  # sequences that perplexity is measured on, at most
-PROMPT_TOKENS = 32  # tokens of the text that the model continues
-NEW_TOKENS = 50
+MAX_EVALUATED_SEQUENCES = 16  # perplexity is measured on at most this many sequences
+PROMPT_TOKENS = 32  # length of the text that the model continues
+NEW_TOKENS = 50  # number of tokens to generate
 MIN_AGREEMENT_DB = 10  # kernels that round activations to 8 bits stay above 20 dB
 MAX_FLOAT_CHECKPOINT_BYTES = (
     4_000_000_000  # bytes of a float checkpoint that is still loaded whole, to compare speed and text
@@ -67,29 +67,27 @@ FLOAT_RUNTIME = "transformers"
 def read_text(
     job: CheckpointJob, data: Text, judge: Text, length: int, samples: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the sequences that calibrate and those that perplexity is measured on."""
+    """Return the sequences for calibration, and those that perplexity is measured on."""
     if length < 2 or samples < 1:
-        raise UsageError(
-            f"length={length}, samples={samples}: sequences have at least 2 tokens, and there is at least one"
-        )
-    read = partial(load_sequences, source=job.source, length=length)
+        raise UsageError(f"length={length}, samples={samples}: length must be at least 2, samples at least 1")
+    load = partial(load_sequences, source=job.source, length=length)
     if data is None and not job.tuning.steps and not job.cache:
-        return [], [] if judge is None else read(judge, count=MAX_EVALUATED_SEQUENCES, what="text")
+        return [], [] if judge is None else load(judge, count=MAX_EVALUATED_SEQUENCES, what="text")
     if judge is not None:
-        calibration = read(data, count=samples, what="calibration data")
-        return calibration, read(judge, count=MAX_EVALUATED_SEQUENCES, what="text to judge by")
-    both = read(data, count=samples + MAX_EVALUATED_SEQUENCES, what="calibration data")
-    if len(both) < 2:
+        calibration = load(data, count=samples, what="calibration data")
+        return calibration, load(judge, count=MAX_EVALUATED_SEQUENCES, what="text to judge by")
+    sequences = load(data, count=samples + MAX_EVALUATED_SEQUENCES, what="calibration data")
+    if len(sequences) < 2:
         raise CalibrationError(
-            f"the calibration data is one sequence of {both[0].shape[1]} tokens, and perplexity is measured on other "
-            "ones than those that calibrate: give more data, a shorter length=, or other text as judge="
+            f"the calibration data is one sequence of {sequences[0].shape[1]} tokens, and perplexity must be measured "
+            "on sequences that are not used for calibration: give more data, a shorter length=, or other text as judge="
         )
-    cut = min(samples, len(both) // 2)
-    return both[:cut], both[cut : cut + MAX_EVALUATED_SEQUENCES]
+    count = min(samples, len(sequences) // 2)
+    return sequences[:count], sequences[count : count + MAX_EVALUATED_SEQUENCES]
 
 
 def build_quantized_graph(job: CheckpointJob, tokens: list[Tensor]) -> tuple[fx.GraphModule, CheckpointWeights]:
-    """Return the graph with its quantizers, over parameters whose values are not loaded, and the loader of these."""
+    """Return the graph with quantizers, whose parameters are not loaded yet, and the object that loads them."""
     tree, weights = build_skeleton(job.source)
     distributed.run_on_main("checking the weights", weights.check_finite)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
@@ -116,7 +114,7 @@ def tune_blocks(
     resume: bool,
     progress: bool | None,
 ) -> tuple[TuneReport, Checkpoint]:
-    """Choose codes block by block. They are stored in the work folder, where a resumed run finds them."""
+    """Choose codes block by block. They are stored in the work folder, from which a resumed run reads them."""
     folder = job.workspace.tuning_folder
     batches = [(sequence,) for sequence in data]
     report = tune(model, batches, job.tuning, folder=folder, resume=resume, progress=progress, lender=weights)
@@ -124,14 +122,14 @@ def tune_blocks(
 
 
 def write_checkpoint(job: CheckpointJob, model: fx.GraphModule, codes: TunedCodes, tuned: Checkpoint) -> None:
-    """Write the target's file or folder from the stored codes."""
+    """Write the target's file or folder from the codes that tuning stored."""
     cache = load_cache_scales(model, tuned, count_key_value_heads(job.source)) if job.cache else None
     checkpoint = QuantizedCheckpoint(job.source, codes, cache=cache)
     job.workspace.write(lambda path: job.format.write(checkpoint, path))
 
 
 def describe_checkpoint(job: CheckpointJob, evaluation: Evaluation | None) -> LanguageModelResult:
-    """Sizes of what was written, and the logits of the simulation; not run in its runtime yet."""
+    """Return the sizes of the written files and the agreement of the simulation. The runtime has not run yet."""
     return LanguageModelResult(
         bits=_bits_per_weight(job),
         size=_size_in_bytes(job.path),
@@ -149,22 +147,22 @@ def verify_checkpoint(
     """Run the file in its runtime: logits, perplexity, speed.
 
     Returns:
-        The result with what the runtime did, and the perplexity: the runtime's if it was measured. A failure is a
-        status; `LanguageModelResult.check` raises it.
+        The result, extended by the runtime's numbers, and the perplexity, of the runtime if it was measured. A failure
+        is recorded as `status`; `LanguageModelResult.check` raises it.
     """
     score, runtime = evaluation.score, find_runtime(job.target.runtime or "")
     if not runtime.is_here:
         return replace(result, status=Status.UNAVAILABLE.value, message=describe_missing(runtime).message), score
     context = context_length(job.source, PROMPT_TOKENS + NEW_TOKENS)
     prompt = [int(token) for token in tokens[0][0, : min(PROMPT_TOKENS, context // 2)]]
-    count = min(NEW_TOKENS, context - len(prompt))
-    decoded = _make_decoder(job.source)
-    result = replace(result, prompt=decoded(prompt))
+    new_tokens = min(NEW_TOKENS, context - len(prompt))
+    decode_text = _make_decoder(job.source)
+    result = replace(result, prompt=decode_text(prompt))
     try:
         options = {"cache": job.cache} if job.cache else {}
-        served = RuntimeSession(runtime, job.path, threads=torch.get_num_threads(), options=options)
+        session = RuntimeSession(runtime, job.path, threads=torch.get_num_threads(), options=options)
         try:
-            sqnr = _sqnr_db(evaluation.logits, _run_logits(served, tokens[0]))
+            sqnr = _sqnr_db(evaluation.logits, _run_logits(session, tokens[0]))
             result = replace(result, agreement_db=sqnr)
             if not sqnr >= MIN_AGREEMENT_DB:
                 why = (
@@ -172,32 +170,32 @@ def verify_checkpoint(
                     "something else"
                 )
                 return replace(result, status=DEPARTS, message=why), score
-            value = perplexity(lambda batch: _run_logits(served, batch), tokens)
+            value = perplexity(lambda batch: _run_logits(session, batch), tokens)
             score = replace(score, value=value, where="runtime", simulated_value=score.value)
-            generated, *seconds = served.generate(prompt, count)
+            generated, *seconds = session.generate(prompt, new_tokens)
         finally:
-            served.close()
+            session.close()
     except NonFiniteError as error:  # the first sequence has finite logits, a later one does not
         return replace(result, status=DEPARTS, message=str(error.args[0])), score
     except VerificationError as error:
         return replace(result, status=FAILED, message=str(error.args[0])), score
     prefill, decode = _tokens_per_second(prompt, generated, seconds)
-    continuation = decoded(generated)
+    continuation = decode_text(generated)
     result = replace(result, status=Status.OK.value, prefill=prefill, decode=decode, continuation=continuation)
-    if (run := _run_float(job, prompt, count)) is not None:
+    if (run := _run_float(job, prompt, new_tokens)) is not None:
         prefill, decode = _tokens_per_second(prompt, run["tokens"], (run["prefill_seconds"], run["decode_seconds"]))
         result = replace(
             result,
             float_runtime=FLOAT_RUNTIME,
             float_prefill=prefill,
             float_decode=decode,
-            float_continuation=decoded(run["tokens"]),
+            float_continuation=decode_text(run["tokens"]),
         )
     return result, score
 
 
 def _run_float(job: CheckpointJob, prompt: list[int], count: int) -> Mapping[str, Any] | None:
-    """How the float checkpoint continues the prompt: tokens and seconds; None if it is too large."""
+    """Let the float checkpoint continue the prompt. Returns tokens and seconds; None if it is too large to load."""
     runtime = find_runtime(FLOAT_RUNTIME)
     if not runtime.is_here or job.source.size > min(MAX_FLOAT_CHECKPOINT_BYTES, total_memory() // 4):
         return None
@@ -210,12 +208,12 @@ def _run_float(job: CheckpointJob, prompt: list[int], count: int) -> Mapping[str
 def _tokens_per_second(
     prompt: Sequence[int], generated: Sequence[int], seconds: Sequence[float]
 ) -> tuple[float, float]:
-    """Tokens per second of prefill and decode."""
+    """Return tokens per second of prefill and of decode."""
     return len(prompt) / max(seconds[0], 1e-9), len(generated) / max(seconds[1], 1e-9)
 
 
-def _run_logits(served: RuntimeSession, tokens: Tensor) -> Tensor:
-    (logits,) = served({"input_ids": tokens.numpy().astype(np.int64)})[:1]
+def _run_logits(session: RuntimeSession, tokens: Tensor) -> Tensor:
+    (logits,) = session({"input_ids": tokens.numpy().astype(np.int64)})[:1]
     return torch.from_numpy(logits.astype(np.float32))
 
 
@@ -250,7 +248,7 @@ def build_checkpoint_report(
 
 
 def _make_decoder(source: Source) -> Callable[[Sequence[int]], str]:
-    """A function that turns tokens into text; into numbers if there is no tokenizer."""
+    """Return a function that converts tokens to text; without a tokenizer, to a list of numbers."""
     try:
         tokenizer = load_tokenizer(source)
     except ScalepointError:
@@ -259,7 +257,7 @@ def _make_decoder(source: Source) -> Callable[[Sequence[int]], str]:
 
 
 def _main_dtype(source: Source) -> str:
-    """The type that most bytes of the checkpoint have."""
+    """Return the data type that most bytes of the checkpoint have."""
     sizes: Counter[str] = Counter()
     for stored in source.tensors.values():
         sizes[dtype_name(stored.dtype)] += stored.nbytes
@@ -267,18 +265,18 @@ def _main_dtype(source: Source) -> str:
 
 
 def _bits_per_weight(job: CheckpointJob) -> float:
-    """Bits per weight of what was written: the bytes of all its tensors over the weights of the checkpoint.
+    """Return the bits of all written tensors divided by the number of weights of the checkpoint.
 
-    Scales, zero points, float tensors and what a format stores twice count.
+    Scales, zero points, float tensors and tensors that a format stores twice are included.
     """
-    stored = [tensor for tensor in job.source.tensors.values() if tensor.dtype.is_floating_point]
-    weights = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in stored)
-    count = _size_in_bytes if job.format.tensor_bytes is None else job.format.tensor_bytes
-    return 8 * count(job.path) / max(weights, 1)
+    float_tensors = [tensor for tensor in job.source.tensors.values() if tensor.dtype.is_floating_point]
+    weights = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in float_tensors)
+    count_bytes = _size_in_bytes if job.format.tensor_bytes is None else job.format.tensor_bytes
+    return 8 * count_bytes(job.path) / max(weights, 1)
 
 
 def _wider_storage_warnings(job: CheckpointJob, codes: TunedCodes) -> tuple[str, ...]:
-    """A warning for every kind of layer whose codes take more bits in the file than their type has."""
+    """Return a warning for every data type whose codes take more bits in the file than the type has."""
     counts = Counter(
         (dtype_name(spec.dtype), why)
         for spec, columns in codes.specs()
@@ -290,5 +288,5 @@ def _wider_storage_warnings(job: CheckpointJob, codes: TunedCodes) -> tuple[str,
 
 
 def _size_in_bytes(path: Path) -> int:
-    """Bytes of the files that we wrote; a folder may contain other files too."""
+    """Return the size of the files that we wrote; a folder may contain other files too."""
     return path.stat().st_size if path.is_file() else sum(record.size for record in WrittenFiles(path).records.values())

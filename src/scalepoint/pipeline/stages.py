@@ -151,7 +151,7 @@ def quantize(
         model = stage.load(
             lambda _: load(place, job.model, job.example.args, kwargs=job.example.kwargs, target=job.target)
         )
-        tuned = stage.load(TuneReport.from_dict) if model is not None and stage.saved else None
+        tuned = stage.load(TuneReport.from_dict) if model is not None and stage.cached else None
         if model is None:
             model, tuned = _quantize(context, config, dropped, data.data, is_only_trial=is_only_trial)
             stage.inputs["the calibration data"] = context.data_fingerprint = data.fingerprint()
