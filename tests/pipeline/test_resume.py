@@ -267,7 +267,7 @@ def test_a_saved_verification_that_is_none_is_told_and_done_again(run, counter, 
 
 def test_nothing_to_resume_is_told(run, counter):
     counter.stop.append("calibrate")
-    with pytest.warns(ScalepointWarning, match="nothing to resume"), pytest.raises(Stop):
+    with pytest.warns(ScalepointWarning, match="no unfinished run to resume"), pytest.raises(Stop):
         run(resume=True)
 
 
