@@ -1,4 +1,7 @@
-"""What moves values and computes nothing: codes stay codes, with the parameters they had."""
+"""Operations that move values without computing: quantized values keep their codes and parameters.
+
+Quantize and dequantize are here too, because they only change the form of a value.
+"""
 
 import operator
 from collections.abc import Sequence
@@ -8,58 +11,67 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from scalepoint.formats.litert.graph_writer import FusedEnding, GraphWriter, UnsupportedOperationError, writes
 from scalepoint.formats.litert.products import quantize_result
 from scalepoint.formats.litert.schema import QuantizationParameters
 from scalepoint.formats.litert.values import DynamicExtent, FixedBatchError, QuantizedConstant, Value, model_order
-from scalepoint.formats.litert.walk import FusedEnding, UnsupportedOperationError, Walk, writes
 
-aten, own = torch.ops.aten, torch.ops.scalepoint
+aten, scalepoint_ops = torch.ops.aten, torch.ops.scalepoint
 
 
-@writes(own.quantize.default)
-def quantize(walk: Walk, node: fx.Node) -> Any:
-    x, codes = walk.argument(node.args[0]), walk.parameters(node)
-    if isinstance(x, QuantizedConstant) and codes.is_same(x.quantized):
+@writes(scalepoint_ops.quantize.default)
+def quantize(writer: GraphWriter, node: fx.Node) -> Any:
+    x, quantization = writer.argument(node.args[0]), writer.read_quantization(node)
+    if isinstance(x, QuantizedConstant) and quantization.equals(x.quantization):
         return x
     if isinstance(x, QuantizedConstant | Tensor):
         values = torch.from_numpy(x.values) if isinstance(x, QuantizedConstant) else x
-        data = own.quantize(values, *map(walk.argument, node.args[1:]))
-        return QuantizedConstant(node.name, data.numpy(), "int8", codes)
-    if x.codes is not None and codes.is_same(x.codes):
-        return x
-    return requantize(walk, x, codes)
+        codes = scalepoint_ops.quantize(values, *map(writer.argument, node.args[1:]))
+        return QuantizedConstant(node.name, codes.numpy(), "int8", quantization)
+    return requantize(writer, x, quantization)
 
 
-def requantize(walk: Walk, x: Any, codes: QuantizationParameters) -> Any:
-    """The same values as other codes."""
-    if isinstance(x, Value) and x.codes is not None and codes.is_same(x.codes):
+def requantize(writer: GraphWriter, x: Any, quantization: QuantizationParameters) -> Any:
+    """Convert floats or other codes to codes with these parameters."""
+    if isinstance(x, Value) and x.quantization is not None and quantization.equals(x.quantization):
         return x
     if not isinstance(x, Value):
         raise UnsupportedOperationError("joins constants and int8 tensors")
     order = x.order
-    is_integer = x.codes is not None
-    return walk.emit("QUANTIZE", [x.stored[order]], x.shape, "float32", order=order, codes=codes, is_integer=is_integer)
+    return writer.emit(
+        "QUANTIZE",
+        [x.tensors[order]],
+        x.shape,
+        "float32",
+        order=order,
+        quantization=quantization,
+        is_integer=x.quantization is not None,
+    )
 
 
-@writes(own.dequantize.default)
-def dequantize(walk: Walk, node: fx.Node) -> Any:
-    given = walk.arguments(node)
-    codes = given["codes"]
+@writes(scalepoint_ops.dequantize.default)
+def dequantize(writer: GraphWriter, node: fx.Node) -> Any:
+    """Represent constant codes as a QuantizedConstant. A computed value stays codes until an operation needs floats."""
+    arguments = writer.arguments(node)
+    codes = arguments["codes"]
     if not isinstance(codes, Tensor):
         return codes
-    scale, zero = given["scale"], given["zero_point"]
-    zeros = 0 if zero is None else int(zero.reshape(-1)[0])
-    told = QuantizationParameters(
-        scale.detach().to(torch.float32).numpy(), zeros, int(given["axis"]), int(given["block"])
+    scale, zero_point = arguments["scale"], arguments["zero_point"]
+    quantization = QuantizationParameters(
+        scale=scale.detach().to(torch.float32).numpy(),
+        zero_point=0 if zero_point is None else int(zero_point.reshape(-1)[0]),
+        axis=int(arguments["axis"]),
+        block=int(arguments["block"]),
     )
-    name = walk.names.get(id(codes), node.name).removesuffix(".codes")
-    return QuantizedConstant(name, codes.detach().numpy(), str(given["fmt"]), told)
+    name = writer.constant_names.get(id(codes), node.name).removesuffix(".codes")
+    return QuantizedConstant(name, codes.detach().numpy(), str(arguments["fmt"]), quantization)
 
 
-@writes(own.rows.default)
-def quantize_rows(walk: Walk, node: fx.Node) -> Any:
-    x = walk.dequantized(walk.arguments(node)["x"])
-    return Value(x.shape, x.kind, x.stored, is_rows=True) if isinstance(x, Value) else x
+@writes(scalepoint_ops.rows.default)
+def quantize_rows(writer: GraphWriter, node: fx.Node) -> Any:
+    """Mark a value whose rows are quantized by the kernel that reads it."""
+    x = writer.dequantize(writer.arguments(node)["x"])
+    return Value(x.shape, x.dtype, x.tensors, is_quantized_per_row=True) if isinstance(x, Value) else x
 
 
 @writes(
@@ -70,8 +82,8 @@ def quantize_rows(walk: Walk, node: fx.Node) -> Any:
     aten.lift_fresh_copy.default,
     aten.dropout.default,
 )
-def copy_value(walk: Walk, node: fx.Node) -> Any:
-    return walk.argument(node.args[0])
+def copy_value(writer: GraphWriter, node: fx.Node) -> Any:
+    return writer.argument(node.args[0])
 
 
 @writes(
@@ -85,233 +97,266 @@ def copy_value(walk: Walk, node: fx.Node) -> Any:
     aten.squeeze.dims,
     aten.unsqueeze.default,
 )
-def reshape(walk: Walk, node: fx.Node) -> Any:
-    x = walk.first(node)
-    shape, _ = walk.shape_and_dtype(node)
+def reshape(writer: GraphWriter, node: fx.Node) -> Any:
+    x = writer.first_operand(node)
+    shape, _ = writer.shape_and_dtype(node)
     if tuple(shape) == tuple(x.shape):
         return x
-    return walk.reshaped(x, shape)
+    return writer.reshape(x, shape)
 
 
 @writes(aten.permute.default, aten.transpose.int, aten.t.default, aten.mT.default)
-def permute(walk: Walk, node: fx.Node) -> Any:
-    x, given = walk.first(node), walk.arguments(node)
+def permute(writer: GraphWriter, node: fx.Node) -> Any:
+    x, arguments = writer.first_operand(node), writer.arguments(node)
     axes = list(model_order(x.rank))
-    if "dims" in given:
-        axes = [axis % x.rank for axis in given["dims"]]
+    if "dims" in arguments:
+        axes = [axis % x.rank for axis in arguments["dims"]]
     elif x.rank > 1:
-        one, other = (given.get("dim0", -2) % x.rank, given.get("dim1", -1) % x.rank)
-        axes[one], axes[other] = axes[other], axes[one]
+        first, second = arguments.get("dim0", -2) % x.rank, arguments.get("dim1", -1) % x.rank
+        axes[first], axes[second] = axes[second], axes[first]
     return x.permuted(axes)
 
 
 @writes(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
-def expand(walk: Walk, node: fx.Node) -> Any:
-    """Not at all where all readers broadcast by themselves."""
-    x, (shape, kind) = walk.argument(node.args[0]), walk.shape_and_dtype(node)
+def expand(writer: GraphWriter, node: fx.Node) -> Any:
+    """Write an expand, unless all readers broadcast their operands themselves."""
+    x, (shape, dtype) = writer.argument(node.args[0]), writer.shape_and_dtype(node)
     if tuple(shape) == tuple(x.shape):
         return x
-    from scalepoint.formats.litert.elementwise import BROADCASTS  # noqa: PLC0415  # which knows this module
+    from scalepoint.formats.litert.elementwise import BROADCASTS  # noqa: PLC0415  # both import products
 
-    if all(each.target in BROADCASTS for each in node.users):
+    if all(reader.target in BROADCASTS for reader in node.users):
         return x
-    return broadcast_to(walk, walk.dequantized(x), shape, kind)
+    return broadcast_to(writer, writer.dequantize(x), shape, dtype)
 
 
-def broadcast_to(walk: Walk, x: Any, shape: Sequence[int], kind: str) -> Value:
-    """With every extent of one as long as the shape says."""
+def broadcast_to(writer: GraphWriter, x: Any, shape: Sequence[int], dtype: str) -> Value:
+    """Repeat `x` along its axes of extent 1 until it has this shape.
+
+    TILE takes constant factors. Along a dynamic batch `x` is repeated by adding it to zeros for each sample.
+    """
     rank = len(shape)
-    here = [1] * (rank - len(x.shape)) + list(x.shape)
-    free = [
+    x_shape = [1] * (rank - len(x.shape)) + list(x.shape)
+    dynamic_axes = [
         axis
         for axis in range(rank)
-        if isinstance(shape[axis], DynamicExtent) and not isinstance(here[axis], DynamicExtent)
+        if isinstance(shape[axis], DynamicExtent) and not isinstance(x_shape[axis], DynamicExtent)
     ]
-    x = x.reshape(here) if isinstance(x, Tensor) else x if x.rank == rank else walk.reshaped(x, here)
-    if free and (free != [0] or kind != "float32"):
+    if isinstance(x, Tensor):
+        x = x.reshape(x_shape)
+    elif x.rank != rank:
+        x = writer.reshape(x, x_shape)
+    if dynamic_axes and (dynamic_axes != [0] or dtype != "float32"):
         raise FixedBatchError("a tensor is repeated along the batch")
-    many = [1 if isinstance(n, DynamicExtent) else n // int(was) for n, was in zip(shape, here, strict=True)]
-    if any(each > 1 for each in many):
-        grown = [
-            n if isinstance(n, DynamicExtent) and axis not in free else int(here[axis]) * many[axis]
-            for axis, n in enumerate(shape)
+    factors = [
+        1 if isinstance(size, DynamicExtent) else size // int(x_size)
+        for size, x_size in zip(shape, x_shape, strict=True)
+    ]
+    if any(factor > 1 for factor in factors):
+        tiled_shape = [
+            size if isinstance(size, DynamicExtent) and axis not in dynamic_axes else int(x_shape[axis]) * factors[axis]
+            for axis, size in enumerate(shape)
         ]
-        x = walk.emit("TILE", [walk.take(x), walk.ints(many)], grown, kind)
-    if free:
-        x = walk.emit("ADD", [walk.take(x), walk.take(walk.batch_of_zeros(rank))], shape, kind)
-    return x if isinstance(x, Value) else Value(tuple(shape), kind, {model_order(rank): walk.take(x)})
+        x = writer.emit("TILE", [writer.materialize(x), writer.add_int_list(factors)], tiled_shape, dtype)
+    if dynamic_axes:
+        inputs = [writer.materialize(x), writer.materialize(writer.zeros_per_sample(rank))]
+        x = writer.emit("ADD", inputs, shape, dtype)
+    if isinstance(x, Value):
+        return x
+    return Value(tuple(shape), dtype, {model_order(rank): writer.materialize(x)})
 
 
 @writes(aten.repeat.default, aten.tile.default)
-def repeat(walk: Walk, node: fx.Node) -> Value:
-    x, (shape, kind) = walk.dequantized(walk.first(node)), walk.shape_and_dtype(node)
-    many = [1] * (len(shape) - x.rank) + list(x.shape)
-    if any(
-        isinstance(each, DynamicExtent) != isinstance(was, DynamicExtent) for each, was in zip(shape, many, strict=True)
-    ):
-        raise FixedBatchError("a tensor is repeated along the batch")
-    times = [1 if isinstance(n, DynamicExtent) else n // was for n, was in zip(shape, many, strict=True)]
-    x = x if x.rank == len(shape) else walk.reshaped(x, many)
-    return walk.emit("TILE", [walk.take(x), walk.ints(times)], shape, kind)
+def repeat(writer: GraphWriter, node: fx.Node) -> Value:
+    x, (shape, dtype) = writer.dequantize(writer.first_operand(node)), writer.shape_and_dtype(node)
+    x_shape = [1] * (len(shape) - x.rank) + list(x.shape)
+    factors = []
+    for size, x_size in zip(shape, x_shape, strict=True):
+        if isinstance(size, DynamicExtent) != isinstance(x_size, DynamicExtent):
+            raise FixedBatchError("a tensor is repeated along the batch")
+        factors.append(1 if isinstance(size, DynamicExtent) else size // x_size)
+    if x.rank != len(shape):
+        x = writer.reshape(x, x_shape)
+    return writer.emit("TILE", [writer.materialize(x), writer.add_int_list(factors)], shape, dtype)
 
 
 @writes(aten.slice.Tensor, aten.narrow.default)
-def slice_axis(walk: Walk, node: fx.Node) -> Any:
-    x, given = walk.first(node), walk.arguments(node)
-    shape, _ = walk.shape_and_dtype(node)
-    axis = int(given["dim"]) % x.rank
-    step = int(given.get("step", 1))
-    start = given["start"] or 0
+def slice_axis(writer: GraphWriter, node: fx.Node) -> Any:
+    x, arguments = writer.first_operand(node), writer.arguments(node)
+    shape, _ = writer.shape_and_dtype(node)
+    axis = int(arguments["dim"]) % x.rank
+    step = int(arguments.get("step", 1))
+    start = arguments["start"] or 0
     if tuple(shape) == tuple(x.shape) and not start and step == 1:
         return x
     if isinstance(x.shape[axis], DynamicExtent) or isinstance(start, DynamicExtent):
         raise FixedBatchError("a slice of the batch")
     start = int(start) + (x.shape[axis] if start < 0 else 0)
-    return write_slice(walk, x, axis, min(start, x.shape[axis]), (shape[axis], step))
+    return write_slice(writer, x, axis, min(start, x.shape[axis]), shape[axis], step)
 
 
-def write_slice(walk: Walk, x: Value, axis: int, start: int, extent: tuple[int, int]) -> Value:
-    """So many elements of an axis from one on, each `step` from the last."""
-    (count, step), order = extent, x.order
-    shape = [count if place == axis else size for place, size in enumerate(x.shape)]
-    begin = [start if place == axis else 0 for place in order]
-    end = [start + (count - 1) * step + 1 if place == axis else 0 for place in order]
-    steps = [step if place == axis else 1 for place in order]
-    others = sum(1 << at for at, place in enumerate(order) if place != axis)  # which are whole
-    inputs = [x.stored[order], *(walk.ints(each) for each in (begin, end, steps))]
-    masks = {"beginMask": others, "endMask": others}
-    return walk.emit("STRIDED_SLICE", inputs, shape, x.kind, order=order, codes=x.codes, options=masks)
+def write_slice(writer: GraphWriter, x: Value, axis: int, start: int, count: int, step: int = 1) -> Value:
+    """Write STRIDED_SLICE: `count` elements of an axis, from `start` on, `step` apart."""
+    order = x.order
+    shape = [count if dim == axis else size for dim, size in enumerate(x.shape)]
+    begin = [start if dim == axis else 0 for dim in order]
+    end = [start + (count - 1) * step + 1 if dim == axis else 0 for dim in order]
+    steps = [step if dim == axis else 1 for dim in order]
+    whole_axes = sum(1 << position for position, dim in enumerate(order) if dim != axis)  # a bit for each axis
+    return writer.emit(
+        "STRIDED_SLICE",
+        [x.tensors[order], *map(writer.add_int_list, (begin, end, steps))],
+        shape,
+        x.dtype,
+        order=order,
+        quantization=x.quantization,
+        options={"beginMask": whole_axes, "endMask": whole_axes},
+    )
 
 
 @writes(aten.select.int)
-def select(walk: Walk, node: fx.Node) -> Value:
-    x, given = walk.first(node), walk.arguments(node)
-    axis, index = int(given["dim"]) % x.rank, int(given["index"])
-    return _write_select(walk, x, axis, index)
+def select(writer: GraphWriter, node: fx.Node) -> Value:
+    x, arguments = writer.first_operand(node), writer.arguments(node)
+    return _write_select(writer, x, int(arguments["dim"]) % x.rank, int(arguments["index"]))
 
 
-def _write_select(walk: Walk, x: Value, axis: int, index: int) -> Value:
+def _write_select(writer: GraphWriter, x: Value, axis: int, index: int) -> Value:
+    """Write a slice of one element, and a RESHAPE that removes its axis in the order in which it is stored."""
     if isinstance(x.shape[axis], DynamicExtent):
         raise FixedBatchError("one sample of the batch is picked")
-    found = write_slice(walk, x, axis, index % x.shape[axis], (1, 1))
-    order = tuple(each - (each > axis) for each in found.order if each != axis)
-    shape = [size for place, size in enumerate(found.shape) if place != axis]
-    target = [-1 if isinstance(shape[each], DynamicExtent) else shape[each] for each in order]
-    inputs = [found.stored[found.order], walk.ints(target)]
-    return walk.emit("RESHAPE", inputs, shape, x.kind, order=order, codes=x.codes)
+    sliced = write_slice(writer, x, axis, index % x.shape[axis], 1)
+    order = tuple(dim - (dim > axis) for dim in sliced.order if dim != axis)
+    shape = [size for dim, size in enumerate(sliced.shape) if dim != axis]
+    sizes = [-1 if isinstance(shape[dim], DynamicExtent) else shape[dim] for dim in order]
+    inputs = [sliced.tensors[sliced.order], writer.add_int_list(sizes)]
+    return writer.emit("RESHAPE", inputs, shape, x.dtype, order=order, quantization=x.quantization)
 
 
 @writes(aten.unbind.int)
-def unbind(walk: Walk, node: fx.Node) -> list[Value]:
-    x, given = walk.first(node), walk.arguments(node)
-    axis = int(given["dim"]) % x.rank
-    return [_write_select(walk, x, axis, index) for index in range(x.shape[axis])]
+def unbind(writer: GraphWriter, node: fx.Node) -> list[Value]:
+    x, arguments = writer.first_operand(node), writer.arguments(node)
+    axis = int(arguments["dim"]) % x.rank
+    return [_write_select(writer, x, axis, index) for index in range(x.shape[axis])]
 
 
 @writes(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
-def split(walk: Walk, node: fx.Node) -> list[Value]:
-    x, given = walk.first(node), walk.arguments(node)
-    axis = int(given["dim"]) % x.rank
+def split(writer: GraphWriter, node: fx.Node) -> list[Value]:
+    x, arguments = writer.first_operand(node), writer.arguments(node)
+    axis = int(arguments["dim"]) % x.rank
     if isinstance(x.shape[axis], DynamicExtent):
         raise FixedBatchError("the batch is split")
-    made, start = [], 0
+    parts, start = [], 0
     for part in node.meta["val"]:
         size = int(part.shape[axis])
-        made.append(write_slice(walk, x, axis, start, (size, 1)))
+        parts.append(write_slice(writer, x, axis, start, size))
         start += size
-    return made
+    return parts
 
 
 @writes(operator.getitem)
-def item(walk: Walk, node: fx.Node) -> Any:
-    found: Any = walk.argument(node.args[0])
-    place: Any = node.args[1]
-    return found[place]
+def get_item(writer: GraphWriter, node: fx.Node) -> Any:
+    """Return one result of an operation with several results."""
+    results: Any = writer.argument(node.args[0])
+    index: Any = node.args[1]
+    return results[index]
 
 
 @writes(aten.cat.default)
-def concat(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    parts = [each for each in given["tensors"] if tuple(each.shape) != (0,)]
-    shape, kind = walk.shape_and_dtype(node)
-    axis, end = int(given["dim"]) % len(shape), walk.ending(node, folds=False)
-    listed: Any = node.args[0]
-    sources = [each for each in listed if tuple(each.meta["val"].shape) != (0,)]
-    codes = _common_parameters(parts, end)
-    if codes is not None:
-        parts = [requantize(walk, each, codes) for each in parts]
+def concat(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    # torch.cat ignores tensors of shape (0,).
+    parts = [part for part in arguments["tensors"] if tuple(part.shape) != (0,)]
+    part_nodes: Any = node.args[0]
+    part_nodes = [part for part in part_nodes if tuple(part.meta["val"].shape) != (0,)]
+    shape, dtype = writer.shape_and_dtype(node)
+    axis, ending = int(arguments["dim"]) % len(shape), writer.find_ending(node, folds_activation=False)
+    quantization = _common_quantization(parts, ending)
+    if quantization is not None:
+        parts = [requantize(writer, part, quantization) for part in parts]
     else:
-        wanted = [walk.shape_and_dtype(each)[0] for each in sources]
-        parts = [
-            each if isinstance(each, Value) and tuple(each.shape) == whole else broadcast_to(walk, each, whole, kind)
-            for each, whole in zip(map(walk.dequantized, parts), wanted, strict=True)
-        ]
+        for index, part_node in enumerate(part_nodes):
+            part = writer.dequantize(parts[index])
+            part_shape, _ = writer.shape_and_dtype(part_node)
+            if not isinstance(part, Value) or tuple(part.shape) != part_shape:  # a constant, or a skipped expand
+                part = broadcast_to(writer, part, part_shape, dtype)
+            parts[index] = part
     order = parts[0].order
-    inputs = [walk.take(each, order) for each in parts]
-    made = walk.emit(
-        "CONCATENATION", inputs, shape, kind, order=order, codes=codes, options={"axis": order.index(axis)}
+    result = writer.emit(
+        "CONCATENATION",
+        [writer.materialize(part, order) for part in parts],
+        shape,
+        dtype,
+        order=order,
+        quantization=quantization,
+        options={"axis": order.index(axis)},
     )
-    return quantize_result(walk, node, end, made)
+    return quantize_result(writer, node, ending, result)
 
 
-def _common_parameters(parts: Sequence[Any], end: FusedEnding) -> QuantizationParameters | None:
-    """The codes that all parts can have: those of the result, or those that they have already."""
-    own_codes = [each.codes if isinstance(each, Value) else None for each in parts]
-    if any(each is None for each in own_codes):
+def _common_quantization(parts: Sequence[Any], ending: FusedEnding) -> QuantizationParameters | None:
+    """Return the parameters for a concat in int8: those of the result, or those that all parts have. None: float."""
+    quantizations = [part.quantization if isinstance(part, Value) else None for part in parts]
+    if any(quantization is None for quantization in quantizations):
         return None
-    if end.codes is not None:
-        return end.codes
-    first = own_codes[0]
-    return first if first is not None and all(first.is_same(each) for each in own_codes) else None
+    if ending.quantization is not None:
+        return ending.quantization
+    first = quantizations[0]
+    if first is not None and all(first.equals(quantization) for quantization in quantizations):
+        return first
+    return None
 
 
 @writes(aten.stack.default)
-def stack(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    shape, kind = walk.shape_and_dtype(node)
-    axis = int(given["dim"]) % len(shape)
-    wide = [1 if place == axis else size for place, size in enumerate(shape)]
-    parts = [walk.dequantized(each) for each in given["tensors"]]
-    whole = [each.reshape(wide) if isinstance(each, Tensor) else walk.reshaped(each, wide) for each in parts]
-    return walk.emit("CONCATENATION", [walk.take(each) for each in whole], shape, kind, options={"axis": axis})
+def stack(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    shape, dtype = writer.shape_and_dtype(node)
+    axis = int(arguments["dim"]) % len(shape)
+    part_shape = [1 if dim == axis else size for dim, size in enumerate(shape)]
+    parts = [writer.dequantize(part) for part in arguments["tensors"]]
+    parts = [
+        part.reshape(part_shape) if isinstance(part, Tensor) else writer.reshape(part, part_shape) for part in parts
+    ]
+    inputs = [writer.materialize(part) for part in parts]
+    return writer.emit("CONCATENATION", inputs, shape, dtype, options={"axis": axis})
 
 
 @writes(aten.constant_pad_nd.default)
-def pad(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    x, amounts, value = given["self"], list(given["pad"]), float(given["value"])
-    pairs = [(0, 0)] * (x.rank - len(amounts) // 2) + [
-        (amounts[at], amounts[at + 1]) for at in range(len(amounts) - 2, -1, -2)
-    ]
-    shape, kind = walk.shape_and_dtype(node)
-    if any(each < 0 for pair in pairs for each in pair):
-        return _write_crop(walk, x, pairs, shape)
-    end = walk.ending(node, folds=False)
-    x = (
-        walk.dequantized(x) if value != 0 else x if end.codes is None else requantize(walk, x, end.codes)
-    )  # zeros have a code
+def pad(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    x, amounts, fill_value = arguments["self"], list(arguments["pad"]), float(arguments["value"])
+    # torch lists pairs from the last axis to the first one that is padded.
+    pairs = [(0, 0)] * (x.rank - len(amounts) // 2)
+    pairs += [(amounts[index], amounts[index + 1]) for index in range(len(amounts) - 2, -1, -2)]
+    shape, dtype = writer.shape_and_dtype(node)
+    if any(amount < 0 for pair in pairs for amount in pair):
+        return _write_crop(writer, x, pairs, shape)
+    ending = writer.find_ending(node, folds_activation=False)
+    if fill_value != 0:
+        x = writer.dequantize(x)
+    elif ending.quantization is not None:  # zero has an exact code, the zero point
+        x = requantize(writer, x, ending.quantization)
     order = x.order
-    inputs = [x.stored[order], walk.constant(np.array([pairs[axis] for axis in order], np.int32), "paddings")]
-    if value == 0:
-        made = walk.emit("PAD", inputs, shape, kind, order=order, codes=x.codes)
-        return quantize_result(walk, node, end, made)
-    filled = walk.number(value, kind)
-    return walk.emit("PADV2", [*inputs, filled], shape, kind, order=order)
+    paddings = writer.add_constant(np.array([pairs[axis] for axis in order], np.int32), "paddings")
+    inputs = [x.tensors[order], paddings]
+    if fill_value == 0:
+        padded = writer.emit("PAD", inputs, shape, dtype, order=order, quantization=x.quantization)
+        return quantize_result(writer, node, ending, padded)
+    return writer.emit("PADV2", [*inputs, writer.add_number(fill_value, dtype)], shape, dtype, order=order)
 
 
-def _write_crop(walk: Walk, x: Value, pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> Value:
-    if any(each > 0 for pair in pairs for each in pair):
+def _write_crop(writer: GraphWriter, x: Value, pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> Value:
+    if any(amount > 0 for pair in pairs for amount in pair):
         raise UnsupportedOperationError("pads and crops at once")
-    for axis, (before, _) in enumerate(pairs):
-        if tuple(pairs[axis]) != (0, 0):
-            x = write_slice(walk, x, axis, -before, (int(shape[axis]), 1))
+    for axis, (before, after) in enumerate(pairs):
+        if (before, after) != (0, 0):
+            x = write_slice(writer, x, axis, -before, int(shape[axis]))
     return x
 
 
 @writes(aten.flip.default)
-def flip(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    x: Value = walk.dequantized(given["self"])
-    for axis in given["dims"]:
-        x = walk.same("REVERSE_V2", x, [walk.ints([x.order.index(axis % x.rank)])])
+def flip(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    x: Value = writer.dequantize(arguments["self"])
+    for axis in arguments["dims"]:
+        x = writer.emit_elementwise("REVERSE_V2", x, [writer.add_int_list([x.order.index(axis % x.rank)])])
     return x

@@ -1,17 +1,18 @@
-"""What is computed element by element: operands of one order, whichever they have.
+"""Operations that work element by element. All operands are stored in the same order of axes, whichever it is.
 
-add, sub, mul    int8 where both operands have codes and the result gets some; others in float
+add, sub, mul   are computed in int8 if both operands and the result are quantized; all others in float
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
+from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
 from scalepoint.formats.litert.products import quantize_result
 from scalepoint.formats.litert.values import Order, QuantizedConstant, Value, model_order, to_numpy_name
-from scalepoint.formats.litert.walk import UnsupportedOperationError, Walk, writes
 
 aten = torch.ops.aten
 UNARY: dict[Any, str] = {
@@ -39,218 +40,228 @@ COMPARISONS: dict[Any, str] = {
     for overload in ("Tensor", "Scalar")
 }  # fmt: skip
 SELECTIONS = (aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-BROADCASTS = frozenset((*BINARY, *COMPARISONS, *SELECTIONS))
+BROADCASTS = frozenset((*BINARY, *COMPARISONS, *SELECTIONS))  # these broadcast their operands themselves
 LOGICAL = ("LOGICAL_AND", "LOGICAL_OR", "LOGICAL_NOT")
+INTEGER_OPERATORS = ("ADD", "SUB", "MUL")
 
 
 @writes(*UNARY)
-def unary(walk: Walk, node: fx.Node) -> Value:
+def unary(writer: GraphWriter, node: fx.Node) -> Value:
     operator = UNARY[node.target]
-    if operator in LOGICAL and walk.shape_and_dtype(node)[1] != "bool":
-        raise UnsupportedOperationError("computes with the bits of whole numbers")
-    return walk.same(operator, walk.dequantized(walk.first(node)))
+    _check_not_bitwise(writer, node, operator)
+    return writer.emit_elementwise(operator, writer.dequantize(writer.first_operand(node)))
+
+
+def _check_not_bitwise(writer: GraphWriter, node: fx.Node, operator: str) -> None:
+    if operator in LOGICAL and writer.shape_and_dtype(node)[1] != "bool":
+        raise UnsupportedOperationError("computes with the bits of integers")
 
 
 @writes(aten.gelu.default)
-def gelu(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    options = {"approximate": given["approximate"] == "tanh"}
-    return walk.same("GELU", walk.dequantized(given["self"]), options=options)
+def gelu(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    options = {"approximate": arguments["approximate"] == "tanh"}
+    return writer.emit_elementwise("GELU", writer.dequantize(arguments["self"]), options=options)
 
 
 @writes(aten.leaky_relu.default)
-def leaky_relu(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    options = {"alpha": float(given["negative_slope"])}
-    return walk.same("LEAKY_RELU", walk.dequantized(given["self"]), options=options)
+def leaky_relu(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    options = {"alpha": float(arguments["negative_slope"])}
+    return writer.emit_elementwise("LEAKY_RELU", writer.dequantize(arguments["self"]), options=options)
 
 
 @writes(aten.elu.default)
-def elu(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    if (given["alpha"], given["scale"], given["input_scale"]) != (1, 1, 1):
-        raise UnsupportedOperationError("is an ELU with an alpha other than 1")
-    return walk.same("ELU", walk.dequantized(given["self"]))
+def elu(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    if (arguments["alpha"], arguments["scale"], arguments["input_scale"]) != (1, 1, 1):
+        raise UnsupportedOperationError("is an ELU whose alpha is not 1")
+    return writer.emit_elementwise("ELU", writer.dequantize(arguments["self"]))
 
 
 @writes(aten.prelu.default, aten._prelu_kernel.default)
-def prelu(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    x, weight = walk.dequantized(given["self"]), given["weight"]
+def prelu(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    x, weight = writer.dequantize(arguments["self"]), arguments["weight"]
     if not isinstance(weight, Tensor):
         raise UnsupportedOperationError("has a slope that is computed from the data")
     slope = weight.reshape(-1).expand(x.shape[1]).reshape([-1 if axis == 1 else 1 for axis in x.order[1:]])
-    return walk.same("PRELU", x, [walk.constant(slope, "slope")])
+    return writer.emit_elementwise("PRELU", x, [writer.add_constant(slope, "slope")])
 
 
 @writes(aten.clamp.default, aten.hardtanh.default, aten.clamp_min.default, aten.clamp_max.default)
-def clamp(walk: Walk, node: fx.Node) -> Any:
-    given = walk.arguments(node)
-    x = walk.dequantized(given["self"])
-    low, high = (given.get(each, given.get(f"{each}_val")) for each in ("min", "max"))
+def clamp(writer: GraphWriter, node: fx.Node) -> Any:
+    arguments = writer.arguments(node)
+    x = writer.dequantize(arguments["self"])
+    low = arguments.get("min", arguments.get("min_val"))
+    high = arguments.get("max", arguments.get("max_val"))
     if (low, high) in ((0, 6), (0, None)):
-        return walk.same("RELU6" if high else "RELU", x)
+        return writer.emit_elementwise("RELU6" if high else "RELU", x)
     for operator, limit in (("MAXIMUM", low), ("MINIMUM", high)):
         if limit is not None:
-            x = walk.same(operator, x, [walk.number(limit, x.kind)])
+            x = writer.emit_elementwise(operator, x, [writer.add_number(limit, x.dtype)])
     return x
 
 
 @writes(aten.clamp.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor)
-def clamp_by_tensors(walk: Walk, node: fx.Node) -> Any:
-    """As cosine_similarity and others keep a norm from zero."""
-    given = walk.arguments(node)
-    shape, kind = walk.shape_and_dtype(node)
-    x = given["self"]
+def clamp_by_tensors(writer: GraphWriter, node: fx.Node) -> Any:
+    """Write a clamp whose limits are tensors. torch's cosine_similarity bounds a norm from below this way."""
+    arguments = writer.arguments(node)
+    shape, dtype = writer.shape_and_dtype(node)
+    x = arguments["self"]
     for operator, name in (("MAXIMUM", "min"), ("MINIMUM", "max")):
-        if given.get(name) is not None:
-            one, other = (_to_dtype(walk, walk.dequantized(each), kind) for each in (x, given[name]))
-            order = _common_order(one, other, len(shape))
-            x = walk.emit(
-                operator,
-                [_align_operand(walk, each, len(shape), order) for each in (one, other)],
-                shape,
-                kind,
-                order=order,
-            )
+        if arguments.get(name) is not None:
+            x = _to_dtype(writer, writer.dequantize(x), dtype)
+            limit = _to_dtype(writer, writer.dequantize(arguments[name]), dtype)
+            order = _common_order(x, limit, len(shape))
+            inputs = _align_operands(writer, (x, limit), len(shape), order)
+            x = writer.emit(operator, inputs, shape, dtype, order=order)
     return x
 
 
 @writes(*BINARY)
-def binary(walk: Walk, node: fx.Node) -> Value:
-    given, operator = walk.arguments(node), BINARY[node.target]
-    x, y = given["self"], given["other"] if "other" in given else given["exponent"]
-    if operator in LOGICAL and walk.shape_and_dtype(node)[1] != "bool":
-        raise UnsupportedOperationError("computes with the bits of whole numbers")
-    alpha = given.get("alpha", 1)
-    end = walk.ending(node, folds=operator in ("ADD", "SUB", "MUL", "DIV"))
-    is_integer = operator in ("ADD", "SUB", "MUL") and alpha == 1 and end.codes is not None
-    is_integer = is_integer and all(map(_has_codes, (x, y)))
-    shape, kind = walk.shape_and_dtype(node)
+def binary(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments, operator = writer.arguments(node), BINARY[node.target]
+    x, y = arguments["self"], arguments["other"] if "other" in arguments else arguments["exponent"]
+    _check_not_bitwise(writer, node, operator)
+    alpha = arguments.get("alpha", 1)  # add and sub compute x +- alpha * y
+    ending = writer.find_ending(node, folds_activation=operator in ("ADD", "SUB", "MUL", "DIV"))
+    is_integer = operator in INTEGER_OPERATORS and alpha == 1 and ending.quantization is not None
+    is_integer = is_integer and _is_quantized(x) and _is_quantized(y)
+    shape, dtype = writer.shape_and_dtype(node)
     if not is_integer:
-        x, y = (_to_dtype(walk, walk.dequantized(each), kind) for each in (x, y))
-        y = y if alpha == 1 else _multiply(walk, y, alpha)
+        x, y = (_to_dtype(writer, writer.dequantize(operand), dtype) for operand in (x, y))
+        y = y if alpha == 1 else _multiply(writer, y, alpha)
     order = _common_order(x, y, len(shape))
-    inputs = [_align_operand(walk, each, len(shape), order) for each in (x, y)]
-    options = {"fusedActivationFunction": end.activation} if node.target in BINARY_WITH_ACTIVATION else {}
-    codes = end.codes if is_integer else None
-    made = walk.emit(operator, inputs, shape, kind, order=order, codes=codes, name=node.name, options=options)
-    return quantize_result(walk, node, end, made)
+    result = writer.emit(
+        operator,
+        _align_operands(writer, (x, y), len(shape), order),
+        shape,
+        dtype,
+        order=order,
+        quantization=ending.quantization if is_integer else None,
+        name=node.name,
+        options={"fusedActivationFunction": ending.activation} if node.target in BINARY_WITH_ACTIVATION else {},
+    )
+    return quantize_result(writer, node, ending, result)
 
 
 @writes(aten.rsub.Scalar)
-def subtract_reversed(walk: Walk, node: fx.Node) -> Value:
-    """other - x."""
-    given = walk.arguments(node)
-    shape, kind = walk.shape_and_dtype(node)
-    x = _to_dtype(walk, walk.dequantized(given["self"]), kind)
-    if given["alpha"] != 1:
+def subtract_reversed(writer: GraphWriter, node: fx.Node) -> Value:
+    """Write other - x, where `other` is a number."""
+    arguments = writer.arguments(node)
+    shape, dtype = writer.shape_and_dtype(node)
+    x = _to_dtype(writer, writer.dequantize(arguments["self"]), dtype)
+    if arguments["alpha"] != 1:
         raise UnsupportedOperationError("subtracts a multiple")
-    held = walk.number(given["other"], kind)
-    return walk.emit("SUB", [held, x.stored[x.order]], shape, kind, order=x.order)
+    number = writer.add_number(arguments["other"], dtype)
+    return writer.emit("SUB", [number, x.tensors[x.order]], shape, dtype, order=x.order)
 
 
 @writes(aten.reciprocal.default)
-def reciprocal(walk: Walk, node: fx.Node) -> Value:
-    x = walk.dequantized(walk.first(node))
-    return walk.emit("DIV", [walk.number(1, x.kind), x.stored[x.order]], x.shape, x.kind, order=x.order)
+def reciprocal(writer: GraphWriter, node: fx.Node) -> Value:
+    x = writer.dequantize(writer.first_operand(node))
+    return writer.emit("DIV", [writer.add_number(1, x.dtype), x.tensors[x.order]], x.shape, x.dtype, order=x.order)
 
 
 @writes(aten.pow.Tensor_Scalar)
-def power(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    x = walk.dequantized(given["self"])
-    known = {2: "SQUARE", 0.5: "SQRT", -0.5: "RSQRT"}
-    if given["exponent"] in known:
-        return walk.same(known[given["exponent"]], x)
-    return walk.same("POW", x, [walk.number(given["exponent"], x.kind)])
+def power(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    x, exponent = writer.dequantize(arguments["self"]), arguments["exponent"]
+    operators = {2: "SQUARE", 0.5: "SQRT", -0.5: "RSQRT"}
+    if exponent in operators:
+        return writer.emit_elementwise(operators[exponent], x)
+    return writer.emit_elementwise("POW", x, [writer.add_number(exponent, x.dtype)])
 
 
 @writes(*COMPARISONS)
-def compare(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    x, y = (walk.dequantized(given[each]) for each in ("self", "other"))
-    shape, _ = walk.shape_and_dtype(node)
-    kind = to_numpy_name(torch.result_type(*(_example(each) for each in (x, y))))
+def compare(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    x, y = writer.dequantize(arguments["self"]), writer.dequantize(arguments["other"])
+    shape, _ = writer.shape_and_dtype(node)
+    dtype = to_numpy_name(torch.result_type(_example(x), _example(y)))
     order = _common_order(x, y, len(shape))
-    inputs = [_align_operand(walk, _to_dtype(walk, each, kind), len(shape), order) for each in (x, y)]
-    return walk.emit(COMPARISONS[node.target], inputs, shape, "bool", order=order)
+    x_tensor = _align_operand(writer, _to_dtype(writer, x, dtype), len(shape), order)
+    y_tensor = _align_operand(writer, _to_dtype(writer, y, dtype), len(shape), order)
+    return writer.emit(COMPARISONS[node.target], [x_tensor, y_tensor], shape, "bool", order=order)
 
 
 @writes(*SELECTIONS)
-def choose(walk: Walk, node: fx.Node) -> Value:
-    given, (shape, kind) = walk.arguments(node), walk.shape_and_dtype(node)
+def where(writer: GraphWriter, node: fx.Node) -> Value:
+    """Write where(mask, x, y), or masked_fill, which is where(mask, value, self)."""
+    arguments, (shape, dtype) = writer.arguments(node), writer.shape_and_dtype(node)
     if node.target is aten.where.self:
-        mask, x, y = given["condition"], given["self"], given["other"]
+        mask, x, y = arguments["condition"], arguments["self"], arguments["other"]
     else:
-        mask, x, y = given["mask"], given["value"], given["self"]
-    x, y = (_to_dtype(walk, walk.dequantized(each), kind) for each in (x, y))
-    ranked = [each for each in (y, x, mask) if isinstance(each, Value) and each.rank == len(shape)]
-    order = ranked[0].order if ranked else model_order(len(shape))
-    inputs = [_align_operand(walk, each, len(shape), order) for each in (mask, x, y)]
-    return walk.emit("SELECT_V2", inputs, shape, kind, order=order)
+        mask, x, y = arguments["mask"], arguments["value"], arguments["self"]
+    x, y = (_to_dtype(writer, writer.dequantize(operand), dtype) for operand in (x, y))
+    with_all_axes = (value for value in (y, x, mask) if isinstance(value, Value) and value.rank == len(shape))
+    first = next(with_all_axes, None)
+    order = model_order(len(shape)) if first is None else first.order
+    inputs = _align_operands(writer, (mask, x, y), len(shape), order)
+    return writer.emit("SELECT_V2", inputs, shape, dtype, order=order)
 
 
 @writes(aten._to_copy.default, aten.to.dtype, aten.type_as.default)
-def cast(walk: Walk, node: fx.Node) -> Any:
-    x, (_, kind) = walk.argument(node.args[0]), walk.shape_and_dtype(node)
-    return _to_dtype(walk, walk.dequantized(x) if not _is_kind(x, kind) else x, kind)
+def cast(writer: GraphWriter, node: fx.Node) -> Any:
+    x, (_, dtype) = writer.argument(node.args[0]), writer.shape_and_dtype(node)
+    if isinstance(x, Value) and x.dtype == dtype:
+        return x  # codes stay codes
+    return _to_dtype(writer, writer.dequantize(x), dtype)
 
 
-def _is_kind(x: Any, kind: str) -> bool:
-    return isinstance(x, Value) and x.kind == kind
-
-
-def _to_dtype(walk: Walk, x: Any, kind: str) -> Any:
-    """As a tensor of this type."""
+def _to_dtype(writer: GraphWriter, x: Any, dtype: str) -> Any:
+    """Convert a constant, a number or a value to a tensor of this dtype."""
     if isinstance(x, Tensor):
-        return x.to(getattr(torch, kind))
+        return x.to(getattr(torch, dtype))
     if not isinstance(x, Value):
-        return torch.tensor(x, dtype=getattr(torch, kind))
-    if x.kind == kind:
-        return x
-    return walk.cast(x, kind)
+        return torch.tensor(x, dtype=getattr(torch, dtype))
+    return writer.cast(x, dtype)
 
 
-def _multiply(walk: Walk, x: Any, factor: float) -> Any:
+def _multiply(writer: GraphWriter, x: Any, factor: float) -> Any:
     if isinstance(x, Tensor):
         return x * factor
-    return walk.same("MUL", x, [walk.number(factor, x.kind)])
+    return writer.emit_elementwise("MUL", x, [writer.add_number(factor, x.dtype)])
 
 
-def _has_codes(x: Any) -> bool:
-    return (isinstance(x, Value) and x.codes is not None) or (
-        isinstance(x, QuantizedConstant) and x.quantized.scale.ndim == 0
-    )
+def _is_quantized(x: Any) -> bool:
+    """Whether an operand is int8 with one scale."""
+    if isinstance(x, QuantizedConstant):
+        return x.quantization.scale.ndim == 0
+    return isinstance(x, Value) and x.quantization is not None
 
 
 def _example(x: Any) -> Any:
-    """Something of the same type, for torch's rules of promotion."""
+    """Return a tensor of the same dtype and rank, for torch.result_type."""
     if isinstance(x, Value):
-        return torch.empty([1] * x.rank, dtype=getattr(torch, x.kind))
+        return torch.empty([1] * x.rank, dtype=getattr(torch, x.dtype))
     return x
 
 
 def _common_order(x: Any, y: Any, rank: int) -> Order:
-    """That of the operand which has all axes, the larger one first."""
-    found = [each for each in (x, y) if isinstance(each, Value) and each.rank == rank]
-    found.sort(key=lambda each: -np.prod([int(size) for size in each.shape]))
-    return found[0].order if found else model_order(rank)
+    """Return the order of the larger operand that has all axes; the other one is transposed if necessary."""
+    candidates = [value for value in (x, y) if isinstance(value, Value) and value.rank == rank]
+    candidates.sort(key=lambda value: -np.prod([int(size) for size in value.shape]))
+    return candidates[0].order if candidates else model_order(rank)
 
 
-def _align_operand(walk: Walk, x: Any, rank: int, order: Order) -> int:
-    """An operand as it broadcasts against others in this order."""
+def _align_operands(writer: GraphWriter, operands: Sequence[Any], rank: int, order: Order) -> list[int]:
+    return [_align_operand(writer, operand, rank, order) for operand in operands]
+
+
+def _align_operand(writer: GraphWriter, x: Any, rank: int, order: Order) -> int:
+    """Store an operand with `rank` axes in `order`, so that it broadcasts against the others."""
     if isinstance(x, QuantizedConstant):
-        if x.data.ndim != rank:
-            raise UnsupportedOperationError("joins a constant of fewer axes and an int8 tensor")
-        return walk.file.constant(x.name, x.data.transpose(order), x.quantized, x.kind)
+        if x.codes.ndim != rank:
+            raise UnsupportedOperationError("combines an int8 tensor with a constant of fewer axes")
+        return writer.file.add_constant(x.name, x.codes.transpose(order), x.quantization, x.dtype)
     if isinstance(x, Tensor):
         if x.numel() == 1:
-            return walk.constant(x.reshape(1))
-        return walk.constant(
-            x.reshape([1] * (rank - x.ndim) + list(x.shape)).permute(order), walk.names.get(id(x), "constant")
-        )
+            return writer.add_constant(x.reshape(1))
+        expanded = x.reshape([1] * (rank - x.ndim) + list(x.shape))
+        return writer.add_constant(expanded.permute(order), writer.constant_names.get(id(x), "constant"))
     value: Value = x
     if value.rank < rank:
-        value = walk.reshaped(value, [1] * (rank - value.rank) + list(value.shape))
-    return walk.take(value, order)
+        value = writer.reshape(value, [1] * (rank - value.rank) + list(value.shape))
+    return writer.materialize(value, order)

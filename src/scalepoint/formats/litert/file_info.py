@@ -1,4 +1,4 @@
-"""What a .tflite file says of itself: its inputs by the schema, the rest in metadata of our own."""
+"""Reads what a .tflite file states about itself: inputs from the schema, the rest from scalepoint's metadata entry."""
 
 import struct
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from scalepoint.formats.litert.schema import DESCRIPTION_NAME, IDENTIFIER, TYPES
 from scalepoint.formats.metadata import FileDescription, read_description, read_target_options
 from scalepoint.support.untrusted import LARGEST_FLATBUFFER, read_bytes, read_head
 
-# What the flatbuffers package raises where an offset or a length is wrong: it follows them without a check.
+# The flatbuffers package raises these errors on wrong offsets and lengths, because it follows them without a check.
 DAMAGED_FILE_ERRORS = (struct.error, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError)
 
 
@@ -22,18 +22,18 @@ def list_files(path: Path) -> Sequence[Path]:
 
 
 def read_info(path: Path) -> FileInfo:
-    """Its inputs, and what it was made for; of files that others wrote only the inputs."""
+    """Return inputs, target, quantizers and metadata. A file that scalepoint did not write has inputs only."""
     data = _read_bytes(path)
     try:
-        known = import_schema()
+        schema = import_schema()
     except ExportError as error:
-        raise StoreError(f"a .tflite file is read by its schema: {error}") from error
+        raise StoreError(f"the schema is needed to read a .tflite file: {error}") from error
     try:
-        model = known.Model.GetRootAs(data, 0)
+        model = schema.Model.GetRootAs(data, 0)
         _check_lengths(model)
-        said = _read_description(model)
+        description = _read_description(model)
         graph = model.Subgraphs(0)
-        inputs = tuple(_read_input(graph.Tensors(graph.Inputs(place))) for place in range(graph.InputsLength()))
+        inputs = tuple(_read_input(graph.Tensors(graph.Inputs(index))) for index in range(graph.InputsLength()))
     except StoreError as error:
         raise StoreError(f"{path}: {error.args[0]}") from error
     except DAMAGED_FILE_ERRORS as error:
@@ -41,16 +41,16 @@ def read_info(path: Path) -> FileInfo:
     return FileInfo(
         size=len(data),
         inputs=inputs,
-        made_for=read_target_options(said.made_for),
-        quantizers=said.quantizers,
-        metadata=said.made_for,
+        made_for=read_target_options(description.made_for),
+        quantizers=description.quantizers,
+        metadata=description.made_for,
     )
 
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        if read_head(path, 8)[4:] != IDENTIFIER:  # before all of it is read
-            raise StoreError(f"{path} is no .tflite file")
+        if read_head(path, 8)[4:] != IDENTIFIER:  # checked before the whole file is read
+            raise StoreError(f"{path} is not a .tflite file")
         return read_bytes(path, LARGEST_FLATBUFFER)
     except DocumentError as error:
         raise StoreError(error.args[0]) from error
@@ -59,26 +59,27 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _check_lengths(model: Any) -> None:
-    held = [model.Buffers(place) for place in range(model.BuffersLength())]
-    if any(each.DataLength() and len(each.DataAsNumpy()) != each.DataLength() for each in held):
+    buffers = [model.Buffers(index) for index in range(model.BuffersLength())]
+    if any(buffer.DataLength() and len(buffer.DataAsNumpy()) != buffer.DataLength() for buffer in buffers):
         raise ValueError("a buffer is cut off")
     if not model.SubgraphsLength():
-        raise ValueError("it holds no graph")
+        raise ValueError("it contains no graph")
 
 
 def _read_description(model: Any) -> FileDescription:
-    for place in range(model.MetadataLength()):
-        each = model.Metadata(place)
-        if each.Name() == DESCRIPTION_NAME.encode():
-            return read_description(bytes(model.Buffers(each.Buffer()).DataAsNumpy()).decode())
+    for index in range(model.MetadataLength()):
+        entry = model.Metadata(index)
+        if entry.Name() == DESCRIPTION_NAME.encode():
+            return read_description(bytes(model.Buffers(entry.Buffer()).DataAsNumpy()).decode())
     return FileDescription()
 
 
 def _read_input(tensor: Any) -> FileInput:
-    types = {getattr(import_schema().TensorType, name): kind for kind, name in TYPES.items()}
-    kind = types.get(tensor.Type())
-    if kind is None:
-        raise StoreError(f"input {tensor.Name().decode()!r} is of a type that is not known here: {tensor.Type()}")
-    shape = np.atleast_1d(tensor.ShapeSignatureAsNumpy() if tensor.ShapeSignatureLength() else tensor.ShapeAsNumpy())
-    sizes = tuple(None if size < 0 else int(size) for size in shape) if tensor.ShapeLength() else ()
-    return FileInput(tensor.Name().decode(), kind, sizes)
+    numpy_names = {getattr(import_schema().TensorType, name): numpy_name for numpy_name, name in TYPES.items()}
+    dtype = numpy_names.get(tensor.Type())
+    if dtype is None:
+        raise StoreError(f"input {tensor.Name().decode()!r} has an unsupported type: {tensor.Type()}")
+    sizes = np.atleast_1d(tensor.ShapeSignatureAsNumpy() if tensor.ShapeSignatureLength() else tensor.ShapeAsNumpy())
+    # A tensor without axes has no shape vector, for which flatbuffers returns 0.
+    shape = tuple(None if size < 0 else int(size) for size in sizes) if tensor.ShapeLength() else ()
+    return FileInput(tensor.Name().decode(), dtype, shape)

@@ -1,8 +1,8 @@
-"""Pools: windows over pictures whose channels stand last.
+"""Max and average pools over images, channels last.
 
-max        the codes of its input
-average    of codes: a depthwise convolution by ones of the scale 1 / window, which XNNPACK has and rounds as simulated,
-           or where that cannot be LiteRT's own pool; else of floats
+max        works on codes or floats
+average    of codes: a depthwise convolution with a weight of ones and the scale 1 / window, which XNNPACK runs and
+           rounds as the simulation does; LiteRT's own pool if that is not possible; else a pool of floats
 """
 
 from math import prod
@@ -12,138 +12,152 @@ import numpy as np
 import torch
 from torch import fx
 
+from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
 from scalepoint.formats.litert.products import CHANNELS_LAST_ORDER, VALID, pad_input, quantize_result
 from scalepoint.formats.litert.schema import QuantizationParameters
 from scalepoint.formats.litert.values import Value
-from scalepoint.formats.litert.walk import UnsupportedOperationError, Walk, writes
 
 aten = torch.ops.aten
-MAX_WINDOW = 25  # elements of a window that is multiplied by ones: XNNPACK has kernels for 5 x 5 and less
-ONES_NAME = "average_pool"  # what their tensor is called, by which the runtime's room knows them
+MAX_WINDOW = 25  # elements of a window that becomes a convolution: XNNPACK has kernels for up to 5 x 5
+ONES_NAME = "average_pool"  # name of the weight of ones; runtimes/litert/child.py recognizes such pools by it
 
 
-def _to_pair(given: Any, default: Any = ()) -> list[int]:
-    values = list(given or default)
-    return [int(each) for each in (values * 2 if len(values) == 1 else values)]
+def _to_pair(value: Any, default: Any = ()) -> list[int]:
+    extents = list(value or default)
+    return [int(extent) for extent in (extents * 2 if len(extents) == 1 else extents)]
 
 
 @writes(aten.max_pool2d.default)
-def max_pool(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    x, kernel = given["self"], _to_pair(given["kernel_size"])
-    stride = _to_pair(given["stride"], kernel)
-    if any(each != 1 for each in _to_pair(given["dilation"])):
+def max_pool(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    x, kernel = arguments["self"], _to_pair(arguments["kernel_size"])
+    stride = _to_pair(arguments["stride"], kernel)
+    if any(extent != 1 for extent in _to_pair(arguments["dilation"])):
         raise UnsupportedOperationError("is a pool with dilated windows")
-    shape, _ = walk.shape_and_dtype(node)
-    window = (kernel, stride, [1, 1], _to_pair(given["padding"]))
-    place, how = pad_input(walk, x, shape[2:], window, lowest=not _is_positive(x, node))
-    return _write_pool(walk, "MAX_POOL_2D", place, node, (how, kernel, stride), x)
+    shape, _ = writer.shape_and_dtype(node)
+    window = (kernel, stride, [1, 1], _to_pair(arguments["padding"]))
+    source, padding = pad_input(writer, x, shape[2:], window, with_lowest=not _is_zero_lowest(x, node))
+    return _write_pool(writer, "MAX_POOL_2D", source, node, (padding, kernel, stride), x)
 
 
-def _is_positive(x: Value, node: fx.Node) -> bool:
-    """Whether zero is the lowest value, so that a plain PAD will do, which delegates have."""
-    if x.codes is not None:
-        return x.codes.zero_point == -128
+def _is_zero_lowest(x: Value, node: fx.Node) -> bool:
+    """Whether no input is below zero. Then padding with zeros is correct, and delegates support PAD, but not PADV2."""
+    if x.quantization is not None:
+        return x.quantization.zero_point == -128
     source: Any = node.args[0]
     return source.target in (aten.relu.default, aten.relu6.default)
 
 
-def _write_pool(walk: Walk, operator: str, place: int, node: fx.Node, window: tuple[int, Any, Any], x: Value) -> Value:
-    how, kernel, stride = window
-    shape, kind = walk.shape_and_dtype(node)
+def _write_pool(
+    writer: GraphWriter, operator: str, source: int, node: fx.Node, window: tuple[int, Any, Any], x: Value
+) -> Value:
+    padding, kernel, stride = window
+    shape, dtype = writer.shape_and_dtype(node)
     options = {
-        "padding": how, "filterHeight": kernel[0], "filterWidth": kernel[1], "strideH": stride[0], "strideW": stride[1]
-    }  # fmt: skip
-    return walk.emit(
-        operator, [place], shape, kind, order=CHANNELS_LAST_ORDER, codes=x.codes, name=node.name, options=options
+        "padding": padding,
+        "filterHeight": kernel[0],
+        "filterWidth": kernel[1],
+        "strideH": stride[0],
+        "strideW": stride[1],
+    }
+    return writer.emit(
+        operator,
+        [source],
+        shape,
+        dtype,
+        order=CHANNELS_LAST_ORDER,
+        quantization=x.quantization,
+        name=node.name,
+        options=options,
     )
 
 
 @writes(aten.avg_pool2d.default)
-def average_pool(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    kernel = _to_pair(given["kernel_size"])
-    stride, pads = _to_pair(given["stride"], kernel), _to_pair(given["padding"])
-    if given["ceil_mode"] or given["divisor_override"]:
-        raise UnsupportedOperationError("is an average pool with ceil_mode or a divisor of its own")
-    return _write_average(walk, node, (kernel, stride, pads), counts_pads=bool(given["count_include_pad"]))
+def average_pool(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    kernel = _to_pair(arguments["kernel_size"])
+    stride, pads = _to_pair(arguments["stride"], kernel), _to_pair(arguments["padding"])
+    if arguments["ceil_mode"] or arguments["divisor_override"]:
+        raise UnsupportedOperationError("is an average pool with ceil_mode or divisor_override")
+    return _write_average(writer, node, (kernel, stride, pads), counts_pads=bool(arguments["count_include_pad"]))
 
 
 def _write_average(
-    walk: Walk, node: fx.Node, window: tuple[list[int], list[int], list[int]], counts_pads: bool
+    writer: GraphWriter, node: fx.Node, window: tuple[list[int], list[int], list[int]], counts_pads: bool
 ) -> Value:
     kernel, stride, pads = window
-    shape, _ = walk.shape_and_dtype(node)
-    x, end = walk.arguments(node)["self"], walk.ending(node, folds=False)
-    if x.codes is not None and end.codes is not None and prod(kernel) <= MAX_WINDOW and (counts_pads or not any(pads)):
-        place, how = pad_input(walk, x, shape[2:], (kernel, stride, [1, 1], pads))
-        return quantize_result(
-            walk,
-            node,
-            end,
-            _write_average_as_convolution(walk, node, place, (how, kernel, stride), (x.codes, end.codes)),
-        )
-    is_same = x.codes is not None and x.codes.is_same(end.codes)
-    x = x if is_same else walk.dequantized(x)
-    place, how = pad_input(walk, x, shape[2:], (kernel, stride, [1, 1], pads), explicit=counts_pads)
-    if any(pads) and counts_pads != (how == VALID):
-        raise UnsupportedOperationError("is an average pool whose padding LiteRT counts otherwise")
-    return quantize_result(walk, node, end, _write_pool(walk, "AVERAGE_POOL_2D", place, node, (how, kernel, stride), x))
+    pad_window = (kernel, stride, [1, 1], pads)
+    shape, _ = writer.shape_and_dtype(node)
+    x, ending = writer.arguments(node)["self"], writer.find_ending(node, folds_activation=False)
+    can_be_convolution = prod(kernel) <= MAX_WINDOW and (counts_pads or not any(pads))
+    if can_be_convolution and x.quantization is not None and ending.quantization is not None:
+        source, padding = pad_input(writer, x, shape[2:], pad_window)
+        scales = (x.quantization, ending.quantization)
+        average = _write_average_as_convolution(writer, node, source, (padding, kernel, stride), scales)
+        return quantize_result(writer, node, ending, average)
+    has_same_scale = x.quantization is not None and x.quantization.equals(ending.quantization)
+    if not has_same_scale:  # LiteRT's pool cannot change the scale
+        x = writer.dequantize(x)
+    source, padding = pad_input(writer, x, shape[2:], pad_window, always_explicit=counts_pads)
+    if any(pads) and counts_pads != (padding == VALID):
+        raise UnsupportedOperationError("is an average pool that counts its padding differently from LiteRT")
+    average = _write_pool(writer, "AVERAGE_POOL_2D", source, node, (padding, kernel, stride), x)
+    return quantize_result(writer, node, ending, average)
 
 
 def _write_average_as_convolution(
-    walk: Walk,
+    writer: GraphWriter,
     node: fx.Node,
-    place: int,
+    source: int,
     window: tuple[int, Any, Any],
-    codes: tuple[QuantizationParameters, QuantizationParameters],
+    quantization: tuple[QuantizationParameters, QuantizationParameters],
 ) -> Value:
-    """The mean of codes as a product with ones."""
-    (how, kernel, stride), (given, gives) = window, codes
-    shape, kind = walk.shape_and_dtype(node)
+    """Write the mean of codes as a depthwise convolution with ones."""
+    padding, kernel, stride = window
+    input_quantization, output_quantization = quantization
+    shape, dtype = writer.shape_and_dtype(node)
     channels = int(shape[1])
     scale = np.full(channels, 1 / prod(kernel), np.float32)
     ones = np.ones((1, *kernel, channels), np.int8)
-    weight = walk.file.constant(ONES_NAME, ones, QuantizationParameters(scale, axis=3))
-    bias = walk.file.constant("no_bias", np.zeros(channels, np.int32), QuantizationParameters(scale * given.scale))
-    options = {"padding": how, "strideH": stride[0], "strideW": stride[1], "depthMultiplier": 1}
-    inputs = [place, weight, bias]
-    return walk.emit(
+    weight = writer.file.add_constant(ONES_NAME, ones, QuantizationParameters(scale, axis=3))
+    bias_quantization = QuantizationParameters(scale * input_quantization.scale)
+    bias = writer.file.add_constant("no_bias", np.zeros(channels, np.int32), bias_quantization)
+    options = {"padding": padding, "strideH": stride[0], "strideW": stride[1], "depthMultiplier": 1}
+    return writer.emit(
         "DEPTHWISE_CONV_2D",
-        inputs,
+        [source, weight, bias],
         shape,
-        kind,
+        dtype,
         order=CHANNELS_LAST_ORDER,
-        codes=gives,
+        quantization=output_quantization,
         name=node.name,
         options=options,
     )
 
 
 @writes(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)
-def adaptive_average_pool(walk: Walk, node: fx.Node) -> Value:
-    x = walk.arguments(node)["self"]
-    shape, kind = walk.shape_and_dtype(node)
+def adaptive_average_pool(writer: GraphWriter, node: fx.Node) -> Value:
+    x = writer.arguments(node)["self"]
+    shape, dtype = writer.shape_and_dtype(node)
     if tuple(shape[2:]) == (1, 1):
-        end = walk.ending(node, folds=False)
-        is_integer = x.codes is not None and end.codes is not None
-        x = x if is_integer else walk.dequantized(x)
-        inputs = [walk.take(x, CHANNELS_LAST_ORDER), walk.ints([1, 2])]
-        codes = end.codes if is_integer else None
-        made = walk.emit(
+        ending = writer.find_ending(node, folds_activation=False)
+        is_integer = x.quantization is not None and ending.quantization is not None
+        x = x if is_integer else writer.dequantize(x)
+        mean = writer.emit(
             "MEAN",
-            inputs,
+            [writer.materialize(x, CHANNELS_LAST_ORDER), writer.add_int_list([1, 2])],
             shape,
-            kind,
+            dtype,
             order=CHANNELS_LAST_ORDER,
-            codes=codes,
+            quantization=ending.quantization if is_integer else None,
             name=node.name,
             options={"keepDims": True},
         )
-        return quantize_result(walk, node, end, made)
-    if any(whole % part for whole, part in zip(x.shape[2:], shape[2:], strict=True)):
+        return quantize_result(writer, node, ending, mean)
+    sizes = list(zip(x.shape[2:], shape[2:], strict=True))
+    if any(input_size % output_size for input_size, output_size in sizes):
         raise UnsupportedOperationError(
             f"pools {tuple(x.shape[2:])} to {tuple(shape[2:])}, in windows of several sizes"
         )
-    kernel = [whole // part for whole, part in zip(x.shape[2:], shape[2:], strict=True)]
-    return _write_average(walk, node, (kernel, kernel, [0, 0]), counts_pads=True)
+    kernel = [input_size // output_size for input_size, output_size in sizes]
+    return _write_average(writer, node, (kernel, kernel, [0, 0]), counts_pads=True)

@@ -1,10 +1,10 @@
-"""Convolutions, linear layers and products of two tensors.
+"""Convolutions, linear layers and matrix products.
 
-    conv      x NHWC, w (out, kh, kw, in); a depthwise one (1, kh, kw, out)
-    linear    x (.., in), w (out, in)
+    convolution   x NHWC, weight (out, kh, kw, in); depthwise: weight (1, kh, kw, out)
+    linear        x (.., in), weight (out, in)
 
-In int8 where the input has codes, the weight is codes and the output gets codes; a linear layer whose input is taken by
-rows has float tensors beside an int8 or int4 weight, and its kernel rounds the rows.
+They are computed in int8 if the input, the weight and the output are quantized. A linear layer whose input is quantized
+per row has float inputs and outputs next to an int8 or int4 weight; its kernel quantizes the rows.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from scalepoint.formats.litert.graph_writer import FusedEnding, GraphWriter, UnsupportedOperationError, writes
 from scalepoint.formats.litert.schema import QuantizationParameters
 from scalepoint.formats.litert.values import (
     DynamicExtent,
@@ -24,291 +25,356 @@ from scalepoint.formats.litert.values import (
     channels_last,
     model_order,
 )
-from scalepoint.formats.litert.walk import FusedEnding, UnsupportedOperationError, Walk, writes
 
 aten = torch.ops.aten
-SAME, VALID = 0, 1
+SAME, VALID = 0, 1  # Padding of the schema
 CHANNELS_LAST_ORDER = channels_last(4)
 
 
 @writes(aten.conv2d.default, aten.conv1d.default, aten.conv2d.padding, aten.conv1d.padding, aten.convolution.default)
-def convolution(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    if given.get("transposed"):
-        return _write_transposed_convolution(walk, node, given)
-    weight, bias, x = given["weight"], given["bias"], given["input"]
-    dims = _weight_data(weight).ndim - 2
-    if dims not in (1, 2):
+def convolution(writer: GraphWriter, node: fx.Node) -> Value:
+    """Write CONV_2D or DEPTHWISE_CONV_2D; a 1-d convolution works on images of height 1."""
+    arguments = writer.arguments(node)
+    if arguments.get("transposed"):
+        return _write_transposed_convolution(writer, node, arguments)
+    weight, bias, x = arguments["weight"], arguments["bias"], arguments["input"]
+    spatial_axes = _weight_data(weight).ndim - 2
+    if spatial_axes not in (1, 2):
         raise UnsupportedOperationError("convolves over three axes")
-    stride, dilation = (_two_extents(given[each], dims) for each in ("stride", "dilation"))
-    shape, _ = walk.shape_and_dtype(node)
-    end = walk.ending(node)
-    is_integer = _is_integer(x, weight, end)
-    x, weight, bias = (each if is_integer else walk.dequantized(each) for each in (x, weight, bias))
+    stride, dilation = (_two_extents(arguments[name], spatial_axes) for name in ("stride", "dilation"))
+    shape, _ = writer.shape_and_dtype(node)
+    ending = writer.find_ending(node)
+    is_integer = _is_integer(x, weight, ending)
+    if not is_integer:
+        x, weight, bias = (writer.dequantize(operand) for operand in (x, weight, bias))
     weight = _to_four_axes(weight)
     kernel = _weight_data(weight).shape[2:]
-    source = _add_height(walk, x)
-    out = shape if dims == 2 else (*shape[:2], 1, shape[2])
-    before = _two_paddings(given["padding"], kernel, dilation, dims)
-    place, how = pad_input(walk, source, out[2:], (kernel, stride, dilation, before))
-    groups, channels = int(given["groups"]), int(source.shape[1])
+    source = _add_height(writer, x)
+    output_shape = shape if spatial_axes == 2 else (*shape[:2], 1, shape[2])
+    pads_before = _two_paddings(arguments["padding"], kernel, dilation, spatial_axes)
+    padded, padding = pad_input(writer, source, output_shape[2:], (kernel, stride, dilation, pads_before))
+    groups, channels = int(arguments["groups"]), int(source.shape[1])
     is_depthwise = groups > 1 and groups == channels and _weight_data(weight).shape[1] == 1
     options = {
-        "padding": how, "strideH": stride[0], "strideW": stride[1], "dilationHFactor": dilation[0],
-        "dilationWFactor": dilation[1], "fusedActivationFunction": end.activation,
-    }  # fmt: skip
+        "padding": padding,
+        "strideH": stride[0],
+        "strideW": stride[1],
+        "dilationHFactor": dilation[0],
+        "dilationWFactor": dilation[1],
+        "fusedActivationFunction": ending.activation,
+    }
     if is_depthwise:
-        options["depthMultiplier"] = out[1] // groups
-    held = _store_weight(walk, weight, (1, 2, 3, 0) if is_depthwise else (0, 2, 3, 1), 3 if is_depthwise else 0)
-    inputs = [place, held, _store_bias(walk, bias, source, weight, int(out[1]))]
-    operator = "DEPTHWISE_CONV_2D" if is_depthwise else "CONV_2D"
-    codes = end.codes if is_integer else None
-    made = walk.emit(
-        operator, inputs, out, "float32", order=CHANNELS_LAST_ORDER, codes=codes, name=node.name, options=options
+        options["depthMultiplier"] = output_shape[1] // groups
+        stored_weight = _store_weight(writer, weight, (1, 2, 3, 0), 3)
+    else:
+        stored_weight = _store_weight(writer, weight, (0, 2, 3, 1), 0)
+    result = writer.emit(
+        "DEPTHWISE_CONV_2D" if is_depthwise else "CONV_2D",
+        [padded, stored_weight, _store_bias(writer, bias, source, weight, int(output_shape[1]))],
+        output_shape,
+        "float32",
+        order=CHANNELS_LAST_ORDER,
+        quantization=ending.quantization if is_integer else None,
+        name=node.name,
+        options=options,
     )
-    made = made if dims == 2 else _remove_height(walk, made, shape)
-    return quantize_result(walk, node, end, made)
+    if spatial_axes == 1:
+        result = _remove_height(writer, result, shape)
+    return quantize_result(writer, node, ending, result)
 
 
-def quantize_result(walk: Walk, node: fx.Node, end: FusedEnding, made: Value) -> Value:
-    """As codes where the ending asks for some that the operator did not give."""
-    if end.codes is not None and made.codes is None:
-        order = made.order
-        made = walk.emit(
-            "QUANTIZE", [made.stored[order]], made.shape, made.kind, order=order, codes=end.codes, is_integer=False
+def quantize_result(writer: GraphWriter, node: fx.Node, ending: FusedEnding, result: Value) -> Value:
+    """Assign the result to the node and its fused ending, after a QUANTIZE if the operator did not quantize it."""
+    if ending.quantization is not None and result.quantization is None:
+        order = result.order
+        result = writer.emit(
+            "QUANTIZE",
+            [result.tensors[order]],
+            result.shape,
+            result.dtype,
+            order=order,
+            quantization=ending.quantization,
+            is_integer=False,
         )
-    return walk.close(node, end, made)
+    return writer.set_result(node, ending, result)
 
 
-def _is_integer(x: Any, weight: Any, end: FusedEnding) -> bool:
-    is_static = isinstance(x, Value) and x.codes is not None and end.codes is not None
-    return is_static and isinstance(weight, QuantizedConstant) and weight.kind == "int8"
+def _is_integer(x: Any, weight: Any, ending: FusedEnding) -> bool:
+    """Whether input, weight and output are int8."""
+    is_static = isinstance(x, Value) and x.quantization is not None and ending.quantization is not None
+    return is_static and isinstance(weight, QuantizedConstant) and weight.dtype == "int8"
 
 
 def _weight_data(weight: Any) -> Any:
     if isinstance(weight, Value):
         raise UnsupportedOperationError("has a weight that is computed from the data")
-    return weight.data if isinstance(weight, QuantizedConstant) else weight
+    return weight.codes if isinstance(weight, QuantizedConstant) else weight
 
 
-def _two_extents(given: Any, dims: int) -> list[int]:
-    """Of both axes; one axis lies."""
-    values = list(given) * (dims if len(given) == 1 else 1)
-    return [int(each) for each in ([1, *values] if dims == 1 else values)]
+def _two_extents(argument: Any, spatial_axes: int) -> list[int]:
+    """Return the extents for height and width; the height of a 1-d convolution has 1."""
+    extents = list(argument) * (spatial_axes if len(argument) == 1 else 1)
+    return [int(extent) for extent in ([1, *extents] if spatial_axes == 1 else extents)]
 
 
-def _two_paddings(given: Any, kernel: Sequence[int], dilation: Sequence[int], dims: int) -> list[int]:
-    """Before the first element of both axes."""
-    if given == "valid":
+def _two_paddings(argument: Any, kernel: Sequence[int], dilation: Sequence[int], spatial_axes: int) -> list[int]:
+    """Return the padding before the first row and the first column."""
+    if argument == "valid":
         return [0, 0]
-    if given == "same":
+    if argument == "same":
         return [(size - 1) * step // 2 for size, step in zip(kernel, dilation, strict=True)]
-    values = list(given) * (dims if len(given) == 1 else 1)
-    return [int(each) for each in ([0, *values] if dims == 1 else values)]
+    pads = list(argument) * (spatial_axes if len(argument) == 1 else 1)
+    return [int(pad) for pad in ([0, *pads] if spatial_axes == 1 else pads)]
 
 
 def _to_four_axes(weight: Any) -> Any:
     data = _weight_data(weight)
     if data.ndim == 4:
         return weight
-    return replace(weight, data=data[:, :, None]) if isinstance(weight, QuantizedConstant) else weight[:, :, None]
+    if isinstance(weight, QuantizedConstant):
+        return replace(weight, codes=data[:, :, None])
+    return weight[:, :, None]
 
 
-def _add_height(walk: Walk, x: Value) -> Value:
-    """(n, c, w) as (n, c, 1, w), stored with its channels last."""
+def _add_height(writer: GraphWriter, x: Value) -> Value:
+    """Reshape (n, c, w) to (n, c, 1, w), stored with channels last."""
     if x.rank == 4:
         return x
     if x.rank != 3:
         raise UnsupportedOperationError(f"takes a tensor of {x.rank} axes, without a batch")
-    source = walk.take(x, channels_last(3))
+    source = writer.materialize(x, channels_last(3))
     shape = (*x.shape[:2], 1, x.shape[2])
-    return _reorder_axes(walk, source, shape, CHANNELS_LAST_ORDER, x.codes)
+    return _reshape_stored(writer, source, shape, CHANNELS_LAST_ORDER, x.quantization)
 
 
-def _remove_height(walk: Walk, x: Value, shape: Sequence[int]) -> Value:
-    return _reorder_axes(walk, walk.take(x, CHANNELS_LAST_ORDER), shape, channels_last(3), x.codes)
+def _remove_height(writer: GraphWriter, x: Value, shape: Sequence[int]) -> Value:
+    source = writer.materialize(x, CHANNELS_LAST_ORDER)
+    return _reshape_stored(writer, source, shape, channels_last(3), x.quantization)
 
 
-def _reorder_axes(
-    walk: Walk, source: int, shape: Sequence[int], order: tuple[int, ...], codes: QuantizationParameters | None
+def _reshape_stored(
+    writer: GraphWriter,
+    source: int,
+    shape: Sequence[int],
+    order: tuple[int, ...],
+    quantization: QuantizationParameters | None,
 ) -> Value:
-    target = [-1 if isinstance(shape[axis], DynamicExtent) else shape[axis] for axis in order]
-    return walk.emit("RESHAPE", [source, walk.ints(target)], shape, "float32", order=order, codes=codes)
+    """Reshape a stored tensor to `shape` in `order`."""
+    sizes = [-1 if isinstance(shape[axis], DynamicExtent) else shape[axis] for axis in order]
+    inputs = [source, writer.add_int_list(sizes)]
+    return writer.emit("RESHAPE", inputs, shape, "float32", order=order, quantization=quantization)
 
 
 def pad_input(
-    walk: Walk,
+    writer: GraphWriter,
     x: Value,
-    out: Sequence[int],
+    output_sizes: Sequence[int],
     window: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]],
     *,
-    lowest: bool = False,
-    explicit: bool = False,
+    with_lowest: bool = False,
+    always_explicit: bool = False,
 ) -> tuple[int, int]:
-    """The input of a window operator with its channels last, and the padding that it is told.
+    """Prepare the input of a convolution or pool: channels last, padded if the operator's own padding differs.
 
-    SAME where LiteRT pads as the model does, VALID otherwise, or if `explicit`, after a PAD: with zeros, or with the
-    `lowest` value.
+    Args:
+        writer: The file.
+        x: The input.
+        output_sizes: Height and width of the result.
+        window: Kernel, stride, dilation and padding before the first element, each for height and width.
+        with_lowest: Pad with the lowest value instead of zeros.
+        always_explicit: Write a PAD even if the operator's SAME padding gives the same result.
+
+    Returns:
+        The index of the tensor, and the padding option of the operator: SAME if it pads as the model does, else VALID.
     """
-    pads, same = [], not explicit
-    for size, gives, kernel, stride, dilation, before in zip(x.shape[2:], out, *window, strict=True):
-        wide = (kernel - 1) * dilation + 1
-        after = max((gives - 1) * stride + wide - size - before, 0)
-        total = max((-(-size // stride) - 1) * stride + wide - size, 0)
-        same &= gives == -(-size // stride) and (before, after) == (total // 2, total - total // 2)
+    pads: list[tuple[int, int]] = []
+    is_same = not always_explicit
+    for size, output_size, kernel, stride, dilation, before in zip(x.shape[2:], output_sizes, *window, strict=True):
+        window_size = (kernel - 1) * dilation + 1
+        after = max((output_size - 1) * stride + window_size - size - before, 0)
+        # SAME as LiteRT defines it: ceil(size / stride) results; an odd element of padding goes to the end.
+        same_size = -(-size // stride)
+        same_total = max((same_size - 1) * stride + window_size - size, 0)
+        is_same &= output_size == same_size and (before, after) == (same_total // 2, same_total - same_total // 2)
         pads.append((before, after))
-    source = walk.take(x, CHANNELS_LAST_ORDER)
-    if not any(each for pad in pads for each in pad):
+    source = writer.materialize(x, CHANNELS_LAST_ORDER)
+    if all(pad == (0, 0) for pad in pads):
         return source, VALID
-    if same:
+    if is_same:
         return source, SAME
-    table = np.array([(0, 0), *pads, (0, 0)], np.int32)
+    paddings = np.array([(0, 0), *pads, (0, 0)], np.int32)
     shape = [x.shape[0], x.shape[1], *(size + sum(pad) for size, pad in zip(x.shape[2:], pads, strict=True))]
-    inputs = [source, walk.constant(table, "paddings")]
-    if not lowest:
-        made = walk.emit("PAD", inputs, shape, x.kind, order=CHANNELS_LAST_ORDER, codes=x.codes)
-    else:
-        made = walk.emit(
-            "PADV2", [*inputs, _lowest_value(walk, x)], shape, x.kind, order=CHANNELS_LAST_ORDER, codes=x.codes
-        )
-    return walk.take(made, CHANNELS_LAST_ORDER), VALID
+    inputs = [source, writer.add_constant(paddings, "paddings")]
+    if with_lowest:
+        inputs.append(_add_lowest_value(writer, x))
+    padded = writer.emit(
+        "PADV2" if with_lowest else "PAD",
+        inputs,
+        shape,
+        x.dtype,
+        order=CHANNELS_LAST_ORDER,
+        quantization=x.quantization,
+    )
+    return writer.materialize(padded, CHANNELS_LAST_ORDER), VALID
 
 
-def _lowest_value(walk: Walk, x: Value) -> int:
-    if x.codes is None:
-        return walk.number(float(np.finfo(np.float32).min), "float32")
-    return walk.file.constant("lowest", np.full(1, -128, np.int8), x.codes)
+def _add_lowest_value(writer: GraphWriter, x: Value) -> int:
+    if x.quantization is None:
+        return writer.add_number(float(np.finfo(np.float32).min), "float32")
+    return writer.file.add_constant("lowest", np.full(1, -128, np.int8), x.quantization)
 
 
-def _store_weight(walk: Walk, weight: Any, order: Sequence[int], axis: int) -> int:
-    """A weight in the layout of its operator."""
+def _store_weight(writer: GraphWriter, weight: Any, order: Sequence[int], channel_axis: int) -> int:
+    """Store a weight in the axis order of its operator, where `channel_axis` has the output channels."""
     if isinstance(weight, QuantizedConstant):
-        codes = replace(weight.quantized, axis=axis)
-        return walk.take(replace(weight, data=weight.data.transpose(order), quantized=codes))
-    return walk.take(weight, tuple(order))
+        quantization = replace(weight.quantization, axis=channel_axis)
+        weight = replace(weight, codes=weight.codes.transpose(order), quantization=quantization)
+        return writer.materialize(weight)
+    return writer.materialize(weight, tuple(order))
 
 
-def _store_bias(walk: Walk, bias: Any, x: Value, weight: Any, channels: int) -> int:
-    """Zeros where there is none, which delegates ask for; int32 of the scale s_x s_w beside int8 tensors."""
-    if x.codes is None or not isinstance(weight, QuantizedConstant):
-        return walk.take(torch.zeros(channels) if bias is None else bias)
+def _store_bias(writer: GraphWriter, bias: Any, x: Value, weight: Any, channels: int) -> int:
+    """Store the bias: float, or int32 with the scale s_x * s_w next to int8 tensors.
+
+    A missing bias becomes zeros, because delegates require one.
+    """
+    if x.quantization is None or not isinstance(weight, QuantizedConstant):
+        return writer.materialize(torch.zeros(channels) if bias is None else bias)
     if isinstance(bias, QuantizedConstant):
-        return walk.take(bias)
+        return writer.materialize(bias)
     if bias is not None:
-        raise UnsupportedOperationError("has a float bias beside int8 tensors")
-    scale = np.broadcast_to(x.codes.scale * weight.quantized.scale, channels)
-    return walk.file.constant("no_bias", np.zeros(channels, np.int32), QuantizationParameters(scale))
+        raise UnsupportedOperationError("has a float bias next to int8 tensors")
+    scale = np.broadcast_to(x.quantization.scale * weight.quantization.scale, channels)
+    return writer.file.add_constant("no_bias", np.zeros(channels, np.int32), QuantizationParameters(scale))
 
 
 @writes(aten.conv_transpose2d.input, aten.conv_transpose1d.default)
-def convolution_transposed(walk: Walk, node: fx.Node) -> Value:
-    return _write_transposed_convolution(walk, node, walk.arguments(node))
+def convolution_transposed(writer: GraphWriter, node: fx.Node) -> Value:
+    return _write_transposed_convolution(writer, node, writer.arguments(node))
 
 
-def _write_transposed_convolution(walk: Walk, node: fx.Node, given: dict[str, Any]) -> Value:
-    """All that the kernel reaches, and what padding takes away of it is cut off."""
-    x, weight, bias = given["input"], given["weight"], given["bias"]
-    dims = _weight_data(weight).ndim - 2
-    if dims != 2 or given["groups"] != 1 or any(each != 1 for each in given["dilation"]):
-        raise UnsupportedOperationError("is a transposed convolution over other than two axes, in groups, or dilated")
-    shape, _ = walk.shape_and_dtype(node)
+def _write_transposed_convolution(writer: GraphWriter, node: fx.Node, arguments: dict[str, Any]) -> Value:
+    """Write TRANSPOSE_CONV without padding, and cut off what the model's padding removes."""
+    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
+    spatial_axes = _weight_data(weight).ndim - 2
+    is_dilated = any(extent != 1 for extent in arguments["dilation"])
+    if spatial_axes != 2 or arguments["groups"] != 1 or is_dilated:
+        raise UnsupportedOperationError(
+            "is a transposed convolution that is grouped, dilated, or over one or three axes"
+        )
+    shape, _ = writer.shape_and_dtype(node)
     if isinstance(shape[0], DynamicExtent):
-        raise FixedBatchError("a transposed convolution is told its output's shape")
-    end = walk.ending(node, folds=False)
-    is_integer = _is_integer(x, weight, end)
-    x, weight, bias = (each if is_integer else walk.dequantized(each) for each in (x, weight, bias))
-    stride, pads = (_two_extents(given[each], dims) for each in ("stride", "padding"))
+        raise FixedBatchError("a transposed convolution takes the shape of its output as a constant")
+    ending = writer.find_ending(node, folds_activation=False)
+    is_integer = _is_integer(x, weight, ending)
+    if not is_integer:
+        x, weight, bias = (writer.dequantize(operand) for operand in (x, weight, bias))
+    stride, pads = (_two_extents(arguments[name], spatial_axes) for name in ("stride", "padding"))
     kernel = _weight_data(weight).shape[2:]
-    reach = [(size - 1) * step + wide for size, step, wide in zip(x.shape[2:], stride, kernel, strict=True)]
-    if any(pad + size > whole for pad, size, whole in zip(pads, shape[2:], reach, strict=True)):
-        raise UnsupportedOperationError("is a transposed convolution whose output_padding is larger than its padding")
-    held = _store_weight(walk, weight, (1, 2, 3, 0), 0)
-    whole = (*shape[:2], *reach)
-    biases = _store_bias(walk, bias, x, weight, shape[1])
-    inputs = [walk.ints([whole[axis] for axis in CHANNELS_LAST_ORDER]), held, walk.take(x, CHANNELS_LAST_ORDER), biases]
-    codes = end.codes if is_integer else None
-    options = {"padding": VALID, "strideH": stride[0], "strideW": stride[1]}
-    made = walk.emit(
+    full_sizes = [
+        (size - 1) * step + kernel_size for size, step, kernel_size in zip(x.shape[2:], stride, kernel, strict=True)
+    ]
+    for pad, size, full_size in zip(pads, shape[2:], full_sizes, strict=True):
+        if pad + size > full_size:
+            raise UnsupportedOperationError(
+                "is a transposed convolution whose output_padding is larger than its padding"
+            )
+    stored_weight = _store_weight(writer, weight, (1, 2, 3, 0), 0)
+    full_shape = (*shape[:2], *full_sizes)
+    stored_bias = _store_bias(writer, bias, x, weight, shape[1])
+    result = writer.emit(
         "TRANSPOSE_CONV",
-        inputs,
-        whole,
+        [
+            writer.add_int_list([full_shape[axis] for axis in CHANNELS_LAST_ORDER]),
+            stored_weight,
+            writer.materialize(x, CHANNELS_LAST_ORDER),
+            stored_bias,
+        ],
+        full_shape,
         "float32",
         order=CHANNELS_LAST_ORDER,
-        codes=codes,
+        quantization=ending.quantization if is_integer else None,
         name=node.name,
-        options=options,
+        options={"padding": VALID, "strideH": stride[0], "strideW": stride[1]},
     )
-    if whole != shape:
-        begin, size = walk.ints([0, *pads, 0]), walk.ints([shape[axis] for axis in CHANNELS_LAST_ORDER])
-        made = walk.emit(
+    if full_shape != shape:
+        begin = writer.add_int_list([0, *pads, 0])
+        size = writer.add_int_list([shape[axis] for axis in CHANNELS_LAST_ORDER])
+        result = writer.emit(
             "SLICE",
-            [walk.take(made, CHANNELS_LAST_ORDER), begin, size],
+            [writer.materialize(result, CHANNELS_LAST_ORDER), begin, size],
             shape,
             "float32",
             order=CHANNELS_LAST_ORDER,
-            codes=made.codes,
+            quantization=result.quantization,
         )
-    return quantize_result(walk, node, end, made)
+    return quantize_result(writer, node, ending, result)
 
 
 @writes(aten.linear.default)
-def linear(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    return _write_linear(walk, node, given["input"], given["weight"], given["bias"])
+def linear(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    return _write_linear(writer, node, arguments["input"], arguments["weight"], arguments["bias"])
 
 
 @writes(aten.addmm.default)
-def write_addmm(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    bias, weight = given["self"], given["mat2"]
-    if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or (given["alpha"], given["beta"]) != (1, 1):
-        raise UnsupportedOperationError("adds to a product that is no linear layer")
-    return _write_linear(
-        walk, node, given["mat1"], walk.name_constant(weight.T, walk.names.get(id(weight), node.name)), bias
-    )
+def addmm(writer: GraphWriter, node: fx.Node) -> Value:
+    """Write bias + x @ weight as a linear layer, if weight and bias are constants."""
+    arguments = writer.arguments(node)
+    bias, weight = arguments["self"], arguments["mat2"]
+    are_constant = isinstance(weight, Tensor) and isinstance(bias, Tensor)
+    if not are_constant or (arguments["alpha"], arguments["beta"]) != (1, 1):
+        raise UnsupportedOperationError("adds to a product, but is not a linear layer")
+    weight_name = writer.constant_names.get(id(weight), node.name)
+    return _write_linear(writer, node, arguments["mat1"], writer.name_constant(weight.T, weight_name), bias)
 
 
-def _write_linear(walk: Walk, node: fx.Node, x: Any, weight: Any, bias: Any) -> Value:
-    shape, _ = walk.shape_and_dtype(node)
-    end = walk.ending(node)
-    is_rows = isinstance(x, Value) and x.is_rows and isinstance(weight, QuantizedConstant)
-    is_integer = not is_rows and _is_integer(x, weight, end)
+def _write_linear(writer: GraphWriter, node: fx.Node, x: Any, weight: Any, bias: Any) -> Value:
+    shape, _ = writer.shape_and_dtype(node)
+    ending = writer.find_ending(node)
+    quantizes_rows = isinstance(x, Value) and x.is_quantized_per_row and isinstance(weight, QuantizedConstant)
+    is_integer = not quantizes_rows and _is_integer(x, weight, ending)
     if not is_integer:
-        x, bias = walk.dequantized(x), walk.dequantized(bias)
-        weight = weight if is_rows else walk.dequantized(weight)
+        x, bias = writer.dequantize(x), writer.dequantize(bias)
+        weight = weight if quantizes_rows else writer.dequantize(weight)
     if isinstance(weight, Value):
         raise UnsupportedOperationError("has a weight that is computed from the data")
-    inputs = [walk.take(x), walk.take(weight), _store_bias(walk, bias, x, weight, _weight_data(weight).shape[0])]
-    options = {
-        "fusedActivationFunction": end.activation,
-        "keepNumDims": len(shape) != 2,
-        "asymmetricQuantizeInputs": is_rows,
-    }
-    codes = end.codes if is_integer else None
-    made = walk.emit(
+    inputs = [
+        writer.materialize(x),
+        writer.materialize(weight),
+        _store_bias(writer, bias, x, weight, _weight_data(weight).shape[0]),
+    ]
+    result = writer.emit(
         "FULLY_CONNECTED",
         inputs,
         shape,
         "float32",
-        codes=codes,
+        quantization=ending.quantization if is_integer else None,
         name=node.name,
-        is_integer=is_integer or is_rows,
-        options=options,
+        is_integer=is_integer or quantizes_rows,
+        options={
+            "fusedActivationFunction": ending.activation,
+            "keepNumDims": len(shape) != 2,
+            "asymmetricQuantizeInputs": quantizes_rows,
+        },
     )
-    return quantize_result(walk, node, end, made)
+    return quantize_result(writer, node, ending, result)
 
 
 @writes(aten.matmul.default, aten.bmm.default, aten.mm.default)
-def product(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    x, y = (walk.dequantized(given[each]) for each in ("self", "other" if "other" in given else "mat2"))
-    if isinstance(y, Tensor) and y.ndim == 2 and isinstance(x, Value) and walk.is_parameter(y):
-        return _write_linear(walk, node, x, walk.name_constant(y.T, walk.names[id(y)]), None)
-    ranks = [each.ndim if isinstance(each, Tensor) else each.rank for each in (x, y)]
-    if min(ranks) < 2 or max(ranks) > 5:
-        raise UnsupportedOperationError(f"multiplies tensors of {ranks[0]} and {ranks[1]} axes")
-    shape, kind = walk.shape_and_dtype(node)
-    swapped = (*model_order(ranks[1])[:-2], ranks[1] - 1, ranks[1] - 2)
-    is_swapped = isinstance(y, Value) and model_order(ranks[1]) not in y.stored and swapped in y.stored
-    inputs = [walk.take(x), walk.take(y, swapped if is_swapped else None)]
-    return walk.emit("BATCH_MATMUL", inputs, shape, kind, name=node.name, options={"adjY": is_swapped})
+def matrix_product(writer: GraphWriter, node: fx.Node) -> Value:
+    """Write a product by a parameter as a linear layer, other products as BATCH_MATMUL in float."""
+    arguments = writer.arguments(node)
+    x = writer.dequantize(arguments["self"])
+    y = writer.dequantize(arguments["other"] if "other" in arguments else arguments["mat2"])
+    if isinstance(y, Tensor) and y.ndim == 2 and isinstance(x, Value) and writer.is_parameter(y):
+        return _write_linear(writer, node, x, writer.name_constant(y.T, writer.constant_names[id(y)]), None)
+    x_rank, y_rank = (operand.ndim if isinstance(operand, Tensor) else operand.rank for operand in (x, y))
+    if min(x_rank, y_rank) < 2 or max(x_rank, y_rank) > 5:
+        raise UnsupportedOperationError(f"multiplies tensors of {x_rank} and {y_rank} axes")
+    shape, dtype = writer.shape_and_dtype(node)
+    transposed = (*model_order(y_rank)[:-2], y_rank - 1, y_rank - 2)
+    # BATCH_MATMUL reads a transposed y (adjY), so that K of an attention needs no TRANSPOSE.
+    is_transposed = isinstance(y, Value) and model_order(y_rank) not in y.tensors and transposed in y.tensors
+    inputs = [writer.materialize(x), writer.materialize(y, transposed if is_transposed else None)]
+    return writer.emit("BATCH_MATMUL", inputs, shape, dtype, name=node.name, options={"adjY": is_transposed})

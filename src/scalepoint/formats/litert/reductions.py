@@ -1,4 +1,4 @@
-"""Sums over axes, softmax, and pictures made larger."""
+"""Reductions over axes, softmax, argmax, cumulative sums, and resizing of images."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import fx
 
+from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
 from scalepoint.formats.litert.products import CHANNELS_LAST_ORDER, quantize_result
 from scalepoint.formats.litert.values import Order, Value, model_order
-from scalepoint.formats.litert.walk import UnsupportedOperationError, Walk, writes
 
 aten = torch.ops.aten
 REDUCTION_OPERATORS: dict[Any, str] = {
@@ -20,91 +20,106 @@ REDUCTION_OPERATORS: dict[Any, str] = {
 
 
 @writes(*REDUCTION_OPERATORS)
-def reduce(walk: Walk, node: fx.Node) -> Value:
-    given, operator = walk.arguments(node), REDUCTION_OPERATORS[node.target]
-    x, (shape, kind) = given["self"], walk.shape_and_dtype(node)
-    dims = given.get("dim")
-    listed = dims if isinstance(dims, list | tuple) else [] if dims is None else [dims]
-    axes = sorted({axis % x.rank for axis in listed}) or list(range(x.rank))
-    end = walk.ending(node, folds=False)
-    is_integer = operator == "MEAN" and x.codes is not None and end.codes is not None
-    x = x if is_integer else walk.dequantized(x)
-    x = walk.cast(x, kind)
-    is_kept, order = bool(given.get("keepdim")), x.order
-    inputs = [x.stored[order], walk.ints([order.index(axis) for axis in axes])]
-    after = order if is_kept else _remaining_order(order, axes)
-    codes = end.codes if is_integer else None
-    made = walk.emit(
-        operator, inputs, shape, kind, order=after, codes=codes, name=node.name, options={"keepDims": is_kept}
+def reduce(writer: GraphWriter, node: fx.Node) -> Value:
+    """Write a reduction, over all axes if `dim` is empty or missing; a MEAN between quantizers is computed in int8."""
+    arguments, operator = writer.arguments(node), REDUCTION_OPERATORS[node.target]
+    x, (shape, dtype) = arguments["self"], writer.shape_and_dtype(node)
+    dims = arguments.get("dim")
+    if dims is None:
+        dims = []
+    elif not isinstance(dims, list | tuple):
+        dims = [dims]
+    axes = sorted({axis % x.rank for axis in dims}) or list(range(x.rank))
+    ending = writer.find_ending(node, folds_activation=False)
+    is_integer = operator == "MEAN" and x.quantization is not None and ending.quantization is not None
+    x = writer.cast(x if is_integer else writer.dequantize(x), dtype)
+    keeps_axes, order = bool(arguments.get("keepdim")), x.order
+    result = writer.emit(
+        operator,
+        [x.tensors[order], writer.add_int_list([order.index(axis) for axis in axes])],
+        shape,
+        dtype,
+        order=order if keeps_axes else _remaining_order(order, axes),
+        quantization=ending.quantization if is_integer else None,
+        name=node.name,
+        options={"keepDims": keeps_axes},
     )
-    return quantize_result(walk, node, end, made)
+    return quantize_result(writer, node, ending, result)
 
 
-def _remaining_order(order: Order, axes: list[int]) -> Order:
-    """The order of the axes that are not reduced."""
-    kept = [axis for axis in order if axis not in axes]
-    places = {axis: place for place, axis in enumerate(sorted(kept))}
-    return tuple(places[axis] for axis in kept)
+def _remaining_order(order: Order, reduced_axes: list[int]) -> Order:
+    """Return the order of the axes that are not reduced, renumbered from 0."""
+    remaining = [axis for axis in order if axis not in reduced_axes]
+    new_numbers = {axis: number for number, axis in enumerate(sorted(remaining))}
+    return tuple(new_numbers[axis] for axis in remaining)
 
 
 @writes(aten.softmax.int, aten._softmax.default)
-def softmax(walk: Walk, node: fx.Node) -> Value:
-    return _write_along_last_axis(walk, node, "SOFTMAX", {"beta": 1.0})
+def softmax(writer: GraphWriter, node: fx.Node) -> Value:
+    return _write_along_last_axis(writer, node, "SOFTMAX", {"beta": 1.0})
 
 
 @writes(aten.log_softmax.int, aten._log_softmax.default)
-def log_softmax(walk: Walk, node: fx.Node) -> Value:
-    return _write_along_last_axis(walk, node, "LOG_SOFTMAX", {})
+def log_softmax(writer: GraphWriter, node: fx.Node) -> Value:
+    return _write_along_last_axis(writer, node, "LOG_SOFTMAX", {})
 
 
-def _write_along_last_axis(walk: Walk, node: fx.Node, operator: str, options: Mapping[str, Any]) -> Value:
-    """An operator that works along the last axis of what is stored."""
-    given = walk.arguments(node)
-    x, (shape, kind) = walk.dequantized(given["self"]), walk.shape_and_dtype(node)
-    axis = int(given["dim"]) % x.rank
-    fitting = next((order for order in x.stored if order[-1] == axis), None)
-    order = fitting or (*(each for each in model_order(x.rank) if each != axis), axis)
-    return walk.emit(operator, [walk.take(x, order)], shape, kind, order=order, options=options)
+def _write_along_last_axis(writer: GraphWriter, node: fx.Node, operator: str, options: Mapping[str, Any]) -> Value:
+    """Write an operator that works along the last axis of the stored tensor, on an order with that axis last."""
+    arguments = writer.arguments(node)
+    x, (shape, dtype) = writer.dequantize(arguments["self"]), writer.shape_and_dtype(node)
+    axis = int(arguments["dim"]) % x.rank
+    order = next((stored for stored in x.tensors if stored[-1] == axis), None)
+    if order is None:
+        order = (*(other for other in model_order(x.rank) if other != axis), axis)
+    return writer.emit(operator, [writer.materialize(x, order)], shape, dtype, order=order, options=options)
 
 
 @writes(aten.argmax.default)
-def argmax(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    x, (shape, _) = walk.dequantized(given["self"]), walk.shape_and_dtype(node)
-    if given["dim"] is None:
-        raise UnsupportedOperationError("looks for the largest of all elements")
-    axis = int(given["dim"]) % x.rank
-    kept = [size for place, size in enumerate(x.shape) if place != axis]
-    options = {"outputType": walk.file.schema.TensorType.INT64}
-    found = walk.emit("ARG_MAX", [walk.take(x), walk.ints([axis])], kept, "int64", options=options)
-    return walk.reshaped(found, shape) if given["keepdim"] else found
+def argmax(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    x, (shape, _) = writer.dequantize(arguments["self"]), writer.shape_and_dtype(node)
+    if arguments["dim"] is None:
+        raise UnsupportedOperationError("looks for the largest of all elements, without an axis")
+    axis = int(arguments["dim"]) % x.rank
+    remaining_sizes = [size for other, size in enumerate(x.shape) if other != axis]
+    options = {"outputType": writer.file.schema.TensorType.INT64}
+    inputs = [writer.materialize(x), writer.add_int_list([axis])]
+    indices = writer.emit("ARG_MAX", inputs, remaining_sizes, "int64", options=options)
+    return writer.reshape(indices, shape) if arguments["keepdim"] else indices
 
 
 @writes(aten.cumsum.default)
-def cumsum(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    x, (shape, kind) = walk.dequantized(given["self"]), walk.shape_and_dtype(node)
-    x = walk.cast(x, kind)
-    axis = walk.file.constant("axis", np.array(int(given["dim"]) % x.rank, np.int32))
-    return walk.emit("CUMSUM", [walk.take(x), axis], shape, kind)
+def cumsum(writer: GraphWriter, node: fx.Node) -> Value:
+    arguments = writer.arguments(node)
+    x, (shape, dtype) = writer.dequantize(arguments["self"]), writer.shape_and_dtype(node)
+    x = writer.cast(x, dtype)
+    axis = writer.file.add_constant("axis", np.array(int(arguments["dim"]) % x.rank, np.int32))
+    return writer.emit("CUMSUM", [writer.materialize(x), axis], shape, dtype)
 
 
 @writes(aten.upsample_nearest2d.default, aten.upsample_nearest2d.vec)
-def resize_nearest(walk: Walk, node: fx.Node) -> Value:
-    return _write_resize(walk, node, "RESIZE_NEAREST_NEIGHBOR", {})
+def resize_nearest(writer: GraphWriter, node: fx.Node) -> Value:
+    return _write_resize(writer, node, "RESIZE_NEAREST_NEIGHBOR", {})
 
 
 @writes(aten.upsample_bilinear2d.default, aten.upsample_bilinear2d.vec)
-def resize_bilinear(walk: Walk, node: fx.Node) -> Value:
-    is_aligned = bool(walk.arguments(node)["align_corners"])
-    return _write_resize(
-        walk, node, "RESIZE_BILINEAR", {"alignCorners": is_aligned, "halfPixelCenters": not is_aligned}
+def resize_bilinear(writer: GraphWriter, node: fx.Node) -> Value:
+    aligns_corners = bool(writer.arguments(node)["align_corners"])
+    options = {"alignCorners": aligns_corners, "halfPixelCenters": not aligns_corners}
+    return _write_resize(writer, node, "RESIZE_BILINEAR", options)
+
+
+def _write_resize(writer: GraphWriter, node: fx.Node, operator: str, options: Mapping[str, Any]) -> Value:
+    arguments = writer.arguments(node)
+    x = arguments["self"] if "self" in arguments else arguments["input"]
+    shape, dtype = writer.shape_and_dtype(node)
+    if operator != "RESIZE_NEAREST_NEIGHBOR":
+        x = writer.dequantize(x)
+    inputs = [
+        writer.materialize(x, CHANNELS_LAST_ORDER),
+        writer.add_int_list([int(size) for size in shape[2:]]),
+    ]
+    return writer.emit(
+        operator, inputs, shape, dtype, order=CHANNELS_LAST_ORDER, quantization=x.quantization, options=options
     )
-
-
-def _write_resize(walk: Walk, node: fx.Node, operator: str, options: Mapping[str, Any]) -> Value:
-    given = walk.arguments(node)
-    x, (shape, kind) = given["self"] if "self" in given else given["input"], walk.shape_and_dtype(node)
-    x = x if operator.startswith("RESIZE_NEAREST") else walk.dequantized(x)
-    inputs = [walk.take(x, CHANNELS_LAST_ORDER), walk.ints([int(each) for each in shape[2:]])]
-    return walk.emit(operator, inputs, shape, kind, order=CHANNELS_LAST_ORDER, codes=x.codes, options=options)

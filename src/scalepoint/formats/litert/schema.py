@@ -1,4 +1,4 @@
-"""A .tflite file by its public FlatBuffer schema: tensors, operators and buffers, put together one after the other."""
+"""LiteRtFile: builds a .tflite file from tensors, operators and buffers, by the public FlatBuffer schema."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ from scalepoint.errors import ExportError, install_hint
 
 INSTALL = install_hint("litert")
 IDENTIFIER = b"TFL3"
-MAX_FILE_BYTES = 2**31 - 2**20  # bytes: offsets of a FlatBuffer have 31 bits
-DESCRIPTION_NAME = "scalepoint"  # the metadata in which a file says what it is
-TYPES = {
+MAX_FILE_BYTES = 2**31 - 2**20  # offsets of a FlatBuffer have 31 bits
+MAX_SHARED_BYTES = 4096  # larger constants are not compared with others
+DESCRIPTION_NAME = "scalepoint"  # name of the metadata entry that contains the description, as JSON
+TYPES = {  # numpy name -> name in the schema
     "float32": "FLOAT32", "int8": "INT8", "int16": "INT16", "int32": "INT32", "int64": "INT64", "bool": "BOOL",
     "uint8": "UINT8", "float16": "FLOAT16", "float64": "FLOAT64", "int4": "INT4",
 }  # fmt: skip
-OPTIONS = {
+OPTIONS = {  # operator -> class of its options
     "ADD": "AddOptions", "ARG_MAX": "ArgMaxOptions", "AVERAGE_POOL_2D": "Pool2DOptions",
     "BATCH_MATMUL": "BatchMatMulOptions", "CAST": "CastOptions", "CONCATENATION": "ConcatenationOptions",
     "CONV_2D": "Conv2DOptions", "CUMSUM": "CumsumOptions", "DEPTHWISE_CONV_2D": "DepthwiseConv2DOptions",
@@ -28,7 +29,7 @@ OPTIONS = {
     "STRIDED_SLICE": "StridedSliceOptions", "SUB": "SubOptions", "SUM": "ReducerOptions",
     "TRANSPOSE_CONV": "TransposeConvOptions",
 }  # fmt: skip
-# The first version of an operator that has what is used here: (with float tensors, with int8 ones).
+# The lowest version of an operator that supports what is used here: (with float tensors, with int8 tensors).
 VERSIONS = {
     "ADD": (1, 2), "AVERAGE_POOL_2D": (1, 2), "CONCATENATION": (1, 2), "CONV_2D": (1, 3), "DEPTHWISE_CONV_2D": (1, 3),
     "DEQUANTIZE": (2, 2), "EMBEDDING_LOOKUP": (1, 3), "FULLY_CONNECTED": (5, 12), "GATHER": (1, 2),
@@ -39,7 +40,7 @@ VERSIONS = {
 
 
 def import_schema() -> Any:
-    """The classes that FlatBuffers makes of the schema, which come with LiteRT."""
+    """Import the classes that FlatBuffers generated from the schema. They are part of ai-edge-litert."""
     try:
         from ai_edge_litert import schema_py_generated  # noqa: PLC0415  # only files of LiteRT need it
     except ImportError as error:
@@ -49,21 +50,21 @@ def import_schema() -> Any:
 
 @dataclass(frozen=True)
 class QuantizationParameters:
-    """The parameters of an integer tensor: one scale and zero point, a scale each along an axis, or one a `block`."""
+    """Scale and zero point of an integer tensor: per tensor, per channel or per block."""
 
-    scale: np.ndarray
+    scale: np.ndarray  # (), (channels,) or (out, blocks)
     zero_point: int = 0
-    axis: int = 0
-    block: int = 0
+    axis: int = 0  # of the channels
+    block: int = 0  # elements per block along the last axis; 0: no blocks
 
-    def is_same(self, other: "QuantizationParameters | None") -> bool:
+    def equals(self, other: "QuantizationParameters | None") -> bool:
         if other is None or self.scale.shape != other.scale.shape:
             return False
         return self.zero_point == other.zero_point and bool((self.scale == other.scale).all())
 
 
 class LiteRtFile:
-    """One subgraph, as it grows."""
+    """A model with one subgraph, under construction."""
 
     def __init__(self) -> None:
         self.schema = import_schema()
@@ -72,81 +73,84 @@ class LiteRtFile:
         self.model.subgraphs, self.model.metadata = [self.graph], []
         self.model.buffers, self.model.operatorCodes = [self.schema.BufferT()], []
         self.graph.name, self.graph.tensors, self.graph.operators = "main", [], []
-        self._codes: dict[tuple[str, int], int] = {}
-        self._constants: dict[tuple[Any, ...], int] = {}
-        self.names: set[str] = set()
+        self._opcode_indices: dict[tuple[str, int], int] = {}  # by name and version
+        self._small_constants: dict[tuple[Any, ...], int] = {}  # by dtype, shape and bytes
+        self._tensor_names: set[str] = set()
 
-    def tensor(
+    def add_tensor(
         self,
         name: str,
         shape: Sequence[int],
-        kind: str,
-        quantized: QuantizationParameters | None = None,
+        dtype: str,
+        quantization: QuantizationParameters | None = None,
         buffer: int = 0,
     ) -> int:
-        """Its place. Extents that are `free` (see values.py) are so in the file too."""
-        made = self.schema.TensorT()
-        made.name = self.unused_name(name).encode()
-        made.shape, made.type = np.array(shape, np.int32), getattr(self.schema.TensorType, TYPES[kind])
-        made.buffer, made.hasRank = buffer, True
-        signature = [-1 if getattr(each, "is_free", False) else int(each) for each in shape]
+        """Add a tensor and return its index. A DynamicExtent in `shape` is dynamic in the file too."""
+        tensor = self.schema.TensorT()
+        tensor.name = self.unused_name(name).encode()
+        tensor.shape, tensor.type = np.array(shape, np.int32), getattr(self.schema.TensorType, TYPES[dtype])
+        tensor.buffer, tensor.hasRank = buffer, True
+        signature = [-1 if getattr(size, "is_free", False) else int(size) for size in shape]
         if -1 in signature:
-            made.shapeSignature = np.array(signature, np.int32)
-        if quantized is not None:
-            made.quantization = self._blocks(name, quantized) if quantized.block else self._parameters(quantized)
-        self.graph.tensors.append(made)
+            tensor.shapeSignature = np.array(signature, np.int32)
+        if quantization is not None and quantization.block:
+            tensor.quantization = self._blockwise_parameters(name, quantization)
+        elif quantization is not None:
+            tensor.quantization = self._parameters(quantization)
+        self.graph.tensors.append(tensor)
         return len(self.graph.tensors) - 1
 
-    def _parameters(self, quantized: QuantizationParameters) -> Any:
+    def _parameters(self, quantization: QuantizationParameters) -> Any:
         parameters = self.schema.QuantizationParametersT()
-        parameters.scale = np.atleast_1d(quantized.scale).astype(np.float32)
-        parameters.zeroPoint = np.full(parameters.scale.shape, quantized.zero_point, np.int64)
-        parameters.quantizedDimension = quantized.axis
+        parameters.scale = np.atleast_1d(quantization.scale).astype(np.float32)
+        parameters.zeroPoint = np.full(parameters.scale.shape, quantization.zero_point, np.int64)
+        parameters.quantizedDimension = quantization.axis
         return parameters
 
-    def _blocks(self, name: str, quantized: QuantizationParameters) -> Any:
-        """Their scales are a tensor of float16 beside, (out, in / block)."""
+    def _blockwise_parameters(self, name: str, quantization: QuantizationParameters) -> Any:
+        """Store the scales of blocks in a float16 tensor of shape (out, in / block)."""
         parameters, blocks = self.schema.QuantizationParametersT(), self.schema.BlockwiseQuantizationT()
-        blocks.scales = self.constant(f"{name}.scales", quantized.scale.astype(np.float16))
-        blocks.zeroPoints, blocks.blockSize = -1, quantized.block
+        blocks.scales = self.add_constant(f"{name}.scales", quantization.scale.astype(np.float16))
+        blocks.zeroPoints, blocks.blockSize = -1, quantization.block
         parameters.detailsType, parameters.details = self.schema.QuantizationDetails.BlockwiseQuantization, blocks
         return parameters
 
-    def constant(
-        self, name: str, data: np.ndarray, quantized: QuantizationParameters | None = None, kind: str | None = None
+    def add_constant(
+        self, name: str, data: np.ndarray, quantization: QuantizationParameters | None = None, dtype: str | None = None
     ) -> int:
-        """The place of a tensor that holds its values; the same values without parameters are there once."""
-        kind, raw = kind or str(data.dtype), np.ascontiguousarray(data)
-        packed = _pack_int4(raw) if kind == "int4" else raw.reshape(-1).view(np.uint8)
-        key = (kind, data.shape, packed.tobytes()) if quantized is None and packed.size <= 4096 else ()
-        if key and key in self._constants:
-            return self._constants[key]
-        index = self.tensor(name, data.shape, kind, quantized, self.buffer(packed))
+        """Add a constant and return its index. Small equal constants without quantization are stored once."""
+        dtype, array = dtype or str(data.dtype), np.ascontiguousarray(data)
+        packed = _pack_int4(array) if dtype == "int4" else array.reshape(-1).view(np.uint8)
+        is_shared = quantization is None and packed.size <= MAX_SHARED_BYTES
+        key = (dtype, data.shape, packed.tobytes()) if is_shared else ()
+        if key and key in self._small_constants:
+            return self._small_constants[key]
+        index = self.add_tensor(name, data.shape, dtype, quantization, self.add_buffer(packed))
         if key:
-            self._constants[key] = index
+            self._small_constants[key] = index
         return index
 
-    def buffer(self, data: np.ndarray) -> int:
+    def add_buffer(self, data: np.ndarray) -> int:
         buffer = _aligned_buffer_class(self.schema)()
         buffer.data = data
         self.model.buffers.append(buffer)
         return len(self.model.buffers) - 1
 
     def unused_name(self, name: str) -> str:
-        """The name, or the first like it that no tensor has."""
+        """Reserve and return `name`, or the first of name_1, name_2, ... that no tensor has."""
         unused, number = name, 0
-        while unused in self.names:
+        while unused in self._tensor_names:
             number += 1
             unused = f"{name}_{number}"
-        self.names.add(unused)
+        self._tensor_names.add(unused)
         return unused
 
-    def operation(
+    def add_operator(
         self, name: str, inputs: Sequence[int], outputs: Sequence[int], is_integer: bool, options: Mapping[str, Any]
     ) -> None:
         operator = self.schema.OperatorT()
-        version = VERSIONS.get(name, (1, 1))[is_integer]
-        operator.opcodeIndex = self._code(name, version)
+        float_version, int8_version = VERSIONS.get(name, (1, 1))
+        operator.opcodeIndex = self._opcode_index(name, int8_version if is_integer else float_version)
         operator.inputs, operator.outputs = np.array(inputs, np.int32), np.array(outputs, np.int32)
         if name in OPTIONS:
             operator.builtinOptionsType = getattr(self.schema.BuiltinOptions, OPTIONS[name])
@@ -155,34 +159,34 @@ class LiteRtFile:
                 setattr(operator.builtinOptions, key, value)
         self.graph.operators.append(operator)
 
-    def _code(self, name: str, version: int) -> int:
-        if (name, version) not in self._codes:
-            operator_code, code = self.schema.OperatorCodeT(), getattr(self.schema.BuiltinOperator, name)
-            operator_code.builtinCode, operator_code.deprecatedBuiltinCode, operator_code.version = (
-                code,
-                min(code, 127),
-                version,
-            )
-            self.model.operatorCodes.append(operator_code)
-            self._codes[name, version] = len(self.model.operatorCodes) - 1
-        return self._codes[name, version]
+    def _opcode_index(self, name: str, version: int) -> int:
+        if (name, version) not in self._opcode_indices:
+            opcode = self.schema.OperatorCodeT()
+            opcode.builtinCode = getattr(self.schema.BuiltinOperator, name)
+            opcode.deprecatedBuiltinCode = min(opcode.builtinCode, 127)  # int8, read by old versions of LiteRT
+            opcode.version = version
+            self.model.operatorCodes.append(opcode)
+            self._opcode_indices[name, version] = len(self.model.operatorCodes) - 1
+        return self._opcode_indices[name, version]
 
     def serialize(self, inputs: Mapping[str, int], outputs: Mapping[str, int], description: bytes) -> bytes:
-        """The bytes of the file: these tensors by these names, and what it says of itself."""
+        """Return the bytes of the file, with these inputs and outputs (name -> tensor index) and this description."""
         import flatbuffers  # noqa: PLC0415  # comes with ai-edge-litert
 
         self.graph.inputs = np.array(list(inputs.values()), np.int32)
         self.graph.outputs = np.array(list(outputs.values()), np.int32)
         signature = self.schema.SignatureDefT()
         signature.signatureKey, signature.subgraphIndex = b"serving_default", 0
-        signature.inputs, signature.outputs = (self._tensor_maps(each) for each in (inputs, outputs))
+        signature.inputs, signature.outputs = self._tensor_maps(inputs), self._tensor_maps(outputs)
         self.model.signatureDefs = [signature]
         entry = self.schema.MetadataT()
-        entry.name, entry.buffer = DESCRIPTION_NAME.encode(), self.buffer(np.frombuffer(description, np.uint8))
+        entry.name, entry.buffer = DESCRIPTION_NAME.encode(), self.add_buffer(np.frombuffer(description, np.uint8))
         self.model.metadata.append(entry)
-        size = sum(len(each.data) for each in self.model.buffers if each.data is not None)
+        size = sum(len(buffer.data) for buffer in self.model.buffers if buffer.data is not None)
         if size > MAX_FILE_BYTES:
-            raise ExportError(f"a .tflite file holds 2 GB at most, this model has {size / 1e9:.1f} GB of constants")
+            raise ExportError(
+                f"a .tflite file can be at most 2 GB large, but this model has {size / 1e9:.1f} GB of constants"
+            )
         builder = flatbuffers.Builder(size + 65_536)
         builder.Finish(self.model.Pack(builder), IDENTIFIER)
         return bytes(builder.Output())
@@ -197,23 +201,28 @@ class LiteRtFile:
 
 
 def _pack_int4(codes: np.ndarray) -> np.ndarray:
-    """Two codes a byte, the first in its low half."""
-    flat = codes.reshape(-1).astype(np.int8).view(np.uint8) & 0xF
-    flat = np.append(flat, np.uint8(0)) if flat.size % 2 else flat
-    return (flat[0::2] | (flat[1::2] << 4)).astype(np.uint8)
+    """Pack two codes into a byte, the first one in the low half."""
+    nibbles = codes.reshape(-1).astype(np.int8).view(np.uint8) & 0xF
+    if nibbles.size % 2:
+        nibbles = np.append(nibbles, np.uint8(0))
+    return (nibbles[0::2] | (nibbles[1::2] << 4)).astype(np.uint8)
 
 
 def _aligned_buffer_class(schema: Any) -> Any:
-    """A buffer whose data begin at a multiple of 16, as the schema asks for and its Python classes forget."""
+    """Return a buffer class whose data start at a multiple of 16 bytes.
 
-    class Aligned(schema.BufferT):  # type: ignore[misc]
-        def Pack(self, builder: Any) -> Any:  # noqa: N802  # as FlatBuffers calls it
+    The schema asks for this alignment (force_align: 16), but the generated Python classes ignore it.
+    """
+
+    class AlignedBuffer(schema.BufferT):  # type: ignore[misc]
+        def Pack(self, builder: Any) -> Any:  # noqa: N802  # FlatBuffers calls this name
+            # FlatBuffers builds a file from its end to its start.
             builder.StartVector(1, len(self.data), 16)
             builder.head -= len(self.data)
             builder.Bytes[builder.head : builder.head + len(self.data)] = self.data.tobytes()
-            place = builder.EndVector()
+            data = builder.EndVector()
             schema.BufferStart(builder)
-            schema.BufferAddData(builder, place)
+            schema.BufferAddData(builder, data)
             return schema.BufferEnd(builder)
 
-    return Aligned
+    return AlignedBuffer

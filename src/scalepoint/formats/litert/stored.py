@@ -1,4 +1,7 @@
-"""What a .tflite file holds of a quantized model: weights as codes, biases as int32 of the scale s_x s_w."""
+"""Modules that represent quantized layers and quantizers in the graph that becomes a .tflite file.
+
+Weights are integer codes; biases are int32 with the scale s_x * s_w.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +17,29 @@ from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
 class LiteRtStoredWeight(WeightedOperation):
-    """An operation over codes as (out, in, ..)."""
+    """An operation with a weight of codes, stored as (out, in, ..)."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__(source)
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
         if not isinstance(granularity, PerChannelGranularity | PerBlockGranularity):
-            raise ExportError(f"{quant.name}: LiteRT takes weights with a scale a channel or a block")
+            raise ExportError(f"{quant.name}: a weight for LiteRT must have scales per channel or per block")
         self.fmt = dtype_name(quant.spec.dtype)
         self.axis = int(granularity.axis or 0)
         self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
         self.register_buffer("codes", deployed.codes.to(torch.int8).contiguous())
         self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
-        bias, scale = deployed.bias, deployed.bias_scale
-        kept = None if bias is None else bias.detach().clone() if scale is None else bias.to(torch.int32).contiguous()
-        self.register_buffer("bias", kept)
-        self.register_buffer("bias_scale", None if scale is None else scale.detach().contiguous())
+        bias, bias_scale = deployed.bias, deployed.bias_scale
+        if bias is not None:
+            bias = bias.detach().clone() if bias_scale is None else bias.to(torch.int32).contiguous()
+        self.register_buffer("bias", bias)
+        self.register_buffer("bias_scale", None if bias_scale is None else bias_scale.detach().contiguous())
 
     codes: Tensor
     scale: Tensor
     bias: Tensor | None
-    bias_scale: Tensor | None
+    bias_scale: Tensor | None  # None: the bias is a float tensor
 
     def forward(self, x: Tensor) -> Tensor:
         weight = dequantize(self.codes, self.scale, None, self.axis, self.block, self.fmt)
@@ -46,7 +50,7 @@ class LiteRtStoredWeight(WeightedOperation):
 
 
 class LiteRtStoredTable(nn.Module):
-    """Rows looked up as codes, by an operator that multiplies each by its scale."""
+    """An embedding table of codes. LiteRT's EMBEDDING_LOOKUP multiplies each row by its scale."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
@@ -61,7 +65,7 @@ class LiteRtStoredTable(nn.Module):
 
 
 class LiteRtStoredStub(nn.Module):
-    """A stub with constant parameters."""
+    """A quantizer of activations with constant parameters."""
 
     def __init__(self, stub: QuantStub, factor: float) -> None:
         super().__init__()
@@ -78,7 +82,7 @@ class LiteRtStoredStub(nn.Module):
 
 
 class LiteRtDynamicStub(nn.Module):
-    """A stub that finds the parameters of every row anew, which the kernel after it does."""
+    """A quantizer that computes scale and zero point of each row when the file runs; the next kernel does this."""
 
     def forward(self, x: Tensor) -> Tensor:
         values: Tensor = quantize_rows(x)

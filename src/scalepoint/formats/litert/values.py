@@ -1,9 +1,9 @@
-"""What a tensor of the model is in a file: one tensor or several, each with its axes in an order of its own.
+"""Tensors of a model and their form in a .tflite file.
 
-LiteRT's kernels take pictures with their channels last, PyTorch has them first. A value is the tensor as the model sees
-it; its `stored` forms hold the same numbers with permuted axes: axis i of a form with the order o is axis o[i] of the
-value. A permute of the model is then another order of the same form, and costs nothing. An operation asks for the order
-that it takes, and only where no form has it is a TRANSPOSE written.
+LiteRT's kernels take images with their channels last; PyTorch has them first. A `Value` has the shape that the model
+sees, and one or more tensors in the file that contain the same numbers with permuted axes: axis i of a tensor stored
+in `order` is axis order[i] of the value. A permute of the model changes only the orders, so it costs nothing. An
+operation asks for the order that it needs; a TRANSPOSE is written only if no tensor has that order yet.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,21 @@ Order = tuple[int, ...]
 
 
 class DynamicExtent(int):
-    """An extent that follows the batch; as a number it is that of the example."""
+    """An extent that depends on the batch size. Its number is the extent for the example inputs."""
 
     is_free = True
 
 
 class FixedBatchError(Exception):
-    """The batch cannot be free in this file."""
+    """An operation prevents a dynamic batch: the file must have the batch size of the example."""
 
 
 class DataDependentSizeError(Exception):
-    """A size that is only known once the data is there: shapes of a file are planned."""
+    """A size depends on the data, but LiteRT plans all shapes before it runs."""
 
 
 def model_order(rank: int) -> Order:
+    """Return the order of axes that the model has."""
     return tuple(range(rank))
 
 
@@ -42,21 +43,21 @@ def channels_last(rank: int) -> Order:
 
 
 def permute_order(order: Order, axes: Sequence[int]) -> Order:
-    """The order of the same form for the value whose axis i is axis axes[i]."""
-    place = {axis: new for new, axis in enumerate(axes)}
-    return tuple(place[axis] for axis in order)
+    """Return the order of the same stored tensor, seen from a value whose axis i was axis axes[i] before."""
+    new_axis = {old: new for new, old in enumerate(axes)}
+    return tuple(new_axis[axis] for axis in order)
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor that is computed when the file runs; with `codes` its forms hold integers that stand for floats."""
+    """A tensor that is computed when the file runs."""
 
     shape: tuple[int, ...]
-    kind: str  # of the values, as numpy names it
-    stored: dict[Order, int] = field(default_factory=dict)
-    codes: QuantizationParameters | None = None
-    is_rows: bool = False  # whether who multiplies it finds a scale for each of its rows
-    as_float: "Value | None" = None  # once it is dequantized
+    dtype: str  # numpy name of the dtype in the model
+    tensors: dict[Order, int] = field(default_factory=dict)  # index of the tensor in the file, for each stored order
+    quantization: QuantizationParameters | None = None  # if set, the tensors contain int8 codes
+    is_quantized_per_row: bool = False  # the operation that reads it quantizes each row to int8
+    dequantized: "Value | None" = None  # the float value, once a DEQUANTIZE is written
 
     @property
     def rank(self) -> int:
@@ -64,52 +65,53 @@ class Value:
 
     @property
     def order(self) -> Order:
-        """Of the form that was there first."""
-        return next(iter(self.stored))
+        """The order in which the value was stored first."""
+        return next(iter(self.tensors))
 
     def permuted(self, axes: Sequence[int]) -> "Value":
-        made = Value(tuple(self.shape[axis] for axis in axes), self.kind, {}, self.codes)
-        made.stored = {permute_order(order, axes): place for order, place in self.stored.items()}
-        if self.as_float is not None:
-            made.as_float = self.as_float.permuted(axes)
-        return made
+        result = Value(tuple(self.shape[axis] for axis in axes), self.dtype, {}, self.quantization)
+        result.tensors = {permute_order(order, axes): tensor for order, tensor in self.tensors.items()}
+        if self.dequantized is not None:
+            result.dequantized = self.dequantized.permuted(axes)
+        return result
 
 
 @dataclass(frozen=True)
 class QuantizedConstant:
-    """A constant of codes."""
+    """A constant that is stored as integer codes."""
 
     name: str
-    data: np.ndarray  # int8
-    kind: str  # int8, int4 or int32
-    quantized: QuantizationParameters
+    codes: np.ndarray  # int8; int32 for biases
+    dtype: str  # int8, int4 or int32
+    quantization: QuantizationParameters
 
     @property
     def values(self) -> np.ndarray:
-        """What they stand for."""
-        scale = self.quantized.scale.astype(np.float32)
-        if self.quantized.block:
-            scale = scale.repeat(self.quantized.block, 1)
+        """The dequantized codes, in float32."""
+        scale = self.quantization.scale.astype(np.float32)
+        if self.quantization.block:
+            scale = scale.repeat(self.quantization.block, 1)
         elif scale.ndim:
-            scale = scale.reshape([-1 if axis == self.quantized.axis else 1 for axis in range(self.data.ndim)])
-        zero = np.float32(self.quantized.zero_point)
-        return ((self.data.astype(np.float32) - zero) * scale).astype(np.float32)
+            scale = scale.reshape([-1 if axis == self.quantization.axis else 1 for axis in range(self.codes.ndim)])
+        zero_point = np.float32(self.quantization.zero_point)
+        return ((self.codes.astype(np.float32) - zero_point) * scale).astype(np.float32)
 
 
-def read_shape(value: Tensor, batch: int) -> tuple[int, ...]:
-    """With the extents of the example; what follows from the batch is free."""
-    return tuple(read_extent(each, batch) for each in value.shape)
+def read_shape(value: Tensor, batch_size: int) -> tuple[int, ...]:
+    """Return the shape for the example, with a DynamicExtent for each axis that depends on the batch size."""
+    return tuple(read_extent(size, batch_size) for size in value.shape)
 
 
-def read_extent(size: Any, batch: int) -> int:
+def read_extent(size: Any, batch_size: int) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression: Any = size.node.expr
     if not expression.free_symbols:
         return int(expression)
-    if any(str(symbol).startswith("u") for symbol in expression.free_symbols):  # as torch names what it cannot know
+    # torch names sizes that depend on the data u0, u1, ...; sizes of inputs are s0, s1, ...
+    if any(str(symbol).startswith("u") for symbol in expression.free_symbols):
         raise DataDependentSizeError("has a size that depends on the data")
-    return DynamicExtent(int(expression.subs(dict.fromkeys(expression.free_symbols, batch))))
+    return DynamicExtent(int(expression.subs(dict.fromkeys(expression.free_symbols, batch_size))))
 
 
 def to_numpy_name(dtype: torch.dtype) -> str:

@@ -1,9 +1,9 @@
-"""A quantized model becomes a .tflite file, by the public schema.
+"""Writes a quantized model as a .tflite file, by the public schema.
 
-model --codes and Q/DQ--> stored form --one run without values--> program --the walk--> tensors and operators --> file
+    model -> stored graph (codes and Q/DQ) -> exported program -> GraphWriter -> tensors and operators -> file
 
-Inputs and outputs have the shapes that the model gives them, pictures with their channels first; inside they stand
-last, as the kernels take them. The batch is free where no operation is told its size.
+Inputs and outputs have the shapes of the model, images with channels first; inside the file channels are last, as
+LiteRT's kernels take them. The batch is dynamic unless an operation needs its size as a constant.
 """
 
 import json
@@ -23,10 +23,10 @@ from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.litert import data_movement, elementwise, lookups, pools, products, reductions
 from scalepoint.formats.litert.decompositions import decompose_program
+from scalepoint.formats.litert.graph_writer import OPERATION_WRITERS, GraphWriter
 from scalepoint.formats.litert.schema import import_schema
 from scalepoint.formats.litert.stored import LITERT_FACTORIES
-from scalepoint.formats.litert.values import FixedBatchError, Value
-from scalepoint.formats.litert.walk import OPERATION_WRITERS, Walk
+from scalepoint.formats.litert.values import FixedBatchError, Value, model_order, to_numpy_name
 from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
 from scalepoint.graph.torch_export import export_graph, export_logs_silenced
@@ -34,115 +34,111 @@ from scalepoint.graph.user_traceback import user_level
 from scalepoint.support.files import replace_file
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-OPERATION_MODULES = (lookups, data_movement, elementwise, pools, products, reductions)  # each brings forms
+# Importing these modules registers their operations in OPERATION_WRITERS.
+OPERATION_MODULES = (lookups, data_movement, elementwise, pools, products, reductions)
 
 
 def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
-    """The quantized model, and the float one of the same capture where it is asked for."""
-    _warn_about_fixed_batch(
-        _write_file(build_stored_graph(model, LITERT_FACTORIES), path, request, {"made_for": dict(request.metadata)})
-    )
+    """Write the quantized model, and with request.float_path also the float model of the same capture."""
+    stored = build_stored_graph(model, LITERT_FACTORIES)
+    writer = _write_file(stored, path, request, {"made_for": dict(request.metadata)})
+    if writer.fixed_batch_reason:
+        _warn_about_fixed_batch(writer)
     if request.float_path is not None:
         write_float(model, request.float_path, request)
 
 
 def write_float(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
-    """A graph with or without quantizers, in float."""
+    """Write a graph, with or without quantizers, in float."""
     _write_file(build_float_graph(model, LITERT_FACTORIES), path, request, {})
 
 
 def write_with_layer_outputs(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
-    """The same file with the codes at every constant quantizer as further outputs: to be run, not kept."""
-    _write_file(build_stored_graph(model, LITERT_FACTORIES), path, request, {}, exposed=True)
+    """Write the file with the codes of every constant quantizer as additional outputs, for a comparison by layer."""
+    _write_file(build_stored_graph(model, LITERT_FACTORIES), path, request, {}, with_codes=True)
 
 
 def check(model: fx.GraphModule, request: ExportRequest) -> None:
-    """Refuse a model that has an operation without a form, before anything is calibrated."""
-    _walk_program(build_float_graph(model, LITERT_FACTORIES), request)
+    """Raise TargetError if the model has an operation that cannot be written. Runs before calibration."""
+    _write_graph(build_float_graph(model, LITERT_FACTORIES), request)
 
 
 def _write_file(
-    model: fx.GraphModule, path: Path, request: ExportRequest, about: Mapping[str, Any], *, exposed: bool = False
-) -> Walk:
-    walk, program = _walk_program(model, request)
-    values = [each for each in walk.outputs if isinstance(each, Value | Tensor)]
-    names = output_names(program, len(values))
+    model: fx.GraphModule,
+    path: Path,
+    request: ExportRequest,
+    description: Mapping[str, Any],
+    *,
+    with_codes: bool = False,
+) -> GraphWriter:
+    writer, program = _write_graph(model, request)
+    values = [output for output in writer.outputs if isinstance(output, Value | Tensor)]
+    input_tensors = {tensor for value in writer.inputs.values() for tensor in value.tensors.values()}
     outputs: dict[str, int] = {}
-    for name, value in zip(names, values, strict=True):
-        outputs[name] = _separate_output(walk, name, value, {*outputs.values(), *_output_indices(walk)})
-    codes = {}
-    for name, value in walk.quantizers.items() if exposed else ():
-        codes[name] = walk.take(value)
-    said = {**about, "outputs": [*outputs, *codes], "quantizers": {name: name for name in codes}}
-    inputs = {name: walk.take(value) for name, value in walk.inputs.items()}
-    data = walk.file.serialize(inputs, {**outputs, **codes}, json.dumps(said).encode())
+    for name, value in zip(output_names(program, len(values)), values, strict=True):
+        outputs[name] = _add_output(writer, name, value, input_tensors | set(outputs.values()))
+    codes: dict[str, int] = {}
+    if with_codes:
+        codes = {name: writer.materialize(value) for name, value in writer.quantizers.items()}
+    description = {**description, "outputs": [*outputs, *codes], "quantizers": {name: name for name in codes}}
+    inputs = {name: writer.materialize(value) for name, value in writer.inputs.items()}
+    data = writer.file.serialize(inputs, {**outputs, **codes}, json.dumps(description).encode())
     replace_file(path, lambda temporary: _write_bytes(temporary, data))
-    return walk
+    return writer
 
 
-def _warn_about_fixed_batch(walk: Walk) -> None:
-    """Why the batch is fixed, where it was to be free."""
-    if walk.why_fixed:
-        message = (
-            f"the batch of the .tflite file is {walk.batch}, that of the example, as it cannot be free: "
-            f"{walk.why_fixed}. Give an example of the batch that the device feeds"
-        )
-        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+def _warn_about_fixed_batch(writer: GraphWriter) -> None:
+    message = (
+        f"the batch of the .tflite file is {writer.batch_size}, that of the example inputs, because it cannot be "
+        f"dynamic: {writer.fixed_batch_reason}. Give example inputs with the batch size that the device uses"
+    )
+    warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
-def _output_indices(walk: Walk) -> set[int]:
-    return {place for value in walk.inputs.values() for place in value.stored.values()}
+def _add_output(writer: GraphWriter, name: str, value: Any, used_tensors: set[int]) -> int:
+    """Return the index of a float tensor with this name, after a copy if the tensor is a constant or already used."""
+    value = writer.dequantize(value)
+    index = writer.materialize(value)
+    if index in used_tensors or isinstance(value, Tensor):
+        if isinstance(value, Tensor):
+            value = Value(tuple(value.shape), to_numpy_name(value.dtype), {model_order(value.ndim): index})
+        index = writer.materialize(writer.reshape(value, value.shape))
+    writer.file.graph.tensors[index].name = writer.file.unused_name(name).encode()
+    return index
 
 
-def _separate_output(walk: Walk, name: str, value: Any, taken: set[int]) -> int:
-    """A float tensor that is this output alone, under its name."""
-    value = walk.dequantized(value)
-    place = walk.take(value)
-    if place in taken or isinstance(value, Tensor):
-        shape = value.shape
-        source = (
-            value
-            if isinstance(value, Value)
-            else Value(tuple(shape), str(value.dtype).removeprefix("torch."), {tuple(range(len(shape))): place})
-        )
-        place = walk.take(walk.reshaped(source, source.shape))
-    tensor = walk.file.graph.tensors[place]
-    tensor.name = walk.file.unused_name(name).encode()
-    return place
-
-
-def _walk_program(model: fx.GraphModule, request: ExportRequest) -> tuple[Walk, ExportedProgram]:
-    """With a free batch where every operation allows one, else with that of the example."""
+def _write_graph(model: fx.GraphModule, request: ExportRequest) -> tuple[GraphWriter, ExportedProgram]:
+    """Write all operations, with a dynamic batch if every operation allows it, else with the batch of the example."""
     import_schema()
     inputs = pytree.tree_map(_contiguous, inputs_to_float32(request.inputs))
     model = prepare_graph(model)
-    why_fixed = ""
+    fixed_batch_reason = ""
     if request.dynamic:
         try:
-            return _export_and_walk(model, inputs, True)
+            return _export_and_write(model, inputs, dynamic=True)
         except FixedBatchError as error:
-            why_fixed = str(error)
-    walk, program = _export_and_walk(model, inputs, False)
-    walk.why_fixed = why_fixed
-    return walk, program
+            fixed_batch_reason = str(error)
+    writer, program = _export_and_write(model, inputs, dynamic=False)
+    writer.fixed_batch_reason = fixed_batch_reason
+    return writer, program
 
 
-def _export_and_walk(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> tuple[Walk, ExportedProgram]:
+def _export_and_write(model: fx.GraphModule, inputs: Inputs, *, dynamic: bool) -> tuple[GraphWriter, ExportedProgram]:
     try:
         with torch.no_grad(), export_logs_silenced():
             program = decompose_program(export_graph(model, *inputs, dynamic, _dynamic_axes))
-            walk = Walk(program, _batch_size(inputs))
-            walk.run()
-            return walk, program
+            writer = GraphWriter(program, _batch_size(inputs))
+            writer.run()
+            return writer, program
     except (ScalepointError, FixedBatchError):
         raise
-    except Exception as error:  # torch raises every kind
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise ExportError(f"torch cannot export this model for LiteRT. {type(error).__name__}: {first}") from error
+    except Exception as error:  # torch raises errors of any type
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        raise ExportError(f"torch cannot export this model for LiteRT. {type(error).__name__}: {first_line}") from error
 
 
 def _dynamic_axes(name: str, value: Tensor) -> tuple[int, ...]:
-    """The batch: shapes of a .tflite file are planned, lengths of sentences are those of the example."""
+    """Make only the batch dynamic. LiteRT plans shapes in advance, so sequence lengths are those of the example."""
     return (0,) if value.ndim > 1 else ()
 
 
@@ -151,8 +147,7 @@ def _contiguous(value: Any) -> Any:
 
 
 def _batch_size(inputs: Inputs) -> int:
-    """Of the example."""
-    leaves = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor) and each.ndim]
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     return int(leaves[0].shape[0]) if leaves else 1
 
 
