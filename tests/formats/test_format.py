@@ -33,8 +33,8 @@ def test_an_unknown_one_is_told_with_the_nearest():
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"name": ""}, "has a name"),
-        ({"suffix": "mine"}, "begins with a dot"),
+        ({"name": ""}, "must be text"),
+        ({"suffix": "mine"}, "must start with a dot"),
         ({"write": one}, r"write=.*\(model, path, request\)"),
         ({"files": write}, r"files=.*\(path\)"),
         ({"about": None}, r"about=.*\(path\).*None"),

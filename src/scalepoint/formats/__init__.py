@@ -1,4 +1,4 @@
-"""File formats, one room each: how a quantized model is written for the runtimes that read it."""
+"""File formats: each subpackage writes quantized models for the runtimes that read its format."""
 
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.export import export

@@ -1,9 +1,15 @@
-"""Quantized attention with its scaling before the quantizer, where compilers look for it.
+"""Rewrites of attention before export.
 
-softmax(c Q(q) K^T) V  =  softmax(Q'(c q) K^T) V,    Q' with the scale c s_q: the same codes, and no Mul after DQ
+scale_before_quantizing moves the scaling of the query before its quantizer, where compilers expect it:
+
+    softmax(c Q(q) K^T) V  =  softmax(Q'(c q) K^T) V,    Q' has the scale c s_q: same codes, and no Mul after DQ
+
+copy_after_masked_attention makes the output of masked attention contiguous.
 """
 
 import operator
+from collections import Counter
+from collections.abc import Mapping
 from math import sqrt
 
 import torch
@@ -15,30 +21,31 @@ from scalepoint.graph.operations import Slot
 from scalepoint.patterns import Fused
 from scalepoint.quantize.stubs import QuantStub
 
-_INPUTS = ("query", "key", "value")
+_TENSOR_ARGUMENTS = ("query", "key", "value")
 
 
 class PlainAttention(nn.Module):
-    """Attention whose query is scaled already."""
+    """Attention without scaling: its query is already scaled."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return torch.softmax(query @ key.transpose(-2, -1), -1) @ value
 
 
 def copy_after_masked_attention(model: fx.GraphModule) -> None:
-    """After attention with a mask, a copy in the layout that its shape says, and reshapes that do not ask for another.
+    """Insert a contiguous copy after attention with a mask, and replace views by reshapes, in place.
 
-    torch's kernel gives another layout, in which torch.export takes a reshape for a view and leaves `contiguous` away;
-    that fails in the form that ONNX gets. The copy is an Identity there, and gone.
+    torch's kernel for masked attention returns another memory layout. For that layout torch.export turns a reshape into
+    a view and drops `contiguous`, which then fails on the attention that is written to ONNX. In the ONNX file the copy
+    is an Identity, which is removed.
     """
     calls = [node for node in model.graph.nodes if node.op == "call_module"]
-    masked = [node for node in calls if _is_masked(model.get_submodule(str(node.target)))]
-    for node in masked:
+    masked_calls = [node for node in calls if _is_masked_attention(model.get_submodule(str(node.target)))]
+    for node in masked_calls:
         with model.graph.inserting_after(node):
-            copied = model.graph.call_function(torch.clone, (node,), {"memory_format": torch.contiguous_format})
-        inherit_meta(copied, node, kind="clone")
-        node.replace_all_uses_with(copied, lambda user, copied=copied: user is not copied)
-    if not masked:
+            clone = model.graph.call_function(torch.clone, (node,), {"memory_format": torch.contiguous_format})
+        inherit_meta(clone, node, kind="clone")
+        node.replace_all_uses_with(clone, lambda user, clone=clone: user is not clone)
+    if not masked_calls:
         return
     for node in model.graph.nodes:
         if node.target is torch.ops.aten.view.default:
@@ -46,29 +53,26 @@ def copy_after_masked_attention(model: fx.GraphModule) -> None:
     model.recompile()
 
 
-def _is_masked(module: nn.Module) -> bool:
+def _is_masked_attention(module: nn.Module) -> bool:
     part = next(reversed(module.parts.values())) if isinstance(module, Fused) else module
     return isinstance(part, Operation) and part.kind == "attention" and part.arguments.get("attn_mask") is not None
 
 
 def scale_before_quantizing(model: fx.GraphModule) -> dict[str, float]:
-    """Move the scaling of each attention whose query is quantized; the factors by the names of the stubs."""
-    calls: dict[str, int] = {}
-    for node in model.graph.nodes:
-        if node.op == "call_module":
-            calls[str(node.target)] = calls.get(str(node.target), 0) + 1
+    """Move the scaling of each attention whose query is quantized. Returns the factor for each quantizer by name."""
+    call_counts = Counter(str(node.target) for node in model.graph.nodes if node.op == "call_module")
     factors: dict[str, float] = {}
     for node in list(model.graph.nodes):
         factor = _find_scale_factor(model, node)
         stub = node.args[0] if node.args else None
-        if factor is None or not isinstance(stub, fx.Node) or not _is_private_stub(model, stub, calls):
+        if factor is None or not isinstance(stub, fx.Node) or not _is_private_stub(model, stub, call_counts):
             continue
         with model.graph.inserting_before(stub):
             scaled = model.graph.call_function(operator.mul, (stub.args[0], factor))
         inherit_meta(scaled, stub, kind="mul")
         stub.args = (scaled,)
         fused = model.get_submodule(str(node.target))
-        assert isinstance(fused, Fused)  # noqa: S101  # only those have a factor
+        assert isinstance(fused, Fused)  # noqa: S101  # only Fused modules have a factor
         fused.parts = {role: PlainAttention() for role in fused.parts}
         factors[str(stub.target)] = factor
     if factors:
@@ -77,28 +81,29 @@ def scale_before_quantizing(model: fx.GraphModule) -> dict[str, float]:
 
 
 def _find_scale_factor(model: fx.GraphModule, node: fx.Node) -> float | None:
-    """The scaling of a plain attention group; None for other groups, masks, causal and grouped-query attention."""
+    """Return the scaling factor of an attention without a mask, or None for other nodes and kinds of attention."""
     fused = model.get_submodule(str(node.target)) if node.op == "call_module" else None
     if not isinstance(fused, Fused) or len(fused.parts) != 1 or fused.wiring != [[0, 1, 2]]:
         return None
     part = next(iter(fused.parts.values()))
     if not isinstance(part, Operation) or part.kind != "attention":
         return None
-    others = {name: value for name, value in part.arguments.items() if name not in _INPUTS}
-    slots = [part.arguments.get(name) for name in _INPUTS]
-    if slots != [Slot(0), Slot(1), Slot(2)] or others.get("is_causal") or others.get("enable_gqa"):
+    arguments = part.arguments
+    is_masked = arguments.get("is_causal") or arguments.get("attn_mask") is not None
+    has_plain_inputs = [arguments.get(name) for name in _TENSOR_ARGUMENTS] == [Slot(0), Slot(1), Slot(2)]
+    if is_masked or arguments.get("enable_gqa") or not has_plain_inputs:
         return None
-    if others.get("attn_mask") is not None:
-        return None
-    scale, query = others.get("scale"), get_fake_tensor(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    scale = arguments.get("scale")
     if isinstance(scale, int | float):
         return float(scale)
-    return None if query is None or not isinstance(query.shape[-1], int) else 1 / sqrt(query.shape[-1])
+    query = get_fake_tensor(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    width = None if query is None else query.shape[-1]
+    return 1 / sqrt(width) if isinstance(width, int) else None
 
 
-def _is_private_stub(model: fx.GraphModule, stub: fx.Node, calls: dict[str, int]) -> bool:
-    """Whether a node is a stub that nobody else reads or calls."""
-    if stub.op != "call_module" or calls[str(stub.target)] != 1 or len(stub.users) != 1:
+def _is_private_stub(model: fx.GraphModule, stub: fx.Node, call_counts: Mapping[str, int]) -> bool:
+    """Whether a node is the only call of an enabled quantizer, with one reader."""
+    if stub.op != "call_module" or call_counts[str(stub.target)] != 1 or len(stub.users) != 1:
         return False
     module = model.get_submodule(str(stub.target))
     return isinstance(module, QuantStub) and module.enabled

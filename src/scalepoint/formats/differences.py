@@ -1,4 +1,4 @@
-"""What a file does otherwise than the model that it was made of, in words for warnings and reports."""
+"""Describes, for warnings and reports, how an exported file differs from the model: dtypes, state, removed casts."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from scalepoint.formats.float32 import CONVERTED_DTYPES, needs_float32
+from scalepoint.formats.float32 import CONVERTED_DTYPES
 from scalepoint.graph.nodes import find_written_buffers
 from scalepoint.graph.origin import get_origin
 
-MAX_NAMES = 3
+MAX_NAMES = 3  # in one sentence
 
 
 def describe_differences(model: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str, ...]:
-    """One sentence for each: its types, what it does not keep."""
+    """Return one sentence for each difference: float32 instead of other dtypes, and buffers that are not updated."""
     return (*_describe_dtypes(model, inputs), *_describe_state(model))
 
 
@@ -27,17 +27,17 @@ def _describe_dtypes(model: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[
         for name, leaf in named_leaves
         if isinstance(leaf, Tensor) and leaf.dtype in CONVERTED_DTYPES
     }
-    model_dtypes = (
-        {leaf.dtype for leaf in model.parameters() if leaf.dtype in CONVERTED_DTYPES} if needs_float32(model) else set()
-    )
+    model_dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype in CONVERTED_DTYPES}
     if not input_dtypes and not model_dtypes:
         return ()
-    dtype_names = " and ".join(sorted({_dtype_name(leaf) for leaf in (*input_dtypes.values(), *model_dtypes)}))
+    dtype_names = " and ".join(sorted({_dtype_name(dtype) for dtype in (*input_dtypes.values(), *model_dtypes)}))
     advice = f": feed {_join_names(list(input_dtypes))} as float32" if input_dtypes else ""
-    subject = "the model computes" if model_dtypes else "the model is fed"
-    return (
-        f"{subject} in {dtype_names}, the file in float32 wherever it is not quantized, inputs and outputs too{advice}",
+    subject = "the model computes in" if model_dtypes else "the inputs of the model are"
+    sentence = (
+        f"{subject} {dtype_names}, but everything in the file that is not quantized is float32, including inputs and "
+        f"outputs{advice}"
     )
+    return (sentence,)
 
 
 def _describe_state(model: fx.GraphModule) -> tuple[str, ...]:
@@ -45,16 +45,18 @@ def _describe_state(model: fx.GraphModule) -> tuple[str, ...]:
     if not written:
         return ()
     sentence = (
-        f"the model's forward writes {_join_names(written)}, and a file keeps nothing between two calls: each begins "
-        "with the same values. Give what changes as an input, and take it as an output"
+        f"the model's forward writes {_join_names(written)}, but a file has no state between two calls: every call "
+        "starts with the same values. Make each changing tensor an input and an output of the model"
     )
     return (sentence,)
 
 
 def describe_removed_casts(model: fx.GraphModule) -> tuple[str, ...]:
-    """What it does not cast, of which capture has warned."""
-    places = get_origin(model).uncast
-    return (f"torch.autocast at {_join_names(list(places))} is left out: the file casts nothing",) if places else ()
+    """Return a sentence about torch.autocast blocks that capture removed. Capture has already warned about them."""
+    locations = get_origin(model).uncast
+    if not locations:
+        return ()
+    return (f"torch.autocast at {_join_names(list(locations))} is removed: the file does not cast there",)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -62,5 +64,5 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _join_names(names: list[str]) -> str:
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    hidden_count = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {hidden_count} more" if hidden_count > 0 else "")

@@ -1,4 +1,4 @@
-"""export: a quantized model as the file that its target runs."""
+"""export(): writes a quantized model as the file that its target runs."""
 
 import warnings
 from collections.abc import Mapping
@@ -38,54 +38,62 @@ def export(
     dynamic: bool = True,
     metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a quantized model to a file in the format of its target. The file appears whole or not at all.
+    """Write a quantized model to a file in the format of its target. A failed export leaves no file behind.
 
     Args:
         model: The quantized model.
-        path: The file to write.
-        example_inputs: Inputs like those of the capture.
+        path: The file to write. Its suffix must be that of the format, for example ".onnx".
+        example_inputs: Inputs with the same structure, dtypes and shapes as those of the capture.
         kwargs: Keyword inputs of the model.
-        target: The target to write for; that of the model by default.
+        target: The target to write for; default: the target of the model.
         float_path: Also write the float model of the same capture to this file, for comparison.
-        float_dtype: "float16" or "bfloat16": the type of the scales and of everything that is not quantized, for
-            compilers that follow the types of the file. Inputs and outputs stay float32.
-        dynamic: Keep the batch axis free in the file.
+        float_dtype: "float16" or "bfloat16": the dtype of the scales and of everything that is not quantized, for
+            compilers that compute in the dtypes of the file. Inputs and outputs stay float32.
+        dynamic: Make the batch axis dynamic in the file.
         metadata: Labels, preprocessing and the like, stored in the file next to versions, target and config.
 
     Returns:
         The path of the file.
+
+    Raises:
+        ExportError: The model was quantized for another target, or cannot be written in this format.
+        TargetError: The model has an operation that the target does not support.
+        UsageError: The metadata cannot be stored.
+
+    Example:
+        quantized = scalepoint.quantize(model, example, config, forward_loop=batches, target="onnxruntime")
+        scalepoint.export(quantized, "model.onnx", example)
     """
     path = Path(path)
-    for item in (path, *(() if float_path is None else (Path(float_path),))):
-        check_path(item, "path")
-    model_target = record_of(model).target if has_record(model) else None
-    chosen = find_target(target) if target is not None else model_target
-    if chosen is not None and model_target is not None and chosen.name != model_target.name:
-        raise ExportError(
-            f"the quantizers of this model were placed for {model_target.name!r}: "
-            f"transform and insert for {chosen.name!r} anew"
-        )
-    file_format = find_format("onnx" if chosen is None else chosen.format)
-    for item in (path, *((Path(float_path),) if float_path is not None else ())):
-        _check_suffix(item, file_format, chosen)
-        item.parent.mkdir(parents=True, exist_ok=True)
-    dtype, file_metadata = (
-        _resolve_float_dtype(float_dtype, chosen),
-        build_metadata(model, chosen, metadata),
-    )
     float_file = None if float_path is None else Path(float_path)
+    paths = [path] if float_file is None else [path, float_file]
+    for output_path in paths:
+        check_path(output_path, "path")
+    model_target = record_of(model).target if has_record(model) else None
+    file_target = find_target(target) if target is not None else model_target
+    if file_target is not None and model_target is not None and file_target.name != model_target.name:
+        raise ExportError(
+            f"this model was quantized for target {model_target.name!r}: run transform and insert_qdq again with "
+            f"target={file_target.name!r}"
+        )
+    file_format = find_format("onnx" if file_target is None else file_target.format)
+    for output_path in paths:
+        _check_suffix(output_path, file_format, file_target)
+        output_path.parent.mkdir(parents=True, exist_ok=True)
+    dtype = _resolve_float_dtype(float_dtype, file_target)
+    file_metadata = build_metadata(model, file_target, metadata)
     inputs = as_inputs(example_inputs, kwargs)
-    for item in describe_differences(model, inputs):
-        warnings.warn(ScalepointWarning(item), stacklevel=user_level())
-    file_format.write(model, path, ExportRequest(inputs, chosen, float_file, dtype, dynamic, metadata=file_metadata))
+    for difference in describe_differences(model, inputs):
+        warnings.warn(ScalepointWarning(difference), stacklevel=user_level())
+    request = ExportRequest(inputs, file_target, float_file, dtype, dynamic, metadata=file_metadata)
+    file_format.write(model, path, request)
     return path
 
 
 def _check_suffix(path: Path, file_format: FileFormat, target: Target | None) -> None:
-    """By its name a file is known to runtimes and people."""
     if path.suffix != file_format.suffix:
         subject = "this model is written as" if target is None else f"target {target.name!r} writes"
-        raise ExportError(f"{path.name}: {subject} {file_format.name}, in files that end in {file_format.suffix}")
+        raise ExportError(f"{path.name}: {subject} {file_format.name}: the file name must end in {file_format.suffix}")
 
 
 def _resolve_float_dtype(float_dtype: str | torch.dtype | None, target: Target | None) -> torch.dtype:
@@ -93,5 +101,5 @@ def _resolve_float_dtype(float_dtype: str | torch.dtype | None, target: Target |
         return target.check_float_dtype(float_dtype)
     dtype = parse_float_dtype(float_dtype)
     if dtype not in FLOAT_DTYPES:
-        raise ExportError(f"float_dtype={dtype_name(dtype)}: use {' or '.join(map(dtype_name, FLOAT_DTYPES))}")
+        raise ExportError(f"float_dtype= must be {' or '.join(map(dtype_name, FLOAT_DTYPES))}, got {dtype_name(dtype)}")
     return dtype

@@ -1,7 +1,7 @@
-"""A file computes in float32, whatever the model does: half, bfloat16 and double models are written so.
+"""Converts float16, bfloat16 and float64 models to float32 before they are written.
 
-Operators of ONNX take Q/DQ and float32 beside each other and nothing else in between; what is not quantized may be
-narrowed afterwards, for compilers that run the types of the file (`float_dtype`).
+Q/DQ operators of ONNX are combined with float32 operators only. With `float_dtype` everything that is not quantized is
+converted to 16 bits afterwards, for compilers that compute in the dtypes of the file.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ CONVERTED_DTYPES = (torch.float16, torch.bfloat16, torch.float64)
 
 
 def needs_float32(model: fx.GraphModule) -> bool:
-    """Whether the model has another type: that of its parameters; a table in double alone is the model's own affair."""
+    """Whether a parameter is not float32. Buffers do not count: a model may have a float64 table on purpose."""
     return any(parameter.dtype in CONVERTED_DTYPES for parameter in model.parameters())
 
 
 def convert_to_float32(model: fx.GraphModule) -> fx.GraphModule:
-    """In place: tensors, and the types that the graph names. Its parameters must be its own."""
+    """Convert tensors and dtype arguments in place. The model must not share its parameters with another model."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype in CONVERTED_DTYPES:
             tensor.data = tensor.data.to(torch.float32)
@@ -29,7 +29,8 @@ def convert_to_float32(model: fx.GraphModule) -> fx.GraphModule:
         if isinstance(module, Operation):
             module.arguments = {name: _replace_dtype(value) for name, value in module.arguments.items()}
     for node in model.graph.nodes:
-        node.args, node.kwargs = (fx.node.map_aggregate(each, _replace_dtype) for each in (node.args, node.kwargs))
+        node.args = fx.node.map_aggregate(node.args, _replace_dtype)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _replace_dtype)
     model.recompile()
     return model
 
@@ -39,7 +40,7 @@ def _replace_dtype(value: Any) -> Any:
 
 
 def inputs_to_float32(inputs: Any) -> Any:
-    """The same inputs as the file takes them."""
+    """Convert inputs to the dtypes that the file takes."""
     return pytree.tree_map(_to_float32, inputs)
 
 

@@ -1,14 +1,9 @@
-"""A file format as a declaration: how it is written, which files it is, what it says of itself.
+"""FileFormat: the declaration of a file format.
 
     FileFormat("mine", ".mine", write=write, files=files, about=read_info)
 
-`write(model, path, request)` puts a quantized model there, whole or not at all, and the float model of the same
-capture at request.float_path where that is given; `files(path)` names all that it wrote, the file itself last;
-`about(path)` reads it back without running anything. `check(model, request)`, where a format has it, refuses a
-graph that has an operation without a form, before anything is calibrated. `compare(path, model)`, where a format has
-it, reads all codes, scales and tables back and says in words where they are others than the model's, bit by bit.
-`show_choices(path, copy)`, where a format has it, writes a copy of a file whose further outputs are the scores and
-the indices of every top-k.
+Only `write`, `files` and `about` are required. A format without one of the optional functions does not support the
+feature behind it: for example, files without `compare` are not compared with the model bit by bit.
 """
 
 import inspect
@@ -27,48 +22,68 @@ from scalepoint.targets import Target
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """How a model is written."""
+    """The options with which a model is written."""
 
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]  # example inputs: args and kwargs
     target: Target | None = None
-    float_path: Path | None = None
-    float_dtype: torch.dtype = torch.float32  # of what is not quantized
-    dynamic: bool = True  # whether the batch is free
+    float_path: Path | None = None  # also write the float model to this file
+    float_dtype: torch.dtype = torch.float32  # of everything that is not quantized
+    dynamic: bool = True  # whether the batch is dynamic
     names: tuple[str, ...] = ()  # of the tensors among the inputs, for `write_baseline`
-    metadata: Mapping[str, str] = field(default_factory=dict)  # what the quantized file says of itself
+    metadata: Mapping[str, str] = field(default_factory=dict)  # stored in the quantized file
 
 
 @dataclass(frozen=True)
 class FileInput:
-    """An input as a file declares it. None in `shape` is a free axis."""
+    """An input as a file declares it. None in `shape` is a dynamic axis."""
 
     name: str
-    dtype: str  # as numpy names it
+    dtype: str  # numpy name
     shape: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a file says of itself."""
+    """What a file states about itself; read without running it."""
 
-    size: int  # bytes, with the data beside it
+    size: int  # bytes, including external data files
     inputs: tuple[FileInput, ...]
     made_for: Mapping[str, str] = field(default_factory=dict)  # target and its options
     quantizers: Mapping[str, str] = field(default_factory=dict)  # of activations: name -> the tensor of its codes
-    metadata: Mapping[str, str] = field(default_factory=dict)  # all that it says, by key
+    metadata: Mapping[str, str] = field(default_factory=dict)  # all metadata, by key
 
 
 @dataclass(frozen=True)
 class ChoiceOutputs:
-    """The outputs of a copy of a file that shows by which scores it chooses indices."""
+    """The outputs of a copy of a file that also returns the scores and indices of every top-k, argmax and argmin."""
 
-    outputs: tuple[str, ...]  # all of them, in order: first those of the file
-    choices: tuple[tuple[str, str, str], ...]  # the name of a node, the output with its scores, that with its indices
+    outputs: tuple[str, ...]  # all outputs in order, those of the original file first
+    choices: tuple[tuple[str, str, str], ...]  # for each node: its name, the output with scores, the one with indices
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """One file format: how to write it, read what it says of itself, and compare it with the model."""
+    """A file format: how its files are written, read back, and compared with the model.
+
+    Args:
+        name: The name, by which targets refer to the format.
+        suffix: The suffix of its files, with the dot.
+        write: (model, path, request): write the quantized model, and the float model to request.float_path if set. A
+            failed write leaves no file behind.
+        files: (path): all files that `write` wrote, the file itself last.
+        about: (path): read the file's description, without running it.
+        summary: One line for lists of formats.
+        write_baseline: (model, path, request): write the float model with the exporter that people usually use.
+        write_with_layer_outputs: (model, path, request): write the quantized model with the codes of activations as
+            additional outputs.
+        check: (model, request): raise for a model that cannot be written. Runs before calibration.
+        compare: (path, model): compare all codes, scales and tables with the model bit by bit, and return a sentence
+            for each difference.
+        show_choices: (path, copy): write a copy whose additional outputs are the scores and indices of every top-k;
+            None if there is none.
+        package: The package that is needed to write such files, if scalepoint does not depend on it.
+        install: The command that installs it.
+    """
 
     name: str
     suffix: str
@@ -76,53 +91,56 @@ class FileFormat:
     files: Callable[[Path], Sequence[Path]]
     about: Callable[[Path], FileInfo]
     summary: str = ""
-    write_baseline: Callable[[nn.Module, Path, ExportRequest], None] | None = (
-        None  # the float model by the exporter that people use
-    )
-    write_with_layer_outputs: Callable[[fx.GraphModule, Path, ExportRequest], None] | None = (
-        None  # with the codes of activations as outputs
-    )
-    check: Callable[[fx.GraphModule, ExportRequest], None] | None = None  # raises for a model that cannot be written
-    compare: Callable[[Path, fx.GraphModule], Sequence[str]] | None = None  # what a file holds that the model does not
-    show_choices: Callable[[Path, Path], ChoiceOutputs | None] | None = None  # writes a copy that shows them
-    package: str = ""  # that has to be installed to write such files, where scalepoint does not bring it
-    install: str = ""  # how it is installed
+    write_baseline: Callable[[nn.Module, Path, ExportRequest], None] | None = None
+    write_with_layer_outputs: Callable[[fx.GraphModule, Path, ExportRequest], None] | None = None
+    check: Callable[[fx.GraphModule, ExportRequest], None] | None = None
+    compare: Callable[[Path, fx.GraphModule], Sequence[str]] | None = None
+    show_choices: Callable[[Path, Path], ChoiceOutputs | None] | None = None
+    package: str = ""
+    install: str = ""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            raise UsageError(f"a format has a name, not {short_repr(self.name)}")
+            raise UsageError(f"the name of a format must be text, got {short_repr(self.name)}")
         if not (isinstance(self.suffix, str) and self.suffix.startswith(".") and len(self.suffix) > 1):
-            raise UsageError(f"format {self.name!r}: suffix= begins with a dot, such as '.onnx', not {self.suffix!r}")
-        signatures = {"write": ("model", "path", "request"), "files": ("path",), "about": ("path",)}
-        for extra in ("write_baseline", "write_with_layer_outputs"):
-            if getattr(self, extra) is not None:
-                signatures[extra] = ("model", "path", "request")
-        if self.check is not None:
-            signatures["check"] = ("model", "request")
-        if self.compare is not None:
-            signatures["compare"] = ("path", "model")
-        if self.show_choices is not None:
-            signatures["show_choices"] = ("path", "copy")
-        for argument, parameters in signatures.items():
-            _check_call(f"format {self.name!r}: {argument}=", getattr(self, argument), parameters)
+            raise UsageError(
+                f"format {self.name!r}: suffix= must start with a dot, such as '.onnx', got {self.suffix!r}"
+            )
+        signatures: dict[str, tuple[str, ...]] = {
+            "write": ("model", "path", "request"),
+            "files": ("path",),
+            "about": ("path",),
+        }
+        optional_signatures = {
+            "write_baseline": ("model", "path", "request"),
+            "write_with_layer_outputs": ("model", "path", "request"),
+            "check": ("model", "request"),
+            "compare": ("path", "model"),
+            "show_choices": ("path", "copy"),
+        }
+        signatures |= {
+            name: parameters for name, parameters in optional_signatures.items() if getattr(self, name) is not None
+        }
+        for name, parameters in signatures.items():
+            _check_function(f"format {self.name!r}: {name}=", getattr(self, name), parameters)
 
     def check_installed(self) -> None:
-        """Raise ExportError if the package that writes such files is not installed; nothing is imported."""
+        """Raise ExportError if the package that writes such files is not installed. Imports nothing."""
         if self.package and find_spec(self.package) is None:
             raise ExportError(
-                f"{self.suffix} files are written by {self.package}, which is not installed: "
+                f"{self.suffix} files are written with {self.package}, which is not installed: "
                 f"{self.install or f'pip install {self.package}'}"
             )
 
 
-def _check_call(where: str, function: Any, parameters: Sequence[str]) -> None:
-    """It must take so many arguments: told now, not in the middle of an export."""
+def _check_function(where: str, function: Any, parameters: Sequence[str]) -> None:
+    """Raise UsageError for a wrong number of parameters now, instead of in the middle of an export."""
     expected = f"a function of ({', '.join(parameters)})"
     if not callable(function):
-        raise UsageError(f"{where} is {expected}, not {short_repr(function)}")
+        raise UsageError(f"{where} must be {expected}, got {short_repr(function)}")
     try:
         inspect.signature(function).bind(*parameters)
     except TypeError as error:
-        raise UsageError(f"{where} is {expected}: {getattr(function, '__name__', function)}: {error}") from error
+        raise UsageError(f"{where} must be {expected}: {getattr(function, '__name__', function)}: {error}") from error
     except ValueError:  # a builtin without a signature
         return

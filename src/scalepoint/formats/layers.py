@@ -1,8 +1,8 @@
-"""What formats share of a layer's form.
+"""Modules of the stored graph that several formats share.
 
-Layer         the product by a weight that was made of codes
-FloatWeight   the layer in float
-int8_parts    all parts of a format whose kernels take int8 activations of one scale, or of one a row
+WeightedOperation      base class: an operation that takes its weight and bias as arguments
+FloatWeight            a layer in float
+int8_module_factories  the factories of a format whose kernels take int8 activations, with one scale or one per row
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ INT8_MIN, INT8_MAX = -128, 127
 
 
 class WeightedOperation(nn.Module):
-    """An operation that is given its weight and bias."""
+    """An operation that takes its weight and bias as arguments."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
-        self.references = {"operation": source.operation}  # which keeps its own path
+        self.references = {"operation": source.operation}  # in a dict, so that it is not a submodule
         self.is_linear = source.kind == "linear"
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ class WeightedOperation(nn.Module):
 
 
 class FloatWeight(WeightedOperation):
-    """The same operation in float, with the batch norm folded in: what the quantized file is compared with."""
+    """The operation in float with its batch norm folded in, for the float file."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__(source)
@@ -54,9 +54,9 @@ class FloatWeight(WeightedOperation):
 
 
 class InputFirstFloatWeight(nn.Module):
-    """FloatWeight with matrices stored as (in, out), the layout that ONNX and Core ML multiply by.
+    """FloatWeight with matrices stored as (in, out), the layout of ONNX and Core ML.
 
-    With `as_view` a matrix is a transposed view of the model's parameter, copied only when it is written.
+    With `as_view` a matrix is a transposed view of the model's parameter, which is copied only when it is written.
     """
 
     def __init__(self, source: QuantizedWeighted, *, as_view: bool = False) -> None:
@@ -66,7 +66,7 @@ class InputFirstFloatWeight(nn.Module):
         self.is_linear = source.kind == "linear"
         if self.is_linear and not source.is_input_first:
             weight = weight.transpose(0, 1)
-        weight = weight.detach()  # only read, so no copy
+        weight = weight.detach()  # shared with the model: the export only reads it
         self.register_buffer("weight", weight if as_view and self.is_linear else weight.contiguous())
         self.register_buffer("bias", None if bias is None else bias.detach())
 
@@ -86,20 +86,29 @@ def int8_module_factories(
     weights: tuple[Callable[[QuantizedWeighted], nn.Module], Callable[[QuantizedWeighted], nn.Module]],
     stubs: tuple[Callable[[QuantStub, float], nn.Module], Callable[[], nn.Module]],
 ) -> ModuleFactories:
-    """Of a runtime by its name: weights and tables; stubs with constant parameters and with those of every row."""
+    """Build the factories of a runtime.
+
+    Args:
+        runtime: The name of the runtime, for errors.
+        weights: Classes for layers and for embedding tables.
+        stubs: Classes for quantizers with constant parameters and for quantizers that compute them for each row.
+    """
     (weight_layer, table_layer), (constant_stub, row_stub) = weights, stubs
 
-    def weight_of(source: QuantizedWeighted) -> nn.Module:
+    def build_weight(source: QuantizedWeighted) -> nn.Module:
         return table_layer(source) if source.kind == TABLE else weight_layer(source)
 
-    def stub_of(stub: QuantStub, factor: float) -> nn.Module:
-        granularity, found = stub.calculator.granularity, stub.quantizer.grid.format.name
-        if found != "int8":
-            raise ExportError(f"{stub.name}: {runtime}'s activations are int8, not {found}")
-        if isinstance(granularity, PerTokenGranularity) and stub.calculator.always_called:
+    def build_stub(stub: QuantStub, factor: float) -> nn.Module:
+        granularity, dtype = stub.calculator.granularity, stub.quantizer.grid.format.name
+        if dtype != "int8":
+            raise ExportError(f"{stub.name}: activations of {runtime} must be int8, got {dtype}")
+        is_dynamic = stub.calculator.always_called
+        if isinstance(granularity, PerTokenGranularity) and is_dynamic:
             return row_stub()
-        if not isinstance(granularity, PerTensorGranularity) or (stub.calculator.always_called and not stub.is_learned):
-            raise ExportError(f"{stub.name}: {runtime}'s activations have one scale, or one a row that is found anew")
+        if not isinstance(granularity, PerTensorGranularity) or (is_dynamic and not stub.is_learned):
+            raise ExportError(
+                f"{stub.name}: activations of {runtime} must have one constant scale, or a dynamic scale for each row"
+            )
         return constant_stub(stub, factor)
 
-    return ModuleFactories(weight=weight_of, stub=stub_of, float_layer=FloatWeight)
+    return ModuleFactories(weight=build_weight, stub=build_stub, float_layer=FloatWeight)

@@ -1,22 +1,23 @@
-"""Operations in words that formats take.
+"""Decompositions that several formats share.
 
-attention   what torch says of heads, scales and causal masks, around a core:
+attention   scaled_dot_product_attention with its options, around a core that the format provides:
             core(query, key, value, mask, c)  ->  softmax(c q k^T + mask) v
-distances   |x_i - y_j| of all pairs
+distances   |x_i - y_j| for all pairs
 """
 
 from collections.abc import Callable
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
-MASKED_SCORE = -1e30  # what is added for False
+MASKED_SCORE = -1e30  # added to scores where a boolean mask is False
 
 
 def attention_from_core(core: AttentionCore) -> Callable[..., Tensor]:
-    """torch.nn.functional.scaled_dot_product_attention by a core, without dropout: what is exported is in eval mode."""
+    """Return torch.nn.functional.scaled_dot_product_attention built on a core, without dropout (eval mode)."""
 
     def attention(
         query: Tensor,
@@ -29,7 +30,8 @@ def attention_from_core(core: AttentionCore) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
     ) -> Tensor:
         if enable_gqa:
-            key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
+            key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+            value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
         if is_causal:
             attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         return core(query, key, value, attn_mask, 1 / sqrt(query.size(-1)) if scale is None else scale)
@@ -37,14 +39,16 @@ def attention_from_core(core: AttentionCore) -> Callable[..., Tensor]:
     return attention
 
 
-def pairwise_distances(x: Tensor, y: Tensor, p: float = 2.0, *_: object) -> Tensor:
-    """torch.cdist by sums of squares or of differences, of which it takes those that round least."""
+def pairwise_distances(x: Tensor, y: Tensor, p: float = 2.0, *_: object) -> Any:
+    """Compute torch.cdist for p = 1 and p = 2 from differences, which round less than the product form of p = 2."""
     difference = x.unsqueeze(-2) - y.unsqueeze(-3)
     if p == 1:
         return difference.abs().sum(-1)
-    return NotImplemented if p != 2 else difference.square().sum(-1).sqrt()
+    if p == 2:
+        return difference.square().sum(-1).sqrt()
+    return NotImplemented
 
 
 def mask_to_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to scores. A row that it hides whole gives the mean of all values, and zeros in torch."""
+    """Convert a mask to a bias of scores. A fully masked row gives the mean of all values, where torch gives 0."""
     return mask if mask.dtype != torch.bool else torch.where(mask, 0.0, MASKED_SCORE).to(dtype)

@@ -1,13 +1,13 @@
-"""What a file says of itself, as text by key, in whatever place its format has for that.
+"""Metadata of exported files: text by key, stored where the file format allows it.
 
-    scalepoint.version, .torch       what it was made with
-    scalepoint.target, .target.*     what it was made for, and the target's options
-    scalepoint.config                what was asked of quantization, as JSON
-    scalepoint.calibration           how much was seen, as JSON: {"batches": 16, "samples": 128}
-    scalepoint.tuning.threads        torch threads that tune ran with: another number may give other bytes
-    labels, preprocessing, ...       what its maker gives: text as it is, all else as JSON
+    scalepoint.version, .torch       versions that wrote the file
+    scalepoint.target, .target.*     the target and its options
+    scalepoint.config                the QuantConfig, as JSON
+    scalepoint.calibration           the amount of calibration data, as JSON: {"batches": 16, "samples": 128}
+    scalepoint.tuning.threads        torch threads of `tune`: another number of threads may give other bytes
+    labels, preprocessing, ...       entries of the user: text unchanged, other values as JSON
 
-There is no time and no path in it: the same model is the same bytes.
+Metadata contain no time and no path, so the same model gives the same bytes.
 """
 
 import json
@@ -34,14 +34,14 @@ from scalepoint.version import __version__
 
 KEY_PREFIX = "scalepoint."
 STORABLE_TYPES = (str, Number, Enum, PathLike, date, time, torch.dtype, type(None))
-MAX_METADATA_CHARACTERS = 1_000_000  # characters of all that is given
-MAX_DESCRIPTION_BYTES = 64_000_000  # bytes: quantizers and layers of large models are in it too
+MAX_METADATA_CHARACTERS = 1_000_000  # of all entries of the user together
+MAX_DESCRIPTION_BYTES = 64_000_000  # a description also lists the quantizers and layers of large models
 
 
 def build_metadata(
     model: fx.GraphModule, target: Target | None, user_metadata: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """All that the file of a model will say; keys in the order in which they are shown."""
+    """Return all metadata of a model's file, in the order in which they are shown."""
     metadata = {f"{KEY_PREFIX}version": __version__, f"{KEY_PREFIX}torch": str(torch.__version__)}
     metadata |= {} if target is None else target.labels
     if has_record(model):
@@ -72,17 +72,17 @@ def check_metadata(user_metadata: Mapping[str, Any] | None) -> dict[str, str]:
         return {}
     if not isinstance(user_metadata, Mapping):
         raise UsageError(
-            f"metadata= maps keys to values, such as {{'labels': ['cat', 'dog']}}, not {short_repr(user_metadata)}"
+            f"metadata= must be a mapping, such as {{'labels': ['cat', 'dog']}}, got {short_repr(user_metadata)}"
         )
     texts: dict[str, str] = {}
     for key in sorted(user_metadata, key=str):
         if not isinstance(key, str) or not key or one_line(key) != key:
-            raise UsageError(f"metadata: a key is a text that can be printed, not {short_repr(key)}")
+            raise UsageError(f"metadata: a key must be printable text, got {short_repr(key)}")
         if key.startswith(KEY_PREFIX):
-            raise UsageError(f"metadata: {key!r}: keys that begin with {KEY_PREFIX!r} are ours; choose another")
+            raise UsageError(f"metadata: {key!r}: keys that begin with {KEY_PREFIX!r} are reserved: choose another key")
         texts[key] = _to_text(key, user_metadata[key])
     if sum(len(key) + len(value) for key, value in texts.items()) > MAX_METADATA_CHARACTERS:
-        raise UsageError(f"metadata: more than {MAX_METADATA_CHARACTERS} characters: keep it beside the file instead")
+        raise UsageError(f"metadata: more than {MAX_METADATA_CHARACTERS} characters: store it in a separate file")
     return texts
 
 
@@ -91,14 +91,14 @@ def _to_text(key: str, value: Any) -> str:
         text = value if isinstance(value, str) else _to_json(_check_storable(key, value))
         text.encode()
     except RecursionError as error:
-        raise UsageError(f"metadata: {key!r} holds itself, or is nested too deep for JSON") from error
+        raise UsageError(f"metadata: {key!r} contains itself, or is nested too deeply for JSON") from error
     except UnicodeEncodeError as error:
-        raise UsageError(f"metadata: {key!r} holds half a character: {error.object[error.start]!r}") from error
+        raise UsageError(f"metadata: {key!r} contains half a character: {error.object[error.start]!r}") from error
     return text
 
 
 def _check_storable(key: str, value: Any) -> Any:
-    """The value, if it has a form that says what it is: of other objects only a type and an address would be kept."""
+    """Return the value, or raise UsageError for an object whose text form would be only its type and address."""
     if isinstance(value, Mapping):
         for item in value.values():
             _check_storable(key, item)
@@ -109,20 +109,20 @@ def _check_storable(key: str, value: Any) -> Any:
         value, type
     ):
         raise UsageError(
-            f"metadata: {key!r} holds {short_repr(value)}, which a file cannot hold: give text, numbers, lists or "
+            f"metadata: {key!r} contains {short_repr(value)}, which cannot be stored: give text, numbers, lists or "
             "mappings"
         )
     return value
 
 
 def read_target_options(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The target of a file that scalepoint wrote, and its options: {"target": "onnxruntime", "cpu": "avx2"}."""
+    """Return the target of a file and its options: {"target": "onnxruntime", "cpu": "avx2"}; {} if it has none."""
     options = {key.removeprefix(f"{LABEL}."): value for key, value in metadata.items() if key.startswith(f"{LABEL}.")}
     return {"target": metadata[LABEL], **options} if LABEL in metadata else {}
 
 
 class DescriptionInput(BaseModel):
-    """One input, as a file states it."""
+    """An input in the description of a file."""
 
     name: str
     dtype: str
@@ -130,7 +130,7 @@ class DescriptionInput(BaseModel):
 
 
 class FileDescription(BaseModel):
-    """What a .pte or .tflite file states about itself, as JSON; other keys are for its runtime."""
+    """The description in a .pte or .tflite file, stored as JSON. Other keys are for the runtime."""
 
     made_for: dict[str, str] = {}
     quantizers: dict[str, str] = {}
@@ -138,7 +138,7 @@ class FileDescription(BaseModel):
 
 
 def read_description(text: str) -> FileDescription:
-    """Parse the description in a file, which anybody may have written."""
+    """Parse the description in a file. The file is untrusted."""
     try:
         return FileDescription.model_validate(parse_json(text, MAX_DESCRIPTION_BYTES))
     except DocumentError as error:

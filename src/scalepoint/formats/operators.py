@@ -1,12 +1,12 @@
-"""The language of a stored graph: what is quantized, weights and activations alike, is in operators of our own.
+"""The custom torch operators of a stored graph. Every file format translates them.
 
     quantize      codes = clamp(round(x / scale) + zero_point, low, high)
     dequantize    x' = (codes - zero_point) * scale
-    look_up       x' = table[codes], of palettized weights
-    rows          x' = what int8 keeps of every row, with parameters that are found anew
+    look_up       x' = table[codes], for palettized weights
+    rows          x' = x rounded to int8 per row, with parameters computed from each row
 
-A file format is a table that translates them. `axis` says which one has a scale each, `block` > 0 how many share one
-along it; `fmt` is the name of the format of the codes, which may be narrower than the type they are kept in.
+`axis` is the axis of the scales. With `block` > 0 that many elements along it share a scale. `fmt` is the numerics
+format of the codes, for example int4 codes that are stored in int8.
 """
 
 import torch
@@ -19,11 +19,11 @@ from scalepoint.spec.spec import to_dtype
 
 @torch.library.custom_op("scalepoint::quantize", mutates_args=())
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: float, high: float, fmt: str) -> Tensor:
-    """The codes in their storage type; of a float format the zero point is 0."""
-    scale, zero = _broadcast_along_axis(scale, zero_point, x.ndim, axis)
+    """Return the codes in their storage dtype. Float formats have no zero point."""
+    scale, zero_point = _broadcast_along_axis(scale, zero_point, x.ndim, axis)
     steps = x.to(torch.float32) / scale
     storage = get_format(to_dtype(fmt)).storage
-    codes = steps if storage.is_floating_point else steps.round() + zero
+    codes = steps if storage.is_floating_point else steps.round() + zero_point
     return codes.clamp(low, high).to(storage)
 
 
@@ -34,13 +34,14 @@ def _(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: float, high:
 
 @torch.library.custom_op("scalepoint::dequantize", mutates_args=())
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int, fmt: str) -> Tensor:
-    """What the codes stand for; without a zero point it is 0."""
-    zero = torch.zeros_like(scale) if zero_point is None else zero_point
+    """Return the values of the codes. `zero_point=None` stands for 0."""
+    zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
     if block:
-        scale, zero = (value.to(torch.float32).repeat_interleave(block, axis) for value in (scale, zero))
+        scale = scale.to(torch.float32).repeat_interleave(block, axis)
+        zero_point = zero_point.to(torch.float32).repeat_interleave(block, axis)
     else:
-        scale, zero = _broadcast_along_axis(scale, zero, codes.ndim, axis)
-    return (codes.to(torch.float32) - zero) * scale
+        scale, zero_point = _broadcast_along_axis(scale, zero_point, codes.ndim, axis)
+    return (codes.to(torch.float32) - zero_point) * scale
 
 
 @dequantize.register_fake
@@ -50,7 +51,7 @@ def _(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block:
 
 @torch.library.custom_op("scalepoint::look_up", mutates_args=())
 def look_up(codes: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
-    """The entries of tables (groups, entries) that indices stand for; neighbouring channels of an axis are a group."""
+    """Return the table entries that `codes` index. Tables: (groups, entries); consecutive channels form a group."""
     values = tables.gather(-1, to_groups(codes, axis, tables.shape[0]).long())
     return from_groups(values, codes.shape, axis).contiguous()
 
@@ -62,11 +63,11 @@ def _(codes: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
 
 @torch.library.custom_op("scalepoint::rows", mutates_args=())
 def quantize_rows(x: Tensor) -> Tensor:
-    """Asymmetric, of ranges that hold zero, over the last axis."""
+    """Quantize and dequantize each row (last axis) asymmetrically; its range is extended to include zero."""
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
-    zero = (-128 - (low / scale).round()).clamp(-128, 127)
-    return (((x / scale).round() + zero).clamp(-128, 127) - zero) * scale
+    zero_point = (-128 - (low / scale).round()).clamp(-128, 127)
+    return (((x / scale).round() + zero_point).clamp(-128, 127) - zero_point) * scale
 
 
 @quantize_rows.register_fake
@@ -75,7 +76,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def _broadcast_along_axis(scale: Tensor, zero_point: Tensor, rank: int, axis: int) -> tuple[Tensor, Tensor]:
-    """Both as they broadcast against a tensor of so many axes."""
+    """Reshape both so that they broadcast along `axis` of a tensor with `rank` axes."""
     shape = [1] * rank
     if scale.ndim:
         shape[axis] = -1

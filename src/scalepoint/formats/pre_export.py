@@ -1,7 +1,7 @@
-"""Changes to a graph before any format writes it.
+"""Changes to a graph that every format needs before it is exported.
 
-views                  become reshapes
-numbers returned       become tensors; other constants (text) become None and are left out of the file
+views             become reshapes
+returned numbers  become tensors; other returned constants (text) become None and are not outputs of the file
 """
 
 from typing import Any

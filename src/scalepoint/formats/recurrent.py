@@ -1,10 +1,10 @@
-"""Recurrent layers step by step, for files that have no operator for them.
+"""Recurrent layers as single steps, for formats without an operator for them.
 
     lstm   i, f, g, o = W x + U h + b;  c = s(f) c + s(i) tanh(g);  h = P (s(o) tanh(c))
     gru    r, z = s(W x + U h + b);     n = tanh(W x + b + r (U h + b'));  h = n + z (h - n)
     rnn    h = act(W x + U h + b)
 
-The product with the input is one for all steps; the one with the state is written once a step, as long as the example.
+W x is one product for all steps. The rest is written once per step, so the sequence length is that of the example.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 State = tuple[Tensor, ...]
-Step = Callable[[Tensor, State, Sequence[Tensor | None]], State]  # (W x, state, weights) -> state; h is its first
+RecurrentStep = Callable[[Tensor, State, Sequence[Tensor | None]], State]  # (W x, state, weights) -> state, h first
 
 
 def lstm(
@@ -29,26 +29,26 @@ def lstm(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """aten.lstm.input in eval; with a projection where a fifth weight says so."""
-    how = (has_biases, num_layers, bidirectional, batch_first)
+    """Compute aten.lstm.input in eval mode. The weights of each layer include P if the LSTM has a projection."""
+    options = (has_biases, num_layers, bidirectional, batch_first)
     projects = has_projection(params, has_biases, num_layers, bidirectional)
-    y, (h, c) = _run_layers(_lstm_step, x, hx, params, how, projects=projects)
+    y, (h, c) = _run_layers(_lstm_step, x, hx, params, options, projects=projects)
     return y, h, c
 
 
 def has_projection(params: Sequence[Any], has_biases: bool, num_layers: int, bidirectional: bool) -> bool:
-    """Whether an LSTM's output is a product of its hidden state."""
+    """Whether an LSTM projects its hidden state (proj_size > 0): its layers then have one more weight."""
     return len(params) > (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
 
 
 def gru(x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, *rest: Any) -> Any:
-    """aten.gru.input in eval."""
+    """Compute aten.gru.input in eval mode."""
     y, (h,) = _run_layers(_gru_step, x, (hx,), params, (has_biases, num_layers, *rest[2:]))
     return y, h
 
 
 def rnn(act: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """aten.rnn_tanh.input or aten.rnn_relu.input in eval."""
+    """Return aten.rnn_tanh.input or aten.rnn_relu.input in eval mode, for the activation `act`."""
 
     def run(x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, *rest: Any) -> Any:
         y, (h,) = _run_layers(partial(_rnn_step, act), x, (hx,), params, (has_biases, num_layers, *rest[2:]))
@@ -86,7 +86,7 @@ def _require_weight(weight: Tensor | None) -> Tensor:
 
 
 def _run_layers(
-    step: Step,
+    step: RecurrentStep,
     x: Tensor,
     states: Sequence[Tensor],
     params: Sequence[Tensor],
@@ -94,17 +94,21 @@ def _run_layers(
     *,
     projects: bool = False,
 ) -> tuple[Tensor, State]:
-    """All layers, and in each both directions where there are two; the samples stand first in between."""
+    """Run all layers, each in one or two directions. Between the layers x has the shape (batch, steps, features)."""
     has_biases, layers, is_bidirectional, is_batch_first = options
-    is_unbatched = x.ndim == 2  # no batch
-    x = x.unsqueeze(0) if is_unbatched else x if is_batch_first else x.transpose(0, 1)
-    states = [state.unsqueeze(1) for state in states] if is_unbatched else states
+    directions = 2 if is_bidirectional else 1
+    is_unbatched = x.ndim == 2
+    if is_unbatched:
+        x = x.unsqueeze(0)
+        states = [state.unsqueeze(1) for state in states]
+    elif not is_batch_first:
+        x = x.transpose(0, 1)
     weights = _iterate_weights(params, has_biases, projects)
     final_states: list[State] = []
     for layer in range(layers):
         outputs = []
-        for direction in range(2 if is_bidirectional else 1):
-            initial_state = tuple(state[layer * (2 if is_bidirectional else 1) + direction] for state in states)
+        for direction in range(directions):
+            initial_state = tuple(state[layer * directions + direction] for state in states)
             y, final_state = _run_direction(step, x, initial_state, next(weights), is_reversed=direction == 1)
             outputs.append(y)
             final_states.append(final_state)
@@ -116,7 +120,7 @@ def _run_layers(
 
 
 def _iterate_weights(params: Sequence[Tensor], has_biases: bool, projects: bool) -> Iterator[list[Tensor | None]]:
-    """Of one direction after the other: W, U, b, b', P."""
+    """Yield [W, U, b, b', P] for each direction of each layer; None for missing biases and projections."""
     tensors = iter(params)
     for w in tensors:
         weights: list[Tensor | None] = [w, next(tensors)]
@@ -125,7 +129,7 @@ def _iterate_weights(params: Sequence[Tensor], has_biases: bool, projects: bool)
 
 
 def _run_direction(
-    step: Step, x: Tensor, state: State, weights: Sequence[Tensor | None], *, is_reversed: bool
+    step: RecurrentStep, x: Tensor, state: State, weights: Sequence[Tensor | None], *, is_reversed: bool
 ) -> tuple[Tensor, State]:
     input_products = torch.nn.functional.linear(x, _require_weight(weights[0]), weights[2])
     outputs: list[Tensor] = []

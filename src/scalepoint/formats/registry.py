@@ -1,4 +1,4 @@
-"""File formats by name. The package of a format is imported when the format is used.
+"""Finds file formats by name. The package of a format is imported when the format is used.
 
 Other packages add formats through the entry points "scalepoint.formats" (models) and "scalepoint.checkpoint_formats"
 (language models).

@@ -1,4 +1,10 @@
-"""The form that is exported: quantized weights as their codes, biases as the target stores them, quantizers as Q/DQ."""
+"""Builds the graphs that are exported.
+
+build_stored_graph   weights are integer codes, biases are stored as the target needs them, quantizers are Q/DQ pairs
+build_float_graph    the model without quantizers, for the float file
+
+A format provides the modules of the stored graph (ModuleFactories).
+"""
 
 import copy
 from collections.abc import Callable
@@ -23,8 +29,11 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 
 @dataclass(frozen=True)
 class ModuleFactories:
-    """What a file format makes of a quantized layer, of a stub (with the factor of attention.py that goes into its
-    scale), and of a layer in float."""
+    """Functions of a file format that build the modules of the stored graph.
+
+    `weight` builds a quantized layer. `stub` builds a quantizer of activations; its second argument is a factor for the
+    scale (see attention.py). `float_layer` builds a layer in float.
+    """
 
     weight: Callable[[QuantizedWeighted], nn.Module]
     stub: Callable[[QuantStub, float], nn.Module]
@@ -34,13 +43,13 @@ class ModuleFactories:
 def build_stored_graph(
     model: fx.GraphModule, factories: ModuleFactories, float_dtype: torch.dtype = torch.float32
 ) -> fx.GraphModule:
-    """A copy whose weights are codes, for scales that are stored in `float_dtype`."""
+    """Return a copy of the model with stored codes. Scales are rounded to `float_dtype` first."""
     check_is_calibrated(model)
-    is_rounded = float_dtype != torch.float32
-    copied = _copy_for_export(model, has_own_scales=is_rounded)
-    if is_rounded:
-        _round_scales(copied, float_dtype)
-    stored = _remove_unit_factors(_replace_layers(copied, factories.weight, factories.float_layer))
+    rounds_scales = float_dtype != torch.float32
+    model_copy = _copy_for_export(model, changes_scales=rounds_scales)
+    if rounds_scales:
+        _round_scales(model_copy, float_dtype)
+    stored = _remove_unit_factors(_replace_layers(model_copy, factories.weight, factories.float_layer))
     factors = scale_before_quantizing(stored)
     for name, module in list(stored.named_modules()):
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
@@ -51,7 +60,7 @@ def build_stored_graph(
 
 
 def build_float_graph(model: fx.GraphModule, factories: ModuleFactories) -> fx.GraphModule:
-    """A copy without quantizers."""
+    """Return a copy of the model without quantizers."""
     float_model = _remove_unit_factors(
         _replace_layers(_copy_for_export(model), factories.float_layer, factories.float_layer)
     )
@@ -64,7 +73,7 @@ def build_float_graph(model: fx.GraphModule, factories: ModuleFactories) -> fx.G
 
 
 def _remove_unit_factors(model: fx.GraphModule) -> fx.GraphModule:
-    """Factors that calibration left at one are no operation. The graph alone, not its code."""
+    """Remove channel factors that are all 1 from the graph. Its code is not generated again."""
     for node in list(model.graph.nodes):
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, Factors) and bool((module.weight == 1).all()):
@@ -74,11 +83,11 @@ def _remove_unit_factors(model: fx.GraphModule) -> fx.GraphModule:
 
 
 def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
-    """To what the file can hold, before codes are made with them; never to zero."""
+    """Round scales and minima to `dtype` before codes are computed with them. No scale becomes zero."""
     for module in model.modules():
         if isinstance(module, Quantizing) and module.spec.scale_dtype is None:
-            least = None if module.minval is None else module.minval.to(dtype).to(torch.float32)
-            module.take(QParams(held_as(module.scale, dtype), None, least))
+            minval = None if module.minval is None else module.minval.to(dtype).to(torch.float32)
+            module.take(QParams(held_as(module.scale, dtype), None, minval))
 
 
 def _replace_layers(
@@ -99,37 +108,39 @@ def _replace_layers(
                         fused.add_module(f"stored_{role}", replacements[id(part)])
                     fused.parts[role] = replacements[id(part)]
     copy_after_masked_attention(model)
-    for node in model.graph.nodes:  # torch.export names what it records after this
+    for node in model.graph.nodes:  # torch.export names its nodes after this stack
         path = place_of(node) if node.op != "call_module" else str(node.target)
         node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}
     return model
 
 
-def _copy_for_export(model: fx.GraphModule, has_own_scales: bool = False) -> fx.GraphModule:
-    """A copy on the CPU in eval mode; what is there already and is only read is shared."""
+def _copy_for_export(model: fx.GraphModule, changes_scales: bool = False) -> fx.GraphModule:
+    """Return a copy on the CPU in eval mode, which shares what the export only reads with the model."""
     is_on_device = any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers()))
-    shared = [] if is_on_device or needs_float32(model) else _list_shareable(model, has_own_scales)
-    shared += model.meta.values()  # what is known of the model
+    shared = [] if is_on_device or needs_float32(model) else _list_shareable(model, changes_scales)
+    shared += model.meta.values()
     try:
-        with code_generation_paused():  # the forms change the graph
-            copied: fx.GraphModule = copy.deepcopy(model, {id(value): value for value in shared})
+        with code_generation_paused():  # the graph is changed before it runs
+            model_copy: fx.GraphModule = copy.deepcopy(model, {id(value): value for value in shared})
     except RuntimeError as error:
         if "data pointer" not in str(error):
             raise
         raise ExportError(
-            "the graph holds a constant without values, which the model's forward made while it was captured: leave "
-            "the submodule that makes it, leave=[...]"
+            "the graph contains a constant without values, which the model's forward created during the capture: leave "
+            "the submodule that creates it as it is, with leave=[...]"
         ) from error
-    if any(module.training for module in copied.modules()):
-        copied.eval()
-    return copied.cpu() if is_on_device else copied
+    if any(module.training for module in model_copy.modules()):
+        model_copy.eval()
+    return model_copy.cpu() if is_on_device else model_copy
 
 
-def _list_shareable(model: fx.GraphModule, has_own_scales: bool) -> list[Any]:
-    """Parameters; of a model in eval mode also buffers, the quantizers that stored forms take the place of, and plain
-    layers of torch, which nobody changes."""
+def _list_shareable(model: fx.GraphModule, changes_scales: bool) -> list[Any]:
+    """List objects that a copy can share with the model.
+
+    These are its parameters; in eval mode also buffers, quantizers that stored modules replace, and plain torch layers.
+    """
     shareable: list[Any] = list(model.parameters())
-    if has_own_scales or any(module.training for module in model.modules()):
+    if changes_scales or any(module.training for module in model.modules()):
         return shareable
     shareable += model.buffers()
     for module in model.modules():
@@ -142,31 +153,31 @@ def _list_shareable(model: fx.GraphModule, has_own_scales: bool) -> list[Any]:
 
 
 def check_is_calibrated(model: fx.GraphModule) -> None:
-    """Never a float model in disguise: everything calibrated, switched on and frozen."""
+    """Raise ExportError unless all quantizers are calibrated, enabled and frozen; the file would be partly float."""
     stubs = {name: module for name, module in model.named_modules() if isinstance(module, QuantStub)}
     weights = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeighted)}
     if not stubs and not weights:
-        raise ExportError("this model has no quantizers: export what insert_qdq made")
-    faults = [
+        raise ExportError("this model has no quantizers: export a model that insert_qdq returned")
+    problems = [
         (name, "was never calibrated: calibrate(model, data) first")
         for name, stub in stubs.items()
         if not stub.has_observed and not stub.skipped_because
     ]
-    faults += [
-        (name, "is switched off: enable_fake_quant(model) first")
+    problems += [
+        (name, "is disabled: enable_fake_quant(model) first")
         for name, stub in stubs.items()
         if stub.has_observed and not stub.enabled and not stub.skipped_because
     ]
-    faults += [
+    problems += [
         (name, "has a weight that is not fake-quantized: enable_fake_quant(model) first")
         for name, weighted in weights.items()
         if not weighted.weight_quant.enabled
     ]
-    faults += [
+    problems += [
         (name, "has a live weight scale: freeze(model) first, or calibrate(..., freeze_weights=True)")
         for name, weighted in weights.items()
         if weighted.weight_quant.enabled and not weighted.weight_quant.frozen
     ]
-    if faults:
-        name, why = faults[0]
-        raise ExportError(f"{name} {why} ({len(faults)} like it)")
+    if problems:
+        name, reason = problems[0]
+        raise ExportError(f"{name} {reason} ({len(problems)} like it)")

@@ -197,14 +197,14 @@ class TestRefused:
         model, x = inserted
         calibrate(model, [x], freeze_weights=True)
         disable_fake_quant(model)
-        with pytest.raises(ExportError, match="switched off"):
+        with pytest.raises(ExportError, match="is disabled"):
             export(model, tmp_path / "m.onnx", x)
         enable_fake_quant(model)
         freeze(model)
 
     def test_another_target(self, inserted, tmp_path):
         model, x = inserted
-        with pytest.raises(ExportError, match="placed for 'onnxruntime'"):
+        with pytest.raises(ExportError, match="quantized for target 'onnxruntime'"):
             export(model, tmp_path / "m.onnx", x, target="tensorrt")
 
     def test_a_float_model(self, tmp_path):
