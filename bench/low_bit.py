@@ -179,7 +179,7 @@ class Measured:
         """Error and cost of an allocation."""
         items = self.widths.items(unit)  # type: ignore[arg-type]
         picked = [next(each for each in item.choices if each.name == chosen[item.name]) for item in items]
-        return sum(each.error for each in picked), self.widths.shown(unit, sum(each.cost for each in picked))  # type: ignore[arg-type]
+        return sum(each.error for each in picked), self.widths.to_unit(unit, sum(each.cost for each in picked))  # type: ignore[arg-type]
 
     def row(self, how: str, chosen: Mapping[str, str], limit: float | None = None) -> AllocationRow:
         start = time.process_time()
@@ -218,9 +218,9 @@ def allocation_rows(subject: Subject) -> Iterator[AllocationRow]:
     yield uniform
     yield ruled
     print(f"{subject.name}: all layers at both widths measured in {seconds:.0f} CPU s", flush=True)
-    yield measured.row("budget bits=4.5", widths.within(Budget(bits=4.5)).chosen, uniform.accuracy)
+    yield measured.row("budget bits=4.5", widths.find_best(Budget(bits=4.5)).chosen, uniform.accuracy)
     size = Budget(size=ruled.share)
-    yield measured.row("budget of the ends' size", widths.within(size).chosen, max(uniform.accuracy, ruled.accuracy))
+    yield measured.row("budget of the ends' size", widths.find_best(size).chosen, max(uniform.accuracy, ruled.accuracy))
 
 
 def allocation_table(rows: Sequence[AllocationRow]) -> Table:

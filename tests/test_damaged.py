@@ -102,10 +102,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
         return add_tokenizer(GGUFWriter(None, "llama"), path.parent, {"vocab_size": 8})
 
     def tuned(path: Path) -> Any:
-        return Checkpoint(path.parent, "a", resume=True).pages
+        return Checkpoint(path.parent, "a", resume=True).journal
 
     def ended(path: Path) -> Any:
-        return Checkpoint.reopened(path.parent).pages
+        return Checkpoint.open_finished(path.parent).journal
 
     words = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}
     _put(here / "words" / "tokenizer.json", json.dumps(words))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalepoint.allocation import Choice, Item, front, thinned, trimmed, within
+from scalepoint.allocation import Item, PrecisionChoice, compute_front, find_best_within, thin_front, trim_allocation
 
 NUMBERS = st.integers(0, 40).map(float)
 CHOICES = st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=4)
@@ -16,7 +16,7 @@ PROBLEMS = st.lists(CHOICES, min_size=1, max_size=4)
 
 def made(rows):
     return [
-        Item(f"layer{index}", tuple(Choice(f"c{place}", *pair) for place, pair in enumerate(pairs)))
+        Item(f"layer{index}", tuple(PrecisionChoice(f"c{place}", *pair) for place, pair in enumerate(pairs)))
         for index, pairs in enumerate(rows)
     ]
 
@@ -33,7 +33,7 @@ def brute(items, limit):
 @given(PROBLEMS)
 def test_every_point_of_the_front_is_the_least_error_for_its_cost(rows):
     items = made(rows)
-    points = front(items)
+    points = compute_front(items)
     assert [point.error for point in points] == [brute(items, point.cost) for point in points]
     assert all(a.cost < b.cost or a.error > b.error for a, b in itertools.pairwise(points))
     worth = [(a.error - b.error) / (b.cost - a.cost) for a, b in itertools.pairwise(points) if b.cost > a.cost]
@@ -43,12 +43,12 @@ def test_every_point_of_the_front_is_the_least_error_for_its_cost(rows):
 @given(PROBLEMS, st.integers(0, 120))
 def test_within_a_budget_nothing_is_better_than_brute_force_nor_worse_than_the_front(rows, limit):
     items = made(rows)
-    best, found = brute(items, limit), within(items, limit)
+    best, found = brute(items, limit), find_best_within(items, limit)
     if best is None:
         assert found is None
         return
     assert found.cost <= limit * (1 + 1e-9)
-    fitting = [point for point in front(items) if point.cost <= limit]
+    fitting = [point for point in compute_front(items) if point.cost <= limit]
     assert best <= found.error <= fitting[-1].error
     chosen = [next(each for each in item.choices if each.name == found.chosen[item.name]) for item in items]
     assert (found.error, found.cost) == (sum(c.error for c in chosen), sum(c.cost for c in chosen))
@@ -56,68 +56,71 @@ def test_within_a_budget_nothing_is_better_than_brute_force_nor_worse_than_the_f
 
 def test_the_layer_that_gains_most_for_its_cost_comes_first():
     items = [
-        Item("big", (Choice("int4", 5, 100), Choice("int8", 0, 200))),
-        Item("small", (Choice("int4", 4, 10), Choice("int8", 0, 20))),
+        Item("big", (PrecisionChoice("int4", 5, 100), PrecisionChoice("int8", 0, 200))),
+        Item("small", (PrecisionChoice("int4", 4, 10), PrecisionChoice("int8", 0, 20))),
     ]
-    assert [dict(point.chosen) for point in front(items)] == [
+    assert [dict(point.chosen) for point in compute_front(items)] == [
         {"big": "int4", "small": "int4"}, {"big": "int4", "small": "int8"}, {"big": "int8", "small": "int8"}
     ]  # fmt: skip
 
 
 def test_a_choice_off_the_hull_is_taken_where_only_it_fits():
-    item = Item("a", (Choice("int2", 10, 0), Choice("int4", 8, 5), Choice("int8", 0, 10)))
-    assert [point.chosen["a"] for point in front([item])] == ["int2", "int8"]
-    assert within([item], 7).chosen["a"] == "int4"
+    item = Item("a", (PrecisionChoice("int2", 10, 0), PrecisionChoice("int4", 8, 5), PrecisionChoice("int8", 0, 10)))
+    assert [point.chosen["a"] for point in compute_front([item])] == ["int2", "int8"]
+    assert find_best_within([item], 7).chosen["a"] == "int4"
 
 
 def test_lowering_the_point_above_may_be_better_than_filling_the_one_below():
     items = [
-        Item("a", (Choice("low", 10, 0), Choice("high", 0, 10))),
-        Item("b", (Choice("low", 2, 0), Choice("mid", 1, 3), Choice("high", 0.5, 9))),
-        Item("c", (Choice("low", 9, 0), Choice("high", 0, 10))),
+        Item("a", (PrecisionChoice("low", 10, 0), PrecisionChoice("high", 0, 10))),
+        Item("b", (PrecisionChoice("low", 2, 0), PrecisionChoice("mid", 1, 3), PrecisionChoice("high", 0.5, 9))),
+        Item("c", (PrecisionChoice("low", 9, 0), PrecisionChoice("high", 0, 10))),
     ]
     for limit in range(31):
-        assert within(items, limit).error <= brute(items, limit) + 1.5
+        assert find_best_within(items, limit).error <= brute(items, limit) + 1.5
 
 
 def test_one_layer_all_equal_and_ties_in_order():
-    same = (Choice("int4", 1, 4), Choice("int8", 0, 8))
+    same = (PrecisionChoice("int4", 1, 4), PrecisionChoice("int8", 0, 8))
     items = [Item(name, same) for name in "abc"]
-    assert [list(point.chosen.values()).count("int8") for point in front(items)] == [0, 1, 2, 3]
-    assert within(items, 16).chosen == {"a": "int8", "b": "int4", "c": "int4"}
-    flat = Item("flat", (Choice("int8", 1, 8), Choice("int4", 1, 4), Choice("float", 1, 32)))
-    assert [point.chosen["flat"] for point in front([flat])] == ["int4"]
-    only = Item("only", (Choice("float", 0, 32),))
-    assert within([only], 32).chosen == {"only": "float"}
-    assert within([only], 31) is None
+    assert [list(point.chosen.values()).count("int8") for point in compute_front(items)] == [0, 1, 2, 3]
+    assert find_best_within(items, 16).chosen == {"a": "int8", "b": "int4", "c": "int4"}
+    flat = Item("flat", (PrecisionChoice("int8", 1, 8), PrecisionChoice("int4", 1, 4), PrecisionChoice("float", 1, 32)))
+    assert [point.chosen["flat"] for point in compute_front([flat])] == ["int4"]
+    only = Item("only", (PrecisionChoice("float", 0, 32),))
+    assert find_best_within([only], 32).chosen == {"only": "float"}
+    assert find_best_within([only], 31) is None
 
 
 def test_a_long_front_is_thinned_evenly_between_its_ends():
-    items = [Item(str(index), (Choice("low", 1.0, 0.0), Choice("high", 0.0, 1.0 + index))) for index in range(40)]
-    points = front(items)
-    few = thinned(points, 10)
+    items = [
+        Item(str(index), (PrecisionChoice("low", 1.0, 0.0), PrecisionChoice("high", 0.0, 1.0 + index)))
+        for index in range(40)
+    ]
+    points = compute_front(items)
+    few = thin_front(points, 10)
     assert len(few) == 10
     assert (few[0], few[-1]) == (points[0], points[-1])
     gaps = [b.cost - a.cost for a, b in itertools.pairwise(few)]
     assert max(gaps) < 2 * points[-1].cost / 9
-    assert thinned(points, 100) == list(points)
+    assert thin_front(points, 100) == list(points)
 
 
 def test_what_is_hardly_worth_its_cost_is_given_back():
     items = [
-        Item("needed", (Choice("low", 10.0, 0.0), Choice("high", 1.0, 1.0))),
-        Item("spare", (Choice("low", 0.005, 0.0), Choice("high", 0.0, 1.0))),
+        Item("needed", (PrecisionChoice("low", 10.0, 0.0), PrecisionChoice("high", 1.0, 1.0))),
+        Item("spare", (PrecisionChoice("low", 0.005, 0.0), PrecisionChoice("high", 0.0, 1.0))),
     ]
-    whole = within(items, 2.0)
+    whole = find_best_within(items, 2.0)
     assert whole.chosen == {"needed": "high", "spare": "high"}
-    assert trimmed(items, whole, 0.01).chosen == {"needed": "high", "spare": "low"}
-    assert trimmed(items, whole, 0.001) == whole
+    assert trim_allocation(items, whole, 0.01).chosen == {"needed": "high", "spare": "low"}
+    assert trim_allocation(items, whole, 0.001) == whole
 
 
 def test_what_is_no_number_has_no_place():
     with pytest.raises(ValueError, match="an error of nan"):
-        front([Item("a", (Choice("int4", math.nan, 1),))])
+        compute_front([Item("a", (PrecisionChoice("int4", math.nan, 1),))])
     with pytest.raises(ValueError, match="no choice"):
-        front([Item("a", ())])
+        compute_front([Item("a", ())])
     with pytest.raises(ValueError, match="two items"):
-        front(made([[(1, 1)]]) * 2)
+        compute_front(made([[(1, 1)]]) * 2)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint import transform
-from scalepoint.allocation import AS_IT_IS, Budget, Widths, measure_widths
+from scalepoint.allocation import UNCHANGED, Budget, Widths, measure_widths
 from scalepoint.errors import TargetError, UsageError
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.targets import find_target
@@ -100,7 +100,7 @@ def test_the_sum_is_near_what_the_whole_model_loses(data):
     model = quantize(net, data[0], config, forward_loop=data, target="reference", progress=False)
     ratio = 10 ** (-compare(net, model, data, progress=False).outputs[0].sqnr_db / 10)
     widths = measured(transform(net, data[0], target="reference"), data, None, config, steps=None)
-    expected = sum(each[AS_IT_IS].error for each in table(widths).values())
+    expected = sum(each[UNCHANGED].error for each in table(widths).values())
     assert ratio / 4 < expected < ratio * 4
 
 
@@ -115,13 +115,13 @@ def test_the_sum_is_near_what_the_whole_model_loses(data):
 )
 def test_out_of_reach_names_what_could_be_reached(widths, budget, told):
     with pytest.raises(UsageError, match=told):
-        widths.within(budget)
+        widths.find_best(budget)
 
 
 @pytest.mark.parametrize("budget", [Budget(bits=4.5), Budget(size=0.2), Budget(speed=2.5)], ids=str)
 def test_a_budget_is_held_and_no_uniform_width_within_it_is_better(widths, budget):
-    found = widths.within(budget)
-    reached = widths.shown(budget.unit, found.cost)
+    found = widths.find_best(budget)
+    reached = widths.to_unit(budget.unit, found.cost)
     assert reached >= budget.limit if budget.unit == "speed" else reached <= budget.limit
     items = widths.items(budget.unit)
     for name in ("int2", "int4", "int8", "float"):
@@ -188,9 +188,9 @@ def test_upwards_goes_from_what_a_layer_has(result, data):
     )
     found = table(measured(result, data, None, config))["large"]
     wide = "int8 weights, 8-bit inputs"
-    assert list(found) == [AS_IT_IS, "8-bit inputs", "int8 weights", wide, "float"]
-    assert found[AS_IT_IS].error > found["8-bit inputs"].error > found[wide].error > 0
-    assert found[AS_IT_IS].time * 2 == found["8-bit inputs"].time
+    assert list(found) == [UNCHANGED, "8-bit inputs", "int8 weights", wide, "float"]
+    assert found[UNCHANGED].error > found["8-bit inputs"].error > found[wide].error > 0
+    assert found[UNCHANGED].time * 2 == found["8-bit inputs"].time
 
 
 def test_one_weight_in_two_layers_is_one_choice():

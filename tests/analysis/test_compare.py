@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.analysis import compare, sensitivity
-from scalepoint.analysis.sums import ErrorSums, RangeUse
+from scalepoint.analysis.statistics import ErrorSums, RangeUsage
 from scalepoint.errors import CalibrationError, UsageError
 from scalepoint.quantize import (
     Override,
@@ -318,11 +318,11 @@ class TestData:
 
         x = torch.randn(4, 8)
         model = quantize(Deep().eval(), x, config(), forward_loop=[x])
-        from scalepoint.analysis.lockstep import Lockstep
+        from scalepoint.analysis.paired_runner import FloatAndQuantizedRunner
         from scalepoint.quantize.twins import driven
 
         sizes = []
-        steps = Lockstep(model, lambda node, steps: sizes.append(len(steps.exact) + len(steps.noisy)))
+        steps = FloatAndQuantizedRunner(model, lambda node, steps: sizes.append(len(steps.exact) + len(steps.noisy)))
         with torch.no_grad():
             assert torch.equal(driven(model, steps)(x), model(x))
         assert max(sizes) <= 6
@@ -485,7 +485,7 @@ class TestSums:
 
     def test_range_uses_merge(self):
         x = torch.linspace(-2, 1, 301)
-        whole, one, other = (RangeUse(-1.0, 1.0, 0.01) for _ in range(3))
+        whole, one, other = (RangeUsage(-1.0, 1.0, 0.01) for _ in range(3))
         whole.add(x)
         one.add(x[:100])
         other.add(x[100:])

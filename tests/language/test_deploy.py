@@ -139,7 +139,7 @@ class Killed(BaseException):
 
 
 def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkeypatch, whole):
-    kept, keep = [], Checkpoint.keep
+    kept, keep = [], Checkpoint.store_piece
 
     def killed(self, name, states, done):
         keep(self, name, states, done)
@@ -148,7 +148,7 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkey
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "keep", killed)
+        patch.setattr(Checkpoint, "store_piece", killed)
         with pytest.raises(Killed):
             deployed(llama, tmp_path / "again")
     assert not (tmp_path / "again").exists()
@@ -164,9 +164,9 @@ def test_what_was_chosen_for_other_codes_is_not_gone_on_with(llama, tmp_path, mo
         keep(self, name, states, done)
         raise Killed
 
-    keep = Checkpoint.keep
+    keep = Checkpoint.store_piece
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "keep", stopped)
+        patch.setattr(Checkpoint, "store_piece", stopped)
         with pytest.raises(Killed):
             deployed(llama, tmp_path / "out", accuracy="fast")
     eight = QuantConfig(weight={"n_bits": 8, "block_size": 32}, activation="float")
@@ -311,7 +311,7 @@ def test_a_run_that_fails_leaves_the_users_own_folder(llama, tmp_path):
 
 @pytest.mark.parametrize("finished", [0, 1])
 def test_a_full_disk_is_told_and_finished_blocks_stay(llama, tmp_path, monkeypatch, finished):
-    keep, kept = Checkpoint.keep, []
+    keep, kept = Checkpoint.store_piece, []
 
     def full(self, *given):
         if len(kept) == finished:
@@ -319,7 +319,7 @@ def test_a_full_disk_is_told_and_finished_blocks_stay(llama, tmp_path, monkeypat
         kept.append(given)
         keep(self, *given)
 
-    monkeypatch.setattr(Checkpoint, "keep", full)
+    monkeypatch.setattr(Checkpoint, "store_piece", full)
     with pytest.raises(StoreError, match="No space left" + (".*resume=True" if finished else "")):
         deployed(llama, tmp_path / "out")
     assert [each.name for each in tmp_path.iterdir()] == ([".out.work"] if finished else [])

@@ -185,7 +185,7 @@ class Stopped(BaseException):
 
 
 def stopping(monkeypatch, error, after):
-    keep, kept = Checkpoint.keep, []
+    keep, kept = Checkpoint.store_piece, []
 
     def stopped(self, *given):
         if len(kept) == after:
@@ -193,7 +193,7 @@ def stopping(monkeypatch, error, after):
         kept.append(given)
         keep(self, *given)
 
-    monkeypatch.setattr(Checkpoint, "keep", stopped)
+    monkeypatch.setattr(Checkpoint, "store_piece", stopped)
 
 
 @pytest.mark.parametrize("blocks", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import scalepoint
-from scalepoint.allocation import AS_IT_IS, Row, Width, Widths
+from scalepoint.allocation import UNCHANGED, Width, WidthRow, Widths
 from scalepoint.errors import UsageError
 from scalepoint.formats import export
 from scalepoint.pipeline import stages
@@ -129,10 +129,10 @@ def widths(*rows):
     """Layers of one weight each: (name, error now, error at int8, what int8 adds to the size)."""
     return Widths(
         tuple(
-            Row(
+            WidthRow(
                 (name,), "conv", 1,
                 (
-                    Width(AS_IT_IS, 4, now, 0.0, 0.0, {}),
+                    Width(UNCHANGED, 4, now, 0.0, 0.0, {}),
                     Width(INT8, 8, then, more, 0.0, {"weight": find_target("reference").weight.to_dict()}),
                     Width(FLOAT, 32, 0.0, 40.0, 40.0, {"weight": FLOAT, "activation": FLOAT}),
                 ),

@@ -103,10 +103,10 @@ def _names(folder: Path) -> list[str]:
 
 
 def killed(folder: Path) -> Any:
-    """DIES=rank at STEP: while blocks are tuned (keep), scored, written (TunedCodes); there that rank is killed."""
+    """Kill rank DIES at STEP: while blocks are tuned (store_piece), scored, or written (TunedCodes)."""
     step, dies = os.environ["STEP"], int(os.environ["DIES"])
     if step and distributed.rank() == dies:
-        deadly(Checkpoint if step == "keep" else language, step)
+        deadly(Checkpoint if step == "store_piece" else language, step)
     return outcome(lambda: Folder(folder).deployed("out", resume=not step)[:2])
 
 
@@ -116,7 +116,7 @@ def deadly(owner: Any, name: str) -> None:
 
     def call(*args: Any, **how: Any) -> Any:
         calls.append(name)
-        if len(calls) == (2 if name == "keep" else 1):
+        if len(calls) == (2 if name == "store_piece" else 1):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **how)
 
@@ -125,7 +125,7 @@ def deadly(owner: Any, name: str) -> None:
 
 def _interrupted(run: Any) -> Any:
     """The first rank fails after it has kept two pieces."""
-    keep, kept = Checkpoint.keep, []
+    keep, kept = Checkpoint.store_piece, []
 
     def failing(self: Checkpoint, *args: Any) -> None:
         keep(self, *args)
@@ -133,11 +133,11 @@ def _interrupted(run: Any) -> Any:
         if len(kept) == 2 and distributed.is_main():
             raise RuntimeError("no more")
 
-    Checkpoint.keep = failing  # type: ignore[method-assign]
+    Checkpoint.store_piece = failing  # type: ignore[method-assign]
     try:
         return run()
     finally:
-        Checkpoint.keep = keep  # type: ignore[method-assign]
+        Checkpoint.store_piece = keep  # type: ignore[method-assign]
 
 
 def _unwarned(run: Any) -> Any:

@@ -175,11 +175,11 @@ def tuning(folder: Path) -> Any:
 
 def _sharing(make: Callable[[], Any]) -> Any:
     """Ranks share the outputs of layers of any size."""
-    least, solve.SHARED = solve.SHARED, 0
+    least, solve.MIN_SHARED_PRODUCTS = solve.MIN_SHARED_PRODUCTS, 0
     try:
         return make()
     finally:
-        solve.SHARED = least
+        solve.MIN_SHARED_PRODUCTS = least
 
 
 def _resumed_by_first(again: Callable[[], Any], otherwise: Any) -> Any:

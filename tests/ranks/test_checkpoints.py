@@ -18,7 +18,7 @@ from scalepoint.tuning.checkpoint import Checkpoint
 from tests.ranks.checkpoints import deadly
 
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    deadly(Checkpoint, "keep")
+    deadly(Checkpoint, "store_piece")
 sys.exit(run(sys.argv[1:]))
 """
 
@@ -43,7 +43,8 @@ def test_checkpoints_over_ranks_are_those_of_one_process_or_as_good(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("step", "dies"), [("keep", 0), ("keep", 1), ("score_checkpoint", 0), ("score_checkpoint", 1), ("TunedCodes", 0)]
+    ("step", "dies"),
+    [("store_piece", 0), ("keep", 1), ("score_checkpoint", 0), ("score_checkpoint", 1), ("TunedCodes", 0)],
 )
 def test_a_killed_rank_ends_the_other_and_one_process_goes_on(tmp_path: Path, step: str, dies: int) -> None:
     write_source(tmp_path / "llama")

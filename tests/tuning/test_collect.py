@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 from scalepoint.errors import NonFiniteError
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
-from scalepoint.tuning.collect import Collector, other_side
-from scalepoint.tuning.problem import Shape
-from scalepoint.tuning.rows import geometry_of
-from scalepoint.tuning.solve import takes_bias
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.collect import RowCollector, find_changed_operand
+from scalepoint.tuning.problem import GroupedLayer
+from scalepoint.tuning.rows import get_geometry
+from scalepoint.tuning.solve import can_shift_bias
+from scalepoint.tuning.walk import StreamWalk
 from tests.tuning.test_pieces import Encoder, Residual
 
 FOUR = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQuantConfig(n_bits=4, per_channel=True))
@@ -20,11 +20,11 @@ FOUR = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQ
 def walked(model, batches, to, config=None, **options):
     """A walk that stands before the layer of this name."""
     quantized = quantize(model.eval(), batches[0], config, forward_loop=batches, progress=False, **options)
-    walk = Walk(quantized, memory=10**8)
-    walk.read(quantized, batches, max_batches=None, skip_nan=False, progress=False)
-    collector = Collector(walk, 10**6, 0.1, {})
+    walk = StreamWalk(quantized, memory=10**8)
+    walk.read_data(quantized, batches, max_batches=None, skip_nan=False, progress=False)
+    collector = RowCollector(walk, 10**6, 0.1, {})
     for node in walk.graph.nodes:
-        if walk.layer(node) is not None and to in walk.layer(node)[0]:
+        if walk.get_layer(node) is not None and to in walk.get_layer(node)[0]:
             break
         walk.advance(node)
     return walk, collector
@@ -35,7 +35,7 @@ def use_of(collector, name):
 
 
 def shape_of(use):
-    return Shape(use.layer, geometry_of(use.layer))
+    return GroupedLayer(use.layer, get_geometry(use.layer))
 
 
 def batches(count=3, seed=0):
@@ -47,7 +47,7 @@ def test_the_other_side_of_the_add_is_in_what_the_outputs_should_be():
     for target in (None, "onnxruntime"):
         walk, collector = walked(Residual(), batches(), "two.second", target=target)
         use = use_of(collector, "two.second")
-        other = other_side(walk, use)
+        other = find_changed_operand(walk, use)
         assert other is not None
         shape = shape_of(use)
         fit, judge = collector.moments(use, shape)
@@ -55,7 +55,7 @@ def test_the_other_side_of_the_add_is_in_what_the_outputs_should_be():
         mean = (fit.count * fit.mean_wanted + judge.count * judge.mean_wanted) / total
         expected = []
         for index, (exact, _) in enumerate(walk.inputs(use.node, use.place)):
-            drift = walk.value(other, index, noisy=False) - walk.value(other, index, noisy=True)
+            drift = walk.get_value(other, index, noisy=False) - walk.get_value(other, index, noisy=True)
             weight, _ = use.layer.folded()
             expected.append(F.conv2d(exact, weight, padding=1) + drift)
         expected = torch.cat(expected).detach()
@@ -64,7 +64,7 @@ def test_the_other_side_of_the_add_is_in_what_the_outputs_should_be():
 
 def test_a_layer_that_feeds_no_add_has_no_other_side():
     walk, collector = walked(Residual(), batches(), "two.first", target="onnxruntime")
-    assert other_side(walk, use_of(collector, "two.first")) is None
+    assert find_changed_operand(walk, use_of(collector, "two.first")) is None
 
 
 class Gated(nn.Module):
@@ -90,8 +90,8 @@ def test_a_layer_with_a_product_in_its_group_shares_the_pass(monkeypatch):
     uses = collector.uses[:2]
     assert max(len(use.node.all_input_nodes) for use in uses) == 2
     passes = []
-    original = Collector._parts
-    monkeypatch.setattr(Collector, "_parts", lambda *given: passes.append(1) or original(*given))
+    original = RowCollector._parts
+    monkeypatch.setattr(RowCollector, "_parts", lambda *given: passes.append(1) or original(*given))
     for use in uses:
         fit, judge = collector.moments(use, shape_of(use))
         mean = (fit.count * fit.mean_wanted + judge.count * judge.mean_wanted) / (fit.count + judge.count)
@@ -102,7 +102,7 @@ def test_a_layer_with_a_product_in_its_group_shares_the_pass(monkeypatch):
 
 def test_a_layer_of_floats_with_a_product_in_its_group_is_left_without_a_bias():
     walk, collector = gated()
-    assert [takes_bias(walk, use) for use in collector.uses] == [False] * 3
+    assert [can_shift_bias(walk, use) for use in collector.uses] == [False] * 3
 
 
 def test_readers_of_one_value_share_one_pass(monkeypatch):
@@ -111,14 +111,14 @@ def test_readers_of_one_value_share_one_pass(monkeypatch):
     walk, collector = walked(Encoder(), data, "two.q", target="onnxruntime")
     use = use_of(collector, "two.q")
     passes = []
-    original = Collector._parts
-    monkeypatch.setattr(Collector, "_parts", lambda *given: passes.append(1) or original(*given))
+    original = RowCollector._parts
+    monkeypatch.setattr(RowCollector, "_parts", lambda *given: passes.append(1) or original(*given))
     found = {}
     for each in collector.uses[collector.uses.index(use) : collector.uses.index(use) + 3]:
         found[each.place] = collector.moments(each, shape_of(each))
     assert len(passes) == 1
-    fresh = Collector(walk, 10**6, 0.1, {})
-    monkeypatch.setattr(Collector, "_readers", lambda self, use, shape: [(use, shape)])
+    fresh = RowCollector(walk, 10**6, 0.1, {})
+    monkeypatch.setattr(RowCollector, "_readers", lambda self, use, shape: [(use, shape)])
     for each in fresh.uses[fresh.uses.index(use) : fresh.uses.index(use) + 3]:
         alone = fresh.moments(each, shape_of(each))
         for one, other in zip(found[each.place], alone, strict=True):
@@ -138,9 +138,9 @@ class Twice(nn.Module):
 def test_a_weight_has_one_sum_over_all_its_uses():
     data = [torch.randn(16, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     model = quantize(Twice().eval(), data[0], FOUR, forward_loop=data, progress=False)
-    fresh, counts = Walk(model, memory=10**8), []
-    fresh.read(model, data, max_batches=None, skip_nan=False, progress=False)
-    collector = Collector(fresh, 10**6, 0.1, {})
+    fresh, counts = StreamWalk(model, memory=10**8), []
+    fresh.read_data(model, data, max_batches=None, skip_nan=False, progress=False)
+    collector = RowCollector(fresh, 10**6, 0.1, {})
     for node in fresh.graph.nodes:
         for each in collector.uses:
             if each.node is node:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scalepoint.tuning.moments import Residuals, Sums
+from scalepoint.tuning.moments import MomentSums, ResidualSums
 
 
 def rows(count=400, groups=2, size=5, seed=0):
@@ -21,7 +21,7 @@ def test_they_are_those_of_all_rows_in_any_batches():
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
     found = []
     for size in (400, 64, 7):
-        sums = Sums()
+        sums = MomentSums()
         for part, wanted in zip(noisy.split(size), outputs(exact, weight).split(size), strict=True):
             sums.add(part, wanted)
         found.append(sums.moments())
@@ -39,7 +39,7 @@ def test_the_error_is_that_of_the_outputs():
     exact, noisy = rows()
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
     values = weight + 0.05 * torch.randn_like(weight)
-    sums = Sums()
+    sums = MomentSums()
     sums.add(noisy, outputs(exact, weight))
     moments = sums.moments()
     y = torch.einsum("rgn,gon->rgo", exact.double(), weight)
@@ -55,7 +55,7 @@ def test_the_error_is_that_of_the_outputs():
 def test_rows_count_by_their_weights():
     exact, noisy = rows()
     weight, counts = torch.randn(2, 4, 5, dtype=torch.float64), torch.rand(400) + 0.1
-    y, sums = outputs(exact, weight), Sums()
+    y, sums = outputs(exact, weight), MomentSums()
     for part in (slice(0, 150), slice(150, 400)):
         sums.add(noisy[part], y[part], counts[part])
     moments, share = sums.moments(), (counts.double() / counts.double().sum())[:, None, None]
@@ -69,7 +69,7 @@ def test_rows_count_by_their_weights():
 def test_without_a_bias_the_means_are_part_of_the_error():
     exact, noisy = rows()
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
-    values, sums = weight + 0.05, Sums()
+    values, sums = weight + 0.05, MomentSums()
     sums.add(noisy, outputs(exact, weight))
     raw = sums.moments().raw()
     y, found = (torch.einsum("rgn,gon->rgo", x.double(), w) for x, w in ((exact, weight), (noisy, values)))
@@ -79,7 +79,7 @@ def test_without_a_bias_the_means_are_part_of_the_error():
 
 
 def test_rows_of_zeros_are_none():
-    sums = Sums()
+    sums = MomentSums()
     sums.add(torch.zeros(5, 1, 3), torch.zeros(5, 1, 2))
     assert sums.moments() is None
     sums.add(torch.ones(2, 1, 3), torch.ones(2, 1, 2))
@@ -87,7 +87,7 @@ def test_rows_of_zeros_are_none():
 
 
 def test_nothing_seen_is_no_moments():
-    sums = Sums()
+    sums = MomentSums()
     sums.add(torch.zeros(0, 1, 3), torch.zeros(0, 1, 2))
     assert sums.moments() is None
 
@@ -96,7 +96,7 @@ def test_nothing_seen_is_no_moments():
 def test_inputs_give_the_moments_of_all_outputs(is_weighted):
     exact, noisy = rows()
     weight, counts = torch.randn(2, 9, 5), torch.rand(400) + 0.1 if is_weighted else None
-    through, plain = Sums(weight), Sums()
+    through, plain = MomentSums(weight), MomentSums()
     for part in (slice(0, 150), slice(150, 400)):
         by = None if counts is None else counts[part]
         through.add(noisy[part], exact[part], by)
@@ -109,7 +109,7 @@ def test_inputs_give_the_moments_of_all_outputs(is_weighted):
 def test_some_outputs_have_the_moments_of_those_alone():
     exact, noisy = rows()
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
-    both, alone = Sums(), Sums()
+    both, alone = MomentSums(), MomentSums()
     both.add(noisy, outputs(exact, weight))
     alone.add(noisy, outputs(exact, weight[:, 1:3]))
     values = weight[:, 1:3] * 0.9
@@ -123,7 +123,7 @@ def test_what_a_bias_takes_up_needs_no_products():
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
     values = weight + 0.05
     wanted, found = outputs(exact, weight), outputs(noisy, values)
-    means = Residuals()
+    means = ResidualSums()
     for part in zip(found.split(64), wanted.split(64), strict=True):
         means.add(*part)
     torch.testing.assert_close(means.mean, (wanted - found).double().mean(0), rtol=1e-4, atol=1e-4)

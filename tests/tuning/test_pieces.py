@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.quantize import quantize
-from scalepoint.tuning.pieces import cut
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.pieces import cut_into_pieces
+from scalepoint.tuning.walk import StreamWalk
 
 
 class Block(nn.Module):
@@ -56,11 +56,13 @@ class Encoder(nn.Module):
 
 def layers(model, inputs, unit, **options):
     quantized = quantize(model.eval(), inputs, forward_loop=[inputs], progress=False, **options)
-    walk = Walk(quantized, memory=10**8)
-    pieces = cut(walk.graph, walk.same, lambda node: walk.layer(node) is not None, unit)
+    walk = StreamWalk(quantized, memory=10**8)
+    pieces = cut_into_pieces(walk.graph, walk.same_nodes, lambda node: walk.get_layer(node) is not None, unit)
     nodes = [node for piece in pieces for node in piece.nodes]
     assert nodes == [node for node in walk.graph.nodes if node.op not in ("placeholder", "output")]
-    return [[walk.layer(node)[0].rsplit(".", 1)[0] for node in piece.nodes if walk.layer(node)] for piece in pieces]
+    return [
+        [walk.get_layer(node)[0].rsplit(".", 1)[0] for node in piece.nodes if walk.get_layer(node)] for piece in pieces
+    ]
 
 
 @pytest.mark.parametrize("target", [None, "onnxruntime"])

@@ -9,7 +9,7 @@ from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_qua
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.tuning import TuneConfig, register, tune
-from scalepoint.tuning.solve import Solver
+from scalepoint.tuning.solve import LayerSolver
 from tests.models import settled
 from tests.tuning.test_tune import Net, codes, pictures
 
@@ -103,7 +103,7 @@ def test_ranges_of_eight_bits_stay_without_a_clear_gain(net, data):
 
 @pytest.mark.parametrize("what", ["codes", "shift"])
 def test_a_block_that_solutions_make_worse_is_undone(net, data, what, monkeypatch):
-    original = Solver.solve
+    original = LayerSolver.solve
 
     def harmful(self, use, name):
         row = original(self, use, name)
@@ -112,7 +112,7 @@ def test_a_block_that_solutions_make_worse_is_undone(net, data, what, monkeypatc
         use.layer.shift_bias(torch.full((use.layer.channels,), 5.0))
         return row
 
-    monkeypatch.setattr(Solver, "solve", harmful)
+    monkeypatch.setattr(LayerSolver, "solve", harmful)
     model, report = tuned(net, data, CLOSED)
     assert ("nearest" if what == "codes" else "without bias shifts") in {piece.how for piece in report.pieces}
     assert "as solved" not in {piece.how for piece in report.pieces}

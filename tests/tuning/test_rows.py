@@ -6,7 +6,7 @@ from torch import nn
 
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_quant, quantize
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.tuning.rows import chosen_rows, geometry_of, uniform
+from scalepoint.tuning.rows import get_geometry, hash_to_uniform, sample_rows
 
 LAYERS = {
     "linear": (nn.Linear(6, 5), (3, 4, 6)),
@@ -32,7 +32,7 @@ def test_rows_times_weight_are_the_output(name):
     model = quantize(nn.Sequential(layer).eval(), x, config)
     disable_fake_quant(model)
     weighted = next(each for each in model.modules() if isinstance(each, QuantizedWeighted))
-    geometry = geometry_of(weighted)
+    geometry = get_geometry(weighted)
     rows = geometry.rows(x, torch.arange(geometry.count(x.shape)))
     weight = geometry.by_group(weighted.canonical(weighted.weight))
     found = torch.einsum("rgn,gon->rgo", rows, weight).flatten(1)
@@ -45,17 +45,17 @@ def test_rows_times_weight_are_the_output(name):
 
 
 def test_the_rows_do_not_depend_on_the_batch_size():
-    whole = chosen_rows(0, 12, 50, 0.2)
-    parts = [chosen_rows(first, 4, 50, 0.2) + first * 50 for first in (0, 4, 8)]
+    whole = sample_rows(0, 12, 50, 0.2)
+    parts = [sample_rows(first, 4, 50, 0.2) + first * 50 for first in (0, 4, 8)]
     assert torch.equal(torch.cat(parts), whole)
     assert 60 < len(whole) < 180
 
 
 def test_the_numbers_are_even_and_the_same_everywhere():
-    found = uniform(torch.arange(100_000))
+    found = hash_to_uniform(torch.arange(100_000))
     assert float(found.min()) >= 0.0
     assert float(found.max()) < 1.0
     assert abs(float(found.mean()) - 0.5) < 0.005
     assert abs(float((found < 0.1).double().mean()) - 0.1) < 0.005
-    assert uniform(torch.tensor([0, 1, 2])).tolist() == uniform(torch.tensor([0, 1, 2])).tolist()
-    assert not torch.equal(uniform(torch.arange(10)), uniform(torch.arange(10), salt=1))
+    assert hash_to_uniform(torch.tensor([0, 1, 2])).tolist() == hash_to_uniform(torch.tensor([0, 1, 2])).tolist()
+    assert not torch.equal(hash_to_uniform(torch.arange(10)), hash_to_uniform(torch.arange(10), salt=1))

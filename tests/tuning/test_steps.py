@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from scalepoint.numerics import get_format
-from scalepoint.tuning.moments import Sums
-from scalepoint.tuning.problem import Codes, Problem, Solution
+from scalepoint.tuning.moments import MomentSums
+from scalepoint.tuning.problem import CodeGrid, Problem, Solution
 from scalepoint.tuning.steps import find_step
 
 
@@ -21,7 +21,7 @@ def seen(weight, count=2000, noise=0.05, seed=0, dead=False, rank=None):
     noisy = exact * 0.97 + noise * exact.std() * torch.randn(exact.shape, generator=generator)
     if dead:
         noisy[..., 0] = 0.0
-    sums = Sums()
+    sums = MomentSums()
     sums.add(noisy, torch.einsum("rgn,gon->rgo", exact, weight.float()))
     return sums.moments()
 
@@ -33,7 +33,7 @@ def made(groups=2, outputs=6, size=12, bits=4, blocks=1, **options):
     scale = weight.abs().reshape(groups, outputs, blocks, -1).amax(-1) / high
     ends = torch.full((1, 1, 1), float(high), dtype=torch.float64)
     fit, judge = seen(weight, **options), seen(weight, **{**options, "seed": 1})
-    problem = Problem("layer", weight, Codes(-ends, ends), fit, judge, True, True)
+    problem = Problem("layer", weight, CodeGrid(-ends, ends), fit, judge, True, True)
     return problem, Solution(weight, problem.nearest(weight, scale), scale)
 
 
@@ -82,7 +82,7 @@ def test_codes_are_rounded_as_torch_rounds_ties_to_even_too(dtype):
     ends = torch.full((1, 1, 1), 255.0)
     values = torch.cat([torch.arange(-1024, 1024) / 8, torch.randn(10_000) * 60, torch.tensor([0.49999997, -255.0])])
     values = values.to(dtype).clamp(-255, 255)
-    assert torch.equal(Codes(-ends, ends).round_(values.clone()), values.round())
+    assert torch.equal(CodeGrid(-ends, ends).round_(values.clone()), values.round())
 
 
 def test_one_factor_of_the_ridges_is_kept():
@@ -144,7 +144,7 @@ def test_codes_obey_the_rule_of_pairs(name, channels):
 
 def test_codes_of_a_float_format_are_values_of_it():
     problem, start = made()
-    grid = Codes(torch.tensor(-448.0), torch.tensor(448.0), get_format(torch.float8_e4m3fn))
+    grid = CodeGrid(torch.tensor(-448.0), torch.tensor(448.0), get_format(torch.float8_e4m3fn))
     scale = start.scale / 64
     problem = replace(problem, codes=grid)
     start = Solution(problem.weight, problem.nearest(problem.weight, scale), scale)

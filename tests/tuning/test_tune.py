@@ -17,7 +17,7 @@ from scalepoint.spec.pair_safe import pair_sums
 from scalepoint.targets import onnxruntime_target
 from scalepoint.tuning import TuneConfig, register, tune
 from scalepoint.tuning.checkpoint import Checkpoint
-from scalepoint.tuning.solve import Solver
+from scalepoint.tuning.solve import LayerSolver
 from scalepoint.verification import verify
 from tests.models import settled
 
@@ -175,7 +175,7 @@ def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypat
     whole = quantized(net, data)
     tune(whole, data, config, progress=False)
     solved = []
-    original = Solver.best
+    original = LayerSolver.best
 
     def best(self, problem, *given, **how):
         if len(solved) == place:
@@ -184,12 +184,12 @@ def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypat
         return original(self, problem, *given, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Solver, "best", best)
+        patch.setattr(LayerSolver, "best", best)
         with pytest.raises(Killed):
             tune(quantized(net, data), data, config, folder=tmp_path, progress=False)
     model = quantized(net, data)
     counted = []
-    monkeypatch.setattr(Solver, "best", lambda *given, **how: counted.append(1) or original(*given, **how))
+    monkeypatch.setattr(LayerSolver, "best", lambda *given, **how: counted.append(1) or original(*given, **how))
     with warnings.catch_warnings():
         warnings.simplefilter("error" if place else "ignore")
         report = tune(model, data, config, folder=tmp_path, resume=True, progress=False)
@@ -245,7 +245,7 @@ def test_what_layers_share_is_there_again_on_resume(tmp_path, steps, after, monk
 
     whole, model = made(), made()
     rows = tune(whole, data, config, progress=False).layers
-    kept, keep = [], Checkpoint.keep
+    kept, keep = [], Checkpoint.store_piece
 
     def killed(self, name, states, done):
         keep(self, name, states, done)
@@ -254,7 +254,7 @@ def test_what_layers_share_is_there_again_on_resume(tmp_path, steps, after, monk
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "keep", killed)
+        patch.setattr(Checkpoint, "store_piece", killed)
         with pytest.raises(Killed):
             tune(made(), data, config, folder=tmp_path, progress=False)
     again = tune(model, data, config, folder=tmp_path, resume=True, progress=False).layers

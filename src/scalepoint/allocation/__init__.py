@@ -1,25 +1,34 @@
 """Precision by layer under a budget: what each layer loses at each width, and who gets how much."""
 
-from scalepoint.allocation.front import Allocation, Choice, Item, front, thinned, total, trimmed, within
+from scalepoint.allocation.front import (
+    Allocation,
+    Item,
+    PrecisionChoice,
+    compute_front,
+    find_best_within,
+    sum_choices,
+    thin_front,
+    trim_allocation,
+)
 from scalepoint.allocation.measure import measure_widths
-from scalepoint.allocation.ways import AS_IT_IS, check_choices
-from scalepoint.allocation.widths import Row, Width, Widths
+from scalepoint.allocation.precision_options import UNCHANGED, check_choices
+from scalepoint.allocation.widths import Width, WidthRow, Widths
 from scalepoint.budget import Budget
 
 __all__ = [
-    "AS_IT_IS",
+    "UNCHANGED",
     "Allocation",
     "Budget",
-    "Choice",
     "Item",
-    "Row",
+    "PrecisionChoice",
     "Width",
+    "WidthRow",
     "Widths",
     "check_choices",
-    "front",
+    "compute_front",
+    "find_best_within",
     "measure_widths",
-    "thinned",
-    "total",
-    "trimmed",
-    "within",
+    "sum_choices",
+    "thin_front",
+    "trim_allocation",
 ]

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-SLACK = 1e-9  # of a limit: what sums of floats may be off
+RELATIVE_TOLERANCE = 1e-9  # of a limit: what sums of floats may be off
 
 
 @dataclass(frozen=True)
-class Choice:
+class PrecisionChoice:
     """One precision of an item: its cost, and the error that it adds to the output."""
 
     name: str
@@ -25,7 +25,7 @@ class Choice:
     cost: float
 
 
-Table = Mapping[str, Mapping[str, Choice]]  # item -> name of a choice -> the choice
+ChoiceTable = Mapping[str, Mapping[str, PrecisionChoice]]  # item -> name of a choice -> the choice
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Item:
     """A layer, or several that share a precision, with the choices in order of cost."""
 
     name: str
-    choices: tuple[Choice, ...]
+    choices: tuple[PrecisionChoice, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Allocation:
     cost: float
 
 
-def front(items: Sequence[Item]) -> tuple[Allocation, ...]:
+def compute_front(items: Sequence[Item]) -> tuple[Allocation, ...]:
     """Compute the allocations from the cheapest to the one with the least error.
 
     Args:
@@ -60,17 +60,17 @@ def front(items: Sequence[Item]) -> tuple[Allocation, ...]:
     Returns:
         Allocations in order of cost; each raises one layer by one step.
     """
-    _check(items)
-    hulls = [hull(item.choices) for item in items]
+    _check_items(items)
+    hulls = [lower_hull(item.choices) for item in items]
     places = [0] * len(items)
-    found = [_allocation(items, [steps[0] for steps in hulls])]
-    for index in _order(hulls):
+    found = [_make_allocation(items, [steps[0] for steps in hulls])]
+    for index in _order_of_raises(hulls):
         places[index] += 1
-        found.append(_allocation(items, [steps[place] for steps, place in zip(hulls, places, strict=True)]))
+        found.append(_make_allocation(items, [steps[place] for steps, place in zip(hulls, places, strict=True)]))
     return tuple(found)
 
 
-def total(table: Table, chosen: Mapping[str, str]) -> Allocation:
+def sum_choices(table: ChoiceTable, chosen: Mapping[str, str]) -> Allocation:
     """Sum error and cost of a choice for every item.
 
     Args:
@@ -81,7 +81,7 @@ def total(table: Table, chosen: Mapping[str, str]) -> Allocation:
     return Allocation(chosen, sum(choice.error for choice in choices), sum(choice.cost for choice in choices))
 
 
-def thinned(points: Sequence[Allocation], most: int) -> list[Allocation]:
+def thin_front(points: Sequence[Allocation], most: int) -> list[Allocation]:
     """Choose at most `most` points of a front, evenly by cost. The first and the last stay.
 
     Args:
@@ -99,7 +99,7 @@ def thinned(points: Sequence[Allocation], most: int) -> list[Allocation]:
     return [points[place] for place in sorted({0, *places, len(points) - 1})]
 
 
-def within(items: Sequence[Item], limit: float) -> Allocation | None:
+def find_best_within(items: Sequence[Item], limit: float) -> Allocation | None:
     """Find the allocation with the least error that costs no more than a limit.
 
     At the points of the front the result is exact. Between two of them it is the better of two heuristics: fill up from
@@ -112,19 +112,19 @@ def within(items: Sequence[Item], limit: float) -> Allocation | None:
     Returns:
         The allocation, or None if even the cheapest one costs more.
     """
-    points = front(items)
-    limit += SLACK * abs(limit)
+    points = compute_front(items)
+    limit += RELATIVE_TOLERANCE * abs(limit)
     fitting = [point for point in points if point.cost <= limit]
     if not fitting:
         return None
-    below = _filled(items, _picked(items, fitting[-1]), limit)
+    below = _fill_up(items, _get_choices(items, fitting[-1]), limit)
     if len(fitting) == len(points):
         return below
-    above = _filled(items, _lowered(items, _picked(items, points[len(fitting)]), limit), limit)
+    above = _fill_up(items, _lower_until_fits(items, _get_choices(items, points[len(fitting)]), limit), limit)
     return min(below, above, key=lambda found: (found.error, found.cost))
 
 
-def trimmed(items: Sequence[Item], found: Allocation, share: float) -> Allocation:
+def trim_allocation(items: Sequence[Item], found: Allocation, share: float) -> Allocation:
     """Lower the precision of layers again where that adds least error.
 
     Args:
@@ -135,7 +135,7 @@ def trimmed(items: Sequence[Item], found: Allocation, share: float) -> Allocatio
     Returns:
         The cheaper allocation.
     """
-    picked, allowed = _picked(items, found), found.error * (1 + share)
+    picked, allowed = _get_choices(items, found), found.error * (1 + share)
     while True:
         steps = [
             (other.error - now.error, index, other)
@@ -147,63 +147,63 @@ def trimmed(items: Sequence[Item], found: Allocation, share: float) -> Allocatio
             return found
         _, place, other = min(steps, key=lambda step: step[:2])
         picked[place] = other
-        found = _allocation(items, picked)
+        found = _make_allocation(items, picked)
 
 
-def hull(choices: Sequence[Choice]) -> list[Choice]:
+def lower_hull(choices: Sequence[PrecisionChoice]) -> list[PrecisionChoice]:
     """The lower convex hull, the cheapest first: what is worth its cost for some price of an error."""
-    kept: list[Choice] = []
+    kept: list[PrecisionChoice] = []
     for each in sorted(choices, key=lambda choice: (choice.cost, choice.error)):
         if kept and each.error >= kept[-1].error:
             continue
-        while len(kept) > 1 and _worth(kept[-2], kept[-1]) <= _worth(kept[-2], each):
+        while len(kept) > 1 and _error_per_cost(kept[-2], kept[-1]) <= _error_per_cost(kept[-2], each):
             kept.pop()
         kept.append(each)
     return kept
 
 
-def _worth(one: Choice, other: Choice) -> float:
+def _error_per_cost(one: PrecisionChoice, other: PrecisionChoice) -> float:
     """The error that is removed for each unit of cost."""
     cost = other.cost - one.cost
     return (one.error - other.error) / cost if cost > 0 else math.inf
 
 
-def _order(hulls: Sequence[Sequence[Choice]]) -> list[int]:
+def _order_of_raises(hulls: Sequence[Sequence[PrecisionChoice]]) -> list[int]:
     """The items in the order of their rungs, the most worthwhile first; of equals the earlier item."""
-    rungs = [(-_worth(low, high), index) for index, steps in enumerate(hulls) for low, high in pairwise(steps)]
+    rungs = [(-_error_per_cost(low, high), index) for index, steps in enumerate(hulls) for low, high in pairwise(steps)]
     return [index for _, index in sorted(rungs)]
 
 
-def _allocation(items: Sequence[Item], picked: Sequence[Choice]) -> Allocation:
+def _make_allocation(items: Sequence[Item], picked: Sequence[PrecisionChoice]) -> Allocation:
     chosen = {item.name: choice.name for item, choice in zip(items, picked, strict=True)}
     return Allocation(chosen, math.fsum(each.error for each in picked), math.fsum(each.cost for each in picked))
 
 
-def _picked(items: Sequence[Item], found: Allocation) -> list[Choice]:
+def _get_choices(items: Sequence[Item], found: Allocation) -> list[PrecisionChoice]:
     return [next(each for each in item.choices if each.name == found.chosen[item.name]) for item in items]
 
 
-def _filled(items: Sequence[Item], picked: list[Choice], limit: float) -> Allocation:
+def _fill_up(items: Sequence[Item], picked: list[PrecisionChoice], limit: float) -> Allocation:
     """Raised by whatever still fits, the most worthwhile first."""
     while True:
         left = limit - math.fsum(each.cost for each in picked)
         steps = [
-            (_worth(now, other), -index, other)
+            (_error_per_cost(now, other), -index, other)
             for index, (item, now) in enumerate(zip(items, picked, strict=True))
             for other in item.choices
             if other.error < now.error and other.cost - now.cost <= left
         ]
         if not steps:
-            return _allocation(items, picked)
+            return _make_allocation(items, picked)
         _, place, other = max(steps, key=lambda step: step[:2])
         picked[-place] = other
 
 
-def _lowered(items: Sequence[Item], picked: list[Choice], limit: float) -> list[Choice]:
+def _lower_until_fits(items: Sequence[Item], picked: list[PrecisionChoice], limit: float) -> list[PrecisionChoice]:
     """Lowered where that costs the least error for what it saves, until it fits."""
     while math.fsum(each.cost for each in picked) > limit:
         steps = [
-            (_worth(other, now), index, other)
+            (_error_per_cost(other, now), index, other)
             for index, (item, now) in enumerate(zip(items, picked, strict=True))
             for other in item.choices
             if other.cost < now.cost
@@ -213,7 +213,7 @@ def _lowered(items: Sequence[Item], picked: list[Choice], limit: float) -> list[
     return picked
 
 
-def _check(items: Sequence[Item]) -> None:
+def _check_items(items: Sequence[Item]) -> None:
     names = [item.name for item in items]
     if len(set(names)) != len(names):
         raise ValueError(f"two items of one name: {', '.join(names)}")

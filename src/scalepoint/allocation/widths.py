@@ -7,16 +7,26 @@ from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter
 
-from scalepoint.allocation.front import Allocation, Choice, Item, Table, front, thinned, total, trimmed, within
+from scalepoint.allocation.front import (
+    Allocation,
+    ChoiceTable,
+    Item,
+    PrecisionChoice,
+    compute_front,
+    find_best_within,
+    sum_choices,
+    thin_front,
+    trim_allocation,
+)
 from scalepoint.budget import Budget, BudgetUnit
 from scalepoint.errors import UsageError
 from scalepoint.quantize import Override, QuantConfig
 from scalepoint.results import FrontPoint, LayerPrecision, PrecisionAllocation
 from scalepoint.support.jsonable import to_jsonable
 
-TRIM = 0.01  # of the error: what is worth less is not raised, even where a budget allows it
+TRIM_SHARE = 0.01  # of the error: what is worth less is not raised, even where a budget allows it
 MAX_FRONT_POINTS = 200  # of a PrecisionAllocation
-Costs = BudgetUnit | Literal["cost"]
+CostUnit = BudgetUnit | Literal["cost"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class Width:
 
 
 @dataclass(frozen=True)
-class Row:
+class WidthRow:
     """Layers that share a choice."""
 
     layers: tuple[str, ...]
@@ -50,23 +60,26 @@ class Row:
 class Widths:
     """All layers that have a choice, and what the rest of the model costs."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[WidthRow, ...]
     float_size: float
     float_time: float
     rest_size: float
     rest_time: float
 
-    def items(self, unit: Costs) -> list[Item]:
+    def items(self, unit: CostUnit) -> list[Item]:
         return [
-            Item(row.name, tuple(Choice(each.name, each.error, self._cost(row, each, unit)) for each in row.widths))
+            Item(
+                row.name,
+                tuple(PrecisionChoice(each.name, each.error, self._cost(row, each, unit)) for each in row.widths),
+            )
             for row in self.rows
         ]
 
-    def table(self, unit: Costs) -> Table:
+    def table(self, unit: CostUnit) -> ChoiceTable:
         """Row -> name of a width -> its error and cost."""
         return {item.name: {choice.name: choice for choice in item.choices} for item in self.items(unit)}
 
-    def _cost(self, row: Row, width: Width, unit: Costs) -> float:
+    def _cost(self, row: WidthRow, width: Width, unit: CostUnit) -> float:
         """What adds up: bytes, bits, MACs; "cost" is the shares of size and time together."""
         if unit == "bits":
             return width.bits * row.weights
@@ -76,7 +89,7 @@ class Widths:
             return width.time
         return width.size / self.float_size + width.time / (self.float_time or 1.0)
 
-    def shown(self, unit: Costs, cost: float) -> float:
+    def to_unit(self, unit: CostUnit, cost: float) -> float:
         """A sum of costs in the unit of the budget."""
         if unit == "bits":
             return cost / (sum(row.weights for row in self.rows) or 1)
@@ -92,13 +105,13 @@ class Widths:
             return budget.limit * self.float_size - self.rest_size
         return self.float_time / budget.limit - self.rest_time
 
-    def within(self, budget: Budget) -> Allocation:
+    def find_best(self, budget: Budget) -> Allocation:
         """The best allocation of a budget; an error says what the least is that could be reached."""
         items = self.items(budget.unit)
-        found = within(items, self.limit(budget))
+        found = find_best_within(items, self.limit(budget))
         if found is not None:
-            return trimmed(items, found, TRIM)
-        least = self.shown(budget.unit, front(items)[0].cost)
+            return trim_allocation(items, found, TRIM_SHARE)
+        least = self.to_unit(budget.unit, compute_front(items)[0].cost)
         names = dict.fromkeys(width.name for row in self.rows for width in row.widths)
         what = {
             "size": f"the smallest is {least:.3g} of the float file",
@@ -117,7 +130,7 @@ class Widths:
             more += [Override(name=name, **width.said) for name in row.layers if width.said]
         return config.model_copy(update={"overrides": (*config.overrides, *more)})
 
-    def allocation(self, chosen: Mapping[str, str], unit: Costs, limit: float | None = None) -> PrecisionAllocation:
+    def allocation(self, chosen: Mapping[str, str], unit: CostUnit, limit: float | None = None) -> PrecisionAllocation:
         """Describe an allocation: the precision of each layer, and the front that it was chosen from.
 
         Args:
@@ -141,17 +154,17 @@ class Widths:
         uniform = {}
         for width in dict.fromkeys(width.name for row in self.rows for width in row.widths):
             if all(width in widths for widths in table.values()):
-                same = total(table, dict.fromkeys(table, width))
-                uniform[width] = (self.shown(unit, same.cost), same.error)
-        whole = total(table, chosen)
+                same = sum_choices(table, dict.fromkeys(table, width))
+                uniform[width] = (self.to_unit(unit, same.cost), same.error)
+        whole = sum_choices(table, chosen)
         return PrecisionAllocation(
             unit=unit,
-            reached=self.shown(unit, whole.cost),
+            reached=self.to_unit(unit, whole.cost),
             error=whole.error,
             layers=layers,
             front=tuple(
-                FrontPoint(self.shown(unit, point.cost), point.error, self._layer_counts(point.chosen))
-                for point in thinned(front(self.items(unit)), MAX_FRONT_POINTS)
+                FrontPoint(self.to_unit(unit, point.cost), point.error, self._layer_counts(point.chosen))
+                for point in thin_front(compute_front(self.items(unit)), MAX_FRONT_POINTS)
             ),
             uniform=uniform,
             limit=limit,

@@ -20,9 +20,15 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint import distributed
-from scalepoint.analysis.layers import Layer, check_running, layers_of, range_of, weighted_of
-from scalepoint.analysis.lockstep import Lockstep
-from scalepoint.analysis.sums import ErrorSums, RangeUse, decibels, energy, merge_over_ranks
+from scalepoint.analysis.layers import (
+    AnalyzedLayer,
+    check_has_active_quantizers,
+    get_code_range,
+    get_layers,
+    get_quantized_part,
+)
+from scalepoint.analysis.paired_runner import FloatAndQuantizedRunner
+from scalepoint.analysis.statistics import ErrorSums, RangeUsage, decibels, energy, merge_over_ranks
 from scalepoint.errors import UsageError, short_repr
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.patterns import get_kind
@@ -64,12 +70,14 @@ class Comparison:
         for row in self.rows if rows is None else rows:
             levels = (row.sqnr_db, row.local_sqnr_db, row.weight_sqnr_db)
             table.add_row(
-                Text(one_line(row.name)), *map(_level, levels), *map(_share, (row.saturation, row.used_range))
+                Text(one_line(row.name)),
+                *map(_format_level, levels),
+                *map(_format_share, (row.saturation, row.used_range)),
             )
         return table
 
     def summary(self) -> str:
-        text = ", ".join(f"{each.name} {_level(each.sqnr_db)} dB" for each in self.outputs)
+        text = ", ".join(f"{each.name} {_format_level(each.sqnr_db)} dB" for each in self.outputs)
         return one_line(f"{plural(len(self.rows), 'layer')}, {plural(self.batches, 'batch')}: {text}")
 
     def __str__(self) -> str:
@@ -77,20 +85,20 @@ class Comparison:
 
     def to_list(self) -> list[dict[str, Any]]:
         """Plain values, for JSON: a level that is not finite (no error at all, no signal) is None."""
-        return [{name: _finite(value) for name, value in vars(row).items()} for row in self.rows]
+        return [{name: _finite_or_none(value) for name, value in vars(row).items()} for row in self.rows]
 
 
-def _finite(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _level(value: float | None) -> str:
+def _format_level(value: float | None) -> str:
     if value is None:
         return ""
     return "exact" if value == math.inf else f"{value:.1f}"
 
 
-def _share(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}" if value >= 0.01 or value == 0 else "<1%"
 
 
@@ -121,12 +129,12 @@ def compare(
     Returns:
         The errors per layer and of the outputs.
     """
-    check_running(quantized)
+    check_has_active_quantizers(quantized)
     if float_model is not None and not callable(float_model):
         raise UsageError(f"the float model is a module, or None, not {short_repr(float_model)}")
-    outputs = _Outputs(float_model)
-    watch = _Watch(layers_of(quantized), outputs, local)
-    steps = Lockstep(quantized, watch)
+    outputs = _OutputErrorSums(float_model)
+    watch = _LayerErrorSums(get_layers(quantized), outputs, local)
+    steps = FloatAndQuantizedRunner(quantized, watch)
     watch.prepare(steps.live)
     run = driven(quantized, steps)
     run.register_forward_hook(outputs, with_kwargs=True)
@@ -136,25 +144,25 @@ def compare(
     return Comparison(rows, outputs.rows(), outputs.graph.sqnr_db, fed.calls)
 
 
-class _Watch:
+class _LayerErrorSums:
     """What is added up at each node of the lockstep."""
 
-    def __init__(self, layers: list[Layer], outputs: "_Outputs", local: bool) -> None:
+    def __init__(self, layers: list[AnalyzedLayer], outputs: "_OutputErrorSums", local: bool) -> None:
         self.layers, self.outputs = layers, outputs
         self.by_node = {layer.node: layer for layer in layers}
         self.running = {layer.node: ErrorSums() for layer in layers}
         self.local = {layer.node: ErrorSums() for layer in layers if local and layer.precision != "float"}
-        self.uses: dict[str, RangeUse] = {}
+        self.uses: dict[str, RangeUsage] = {}
 
     def prepare(self, live: nn.Module) -> None:
         """A record for each stub with one fixed range."""
         for name, module in live.named_modules():
-            found = range_of(module) if isinstance(module, QuantStub) and module.enabled else None
+            found = get_code_range(module) if isinstance(module, QuantStub) and module.enabled else None
             if isinstance(module, QuantStub) and found is not None and found[0].numel() == 1:
                 step = 0.0 if module.quantizer.grid.format.is_float else float(module.scale)
-                self.uses[name] = RangeUse(float(found[0]), float(found[1]), step)
+                self.uses[name] = RangeUsage(float(found[0]), float(found[1]), step)
 
-    def __call__(self, node: fx.Node, steps: Lockstep) -> None:
+    def __call__(self, node: fx.Node, steps: FloatAndQuantizedRunner) -> None:
         if node.op == "output":
             self.outputs.take(steps.exact[node])
         elif get_kind(node) == "quant" and str(node.target) in self.uses:
@@ -162,14 +170,14 @@ class _Watch:
         elif node in self.by_node:
             self.running[node].add(steps.exact[node], steps.noisy[node])
             if node in self.local:
-                self.local[node].add(steps.exact[node], _alone(node, steps))
+                self.local[node].add(steps.exact[node], _run_alone(node, steps))
 
     def merge(self) -> None:
         """Take in what the other ranks have seen."""
         outputs = self.outputs.named()
         merge_over_ranks([*self.running.values(), *self.local.values(), *self.uses.values(), *outputs])
 
-    def row(self, layer: Layer, live: nn.Module) -> LayerError:
+    def row(self, layer: AnalyzedLayer, live: nn.Module) -> LayerError:
         running, own = self.running[layer.node], self.local.get(layer.node)
         names = [str(stub.target) for stub in layer.stub_nodes]
         uses = [self.uses[name] for name in names if name in self.uses and self.uses[name].count]
@@ -180,7 +188,7 @@ class _Watch:
             running.sqnr_db,
             running.cosine,
             None if own is None else own.sqnr_db,
-            _weight_level(layer, live),
+            _weight_sqnr(layer, live),
             max((use.saturation for use in uses), default=None),
             max((use.end_share for use in uses), default=None),
             min((use.used for use in uses), default=None),
@@ -189,7 +197,7 @@ class _Watch:
         )
 
 
-def _alone(node: fx.Node, steps: Lockstep) -> Any:
+def _run_alone(node: fx.Node, steps: FloatAndQuantizedRunner) -> Any:
     """The quantized layer on float inputs, which pass its own stubs."""
 
     def fed(source: fx.Node) -> Any:
@@ -206,16 +214,16 @@ def _alone(node: fx.Node, steps: Lockstep) -> Any:
 
 
 @torch.no_grad()
-def _weight_level(layer: Layer, live: nn.Module) -> float | None:
+def _weight_sqnr(layer: AnalyzedLayer, live: nn.Module) -> float | None:
     """The folded weight against its quantized form."""
-    weighted = weighted_of(live, layer)
+    weighted = get_quantized_part(live, layer)
     if weighted is None or not weighted.weight_quant.enabled or weighted.weight_quant.quantizer.is_disabled():
         return None
     weight, _ = weighted.folded()
     return decibels(energy(weight), energy(weight.float() - weighted.quantized(weight).float()))
 
 
-class _Outputs:
+class _OutputErrorSums:
     """The outputs of a batch against those of the float model: a forward hook."""
 
     def __init__(self, float_model: Callable[..., Any] | None) -> None:

@@ -16,7 +16,7 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 
 
 @dataclass(frozen=True)
-class Layer:
+class AnalyzedLayer:
     """One row of an analysis: a node of the graph under the name that coverage and overrides use."""
 
     name: str
@@ -32,28 +32,30 @@ class Layer:
         return [each for each in self.node.all_input_nodes if get_kind(each) == "quant"]
 
 
-def layers_of(model: fx.GraphModule) -> list[Layer]:
+def get_layers(model: fx.GraphModule) -> list[AnalyzedLayer]:
     """In graph order; what coverage does not count (an add, a pool) is there too when it is a group."""
     rows, nodes = coverage(model).operations, {node.name: node for node in model.graph.nodes}
     return [
-        _layer(model, nodes[site.node], site.name) if site.row is None else _counted(nodes[site.node], rows[site.row])
+        _make_uncounted_layer(model, nodes[site.node], site.name)
+        if site.row is None
+        else _make_counted_layer(nodes[site.node], rows[site.row])
         for site in record_of(model).sites
     ]
 
 
-def _counted(node: fx.Node, row: CoverageRow) -> Layer:
-    return Layer(row.name, row.kind, row.precision, row.macs, row.parameters, node)
+def _make_counted_layer(node: fx.Node, row: CoverageRow) -> AnalyzedLayer:
+    return AnalyzedLayer(row.name, row.kind, row.precision, row.macs, row.parameters, node)
 
 
-def _layer(model: fx.GraphModule, node: fx.Node, name: str) -> Layer:
+def _make_uncounted_layer(model: fx.GraphModule, node: fx.Node, name: str) -> AnalyzedLayer:
     module = model.get_submodule(str(node.target))
     kind = kind_of_part(module.weighted) if isinstance(module, Fused) else get_kind(node)
     stubs = [each for each in model.modules() if isinstance(each, QuantStub) and name in each.consumers]
     words = sorted({str(stub.spec.to_dict()["dtype"]) for stub in stubs if stub.enabled})
-    return Layer(name, kind, f"x {' / '.join(words)}" if words else "float", 0, 0, node)
+    return AnalyzedLayer(name, kind, f"x {' / '.join(words)}" if words else "float", 0, 0, node)
 
 
-def choose(layers: list[Layer], names: list[str]) -> list[Layer]:
+def select_layers(layers: list[AnalyzedLayer], names: list[str]) -> list[AnalyzedLayer]:
     """The layers of these names, in their order; an unknown name is an error with the nearest one."""
     known = {layer.name: layer for layer in reversed(layers)}
     for name in names:
@@ -62,11 +64,11 @@ def choose(layers: list[Layer], names: list[str]) -> list[Layer]:
     return [known[name] for name in names]
 
 
-def quantizers_of(model: nn.Module) -> list[Quantizing]:
+def get_quantizers(model: nn.Module) -> list[Quantizing]:
     return [module for module in model.modules() if isinstance(module, Quantizing)]
 
 
-def weighted_of(model: nn.Module, layer: Layer) -> QuantizedWeighted | None:
+def get_quantized_part(model: nn.Module, layer: AnalyzedLayer) -> QuantizedWeighted | None:
     """The part of a layer that has a quantized weight."""
     if layer.node.op != "call_module":
         return None
@@ -75,7 +77,7 @@ def weighted_of(model: nn.Module, layer: Layer) -> QuantizedWeighted | None:
     return next((part for part in parts if isinstance(part, QuantizedWeighted)), None)
 
 
-def range_of(quantizer: Quantizing) -> tuple[Tensor, Tensor] | None:
+def get_code_range(quantizer: Quantizing) -> tuple[Tensor, Tensor] | None:
     """The values of the lowest and the highest code; None where each tensor gets a range of its own."""
     if quantizer.calculator.always_called and not quantizer.is_learned:
         return None
@@ -88,10 +90,10 @@ def range_of(quantizer: Quantizing) -> tuple[Tensor, Tensor] | None:
     return low * scale, high * scale
 
 
-def check_running(model: nn.Module) -> Coverage:
+def check_has_active_quantizers(model: nn.Module) -> Coverage:
     """The coverage of a model whose quantizers have ranges and are on."""
     found = coverage(model)
-    quantizers = quantizers_of(model)
+    quantizers = get_quantizers(model)
     if not any(each.enabled for each in quantizers):
         raise UsageError(
             f"none of the {len(quantizers)} quantizers of this model is on: calibrate it first, or enable_fake_quant"

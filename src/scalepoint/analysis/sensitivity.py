@@ -25,9 +25,9 @@ import torch
 from torch import fx, nn
 
 from scalepoint import distributed
-from scalepoint.analysis.flow import flow_of
-from scalepoint.analysis.layers import Layer, check_running, layers_of, quantizers_of
-from scalepoint.analysis.sums import ErrorSums, merge_over_ranks
+from scalepoint.analysis.layers import AnalyzedLayer, check_has_active_quantizers, get_layers, get_quantizers
+from scalepoint.analysis.noise_flow import measure_noise_flow
+from scalepoint.analysis.statistics import ErrorSums, merge_over_ranks
 from scalepoint.errors import UsageError, short_repr
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.feeding import Data, check_data, feed, first_inputs
@@ -38,7 +38,7 @@ from scalepoint.quantize.twins import driven, twin
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
 
-LEAST_COST = 1e-4  # of a layer without products and weights, so that a gain is divided by something
+MIN_COST = 1e-4  # of a layer without products and weights, so that a gain is divided by something
 Metric = Callable[[Callable[..., Any]], float]
 
 
@@ -57,10 +57,10 @@ class Sensitivity:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {name: _finite(value) for name, value in vars(self).items()}
+        return {name: _finite_or_none(value) for name, value in vars(self).items()}
 
 
-def _finite(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -102,24 +102,24 @@ def sensitivity(
         raise UsageError(f"limit={short_repr(limit)}: a number of layers, from 1")
     passes = (not has_record(model)) + (how == "proxy" or limit is not None) + (how != "proxy")
     check_data(data, passes=passes)
-    quantized = _quantized(model, data, target, config, max_batches, progress)
-    check_running(quantized)
-    layers = _switched_layers(quantized)
+    quantized = _quantize_if_float(model, data, target, config, max_batches, progress)
+    check_has_active_quantizers(quantized)
+    layers = _find_quantized_layers(quantized)
     tried = list(layers)
     if how == "proxy" or (limit is not None and limit < len(layers)):
-        rows = _rows(layers, _proxy(quantized, tried, data, max_batches, progress))[:limit]
+        rows = _rank_layers(layers, _proxy_scores(quantized, tried, data, max_batches, progress))[:limit]
         if how == "proxy":
             return rows
         tried = [row.name for row in rows]
     if metric is None:
-        return _rows(layers, _noise_one_at_a_time(quantized, tried, data, max_batches, progress))
-    found = _measured_one_at_a_time(quantized, tried, metric)
+        return _rank_layers(layers, _noise_one_at_a_time(quantized, tried, data, max_batches, progress))
+    found = _metric_one_at_a_time(quantized, tried, metric)
     base = found.pop("")
-    rows = _rows(layers, {name: base - value for name, value in found.items()})
+    rows = _rank_layers(layers, {name: base - value for name, value in found.items()})
     return [replace(row, metric=found[row.name]) for row in rows]
 
 
-def _quantized(
+def _quantize_if_float(
     model: nn.Module,
     data: Any,
     target: str | Target,
@@ -138,31 +138,31 @@ def _quantized(
     )
 
 
-def _switched_layers(model: fx.GraphModule) -> dict[str, Layer]:
+def _find_quantized_layers(model: fx.GraphModule) -> dict[str, AnalyzedLayer]:
     """The layers that have a quantizer which is on."""
-    switched = {name for each in quantizers_of(model) if each.enabled for name in each.consumers}
-    found: dict[str, Layer] = {}
-    for layer in layers_of(model):
+    switched = {name for each in get_quantizers(model) if each.enabled for name in each.consumers}
+    found: dict[str, AnalyzedLayer] = {}
+    for layer in get_layers(model):
         if layer.name in switched:
             found.setdefault(layer.name, layer)  # one that is called twice has one place
     return found
 
 
-def _rows(layers: dict[str, Layer], scores: dict[str, float]) -> list[Sensitivity]:
+def _rank_layers(layers: dict[str, AnalyzedLayer], scores: dict[str, float]) -> list[Sensitivity]:
     """Ranked; NaN, a model that broke, comes first, and equals stay in graph order."""
     macs = sum(layer.macs or 0 for layer in layers.values()) or 1
     parameters = sum(layer.parameters for layer in layers.values()) or 1
     rows = []
     for name, layer in layers.items():
         if name in scores:
-            cost = max((layer.macs or 0) / macs, layer.parameters / parameters, LEAST_COST)
+            cost = max((layer.macs or 0) / macs, layer.parameters / parameters, MIN_COST)
             score = scores[name]
             rows.append(Sensitivity(name, score, layer.kind, layer.macs, layer.parameters, cost, score / cost))
     return sorted(rows, key=lambda row: -math.inf if math.isnan(row.score) else -row.score)
 
 
 @contextmanager
-def _only(quantizers: Sequence[Quantizing], name: str) -> Iterator[None]:
+def _layer_enabled(quantizers: Sequence[Quantizing], name: str) -> Iterator[None]:
     """The quantizers of one layer on; they were off and are off again."""
     chosen = [each for each in quantizers if name in each.consumers]
     for each in chosen:
@@ -174,27 +174,27 @@ def _only(quantizers: Sequence[Quantizing], name: str) -> Iterator[None]:
             each.enabled = False
 
 
-def _switchable(quantized: fx.GraphModule) -> tuple[fx.GraphModule, list[Quantizing]]:
+def _copy_with_quantizers_off(quantized: fx.GraphModule) -> tuple[fx.GraphModule, list[Quantizing]]:
     """A twin with all off, and those of its quantizers that are on in the model."""
     model = twin(quantized, quantizing=False)
-    pairs = zip(quantizers_of(quantized), quantizers_of(model), strict=True)
+    pairs = zip(get_quantizers(quantized), get_quantizers(model), strict=True)
     return model, [own for given, own in pairs if given.enabled]
 
 
-def _measured_one_at_a_time(quantized: fx.GraphModule, tried: Sequence[str], metric: Metric) -> dict[str, float]:
+def _metric_one_at_a_time(quantized: fx.GraphModule, tried: Sequence[str], metric: Metric) -> dict[str, float]:
     """The metric with each layer quantized alone; under "" that of the float model."""
-    model, quantizers = _switchable(quantized)
+    model, quantizers = _copy_with_quantizers_off(quantized)
     found: dict[str, float] = {}
     with distributed.phase("one layer at a time") as step:
         for name in distributed.shard(["", *tried]):
-            with _only(quantizers, name), distributed.single_process():
-                found[name] = _number(metric, model)
+            with _layer_enabled(quantizers, name), distributed.single_process():
+                found[name] = _run_metric(metric, model)
         step.value = found
     merged = {name: value for part in step.values for name, value in part.items()}
     return {name: merged[name] for name in ("", *tried)}
 
 
-def _number(metric: Metric, run: nn.Module) -> float:
+def _run_metric(metric: Metric, run: nn.Module) -> float:
     run.eval()
     with torch.inference_mode(False), torch.no_grad():
         value = metric(run)
@@ -206,18 +206,18 @@ def _number(metric: Metric, run: nn.Module) -> float:
         ) from None
 
 
-class _OneByOne(nn.Module):
+class _OneLayerNoise(nn.Module):
     """For each batch the float outputs, then those with each layer quantized alone; only sums are kept."""
 
     def __init__(self, quantized: fx.GraphModule, names: Iterable[str]) -> None:
         super().__init__()
-        self.model, self.quantizers = _switchable(quantized)
+        self.model, self.quantizers = _copy_with_quantizers_off(quantized)
         self.found = {name: ErrorSums() for name in names}
 
     def forward(self, *inputs: Any) -> Any:
         reference = self._run(inputs)
         for name, agreement in self.found.items():
-            with _only(self.quantizers, name):
+            with _layer_enabled(self.quantizers, name):
                 agreement.add(reference, self._run(inputs))
         return reference
 
@@ -228,27 +228,27 @@ class _OneByOne(nn.Module):
 def _noise_one_at_a_time(
     quantized: fx.GraphModule, tried: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
 ) -> dict[str, float]:
-    inner = _OneByOne(quantized, tried)
+    inner = _OneLayerNoise(quantized, tried)
     feed(
         driven(quantized, inner), data, "one layer at a time", max_batches=max_batches, progress=progress,
         merge=lambda: merge_over_ranks(list(inner.found.values())),
     )  # fmt: skip
-    return {name: _ratio(each.noise, each.signal) for name, each in inner.found.items()}
+    return {name: _noise_to_signal(each.noise, each.signal) for name, each in inner.found.items()}
 
 
-def _ratio(part: float, whole: float) -> float:
+def _noise_to_signal(part: float, whole: float) -> float:
     return part / whole if whole else math.inf if part else 0.0
 
 
-def _proxy(
+def _proxy_scores(
     quantized: fx.GraphModule, names: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
 ) -> dict[str, float]:
-    flow = flow_of(quantized, data, max_batches=max_batches, progress=progress)
+    flow = measure_noise_flow(quantized, data, max_batches=max_batches, progress=progress)
     weights = flow.weights(quantized.graph)
     scores = dict.fromkeys(names, 0.0)
     for node, own in flow.own.items():
         module = quantized.get_submodule(str(node.target))
-        readers = {name for each in quantizers_of(module) for name in each.consumers}
+        readers = {name for each in get_quantizers(module) for name in each.consumers}
         for name in readers & scores.keys():
             scores[name] += own * weights[node]
     return scores

@@ -87,7 +87,7 @@ class GraphData(FrozenData):
 
 @dataclass(frozen=True)
 class GraphDescription:
-    """What a graph was when it was captured; `why_not` where that has no form as data. No state_dict has its
+    """What a graph was when it was captured; `explain_refusal` where that has no form as data. No state_dict has its
     constants."""
 
     data: GraphData | None

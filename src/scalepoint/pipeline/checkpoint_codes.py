@@ -42,7 +42,7 @@ class TunedCodes(Mapping[str, QuantizedWeight]):
     """Quantized weights by the tensor names of the checkpoint. A weight is read from its file on access."""
 
     def __init__(self, model: fx.GraphModule, weights: CheckpointWeights, tuned: Checkpoint) -> None:
-        files = {path: file for file, module_paths in tuned.places().items() for path in module_paths}
+        files = {path: file for file, module_paths in tuned.modules_by_file().items() for path in module_paths}
         stubs = _input_stubs(model)
         self._layers: dict[str, _StoredLayer] = {}
         for path, module in model.named_modules():

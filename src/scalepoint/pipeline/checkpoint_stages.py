@@ -117,8 +117,8 @@ def tune_blocks(
     """Choose codes block by block. They are stored in the work folder, from which a resumed run reads them."""
     folder = job.workspace.tuning_folder
     batches = [(sequence,) for sequence in data]
-    report = tune(model, batches, job.tuning, folder=folder, resume=resume, progress=progress, lender=weights)
-    return report, Checkpoint.reopened(folder)
+    report = tune(model, batches, job.tuning, folder=folder, resume=resume, progress=progress, weight_provider=weights)
+    return report, Checkpoint.open_finished(folder)
 
 
 def write_checkpoint(job: CheckpointJob, model: fx.GraphModule, codes: TunedCodes, tuned: Checkpoint) -> None:

@@ -276,7 +276,7 @@ def _search_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], 
     is_checked = budget.unit == "size" and not job.is_smoke
     trials: list[Trial] = []
     for _ in range(MAX_SIZE_TRIALS):
-        allocation = widths.within(budget)
+        allocation = widths.find_best(budget)
         plan = TrialPlan(widths.config(job.config, allocation.chosen), chosen=allocation.chosen)
         trials = [
             *(trial.without_model() for trial in trials),

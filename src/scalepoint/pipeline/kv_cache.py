@@ -91,7 +91,7 @@ def load_cache_scales(model: fx.GraphModule, kept: Checkpoint, groups: int) -> C
     pairs = _cache_quantizers(model)
     if not pairs or pairs[0][0][1].calculator.always_called:
         return None
-    files = {place: file for file, places in kept.places().items() for place in places}
+    files = {place: file for file, places in kept.modules_by_file().items() for place in places}
     scales = tuple(tuple(_load_scale(files, place, groups) for place, _ in pair) for pair in pairs)
     spec = pairs[0][0][1].spec
     return Cache(spec.n_bits, scales, get_format(spec.dtype).is_float)  # type: ignore[arg-type]  # pairs

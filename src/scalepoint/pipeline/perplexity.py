@@ -18,10 +18,10 @@ from scalepoint.errors import CaptureError, NonFiniteError, UsageError
 from scalepoint.results import Score
 from scalepoint.support.progress import phase
 from scalepoint.tuning.checkpoint import Checkpoint
-from scalepoint.tuning.lending import borrow, give_back
-from scalepoint.tuning.pieces import Piece, cut
-from scalepoint.tuning.state import restore
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.pieces import Piece, cut_into_pieces
+from scalepoint.tuning.state import restore_states
+from scalepoint.tuning.walk import StreamWalk
+from scalepoint.tuning.weight_provider import load_weights, release_weights
 
 FLOAT_NAN_HINT = (
     "the weights are finite, but its logits are not, so values overflow on the way. Check the checkpoint and its "
@@ -93,44 +93,44 @@ def score_checkpoint(
     progress: bool | None,
 ) -> Evaluation:
     """Score the float and the quantized model on these tokens, which are shared between ranks."""
-    walk = Walk(model, memory=memory, keeps_outputs=False)
+    walk = StreamWalk(model, memory=memory, keeps_outputs=False)
     rank_tokens = distributed.shard(tokens)
     try:
         for sequence in rank_tokens:
-            walk.take([sequence])
-        pieces = cut(walk.graph, walk.same, lambda node: walk.layer(node) is not None, "block")
+            walk.add_batch([sequence])
+        pieces = cut_into_pieces(walk.graph, walk.same_nodes, lambda node: walk.get_layer(node) is not None, "block")
         with phase("scoring", total=len(pieces), unit="blocks", show=progress) as running:
             for index, piece in enumerate(pieces[:-1]):
                 _load_piece(walk, weights, tuned, piece, f"{index:04}")
                 for node in piece.nodes:
                     walk.advance(node)
-                give_back(walk, piece, weights)
+                release_weights(walk, piece, weights)
                 running.advance()
             _load_piece(walk, weights, tuned, pieces[-1], f"{len(pieces) - 1:04}")
             evaluation = _score_head(walk, pieces[-1], rank_tokens)
-            give_back(walk, pieces[-1], weights)
+            release_weights(walk, pieces[-1], weights)
             running.advance()
         return evaluation
     finally:
-        walk.shelf.close()
+        walk.activation_store.close()
 
 
-def _load_piece(walk: Walk, weights: Weights, tuned: Checkpoint, piece: Piece, name: str) -> None:
-    borrow(walk, piece, weights)
-    stored = tuned.find(name)
+def _load_piece(walk: StreamWalk, weights: Weights, tuned: Checkpoint, piece: Piece, name: str) -> None:
+    load_weights(walk, piece, weights)
+    stored = tuned.load_piece(name)
     if stored is not None:
         states, _ = stored
-        restore({place: walk.live.get_submodule(place) for place in states}, states)
+        restore_states({place: walk.quantized_model.get_submodule(place) for place in states}, states)
 
 
-def _score_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Evaluation:
+def _score_head(walk: StreamWalk, piece: Piece, tokens: Sequence[Tensor]) -> Evaluation:
     """Run the last piece on the sequences of this rank, and add up the losses of all ranks."""
     first = torch.empty(0)
     with torch.no_grad(), distributed.phase("scoring") as step:
         step.value = []
         for index, own in enumerate(tokens):
             exact, noisy = (
-                _find_logits(walk.run(piece, walk.entries(piece, index, noisy=side), noisy=side))
+                _find_logits(walk.run_piece(piece, walk.get_entries(piece, index, noisy=side), noisy=side))
                 for side in (False, True)
             )
             (before, number), (after, _) = (cross_entropy_sum(logits, own) for logits in (exact, noisy))

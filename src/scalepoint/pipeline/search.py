@@ -16,7 +16,7 @@ The user's metric or the clock judges each file. Estimates only say which file t
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalepoint.allocation import AS_IT_IS, Allocation, Widths, front, thinned, total, trimmed
+from scalepoint.allocation import UNCHANGED, Allocation, Widths, compute_front, sum_choices, thin_front, trim_allocation
 from scalepoint.pipeline.result import Limits, Trial, TrialPlan
 from scalepoint.quantize import Override, QuantConfig, coverage, record_of
 from scalepoint.quantize.config import FLOAT, TensorQuantConfig
@@ -156,7 +156,7 @@ def next_for_accuracy(
         chosen = chosen or _one_layer_lower(widths, trials, tried, limits)
     if chosen is None:
         return None
-    base_cost = sum(choices[AS_IT_IS].cost for choices in widths.table("cost").values())
+    base_cost = sum(choices[UNCHANGED].cost for choices in widths.table("cost").values())
     config = widths.config(trials[start].config, chosen.chosen)
     raised = _raised_layers(widths, chosen)
     return TrialPlan(config, raised, start, dict(chosen.chosen), max(chosen.cost - base_cost, 0.0))
@@ -164,14 +164,16 @@ def next_for_accuracy(
 
 def as_configured(widths: Widths) -> dict[str, str]:
     """The choice that changes no layer."""
-    return dict.fromkeys((row.name for row in widths.rows), AS_IT_IS)
+    return dict.fromkeys((row.name for row in widths.rows), UNCHANGED)
 
 
 def _front_points(widths: Widths) -> list[Allocation]:
     """The front without layers that are hardly worth raising. At least one layer with weights stays quantized."""
     weighted = [row.name for row in widths.rows if row.weights]
     items = widths.items("cost")
-    lowered = [trimmed(items, point, TRIM_SHARE) for point in thinned(front(items), MAX_FRONT_POINTS)]
+    lowered = [
+        trim_allocation(items, point, TRIM_SHARE) for point in thin_front(compute_front(items), MAX_FRONT_POINTS)
+    ]
     points = sorted({_choice_key(each.chosen): each for each in lowered}.values(), key=lambda point: point.cost)
     return [each for each in points if not weighted or any(each.chosen[name] != FLOAT for name in weighted)]
 
@@ -202,17 +204,17 @@ def _fewer_layers(
     """Of the layers that the cheapest holding trial raised, those that remove most error: the middle between all of
     them and the largest number that was too small."""
     table, best = widths.table("cost"), _choices_of_cheapest(trials, limits)
-    gains = {name: table[name][AS_IT_IS].error - table[name][width].error for name, width in best.items()}
-    order = sorted((name for name, width in best.items() if width != AS_IT_IS), key=lambda name: -gains[name])
+    gains = {name: table[name][UNCHANGED].error - table[name][width].error for name, width in best.items()}
+    order = sorted((name for name, width in best.items() if width != UNCHANGED), key=lambda name: -gains[name])
 
     def first(count: int) -> dict[str, str]:
         names = set(order[:count])
-        return {name: width if name in names else AS_IT_IS for name, width in best.items()}
+        return {name: width if name in names else UNCHANGED for name, width in best.items()}
 
     too_few = max((count for count in range(len(order)) if tried.get(_choice_key(first(count))) is False), default=0)
     if len(order) - too_few < 2:
         return None
-    return total(table, first((len(order) + too_few) // 2))
+    return sum_choices(table, first((len(order) + too_few) // 2))
 
 
 def _choices_of_cheapest(trials: Sequence[Trial], limits: Limits) -> Mapping[str, str]:
@@ -236,8 +238,8 @@ def _one_layer_lower(
     """The cheapest holding trial with one layer lowered: where that adds least error for what it saves, and less than
     the best failed trial has."""
     table, best = widths.table("cost"), _choices_of_cheapest(trials, limits)
-    current = total(table, best)
-    least_failed = min(total(table, dict(key)).error for key, holds in tried.items() if not holds)
+    current = sum_choices(table, best)
+    least_failed = min(sum_choices(table, dict(key)).error for key, holds in tried.items() if not holds)
     candidates = []
     for name, width in best.items():
         now = table[name][width]
@@ -255,9 +257,9 @@ def _raised_layers(widths: Widths, chosen: Allocation) -> tuple[PrecisionChange,
     table, raised = widths.table("cost"), []
     for row in widths.rows:
         to, share = chosen.chosen[row.name], len(row.layers)
-        if to == AS_IT_IS:
+        if to == UNCHANGED:
             continue
-        before, after = table[row.name][AS_IT_IS], table[row.name][to]
+        before, after = table[row.name][UNCHANGED], table[row.name][to]
         gain, cost = (before.error - after.error) / share, (after.cost - before.cost) / share
         raised += [PrecisionChange(layer, to, gain, cost) for layer in row.layers]
     return tuple(sorted(raised, key=lambda each: -(each.gain or 0.0) / max(each.cost, 1e-12)))

@@ -207,7 +207,7 @@ def copy_graph(model: fx.GraphModule, config: QuantConfig) -> fx.GraphModule:
 def measure_precisions(context: StageContext, config: QuantConfig, choices: tuple[str, ...] | None) -> "Widths":
     """Measure what each layer loses at each choice of precision; None as choices: its own, and every higher one."""
     from scalepoint.allocation import Widths, measure_widths  # noqa: PLC0415  # most runs do not allocate
-    from scalepoint.allocation.losses import SOLVER  # noqa: PLC0415
+    from scalepoint.allocation.layer_losses import QUICK_STEPS  # noqa: PLC0415
 
     job = context.job
     has_data = job.data.is_rereadable
@@ -224,7 +224,7 @@ def measure_precisions(context: StageContext, config: QuantConfig, choices: tupl
         if widths is None:
             captured = context.captured
             result = replace(captured, model=copy_graph(captured.model, config))
-            steps = None if not has_data else () if job.options.accuracy == "fast" else SOLVER
+            steps = None if not has_data else () if job.options.accuracy == "fast" else QUICK_STEPS
             with context.timed("measuring widths", is_phase=False):
                 widths = measure_widths(
                     result,

@@ -1,6 +1,6 @@
 """The quantized model: where quantizers go, how they get their ranges, how it trains, how it is kept."""
 
-from scalepoint.migrated import MigrationReport, MigrationRow
+from scalepoint.migration_report import MigrationReport, MigrationRow
 from scalepoint.operation_coverage import Coverage
 from scalepoint.quantize.calibrate import calibrate, freeze
 from scalepoint.quantize.config import CalibrationMethod, Override, QuantConfig, SmoothQuantConfig, TensorQuantConfig

@@ -180,12 +180,12 @@ def _rewrite(
     if not names:
         _smooth(run, smoothing, on_nan)
         return
-    from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of  # noqa: PLC0415
+    from scalepoint.quantize.migrations import MAX_PROBE_BATCHES, MIGRATIONS, MigrationContext, collect_probes, migrate  # noqa: PLC0415
 
     assert isinstance(model, fx.GraphModule)  # noqa: S101  # it has a record
-    few = PROBES if max_batches is None else min(PROBES, max_batches)
+    few = MAX_PROBE_BATCHES if max_batches is None else min(MAX_PROBE_BATCHES, max_batches)
     with torch.inference_mode(is_of_inference(model)), torch.no_grad():
-        scene = Scene(model, run, probes_of(model, partial(run, max_batches=few)), on_nan)
+        scene = MigrationContext(model, run, collect_probes(model, partial(run, max_batches=few)), on_nan)
         amend_record(model, migrated=migrate(scene, [MIGRATIONS.find(name) for name in names]))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from scalepoint.graph.nodes import get_fake_tensor, get_kind, inherit_meta
 from scalepoint.graph.tree import Tree
-from scalepoint.migrated import MigrationReport, MigrationRow
+from scalepoint.migration_report import MigrationReport, MigrationRow
 from scalepoint.operation_coverage import OperationState
 from scalepoint.quantize.placement import Decision, Site
 from scalepoint.quantize.smooth import is_computed, shared_parameters, weight_of

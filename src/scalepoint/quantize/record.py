@@ -9,7 +9,7 @@ from torch import fx, nn
 from scalepoint.errors import UsageError
 from scalepoint.graph.nodes import get_state, set_state
 from scalepoint.graph.origin import Origin
-from scalepoint.migrated import MigrationReport
+from scalepoint.migration_report import MigrationReport
 from scalepoint.operation_coverage import Coverage, CoverageRow, OperationState
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize

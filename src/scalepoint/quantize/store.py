@@ -25,7 +25,7 @@ from scalepoint import distributed
 from scalepoint.errors import DocumentError, StoreError, UsageError, short_repr
 from scalepoint.graph.deserialization import rebuild
 from scalepoint.graph.serialization import GraphData, GraphDescription, get_description
-from scalepoint.migrated import MigrationReport
+from scalepoint.migration_report import MigrationReport
 from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.fingerprint import fingerprint

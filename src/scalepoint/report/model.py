@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 
 from scalepoint.errors import DocumentError, StoreError, short_repr
-from scalepoint.migrated import MigrationReport
+from scalepoint.migration_report import MigrationReport
 from scalepoint.operation_coverage import Coverage
 from scalepoint.report import terminal
 from scalepoint.results import (

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from scalepoint import distributed
 
-SQUARE = 256  # columns of H that are made together
-TOGETHER = 2048  # rows that a product is made of, at least
+COLUMNS_PER_PRODUCT = 256  # columns of H that are made together
+MIN_ROWS_PER_PRODUCT = 2048  # rows that a product is made of, at least
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Moments:
         found = (self.wanted - 2 * (self.cross * values).sum(-1) + own).clamp(min=0)
         return found if mismatch is None else found + mismatch.square()
 
-    def near(self, weight: Tensor) -> "Near":
+    def near(self, weight: Tensor) -> "ErrorAroundWeight":
         """Errors of values near a weight."""
-        return Near(self, weight)
+        return ErrorAroundWeight(self, weight)
 
     def mismatch(self, values: Tensor) -> Tensor:
         """What the mean of each output lacks: E[y] - V m~."""
@@ -57,7 +57,7 @@ class Moments:
         """Around zero instead of the means: where no bias takes up what the means lack, they are part of the error.
         H is in float32, as the steps read it."""
         if "raw" not in self.made:
-            self.made["raw"] = _around_zero(self.noisy, self.mean), {}
+            self.made["raw"] = _second_moment(self.noisy, self.mean), {}
         noisy, made = self.made["raw"]
         return Moments(
             self.count,
@@ -71,7 +71,7 @@ class Moments:
 
     def settled(self) -> "Moments":
         """With H in float32 alone, which is what the steps read of it: of a wide layer it is most of the memory."""
-        return replace(self, noisy=single(self))
+        return replace(self, noisy=float32_covariance(self))
 
     def of(self, outputs: slice) -> "Moments":
         """Those of some of the outputs: layers that read one value share the rest."""
@@ -83,21 +83,21 @@ class Moments:
         )
 
 
-class Near:
+class ErrorAroundWeight:
     """Errors of values near one weight W, in float32 without loss: what all of them share is taken out.
 
     E(V) = E(W) + 2 <W H - P, D> + <D H, D>,  D = V - W
     """
 
     def __init__(self, moments: Moments, weight: Tensor) -> None:
-        hessian = single(moments)
+        hessian = float32_covariance(moments)
         if "above" not in moments.made:
             moments.made["above"] = above = hessian.triu().mul_(2)
             above.diagonal(dim1=-2, dim2=-1).div_(2)
         self.weight, self.above = weight, moments.made["above"]
         self.slope = weight.to(torch.float32) @ hessian - moments.cross.to(torch.float32)
         own = torch.empty_like(moments.wanted)
-        for part in pieces(slice(None), weight.shape[1]):
+        for part in split_outputs(slice(None), weight.shape[1]):
             apart = self.slope[:, part].to(torch.float64).sub_(moments.cross[:, part])
             own[:, part] = apart.mul_(weight[:, part]).sum(-1)
         self.base = own.add_(moments.wanted).clamp_(min=0)
@@ -106,20 +106,20 @@ class Near:
         """The mean squared error of each output, or of some, a bias taking up the means."""
         off = (values - self.weight[:, outputs]).to(torch.float32)
         more = (off * 2 * self.slope[:, outputs]).sum(-1, dtype=torch.float64)
-        for start in range(0, off.shape[-1], SQUARE):  # D H D' from the diagonal of H and what is above it
-            part = slice(start, start + SQUARE)
+        for start in range(0, off.shape[-1], COLUMNS_PER_PRODUCT):  # D H D' from the diagonal of H and what is above it
+            part = slice(start, start + COLUMNS_PER_PRODUCT)
             more += (off[..., part] * (off[..., : part.stop] @ self.above[:, : part.stop, part])).sum(-1)
         return (self.base[:, outputs] + more).clamp(min=0)
 
 
-def pieces(outputs: slice, count: int) -> Iterator[slice]:
+def split_outputs(outputs: slice, count: int) -> Iterator[slice]:
     """Some of so many outputs, a few at a time: in float64 all of a wide layer would be much memory."""
     start, stop, step = outputs.indices(count)
-    for first in range(start, stop, step * SQUARE):
-        yield slice(first, min(first + step * SQUARE, stop), step)
+    for first in range(start, stop, step * COLUMNS_PER_PRODUCT):
+        yield slice(first, min(first + step * COLUMNS_PER_PRODUCT, stop), step)
 
 
-def single(moments: Moments) -> Tensor:
+def float32_covariance(moments: Moments) -> Tensor:
     """H in float32, made once."""
     if "single" not in moments.made:
         moments.made["single"] = moments.noisy.to(torch.float32)
@@ -127,7 +127,7 @@ def single(moments: Moments) -> Tensor:
     return found
 
 
-class Sums:
+class MomentSums:
     """Moments while they are added up.
 
     Where there are more outputs than inputs, and y is W x alone, the inputs are added up instead of the outputs:
@@ -144,7 +144,7 @@ class Sums:
         """Rows (r, groups, n) of the quantized stream, and what the outputs should be, (r, groups, outputs): or the
         rows of the float stream that they are made of. Small batches wait until a product is worth its while."""
         self.waiting.append((noisy, wanted, weight))
-        if sum(each.shape[0] for each, *_ in self.waiting) >= TOGETHER:
+        if sum(each.shape[0] for each, *_ in self.waiting) >= MIN_ROWS_PER_PRODUCT:
             self.flush()
 
     def flush(self) -> None:
@@ -168,12 +168,12 @@ class Sums:
         wanted = y if weight is None else y * weight[:, None, None]
         self.sums[1].add_(wanted.sum(0))
         by_group = weighted.transpose(0, 1)
-        _add_square(self.products[0], z.transpose(0, 1), by_group)
+        _add_upper_product_(self.products[0], z.transpose(0, 1), by_group)
         self.products[1].add_(y.transpose(0, 1).mT @ by_group)
         if self.through is None:
             self.energy.add_((y * wanted).sum(0))
         else:
-            _add_square(self.energy, y.transpose(0, 1), wanted.transpose(0, 1))
+            _add_upper_product_(self.energy, y.transpose(0, 1), wanted.transpose(0, 1))
         self.total += noisy.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
 
     def _begin(self, noisy: Tensor, wanted: Tensor) -> None:
@@ -183,7 +183,7 @@ class Sums:
         self.products = _zeros(groups, size, size), _zeros(groups, outputs, size)
         self.energy = _zeros(groups, outputs) if self.through is None else _zeros(groups, size, size)
 
-    def merged(self) -> "Sums":
+    def merged(self) -> "MomentSums":
         """Those of all ranks: around one point, then added up."""
         self.flush()
         if distributed.world_size() == 1:
@@ -198,17 +198,22 @@ class Sums:
         found.count, found.total = int(counts[0]), float(counts[1])
         return found
 
-    def _moved(self, noisy: Tensor, wanted: Tensor) -> "Sums":
+    def _moved(self, noisy: Tensor, wanted: Tensor) -> "MomentSums":
         """The same rows around another point, d apart: sum (z + d)(z + d)' = sum zz' + d s' + s d' + n dd'."""
-        found = Sums(self.through)
+        found = MomentSums(self.through)
         found._begin(noisy, wanted)
         if self.around is None:
             return found
         d, e = (self.around[0].double() - noisy.double()), (self.around[1].double() - wanted.double())
         (z, y), n = self.sums, self.total
         found.sums = z + n * d, y + n * e
-        found.products = self.products[0] + _apart(d, z, d, z, n), self.products[1] + _apart(e, y, d, z, n)
-        found.energy = self.energy + (2 * e * y + n * e.square() if self.through is None else _apart(e, y, e, y, n))
+        found.products = (
+            self.products[0] + _shifted_product(d, z, d, z, n),
+            self.products[1] + _shifted_product(e, y, d, z, n),
+        )
+        found.energy = self.energy + (
+            2 * e * y + n * e.square() if self.through is None else _shifted_product(e, y, e, y, n)
+        )
         return found
 
     def moments(self, *, is_done: bool = False) -> Moments | None:
@@ -218,13 +223,13 @@ class Sums:
             return None
         z, y = self.sums[0] / self.total, self.sums[1] / self.total
         mean, mean_wanted = z + self.around[0].to(torch.float64), y + self.around[1].to(torch.float64)
-        noisy = _mirrored(self.products[0] if is_done else self.products[0].clone())
+        noisy = _mirror_upper_(self.products[0] if is_done else self.products[0].clone())
         noisy.div_(self.total).baddbmm_(z[:, :, None], z[:, None], alpha=-1)
         cross = self.products[1] / self.total - torch.einsum("go,gn->gon", y, z)
         if self.through is None:
             energy = self.energy / self.total - y.square()
         else:
-            exact = _mirrored(self.energy.clone()).div_(self.total).baddbmm_(y[:, :, None], y[:, None], alpha=-1)
+            exact = _mirror_upper_(self.energy.clone()).div_(self.total).baddbmm_(y[:, :, None], y[:, None], alpha=-1)
             made = self.through @ torch.cat([cross, exact], -1).to(torch.float32)
             cross = made[..., : cross.shape[-1]].to(torch.float64)
             energy = (made[..., cross.shape[-1] :] * self.through).sum(-1, dtype=torch.float64)
@@ -232,38 +237,38 @@ class Sums:
         return Moments(self.count, mean, noisy, cross, mean_wanted, energy.clamp(min=0))
 
 
-def _apart(e: Tensor, y: Tensor, d: Tensor, z: Tensor, n: float) -> Tensor:
+def _shifted_product(e: Tensor, y: Tensor, d: Tensor, z: Tensor, n: float) -> Tensor:
     """What sum (y + e)(z + d)' has more than sum yz', with the sums of y and z: e z' + y d' + n e d'."""
     return e[:, :, None] * (z + n * d)[:, None] + y[:, :, None] * d[:, None]
 
 
-def _around_zero(noisy: Tensor, mean: Tensor) -> Tensor:
+def _second_moment(noisy: Tensor, mean: Tensor) -> Tensor:
     """H + m m' in float32, some rows at a time."""
     found = torch.empty_like(noisy, dtype=torch.float32)
-    for start in range(0, noisy.shape[-1], SQUARE):
-        rows = slice(start, start + SQUARE)
+    for start in range(0, noisy.shape[-1], COLUMNS_PER_PRODUCT):
+        rows = slice(start, start + COLUMNS_PER_PRODUCT)
         found[:, rows] = torch.baddbmm(noisy[:, rows], mean[:, rows, None], mean[:, None])
     return found
 
 
-def _mirrored(upper: Tensor) -> Tensor:
+def _mirror_upper_(upper: Tensor) -> Tensor:
     """A symmetric matrix whose left is filled, in place, from what is right of its diagonal."""
-    for start in range(0, upper.shape[-1], SQUARE):
-        rows, rest = slice(start, start + SQUARE), slice(start + SQUARE, None)
+    for start in range(0, upper.shape[-1], COLUMNS_PER_PRODUCT):
+        rows, rest = slice(start, start + COLUMNS_PER_PRODUCT), slice(start + COLUMNS_PER_PRODUCT, None)
         own = upper[:, rows, rows]
         own.copy_(own.triu().add_(own.triu(1).mT))
         upper[:, rest, rows] = upper[:, rows, rest].mT
     return upper
 
 
-def _add_square(into: Tensor, one: Tensor, other: Tensor) -> None:
+def _add_upper_product_(into: Tensor, one: Tensor, other: Tensor) -> None:
     """One' times other, which is symmetric, from its diagonal to the right."""
-    for start in range(0, into.shape[-1], SQUARE):
-        rows = slice(start, start + SQUARE)
+    for start in range(0, into.shape[-1], COLUMNS_PER_PRODUCT):
+        rows = slice(start, start + COLUMNS_PER_PRODUCT)
         into[:, rows, start:].add_(one[..., rows].mT @ other[..., start:])
 
 
-class Residuals:
+class ResidualSums:
     """What a bias alone can take up: the mean of y - V x~ at the codes as they are, and its energy. No products."""
 
     def __init__(self) -> None:
@@ -284,14 +289,14 @@ class Residuals:
         self.count += found.shape[0]
         self.total += found.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
 
-    def merged(self) -> "Residuals":
+    def merged(self) -> "ResidualSums":
         """Those of all ranks, added up in their order."""
         if distributed.world_size() == 1:
             return self
         own = {} if self.sums is None else {str(index): each for index, each in enumerate(self.sums)}
         counts = torch.tensor([self.count, self.total], dtype=torch.float64)
         parts = [part for part in distributed.gather_tensors(own | {"counts": counts}, "residuals") if len(part) > 1]
-        found = Residuals()
+        found = ResidualSums()
         if parts:
             found.count, found.total = (float(sum(part["counts"][at] for part in parts)) for at in (0, 1))  # type: ignore[assignment]
             found.count = int(found.count)

@@ -14,7 +14,7 @@ from typing import Literal
 from torch import fx
 
 Unit = Literal["layer", "block", "model"]
-LEAST_LAYERS = 2  # a block goes on over cuts until it has so many
+MIN_LAYERS_PER_BLOCK = 2  # a block goes on over cuts until it has so many
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Piece:
     last_reads: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # node -> values it reads last
 
 
-def cut(graph: fx.Graph, same: Collection[fx.Node], has_layer: Callable[[fx.Node], bool], unit: Unit) -> list[Piece]:
+def cut_into_pieces(
+    graph: fx.Graph, same: Collection[fx.Node], has_layer: Callable[[fx.Node], bool], unit: Unit
+) -> list[Piece]:
     """All nodes but the placeholders and the output, in pieces; the last may have no layer."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     parts: list[list[fx.Node]] = [[]]
@@ -39,14 +41,14 @@ def cut(graph: fx.Graph, same: Collection[fx.Node], has_layer: Callable[[fx.Node
         going.add(node)
         going = {each for each in going if any(order[user] > order[node] for user in each.users)}
         is_narrow = len([each for each in going if each not in same]) <= 1
-        ends = {"layer": layers >= 1, "block": layers >= LEAST_LAYERS and is_narrow, "model": False}[unit]
+        ends = {"layer": layers >= 1, "block": layers >= MIN_LAYERS_PER_BLOCK and is_narrow, "model": False}[unit]
         if ends:
             parts.append([])
             layers = 0
-    return [_piece(part) for part in parts if part]
+    return [_make_piece(part) for part in parts if part]
 
 
-def _piece(nodes: list[fx.Node]) -> Piece:
+def _make_piece(nodes: list[fx.Node]) -> Piece:
     inside = set(nodes)
     entries = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)
     exits = tuple(node for node in nodes if any(user not in inside for user in node.users))

@@ -13,14 +13,16 @@ from scalepoint.numerics import Format, QParams, round_to_float
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, RangeCalculatorBase
 from scalepoint.spec.pair_safe import LARGEST_SUM
-from scalepoint.tuning.moments import Moments, Near, pieces, single
+from scalepoint.tuning.moments import ErrorAroundWeight, Moments, float32_covariance, split_outputs
 from scalepoint.tuning.rows import Geometry
 
 Ridge = float | str  # a share of the mean diagonal, or "auto": chosen on held-out rows
-SOME = 128  # outputs
+MAX_SAMPLED_OUTPUTS = 128  # outputs
 # Beside it a number keeps no fraction; as tensors, which need no conversion at every call.
-WHOLE = {kind: torch.tensor(1.5 * 2.0**bits, dtype=kind) for kind, bits in ((torch.float32, 23), (torch.float64, 52))}
-Ends = tuple[Any, Any]  # the least and the largest that a code may be
+ROUNDING_OFFSETS = {
+    kind: torch.tensor(1.5 * 2.0**bits, dtype=kind) for kind, bits in ((torch.float32, 23), (torch.float64, 52))
+}
+LowHigh = tuple[Any, Any]  # the least and the largest that a code may be
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Solution:
     @property
     def steps(self) -> Tensor:
         """The scale of every code."""
-        return spread(self.scale, self.codes.shape[-1])
+        return expand_scale(self.scale, self.codes.shape[-1])
 
     @property
     def values(self) -> Tensor:
@@ -47,7 +49,7 @@ class Solution:
 
 
 @dataclass(frozen=True)
-class Codes:
+class CodeGrid:
     """What codes may be: whole numbers, or values of a float format, from low to high; with `partners` the sum of two
     of one sign is limited, as in kernels that add products in pairs of 16 bits."""
 
@@ -56,7 +58,7 @@ class Codes:
     floats: Format | None = None
     partners: Tensor | None = None  # (kinds of pairs, n): the other column of each, or its own where it has none
 
-    def of(self, outputs: slice) -> "Codes":
+    def of(self, outputs: slice) -> "CodeGrid":
         """Those of some of the outputs."""
         low, high = (each if each.shape[1] == 1 else each[:, outputs] for each in (self.low, self.high))
         return replace(self, low=low, high=high)
@@ -65,7 +67,7 @@ class Codes:
         """In place the nearest of the grid to values within its limits. Whole numbers, half to even, by a sum that has
         no more digits: torch's round wakes all threads for some thousand values, and every column calls this."""
         if self.floats is None:
-            whole = WHOLE[x.dtype]
+            whole = ROUNDING_OFFSETS[x.dtype]
             return x.add_(whole).sub_(whole)
         return x.copy_(round_to_float(x.to(torch.float32), self.floats))
 
@@ -81,16 +83,16 @@ class Codes:
         return codes
 
     @cached_property
-    def within(self) -> Ends:
+    def within(self) -> LowHigh:
         """The low and the high: as numbers where they are one for all, which is five times as fast to clamp to."""
         is_one = self.low.numel() == self.high.numel() == 1
         return (float(self.low), float(self.high)) if is_one else (self.low, self.high)
 
-    def ends(self, size: int) -> Sequence[Ends]:
+    def ends(self, size: int) -> Sequence[LowHigh]:
         """The low and the high of each column, as numbers or (groups, outputs), whatever the partners are."""
         if isinstance(self.within[0], float):
             return [self.within] * size
-        lows, highs = (_by_column(each, size) for each in (self.low, self.high))
+        lows, highs = (_split_columns(each, size) for each in (self.low, self.high))
         return list(zip(lows, highs, strict=True))
 
     def limits(self, codes: Tensor, column: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +108,7 @@ class Codes:
         return low, high
 
 
-def _by_column(values: Tensor, size: int) -> tuple[Tensor, ...]:
+def _split_columns(values: Tensor, size: int) -> tuple[Tensor, ...]:
     wide = values if values.ndim else values.reshape(1, 1, 1)
     return wide.expand(-1, -1, size).unbind(-1)
 
@@ -118,7 +120,7 @@ class Problem:
 
     name: str
     weight: Tensor
-    codes: Codes
+    codes: CodeGrid
     fit: Moments
     judge: Moments
     has_own_scales: bool  # whether every output has scales of its own, which may change
@@ -126,7 +128,7 @@ class Problem:
     ridge: Ridge = "auto"
     notes: dict[str, Any] = field(default_factory=dict)  # what a step did, for the report
     is_part: bool = False  # the other outputs are with other ranks
-    _near: dict[int, Near] = field(default_factory=dict)
+    _near: dict[int, ErrorAroundWeight] = field(default_factory=dict)
 
     def of(self, outputs: slice) -> "Problem":
         """Some of the outputs, where other ranks have the others."""
@@ -142,20 +144,20 @@ class Problem:
         parts = distributed.gather_values(f"solving {self.name}", sums)
         return [sum(values) for values in zip(*parts, strict=True)]
 
-    def near(self, moments: Moments) -> Near:
+    def near(self, moments: Moments) -> ErrorAroundWeight:
         """Errors of values near the float weight, what they share made once."""
         if id(moments) not in self._near:
             self._near[id(moments)] = moments.near(self.weight)
         return self._near[id(moments)]
 
     def nearest(self, target: Tensor, scale: Tensor) -> Tensor:
-        return self.codes.nearest(target / spread(scale, target.shape[-1])).to(torch.float32)
+        return self.codes.nearest(target / expand_scale(scale, target.shape[-1])).to(torch.float32)
 
     def error(self, solution: Solution, moments: Moments | None = None, outputs: slice = slice(None)) -> float:
         """The squared error of the outputs, or of some, on held-out rows, over their energy; a bias takes up what the
         means of the fitted rows lack."""
         seen, apart = self.judge if moments is None else moments, 0.0
-        for part in pieces(outputs, self.weight.shape[1]):
+        for part in split_outputs(outputs, self.weight.shape[1]):
             values = solution.of(part).values
             mismatch = seen.of(part).mismatch(values)
             if self.has_intercept:
@@ -167,12 +169,12 @@ class Problem:
     @property
     def some(self) -> slice:
         """Outputs that are enough to tell by, where all would take long."""
-        return slice(None, None, max(1, -(-self.weight.shape[1] // SOME)))
+        return slice(None, None, max(1, -(-self.weight.shape[1] // MAX_SAMPLED_OUTPUTS)))
 
     def damped(self, least: float = 0.01) -> Tensor:
         """H with a diagonal that grows with unknowns per row: rounding, too, fits noise when rows are few. In float32,
         which is enough for a matrix so far from singular."""
-        return with_ridge(single(self.fit), least + self.fit.size / max(self.fit.count, 1))
+        return with_ridge(float32_covariance(self.fit), least + self.fit.size / max(self.fit.count, 1))
 
 
 def with_ridge(hessian: Tensor, share: float) -> Tensor:
@@ -183,13 +185,13 @@ def with_ridge(hessian: Tensor, share: float) -> Tensor:
     return found
 
 
-def spread(scale: Tensor, size: int) -> Tensor:
+def expand_scale(scale: Tensor, size: int) -> Tensor:
     """One value an element from one value a block."""
     return scale if scale.shape[-1] == 1 else scale.repeat_interleave(size // scale.shape[-1], -1)
 
 
 @dataclass(frozen=True)
-class Shape:
+class GroupedLayer:
     """Between a layer and the (groups, outputs, n) of its problem."""
 
     layer: QuantizedWeighted
@@ -212,7 +214,7 @@ class Shape:
         centred = self.geometry.by_group(codes.to(torch.float32)) - self._zero().to(torch.float32)
         return Solution(weight, centred, scale)
 
-    def codes(self) -> Codes:
+    def codes(self) -> CodeGrid:
         """What centred codes may be."""
         quant, zero = self.layer.weight_quant, self._zero()
         fmt = quant.quantizer.grid.format
@@ -222,7 +224,7 @@ class Shape:
         if quant.mask is not None:  # what was pruned stays zero
             kept = self.geometry.by_group(quant.mask)
             low, high = (torch.where(kept, end, 0.0) for end in (low, high))
-        return Codes(low, high, fmt if fmt.is_float else None, partners)
+        return CodeGrid(low, high, fmt if fmt.is_float else None, partners)
 
     def _partners(self) -> Tensor:
         """The columns whose products the kernel adds in pairs: neighbours along (positions, channels), and within each
@@ -231,9 +233,9 @@ class Shape:
         size = self.size[2]
         positions = size // channels
         along = torch.arange(size).view(channels, positions).T.reshape(-1)  # as the kernel has them
-        rows = [_neighbours(along)]
+        rows = [_pair_neighbours(along)]
         if channels % 2 and positions > 1:
-            rows.append(torch.cat([_neighbours(part) for part in along.view(positions, channels)]))
+            rows.append(torch.cat([_pair_neighbours(part) for part in along.view(positions, channels)]))
         orders = [along] * len(rows)
         return torch.stack([torch.empty_like(row).scatter_(0, by, row) for by, row in zip(orders, rows, strict=True)])
 
@@ -245,7 +247,7 @@ class Shape:
         if zero is None or bool((zero == zero.flatten()[0]).all()):
             first = 0 if zero is None else zero.flatten()[0]
             return torch.as_tensor(first, dtype=torch.float64).reshape(1, 1, 1)
-        return spread(self._by_group(zero.to(torch.float64), codes), size)
+        return expand_scale(self._by_group(zero.to(torch.float64), codes), size)
 
     def _by_group(self, value: Tensor, codes: Tensor) -> Tensor:
         """A parameter as (groups, outputs, blocks)."""
@@ -290,13 +292,13 @@ class Shape:
         return Solution(solution.target, codes, torch.where(is_low, start.scale.to(floor.dtype), solution.scale))
 
 
-def _neighbours(columns: Tensor) -> Tensor:
+def _pair_neighbours(columns: Tensor) -> Tensor:
     """For each of a line of columns the one it is paired with; the last of an odd line with itself."""
     count = len(columns) // 2 * 2
     pairs = columns[:count].view(-1, 2).flip(1).reshape(-1)
     return torch.cat([pairs, columns[count:]])
 
 
-def noted(notes: Mapping[str, Any]) -> str:
+def format_notes(notes: Mapping[str, Any]) -> str:
     said = ((name, f"{value:.3g}" if isinstance(value, float) else str(value)) for name, value in notes.items())
     return ", ".join(f"{name} {value}" for name, value in said)

@@ -18,50 +18,52 @@ from torch import Tensor, fx
 
 from scalepoint import distributed
 from scalepoint.quantize.stubs import QuantStub
-from scalepoint.tuning.collect import Use
-from scalepoint.tuning.few import Few, few_of
-from scalepoint.tuning.judge import Judge, of_samples
-from scalepoint.tuning.normed import is_normed, row_weights
+from scalepoint.tuning.collect import LayerUse
+from scalepoint.tuning.piece_evaluation import PieceEvaluator, select_samples
 from scalepoint.tuning.pieces import Piece
-from scalepoint.tuning.problem import Shape, Solution, spread
-from scalepoint.tuning.rows import geometry_of, uniform
-from scalepoint.tuning.state import restore, states_of
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.problem import GroupedLayer, Solution, expand_scale
+from scalepoint.tuning.row_weights import feeds_norm, row_weights
+from scalepoint.tuning.rows import get_geometry, hash_to_uniform
+from scalepoint.tuning.sample_subsets import SampleSubset, choose_subset
+from scalepoint.tuning.state import copy_states, restore_states
+from scalepoint.tuning.walk import StreamWalk
 
-LEAN = 0.25  # of a step
-LOOKS = 4  # how often hardened variables are judged
+MAX_INITIAL_SHIFT = 0.25  # of a step
+EVALUATION_COUNT = 4  # how often hardened variables are judged
 
 
 @dataclass
-class Work:
+class PieceTask:
     """A piece, and all that a step may use of it; `uses` are the layers whose codes may move."""
 
-    walk: Walk
-    judge: Judge
+    walk: StreamWalk
+    judge: PieceEvaluator
     piece: Piece
-    uses: Sequence[Use]
+    uses: Sequence[LayerUse]
     modules: Mapping[str, torch.nn.Module]  # what may change, by name
     iterations: int
     drop: float = 0.5
     notes: dict[str, Any] = field(default_factory=dict)
 
-    def layers(self) -> list[Shape]:
+    def layers(self) -> list[GroupedLayer]:
         """One for each weight."""
-        found: dict[int, Shape] = {}
+        found: dict[int, GroupedLayer] = {}
         for use in self.uses:
-            geometry = geometry_of(use.layer)
+            geometry = get_geometry(use.layer)
             if geometry is not None:
-                found.setdefault(id(use.layer.weight_quant), Shape(use.layer, geometry))
+                found.setdefault(id(use.layer.weight_quant), GroupedLayer(use.layer, geometry))
         return list(found.values())
 
     def stubs(self) -> list[QuantStub]:
         """The activation quantizers with one scale that stays, and that stand nowhere else."""
-        found = [module for module in self.modules.values() if isinstance(module, QuantStub) and is_static(module)]
+        found = [
+            module for module in self.modules.values() if isinstance(module, QuantStub) and has_static_scale(module)
+        ]
         inside = set(self.piece.nodes)
         return [stub for stub in found if inside.issuperset(self.walk.stub_nodes[id(stub)])]
 
 
-def is_static(stub: QuantStub) -> bool:
+def has_static_scale(stub: QuantStub) -> bool:
     """Whether its scale is one number that holds for every tensor."""
     if not stub.enabled or stub.quantizer.is_disabled() or stub.fixed_calibration is not None:
         return False
@@ -69,7 +71,7 @@ def is_static(stub: QuantStub) -> bool:
     return is_whole and stub.scale.numel() == 1 and not stub.calculator.always_called
 
 
-class Variables(ABC):
+class TrainableVariables(ABC):
     """What moves."""
 
     @abstractmethod
@@ -90,7 +92,7 @@ class Variables(ABC):
         return 0.0
 
 
-class ByAdam(Variables):
+class AdamVariables(TrainableVariables):
     """Variables that an optimizer moves."""
 
     optimizer: torch.optim.Optimizer
@@ -101,35 +103,37 @@ class ByAdam(Variables):
         self.optimizer.step()
 
 
-def reconstruct(work: Work, variables: Variables) -> None:
+def reconstruct(work: PieceTask, variables: TrainableVariables) -> None:
     """Move the variables; the modules end with the best hardened ones, or as they were."""
-    best, least = states_of(work.modules), work.judge.now(work.piece)
-    before, few = least, few_of(work.walk, work.judge, work.piece)
-    stops = {round((look + 1) * work.iterations / LOOKS) for look in range(LOOKS)}
+    best, least = copy_states(work.modules), work.judge.now(work.piece)
+    before, few = least, choose_subset(work.walk, work.judge, work.piece)
+    stops = {round((look + 1) * work.iterations / EVALUATION_COUNT) for look in range(EVALUATION_COUNT)}
     for step in range(work.iterations):
         progress = step / work.iterations
-        gradients = _gradients(work, few, variables, step, progress)
+        gradients = _compute_gradients(work, few, variables, step, progress)
         with torch.no_grad():
             variables.move(gradients, progress)
         if step + 1 in stops:
-            start = states_of(work.modules)
+            start = copy_states(work.modules)
             variables.harden()
             error = work.judge.tried(work.piece)
             if error < least:
-                best, least = states_of(work.modules), error
-            restore(work.modules, start)
-    restore(work.modules, best)
+                best, least = copy_states(work.modules), error
+            restore_states(work.modules, start)
+    restore_states(work.modules, best)
     work.notes["gain"] = f"{before:.3g} -> {least:.3g}"
 
 
-def _gradients(work: Work, few: Few, variables: Variables, step: int, progress: float) -> list[Tensor | None]:
+def _compute_gradients(
+    work: PieceTask, few: SampleSubset, variables: TrainableVariables, step: int, progress: float
+) -> list[Tensor | None]:
     """Gradients of one batch, or of some of its samples: computed on the rank that has it, and sent to the others."""
-    owner, index = work.walk.owners[_drawn(step, len(work.walk.owners))]
+    owner, index = work.walk.batch_owners[_draw_batch(step, len(work.walk.batch_owners))]
     found: list[Tensor | None] = [None] * len(variables.parameters())
     with distributed.phase("gradients") as step_phase:
         if owner == distributed.rank():
             with torch.enable_grad(), variables.installed():
-                loss = _loss(work, few, index, step) + variables.penalty(progress)
+                loss = _compute_loss(work, few, index, step) + variables.penalty(progress)
                 found = list(torch.autograd.grad(loss, variables.parameters(), allow_unused=True))
             step_phase.value = [each is not None for each in found]
     if distributed.world_size() == 1:
@@ -141,38 +145,40 @@ def _gradients(work: Work, few: Few, variables: Variables, step: int, progress: 
     return found
 
 
-def _drawn(step: int, count: int) -> int:
+def _draw_batch(step: int, count: int) -> int:
     """A batch, the same on every machine."""
-    return int(uniform(torch.tensor([step]), salt=7)[0] * count)
+    return int(hash_to_uniform(torch.tensor([step]), salt=7)[0] * count)
 
 
-def _loss(work: Work, few: Few, index: int, step: int) -> Tensor:
+def _compute_loss(work: PieceTask, few: SampleSubset, index: int, step: int) -> Tensor:
     walk, chosen = work.walk, few.of(index, step)
-    entries = few.taken(walk.entries(work.piece, index, noisy=True), index, chosen)
+    entries = few.taken(walk.get_entries(work.piece, index, noisy=True), index, chosen)
     if work.drop:
-        exact_entries = few.taken(walk.entries(work.piece, index, noisy=False), index, chosen)
-        entries = _mixed(entries, exact_entries, work.drop, step)
-    found = walk.run(work.piece, entries)
+        exact_entries = few.taken(walk.get_entries(work.piece, index, noisy=False), index, chosen)
+        entries = _mix_in_exact(entries, exact_entries, work.drop, step)
+    found = walk.run_piece(work.piece, entries)
     loss = torch.zeros((), dtype=torch.float32)
     for node, value in zip(work.piece.exits, found, strict=True):
-        if node in walk.same or not isinstance(value, Tensor) or not value.is_floating_point():
+        if node in walk.same_nodes or not isinstance(value, Tensor) or not value.is_floating_point():
             continue
-        exact = walk.value(node, index, noisy=False)
+        exact = walk.get_value(node, index, noisy=False)
         if chosen is None:
             own, exact = (work.judge.part(each, index, held=False) for each in (value, exact))
         else:
-            own, exact = value, of_samples(exact, walk.samples[index], chosen)
+            own, exact = value, select_samples(exact, walk.samples_per_batch[index], chosen)
         if own.shape != exact.shape:  # rows that the data picks
             continue
         apart = own - exact
-        if is_normed(walk, node):
+        if feeds_norm(walk, node):
             loss = loss + (apart.square() * row_weights(exact)).mean()
         else:
             loss = loss + apart.square().sum() / exact.square().sum().clamp(min=1e-30)
     return loss
 
 
-def _mixed(noisy: Mapping[fx.Node, Any], exact: Mapping[fx.Node, Any], share: float, step: int) -> dict[fx.Node, Any]:
+def _mix_in_exact(
+    noisy: Mapping[fx.Node, Any], exact: Mapping[fx.Node, Any], share: float, step: int
+) -> dict[fx.Node, Any]:
     """Inputs of which a share of the elements is exact: the solution must not lean on the noise."""
     generator = torch.Generator().manual_seed(step)
     found = dict(noisy)
@@ -186,10 +192,10 @@ def _mixed(noisy: Mapping[fx.Node, Any], exact: Mapping[fx.Node, Any], share: fl
 
 
 @dataclass
-class Weight:
+class TrainableWeight:
     """A layer's weight in variables: codes and scales as (groups, outputs, n), the shift of its bias."""
 
-    shape: Shape
+    shape: GroupedLayer
     start: Solution = field(init=False)
     shift: Tensor = field(init=False)
 
@@ -204,7 +210,7 @@ class Weight:
     def place(self) -> Tensor:
         """The chosen code, moved a little to where the float weight lies: what is undecided moves first."""
         wanted = self.start.target / self.start.steps
-        return self.start.codes + (wanted - self.start.codes).clamp(-LEAN, LEAN)
+        return self.start.codes + (wanted - self.start.codes).clamp(-MAX_INITIAL_SHIFT, MAX_INITIAL_SHIFT)
 
     @contextmanager
     def computing(self, codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Iterator[None]:
@@ -214,7 +220,7 @@ class Weight:
         like = layer.canonical(layer.weight)
 
         def values(weight: Tensor) -> Tensor:
-            found = codes() * spread(scale(), self.start.codes.shape[-1])
+            found = codes() * expand_scale(scale(), self.start.codes.shape[-1])
             return self.shape.geometry.as_stored(found, like).to(weight.dtype)
 
         quant.forward = values  # type: ignore[method-assign]  # taken back below
@@ -232,7 +238,7 @@ class Weight:
         self.shape.layer.shift_bias(self.shift)
 
 
-def entered(contexts: Sequence[Any]) -> ExitStack:
+def enter_all(contexts: Sequence[Any]) -> ExitStack:
     """All of them at once."""
     stack = ExitStack()
     for each in contexts:

@@ -18,7 +18,7 @@ from scalepoint.graph import Operation
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec.palette import is_palette
 
-LEAST, PER_UNKNOWN = 4096, 128
+MIN_ROWS, ROWS_PER_UNKNOWN = 4096, 128
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Geometry:
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
         """Rows (r, groups, n) at these places among all of the batch, in float32."""
         if self.kind == "linear":
-            return _taken(x.reshape(-1, x.shape[-1]), index).to(torch.float32).unsqueeze(1)
+            return _select_rows(x.reshape(-1, x.shape[-1]), index).to(torch.float32).unsqueeze(1)
         dims, outputs = len(self.kernel), self._outputs(x.shape)
         x = x if x.ndim == dims + 2 else x.unsqueeze(0)
         where = torch.unravel_index(index, outputs)
-        x = _with_zeros(x, self.stride) if self.kind == "conv_transpose" else x
+        x = _insert_zeros(x, self.stride) if self.kind == "conv_transpose" else x
         places: list[Any] = [where[0].view(-1, *[1] * dims), slice(None)]
         inside = torch.ones((1,) * (dims + 1), dtype=torch.bool)
         for axis, (along, size) in enumerate(zip(self._taps(where[1:]), x.shape[2:], strict=True)):
@@ -83,7 +83,7 @@ class Geometry:
         flat = y.reshape(-1, y.shape[-1])
         if flat.shape != (count, outputs * self.groups):
             return None
-        return _taken(flat, index).to(torch.float32).reshape(len(index), self.groups, outputs)
+        return _select_rows(flat, index).to(torch.float32).reshape(len(index), self.groups, outputs)
 
     def by_group(self, weight: Tensor) -> Tensor:
         """A weight as its quantizer sees it, as (groups, outputs, n)."""
@@ -101,12 +101,12 @@ class Geometry:
         return apart.reshape(like.shape)
 
 
-def _taken(rows: Tensor, index: Tensor) -> Tensor:
+def _select_rows(rows: Tensor, index: Tensor) -> Tensor:
     """Rows at these places, which go up; all of them without a copy."""
     return rows if len(index) == len(rows) else rows[index]
 
 
-def geometry_of(layer: QuantizedWeighted) -> Geometry | None:
+def get_geometry(layer: QuantizedWeighted) -> Geometry | None:
     """How a layer walks; None where it pads with other things than zeros itself, or has tables, not steps."""
     if is_palette(layer.weight_quant.spec):
         return None
@@ -116,28 +116,36 @@ def geometry_of(layer: QuantizedWeighted) -> Geometry | None:
     dims = len(kernel)
     if layer.kind == "head":
         return Geometry("conv", 1, kernel, (1,) * dims, (1,) * dims, ((0, 0),) * dims)
-    stride, dilation = _setting(operation, "stride", 1, dims), _setting(operation, "dilation", 1, dims)
-    groups = int(_setting(operation, "groups", 1, 1)[0])
+    stride, dilation = (
+        _get_setting_per_axis(operation, "stride", 1, dims),
+        _get_setting_per_axis(operation, "dilation", 1, dims),
+    )
+    groups = int(_get_setting_per_axis(operation, "groups", 1, 1)[0])
     if layer.kind == "conv_transpose":
-        pads, more = _setting(operation, "padding", 0, dims), _setting(operation, "output_padding", 0, dims)
+        pads, more = (
+            _get_setting_per_axis(operation, "padding", 0, dims),
+            _get_setting_per_axis(operation, "output_padding", 0, dims),
+        )
         edges = tuple(
             (d * (k - 1) - p, d * (k - 1) - p + o) for k, d, p, o in zip(kernel, dilation, pads, more, strict=True)
         )
         return Geometry("conv_transpose", groups, kernel, stride, dilation, edges)
     if getattr(operation, "padding_mode", "zeros") != "zeros":
         return None
-    return Geometry("conv", groups, kernel, stride, dilation, _edges(_raw(operation, "padding", 0), kernel, dilation))
+    return Geometry(
+        "conv", groups, kernel, stride, dilation, _edge_padding(_get_setting(operation, "padding", 0), kernel, dilation)
+    )
 
 
-def _edges(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _edge_padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     if padding == "same":
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple((total // 2, total - total // 2) for total in totals)
-    sizes = (0,) * len(kernel) if padding == "valid" else _spread(padding, len(kernel))
+    sizes = (0,) * len(kernel) if padding == "valid" else _to_tuple(padding, len(kernel))
     return tuple((size, size) for size in sizes)
 
 
-def _raw(operation: Any, name: str, default: int) -> Any:
+def _get_setting(operation: Any, name: str, default: int) -> Any:
     return (
         operation.arguments.get(name, default)
         if isinstance(operation, Operation)
@@ -145,16 +153,16 @@ def _raw(operation: Any, name: str, default: int) -> Any:
     )
 
 
-def _setting(operation: Any, name: str, default: int, dims: int) -> tuple[int, ...]:
-    return _spread(_raw(operation, name, default), dims)
+def _get_setting_per_axis(operation: Any, name: str, default: int, dims: int) -> tuple[int, ...]:
+    return _to_tuple(_get_setting(operation, name, default), dims)
 
 
-def _spread(value: Any, dims: int) -> tuple[int, ...]:
+def _to_tuple(value: Any, dims: int) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return tuple(map(int, values * dims if len(values) == 1 else values))
 
 
-def _with_zeros(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+def _insert_zeros(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     """stride - 1 zeros between neighbours, as a transposed convolution sees its input."""
     if all(step == 1 for step in stride):
         return x
@@ -165,25 +173,25 @@ def _with_zeros(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     return wide
 
 
-def enough(most: int, groups: int, unknowns: int) -> int:
+def limit_row_count(most: int, groups: int, unknowns: int) -> int:
     """How many rows to look at: groups make a row long, but leave few unknowns to tell by it."""
-    return most if groups == 1 else min(most, max(LEAST, PER_UNKNOWN * unknowns))
+    return most if groups == 1 else min(most, max(MIN_ROWS, ROWS_PER_UNKNOWN * unknowns))
 
 
-def chosen_rows(first: int, samples: int, each: int, share: float) -> Tensor:
+def sample_rows(first: int, samples: int, each: int, share: float) -> Tensor:
     """Which rows of a batch are looked at: a hash of a row's number among all decides, so batch sizes do not matter."""
     numbers = torch.arange(first * each, (first + samples) * each)
-    return (uniform(numbers) < share).nonzero().view(-1) if share < 1 else torch.arange(samples * each)
+    return (hash_to_uniform(numbers) < share).nonzero().view(-1) if share < 1 else torch.arange(samples * each)
 
 
-def uniform(numbers: Tensor, salt: int = 0) -> Tensor:
+def hash_to_uniform(numbers: Tensor, salt: int = 0) -> Tensor:
     """A number in [0, 1) for each integer, the same on every machine (splitmix64)."""
     h = (numbers.to(torch.int64) + salt) * -7046029254386353131 + 1442695040888963407
-    h = (h ^ _shifted(h, 30)) * -4658895280553007687
-    h = (h ^ _shifted(h, 27)) * -7723592293110705685
-    return _shifted(h ^ _shifted(h, 31), 11).to(torch.float64) / 2.0**53
+    h = (h ^ _shift_right(h, 30)) * -4658895280553007687
+    h = (h ^ _shift_right(h, 27)) * -7723592293110705685
+    return _shift_right(h ^ _shift_right(h, 31), 11).to(torch.float64) / 2.0**53
 
 
-def _shifted(value: Tensor, bits: int) -> Tensor:
+def _shift_right(value: Tensor, bits: int) -> Tensor:
     """A shift to the right that brings zeros in."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 States = dict[str, dict[str, Tensor]]
 
 
-def states_of(modules: Mapping[str, nn.Module]) -> States:
+def copy_states(modules: Mapping[str, nn.Module]) -> States:
     """A copy of what the modules hold now."""
     return {
         name: {key: value.detach().clone() for key, value in module.state_dict().items()}
@@ -16,7 +16,7 @@ def states_of(modules: Mapping[str, nn.Module]) -> States:
     }
 
 
-def restore(modules: Mapping[str, nn.Module], states: States) -> None:
+def restore_states(modules: Mapping[str, nn.Module], states: States) -> None:
     """Make it what they hold."""
     with torch.inference_mode(False):
         for name, module in modules.items():

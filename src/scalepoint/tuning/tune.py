@@ -32,30 +32,30 @@ from scalepoint.support.output_folder import check_path
 from scalepoint.support.progress import phase
 from scalepoint.support.torch_state import serialized
 from scalepoint.support.validation_errors import Config
-from scalepoint.tuning.checkpoint import Checkpoint, Done, mark_of
-from scalepoint.tuning.collect import Collector, Use
-from scalepoint.tuning.judge import Judge
-from scalepoint.tuning.lending import Lender, borrow, give_back
-from scalepoint.tuning.pieces import Piece, Unit, cut
-from scalepoint.tuning.reconstruct import Work, is_static
-from scalepoint.tuning.solve import Solver
-from scalepoint.tuning.state import States, restore, states_of
+from scalepoint.tuning.checkpoint import Checkpoint, PieceResult, compute_fingerprint
+from scalepoint.tuning.collect import LayerUse, RowCollector
+from scalepoint.tuning.piece_evaluation import PieceEvaluator
+from scalepoint.tuning.pieces import Piece, Unit, cut_into_pieces
+from scalepoint.tuning.reconstruct import PieceTask, has_static_scale
+from scalepoint.tuning.solve import LayerSolver
+from scalepoint.tuning.state import States, copy_states, restore_states
 from scalepoint.tuning.steps import INTERCEPT, PieceStep, StubStep, find_step, step_names
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.walk import StreamWalk
+from scalepoint.tuning.weight_provider import WeightProvider, load_weights, release_weights
 
-LENT_NAN = (
+PROVIDED_WEIGHTS_NAN_HINT = (
     "Its weights are finite, so values overflow before it: check the checkpoint and its config.json by running it in "
     "transformers"
 )
-CLEAR_GAIN = 0.9  # what the error of a piece must fall to before a range of 8 bits leaves min-max
-Proposal = tuple[str, QuantStub, QParams]  # an activation quantizer under its name, and other parameters
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+MAX_ERROR_RATIO = 0.9  # what the error of a piece must fall to before a range of 8 bits leaves min-max
+RangeProposal = tuple[str, QuantStub, QParams]  # an activation quantizer under its name, and other parameters
+_BYTES_PER_UNIT = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def _bytes(value: Any) -> Any:
+def _parse_bytes(value: Any) -> Any:
     """2_000_000_000, or "2GB"."""
     text = str(value).strip().upper().replace(" ", "")
-    for unit, size in _UNITS.items():
+    for unit, size in _BYTES_PER_UNIT.items():
         if text.endswith(unit):
             return int(float(text.removesuffix(unit)) * size)
     return value
@@ -80,7 +80,7 @@ class TuneConfig(Config):
     ridge: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     holdout: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
     iterations: Annotated[int, Field(ge=1)] = 200
-    memory: Annotated[int, BeforeValidator(_bytes), Field(ge=1_000_000)] = 2_000_000_000
+    memory: Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1_000_000)] = 2_000_000_000
 
     def check(self, *, is_lent: bool = False) -> None:
         """Of lent weights nearest codes alone are work enough."""
@@ -103,7 +103,7 @@ def tune(
     max_batches: int | None = None,
     on_nan: OnNan = "error",
     progress: bool | None = None,
-    lender: Lender | None = None,
+    weight_provider: WeightProvider | None = None,
 ) -> TuneReport:
     """Choose better codes for the quantized weights of a calibrated model than rounding to nearest gives.
 
@@ -126,48 +126,52 @@ def tune(
         What was done to each layer.
     """
     config = TuneConfig() if config is None else config if isinstance(config, TuneConfig) else TuneConfig(**config)
-    config.check(is_lent=lender is not None)
+    config.check(is_lent=weight_provider is not None)
     if folder is not None:
         check_path(Path(folder), "folder")
     names = record_of(model).names
-    if lender is None:
+    if weight_provider is None:
         freeze(model)
         if record_of(model).config.correct_bias is None:
-            _take_back_correction(model)
+            _remove_bias_correction(model)
     start = time.perf_counter()
-    walk = Walk(model, memory=config.memory, keeps_outputs=lender is None)
+    walk = StreamWalk(model, memory=config.memory, keeps_outputs=weight_provider is None)
     try:
-        if config.steps or any(_is_open(walk, nodes[0]) for nodes in walk.stub_nodes.values()):
-            _check_given(data, config)
-            walk.read(model, data, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
-        mark = "" if folder is None else mark_of(_known(model, lender), walk, config.model_dump_json())
-        kept = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
-        run = _Tuning(model, walk, config, kept, names, lender)
+        if config.steps or any(_needs_range(walk, nodes[0]) for nodes in walk.stub_nodes.values()):
+            _check_has_data(data, config)
+            walk.read_data(model, data, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
+        mark = (
+            ""
+            if folder is None
+            else compute_fingerprint(_fingerprint_model(model, weight_provider), walk, config.model_dump_json())
+        )
+        checkpoint = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
+        run = _TuningRun(model, walk, config, checkpoint, names, weight_provider)
         run.run(progress)
     finally:
-        walk.shelf.close()
+        walk.activation_store.close()
     layers, pieces = tuple(run.rows), tuple(run.pieces)
     amend_record(model, tuned_threads=torch.get_num_threads())
-    return TuneReport(layers, run.left, len(walk.owners), walk.sample_count, time.perf_counter() - start, pieces)
+    return TuneReport(layers, run.left, len(walk.batch_owners), walk.sample_count, time.perf_counter() - start, pieces)
 
 
-def _take_back_correction(model: fx.GraphModule) -> None:
+def _remove_bias_correction(model: fx.GraphModule) -> None:
     """Drop the bias shifts of calibration: tuning compares with the nearest codes alone, and chooses its own shifts."""
     for layer in model.modules():
         if isinstance(layer, QuantizedWeighted) and layer.is_corrected:
             layer.shift_bias(None)
 
 
-def _is_open(walk: Walk, node: fx.Node) -> bool:
+def _needs_range(walk: StreamWalk, node: fx.Node) -> bool:
     """Whether the range of an activation quantizer is still to be found from data.
 
     Dynamic quantizers are fixed, except those of two-level formats (NVFP4): the scale of the whole tensor is stored.
     """
-    stub = walk.stub(node)
+    stub = walk.get_stub(node)
     return stub is not None and not stub.is_fixed and not stub.calculator.is_initialized
 
 
-def _check_given(data: Data, config: TuneConfig) -> None:
+def _check_has_data(data: Data, config: TuneConfig) -> None:
     """Of lent weights data may have been left out, where rounding is all there is to do."""
     if not config.steps and isinstance(data, Sequence) and not data:
         raise CalibrationError(
@@ -177,26 +181,26 @@ def _check_given(data: Data, config: TuneConfig) -> None:
 
 
 @dataclass
-class _Tuning:
+class _TuningRun:
     """One run of tune."""
 
     model: fx.GraphModule
-    walk: Walk
+    walk: StreamWalk
     config: TuneConfig
-    kept: Checkpoint
+    checkpoint: Checkpoint
     names: dict[str, str]
-    lender: Lender | None = None
+    lender: WeightProvider | None = None
     rows: list[TunedLayer] = field(default_factory=list)
     pieces: list[TunedPiece] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     passed: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.collector = Collector(self.walk, self.config.rows, self.config.holdout, self.names)
+        self.collector = RowCollector(self.walk, self.config.rows, self.config.holdout, self.names)
         if self.lender is not None:
-            self.collector.nan_hint = LENT_NAN
-        self.judge = Judge(self.walk, self.collector)
-        self.solver = Solver(self.collector, self.config.steps, self.config.ridge)
+            self.collector.nan_hint = PROVIDED_WEIGHTS_NAN_HINT
+        self.judge = PieceEvaluator(self.walk, self.collector)
+        self.solver = LayerSolver(self.collector, self.config.steps, self.config.ridge)
         found = [find_step(name) for name in self.config.steps if name != INTERCEPT]
         self.piece_steps = [step for step in found if isinstance(step, PieceStep)]
         self.stub_steps = [step for step in found if isinstance(step, StubStep)]
@@ -209,8 +213,8 @@ class _Tuning:
         """All pieces; then the whole net at once, where a step asks for that."""
         at_end = [step for step in self.piece_steps if step.over == "model"]
         if at_end:
-            self.walk.hold(self.walk.places)
-        pieces = cut(self.walk.graph, self.walk.same, self.uses.__contains__, self.config.unit)
+            self.walk.pin(self.walk.placeholders)
+        pieces = cut_into_pieces(self.walk.graph, self.walk.same_nodes, self.uses.__contains__, self.config.unit)
         is_read = self.lender is not None or bool(self.uses.keys() & set(pieces[-1].nodes))
         tail = [] if is_read else [pieces.pop()]  # nothing that is tuned reads it
         with phase("tuning", total=len(self.uses), unit="layers", show=progress) as running:
@@ -221,46 +225,46 @@ class _Tuning:
             for piece in tail:
                 self._pass(piece)
             with phase("tuning the whole net", show=progress):
-                (whole,) = cut(self.walk.graph, self.walk.same, self.uses.__contains__, "model")
+                (whole,) = cut_into_pieces(self.walk.graph, self.walk.same_nodes, self.uses.__contains__, "model")
                 self._finish("all", whole, at_end, is_solved=True)
 
     def _finish(self, name: str, piece: Piece, steps: list[PieceStep], *, is_solved: bool = False) -> None:
         """One piece: found in the folder, or chosen."""
         modules = self._modules(piece)
         if self.lender is not None:
-            borrow(self.walk, piece, self.lender)
-            for layer in (layer for node in piece.nodes for layer in self.walk.quantized(node)):
+            load_weights(self.walk, piece, self.lender)
+            for layer in (layer for node in piece.nodes for layer in self.walk.get_quantized_layers(node)):
                 layer.freeze()
-        found = self.kept.find(name)
+        found = self.checkpoint.load_piece(name)
         if found is not None:
             states, done = found
-            restore(modules, states)
+            restore_states(modules, states)
             if not is_solved:
                 self._pass(piece)
         else:
             done = self._again(piece, modules, steps) if is_solved else self._chosen(piece, modules, steps)
             if self.lender is not None:
-                _choose_all(modules)
-            states = states_of(modules)
-            self.kept.keep(name, states, done)
+                _choose_nearest(modules)
+            states = copy_states(modules)
+            self.checkpoint.store_piece(name, states, done)
         if self.lender is None:
-            restore({place: self.model.get_submodule(place) for place in modules}, states)
+            restore_states({place: self.model.get_submodule(place) for place in modules}, states)
         else:
-            give_back(self.walk, piece, self.lender)
+            release_weights(self.walk, piece, self.lender)
         self.rows += done.rows
         self.left |= done.left
         self.pieces += [done.piece] if done.piece is not None else []
 
     def _observe(self, node: fx.Node) -> dict[str, nn.Module]:
         """Find the range of an activation quantizer from the float stream; the one that has its range now, by name."""
-        stub = self.walk.stub(node)
-        if self.lender is None or stub is None or not _is_open(self.walk, node):
+        stub = self.walk.get_stub(node)
+        if self.lender is None or stub is None or not _needs_range(self.walk, node):
             return {}
         record([stub], True)
         with distributed.phase("observing"):
             for where in self.walk.stub_nodes[id(stub)]:
-                for index in range(self.walk.count if self.walk.has(where.all_input_nodes[0]) else 0):
-                    value = self.walk.value(where.all_input_nodes[0], index, noisy=False)
+                for index in range(self.walk.batch_count if self.walk.has_value(where.all_input_nodes[0]) else 0):
+                    value = self.walk.get_value(where.all_input_nodes[0], index, noisy=False)
                     self.collector.check_finite(self._name(node), [value])
                     stub.quantizer(value)
         if distributed.world_size() > 1:
@@ -281,33 +285,35 @@ class _Tuning:
         self.walk.advance(node)
         self.passed.add(node)
 
-    def _chosen(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> Done:
-        start, first = time.perf_counter(), states_of(modules)
-        entries = [node for node in piece.entries if node not in self.walk.held]
-        self.walk.hold(entries)
-        rows: list[tuple[Use, TunedLayer]] = []
-        wider: list[Proposal] = []
+    def _chosen(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> PieceResult:
+        start, first = time.perf_counter(), copy_states(modules)
+        entries = [node for node in piece.entries if node not in self.walk.pinned]
+        self.walk.pin(entries)
+        rows: list[tuple[LayerUse, TunedLayer]] = []
+        wider: list[RangeProposal] = []
         self.solver.left = {}
         for node in piece.nodes:
-            first |= states_of(self._observe(node))  # nearest codes are judged with ranges, too
+            first |= copy_states(self._observe(node))  # nearest codes are judged with ranges, too
             wider += self._ranged(node)
             if node in self.uses and self.config.steps:
                 row = self.solver.solve(self.uses[node], self._name(node))
                 rows += [] if row is None else [(self.uses[node], row)]
             self._advance(node)
         layers = tuple(row.name for _, row in rows)
-        done = Done(None, tuple(row for _, row in rows), self.solver.left)
+        done = PieceResult(None, tuple(row for _, row in rows), self.solver.left)
         if rows:
             before, after, how = self._judged(piece, modules, first)
-            done = done if how == "as solved" else replace(done, rows=tuple(_undone(row, how) for row in done.rows))
+            done = (
+                done if how == "as solved" else replace(done, rows=tuple(_reverted_row(row, how) for row in done.rows))
+            )
             notes = self._reconstructed(piece, modules, [use for use, _ in rows], steps, wider, after)
             after = self.judge.now(piece)
             seconds = time.perf_counter() - start
             done = replace(done, piece=TunedPiece(layers, before, after, how, notes, seconds))
-        self.walk.release(entries, self.passed)
+        self.walk.unpin(entries, self.passed)
         return done
 
-    def _again(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> Done:
+    def _again(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> PieceResult:
         """Steps over the whole net, after all its pieces."""
         start, before = time.perf_counter(), self.judge.now(piece)
         names = {row.name for row in self.rows}
@@ -315,26 +321,26 @@ class _Tuning:
         notes = self._reconstructed(piece, modules, uses, steps, [], before)
         after = self.judge.now(piece)
         seconds = time.perf_counter() - start
-        return Done(TunedPiece(("the whole net",), before, after, "as solved", notes, seconds), (), {})
+        return PieceResult(TunedPiece(("the whole net",), before, after, "as solved", notes, seconds), (), {})
 
     def _modules(self, piece: Piece) -> dict[str, nn.Module]:
         """What may change in a piece, by its name in the model."""
         found: dict[str, nn.Module] = {}
         for node in piece.nodes:
-            stub = self.walk.stub(node)
+            stub = self.walk.get_stub(node)
             if stub is not None:
                 found[str(node.target)] = stub
-            for layer in self.walk.quantized(node):
+            for layer in self.walk.get_quantized_layers(node):
                 if layer.kind != TABLE or self.lender is not None:
                     found |= {self.walk.names[id(each)]: each for each in layer.sharing}
         return found
 
-    def _ranged(self, node: fx.Node) -> list[Proposal]:
+    def _ranged(self, node: fx.Node) -> list[RangeProposal]:
         """Another range for the activation quantizer of a node: taken below 8 bits, else proposed."""
-        stub = self.walk.stub(node)
-        if stub is None or len(self.walk.stub_nodes[id(stub)]) > 1 or not is_static(stub):
+        stub = self.walk.get_stub(node)
+        if stub is None or len(self.walk.stub_nodes[id(stub)]) > 1 or not has_static_scale(stub):
             return []
-        found: list[Proposal] = []
+        found: list[RangeProposal] = []
         for step in self.stub_steps:
             qparams = step.run(self.walk, node, stub)
             if qparams is not None and stub.spec.n_bits < 8:
@@ -345,30 +351,30 @@ class _Tuning:
 
     def _judged(self, piece: Piece, modules: Mapping[str, nn.Module], first: States) -> tuple[float, float, str]:
         """The error with the nearest codes and with the best of: as solved, without shifts of biases, nearest."""
-        chosen, after = states_of(modules), self.judge.now(piece)
-        restore(modules, first)
+        chosen, after = copy_states(modules), self.judge.now(piece)
+        restore_states(modules, first)
         before = self.judge.tried(piece)
         if after <= before:
-            restore(modules, chosen)
+            restore_states(modules, chosen)
             return before, after, "as solved"
         plain: States = {
             place: {key: value for key, value in state.items() if key != "bias_shift"}
             for place, state in chosen.items()
         }
-        restore(modules, plain)
+        restore_states(modules, plain)
         without = self.judge.tried(piece)
         how = "without bias shifts" if without < before else "nearest"
-        restore(modules, plain if how == "without bias shifts" else first)
-        self.walk.rerun(piece)
+        restore_states(modules, plain if how == "without bias shifts" else first)
+        self.walk.rerun_piece(piece)
         return before, min(without, before), how
 
     def _reconstructed(
         self,
         piece: Piece,
         modules: Mapping[str, nn.Module],
-        uses: list[Use],
+        uses: list[LayerUse],
         steps: list[PieceStep],
-        wider: list[Proposal],
+        wider: list[RangeProposal],
         error: float,
     ) -> str:
         """The steps over a piece, each kept only when it ends better."""
@@ -376,24 +382,24 @@ class _Tuning:
         inside = set(piece.nodes)
         own = [use for use in uses if all(node in inside for node in self.collector.uses_of(use.layer))]
         for name, stub, qparams in wider:
-            start = states_of(modules)
+            start = copy_states(modules)
             stub.take(qparams)
             tried = self.judge.tried(piece)
-            if tried < CLEAR_GAIN * error:
+            if tried < MAX_ERROR_RATIO * error:
                 error = tried
                 said.append(f"range of {name}")
-                self.walk.rerun(piece)
+                self.walk.rerun_piece(piece)
             else:
-                restore(modules, start)
+                restore_states(modules, start)
         for step in steps:
-            work = Work(self.walk, self.judge, piece, own, modules, self.config.iterations)
+            work = PieceTask(self.walk, self.judge, piece, own, modules, self.config.iterations)
             step.run(work)
-            self.walk.rerun(piece)
+            self.walk.rerun_piece(piece)
             said.append(f"{step.name} {work.notes.get('gain', '')}".strip())
         return "; ".join(said)
 
 
-def _known(model: fx.GraphModule, lender: Lender | None) -> object:
+def _fingerprint_model(model: fx.GraphModule, lender: WeightProvider | None) -> object:
     """Fingerprint of the model and its quantizers. Only rank 0 computes it, as only rank 0 reads the folder."""
     if not distributed.is_main():
         return None
@@ -403,14 +409,14 @@ def _known(model: fx.GraphModule, lender: Lender | None) -> object:
     return [lender.mark, known.config.to_dict(), None if known.target is None else known.target.labels]
 
 
-def _choose_all(modules: Mapping[str, nn.Module]) -> None:
+def _choose_nearest(modules: Mapping[str, nn.Module]) -> None:
     """Codes that nobody chose are the nearest: they are kept too."""
     for layer in modules.values():
         if isinstance(layer, QuantizedWeighted) and layer.weight_quant.chosen is None:
             layer.choose(layer.deployed().codes)
 
 
-def _undone(row: TunedLayer, how: str) -> TunedLayer:
+def _reverted_row(row: TunedLayer, how: str) -> TunedLayer:
     """A row of a layer whose block was better otherwise."""
     notes = f"{row.notes}; block: {how}".strip("; ")
     if how != "nearest":

@@ -12,7 +12,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint.errors import ConfigError, ScalepointError, ScalepointWarning, StoreError, UsageError
-from scalepoint.migrated import MigrationReport
+from scalepoint.migration_report import MigrationReport
 from scalepoint.quantize import (
     QuantConfig,
     QuantStub,
@@ -26,7 +26,7 @@ from scalepoint.quantize import (
     save,
 )
 from scalepoint.quantize.config import MIGRATIONS as NAMES
-from scalepoint.quantize.migrations import MIGRATIONS, Found, Migration
+from scalepoint.quantize.migrations import MIGRATIONS, Migration, MigrationSites
 from scalepoint.transformation import transform
 from tests.pace import fast
 from tests.quantize.migrations.models import (
@@ -204,7 +204,7 @@ def _doubling(which):
 
     def find(scene):
         state = dict(scene.model.named_parameters())
-        return Found(
+        return MigrationSites(
             [Site(name, state[name].detach(), 2.0 if name in which else 1.0) for name in ("0.weight", "2.weight")]
         )
 

@@ -4,7 +4,15 @@ from scalepoint.errors import ConfigError
 from scalepoint.quantize.migrations.absorb import ABSORB
 from scalepoint.quantize.migrations.awq import AWQ
 from scalepoint.quantize.migrations.equalize import EQUALIZE
-from scalepoint.quantize.migrations.migration import PROBES, Found, Migration, Scene, Site, migrate, probes_of
+from scalepoint.quantize.migrations.migration import (
+    MAX_PROBE_BATCHES,
+    Migration,
+    MigrationContext,
+    MigrationSites,
+    RewriteSite,
+    collect_probes,
+    migrate,
+)
 from scalepoint.quantize.migrations.rotate import ROTATE
 from scalepoint.quantize.migrations.smooth import SMOOTH
 from scalepoint.support.plugins import Registry
@@ -13,12 +21,12 @@ _BUILTIN = {migration.name: migration for migration in (SMOOTH, EQUALIZE, ABSORB
 MIGRATIONS = Registry(Migration, "scalepoint.migrations", _BUILTIN, ConfigError)
 
 __all__ = [
+    "MAX_PROBE_BATCHES",
     "MIGRATIONS",
-    "PROBES",
-    "Found",
     "Migration",
-    "Scene",
-    "Site",
+    "MigrationContext",
+    "MigrationSites",
+    "RewriteSite",
+    "collect_probes",
     "migrate",
-    "probes_of",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from scalepoint.graph import Operation, Reference
 from scalepoint.patterns import Fused
 from scalepoint.patterns.conversions import HeadConvolution
-from scalepoint.quantize.migrations.flow import Flow, Op
+from scalepoint.quantize.migrations.recorded_graph import RecordedGraph, RecordedOperation
 from scalepoint.quantize.parts import norm_settings
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.smooth import affine_of
@@ -51,10 +51,10 @@ def give_quantizer(model: fx.GraphModule, operation: nn.Module) -> None:
                 weighted.weight_quant.consumers, weighted.weight_quant.name = [name], f"{name}.weight"
 
 
-class Layer:
+class RewritableLayer:
     """A convolution or linear layer, with the batch norm that is folded into it."""
 
-    def __init__(self, op: Op) -> None:
+    def __init__(self, op: RecordedOperation) -> None:
         self.op, self.name, self.kind = op, op.name, op.kind
         assert op.module is not None  # noqa: S101  # what multiplies by a weight is a module
         self.module, self.operation = op.module, op.operation
@@ -111,15 +111,15 @@ class Layer:
     def scale_outputs(self, times: Tensor) -> None:
         if self.norm is not None:
             for tensor in self.affine:
-                _multiply(tensor, times)
+                _multiply_(tensor, times)
             return
         matrix = self.matrix()
-        _multiply(matrix, times.view(matrix.shape[0], -1, 1, 1))
-        _multiply(self.bias, times)
+        _multiply_(matrix, times.view(matrix.shape[0], -1, 1, 1))
+        _multiply_(self.bias, times)
 
     def scale_inputs(self, times: Tensor) -> None:
         matrix = self.matrix()
-        _multiply(matrix, times.view(matrix.shape[0], 1, -1, 1))
+        _multiply_(matrix, times.view(matrix.shape[0], 1, -1, 1))
 
     def shift_outputs(self, by: Tensor) -> None:
         """Add a constant to what it gives."""
@@ -136,7 +136,7 @@ class Layer:
         own = [self.weight, self.bias, *(self.affine if self.norm is not None else ())]
         return [each.detach() for each in own if each is not None]
 
-    def why_fixed(self, flow: Flow) -> str:
+    def why_fixed(self, flow: RecordedGraph) -> str:
         """Why nothing may be written here; "" if it may."""
         if isinstance(self.operation, Operation) and self.operation.is_computed:
             return f"the weight of {self.name} is computed, not stored"
@@ -154,10 +154,10 @@ class Layer:
         return f"{self.name} is a plain product and takes no bias" if is_product and self.bias is None else ""
 
 
-class Norm:
+class RewritableNorm:
     """A layer norm or RMS norm over the last axis."""
 
-    def __init__(self, op: Op) -> None:
+    def __init__(self, op: RecordedOperation) -> None:
         self.op, self.name, self.kind, self.module = op, op.name, op.kind, op.module
         self.norm: Any = None
 
@@ -187,12 +187,12 @@ class Norm:
 
     def scale_outputs(self, times: Tensor) -> None:
         for tensor in self.affine():
-            _multiply(tensor, times)
+            _multiply_(tensor, times)
 
     def tensors(self) -> list[Tensor]:
         return [each for each in self.affine() if each is not None]
 
-    def why_fixed(self, flow: Flow) -> str:
+    def why_fixed(self, flow: RecordedGraph) -> str:
         held = self.own_affine()
         if flow.is_shared(held) or flow.uses[id(self.module)] > 1:
             return f"{self.name} is used more than once"
@@ -201,7 +201,7 @@ class Norm:
         return ""
 
 
-def _multiply(tensor: Tensor | None, times: Tensor) -> None:
+def _multiply_(tensor: Tensor | None, times: Tensor) -> None:
     """In float64, back into the tensor's own type."""
     if tensor is not None:
         tensor.detach().copy_(tensor.detach().double() * times.to(tensor.device))

@@ -16,17 +16,17 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CalibrationError
-from scalepoint.migrated import MigrationReport, MigrationRow
+from scalepoint.migration_report import MigrationReport, MigrationRow
 from scalepoint.quantize.feeding import Fed
-from scalepoint.quantize.migrations.flow import Flow
+from scalepoint.quantize.migrations.recorded_graph import RecordedGraph
 from scalepoint.quantize.twins import driven
 
-PROBES = 4  # batches on which the float output is compared, at most
-COMPARED = 2**25  # values of their outputs that are kept, at most but for the first batch
-ROUNDING = 512  # times the machine precision of the model's type, against the norm of the output
+MAX_PROBE_BATCHES = 4  # batches on which the float output is compared, at most
+MAX_COMPARED_VALUES = 2**25  # values of their outputs that are kept, at most but for the first batch
+ROUNDING_TOLERANCE = 512  # times the machine precision of the model's type, against the norm of the output
 
 
-class Site(Protocol):
+class RewriteSite(Protocol):
     """A place that a migration rewrites: a name for people, and all tensors that it writes."""
 
     @property
@@ -35,7 +35,7 @@ class Site(Protocol):
 
 
 @dataclass
-class Found:
+class MigrationSites:
     """What a migration can rewrite, and what it cannot with the reason."""
 
     sites: list[Any] = field(default_factory=list)
@@ -45,27 +45,27 @@ class Found:
         self.refused.setdefault(name, why)
 
 
-Feed = Callable[[str], Fed]
+RunData = Callable[[str], Fed]
 
 
 @dataclass
-class Scene:
+class MigrationContext:
     """What a migration works with: the model with its quantizers off, its operations, and the calibration data."""
 
     model: fx.GraphModule
-    run: Feed
+    run: RunData
     probes: Sequence[Sequence[Any]]
     on_nan: str = "error"
     added: list[str] = field(default_factory=list)  # parameters that were given in the place of shared ones
 
     def __post_init__(self) -> None:
-        self.flow = Flow(self.model, self.probes[0])
+        self.flow = RecordedGraph(self.model, self.probes[0])
         self.expected = self.outputs()
 
     def outputs(self) -> list[list[Tensor]]:
         """What the model gives for the probes."""
         found: list[list[Tensor]] = []
-        room = COMPARED
+        room = MAX_COMPARED_VALUES
         for inputs in self.probes:
             leaves = pytree.tree_leaves(fx.Interpreter(self.model).run(*inputs, enable_io_processing=False))
             found.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()])
@@ -76,13 +76,15 @@ class Scene:
 
     def change(self) -> float:
         """How far the float output is now from what it was at first, against its norm."""
-        return difference(self.expected, self.outputs())
+        return relative_difference(self.expected, self.outputs())
 
     @property
     def limit(self) -> float:
         """What counts as rounding in the model's type."""
         kinds = [leaf.dtype for leaves in self.expected for leaf in leaves]
-        return ROUNDING * max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)
+        return ROUNDING_TOLERANCE * max(
+            (torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps
+        )
 
     @contextmanager
     def watching(self, seen: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) -> Iterator[None]:
@@ -111,34 +113,36 @@ class Migration:
     called again after the tensors were put back."""
 
     name: str
-    find: Callable[[Scene], Found]
-    apply: Callable[[Scene, Sequence[Any]], Sequence[str]]
+    find: Callable[[MigrationContext], MigrationSites]
+    apply: Callable[[MigrationContext, Sequence[Any]], Sequence[str]]
 
 
-def migrate(scene: Scene, migrations: Sequence[Migration]) -> MigrationReport:
+def migrate(scene: MigrationContext, migrations: Sequence[Migration]) -> MigrationReport:
     """Apply one after the other; what changes the float output is undone and listed."""
     report = MigrationReport()
     before = set(scene.model.state_dict())
     for migration in migrations:
-        scene.flow = Flow(scene.model, scene.probes[0])
-        rows, change = _applied(scene, migration)
+        scene.flow = RecordedGraph(scene.model, scene.probes[0])
+        rows, change = _apply_migration(scene, migration)
         report = replace(report, rows=(*report.rows, *rows), change=max(report.change, change))
     new = [name for name in scene.model.state_dict() if name not in before]
     return replace(report, added=(*scene.added, *new))
 
 
-def _applied(scene: Scene, migration: Migration) -> tuple[list[MigrationRow], float]:
+def _apply_migration(scene: MigrationContext, migration: Migration) -> tuple[list[MigrationRow], float]:
     found = migration.find(scene)
-    sites, kept = found.sites, _Kept(found.sites)
+    sites, kept = found.sites, _TensorBackup(found.sites)
     notes = list(migration.apply(scene, sites)) if sites else []
     change = scene.change() if sites else 0.0
     if change > scene.limit:
-        sites, notes, change = _one_by_one(scene, migration, found, kept)
+        sites, notes, change = _apply_one_by_one(scene, migration, found, kept)
     rows = [MigrationRow(migration.name, site.name, True, note) for site, note in zip(sites, notes, strict=True)]
     return [*rows, *(MigrationRow(migration.name, name, False, why) for name, why in found.refused.items())], change
 
 
-def _one_by_one(scene: Scene, migration: Migration, found: Found, kept: "_Kept") -> tuple[list[Any], list[str], float]:
+def _apply_one_by_one(
+    scene: MigrationContext, migration: Migration, found: MigrationSites, kept: "_TensorBackup"
+) -> tuple[list[Any], list[str], float]:
     """Refuse the sites that change the output, and apply the others together."""
     good = []
     for site in found.sites:
@@ -160,10 +164,10 @@ def _one_by_one(scene: Scene, migration: Migration, found: Found, kept: "_Kept")
     return [], [], 0.0
 
 
-class _Kept:
+class _TensorBackup:
     """The tensors of sites as they were."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(self, sites: Sequence[RewriteSite]) -> None:
         written = {each.data_ptr(): each for site in sites for each in site.tensors()}
         self.values = [(each, each.clone()) for each in written.values()]
 
@@ -172,7 +176,7 @@ class _Kept:
             tensor.copy_(value)
 
 
-def difference(expected: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor]]) -> float:
+def relative_difference(expected: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor]]) -> float:
     """|found - expected| / |expected|, of the worst output; batches that were not finite before say nothing."""
     worst = 0.0
     for before, after in zip(expected, found, strict=True):
@@ -183,7 +187,7 @@ def difference(expected: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Te
     return worst
 
 
-class _Inputs(nn.Module):
+class _InputCollector(nn.Module):
     """Takes flat inputs."""
 
     def __init__(self) -> None:
@@ -194,9 +198,9 @@ class _Inputs(nn.Module):
         self.taken.append(inputs)
 
 
-def probes_of(model: fx.GraphModule, run: Feed) -> list[tuple[Any, ...]]:
+def collect_probes(model: fx.GraphModule, run: RunData) -> list[tuple[Any, ...]]:
     """The flat inputs of the first batches."""
-    inner = _Inputs()
+    inner = _InputCollector()
     taker = driven(model, inner, gives_outputs=False)
 
     def take(module: nn.Module, args: Any, kwargs: Any) -> None:

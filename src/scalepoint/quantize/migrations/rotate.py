@@ -15,19 +15,26 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics.rotation import make_hadamard, make_rotation
-from scalepoint.quantize.migrations.flow import Op
-from scalepoint.quantize.migrations.layers import Layer
-from scalepoint.quantize.migrations.migration import Found, Migration, Scene
-from scalepoint.quantize.migrations.stream import Stream, find_streams
-from scalepoint.quantize.migrations.trace import MOVES, SAME, SUMS, Trace, follow, value_of
+from scalepoint.quantize.migrations.channel_trace import (
+    MOVES,
+    SUMS,
+    UNCHANGED,
+    ChannelTrace,
+    get_value_input,
+    trace_channels,
+)
+from scalepoint.quantize.migrations.layers import RewritableLayer
+from scalepoint.quantize.migrations.migration import Migration, MigrationContext, MigrationSites
+from scalepoint.quantize.migrations.recorded_graph import RecordedOperation
+from scalepoint.quantize.migrations.residual_stream import ResidualStream, find_streams
 
 
 @dataclass
-class Heads:
+class AttentionHeads:
     """v and o of an attention: `blocks` are the rows of v, one line a head."""
 
-    source: Layer
-    readers: list[Layer]
+    source: RewritableLayer
+    readers: list[RewritableLayer]
     blocks: Tensor
 
     @property
@@ -48,14 +55,14 @@ class Heads:
             matrix = reader.matrix()[0, :, :, 0]
             turned = torch.unflatten(matrix.double(), 1, (-1, size)) @ r
             matrix.copy_(turned.flatten(1))
-        return f"{len(self.blocks)} heads of {size} ({described(size)})"
+        return f"{len(self.blocks)} heads of {size} ({describe_rotation(size)})"
 
 
-def described(size: int) -> str:
+def describe_rotation(size: int) -> str:
     return "random orthogonal" if make_hadamard(size) is None else "Hadamard"
 
 
-def find(scene: Scene) -> Found:
+def find_sites(scene: MigrationContext) -> MigrationSites:
     found = find_streams(scene)
     for op in scene.flow.ops:
         if op.kind == "linear" and len(op.inputs) == 1:
@@ -63,14 +70,14 @@ def find(scene: Scene) -> Found:
     return found
 
 
-def _find_heads(scene: Scene, op: Op, found: Found) -> None:
+def _find_heads(scene: MigrationContext, op: RecordedOperation, found: MigrationSites) -> None:
     flow = scene.flow
-    trace = follow(flow, op, -1, lambda each: each.kind in SAME | MOVES or each.kind in SUMS)
+    trace = trace_channels(flow, op, -1, lambda each: each.kind in UNCHANGED | MOVES or each.kind in SUMS)
     sums = [each for each in trace.passed if each.kind in SUMS]
     if not sums:
         return
-    source, readers = Layer(op), [Layer(reader) for reader, _ in trace.readers]
-    blocks = _blocks(trace, sums)
+    source, readers = RewritableLayer(op), [RewritableLayer(reader) for reader, _ in trace.readers]
+    blocks = _find_head_channels(trace, sums)
     why = next((why for layer in (source, *readers) if (why := layer.why_fixed(flow))), "")
     if any(reader.kind != "linear" for reader in readers):
         why = why or "what reads the attention is no linear layer"
@@ -81,14 +88,14 @@ def _find_heads(scene: Scene, op: Op, found: Found) -> None:
     if why or blocks is None:
         found.refuse(f"{op.name} -> {', '.join(reader.name for reader in readers) or '?'}", why)
     else:
-        found.sites.append(Heads(source, readers, blocks))
+        found.sites.append(AttentionHeads(source, readers, blocks))
 
 
-def _blocks(trace: Trace, sums: Sequence[Op]) -> Tensor | None:
+def _find_head_channels(trace: ChannelTrace, sums: Sequence[RecordedOperation]) -> Tensor | None:
     """The channels of each head, where one attention alone reads them and all that it reads is free."""
     if len(sums) != 1:
         return None
-    ids = trace.ids[value_of(sums[0])]
+    ids = trace.ids[get_value_input(sums[0])]
     blocks: Tensor = torch.unique(ids[..., 0, :].reshape(-1, ids.shape[-1]), dim=0)
     is_whole = blocks.numel() == torch.unique(blocks).numel() and int(blocks.min()) >= 0
     return blocks if is_whole and bool(trace.free[blocks].all()) else None
@@ -102,8 +109,8 @@ def _has_heads(columns: Tensor, blocks: Tensor) -> bool:
     return all(tuple(line) in lines for line in columns.view(-1, size).tolist())
 
 
-def apply(scene: Scene, sites: Sequence[Stream | Heads]) -> list[str]:
+def rotate(scene: MigrationContext, sites: Sequence[ResidualStream | AttentionHeads]) -> list[str]:
     return [site.rotate() for site in sites]
 
 
-ROTATE = Migration("rotate", find, apply)
+ROTATE = Migration("rotate", find_sites, rotate)

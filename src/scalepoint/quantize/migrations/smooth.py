@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scalepoint.quantize.migrations.migration import Found, Migration, Scene
+from scalepoint.quantize.migrations.migration import Migration, MigrationContext, MigrationSites
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.smooth import SmoothQuantObserver, affine_of, observers_of, weight_of
 from scalepoint.quantize.stubs import reader_names
 
 
 @dataclass
-class Smoothed:
+class SmoothedNorm:
     observer: SmoothQuantObserver
 
     @property
@@ -29,19 +29,19 @@ class Smoothed:
         return [each for each in (affine.weight, affine.bias, *weights) if each is not None]
 
 
-def find(scene: Scene) -> Found:
-    found = Found([Smoothed(each) for each in observers_of(scene.model) if each.enabled])
+def find_sites(scene: MigrationContext) -> MigrationSites:
+    found = MigrationSites([SmoothedNorm(each) for each in observers_of(scene.model) if each.enabled])
     for name, why in record_of(scene.model).unsmoothed.items():
         found.refuse(name, why)
     return found
 
 
-def apply(scene: Scene, sites: Sequence[Smoothed]) -> list[str]:
+def smooth(scene: MigrationContext, sites: Sequence[SmoothedNorm]) -> list[str]:
     observers = [site.observer for site in sites]
     for observer in observers:
         observer.reset()
         observer.on_nan = scene.on_nan
-    scene.watch("smoothing", {each.layer_norm: _seen(each) for each in observers})
+    scene.watch("smoothing", {each.layer_norm: _make_observer(each) for each in observers})
     notes = []
     for observer in observers:
         s = observer.compute_smooth_scales()
@@ -51,8 +51,8 @@ def apply(scene: Scene, sites: Sequence[Smoothed]) -> list[str]:
     return notes
 
 
-def _seen(observer: SmoothQuantObserver) -> Callable[[Tensor, Tensor], None]:
+def _make_observer(observer: SmoothQuantObserver) -> Callable[[Tensor, Tensor], None]:
     return lambda _, output: observer.observe(output)
 
 
-SMOOTH = Migration("smooth", find, apply)
+SMOOTH = Migration("smooth", find_sites, smooth)

@@ -1,12 +1,12 @@
 """The steps of tuning, one file each."""
 
-from scalepoint.tuning.steps import ada_round, clip, descend, gptq, ranges, scale, sign_round, target
+from scalepoint.tuning.steps import ada_round, descend, gptq, learned_scales, ranges, scale, sign_round, target
 from scalepoint.tuning.steps.registry import (
     INTERCEPT,
     LayerStep,
     PieceStep,
-    Step,
     StubStep,
+    TuningStep,
     find_step,
     register,
     step_names,
@@ -16,13 +16,13 @@ __all__ = [
     "INTERCEPT",
     "LayerStep",
     "PieceStep",
-    "Step",
     "StubStep",
+    "TuningStep",
     "ada_round",
-    "clip",
     "descend",
     "find_step",
     "gptq",
+    "learned_scales",
     "ranges",
     "register",
     "scale",

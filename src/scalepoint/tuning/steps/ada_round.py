@@ -14,30 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.reconstruct import ByAdam, Weight, Work, entered, reconstruct
+from scalepoint.tuning.reconstruct import AdamVariables, PieceTask, TrainableWeight, enter_all, reconstruct
 from scalepoint.tuning.steps.registry import register
 
-TRAVEL, WEIGHT, WARM = 10.0, 1e-2, 0.2  # the rate is such that a choice can go so far
-FIRST, LAST = 20.0, 2.0
+TOTAL_LEARNING_RATE, PENALTY_WEIGHT, WARM_UP_SHARE = 10.0, 1e-2, 0.2  # the rate is such that a choice can go so far
+FIRST_BETA, LAST_BETA = 20.0, 2.0
 
 
 @register("ada_round", over="piece")
-def ada_round(work: Work) -> None:
+def ada_round(work: PieceTask) -> None:
     """Codes and biases of a piece."""
-    layers = [Weight(shape) for shape in work.layers() if shape.codes().floats is None]
+    layers = [TrainableWeight(shape) for shape in work.layers() if shape.codes().floats is None]
     if layers:
-        reconstruct(work, Soft(layers, TRAVEL / work.iterations))
+        reconstruct(work, SoftRounding(layers, TOTAL_LEARNING_RATE / work.iterations))
 
 
-class Soft(ByAdam):
+class SoftRounding(AdamVariables):
     """Soft choices between floor and ceiling."""
 
-    def __init__(self, layers: Sequence[Weight], rate: float) -> None:
+    def __init__(self, layers: Sequence[TrainableWeight], rate: float) -> None:
         self.layers = layers
         self.floors = [each.place.floor() for each in layers]
         self.ends = [(each.shape.codes().low.float(), each.shape.codes().high.float()) for each in layers]
         shares = [each.place - floor for each, floor in zip(layers, self.floors, strict=True)]
-        self.choices = [_inverse(share).requires_grad_() for share in shares]
+        self.choices = [_inverse_of_share(share).requires_grad_() for share in shares]
         self.optimizer = torch.optim.Adam(
             [{"params": self.choices, "lr": rate}, {"params": [each.shift for each in layers], "lr": 1e-4}]
         )
@@ -47,7 +47,7 @@ class Soft(ByAdam):
         return [*self.choices, *(each.shift for each in self.layers)]
 
     def installed(self) -> Any:
-        return entered(
+        return enter_all(
             [
                 each.computing(partial(self._codes, index), partial(getattr, each.start, "scale"))
                 for index, each in enumerate(self.layers)
@@ -55,26 +55,26 @@ class Soft(ByAdam):
         )
 
     def _codes(self, index: int) -> Tensor:
-        return (self.floors[index] + _share(self.choices[index])).clamp(*self.ends[index])
+        return (self.floors[index] + _round_up_share(self.choices[index])).clamp(*self.ends[index])
 
     def penalty(self, progress: float) -> Tensor | float:
-        if progress < WARM:
+        if progress < WARM_UP_SHARE:
             return 0.0
-        beta = LAST + (FIRST - LAST) * (1 - (progress - WARM) / (1 - WARM))
-        parts = [(1 - (2 * _share(each) - 1).abs().pow(beta)).sum() for each in self.choices]
-        return WEIGHT * torch.stack(parts).sum() / self.count
+        beta = LAST_BETA + (FIRST_BETA - LAST_BETA) * (1 - (progress - WARM_UP_SHARE) / (1 - WARM_UP_SHARE))
+        parts = [(1 - (2 * _round_up_share(each) - 1).abs().pow(beta)).sum() for each in self.choices]
+        return PENALTY_WEIGHT * torch.stack(parts).sum() / self.count
 
     def harden(self) -> None:
         for index, layer in enumerate(self.layers):
-            codes = self.floors[index] + (_share(self.choices[index].detach()) >= 0.5)
+            codes = self.floors[index] + (_round_up_share(self.choices[index].detach()) >= 0.5)
             layer.harden(codes, layer.start.scale)
 
 
-def _share(choice: Tensor) -> Tensor:
+def _round_up_share(choice: Tensor) -> Tensor:
     return (1.2 * torch.sigmoid(choice) - 0.1).clamp(0, 1)
 
 
-def _inverse(share: Tensor) -> Tensor:
+def _inverse_of_share(share: Tensor) -> Tensor:
     """The choice that gives a share."""
     inner = ((share + 0.1) / 1.2).clamp(0.01, 0.99)
     return torch.log(inner / (1 - inner))

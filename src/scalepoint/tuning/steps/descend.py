@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import Codes, Problem, Solution, spread
+from scalepoint.tuning.problem import CodeGrid, Problem, Solution, expand_scale
 from scalepoint.tuning.steps.registry import register
 
-SWEEPS = 2
-BLOCK = 32
+MAX_SWEEPS = 2
+COLUMNS_PER_BLOCK = 32
 
 
 @register("descend")
@@ -24,8 +24,8 @@ def descend(problem: Problem, solution: Solution) -> Solution:
     if "damped" not in problem.fit.made:
         problem.fit.made["damped"] = problem.damped()
     state = _Descent(problem, solution, problem.fit.made["damped"])
-    for sweep in range(SWEEPS):
-        (moved,) = problem.added(state.sweep(is_last=sweep + 1 == SWEEPS))
+    for sweep in range(MAX_SWEEPS):
+        (moved,) = problem.added(state.sweep(is_last=sweep + 1 == MAX_SWEEPS))
         problem.notes["sweeps"] = sweep + 1
         if not moved:
             break
@@ -39,18 +39,18 @@ class _Descent:
         self.hessian, self.scale = hessian, solution.scale.to(torch.float32).clone()
         self.codes = solution.codes.mT.clone(memory_format=torch.contiguous_format)
         codes = problem.codes
-        self.grid: Codes = replace(codes, low=codes.low.to(torch.float32), high=codes.high.to(torch.float32))
+        self.grid: CodeGrid = replace(codes, low=codes.low.to(torch.float32), high=codes.high.to(torch.float32))
         self.ends = self.grid.ends(self.codes.shape[1])
         self.refits, self.blocks = problem.has_own_scales, self.scale.shape[-1]
         target = solution.target.mT.to(torch.float32)
-        steps = spread(self.scale, self.codes.shape[1]).mT
+        steps = expand_scale(self.scale, self.codes.shape[1]).mT
         self.slope = hessian @ (self.codes * steps - target)
 
     def sweep(self, *, is_last: bool) -> int:
         """All codes once, and the scales; how many codes moved. Where an output has several scales, each follows the
         codes of its block at once, and both changes are one product; in the last sweep only for blocks to come."""
         size, moved, has_blocks = self.codes.shape[1], 0, self.blocks > 1
-        width = size // self.blocks if has_blocks else BLOCK
+        width = size // self.blocks if has_blocks else COLUMNS_PER_BLOCK
         for start in range(0, size, width):
             part = slice(start, min(start + width, size))
             before, change = self.codes[:, part].clone(), self._moved(part)

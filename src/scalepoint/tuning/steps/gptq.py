@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import Codes, Ends, Problem, Solution, spread
+from scalepoint.tuning.problem import CodeGrid, LowHigh, Problem, Solution, expand_scale
 from scalepoint.tuning.steps.registry import register
 
-BLOCK = 32
-RUNGS = 4
+COLUMNS_PER_BLOCK = 32
+DAMPING_ATTEMPTS = 4
 
 
 @register("gptq")
@@ -25,19 +25,19 @@ def gptq(problem: Problem, solution: Solution) -> Solution:
     if problem.codes.partners is not None:
         problem.notes["pairs"] = "rounding left to descent"
         return Solution(solution.target, problem.nearest(solution.target, solution.scale), solution.scale)
-    factor, order, share = _factor(problem)
+    factor, order, share = _factor_inverse(problem)
     if factor is None:
         problem.notes["damping"] = "none helps: left to descent"
         return solution
     problem.notes["damping"] = share
-    steps = spread(solution.scale, problem.fit.size)
-    weight, scale = (_columns(each, order) for each in (solution.target, steps))
-    codes = _swept(weight, scale, problem.codes, _ends(problem.codes, order), factor).mT
+    steps = expand_scale(solution.scale, problem.fit.size)
+    weight, scale = (_sort_columns(each, order) for each in (solution.target, steps))
+    codes = _round_columns(weight, scale, problem.codes, _sort_limits(problem.codes, order), factor).mT
     by = order[:, None, :].expand_as(codes)
     return Solution(solution.target, torch.empty_like(codes).scatter_(-1, by, codes), solution.scale)
 
 
-def _columns(values: Tensor, order: Tensor) -> Tensor:
+def _sort_columns(values: Tensor, order: Tensor) -> Tensor:
     """(groups, n, outputs) in the order of the columns, so that a column lies in one piece; what is one value for all
     columns is not copied."""
     by_column = (values if values.ndim else values.reshape(1, 1, 1)).mT.to(torch.float32)
@@ -46,23 +46,23 @@ def _columns(values: Tensor, order: Tensor) -> Tensor:
     return by_column.gather(1, order[:, :, None].expand(-1, -1, by_column.shape[-1]))
 
 
-def _ends(codes: Codes, order: Tensor) -> Sequence[Ends]:
+def _sort_limits(codes: CodeGrid, order: Tensor) -> Sequence[LowHigh]:
     """The low and the high of every column in this order."""
     if codes.low.numel() == codes.high.numel() == 1:
         return codes.ends(order.shape[-1])
-    return list(zip(*(_columns(each, order).unbind(1) for each in (codes.low, codes.high)), strict=True))
+    return list(zip(*(_sort_columns(each, order).unbind(1) for each in (codes.low, codes.high)), strict=True))
 
 
-def _factor(problem: Problem) -> tuple[Tensor | None, Tensor, float]:
+def _factor_inverse(problem: Problem) -> tuple[Tensor | None, Tensor, float]:
     """The upper factor of the inverse, columns in the order of their diagonal; and the damping. Made once for layers
     with the same inputs."""
     made = problem.fit.made
     if "gptq" not in made:
         order = problem.fit.noisy.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
         made["gptq"] = (None, order, 0.0)
-        for rung in range(RUNGS):
+        for rung in range(DAMPING_ATTEMPTS):
             share = 0.01 * 10.0**rung
-            upper = _upper(problem.damped(share), order.flip(-1))
+            upper = _upper_factor(problem.damped(share), order.flip(-1))
             if upper is not None:
                 made["gptq"] = upper, order, share
                 break
@@ -70,7 +70,7 @@ def _factor(problem: Problem) -> tuple[Tensor | None, Tensor, float]:
     return found
 
 
-def _upper(hessian: Tensor, backwards: Tensor) -> Tensor | None:
+def _upper_factor(hessian: Tensor, backwards: Tensor) -> Tensor | None:
     """U of H^-1 = U'U from the factor of H with its columns backwards, whose inverse it is."""
     turned = hessian.gather(-1, backwards[:, None, :].expand_as(hessian))
     turned = turned.gather(-2, backwards[:, :, None].expand_as(hessian))
@@ -83,12 +83,12 @@ def _upper(hessian: Tensor, backwards: Tensor) -> Tensor | None:
     return upper if bool(upper.isfinite().all()) else None
 
 
-def _swept(weight: Tensor, scale: Tensor, grid: Codes, ends: Sequence[Ends], factor: Tensor) -> Tensor:
+def _round_columns(weight: Tensor, scale: Tensor, grid: CodeGrid, ends: Sequence[LowHigh], factor: Tensor) -> Tensor:
     """Codes (groups, n, outputs), in blocks of columns: within a block one by one, beyond it by one product."""
     codes, pivots = torch.empty_like(weight), factor.diagonal(dim1=-2, dim2=-1)[..., None]
     value = torch.empty_like(weight[:, :1])
-    for start in range(0, weight.shape[1], BLOCK):
-        part = slice(start, start + BLOCK)
+    for start in range(0, weight.shape[1], COLUMNS_PER_BLOCK):
+        part = slice(start, start + COLUMNS_PER_BLOCK)
         errors, own = torch.empty_like(weight[:, part]), factor[:, part, part].mT
         lines = (each.unsqueeze(2).unbind(1) for each in (weight[:, part], own))  # each with an axis for the product
         parts = (each.unbind(1) for each in (scale[:, part], codes[:, part], errors, pivots[:, part]))

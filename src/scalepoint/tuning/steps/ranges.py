@@ -16,24 +16,24 @@ from torch import Tensor, fx
 from scalepoint import distributed
 from scalepoint.numerics import QParams
 from scalepoint.quantize.stubs import QuantStub
-from scalepoint.tuning.rows import geometry_of, uniform
+from scalepoint.tuning.rows import get_geometry, hash_to_uniform
 from scalepoint.tuning.steps.registry import register
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.walk import StreamWalk
 
 SHRINKAGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3)
-VALUES = 400_000  # that are looked at, of all batches
-GAIN = 0.98  # a cost must fall below this share of the present one
+MAX_SAMPLED_VALUES = 400_000  # that are looked at, of all batches
+MAX_COST_RATIO = 0.98  # a cost must fall below this share of the present one
 
 
 @register("ranges", over="stub")
-def ranges(walk: Walk, node: fx.Node, stub: QuantStub) -> QParams | None:
+def ranges(walk: StreamWalk, node: fx.Node, stub: QuantStub) -> QParams | None:
     """The range of least cost; None where the present one is."""
-    seen = _seen(walk, node, _importance(walk, node))
+    seen = _sample_values(walk, node, _channel_importance(walk, node))
     if seen is None:
         return None
     values, weights = seen
     present = QParams(stub.scale.detach().clone(), stub.zero_point.detach().clone(), None)
-    best, least = None, GAIN * _cost(stub, values, weights, present)
+    best, least = None, MAX_COST_RATIO * _cost(stub, values, weights, present)
     for tried in _candidates(stub):
         cost = _cost(stub, values, weights, tried)
         if cost < least:
@@ -61,18 +61,18 @@ def _cost(stub: QuantStub, values: Tensor, weights: Tensor, qparams: QParams) ->
     return float(((found - values).square() * weights).sum(dtype=torch.float64))
 
 
-def _importance(walk: Walk, node: fx.Node) -> dict[int, Tensor]:
+def _channel_importance(walk: StreamWalk, node: fx.Node) -> dict[int, Tensor]:
     """The weight of every channel, by the axis that the readers multiply; empty if no layer reads the value itself.
 
     Axes are counted from the end: a linear layer multiplies the last one, a convolution the one before its positions.
     """
     totals: dict[int, Tensor] = {}
     for user in node.users:
-        found = walk.layer(user)
-        if found is None or walk.source(user, found[1]) is None or len(user.all_input_nodes) > 1:
+        found = walk.get_layer(user)
+        if found is None or walk.find_source(user, found[1]) is None or len(user.all_input_nodes) > 1:
             continue
         layer = found[1]
-        geometry = geometry_of(layer)
+        geometry = get_geometry(layer)
         if geometry is None or geometry.kind == "conv_transpose":
             continue
         weight = layer.canonical(layer.folded()[0]).detach().to(torch.float32)
@@ -83,15 +83,15 @@ def _importance(walk: Walk, node: fx.Node) -> dict[int, Tensor]:
     return totals
 
 
-def _seen(walk: Walk, node: fx.Node, importance: dict[int, Tensor]) -> tuple[Tensor, Tensor] | None:
+def _sample_values(walk: StreamWalk, node: fx.Node, importance: dict[int, Tensor]) -> tuple[Tensor, Tensor] | None:
     """A sample of the values that reach the quantizer in the quantized stream, and what each counts."""
     source = node.all_input_nodes[0]
-    sizes = [walk.value(source, index, noisy=True).numel() for index in range(walk.count)]
+    sizes = [walk.get_value(source, index, noisy=True).numel() for index in range(walk.batch_count)]
     befores, total = distributed.batch_offsets(distributed.gather_values("values", sizes))
-    share = min(1.0, VALUES / max(total, 1))
+    share = min(1.0, MAX_SAMPLED_VALUES / max(total, 1))
     values, weights = [torch.empty(0, dtype=torch.float32)], [torch.empty(0, dtype=torch.float32)]
     for index, before in enumerate(befores):
-        tensor = walk.value(source, index, noisy=True)
+        tensor = walk.get_value(source, index, noisy=True)
         flat = tensor.detach().to(torch.float32)
         fitting = [
             own.view(-1, *(1 for _ in range(-axis - 1)))
@@ -100,7 +100,7 @@ def _seen(walk: Walk, node: fx.Node, importance: dict[int, Tensor]) -> tuple[Ten
         ]
         counts = reduce(torch.add, fitting) if fitting else torch.ones((), dtype=torch.float32)
         numbers = torch.arange(before, before + flat.numel())
-        chosen = uniform(numbers) < share if share < 1 else torch.ones(flat.numel(), dtype=torch.bool)
+        chosen = hash_to_uniform(numbers) < share if share < 1 else torch.ones(flat.numel(), dtype=torch.bool)
         values.append(flat.reshape(-1)[chosen])
         weights.append(counts.expand(flat.shape).reshape(-1)[chosen])
     parts = distributed.gather_tensors({"values": torch.cat(values), "weights": torch.cat(weights)}, "values")

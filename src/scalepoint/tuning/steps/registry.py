@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from scalepoint.numerics import QParams
     from scalepoint.quantize.stubs import QuantStub
-    from scalepoint.tuning.reconstruct import Work
-    from scalepoint.tuning.walk import Walk
+    from scalepoint.tuning.reconstruct import PieceTask
+    from scalepoint.tuning.walk import StreamWalk
 
 INTERCEPT = "intercept"  # no step of its own: the bias takes up what the mean of every output lacks
 
 
 @dataclass(frozen=True)
-class Step:
+class TuningStep:
     """A step under its name."""
 
     name: str
@@ -35,28 +35,28 @@ class Step:
 
 
 @dataclass(frozen=True)
-class LayerStep(Step):
+class LayerStep(TuningStep):
     """Solves one layer on its moments."""
 
     run: Callable[[Problem, Solution], Solution]
 
 
 @dataclass(frozen=True)
-class StubStep(Step):
+class StubStep(TuningStep):
     """Looks at what reaches an activation quantizer: walk, node, stub -> parameters, or None."""
 
-    run: "Callable[[Walk, fx.Node, QuantStub], QParams | None]"
+    run: "Callable[[StreamWalk, fx.Node, QuantStub], QParams | None]"
 
 
 @dataclass(frozen=True)
-class PieceStep(Step):
+class PieceStep(TuningStep):
     """Works on a piece, or with over="model" once on all of them at the end."""
 
-    run: "Callable[[Work], None]"
+    run: "Callable[[PieceTask], None]"
     over: Literal["piece", "model"] = "piece"
 
 
-_STEPS: Registry[Step] = Registry(Step, "scalepoint.steps", {}, UsageError)
+_STEPS: Registry[TuningStep] = Registry(TuningStep, "scalepoint.steps", {}, UsageError)
 
 
 def register(
@@ -81,7 +81,7 @@ def register(
     return known
 
 
-def find_step(name: str) -> Step:
+def find_step(name: str) -> TuningStep:
     """By name: ours, registered, or of another package."""
     return _STEPS.find(name)
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import Codes, Problem, Solution
+from scalepoint.tuning.problem import CodeGrid, Problem, Solution
 from scalepoint.tuning.steps.registry import register
 
-COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1.05 .. 0.4 of the calibrated scale
-FINE = 0.025
+COARSE_FACTORS = tuple(1.05 - 0.05 * step for step in range(14))  # 1.05 .. 0.4 of the calibrated scale
+FINE_STEP = 0.025
 
 
 @register("scale")
@@ -23,21 +23,23 @@ def scale(problem: Problem, solution: Solution) -> Solution:
     if not problem.has_own_scales:
         return solution
     importance = problem.fit.noisy.diagonal(dim1=-2, dim2=-1).clamp(min=0)[:, None, :].to(torch.float32)
-    search = _Search(solution.target.to(torch.float32), importance, problem.codes, solution.scale.to(torch.float32))
+    search = _ScaleSearch(
+        solution.target.to(torch.float32), importance, problem.codes, solution.scale.to(torch.float32)
+    )
     first = search.least.clone()
-    for factor in COARSE:
+    for factor in COARSE_FACTORS:
         search.look(search.start * factor)
     coarse = search.best.clone()
-    for factor in (1 - FINE, 1 + FINE):
+    for factor in (1 - FINE_STEP, 1 + FINE_STEP):
         search.look(coarse * factor)
     best = torch.where(search.least < first, search.best.to(torch.float64), solution.scale)
     return Solution(solution.target, problem.nearest(solution.target, best), best)
 
 
-class _Search:
+class _ScaleSearch:
     """The best scale of each block so far."""
 
-    def __init__(self, target: Tensor, importance: Tensor, codes: Codes, start: Tensor) -> None:
+    def __init__(self, target: Tensor, importance: Tensor, codes: CodeGrid, start: Tensor) -> None:
         blocks = (*start.shape, -1)
         self.target, self.importance = target.reshape(blocks), importance.expand_as(target).reshape(blocks)
         self.codes, self.start, self.shape = codes, start, target.shape

@@ -13,28 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import Codes
-from scalepoint.tuning.reconstruct import Variables, Weight, Work, entered, reconstruct
+from scalepoint.tuning.problem import CodeGrid
+from scalepoint.tuning.reconstruct import PieceTask, TrainableVariables, TrainableWeight, enter_all, reconstruct
 from scalepoint.tuning.steps.registry import register
 
-SCALES = 0.2  # how far a scale may go
-BIASES = 1e-3  # a step of the bias, in shares of the largest output step
+MAX_SCALE_CHANGE = 0.2  # how far a scale may go
+BIAS_RATE = 1e-3  # a step of the bias, in shares of the largest output step
 
 
 @register("sign_round", over="piece")
-def sign_round(work: Work) -> None:
+def sign_round(work: PieceTask) -> None:
     """Codes, scales and biases of a piece."""
-    layers = [Weight(shape) for shape in work.layers()]
+    layers = [TrainableWeight(shape) for shape in work.layers()]
     if layers:
-        reconstruct(work, Offsets(layers, work.iterations))
+        reconstruct(work, RoundingOffsets(layers, work.iterations))
 
 
-class Offsets(Variables):
+class RoundingOffsets(TrainableVariables):
     """Offsets inside the rounding."""
 
-    def __init__(self, layers: Sequence[Weight], iterations: int) -> None:
+    def __init__(self, layers: Sequence[TrainableWeight], iterations: int) -> None:
         self.layers, self.rate = layers, 0.6 / iterations
-        self.grids = [_single(each.shape.codes()) for each in layers]
+        self.grids = [_to_float32(each.shape.codes()) for each in layers]
         self.offsets = [torch.zeros_like(each.start.codes).requires_grad_() for each in layers]
         self.stretch = [torch.zeros_like(each.start.scale).requires_grad_() for each in layers]
 
@@ -42,7 +42,7 @@ class Offsets(Variables):
         return [*self.offsets, *self.stretch, *(each.shift for each in self.layers)]
 
     def installed(self) -> Any:
-        return entered(
+        return enter_all(
             [
                 each.computing(partial(self._codes, index), partial(self._scale, index))
                 for index, each in enumerate(self.layers)
@@ -66,15 +66,15 @@ class Offsets(Variables):
             if index < count:
                 value.sub_(rate * gradient.sign()).clamp_(-1, 1)
             elif index < 2 * count:
-                value.sub_(0.1 * rate * gradient.sign()).clamp_(-SCALES, SCALES)
+                value.sub_(0.1 * rate * gradient.sign()).clamp_(-MAX_SCALE_CHANGE, MAX_SCALE_CHANGE)
             else:
                 step = self.layers[index - 2 * count].start.scale.amax()
-                value.sub_(BIASES * (1 - progress) * step * gradient.sign())
+                value.sub_(BIAS_RATE * (1 - progress) * step * gradient.sign())
 
     def harden(self) -> None:
         for index, layer in enumerate(self.layers):
             layer.harden(layer.place + self.offsets[index], self._scale(index))
 
 
-def _single(codes: Codes) -> Codes:
-    return Codes(codes.low.to(torch.float32), codes.high.to(torch.float32), codes.floats)
+def _to_float32(codes: CodeGrid) -> CodeGrid:
+    return CodeGrid(codes.low.to(torch.float32), codes.high.to(torch.float32), codes.floats)

@@ -11,12 +11,12 @@ is 0.3 + 2 n/N.
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.moments import single
+from scalepoint.tuning.moments import float32_covariance
 from scalepoint.tuning.problem import Problem, Solution, with_ridge
 from scalepoint.tuning.steps.registry import register
 
-LADDER = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-FIRST = 3
+RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+FIRST_RIDGE = 3
 
 
 @register("target")
@@ -28,38 +28,38 @@ def target(problem: Problem, solution: Solution) -> Solution:
         return solution
     share: float | None = None if problem.ridge == "auto" else float(problem.ridge)
     if share is None:
-        share = _chosen(problem) if problem.judge is not seen else 0.3 + 2 * seen.size / seen.count
-    found = None if share is None else _ridged(problem, share)
+        share = _choose_ridge(problem) if problem.judge is not seen else 0.3 + 2 * seen.size / seen.count
+    found = None if share is None else _solve_with_ridge(problem, share)
     problem.notes["ridge"] = "none" if found is None else share
     best = weight if found is None else found
     return Solution(best, problem.nearest(best, solution.scale), solution.scale)
 
 
-def _chosen(problem: Problem) -> float | None:
+def _choose_ridge(problem: Problem) -> float | None:
     """The ridge that is best on held-out rows; None where no change is. Some outputs are enough to tell by."""
     judge = problem.near(problem.judge)
     some = problem.some
     (least,) = problem.added(float(judge.base[:, some].sum()))
     ridge: float | None = None
-    for rungs in (LADDER[FIRST:], LADDER[FIRST - 1 :: -1]):
+    for rungs in (RIDGES[FIRST_RIDGE:], RIDGES[FIRST_RIDGE - 1 :: -1]):
         for share in rungs:
-            found = _ridged(problem, share, some)
+            found = _solve_with_ridge(problem, share, some)
             (error,) = problem.added(float("inf") if found is None else float(judge.error(found, some).sum()))
             is_better = error < least
             least, ridge = (error, share) if is_better else (least, ridge)
-            _forget(problem, ridge)
+            _drop_other_factors(problem, ridge)
             if not is_better:
                 break
-        if ridge is not None and ridge > LADDER[FIRST]:
+        if ridge is not None and ridge > RIDGES[FIRST_RIDGE]:
             break
     return ridge
 
 
-def _ridged(problem: Problem, share: float, outputs: slice = slice(None)) -> Tensor | None:
+def _solve_with_ridge(problem: Problem, share: float, outputs: slice = slice(None)) -> Tensor | None:
     """None where the moments allow no factor; layers with the same inputs share it."""
     seen = problem.fit
     if ("ridge", share) not in seen.made:
-        factor, failed = torch.linalg.cholesky_ex(with_ridge(single(seen), share))
+        factor, failed = torch.linalg.cholesky_ex(with_ridge(float32_covariance(seen), share))
         seen.made["ridge", share] = None if bool(failed.any()) else factor
     factor = seen.made["ridge", share]
     if factor is None:
@@ -68,7 +68,7 @@ def _ridged(problem: Problem, share: float, outputs: slice = slice(None)) -> Ten
     return problem.weight[:, outputs] - change.to(torch.float64)
 
 
-def _forget(problem: Problem, share: float | None) -> None:
+def _drop_other_factors(problem: Problem, share: float | None) -> None:
     """Keep only the factor of the best ridge so far: each is as large as H."""
     for key in [key for key in problem.fit.made if isinstance(key, tuple) and key[0] == "ridge" and key[1] != share]:
         del problem.fit.made[key]

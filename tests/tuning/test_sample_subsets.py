@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
-from scalepoint.tuning import TuneConfig, few, tune
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning import TuneConfig, sample_subsets, tune
+from scalepoint.tuning.walk import StreamWalk
 from tests.tuning.test_tune import Net, codes, pictures
 
 WIDTHS = QuantConfig(
@@ -29,7 +29,7 @@ class Together(nn.Module):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(few, "VALUES", 4096)
+    monkeypatch.setattr(sample_subsets, "VALUES_PER_STEP", 4096)
 
 
 def tuned(net, monkeypatch):
@@ -37,7 +37,7 @@ def tuned(net, monkeypatch):
     torch.manual_seed(0)
     data, seen = list(pictures(64, 1).split(16)), []
     model = quantize(net().eval(), data[0], WIDTHS, forward_loop=data, progress=False)
-    run = Walk.run
+    run = StreamWalk.run_piece
 
     def watched(self, piece, entries, **options):
         if torch.is_grad_enabled():
@@ -45,14 +45,14 @@ def tuned(net, monkeypatch):
         return run(self, piece, entries, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Walk, "run", watched)
+        patch.setattr(StreamWalk, "run_piece", watched)
         report = tune(model, data, STEPS, progress=False)
     return model, report, seen
 
 
 def test_a_step_takes_as_many_samples_as_hold_so_many_values(monkeypatch):
     model, report, seen = tuned(Net, monkeypatch)
-    assert set(seen) <= set(range(few.FEWEST, 17))
+    assert set(seen) <= set(range(sample_subsets.MIN_SAMPLES, 17))
     assert min(seen) == 3  # of the first piece, whose samples have more than a thousand values
     assert all(piece.after <= piece.before for piece in report.pieces)
     again, _, _ = tuned(Net, monkeypatch)
@@ -66,7 +66,7 @@ def test_samples_that_hang_together_stay_together(monkeypatch):
 
 def test_each_step_draws_others_of_the_places_it_may():
     places = torch.tensor([1, 2, 5, 6, 7])
-    found = [few.drawn(places, 8, 2, step) for step in range(40)]
+    found = [sample_subsets.draw_samples(places, 8, 2, step) for step in range(40)]
     assert {len(each) for each in found} == {2}
     assert {int(place) for each in found for place in each} == {1, 2, 5, 6, 7}
-    assert torch.equal(few.drawn(places, 8, 2, 3), found[3])
+    assert torch.equal(sample_subsets.draw_samples(places, 8, 2, 3), found[3])

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.quantize.migrations.flow import FOREIGN, Op
-from scalepoint.quantize.migrations.layers import NORMS, Layer, Norm
-from scalepoint.quantize.migrations.migration import Found, Scene
-from scalepoint.quantize.migrations.trace import CLAMPS, Trace, channel_axis, follow
+from scalepoint.quantize.migrations.channel_trace import CLAMPS, ChannelTrace, channel_axis, trace_channels
+from scalepoint.quantize.migrations.layers import NORMS, RewritableLayer, RewritableNorm
+from scalepoint.quantize.migrations.migration import MigrationContext, MigrationSites
+from scalepoint.quantize.migrations.recorded_graph import FOREIGN, RecordedOperation
 from scalepoint.quantize.parts import MULTIPLIES
 
 
 @dataclass
-class Seam:
+class ScalingSite:
     """A source, the layers that read it with the channel that each of their inputs is, and the channels that may
     be scaled."""
 
-    source: Layer | Norm
-    readers: list[tuple[Layer, Tensor]]
+    source: RewritableLayer | RewritableNorm
+    readers: list[tuple[RewritableLayer, Tensor]]
     free: Tensor
-    trace: Trace
+    trace: ChannelTrace
     measured: Any = None  # what a migration saw of it in the data
 
     @property
@@ -41,7 +41,7 @@ class Seam:
         s = torch.where(self.free, s.double(), 1.0)
         self.source.scale_outputs(1 / s)
         for reader, columns in self.readers:
-            reader.scale_inputs(spread(s, columns))
+            reader.scale_inputs(gather_scales(s, columns))
 
     def gathered(self, values: Sequence[Tensor], how: str) -> Tensor:
         """One value a channel of the source, of values of the readers' inputs: the largest, or the mean."""
@@ -51,32 +51,32 @@ class Seam:
         return start.scatter_reduce(0, columns[own], all_values[own], how, include_self=False)
 
     @property
-    def clamps(self) -> list[Op]:
+    def clamps(self) -> list[RecordedOperation]:
         return [op for op in self.trace.passed if op.kind in CLAMPS]
 
 
-def spread(values: Tensor, columns: Tensor) -> Tensor:
+def gather_scales(values: Tensor, columns: Tensor) -> Tensor:
     """The value of each input of a reader; 1 for what comes from elsewhere."""
     return torch.where(columns == FOREIGN, 1.0, values[columns.clamp(min=0)])
 
 
-def find_seams(
-    scene: Scene,
-    through: Callable[[Op], bool],
+def find_scaling_sites(
+    scene: MigrationContext,
+    through: Callable[[RecordedOperation], bool],
     *,
     norms: bool,
-    why_not: Callable[[Op], str] = lambda op: "",
-) -> Found:
+    why_not: Callable[[RecordedOperation], str] = lambda op: "",
+) -> MigrationSites:
     """All seams of a model: from every layer (and norm) to the layers that read it."""
-    found, flow = Found(), scene.flow
+    found, flow = MigrationSites(), scene.flow
     for op in flow.ops:
         is_norm = norms and op.kind in NORMS
         if not is_norm and (op.kind not in MULTIPLIES or len(op.inputs) != 1):
             continue
-        source = Norm(op) if is_norm else Layer(op)
-        trace = follow(flow, op, channel_axis(op), through)
+        source = RewritableNorm(op) if is_norm else RewritableLayer(op)
+        trace = trace_channels(flow, op, channel_axis(op), through)
         for reader, columns in list(trace.readers):
-            why = why_not(reader) or Layer(reader).why_fixed(flow)
+            why = why_not(reader) or RewritableLayer(reader).why_fixed(flow)
             if why:
                 trace.pin(columns, why)
         trace.readers = [(r, c) for r, c in trace.readers if not trace.is_pinned(c)]
@@ -85,6 +85,6 @@ def find_seams(
         if why:
             found.refuse(op.name, why)
         else:
-            readers = [(Layer(reader), columns) for reader, columns in trace.readers]
-            found.sites.append(Seam(source, readers, free, trace))
+            readers = [(RewritableLayer(reader), columns) for reader, columns in trace.readers]
+            found.sites.append(ScalingSite(source, readers, free, trace))
     return found

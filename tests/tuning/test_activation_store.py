@@ -3,7 +3,7 @@
 import torch
 
 from scalepoint.quantize import QuantStub
-from scalepoint.tuning.shelf import Shelf
+from scalepoint.tuning.activation_store import ActivationStore
 
 
 def stub(symmetric):
@@ -21,7 +21,7 @@ def test_what_a_quantizer_gave_comes_back_from_a_byte_an_element():
         quantizer = stub(symmetric)
         value = quantizer(torch.randn(64, 32) * 2)
         for limit in (10**6, 100):
-            shelf = Shelf(limit)
+            shelf = ActivationStore(limit)
             shelf.put("a", value, quantizer)
             assert torch.equal(shelf.get("a"), value)
             assert shelf.held <= value.numel()
@@ -33,14 +33,14 @@ def test_what_a_quantizer_gave_comes_back_from_a_byte_an_element():
 def test_codes_keep_the_scale_that_they_were_made_with():
     quantizer = stub(False)
     value = quantizer(torch.randn(64))
-    shelf = Shelf(10**6)
+    shelf = ActivationStore(10**6)
     shelf.put("a", value, quantizer)
     quantizer.scale.mul_(2)
     assert torch.equal(shelf.get("a"), value)
 
 
 def test_a_value_that_is_put_again_counts_once():
-    shelf = Shelf(10**6)
+    shelf = ActivationStore(10**6)
     for _ in range(3):
         shelf.put("a", torch.zeros(10))
     assert shelf.held == 40

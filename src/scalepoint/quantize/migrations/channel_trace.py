@@ -15,11 +15,11 @@ from torch import Tensor
 
 from scalepoint.graph import Operation
 from scalepoint.graph.kinds import CASTS, VALUE_PRESERVING
-from scalepoint.quantize.migrations.flow import FOREIGN, Flow, Op
+from scalepoint.quantize.migrations.recorded_graph import FOREIGN, RecordedGraph, RecordedOperation
 from scalepoint.quantize.parts import MULTIPLIES
 
 MOVES = frozenset((*VALUE_PRESERVING, "cat", "stack", "repeat", "repeat_interleave", "roll", "channel_shuffle"))
-SAME = frozenset(("quant", "dropout", "identity", *CASTS))
+UNCHANGED = frozenset(("quant", "dropout", "identity", *CASTS))
 RECTIFIES = frozenset(("relu", "leaky_relu", "prelu"))
 CLAMPS = frozenset(("relu6", "hardtanh"))
 SUMS = ("attention", "matmul")  # of values, weighted
@@ -27,13 +27,15 @@ POOLS = frozenset(("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_po
 
 
 @dataclass
-class Trace:
+class ChannelTrace:
     """Where the channels of one tensor go."""
 
     channels: int
-    readers: list[tuple[Op, Tensor]] = field(default_factory=list)  # and which channel each of its inputs is
+    readers: list[tuple[RecordedOperation, Tensor]] = field(
+        default_factory=list
+    )  # and which channel each of its inputs is
     pinned: dict[int, str] = field(default_factory=dict)  # channels that something else reads, with the reason
-    passed: list[Op] = field(default_factory=list)
+    passed: list[RecordedOperation] = field(default_factory=list)
     ids: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -51,32 +53,34 @@ class Trace:
         return next(iter(self.pinned.values()), "nothing reads it")
 
     def pin(self, ids: Tensor, why: str) -> None:
-        for each in _numbers(ids):
+        for each in _unique_numbers(ids):
             self.pinned.setdefault(each, why)
 
     def is_pinned(self, ids: Tensor) -> bool:
         """Whether none of these channels is free."""
-        return all(each in self.pinned for each in _numbers(ids))
+        return all(each in self.pinned for each in _unique_numbers(ids))
 
 
-def follow(flow: Flow, start: Op, axis: int, through: Callable[[Op], bool]) -> Trace:
+def trace_channels(
+    flow: RecordedGraph, start: RecordedOperation, axis: int, through: Callable[[RecordedOperation], bool]
+) -> ChannelTrace:
     """Send the channels of a tensor on, through the operations that `through` takes, to the layers that read them."""
     assert start.shape is not None  # noqa: S101  # it gave a tensor
     count = start.shape[axis]
     shape = [1] * len(start.shape)
     shape[axis] = count
-    trace = Trace(count, ids={start.index: torch.arange(count).view(shape).expand(start.shape)})
+    trace = ChannelTrace(count, ids={start.index: torch.arange(count).view(shape).expand(start.shape)})
     for op in flow.ops[start.index + 1 :]:
         own = {index: trace.ids[index] for index in op.inputs if index in trace.ids}
         if not own:
             continue
-        columns = _columns(op, own)
+        columns = _reader_columns(op, own)
         if columns is not None:
             trace.readers.append((op, columns))
             continue
         if op.kind in SUMS and through(op):
-            own = _value_alone(trace, op, own)
-        found, why = _passed(flow, op, own) if through(op) else (None, _unknown(op))
+            own = _keep_value_input(trace, op, own)
+        found, why = _pass_numbers(flow, op, own) if through(op) else (None, _explain_unknown(op))
         if found is None:
             for ids in own.values():
                 trace.pin(ids, why)
@@ -86,56 +90,60 @@ def follow(flow: Flow, start: Op, axis: int, through: Callable[[Op], bool]) -> T
     return trace
 
 
-def channel_axis(op: Op) -> int:
+def channel_axis(op: RecordedOperation) -> int:
     """The axis of its output (and input) on which a layer or norm has its channels."""
     if op.kind in ("conv", "conv_transpose", "head"):
         return 1 - int(op.operation.weight.ndim)
     return -1
 
 
-def _unknown(op: Op) -> str:
+def _explain_unknown(op: RecordedOperation) -> str:
     if op.kind == "output":
         return "it is an output of the model"
     return f"read by {op.name} ({op.kind}), which does not pass scales on"
 
 
-def _compact(ids: Tensor) -> Tensor:
+def _drop_expanded_axes(ids: Tensor) -> Tensor:
     """One of all that an expanded axis repeats."""
     return ids[tuple(slice(1) if stride == 0 else slice(None) for stride in ids.stride())]
 
 
-def _numbers(ids: Any) -> list[int]:
+def _unique_numbers(ids: Any) -> list[int]:
     tensors = ids if isinstance(ids, tuple | list) else [ids]
-    found = torch.cat([torch.unique(_compact(each)) for each in tensors])
+    found = torch.cat([torch.unique(_drop_expanded_axes(each)) for each in tensors])
     return sorted({int(each) for each in found} - {FOREIGN})
 
 
-def along(ids: Tensor, axis: int) -> Tensor | None:
+def numbers_along(ids: Tensor, axis: int) -> Tensor | None:
     """The numbers along an axis, when all other axes agree."""
-    rows = _compact(ids.movedim(axis, -1)).expand(*[-1] * (ids.ndim - 1), ids.shape[axis]).reshape(-1, ids.shape[axis])
+    rows = (
+        _drop_expanded_axes(ids.movedim(axis, -1))
+        .expand(*[-1] * (ids.ndim - 1), ids.shape[axis])
+        .reshape(-1, ids.shape[axis])
+    )
     return rows[0].clone() if bool((rows == rows[0]).all()) else None
 
 
-def _columns(op: Op, own: Mapping[int, Any]) -> Tensor | None:
+def _reader_columns(op: RecordedOperation, own: Mapping[int, Any]) -> Tensor | None:
     if op.kind not in MULTIPLIES or len(op.inputs) != 1 or not isinstance(own[op.inputs[0]], Tensor):
         return None
-    return along(own[op.inputs[0]], channel_axis(op))
+    return numbers_along(own[op.inputs[0]], channel_axis(op))
 
 
-def _same(flow: Flow, op: Op, own: dict[int, Any]) -> Any:
+def _pass_unchanged(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Any:
     return own.get(op.inputs[0])
 
 
-def _pooled(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
+def _pass_pool(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Tensor | None:
     ids = own[op.inputs[0]]
     if op.shape is None or not isinstance(ids, Tensor) or len(op.shape) != ids.ndim:
         return None
     whole = tuple(slice(None) if have == want else slice(1) for have, want in zip(ids.shape, op.shape, strict=True))
     one = ids[whole]
-    return one.expand(op.shape) if bool((_compact(ids) == _compact(one)).all()) else None
+    return one.expand(op.shape) if bool((_drop_expanded_axes(ids) == _drop_expanded_axes(one)).all()) else None
 
 
-def _averaged(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
+def _pass_mean(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Tensor | None:
     """The mean of equal numbers is that number, the mean of their squares its square."""
     mean, square = (flow.again(op, {k: v.double() ** power for k, v in own.items()}) for power in (1, 2))
     if mean is None or square is None:
@@ -143,7 +151,7 @@ def _averaged(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
     return mean.round().long() if torch.allclose(mean.square(), square, rtol=1e-12, atol=1e-9) else None
 
 
-def _multiplied(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
+def _pass_product(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Tensor | None:
     places = [place for place, index in enumerate(op.inputs) if index in own]
     divides = op.kind == "div" and any(op.argument(place) not in ("self", "input", "0") for place in places)
     if len(places) != 1 or divides or op.shape is None:
@@ -152,7 +160,7 @@ def _multiplied(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
     return torch.broadcast_to(ids, op.shape) if ids.ndim <= len(op.shape) else None
 
 
-def _added(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
+def _pass_add(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Tensor | None:
     """x + x is 2 x; anything else has a part that does not scale along."""
     constants = op.module.tensors() if isinstance(op.module, Operation) else []
     parts = [own[index] for index in op.inputs if index in own]
@@ -161,15 +169,15 @@ def _added(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
     return parts[0] if all(part.shape == parts[0].shape and torch.equal(part, parts[0]) for part in parts) else None
 
 
-def value_of(op: Op) -> int:
+def get_value_input(op: RecordedOperation) -> int:
     """The operation whose values an attention or a product sums."""
     names = ("value", "other", "mat2", "2" if op.kind == "attention" else "1")
     return next((index for place, index in enumerate(op.inputs) if op.argument(place) in names), -1)
 
 
-def _value_alone(trace: Trace, op: Op, own: dict[int, Any]) -> dict[int, Any]:
+def _keep_value_input(trace: ChannelTrace, op: RecordedOperation, own: dict[int, Any]) -> dict[int, Any]:
     """Where queries, keys and values come from one layer: the channels of the first two stay, those of values pass."""
-    value = value_of(op)
+    value = get_value_input(op)
     if value not in own:
         return own
     for index, ids in own.items():
@@ -178,13 +186,13 @@ def _value_alone(trace: Trace, op: Op, own: dict[int, Any]) -> dict[int, Any]:
     return {value: own[value]}
 
 
-def _weighted_sum(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
+def _pass_weighted_sum(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Tensor | None:
     """sum_t p_t v_t: each channel of v is one of the result, in each head that reads it."""
-    ids = own.get(value_of(op))
+    ids = own.get(get_value_input(op))
     if ids is None or len(own) != 1:
         return None
     row = ids[..., :1, :]
-    if op.shape is None or not bool((_compact(ids) == _compact(row)).all()):
+    if op.shape is None or not bool((_drop_expanded_axes(ids) == _drop_expanded_axes(row)).all()):
         return None
     if op.kind == "attention" and ids.ndim > 2 and ids.shape[-3] != op.shape[-3]:
         row = row.repeat_interleave(op.shape[-3] // ids.shape[-3], -3)
@@ -192,21 +200,23 @@ def _weighted_sum(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
     return found
 
 
-Rule = Callable[[Flow, Op, dict[int, Any]], Any]  # the numbers behind an operation; None where they cannot be told
-RULES: tuple[tuple[Collection[str], Rule, str], ...] = (
-    (SAME | RECTIFIES | CLAMPS, _same, "takes it in another place"),
-    (MOVES, Flow.again, "moves it in a way that cannot be followed"),
-    (POOLS, _pooled, "pools over channels"),
-    (("mean",), _averaged, "averages over channels"),
-    (("mul", "div"), _multiplied, "multiplies it by itself, or divides by it"),
-    (("add",), _added, "adds another tensor to it"),
-    (SUMS, _weighted_sum, "takes it as query or key"),
+PassRule = Callable[
+    [RecordedGraph, RecordedOperation, dict[int, Any]], Any
+]  # the numbers behind an operation; None where they cannot be told
+PASS_RULES: tuple[tuple[Collection[str], PassRule, str], ...] = (
+    (UNCHANGED | RECTIFIES | CLAMPS, _pass_unchanged, "takes it in another place"),
+    (MOVES, RecordedGraph.again, "moves it in a way that cannot be followed"),
+    (POOLS, _pass_pool, "pools over channels"),
+    (("mean",), _pass_mean, "averages over channels"),
+    (("mul", "div"), _pass_product, "multiplies it by itself, or divides by it"),
+    (("add",), _pass_add, "adds another tensor to it"),
+    (SUMS, _pass_weighted_sum, "takes it as query or key"),
 )
 
 
-def _passed(flow: Flow, op: Op, own: dict[int, Any]) -> tuple[Any, str]:
+def _pass_numbers(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> tuple[Any, str]:
     """The numbers behind an operation; None and the reason where there is no telling."""
-    for kinds, rule, why in RULES:
+    for kinds, rule, why in PASS_RULES:
         if op.kind in kinds:
             return rule(flow, op, own), f"{op.name} {why}"
-    return None, _unknown(op)
+    return None, _explain_unknown(op)

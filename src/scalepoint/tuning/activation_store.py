@@ -15,7 +15,7 @@ from scalepoint.spec import PerTensorGranularity
 from scalepoint.support.files import TemporaryFolder
 
 
-class Shelf:
+class ActivationStore:
     """Values by key; what is no plain tensor stays in memory as it is."""
 
     def __init__(self, limit: int) -> None:
@@ -27,13 +27,13 @@ class Shelf:
     def put(self, key: Any, value: Any, quantizer: QuantStub | None = None) -> None:
         """Keep a value; with the quantizer that gave it, as codes."""
         self.drop(key)
-        if isinstance(value, Tensor) and quantizer is not None and _has_codes(quantizer, value):
-            value = _Codes(value, quantizer)
-        tensor = value.codes if isinstance(value, _Codes) else value
+        if isinstance(value, Tensor) and quantizer is not None and _can_store_codes(quantizer, value):
+            value = _QuantizedTensor(value, quantizer)
+        tensor = value.codes if isinstance(value, _QuantizedTensor) else value
         size = tensor.numel() * tensor.element_size() if isinstance(tensor, Tensor) else 0
         if isinstance(tensor, Tensor) and size and self.held + size > self.limit:
             on_disk = self._spilled(tensor.contiguous())
-            value = value.moved(on_disk) if isinstance(value, _Codes) else on_disk
+            value = value.moved(on_disk) if isinstance(value, _QuantizedTensor) else on_disk
         else:
             self.held += size
         self.values[key] = value
@@ -43,25 +43,25 @@ class Shelf:
 
     def get(self, key: Any) -> Any:
         value = self.values[key]
-        if isinstance(value, _Codes):
+        if isinstance(value, _QuantizedTensor):
             return value.values()
-        return value.read() if isinstance(value, _OnDisk) else value
+        return value.read() if isinstance(value, _TensorOnDisk) else value
 
     def drop(self, key: Any) -> None:
         value = self.values.pop(key, None)
-        value = value.codes if isinstance(value, _Codes) else value
-        if isinstance(value, _OnDisk):
+        value = value.codes if isinstance(value, _QuantizedTensor) else value
+        if isinstance(value, _TensorOnDisk):
             value.path.unlink(missing_ok=True)
         elif isinstance(value, Tensor):
             self.held -= value.numel() * value.element_size()
 
-    def _spilled(self, value: Tensor) -> "_OnDisk":
+    def _spilled(self, value: Tensor) -> "_TensorOnDisk":
         if self._folder is None:
             self._folder = TemporaryFolder()
         self._count += 1
         path = self._folder.path / str(self._count)
         value.detach().reshape(-1).view(torch.uint8).numpy().tofile(path)
-        return _OnDisk(path, value.dtype, value.shape)
+        return _TensorOnDisk(path, value.dtype, value.shape)
 
     def close(self) -> None:
         self.values.clear()
@@ -69,7 +69,7 @@ class Shelf:
             self._folder.close()
 
 
-class _OnDisk:
+class _TensorOnDisk:
     def __init__(self, path: Path, dtype: torch.dtype, shape: torch.Size) -> None:
         self.path, self.dtype, self.shape = path, dtype, shape
 
@@ -78,25 +78,25 @@ class _OnDisk:
         return torch.from_file(str(self.path), size=size, dtype=torch.uint8).view(self.dtype).reshape(self.shape)
 
 
-class _Codes:
+class _QuantizedTensor:
     """A tensor as its quantizer's codes, with the parameters that it had then."""
 
     def __init__(self, value: Tensor, quantizer: QuantStub) -> None:
         self.impl, self.dtype = quantizer.quantizer, value.dtype
         self.qparams = QParams(quantizer.scale.clone(), quantizer.zero_point.clone(), None)
-        self.codes: Tensor | _OnDisk = self.impl.quantize(value, *self.qparams)
+        self.codes: Tensor | _TensorOnDisk = self.impl.quantize(value, *self.qparams)
 
-    def moved(self, place: _OnDisk) -> "_Codes":
+    def moved(self, place: _TensorOnDisk) -> "_QuantizedTensor":
         self.codes = place
         return self
 
     def values(self) -> Tensor:
-        codes = self.codes.read() if isinstance(self.codes, _OnDisk) else self.codes
+        codes = self.codes.read() if isinstance(self.codes, _TensorOnDisk) else self.codes
         found: Tensor = self.impl.dequantize(codes, *self.qparams, output_dtype=self.dtype)
         return found
 
 
-def _has_codes(quantizer: QuantStub, value: Tensor) -> bool:
+def _can_store_codes(quantizer: QuantStub, value: Tensor) -> bool:
     """Whether one byte an element says it all."""
     spec, on = quantizer.spec, quantizer.enabled and not quantizer.quantizer.is_disabled()
     is_plain = isinstance(quantizer.calculator.granularity, PerTensorGranularity) and spec.qformulation == "zp"

@@ -16,35 +16,35 @@ from torch import Tensor
 
 from scalepoint.numerics import QParams
 from scalepoint.quantize.stubs import QuantStub
-from scalepoint.tuning.reconstruct import ByAdam, Weight, Work, entered, reconstruct
+from scalepoint.tuning.reconstruct import AdamVariables, PieceTask, TrainableWeight, enter_all, reconstruct
 from scalepoint.tuning.steps.registry import register
 
-RATES = {"clip": 2e-3, "end_to_end": 2e-4}
+LEARNING_RATES = {"clip": 2e-3, "end_to_end": 2e-4}
 
 
 @register("clip", over="piece")
-def clip(work: Work) -> None:
+def clip(work: PieceTask) -> None:
     """Scales and biases of a piece."""
-    _learn(work, RATES["clip"])
+    _learn_scales(work, LEARNING_RATES["clip"])
 
 
 @register("end_to_end", over="model")
-def end_to_end(work: Work) -> None:
+def end_to_end(work: PieceTask) -> None:
     """Scales and biases of the whole net."""
     work.drop = 0.0
-    _learn(work, RATES["end_to_end"])
+    _learn_scales(work, LEARNING_RATES["end_to_end"])
 
 
-def _learn(work: Work, rate: float) -> None:
-    layers, stubs = [Weight(shape) for shape in work.layers()], work.stubs()
+def _learn_scales(work: PieceTask, rate: float) -> None:
+    layers, stubs = [TrainableWeight(shape) for shape in work.layers()], work.stubs()
     if layers or stubs:
-        reconstruct(work, Scales(layers, stubs, rate))
+        reconstruct(work, LearnedScales(layers, stubs, rate))
 
 
-class Scales(ByAdam):
+class LearnedScales(AdamVariables):
     """Scales as powers, so that they stay positive."""
 
-    def __init__(self, layers: Sequence[Weight], stubs: Sequence[QuantStub], rate: float) -> None:
+    def __init__(self, layers: Sequence[TrainableWeight], stubs: Sequence[QuantStub], rate: float) -> None:
         self.layers, self.stubs = layers, stubs
         self.powers = [torch.zeros_like(each.start.scale).requires_grad_() for each in layers]
         self.first = [stub.scale.detach().clone() for stub in stubs]
@@ -60,7 +60,7 @@ class Scales(ByAdam):
             each.computing(partial(getattr, each.start, "codes"), partial(self._scale, index))
             for index, each in enumerate(self.layers)
         ]
-        return entered([*weights, *(self._learned(index) for index in range(len(self.stubs)))])
+        return enter_all([*weights, *(self._learned(index) for index in range(len(self.stubs)))])
 
     def _scale(self, index: int) -> Tensor:
         layer = self.layers[index]

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from scalepoint import distributed
-from scalepoint.analysis.layers import quantizers_of
-from scalepoint.analysis.lockstep import Lockstep
-from scalepoint.analysis.sums import energy, error_energy, float_tensors
+from scalepoint.analysis.layers import get_quantizers
+from scalepoint.analysis.paired_runner import FloatAndQuantizedRunner
+from scalepoint.analysis.statistics import energy, error_energy, float_tensors
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.twins import driven
 
 
 @dataclass
-class Flow:
+class NoiseFlow:
     """Sums of squares at each node of the lockstep."""
 
     graph: fx.Graph
@@ -29,20 +29,20 @@ class Flow:
     signal: dict[fx.Node, float] = field(default_factory=dict)  # of the outputs
     quantizing: dict[fx.Node, bool] = field(default_factory=dict)
 
-    def __call__(self, node: fx.Node, steps: Lockstep) -> None:
+    def __call__(self, node: fx.Node, steps: FloatAndQuantizedRunner) -> None:
         if node.op == "output":
             for each in node.all_input_nodes:
-                _add(self.signal, each, sum(map(energy, float_tensors(steps.exact[each]))))
+                _add_to(self.signal, each, sum(map(energy, float_tensors(steps.exact[each]))))
             return
         exact, noisy = steps.exact[node], steps.noisy[node]
-        _add(self.noise, node, error_energy(exact, noisy))
+        _add_to(self.noise, node, error_energy(exact, noisy))
         if node not in self.quantizing:
             module = steps.live.get_submodule(str(node.target)) if node.op == "call_module" else nn.Identity()
-            self.quantizing[node] = any(each.enabled for each in quantizers_of(module))
+            self.quantizing[node] = any(each.enabled for each in get_quantizers(module))
         if self.quantizing[node]:
             carried = steps.carried(node)
-            _add(self.own, node, error_energy(carried, noisy))
-            _add(self.carried, node, error_energy(exact, carried))
+            _add_to(self.own, node, error_energy(carried, noisy))
+            _add_to(self.carried, node, error_energy(exact, carried))
 
     def merge(self) -> None:
         """Take in the sums of the other ranks."""
@@ -54,7 +54,7 @@ class Flow:
             each.clear()
             for part in parts:
                 for name, value in part[index].items():
-                    _add(each, nodes[name], value)
+                    _add_to(each, nodes[name], value)
 
     def weights(self, graph: fx.Graph) -> dict[fx.Node, float]:
         """How much noise at a node ends up in the outputs, as noise to signal."""
@@ -76,15 +76,15 @@ class Flow:
         return self.carried.get(node, self.noise[node]) / coming if coming else 0.0
 
 
-def _add(sums: dict[fx.Node, float], node: fx.Node, value: float) -> None:
+def _add_to(sums: dict[fx.Node, float], node: fx.Node, value: float) -> None:
     sums[node] = sums.get(node, 0.0) + value
 
 
-def flow_of(
+def measure_noise_flow(
     quantized: fx.GraphModule, data: Data, *, max_batches: int | None = None, progress: bool | None = None
-) -> Flow:
+) -> NoiseFlow:
     """One pass of the data."""
-    flow = Flow(quantized.graph)
-    run = driven(quantized, Lockstep(quantized, flow))
+    flow = NoiseFlow(quantized.graph)
+    run = driven(quantized, FloatAndQuantizedRunner(quantized, flow))
     feed(run, data, "finding sensitive layers", max_batches=max_batches, progress=progress, merge=flow.merge)
     return flow

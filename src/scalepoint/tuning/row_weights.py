@@ -9,23 +9,25 @@ from torch import Tensor, fx
 
 from scalepoint.patterns.fused import FusedNorm
 from scalepoint.quantize.parts import kind_of_part
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.walk import StreamWalk
 
-ROWWISE = ("layer_norm", "rms_norm")
+NORM_KINDS = ("layer_norm", "rms_norm")
 EPSILON = 1e-5  # as norms have it
 
 
-def is_normed(walk: Walk, node: fx.Node) -> bool:
+def feeds_norm(walk: StreamWalk, node: fx.Node) -> bool:
     """Whether a norm over the last axis reads a value, at once or behind its quantizer."""
-    return any(is_normed(walk, user) if walk.stub(user) is not None else _is_norm(walk, user) for user in node.users)
+    return any(
+        feeds_norm(walk, user) if walk.get_stub(user) is not None else _is_norm(walk, user) for user in node.users
+    )
 
 
-def _is_norm(walk: Walk, node: fx.Node) -> bool:
-    module = walk.module(node)
+def _is_norm(walk: StreamWalk, node: fx.Node) -> bool:
+    module = walk.get_module(node)
     if not isinstance(module, FusedNorm):
         return False
     parts = list(module.parts.values())
-    return len(parts) > 1 or kind_of_part(parts[0]) in ROWWISE  # an RMS norm that is written out has several
+    return len(parts) > 1 or kind_of_part(parts[0]) in NORM_KINDS  # an RMS norm that is written out has several
 
 
 def row_weights(x: Tensor) -> Tensor:

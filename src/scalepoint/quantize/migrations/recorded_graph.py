@@ -23,7 +23,7 @@ FOREIGN = -1  # the number of a channel that is not the source's
 
 
 @dataclass
-class Op:
+class RecordedOperation:
     """One operation of one batch; `inputs` are the operations whose tensors it takes, in order."""
 
     index: int
@@ -47,20 +47,20 @@ class Op:
         return str(place)
 
 
-class Flow:
+class RecordedGraph:
     """The operations of a model in the order in which they run, as one batch saw them."""
 
     def __init__(self, model: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        recorder = _Recorder(model)
+        recorder = _OperationRecorder(model)
         recorder.run(*inputs, enable_io_processing=False)
         self.model, self.ops = model, recorder.ops
-        self.readers: dict[int, list[Op]] = {}
+        self.readers: dict[int, list[RecordedOperation]] = {}
         for op in self.ops:
             for source in dict.fromkeys(op.inputs):
                 self.readers.setdefault(source, []).append(op)
-        self.uses = _uses(model, self.ops)
+        self.uses = _count_uses(model, self.ops)
 
-    def again(self, op: Op, ids: Mapping[int, Any]) -> Any:
+    def again(self, op: RecordedOperation, ids: Mapping[int, Any]) -> Any:
         """What an operation that moves values gives when some of its inputs are these, the others FOREIGN; None when
         it takes no such numbers."""
         try:
@@ -68,7 +68,7 @@ class Flow:
         except (RuntimeError, TypeError, ValueError, IndexError):  # torch's words for what an operation does not take
             return None
 
-    def _again(self, op: Op, ids: Mapping[int, Any]) -> Any:
+    def _again(self, op: RecordedOperation, ids: Mapping[int, Any]) -> Any:
 
         def given(index: int) -> Any:
             if index in ids:
@@ -87,12 +87,12 @@ class Flow:
         return any(self.uses[tensor.data_ptr()] > 1 for tensor in tensors if tensor.numel())
 
 
-class _Recorder(fx.Interpreter):
+class _OperationRecorder(fx.Interpreter):
     """Runs a graph and writes down every operation."""
 
     def __init__(self, model: fx.GraphModule) -> None:
         super().__init__(model)
-        self.ops: list[Op] = []
+        self.ops: list[RecordedOperation] = []
         self.names = record_of(model).names
         self.of: dict[fx.Node, int] = {}
 
@@ -104,7 +104,7 @@ class _Recorder(fx.Interpreter):
             result = self._opened(n, module, args)
         else:
             result = super().run_node(n)
-            kind = _norm_kind(module) if isinstance(module, FusedNorm) else _kind(n, module)
+            kind = _norm_kind(module) if isinstance(module, FusedNorm) else _operation_kind(n, module)
             part = list(module.parts.values())[-1] if isinstance(module, FusedNorm) else module
             slots = [self.of[a] for a in n.args if isinstance(a, fx.Node)] if n.op == "call_module" else inputs
             self._add(n, kind, part, slots, result)
@@ -123,11 +123,11 @@ class _Recorder(fx.Interpreter):
     def _add(self, node: fx.Node, kind: str, module: nn.Module | None, inputs: Sequence[int], result: Any) -> None:
         name = self.names.get(node.name) or (str(node.target) if node.op == "get_attr" else place_of(node))
         shape = tuple(result.shape) if isinstance(result, Tensor) else None
-        value = None if shape is not None or _holds_tensors(result) else result
-        self.ops.append(Op(len(self.ops), node, name, kind, module, tuple(inputs), shape, value))
+        value = None if shape is not None or _has_tensors(result) else result
+        self.ops.append(RecordedOperation(len(self.ops), node, name, kind, module, tuple(inputs), shape, value))
 
 
-def _kind(node: fx.Node, module: nn.Module | None) -> str:
+def _operation_kind(node: fx.Node, module: nn.Module | None) -> str:
     """A stub whose range is given, not found, stands for the values as they are."""
     is_given = isinstance(module, QuantStub) and (
         module.fixed_calibration is not None or any(end is not None for end in module.spec.float_range)
@@ -140,11 +140,11 @@ def _norm_kind(group: FusedNorm) -> str:
     return kind if len(group.parts) == 1 else "rms_norm"  # the one that is matched when it is written out
 
 
-def _holds_tensors(value: Any) -> bool:
+def _has_tensors(value: Any) -> bool:
     return isinstance(value, tuple | list) and any(isinstance(item, Tensor) for item in value)
 
 
-def _uses(model: fx.GraphModule, ops: Sequence[Op]) -> Counter[int]:
+def _count_uses(model: fx.GraphModule, ops: Sequence[RecordedOperation]) -> Counter[int]:
     """How many operations compute with a tensor (by address), and how often a module without any runs (by id)."""
     count: Counter[int] = Counter()
     for op in ops:

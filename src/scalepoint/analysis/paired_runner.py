@@ -15,10 +15,10 @@ from torch import fx, nn
 from scalepoint.quantize.twins import twin
 
 
-class Lockstep(nn.Module):
+class FloatAndQuantizedRunner(nn.Module):
     """`visit(node, self)` is called after each node, while the values of the node and of its inputs are at hand."""
 
-    def __init__(self, model: fx.GraphModule, visit: Callable[[fx.Node, "Lockstep"], None]) -> None:
+    def __init__(self, model: fx.GraphModule, visit: Callable[[fx.Node, "FloatAndQuantizedRunner"], None]) -> None:
         super().__init__()
         self.plain, self.live = twin(model, quantizing=False), twin(model)
         self.visit = visit

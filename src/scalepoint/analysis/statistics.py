@@ -76,7 +76,7 @@ class ErrorSums:
 
 
 @dataclass
-class RangeUse:
+class RangeUsage:
     """How the values that reach a stub fill its range [low, high], whose codes lie `step` apart (0: a float format)."""
 
     low: float
@@ -99,7 +99,7 @@ class RangeUse:
         least, most = torch.aminmax(x)
         self.least, self.most = min(self.least, float(least)), max(self.most, float(most))
 
-    def merge(self, other: "RangeUse") -> None:
+    def merge(self, other: "RangeUsage") -> None:
         self.count += other.count
         self.clipped += other.clipped
         self.at_ends += other.at_ends
@@ -126,7 +126,7 @@ class RangeUse:
         return max(0.0, inside) / (self.high - self.low)
 
 
-def merge_over_ranks(sums: Sequence["ErrorSums | RangeUse"]) -> None:
+def merge_over_ranks(sums: Sequence["ErrorSums | RangeUsage"]) -> None:
     """Make each that of all ranks, merged in their order: the same bits everywhere."""
     parts = distributed.gather_values("merging sums", [list(vars(each).values()) for each in sums])
     for index, each in enumerate(sums):

@@ -19,22 +19,22 @@ from scalepoint.quantize.stubs import WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
 from scalepoint.support.progress import phase
-from scalepoint.tuning.collect import Collector, Use
+from scalepoint.tuning.collect import LayerUse, RowCollector
 from scalepoint.tuning.moments import Moments
-from scalepoint.tuning.problem import Problem, Shape
-from scalepoint.tuning.rows import Geometry, geometry_of
+from scalepoint.tuning.problem import GroupedLayer, Problem
+from scalepoint.tuning.rows import Geometry, get_geometry
 from scalepoint.tuning.steps import find_step
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.walk import StreamWalk
 
-SOLVER = ("scale", "gptq")
-ROWS, HOLDOUT = 8_192, 0.1
-MEMORY = 2_000_000_000
-WITHOUT = 4.0  # a bit is worth 6 dB where nothing could be measured
+QUICK_STEPS = ("scale", "gptq")
+MAX_ROWS, HOLDOUT_SHARE = 8_192, 0.1
+MEMORY_BYTES = 2_000_000_000
+LOSS_PER_BIT = 4.0  # a bit is worth 6 dB where nothing could be measured
 
 Losses = dict[QuantizationSpec, float]  # each over the error of the running codes
 
 
-def losses_of(
+def measure_losses(
     model: fx.GraphModule,
     specs: Mapping[str, Sequence[QuantizationSpec]],
     data: Data,
@@ -47,44 +47,48 @@ def losses_of(
     """For each layer the error at every spec over that of the codes that the model has now, and the latter over the
     energy of the layer's output. `steps` are those of tuning; none of them: the intercept alone; None: nearest codes,
     as they are."""
-    walk = Walk(model, memory=MEMORY)
+    walk = StreamWalk(model, memory=MEMORY_BYTES)
     names = record_of(model).names
     found: dict[str, Losses] = {}
     levels: dict[str, float] = {}
-    collector = Collector(walk, ROWS, HOLDOUT, names, against_itself=True)
+    collector = RowCollector(walk, MAX_ROWS, HOLDOUT_SHARE, names, against_itself=True)
     layers = {use.node: use for use in collector.uses if names.get(use.node.name) in specs}
     try:
-        walk.read(model, data, max_batches=max_batches, skip_nan=skip_nan, progress=progress)
+        walk.read_data(model, data, max_batches=max_batches, skip_nan=skip_nan, progress=progress)
         with phase("measuring widths", total=len(layers), unit="layers", show=progress) as running:
             for node in model.graph.nodes:
                 name = names.get(node.name, "")
                 if node in layers:
                     if name not in found:
-                        found[name], levels[name] = _Layer(collector, layers[node], steps).losses(specs[name])
+                        found[name], levels[name] = _LayerMeasurement(collector, layers[node], steps).losses(
+                            specs[name]
+                        )
                     running.advance()
                 walk.advance(node)
     finally:
-        walk.shelf.close()
+        walk.activation_store.close()
     return found, levels
 
 
-class _Layer:
+class _LayerMeasurement:
     """One layer where the walk stands."""
 
-    def __init__(self, collector: Collector, use: Use, steps: Sequence[str] | None) -> None:
+    def __init__(self, collector: RowCollector, use: LayerUse, steps: Sequence[str] | None) -> None:
         self.collector, self.use, self.steps = collector, use, steps
         self.live = use.layer
 
     def losses(self, specs: Sequence[QuantizationSpec]) -> tuple[Losses, float]:
         own = self.live.weight_quant.spec
-        geometry = geometry_of(self.live)
-        shape = None if geometry is None else Shape(self.live, geometry)
+        geometry = get_geometry(self.live)
+        shape = None if geometry is None else GroupedLayer(self.live, geometry)
         fit, judge = (None, None) if shape is None else self.collector.moments(self.use, shape)
         if geometry is None or shape is None or fit is None or judge is None:
-            return {spec: WITHOUT ** (own.n_bits - spec.n_bits) for spec in specs}, 1.0
+            return {spec: LOSS_PER_BIT ** (own.n_bits - spec.n_bits) for spec in specs}, 1.0
         weight = shape.weight()
-        now = _nearest(self.live, geometry, judge)
-        found = _shared(specs, lambda spec: self._loss(_with_spec(self.live, spec), geometry, weight, fit, judge))
+        now = _current_error(self.live, geometry, judge)
+        found = _compute_over_ranks(
+            specs, lambda spec: self._loss(_requantize_layer(self.live, spec), geometry, weight, fit, judge)
+        )
         energy = float(judge.wanted.sum())
         scale = now if now > 0 else energy or 1.0
         return {spec: loss / scale for spec, loss in found.items()}, now / energy if now > 0 and energy else 1.0
@@ -92,10 +96,10 @@ class _Layer:
     def _loss(
         self, layer: QuantizedWeighted, geometry: Geometry, weight: Tensor, fit: Moments, judge: Moments
     ) -> float:
-        least = _nearest(layer, geometry, judge)
+        least = _current_error(layer, geometry, judge)
         if self.steps is None or layer.weight_quant.spec.qformulation != "zp":
             return least
-        shape = Shape(layer, geometry)
+        shape = GroupedLayer(layer, geometry)
         now, codes = shape.start(weight), shape.codes()
         problem = Problem(
             name=self.use.place, weight=weight, codes=codes, fit=fit, judge=judge,
@@ -108,14 +112,14 @@ class _Layer:
         return least
 
 
-def _shared(specs: Sequence[QuantizationSpec], loss: Callable[[QuantizationSpec], float]) -> Losses:
+def _compute_over_ranks(specs: Sequence[QuantizationSpec], loss: Callable[[QuantizationSpec], float]) -> Losses:
     """The loss of each spec; every rank computes some of them."""
     with distributed.phase("losses") as step:
         step.value = [loss(spec) for spec in distributed.shard(specs)]
     return dict(zip(specs, distributed.interleave(step.values), strict=True))
 
 
-def _with_spec(live: QuantizedWeighted, spec: QuantizationSpec) -> QuantizedWeighted:
+def _requantize_layer(live: QuantizedWeighted, spec: QuantizationSpec) -> QuantizedWeighted:
     """The same layer with another quantizer, frozen."""
     axis = 1 if live.kind == "conv_transpose" else 0
     layer = QuantizedWeighted(live.operation, live.norm, WeightFakeQuantize([], spec=spec, channel_axis=axis))
@@ -127,7 +131,7 @@ def _with_spec(live: QuantizedWeighted, spec: QuantizationSpec) -> QuantizedWeig
     return layer
 
 
-def _nearest(layer: QuantizedWeighted, geometry: Geometry, judge: Moments) -> float:
+def _current_error(layer: QuantizedWeighted, geometry: Geometry, judge: Moments) -> float:
     """The squared error of the codes that a layer has."""
     quant = layer.weight_quant
     values = geometry.by_group(quant.values(layer.deployed().codes).to(torch.float64))

@@ -25,12 +25,12 @@ from scalepoint.spec.extended import spec_from_dict
 from scalepoint.spec.spec import to_code_type
 from scalepoint.targets import Target
 
-AS_IT_IS = "as it is"
-WIDER = ("int4", "int8")
+UNCHANGED = "as it is"
+WIDER_WEIGHTS = ("int4", "int8")
 
 
 @dataclass(frozen=True)
-class Way:
+class PrecisionOption:
     """One way to run a layer: fields of an override, and what comes of them."""
 
     name: str
@@ -52,12 +52,12 @@ class Way:
 
 
 @dataclass
-class Layer:
+class LayerOptions:
     """The groups of one name, with their ways; the reasons why others are none."""
 
     name: str
     decisions: list[Decision]
-    ways: list[Way] = field(default_factory=list)
+    ways: list[PrecisionOption] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -65,13 +65,13 @@ class Layer:
         return self.decisions[0]
 
 
-def layers_by_name(decisions: Iterable[Decision]) -> list[Layer]:
+def group_by_layer(decisions: Iterable[Decision]) -> list[LayerOptions]:
     """What is quantized, each name once, in graph order; a table of embeddings is multiplied by nothing, and has no
     choice."""
-    found: dict[str, Layer] = {}
+    found: dict[str, LayerOptions] = {}
     for each in decisions:
         if (each.weight is not None or each.points) and not is_table(each.site):
-            found.setdefault(each.site.name, Layer(each.site.name, [])).decisions.append(each)
+            found.setdefault(each.site.name, LayerOptions(each.site.name, [])).decisions.append(each)
     return list(found.values())
 
 
@@ -101,7 +101,7 @@ def check_choices(choices: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(choices))
 
 
-def add_choices(layers: Sequence[Layer], choices: Sequence[str], config: QuantConfig, target: Target) -> None:
+def add_choices(layers: Sequence[LayerOptions], choices: Sequence[str], config: QuantConfig, target: Target) -> None:
     """The ways by name; a choice that no layer can have is an error."""
     for layer in layers:
         for name in choices:
@@ -116,63 +116,67 @@ def add_choices(layers: Sequence[Layer], choices: Sequence[str], config: QuantCo
         raise TargetError(f"choices: {without[0].name} can have none of {', '.join(choices)}: {why}")
 
 
-def _add_choice(layer: Layer, name: str, config: QuantConfig, target: Target) -> None:
+def _add_choice(layer: LayerOptions, name: str, config: QuantConfig, target: Target) -> None:
     if name == FLOAT:
-        layer.ways.append(way_of(layer, FLOAT, {"weight": FLOAT, "activation": FLOAT}, config, target))
+        layer.ways.append(build_option(layer, FLOAT, {"weight": FLOAT, "activation": FLOAT}, config, target))
         return
     reasons = []
-    for base in (_own_weight(layer.first, config, target), target.weight):
+    for base in (_configured_weight(layer.first, config, target), target.weight):
         try:
-            spec = _in_format(base, name)
-            layer.ways.append(way_of(layer, name, {"weight": spec}, config, target))
+            spec = _with_dtype(base, name)
+            layer.ways.append(build_option(layer, name, {"weight": spec}, config, target))
         except ValueError as error:
-            reasons.append(_why(error))
+            reasons.append(_error_text(error))
         else:
             return
     layer.refused[name] = reasons[0]
 
 
-def add_upwards(layer: Layer, config: QuantConfig, target: Target) -> None:
+def add_higher_precisions(layer: LayerOptions, config: QuantConfig, target: Target) -> None:
     """As it is, and everything that is more."""
-    layer.ways.append(way_of(layer, AS_IT_IS, {}, config, target))
+    layer.ways.append(build_option(layer, UNCHANGED, {}, config, target))
     now = layer.ways[0]
-    weights = [name for name in WIDER if now.weight is not None and get_format(to_code_type(name)).bits > now.bits]
+    weights = [
+        name for name in WIDER_WEIGHTS if now.weight is not None and get_format(to_code_type(name)).bits > now.bits
+    ]
     inputs = min((each.n_bits for each in now.inputs), default=8)
     for weight in (None, *weights):
         said: dict[str, Any] = {}
         if weight is not None:
-            if not (found := _widened(layer, weight, config, target)):
+            if not (found := _find_wider_weight(layer, weight, config, target)):
                 continue
             said = found
-            layer.ways.append(way_of(layer, f"{weight} weights", said, config, target))
+            layer.ways.append(build_option(layer, f"{weight} weights", said, config, target))
         if inputs < 8:
             wide = {
-                "input": _in_format(now.inputs[0], "uint8" if "uint" in dtype_name(now.inputs[0].dtype) else "int8")
+                "input": _with_dtype(now.inputs[0], "uint8" if "uint" in dtype_name(now.inputs[0].dtype) else "int8")
             }
             words = f"{weight} weights, 8-bit inputs" if weight else "8-bit inputs"
-            _try(layer, words, {**said, **wide}, config, target)
-    _try(layer, FLOAT, {"weight": FLOAT, "activation": FLOAT}, config, target)
+            _try_option(layer, words, {**said, **wide}, config, target)
+    _try_option(layer, FLOAT, {"weight": FLOAT, "activation": FLOAT}, config, target)
 
 
-def _why(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error.args[0]) if isinstance(error, ScalepointError) else str(error).splitlines()[0]
 
 
-def _widened(layer: Layer, name: str, config: QuantConfig, target: Target) -> dict[str, Any] | None:
+def _find_wider_weight(layer: LayerOptions, name: str, config: QuantConfig, target: Target) -> dict[str, Any] | None:
     """The weight in a wider format as the target runs it."""
-    tried = Layer(layer.name, layer.decisions)
+    tried = LayerOptions(layer.name, layer.decisions)
     _add_choice(tried, name, config, target)
     return tried.ways[0].said if tried.ways else None
 
 
-def _try(layer: Layer, name: str, said: dict[str, Any], config: QuantConfig, target: Target) -> None:
+def _try_option(layer: LayerOptions, name: str, said: dict[str, Any], config: QuantConfig, target: Target) -> None:
     try:
-        layer.ways.append(way_of(layer, name, said, config, target))
+        layer.ways.append(build_option(layer, name, said, config, target))
     except ValueError as error:
-        layer.refused[name] = _why(error)
+        layer.refused[name] = _error_text(error)
 
 
-def way_of(layer: Layer, name: str, said: dict[str, Any], config: QuantConfig, target: Target) -> Way:
+def build_option(
+    layer: LayerOptions, name: str, said: dict[str, Any], config: QuantConfig, target: Target
+) -> PrecisionOption:
     """What an override comes to; TargetError for what the target does not run."""
     more = (Override(name=layer.name, **said),) if said else ()
     asked = config.model_copy(update={"overrides": (*config.overrides, *more)})
@@ -183,16 +187,16 @@ def way_of(layer: Layer, name: str, said: dict[str, Any], config: QuantConfig, t
                 facts_of(each.site, asked, target).weight_shape
             )  # blocks must divide
     inputs = tuple(spec for each in found for point, _, spec in each.points if point != Point.OUTPUT)
-    return Way(name, said, found[0].weight, inputs, layer.first.site.role is not None)
+    return PrecisionOption(name, said, found[0].weight, inputs, layer.first.site.role is not None)
 
 
-def _own_weight(decision: Decision, config: QuantConfig, target: Target) -> QuantizationSpec:
+def _configured_weight(decision: Decision, config: QuantConfig, target: Target) -> QuantizationSpec:
     """What the config says of a weight, before the target adapts it."""
     said = config.spec_for("weight", decision.site.names, decision.site.types)
     return said if isinstance(said, QuantizationSpec) else target.weight
 
 
-def _in_format(spec: QuantizationSpec, name: str) -> QuantizationSpec:
+def _with_dtype(spec: QuantizationSpec, name: str) -> QuantizationSpec:
     if dtype_name(spec.dtype) == name:
         return spec
     own = type(spec).model_fields
@@ -200,13 +204,13 @@ def _in_format(spec: QuantizationSpec, name: str) -> QuantizationSpec:
     return spec_from_dict({**fields, "dtype": name})
 
 
-def is_pinned(layer: Layer, config: QuantConfig) -> bool:
+def is_weight_overridden(layer: LayerOptions, config: QuantConfig) -> bool:
     """Whether an override of the user says what its weight is."""
     site = layer.first.site
     return any(each.says("weight") is not None and each.fits(site.names, site.types) for each in config.overrides)
 
 
-def partners(layers: Sequence[Layer]) -> list[list[Layer]]:
+def group_layers_sharing_precision(layers: Sequence[LayerOptions]) -> list[list[LayerOptions]]:
     """Layers that have to share a way, in the order of their first."""
     keys: dict[object, int] = {}
     owner = list(range(len(layers)))
@@ -217,18 +221,18 @@ def partners(layers: Sequence[Layer]) -> list[list[Layer]]:
         return index
 
     for index, layer in enumerate(layers):
-        for key in _keys(layer):
+        for key in _sharing_keys(layer):
             if key in keys:
                 one, other = sorted((root(keys[key]), root(index)))
                 owner[other] = one
             keys.setdefault(key, index)
-    groups: dict[int, list[Layer]] = {}
+    groups: dict[int, list[LayerOptions]] = {}
     for index, layer in enumerate(layers):
         groups.setdefault(root(index), []).append(layer)
     return list(groups.values())
 
 
-def _keys(layer: Layer) -> list[object]:
+def _sharing_keys(layer: LayerOptions) -> list[object]:
     """What makes two layers partners: one weight, or, of linear layers, one input."""
     keys: list[object] = []
     for each in layer.decisions:

@@ -6,11 +6,11 @@ from torch import nn
 
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.tuning import TuneConfig, tune
-from scalepoint.tuning.collect import Collector, normed_side
-from scalepoint.tuning.judge import Judge
-from scalepoint.tuning.normed import is_normed, row_weights
-from scalepoint.tuning.pieces import cut
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.collect import RowCollector, find_normed_operand
+from scalepoint.tuning.piece_evaluation import PieceEvaluator
+from scalepoint.tuning.pieces import cut_into_pieces
+from scalepoint.tuning.row_weights import feeds_norm, row_weights
+from scalepoint.tuning.walk import StreamWalk
 from tests.tuning.test_collect import shape_of, use_of, walked
 
 ALONE = QuantConfig(activation="float", weight=TensorQuantConfig(n_bits=3, per_channel=True))
@@ -62,19 +62,19 @@ NORMS = {"rms": lambda: nn.RMSNorm(WIDE), "layer": lambda: nn.LayerNorm(WIDE), "
 def test_rows_of_a_layer_that_writes_to_the_stream_count_by_their_size(norm):
     walk, collector = walked(stream(norm), rows(), "down", ALONE)
     use = use_of(collector, "down")
-    other = normed_side(walk, use)
+    other = find_normed_operand(walk, use)
     assert other is not None
     fit, judge = collector.moments(use, shape_of(use))
     sums, total = 0.0, 0.0
     for index, (exact, noisy) in enumerate(walk.inputs(use.node, use.place)):
-        whole = (walk.value(other, index, noisy=False) + use.layer.operation(exact)).detach()
+        whole = (walk.get_value(other, index, noisy=False) + use.layer.operation(exact)).detach()
         weights = 1 / (whole.square().mean(-1, keepdim=True) + 1e-5)
         sums, total = sums + (noisy * weights).sum((0, 1)), total + float(weights.sum())
     assert fit.mean.shape == judge.mean.shape
     shares = [float(collector_total(collector, use, held=held)) for held in (False, True)]
     mean = (fit.mean * shares[0] + judge.mean * shares[1]) / sum(shares)
     torch.testing.assert_close(mean.view(-1).float(), (sums / total).detach(), rtol=1e-3, atol=1e-4)
-    assert normed_side(walk, use_of(collector, "head")) is None
+    assert find_normed_operand(walk, use_of(collector, "head")) is None
 
 
 def collector_total(collector, use, *, held):
@@ -87,20 +87,20 @@ def collector_total(collector, use, *, held):
 def test_a_block_that_a_norm_reads_is_judged_row_by_row():
     data = rows()
     quantized = quantize(stream(), data[0], ALONE, forward_loop=data, progress=False)
-    walk = Walk(quantized, memory=10**8)
-    walk.read(quantized, data, max_batches=None, skip_nan=False, progress=False)
-    collector = Collector(walk, 10**6, 0.1, {})
-    piece = cut(walk.graph, walk.same, {use.node for use in collector.uses}.__contains__, "block")[0]
+    walk = StreamWalk(quantized, memory=10**8)
+    walk.read_data(quantized, data, max_batches=None, skip_nan=False, progress=False)
+    collector = RowCollector(walk, 10**6, 0.1, {})
+    piece = cut_into_pieces(walk.graph, walk.same_nodes, {use.node for use in collector.uses}.__contains__, "block")[0]
     for node in piece.nodes:
         walk.advance(node)
-    (exit_,) = [node for node in piece.exits if node not in walk.same]
-    assert is_normed(walk, exit_)
+    (exit_,) = [node for node in piece.exits if node not in walk.same_nodes]
+    assert feeds_norm(walk, exit_)
     held = collector.is_held(torch.arange(24)).split(4)
     apart = []
     for index, mask in enumerate(held):
-        exact, noisy = (walk.value(exit_, index, noisy=side)[mask] for side in (False, True))
+        exact, noisy = (walk.get_value(exit_, index, noisy=side)[mask] for side in (False, True))
         apart.append(((exact - noisy).square().mean(-1) * row_weights(exact)[..., 0]).flatten())
-    assert Judge(walk, collector).now(piece) == pytest.approx(float(torch.cat(apart).mean()), rel=1e-3)
+    assert PieceEvaluator(walk, collector).now(piece) == pytest.approx(float(torch.cat(apart).mean()), rel=1e-3)
 
 
 def test_huge_rows_do_not_rule_the_others():

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.tuning.pieces import Piece
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.walk import StreamWalk
 
 
-class Lender(Protocol):
+class WeightProvider(Protocol):
     """Who has the weights of a model that is larger than memory."""
 
     @property
@@ -27,18 +27,18 @@ class Lender(Protocol):
         ...
 
 
-def borrow(walk: Walk, piece: Piece, lender: Lender) -> None:
+def load_weights(walk: StreamWalk, piece: Piece, lender: WeightProvider) -> None:
     """Load the weights of a piece, also those that the graph names before it."""
     nodes = [*piece.nodes, *(node for node in piece.entries if node.op == "get_attr")]
-    lender.load(tensor for node in nodes for tensor in walk.tensors(node))
+    lender.load(tensor for node in nodes for tensor in walk.get_parameters(node))
 
 
-def give_back(walk: Walk, piece: Piece, lender: Lender) -> None:
+def release_weights(walk: StreamWalk, piece: Piece, lender: WeightProvider) -> None:
     """Neither its weights nor what was made of them is here any more."""
     for node in piece.nodes:
-        for layer in walk.quantized(node):
+        for layer in walk.get_quantized_layers(node):
             for name in (walk.names[id(each)] for each in layer.sharing):
-                for owner in (walk.live, walk.plain):
+                for owner in (walk.quantized_model, walk.float_model):
                     kept = owner.get_submodule(name)
                     assert isinstance(kept, QuantizedWeighted)  # noqa: S101  # the same place in both
                     kept.forget()
