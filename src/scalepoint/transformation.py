@@ -9,8 +9,8 @@ import torch
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import GraphError, PatternError
 from scalepoint.graph import capture, check_graph
 from scalepoint.graph.capture import Model, as_inputs, load_if_path

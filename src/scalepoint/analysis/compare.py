@@ -17,7 +17,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from scalepoint import distributed
 from scalepoint.analysis.layers import (
@@ -29,6 +28,7 @@ from scalepoint.analysis.layers import (
 )
 from scalepoint.analysis.paired_runner import FloatAndQuantizedRunner
 from scalepoint.analysis.statistics import ErrorSums, RangeUsage, decibels, energy, merge_over_ranks
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import UsageError, short_repr
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.patterns import get_kind

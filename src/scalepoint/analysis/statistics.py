@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from scalepoint import distributed
+from scalepoint.compat.torch_names import pytree
 
 
 def float_tensors(value: Any) -> Iterator[Tensor]:

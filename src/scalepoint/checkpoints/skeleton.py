@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from scalepoint.checkpoints.experts import split_experts
 from scalepoint.checkpoints.paged_tensors import PagedTensors, release_freed_memory
 from scalepoint.checkpoints.source import CONFIG, TIE_KEY, Source
+from scalepoint.compat.transformers import parameters_without_memory
 from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError, install_hint
 from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.numerics import dtype_name
@@ -198,7 +199,7 @@ def _build_modules(source: Source) -> nn.Module:
     with _translated_errors(source):
         config = _load_config(source)
         config.use_cache = False
-        with _weightless():
+        with parameters_without_memory():
             model: nn.Module = _import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             split_experts(model)
     model.tie_weights()  # type: ignore[operator]
@@ -238,18 +239,3 @@ def _import_transformers() -> Any:
     except ImportError:
         raise UsageError(f"language models need transformers: {install_hint('transformers')}") from None
     return transformers
-
-
-@contextmanager
-def _weightless() -> Iterator[None]:
-    """Parameters that are registered meanwhile have no memory; buffers are as always."""
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param if param is None else nn.Parameter(param.to("meta"), requires_grad=False))
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -234,7 +234,6 @@ def init_from_torchrun() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         return
     from torch import cuda, distributed  # noqa: PLC0415  # torch takes seconds to load
-    from torch._C._distributed_c10d import PrefixStore, TCPStore  # noqa: PLC0415
 
     if distributed.is_initialized():
         return
@@ -243,8 +242,8 @@ def init_from_torchrun() -> None:
         distributed.init_process_group(backend)
         return
     # torchrun's store still holds the addresses of the ranks of the last attempt, so this attempt needs its own prefix.
-    torchrun_store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-    store = PrefixStore(f"restart {env['TORCHELASTIC_RESTART_COUNT']}", torchrun_store)
+    torchrun_store = distributed.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    store = distributed.PrefixStore(f"restart {env['TORCHELASTIC_RESTART_COUNT']}", torchrun_store)
     distributed.init_process_group(backend, store=store, rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]))
 
 

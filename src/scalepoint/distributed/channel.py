@@ -55,13 +55,14 @@ class Channel:
 
     def __init__(self, process_group: Any) -> None:
         from torch import distributed  # noqa: PLC0415  # there is a group, so it is loaded
-        from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415
+
+        from scalepoint.compat.torch_names import default_store  # noqa: PLC0415
 
         self.process_group = process_group
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self.is_active = False
         self.shared_error: BaseException | None = None
-        self._store: Any = _get_default_store()
+        self._store: Any = default_store()
         self._exchanges = 0
         self._last_check = 0.0
         self._heartbeats: dict[int, tuple[bytes, float]] = {}  # of each rank: the last value, and when it changed

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.formats.float32 import CONVERTED_DTYPES
 from scalepoint.graph.nodes import find_written_buffers
 from scalepoint.graph.origin import get_origin

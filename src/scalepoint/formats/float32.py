@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.graph import Operation
 
 CONVERTED_DTYPES = (torch.float16, torch.bfloat16, torch.float64)

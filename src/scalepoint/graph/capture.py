@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, short_repr
 from scalepoint.graph.captured_module import Captured, adopt_modules, get_reserved_names, is_valid_name
 from scalepoint.graph.check import check_graph
@@ -94,7 +94,7 @@ def capture(
     working = _copy_model(model) if copy else copy_module_tree(model)
     modes = {name: module.training for name, module in working.named_modules()}
     working.eval()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), cache_disabled(working), fused_attention_disabled():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), cache_disabled(working), fused_attention_disabled(working):
         if args is None and not kwargs:
             if leave:
                 raise CaptureError("leave= needs example inputs: the outputs of a left module are seen in a run")

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from scalepoint.compat.recurrent_shapes import any_length_recurrent_shapes
+from scalepoint.compat.torch_names import FakeTensorMode, PyTreeCodeGen, PyTreeInfo, make_fake_input
 from scalepoint.errors import ScalepointError, StoreError, short_repr
 from scalepoint.graph.captured_module import Captured, is_valid_name
 from scalepoint.graph.check import check_graph
@@ -20,7 +20,6 @@ from scalepoint.graph.dynamic_axes import parse_axes
 from scalepoint.graph.nodes import set_info
 from scalepoint.graph.operations import ComputedTensor, Operation, Step
 from scalepoint.graph.origin import set_origin
-from scalepoint.graph.recurrent import shapes_of_any_length
 from scalepoint.graph.serialization import (
     CLASSES,
     RECURRENT,
@@ -61,10 +60,10 @@ def _rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
     nodes: dict[str, fx.Node] = {}
     for node in data.nodes:
         nodes[_check_name(node.name)] = _add_node(graph, node, nodes, modules)
-    info = _PyTreeInfo(
+    info = PyTreeInfo(
         [_check_name(each) for each in data.arguments], to_tree_spec(data.takes), to_tree_spec(data.gives)
     )
-    graph.set_codegen(_PyTreeCodeGen(info))
+    graph.set_codegen(PyTreeCodeGen(info))
     model.graph = graph
     set_origin(
         model, fixed_batch=data.fixed_batch, is_widened=data.is_widened, axes=parse_axes(data.axes), steps=data.steps,
@@ -208,21 +207,17 @@ def _record_shapes(model: fx.GraphModule, inputs: list[InputData]) -> None:
 def _run_on_fake_tensors(model: fx.GraphModule, inputs: list[InputData]) -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     values = [_make_example(mode, each, f"input_{index}") for index, each in enumerate(inputs)]
-    with mode, shapes_of_any_length():
+    with mode, any_length_recurrent_shapes():
         _ShapeRecorder(model).run(*values, enable_io_processing=False)
 
 
 def _make_example(mode: FakeTensorMode, each: InputData, name: str) -> Any:
-    from torch._dynamo.source import ConstantSource  # noqa: PLC0415  # slow to import
-
     if each.shape is None:
         return decode(each.value, {}, {})
     dtype = decode({"dtype": each.dtype}, {}, {})
     if min(each.shape, default=1) < 0 or prod(each.shape) > MOST_ELEMENTS:
         raise StoreError(f"the graph has an example input of shape {each.shape}")
-    kinds = [DimDynamic.DYNAMIC if axis in each.free else DimDynamic.STATIC for axis in range(len(each.shape))]
-    context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
-    return mode.from_tensor(torch.empty(each.shape, dtype=dtype), symbolic_context=context, source=ConstantSource(name))
+    return make_fake_input(mode, name, torch.empty(each.shape, dtype=dtype), set(each.free))
 
 
 class _ShapeRecorder(fx.Interpreter):

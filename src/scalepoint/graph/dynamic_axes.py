@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import UsageError, did_you_mean, short_repr
 
 Axes = Mapping[str, Mapping[int, str]]  # input -> axis -> name

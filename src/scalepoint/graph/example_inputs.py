@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CaptureError, TensorError
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.module_state import eval_mode

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import FakeTensor, pytree
 from scalepoint.errors import CaptureError
 from scalepoint.graph.dynamic_axes import Axes
 from scalepoint.graph.module_state import restore_attributes

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from scalepoint.compat.torch_names import OpOverload
 from scalepoint.graph.kinds import base_name, get_functional_overload, is_in_place
 
 _VIEWS = ("slice", "select", "view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "detach")
@@ -63,7 +64,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     returns = [returned.alias_info for returned in node.target._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returns)

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from scalepoint.compat import patches_enabled
+from scalepoint.compat.autocast import autocast_ignored
+from scalepoint.compat.torch_names import HigherOrderOperator
 from scalepoint.errors import CaptureError
 from scalepoint.graph.user_traceback import is_user_file, recorded_line
 
@@ -23,28 +26,17 @@ _GRAPH = {"wrap_with_autocast": 4, "wrap_with_set_grad_enabled": 1}  # the place
 
 @contextmanager
 def autocast_off() -> Iterator[set[str]]:
-    """No block of autocast casts; gives the places of those that would have."""
-    places: set[str] = set()
-    enter: Any = torch.autocast.__enter__
+    """Inside this context, torch.autocast does not cast. Yields the locations of the blocks that would have."""
+    locations: set[str] = set()
 
-    def entered(self: Any) -> Any:
-        wanted = self._enabled
-        if wanted:
-            places.add(f"{_current_module()} to {str(self.fast_dtype).removeprefix('torch.')}")
-        self._enabled = False
-        try:
-            return enter(self)
-        finally:
-            self._enabled = wanted
+    def add_location(dtype: torch.dtype) -> None:
+        locations.add(f"{_current_user_line()} to {str(dtype).removeprefix('torch.')}")
 
-    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
-    try:
-        yield places
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    with autocast_ignored(add_location):
+        yield locations
 
 
-def _current_module() -> str:
+def _current_user_line() -> str:
     frame = sys._getframe(2)
     while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -59,13 +51,14 @@ def inline_wrapped_blocks(graph_module: fx.GraphModule) -> None:
 
 
 def _name(node: fx.Node) -> str:
-    is_block = node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+    is_block = node.op == "call_function" and isinstance(node.target, HigherOrderOperator)
     return str(getattr(node.target, "__name__", "")) if is_block else ""
 
 
 def _inline(graph_module: fx.GraphModule, block: fx.Node) -> None:
     place = _GRAPH[_name(block)]
-    if _name(block) == "wrap_with_autocast" and block.args[2]:
+    # Strict torch.export (dynamo) does not run the patch. Without patches every block is recorded as enabled.
+    if _name(block) == "wrap_with_autocast" and block.args[2] and patches_enabled():
         line = recorded_line(block.stack_trace)
         raise CaptureError(
             f"torch.autocast{line} cannot be captured here: it casts to {block.args[1]} in a graph that only the "

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from scalepoint.compat.torch_names import OpOverload
+
 # Other spellings of aten's base names (and of functions and methods that fx records) -> kind.
 SPELLINGS = {
     "conv1d": "conv",
@@ -146,7 +148,7 @@ LIFTED = frozenset((*WEIGHTED, *ACTIVATIONS, *POOLS, *ARITHMETIC, "dropout", "fl
 
 def base_name(function: Callable[..., Any]) -> str:
     """The bare name of an aten overload, a torch function or an operator: no namespace, no trailing underscore."""
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return function._schema.name.split("::")[-1].removesuffix("_")
     return getattr(function, "__name__", str(function)).strip("_")
 
@@ -161,7 +163,7 @@ def kind_of_function(function: Callable[..., Any], settings: dict[str, Any]) -> 
 
 def is_in_place(function: Callable[..., Any]) -> bool:
     """Whether an aten overload writes into its first argument."""
-    if not isinstance(function, torch._ops.OpOverload) or not function._schema.arguments:
+    if not isinstance(function, OpOverload) or not function._schema.arguments:
         return False
     alias = function._schema.arguments[0].alias_info
     return alias is not None and alias.is_write

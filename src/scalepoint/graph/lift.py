@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from scalepoint.compat.torch_names import OpOverload
 from scalepoint.graph.computed_weights import hold_computed
 from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, WEIGHTED, kind_of_function
 from scalepoint.graph.nodes import (
@@ -56,7 +57,7 @@ def _lift_node(tree: Tree, node: fx.Node, owner: nn.Module) -> None:
     if kind in ("matmul", "addmm") and is_matrix(arguments.get("other", arguments.get("mat2"))):
         kind = "linear"
     set_info(node, kind=kind)
-    if kind not in LIFTED or not isinstance(node.target, torch._ops.OpOverload):
+    if kind not in LIFTED or not isinstance(node.target, OpOverload):
         return
     if kind == "linear" and function is torch.ops.aten.addmm.default:
         function = affine
@@ -103,7 +104,7 @@ def as_operation(node: fx.Node, root: nn.Module) -> tuple[Operation, list[fx.Nod
     bound, inputs = bind_arguments(get_arguments(node), kind, root)
     if not inputs:  # made of parameters alone: they are its inputs
         bound = {name: bind_argument(value, inputs, root, holds=False) for name, value in get_arguments(node).items()}
-    by_place = 0 if isinstance(node.target, torch._ops.OpOverload) else len(node.args)
+    by_place = 0 if isinstance(node.target, OpOverload) else len(node.args)
     return Operation(kind, node.target, bound, by_place), inputs  # type: ignore[arg-type]
 
 

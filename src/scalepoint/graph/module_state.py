@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
-from torch.nn.modules import transformer
-from torch.utils import _pytree as pytree
+
+from scalepoint.compat.torch_names import is_fake, pytree
+from scalepoint.compat.transformer_masks import mask_values_unread
 
 
 @contextmanager
@@ -93,20 +93,15 @@ def _configs(config: Any, depth: int = 3) -> Iterator[Any]:
 
 
 @contextmanager
-def fused_attention_disabled() -> Iterator[None]:
-    """Without torch's fused encoder layers (aten._transformer_encoder_layer_fwd), which hide what they compute.
-
-    nn.TransformerEncoder and nn.TransformerDecoder (torch 2.13) also look at the values of a mask, to find out whether
-    it is the causal one, which a trace does not have. That is only a hint for kernels: here it is what the caller says.
-    """
-    fast, detect = torch.backends.mha.get_fastpath_enabled(), transformer._detect_is_causal_mask
+def fused_attention_disabled(model: Any) -> Iterator[None]:
+    """Inside this context, encoder layers do not run as one operation (aten._transformer_encoder_layer_fwd)."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
-        yield
+        with mask_values_unread(model):
+            yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        transformer._detect_is_causal_mask = detect
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 _MODULE = frozenset(vars(nn.Module()))

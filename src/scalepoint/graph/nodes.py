@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from scalepoint.compat.fast_export import copy_origin
+from scalepoint.compat.torch_names import OpOverload
 from scalepoint.graph.kinds import is_in_place
 from scalepoint.graph.operations import Reference, Slot
 
@@ -46,6 +48,13 @@ def inherit_meta(node: fx.Node, source: fx.Node, **changes: Any) -> None:
     set_info(node, **changes)
 
 
+def recorded_meta(node: fx.Node, decomposed: Any) -> dict[str, Any]:
+    """The meta of the nodes that `compat.fast_export` records for a node, or for the operation that it decomposes."""
+    written = get_info(node).written or decomposed
+    meta = copy_origin(node, decomposed)
+    return meta if written is None else {**meta, KEY: NodeInfo(written=written)}
+
+
 def get_kind(node: fx.Node) -> str:
     """Return the kind of operation of a node, such as "conv2d" or "relu".
 
@@ -69,7 +78,7 @@ def set_state(model: fx.GraphModule, value: object) -> None:
 
 def get_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a node by the names of its schema; defaults left out are left out."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
     names = [argument.name for argument in node.target._schema.arguments]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -122,7 +131,7 @@ def name_dtypes(graph: fx.Graph) -> None:
     """Tensors that a forward makes have the type that was torch's default then, whatever it is when the graph runs."""
     for node in graph.nodes:
         value = get_fake_tensor(node)
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or value is None:
+        if node.op != "call_function" or not isinstance(node.target, OpOverload) or value is None:
             continue
         takes = {argument.name for argument in node.target._schema.arguments}
         is_made = {"dtype", "device", "layout"} <= takes and all(
@@ -170,7 +179,7 @@ def _get_function(graph: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _is_random(function: Any) -> bool:
-    if not isinstance(function, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in function.tags:
+    if not isinstance(function, OpOverload) or torch.Tag.nondeterministic_seeded not in function.tags:
         return False
     return not any(word in str(function) for word in ("dropout", "attention", "rrelu"))
 
@@ -179,5 +188,5 @@ def _is_varying(node: fx.Node) -> bool:
     """Whether an operation draws numbers, writes, or is one that we do not look into."""
     if get_kind(node) == "left" or (node.op == "call_function" and is_in_place(node.target)):  # type: ignore[arg-type]
         return True
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    tags = node.target.tags if isinstance(node.target, OpOverload) else ()
     return torch.Tag.nondeterministic_seeded in tags

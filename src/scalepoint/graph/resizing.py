@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CaptureError
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.dynamic_axes import Axes, get_named_inputs, is_dynamic, resize_inputs

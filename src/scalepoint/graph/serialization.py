@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree, pytree_info
 from scalepoint.errors import UsageError
 from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.graph.nodes import get_fake_tensor, get_info, get_state, module_path, set_state
@@ -109,7 +109,7 @@ def store_description(model: fx.GraphModule, description: GraphDescription | Non
 
 def describe(model: fx.GraphModule) -> GraphDescription:
     """The graph as data, or the reason why it has no such form."""
-    info = getattr(model.graph._codegen, "pytree_info", None)
+    info = pytree_info(model.graph)
     if info is None:
         return GraphDescription(None, why_not="it was captured without example inputs")
     try:

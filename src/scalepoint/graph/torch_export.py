@@ -15,16 +15,18 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
-from scalepoint.errors import CaptureError, short_repr
+from scalepoint.compat import patches_enabled
+from scalepoint.compat.fast_export import NotRecordedError, SizeCache, record_program
+from scalepoint.compat.recurrent_shapes import any_length_recurrent_shapes
+from scalepoint.compat.torch_names import pytree
+from scalepoint.errors import CaptureError, ScalepointWarning, short_repr
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.dynamic_axes import Axes, Free, get_inputs_by_parameter, input_name, make_axis_chooser
+from scalepoint.graph.nodes import recorded_meta
 from scalepoint.graph.origin import get_origin
-from scalepoint.graph.program import Known, NotNotedError, program_of, warn_of_tracing
-from scalepoint.graph.recurrent import shapes_of_any_length
 from scalepoint.graph.resizing import check_names, explain_fixed_axis, run_at_double_size
-from scalepoint.graph.user_traceback import has_local_of_type, has_passed_through, user_line, user_module
+from scalepoint.graph.user_traceback import has_local_of_type, has_passed_through, user_level, user_line, user_module
 
 DATA_DEPENDENT = ("data-dependent", "datadependent", "data dependent", "dynamicoutputshape", ".item()", "unbacked")
 _LEAVE_OUT_HINT = (
@@ -77,34 +79,57 @@ def export_graph(
     kwargs: dict[str, Any],
     dynamic: bool,
     free: Free | None = None,
-    known: Known | None = None,
+    size_cache: SizeCache | None = None,
     *,
     has_code: bool = True,
 ) -> ExportedProgram:
-    """The program of a graph that was captured: noted in one run, else by the ladder. `free` tells which axes of an
-    input may change: unless given the batch and the length of token sequences, and what was named at capture; `known`
-    is shared by graphs of one capture. Who reads the operations only needs no code of the program."""
+    """Return the program of a captured graph: recorded in one run, or else made by torch.export.
+
+    Args:
+        model: The captured graph.
+        args: Example inputs by position.
+        kwargs: Example inputs by name.
+        dynamic: Whether axes may change.
+        free: Returns the dynamic axes of an input. Default: the batch, the length of token sequences, and the axes
+            named at capture.
+        size_cache: Shared by the graphs of one capture.
+        has_code: False if only the nodes of the program are read.
+    """
     axes = get_origin(model).axes if free is None else {}
     choose_axes = (
         make_axis_chooser(axes, dynamic=dynamic) if free is None else free if dynamic else (lambda name, value: ())
     )
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(make_contiguous, (args, kwargs))
     wide = widen_batch(*inputs) if dynamic else inputs
+    if not patches_enabled():
+        model.recompile()  # torch.export traces the code of the graph, which may be older than its nodes
+        return export(model, args, kwargs, dynamic, axes)
+    options: Any = {"writes_code": has_code, "node_meta": recorded_meta}
     try:
         with export_logs_silenced():
-            program: ExportedProgram = program_of(model, *wide, choose_axes, known, has_code=has_code)
+            program: ExportedProgram = record_program(model, *wide, choose_axes, size_cache, **options)
             is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, (inputs, wide)), strict=True))
             if is_wide and find_fixed_batches(program):
-                program = program_of(model, *inputs, make_axis_chooser(axes, dynamic=False), has_code=has_code)
+                program = record_program(model, *inputs, make_axis_chooser(axes, dynamic=False), **options)
             if why := explain_fixed_axis(program, axes):
-                raise NotNotedError(why)
+                raise NotRecordedError(why)
             return program
-    except Exception as error:  # a run without values raises every kind; the ladder says what is wrong, if anything is
-        why_not = error
-    model.recompile()  # what was changed in the graph, torch.export sees in its code
+    except Exception as error:  # of any kind; torch.export explains what is wrong, if anything
+        recording_error = error
+    model.recompile()  # torch.export traces the code of the graph, which may be older than its nodes
     exported = export(model, args, kwargs, dynamic, axes)
-    warn_of_tracing(why_not)
+    warn_about_second_trace(recording_error)
     return exported
+
+
+def warn_about_second_trace(error: Exception) -> None:
+    """Warn that torch traces the model again to write the file, and why."""
+    reason = str(error) if isinstance(error, NotRecordedError) else f"{type(error).__name__}: {error}"
+    first_line = next(iter(reason.strip().splitlines()), "").rstrip(" .")
+    warnings.warn(
+        ScalepointWarning(f"torch traces the model once more to write the file, which may take minutes: {first_line}"),
+        stacklevel=user_level(),
+    )
 
 
 def make_contiguous(value: Any) -> Any:
@@ -119,7 +144,7 @@ def _export_once(
         return dict.fromkeys(sorted(free(input_name(path), value)), torch.export.Dim.AUTO) or None
 
     shapes = pytree.tree_map_with_path(dimensions, get_inputs_by_parameter(model, *inputs))
-    with export_logs_silenced(), shapes_of_any_length():
+    with export_logs_silenced(), any_length_recurrent_shapes():
         return torch.export.export(model, *inputs, dynamic_shapes=shapes, strict=strict)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
+from scalepoint.compat.torch_names import HigherOrderOperator
 from scalepoint.graph.nodes import get_info
 
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
@@ -72,7 +73,7 @@ def user_level() -> int:
 
 def get_operation_name(node: fx.Node | None) -> str:
     """Name of the operation as the user wrote it, before decomposition; "" without a node."""
-    if node is not None and isinstance(node.target, torch._ops.HigherOrderOperator):
+    if node is not None and isinstance(node.target, HigherOrderOperator):
         return f"torch.{node.target.__name__}"
     return "" if node is None else str(get_info(node).written or node.target).rpartition(".")[0]
 

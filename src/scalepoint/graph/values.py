@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from scalepoint.compat.torch_names import OpOverload
 from scalepoint.errors import StoreError, short_repr
 from scalepoint.graph.operations import Reference, Slot
 from scalepoint.graph.products import affine
@@ -46,7 +47,7 @@ class NotDescribedError(Exception):
 
 def function_name(function: Callable[..., Any]) -> str:
     """The name that `get_function` finds it by."""
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         name = f"{function._schema.name}.{function._overloadname}"
         reason = _explain_refusal(function)
         if reason:
@@ -70,7 +71,7 @@ def get_function(name: str) -> Callable[..., Any]:
         function = getattr(getattr(getattr(torch.ops, space), base), overload)
     except (AttributeError, RuntimeError):
         function = None
-    if not isinstance(function, torch._ops.OpOverload):
+    if not isinstance(function, OpOverload):
         raise StoreError(f"the graph names the operator {short_repr(name)}, which torch {torch.__version__} has not")
     reason = _explain_refusal(function)
     if reason:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 import torch
 from torch import fx, nn
 
+from scalepoint.compat.torch_names import OpOverload
 from scalepoint.graph.functionalize import is_view
 from scalepoint.graph.kinds import ACTIVATIONS, CASTS, VALUE_PRESERVING, WEIGHTED
 from scalepoint.graph.nodes import find_constant_nodes, get_kind
@@ -91,4 +92,4 @@ def _is_harmless(node: fx.Node, module: nn.Module | None) -> bool:
     function = module.function if isinstance(module, Operation) else node.target
     if get_kind(node) in _HARMLESS or is_view(node):
         return True
-    return isinstance(function, torch._ops.OpOverload) and torch.Tag.pointwise in function.tags
+    return isinstance(function, OpOverload) and torch.Tag.pointwise in function.tags

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scalepoint.compat.torch_names import is_functorch_active
 from scalepoint.numerics.affine import (
     PIECE,
     ClampRecorder,
@@ -29,7 +30,7 @@ from scalepoint.numerics.gradients import compute_gradients, get_code_limits, ma
 from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.quantize import Block, apply_by_block
 from scalepoint.numerics.saved_codes import mark_quantized
-from scalepoint.numerics.tracing import is_traced, is_transformed
+from scalepoint.numerics.tracing import is_traced
 
 
 def fake_quantize(
@@ -76,7 +77,7 @@ def fake_quantize_by_steps(x: Tensor, steps: Steps, fmt: Format, out: Tensor | N
     learns = steps.scale.requires_grad
     needs_grad = (x.requires_grad or learns) and torch.is_grad_enabled()
     if is_traced(x):
-        return _fake_quantize_traced(x, steps, fmt, learns=learns, needs_grad=needs_grad or is_transformed())
+        return _fake_quantize_traced(x, steps, fmt, learns=learns, needs_grad=needs_grad or is_functorch_active())
     if not needs_grad:
         return round_trip(x, steps, fmt, out=out)
     x = x.clone() if x.is_inference() else x

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scalepoint.compat.torch_names import has_saved_tensor_hooks
 from scalepoint.numerics.affine import PIECE, Steps, cast_to_input_dtype
 from scalepoint.numerics.formats import Format
 
@@ -83,7 +84,7 @@ def save_codes_for_backward(
         weight: A weight that is not saved at all.
         make: Computes the weight again in backward.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _has_other_hooks():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or has_saved_tensor_hooks():
         yield
         return
     marked: _QuantizationMark | None = getattr(x, _MARK, None)
@@ -137,10 +138,3 @@ def _is_cut_in_pieces(tensor: Tensor) -> bool:
     """Whether it goes through the cache in pieces: large, on a CPU, and of one run of memory."""
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.int8)
     return is_plain and tensor.numel() >= 2 * PIECE
-
-
-def _has_other_hooks() -> bool:
-    """Whether somebody else has a say in what is kept, or nobody may have one."""
-    autograd: Any = torch._C._autograd
-    is_free = autograd._saved_tensors_hooks_is_enabled() and not torch._C._are_functorch_transforms_active()
-    return not is_free or autograd._top_saved_tensors_default_hooks(True) is not None

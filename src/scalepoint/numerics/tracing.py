@@ -2,7 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from scalepoint.compat.torch_names import is_functorch_active
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -13,9 +14,4 @@ def is_traced(x: Tensor) -> bool:
     Args:
         x: The tensor.
     """
-    return torch.compiler.is_compiling() or type(x) not in _PLAIN or is_transformed()
-
-
-def is_transformed() -> bool:
-    """Whether vmap, func.grad or forward-mode differentiation is at work."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return torch.compiler.is_compiling() or type(x) not in _PLAIN or is_functorch_active()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.jit._trace import TracerWarning
 
 from scalepoint.graph.operations import Operation, Slot, get_tensors
 
@@ -144,5 +143,5 @@ class FusedHead(Fused):
 def _default_scale(query: Tensor) -> float:
     """1 / sqrt(head size). The older ONNX exporter warns when a traced size becomes a number; this size is fixed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TracerWarning)
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
         return 1 / sqrt(int(query.shape[-1]))

@@ -5,11 +5,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from rich.table import Table
 from rich.text import Text
 from torch import fx
 
+from scalepoint.compat.torch_names import HigherOrderOperator
 from scalepoint.errors import PatternError, short_repr
 from scalepoint.graph.kinds import WEIGHTED
 from scalepoint.graph.nodes import get_kind
@@ -136,7 +136,7 @@ def _find_unmatched(model: fx.GraphModule, taken: set[fx.Node], refusals: list[R
 
 
 def _explain_unknown(node: fx.Node, weights: list[str]) -> str:
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return f"stands in a branch of torch.{node.target.__name__}, which is not looked into: it stays float"
     named = f"weight {weights[0]}" if len(weights) == 1 else f"weights {', '.join(weights)}"
     return f"reads the {named} in a way that is not known: it stays float"

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.numerics import dtype_name
 from scalepoint.quantize.fingerprint import fingerprint as fingerprint_parameters
 from scalepoint.spec import QuantizationSpec

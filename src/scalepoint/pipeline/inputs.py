@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from scalepoint import distributed
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.dynamic_axes import is_dynamic
 from scalepoint.graph.nodes import get_fake_tensor

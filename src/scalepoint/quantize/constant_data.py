@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from scalepoint import distributed
+from scalepoint.compat.torch_names import pytree
 from scalepoint.quantize.stubs import QuantStub, reader_name
 
 SAMPLED = 64  # values that are compared first: real data differs among them, so that the rest is not read

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from scalepoint import distributed
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import (
     BatchNote,
     CalibrationError,

@@ -4,9 +4,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from scalepoint.compat.torch_names import BatchNormBase, ConvBase, ConvTransposeBase
 from scalepoint.graph import Operation, Reference
 from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.graph.operations import BIASES, WEIGHTS, Slot
@@ -39,7 +38,7 @@ class NormSettings(NamedTuple):
 
 def norm_settings(norm: nn.Module) -> NormSettings:
     """The numbers of a batch norm, written as a module or as a function."""
-    if isinstance(norm, _BatchNorm):
+    if isinstance(norm, BatchNormBase):
         return NormSettings(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)  # type: ignore[arg-type]
     assert isinstance(norm, Operation)  # noqa: S101  # nothing else has the kind
     held = {name: value.value for name, value in norm.arguments.items() if isinstance(value, Reference)}
@@ -60,7 +59,7 @@ def can_fold(norm: nn.Module) -> bool:
     if isinstance(norm, Operation):
         is_given = any(isinstance(norm.arguments.get(name), Slot) for name in ("weight", "bias"))
         return {"running_mean", "running_var"} <= norm.references().keys() and not is_given
-    return isinstance(norm, _BatchNorm) and norm.running_mean is not None
+    return isinstance(norm, BatchNormBase) and norm.running_mean is not None
 
 
 def run_with(operation: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,11 +68,11 @@ def run_with(operation: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | Non
         return F.linear(x, weight, bias)
     if isinstance(operation, nn.Embedding):
         return F.embedding(x, weight, operation.padding_idx)
-    if isinstance(operation, _ConvTransposeNd):
+    if isinstance(operation, ConvTransposeBase):
         o = operation
         dims = len(o.kernel_size)
         return _TRANSPOSED[dims](x, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation)  # type: ignore[arg-type]
-    if isinstance(operation, _ConvNd):
+    if isinstance(operation, ConvBase):
         return operation._conv_forward(x, weight, bias)
     if isinstance(operation, HeadConvolution):
         return _run_head(x, weight, bias)

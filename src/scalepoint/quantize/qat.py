@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from scalepoint import distributed
+from scalepoint.compat.torch_names import BatchNormBase
 from scalepoint.errors import ConfigError, UsageError
 from scalepoint.graph import Operation
 from scalepoint.quantize.record import amend_record
@@ -147,7 +147,7 @@ def freeze_bn_stats(model: nn.Module, frozen: bool = True) -> None:
             folded.add(id(module.norm))
     for module in model.modules():
         is_function = isinstance(module, Operation) and module.kind == "batch_norm"
-        if (isinstance(module, _BatchNorm) or is_function) and id(module) not in folded:
+        if (isinstance(module, BatchNormBase) or is_function) and id(module) not in folded:
             _hold(module, frozen)
 
 

@@ -5,13 +5,14 @@ nodes of the file: a batch norm that is folded into a weight became Mul(weight, 
 compilers do not fold. So a layer remembers its tensors while they are real, and computes with those.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from scalepoint.compat.outside_tracing import run_untraced
+
+Result = TypeVar("Result")
 
 
 class _Place(NamedTuple):
@@ -48,32 +49,20 @@ class RealTensors:
         present = [place.held.get(place.name) for place in self._places]
         tables = {id(place.held): place.held for place in self._places}.values()
         count = sum(tensor is not None for held in tables for tensor in held.values())
-        with _not_traced():  # a traced shape consists of tensors
-            return count == len(self._places) and all(
+        return count == len(self._places) and run_untraced(
+            lambda: all(
                 tensor is not None and tensor.shape == place.tensor.shape
                 for place, tensor in zip(self._places, present, strict=True)
             )
+        )
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Put them back where stand-ins are now, and record nothing."""
+    def compute(self, function: Callable[[], Result]) -> Result:
+        """Call a function that reads the real tensors, and record nothing of what it computes."""
         present = [place.held.get(place.name) for place in self._places]
         try:
             for place in self._places:
                 place.held[place.name] = place.tensor
-            with _not_traced(), _disable_current_modes(), torch._C.DisableTorchFunction():
-                yield
+            return run_untraced(function)
         finally:
             for place, tensor in zip(self._places, present, strict=True):
                 place.held[place.name] = tensor
-
-
-@contextmanager
-def _not_traced() -> Iterator[None]:
-    """Turn the tracer of the older ONNX exporter off."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from scalepoint.compat.torch_names import copy_codegen
 from scalepoint.quantize.stubs import Quantizing
 
 
@@ -25,7 +26,7 @@ def driven(model: fx.GraphModule, inner: nn.Module, *, gives_outputs: bool = Tru
     """A module that is called as the model is, and hands its flat inputs to `inner`, whose flat outputs it returns;
     gives_outputs=False where `inner` gives none of the model's."""
     graph = fx.Graph()
-    codegen: Any = copy.copy(model.graph._codegen)
+    codegen: Any = copy_codegen(model.graph)
     if not gives_outputs and hasattr(codegen, "pytree_info"):
         codegen.pytree_info = codegen.pytree_info._replace(out_spec=None)
     graph.set_codegen(codegen)

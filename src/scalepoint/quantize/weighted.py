@@ -301,17 +301,18 @@ class QuantizedWeighted(Stateful):
         if not self.weight_quant.enabled:
             warn_if_exported_off()
         kind = self.weight.dtype
-        with self._real.in_place():
-            values, bias = self._constants(kind)
-            values, bias = values.detach().clone(), None if bias is None else bias.detach().to(kind).clone()
+        values, bias = self._real.compute(lambda: self._constants(kind))
         return (self.canonical(self.weight_quant.exported(values)) if self._is_quantizing else values), bias
 
     def _constants(self, kind: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """What the codes stand for, or the folded weight where it is not quantized; and the bias."""
-        if not self._is_quantizing:
-            return self.folded()
-        codes, bias, scale = self.deployed()
-        return self.weight_quant.values(codes, kind), bias if bias is None or scale is None else bias * scale
+        if self._is_quantizing:
+            codes, bias, scale = self.deployed()
+            values = self.weight_quant.values(codes, kind)
+            bias = bias if bias is None or scale is None else bias * scale
+        else:
+            values, bias = self.folded()
+        return values.detach().clone(), None if bias is None else bias.detach().to(kind).clone()
 
     def _evaluated(self) -> _Kept:
         """What eval multiplies by, from what is deployed."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scalepoint.compat.dynamo import assume_constant_result
 from scalepoint.errors import SpecError
 from scalepoint.numerics import Grid, QParams, QuantizationFormulation, QuantizationScheme
 from scalepoint.spec.granularity import PerChannelGranularity, PerTensorGranularity, QuantizationGranularity
@@ -17,14 +18,10 @@ from scalepoint.spec.granularity import PerChannelGranularity, PerTensorGranular
 _STORED_AS_IS = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@assume_constant_result
 def in_onnx_export() -> bool:
     """Whether torch.onnx.export is tracing. torch.compile treats torch's own function as False even inside it."""
     return torch.onnx.is_in_onnx_export()
-
-
-# The attribute that torch.compiler.assume_constant_result sets. The decorator itself imports torch._dynamo, which
-# takes as long as importing torch.
-in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def quantize_linear(

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from scalepoint.compat.torch_names import TorchDispatchMode
 from scalepoint.formats import ChoiceOutputs
 from scalepoint.verification.agreement import compare_outputs
 from scalepoint.verification.result import Choice

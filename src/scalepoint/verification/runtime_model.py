@@ -7,8 +7,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.runtimes import Runtime, find_runtime
 from scalepoint.runtimes.serving import RuntimeSession

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import UsageError
 from scalepoint.graph.example_inputs import describe_ids_out_of_range
 from scalepoint.graph.module_state import eval_mode

@@ -6,13 +6,13 @@ Apart from these outputs XNNPACK gets the same graph, so it runs the same kernel
 from pathlib import Path
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.fast_export import flatten_inputs
+from scalepoint.compat.torch_names import pytree
 from scalepoint.formats.executorch.stored import XNNPACK_FACTORIES, XnnpackStoredStub
 from scalepoint.formats.executorch.write import executorch_imported, write_program
 from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.stored_graph import build_stored_graph
-from scalepoint.graph.program import leaves_of
 
 
 class StubCodes(nn.Module):
@@ -37,7 +37,7 @@ def write_with_layer_outputs(model: fx.GraphModule, path: Path, request: ExportR
     """Write the temporary program that verify runs."""
     with executorch_imported():
         stored = build_stored_graph(model, XNNPACK_FACTORIES)
-        leaves = leaves_of(stored, *request.inputs)
+        leaves = flatten_inputs(stored, *request.inputs)
         codes = _split_stubs(stored)
         output = next(node for node in stored.graph.nodes if node.op == "output")
         model_outputs = [value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)]

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat import patches_enabled
+from scalepoint.compat.executorch import without_idle_passes
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import ExportError, install_hint
 from scalepoint.formats.executorch.attention import decompose_attention
 from scalepoint.formats.executorch.graph import infer_batch, prepare_program
-from scalepoint.formats.executorch.passes import without_idle_passes
 from scalepoint.formats.executorch.stored import XNNPACK_FACTORIES, XnnpackStoredWeight
 from scalepoint.formats.float32 import inputs_to_float32
 from scalepoint.formats.format import ExportRequest
@@ -103,12 +104,17 @@ def _dynamic_axes(value: Any, batch: Any) -> Any:
 def _lower_program(program: ExportedProgram, description: dict[str, Any]) -> bytes:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # noqa: PLC0415
 
-    from scalepoint.formats.executorch.partitioning import DecomposeOnce, NotDelegatedError  # noqa: PLC0415
+    from scalepoint.compat.executorch_partitioner import (  # noqa: PLC0415
+        NotDelegatedError,
+        SingleDecompositionPartitioner,
+    )
 
     try:
+        if not patches_enabled():
+            return _program_bytes(program, XnnpackPartitioner(), description)
         with without_idle_passes():
             try:
-                return _program_bytes(program, DecomposeOnce(), description)
+                return _program_bytes(program, SingleDecompositionPartitioner(), description)
             except NotDelegatedError:
                 return _program_bytes(program, XnnpackPartitioner(), description)
     except Exception as error:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 import scalepoint.formats.operators  # noqa: F401  # registers torch.ops.scalepoint.quantize
+from scalepoint.compat.torch_names import HigherOrderOperator
 from scalepoint.errors import TargetError
 from scalepoint.formats.litert.schema import QuantizationParameters
 from scalepoint.formats.litert.tensors import TensorWriter
@@ -111,7 +112,7 @@ class GraphWriter(TensorWriter):
 
     def _write_operation(self, node: fx.Node) -> Any:
         try:
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if isinstance(node.target, HigherOrderOperator):
                 raise UnsupportedOperationError("has branches")
             constant = self._fold_constant(node)
             if constant is not None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import ExportError, ScalepointError, ScalepointWarning
 from scalepoint.formats.float32 import inputs_to_float32
 from scalepoint.formats.format import ExportRequest

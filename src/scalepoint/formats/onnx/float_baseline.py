@@ -1,14 +1,13 @@
 """The float model as people export it themselves: what a quantized file has to beat."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.onnx_log import onnx_log_silenced
+from scalepoint.compat.torch_names import pytree
 from scalepoint.formats.format import ExportRequest
 from scalepoint.graph.module_state import cache_disabled, eval_mode, fused_attention_disabled
 from scalepoint.graph.torch_export import export_logs_silenced
@@ -41,20 +40,9 @@ def write_baseline(model: nn.Module, path: Path, request: ExportRequest) -> None
         eval_mode(model),
         torch.no_grad(),
         export_logs_silenced(),
-        _plain_export(),
+        onnx_log_silenced(),
+        fused_attention_disabled(model),  # it has no form in ONNX
         cache_disabled(model),
         caller_dtype(),
     ):
         torch.onnx.export(flat, tensors, str(path), dynamo=False, input_names=list(request.names) or None)
-
-
-@contextmanager
-def _plain_export() -> Iterator[None]:
-    """No fused attention, which has no form in ONNX; and no graph printed on failure, which torch cannot switch off."""
-    log = torch._C._jit_onnx_log
-    torch._C._jit_onnx_log = lambda *_: None
-    try:
-        with fused_attention_disabled():
-            yield
-    finally:
-        torch._C._jit_onnx_log = log

@@ -7,12 +7,12 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from scalepoint.compat.torch_onnx import NAME_SCOPES_KEY
 from scalepoint.formats.onnx.precision import convert_floats
 
 MAX_SMALL_ELEMENTS = (
     1024  # elements of constants that simplify has compared already; as many are looked at before all are
 )
-NAME_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 _NUMPY_TYPES = {
     "INT4": ml_dtypes.int4,
     "UINT4": ml_dtypes.uint4,

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from scalepoint.compat.fast_export import RecordedProgram, SizeCache
 from scalepoint.errors import ScalepointError
 from scalepoint.formats.float32 import inputs_to_float32
 from scalepoint.formats.format import ExportRequest
@@ -23,8 +24,7 @@ from scalepoint.formats.onnx.stored_weights import OnnxStored
 from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
 from scalepoint.graph.origin import get_origin
-from scalepoint.graph.program import Known, Program, warn_of_tracing
-from scalepoint.graph.torch_export import export_graph, export_logs_silenced
+from scalepoint.graph.torch_export import export_graph, export_logs_silenced, warn_about_second_trace
 from scalepoint.numerics import dtype_name
 from scalepoint.support.torch_state import gc_paused
 from scalepoint.targets.target import RewriteRule
@@ -47,7 +47,7 @@ def _write_both(model: fx.GraphModule, path: Path, request: ExportRequest) -> No
     factories = onnx_module_factories(() if target is None else target.domains)
     stored = build_stored_graph(model, factories, dtype)
     opset = max([OPSETS[dtype], *(module.opset for module in stored.modules() if isinstance(module, OnnxStored))])
-    options = _GraphOptions(inputs_to_float32(request.inputs), opset, dtype_name(dtype), request.dynamic, Known())
+    options = _GraphOptions(inputs_to_float32(request.inputs), opset, dtype_name(dtype), request.dynamic, SizeCache())
     target_options = options if target is None else options._replace(rewrites=target.spellings)
     _write_graph(stored, path, target_options, request.metadata)
     if request.float_path is not None:
@@ -61,7 +61,7 @@ class _GraphOptions(NamedTuple):
     opset: int
     float_dtype: str
     dynamic: bool
-    known: Known  # of sizes: the float graph has those of the quantized one
+    size_cache: SizeCache  # shared by the float graph and the quantized graph
     rewrites: tuple[RewriteRule, ...] = ()  # of what a target is given: the float file is as anybody writes it
 
 
@@ -77,18 +77,18 @@ def _write_graph(model: fx.GraphModule, path: Path, options: _GraphOptions, meta
 
 
 def _convert_to_onnx(model: fx.GraphModule, options: _GraphOptions) -> Any:
+    from scalepoint.compat.torch_onnx import translate_program  # noqa: PLC0415
     from scalepoint.formats.onnx.names import name_interface  # noqa: PLC0415
     from scalepoint.formats.onnx.operators import operator_translations  # noqa: PLC0415  # onnx is imported by an export only
     from scalepoint.formats.onnx.passes import run_passes  # noqa: PLC0415
     from scalepoint.formats.onnx.target_rewrites import apply_rewrites  # noqa: PLC0415
-    from scalepoint.formats.onnx.translation import translate_program  # noqa: PLC0415
 
     opset = min(options.opset, MAX_TRANSLATION_OPSET)
     exported: ExportedProgram | None = None
     try:
         with torch.no_grad():
             exported = export_graph(
-                prepare_graph(model), *options.inputs, options.dynamic, known=options.known, has_code=False
+                prepare_graph(model), *options.inputs, options.dynamic, size_cache=options.size_cache, has_code=False
             )
         with export_logs_silenced():
             graph = translate_program(
@@ -100,8 +100,8 @@ def _convert_to_onnx(model: fx.GraphModule, options: _GraphOptions) -> Any:
         raise
     except Exception as error:
         raise explain_export_error(error, exported) from error
-    if isinstance(exported, Program) and exported.why_traced is not None:
-        warn_of_tracing(exported.why_traced)
+    if isinstance(exported, RecordedProgram) and exported.trace_error is not None:
+        warn_about_second_trace(exported.trace_error)
     graph.opset_imports[""] = options.opset
     apply_rewrites(graph, options.rewrites)
     run_passes(graph, IR_VERSIONS[options.opset], options.float_dtype)

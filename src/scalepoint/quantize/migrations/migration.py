@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CalibrationError
 from scalepoint.migration_report import MigrationReport, MigrationRow
 from scalepoint.quantize.feeding import Fed

@@ -1,11 +1,11 @@
 """Skips the passes of XNNPACK that have nothing to change in a graph.
 
-ExecuTorch runs 17 passes over every delegate, and nearly each one traces the whole graph again, which takes almost half
-of the time of an export. Most of them change only certain operations. Without such an operation the result is the
+ExecuTorch 1.5 runs 17 passes over every delegate, and nearly each one traces the whole graph again, which takes almost
+half of the time of an export. Most of them change only certain operations. Without such an operation the result is the
 same graph, and the program has the same bytes.
 
-`XNNPACKPassManager` is private to ExecuTorch: with a version that is not in TESTED, or without that name, all passes
-run. A pass that is not in CHANGES always runs.
+`XNNPACKPassManager` is private to ExecuTorch: with a version that is not in TESTED_VERSIONS, or without that name, all
+passes run. A pass that is not in CHANGES_BY_PASS always runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,10 @@ from typing import Any
 
 from torch import fx
 
-TESTED_VERSIONS = ("1.5.",)  # versions of ExecuTorch, by how they begin
-MAX_CONCAT_INPUTS = 5  # inputs; DecomposeConcatenate splits longer ones
+from scalepoint.compat import attribute_replaced, patches_enabled
+
+TESTED_VERSIONS = ("1.5.",)  # versions of ExecuTorch, by their first numbers
+MAX_CONCAT_INPUTS = 5  # DecomposeConcatenate splits concatenations of more tensors
 
 
 def _contains(*words: str) -> Callable[[fx.Node], bool]:
@@ -24,20 +26,20 @@ def _contains(*words: str) -> Callable[[fx.Node], bool]:
 
 
 def _operation_name(node: fx.Node) -> str:
-    """aten.cat.default; the text of the operation itself has its arguments too."""
+    """Return a name like aten.cat.default. str() of an operation of the edge dialect also contains its arguments."""
     return str(getattr(node.target, "__name__", node.target))
 
 
 def _is_long_concat(node: fx.Node) -> bool:
-    joined: Any = node.args[0]
-    return _operation_name(node) == "aten.cat.default" and len(joined) > MAX_CONCAT_INPUTS
+    tensors: Any = node.args[0]
+    return _operation_name(node) == "aten.cat.default" and len(tensors) > MAX_CONCAT_INPUTS
 
 
 def _is_conv1d(node: fx.Node) -> bool:
     return _operation_name(node) == "aten.convolution.default" and node.all_input_nodes[1].meta["val"].ndim == 3
 
 
-def _is_constant(node: fx.Node) -> bool:
+def _has_constant_inputs(node: fx.Node) -> bool:
     return all(source.op == "get_attr" for source in node.all_input_nodes)
 
 
@@ -45,6 +47,7 @@ def _has_custom_meta(node: fx.Node) -> bool:
     return any("custom" in source.meta for source in node.all_input_nodes)
 
 
+# name of a pass -> whether a node is one that the pass changes
 CHANGES_BY_PASS: dict[str, Callable[[fx.Node], bool]] = {
     "XNNPACKRemoveCloneOpsTransform": _contains("clone"),
     "DimOrderOpsRevertPass": _contains("dim_order"),
@@ -52,7 +55,7 @@ CHANGES_BY_PASS: dict[str, Callable[[fx.Node], bool]] = {
     "ConvertToLinearPass": _contains("mm.", "linear"),
     "PropagateCustomMetaPass": _has_custom_meta,
     "ConvertToSDPAPass": _contains("softmax"),
-    "ConstPropPass": _is_constant,
+    "ConstPropPass": _has_constant_inputs,
     "FuseBatchNormPass": _contains("batch_norm"),
     "DecomposeBatchNorm": _contains("batch_norm"),
     "FuseActivationPass": _contains("relu", "hardtanh"),
@@ -67,27 +70,24 @@ CHANGES_BY_PASS: dict[str, Callable[[fx.Node], bool]] = {
 
 @contextmanager
 def without_idle_passes() -> Iterator[None]:
-    """XNNPACK's lowering inside this block runs only the passes that can change the graph."""
-    from executorch.backends.xnnpack import xnnpack_preprocess  # noqa: PLC0415
+    """Inside this context, XNNPACK's lowering runs only the passes that can change the graph."""
+    from executorch.backends.xnnpack import xnnpack_preprocess  # noqa: PLC0415  # an extra
 
-    whole: Any = getattr(xnnpack_preprocess, "XNNPACKPassManager", None)
-    if whole is None or not _is_tested():
+    all_passes: Any = getattr(xnnpack_preprocess, "XNNPACKPassManager", None)
+    if all_passes is None or not _is_tested() or not patches_enabled():
         yield
         return
 
-    class NeededPasses(whole):  # type: ignore[misc]
+    class NeededPasses(all_passes):  # type: ignore[misc]
         def transform(self) -> Any:
-            """One pass at a time: what a pass writes may be what a later one changes."""
-            for each in self.passes:
-                if _can_change(each.__name__, self.exported_program.graph):
-                    self._exported_program = whole(self.exported_program, passes=[each]).transform()
+            """Run one pass at a time: the nodes that a pass adds may be those that a later pass changes."""
+            for single_pass in self.passes:
+                if _can_change(single_pass.__name__, self.exported_program.graph):
+                    self._exported_program = all_passes(self.exported_program, passes=[single_pass]).transform()
             return self.exported_program
 
-    xnnpack_preprocess.XNNPACKPassManager = NeededPasses
-    try:
+    with attribute_replaced(xnnpack_preprocess, "XNNPACKPassManager", NeededPasses):
         yield
-    finally:
-        xnnpack_preprocess.XNNPACKPassManager = whole
 
 
 def _is_tested() -> bool:
@@ -97,7 +97,8 @@ def _is_tested() -> bool:
         return False
 
 
-def _can_change(name: str, graph: fx.Graph) -> bool:
-    if name not in CHANGES_BY_PASS:
+def _can_change(pass_name: str, graph: fx.Graph) -> bool:
+    if pass_name not in CHANGES_BY_PASS:
         return True
-    return any(CHANGES_BY_PASS[name](node) for node in graph.nodes if node.op == "call_function")
+    is_changed = CHANGES_BY_PASS[pass_name]
+    return any(is_changed(node) for node in graph.nodes if node.op == "call_function")

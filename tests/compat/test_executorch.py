@@ -1,4 +1,4 @@
-"""What is left out when a program is lowered changes nothing in the file."""
+"""The passes that are skipped when a program is lowered do not change the file."""
 
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -9,21 +9,23 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from scalepoint.formats.executorch import passes
+from scalepoint.compat import executorch as passes
 from scalepoint.formats.executorch.write import executorch_imported
 from scalepoint.formats.export import export
 from scalepoint.quantize.shortcut import quantize
 from scalepoint.runtimes import find_runtime
 
-HERE = find_runtime("executorch").is_here
-pytestmark = pytest.mark.skipif(not HERE, reason="executorch is not installed: pip install 'scalepoint[executorch]'")
+IS_INSTALLED = find_runtime("executorch").is_here
+pytestmark = pytest.mark.skipif(
+    not IS_INSTALLED, reason="executorch is not installed: pip install 'scalepoint[executorch]'"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
     """ExecuTorch warns when it is imported."""
     with executorch_imported():
-        from scalepoint.formats.executorch import partitioning  # noqa: F401
+        from scalepoint.compat import executorch_partitioner  # noqa: F401
 
 
 class Net(nn.Module):
@@ -36,7 +38,7 @@ class Net(nn.Module):
 
 
 class Residual(nn.Module):
-    """As a ResNet: a stem with a pool, a sum, a mean and a linear layer."""
+    """Like a ResNet: a stem with a pool, a sum, a mean and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class Attention(nn.Module):
 
 
 class Computed(nn.Module):
-    """A recurrent cell whose weights are computed: it decomposes to linear layers that XNNPACK does not take."""
+    """A recurrent cell whose weights are computed: it decomposes to linear layers that XNNPACK rejects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +72,11 @@ class Computed(nn.Module):
         return torch.gru_cell(x[:, :8], torch.tanh(x[:, 8:]), weight, weight.flip(0))
 
 
-def _joined(x: Tensor) -> Tensor:
+def _concat_seven(x: Tensor) -> Tensor:
     return torch.cat([x, x.relu(), x.sigmoid(), x.tanh(), x.abs(), -x, x + 1], 1)
 
 
-def _enlarged(x: Tensor) -> Tensor:
+def _upsample(x: Tensor) -> Tensor:
     return F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=False)
 
 
@@ -87,10 +89,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "prelu": (lambda: Net(nn.Conv2d(3, 8, 3), nn.PReLU(8)), PICTURE),
     "hardswish": (lambda: Net(nn.Conv2d(3, 8, 3), F.hardswish), PICTURE),
     "batch norm": (lambda: Net(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3)), PICTURE),
-    "concat of seven": (lambda: Net(nn.Conv2d(3, 8, 3), _joined), PICTURE),
-    "bilinear": (lambda: Net(nn.Conv2d(3, 8, 3), _enlarged), PICTURE),
+    "concat of seven": (lambda: Net(nn.Conv2d(3, 8, 3), _concat_seven), PICTURE),
+    "bilinear": (lambda: Net(nn.Conv2d(3, 8, 3), _upsample), PICTURE),
     "pad": (lambda: Net(nn.Conv2d(3, 8, 3), lambda x: F.pad(x, (1, 2, 1, 2))), PICTURE),
-    "pool that XNNPACK does not take": (lambda: Net(nn.Conv2d(3, 8, 3), nn.MaxPool2d(3, 2, ceil_mode=True)), PICTURE),
+    "pool that XNNPACK rejects": (lambda: Net(nn.Conv2d(3, 8, 3), nn.MaxPool2d(3, 2, ceil_mode=True)), PICTURE),
 }
 QUICK = ("conv1d",)
 
@@ -104,17 +106,17 @@ def _quantized(name: str) -> tuple[fx.GraphModule, tuple[Tensor]]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NETS])
 @pytest.mark.filterwarnings("ignore::scalepoint.errors.ScalepointWarning")  # the computed weight fixes the batch
-def test_a_program_has_the_bytes_that_executorch_writes_by_itself(
+def test_a_program_has_the_same_bytes_without_the_patch(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
-    from scalepoint.formats.executorch import partitioning
+    from scalepoint.compat import executorch_partitioner
 
     model, inputs = _quantized(name)
     ours = export(model, tmp_path / "ours.pte", inputs).read_bytes()
     monkeypatch.setattr(passes, "TESTED_VERSIONS", ())
-    monkeypatch.setattr(partitioning, "DecomposeOnce", XnnpackPartitioner)
+    monkeypatch.setattr(executorch_partitioner, "SingleDecompositionPartitioner", XnnpackPartitioner)
     assert export(model, tmp_path / "plain.pte", inputs).read_bytes() == ours
 
 
@@ -137,12 +139,12 @@ def test_the_installed_executorch_is_a_tested_one_whose_passes_are_known() -> No
     assert all(hasattr(_passes, name) for name in passes.CHANGES_BY_PASS)
 
 
-@pytest.mark.parametrize("found", ["0.9.0", "99.0", None])
-def test_all_passes_run_with_another_version(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("installed_version", ["0.9.0", "99.0", None])
+def test_all_passes_run_with_another_version(installed_version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(package: str) -> str:
-        if found is None:
+        if installed_version is None:
             raise PackageNotFoundError(package)
-        return found
+        return installed_version
 
     monkeypatch.setattr(passes, "version", version)
     outside, inside = _managers()

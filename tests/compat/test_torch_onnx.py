@@ -1,13 +1,13 @@
-"""The graph that comes out is that of torch.onnx.export, whichever way it was made."""
+"""The fast translation writes the same graph as torch.onnx.export."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from scalepoint.formats.onnx import translation
-from scalepoint.formats.onnx.translation import translate_program
+from scalepoint.compat import torch_onnx
+from scalepoint.compat.fast_export import RecordedProgram
+from scalepoint.compat.torch_onnx import translate_program
 from scalepoint.graph import capture
-from scalepoint.graph.program import Program
 from scalepoint.graph.torch_export import export_graph, export_logs_silenced
 from tests.models import settled
 
@@ -15,7 +15,7 @@ OPSET = 18
 
 
 class Blocks(nn.Module):
-    """What leaves something to simplify: batch norm, a pad, reshapes in a row, attention, a window that is rolled."""
+    """Operations that leave something to simplify: batch norm, pad, several reshapes, attention, a rolled window."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Blocks(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Operands of two types."""
+    """Operands of two dtypes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (x > 0) * torch.arange(x.shape[-1]) + 1
@@ -37,23 +37,23 @@ class Mixed(nn.Module):
 
 def nodes(model) -> list[tuple]:
     return [
-        (node.op_type, tuple(sorted((key, str(each.value)) for key, each in node.attributes.items())))
+        (node.op_type, tuple(sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())))
         for node in model.graph
     ]
 
 
 def values(model) -> list[bytes]:
-    return sorted(each.const_value.numpy().tobytes() for each in model.graph.initializers.values())
+    return sorted(value.const_value.numpy().tobytes() for value in model.graph.initializers.values())
 
 
-def program(model: nn.Module, x: Tensor) -> Program:
-    made = export_graph(capture(model, x), (x,), {}, dynamic=True)
-    assert isinstance(made, Program)
-    return made
+def program(model: nn.Module, x: Tensor) -> RecordedProgram:
+    recorded = export_graph(capture(model, x), (x,), {}, dynamic=True)
+    assert isinstance(recorded, RecordedProgram)
+    return recorded
 
 
-@pytest.mark.parametrize(("model", "by_parts"), [(Blocks, True), (Mixed, False)])
-def test_the_graph_is_that_of_torch(model, by_parts, monkeypatch):
+@pytest.mark.parametrize(("model", "is_fast"), [(Blocks, True), (Mixed, False)])
+def test_the_graph_is_the_same_as_from_torch_onnx_export(model, is_fast, monkeypatch):
     torch.manual_seed(0)
     model, x, calls, original = settled(model()), torch.randn(2, 3, 6, 6), [], torch.onnx.export
     monkeypatch.setattr(torch.onnx, "export", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
@@ -62,23 +62,23 @@ def test_the_graph_is_that_of_torch(model, by_parts, monkeypatch):
         ours = translate_program(program(model, x), OPSET, {})
     assert nodes(ours) == nodes(theirs)
     assert values(ours) == values(theirs)
-    assert bool(calls) == (not by_parts)
+    assert bool(calls) == (not is_fast)
 
 
-def test_a_torch_without_these_parts_is_asked_as_a_whole(monkeypatch):
-    def gone(*_args):
+def test_torch_onnx_export_runs_when_torch_lacks_the_private_parts(monkeypatch):
+    def missing(*_args):
         raise AttributeError("no such part")
 
     x, model = torch.randn(2, 3, 6, 6), settled(Blocks())
     with export_logs_silenced(), torch.no_grad():
-        wanted = translate_program(program(model, x), OPSET, {})
-        monkeypatch.setattr(translation, "_build_registry", gone)
-        found = translate_program(program(model, x), OPSET, {})
-    assert nodes(found) == nodes(wanted)
+        expected = translate_program(program(model, x), OPSET, {})
+        monkeypatch.setattr(torch_onnx, "_build_registry", missing)
+        translated = translate_program(program(model, x), OPSET, {})
+    assert nodes(translated) == nodes(expected)
 
 
-def test_the_code_of_a_program_is_written_when_it_is_asked_for():
+def test_the_code_of_a_program_is_written_by_run_decompositions():
     model, x = settled(Blocks()), torch.randn(2, 3, 6, 6)
-    made = export_graph(capture(model, x), (x,), {}, dynamic=True, has_code=False)
-    assert "conv" not in made.graph_module.code
-    assert "conv" in made.run_decompositions({}).graph_module.code
+    recorded = export_graph(capture(model, x), (x,), {}, dynamic=True, has_code=False)
+    assert "conv" not in recorded.graph_module.code
+    assert "conv" in recorded.run_decompositions({}).graph_module.code
