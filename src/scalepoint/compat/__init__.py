@@ -86,6 +86,13 @@ PATCHES = (
         "a torch function mode that turns autocast off before each operation",
     ),
     Patch(
+        "transformer_masks",
+        "torch",
+        ("2.13.",),
+        "nn.TransformerEncoder and nn.TransformerDecoder read the values of a mask, which a trace does not have",
+        "forward hooks on these modules pass is_causal=False",
+    ),
+    Patch(
         "outside_tracing",
         "torch",
         ("2.13.",),

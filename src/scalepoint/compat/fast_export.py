@@ -435,7 +435,7 @@ class _Recording:
             outputs = interpreter.run(*fake_inputs.values, enable_io_processing=False)
         leaves, structure = pytree.tree_flatten(outputs)
         info = pytree_info(model.graph)
-        self.output_structure = structure if info is None else info.out_spec
+        self.output_structure: Any = structure if info is None else info.out_spec
         recorder.node_meta = {}
         self.outputs = [recorder.to_argument(leaf) for leaf in leaves]
         graph.output(tuple(self.outputs))

@@ -242,8 +242,12 @@ def init_from_torchrun() -> None:
         distributed.init_process_group(backend)
         return
     # torchrun's store still holds the addresses of the ranks of the last attempt, so this attempt needs its own prefix.
-    torchrun_store = distributed.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-    store = distributed.PrefixStore(f"restart {env['TORCHELASTIC_RESTART_COUNT']}", torchrun_store)
+    torchrun_store = distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
+        env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False
+    )
+    store = distributed.PrefixStore(  # type: ignore[attr-defined]
+        f"restart {env['TORCHELASTIC_RESTART_COUNT']}", torchrun_store
+    )
     distributed.init_process_group(backend, store=store, rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]))
 
 

@@ -143,5 +143,5 @@ class FusedHead(Fused):
 def _default_scale(query: Tensor) -> float:
     """1 / sqrt(head size). The older ONNX exporter warns when a traced size becomes a number; this size is fixed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]  # not in its __all__
         return 1 / sqrt(int(query.shape[-1]))
