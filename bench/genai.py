@@ -165,7 +165,7 @@ def perplexity(path: Path, rows: Tensor) -> float:
 def texts(path: Path, checkpoint: QuantizedCheckpoint, prompts: list[list[int]]) -> dict[str, list[int]]:
     """How many of the first greedy tokens are those of torch with the same weights, prompt by prompt."""
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.source.folder, dtype=torch.float32).eval()
-    state = {name: packed.values() for name, packed in checkpoint.packed.items()}
+    state = {name: packed.dequantize() for name, packed in checkpoint.quantized.items()}
     model.load_state_dict(state, strict=False)
     model.tie_weights()
     kind = runpy.run_path(str(find_runtime("ort-genai").child))["File"]

@@ -95,7 +95,7 @@ def simulation(checkpoint: QuantizedCheckpoint) -> Any:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source.folder, dtype=torch.float32).eval()
-    state = {name: packed.values() for name, packed in checkpoint.packed.items()}
+    state = {name: packed.dequantize() for name, packed in checkpoint.quantized.items()}
     state |= {name: value.float() for name, value in checkpoint.changed.items()}
     model.load_state_dict(state, strict=False)
     return model

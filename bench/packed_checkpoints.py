@@ -227,7 +227,7 @@ def difference(family: str, bits: int, folder: Path) -> tuple[float, float]:
         quantization_config=transformers.AutoRoundConfig(),
     )
     packed = sum(hasattr(module, "qweight") for module in model.modules())
-    assert packed == len(checkpoint.packed), f"{packed} of {len(checkpoint.packed)} layers are packed"
+    assert packed == len(checkpoint.quantized), f"{packed} of {len(checkpoint.quantized)} layers are packed"
     found, wanted = logits_of(model), logits_of(reference(checkpoint, folder / "reference"))
     return float((found - wanted).abs().max()), float(wanted.abs().max())
 

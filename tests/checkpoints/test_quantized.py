@@ -1,4 +1,4 @@
-"""Quantized checkpoints as values."""
+"""Quantized weights: values, unsigned codes, and checks of shapes."""
 
 import pytest
 import torch
@@ -11,33 +11,33 @@ INT4 = QuantizationSpec(dtype="int4", granularity={"type": "per_block", "block_s
 UINT4 = INT4.replace(dtype=torch.uint4, qscheme="asymmetric")
 
 
-def test_values_are_codes_times_the_scale_of_their_block():
+def test_dequantize_multiplies_codes_by_the_scale_of_their_block():
     codes = torch.tensor([[-8, 7, 1, 0, 2, 2, 2, 2]], dtype=torch.int8)
-    packed = QuantizedWeight(codes, torch.tensor([[0.5, 2.0]]), INT4)
-    assert packed.values().tolist() == [[-4.0, 3.5, 0.5, 0.0, 4.0, 4.0, 4.0, 4.0]]
-    assert (packed.bits, packed.block, packed.has_block) == (4, 4, True)
+    weight = QuantizedWeight(codes, torch.tensor([[0.5, 2.0]]), INT4)
+    assert weight.dequantize().tolist() == [[-4.0, 3.5, 0.5, 0.0, 4.0, 4.0, 4.0, 4.0]]
+    assert (weight.bits, weight.block_size, weight.has_blocks) == (4, 4, True)
 
 
-def test_unsigned_codes_and_zero_points_stand_for_the_same():
+def test_unsigned_codes_and_zero_points_have_the_same_values():
     codes = torch.tensor([[-8, 7, 1, 0]], dtype=torch.int8)
-    up, zero = QuantizedWeight(codes, torch.tensor([[0.5]]), INT4).unsigned()
-    assert up.tolist() == [[0, 15, 9, 8]]
-    assert zero.tolist() == [[8]]
+    unsigned_codes, zero_point = QuantizedWeight(codes, torch.tensor([[0.5]]), INT4).to_unsigned()
+    assert unsigned_codes.tolist() == [[0, 15, 9, 8]]
+    assert zero_point.tolist() == [[8]]
     asymmetric = QuantizedWeight(
-        torch.tensor([[0, 15, 9, 8]], dtype=torch.uint8), torch.tensor([[0.5]]), UINT4, zero.int()
+        torch.tensor([[0, 15, 9, 8]], dtype=torch.uint8), torch.tensor([[0.5]]), UINT4, zero_point.int()
     )
-    assert asymmetric.values().tolist() == [[-4.0, 3.5, 0.5, 0.0]]
-    assert asymmetric.unsigned()[1].tolist() == [[8]]
+    assert asymmetric.dequantize().tolist() == [[-4.0, 3.5, 0.5, 0.0]]
+    assert asymmetric.to_unsigned()[1].tolist() == [[8]]
 
 
-def test_minval_is_what_the_lowest_code_stands_for():
+def test_minval_is_the_value_of_the_lowest_code():
     scale, minval = torch.tensor([[0.5]]), torch.tensor([[-3.0]])
-    above = QuantizedWeight(torch.tensor([[0, 15, 9, 8]], dtype=torch.uint8), scale, UINT4, minval=minval)
-    assert above.values().tolist() == [[-3.0, 4.5, 1.5, 1.0]]
+    unsigned = QuantizedWeight(torch.tensor([[0, 15, 9, 8]], dtype=torch.uint8), scale, UINT4, minval=minval)
+    assert unsigned.dequantize().tolist() == [[-3.0, 4.5, 1.5, 1.0]]
     signed = QuantizedWeight(torch.tensor([[-8, 7, 1, 0]], dtype=torch.int8), scale, INT4, minval=minval)
-    assert torch.equal(signed.values(), above.values())
+    assert torch.equal(signed.dequantize(), unsigned.dequantize())
     with pytest.raises(ExportError, match="zero points"):
-        QuantizedWeight(above.codes, scale, UINT4, torch.zeros(1, 1, dtype=torch.int32), minval=minval)
+        QuantizedWeight(unsigned.codes, scale, UINT4, torch.zeros(1, 1, dtype=torch.int32), minval=minval)
 
 
 def test_scales_must_fit_the_codes():

@@ -1,4 +1,4 @@
-"""The module tree of a checkpoint over weights that come and go."""
+"""The model of a checkpoint with weights that are loaded and dropped."""
 
 import json
 import warnings
@@ -39,9 +39,9 @@ KINDS = {
 }
 
 
-def saved(kind, folder, **more):
+def save_model(kind, folder, **settings):
     torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[kind](**KINDS[kind], **more)
+    config = transformers.CONFIG_MAPPING[kind](**KINDS[kind], **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -50,69 +50,69 @@ def saved(kind, folder, **more):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_its_weights_it_computes_what_the_checkpoint_does(tmp_path, kind):
-    model = saved(kind, tmp_path)
-    tree, weights = build_skeleton(Source.open(tmp_path))
+def test_with_loaded_weights_the_skeleton_computes_what_the_model_does(tmp_path, kind):
+    model = save_model(kind, tmp_path)
+    skeleton, weights = build_skeleton(Source.open(tmp_path))
     tokens = torch.randint(0, 40, (2, 9))
     with torch.no_grad():
-        assert not tree(tokens).logits.any() or kind in ("gpt2", "gpt_neox")  # nothing is there yet
-        weights.load(tree.parameters())
-        torch.testing.assert_close(tree(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-4)
+        assert not skeleton(tokens).logits.any() or kind in ("gpt2", "gpt_neox")  # no weight is loaded yet
+        weights.load(skeleton.parameters())
+        torch.testing.assert_close(skeleton(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-4)
         weights.drop()
-        assert not any(parameter.any() for parameter in tree.parameters())
-    assert find_head(tree) == "lm_head"
+        assert not any(parameter.any() for parameter in skeleton.parameters())
+    assert find_head(skeleton) == "lm_head"
 
 
 def test_a_tied_head_stays_tied(tmp_path):
-    saved("llama", tmp_path, tie_word_embeddings=True)
-    tree, weights = build_skeleton(Source.open(tmp_path))
-    assert tree.lm_head.weight is tree.model.embed_tokens.weight
-    assert weights.name_of(tree.lm_head.weight) == "model.embed_tokens.weight"
+    save_model("llama", tmp_path, tie_word_embeddings=True)
+    skeleton, weights = build_skeleton(Source.open(tmp_path))
+    assert skeleton.lm_head.weight is skeleton.model.embed_tokens.weight
+    assert weights.name_of(skeleton.lm_head.weight) == "model.embed_tokens.weight"
 
 
-def test_sixteen_bits_become_floats(tmp_path):
+def test_16_bit_weights_are_loaded_as_float32(tmp_path):
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING["llama"](**SMALL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(tmp_path)
-    tree, weights = build_skeleton(Source.open(tmp_path))
-    weights.load(tree.parameters())
-    own = tree.model.layers[0].mlp.up_proj.weight
-    assert own.dtype == torch.float32
-    assert torch.equal(own, model.model.layers[0].mlp.up_proj.weight.float())
+    skeleton, weights = build_skeleton(Source.open(tmp_path))
+    weights.load(skeleton.parameters())
+    weight = skeleton.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, model.model.layers[0].mlp.up_proj.weight.float())
 
 
-def test_an_expert_that_is_not_there_is_named(tmp_path):
-    saved("olmoe", tmp_path)
+def test_the_error_names_a_missing_expert(tmp_path):
+    save_model("olmoe", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 5}))
     with pytest.raises(StoreError, match=r"experts\.4\.gate_proj\.weight|has shape"):
         build_skeleton(Source.open(tmp_path))
 
 
-def test_experts_that_are_stored_in_one_tensor_are_refused_by_that_reason(tmp_path):
-    more = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.AutoConfig.for_model("granitemoe", **{**SMALL, **more})
+def test_experts_that_are_stored_in_one_tensor_are_rejected_with_that_reason(tmp_path):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.AutoConfig.for_model("granitemoe", **{**SMALL, **experts})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(CaptureError, match="for each layer"):
         build_skeleton(Source.open(tmp_path))
 
 
-def test_too_little_memory_is_no_fault_of_the_config(tmp_path, monkeypatch):
-    saved("llama", tmp_path)
+def test_a_memory_error_is_not_reported_as_an_error_of_the_config(tmp_path, monkeypatch):
+    save_model("llama", tmp_path)
 
-    def hungry(*_, **__):
+    def out_of_memory(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", hungry)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", out_of_memory)
     with pytest.raises(MemoryError):
         check_config(Source.open(tmp_path))
 
 
-def test_a_head_of_its_own_counts_more_than_a_config_that_ties_it(tmp_path):
-    saved("llama", tmp_path, tie_word_embeddings=True)
+def test_a_separate_head_in_the_file_overrides_a_config_that_ties_it(tmp_path):
+    save_model("llama", tmp_path, tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     torch.manual_seed(1)
     tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
@@ -120,17 +120,17 @@ def test_a_head_of_its_own_counts_more_than_a_config_that_ties_it(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     source = Source.open(tmp_path)
     assert source.config["tie_word_embeddings"] is False
-    tree, weights = build_skeleton(source)
-    weights.load(tree.parameters())
+    skeleton, weights = build_skeleton(source)
+    weights.load(skeleton.parameters())
     tokens = torch.arange(9)[None]
     with torch.no_grad():
-        torch.testing.assert_close(tree(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(skeleton(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-4)
 
 
-def test_a_head_that_is_stored_twice_stays_tied(tmp_path):
-    saved("llama", tmp_path, tie_word_embeddings=True)
+def test_a_head_that_equals_the_embedding_stays_tied(tmp_path):
+    save_model("llama", tmp_path, tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    tree, _ = build_skeleton(Source.open(tmp_path))
-    assert tree.lm_head.weight is tree.model.embed_tokens.weight
+    skeleton, _ = build_skeleton(Source.open(tmp_path))
+    assert skeleton.lm_head.weight is skeleton.model.embed_tokens.weight

@@ -34,7 +34,7 @@ def write(checkpoint, path):
 
     def fill(folder):
         tensors = {
-            name: checkpoint.packed[name].values() if name in checkpoint.packed else checkpoint.tensor(name)
+            name: checkpoint.quantized[name].dequantize() if name in checkpoint.quantized else checkpoint.tensor(name)
             for name in checkpoint.source.tensors
         }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -69,7 +69,7 @@ def whole(llama, tmp_path_factory, _values):
 
         def loading(self, tensors):
             load(self, tensors)
-            most[0] = max(most[0], sum(each.numel() for each in self._here.values()))
+            most[0] = max(most[0], sum(each.numel() for each in self._loaded.values()))
 
         path = tmp_path_factory.mktemp("whole") / "out"
         with pytest.MonkeyPatch.context() as patch:

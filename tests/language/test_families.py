@@ -33,7 +33,7 @@ def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, k
 
     def write(checkpoint, path):
         path.mkdir()
-        seen.update(checkpoint.packed)
+        seen.update(checkpoint.quantized)
 
     form = CheckpointFormat("gptq", "", write, lambda *_: None)
     monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "gptq", form)

@@ -1,4 +1,4 @@
-"""Checkpoints of language models: folders that are read a tensor at a time, and what quantization made of them."""
+"""Checkpoints of language models: folders that are read one tensor at a time, and their quantized weights."""
 
 from scalepoint.checkpoints.quantized import CacheScales, QuantizedCheckpoint, QuantizedWeight
 from scalepoint.checkpoints.source import Source, StoredTensor

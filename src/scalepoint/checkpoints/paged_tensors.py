@@ -1,10 +1,10 @@
-"""Tensors that take memory only while something is in them.
+"""Tensors that use memory only while they contain values.
 
-    make    address space without pages: shape, type and address are those of any tensor, its values read as zeros
-    fill    write values in place: whoever holds the tensor sees them
-    drop    give the pages back; it reads as zeros again
+    make    reserve address space without memory: shape, dtype and address are normal, all values read as zero
+    fill    write values in place
+    drop    release the memory; all values read as zero again
 
-So a model of any size can be captured, transformed and given quantizers, and its weights come and go block by block.
+With them a model of any size can be captured, transformed and given quantizers, and its weights loaded block by block.
 """
 
 import ctypes
@@ -20,22 +20,21 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 
 
 
 def release_freed_memory() -> None:
-    """Give back what the C library keeps of freed memory, where it is one that does; what worked on a block of a large
-    model would else stay around in pieces."""
+    """Return freed memory to the system: glibc would keep most of what the work on a large block used."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # musl, macOS, Windows: they need no telling
+    except (AttributeError, OSError, TypeError):  # musl, macOS and Windows have no malloc_trim and do not need it
         return
 
 
 class PagedTensors:
-    """Hollow tensors, known by their address."""
+    """Creates paged tensors, and loads and drops their values; tensors are identified by their address."""
 
     def __init__(self) -> None:
         self._pages: dict[int, mmap.mmap] = {}
 
     def make(self, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """An empty one."""
+        """Create a tensor without memory."""
         size = torch.Size(shape)
         if not size.numel():
             return torch.empty(size, dtype=dtype)
@@ -43,19 +42,20 @@ class PagedTensors:
             pages = mmap.mmap(-1, size.numel() * dtype.itemsize, flags=_FLAGS)
         except OSError as error:
             raise UsageError(
-                f"no address space for a weight of {tuple(size)} ({error}): the limit is that of `ulimit -v`, or of "
-                "vm.overcommit_memory=2"
+                f"no address space for a weight of shape {tuple(size)} ({error}): raise the limit of `ulimit -v`, or "
+                "change vm.overcommit_memory=2"
             ) from error
         tensor = torch.frombuffer(pages, dtype=dtype).view(size)
         self._pages[tensor.data_ptr()] = pages
         return tensor
 
     def fill(self, tensor: Tensor, value: Tensor) -> None:
-        """Write values into it."""
+        """Write values into a tensor."""
         with torch.no_grad():
             tensor.copy_(value)
 
     def drop(self, tensor: Tensor) -> None:
-        """Take its memory away."""
+        """Release the memory of a tensor."""
         self._pages[tensor.data_ptr()].madvise(mmap.MADV_DONTNEED)
-        tensor.detach()[..., :0].zero_()  # nothing is written, but who kept something of it notices
+        # Writing zero elements increments the version counter, so caches that depend on the values are invalidated.
+        tensor.detach()[..., :0].zero_()

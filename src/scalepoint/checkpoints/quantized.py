@@ -1,9 +1,9 @@
-"""A quantized checkpoint as values: what every format of language models is written from.
+"""Quantized checkpoints as data: the input of every format for language models.
 
     codes (out, in)   scale (out, blocks)   zero_point (out, blocks)      w = (codes - zero_point) scale
                                             or minval (out, blocks)       w = (codes - lowest code) scale + minval
 
-A format packs these; it never rounds anything itself.
+A format packs these numbers and never rounds them.
 """
 
 from collections.abc import Mapping
@@ -17,38 +17,53 @@ from scalepoint.errors import ExportError
 from scalepoint.numerics import get_format
 from scalepoint.spec import QuantizationSpec
 
-E4M3_HIGH = 448.0
+E4M3_MAX = 448.0
 
 
 def outer_scale(scale: Tensor) -> Tensor:
-    """The power of two whose multiples by float8_e4m3fn hold these scales of blocks, the largest in its upper half."""
-    return torch.exp2((scale.amax() / E4M3_HIGH).log2().ceil())
+    """Return the power of two by which the scales of blocks are divided before they are stored as float8_e4m3fn.
+
+    It is the smallest that keeps the largest scale within the range of e4m3.
+    """
+    return torch.exp2((scale.amax() / E4M3_MAX).log2().ceil())
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """One quantized weight. Integer codes have the sign of their type (int4: -8..7 as int8, uint4: 0..15 as uint8);
-    float8 and float4 codes are their values as float8. Blocks lie along the second axis."""
+    """One quantized weight of shape (out, in). Blocks lie along the second axis.
+
+    Attributes:
+        codes: Integer codes with the sign of their dtype (int4: -8..7 as int8, uint4: 0..15 as uint8); float8 and
+            float4 codes are their values as float8.
+        scale: float32, shape (out, blocks), one column for one scale per row; rounded to what the format stores.
+        spec: The spec of the weight.
+        zero_point: int32, for unsigned integer codes; None stands for 0.
+        activation: The spec of the layer's input; None: the input is not quantized.
+        activation_scale: The scale of a static input quantizer; None: dynamic, one scale per token.
+        outer_scale: In two-level formats (NVFP4) scale = stored e4m3 scale times outer_scale; else None.
+        minval: float32, the value of the lowest code. It replaces the zero points.
+    """
 
     codes: Tensor
-    scale: Tensor  # float32 (out, blocks), one column for a scale a row; already rounded to what the format stores
+    scale: Tensor
     spec: QuantizationSpec
-    zero_point: Tensor | None = None  # int32, of unsigned integers; None: 0 for all
-    activation: QuantizationSpec | None = None  # how its input is quantized; None: not at all
-    activation_scale: Tensor | None = None  # of a static one; None: dynamic, a scale a token
-    outer_scale: Tensor | None = None  # of two-level formats (NVFP4): scale = stored e4m3 scale times this
-    minval: Tensor | None = None  # float32, what the lowest code stands for; in place of zero points
+    zero_point: Tensor | None = None
+    activation: QuantizationSpec | None = None
+    activation_scale: Tensor | None = None
+    outer_scale: Tensor | None = None
+    minval: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
         if self.scale.ndim != 2 or self.scale.shape[0] != rows or columns % self.scale.shape[1]:
-            raise ExportError(f"scales of shape {tuple(self.scale.shape)} for codes of shape {(rows, columns)}")
+            raise ExportError(f"scales of shape {tuple(self.scale.shape)} do not fit codes of shape {(rows, columns)}")
         if self.zero_point is not None and self.zero_point.shape != self.scale.shape:
             raise ExportError(
-                f"zero points of shape {tuple(self.zero_point.shape)}, scales of {tuple(self.scale.shape)}"
+                f"zero points of shape {tuple(self.zero_point.shape)} do not fit scales of shape "
+                f"{tuple(self.scale.shape)}"
             )
         if self.minval is not None and (self.minval.shape != self.scale.shape or self.zero_point is not None):
-            raise ExportError("minval stands in place of zero points, one for each scale")
+            raise ExportError("minval cannot be used with zero points, and must have the shape of the scales")
 
     @property
     def bits(self) -> int:
@@ -59,35 +74,41 @@ class QuantizedWeight:
         return get_format(self.spec.dtype).is_float
 
     @property
-    def block(self) -> int:
-        """Columns that share a scale."""
+    def block_size(self) -> int:
+        """The number of columns that share a scale."""
         return int(self.codes.shape[1] // self.scale.shape[1])
 
     @property
-    def has_block(self) -> bool:
+    def has_blocks(self) -> bool:
         return self.scale.shape[1] > 1
 
-    def unsigned(self) -> tuple[Tensor, Tensor]:
-        """Codes from 0 and zero points that fit them, as int32: what most packed layouts store."""
+    def to_unsigned(self) -> tuple[Tensor, Tensor]:
+        """Return codes that start at 0 and their zero points, both int32, as most packed layouts store them."""
         low = int(get_format(self.spec.dtype).low)
-        zero = torch.zeros_like(self.scale, dtype=torch.int32) if self.zero_point is None else self.zero_point
-        return self.codes.to(torch.int32) - low, zero.to(torch.int32) - low
+        zero_point = torch.zeros_like(self.scale, dtype=torch.int32) if self.zero_point is None else self.zero_point
+        return self.codes.to(torch.int32) - low, zero_point.to(torch.int32) - low
 
-    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What the codes stand for."""
-        wide = self.codes.to(torch.float32).reshape(*self.scale.shape, self.block)
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the values of the codes, with shape (out, in)."""
+        blocks = self.codes.to(torch.float32).reshape(*self.scale.shape, self.block_size)
         if self.minval is not None:
-            above = wide - get_format(self.spec.dtype).low
-            return (above * self.scale[..., None] + self.minval[..., None]).reshape(self.codes.shape).to(dtype)
+            steps = blocks - get_format(self.spec.dtype).low
+            return (steps * self.scale[..., None] + self.minval[..., None]).reshape(self.codes.shape).to(dtype)
         if self.zero_point is not None:
-            wide = wide - self.zero_point.to(torch.float32)[..., None]
-        return (wide * self.scale[..., None]).reshape(self.codes.shape).to(dtype)
+            blocks = blocks - self.zero_point.to(torch.float32)[..., None]
+        return (blocks * self.scale[..., None]).reshape(self.codes.shape).to(dtype)
 
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Keys and values of earlier tokens as codes of so many bits, with the scales (groups, channels) of each block, or
-    one scale for all of them, (1, 1)."""
+    """How keys and values of earlier tokens are quantized in the cache.
+
+    Attributes:
+        bits: The width of a code.
+        scales: The scales of keys and of values for each block of the model, of shape (key/value heads, channels), or
+            (1, 1) for one scale.
+        is_float: Whether the codes are float8 instead of integers.
+    """
 
     bits: int
     scales: tuple[tuple[Tensor, Tensor], ...]
@@ -99,23 +120,23 @@ class QuantizedCheckpoint:
     """A checkpoint and its quantized tensors. Both mappings may read lazily.
 
     Attributes:
-        source: The checkpoint.
-        packed: Quantized weights by their name in the source, all with shape (out, in).
-        changed: Tensors that are not quantized but have new values.
-        cache: How keys and values of earlier tokens are quantized, or None.
+        source: The float checkpoint.
+        quantized: Quantized weights by their name in the source, all with shape (out, in).
+        changed: Float tensors whose values migrations or tuning changed, and new tensors such as biases.
+        cache: How keys and values of earlier tokens are quantized, if the format stores this.
     """
 
     source: Source
-    packed: Mapping[str, QuantizedWeight]
-    changed: Mapping[str, Tensor] = field(default_factory=dict)  # float tensors that migrations or tuning changed
-    cache: CacheScales | None = None  # where the format stores how keys and values are kept
+    quantized: Mapping[str, QuantizedWeight]
+    changed: Mapping[str, Tensor] = field(default_factory=dict)
+    cache: CacheScales | None = None
 
     def tensor(self, name: str) -> Tensor:
-        """A float tensor as it is to be stored."""
+        """Return the final value of a float tensor."""
         return self.changed[name] if name in self.changed else self.source.tensor(name)
 
     @property
-    def floats(self) -> list[str]:
-        """What stays float, in the order of the source; then what the source has not."""
-        kept = [name for name in self.source.tensors if name not in self.packed]
-        return kept + [name for name in self.changed if name not in self.source.tensors]
+    def float_names(self) -> list[str]:
+        """The names of the float tensors: those of the source in its order, then new ones."""
+        names = [name for name in self.source.tensors if name not in self.quantized]
+        return names + [name for name in self.changed if name not in self.source.tensors]

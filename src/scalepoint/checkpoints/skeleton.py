@@ -1,8 +1,9 @@
-"""The model of a checkpoint without its weights: transformers' own module tree over hollow parameters.
+"""Build the model of a checkpoint without its weights: transformers' modules with paged parameters.
 
-    config.json -> module tree (only code of the installed transformers) -> parameters by the names of the checkpoint
+    config.json -> modules of the installed transformers -> parameters, mapped to the names of the checkpoint
 
-What the tree computes by itself (rotary frequencies) is there; every parameter must be in the checkpoint, in its shape.
+Only code of the installed transformers runs, never code of the folder. Buffers that the modules compute (rotary
+frequencies) have their values. Every parameter must be in the checkpoint with the same shape.
 """
 
 import re
@@ -23,145 +24,171 @@ from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.numerics import dtype_name
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
-MAX_ELEMENTS_AT_ONCE = 1 << 24  # values that are looked at at a time
+MAX_ELEMENTS_AT_ONCE = 1 << 24  # values that are checked at a time
 COUNT_KEY = re.compile(r"^(n|num)_.*(layer|block|expert)s?$")
-STACKED_PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}  # of a stack
+# Parameter of a stack of experts in transformers -> names of the layers that `split_experts` makes of it
+STACKED_PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 
 
 @dataclass
 class CheckpointWeights:
-    """The parameters of a model and where they come from; here while they are asked for."""
+    """Loads and drops the values of a model's paged parameters.
+
+    Attributes:
+        source: The checkpoint.
+        pages: The memory of the parameters.
+        names: The name in the checkpoint of each parameter, by its address.
+    """
 
     source: Source
-    hollows: PagedTensors = field(default_factory=PagedTensors)
-    names: dict[int, str] = field(default_factory=dict)  # address -> name in the checkpoint
-    _here: dict[int, Tensor] = field(default_factory=dict)
+    pages: PagedTensors = field(default_factory=PagedTensors)
+    names: dict[int, str] = field(default_factory=dict)
+    _loaded: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def mark(self) -> str:
-        return self.source.mark
+        """The fingerprint of the checkpoint."""
+        return self.source.fingerprint
 
     def load(self, tensors: Iterable[Tensor]) -> None:
-        """Read what is not here yet."""
+        """Read the values of those parameters that are not loaded yet."""
         for tensor in tensors:
-            place = tensor.data_ptr()
-            if place in self.names and place not in self._here:
-                self.hollows.fill(tensor, self.source.tensor(self.names[place]))
-                self._here[place] = tensor
+            address = tensor.data_ptr()
+            if address in self.names and address not in self._loaded:
+                self.pages.fill(tensor, self.source.tensor(self.names[address]))
+                self._loaded[address] = tensor
 
     def check_finite(self) -> None:
-        """Read every weight once, a tensor at a time; StoreError names one that holds NaN or infinity."""
+        """Read every weight once, one tensor at a time; raise StoreError if one holds NaN or infinity."""
         for name in self.names.values():
             value = self.source.tensor(name).flatten()
             starts = range(0, value.numel(), MAX_ELEMENTS_AT_ONCE)
-            bad = sum([int((~value[start : start + MAX_ELEMENTS_AT_ONCE].isfinite()).sum()) for start in starts])
-            if bad:
+            invalid = sum([int((~value[start : start + MAX_ELEMENTS_AT_ONCE].isfinite()).sum()) for start in starts])
+            if invalid:
                 raise StoreError(
-                    f"{self.source.tensors[name].shard.name}: {name} holds NaN or infinity in {bad} of {value.numel()} "
-                    "values: the checkpoint is damaged, or overflowed when it was saved. Fetch or save it again"
+                    f"{self.source.tensors[name].shard.name}: {name} holds NaN or infinity in {invalid} of "
+                    f"{value.numel()} values: the checkpoint is damaged, or overflowed when it was saved. Download or "
+                    "save it again"
                 )
 
     def drop(self) -> None:
-        """Give the memory of all back."""
-        for tensor in self._here.values():
-            self.hollows.drop(tensor)
-        self._here.clear()
+        """Release the memory of all loaded parameters."""
+        for tensor in self._loaded.values():
+            self.pages.drop(tensor)
+        self._loaded.clear()
         release_freed_memory()
 
     def name_of(self, tensor: Tensor) -> str:
-        """Its name in the checkpoint."""
+        """Return the name of a parameter in the checkpoint."""
         return self.names[tensor.data_ptr()]
 
 
 def build_skeleton(source: Source) -> tuple[nn.Module, CheckpointWeights]:
-    """The model in eval mode, its weights hollow; an error names what the checkpoint lacks."""
-    with export_logs_silenced():  # what transformers imports talks of itself
+    """Build the model in eval mode with paged parameters, which read as zero until they are loaded.
+
+    Args:
+        source: The checkpoint.
+
+    Returns:
+        The model, and the object that loads and drops its weights.
+
+    Raises:
+        StoreError: The checkpoint lacks a parameter or has it with another shape or dtype.
+        CaptureError: transformers cannot build a model from config.json.
+    """
+    with export_logs_silenced():  # packages that transformers imports print messages
         model = _build_modules(source)
         weights, names = CheckpointWeights(source), _map_stored_names(model, source)
-    made: dict[int, nn.Parameter] = {}
+    paged: dict[int, nn.Parameter] = {}  # by the id of the original: tied parameters stay tied
     for path, module in model.named_modules():
-        for leaf, own in list(module._parameters.items()):
-            if own is None:
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None:
                 continue
             name = f"{path}.{leaf}" if path else leaf
-            if id(own) not in made:
-                tensor = weights.hollows.make(own.shape)
-                weights.names[tensor.data_ptr()] = _check_parameter(source, names, name, tuple(own.shape))
-                made[id(own)] = nn.Parameter(tensor, requires_grad=False)
-            module._parameters[leaf] = made[id(own)]
+            if id(parameter) not in paged:
+                tensor = weights.pages.make(parameter.shape)
+                weights.names[tensor.data_ptr()] = _check_parameter(source, names, name, tuple(parameter.shape))
+                paged[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
+            module._parameters[leaf] = paged[id(parameter)]
     _load_buffers(model, source, names)
     return model.eval(), weights
 
 
 def find_head(model: nn.Module) -> str | None:
-    """The name of the layer that gives the logits."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if callable(find) else None
+    """Return the path of the layer that computes the logits, or None."""
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)
+    head = get_output_embeddings() if callable(get_output_embeddings) else None
     return next((name for name, module in model.named_modules() if module is head), None)
 
 
 def _map_stored_names(model: nn.Module, source: Source) -> dict[str, str]:
-    """Name in the model -> name in the checkpoint: transformers has renamed some things over the years."""
-    found = {name: name for name in source.tensors}
+    """Map names of the model to names of the checkpoint: transformers has renamed modules over the years."""
+    same_names = {name: name for name in source.tensors}
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
         from transformers.core_model_loading import WeightRenaming, rename_source_key  # noqa: PLC0415
     except ImportError:
-        return found
-    all_of_them = get_model_conversion_mapping(model)  # type: ignore[arg-type]
-    changes = [each for each in all_of_them if isinstance(each, WeightRenaming)]
-    parts = {
-        own: part
-        for each in all_of_them
-        for end, wanted in STACKED_PARTS.items()
-        if any(str(target).endswith(end) for target in each.target_patterns)
-        for own, part in zip(map(_last_name, each.source_patterns), wanted, strict=False)
-    }
-    known, prefix = model.state_dict(), str(getattr(model, "base_model_prefix", ""))
-    renamed = {rename_source_key(name, changes, [], prefix, known)[0]: name for name in source.tensors}
-    return {_expert_name(own, parts): name for own, name in renamed.items()} | {
-        name: name for name in found if name in known
-    }
+        return same_names
+    conversions = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    expert_layers = _map_expert_layers(conversions)
+    state, prefix = model.state_dict(), str(getattr(model, "base_model_prefix", ""))
+    names = {}
+    for stored_name in source.tensors:
+        model_name = rename_source_key(stored_name, renamings, [], prefix, state)[0]
+        names[_rename_expert_layer(model_name, expert_layers)] = stored_name
+    return names | {name: name for name in same_names if name in state}
+
+
+def _map_expert_layers(conversions: Iterable[Any]) -> dict[str, str]:
+    """Map an expert's layer names in the checkpoint to ours, such as Mixtral's w1 to gate_proj."""
+    layers: dict[str, str] = {}
+    for conversion in conversions:
+        for suffix, our_names in STACKED_PARTS.items():
+            if any(str(target).endswith(suffix) for target in conversion.target_patterns):
+                layers.update(zip(map(_last_name, conversion.source_patterns), our_names, strict=False))
+    return layers
 
 
 def _last_name(pattern: str) -> str:
-    """What an expert's layer is called: the w1 of .experts.*.w1.weight."""
+    """Return the layer name in a pattern: w1 for .experts.*.w1.weight."""
     return pattern.removesuffix(".weight").rpartition(".")[2]
 
 
-def _expert_name(name: str, parts: Mapping[str, str]) -> str:
-    """The name of an expert's layer here, whatever the checkpoint calls it."""
-    before, _, last = name.removesuffix(".weight").rpartition(".")
-    return f"{before}.{parts[last]}.weight" if ".experts." in name and last in parts else name
+def _rename_expert_layer(name: str, expert_layers: Mapping[str, str]) -> str:
+    """Replace the layer name of an expert's weight by ours; other names stay."""
+    path, _, layer = name.removesuffix(".weight").rpartition(".")
+    return f"{path}.{expert_layers[layer]}.weight" if ".experts." in name and layer in expert_layers else name
 
 
 def _check_parameter(source: Source, names: Mapping[str, str], name: str, shape: tuple[int, ...]) -> str:
-    """The name of a parameter in the checkpoint, which has it in this shape."""
-    stored = source.tensors.get(names.get(name, name))
-    if stored is None and EXPERT.search(name) and not any(EXPERT.search(each) for each in source.tensors):
+    """Return the name of a parameter in the checkpoint, after checking dtype and shape."""
+    stored_name = names.get(name, name)
+    stored = source.tensors.get(stored_name)
+    if stored is None and EXPERT.search(name) and not any(EXPERT.search(tensor) for tensor in source.tensors):
         raise CaptureError(
-            f"{source.folder}: the experts of {source.model_type!r} are stored in one tensor for each layer, and "
+            f"{source.folder}: the experts of {source.model_type!r} are stored in one tensor for each layer: "
             "scalepoint reads experts that are stored one by one (as in Mixtral, Qwen-MoE and OLMoE)"
         )
     if stored is None:
         raise StoreError(
             f"{source.folder} has no {name}, which a {source.model_type!r} model of its config.json needs "
-            f"({len(source.tensors)} tensors there, such as {next(iter(source.tensors), 'none')})"
+            f"(the checkpoint has {len(source.tensors)} tensors, such as {next(iter(source.tensors), 'none')})"
         )
     if not stored.dtype.is_floating_point:
         raise StoreError(
-            f"{stored.shard.name}: {name} is stored as {dtype_name(stored.dtype)}, and the weights of a model are "
-            "floats: save the checkpoint again as float32, float16 or bfloat16"
+            f"{stored.shard.name}: {name} is stored as {dtype_name(stored.dtype)}, but weights must be floats: save "
+            "the checkpoint again as float32, float16 or bfloat16"
         )
     if stored.shape != shape:
         raise StoreError(
-            f"{stored.shard.name}: {name} has shape {list(stored.shape)}, by config.json it is {list(shape)}"
+            f"{stored.shard.name}: {name} has shape {list(stored.shape)}, but config.json needs {list(shape)}"
         )
-    return names.get(name, name)
+    return stored_name
 
 
 def _load_buffers(model: nn.Module, source: Source, names: Mapping[str, str]) -> None:
-    """State that is no parameter is small: it is read now."""
+    """Read the buffers that the checkpoint has. They are small, so they stay in memory."""
     for name, buffer in model.named_buffers():
         stored = names.get(name)
         if stored is not None and source.tensors[stored].shape == tuple(buffer.shape):
@@ -169,18 +196,21 @@ def _load_buffers(model: nn.Module, source: Source, names: Mapping[str, str]) ->
 
 
 def check_counts(source: Source) -> None:
-    """Refuse more layers or experts than the checkpoint has weights for: transformers would build them one by one."""
+    """Raise StoreError if config.json asks for more layers or experts than the checkpoint can have weights for.
+
+    transformers would build all of them, which takes forever for a hostile config.
+    """
     sizes = [size for stored in source.tensors.values() for size in stored.shape]
-    most = max([len(source.tensors), *sizes])
+    max_experts = max([len(source.tensors), *sizes])
     for key, value in _iterate_integers(source.config):
-        if COUNT_KEY.search(key) and value > (len(source.tensors) if "layer" in key else most):
+        if COUNT_KEY.search(key) and value > (len(source.tensors) if "layer" in key else max_experts):
             raise StoreError(
-                f"{source.folder / CONFIG}: {key} is {value}, and the checkpoint has {len(source.tensors)} tensors"
+                f"{source.folder / CONFIG}: {key} is {value}, but the checkpoint has only {len(source.tensors)} tensors"
             )
 
 
 def _iterate_integers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """All whole numbers of a config by their keys; parts of a model have configs of their own."""
+    """Yield key and value of every integer in a config and in the nested configs of its parts."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _iterate_integers(value)
@@ -189,7 +219,7 @@ def _iterate_integers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def check_config(source: Source) -> None:
-    """CaptureError where transformers makes no model of its config.json."""
+    """Raise CaptureError if transformers cannot read config.json."""
     with _translated_errors(source):
         _load_config(source)
 
@@ -210,26 +240,28 @@ def _load_config(source: Source) -> Any:
     transformers = _import_transformers()
     if "auto_map" in source.config and source.model_type not in transformers.CONFIG_MAPPING:
         raise CaptureError(
-            f"{source.folder}: config.json asks for code of its own ({source.model_type!r}), which is never run here"
+            f"{source.folder}: config.json needs code from the folder (auto_map of {source.model_type!r}): scalepoint "
+            "never runs such code"
         )
-    untied = {TIE_KEY: False} if source.config.get(TIE_KEY) is False else {}  # by the file, whatever config.json says
+    # Source.open sets tie_word_embeddings to False if the file has a head of its own, whatever config.json says.
+    overrides = {TIE_KEY: False} if source.config.get(TIE_KEY) is False else {}
     return transformers.AutoConfig.from_pretrained(
-        source.folder, local_files_only=True, trust_remote_code=False, **untied
+        source.folder, local_files_only=True, trust_remote_code=False, **overrides
     )
 
 
 @contextmanager
 def _translated_errors(source: Source) -> Iterator[None]:
-    """What transformers has against a config, in our words."""
+    """Turn errors of transformers about a config into CaptureError."""
     try:
         yield
     except (ScalepointError, MemoryError):
         raise
-    except Exception as error:  # its validators raise many things
-        said = " ".join(str(error).split())[:300] or type(error).__name__
+    except Exception as error:  # the validators of transformers raise exceptions of many types
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise CaptureError(
-            f"{source.folder}: transformers {_import_transformers().__version__} makes no language model of its "
-            f"config.json (model_type {source.model_type!r}): {said}"
+            f"{source.folder}: transformers {_import_transformers().__version__} cannot make a language model of its "
+            f"config.json (model_type {source.model_type!r}): {reason}"
         ) from error
 
 

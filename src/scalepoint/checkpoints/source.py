@@ -1,7 +1,7 @@
-"""A folder as transformers writes it, read a tensor at a time: config.json, safetensors in any number of shards.
+"""Read a checkpoint folder of transformers: config.json, and safetensors in any number of shards.
 
-open  config and the headers of all shards; every shard must be there and whole
-read  one tensor, of its own memory; nothing of the folder stays mapped
+`Source.open` reads the config and the headers of all shards, and checks that every shard is complete. `Source.tensor`
+reads one tensor into memory of its own; no file stays mapped.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE_SHARD = "model.safetensors"
 MAX_INDEX_BYTES = 64_000_000
-COMPARED_ROWS = 4096  # of a matrix that are compared at once
-MAX_FILE_BYTES = 256_000_000  # of a tokenizer
-OPENED_BY_TRANSFORMERS = (".json", ".model", ".txt", ".jinja", ".safetensors")
+COMPARED_ROWS = 4096  # rows of a matrix that are compared at a time
+MAX_FILE_BYTES = 256_000_000  # of a file that is not safetensors; the largest are tokenizers
+SUFFIXES_READ_BY_TRANSFORMERS = (".json", ".model", ".txt", ".jinja", ".safetensors")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -57,7 +57,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, and what it is."""
+    """Shard, dtype and shape of a tensor in a checkpoint folder."""
 
     shard: Path
     dtype: torch.dtype
@@ -69,37 +69,52 @@ class StoredTensor:
 
 
 class Source:
-    """A language model's checkpoint in a folder: config, tensors read one by one, tokenizer files."""
+    """A language model's checkpoint folder: config, tensors that are read one by one, tokenizer files.
+
+    Attributes:
+        folder: The folder.
+        config: The content of config.json.
+        tensors: Shard, dtype and shape of every tensor, by name.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
         self.folder, self.config, self.tensors = folder, config, tensors
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Look at everything but the weights; StoreError names what is missing or broken."""
+        """Read the config and the headers of all shards, but no weights.
+
+        Args:
+            folder: A folder that transformers has written.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            StoreError: The folder, its config or a shard is missing, damaged or incomplete.
+        """
         folder = Path(folder)
         if not folder.is_dir():
             raise StoreError(f"{folder}: no such folder. A checkpoint is a folder with {CONFIG} and safetensors files")
         check_files(folder)
         config = _read_json(folder / CONFIG)
-        found: dict[str, StoredTensor] = {}
-        for shard, names in _list_shards(folder).items():
-            tensors = _read_header(shard)
-            if missing := sorted(set(names or ()) - tensors.keys()):
-                raise StoreError(
-                    f"{shard.name} lacks {missing[0]} ({len(missing)} in all), which {INDEX} looks for there"
-                )
-            found |= {name: tensors[name] for name in (names or tensors)}
-        if config.get(TIE_KEY) is not False and cls(folder, config, found).has_own_head():
+        tensors: dict[str, StoredTensor] = {}
+        for shard, listed_names in _list_shards(folder).items():
+            header = _read_header(shard)
+            missing = sorted(set(listed_names or ()) - header.keys())
+            if missing:
+                raise StoreError(f"{shard.name} lacks {missing[0]} ({len(missing)} in all), which {INDEX} lists for it")
+            tensors |= {name: header[name] for name in (listed_names or header)}
+        if config.get(TIE_KEY) is not False and cls(folder, config, tensors).has_own_head():
             config = {**config, TIE_KEY: False}
-        return cls(folder, config, found)
+        return cls(folder, config, tensors)
 
     def has_own_head(self) -> bool:
-        """Whether the file holds a head with other values than the embedding.
+        """Whether the checkpoint has a head whose values differ from the embedding.
 
         transformers uses such a head even if config.json ties it to the embedding.
         """
-        heads, embeddings = (self._weights_of(names) for names in (HEAD_LAYERS, TOKEN_EMBEDDINGS))
+        heads, embeddings = self._weights_of(HEAD_LAYERS), self._weights_of(TOKEN_EMBEDDINGS)
         if len(heads) != 1 or len(embeddings) != 1:
             return False
         if self.tensors[heads[0]].shape != self.tensors[embeddings[0]].shape:
@@ -107,23 +122,25 @@ class Source:
         return not self._are_equal(heads[0], embeddings[0])
 
     def _are_equal(self, first: str, second: str) -> bool:
-        """Compare two matrices of one shape some rows at a time: a head can be larger than a block of the model."""
-        one, other = self.tensors[first], self.tensors[second]
+        """Compare two matrices of equal shape, some rows at a time: a head can be larger than a block of the model."""
+        first_stored, second_stored = self.tensors[first], self.tensors[second]
+        row_count = first_stored.shape[0] if first_stored.shape else 0
         try:
             with (
-                open_tensors(one.shard, folder=self.folder) as first_file,
-                open_tensors(other.shard, folder=self.folder) as second_file,
+                open_tensors(first_stored.shard, folder=self.folder) as first_file,
+                open_tensors(second_stored.shard, folder=self.folder) as second_file,
             ):
-                rows = first_file.get_slice(first), second_file.get_slice(second)
-                return all(
-                    torch.equal(*(each[start : start + COMPARED_ROWS].to(torch.float32) for each in rows))
-                    for start in range(0, one.shape[0] if one.shape else 0, COMPARED_ROWS)
-                )
+                first_rows, second_rows = first_file.get_slice(first), second_file.get_slice(second)
+                for start in range(0, row_count, COMPARED_ROWS):
+                    rows = slice(start, start + COMPARED_ROWS)
+                    if not torch.equal(first_rows[rows].to(torch.float32), second_rows[rows].to(torch.float32)):
+                        return False
+                return True
         except (OSError, SafetensorError, DocumentError) as error:
-            raise StoreError(f"{one.shard}: {first} cannot be read: {error}") from error
+            raise StoreError(f"{first_stored.shard}: {first} cannot be read: {error}") from error
 
     def _weights_of(self, layers: Iterable[str]) -> list[str]:
-        """The weights of layers whose names end so."""
+        """Return the names of the weights of all layers with one of these names, wherever they are in the model."""
         return [name for name in self.tensors if name.endswith(".weight") and name.split(".")[-2] in layers]
 
     @property
@@ -132,25 +149,36 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(each.nbytes for each in self.tensors.values())
+        """The size of all tensors in bytes."""
+        return sum(stored.nbytes for stored in self.tensors.values())
 
     @property
     def tokenizer_files(self) -> list[Path]:
-        """What is copied beside the weights as it is."""
+        """The files of the tokenizer and the generation config, which formats copy unchanged."""
         return [path for name in TOKENIZER_FILES if (path := self.folder / name).is_file()]
 
     @cached_property
-    def mark(self) -> str:
-        """A checksum of the config and of all weights."""
-        shards = sorted({each.shard for each in self.tensors.values()})
-        seen = hashlib.sha256(json.dumps(dict(self.config), sort_keys=True).encode())
+    def fingerprint(self) -> str:
+        """SHA-256 of the config and of all shards."""
+        shards = sorted({stored.shard for stored in self.tensors.values()})
+        checksum = hashlib.sha256(json.dumps(dict(self.config), sort_keys=True).encode())
         for shard in shards:
-            seen.update(f"{shard.name} {digest(shard)}".encode())
-        return seen.hexdigest()
+            checksum.update(f"{shard.name} {digest(shard)}".encode())
+        return checksum.hexdigest()
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor in memory of its own, in its type or in another."""
+        """Read a tensor into memory of its own.
+
+        Args:
+            name: The name of the tensor.
+            dtype: The dtype of the result; by default that of the file.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            StoreError: The checkpoint has no such tensor, or it cannot be read.
+        """
         stored = self.tensors.get(name)
         if stored is None:
             raise StoreError(f"{self.folder} has no tensor {name!r}: {did_you_mean(name, self.tensors)}")
@@ -162,71 +190,76 @@ class Source:
 
 
 def check_files(folder: Path) -> None:
-    """Check the files that transformers opens by itself: regular, of a sane size, and no links out of the folder."""
+    """Check the files that transformers opens itself: regular files of a sane size, and no links out of the folder."""
     for path in sorted(folder.iterdir()):
-        if path.suffix not in OPENED_BY_TRANSFORMERS or path.is_dir():
+        if path.suffix not in SUFFIXES_READ_BY_TRANSFORMERS or path.is_dir():
             continue
         try:
             check_file(path, None if path.suffix == ".safetensors" else MAX_FILE_BYTES, folder=folder)
-        except (OSError, DocumentError) as error:
-            raise StoreError(
-                error.args[0] if isinstance(error, DocumentError) else f"{path}: {error.strerror}"
-            ) from error
+        except DocumentError as error:
+            raise StoreError(error.args[0]) from error
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = read_json(path, MAX_INDEX_BYTES, folder=path.parent)
+        document = read_json(path, MAX_INDEX_BYTES, folder=path.parent)
     except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}. A checkpoint folder has a {path.name}") from error
+        raise StoreError(f"{path}: {error.strerror}. A checkpoint folder needs a {path.name}") from error
     except DocumentError as error:
         raise StoreError(error.args[0]) from error
-    if not isinstance(found, dict):
-        raise StoreError(f"{path} is no JSON object")
-    return found
+    if not isinstance(document, dict):
+        raise StoreError(f"{path} is not a JSON object")
+    return document
 
 
-def _list_shards(folder: Path) -> dict[Path, list[str] | None]:
-    """Every shard, and what is looked for in it: None for all that it has."""
+def _list_shards(folder: Path) -> Mapping[Path, list[str] | None]:
+    """Return every shard with the tensors that the index lists for it; None stands for all tensors of the shard."""
     if (folder / INDEX).is_file():
-        places = _read_json(folder / INDEX).get("weight_map")
-        if not (isinstance(places, dict) and places and all(isinstance(each, str) for each in places.values())):
-            raise StoreError(f"{folder / INDEX} has no weight_map of names to files")
-        found: dict[Path, list[str] | None] = {}
-        for name, file in sorted(places.items()):
-            if Path(file).name != file:
-                raise StoreError(f"{folder / INDEX}: {file!r} is not the name of a file in the folder")
-            listed = found.setdefault(folder / file, [])
-            assert listed is not None  # noqa: S101  # made here
-            listed.append(name)
-        return found
+        return _read_index(folder)
     if (folder / SINGLE_SHARD).is_file():
         return {folder / SINGLE_SHARD: None}
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    hint = (
-        f" It has {others[0]}: save it as safetensors first (save_pretrained), pickles are never read."
-        if others
-        else ""
-    )
-    raise StoreError(f"{folder} has neither {SINGLE_SHARD} nor {INDEX}.{hint}")
+    message = f"{folder} has neither {SINGLE_SHARD} nor {INDEX}."
+    other_formats = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    if other_formats:
+        message += (
+            f" It has {other_formats[0]}: save it as safetensors first (save_pretrained), pickles are never read."
+        )
+    raise StoreError(message)
+
+
+def _read_index(folder: Path) -> dict[Path, list[str]]:
+    """Read which tensors the index lists for each shard."""
+    weight_map = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StoreError(f"{folder / INDEX} has no weight_map of names to files")
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise StoreError(f"{folder / INDEX} has no weight_map of names to files")
+    names_by_shard: dict[Path, list[str]] = {}
+    for name, file in sorted(weight_map.items()):
+        if Path(file).name != file:
+            raise StoreError(f"{folder / INDEX}: {file!r} is not the name of a file in the folder")
+        names_by_shard.setdefault(folder / file, []).append(name)
+    return names_by_shard
 
 
 def _read_header(shard: Path) -> dict[str, StoredTensor]:
-    """What a shard holds; its length is checked against its header."""
+    """Read dtype and shape of every tensor of a shard; safetensors checks the file's length against the header."""
     try:
         with open_tensors(shard, folder=shard.parent) as file:
             names: Iterable[str] = file.keys()
             slices = {name: file.get_slice(name) for name in names}
             return {
-                name: StoredTensor(shard, _parse_dtype(each.get_dtype(), name, shard), tuple(each.get_shape()))
-                for name, each in slices.items()
+                name: StoredTensor(shard, _parse_dtype(tensor.get_dtype(), name, shard), tuple(tensor.get_shape()))
+                for name, tensor in slices.items()
             }
     except FileNotFoundError:
-        raise StoreError(f"{shard} is missing: the index names it") from None
+        raise StoreError(f"{shard} is missing, but the index lists it") from None
     except DocumentError as error:
         raise StoreError(error.args[0]) from error
     except (OSError, SafetensorError) as error:
-        raise StoreError(f"{shard} is damaged or incomplete: {error}. Fetch it again") from error
+        raise StoreError(f"{shard} is damaged or incomplete: {error}. Download it again") from error
 
 
 def _parse_dtype(name: str, tensor: str, shard: Path) -> torch.dtype:
@@ -234,6 +267,6 @@ def _parse_dtype(name: str, tensor: str, shard: Path) -> torch.dtype:
         return _DTYPES[name]
     except KeyError:
         raise StoreError(
-            f"{shard.name}: {tensor} is of type {name}: scalepoint reads {', '.join(_DTYPES)}; a checkpoint that is "
-            "quantized already cannot be quantized again"
+            f"{shard.name}: {tensor} has dtype {name}, scalepoint reads {', '.join(_DTYPES)}: a checkpoint that is "
+            "already quantized cannot be quantized again"
         ) from None

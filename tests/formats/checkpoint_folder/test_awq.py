@@ -51,7 +51,7 @@ def test_a_reader_by_the_definition_finds_the_values(tmp_path, name):
     FORMAT.check(source, SPECS[name], None)
     checkpoint = quantize(source, SPECS[name], scale_dtype=torch.float16)
     FORMAT.write(checkpoint, tmp_path / "out")
-    assert torch.equal(read(tmp_path / "out", LAYER), checkpoint.packed[f"{LAYER}.weight"].values())
+    assert torch.equal(read(tmp_path / "out", LAYER), checkpoint.quantized[f"{LAYER}.weight"].dequantize())
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config == {
         "quant_method": "awq",
@@ -69,10 +69,10 @@ def test_every_family_is_written(tmp_path, family):
     FORMAT.check(source, UINT4, None)
     checkpoint = quantize(source, UINT4, scale_dtype=torch.float16)
     FORMAT.write(checkpoint, tmp_path / "out")
-    first = next(iter(checkpoint.packed)).removesuffix(".weight")
-    assert torch.equal(read(tmp_path / "out", first), checkpoint.packed[f"{first}.weight"].values())
+    first = next(iter(checkpoint.quantized)).removesuffix(".weight")
+    assert torch.equal(read(tmp_path / "out", first), checkpoint.quantized[f"{first}.weight"].dequantize())
     kept = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    packed = [name.removesuffix(".weight") for name in checkpoint.packed]
+    packed = [name.removesuffix(".weight") for name in checkpoint.quantized]
     assert not any(float_layer in layer for layer in packed for float_layer in kept)  # loaders look for parts of names
 
 
@@ -86,7 +86,7 @@ def test_the_converter_of_compressed_tensors_reads_the_codes(tmp_path):
     FORMAT.write(checkpoint, tmp_path / "out")
     converter = converters.AutoAWQConverter.from_pretrained(str(tmp_path / "out"))
     tensors = converter.process(load_file(tmp_path / "out" / "model.safetensors"))
-    packed = checkpoint.packed[f"{LAYER}.weight"]
+    packed = checkpoint.quantized[f"{LAYER}.weight"]
     codes = compressors.unpack_from_int32(tensors[f"{LAYER}.weight_packed"], 4, packed.codes.shape)
     zeros = compressors.unpack_from_int32(tensors[f"{LAYER}.weight_zero_point"], 4, packed.scale.shape, packed_dim=0)
     assert torch.equal(codes.int() + 8, packed.codes.int())

@@ -190,8 +190,8 @@ def test_quantized_inputs_run_as_simulated(tmp_path, name):
     FORMAT.check(source, SPECS[weight], activation)
     checkpoint = quantize(source, SPECS[weight], activation)
     given = None if scale is None else torch.tensor(scale)
-    packed = {key: replace(each, activation_scale=given) for key, each in checkpoint.packed.items()}
-    checkpoint = replace(checkpoint, packed=packed)
+    packed = {key: replace(each, activation_scale=given) for key, each in checkpoint.quantized.items()}
+    checkpoint = replace(checkpoint, quantized=packed)
     FORMAT.write(checkpoint, tmp_path / "out")
     simulated = reference(checkpoint, tmp_path / "reference")
     float_logits = logits_of(simulated)
@@ -215,15 +215,15 @@ def test_float4_inputs_of_nvfp4_run_as_simulated(tmp_path):
     FORMAT.check(source, SPECS["nvfp4"], activation)
     outer = torch.tensor(2.0**-9)
     checkpoint = quantize(source, SPECS["nvfp4"], activation)
-    packed = {name: replace(each, activation_scale=outer) for name, each in checkpoint.packed.items()}
-    FORMAT.write(replace(checkpoint, packed=packed), tmp_path / "out")
+    packed = {name: replace(each, activation_scale=outer) for name, each in checkpoint.quantized.items()}
+    FORMAT.write(replace(checkpoint, quantized=packed), tmp_path / "out")
     model, layer = loaded(tmp_path / "out"), "model.layers.1.mlp.down_proj"
     logits_of(model)  # unpacks
     x = torch.randn(1, 8, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     blocks = x.float().unflatten(-1, (-1, 16))
     scale = (blocks.abs().amax(-1, keepdim=True) / 6 / outer).to(torch.float8_e4m3fn).float() * outer
     rounded = (round_float4(blocks / scale) * scale).flatten(-2)
-    wanted = rounded @ packed[f"{layer}.weight"].values().T
+    wanted = rounded @ packed[f"{layer}.weight"].dequantize().T
     with torch.no_grad():
         torch.testing.assert_close(model.get_submodule(layer)(x).float(), wanted, rtol=1e-2, atol=2e-3)
 

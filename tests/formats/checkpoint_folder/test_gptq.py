@@ -74,7 +74,7 @@ def test_a_reader_by_the_definition_finds_the_values(tmp_path, name):
     assert config["sym"] == name.startswith("int")
     assert config["checkpoint_format"] == ("gptq" if config["sym"] else "gptq_v2")
     layer = "model.layers.1.self_attn.k_proj"
-    assert torch.equal(read(tmp_path / "out", layer, config), checkpoint.packed[f"{layer}.weight"].values())
+    assert torch.equal(read(tmp_path / "out", layer, config), checkpoint.quantized[f"{layer}.weight"].dequantize())
 
 
 def test_zero_points_of_symmetric_four_bits_are_the_word_of_sevens(tmp_path):
@@ -91,14 +91,14 @@ def test_every_family_is_written(tmp_path, family):
     FORMAT.write(checkpoint, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    for name, packed in checkpoint.packed.items():
+    for name, packed in checkpoint.quantized.items():
         layer = name.removesuffix(".weight")
         rows, columns = packed.codes.shape
         assert stored[f"{layer}.qweight"].shape == (columns // 8, rows)
         assert settings_of(config, layer) == config
-    first = next(iter(checkpoint.packed)).removesuffix(".weight")
-    assert torch.equal(read(tmp_path / "out", first, config), checkpoint.packed[f"{first}.weight"].values())
-    for name in checkpoint.floats:
+    first = next(iter(checkpoint.quantized)).removesuffix(".weight")
+    assert torch.equal(read(tmp_path / "out", first, config), checkpoint.quantized[f"{first}.weight"].dequantize())
+    for name in checkpoint.float_names:
         assert torch.equal(stored[name], source.tensor(name))
 
 
@@ -114,7 +114,7 @@ def test_other_widths_and_float_layers_are_named(tmp_path):
     assert settings_of(config, "model.layers.0.mlp.up_proj") is None
     assert settings_of(config, "model.layers.1.mlp.up_proj") == config
     layer = "model.layers.1.self_attn.k_proj"
-    values = checkpoint.packed[f"{layer}.weight"].values()
+    values = checkpoint.quantized[f"{layer}.weight"].dequantize()
     assert torch.equal(read(tmp_path / "out", layer, settings_of(config, layer)), values)
 
 
@@ -123,7 +123,7 @@ def test_a_zero_point_of_0_after_symmetric_layers_is_refused(tmp_path):
     checkpoint = quantize(
         source, INT4, scale_dtype=torch.float16, choose=lambda layer: SPECS["uint4" if "up" in layer else "int4"]
     )
-    checkpoint.packed["model.layers.0.mlp.up_proj.weight"].zero_point[0, 0] = 0
+    checkpoint.quantized["model.layers.0.mlp.up_proj.weight"].zero_point[0, 0] = 0
     with raises(ExportError, "up_proj", "zero point of 0"):
         FORMAT.write(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()

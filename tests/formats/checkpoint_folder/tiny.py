@@ -130,8 +130,8 @@ def reference(checkpoint: QuantizedCheckpoint, folder: Path) -> transformers.Pre
     source = checkpoint.source
     shutil.copytree(source.folder, folder, dirs_exist_ok=True)
     tensors = {name: source.tensor(name) for name in source.tensors}
-    for name, packed in checkpoint.packed.items():
-        values = packed.values(source.tensors[name].dtype)
+    for name, packed in checkpoint.quantized.items():
+        values = packed.dequantize(source.tensors[name].dtype)
         tensors[name] = (values.T if is_turned(source, name) else values).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return loaded(folder)

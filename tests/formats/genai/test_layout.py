@@ -42,7 +42,7 @@ def test_values_are_kept_bit_for_bit(bits, given, columns, stored, is_symmetric)
     found = pack_matrix(packed)
     assert (found.bits, found.block, found.columns) == (bits, stored, columns)
     assert (found.zeros is None) is is_symmetric
-    assert np.array_equal(unpacked(found), packed.values().numpy())
+    assert np.array_equal(unpacked(found), packed.dequantize().numpy())
 
 
 def test_unsigned_codes_around_their_middle_need_no_zero_points():
@@ -52,19 +52,19 @@ def test_unsigned_codes_around_their_middle_need_no_zero_points():
     )
     found = pack_matrix(packed)
     assert found.zeros is None
-    assert np.array_equal(unpacked(found), packed.values().numpy())
+    assert np.array_equal(unpacked(found), packed.dequantize().numpy())
 
 
 def test_unsigned_codes_without_zero_points_count_from_zero():
     spec = int_spec(4, 16, is_symmetric=False).replace(qscheme="symmetric")
     packed = QuantizedWeight(torch.randint(0, 16, (2, 32), dtype=torch.uint8), torch.ones(2, 2), spec)
-    assert np.array_equal(unpacked(pack_matrix(packed)), packed.values().numpy())
+    assert np.array_equal(unpacked(pack_matrix(packed)), packed.dequantize().numpy())
 
 
 def test_matrices_of_one_kind_are_stacked():
     parts = [nearest(torch.randn(rows, 64), int_spec(4, is_symmetric=False)) for rows in (3, 5)]
     found = stack_matrices([pack_matrix(each) for each in parts])
-    assert np.array_equal(unpacked(found), torch.cat([each.values() for each in parts]).numpy())
+    assert np.array_equal(unpacked(found), torch.cat([each.dequantize() for each in parts]).numpy())
     assert np.array_equal(unpacked(found.select_rows(np.array([7, 0]))), unpacked(found)[[7, 0]])
     with pytest.raises(ExportError, match="several kinds"):
         stack_matrices([pack_matrix(parts[0]), pack_matrix(nearest(torch.randn(3, 64), int_spec(8)))])

@@ -90,8 +90,8 @@ def test_layers_that_stay_float_and_mixed_widths(tmp_path, name):
     make(name, tmp_path / "float")
     kept = ("norm", "ln_", "wpe", "embed", "wte", "down_proj", "c_proj", "dense_4h", "q_proj", "query_key_value")
     checkpoint = quantized(tmp_path / "float", int_spec(4), kept)
-    wide = {key: each for key, each in quantized(tmp_path / "float", int_spec(8)).packed.items() if "v_proj" in key}
-    checkpoint = type(checkpoint)(checkpoint.source, {**checkpoint.packed, **wide})
+    wide = {key: each for key, each in quantized(tmp_path / "float", int_spec(8)).quantized.items() if "v_proj" in key}
+    checkpoint = type(checkpoint)(checkpoint.source, {**checkpoint.quantized, **wide})
     ORT_GENAI.write(checkpoint, tmp_path / "out")
     with torch.no_grad():
         wanted = simulate(checkpoint, tmp_path / "simulated")(WORDS).logits.numpy()
@@ -123,14 +123,16 @@ def test_changed_tensors_and_new_biases_are_what_is_written(tmp_path):
         key: checkpoint.source.tensor(key) + 1,
         "model.norm.weight": checkpoint.source.tensor("model.norm.weight") * 2,
     }
-    checkpoint = type(checkpoint)(checkpoint.source, checkpoint.packed, changed)
+    checkpoint = type(checkpoint)(checkpoint.source, checkpoint.quantized, changed)
     ORT_GENAI.write(checkpoint, tmp_path / "out")
     with torch.no_grad():
         wanted = simulate(checkpoint, tmp_path / "simulated")(WORDS).logits.numpy()
     got, _ = OrtModel(tmp_path / "out")(WORDS.numpy())
     assert decibels(wanted, got) > 110
     biased = {"model.layers.0.mlp.down_proj.bias": torch.ones(64)}  # a bias that the source has not
-    ORT_GENAI.write(type(checkpoint)(checkpoint.source, checkpoint.packed, {**changed, **biased}), tmp_path / "biased")
+    ORT_GENAI.write(
+        type(checkpoint)(checkpoint.source, checkpoint.quantized, {**changed, **biased}), tmp_path / "biased"
+    )
     other, _ = OrtModel(tmp_path / "biased")(WORDS.numpy())
     assert decibels(got, other) < 40
 
@@ -141,7 +143,7 @@ def test_experts_that_stay_float_or_differ_are_refused(tmp_path):
     checkpoint = quantized(tmp_path / "float", int_spec(4), ("norm", ".gate.", layer))
     with pytest.raises(ExportError, match=r"experts\.2\.up_proj stays float"):
         ORT_GENAI.write(checkpoint, tmp_path / "out")
-    mixed = {**checkpoint.packed, layer: quantized(tmp_path / "float", int_spec(8)).packed[layer]}
+    mixed = {**checkpoint.quantized, layer: quantized(tmp_path / "float", int_spec(8)).quantized[layer]}
     with pytest.raises(ExportError, match="several kinds"):
         ORT_GENAI.write(type(checkpoint)(checkpoint.source, mixed), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -77,7 +77,7 @@ def test_nothing_is_left_of_a_folder_that_could_not_be_finished(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("kept")
     with pytest.raises(StoreError, match="the disk is gone"):
-        ORT_GENAI.write(QuantizedCheckpoint(checkpoint.source, Broken(checkpoint.packed)), tmp_path / "out")
+        ORT_GENAI.write(QuantizedCheckpoint(checkpoint.source, Broken(checkpoint.quantized)), tmp_path / "out")
     assert [each.name for each in (tmp_path / "out").iterdir()] == ["mine"]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["float", "out"]
 

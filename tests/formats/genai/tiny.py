@@ -150,9 +150,9 @@ def simulate(checkpoint: QuantizedCheckpoint, folder: Path) -> torch.nn.Module:
     from safetensors.torch import save_file
 
     is_gpt2 = checkpoint.source.model_type == "gpt2"
-    tensors = {name: checkpoint.tensor(name) for name in checkpoint.floats}
-    for name, packed in checkpoint.packed.items():
-        values = packed.values()
+    tensors = {name: checkpoint.tensor(name) for name in checkpoint.float_names}
+    for name, packed in checkpoint.quantized.items():
+        values = packed.dequantize()
         tensors[name] = (values.T if is_gpt2 and ".h." in name else values).contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -143,8 +143,8 @@ def simulation(checkpoint, folder):
     """The transformers model with what the codes stand for, in float32."""
     source = checkpoint.source
     state = {name: source.tensor(name, torch.float32) for name in source.tensors}
-    for name, packed in checkpoint.packed.items():
-        state[name] = packed.values().T.contiguous() if is_turned(source, name) else packed.values()
+    for name, packed in checkpoint.quantized.items():
+        state[name] = packed.dequantize().T.contiguous() if is_turned(source, name) else packed.dequantize()
     shutil.copytree(source.folder, folder)
     save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()

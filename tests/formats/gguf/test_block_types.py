@@ -60,7 +60,7 @@ def test_what_is_packed_is_what_is_read(case):
     packed = nearest(weight, spec, block)
     kind = choose_block_type([packed], "w")
     assert kind.name == name == plan_block_type(spec, columns, block).name
-    assert torch.equal(read_back(packed, kind), packed.values())
+    assert torch.equal(read_back(packed, kind), packed.dequantize())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -73,7 +73,7 @@ def test_the_extreme_codes_are_held_too(case):
     edge[:, ::2], edge[:, 1::2] = int(low), int(high)
     assert row.min <= low
     packed = QuantizedWeight(edge, packed.scale, spec, packed.zero_point, minval=packed.minval)
-    assert torch.equal(read_back(packed, choose_block_type([packed], "w")), packed.values())
+    assert torch.equal(read_back(packed, choose_block_type([packed], "w")), packed.dequantize())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,7 +82,7 @@ def test_rows_of_nothing_but_zero_are_held(case):
     weight = torch.zeros(4, columns)
     weight[1, 0] = 1e-9
     packed = nearest(weight, spec, block)
-    values = packed.values()
+    values = packed.dequantize()
     if torch.isfinite(values).all():
         assert torch.equal(read_back(packed, choose_block_type([packed], "w")), values)
 
@@ -115,7 +115,7 @@ def test_scales_that_are_not_snapped_take_a_wider_type_or_none():
     scale = (torch.rand(4, 16) + 0.5).half().float()
     packed = QuantizedWeight(codes, scale, spec_of("int3", 32))
     assert choose_block_type([packed], "w").name == "Q4_0"
-    assert torch.equal(read_back(packed, choose_block_type([packed], "w")), packed.values())
+    assert torch.equal(read_back(packed, choose_block_type([packed], "w")), packed.dequantize())
     with raises(ExportError, "proj", "torch.int3", "blocks of 32"):
         choose_block_type([QuantizedWeight(codes, scale + 1e-6, spec_of("int3", 32))], "proj")
 
@@ -127,7 +127,7 @@ def test_a_zero_point_whose_product_is_no_float16_takes_a_bit_more():
     packed = QuantizedWeight(codes, scale, spec, torch.full((2, 2), 7, dtype=torch.int32))
     kind = choose_block_type([packed], "w")
     assert kind.name == "Q5_0"
-    assert torch.equal(read_back(packed, kind), packed.values())
+    assert torch.equal(read_back(packed, kind), packed.dequantize())
 
 
 def test_experts_of_a_layer_share_the_type_that_holds_all():

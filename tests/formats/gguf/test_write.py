@@ -62,9 +62,9 @@ def test_a_llama_has_its_codes_names_and_sizes(tmp_path):
     assert fields["llama.context_length"] == 128
     assert fields["general.file_type"] == 2
     assert len(fields["tokenizer.ggml.tokens"]) == SIZES["vocab_size"]
-    down = checkpoint.packed["model.layers.1.mlp.down_proj.weight"].values()
+    down = checkpoint.quantized["model.layers.1.mlp.down_proj.weight"].dequantize()
     assert torch.equal(values["blk.1.ffn_down.weight"], down)
-    query = checkpoint.packed["model.layers.0.self_attn.q_proj.weight"].values()
+    query = checkpoint.quantized["model.layers.0.self_attn.q_proj.weight"].dequantize()
     turned = query.reshape(4, 2, 32, 256).transpose(1, 2).reshape(256, 256)
     assert torch.equal(values["blk.0.attn_q.weight"], turned)
     assert types["blk.0.attn_q.weight"] == "Q4_0"
@@ -87,7 +87,7 @@ def test_experts_stand_in_one_tensor(tmp_path):
     fields, values, types = contents(tmp_path / "m.gguf")
     found = values["blk.1.ffn_down_exps.weight"]
     for expert in range(4):
-        wanted = checkpoint.packed[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].values()
+        wanted = checkpoint.quantized[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].dequantize()
         assert torch.equal(found[expert], wanted)
     assert fields["qwen3moe.expert_used_count"] == 2
     assert types["blk.0.ffn_gate_inp.weight"] == "F32"
@@ -114,7 +114,7 @@ def test_every_architecture_is_written_and_its_codes_read_back(family, tmp_path)
     GGUF.write(checkpoint, tmp_path / "m.gguf")
     _, values, types = contents(tmp_path / "m.gguf")
     written = torch.cat([values[name].flatten() for name, kind in types.items() if kind == "Q4_0"])
-    wanted = torch.cat([packed.values().flatten() for packed in checkpoint.packed.values()])
+    wanted = torch.cat([packed.dequantize().flatten() for packed in checkpoint.quantized.values()])
     assert torch.equal(written.sort().values, wanted.sort().values)
 
 
@@ -171,7 +171,7 @@ def test_the_kernels_of_llamacpp_round_inputs_to_8_bits(family, dtype, tmp_path)
     with torch.no_grad():
         plain = decibels(found, model(TOKENS).logits)
         for name, module in model.named_modules():
-            if f"{name}.weight" in checkpoint.packed:
+            if f"{name}.weight" in checkpoint.quantized:
                 module.register_forward_pre_hook(rounded)
         alike = decibels(found, model(TOKENS).logits)
     assert plain > 25
@@ -243,7 +243,7 @@ def test_an_unknown_tensor_is_named(tmp_path):
 
 def test_experts_of_different_kinds_are_refused(tmp_path):
     checkpoint = quantized(make("olmoe", tmp_path / "m"), INT4, 32)
-    del checkpoint.packed["model.layers.0.mlp.experts.2.up_proj.weight"]
+    del checkpoint.quantized["model.layers.0.mlp.experts.2.up_proj.weight"]
     with refusal("experts.2.up_proj.weight is float, other experts of its layer are quantized"):
         GGUF.write(checkpoint, tmp_path / "m.gguf")
 

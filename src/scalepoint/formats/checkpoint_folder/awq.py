@@ -53,7 +53,7 @@ def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
         first, usual = next(iter(groups.items()))
         if group != usual:
             raise ExportError(f"{first} has blocks of {usual}, {layer} of {group}: {NAME} has one size for all layers")
-        codes, zero = packed.unsigned()
+        codes, zero = packed.to_unsigned()
         return {
             "qweight": _pack_nibbles(codes.T),
             "qzeros": _pack_nibbles(zero.T),

@@ -178,7 +178,7 @@ def _stored_tensors(layer: str, packed: QuantizedWeight, scheme: Scheme, dtype: 
 
 
 def _pack_integers(layer: str, packed: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
-    codes, zero = packed.unsigned()
+    codes, zero = packed.to_unsigned()
     found = {
         "weight_packed": pack_bits(codes, packed.bits),
         "weight_scale": to_stored_scales(packed.scale, dtype, layer),
@@ -193,7 +193,7 @@ def _pack_integers(layer: str, packed: QuantizedWeight, scheme: Scheme, dtype: t
 
 def _to_signed(layer: str, packed: QuantizedWeight) -> Tensor:
     """int8 codes around 0."""
-    codes, zero = packed.unsigned()
+    codes, zero = packed.to_unsigned()
     _check_middle(layer, packed, zero)
     return (codes - (1 << packed.bits - 1)).to(torch.int8)
 

@@ -83,22 +83,22 @@ def write_config(folder: Path, source: Source, quantization: Mapping[str, Any]) 
 def _list_names(checkpoint: QuantizedCheckpoint) -> Iterable[str]:
     """As the source has them; then what it has not."""
     yield from checkpoint.source.tensors
-    for name in (*checkpoint.packed, *checkpoint.changed):
+    for name in (*checkpoint.quantized, *checkpoint.changed):
         if name not in checkpoint.source.tensors:
             yield name
 
 
 def _iterate_stored(checkpoint: QuantizedCheckpoint, name: str, parts: StoreLayer) -> Iterable[tuple[str, Tensor]]:
-    if name not in checkpoint.packed:
+    if name not in checkpoint.quantized:
         return [(name, checkpoint.tensor(name))]
     layer = find_layer(name, checkpoint.source)
-    return [(f"{layer}.{part}", tensor) for part, tensor in parts(layer, checkpoint.packed[name]).items()]
+    return [(f"{layer}.{part}", tensor) for part, tensor in parts(layer, checkpoint.quantized[name]).items()]
 
 
 def _max_header_bytes(checkpoint: QuantizedCheckpoint) -> int:
     """What the header of one file for all would take at most."""
-    packed = sum(MAX_PARTS * (len(json.dumps(name)) + MAX_PART_NAME + ENTRY_BYTES) for name in checkpoint.packed)
-    return packed + sum(len(json.dumps(name)) + ENTRY_BYTES for name in checkpoint.floats)
+    packed = sum(MAX_PARTS * (len(json.dumps(name)) + MAX_PART_NAME + ENTRY_BYTES) for name in checkpoint.quantized)
+    return packed + sum(len(json.dumps(name)) + ENTRY_BYTES for name in checkpoint.float_names)
 
 
 def find_layer(name: str, source: Source) -> str:

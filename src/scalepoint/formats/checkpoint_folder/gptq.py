@@ -68,12 +68,12 @@ class _GptqLayers:
             self.is_first_version = symmetric
         group = read_block_size(packed.spec) or -1
         self.layers[layer] = packed.bits, group, symmetric
-        codes, zero = packed.unsigned()
+        codes, zero = packed.to_unsigned()
         return {
             "qweight": pack_bits(codes, packed.bits).T.contiguous(),
             "qzeros": pack_bits(self._stored(layer, zero).T, packed.bits),
             "scales": to_stored_scales(packed.scale, torch.float16, layer).T.contiguous(),
-            "g_idx": (torch.arange(packed.codes.shape[1]) // packed.block).to(torch.int32),
+            "g_idx": (torch.arange(packed.codes.shape[1]) // packed.block_size).to(torch.int32),
         }
 
     def _stored(self, layer: str, zero: Tensor) -> Tensor:

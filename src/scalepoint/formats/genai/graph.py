@@ -81,7 +81,7 @@ class GraphBuilder:
 
     def is_there(self, name: str) -> bool:
         found = self.checkpoint
-        return name in found.source.tensors or name in found.changed or name in found.packed
+        return name in found.source.tensors or name in found.changed or name in found.quantized
 
     def values(self, tensor: str) -> Tensor:
         """A float tensor, in float32."""
@@ -108,10 +108,10 @@ class GraphBuilder:
 
     def is_packed(self, layer: str) -> bool:
         name = f"{layer}.weight"
-        return self.has(name) and self.name_of(name) in self.checkpoint.packed
+        return self.has(name) and self.name_of(name) in self.checkpoint.quantized
 
     def packed(self, layer: str) -> QuantizedWeight:
-        return self.checkpoint.packed[self.name_of(f"{layer}.weight")]
+        return self.checkpoint.quantized[self.name_of(f"{layer}.weight")]
 
     def linear(self, value: str, layer: str, *, rows: Tensor | None = None, name: str = "", **kind: bool) -> str:
         """value W^T + b of one layer, quantized or float; its outputs in the order of `rows`."""

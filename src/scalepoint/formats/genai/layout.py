@@ -65,13 +65,13 @@ def describe_wider_type(spec: QuantizationSpec, columns: int) -> str:
 
 def stored_block_size(packed: QuantizedWeight) -> int:
     """Columns that share a scale in the file."""
-    given = packed.block
+    given = packed.block_size
     if given in BLOCK_SIZES:
         return given
     fitting = [block for block in BLOCK_SIZES if given % block == 0 and block <= DEFAULT_BLOCK_SIZE]
     if fitting:
         return max(fitting)
-    if packed.has_block:
+    if packed.has_blocks:
         raise ExportError(
             f"blocks of {given} columns cannot be divided into blocks of {', '.join(map(str, BLOCK_SIZES))}"
         )
@@ -92,7 +92,7 @@ def pack_matrix(packed: QuantizedWeight, block: int = 0) -> PackedMatrix:
     is_middle = packed.spec.qscheme != QuantizationScheme.ASYMMETRIC and bool((zeros == half).all())
     rows, columns = packed.codes.shape
     blocks = -(-columns // block)
-    spread = torch.arange(blocks) * block // packed.block
+    spread = torch.arange(blocks) * block // packed.block_size
     scales, zeros = scales[:, spread], zeros[:, spread]
     codes = np.empty((rows, blocks, block * bits // 8), np.uint8)
     missing = blocks * block - columns

@@ -73,7 +73,7 @@ def choose_block_type(weights: Iterable[QuantizedWeight], name: str) -> BlockTyp
     for packed in weights:
         forms = list_block_codes(packed)
         left = [kind for kind in left if any(kind.bytes_of(form) is not None for form in forms)]
-        seen = f"{packed.spec.dtype} in blocks of {packed.block} of {packed.codes.shape[1]} columns"
+        seen = f"{packed.spec.dtype} in blocks of {packed.block_size} of {packed.codes.shape[1]} columns"
     if left:
         return left[0]
     raise ExportError(
@@ -86,7 +86,7 @@ def pack_weight(packed: QuantizedWeight, kind: BlockType) -> Bytes:
     """(rows, bytes of a row)."""
     found = next((data for form in list_block_codes(packed) if (data := kind.bytes_of(form)) is not None), None)
     if found is None:
-        raise ExportError(f"{kind.name} cannot hold a weight of {packed.spec.dtype} in blocks of {packed.block}")
+        raise ExportError(f"{kind.name} cannot hold a weight of {packed.spec.dtype} in blocks of {packed.block_size}")
     return found
 
 

@@ -50,7 +50,7 @@ def list_block_codes(packed: QuantizedWeight) -> list[BlockCodes]:
         return [BlockCodes(codes - low, 0, high - low, scale, packed.minval.to(torch.float32))]
     given = packed.zero_point
     zero = torch.zeros_like(scale, dtype=torch.int32) if given is None else given.to(torch.int32)
-    shift = zero.repeat_interleave(packed.block, 1)
+    shift = zero.repeat_interleave(packed.block_size, 1)
     reach = (low, high) if given is None else (low - high, high - low)
     above = BlockCodes(codes - low, 0, high - low, scale, (low - zero).to(torch.float32) * scale)
     return [BlockCodes(codes - shift, *reach, scale), above]

@@ -71,7 +71,7 @@ def _name_translator(architecture: Architecture, blocks: int) -> Callable[[str],
 
 def _group_sources(checkpoint: QuantizedCheckpoint) -> dict[str, list[str]]:
     """A name as the table of gguf has it -> the tensors of the source that it takes, experts in their order."""
-    every = {*checkpoint.source.tensors, *checkpoint.packed, *checkpoint.changed}
+    every = {*checkpoint.source.tensors, *checkpoint.quantized, *checkpoint.changed}
     order = [*checkpoint.source.tensors, *sorted(every - checkpoint.source.tensors.keys())]
     found: dict[str, list[tuple[int, str]]] = {}
     for name in order:
@@ -91,14 +91,14 @@ def _group_sources(checkpoint: QuantizedCheckpoint) -> dict[str, list[str]]:
 def _make_entry(
     checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, sources: Sequence[str]
 ) -> TensorEntry:
-    quantized = [each in checkpoint.packed for each in sources]
+    quantized = [each in checkpoint.quantized for each in sources]
     if any(quantized) and not all(quantized):
         raise ExportError(f"{sources[quantized.index(False)]} is float, other experts of its layer are quantized: "
                           "a GGUF file has one type for all")  # fmt: skip
     if not any(quantized):
         return _make_float_entry(checkpoint, architecture, name, sources)
-    kind = choose_block_type((checkpoint.packed[each] for each in sources), sources[0])
-    rows, columns = checkpoint.packed[sources[0]].codes.shape
+    kind = choose_block_type((checkpoint.quantized[each] for each in sources), sources[0])
+    rows, columns = checkpoint.quantized[sources[0]].codes.shape
     shape = (rows, columns) if len(sources) == 1 else (len(sources), rows, columns)
     return TensorEntry(name, kind.name, shape, lambda: _pack_sources(checkpoint, architecture, sources, kind))
 
@@ -108,7 +108,7 @@ def _pack_sources(
 ) -> Bytes:
     parts = []
     for each in sources:
-        packed = checkpoint.packed[each]
+        packed = checkpoint.quantized[each]
         order = _row_order(checkpoint, architecture, each, packed.codes.shape[0])
         parts.append(pack_weight(packed if order is None else _reorder_rows(packed, order), kind))
     return parts[0] if len(parts) == 1 else np.stack(parts)
