@@ -272,7 +272,7 @@ def subject(name: str) -> tuple[nn.Module, Any, Axes]:
 def sizes_beyond(model: nn.Module, example: Mapping[str, int]) -> list[dict[str, int]]:
     """Two further sizes: each axis a step or more larger, and the first much larger."""
     origin = get_origin(model)
-    steps = {name: max(1, origin.steps[name]) for name in example}
+    steps = {name: max(1, origin.size_steps[name]) for name in example}
     next_one = {name: size + 3 * steps[name] for name, size in example.items()}
     first = next(iter(example))
     return [next_one, {**example, first: example[first] + steps[first] * max(1, round(example[first] / steps[first]))}]
@@ -286,7 +286,7 @@ def travel(name: str, runtime: str) -> dict[str, Any]:
     row: dict[str, Any] = {"outcome": "refused", "free": axes}
     quantized = quantize(model, forward_loop=data, target=runtime, dynamic_axes=axes, progress=False, **named)
     origin = get_origin(quantized)
-    row |= {"outcome": "fails", "steps": dict(origin.steps), "tried": dict(origin.tried)}
+    row |= {"outcome": "fails", "steps": dict(origin.size_steps), "tried": dict(origin.compared_sizes)}
     given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     sizes = {label: given[1].get(each, given[0][0] if given[0] else None).shape[axis]
              for each, own in origin.axes.items() for axis, label in own.items()}  # fmt: skip

@@ -67,7 +67,7 @@ def gelus(folder: Path, tokens: int, width: int) -> dict[str, onnxruntime.Infere
     """An int8 block with the half of its GELUs last, and as torch writes them."""
     model, x = Block(width, is_first=False).eval(), torch.randn(1, tokens, width)
     own = onnxruntime_target()
-    plain = replace(own, spellings=tuple(each for each in own.spellings if each.name != "gelu_halved_last"))
+    plain = replace(own, rewrites=tuple(each for each in own.rewrites if each.name != "gelu_halved_last"))
     for name, target in {"last": own, "first": plain}.items():
         export(quantize(model, x, forward_loop=[x], target=target, freeze_weights=True), folder / f"{name}.onnx", x)
     return {name: session(folder / f"{name}.onnx") for name in ("last", "first")}
@@ -92,7 +92,7 @@ def masked(folder: Path, tokens: int, width: int) -> dict[str, onnxruntime.Infer
     """Attention whose probabilities are not looked through for NaN, and as torch writes it."""
     model, x = Attention(width).eval(), torch.randn(8, tokens, width)
     own = onnxruntime_target()
-    plain = replace(own, spellings=tuple(each for each in own.spellings if each.name != "softmax_of_finite"))
+    plain = replace(own, rewrites=tuple(each for each in own.rewrites if each.name != "softmax_of_finite"))
     for name, target in {"unchecked": own, "checked": plain}.items():
         export(quantize(model, x, forward_loop=[x], target=target, freeze_weights=True), folder / f"{name}.onnx", x)
     return {name: session(folder / f"{name}.onnx") for name in ("unchecked", "checked")}
@@ -125,7 +125,7 @@ def pooled(folder: Path, pixels: int) -> dict[str, onnxruntime.InferenceSession]
 def in_openvino(folder: Path, model: nn.Module, x: Tensor, rule: str) -> dict[str, Any]:
     """With a rule and without."""
     own = openvino_target()
-    plain = replace(own, spellings=tuple(each for each in own.spellings if each.name != rule))
+    plain = replace(own, rewrites=tuple(each for each in own.rewrites if each.name != rule))
     found = {}
     for name, target in {"with": own, "without": plain}.items():
         quantized = quantize(model, x, forward_loop=[x], target=target, freeze_weights=True)

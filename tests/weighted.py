@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalepoint.graph import Operation
 from scalepoint.patterns import get_kind
-from scalepoint.patterns.language import place_of
+from scalepoint.patterns.language import get_layer_name
 from scalepoint.transformation import TransformationResult
 
 KINDS = ("conv", "linear", "embedding", "recurrent")
@@ -106,7 +106,7 @@ def _group(kind: str) -> str:
 def told(result: TransformationResult) -> dict[str, int]:
     """How many operations with weights are left and named in the report, by kind."""
     names = {refusal.name for refusal in result.report.refusals if not refusal.pattern}
-    kinds = Counter(_group(get_kind(node)) for node in result.model.graph.nodes if place_of(node) in names)
+    kinds = Counter(_group(get_kind(node)) for node in result.model.graph.nodes if get_layer_name(node) in names)
     return {kind: kinds[kind] for kind in KINDS}
 
 
@@ -114,7 +114,7 @@ def left(result: TransformationResult) -> list[str]:
     """Operations with weights that no applied match holds and no refusal names, as `name: target`."""
     names = {refusal.name for refusal in result.report.refusals if not refusal.pattern}
     nodes = [node for node in result.model.graph.nodes if _is_left(result.model, node)]
-    return [f"{node.name}: {node.target}" for node in nodes if place_of(node) not in names]
+    return [f"{node.name}: {node.target}" for node in nodes if get_layer_name(node) not in names]
 
 
 def _is_left(model: fx.GraphModule, node: fx.Node) -> bool:

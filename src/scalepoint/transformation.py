@@ -20,7 +20,7 @@ from scalepoint.graph.nodes import get_state, inherit_meta, set_state
 from scalepoint.graph.serialization import store_description
 from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
-from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
+from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, get_layer_name
 from scalepoint.patterns.plan import TransformationPlan, make_plan
 from scalepoint.support.formatting import one_line
 from scalepoint.support.torch_state import serialized
@@ -244,7 +244,7 @@ def _module_and_inputs(model: fx.GraphModule, node: fx.Node) -> tuple[nn.Module,
 
 def _add_fused_module(model: fx.GraphModule, match: PatternMatch, module: nn.Module) -> str:
     """Add the module under a readable name: layer1.0.conv1 with bn1 and relu becomes layer1.0.conv1_bn1_relu."""
-    paths = [place_of(node) for node in match.nodes.values()]
+    paths = [get_layer_name(node) for node in match.nodes.values()]
     leaves = [path.rpartition(".")[2] for path in paths[1:]] or ["fused"]
     name = unused_name = "_".join([paths[0], *leaves])
     number = 0

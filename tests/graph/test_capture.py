@@ -166,7 +166,7 @@ class TestOneKindHoweverItWasSpelt:
         operation = graph_module.get_submodule("linear")
         assert operation.weight is graph_module.weight
         assert operation.bias is graph_module.bias
-        assert operation.has_input_first
+        assert operation.has_transposed_weight
         x = torch.randn(3, 5, 4)
         close(graph_module(x), model(x))
 
@@ -1352,7 +1352,7 @@ def test_a_copy_of_a_graph_keeps_what_is_known_of_it_and_changes_alone():
     graph_module = capture(nn.Linear(4, 4).eval(), torch.randn(2, 4))
     before = get_origin(graph_module)
     copied = copy.deepcopy(graph_module)
-    set_origin(copied, steps={"width": 8})
+    set_origin(copied, size_steps={"width": 8})
     assert kinds(copied) == kinds(graph_module)
-    assert get_origin(copied) == replace(before, steps={"width": 8})
+    assert get_origin(copied) == replace(before, size_steps={"width": 8})
     assert get_origin(graph_module) == before

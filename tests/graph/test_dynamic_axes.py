@@ -137,8 +137,8 @@ def test_named_axes_are_free_and_the_graph_was_tried_at_other_sizes():
     assert shapes(graph) == [["*", 3, "*", "*"]]
     origin = get_origin(graph)
     assert origin.axes == PICTURE
-    assert origin.steps == {"height": 1, "width": 1}
-    assert origin.tried == {"height": 12, "width": 6}
+    assert origin.size_steps == {"height": 1, "width": 1}
+    assert origin.compared_sizes == {"height": 12, "width": 6}
     x = torch.randn(1, 3, 13, 7)
     assert torch.equal(graph(x), model(x))
 
@@ -149,13 +149,13 @@ def test_the_batch_can_be_fixed_beside_them():
 
 
 def test_sizes_that_the_model_takes_in_steps_are_found():
-    assert get_origin(captured(Skips(), torch.randn(1, 3, 8, 8))).steps == {"height": 2, "width": 2}
+    assert get_origin(captured(Skips(), torch.randn(1, 3, 8, 8))).size_steps == {"height": 2, "width": 2}
 
 
 def test_a_name_on_two_inputs_is_one_size():
     axes = {"x": {1: "frames"}, "y_a": {1: "frames"}}
     graph = captured(Sum(), torch.randn(2, 5), {"a": torch.randn(2, 5)}, axes=axes)
-    assert get_origin(graph).tried == {"frames": 7}
+    assert get_origin(graph).compared_sizes == {"frames": 7}
     with raises(CaptureError, "'frames'", "'steps'", "one name"):
         captured(Sum(), torch.randn(2, 5), {"a": torch.randn(2, 5)}, axes={"x": {1: "frames"}, "y_a": {1: "steps"}})
     with raises(UsageError, "'frames'", "5 on axis 1 of 'x'", "4 on axis 1 of 'y_a'"):
@@ -209,9 +209,9 @@ def test_a_table_of_positions_says_where_it_ends():
             return x + self.table[: x.shape[1]]
 
     graph = captured(Positions(), torch.randn(2, 6, 4), axes={"x": {1: "tokens"}})
-    assert get_origin(graph).tried["tokens"] in range(2, 9)
+    assert get_origin(graph).compared_sizes["tokens"] in range(2, 9)
     full = captured(Positions(), torch.randn(2, 8, 4), axes={"x": {1: "tokens"}})
-    assert get_origin(full).tried["tokens"] in range(2, 8)
+    assert get_origin(full).compared_sizes["tokens"] in range(2, 8)
 
 
 def test_a_graph_that_is_another_model_at_other_sizes_is_refused():

@@ -52,7 +52,7 @@ def test_a_model_that_casts_is_captured_as_one_that_does_not():
         assert torch.allclose(found(X), plain(X), atol=1e-6)
     kinds = [get_kind(node) for node in found.graph.nodes]
     assert {"conv", "linear", "batch_norm"} <= set(kinds)
-    assert len(get_origin(found).uncast) == 2
+    assert len(get_origin(found).ignored_autocast) == 2
 
 
 def test_its_layers_are_matched():

@@ -215,35 +215,35 @@ TABLE = KernelTimes(
 
 
 def test_a_measured_shape_has_its_measured_time():
-    assert TABLE.product(ProductShape("conv", 32, 32, 256, 3)) == pytest.approx((100e-6, 40e-6))
+    assert TABLE.product_seconds(ProductShape("conv", 32, 32, 256, 3)) == pytest.approx((100e-6, 40e-6))
 
 
 def test_time_grows_with_the_work_and_families_are_told_apart():
-    before, after = TABLE.product(ProductShape("conv", 32, 32, 512, 3))
+    before, after = TABLE.product_seconds(ProductShape("conv", 32, 32, 512, 3))
     assert (before, after) == pytest.approx((200e-6, 80e-6))
-    assert TABLE.product(ProductShape("conv", 16, 16, 256, 3, 16)) == pytest.approx((5e-6, 9e-6))
-    assert TABLE.product(ProductShape("conv", 3, 16, 256, 3)) is None  # no stem in this table
-    assert TABLE.product(ProductShape("linear", 8, 8, 1)) is None
+    assert TABLE.product_seconds(ProductShape("conv", 16, 16, 256, 3, 16)) == pytest.approx((5e-6, 9e-6))
+    assert TABLE.product_seconds(ProductShape("conv", 3, 16, 256, 3)) is None  # no stem in this table
+    assert TABLE.product_seconds(ProductShape("linear", 8, 8, 1)) is None
 
 
 def test_moving_values_costs_by_their_number_and_a_call():
-    assert TABLE.move("quantize", 2000) == pytest.approx(9e-6)
-    assert TABLE.move("dequantize", 2000) == TABLE.move("quantize", 2000)  # which stands for all conversions
-    assert TABLE.move("quantize", 10) == pytest.approx(2e-6)
+    assert TABLE.move_seconds("quantize", 2000) == pytest.approx(9e-6)
+    assert TABLE.move_seconds("dequantize", 2000) == TABLE.move_seconds("quantize", 2000)
+    assert TABLE.move_seconds("quantize", 10) == pytest.approx(2e-6)
 
 
-@pytest.mark.parametrize("name", [*VNNI.kernels, *onnxruntime_target("avx2").kernels])
+@pytest.mark.parametrize("name", [*VNNI.kernel_tables, *onnxruntime_target("avx2").kernel_tables])
 def test_each_table_of_the_target_is_whole_and_says_what_was_measured(name):
     table = load_kernel_times(name)
     convolutions = {"dense", "pointwise", "depthwise", "stem"}
     ranks = ("", " 1d", " 3d")
     assert {kind + rank for kind in convolutions for rank in ranks} | {"linear"} == set(table.products)
     assert {"quantize", "add"} <= set(table.moves)
-    before, after = table.product(ProductShape("conv", 64, 64, 1024, 3))
+    before, after = table.product_seconds(ProductShape("conv", 64, 64, 1024, 3))
     assert after < before  # int8 wins where it multiplies much
-    before, after = table.product(ProductShape("conv", 3, 16, 4096, 3))
+    before, after = table.product_seconds(ProductShape("conv", 3, 16, 4096, 3))
     assert after > before  # and loses on three channels
-    before, after = table.product(ProductShape("conv", 3, 16, 4096, 3, rank=3))
+    before, after = table.product_seconds(ProductShape("conv", 3, 16, 4096, 3, rank=3))
     assert after > 2 * before  # much, over three axes
 
 
@@ -260,7 +260,7 @@ def test_a_layer_without_a_price_stays_as_asked_and_others_are_priced_all_the_sa
     body = nn.Sequential(nn.Conv2d(16, 128, 3, 2, 1), nn.ReLU(), nn.Conv2d(128, 128, 3, 1, 1), nn.ReLU())
     model = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.ReLU(), *body, nn.Flatten(2), nn.Conv1d(128, 2, 1))
     unknown = KernelTimes([])
-    known = load_kernel_times(VNNI.kernels[0])
+    known = load_kernel_times(VNNI.kernel_tables[0])
     unknown.products = {family: rows for family, rows in known.products.items() if not family.endswith("1d")}
     unknown.moves = known.moves
     monkeypatch.setattr(pays, "load_kernel_times", lambda _: unknown)
@@ -296,12 +296,12 @@ def test_the_file_is_slower_than_float_on_no_cpu_that_was_measured(one, other, l
     layers = [nn.Conv2d(64, 64, 3, 1, 1, groups=groups) for groups in (1, 64, 1)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     for names in (("one", "other"), ("other", "one")):
-        rows = inserted(model, torch.randn(2, 64, 32, 32), target=replace(VNNI, kernels=names))
+        rows = inserted(model, torch.randn(2, 64, 32, 32), target=replace(VNNI, kernel_tables=names))
         assert [row.name.split("_")[0] for row in rows if row.is_for_speed] == left
 
 
 def test_a_target_without_a_table_leaves_nothing_out():
-    none = replace(VNNI, kernels=())
+    none = replace(VNNI, kernel_tables=())
     assert all(row.state == OperationState.QUANTIZED for row in inserted(Net(), X, target=none))
 
 

@@ -49,7 +49,7 @@ def _make_counted_layer(node: fx.Node, row: CoverageRow) -> AnalyzedLayer:
 
 def _make_uncounted_layer(model: fx.GraphModule, node: fx.Node, name: str) -> AnalyzedLayer:
     module = model.get_submodule(str(node.target))
-    kind = kind_of_part(module.weighted) if isinstance(module, Fused) else get_kind(node)
+    kind = kind_of_part(module.weighted_part) if isinstance(module, Fused) else get_kind(node)
     stubs = [each for each in model.modules() if isinstance(each, QuantStub) and name in each.consumers]
     words = sorted({str(stub.spec.to_dict()["dtype"]) for stub in stubs if stub.enabled})
     return AnalyzedLayer(name, kind, f"x {' / '.join(words)}" if words else "float", 0, 0, node)

@@ -53,7 +53,7 @@ def _describe_state(model: fx.GraphModule) -> tuple[str, ...]:
 
 def describe_removed_casts(model: fx.GraphModule) -> tuple[str, ...]:
     """Return a sentence about torch.autocast blocks that capture removed. Capture has already warned about them."""
-    locations = get_origin(model).uncast
+    locations = get_origin(model).ignored_autocast
     if not locations:
         return ()
     return (f"torch.autocast at {_join_names(list(locations))} is removed: the file does not cast there",)

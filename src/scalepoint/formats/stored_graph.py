@@ -21,7 +21,7 @@ from scalepoint.graph.captured_module import code_generation_paused
 from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.numerics import QParams
 from scalepoint.patterns import Fused
-from scalepoint.patterns.language import place_of
+from scalepoint.patterns.language import get_layer_name
 from scalepoint.quantize.outliers import Factors
 from scalepoint.quantize.stubs import Quantizing, QuantStub, held_as
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -109,7 +109,7 @@ def _replace_layers(
                     fused.parts[role] = replacements[id(part)]
     copy_after_masked_attention(model)
     for node in model.graph.nodes:  # torch.export names its nodes after this stack
-        path = place_of(node) if node.op != "call_module" else str(node.target)
+        path = get_layer_name(node) if node.op != "call_module" else str(node.target)
         node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}
     return model
 

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 
 from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, short_repr
-from scalepoint.graph.captured_module import Captured, adopt_modules, get_reserved_names, is_valid_name
+from scalepoint.graph.captured_module import CapturedGraph, adopt_modules, get_reserved_names, is_valid_name
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.dynamic_axes import Axes, check_axes, get_named_inputs, parse_axes
@@ -126,19 +126,21 @@ def _capture_in_eval(
     inputs = widen_batch(*given) if dynamic else given
     with ExitStack() as stack:
         opaque = stack.enter_context(opaque_modules_replaced(model, leave, *inputs)) if leave else ()
-        uncast = stack.enter_context(autocast_off())
+        ignored_autocast = stack.enter_context(autocast_off())
         stack.enter_context(caller_dtype())
         program = export_after_first_run(model, given, inputs, dynamic=dynamic, axes=axes)
     graph_module = _finish(program, model, opaque)
     _check_output(graph_module, type(model).__name__)
     is_wide = _is_widened(graph_module, given)
-    set_origin(graph_module, is_widened=is_wide, leave=leave, uncast=tuple(sorted(uncast)))
+    set_origin(graph_module, is_widened=is_wide, leave=leave, ignored_autocast=tuple(sorted(ignored_autocast)))
     record_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
     _warn_about_autocast(graph_module)
     if axes:
         sizes = find_allowed_sizes(program, axes)
-        tried_sizes = check_at_other_sizes(model, graph_module.eval(), given, axes, sizes)  # in eval, as the model is
-        set_origin(graph_module, axes=axes, steps=sizes.steps, tried=tried_sizes)
+        compared_sizes = check_at_other_sizes(
+            model, graph_module.eval(), given, axes, sizes
+        )  # in eval, as the model is
+        set_origin(graph_module, axes=axes, size_steps=sizes.steps, compared_sizes=compared_sizes)
     if dynamic:
         _warn_about_fixed_batch(graph_module)
     return graph_module
@@ -182,7 +184,7 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[OpaqueMod
             functionalize_writes(unlifted.graph)
             join_batch_norms(unlifted.graph)
     name_dtypes(unlifted.graph)
-    graph_module = Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
+    graph_module = CapturedGraph(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
     adopt_modules(graph_module, owner)
     restore_opaque_modules(graph_module, left)
@@ -250,7 +252,7 @@ def _warn_about_fixed_batch(graph_module: fx.GraphModule) -> None:
 
 
 def _warn_about_autocast(graph_module: fx.GraphModule) -> None:
-    places = get_origin(graph_module).uncast
+    places = get_origin(graph_module).ignored_autocast
     if places:
         message = (
             f"torch.autocast at {', '.join(places)} is left out: the graph computes in the types of the model's "

@@ -12,13 +12,13 @@ from unicodedata import normalize
 from torch import fx, nn
 
 
-class Captured(fx.GraphModule):
+class CapturedGraph(fx.GraphModule):
     """A graph whose deepcopy is silent: torch's own warns of torch's own class."""
 
     writes_code = True
 
     def recompile(self) -> Any:
-        return super().recompile() if Captured.writes_code else None
+        return super().recompile() if CapturedGraph.writes_code else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
         with warnings.catch_warnings():
@@ -29,11 +29,11 @@ class Captured(fx.GraphModule):
 @contextmanager
 def code_generation_paused() -> Iterator[None]:
     """Inside, graphs are copied and changed without writing their code anew; `recompile` does it afterwards."""
-    before, Captured.writes_code = Captured.writes_code, False
+    before, CapturedGraph.writes_code = CapturedGraph.writes_code, False
     try:
         yield
     finally:
-        Captured.writes_code = before
+        CapturedGraph.writes_code = before
 
 
 def adopt_modules(graph_module: fx.GraphModule, owner: nn.Module) -> None:

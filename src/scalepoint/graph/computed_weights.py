@@ -8,13 +8,13 @@ from torch import fx, nn
 
 from scalepoint.graph.kinds import kind_of_function
 from scalepoint.graph.nodes import bind_argument, find_constant_nodes, get_arguments, get_fake_tensor, module_path
-from scalepoint.graph.operations import BIASES, WEIGHTS, ComputedTensor, Step
-from scalepoint.graph.tree import Tree
+from scalepoint.graph.operations import BIASES, WEIGHTS, ComputationStep, ComputedTensor
+from scalepoint.graph.tree import ModuleTree
 
 _PRODUCTS = ("conv", "conv_transpose", "linear", "matmul", "addmm")
 
 
-def hold_computed(tree: Tree) -> None:
+def reference_computed_tensors(tree: ModuleTree) -> None:
     """Give every product whose weight or bias is made of parameters a reference to the computed tensor."""
     graph = tree.root.graph
     fixed = find_constant_nodes(graph)
@@ -55,7 +55,7 @@ def _fits(node: fx.Node, name: str, value: fx.Node) -> bool:
     return tensor is not None and data is not value and (tensor.ndim == 2 or name not in ("other", "mat2"))
 
 
-def _collect_steps(node: fx.Node, root: nn.Module) -> list[Step]:
+def _collect_steps(node: fx.Node, root: nn.Module) -> list[ComputationStep]:
     """The functions that make a tensor, in order."""
     needed: set[fx.Node] = set()
     pending = [node]
@@ -66,7 +66,7 @@ def _collect_steps(node: fx.Node, root: nn.Module) -> list[Step]:
             pending += each.all_input_nodes
     ordered = [each for each in node.graph.nodes if each in needed]
     return [
-        Step(
+        ComputationStep(
             each.target,
             [bind_argument(value, ordered, root) for value in each.args],
             {name: bind_argument(value, ordered, root) for name, value in each.kwargs.items()},

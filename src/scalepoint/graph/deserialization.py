@@ -14,11 +14,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from scalepoint.compat.recurrent_shapes import any_length_recurrent_shapes
 from scalepoint.compat.torch_names import FakeTensorMode, PyTreeCodeGen, PyTreeInfo, make_fake_input
 from scalepoint.errors import ScalepointError, StoreError, short_repr
-from scalepoint.graph.captured_module import Captured, is_valid_name
+from scalepoint.graph.captured_module import CapturedGraph, is_valid_name
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.dynamic_axes import parse_axes
 from scalepoint.graph.nodes import set_info
-from scalepoint.graph.operations import ComputedTensor, Operation, Step
+from scalepoint.graph.operations import ComputationStep, ComputedTensor, Operation
 from scalepoint.graph.origin import set_origin
 from scalepoint.graph.serialization import (
     CLASSES,
@@ -50,7 +50,7 @@ def rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
 
 
 def _rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
-    model = Captured(nn.Module(), fx.Graph(), class_name=_check_name(data.name))
+    model = CapturedGraph(nn.Module(), fx.Graph(), class_name=_check_name(data.name))
     modules = _build_modules(model, data)
     _fill_tensors(modules, data, tensors)
     for each in data.modules:
@@ -66,9 +66,13 @@ def _rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
     graph.set_codegen(PyTreeCodeGen(info))
     model.graph = graph
     set_origin(
-        model, fixed_batch=data.fixed_batch, is_widened=data.is_widened, axes=parse_axes(data.axes), steps=data.steps,
-        tried=data.tried,
-    )  # fmt: skip
+        model,
+        fixed_batch=data.fixed_batch,
+        is_widened=data.is_widened,
+        axes=parse_axes(data.axes),
+        size_steps=data.steps,
+        compared_sizes=data.tried,
+    )
     _record_shapes(model, data.inputs)
     check_graph(model)
     constants = {path: tensors[path] for path, kind in data.tensors.items() if kind == "constant"}
@@ -165,7 +169,7 @@ def _connect(module: nn.Module, each: ModuleData, modules: Mapping[str, nn.Modul
         for step in settings["steps"]:
             args = [decode(value, {}, modules) for value in step["args"]]
             kwargs = {_check_name(name): decode(value, {}, modules) for name, value in step["kwargs"].items()}
-            module.steps.append(Step(get_function(step["function"]), args, kwargs))
+            module.steps.append(ComputationStep(get_function(step["function"]), args, kwargs))
 
 
 def _add_node(

@@ -20,7 +20,7 @@ from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import UsageError, did_you_mean, short_repr
 
 Axes = Mapping[str, Mapping[int, str]]  # input -> axis -> name
-Free = Callable[[str, Any], Iterable[int]]  # the axes that may change of an input, by its name and value
+AxisChooser = Callable[[str, Any], Iterable[int]]  # the axes that may change of an input, by its name and value
 BATCH, SEQUENCE = "batch", "sequence"
 SHAPE = "{'input': {2: 'height', 3: 'width'}} or {'input': [2, 3]}"
 _TEXT = re.compile(r"(\w+):(-?\d+(?:=\w+)?(?:,-?\d+(?:=\w+)?)*)")
@@ -131,7 +131,7 @@ def _default_axes(value: Any) -> dict[int, str]:
     return {0: BATCH, 1: SEQUENCE} if is_tokens else {0: BATCH}
 
 
-def make_axis_chooser(axes: Axes, *, dynamic: bool) -> Free:
+def make_axis_chooser(axes: Axes, *, dynamic: bool) -> AxisChooser:
     """The batch and the length of token sequences, where `dynamic` asks for them, and what was named."""
     return lambda name, value: {*(_default_axes(value) if dynamic else ()), *axes.get(name, ())}
 

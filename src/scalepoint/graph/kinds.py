@@ -12,7 +12,7 @@ from torch import nn
 from scalepoint.compat.torch_names import OpOverload
 
 # Other spellings of aten's base names (and of functions and methods that fx records) -> kind.
-SPELLINGS = {
+KINDS_BY_NAME = {
     "conv1d": "conv",
     "conv2d": "conv",
     "conv3d": "conv",
@@ -139,11 +139,11 @@ CASTS = ("to", "_to_copy", "type_as", "float")
 ACTIVATIONS = frozenset((*RECTIFIERS, *SMOOTH))
 PRODUCTS = ("conv", "conv_transpose", "linear", "grouped_linear", "embedding", "embedding_bag")
 # Matrix products between any two tensors, also those that only have a name of their own.
-SUMMED = ("addmm", "baddbmm", "addbmm", "addmv")
-WEIGHTLESS_PRODUCTS = ("matmul", *SUMMED, "mv", "dot", "inner", "tensordot", "einsum", "bilinear")
+PRODUCTS_WITH_ADDEND = ("addmm", "baddbmm", "addbmm", "addmv")
+WEIGHTLESS_PRODUCTS = ("matmul", *PRODUCTS_WITH_ADDEND, "mv", "dot", "inner", "tensordot", "einsum", "bilinear")
 WEIGHTED = frozenset((*PRODUCTS, "prelu", *NORMS, *RECURRENT))
 # What the lift makes a module of; shape operations stay functions.
-LIFTED = frozenset((*WEIGHTED, *ACTIVATIONS, *POOLS, *ARITHMETIC, "dropout", "flatten"))
+LIFTED_KINDS = frozenset((*WEIGHTED, *ACTIVATIONS, *POOLS, *ARITHMETIC, "dropout", "flatten"))
 
 
 def base_name(function: Callable[..., Any]) -> str:
@@ -156,7 +156,7 @@ def base_name(function: Callable[..., Any]) -> str:
 def kind_of_function(function: Callable[..., Any], settings: dict[str, Any]) -> str:
     """The kind of a function; a few settings make another kind of the same name."""
     name = base_name(function)
-    kind = SPELLINGS.get(name, name)
+    kind = KINDS_BY_NAME.get(name, name)
     limits = [settings.get(long, settings.get(short)) for long, short in (("min_val", "min"), ("max_val", "max"))]
     return "relu6" if kind in ("hardtanh", "clamp") and limits == [0, 6] else kind
 

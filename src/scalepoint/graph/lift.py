@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 
 from scalepoint.compat.torch_names import OpOverload
-from scalepoint.graph.computed_weights import hold_computed
-from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, WEIGHTED, kind_of_function
+from scalepoint.graph.computed_weights import reference_computed_tensors
+from scalepoint.graph.kinds import LIFTED_KINDS, MODULE_KINDS, WEIGHTED, kind_of_function
 from scalepoint.graph.nodes import (
     bind_argument,
     get_arguments,
@@ -27,7 +27,7 @@ from scalepoint.graph.nodes import (
 )
 from scalepoint.graph.operations import Operation, Reference
 from scalepoint.graph.products import affine, normalize_products
-from scalepoint.graph.tree import Tree
+from scalepoint.graph.tree import ModuleTree
 
 _DATA = ("input", "self", "mat1", "query", "key", "value", "indices")  # what a product takes beside its weight
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -37,8 +37,8 @@ def lift(graph_module: fx.GraphModule, owner: nn.Module) -> fx.GraphModule:
     """Rewrite the aten graph in place; its attributes are already those of the model, which is `owner`."""
     graph = graph_module.graph
     normalize_products(graph)
-    tree = Tree(graph_module)
-    hold_computed(tree)
+    tree = ModuleTree(graph_module)
+    reference_computed_tensors(tree)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _lift_node(tree, node, owner)
@@ -49,7 +49,7 @@ def lift(graph_module: fx.GraphModule, owner: nn.Module) -> fx.GraphModule:
     return graph_module
 
 
-def _lift_node(tree: Tree, node: fx.Node, owner: nn.Module) -> None:
+def _lift_node(tree: ModuleTree, node: fx.Node, owner: nn.Module) -> None:
     function: Any = node.target
     arguments = get_arguments(node)
     settings = {name: value for name, value in arguments.items() if not list(iterate_nodes(value))}
@@ -57,7 +57,7 @@ def _lift_node(tree: Tree, node: fx.Node, owner: nn.Module) -> None:
     if kind in ("matmul", "addmm") and is_matrix(arguments.get("other", arguments.get("mat2"))):
         kind = "linear"
     set_info(node, kind=kind)
-    if kind not in LIFTED or not isinstance(node.target, OpOverload):
+    if kind not in LIFTED_KINDS or not isinstance(node.target, OpOverload):
         return
     if kind == "linear" and function is torch.ops.aten.addmm.default:
         function = affine
@@ -117,7 +117,9 @@ def bind_arguments(arguments: dict[str, Any], kind: str, root: nn.Module) -> tup
     return {name: bind_argument(value, inputs, root, name not in data) for name, value in arguments.items()}, inputs
 
 
-def _find_own_module(tree: Tree, path: str, kind: str, bound: dict[str, Any], inputs: list[fx.Node]) -> str | None:
+def _find_own_module(
+    tree: ModuleTree, path: str, kind: str, bound: dict[str, Any], inputs: list[fx.Node]
+) -> str | None:
     """The path of the user's plain torch.nn module that does exactly this: where it ran, or where its weight lives."""
     weight = bound.get("weight")
     paths = [path, tree.paths.get(id(weight.owner), "")] if isinstance(weight, Reference) else [path]

@@ -26,9 +26,9 @@ class NodeInfo:
 
     kind: str | None = None  # the name by which patterns find the operation
     path: str | None = None  # the module of the user's model that ran it
-    place: str | None = None  # the layer that a conversion replaced by this node
+    replaced_layer: str | None = None  # the layer that a conversion replaced by this node
     sizes: tuple[int, ...] | None = None  # seen in a run, where they depend on values
-    written: Any = None  # the operation that was decomposed into this one
+    decomposed_from: Any = None  # the operation that was decomposed into this one
     macs: int | None = None  # of a module that was not captured
 
 

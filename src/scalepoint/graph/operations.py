@@ -41,7 +41,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Step:
+class ComputationStep:
     """One function; its arguments hold references to parameters and slots for what earlier steps gave."""
 
     function: Callable[..., Any]
@@ -52,7 +52,7 @@ class Step:
 class ComputedTensor(nn.Module):
     """A tensor made of parameters alone."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[ComputationStep]) -> None:
         super().__init__()
         self.steps = list(steps)
 
@@ -113,7 +113,7 @@ class Operation(nn.Module):
         return any(isinstance(reference.owner, ComputedTensor) for reference in self.references().values())
 
     @property
-    def has_input_first(self) -> bool:
+    def has_transposed_weight(self) -> bool:
         """Whether the weight of a linear operation is (in, out), as a plain matrix product has it."""
         return self.kind == "linear" and "weight" not in self.arguments
 

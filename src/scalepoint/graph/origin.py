@@ -22,9 +22,9 @@ class Origin:
     is_widened: bool = False
     leave: tuple[str, ...] = ()
     axes: Axes = field(default_factory=dict)
-    steps: Mapping[str, int] = field(default_factory=dict)
-    tried: Mapping[str, int] = field(default_factory=dict)
-    uncast: tuple[str, ...] = ()
+    size_steps: Mapping[str, int] = field(default_factory=dict)
+    compared_sizes: Mapping[str, int] = field(default_factory=dict)
+    ignored_autocast: tuple[str, ...] = ()
 
 
 def get_origin(model: nn.Module) -> Origin:

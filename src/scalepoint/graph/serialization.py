@@ -144,8 +144,8 @@ def _describe(model: fx.GraphModule, info: Any) -> GraphDescription:
             name: {str(axis): each for axis, each in unique_modules.items()}
             for name, unique_modules in origin.axes.items()
         },
-        steps=dict(origin.steps),
-        tried=dict(origin.tried),
+        steps=dict(origin.size_steps),
+        tried=dict(origin.compared_sizes),
     )
     return GraphDescription(data, constants)
 

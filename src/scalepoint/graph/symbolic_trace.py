@@ -11,11 +11,11 @@ import torch
 from torch import fx, nn
 
 from scalepoint.errors import CaptureError
-from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, SPELLINGS, kind_of_function
+from scalepoint.graph.kinds import KINDS_BY_NAME, LIFTED_KINDS, MODULE_KINDS, kind_of_function
 from scalepoint.graph.lift import bind_arguments
 from scalepoint.graph.nodes import inherit_meta, set_info
 from scalepoint.graph.operations import Operation, Reference, Slot
-from scalepoint.graph.tree import Tree
+from scalepoint.graph.tree import ModuleTree
 from scalepoint.graph.user_traceback import user_line
 
 # Names of the arguments that functions of these kinds take by place.
@@ -46,7 +46,7 @@ def trace(model: nn.Module) -> fx.GraphModule:
         graph_module.add_module(name, child)
     _follow_writes(graph_module)
     _expand_attention(graph_module)
-    tree = Tree(graph_module)
+    tree = ModuleTree(graph_module)
     for node in list(graph_module.graph.nodes):
         _lift_node(tree, node)
     for node in reversed(list(graph_module.graph.nodes)):
@@ -73,7 +73,7 @@ def _writes(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     return node.op == "call_function" and (node.target in _FUNCTIONAL or bool(node.kwargs.get("inplace")))
 
 
-def _lift_node(tree: Tree, node: fx.Node) -> None:
+def _lift_node(tree: ModuleTree, node: fx.Node) -> None:
     if node.op == "call_module":
         module = tree.modules[str(node.target)]
         kind = module.kind if isinstance(module, Operation) else MODULE_KINDS.get(type(module), "module")
@@ -85,17 +85,17 @@ def _lift_node(tree: Tree, node: fx.Node) -> None:
     if node.op == "call_method":
         name = str(node.target).removesuffix("_") if not str(node.target).startswith("__") else str(node.target)
         function = getattr(torch.Tensor, name, None)
-        kind = SPELLINGS.get(name, name)
+        kind = KINDS_BY_NAME.get(name, name)
     else:
         function = _FUNCTIONAL.get(function, function)
         kind = kind_of_function(function, dict(node.kwargs))
     set_info(node, kind=kind)
-    if kind not in LIFTED or function is None or not node.all_input_nodes:
+    if kind not in LIFTED_KINDS or function is None or not node.all_input_nodes:
         return
     _replace(tree, node, kind, function)
 
 
-def _replace(tree: Tree, node: fx.Node, kind: str, function: Any) -> None:
+def _replace(tree: ModuleTree, node: fx.Node, kind: str, function: Any) -> None:
     names = _NAMES.get(kind, ())
     arguments = {names[i] if i < len(names) else f"argument_{i}": value for i, value in enumerate(node.args)}
     keyword = {name: False if name == "inplace" else value for name, value in node.kwargs.items()}
@@ -118,7 +118,7 @@ def _owner_path(node: fx.Node) -> str:
 
 def _expand_attention(graph_module: fx.GraphModule) -> None:
     """nn.MultiheadAttention as projections and an attention core, where it is self-attention without masks."""
-    tree = Tree(graph_module)
+    tree = ModuleTree(graph_module)
     for node in list(graph_module.graph.nodes):
         module = tree.modules.get(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, nn.MultiheadAttention) and _is_plain_self_attention(node, module):
@@ -134,7 +134,7 @@ def _is_plain_self_attention(node: fx.Node, module: nn.MultiheadAttention) -> bo
     return one_input and plain and not takes and len(picks) == len(node.users) and reads <= {0}
 
 
-def _expand(tree: Tree, node: fx.Node, module: nn.MultiheadAttention) -> None:
+def _expand(tree: ModuleTree, node: fx.Node, module: nn.MultiheadAttention) -> None:
     path, graph = str(node.target), node.graph
     heads, width = module.num_heads, module.head_dim
 

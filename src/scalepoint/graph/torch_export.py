@@ -22,7 +22,7 @@ from scalepoint.compat.recurrent_shapes import any_length_recurrent_shapes
 from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CaptureError, ScalepointWarning, short_repr
 from scalepoint.graph.dry_run import dry_run
-from scalepoint.graph.dynamic_axes import Axes, Free, get_inputs_by_parameter, input_name, make_axis_chooser
+from scalepoint.graph.dynamic_axes import Axes, AxisChooser, get_inputs_by_parameter, input_name, make_axis_chooser
 from scalepoint.graph.nodes import recorded_meta
 from scalepoint.graph.origin import get_origin
 from scalepoint.graph.resizing import check_names, explain_fixed_axis, run_at_double_size
@@ -78,7 +78,7 @@ def export_graph(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dynamic: bool,
-    free: Free | None = None,
+    free: AxisChooser | None = None,
     size_cache: SizeCache | None = None,
     *,
     has_code: bool = True,
@@ -138,7 +138,7 @@ def make_contiguous(value: Any) -> Any:
 
 
 def _export_once(
-    model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], strict: bool, free: Free
+    model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], strict: bool, free: AxisChooser
 ) -> ExportedProgram:
     def dimensions(path: Any, value: Any) -> Any:
         return dict.fromkeys(sorted(free(input_name(path), value)), torch.export.Dim.AUTO) or None

@@ -3,7 +3,7 @@
 from torch import fx, nn
 
 
-class Tree:
+class ModuleTree:
     """The modules of the graph by path and paths by module, and names for new ones."""
 
     def __init__(self, root: fx.GraphModule) -> None:

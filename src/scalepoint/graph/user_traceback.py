@@ -75,7 +75,7 @@ def get_operation_name(node: fx.Node | None) -> str:
     """Name of the operation as the user wrote it, before decomposition; "" without a node."""
     if node is not None and isinstance(node.target, HigherOrderOperator):
         return f"torch.{node.target.__name__}"
-    return "" if node is None else str(get_info(node).written or node.target).rpartition(".")[0]
+    return "" if node is None else str(get_info(node).decomposed_from or node.target).rpartition(".")[0]
 
 
 def describe_location(node: fx.Node) -> str:

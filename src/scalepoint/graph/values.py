@@ -17,8 +17,8 @@ from scalepoint.errors import StoreError, short_repr
 from scalepoint.graph.operations import Reference, Slot
 from scalepoint.graph.products import affine
 
-NAMESPACES = ("aten",)
-CHECKS = (  # they give nothing, and only look
+OPERATOR_NAMESPACES = ("aten",)
+ASSERTIONS = (  # they give nothing, and only look
     "aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar", "aten::sym_constrain_range",
     "aten::sym_constrain_range_for_size",
 )  # fmt: skip
@@ -27,13 +27,13 @@ _OPERATORS = (
     "and_", "or_", "not_",
 )  # fmt: skip
 _SYMBOLIC = ("sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite")
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS_BY_NAME: dict[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS},
     **{f"math.{name}": getattr(math, name) for name in ("floor", "ceil", "trunc")},
     **{f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC},
     "scalepoint.affine": affine,
 }
-_NAMES = {function: name for name, function in FUNCTIONS.items()}
+_NAMES = {function: name for name, function in FUNCTIONS_BY_NAME.items()}
 _KINDS: dict[str, type] = {
     "dtype": torch.dtype,
     "memory_format": torch.memory_format,
@@ -61,12 +61,14 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def get_function(name: str) -> Callable[..., Any]:
     """What a name stands for; only what `function_name` gives has one."""
-    if name in FUNCTIONS:
-        return FUNCTIONS[name]
+    if name in FUNCTIONS_BY_NAME:
+        return FUNCTIONS_BY_NAME[name]
     space, _, rest = name.partition("::")
     base, _, overload = rest.rpartition(".")
-    if space not in NAMESPACES or not base.isidentifier() or not overload.isidentifier():
-        raise StoreError(f"the graph names {short_repr(name)}, which is no operator of {', '.join(NAMESPACES)}")
+    if space not in OPERATOR_NAMESPACES or not base.isidentifier() or not overload.isidentifier():
+        raise StoreError(
+            f"the graph names {short_repr(name)}, which is no operator of {', '.join(OPERATOR_NAMESPACES)}"
+        )
     try:
         function = getattr(getattr(getattr(torch.ops, space), base), overload)
     except (AttributeError, RuntimeError):
@@ -82,12 +84,12 @@ def get_function(name: str) -> Callable[..., Any]:
 def _explain_refusal(function: Any) -> str:
     """Why an operator may not stand in a saved graph."""
     schema = function._schema
-    if schema.name.partition("::")[0] not in NAMESPACES:
-        return f"only those of {', '.join(NAMESPACES)} can be saved"
+    if schema.name.partition("::")[0] not in OPERATOR_NAMESPACES:
+        return f"only those of {', '.join(OPERATOR_NAMESPACES)} can be saved"
     if any("file" in argument.name for argument in schema.arguments):
         return "it reads or writes files"
     gives = [str(value.type) for value in schema.returns]
-    if schema.name not in CHECKS and not any(kind in each for each in gives for kind in ("Tensor", "int", "bool")):
+    if schema.name not in ASSERTIONS and not any(kind in each for each in gives for kind in ("Tensor", "int", "bool")):
         return "it gives no tensor"
     return ""
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from scalepoint.graph.kinds import base_name
 from scalepoint.graph.nodes import get_fake_tensor, get_kind, set_info
 from scalepoint.graph.operations import Operation, Reference, get_tensors
-from scalepoint.graph.tree import Tree
+from scalepoint.graph.tree import ModuleTree
 from scalepoint.patterns.gelu import join_gelu
 
 POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
@@ -72,17 +72,17 @@ def _joins_channels(model: fx.GraphModule, node: fx.Node) -> bool:
 
 def _is_plain_linear(model: fx.GraphModule, node: fx.Node) -> bool:
     module = model.get_submodule(str(node.target))
-    is_own = not isinstance(module, Operation) or not (module.has_input_first or module.is_computed)
+    is_own = not isinstance(module, Operation) or not (module.has_transposed_weight or module.is_computed)
     return is_own and len(node.all_input_nodes) == 1
 
 
 def _swap_flatten_and_linear(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
     head = HeadConvolution(model.get_submodule(str(linear.target)))
-    name = Tree(model).add(f"{linear.target}_conv", head)
+    name = ModuleTree(model).add(f"{linear.target}_conv", head)
     with model.graph.inserting_before(linear):
         conv = model.graph.call_module(name, (flatten.all_input_nodes[0],))
         conv.meta = {"nn_module_stack": {}}
-        set_info(conv, kind="head", place=str(linear.target))
+        set_info(conv, kind="head", replaced_layer=str(linear.target))
         flat = model.graph.node_copy(flatten, lambda _: conv)
         flat.meta = dict(flatten.meta) | {"val": linear.meta.get("val")}
     linear.replace_all_uses_with(flat)

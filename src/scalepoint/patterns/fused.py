@@ -40,17 +40,17 @@ class Fused(nn.Module):
         return self.parts.get(role)
 
     @property
-    def weighted(self) -> nn.Module:
+    def weighted_part(self) -> nn.Module:
         """The part whose weight a kernel holds."""
         return next(iter(self.parts.values()))
 
     @property
     def weight(self) -> Tensor | None:
-        return getattr(self.weighted, "weight", None)
+        return getattr(self.weighted_part, "weight", None)
 
     @property
     def bias(self) -> Tensor | None:
-        return getattr(self.weighted, "bias", None)
+        return getattr(self.weighted_part, "bias", None)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{role}={type(part).__name__}" for role, part in self.parts.items())

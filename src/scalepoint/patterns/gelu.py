@@ -11,7 +11,7 @@ from torch import fx
 
 from scalepoint.graph.nodes import get_info, get_kind, inherit_meta
 from scalepoint.graph.operations import Operation, Slot
-from scalepoint.graph.tree import Tree
+from scalepoint.graph.tree import ModuleTree
 
 
 def join_gelu(model: fx.GraphModule) -> int:
@@ -85,7 +85,7 @@ def _get_constant(model: fx.GraphModule, node: fx.Node, kind: str) -> float | No
 def _replace(model: fx.GraphModule, last: fx.Node, x: fx.Node, approximate: str) -> None:
     arguments = {"self": Slot(0), "approximate": approximate}
     path = get_info(last).path or ""
-    name = Tree(model).add(
+    name = ModuleTree(model).add(
         f"{path}.gelu" if path else "gelu", Operation("gelu", torch.ops.aten.gelu.default, arguments)
     )
     with model.graph.inserting_before(last):

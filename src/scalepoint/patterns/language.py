@@ -141,7 +141,7 @@ class PatternMatch:
     @property
     def name(self) -> str:
         """Where it stands in the model: the path of its first operation."""
-        return place_of(self.nodes[self.pattern.anchor.role])
+        return get_layer_name(self.nodes[self.pattern.anchor.role])
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -157,10 +157,10 @@ class Refusal:
     reason: str
 
 
-def place_of(node: fx.Node) -> str:
+def get_layer_name(node: fx.Node) -> str:
     """Where a node stands in the model: its module, or the module that ran it and its kind."""
     if node.op == "call_module":
-        return get_info(node).place or str(node.target)  # what a conversion made stands where its origin stood
+        return get_info(node).replaced_layer or str(node.target)  # what a conversion made stands where its origin stood
     path = module_path(node)
     return f"{path}.{get_kind(node)}" if path else get_kind(node)
 
@@ -171,7 +171,7 @@ def match_at(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None
         return None
     reason = pattern.anchor.where(anchor, {}) if pattern.anchor.where else None
     if reason:
-        return Refusal(pattern.name, place_of(anchor), reason)
+        return Refusal(pattern.name, get_layer_name(anchor), reason)
     nodes: Nodes = {pattern.anchor.role: anchor}
     last, refusal = anchor, ""
     for element in pattern.match[1:]:
@@ -180,7 +180,7 @@ def match_at(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None
         if following is not None:
             nodes[element.role] = last = following
         elif not element.is_optional:
-            return Refusal(pattern.name, place_of(anchor), refusal) if refusal else None
+            return Refusal(pattern.name, get_layer_name(anchor), refusal) if refusal else None
     return PatternMatch(pattern, nodes)
 
 
@@ -190,8 +190,8 @@ def _find_next(last: fx.Node, element: Element, nodes: Nodes) -> tuple[fx.Node |
     if not fitting:
         return None, ""
     if len(last.users) > 1:
-        others = ", ".join(place_of(user) for user in last.users if user is not fitting[0])
-        return None, f"{place_of(last)} has another reader: {others}"
+        others = ", ".join(get_layer_name(user) for user in last.users if user is not fitting[0])
+        return None, f"{get_layer_name(last)} has another reader: {others}"
     following = fitting[0]
     if element.is_join and len([arg for arg in following.args if isinstance(arg, fx.Node)]) != 2:
         return None, f"{following.target} does not join two tensors"

@@ -14,7 +14,7 @@ from scalepoint.errors import PatternError, short_repr
 from scalepoint.graph.kinds import WEIGHTED
 from scalepoint.graph.nodes import get_kind
 from scalepoint.graph.weight_readers import find_unknown_readers
-from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, match_at, place_of
+from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, get_layer_name, match_at
 from scalepoint.support.documents import parse_json
 from scalepoint.support.formatting import one_line
 
@@ -126,12 +126,12 @@ def _find_unmatched(model: fx.GraphModule, taken: set[fx.Node], refusals: list[R
     reasons = {node: f"no pattern takes a {get_kind(node)}: it stays as it is" for node in weighted}
     unknown = list(find_unknown_readers(model))
     for node, _ in unknown:
-        alike = dict.fromkeys(weight for other, weight in unknown if place_of(other) == place_of(node))
+        alike = dict.fromkeys(weight for other, weight in unknown if get_layer_name(other) == get_layer_name(node))
         reasons[node] = _explain_unknown(node, list(alike))
     return [
-        Refusal("", place_of(node), reason)
+        Refusal("", get_layer_name(node), reason)
         for node, reason in reasons.items()
-        if node not in taken and place_of(node) not in refused
+        if node not in taken and get_layer_name(node) not in refused
     ]
 
 
@@ -147,4 +147,4 @@ def _try_match(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | No
     try:
         return match_at(pattern, anchor)
     except Exception as error:  # a user's condition may fail in any way, and never aborts the rest
-        return Refusal(pattern.name, place_of(anchor), f"{type(error).__name__}: {error}")
+        return Refusal(pattern.name, get_layer_name(anchor), f"{type(error).__name__}: {error}")

@@ -12,7 +12,7 @@ from scalepoint.graph.kinds import VALUE_PRESERVING
 from scalepoint.graph.nodes import get_fake_tensor
 from scalepoint.patterns import get_kind
 from scalepoint.patterns.fused import Fused
-from scalepoint.patterns.language import place_of
+from scalepoint.patterns.language import get_layer_name
 from scalepoint.quantize.coverage import describe
 from scalepoint.quantize.parts import kind_of_part
 from scalepoint.quantize.record import coverage, record_of
@@ -48,7 +48,7 @@ def _unique_names(model: fx.GraphModule) -> dict[fx.Node, str]:
     for node in model.graph.nodes:
         if not _is_shown(node, layers):
             continue
-        name = str(node.target) if node.op == "placeholder" else layers.get(node.name) or place_of(node)
+        name = str(node.target) if node.op == "placeholder" else layers.get(node.name) or get_layer_name(node)
         seen[name] += 1
         names[node] = name if seen[name] == 1 else f"{name} ({seen[name]})"
     return names

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from scalepoint.graph import Operation
-from scalepoint.graph.kinds import SUMMED, WEIGHTLESS_PRODUCTS
+from scalepoint.graph.kinds import PRODUCTS_WITH_ADDEND, WEIGHTLESS_PRODUCTS
 from scalepoint.graph.nodes import get_fake_tensor, get_info
 from scalepoint.graph.operations import Slot, get_tensors
 from scalepoint.graph.origin import get_origin
@@ -83,7 +83,7 @@ def _free(kind: str, node: fx.Node, out: Shape | None, shapes: Sequence[Shape | 
         return isqrt(prod(known[0]) * prod(known[-1]) * prod(out))
     if kind == "grouped_linear" and len(out) > len(known[0]):  # each group has its share of the sum
         return prod(out[1:]) * known[0][-1]
-    first = known[-2] if kind in SUMMED and len(known) > 1 else known[0]  # before it stands what is added
+    first = known[-2] if kind in PRODUCTS_WITH_ADDEND and len(known) > 1 else known[0]  # before it stands what is added
     return prod(out) * first[-1] * (first[0] if kind == "addbmm" else 1)
 
 

@@ -9,7 +9,7 @@ from torch import fx
 from scalepoint.graph.nodes import get_kind
 from scalepoint.graph.weight_readers import get_weights, iterate_weight_readers
 from scalepoint.operation_coverage import CoverageRow, OperationState
-from scalepoint.patterns.language import place_of
+from scalepoint.patterns.language import get_layer_name
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, macs_of
 from scalepoint.quantize.placement import CONSTANT, COUNTED, Decision, Site, UnmatchedOperation
@@ -110,7 +110,7 @@ def other_rows(model: fx.GraphModule, rows: Container[fx.Node], refusals: Iterab
         for key in sorted(keys - told, key=lambda key: known[key]):
             told.add(key)
             name, size = known[key]
-            reason = why.get(place_of(node))
+            reason = why.get(get_layer_name(node))
             words = reason or f"no product: read by {get_kind(node)}"
             made[name] = CoverageRow(name, "parameter", OperationState.FLOAT, "", words, size, 0, is_meant=not reason)
     return list(made.values())

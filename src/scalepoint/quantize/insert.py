@@ -11,10 +11,10 @@ from scalepoint.graph import Operation, check_graph
 from scalepoint.graph.nodes import get_kind, inherit_meta, set_state
 from scalepoint.graph.operations import WEIGHTS
 from scalepoint.graph.origin import get_origin
-from scalepoint.graph.tree import Tree
+from scalepoint.graph.tree import ModuleTree
 from scalepoint.operation_coverage import Coverage, CoverageRow
 from scalepoint.patterns import Fused, PatternMatch, Point
-from scalepoint.patterns.language import place_of
+from scalepoint.patterns.language import get_layer_name
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.coverage import coverage_rows, other_rows
 from scalepoint.quantize.fingerprint import fingerprint
@@ -89,7 +89,7 @@ def insert_qdq(
         raise CoverageError(coverage.describe_empty())
     if strict:
         coverage.check()
-    tree = Tree(quantized)
+    tree = ModuleTree(quantized)
     _place_stubs(quantized, tree, decisions, chosen)
     _place_weights(decisions)
     if chosen is not None and chosen.bias == "int32":
@@ -146,10 +146,10 @@ def _sites(
 Stubs = dict[tuple[fx.Node, QuantizationSpec], fx.Node]
 
 
-def _place_stubs(model: fx.GraphModule, tree: Tree, decisions: Sequence[Decision], target: Target | None) -> None:
+def _place_stubs(model: fx.GraphModule, tree: ModuleTree, decisions: Sequence[Decision], target: Target | None) -> None:
     """One stub a tensor and spec; whoever declared a point on the tensor reads the stub."""
     stubs: Stubs = {}
-    shares, joins = (frozenset(), frozenset()) if target is None else (target.shares, target.joins)
+    shares, joins = (frozenset(), frozenset()) if target is None else (target.same_scale_kinds, target.concat_kinds)
     into = joined(decisions, joins, shares)
     names: dict[tuple[fx.Node, QuantizationSpec], str] = {}  # of the stubs, by their tensor or by its join
     outputs: dict[fx.Node, fx.Node] = {}  # a tensor -> the stub that its own group put on it
@@ -197,10 +197,10 @@ def _shared(stubs: Stubs, tensor: fx.Node, spec: QuantizationSpec, shares: froze
     return None
 
 
-def _new_stub(tree: Tree, tensor: fx.Node, spec: QuantizationSpec) -> str:
+def _new_stub(tree: ModuleTree, tensor: fx.Node, spec: QuantizationSpec) -> str:
     """The name of a new stub, which is called after the tensor."""
     stub = QuantStub([], spec=spec)
-    place = str(tensor.target) if tensor.op in ("placeholder", "get_attr") else place_of(tensor)
+    place = str(tensor.target) if tensor.op in ("placeholder", "get_attr") else get_layer_name(tensor)
     stub.name = tree.add(f"{place}_quant", stub)
     return stub.name
 

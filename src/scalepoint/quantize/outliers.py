@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph.nodes import get_fake_tensor, get_kind, inherit_meta
-from scalepoint.graph.tree import Tree
+from scalepoint.graph.tree import ModuleTree
 from scalepoint.migration_report import MigrationReport, MigrationRow
 from scalepoint.operation_coverage import OperationState
 from scalepoint.quantize.placement import Decision, Site
@@ -71,7 +71,7 @@ class Factors(nn.Module):
         return f"{self.name}, {self.weight.numel()} channels, {int((self.weight != 1).sum())} of them scaled"
 
 
-def add_factors(model: fx.GraphModule, tree: Tree, decisions: Sequence[Decision]) -> None:
+def add_factors(model: fx.GraphModule, tree: ModuleTree, decisions: Sequence[Decision]) -> None:
     """Before each stub that quantized linear layers alone read, whose columns can take the inverse."""
     by_node = {decision.site.node: decision for decision in decisions}
     shared = shared_parameters([decision.site for decision in decisions])

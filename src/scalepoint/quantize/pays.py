@@ -47,7 +47,7 @@ def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decis
     model, config, target = context.model, context.config, context.target
     if target is None or not config.speed_first:
         return decisions
-    tables = [load_kernel_times(name) for name in target.kernels]
+    tables = [load_kernel_times(name) for name in target.kernel_tables]
     kept = [each for each in decisions if each.weight is not None and each.weight.n_bits < 8]  # asked for, to be small
     kept += [each for table in tables for each in _priced(model, decisions, table, target).unknown]
     views = [_View(model, decisions, table, target, kept) for table in tables]
@@ -239,7 +239,7 @@ def _priced(
             price_of_float = prod(weight_shape(decision.site.part)) * DEQUANTIZED
             fused += [(decision.site.node, user, price_of_float) for user in decision.site.node.users]
     for node in model.graph.nodes:
-        if get_kind(node) in target.shares and node not in takes and node.op != "placeholder":
+        if get_kind(node) in target.same_scale_kinds and node not in takes and node.op != "placeholder":
             gives[node] = takes[node] = cut.node()
     for tensor, user, cost in fused:
         cut.edge(takes[tensor], takes.get(user, FLOAT), cost)
@@ -263,11 +263,11 @@ def _price_borders(
         elements = int(LAYOUT * prod(shape) * share)
         own = gives.get(tensor, FLOAT)
         copy = cut.node()  # the codes of the tensor: made once for all that read them
-        cut.edge(copy, own, table.move("quantize", elements))
+        cut.edge(copy, own, table.move_seconds("quantize", elements))
         for user in readers:
             end = takes.get(user, FLOAT)
             cut.edge(end, copy, inf if end != FLOAT else 0.0)
-            cut.edge(own, end, table.move("dequantize", elements) if own != FLOAT else 0.0)
+            cut.edge(own, end, table.move_seconds("dequantize", elements) if own != FLOAT else 0.0)
 
 
 def _price(decision: Decision, table: KernelTimes, share: float) -> tuple[float, float] | None:
@@ -277,15 +277,17 @@ def _price(decision: Decision, table: KernelTimes, share: float) -> tuple[float,
     if source is None or made is None:
         return None
     if site.role is None:
-        cost = table.move("add", int(prod(made) * share))
+        cost = table.move_seconds("add", int(prod(made) * share))
         return cost, cost
     weight = weight_shape(site.part)
     if site.kind == "linear":
-        turned = isinstance(site.part, Operation) and site.part.has_input_first
+        turned = isinstance(site.part, Operation) and site.part.has_transposed_weight
         inputs, outputs = weight if turned else weight[::-1]
-        return table.product(ProductShape("linear", inputs, outputs, max(1, int(prod(source[:-1]) * share))))
+        return table.product_seconds(ProductShape("linear", inputs, outputs, max(1, int(prod(source[:-1]) * share))))
     if site.kind != "conv" or len(weight) < 3:
         return None
     groups = max(1, source[1] // weight[1])
     pixels = max(1, int(output_pixels(site.part, source, weight) * share))
-    return table.product(ProductShape("conv", source[1], weight[0], pixels, max(weight[2:]), groups, len(weight) - 2))
+    return table.product_seconds(
+        ProductShape("conv", source[1], weight[0], pixels, max(weight[2:]), groups, len(weight) - 2)
+    )

@@ -20,7 +20,7 @@ from scalepoint.graph.operations import Slot, get_tensors
 from scalepoint.operation_coverage import OperationState
 from scalepoint.patterns import Fused, PatternMatch, Point, get_kind
 from scalepoint.patterns.fused import FusedAttention
-from scalepoint.patterns.language import place_of
+from scalepoint.patterns.language import get_layer_name
 from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.parts import MULTIPLIES, TABLE, kind_of_part, weight_shape
 from scalepoint.spec import (
@@ -213,7 +213,7 @@ def facts_of(site: Site, config: QuantConfig, target: Target | None) -> Operatio
         )
     part = site.part
     shape = weight_shape(part)
-    if isinstance(part, Operation) and part.has_input_first:
+    if isinstance(part, Operation) and part.has_transposed_weight:
         shape = shape[::-1]
     groups: Any = part.arguments.get("groups", 1) if isinstance(part, Operation) else getattr(part, "groups", 1)
     is_first = any(operand.op == "placeholder" for _, operand in site.operands)
@@ -282,7 +282,7 @@ def unmatched_operations(model: fx.GraphModule, sites: Sequence[Site]) -> list[U
             node,
             model.get_submodule(str(node.target)) if node.op == "call_module" else None,
             get_kind(node),
-            place_of(node),
+            get_layer_name(node),
             node in fixed,
         )
         for node in model.graph.nodes
@@ -410,7 +410,7 @@ def why_dense(site: Site, spec: QuantizationSpec | None) -> str:
     if sparsity is None or site.part is None:
         return ""
     shape = weight_shape(site.part)
-    if isinstance(site.part, Operation) and site.part.has_input_first:
+    if isinstance(site.part, Operation) and site.part.has_transposed_weight:
         shape = shape[::-1]
     return sparsity.why_unfit(shape, is_transposed=site.kind == "conv_transpose")
 
@@ -433,7 +433,7 @@ def check_finite(site: Site) -> None:
         tensors = (*get_tensors(part), *part.buffers(), getattr(part, "weight", None))
         for tensor in {id(each): each for each in tensors if isinstance(each, Tensor)}.values():
             if tensor.is_floating_point() and not tensor.is_meta and not _is_finite(tensor):
-                where = place_of(site.match.nodes[role]) if role in site.match.nodes else site.name
+                where = get_layer_name(site.match.nodes[role]) if role in site.match.nodes else site.name
                 raise NonFiniteError(
                     f"{where}: its weight holds NaN or infinity. Mend the model before it is quantized"
                 )

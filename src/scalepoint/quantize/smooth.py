@@ -175,7 +175,7 @@ def weight_of(linear: nn.Module) -> Tensor:
     """The weight as (out, in), a view where it is stored as (in, out)."""
     operation: Any = linear.operation if isinstance(linear, QuantizedWeighted) else linear
     weight: Tensor = operation.weight.data
-    if isinstance(operation, Operation) and operation.has_input_first:
+    if isinstance(operation, Operation) and operation.has_transposed_weight:
         return weight.transpose(0, 1)
     return weight
 

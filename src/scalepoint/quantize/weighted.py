@@ -112,7 +112,7 @@ class QuantizedWeighted(Stateful):
 
     @property
     def is_input_first(self) -> bool:
-        return isinstance(self.operation, Operation) and self.operation.has_input_first
+        return isinstance(self.operation, Operation) and self.operation.has_transposed_weight
 
     @property
     def uses_batch_statistics(self) -> bool:

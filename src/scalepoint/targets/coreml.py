@@ -68,11 +68,11 @@ COREML = Target(
         Accepted("weight", INDICES, (), ("per_grouped_channel",)),  # palettes
     ),
     rules=(small_tables, three_axes),
-    shares=COPIES,
+    same_scale_kinds=COPIES,
     bias="float",
     float_dtypes=(torch.float16, torch.float32),
     has_half_scales=True,
-    why_fixed="the Neural Engine runs fixed shapes, and the program is converted for the example's",
+    fixed_shapes_reason="the Neural Engine runs fixed shapes, and the program is converted for the example's",
     format="coreml",
     runtime="coreml",
 )

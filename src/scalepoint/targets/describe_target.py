@@ -42,8 +42,11 @@ def describe(target: Target) -> tuple[Section, ...]:
         _accepted(target.accepts),
         Section("Refused", ("rule", "what it says"), tuple(map(_describe_function, target.refuses))),
         Section("Left float", ("rule", "what it says"), tuple(map(_describe_function, target.rules))),
-        Section("Same scale in and out", note=_format_shared_kinds(target.shares) + _format_joined_kinds(target.joins)),
-        Section("Written in other words", ("rule", "why"), tuple(map(_describe_rule, target.spellings))),
+        Section(
+            "Same scale in and out",
+            note=_format_shared_kinds(target.same_scale_kinds) + _format_joined_kinds(target.concat_kinds),
+        ),
+        Section("Written in other words", ("rule", "why"), tuple(map(_describe_rule, target.rewrites))),
         Section(
             "Before patterns are matched",
             ("conversion", "what it says"),
@@ -83,7 +86,12 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
         yield "operators beyond ONNX's", ", ".join(target.domains)
     yield from _speed(target)
     if not target.is_language:
-        yield "free axes", f"the batch alone: {target.why_fixed}" if target.why_fixed else "the batch, and dynamic_axes"
+        yield (
+            "free axes",
+            f"the batch alone: {target.fixed_shapes_reason}"
+            if target.fixed_shapes_reason
+            else "the batch, and dynamic_axes",
+        )
     yield "file format", target.format
     yield "runtime", target.runtime or "none that verify can start"
     for name, value in target.options.items():
@@ -91,8 +99,8 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
 
 
 def _speed(target: Target) -> Iterator[tuple[str, str]]:
-    if target.kernels:
-        measured = ", ".join(target.kernels)
+    if target.kernel_tables:
+        measured = ", ".join(target.kernel_tables)
         yield "where int8 pays", f"by measured kernels ({measured}): deploy's files lose to float on none of these CPUs"
     if target.folds_input_scaling:
         yield "channels that stand out", "scaled before the quantizer of a linear layer's input, which takes that in"

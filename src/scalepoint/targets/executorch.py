@@ -179,10 +179,10 @@ EXECUTORCH = Target(
     ),
     refuses=(no_third_axis, constant_scales_by_four_bits),
     rules=(floats_by_narrow_weights, patches_by_rows, transposed_in_groups, small_tables),
-    shares=COPIES,
+    same_scale_kinds=COPIES,
     block_scale_dtypes=(torch.bfloat16,),
     bias="int32",
-    why_fixed="memory is planned for the largest size of every axis, which only the batch has a bound for",
+    fixed_shapes_reason="memory is planned for the largest size of every axis, which only the batch has a bound for",
     format="executorch",
     runtime="executorch",
 )

@@ -66,7 +66,7 @@ class KernelTimes:
                 shape = ProductShape(row["kind"], row["in"], row["out"], row["pixels"], **further)
                 self.products.setdefault(shape.family, []).append((shape, (row["float"] * 1e-6, row["int8"] * 1e-6)))
 
-    def product(self, shape: ProductShape) -> tuple[float, float] | None:
+    def product_seconds(self, shape: ProductShape) -> tuple[float, float] | None:
         """Seconds in float and in int8; None for what the table has nothing like."""
         if shape not in self.cached:
             self.cached[shape] = self._between(shape)
@@ -85,7 +85,7 @@ class KernelTimes:
             candidates.append(max(exp(mean) * shape.macs, CALL))
         return candidates[0], candidates[1]
 
-    def move(self, kind: str, elements: int) -> float:
+    def move_seconds(self, kind: str, elements: int) -> float:
         """Seconds of a conversion, or of another pass over so many values."""
         rows = self.moves.get(kind) or self.moves.get("quantize")
         if not rows:

@@ -46,10 +46,10 @@ LITERT = replace(
     summary="LiteRT (TensorFlow Lite) on phones and CPUs: int8, dynamic int8 linear layers, int4 weights",
     patterns=tuple(CONCAT if each.name == "ConcatPattern" else each for each in EXECUTORCH.patterns),
     refuses=(of_other_axes, *EXECUTORCH.refuses[1:]),
-    shares=COPIES | {"avg_pool"},
-    joins=frozenset(("cat",)),
+    same_scale_kinds=COPIES | {"avg_pool"},
+    concat_kinds=frozenset(("cat",)),
     block_scale_dtypes=(torch.bfloat16, torch.float16),
-    why_fixed="shapes of a .tflite file are planned, and layouts inside are made for them",
+    fixed_shapes_reason="shapes of a .tflite file are planned, and layouts inside are made for them",
     format="litert",
     runtime="litert",
 )

@@ -138,8 +138,10 @@ class Target:
     )  # of patterns that have others
     rules: tuple[CostRule, ...] = ()
     refuses: tuple[CostRule, ...] = ()  # what it cannot run in any precision
-    shares: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
-    joins: frozenset[str] = frozenset()  # kinds whose output's parameters their inputs have too, if nothing else reads
+    same_scale_kinds: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
+    concat_kinds: frozenset[str] = (
+        frozenset()
+    )  # kinds whose output's parameters their inputs have too, if nothing else reads
     folds_input_scaling: bool = (
         False  # whether a factor a channel before a quantizer is free: the quantizer takes it in
     )
@@ -158,14 +160,14 @@ class Target:
     has_signed_scales: bool = False  # whether a scale of its blocks may be negative
     is_language: bool = False  # made from a language model's checkpoint, by deploy_checkpoint
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
-    spellings: tuple[RewriteRule, ...] = ()  # operations that its files write in other words
+    rewrites: tuple[RewriteRule, ...] = ()  # operations that its files write in other words
     dequantizes_weights_on_load: bool = (
         False  # whether a weight of a float product may be stored in int8: made float as a file is loaded
     )
     format: str = "onnx"  # of its files: a key of scalepoint.formats
     runtime: str | None = None  # where its files are run and judged: a key of scalepoint.runtimes
-    kernels: tuple[str, ...] = ()  # its tables of measured kernels, one a CPU: they tell where int8 pays
-    why_fixed: str = ""  # why its files have no free axes beside the batch; nothing where they have
+    kernel_tables: tuple[str, ...] = ()  # its tables of measured kernels, one a CPU: they tell where int8 pays
+    fixed_shapes_reason: str = ""  # why its files have no free axes beside the batch; nothing where they have
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
 
     def __post_init__(self) -> None:
@@ -221,9 +223,9 @@ class Target:
 
     def check_free_sizes(self, dynamic_axes: object) -> None:
         """Raise TargetError where axes are asked for that its files cannot have free."""
-        if dynamic_axes and self.why_fixed:
+        if dynamic_axes and self.fixed_shapes_reason:
             raise TargetError(
-                f"dynamic_axes: target {self.name!r} has files of fixed sizes: {self.why_fixed}. Leave it out, and "
+                f"dynamic_axes: target {self.name!r} has files of fixed sizes: {self.fixed_shapes_reason}. Omit it and "
                 "deploy once for each size, with an example of it"
             )
 

@@ -247,10 +247,10 @@ class _RuntimeRun:
 def _verify_other_sizes(run: _RuntimeRun, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | None:
     """With the sizes that capture tried, where axes are free by name."""
     origin = get_origin(model)
-    if not origin.tried:
+    if not origin.compared_sizes:
         return None
-    found = Resized(dict(origin.tried), steps=dict(origin.steps))
-    others = resize_inputs(model, inputs, origin.axes, origin.tried)
+    found = Resized(dict(origin.compared_sizes), steps=dict(origin.size_steps))
+    others = resize_inputs(model, inputs, origin.axes, origin.compared_sizes)
     try:
         simulated = Simulation(model, others, *simulate(model, others))
     except RuntimeError as error:  # the float graph ran there

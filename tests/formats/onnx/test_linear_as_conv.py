@@ -50,7 +50,7 @@ def made(request, tmp_path_factory):
     torch.manual_seed(0)
     folder, x = tmp_path_factory.mktemp("convolved"), torch.randn(request.param)
     model, target = Mixed().eval(), openvino_target("avx2")
-    plain = replace(target, name="plain", spellings=target.spellings[:1])
+    plain = replace(target, name="plain", rewrites=target.rewrites[:1])
     paths = {}
     for name, each in {"own": target, "plain": plain}.items():
         quantized = quantize(model, x, forward_loop=[x], target=each, freeze_weights=True)

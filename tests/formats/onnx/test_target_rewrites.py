@@ -92,7 +92,7 @@ def test_gelus_are_one_kernel_in_onnx_runtime(tmp_path):
     torch.manual_seed(0)
     model, x = Gelus().eval(), torch.randn(4, 8, 32)
     target = onnxruntime_target()
-    plain = replace(target, spellings=tuple(each for each in target.spellings if each.name != "gelu_halved_last"))
+    plain = replace(target, rewrites=tuple(each for each in target.rewrites if each.name != "gelu_halved_last"))
     outputs = {}
     for name, each in {"own": target, "plain": plain}.items():
         quantized = quantize(model, x, forward_loop=[x], target=each, freeze_weights=True)
@@ -135,7 +135,7 @@ def test_values_are_the_same_bit_for_bit(files, tmp_path):
 
 
 def test_a_spelling_that_the_format_does_not_know_is_refused_with_the_nearest(tmp_path):
-    target = replace(find_target("onnxruntime"), name="mine", spellings=(RewriteRule("sum_before_norm", "typing"),))
+    target = replace(find_target("onnxruntime"), name="mine", rewrites=(RewriteRule("sum_before_norm", "typing"),))
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval(), torch.randn(2, 8)
     quantized = quantize(model, x, forward_loop=[x], target=target, freeze_weights=True)
     with pytest.raises(ExportError, match=r"sum_before_norm.*sum_before_layer_norm"):
@@ -263,7 +263,7 @@ def test_an_unpacked_file_runs_as_simulated_near_to_float(unpacked):
 
 def test_a_target_without_the_rule_has_the_same_codes_behind_a_dequantize_linear(unpacked, tmp_path):
     model, _, _, x = unpacked
-    target = replace(onnxruntime_target("vnni"), spellings=())
+    target = replace(onnxruntime_target("vnni"), rewrites=())
     quantized = quantize(model, x, QuantConfig(speed_first=True), forward_loop=[x], target=target, freeze_weights=True)
     export(quantized, tmp_path / "m.onnx", x)
     assert kinds(tmp_path / "m.onnx")["DequantizeLinear"] == 2
@@ -332,7 +332,7 @@ def test_quantizers_stand_before_pools_in_openvino_with_the_same_values(tmp_path
     torch.manual_seed(0)
     model, x = Pooled().eval(), torch.randn(2, 3, 40, 40)
     target = find_target("openvino")
-    plain = replace(target, name="plain", spellings=())
+    plain = replace(target, name="plain", rewrites=())
     own, other = (quantize(model, x, forward_loop=[x], target=each, freeze_weights=True) for each in (target, plain))
     path, second = export(own, tmp_path / "m.onnx", x), export(other, tmp_path / "p.onnx", x)
     onnx.checker.check_model(str(path), full_check=True)
@@ -370,7 +370,7 @@ class Masked(nn.Module):
 def test_probabilities_are_not_looked_through_for_nan_where_there_is_none(tmp_path):
     torch.manual_seed(0)
     target = onnxruntime_target("vnni")
-    plain = replace(target, spellings=tuple(each for each in target.spellings if each.name != "softmax_of_finite"))
+    plain = replace(target, rewrites=tuple(each for each in target.rewrites if each.name != "softmax_of_finite"))
     model, x, mask = Masked().eval(), torch.randn(3, 6, 32), torch.ones(3, 6, dtype=torch.bool)
     mask[1, 4:] = False
     outputs = {}

@@ -48,7 +48,7 @@ def _write_both(model: fx.GraphModule, path: Path, request: ExportRequest) -> No
     stored = build_stored_graph(model, factories, dtype)
     opset = max([OPSETS[dtype], *(module.opset for module in stored.modules() if isinstance(module, OnnxStored))])
     options = _GraphOptions(inputs_to_float32(request.inputs), opset, dtype_name(dtype), request.dynamic, SizeCache())
-    target_options = options if target is None else options._replace(rewrites=target.spellings)
+    target_options = options if target is None else options._replace(rewrites=target.rewrites)
     _write_graph(stored, path, target_options, request.metadata)
     if request.float_path is not None:
         _write_graph(build_float_graph(model, factories), request.float_path, options, {})

@@ -81,7 +81,7 @@ class RewritableLayer:
         """A view of the weight as (groups, out of a group, in of a group, taps)."""
         weight = self.weight
         if self.kind in ("linear", "head"):
-            is_turned = isinstance(self.operation, Operation) and self.operation.has_input_first
+            is_turned = isinstance(self.operation, Operation) and self.operation.has_transposed_weight
             return (weight.transpose(0, 1) if is_turned else weight)[None, :, :, None]
         parted = torch.unflatten(weight, 0, (self.groups, -1)).flatten(3)
         return parted.transpose(1, 2) if self.kind == "conv_transpose" else parted

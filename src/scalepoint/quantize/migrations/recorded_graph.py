@@ -13,7 +13,7 @@ from scalepoint.graph.nodes import get_kind
 from scalepoint.graph.operations import Slot, get_tensors
 from scalepoint.patterns import Fused
 from scalepoint.patterns.fused import FusedNorm
-from scalepoint.patterns.language import place_of
+from scalepoint.patterns.language import get_layer_name
 from scalepoint.quantize.parts import kind_of_part
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.stubs import QuantStub
@@ -121,7 +121,7 @@ class _OperationRecorder(fx.Interpreter):
         return value
 
     def _add(self, node: fx.Node, kind: str, module: nn.Module | None, inputs: Sequence[int], result: Any) -> None:
-        name = self.names.get(node.name) or (str(node.target) if node.op == "get_attr" else place_of(node))
+        name = self.names.get(node.name) or (str(node.target) if node.op == "get_attr" else get_layer_name(node))
         shape = tuple(result.shape) if isinstance(result, Tensor) else None
         value = None if shape is not None or _has_tensors(result) else result
         self.ops.append(RecordedOperation(len(self.ops), node, name, kind, module, tuple(inputs), shape, value))
