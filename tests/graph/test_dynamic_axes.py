@@ -86,12 +86,15 @@ def test_axes_are_given_as_people_know_it(given, axes):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (5, "is {'input': {2: 'height', 3: 'width'}} or {'input': [2, 3]}, not 5"),
-        ({"x": 2}, "'x' has 2"),
-        ({"x": {"two": "height"}}, "an axis of 'x' is a number, not 'two'"),
-        ({"x": [True]}, "an axis of 'x' is a number, not True"),
-        ({"x": {2: "the height"}}, "the name of axis 2 of 'x' is a word, such as 'height', not 'the height'"),
-        ("x:2;3", "is written as x:2=height,3=width or x:2,3, not 'x:2;3'"),
+        (5, "must be {'input': {2: 'height', 3: 'width'}} or {'input': [2, 3]}, got 5"),
+        ({"x": 2}, "got 2 for 'x'"),
+        ({"x": {"two": "height"}}, "an axis of 'x' must be a number, got 'two'"),
+        ({"x": [True]}, "an axis of 'x' must be a number, got True"),
+        (
+            {"x": {2: "the height"}},
+            "the name of axis 2 of 'x' must be an identifier, such as 'height', got 'the height'",
+        ),
+        ("x:2;3", "must be written as x:2=height,3=width or x:2,3, got 'x:2;3'"),
         ("x:2 x:3", "names an axis or an input twice: 'x:3'"),
     ],
 )
@@ -105,11 +108,11 @@ def test_what_is_none_is_told(given, said):
     ("axes", "said"),
     [
         ({"y": [2]}, "the model has no input 'y': Known: x"),
-        ({"x": [4]}, "'x' has no axis 4: it is 2x3x8x8 in the example"),
+        ({"x": [4]}, "'x' has no axis 4: its shape in the example is 2x3x8x8"),
         ({"x": {2: "height", -2: "width"}}, "names an axis of 'x' twice"),
         (
             {"x": {2: "batch"}},
-            "'batch' is 2 on axis 0 of 'x' and 8 on axis 2 of 'x' in the example: one name is one size",
+            "'batch' has the size 2 on axis 0 of 'x' and 8 on axis 2 of 'x' in the example",
         ),
     ],
 )
@@ -122,7 +125,7 @@ def test_axes_that_the_inputs_have_not_are_refused(axes, said):
 def test_an_example_of_one_and_an_input_without_axes_are_refused():
     with raises(UsageError, "axis 3 of 'x'", "size 1"):
         captured(Pixels(), torch.randn(2, 3, 8, 1))
-    with raises(UsageError, "'y_a'", "no tensor"):
+    with raises(UsageError, "'y_a'", "not a tensor"):
         captured(Sum(), torch.randn(2, 3), {"a": 2}, axes={"y_a": [0]})
     with pytest.raises(CaptureError, match="dynamic_axes= needs example inputs"):
         capture(Pixels(), dynamic_axes=PICTURE)

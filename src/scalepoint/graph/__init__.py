@@ -1,4 +1,4 @@
-"""One readable graph of a model: nodes are modules that own the model's parameters under their original names."""
+"""Capture a model as one readable graph. Its nodes are modules that own the parameters under their original names."""
 
 from scalepoint.graph.capture import capture
 from scalepoint.graph.check import check_graph

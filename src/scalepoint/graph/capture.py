@@ -1,9 +1,9 @@
-"""Capture: a model becomes one graph whose nodes are modules that own the model's parameters under their own names.
+"""Capture: a model becomes one graph whose nodes are modules that own the parameters under their original names.
 
     model --copy--> same modules --torch.export--> aten graph --lift--> GraphModule over the copied modules
 
-The caller's model is never touched: modules are copied (parameters too, unless copy=False), and modes, hooks and
-random state stay as they were.
+The caller's model is never changed: modules are copied (parameters too, unless copy=False), and modes, hooks and the
+random state stay as they are.
 """
 
 import copy as copying
@@ -42,10 +42,11 @@ from scalepoint.graph.value_dependent_sizes import record_sizes
 from scalepoint.support.torch_state import caller_dtype, serialized
 
 Inputs = Any
+BoundInputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword inputs
 
-
+# Classes of torch that wrap a model, and the attribute with the model.
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
-Model = nn.Module | ExportedProgram | str | Path  # a path is one of a .pt2 file
+Model = nn.Module | ExportedProgram | str | Path  # a path names a .pt2 file
 
 
 @serialized
@@ -85,9 +86,12 @@ def capture(
     model, axes = load_if_path(model, trust), parse_axes(dynamic_axes)
     if isinstance(model, ExportedProgram):
         if axes:
-            raise UsageError("dynamic_axes: a program has its free axes: give dynamic_shapes= to torch.export.export")
+            raise UsageError(
+                "dynamic_axes= cannot be used with an ExportedProgram: pass dynamic_shapes= to "
+                "torch.export.export instead"
+            )
         with export_logs_silenced():
-            graph_module = _finish(model, _module_with_state(model)).eval()
+            graph_module = _build_graph_module(model, _module_with_state(model)).eval()
             return copying.deepcopy(graph_module) if copy else graph_module
     model = unwrap_model(model)
     check_model(model)
@@ -97,49 +101,48 @@ def capture(
     with torch.random.fork_rng(devices=[]), torch.no_grad(), cache_disabled(working), fused_attention_disabled(working):
         if args is None and not kwargs:
             if leave:
-                raise CaptureError("leave= needs example inputs: the outputs of a left module are seen in a run")
+                raise CaptureError(
+                    "leave= needs example inputs: the model is run once to record the outputs of these submodules"
+                )
             if axes:
-                raise CaptureError("dynamic_axes= needs example inputs: their axes are meant")
-            graph_module = _check_and_describe(trace(working))
+                raise CaptureError("dynamic_axes= needs example inputs: it names axes of them")
+            graph_module = _finalize(trace(working))
         else:
-            graph_module = _capture_in_eval(
-                working, _make_inputs_distinct(as_inputs(args, kwargs)), dynamic, axes, tuple(leave)
-            )
+            inputs = _make_inputs_distinct(as_inputs(args, kwargs))
+            graph_module = _capture_in_eval(working, inputs, dynamic, axes, tuple(leave))
     for name, module in graph_module.named_modules():
-        place = name
-        while place not in modes:  # a new operation takes the mode of the module it stands in
-            place = place.rpartition(".")[0]
-        module.training = modes[place]
+        path = name
+        while path not in modes:  # a module that capture added takes the mode of its nearest parent
+            path = path.rpartition(".")[0]
+        module.training = modes[path]
     return graph_module
 
 
 def _capture_in_eval(
     model: nn.Module,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
+    example: BoundInputs,
     dynamic: bool,
     axes: Axes,
     leave: tuple[str, ...],
 ) -> fx.GraphModule:
-    """The graph for these inputs, of a model in eval that is ours."""
-    axes = check_axes(axes, get_named_inputs(model, *given)) if axes else axes
-    _check_types(model, given)
-    inputs = widen_batch(*given) if dynamic else given
+    """Capture our copy of a model, which is in eval mode, for these example inputs."""
+    axes = check_axes(axes, get_named_inputs(model, *example)) if axes else axes
+    _check_dtypes(model, example)
+    inputs = widen_batch(*example) if dynamic else example
     with ExitStack() as stack:
         opaque = stack.enter_context(opaque_modules_replaced(model, leave, *inputs)) if leave else ()
         ignored_autocast = stack.enter_context(autocast_off())
         stack.enter_context(caller_dtype())
-        program = export_after_first_run(model, given, inputs, dynamic=dynamic, axes=axes)
-    graph_module = _finish(program, model, opaque)
+        program = export_after_first_run(model, example, inputs, dynamic=dynamic, axes=axes)
+    graph_module = _build_graph_module(program, model, opaque)
     _check_output(graph_module, type(model).__name__)
-    is_wide = _is_widened(graph_module, given)
+    is_wide = _is_widened(graph_module, example)
     set_origin(graph_module, is_widened=is_wide, leave=leave, ignored_autocast=tuple(sorted(ignored_autocast)))
-    record_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
+    record_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else example))
     _warn_about_autocast(graph_module)
     if axes:
         sizes = find_allowed_sizes(program, axes)
-        compared_sizes = check_at_other_sizes(
-            model, graph_module.eval(), given, axes, sizes
-        )  # in eval, as the model is
+        compared_sizes = check_at_other_sizes(model, graph_module.eval(), example, axes, sizes)
         set_origin(graph_module, axes=axes, size_steps=sizes.steps, compared_sizes=compared_sizes)
     if dynamic:
         _warn_about_fixed_batch(graph_module)
@@ -147,22 +150,22 @@ def _capture_in_eval(
 
 
 def _check_output(graph_module: fx.GraphModule, name: str) -> None:
-    """A model whose forward has no return statement computes nothing that a file could hold."""
-    result = next(node for node in graph_module.graph.nodes if node.op == "output")
-    if not result.all_input_nodes:
-        is_none = all(leaf is None for leaf in pytree.tree_leaves(result.args[0]))
-        got = "None" if is_none else short_repr(result.args[0])
-        raise CaptureError(f"{name}.forward returns {got}, no tensor: return what the model computes")
+    """Raise if the model returns no tensor, as a forward without a return statement does."""
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    if not output.all_input_nodes:
+        is_none = all(leaf is None for leaf in pytree.tree_leaves(output.args[0]))
+        value = "None" if is_none else short_repr(output.args[0])
+        raise CaptureError(f"{name}.forward returns {value}, not a tensor: return the tensors that the model computes")
 
 
 def as_module(program: ExportedProgram) -> nn.Module:
-    """A program as a model that can be run and captured again."""
+    """Convert a program to a model that can be run and captured again."""
     with export_logs_silenced():
         return _module_with_state(program)
 
 
 def _module_with_state(program: ExportedProgram) -> nn.Module:
-    """The modules of a program with all of its state, also what its graph does not read."""
+    """Build the modules of a program with its whole state, including tensors that its graph does not read."""
     owner = program.module(check_guards=False)
     for name, value in program.state_dict.items():
         path, _, leaf = name.rpartition(".")
@@ -172,12 +175,15 @@ def _module_with_state(program: ExportedProgram) -> nn.Module:
     return owner
 
 
-def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[OpaqueModule] = ()) -> fx.GraphModule:
-    """The exported graph over the modules of `owner`, lifted and checked."""
+def _build_graph_module(
+    program: ExportedProgram, owner: nn.Module, opaque: Sequence[OpaqueModule] = ()
+) -> fx.GraphModule:
+    """Put the exported graph on the modules of `owner`, lift its operations and check it."""
     with export_logs_silenced():
         unlifted = program.module(check_guards=False)
         inline_wrapped_blocks(unlifted)
         if not functionalize_writes(unlifted.graph):
+            # torch's own functionalization: slower, and it takes batch norms apart
             program = program.run_decompositions({})
             unlifted = program.module(check_guards=False)
             inline_wrapped_blocks(unlifted)
@@ -187,58 +193,61 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[OpaqueMod
     graph_module = CapturedGraph(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
     adopt_modules(graph_module, owner)
-    restore_opaque_modules(graph_module, left)
+    restore_opaque_modules(graph_module, opaque)
     set_origin(graph_module, fixed_batch=find_fixed_batches(program))
     remove_token_flattening(lift(graph_module, owner))
-    return _check_and_describe(graph_module)
+    return _finalize(graph_module)
 
 
-def _check_types(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    """Floats of a type that no parameter has may be meant; a trace does not mind where the model itself does."""
+def _check_dtypes(model: nn.Module, inputs: BoundInputs) -> None:
+    """Raise if the model fails on inputs of a float dtype that no parameter has.
+
+    Such inputs may be intended, so the model is run to find out. torch.export alone would accept them.
+    """
     input_dtypes = {
         leaf.dtype for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
     }
-    parameter_dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    parameter_dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if not input_dtypes or not parameter_dtypes or input_dtypes & parameter_dtypes:
         return
     try:
         with export_logs_silenced():
             dry_run(model, *inputs)
-    except Exception as error:  # the user's code raises what it likes
-        kinds = [
-            " and ".join(sorted(str(each).removeprefix("torch.") for each in some))
-            for some in (input_dtypes, parameter_dtypes)
-        ]
+    except Exception as error:  # user code can raise any exception
         raise CaptureError(
             f"{type(model).__name__} itself fails on these example inputs{user_line(error)}. {type(error).__name__}: "
-            f"{error}. The inputs are {kinds[0]}, the parameters {kinds[1]}: give inputs of the model's type, in the "
-            "data too (numpy makes float64 unless told)"
+            f"{error}. The inputs are {_list_dtypes(input_dtypes)}, the parameters {_list_dtypes(parameter_dtypes)}: "
+            "pass inputs of the model's dtype, in the calibration data too (arrays of numpy are float64 by default)"
         ) from error
 
 
-def _make_inputs_distinct(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs that are one tensor object become two: torch.export takes them for the same input otherwise."""
-    seen: set[int] = set()
+def _list_dtypes(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
-    def own(value: Any) -> Any:
-        if not isinstance(value, Tensor) or id(value) not in seen:
-            seen.add(id(value))
+
+def _make_inputs_distinct(inputs: BoundInputs) -> BoundInputs:
+    """Clone a tensor that is passed twice: torch.export would merge the two inputs into one."""
+    known_ids: set[int] = set()
+
+    def clone_repeated(value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) not in known_ids:
+            known_ids.add(id(value))
             return value
         return value.clone()
 
-    apart: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(own, inputs)
-    return apart
+    distinct: BoundInputs = pytree.tree_map(clone_repeated, inputs)
+    return distinct
 
 
-def _is_widened(graph_module: fx.GraphModule, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Whether the sizes that the graph records are those of a batch of two though one was given."""
-    recorded = [get_fake_tensor(node) for node in graph_module.graph.nodes if node.op == "placeholder"]
-    leaves = pytree.tree_leaves(given)
-    pairs = zip(leaves, recorded, strict=False)
-    return any(
-        isinstance(one, Tensor) and other is not None and one.ndim > 1 and one.shape[0] == 1 and other.shape[0] != 1
-        for one, other in pairs
-    )
+def _is_widened(graph_module: fx.GraphModule, example: BoundInputs) -> bool:
+    """Whether the graph was recorded with a batch of two although the example has a batch of one."""
+    recorded_inputs = [get_fake_tensor(node) for node in graph_module.graph.nodes if node.op == "placeholder"]
+    for value, recorded in zip(pytree.tree_leaves(example), recorded_inputs, strict=False):
+        if not isinstance(value, Tensor) or recorded is None:
+            continue
+        if value.ndim > 1 and value.shape[0] == 1 and recorded.shape[0] != 1:
+            return True
+    return False
 
 
 def _warn_about_fixed_batch(graph_module: fx.GraphModule) -> None:
@@ -246,31 +255,32 @@ def _warn_about_fixed_batch(graph_module: fx.GraphModule) -> None:
     if sizes:
         message = (
             f"the first axis of {', '.join(sizes)}: the model computes with that number, so its graph takes inputs of "
-            "this size only. dynamic=False asks for that and says nothing"
+            "this size only. Pass dynamic=False to accept a fixed size without this warning"
         )
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
 def _warn_about_autocast(graph_module: fx.GraphModule) -> None:
-    places = get_origin(graph_module).ignored_autocast
-    if places:
+    locations = get_origin(graph_module).ignored_autocast
+    if locations:
         message = (
-            f"torch.autocast at {', '.join(places)} is left out: the graph computes in the types of the model's "
-            "parameters, and a file in float32 wherever it is not quantized"
+            f"torch.autocast at {', '.join(locations)} is ignored: the graph computes in the dtypes of the model's "
+            "parameters, and a file computes in float32 wherever it is not quantized"
         )
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
-def _check_and_describe(graph_module: fx.GraphModule) -> fx.GraphModule:
+def _finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     for module in graph_module.modules():
         if "inplace" in vars(module):
-            vars(module)["inplace"] = False  # the graph says what is written where; the modules are copies
+            # In-place writes are explicit nodes of the graph by now. The modules are copies, so the user's stay as is.
+            vars(module)["inplace"] = False
     check_graph(graph_module)
     return graph_module
 
 
 def _keep_constants(graph_module: fx.GraphModule, unlifted: nn.Module, owner: nn.Module) -> None:
-    """Tensors that the model made in its forward: buffers of the graph that no state_dict holds."""
+    """Register tensors that the model creates in its forward as buffers that are not part of the state_dict."""
     known = {name for name, _ in (*owner.named_parameters(remove_duplicate=False), *owner.named_buffers())}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.target not in known:
@@ -282,60 +292,66 @@ def _keep_constants(graph_module: fx.GraphModule, unlifted: nn.Module, owner: nn
 
 
 def load_if_path(model: Model, trust: bool) -> nn.Module | ExportedProgram:
-    """The model, or the program at a path that is trusted."""
+    """Load a .pt2 file if the model is a path, which needs trust=True. Return every other model unchanged."""
     if not isinstance(model, str | Path):
         return model
     if not trust:
         raise CaptureError(
-            f"{short_repr(str(model))} is a path: loading an exported program runs code from the file. If you trust "
-            "it, "
-            "say so: trust=True"
+            f"{short_repr(str(model))} is a path: loading an exported program runs code from the file. Pass trust=True "
+            "if you trust the file"
         )
     return load(Path(model))
 
 
 def unwrap_model(model: object) -> nn.Module:
-    """The model itself, without what torch.compile or DataParallel put around it; an error for what is no nn.Module,
-    with the way to one."""
+    """Return the model inside torch.compile or DataParallel wrappers.
+
+    Raises:
+        CaptureError: The value is not an nn.Module; the message says how to get one.
+    """
     kind = type(model)
     if kind.__module__.startswith("torch.") and kind.__name__ in WRAPPERS:
         return unwrap_model(getattr(model, WRAPPERS[kind.__name__]))
     if isinstance(model, torch.jit.ScriptModule):
-        raise CaptureError("this is a ScriptModule, whose code cannot be captured: give the nn.Module it was made from")
+        raise CaptureError("this is a ScriptModule, which cannot be captured: pass the nn.Module it was made from")
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, type) and issubclass(model, nn.Module):
-        raise CaptureError(f"{model.__name__} is a class: give a model, such as {model.__name__}(...).eval()")
+        raise CaptureError(f"{model.__name__} is a class, not a model: pass {model.__name__}(...).eval()")
     if isinstance(model, ExportedProgram):
-        raise CaptureError("this is an ExportedProgram: give the nn.Module it was made from, or go by transform()")
-    if isinstance(model, Mapping) and model and all(isinstance(each, Tensor) for each in model.values()):
-        raise CaptureError("this is a state_dict, weights without a model: build the model, load_state_dict() it")
+        raise CaptureError("this is an ExportedProgram: pass the nn.Module it was made from, or use transform()")
+    if isinstance(model, Mapping) and model and all(isinstance(value, Tensor) for value in model.values()):
+        raise CaptureError(
+            "this is a state_dict, which has weights and no code: build the model, and load the weights with "
+            "load_state_dict()"
+        )
     raise CaptureError(f"{short_repr(model)} is not an nn.Module")
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what no capture can take: modules without shapes, names that no code can hold."""
+    """Raise for models that cannot be captured: lazy modules without shapes, and names that cannot be in code."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
-            raise CaptureError(f"{name or type(model).__name__} is a lazy module without shapes: run one batch first")
+            raise CaptureError(
+                f"{name or type(model).__name__} is a lazy module without shapes: run the model on one batch first"
+            )
     reserved = sorted({*model._modules, *model._parameters, *model._buffers} & get_reserved_names())
     if reserved:
         raise CaptureError(
-            f"{type(model).__name__}.{reserved[0]} has a name that torch.export needs for itself: rename it, or put "
-            f"the model into another one, nn.Sequential(model), where it is 0.{reserved[0]}"
+            f"{type(model).__name__}.{reserved[0]} has a name that torch.fx.GraphModule uses itself: rename it, or "
+            f"wrap the model, nn.Sequential(model), so that its name is 0.{reserved[0]}"
         )
     for table in (model.named_modules(), model.named_parameters(), model.named_buffers()):
         for name, _ in table:
             if not all(map(is_valid_name, name.split("."))):
                 raise CaptureError(
-                    f"{name!r} cannot be a name in the code of a graph: rename it without quotes, backslashes, line "
-                    "breaks and Python's own words"
+                    f"{name!r} cannot be a name in the code of a graph: rename it so that it has no quotes, "
+                    "backslashes or line breaks and is not a Python keyword"
                 )
 
 
-def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs, however they were given; arrays of numpy, and what inference mode made, as plain
-    tensors."""
+def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> BoundInputs:
+    """Normalize inputs to a tuple and a dict. Arrays of numpy and inference tensors become plain tensors."""
     args, keyword = _as_tensors(args), _as_tensors(dict(kwargs or {}))
     if args is None and keyword:
         return (), keyword
@@ -347,13 +363,13 @@ def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any
 
 
 def from_array(array: np.ndarray) -> Tensor:
-    """Its values as a tensor, over the same memory where torch can have it so: not turned round, not read-only."""
+    """Convert an array to a tensor. The memory is shared if it is writable and has no negative strides."""
     is_shared = array.flags.writeable and all(step >= 0 for step in array.strides)
     return torch.from_numpy(array if is_shared else array.copy())
 
 
 def as_tensor(value: np.ndarray | Tensor) -> Tensor:
-    """What gradients can go through: an array's values, or those of a tensor that inference mode made."""
+    """Convert an array or an inference tensor to a tensor that autograd can use."""
     if isinstance(value, np.ndarray):
         return from_array(value)
     check_dense(value)
@@ -365,7 +381,7 @@ def _as_tensors(value: Any) -> Any:
         return as_tensor(value)
     if type(value) in (list, tuple):
         return type(value)(map(_as_tensors, value))
-    return {key: _as_tensors(each) for key, each in value.items()} if type(value) is dict else value
+    return {key: _as_tensors(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _copy_model(model: nn.Module) -> nn.Module:
@@ -373,30 +389,36 @@ def _copy_model(model: nn.Module) -> nn.Module:
         return copying.deepcopy(model, _detach_computed_tensors(model))
     except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Keep that out of the model, "
-            "or call transform with copy=False, which shares its parameters"
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Remove the attribute that "
+            "cannot be copied, or call transform with copy=False, which shares the parameters"
         ) from error
 
 
 def _detach_computed_tensors(model: nn.Module) -> dict[int, Any]:
-    """What stands for tensors that were computed and kept on a module, as torch.nn.utils.weight_norm keeps the weight:
-    torch copies no tensor that knows how it was computed."""
-    values = (value for module in model.modules() for value in vars(module).values())
-    return {id(each): each.detach().clone() for each in values if isinstance(each, Tensor) and each.grad_fn is not None}
+    """Build a deepcopy memo with detached copies of computed tensors that are stored on modules.
 
-
-def copy_module_tree(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
-    """The same tree of modules over the same tensors: modes, children and hooks of the twin are its own."""
-    seen = {} if seen is None else seen
-    if id(module) in seen:
-        return seen[id(module)]
-    twin = copying.copy(module)
-    seen[id(module)] = twin
-    own = vars(twin)
-    for name, table in list(own.items()):
-        if name.startswith("_") and isinstance(table, dict | set):
-            own[name] = copying.copy(table)
-    own["_modules"] = {
-        name: None if child is None else copy_module_tree(child, seen) for name, child in module._modules.items()
+    deepcopy fails on tensors with a grad_fn, such as the weight that torch.nn.utils.weight_norm stores.
+    """
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    return {
+        id(value): value.detach().clone()
+        for value in attributes
+        if isinstance(value, Tensor) and value.grad_fn is not None
     }
-    return twin
+
+
+def copy_module_tree(module: nn.Module, copies: dict[int, nn.Module] | None = None) -> nn.Module:
+    """Copy a tree of modules over the same tensors. Modes, children and hooks of the copy are independent."""
+    copies = {} if copies is None else copies
+    if id(module) in copies:
+        return copies[id(module)]
+    copied = copying.copy(module)
+    copies[id(module)] = copied
+    attributes = vars(copied)
+    for name, table in list(attributes.items()):
+        if name.startswith("_") and isinstance(table, dict | set):  # tables of hooks, parameters, buffers
+            attributes[name] = copying.copy(table)
+    attributes["_modules"] = {
+        name: None if child is None else copy_module_tree(child, copies) for name, child in module._modules.items()
+    }
+    return copied

@@ -1,4 +1,4 @@
-"""The class of a captured graph, and which names its code can have."""
+"""The class of captured graphs, and the check for names that torch.fx can write as code."""
 
 import warnings
 from ast import literal_eval
@@ -13,9 +13,9 @@ from torch import fx, nn
 
 
 class CapturedGraph(fx.GraphModule):
-    """A graph whose deepcopy is silent: torch's own warns of torch's own class."""
+    """A GraphModule without the FutureWarning about LeafSpec that torch 2.13 issues in deepcopy."""
 
-    writes_code = True
+    writes_code = True  # False inside code_generation_paused()
 
     def recompile(self) -> Any:
         return super().recompile() if CapturedGraph.writes_code else None
@@ -28,7 +28,7 @@ class CapturedGraph(fx.GraphModule):
 
 @contextmanager
 def code_generation_paused() -> Iterator[None]:
-    """Inside, graphs are copied and changed without writing their code anew; `recompile` does it afterwards."""
+    """Copy and change graphs without generating their code each time. Call `recompile` afterwards."""
     before, CapturedGraph.writes_code = CapturedGraph.writes_code, False
     try:
         yield
@@ -37,7 +37,7 @@ def code_generation_paused() -> Iterator[None]:
 
 
 def adopt_modules(graph_module: fx.GraphModule, owner: nn.Module) -> None:
-    """Give the graph the modules, parameters and buffers of `owner`, in their order."""
+    """Give the graph the modules, parameters and buffers of `owner`, in the same order."""
     added = {name: child for name, child in graph_module._modules.items() if name not in owner._modules}
     constants = {name: value for name, value in graph_module._buffers.items() if name.startswith("constant_")}
     attributes = vars(graph_module)
@@ -49,13 +49,13 @@ def adopt_modules(graph_module: fx.GraphModule, owner: nn.Module) -> None:
 
 @cache
 def get_reserved_names() -> frozenset[str]:
-    """What torch keeps on a graph of its own, where a module of the model with that name would stand."""
+    """Return the attribute names that fx.GraphModule uses itself, so that the model cannot use them."""
     empty = fx.GraphModule(nn.Module(), fx.Graph())
     return frozenset(dir(empty)) - frozenset(dir(nn.Module()))
 
 
 def is_valid_name(name: str) -> bool:
-    """Whether torch.fx, which writes `.name` or `getattr(_, "name")`, gets the same name back when the code runs."""
+    """Whether the code that torch.fx writes, `.name` or `getattr(_, "name")`, reads the attribute of that name."""
     if name.isidentifier():
         return not iskeyword(name) and normalize("NFKC", name) == name
     try:

@@ -1,4 +1,4 @@
-"""What must hold after every stage: the graph is sound, its targets exist, and every parameter has one owner."""
+"""The check after every stage: the graph is valid, its targets exist, and the owner of every parameter is in it."""
 
 from torch import fx, nn
 
@@ -18,14 +18,14 @@ def check_graph(graph_module: fx.GraphModule) -> None:
     try:
         graph_module.graph.lint()
     except RuntimeError as error:
-        raise GraphError(f"the graph is not sound: {error}") from error
+        raise GraphError(f"the graph is not valid: {error}") from error
     modules = dict(graph_module.named_modules(remove_duplicate=False))
     owners = {id(module) for module in modules.values()}
     for node in graph_module.graph.nodes:
         if node.op == "call_module":
             module = modules.get(node.target)
             if module is None:
-                raise GraphError(f"{node.name} calls {node.target!r}, which is not there")
+                raise GraphError(f"{node.name} calls {node.target!r}, which does not exist")
             _check_references(node.name, module, owners)
 
 

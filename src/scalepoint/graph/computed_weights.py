@@ -1,7 +1,8 @@
-"""Weights and biases that the model computes of its parameters: they are held like parameters, and made at every call.
+"""Weights and biases that the model computes from its parameters, such as a standardized weight or a part of a matrix.
 
-A standardized or normalized weight, a part of a packed matrix, a bias of q and v around zeros: the product then has a
-weight that can be quantized and stored, and gradients reach the parameters.
+    conv(x, normalize(w))  ->  conv with a reference to ComputedTensor(normalize(w)), evaluated at every call
+
+The product then has a weight that can be quantized and stored, and gradients still reach the parameters.
 """
 
 from torch import fx, nn
@@ -15,31 +16,30 @@ _PRODUCTS = ("conv", "conv_transpose", "linear", "matmul", "addmm")
 
 
 def reference_computed_tensors(tree: ModuleTree) -> None:
-    """Give every product whose weight or bias is made of parameters a reference to the computed tensor."""
+    """Replace weights and biases that are computed from parameters by references to a ComputedTensor."""
     graph = tree.root.graph
-    fixed = find_constant_nodes(graph)
-    held: dict[fx.Node, str] = {}
+    constant_nodes = find_constant_nodes(graph)
+    module_names: dict[fx.Node, str] = {}  # the computed value -> its ComputedTensor
     for node in [node for node in graph.nodes if node.op == "call_function"]:
-        for name, value in _operands(node):
-            if value.op != "call_function" or value not in fixed or not _fits(node, name, value):
+        for name, value in _weight_and_bias(node):
+            if value.op != "call_function" or value not in constant_nodes or not _is_layer_weight(node, name, value):
                 continue
-            if value not in held:
+            if value not in module_names:
                 path = module_path(node)
                 leaf = f"computed_{'weight' if name in WEIGHTS else 'bias'}"
-                held[value] = tree.add(
-                    f"{path}.{leaf}" if path else leaf, ComputedTensor(_collect_steps(value, tree.root))
-                )
+                computed = ComputedTensor(_collect_steps(value, tree.root))
+                module_names[value] = tree.add(f"{path}.{leaf}" if path else leaf, computed)
             with graph.inserting_before(node):
-                made = graph.create_node("get_attr", f"{held[value]}.value")
-            made.meta = dict(value.meta)
-            node.replace_input_with(value, made)
-    for node in reversed([node for node in graph.nodes if node in fixed and node.op == "call_function"]):
-        if not node.users and held:
+                reference = graph.create_node("get_attr", f"{module_names[value]}.value")
+            reference.meta = dict(value.meta)
+            node.replace_input_with(value, reference)
+    for node in reversed([node for node in graph.nodes if node in constant_nodes and node.op == "call_function"]):
+        if not node.users and module_names:
             graph.erase_node(node)
 
 
-def _operands(node: fx.Node) -> list[tuple[str, fx.Node]]:
-    """The nodes that stand where a product has its weight and its bias."""
+def _weight_and_bias(node: fx.Node) -> list[tuple[str, fx.Node]]:
+    """Return the weight and bias arguments of a product, as far as they are nodes."""
     kind = kind_of_function(node.target, {})  # type: ignore[arg-type]  # a callable
     if kind not in _PRODUCTS:
         return []
@@ -48,28 +48,28 @@ def _operands(node: fx.Node) -> list[tuple[str, fx.Node]]:
     return [(name, arguments[name]) for name in names if isinstance(arguments.get(name), fx.Node)]
 
 
-def _fits(node: fx.Node, name: str, value: fx.Node) -> bool:
-    """A matrix product has a weight only if that has two axes, and is a layer only if its input is another."""
+def _is_layer_weight(node: fx.Node, name: str, value: fx.Node) -> bool:
+    """Whether the product is a layer with this weight: its data is another tensor, and a matmul operand is 2-d."""
     tensor, arguments = get_fake_tensor(value), get_arguments(node)
     data = arguments.get("mat1", arguments.get("input", arguments.get("self")))
     return tensor is not None and data is not value and (tensor.ndim == 2 or name not in ("other", "mat2"))
 
 
 def _collect_steps(node: fx.Node, root: nn.Module) -> list[ComputationStep]:
-    """The functions that make a tensor, in order."""
+    """Collect the functions that compute a tensor, in execution order."""
     needed: set[fx.Node] = set()
     pending = [node]
     while pending:
-        each = pending.pop()
-        if each.op == "call_function" and each not in needed:
-            needed.add(each)
-            pending += each.all_input_nodes
-    ordered = [each for each in node.graph.nodes if each in needed]
+        source = pending.pop()
+        if source.op == "call_function" and source not in needed:
+            needed.add(source)
+            pending += source.all_input_nodes
+    ordered = [source for source in node.graph.nodes if source in needed]
     return [
         ComputationStep(
-            each.target,
-            [bind_argument(value, ordered, root) for value in each.args],
-            {name: bind_argument(value, ordered, root) for name, value in each.kwargs.items()},
+            source.target,
+            [bind_argument(value, ordered, root) for value in source.args],
+            {name: bind_argument(value, ordered, root) for name, value in source.kwargs.items()},
         )
-        for each in ordered
+        for source in ordered
     ]

@@ -1,11 +1,12 @@
-"""Products that were written as torch.einsum or torch.tensordot with a weight, as linear layers.
+"""Rewrite torch.einsum and torch.tensordot with a weight as linear layers.
 
     einsum("bthd,hdge->btge", x, w)  ->  unflatten(linear(flatten(x), w of (ge, hd)))
 
-Where every letter that both have is summed over: the rest of x stand for tokens, the rest of w for outputs.
+Letters that x and w share must all be summed. The other letters of x are tokens, those of w are outputs.
 """
 
 from dataclasses import dataclass
+from math import prod
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
@@ -19,7 +20,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Contraction:
-    """The letters of x and w, those of the result, and those that are summed over, in the order of x."""
+    """The letters of a product of x and a weight. `summed` has the letters that are summed, in the order of x."""
 
     x: str
     weight: str
@@ -28,19 +29,21 @@ class Contraction:
 
     @property
     def tokens(self) -> str:
-        return "".join(each for each in self.x if each not in self.summed)
+        return "".join(letter for letter in self.x if letter not in self.summed)
 
     @property
     def outputs(self) -> str:
-        return "".join(each for each in self.weight if each not in self.summed)
+        return "".join(letter for letter in self.weight if letter not in self.summed)
 
 
-def rewrite_contraction(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
-    """In place, a product of the data and a weight that a linear layer computes."""
+def rewrite_contraction(graph: fx.Graph, node: fx.Node, constant_nodes: set[fx.Node]) -> None:
+    """Replace a product of data and a weight by a linear layer, in place, if one computes the same."""
     operands = _operands(node)
-    if len(operands) != 2 or sum(each in fixed for each in operands) != 1 or None in map(get_fake_tensor, operands):
+    if len(operands) != 2 or None in map(get_fake_tensor, operands):
         return
-    x, weight = operands if operands[1] in fixed else operands[::-1]
+    if sum(operand in constant_nodes for operand in operands) != 1:
+        return
+    x, weight = operands if operands[1] in constant_nodes else operands[::-1]
     letters, result = _assign_letters(node, operands)
     contraction = _find_contraction(letters[x], letters[weight], result)
     if contraction is None:
@@ -57,32 +60,37 @@ def _operands(node: fx.Node) -> list[fx.Node]:
         arguments = node.args[1]
     elif node.target is _aten.tensordot.default:
         arguments = node.args[:2]
-    return [each for each in arguments if isinstance(each, fx.Node)]
+    return [argument for argument in arguments if isinstance(argument, fx.Node)]
 
 
 def _assign_letters(node: fx.Node, operands: list[fx.Node]) -> tuple[dict[fx.Node, str], str]:
-    """One for each axis of the operands, and of the result."""
-    ranks = [value.ndim for each in operands if (value := get_fake_tensor(each)) is not None]
+    """Return one letter for each axis of the operands, and the letters of the result."""
+    ranks = [value.ndim for operand in operands if (value := get_fake_tensor(operand)) is not None]
     if node.target is _aten.tensordot.default:
-        one, other = ascii_lowercase[: ranks[0]], list(ascii_uppercase[: ranks[1]])
-        pairs: Any = node.args[2:4]
-        for left, right in zip(*pairs, strict=True):
-            other[right] = one[left]
-        shared = {each for each in one if each in other}
-        result = "".join(each for each in (*one, *other) if each not in shared)
-        return dict(zip(operands, (one, "".join(other)), strict=True)), result
+        return _letters_of_tensordot(node, operands, ranks)
     terms, _, result = str(node.args[0]).replace(" ", "").partition("->")
     operand_terms = terms.split(",")
-    more = "".join(each for each in ascii_lowercase + ascii_uppercase if each not in terms)
+    unused_letters = "".join(letter for letter in ascii_lowercase + ascii_uppercase if letter not in terms)
     extra = max(rank - len(term.replace("...", "")) for rank, term in zip(ranks, operand_terms, strict=True))
-    dots = more[:extra]  # the axes that "..." stands for
-    whole = [term.replace("...", dots) for term in operand_terms]
-    return dict(zip(operands, whole, strict=True)), result.replace("...", dots)
+    dots = unused_letters[:extra]  # the axes that "..." stands for
+    expanded_terms = [term.replace("...", dots) for term in operand_terms]
+    return dict(zip(operands, expanded_terms, strict=True)), result.replace("...", dots)
+
+
+def _letters_of_tensordot(node: fx.Node, operands: list[fx.Node], ranks: list[int]) -> tuple[dict[fx.Node, str], str]:
+    first, second = ascii_lowercase[: ranks[0]], list(ascii_uppercase[: ranks[1]])
+    summed_axes: Any = node.args[2:4]
+    for first_axis, second_axis in zip(*summed_axes, strict=True):
+        second[second_axis] = first[first_axis]
+    shared = {letter for letter in first if letter in second}
+    result = "".join(letter for letter in (*first, *second) if letter not in shared)
+    return dict(zip(operands, (first, "".join(second)), strict=True)), result
 
 
 def _find_contraction(x: str, weight: str, result: str) -> Contraction | None:
+    """Return the contraction if a linear layer computes it: no letter twice, and only shared letters are summed."""
     is_plain = all(term.isalpha() and len(set(term)) == len(term) for term in (x, weight, result))
-    summed = "".join(each for each in x if each in weight)
+    summed = "".join(letter for letter in x if letter in weight)
     if not is_plain or not summed or set(summed) & set(result):
         return None
     contraction = Contraction(x, weight, result, summed)
@@ -98,27 +106,28 @@ def _build_linear(contraction: Contraction, x: fx.Node, weight: fx.Node, like: f
         rows = _call(_aten.flatten.using_ints, (rows, len(contraction.tokens), -1), like)
     matrix = _permute(weight, contraction.weight, contraction.outputs + contraction.summed, weight)
     if value.ndim != 2:
-        whole = [_product(sizes, contraction.outputs), _product(sizes, contraction.summed)]
-        matrix = _call(_aten.reshape.default, (matrix, whole), weight)
+        matrix_shape = [_product(sizes, contraction.outputs), _product(sizes, contraction.summed)]
+        matrix = _call(_aten.reshape.default, (matrix, matrix_shape), weight)
     result = _call(_aten.linear.default, (rows, matrix), like)
     if len(contraction.outputs) > 1:
-        result = _call(_aten.unflatten.int, (result, -1, [int(sizes[each]) for each in contraction.outputs]), like)
+        output_sizes = [int(sizes[letter]) for letter in contraction.outputs]
+        result = _call(_aten.unflatten.int, (result, -1, output_sizes), like)
     return _permute(result, contraction.tokens + contraction.outputs, contraction.result, like)
 
 
 def _product(sizes: dict[str, Any], letters: str) -> int:
-    total = 1
-    for each in letters:
-        total *= int(sizes[each])
-    return total
+    return prod(int(sizes[letter]) for letter in letters)
 
 
-def _permute(node: fx.Node, has: str, wants: str, like: fx.Node) -> fx.Node:
-    return node if has == wants else _call(_aten.permute.default, (node, [has.index(each) for each in wants]), like)
+def _permute(node: fx.Node, letters: str, new_order: str, like: fx.Node) -> fx.Node:
+    if letters == new_order:
+        return node
+    return _call(_aten.permute.default, (node, [letters.index(letter) for letter in new_order]), like)
 
 
 def _call(function: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+    """Add a call next to `like`, with its meta and the fake tensor of the result."""
     node = like.graph.call_function(function, args)
-    values = fx.node.map_aggregate(args, lambda each: get_fake_tensor(each) if isinstance(each, fx.Node) else each)
+    values = fx.node.map_aggregate(args, lambda arg: get_fake_tensor(arg) if isinstance(arg, fx.Node) else arg)
     node.meta = {**like.meta, "val": function(*values)}
     return node

@@ -1,6 +1,7 @@
-"""From data to a captured graph: no code of the model is needed, and none is run.
+"""Build a captured graph from data. The code of the model is not needed, and no code from the file is run.
 
-Names go into the code that torch.fx writes, so every one is looked at first; operators and layers come from lists.
+torch.fx writes names into Python code, so every name from the file is checked first. Operators and layers come from
+fixed lists.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,8 @@ from scalepoint.graph.nodes import set_info
 from scalepoint.graph.operations import ComputationStep, ComputedTensor, Operation
 from scalepoint.graph.origin import set_origin
 from scalepoint.graph.serialization import (
-    CLASSES,
-    RECURRENT,
+    LAYER_CLASSES,
+    RNN_ARGUMENTS,
     GraphData,
     GraphDescription,
     InputData,
@@ -34,34 +35,38 @@ from scalepoint.graph.serialization import (
 from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.graph.values import decode, get_function
 
-MOST_ELEMENTS = 2**28  # of an example input: only its shape is used
+MAX_INPUT_ELEMENTS = 2**28  # only the shape of an example input is used, but torch allocates the tensor
 
 
 def rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
-    """The graph that was described, over these tensors, in eval mode."""
+    """Build the graph that `data` describes over these tensors, in eval mode.
+
+    Raises:
+        StoreError: The data do not describe a valid graph.
+    """
     try:
         with export_logs_silenced(), torch.no_grad():
             return _rebuild(data, tensors)
     except ScalepointError:
         raise
-    except Exception as error:  # torch may say anything of a graph that makes no sense
-        first = str(error).partition("\n")[0]
-        raise StoreError(f"the saved graph cannot be built: {type(error).__name__}: {first}") from error
+    except Exception as error:  # torch can raise any exception for an invalid graph
+        first_line = str(error).partition("\n")[0]
+        raise StoreError(f"the saved graph cannot be built: {type(error).__name__}: {first_line}") from error
 
 
 def _rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
     model = CapturedGraph(nn.Module(), fx.Graph(), class_name=_check_name(data.name))
     modules = _build_modules(model, data)
     _fill_tensors(modules, data, tensors)
-    for each in data.modules:
-        if each.kind in ("operation", "computed"):
-            _connect(modules[each.path], each, modules)
+    for module_data in data.modules:
+        if module_data.kind in ("operation", "computed"):
+            _fill_operation(modules[module_data.path], module_data, modules)
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for node in data.nodes:
         nodes[_check_name(node.name)] = _add_node(graph, node, nodes, modules)
     info = PyTreeInfo(
-        [_check_name(each) for each in data.arguments], to_tree_spec(data.takes), to_tree_spec(data.gives)
+        [_check_name(name) for name in data.arguments], to_tree_spec(data.takes), to_tree_spec(data.gives)
     )
     graph.set_codegen(PyTreeCodeGen(info))
     model.graph = graph
@@ -82,26 +87,26 @@ def _rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
 
 def _check_name(text: str) -> str:
     if not text.isidentifier() or not is_valid_name(text):
-        raise StoreError(f"the graph has a name that is none: {short_repr(text)}")
+        raise StoreError(f"the saved graph has an invalid name: {short_repr(text)}")
     return text
 
 
 def _check_path(text: str) -> str:
     if text and not all(map(is_valid_name, text.split("."))):
-        raise StoreError(f"the graph has a path that is none: {short_repr(text)}")
+        raise StoreError(f"the saved graph has an invalid path: {short_repr(text)}")
     return text
 
 
 def _build_modules(root: nn.Module, data: GraphData) -> dict[str, nn.Module]:
-    """All modules by path, parents first; operations are connected later."""
+    """Build all modules by path, parents first. Operations are empty until `_fill_operation`."""
     modules: dict[str, nn.Module] = {"": root}
-    for each in data.modules:
-        if each.path:
-            parent, _, leaf = _check_path(each.path).rpartition(".")
-            modules[each.path] = _build_layer(each)
-            modules[parent].add_module(leaf, modules[each.path])
-        for name in each.none:
-            modules[each.path].register_parameter(_check_path(name), None)
+    for module_data in data.modules:
+        if module_data.path:
+            parent, _, leaf = _check_path(module_data.path).rpartition(".")
+            modules[module_data.path] = _build_layer(module_data)
+            modules[parent].add_module(leaf, modules[module_data.path])
+        for name in module_data.none:
+            modules[module_data.path].register_parameter(_check_path(name), None)
     for path, original in data.shared.items():
         parent, _, leaf = _check_path(path).rpartition(".")
         if parent not in data.shared:
@@ -110,31 +115,34 @@ def _build_modules(root: nn.Module, data: GraphData) -> dict[str, nn.Module]:
     return modules
 
 
-def _build_layer(each: ModuleData) -> nn.Module:
-    if each.kind == "":
+def _build_layer(data: ModuleData) -> nn.Module:
+    if data.kind == "":
         return nn.Module()
-    if each.kind == "operation":
+    if data.kind == "operation":
         return Operation("", torch.add, {})
-    if each.kind == "computed":
+    if data.kind == "computed":
         return ComputedTensor(())
-    if each.kind not in CLASSES:
-        raise StoreError(f"{each.path} is a {short_repr(each.kind)}: {', '.join(sorted(CLASSES))} are known")
-    kind = CLASSES[each.kind]
-    if issubclass(kind, nn.RNNBase):
-        layer: nn.Module = kind(**{name: each.settings[name] for name in RECURRENT})
+    if data.kind not in LAYER_CLASSES:
+        raise StoreError(
+            f"{data.path} has the unknown class {short_repr(data.kind)}: it must be one of "
+            f"{', '.join(sorted(LAYER_CLASSES))}"
+        )
+    layer_class = LAYER_CLASSES[data.kind]
+    if issubclass(layer_class, nn.RNNBase):
+        layer: nn.Module = layer_class(**{name: data.settings[name] for name in RNN_ARGUMENTS})
         layer._parameters.clear()
         return layer
-    layer = kind.__new__(kind)
+    layer = layer_class.__new__(layer_class)  # __init__ would allocate and initialize weights
     nn.Module.__init__(layer)
-    for name, value in each.settings.items():
-        if hasattr(kind, name) or not name.isidentifier() or name in vars(layer):
-            raise StoreError(f"{each.path}: {short_repr(name)} is no setting of {each.kind}")
+    for name, value in data.settings.items():
+        if hasattr(layer_class, name) or not name.isidentifier() or name in vars(layer):
+            raise StoreError(f"{data.path}: {short_repr(name)} is not a setting of {data.kind}")
         vars(layer)[name] = decode(value, {}, {})
     return layer
 
 
 def _fill_tensors(modules: Mapping[str, nn.Module], data: GraphData, tensors: Mapping[str, Tensor]) -> None:
-    """Parameters and buffers where they were; what is one tensor stays one."""
+    """Register parameters and buffers in their modules. Tied tensors are one tensor again."""
     built: dict[str, Tensor] = {}
     for path, kind in data.tensors.items():
         parent, _, name = _check_path(path).rpartition(".")
@@ -142,7 +150,7 @@ def _fill_tensors(modules: Mapping[str, nn.Module], data: GraphData, tensors: Ma
         if original is not None:
             value = built[original]
         elif path not in tensors:
-            raise StoreError(f"the graph needs {short_repr(path)}, which is not among the saved tensors")
+            raise StoreError(f"the saved graph needs the tensor {short_repr(path)}, which was not saved")
         else:
             value = tensors[path].clone()
             is_float = value.is_floating_point() or value.is_complex()
@@ -158,8 +166,9 @@ def _fill_tensors(modules: Mapping[str, nn.Module], data: GraphData, tensors: Ma
             module._init_flat_weights()
 
 
-def _connect(module: nn.Module, each: ModuleData, modules: Mapping[str, nn.Module]) -> None:
-    settings = each.settings
+def _fill_operation(module: nn.Module, data: ModuleData, modules: Mapping[str, nn.Module]) -> None:
+    """Set function and arguments of an Operation or ComputedTensor, once all modules exist."""
+    settings = data.settings
     if isinstance(module, Operation):
         module.kind, module.function = str(settings["kind"]), get_function(settings["function"])
         module.arguments = {name: decode(value, {}, modules) for name, value in settings["arguments"].items()}
@@ -173,58 +182,62 @@ def _connect(module: nn.Module, each: ModuleData, modules: Mapping[str, nn.Modul
 
 
 def _add_node(
-    graph: fx.Graph, each: NodeData, nodes: Mapping[str, fx.Node], modules: Mapping[str, nn.Module]
+    graph: fx.Graph, data: NodeData, nodes: Mapping[str, fx.Node], modules: Mapping[str, nn.Module]
 ) -> fx.Node:
-    args = tuple(decode(value, nodes, modules) for value in each.args)
-    kwargs = {_check_name(name): decode(value, nodes, modules) for name, value in each.kwargs.items()}
-    node = graph.create_node(each.op, _resolve_target(each, modules), args, kwargs, each.name)
-    node.name = each.name
-    sizes = None if each.sizes is None else tuple(each.sizes)
-    set_info(node, kind=each.kind, path=each.place, sizes=sizes)
-    if each.op not in ("placeholder", "output"):
-        node.meta["nn_module_stack"] = {each.path: (each.path, "")}
+    args = tuple(decode(value, nodes, modules) for value in data.args)
+    kwargs = {_check_name(name): decode(value, nodes, modules) for name, value in data.kwargs.items()}
+    node = graph.create_node(data.op, _resolve_target(data, modules), args, kwargs, data.name)
+    node.name = data.name
+    sizes = None if data.sizes is None else tuple(data.sizes)
+    set_info(node, kind=data.kind, path=data.place, sizes=sizes)
+    if data.op not in ("placeholder", "output"):
+        node.meta["nn_module_stack"] = {data.path: (data.path, "")}
     return node
 
 
-def _resolve_target(each: NodeData, modules: Mapping[str, nn.Module]) -> Any:
-    """What a node calls or reads."""
-    if each.op == "call_function":
-        return get_function(each.target)
-    if each.op == "placeholder":
-        return _check_name(each.target)
-    if each.op == "call_module" and modules[_check_path(each.target)] is modules[""]:
-        raise StoreError("the graph calls itself")
-    if each.op not in ("call_module", "get_attr", "output"):
-        raise StoreError(f"the graph has a node of {short_repr(each.op)}")
-    return _check_path(each.target)
+def _resolve_target(data: NodeData, modules: Mapping[str, nn.Module]) -> Any:
+    """Return the function, module path or attribute path that a node calls or reads."""
+    if data.op == "call_function":
+        return get_function(data.target)
+    if data.op == "placeholder":
+        return _check_name(data.target)
+    if data.op == "call_module" and modules[_check_path(data.target)] is modules[""]:
+        raise StoreError("the saved graph calls itself")
+    if data.op not in ("call_module", "get_attr", "output"):
+        raise StoreError(f"the saved graph has a node with the unknown op {short_repr(data.op)}")
+    return _check_path(data.target)
 
 
 def _record_shapes(model: fx.GraphModule, inputs: list[InputData]) -> None:
-    """What torch.export left as values: shapes and types, from one run without data. Where an operator cannot run on
-    sizes that may change, they are those of the example."""
+    """Store fake tensors on the nodes, as torch.export does, from a run without data.
+
+    If an operator cannot run on sizes that may change, the sizes of the example are used.
+    """
     try:
         _run_on_fake_tensors(model, inputs)
     except RuntimeError:
-        _run_on_fake_tensors(model, [each.model_copy(update={"free": []}) for each in inputs])
+        _run_on_fake_tensors(model, [input_data.model_copy(update={"free": []}) for input_data in inputs])
 
 
 def _run_on_fake_tensors(model: fx.GraphModule, inputs: list[InputData]) -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    values = [_make_example(mode, each, f"input_{index}") for index, each in enumerate(inputs)]
+    values = [_make_fake_input(mode, input_data, f"input_{index}") for index, input_data in enumerate(inputs)]
     with mode, any_length_recurrent_shapes():
         _ShapeRecorder(model).run(*values, enable_io_processing=False)
 
 
-def _make_example(mode: FakeTensorMode, each: InputData, name: str) -> Any:
-    if each.shape is None:
-        return decode(each.value, {}, {})
-    dtype = decode({"dtype": each.dtype}, {}, {})
-    if min(each.shape, default=1) < 0 or prod(each.shape) > MOST_ELEMENTS:
-        raise StoreError(f"the graph has an example input of shape {each.shape}")
-    return make_fake_input(mode, name, torch.empty(each.shape, dtype=dtype), set(each.free))
+def _make_fake_input(mode: FakeTensorMode, data: InputData, name: str) -> Any:
+    if data.shape is None:
+        return decode(data.value, {}, {})
+    dtype = decode({"dtype": data.dtype}, {}, {})
+    if min(data.shape, default=1) < 0 or prod(data.shape) > MAX_INPUT_ELEMENTS:
+        raise StoreError(f"the saved graph has an example input of the invalid shape {data.shape}")
+    return make_fake_input(mode, name, torch.empty(data.shape, dtype=dtype), set(data.free))
 
 
 class _ShapeRecorder(fx.Interpreter):
+    """Store the result of every node as its value."""
+
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n.op != "output":

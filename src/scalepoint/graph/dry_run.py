@@ -1,4 +1,4 @@
-"""One run of the user's model that leaves no trace: its inputs and buffers are copies for the time of the run."""
+"""Run the user's model without side effects: inputs and buffers are copies during the run."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from scalepoint.support.torch_state import caller_dtype
 
 
 def dry_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the model gives for these inputs."""
+    """Run the model on copies of the inputs and return its outputs."""
     args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
     with buffers_restored(model), caller_dtype():
         return model(*args, **kwargs)
@@ -19,12 +19,12 @@ def dry_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 @contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """What a run writes into buffers is gone afterwards."""
-    buffers = [(module, module._buffers) for module in model.modules()]
-    for module, own in buffers:
-        vars(module)["_buffers"] = {name: None if value is None else value.clone() for name, value in own.items()}
+    """Discard what a run writes into buffers: inside, the modules have copies of their buffers."""
+    originals = [(module, module._buffers) for module in model.modules()]
+    for module, buffers in originals:
+        vars(module)["_buffers"] = {name: None if value is None else value.clone() for name, value in buffers.items()}
     try:
         yield
     finally:
-        for module, own in buffers:
-            vars(module)["_buffers"] = own
+        for module, buffers in originals:
+            vars(module)["_buffers"] = buffers

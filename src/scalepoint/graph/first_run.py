@@ -1,7 +1,7 @@
-"""Models that make buffers or caches in their first forward: run the copy once if a trace alone fails.
+"""Models that create buffers or caches in their first forward: run the copy once if a trace alone fails.
 
-A trace calls the forward more than once. The first call stores tensors of the trace in attributes. They have no values,
-and a second call that reads them would put constants without values into the graph.
+A trace calls forward more than once. The first call stores fake tensors in attributes. They have no values, and a
+second call that reads them would put constants without values into the graph.
 """
 
 from typing import Any
@@ -21,54 +21,58 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def export_after_first_run(
-    model: nn.Module, given: Inputs, wide: Inputs, *, dynamic: bool, axes: Axes
+    model: nn.Module, example: Inputs, wide: Inputs, *, dynamic: bool, axes: Axes
 ) -> ExportedProgram:
-    """Export our copy of a model. If that fails or the program lacks values, run the model on the `wide` inputs, and
-    export it again if the run made new tensors."""
-    failed: CaptureError | None = None
+    """Export our copy of a model, after a first run if it needs one.
+
+    If the export fails or the program lacks values, the model is run on the `wide` inputs (those with a batch of two).
+    It is exported again if the run created new tensors.
+    """
+    first_error: CaptureError | None = None
     try:
         names = dict(model.named_buffers()).keys()
         with restore_attributes(model):
-            program = export(model, *given, dynamic, axes)
-            is_late = dict(model.named_buffers()).keys() != names  # torch.export takes such a buffer for a write
-        if not is_late and not _lacks_values(program):
+            program = export(model, *example, dynamic, axes)
+            # torch.export records a buffer that the trace creates as a write in every call
+            creates_buffers = dict(model.named_buffers()).keys() != names
+        if not creates_buffers and not _lacks_values(program):
             return program
     except CaptureError as error:
-        failed = error
-    if not _makes_tensors(model, wide) and failed is not None:
-        raise failed
+        first_error = error
+    if not _creates_tensors(model, wide) and first_error is not None:
+        raise first_error
     with restore_attributes(model):
-        return export(model, *given, dynamic, axes)
+        return export(model, *example, dynamic, axes)
 
 
 def _lacks_values(program: ExportedProgram) -> bool:
     return any(isinstance(value, FakeTensor) for value in (*program.constants.values(), *program.state_dict.values()))
 
 
-def _makes_tensors(model: nn.Module, inputs: Inputs) -> bool:
-    """Run the model once. Buffers that it had keep their values; returns whether it has other tensors now."""
+def _creates_tensors(model: nn.Module, inputs: Inputs) -> bool:
+    """Run the model once and return whether it stored new tensors. Buffers that it had keep their values."""
     args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
-    before = _tensors(model)
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    for module, own in buffers:
-        module._buffers.update({name: None if value is None else value.clone() for name, value in own.items()})
+    before = _stored_tensors(model)
+    originals = [(module, dict(module._buffers)) for module in model.modules()]
+    for module, buffers in originals:
+        module._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
     try:
         with export_logs_silenced(), caller_dtype(), torch.no_grad():
             model(*args, **kwargs)
-    except Exception:  # the user's code raises what it likes; the error of the export says more
+    except Exception:  # user code can raise any exception; the error of the export says more
         return False
     finally:
-        for module, own in buffers:
-            module._buffers.update(own)
-    return _tensors(model) != before
+        for module, buffers in originals:
+            module._buffers.update(buffers)
+    return _stored_tensors(model) != before
 
 
-def _tensors(model: nn.Module) -> set[tuple[str, str, int]]:
-    """The places of tensors in attributes and buffers, by their identity."""
-    places: set[tuple[str, str, int]] = set()
+def _stored_tensors(model: nn.Module) -> set[tuple[str, str, int]]:
+    """Return module path, attribute name and id of all tensors in public attributes and buffers."""
+    stored: set[tuple[str, str, int]] = set()
     for path, module in model.named_modules():
-        held = {**{name: value for name, value in vars(module).items() if not name.startswith("_")}, **module._buffers}
-        for name, value in held.items():
+        public_attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        for name, value in {**public_attributes, **module._buffers}.items():
             leaves = pytree.tree_leaves(value) if isinstance(value, dict | list | tuple) else (value,)
-            places |= {(path, name, id(leaf)) for leaf in leaves if isinstance(leaf, Tensor)}
-    return places
+            stored |= {(path, name, id(leaf)) for leaf in leaves if isinstance(leaf, Tensor)}
+    return stored

@@ -1,10 +1,11 @@
-"""Writes in place become values: y = relu(x) for x.relu_(), and whoever looks at x afterwards looks at y.
+"""Replace in-place writes by new values: x.relu_() becomes y = relu(x), and later readers of x read y.
 
     x[:, 0].mul_(2)      ->      v = mul(x[:, 0], 2);  y = select_scatter(x, v, 1, 0)
 
-A write through views is carried to the tensor they look at, and the views that are read later look at the new one;
-x.flatten(1).relu_() has nothing to carry where only the flat view is read afterwards.
-torch's own way (run_decompositions) takes three times the capture and drops dropout; it remains for the rest.
+A write through a view is scattered into the base tensor, and views that are read later are taken of the new tensor.
+That is not needed if only the written view is read later, as in x.flatten(1).relu_().
+torch's own functionalization (run_decompositions) makes capture three times as slow and removes dropout, so it is used
+only where this one does not apply.
 """
 
 import operator
@@ -27,39 +28,39 @@ _SCATTERS: dict[Any, Callable[..., Any]] = {
 
 
 def functionalize_writes(graph: fx.Graph) -> bool:
-    """Make the graph functional, in place; False when a write goes a way that is not known here."""
+    """Make the graph functional, in place. False if it has a write that is not supported here."""
     order: dict[fx.Node, float] = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_in_place(node.target) or not isinstance(node.args[0], fx.Node):
             continue
         chain = _chain(node.args[0])
         if len(chain) == 1 and chain[0].op == "get_attr":
-            continue  # a write to a buffer is meant
+            continue  # a write to a buffer is an intended side effect
         if chain[-1].op != "get_attr" and _is_last_read(chain, node, order):
             chain = chain[:1]
-        family = _find_live_views(chain, node, order)
+        live_views = _find_live_views(chain, node, order)
         if chain[-1].op == "get_attr" or not all(view.target in _SCATTERS for view in chain[:-1]):
             return False
-        if not (all(map(_is_always_view, family)) and _make_functional(node)):
+        if not (all(map(_is_always_view, live_views)) and _make_functional(node)):
             return False
-        _update_readers(graph, node, chain, family, order)
+        _update_readers(graph, node, chain, live_views, order)
     return True
 
 
 def _make_functional(write: fx.Node) -> bool:
-    """The overload that gives a new tensor, if that has the type of the written one: x.gt_(0) does not give a bool."""
+    """Use the functional overload if it returns the dtype of the written tensor: gt(x, 0) is bool, x.gt_(0) is not."""
     replacement = get_functional_overload(write.target)
     args, kwargs = fx.map_arg((write.args, write.kwargs), lambda node: node.meta.get("val"))
     try:
         result = replacement(*args, **kwargs)
-    except Exception:  # no such overload, or a value that is not known
+    except Exception:  # no such overload, or an argument without a recorded value
         return False
     write.target = replacement
     return bool(result.dtype == args[0].dtype)  # type: ignore[union-attr]
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether an operation gives another look at memory that its input holds, or may do so."""
+    """Whether the result of an operation shares, or may share, memory with its first argument."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     if node.target is operator.getitem:
@@ -71,53 +72,53 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _is_always_view(view: fx.Node) -> bool:
-    """A reshape may copy; these never do."""
+    """Whether an operation never copies. A reshape may."""
     return view.target is operator.getitem or base_name(view.target) in (*_VIEWS, *_LISTS)  # type: ignore[arg-type]
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:
-    """The views from what is written down to the tensor that holds the memory."""
+    """Return the views from the written one down to the base tensor, which owns the memory."""
     chain = [node]
     while is_view(chain[-1]):
-        chain.append(chain[-1].args[0])  # type: ignore[arg-type]  # is_view says that it is a node
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]  # a node, because is_view is true
     return chain
 
 
 def _is_last_read(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, float]) -> bool:
-    """Whether nothing that holds the written memory is read after the write, but for the view that it goes through."""
-    seen, open_nodes = {chain[0]}, [chain[-1]]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node in seen:
+    """Whether no tensor that shares the written memory, except the written view, is read after the write."""
+    visited, pending = {chain[0]}, [chain[-1]]
+    while pending:
+        node = pending.pop()
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if any(order[user] > order[write] for user in node.users):
             return False
-        open_nodes += [user for user in node.users if is_view(user)]
+        pending += [user for user in node.users if is_view(user)]
     return True
 
 
 def _find_live_views(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, float]) -> list[fx.Node]:
-    """The views of the written tensor that exist now and are read later, in the order in which they were made."""
+    """Return the views of the base tensor that exist before the write and are read after it, in graph order."""
     views: list[fx.Node] = []
-    open_nodes = [chain[-1]]
-    while open_nodes:
-        new_views = [user for user in open_nodes.pop().users if order[user] < order[write] and is_view(user)]
+    pending = [chain[-1]]
+    while pending:
+        new_views = [user for user in pending.pop().users if order[user] < order[write] and is_view(user)]
         views += new_views
-        open_nodes += new_views
+        pending += new_views
     needed = {chain[0]} if write.users else set()
     for view in sorted(views, key=order.__getitem__, reverse=True):
         if any(order[user] >= order[write] + 1 or user in needed for user in view.users):
             needed.add(view)
         if view in needed and view.args[0] is not chain[-1]:
-            needed.add(view.args[0])  # type: ignore[arg-type]  # is_view says that it is a node
+            needed.add(view.args[0])  # type: ignore[arg-type]  # a node, because is_view is true
     return sorted(needed - {chain[-1]}, key=order.__getitem__)
 
 
 def _update_readers(
-    graph: fx.Graph, write: fx.Node, chain: list[fx.Node], family: list[fx.Node], order: dict[fx.Node, float]
+    graph: fx.Graph, write: fx.Node, chain: list[fx.Node], live_views: list[fx.Node], order: dict[fx.Node, float]
 ) -> None:
-    """The new value of the base, and later readers of the base and of its views on the new ones."""
+    """Compute the new base and its views after the write, and let later readers read them."""
     last = write
 
     def call(function: Any, args: tuple[Any, ...], like: fx.Node, kwargs: dict[str, Any]) -> fx.Node:
@@ -126,25 +127,27 @@ def _update_readers(
         with graph.inserting_after(last):
             last = graph.call_function(function, args, kwargs)
         last.meta = dict(like.meta)
-        order[last] = order[previous] + 1e-6  # behind the write, before what came next
+        # Integer positions belong to the original nodes, so the new ones get fractions between the write and its
+        # successor.
+        order[last] = order[previous] + 1e-6
         return last
 
     value = write
     for view, parent in pairwise(chain):
         value = call(_SCATTERS[view.target], (parent, value, *view.args[1:]), parent, dict(view.kwargs))
-    renewed = {chain[-1]: value}
-    for view in family:
-        source = renewed[view.args[0]]  # type: ignore[index]  # is_view says that it is a node
-        renewed[view] = call(view.target, (source, *view.args[1:]), view, dict(view.kwargs))
-    if chain[0] in renewed and len(chain) > 1:
-        renewed[write] = renewed[chain[0]]
-    for old, new in renewed.items():
+    replacements = {chain[-1]: value}
+    for view in live_views:
+        source = replacements[view.args[0]]  # type: ignore[index]  # a node, because is_view is true
+        replacements[view] = call(view.target, (source, *view.args[1:]), view, dict(view.kwargs))
+    if chain[0] in replacements and len(chain) > 1:
+        replacements[write] = replacements[chain[0]]
+    for old, new in replacements.items():
         for user in [user for user in old.users if order[user] >= order[write] + 1]:
             user.replace_input_with(old, new)
 
 
 def join_batch_norms(graph: fx.Graph) -> None:
-    """The batch norms that run_decompositions takes apart, as one operation again, which can be folded."""
+    """Replace the decomposed batch norms of run_decompositions by aten.batch_norm, which can be folded."""
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten._native_batch_norm_legit_no_training.default:
             continue

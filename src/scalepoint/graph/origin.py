@@ -1,4 +1,4 @@
-"""What a captured graph remembers of its capture."""
+"""How a graph was captured, stored on the graph."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,11 +12,17 @@ from scalepoint.graph.nodes import get_state, set_state
 
 @dataclass(frozen=True)
 class Origin:
-    """`fixed_batch`: the inputs whose first axis the model computes with, and its size. `is_widened`: an example of one
-    was captured as two, so the recorded work is twice the example's. `leave`: modules that were not looked into.
-    `axes`: those that are free by name; `steps` in which the sizes of that name may change, and others at which the
-    graph was seen to do what the model does, `tried`.
-    `uncast`: where torch.autocast would have cast, and to which type."""
+    """How a graph was captured.
+
+    Attributes:
+        fixed_batch: Size of the first axis, by input, where the model computes with that size as a number.
+        is_widened: Whether an example with batch 1 was captured with batch 2, so that recorded MACs are doubled.
+        leave: Submodules that were not captured and are called as they are.
+        axes: Free axes by input, axis and name.
+        size_steps: The step in which the size of each named axis may change.
+        compared_sizes: Other sizes, at which the graph was compared with the model.
+        ignored_autocast: Lines where torch.autocast would have cast, and the dtype.
+    """
 
     fixed_batch: Mapping[str, int] = field(default_factory=dict)
     is_widened: bool = False
@@ -28,9 +34,10 @@ class Origin:
 
 
 def get_origin(model: nn.Module) -> Origin:
-    """Of a captured graph, and of what was made from it."""
+    """Return the origin of a captured graph, or of a graph that was made from one."""
     return get_state(model, Origin) or Origin()
 
 
-def set_origin(model: fx.GraphModule, **known: Any) -> None:
-    set_state(model, replace(get_origin(model), **known))
+def set_origin(model: fx.GraphModule, **changes: Any) -> None:
+    """Change fields of the origin of a graph."""
+    set_state(model, replace(get_origin(model), **changes))

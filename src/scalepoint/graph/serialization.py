@@ -1,9 +1,9 @@
-"""A captured graph as plain data: modules, nodes, inputs, how they are nested. Tensors are named, not held.
+"""A captured graph as plain data: modules, nodes and inputs. Tensors are stored elsewhere and named here.
 
-    captured graph --describe--> Described (JSON) + names of tensors      rebuilt.py goes the other way
+    captured graph --describe--> GraphData (JSON) + names of tensors --deserialization.rebuild--> captured graph
 
-Modules are torch's own layers by class and settings, and ours; a user's class is only a place for parameters. What
-cannot be written so (a submodule that was left as it is, an operator of another package) is refused with its reason.
+Layers of torch are stored by class and settings. A user's class becomes an empty module that owns parameters. A graph
+that has no such form (it calls a submodule of leave=, or an operator of another package) is described by the reason.
 """
 
 from collections.abc import Mapping
@@ -22,19 +22,21 @@ from scalepoint.graph.operations import ComputedTensor, Operation
 from scalepoint.graph.origin import get_origin
 from scalepoint.graph.values import NotDescribedError, encode, function_name
 
-CLASSES: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in MODULE_KINDS}
-RECURRENT = (
+LAYER_CLASSES: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in MODULE_KINDS}
+RNN_ARGUMENTS = (
     "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "proj_size",
 )  # fmt: skip
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class FrozenData(BaseModel):
+    """Base of the data classes. Field names are the keys of saved folders and must not change."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class ModuleData(FrozenData):
-    """A module: of torch's by `kind`, "operation", "computed", or "" for a place of others."""
+    """A module. `kind` is a class of torch.nn, "operation", "computed", or "" for a module that only owns others."""
 
     path: str
     kind: str = ""
@@ -43,7 +45,7 @@ class ModuleData(FrozenData):
 
 
 class NodeData(FrozenData):
-    """A node of the graph; `path` is where it stood in the model."""
+    """A node of the graph. `path` is the module that the operation is in, `place` is NodeInfo.path."""
 
     name: str
     op: str
@@ -57,7 +59,7 @@ class NodeData(FrozenData):
 
 
 class InputData(FrozenData):
-    """An example of an input: a tensor's sizes, with the axes that may change; or a plain value."""
+    """An example input: shape, dtype and free axes of a tensor, or a plain value."""
 
     shape: list[int] | None = None
     dtype: str = ""
@@ -69,46 +71,46 @@ class GraphData(FrozenData):
     """A captured graph without its tensors."""
 
     name: str
-    arguments: list[str]  # of forward
-    takes: Any  # how inputs are nested
-    gives: Any
+    arguments: list[str]  # argument names of forward
+    takes: Any  # nesting of the inputs, see _describe_nesting
+    gives: Any  # nesting of the outputs
     inputs: list[InputData]
     modules: list[ModuleData]
-    shared: dict[str, str] = {}  # another path of a module
-    tensors: dict[str, str]  # path -> parameter, frozen, buffer, constant (in no state_dict)
-    tied: dict[str, str] = {}
+    shared: dict[str, str] = {}  # further path of a module -> its first path
+    tensors: dict[str, str]  # path -> "parameter", "frozen", "buffer", or "constant" (not in the state_dict)
+    tied: dict[str, str] = {}  # further path of a tensor -> its first path
     nodes: list[NodeData]
     fixed_batch: dict[str, int] = {}
     is_widened: bool = False
-    axes: dict[str, dict[str, str]] = {}  # free ones by input, axis and name
+    axes: dict[str, dict[str, str]] = {}  # free axes: input -> axis -> name
     steps: dict[str, int] = {}
     tried: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
 class GraphDescription:
-    """What a graph was when it was captured; `explain_refusal` where that has no form as data. No state_dict has its
-    constants."""
+    """A captured graph as data and its constants, which are not in the state_dict; `why_not` if there are no data."""
 
     data: GraphData | None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     why_not: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GraphDescription":
-        return self  # nobody changes it, and a large graph has thousands of parts
+        return self  # it is never changed, and a large graph has thousands of parts
 
 
 def get_description(model: nn.Module) -> GraphDescription:
+    """Return the description that `store_description` stored on a graph."""
     return get_state(model, GraphDescription) or GraphDescription(None, why_not="it was not captured by this version")
 
 
 def store_description(model: fx.GraphModule, description: GraphDescription | None = None) -> None:
-    """Note on a captured graph what it is, before anything is made of it."""
+    """Store the description of a captured graph on it, before the graph is transformed."""
     set_state(model, describe(model) if description is None else description)
 
 
 def describe(model: fx.GraphModule) -> GraphDescription:
-    """The graph as data, or the reason why it has no such form."""
+    """Describe a graph as data, or give the reason why that is not possible."""
     info = pytree_info(model.graph)
     if info is None:
         return GraphDescription(None, why_not="it was captured without example inputs")
@@ -119,30 +121,30 @@ def describe(model: fx.GraphModule) -> GraphDescription:
 
 
 def _describe(model: fx.GraphModule, info: Any) -> GraphDescription:
-    named = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     paths: dict[int, str] = {}
-    for path, module in named.items():
+    for path, module in modules.items():
         paths.setdefault(id(module), path)
     called = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
-    unique_modules = {path: module for path, module in named.items() if paths[id(module)] == path}
+    unique_modules = {path: module for path, module in modules.items() if paths[id(module)] == path}
     origin = get_origin(model)
-    tensors, tied, constants = _tensors(model)
+    tensors, tied, constants = _describe_tensors(model)
     data = GraphData(
         name=type(model).__name__,
-        arguments=[str(each) for each in info.orig_args],
+        arguments=[str(name) for name in info.orig_args],
         takes=_describe_nesting(info.in_spec),
         gives=_describe_nesting(info.out_spec),
-        inputs=[_input(node) for node in model.graph.nodes if node.op == "placeholder"],
-        modules=[_module(path, module, path in called, paths) for path, module in unique_modules.items()],
-        shared={path: paths[id(module)] for path, module in named.items() if paths[id(module)] != path},
+        inputs=[_describe_input(node) for node in model.graph.nodes if node.op == "placeholder"],
+        modules=[_describe_module(path, module, path in called, paths) for path, module in unique_modules.items()],
+        shared={path: paths[id(module)] for path, module in modules.items() if paths[id(module)] != path},
         tensors=tensors,
         tied=tied,
-        nodes=[_node(node, paths) for node in model.graph.nodes],
+        nodes=[_describe_node(node, paths) for node in model.graph.nodes],
         fixed_batch=dict(origin.fixed_batch),
         is_widened=origin.is_widened,
         axes={
-            name: {str(axis): each for axis, each in unique_modules.items()}
-            for name, unique_modules in origin.axes.items()
+            input_name: {str(axis): axis_name for axis, axis_name in axis_names.items()}
+            for input_name, axis_names in origin.axes.items()
         },
         steps=dict(origin.size_steps),
         tried=dict(origin.compared_sizes),
@@ -150,27 +152,29 @@ def _describe(model: fx.GraphModule, info: Any) -> GraphDescription:
     return GraphDescription(data, constants)
 
 
-def _tensors(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, Tensor]]:
-    """What each tensor is, which are one, and those that no state_dict holds."""
-    state = set(model.state_dict(keep_vars=True))
+def _describe_tensors(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, Tensor]]:
+    """Return the fields `tensors` and `tied` of GraphData, and the constants."""
+    in_state_dict = set(model.state_dict(keep_vars=True))
     kinds: dict[str, str] = {}
     tied: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for path, value in model.named_parameters(remove_duplicate=False):
-        kinds[path] = "parameter" if value.requires_grad else "frozen"
-        tied |= {path: first[id(value)]} if id(value) in first else {}
-        first.setdefault(id(value), path)
+    first_paths: dict[int, str] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        kinds[path] = "parameter" if parameter.requires_grad else "frozen"
+        if id(parameter) in first_paths:
+            tied[path] = first_paths[id(parameter)]
+        first_paths.setdefault(id(parameter), path)
     constants = {}
-    for path, held in model.named_buffers(remove_duplicate=False):
-        kinds[path] = "buffer" if path in state else "constant"
-        if path not in state:
-            constants[path] = held.detach()
-        tied |= {path: first[id(held)]} if id(held) in first else {}
-        first.setdefault(id(held), path)
+    for path, buffer in model.named_buffers(remove_duplicate=False):
+        kinds[path] = "buffer" if path in in_state_dict else "constant"
+        if path not in in_state_dict:
+            constants[path] = buffer.detach()
+        if id(buffer) in first_paths:
+            tied[path] = first_paths[id(buffer)]
+        first_paths.setdefault(id(buffer), path)
     return kinds, tied, constants
 
 
-def _module(path: str, module: nn.Module, is_called: bool, paths: Mapping[int, str]) -> ModuleData:
+def _describe_module(path: str, module: nn.Module, is_called: bool, paths: Mapping[int, str]) -> ModuleData:
     none = [name for table in (module._parameters, module._buffers) for name, value in table.items() if value is None]
     if isinstance(module, Operation):
         settings = {
@@ -194,18 +198,18 @@ def _module(path: str, module: nn.Module, is_called: bool, paths: Mapping[int, s
     if not is_called:
         return ModuleData(path=path, none=none)
     if MODULE_KINDS.get(type(module)) is None:
-        raise NotDescribedError(f"{path} is called as it is, and {type(module).__name__} is no layer of torch")
+        raise NotDescribedError(f"{path} is called as it is, and {type(module).__name__} is not a layer of torch")
     if isinstance(module, nn.RNNBase):
-        settings = {name: getattr(module, name) for name in RECURRENT}
+        settings = {name: getattr(module, name) for name in RNN_ARGUMENTS}
         return ModuleData(path=path, kind=type(module).__name__, settings=settings)
     settings = {name: encode(value, paths) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
     return ModuleData(path=path, kind=type(module).__name__, settings=settings, none=none)
 
 
-def _node(node: fx.Node, paths: Mapping[int, str]) -> NodeData:
+def _describe_node(node: fx.Node, paths: Mapping[int, str]) -> NodeData:
     target = function_name(node.target) if node.op == "call_function" else str(node.target)  # type: ignore[arg-type]
     if node.op == "call_method":
-        raise NotDescribedError(f"the method {target}")
+        raise NotDescribedError(f"it calls the method {target}")
     info = get_info(node)
     return NodeData(
         name=node.name,
@@ -220,24 +224,25 @@ def _node(node: fx.Node, paths: Mapping[int, str]) -> NodeData:
     )
 
 
-def _input(node: fx.Node) -> InputData:
+def _describe_input(node: fx.Node) -> InputData:
     value = get_fake_tensor(node)
     if value is None:
         return InputData(value=encode(node.meta.get("val"), {}))
     free = [axis for axis, size in enumerate(value.shape) if not isinstance(size, int)]
-    sizes = [size if isinstance(size, int) else _hint(size) for size in value.shape]
+    sizes = [size if isinstance(size, int) else _example_size(size) for size in value.shape]
     return InputData(shape=sizes, dtype=str(value.dtype).removeprefix("torch."), free=free)
 
 
-def _hint(size: torch.SymInt) -> int:
+def _example_size(size: torch.SymInt) -> int:
+    """Return the size in the example for which the graph was captured."""
     hint = size.node.hint
     if hint is None:
-        raise NotDescribedError("an input without a known size")
+        raise NotDescribedError("it has an input without a known size")
     return int(hint)
 
 
 def _describe_nesting(spec: Any) -> Any:
-    """How values are nested: lists, tuples and dicts around leaves; another class that is a dict is written as one."""
+    """Describe nested lists, tuples and dicts around leaves, which are None. Subclasses are described as their base."""
     if spec.is_leaf():
         return None
     children = [_describe_nesting(child) for child in spec.children()]
@@ -247,36 +252,38 @@ def _describe_nesting(spec: Any) -> Any:
         return {"list": children}
     if isinstance(spec.type, type) and issubclass(spec.type, dict) and isinstance(spec.context, list):
         return {"dict": [list(map(str, spec.context)), children]}
-    raise NotDescribedError(f"inputs or outputs in a {getattr(spec.type, '__name__', spec.type)}")
+    raise NotDescribedError(f"it has inputs or outputs in a {getattr(spec.type, '__name__', spec.type)}")
 
 
-def to_tree_spec(nested: Any) -> Any:
-    """What `_describe_nesting` wrote, as torch has it."""
-    return pytree.tree_structure(_object(nested))
+def to_tree_spec(nesting: Any) -> Any:
+    """Convert the result of `_describe_nesting` back to a TreeSpec of torch."""
+    return pytree.tree_structure(_to_nested_zeros(nesting))
 
 
-def _object(nested: Any) -> Any:
-    if nested is None:
+def _to_nested_zeros(nesting: Any) -> Any:
+    """Build nested lists, tuples and dicts with 0 for every leaf."""
+    if nesting is None:
         return 0
-    ((kind, held),) = nested.items()
+    ((kind, content),) = nesting.items()
     if kind == "dict":
-        return dict(zip(held[0], map(_object, held[1]), strict=True))
-    return {"tuple": tuple, "list": list}[kind](map(_object, held))
+        keys, values = content
+        return dict(zip(keys, map(_to_nested_zeros, values), strict=True))
+    return {"tuple": tuple, "list": list}[kind](map(_to_nested_zeros, content))
 
 
 def make_example(model: nn.Module) -> Any:
-    """Inputs of the shapes that a graph was captured for: noise, zeros where whole numbers are wanted."""
+    """Make inputs of the shapes that a graph was captured for: noise for floats, zeros for integers."""
     data = get_description(model).data
     if data is None:
-        raise UsageError("the model does not know its inputs: give example inputs")
+        raise UsageError("the shapes of the inputs are not stored with this model: pass example inputs")
     inputs: list[Any] = []
-    for each in data.inputs:
-        dtype = getattr(torch, each.dtype) if each.dtype else None
-        if each.shape is None or dtype is None:
-            inputs.append(each.value)
+    for input_data in data.inputs:
+        dtype = getattr(torch, input_data.dtype) if input_data.dtype else None
+        if input_data.shape is None or dtype is None:
+            inputs.append(input_data.value)
         elif dtype.is_floating_point:
-            inputs.append(torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(dtype))
+            inputs.append(torch.randn(input_data.shape, generator=torch.Generator().manual_seed(0)).to(dtype))
         else:
-            inputs.append(torch.zeros(each.shape, dtype=dtype))
+            inputs.append(torch.zeros(input_data.shape, dtype=dtype))
     args, kwargs = pytree.tree_unflatten(inputs, to_tree_spec(data.takes))
     return kwargs or args
