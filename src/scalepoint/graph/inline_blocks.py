@@ -63,7 +63,8 @@ def _inline(graph_module: fx.GraphModule, block: fx.Node) -> None:
         line = recorded_line(block.stack_trace)
         raise CaptureError(
             f"torch.autocast{line} cannot be captured: it casts to {block.args[1]}, and this model can only be "
-            "exported in strict mode, where autocast stays on. Turn it off for deployment: torch.autocast(..., enabled=False)"
+            "exported in strict mode, where autocast stays on. Turn it off for deployment: "
+            "torch.autocast(..., enabled=False)"
         )
     subgraph_node: Any = block.args[index]
     subgraph: Any = graph_module.get_submodule(str(subgraph_node.target))
