@@ -186,7 +186,7 @@ def test_a_graph_that_cannot_be_recorded_goes_through_torch_export_with_a_warnin
 def test_an_operation_is_decomposed_in_place_and_its_parts_know_its_name(graph):
     program = record_program(graph, (inputs()[0],), inputs()[1], batch_of, node_meta=recorded_meta)
     decomposed = program.run_decompositions({aten.hardswish.default: lambda x: x * (x + 3).clamp(0, 6) / 6})
-    parts = [node for node in decomposed.graph.nodes if get_info(node).written is aten.hardswish.default]
+    parts = [node for node in decomposed.graph.nodes if get_info(node).decomposed_from is aten.hardswish.default]
     assert [str(node.target) for node in parts] == [
         "aten.add.Tensor",
         "aten.clamp.default",

@@ -52,7 +52,7 @@ def inline_wrapped_blocks(graph_module: fx.GraphModule) -> None:
 
 
 def _block_name(node: fx.Node) -> str:
-    is_block = node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+    is_block = node.op == "call_function" and isinstance(node.target, HigherOrderOperator)
     return str(getattr(node.target, "__name__", "")) if is_block else ""
 
 

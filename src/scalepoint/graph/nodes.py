@@ -49,10 +49,10 @@ def inherit_meta(node: fx.Node, source: fx.Node, **changes: Any) -> None:
 
 
 def recorded_meta(node: fx.Node, decomposed: Any) -> dict[str, Any]:
-    """The meta of the nodes that `compat.fast_export` records for a node, or for the operation that it decomposes."""
-    written = get_info(node).written or decomposed
+    """Return the meta of the nodes that `compat.fast_export` records for a node, or for a part of `decomposed`."""
+    original = get_info(node).decomposed_from or decomposed
     meta = copy_origin(node, decomposed)
-    return meta if written is None else {**meta, KEY: NodeInfo(written=written)}
+    return meta if original is None else {**meta, KEY: NodeInfo(decomposed_from=original)}
 
 
 def get_kind(node: fx.Node) -> str:
