@@ -167,7 +167,7 @@ def test_what_no_tensor_is_and_what_no_text_is_in_a_file_are_no_traceback(path, 
     model = onnx.load(path)
     model.graph.input[0].CopyFrom(onnx.helper.make_tensor_sequence_value_info("x", onnx.TensorProto.FLOAT, None))
     onnx.save(model, tmp_path / "sequence.onnx")
-    with raises(StoreError, "input 'x'", "no tensor"):
+    with raises(StoreError, "input 'x'", "not a tensor"):
         find_format("onnx").about(tmp_path / "sequence.onnx")
     damaged = path.read_bytes().replace(b"somebody", b"some\xffody")
     (tmp_path / "damaged.onnx").write_bytes(damaged)

@@ -1,4 +1,4 @@
-"""ONNX: real integer weights, activations between QuantizeLinear and DequantizeLinear."""
+"""The ONNX format: integer weights, and activations between QuantizeLinear and DequantizeLinear."""
 
 from scalepoint.formats.format import FileFormat
 from scalepoint.formats.onnx.choices import show_choices

@@ -1,10 +1,10 @@
-"""Block formats as TensorRT reads them: NVFP4 has two chained DequantizeLinear, MXFP8 has operators of TensorRT's own.
+"""NVFP4 and MXFP8 for TensorRT, and the module factories of the ONNX format.
 
     NVFP4    x = DQ(codes, DQ(block scales in e4m3, scale of the tensor), block 16)
     MXFP8    x = TRT_MXFP8DequantizeLinear(codes, exponents in uint8, block 32)
 
-Weights are stored so, as (out, in); activations are made so anew in every call, by TensorRT's DynamicQuantize. ONNX's
-own e8m0 type is not used: its parser is not known to take it.
+Weights are stored as (out, in). Activations are quantized in every call, by TensorRT's DynamicQuantize operators.
+Exponents are uint8 instead of ONNX's e8m0 type, because it is not known whether TensorRT's parser accepts e8m0.
 """
 
 from collections.abc import Collection
@@ -32,20 +32,20 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerTokenBlockGranularity
 
 TENSORRT_DOMAIN = "trt"
-_BIAS = 127  # of an exponent in e8m0
-_FLOAT, _FP8, _FP4 = 1, 17, 23  # as onnx.TensorProto counts them
+_E8M0_BIAS = 127
+_FLOAT, _FP8, _FP4 = 1, 17, 23  # FLOAT, FLOAT8E4M3FN and FLOAT4E2M1 of onnx.TensorProto
 
 
 class StoredTwoLevelWeight(OnnxStoredWeight):
-    """A linear layer over NVFP4 codes."""
+    """A linear layer with an NVFP4 weight."""
 
-    inner: Tensor
-    outer: Tensor
+    inner: Tensor  # scales of the blocks in e4m3, relative to `outer`
+    outer: Tensor  # scale of the tensor
 
     def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
         outer = quant.calculator.tensor_scale
         if outer is None or not outer.numel():
-            raise ExportError(f"{quant.name}: the scale of its whole weight is not known: freeze(model) anew")
+            raise ExportError(f"{quant.name}: its weight has no tensor scale yet: run freeze(model) again")
         self.register_buffer("codes", codes.contiguous())
         self.register_buffer("inner", (quant.scale / outer).to(E4M3).contiguous())
         self.register_buffer("outer", outer.detach().reshape(()).clone())
@@ -59,13 +59,13 @@ class StoredTwoLevelWeight(OnnxStoredWeight):
 
 
 class StoredMxWeight(OnnxStoredWeight):
-    """A linear layer over MXFP8 codes."""
+    """A linear layer with an MXFP8 weight."""
 
-    exponents: Tensor
+    exponents: Tensor  # of the block scales, which are powers of two
 
     def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
         self.register_buffer("codes", codes.contiguous())
-        self.register_buffer("exponents", (quant.scale.log2().round() + _BIAS).to(torch.uint8).contiguous())
+        self.register_buffer("exponents", (quant.scale.log2().round() + _E8M0_BIAS).to(torch.uint8).contiguous())
 
     def weight(self) -> Tensor:
         return _dequantize_mx(self.codes, self.exponents, self.block).transpose(0, 1)
@@ -84,43 +84,48 @@ def _dequantize_mx(codes: Tensor, exponents: Tensor, block: int) -> Tensor:
 
 
 class StoredDynamicBlocks(OnnxStored):
-    """Activations in blocks along their last axis, with scales of their own in every call."""
+    """A quantizer of activations in blocks along the last axis, whose scales are computed in every call."""
 
     def __init__(self, stub: QuantStub, domains: Collection[str]) -> None:
         super().__init__()
         granularity, grid = stub.calculator.granularity, stub.calculator.grid
-        is_known = grid.scale_dtype in (E4M3, E8M0) and TENSORRT_DOMAIN in domains
-        if not isinstance(granularity, PerTokenBlockGranularity) or not is_known:
-            raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
+        has_operator = grid.scale_dtype in (E4M3, E8M0) and TENSORRT_DOMAIN in domains
+        if not isinstance(granularity, PerTokenBlockGranularity) or not has_operator:
+            raise ExportError(f"{stub.name}: dynamic scales cannot be stored as constants: use a static calculator")
         self.fmt, self.block, self.is_mx = grid.format.name, granularity.block_size, grid.scale_dtype == E8M0
         if self.is_mx and self.fmt != dtype_name(E4M3):
-            raise ExportError(f"{stub.name}: TensorRT has no operator that makes {self.fmt} with e8m0 scales")
+            raise ExportError(f"{stub.name}: TensorRT has no operator that quantizes to {self.fmt} with e8m0 scales")
         outer = stub.calculator.tensor_scale
         self.register_buffer("outer", None if outer is None else outer.detach().reshape(()).clone())
 
-    outer: Tensor | None
+    outer: Tensor | None  # scale of the tensor; None for MXFP8
 
     def forward(self, x: Tensor) -> Tensor:
-        sizes = (*x.shape[:-1], x.shape[-1] // self.block)
+        scale_shape = (*x.shape[:-1], x.shape[-1] // self.block)
         if self.outer is None:
             codes, exponents = torch.onnx.ops.symbolic_multi_out(
                 f"{TENSORRT_DOMAIN}::TRT_MXFP8DynamicQuantize",
                 (x,),
                 {"axis": -1, "block_size": self.block, "output_dtype": _FP8},
                 dtypes=(E4M3, torch.uint8),
-                shapes=(x.shape, sizes),
+                shapes=(x.shape, scale_shape),
                 version=1,
             )
             return _dequantize_mx(codes, exponents, self.block)
-        codes, inner = torch.onnx.ops.symbolic_multi_out(
+        codes, block_scales = torch.onnx.ops.symbolic_multi_out(
             f"{TENSORRT_DOMAIN}::TRT_FP4DynamicQuantize",
             (x, self.outer),
             {"axis": -1, "block_size": self.block, "scale_type": _FP8},
             dtypes=(_FP4, E4M3),
-            shapes=((*x.shape[:-1], x.shape[-1] // 2), sizes),  # two codes of torch's type are one element
+            shapes=(
+                (*x.shape[:-1], x.shape[-1] // 2),
+                scale_shape,
+            ),  # torch's fp4 dtype packs two codes into an element
             version=1,
         )
-        scale = torch.onnx.ops.symbolic("DequantizeLinear", (inner, self.outer), dtype=torch.float32, shape=sizes)
+        scale = torch.onnx.ops.symbolic(
+            "DequantizeLinear", (block_scales, self.outer), dtype=torch.float32, shape=scale_shape
+        )
         values: Tensor = torch.onnx.ops.symbolic(
             "DequantizeLinear",
             (codes, scale),
@@ -136,14 +141,11 @@ class StoredDynamicBlocks(OnnxStored):
 
 
 def build_stored_weight(source: QuantizedWeighted, domains: Collection[str]) -> nn.Module:
-    """The form of a weight for a compiler with these operators."""
+    """Choose the module for a quantized layer. `domains` are those of the operators that the compiler has."""
     spec = source.weight_quant.spec
     if source.kind == TABLE:
-        return (
-            OnnxStoredBlockTable(source)
-            if isinstance(spec.granularity, PerBlockGranularity)
-            else OnnxStoredTable(source)
-        )
+        has_blocks = isinstance(spec.granularity, PerBlockGranularity)
+        return OnnxStoredBlockTable(source) if has_blocks else OnnxStoredTable(source)
     if source.is_unpacked and not source.weight_quant.zero_point.any():
         return OnnxUnpackedWeight(source)
     if source.kind == "linear" and spec.scale_dtype == E4M3:
@@ -154,13 +156,13 @@ def build_stored_weight(source: QuantizedWeighted, domains: Collection[str]) -> 
 
 
 def build_stored_stub(stub: QuantStub, factor: float, domains: Collection[str]) -> nn.Module:
-    """The form of a stub for a compiler with these operators."""
+    """Choose the module for a quantizer of activations."""
     is_dynamic = stub.calculator.always_called and not stub.is_learned
     return StoredDynamicBlocks(stub, domains) if is_dynamic else OnnxStoredStub(stub, factor)
 
 
 def onnx_module_factories(domains: Collection[str] = ()) -> ModuleFactories:
-    """All of them."""
+    """Return the module factories of the ONNX format, for a compiler with operators of these domains."""
     return ModuleFactories(
         weight=lambda source: build_stored_weight(source, domains),
         stub=lambda stub, factor: build_stored_stub(stub, factor, domains),

@@ -1,4 +1,7 @@
-"""Tensors that a file has with channels in the second place and the model in the last: known by their names."""
+"""Converts tensors that a file stores with channels first, although the model has them last.
+
+The names of such tensors end in CHANNELS_FIRST_SUFFIX (see linear_as_conv.py).
+"""
 
 import numpy as np
 
@@ -6,15 +9,15 @@ CHANNELS_FIRST_SUFFIX = ".turned"
 
 
 def to_model_layout(name: str, value: np.ndarray, rank: int) -> np.ndarray:
-    """A tensor of a file as the model has it, with so many axes; one that is not turned comes back as it is."""
+    """Convert a tensor of a file to the layout of the model, which has `rank` axes. Others are returned unchanged."""
     if not name.endswith(CHANNELS_FIRST_SUFFIX):
         return value
     value = np.moveaxis(value, 1, -1)
-    return value[0] if value.ndim > rank else value  # vectors: their batch is what a convolution goes over
+    return value[0] if value.ndim > rank else value  # vectors: the file has a batch axis of 1 before them
 
 
 def to_file_layout(name: str, value: np.ndarray) -> np.ndarray:
-    """The other way."""
+    """Convert a tensor of the model to the layout of the file."""
     if not name.endswith(CHANNELS_FIRST_SUFFIX):
         return value
     return np.moveaxis(value[None] if value.ndim == 2 else value, -1, 1)

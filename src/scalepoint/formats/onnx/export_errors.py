@@ -1,4 +1,4 @@
-"""Why torch cannot write a model as ONNX: the operation, the line in the user's code, and the first cause."""
+"""Turns errors of torch.onnx.export into an ExportError with the operation, the user's line, and the first cause."""
 
 import re
 from collections.abc import Iterator
@@ -15,43 +15,46 @@ _OPERATION_PATTERN = re.compile(r"target=torch\.ops\.(\w+\.\w+)")
 
 
 def explain_export_error(error: Exception, program: ExportedProgram | None) -> ExportError:
-    """The error to raise for one that torch.onnx.export raised."""
+    """Build the error to raise for an error that torch.onnx.export raised."""
     causes = list(_iterate_causes(error))
-    said = "\n".join(_ANSI_COLOR.sub("", str(cause)) for cause in causes)
-    first = f"{type(causes[-1]).__name__}: {_first_line(_ANSI_COLOR.sub('', str(causes[-1])))}"
-    node = None if program is None else _find_node(said, program.graph)
-    named = _OPERATION_PATTERN.search(said)
-    operation = get_operation_name(node) or (named[1] if named else "")
-    own = next((cause for cause in causes if isinstance(cause, ExportError)), None)
-    if own is not None:  # a translation of ours has said why
-        return ExportError(f"{operation}{'' if node is None else describe_location(node)}: {own}".removeprefix(": "))
+    messages = [_ANSI_COLOR.sub("", str(cause)) for cause in causes]
+    text = "\n".join(messages)
+    first_cause = f"{type(causes[-1]).__name__}: {_first_line(messages[-1])}"
+    node = None if program is None else _find_node(text, program.graph)
+    location = "" if node is None else describe_location(node)
+    match = _OPERATION_PATTERN.search(text)
+    operation = get_operation_name(node) or (match[1] if match else "")
+    own_error = next((cause for cause in causes if isinstance(cause, ExportError)), None)
+    if own_error is not None:  # raised by one of scalepoint's translations, which gives the reason
+        return ExportError(f"{operation}{location}: {own_error}".removeprefix(": "))
     if not operation:
-        return ExportError(f"torch cannot write this model as ONNX. {first}")
+        return ExportError(f"torch cannot write this model as ONNX. {first_cause}")
     return ExportError(
-        f"torch cannot write {operation} as ONNX{'' if node is None else describe_location(node)}. "
-        f"{first.rstrip('.')}. Write that line with other operations"
+        f"torch cannot write {operation} as ONNX{location}. {first_cause.rstrip('.')}. "
+        "Write that line with other operations"
     )
 
 
 def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it came from, down to the first."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
+    """Yield the error and its causes, down to the first one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "")
 
 
-def _find_node(said: str, graph: fx.Graph) -> fx.Node | None:
-    """The node that is spoken of; where torch has renamed it, the first of the same operation."""
+def _find_node(text: str, graph: fx.Graph) -> fx.Node | None:
+    """Find the node that an error message names; if torch has renamed it, the first node with the same operation."""
     nodes = {node.name: node for node in graph.nodes if node.op == "call_function"}
-    names = [name for pattern in _NODE_PATTERNS for name in pattern.findall(said)]
-    found = next((nodes[name] for name in names if name in nodes), None)
-    named = _OPERATION_PATTERN.search(said)
-    if found is None and named:
-        own = named[1].partition(".")[2]  # decomposed, aten.special_x is prims.x
-        found = next((node for node in nodes.values() if get_operation_name(node).endswith(own)), None)
-    return found
+    names = [name for pattern in _NODE_PATTERNS for name in pattern.findall(text)]
+    named_node = next((nodes[name] for name in names if name in nodes), None)
+    match = _OPERATION_PATTERN.search(text)
+    if named_node is not None or match is None:
+        return named_node
+    # The message has the decomposed operation: aten.special_x became prims.x.
+    operation = match[1].partition(".")[2]
+    return next((node for node in nodes.values() if get_operation_name(node).endswith(operation)), None)

@@ -1,4 +1,4 @@
-"""The float model as people export it themselves: what a quantized file has to beat."""
+"""Writes the float model the way most people export it: the baseline that a quantized file is compared with."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from scalepoint.support.torch_state import caller_dtype
 
 
 class FlattenedModel(nn.Module):
-    """A model that takes and gives tensors alone, whatever they are nested in."""
+    """A wrapper whose inputs and outputs are a flat list of tensors, without nesting."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, Any]) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class FlattenedModel(nn.Module):
 
 
 def write_baseline(model: nn.Module, path: Path, request: ExportRequest) -> None:
-    """torch.onnx.export of the model as it is, for the example's shape; raises what that raises.
+    """Write the model with torch.onnx.export for the shapes of the example. Errors of torch are not caught.
 
-    By the older exporter, which takes about a second; the newer one's graphs were not compared.
+    It uses the older exporter (dynamo=False), which takes about a second.
     """
     flat = FlattenedModel(model, request.inputs)
     tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))

@@ -1,8 +1,8 @@
-"""The names that a file shows: those that the model gives, the same whatever was quantized.
+"""Names inputs, outputs and dynamic axes of a file after the model, whatever was quantized.
 
-inputs    arguments of forward; x_0 and x_key where one is nested
-outputs   keys and fields of what forward returns, else output_0, output_1, ..
-axes      those of dynamic_axes; batch; sequence for the second axis of token inputs; else input_axis
+inputs    arguments of forward; x_0 and x_key for a nested argument
+outputs   keys and fields of the value that forward returns, else output_0, output_1, ..
+axes      names from dynamic_axes; "batch"; "sequence" for the second axis of token inputs; else NAME_AXIS
 """
 
 import re
@@ -20,7 +20,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 def name_interface(model: Any, program: ExportedProgram, axes: Axes | None = None) -> None:
-    """Rename inputs, outputs and axes of the graph, in place; `axes` names those that are free by name."""
+    """Rename inputs, outputs and axes of the graph in place. `axes` has the names that the user gave to axes."""
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
     inputs = input_names(program)
@@ -28,19 +28,19 @@ def name_interface(model: Any, program: ExportedProgram, axes: Axes | None = Non
     outputs = output_names(program, len(graph.outputs))
     new_names = [*inputs, *(unused_name(name, set(inputs)) for name in outputs)]
     interface = [*graph.inputs, *graph.outputs]
-    for value in values:  # whatever has one of these names gives it up
+    for value in values:  # internal values that have one of these names get another one
         if value.name in new_names and not any(value is other for other in interface):
             value.name = unused_name(value.name, {other.name for other in values} | set(new_names))
-    for place, (value, name) in enumerate(zip(interface, new_names, strict=True)):
+    for number, (value, name) in enumerate(zip(interface, new_names, strict=True)):
         if value.name != name:
-            value.name = f"interface {place}"  # two may change places
+            value.name = f"interface {number}"  # a temporary name, because two values may swap their names
     for value, name in zip(interface, new_names, strict=True):
         value.name = name
     _name_axes(graph, values, axes or {})
 
 
 def _name_axes(graph: Any, values: Sequence[Any], axes: Axes) -> None:
-    """Symbols by the first axis that has them, after those that are named; expressions of them are rewritten."""
+    """Rename the symbols of axes: user names first, then after the first axis with the symbol; also in expressions."""
     names = _match_named_axes(graph, axes)
     for value in (*graph.inputs, *graph.outputs):
         for axis, size in enumerate(value.shape or ()):
@@ -54,15 +54,15 @@ def _name_axes(graph: Any, values: Sequence[Any], axes: Axes) -> None:
 
 
 def _match_named_axes(graph: Any, axes: Axes) -> dict[str, str]:
-    """Symbols of the axes that were named, by which the file must have them; one name may have several."""
+    """Map symbols to the user's names for their axes. Two symbols may have the same name."""
     names: dict[str, str] = {}
     for value in graph.inputs:
         for axis, name in axes.get(value.name, {}).items():
             size = value.shape[axis]
             if isinstance(size, int):
                 raise ExportError(
-                    f"dynamic_axes: axis {axis} ({name}) of {value.name!r} is {size} in the file, though it is free in "
-                    "the graph: an operation became one of fixed sizes on its way into ONNX"
+                    f"dynamic_axes: axis {axis} ({name}) of {value.name!r} is dynamic in the graph, but {size} in the "
+                    "file: the ONNX form of an operation has fixed sizes"
                 )
             names.setdefault(str(size.value), name)
     return names
@@ -70,7 +70,9 @@ def _match_named_axes(graph: Any, axes: Axes) -> dict[str, str]:
 
 def _name_axis(value: Any, axis: int) -> str:
     is_tokens = value.is_graph_input() and len(value.shape) == 2 and not value.dtype.is_floating_point()
-    return BATCH if axis == 0 else SEQUENCE if axis == 1 and is_tokens else f"{value.name}_{axis}"
+    if axis == 0:
+        return BATCH
+    return SEQUENCE if axis == 1 and is_tokens else f"{value.name}_{axis}"
 
 
 def _rename_size(size: Any, names: dict[str, str]) -> Any:

@@ -1,4 +1,4 @@
-"""The table from a stored graph to ONNX: QuantizeLinear and DequantizeLinear, over real integers."""
+"""Translates scalepoint::quantize and scalepoint::dequantize to QuantizeLinear and DequantizeLinear."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 from scalepoint.errors import ExportError
 
-# name of a format -> (ONNX type, opset that brought it)
+# numerics format -> (ONNX type, first opset with it)
 ONNX_TYPES = {
     "int8": ("INT8", 18),
     "uint8": ("UINT8", 18),
@@ -20,46 +20,50 @@ ONNX_TYPES = {
     "uint2": ("UINT2", 25),
 }
 FIRST_OPSET_WITH_BLOCKS = 21
-SIGNED_LIMITS = {"int8": (-128, 127)}  # of activations, where a scheme may leave codes unused
+SIGNED_LIMITS = {"int8": (-128, 127)}  # of QuantizeLinear; symmetric activations may use fewer codes
 
 
 def check_has_type(fmt: str, where: str) -> None:
-    """Refuse a format that ONNX has no type for."""
+    """Raise ExportError for a format without an ONNX type."""
     if fmt not in ONNX_TYPES:
-        known = ", ".join(name for name in ONNX_TYPES if name != "int32")
-        raise ExportError(f"{where}: ONNX has no type for {fmt}, which can only be simulated. It has: {known}")
+        supported = ", ".join(name for name in ONNX_TYPES if name != "int32")
+        raise ExportError(f"{where}: ONNX has no type for {fmt}, so it can only be simulated: use {supported}")
 
 
 def operator_translations(opset: int) -> dict[Any, Any]:
-    """What torch.onnx.export makes of the operators of a stored graph."""
+    """Return the functions by which torch.onnx.export translates the operators of a stored graph."""
     import onnx  # noqa: PLC0415  # only an export needs it
     from onnxscript.values import Opset  # noqa: PLC0415
 
     op: Any = Opset("", opset)
 
-    def kind_of(fmt: str) -> int:
+    def get_onnx_type(fmt: str) -> int:
         return int(getattr(onnx.TensorProto, ONNX_TYPES[fmt][0]))
 
-    def settings(scale: Any, axis: int, block: int = 0) -> dict[str, int]:
-        is_single = scale.shape is not None and len(scale.shape) == 0
-        return ({} if is_single else {"axis": axis}) | ({"block_size": block} if block else {})
+    def cast_to(value: Any, onnx_type: int) -> Any:
+        return value if value.dtype == onnx_type else op.Cast(value, to=onnx_type)
 
-    def to_dequantize(codes: Any, scale: Any, zero_point: Any, axis: int, block: int, fmt: str) -> Any:
-        kind, said = kind_of(fmt), settings(scale, axis, block)
-        stored = codes if codes.dtype == kind else op.Cast(codes, to=kind)
+    def get_attributes(scale: Any, axis: int, block: int = 0) -> dict[str, int]:
+        is_scalar = scale.shape is not None and len(scale.shape) == 0
+        attributes = {} if is_scalar else {"axis": axis}
+        return attributes | ({"block_size": block} if block else {})
+
+    def translate_dequantize(codes: Any, scale: Any, zero_point: Any, axis: int, block: int, fmt: str) -> Any:
+        onnx_type, attributes = get_onnx_type(fmt), get_attributes(scale, axis, block)
+        codes = cast_to(codes, onnx_type)
         if zero_point is None:
-            return op.DequantizeLinear(stored, scale, **said)
-        zero = zero_point if zero_point.dtype == kind else op.Cast(zero_point, to=kind)
-        return op.DequantizeLinear(stored, scale, zero, **said)
+            return op.DequantizeLinear(codes, scale, **attributes)
+        return op.DequantizeLinear(codes, scale, cast_to(zero_point, onnx_type), **attributes)
 
-    def to_quantize(x: Any, scale: Any, zero_point: Any, axis: int, low: float, high: float, fmt: str) -> Any:
+    def translate_quantize(x: Any, scale: Any, zero_point: Any, axis: int, low: float, high: float, fmt: str) -> Any:
         limits = SIGNED_LIMITS.get(fmt)
-        if limits is not None and (low, high) != limits:  # QuantizeLinear knows no narrower range; the zero point is 0
+        if limits is not None and (low, high) != limits:
+            # QuantizeLinear clips only to the whole range of the type, so x is clipped before. The zero point is 0.
             x = op.Max(op.Min(x, op.Mul(scale, _make_constant(op, high))), op.Mul(scale, _make_constant(op, low)))
-        return op.QuantizeLinear(x, scale, zero_point, **settings(scale, axis))
+        return op.QuantizeLinear(x, scale, zero_point, **get_attributes(scale, axis))
 
-    ours = torch.ops.scalepoint
-    return {ours.quantize.default: to_quantize, ours.dequantize.default: to_dequantize}
+    operators = torch.ops.scalepoint
+    return {operators.quantize.default: translate_quantize, operators.dequantize.default: translate_dequantize}
 
 
 def _make_constant(op: Any, value: float) -> Any:

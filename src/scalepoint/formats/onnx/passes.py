@@ -1,5 +1,6 @@
-"""What is done to the exporter's graph before it is written: real integers, plain names, nothing of this machine."""
+"""Passes over the exported graph before it is saved: integer constants, node names, and no data of this machine."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,8 @@ import onnx_ir as ir
 from scalepoint.compat.torch_onnx import NAME_SCOPES_KEY
 from scalepoint.formats.onnx.precision import convert_floats
 
-MAX_SMALL_ELEMENTS = (
-    1024  # elements of constants that simplify has compared already; as many are looked at before all are
-)
+# Smaller constants are already shared by simplify. As many elements of a large one are compared before all are.
+MAX_SMALL_ELEMENTS = 1024
 _NUMPY_TYPES = {
     "INT4": ml_dtypes.int4,
     "UINT4": ml_dtypes.uint4,
@@ -27,7 +27,7 @@ _NUMPY_TYPES = {
 
 
 def run_passes(model: Any, ir_version: int, float_dtype: str = "float32") -> None:
-    """All passes, in order."""
+    """Run all passes in order."""
     fold_casts(model)
     share_embedding_codes(model)
     fold_pads(model)
@@ -44,36 +44,36 @@ def run_passes(model: Any, ir_version: int, float_dtype: str = "float32") -> Non
 
 
 def fold_casts(model: Any) -> None:
-    """Cast(stored codes) becomes an initializer of the narrow type; a cast to a wider one is the runtime's to fold."""
+    """Replace Cast(stored codes) by an initializer of the narrow type. Runtimes fold casts to wider types."""
     graph = model.graph
     converted: dict[tuple[str, str], Any] = {}
     for node in list(graph):
         if node.op_type != "Cast" or node.inputs[0] is None or node.inputs[0].const_value is None:
             continue
-        kind = ir.DataType(node.attributes["to"].as_int())
+        dtype = ir.DataType(node.attributes["to"].as_int())
         source = node.inputs[0]
-        if kind.name not in _NUMPY_TYPES or not source.is_initializer() or source.dtype.bitwidth < kind.bitwidth:
+        if dtype.name not in _NUMPY_TYPES or not source.is_initializer() or source.dtype.bitwidth < dtype.bitwidth:
             continue
-        key = (source.name, kind.name)
+        key = (source.name, dtype.name)
         if key not in converted:
-            converted[key] = _convert_initializer(graph, source, kind)
+            converted[key] = _convert_initializer(graph, source, dtype)
         ir.convenience.replace_all_uses_with(node.outputs[0], converted[key])
         graph.remove(node, safe=True)
 
 
-def _convert_initializer(graph: Any, source: Any, kind: Any) -> Any:
+def _convert_initializer(graph: Any, source: Any, dtype: Any) -> Any:
     array = source.const_value.numpy()
-    if source.const_value.dtype == kind:
+    if source.const_value.dtype == dtype:
         return source
-    name = f"{source.name}.{kind.name.lower()}"
-    tensor = ir.Tensor(array.astype(_NUMPY_TYPES[kind.name]), dtype=kind, name=name)
-    value = ir.Value(name=name, shape=source.shape, type=ir.TensorType(kind), const_value=tensor)
+    name = f"{source.name}.{dtype.name.lower()}"
+    tensor = ir.Tensor(array.astype(_NUMPY_TYPES[dtype.name]), dtype=dtype, name=name)
+    value = ir.Value(name=name, shape=source.shape, type=ir.TensorType(dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
 
 
 def share_embedding_codes(model: Any) -> None:
-    """A head that multiplies by the codes of a table reads the table's, which a runtime transposes when it loads."""
+    """Let a tied head read the codes of its embedding table through a Transpose, which runtimes fold on load."""
     codes = [value for value in model.graph.initializers.values() if _is_codes(value)]
     tables = [value for value in codes if any(use.node.op_type == "Gather" and use.idx == 0 for use in value.uses())]
     for value in codes:
@@ -89,21 +89,21 @@ def share_embedding_codes(model: Any) -> None:
 
 
 def _is_codes(value: Any) -> bool:
-    kind = None if value.const_value is None else value.const_value.dtype
-    return kind == ir.DataType.INT8 and len(value.shape) == 2 and bool(value.uses())
+    dtype = None if value.const_value is None else value.const_value.dtype
+    return dtype == ir.DataType.INT8 and len(value.shape) == 2 and bool(value.uses())
 
 
 def share_equal_initializers(model: Any) -> None:
-    """Large constants of the same bytes are stored once: what a layer multiplies by comes at each of its calls anew."""
-    seen: dict[Any, list[tuple[Any, np.ndarray]]] = {}
+    """Store large constants with equal bytes once: torch writes a copy of a weight for each call of its layer."""
+    by_sample: dict[Any, list[tuple[Any, np.ndarray]]] = {}
     for value in list(model.graph.initializers.values()):
         if value.const_value.size <= MAX_SMALL_ELEMENTS or value.is_graph_output():
             continue
         array = value.const_value.numpy()
         positions = np.arange(0, array.size, max(1, array.size // MAX_SMALL_ELEMENTS))
         sample = array[np.unravel_index(positions, array.shape)].tobytes()
-        candidates = seen.setdefault((value.dtype, array.shape, sample), [])
-        same = next((first for first, other in candidates if _are_bits_equal(array, other)), None)
+        candidates = by_sample.setdefault((value.dtype, array.shape, sample), [])
+        same = next((other for other, other_array in candidates if _are_bits_equal(array, other_array)), None)
         if same is None:
             candidates.append((value, array))
             continue
@@ -111,37 +111,37 @@ def share_equal_initializers(model: Any) -> None:
         model.graph.initializers.pop(value.name)
 
 
-def _are_bits_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Bit by bit: -0.0 is not 0.0, and NaN is itself."""
-    first, second = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, other))
-    return np.array_equal(first, second)
+def _are_bits_equal(first: np.ndarray, second: np.ndarray) -> bool:
+    """Compare bit by bit: -0.0 differs from 0.0, and a NaN equals itself."""
+    first_bytes, second_bytes = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (first, second))
+    return np.array_equal(first_bytes, second_bytes)
 
 
 def fold_pads(model: Any) -> None:
-    """Zeros around a picture belong to the convolution that reads it: its own padding may differ at both ends."""
+    """Move zero padding of an image into the convolution that reads it, which can pad both ends differently."""
     for conv in list(model.graph):
-        pad = _find_pad(conv) if conv.op_type == "Conv" else None
-        if pad is None:
+        pad_and_extents = _find_pad(conv) if conv.op_type == "Conv" else None
+        if pad_and_extents is None:
             continue
-        node, extra = pad
-        spatial = len(extra) // 2
-        own = list(conv.attributes["pads"].as_ints()) if "pads" in conv.attributes else [0] * (2 * spatial)
-        auto = conv.attributes["auto_pad"].as_string() if "auto_pad" in conv.attributes else "NOTSET"
-        if len(own) != len(extra) or auto != "NOTSET":
+        pad, extents = pad_and_extents
+        conv_pads = list(conv.attributes["pads"].as_ints()) if "pads" in conv.attributes else [0] * len(extents)
+        auto_pad = conv.attributes["auto_pad"].as_string() if "auto_pad" in conv.attributes else "NOTSET"
+        if len(conv_pads) != len(extents) or auto_pad != "NOTSET":
             continue
-        conv.attributes["pads"] = ir.AttrInt64s("pads", [a + b for a, b in zip(own, extra, strict=True)])
-        _skip_pad(conv, node)
+        total = [conv_pad + extent for conv_pad, extent in zip(conv_pads, extents, strict=True)]
+        conv.attributes["pads"] = ir.AttrInt64s("pads", total)
+        _skip_pad(conv, pad)
     _remove_unread_nodes(model)
 
 
 def _skip_pad(conv: Any, pad: Any) -> None:
-    """Let the convolution read what the Pad reads: through its own Q/DQ, unless the same pair stands there already."""
+    """Let the convolution read the input of the Pad, through the same Q/DQ pair; equal pairs are not chained."""
     dequantize = conv.inputs[0].producer()
     if dequantize is pad:
         conv.replace_input_with(0, pad.inputs[0])
         return
-    before = pad.inputs[0].producer()
-    if before is not None and before.op_type == "DequantizeLinear" and before.inputs[1] is dequantize.inputs[1]:
+    source = pad.inputs[0].producer()
+    if source is not None and source.op_type == "DequantizeLinear" and source.inputs[1] is dequantize.inputs[1]:
         conv.replace_input_with(0, pad.inputs[0])
     else:
         quantize = dequantize.inputs[0].producer()
@@ -151,7 +151,7 @@ def _skip_pad(conv: Any, pad: Any) -> None:
 
 
 def _find_pad(conv: Any) -> tuple[Any, list[int]] | None:
-    """The Pad that a convolution reads, directly or through Q/DQ of its own, and the extents: zero stays zero there."""
+    """Return the zero Pad that a convolution reads, directly or through Q/DQ (which keeps zero), and its extents."""
     node = conv.inputs[0].producer() if conv.inputs[0] is not None else None
     if node is not None and node.op_type == "DequantizeLinear":
         quantize = node.inputs[0].producer()
@@ -166,16 +166,16 @@ def _find_pad(conv: Any) -> tuple[Any, list[int]] | None:
     pads = node.inputs[1].const_value
     if mode != "constant" or not is_zero or pads is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
         return None
-    extents = [int(each) for each in pads.numpy().reshape(-1)]
+    extents = [int(extent) for extent in pads.numpy().reshape(-1)]
     half = len(extents) // 2
     begin, end = extents[:half], extents[half:]
-    if any((*begin[:2], *end[:2])) or min(extents) < 0:
+    if any((*begin[:2], *end[:2])) or min(extents) < 0:  # batch or channels are padded, or it crops
         return None
     return node, [*begin[2:], *end[2:]]
 
 
 def _remove_unread_nodes(model: Any) -> None:
-    """Nodes that nobody reads any more."""
+    """Remove nodes whose outputs are not read."""
     outputs = set(model.graph.outputs)
     for node in reversed(list(model.graph)):
         if not any(value.uses() or value in outputs for value in node.outputs):
@@ -183,14 +183,14 @@ def _remove_unread_nodes(model: Any) -> None:
 
 
 def use_global_pools(model: Any) -> None:
-    """ReduceMean over the two last of four axes is GlobalAveragePool, for which runtimes have an int8 kernel."""
+    """Replace ReduceMean over height and width by GlobalAveragePool, for which runtimes have an int8 kernel."""
     for node in list(model.graph):
         if node.op_type != "ReduceMean" or len(node.inputs) < 2 or node.inputs[1] is None:
             continue
         axes = node.inputs[1].const_value
         rank = None if node.inputs[0].shape is None else len(node.inputs[0].shape)
-        keeps = "keepdims" not in node.attributes or node.attributes["keepdims"].as_int() == 1
-        if axes is None or rank != 4 or not keeps:
+        keeps_axes = "keepdims" not in node.attributes or node.attributes["keepdims"].as_int() == 1
+        if axes is None or rank != 4 or not keeps_axes:
             continue
         if sorted(int(axis) % 4 for axis in axes.numpy().reshape(-1)) == [2, 3]:
             pool = ir.Node("", "GlobalAveragePool", [node.inputs[0]], name=node.name)
@@ -202,12 +202,12 @@ def use_global_pools(model: Any) -> None:
 
 
 def name_nodes(model: Any) -> None:
-    """Nodes are named after the modules that made them: layer1.0.conv1/Conv."""
-    taken: dict[str, int] = {}
+    """Name nodes after their modules: layer1.0.conv1/Conv."""
+    counts: Counter[str] = Counter()
     for node in model.graph:
         name = f"{_read_scope(node)}/{node.op_type}".lstrip("/")
-        count = taken[name] = taken.get(name, -1) + 1
-        node.name = name if count == 0 else f"{name}_{count}"
+        node.name = f"{name}_{counts[name]}" if counts[name] else name
+        counts[name] += 1
 
 
 def _read_scope(node: Any) -> str:
@@ -217,9 +217,9 @@ def _read_scope(node: Any) -> str:
 
 
 def strip_debug_metadata(model: Any) -> None:
-    """Stack traces and paths of whoever exported do not belong into a file."""
-    for holder in (model, model.graph, *model.graph, *model.graph.inputs, *model.graph.outputs):
-        holder.metadata_props.clear()
+    """Remove stack traces and paths of this machine."""
+    for item in (model, model.graph, *model.graph, *model.graph.inputs, *model.graph.outputs):
+        item.metadata_props.clear()
     for node in model.graph:
         node.doc_string = None
         for value in node.outputs:
@@ -230,6 +230,7 @@ def strip_debug_metadata(model: Any) -> None:
 
 
 def remove_unused(model: Any) -> None:
+    """Remove initializers that are not read."""
     for name, value in list(model.graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             model.graph.initializers.pop(name)

@@ -1,6 +1,7 @@
-"""Writing an ONNX file at once: whole or not at all, with its weights in a data file beside it where they are large.
+"""Saves an ONNX graph atomically. Weights of large models go into an external data file.
 
-The data file is named after what it holds, so that an old model keeps its own until the new one is in its place.
+The name of the data file contains a digest of its bytes. So an old model keeps its own data file until the new model
+replaces it.
 """
 
 import os
@@ -24,44 +25,47 @@ from scalepoint.support.files import (
 )
 from scalepoint.support.untrusted import LARGEST_PROTOBUF, read_bytes
 
-MAX_SINGLE_FILE_BYTES = 1_900_000_000  # protobuf stops at 2 GB
-MAX_CHECKED_CONSTANT_BYTES = 1024  # bytes of a constant that shapes may depend on
+MAX_SINGLE_FILE_BYTES = 1_900_000_000  # protobuf messages are limited to 2 GB
+MAX_CHECKED_CONSTANT_BYTES = 1024  # the checker sees smaller constants, because shapes may depend on them
 _DATA_FILE_NAME = re.compile(r".+\.[0-9a-f]{8}\.data")
 
 
 def save_graph(graph: Any, path: Path) -> None:
-    """One file, or a data file beside it when it would be too large; the .onnx file comes last."""
-    before = list_data_files(path)
+    """Write one file, or also a data file if it would be too large. The .onnx file is written last."""
+    old_data_files = list_data_files(path)
     if sum(value.const_value.nbytes for value in graph.graph.initializers.values()) < MAX_SINGLE_FILE_BYTES:
         _save_single_file(graph, path)
-        now = set()
+        new_data_files = set()
     else:
-        now = {_save_with_data_file(graph, path)}
-    for name in before - now:
+        new_data_files = {_save_with_data_file(graph, path)}
+    for name in old_data_files - new_data_files:
         (path.parent / name).unlink(missing_ok=True)
 
 
 def list_files(path: Path) -> list[Path]:
-    """The file, after the data files that were written with it."""
+    """Return the data files of a model, and the .onnx file last."""
     return [*(path.parent / name for name in sorted(list_data_files(path))), path]
 
 
 def list_data_files(path: Path) -> set[str]:
-    """The data files of our making that a model refers to."""
+    """Return the names of the data files that scalepoint wrote for this model."""
     import onnx  # noqa: PLC0415  # only an export needs it
 
     if not any(map(_DATA_FILE_NAME.fullmatch, os.listdir(path.parent) if path.is_file() else ())):
-        return set()  # without reading a model of any size
+        return set()  # the model may be large, so it is not read
     try:
         tensors = onnx.load_from_string(read_bytes(path, LARGEST_PROTOBUF)).graph.initializer
-    except Exception:  # nothing there, or no model: nothing of ours
+    except Exception:  # no file, or not an ONNX model: scalepoint did not write it
         return set()
     locations = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
     return {name for name in locations if _DATA_FILE_NAME.fullmatch(name) and Path(name).name == name}
 
 
 def _save_single_file(graph: Any, path: Path) -> None:
-    """Checked with large weights as inputs: of those the checker reads type and shape, but copies all of them."""
+    """Check and write one file.
+
+    The checker would copy large weights, so it sees them as inputs, which have only a type and a shape.
+    """
     import onnx  # noqa: PLC0415
     import onnx_ir as ir  # noqa: PLC0415
 
@@ -70,15 +74,15 @@ def _save_single_file(graph: Any, path: Path) -> None:
     for value in large:
         initializers.pop(value.name)
     proto = ir.serde.serialize_model(graph)
-    count = len(proto.graph.input)
-    typed = [ir.serde.serialize_value(value) for value in large]
-    proto.graph.input.extend(typed)
+    input_count = len(proto.graph.input)
+    weight_infos = [ir.serde.serialize_value(value) for value in large]
+    proto.graph.input.extend(weight_infos)
     try:
         onnx.checker.check_model(proto, full_check=True)
-    except Exception as error:  # the checker and shape inference have kinds of their own
-        raise ExportError(f"the exported graph is not sound: {error}") from error
-    del proto.graph.input[count:]
-    proto.graph.value_info.extend(typed)
+    except Exception as error:  # the checker and shape inference raise their own error types
+        raise ExportError(f"the exported graph is invalid: {error}") from error
+    del proto.graph.input[input_count:]
+    proto.graph.value_info.extend(weight_infos)
     for value in large:
         initializers.add(value)
     size = proto.ByteSize() + sum(value.const_value.nbytes for value in large)
@@ -86,7 +90,7 @@ def _save_single_file(graph: Any, path: Path) -> None:
 
 
 def _save_with_data_file(graph: Any, path: Path) -> str:
-    """Written and checked in a folder of its own; returns the name of the data file."""
+    """Write and check both files in a temporary folder, then move them. Returns the name of the data file."""
     import onnx  # noqa: PLC0415
     import onnx_ir as ir  # noqa: PLC0415
 
@@ -105,41 +109,45 @@ def _save_with_data_file(graph: Any, path: Path) -> str:
         os.replace(folder / name, path.parent / name)
         os.replace(folder / path.name, path)
     except onnx.checker.ValidationError as error:
-        raise ExportError(f"the exported graph is not sound: {error}") from error
+        raise ExportError(f"the exported graph is invalid: {error}") from error
     except OSError as error:
         size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
-        room = f". {describe_needed_space(folder, size)}" if is_disk_full(error) else ""
+        needed_space = f". {describe_needed_space(folder, size)}" if is_disk_full(error) else ""
         reason = error.strerror or error
-        raise StoreError(f"cannot write {path}: {reason}. What was there before is untouched{room}") from error
+        raise StoreError(f"cannot write {path}: {reason}. What was there before is untouched{needed_space}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return name
 
 
 def _write_bytes(path: Path, proto: Any, large: Sequence[Any]) -> None:
-    """The bytes of the model, large weights last of its initializers. They are written from where they lie: a protobuf
-    message of hundreds of MB copies them three times."""
-    room = _CopyBuffer()
-    weights = [_InitializerBytes(value, room) for value in large]
+    """Write the bytes of the model, with the large weights as its last initializers.
+
+    The weights are written directly from their tensors: as a protobuf message, hundreds of MB would be copied three
+    times. So the message is put together by hand: the bytes before and after the field that contains the weights.
+    """
+    copy_buffer = _CopyBuffer()
+    weights = [_InitializerBytes(value, copy_buffer) for value in large]
     graph = type(proto.graph)()
     graph.CopyFrom(proto.graph)
     proto.ClearField("graph")
-    before, after = _serialize_around(proto, "graph")
-    start, end = _serialize_around(graph, "initializer")
-    size = len(start) + sum(len(weight.head) + weight.size for weight in weights) + len(end)
+    model_start, model_end = _serialize_around(proto, "graph")
+    graph_start, graph_end = _serialize_around(graph, "initializer")
+    size = len(graph_start) + sum(len(weight.header) + weight.size for weight in weights) + len(graph_end)
     with path.open("wb") as file:
-        file.write(before + _field_header(proto, "graph", size) + start)
+        file.write(model_start + _field_header(proto, "graph", size) + graph_start)
         for weight in weights:
-            file.write(weight.head)
-            at = file.tell()
+            file.write(weight.header)
+            start = file.tell()
             weight.write(file)
-            if file.tell() != at + weight.size:
-                raise ExportError(f"{weight.name} has {file.tell() - at} bytes, its type and shape say {weight.size}")
-        file.write(end + after)
+            written = file.tell() - start
+            if written != weight.size:
+                raise ExportError(f"{weight.name} has {written} bytes, but its type and shape need {weight.size}")
+        file.write(graph_end + model_end)
 
 
 class _CopyBuffer:
-    """Memory in which one weight after the other is laid out that lies turned in the model."""
+    """Memory that is reused to make non-contiguous weights contiguous, one after the other."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -147,15 +155,15 @@ class _CopyBuffer:
     def __call__(self, weight: Tensor) -> Any:
         if weight.nbytes > self._memory.nbytes:
             self._memory = torch.empty(weight.nbytes, dtype=torch.uint8)
-        own = self._memory[: weight.nbytes]
-        own.view(weight.dtype).view(weight.shape).copy_(weight)
-        return own.numpy()
+        contiguous = self._memory[: weight.nbytes]
+        contiguous.view(weight.dtype).view(weight.shape).copy_(weight)
+        return contiguous.numpy()
 
 
 class _InitializerBytes:
-    """An initializer as bytes: what stands before its values, and the values."""
+    """An initializer as protobuf bytes: a header, and a function that writes its values."""
 
-    def __init__(self, value: Any, room: _CopyBuffer) -> None:
+    def __init__(self, value: Any, copy_buffer: _CopyBuffer) -> None:
         import onnx  # noqa: PLC0415
         import onnx_ir as ir  # noqa: PLC0415
 
@@ -165,42 +173,42 @@ class _InitializerBytes:
             proto = ir.serde.serialize_tensor(tensor)
             proto.name = value.name
             data = proto.SerializeToString(deterministic=True)
-            own, self.write, self.size = b"", lambda file: file.write(data), len(data)
+            fields, self.write, self.size = b"", lambda file: file.write(data), len(data)
         else:
             proto = onnx.TensorProto(name=value.name, data_type=tensor.dtype.value, dims=tensor.shape.numpy())
             raw: Any = getattr(tensor, "raw", None)
-            is_turned = isinstance(raw, Tensor) and raw.device.type == "cpu" and not raw.is_contiguous()
+            is_transposed = isinstance(raw, Tensor) and raw.device.type == "cpu" and not raw.is_contiguous()
             self.write, self.size = tensor.tofile, tensor.nbytes
-            if is_turned and raw.nbytes == self.size:
-                self.write = lambda file: file.write(room(raw.detach()))
-            own = proto.SerializeToString(deterministic=True) + _field_header(proto, "raw_data", self.size)
-        self.head = _field_header(onnx.GraphProto, "initializer", len(own) + self.size) + own
+            if is_transposed and raw.nbytes == self.size:
+                self.write = lambda file: file.write(copy_buffer(raw.detach()))
+            fields = proto.SerializeToString(deterministic=True) + _field_header(proto, "raw_data", self.size)
+        self.header = _field_header(onnx.GraphProto, "initializer", len(fields) + self.size) + fields
 
 
 def _is_plain_tensor(tensor: Any) -> bool:
-    """Whether a tensor is its name, type, shape and values, and can write these."""
+    """Whether a tensor has only a name, type, shape and values, and can write its values to a file."""
     import onnx_ir as ir  # noqa: PLC0415
 
     return isinstance(tensor, ir.Tensor | ir.PackedTensor) and not (tensor.doc_string or tensor.metadata_props)
 
 
 def _serialize_around(message: Any, name: str) -> tuple[bytes, bytes]:
-    """A message up to the end of a field, and what follows: fields are written in the order of their numbers."""
-    rest = type(message)()
-    rest.CopyFrom(message)
+    """Return the bytes of a message before and after the end of a field. Fields are ordered by their numbers."""
+    start, end = message, type(message)()
+    end.CopyFrom(message)
     number = message.DESCRIPTOR.fields_by_name[name].number
     for field in message.DESCRIPTOR.fields:
-        (rest if field.number <= number else message).ClearField(field.name)
-    return message.SerializeToString(deterministic=True), rest.SerializeToString(deterministic=True)
+        (end if field.number <= number else start).ClearField(field.name)
+    return start.SerializeToString(deterministic=True), end.SerializeToString(deterministic=True)
 
 
 def _field_header(message: Any, name: str, size: int) -> bytes:
-    """What stands before the bytes of a field: its number with its kind, and how many there are."""
+    """Return the header of a field in protobuf: its number with wire type 2 (bytes), and the number of bytes."""
     return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2) + _varint(size)
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    """Encode a number as protobuf does: 7 bits per byte, the lowest first; the eighth bit is set if more follow."""
     encoded = bytearray()
     while number > 127:
         encoded.append(number & 127 | 128)

@@ -1,4 +1,8 @@
-"""What is stored of a quantized model: weights as their codes, biases as the target wants them, quantizers as Q/DQ."""
+"""Modules that represent quantized layers and quantizers in the graph that becomes an ONNX file.
+
+Weights are integer codes, biases are int32 or float as the target needs them, quantizers are Q/DQ pairs. The names of
+buffers become names of initializers in the file.
+"""
 
 from abc import abstractmethod
 from typing import Any
@@ -18,22 +22,22 @@ from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTenso
 from scalepoint.spec.onnx_export import check_expressible
 from scalepoint.spec.spec import to_dtype
 
-INT4 = 22  # of ONNX's types
+INT4 = 22  # onnx.TensorProto.INT4
 
 
 class OnnxStored(nn.Module):
-    """What has a form in ONNX, from some opset on."""
+    """A module that can be written to ONNX from some opset on."""
 
     @property
     @abstractmethod
     def opset(self) -> int:
-        """The first that has it."""
+        """The first opset that has all of its types and operators."""
 
 
 class OnnxStoredWeight(OnnxStored):
-    """An operation over stored codes; a linear layer holds them as (in, out), as every runtime multiplies.
+    """An operation with a weight of codes. Those of a linear layer are stored as (in, out), the layout of MatMul.
 
-    Zero points of blocks are left away where all are zero: kernels for narrow weights have a faster path then.
+    Zero points of blocks are omitted if all are zero: kernels for narrow weights are faster without them.
     """
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -46,7 +50,7 @@ class OnnxStoredWeight(OnnxStored):
         check_has_type(self.fmt, quant.name)
         granularity = quant.calculator.granularity
         if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity | PerBlockGranularity):
-            raise ExportError(f"{quant.name}: no ONNX form for weights with {granularity!r}")
+            raise ExportError(f"{quant.name}: weights with {granularity!r} cannot be written to ONNX")
         self.axis = 0 if isinstance(granularity, PerTensorGranularity) else int(granularity.axis or 0)
         self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
         self.store_weight(quant, deployed.codes)
@@ -55,42 +59,46 @@ class OnnxStoredWeight(OnnxStored):
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
-    minval: Tensor | None  # added to what the codes stand for
+    minval: Tensor | None  # added to the dequantized codes
     bias: Tensor | None
     bias_scale: Tensor | None
 
     def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
-        """Register codes, given as (out, in, ..), and their parameters as buffers."""
-        scale, least = quant.scale, quant.minval
-        zero = quant.zero_point if quant.zero_point.shape == scale.shape else torch.zeros_like(scale)
-        if least is not None:  # w = (codes - lowest code) * scale + minval
-            zero = torch.full_like(scale, quant.spec.quant_min)
+        """Register codes, which have the shape (out, in, ..), and their parameters as buffers."""
+        scale, minval = quant.scale, quant.minval
+        zero_point = quant.zero_point if quant.zero_point.shape == scale.shape else torch.zeros_like(scale)
+        if minval is not None:  # w = (codes - lowest code) * scale + minval
+            zero_point = torch.full_like(scale, quant.spec.quant_min)
         if self.kind == "linear":
             codes = codes.transpose(0, 1)
             self.axis = 1 - self.axis if scale.ndim else 0
             if self.block:
-                scale, zero = scale.transpose(0, 1), zero.transpose(0, 1)
-                least = None if least is None else least.transpose(0, 1)
+                scale, zero_point = scale.transpose(0, 1), zero_point.transpose(0, 1)
+                minval = None if minval is None else minval.transpose(0, 1)
         if self.kind == "head":
             codes = codes.flatten(2)[:, :, :, None]
-        is_turned_when_written = self.kind == "linear" and self.fmt == "int8"
-        self.register_buffer("codes", codes if is_turned_when_written else codes.contiguous())
+        is_transposed_on_write = self.kind == "linear" and self.fmt == "int8"  # save.py writes a view without a copy
+        self.register_buffer("codes", codes if is_transposed_on_write else codes.contiguous())
         self.register_buffer("scale", scale.detach().to(torch.float32).contiguous().clone())
         is_integer = not codes.is_floating_point()
-        zero = zero.to(codes.dtype if is_integer else torch.float32)
-        self.register_buffer("zero_point", None if self.block and is_integer and not zero.any() else zero)
-        self.register_buffer("minval", None if least is None else least.detach().to(torch.float32).contiguous().clone())
+        zero_point = zero_point.to(codes.dtype if is_integer else torch.float32)
+        can_omit_zero_point = self.block and is_integer and not zero_point.any()
+        self.register_buffer("zero_point", None if can_omit_zero_point else zero_point)
+        if minval is not None:
+            minval = minval.detach().to(torch.float32).contiguous().clone()
+        self.register_buffer("minval", minval)
 
     def weight(self) -> Tensor:
-        """What the codes stand for, as the operation multiplies by it."""
+        """Return the dequantized weight in the layout of the operation."""
         values: Tensor = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt)
         return values if self.minval is None else _add_minimum(values, self.minval, self.axis, self.block)
 
     def _store_bias(self, deployed: Deployed) -> None:
-        bias, scale = deployed.bias, deployed.bias_scale
-        kept = None if bias is None else bias.detach().clone() if scale is None else bias.to(torch.int32).contiguous()
-        self.register_buffer("bias", kept)
-        self.register_buffer("bias_scale", None if scale is None else scale.detach().contiguous())
+        bias, bias_scale = deployed.bias, deployed.bias_scale
+        if bias is not None:
+            bias = bias.detach().clone() if bias_scale is None else bias.to(torch.int32).contiguous()
+        self.register_buffer("bias", bias)
+        self.register_buffer("bias_scale", None if bias_scale is None else bias_scale.detach().contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight(), self.bias
@@ -108,19 +116,22 @@ class OnnxStoredWeight(OnnxStored):
 
 
 def _add_minimum(values: Tensor, minimum: Tensor, axis: int, block: int = 0) -> Tensor:
-    """Values with a minimum added: one for all, one along an axis, or one for each block along it."""
+    """Add a minimum to values: one for the tensor, one per index of an axis, or one per block along it."""
     if not minimum.ndim:
         return values + minimum
     if not block:
         shape = [1] * values.ndim
         shape[axis] = -1
         return values + minimum.view(shape)
-    parts = [*values.shape[:axis], values.shape[axis] // block, block, *values.shape[axis + 1 :]]
-    return (values.reshape(parts) + minimum.unsqueeze(axis + 1)).reshape(values.shape)
+    blocked_shape = [*values.shape[:axis], values.shape[axis] // block, block, *values.shape[axis + 1 :]]
+    return (values.reshape(blocked_shape) + minimum.unsqueeze(axis + 1)).reshape(values.shape)
 
 
 class OnnxUnpackedWeight(OnnxStoredWeight):
-    """An operation in float over codes that a runtime makes float once; without a zero point, which tells it apart."""
+    """An operation in float whose codes a runtime dequantizes once, when it loads the file.
+
+    It has no zero point: by that the rewrite unpack_when_loaded recognizes its DequantizeLinear.
+    """
 
     def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
         super().store_weight(quant, codes)
@@ -128,7 +139,7 @@ class OnnxUnpackedWeight(OnnxStoredWeight):
 
 
 class OnnxStoredTable(OnnxStored):
-    """Rows looked up as codes and as scales: what a runtime dequantizes is what was read, never the whole table."""
+    """An embedding table that looks up codes and scales: only the rows that are read are dequantized."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
@@ -151,19 +162,19 @@ class OnnxStoredTable(OnnxStored):
 
 
 class OnnxStoredBlockTable(OnnxStoredTable):
-    """Rows of a table with a scale a block: one operator of ONNX Runtime looks up both."""
+    """An embedding table with scales per block, which one operator of ONNX Runtime looks up and dequantizes."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__(source)
         self.block = self.codes.shape[1] // self.scale.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        narrow = torch.onnx.ops.symbolic(
+        int4_codes = torch.onnx.ops.symbolic(
             "Cast", (self.codes,), {"to": INT4}, dtype=self.codes.dtype, shape=self.codes.shape
         )
         values: Tensor = torch.onnx.ops.symbolic(
             "com.microsoft::GatherBlockQuantized",
-            (narrow, x, self.scale),
+            (int4_codes, x, self.scale),
             {"gather_axis": 0, "quantize_axis": 1, "block_size": self.block},
             dtype=torch.float32,
             shape=(*x.shape, self.codes.shape[1]),
@@ -173,9 +184,9 @@ class OnnxStoredBlockTable(OnnxStoredTable):
 
 
 class OnnxStoredStub(OnnxStored):
-    """What a stub does, as codes and back, with constant parameters.
+    """A quantizer of activations with constant parameters: QuantizeLinear and DequantizeLinear.
 
-    A minimum is subtracted before QuantizeLinear and added after DequantizeLinear: the same sums as the simulation's.
+    A minimum is subtracted before QuantizeLinear and added after DequantizeLinear, as in the simulation.
     """
 
     def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
@@ -185,16 +196,19 @@ class OnnxStoredStub(OnnxStored):
         check_has_type(self.fmt, stub.name)
         check_expressible(grid, granularity, stub.name)
         if stub.calculator.always_called and not stub.is_learned:
-            raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
+            raise ExportError(f"{stub.name}: dynamic scales cannot be stored as constants: use a static calculator")
         self.axis = int(granularity.axis or 0) if isinstance(granularity, PerChannelGranularity) else 0
         scale = (stub.scale.detach() * factor).reshape(() if isinstance(granularity, PerTensorGranularity) else (-1,))
-        zero = torch.zeros_like(scale) if grid.format.is_float else stub.zero_point.detach().reshape(scale.shape)
-        least = None if stub.minval is None else (stub.minval.detach() * factor).reshape(scale.shape)
-        if least is not None:
-            zero = torch.full_like(scale, grid.low)
-        self.register_buffer("minval", least)
+        minval = None if stub.minval is None else (stub.minval.detach() * factor).reshape(scale.shape)
+        if minval is not None:
+            zero_point = torch.full_like(scale, grid.low)
+        elif grid.format.is_float:
+            zero_point = torch.zeros_like(scale)
+        else:
+            zero_point = stub.zero_point.detach().reshape(scale.shape)
+        self.register_buffer("minval", minval)
         self.register_buffer("scale", scale.clone())
-        self.register_buffer("zero_point", zero.to(grid.format.storage))
+        self.register_buffer("zero_point", zero_point.to(grid.format.storage))
 
     scale: Tensor
     zero_point: Tensor
@@ -204,9 +218,10 @@ class OnnxStoredStub(OnnxStored):
         axis = self.axis % x.ndim if x.ndim else 0
         value, low, high = x.to(self.scale.dtype), self.low, self.high
         if self.minval is not None:
-            # the codes of a narrow range end at its minimum, which QuantizeLinear does not know
+            # QuantizeLinear clips to the range of its type, so values below the minimum are clipped before.
             value = _add_minimum(value, -self.minval, axis).clamp(min=0)
-            low, high = float(get_format(to_dtype(self.fmt)).low), float(get_format(to_dtype(self.fmt)).high)
+            full_range = get_format(to_dtype(self.fmt))
+            low, high = float(full_range.low), float(full_range.high)
         codes = quantize(value, self.scale, self.zero_point, axis, low, high, self.fmt)
         values: Tensor = dequantize(codes, self.scale, self.zero_point, axis, 0, self.fmt)
         return (values if self.minval is None else _add_minimum(values, self.minval, axis)).to(x.dtype)

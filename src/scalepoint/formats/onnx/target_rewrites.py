@@ -1,19 +1,19 @@
-"""Other words for the same operation, where a target's compiler does better with them.
+"""Rewrites an ONNX graph into equivalent forms that the compiler of a target handles better.
 
-sum_before_layer_norm    Add -> LayerNormalization                   becomes  Sum -> LayerNormalization
-gelu_halved_last         x * (0.5 * (1 + erf(..)))                   becomes  (x * (1 + erf(..))) * 0.5
-narrow_weights_as_int8   int4 codes -> DequantizeLinear              becomes  int4 codes -> Cast -> DequantizeLinear
-unpack_when_loaded       DequantizeLinear of codes without zero      becomes  Cast -> Mul, constants that a runtime
-                         point or blocks, as StoredUnpacked has it            works out as it loads the file
-float_weights_stay       DequantizeLinear -> product by floats       becomes  the same with a scale a channel
-pools_before_quantizers  MaxPool of floats -> QuantizeLinear         becomes  MaxPool -> Max of one -> QuantizeLinear
-quantizers_before_pools  MaxPool -> QuantizeLinear, alone            becomes  the pair of quantizers -> MaxPool
-joins_before_products    Concat of tokens -> QuantizeLinear -> MatMul becomes  Concat -> Max of it and itself -> ...
-linears_as_convolutions  MatMul of codes                             becomes  Conv of one tap (convolved.py)
-softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        becomes  Softmax, where no mask has infinities
+rewrite                  from                                        to
+sum_before_layer_norm    Add -> LayerNormalization                   Sum -> LayerNormalization
+gelu_halved_last         x * (0.5 * (1 + erf(..)))                   (x * (1 + erf(..))) * 0.5
+narrow_weights_as_int8   int4 codes -> DequantizeLinear              int4 codes -> Cast -> DequantizeLinear
+unpack_when_loaded       DequantizeLinear of OnnxUnpackedWeight      Cast -> Mul, which a runtime folds on load
+float_weights_stay       DequantizeLinear -> product by floats       the same with one scale per channel
+pools_before_quantizers  MaxPool of floats -> QuantizeLinear         MaxPool -> Max of one tensor -> QuantizeLinear
+quantizers_before_pools  MaxPool -> Q/DQ                             Q/DQ -> MaxPool
+joins_before_products    Concat of tokens -> QuantizeLinear -> MatMul  Concat -> Max(x, x) -> QuantizeLinear -> MatMul
+linears_as_convolutions  MatMul of codes                             1x1 Conv (linear_as_conv.py)
+softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        Softmax, if no mask has infinities
 
-A target names the rules that it wants, each with its reason; the values are the same bit for bit, of convolutions up to
-the last rounding of float32.
+A target lists the rewrites that it needs, with reasons. Results are equal bit by bit; those of convolutions are equal
+up to the last rounding of float32.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,16 +27,16 @@ from scalepoint.formats.onnx.linear_as_conv import has_blocks, write_linears_as_
 from scalepoint.targets.target import RewriteRule
 
 
-def apply_rewrites(model: Any, spellings: Iterable[RewriteRule]) -> None:
-    """Apply the rules to the graph, in place."""
-    for spelling in spellings:
-        if spelling.name not in REWRITES:
-            raise ExportError(f"spelling {spelling.name!r}: ONNX files have {did_you_mean(spelling.name, REWRITES)}")
-        REWRITES[spelling.name](model)
+def apply_rewrites(model: Any, rules: Iterable[RewriteRule]) -> None:
+    """Apply the rewrites of a target to the graph, in place."""
+    for rule in rules:
+        if rule.name not in REWRITES:
+            raise ExportError(f"unknown rewrite {rule.name!r} for ONNX files: {did_you_mean(rule.name, REWRITES)}")
+        REWRITES[rule.name](model)
 
 
 def sum_before_layer_norm(model: Any) -> None:
-    """The add of two tensors that a layer norm reads, be it a residual or an embedding."""
+    """Replace the Add of two tensors that a layer norm reads, a residual or an embedding, by Sum."""
     for norm in model.graph:
         source = norm.inputs[0].producer() if norm.op_type == "LayerNormalization" and norm.inputs[0] else None
         if source is not None and source.op_type == "Add" and source.domain == "":
@@ -44,24 +44,26 @@ def sum_before_layer_norm(model: Any) -> None:
 
 
 def gelu_halved_last(model: Any) -> None:
-    """A half is a power of two: when it comes last, no bit changes."""
+    """Multiply by 0.5 last. No bit changes, because 0.5 is a power of two."""
     for inner in model.graph:
         half, total = _match_product(inner, _is_half)
         readers = [] if half is None else [use.node for use in inner.outputs[0].uses()]
         outer = readers[0] if len(readers) == 1 else None
         x = None if outer is None else _find_gelu_factor(outer, inner.outputs[0], total)
         if outer is not None and x is not None:
-            for node, pair in ((inner, (x, total)), (outer, (inner.outputs[0], half))):
-                for place, value in enumerate(pair):
-                    node.replace_input_with(place, value)
+            for node, factors in ((inner, (x, total)), (outer, (inner.outputs[0], half))):
+                for position, factor in enumerate(factors):
+                    node.replace_input_with(position, factor)
 
 
 def _match_product(node: Any, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
-    """The operand of a product that is so, and the other; nothing of other operators."""
+    """Return the operand of a Mul for which `is_first` holds and the other operand; (None, None) if there is none."""
     if node.op_type != "Mul" or None in node.inputs:
         return None, None
-    one, other = node.inputs
-    return (one, other) if is_first(one) else (other, one) if is_first(other) else (None, None)
+    left, right = node.inputs
+    if is_first(left):
+        return left, right
+    return (right, left) if is_first(right) else (None, None)
 
 
 def _is_half(value: Any) -> bool:
@@ -70,20 +72,22 @@ def _is_half(value: Any) -> bool:
 
 
 def _find_gelu_factor(outer: Any, inner: Any, total: Any) -> Any:
-    """What is multiplied by inner, where total is 1 + erf of a multiple of it."""
+    """Return x of outer = x * inner, if `total` is 1 + erf(c x)."""
     _, x = _match_product(outer, lambda value: value is inner)
     add = total.producer()
-    makers = [each.producer() for each in add.inputs] if add is not None and add.op_type == "Add" else []
-    erf = next((each for each in makers if each is not None and each.op_type == "Erf"), None)
+    producers = [value.producer() for value in add.inputs] if add is not None and add.op_type == "Add" else []
+    erf = next((node for node in producers if node is not None and node.op_type == "Erf"), None)
     scaled = None if erf is None else erf.inputs[0].producer()
     return x if scaled is not None and scaled.op_type in ("Div", "Mul") and x in scaled.inputs else None
 
 
 def narrow_weights_as_int8(model: Any) -> None:
-    """Codes of fewer than 8 bits that an integer kernel multiplies: what reads them in blocks, or beside float
-    activations, has kernels of its own for them."""
+    """Cast codes of fewer than 8 bits to int8 before integer kernels.
+
+    Weights in blocks, and those next to float activations, have special kernels for narrow codes and stay unchanged.
+    """
     for node in list(model.graph):
-        if node.op_type != "DequantizeLinear" or not (_is_narrow(node.inputs[0]) and _meets_integers(node)):
+        if node.op_type != "DequantizeLinear" or not (_is_narrow(node.inputs[0]) and _feeds_integer_products(node)):
             continue
         if len(node.inputs) > 2 and node.inputs[2] is not None:
             node.replace_input_with(2, node.inputs[2].producer().inputs[0])
@@ -97,23 +101,25 @@ def narrow_weights_as_int8(model: Any) -> None:
 
 
 def _is_narrow(value: Any) -> bool:
-    """Whether it is made from a constant in int8, to be stored in fewer bits."""
+    """Whether a value is an int8 constant that will be stored in fewer bits (fold_casts removes its Cast)."""
     cast = value.producer()
     return cast is not None and cast.op_type == "Cast" and cast.attributes["to"].as_int() in NARROW_TYPES
 
 
-def _meets_integers(dequantize: Any) -> bool:
-    """Whether every product that reads the weight reads integers on its other side, too."""
-    if "block_size" in dequantize.attributes and dequantize.attributes["block_size"].as_int():
+def _feeds_integer_products(dequantize: Any) -> bool:
+    """Whether every product that reads the weight also reads quantized activations."""
+    if has_blocks(dequantize):
         return False
     readers = _readers_through_moves(dequantize)
     return bool(readers) and all(map(_reads_integers, readers))
 
 
 def _readers_through_moves(node: Any) -> list[Any]:
-    """What reads the value of a node, moves left out."""
-    readers = [use.node for use in node.outputs[0].uses()]
-    return [found for each in readers for found in (_readers_through_moves(each) if each.op_type in MOVES else [each])]
+    """Return the readers of a node's result; a reader that only moves values is replaced by its own readers."""
+    result: list[Any] = []
+    for use in node.outputs[0].uses():
+        result += _readers_through_moves(use.node) if use.node.op_type in MOVES else [use.node]
+    return result
 
 
 def _reads_integers(product: Any) -> bool:
@@ -126,7 +132,7 @@ def _reads_integers(product: Any) -> bool:
 
 
 def unpack_when_loaded(model: Any) -> None:
-    """Codes times scales, as operations that are folded."""
+    """Write dequantized constants as Cast and Mul, which a runtime folds when it loads the file."""
     for node in list(model.graph):
         if node.op_type != "DequantizeLinear" or len(node.inputs) != 2 or has_blocks(node):
             continue
@@ -135,32 +141,34 @@ def unpack_when_loaded(model: Any) -> None:
             continue
         cast = ir.node("Cast", [codes], {"to": ir.DataType.FLOAT})
         product = ir.node("Mul", [cast.outputs[0], _broadcast_scales(model.graph, node)])
-        for made in (cast, product):
-            made.outputs[0].shape, made.outputs[0].type = codes.shape, node.outputs[0].type
-            made.metadata_props.update(node.metadata_props)
+        for new_node in (cast, product):
+            new_node.outputs[0].shape, new_node.outputs[0].type = codes.shape, node.outputs[0].type
+            new_node.metadata_props.update(node.metadata_props)
         old, new = [node.outputs[0]], [product.outputs[0]]
         ir.convenience.replace_nodes_and_values(model.graph, node, [node], [cast, product], old, new)
 
 
 def _broadcast_scales(graph: Any, node: Any) -> Any:
-    """The scales with an axis for each of the codes; once in the file, also where several calls share a weight."""
+    """Return the scales in a shape that broadcasts over the codes. Calls that share a weight share them too."""
     codes, scale = node.inputs
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
-    behind = len(codes.shape) - 1 - axis % len(codes.shape) if len(scale.shape) else 0
-    if not behind:
+    axes_after = len(codes.shape) - 1 - axis % len(codes.shape) if len(scale.shape) else 0
+    if not axes_after:
         return scale
-    name = f"{scale.name}.beside.{behind}"
+    name = f"{scale.name}.beside.{axes_after}"
     if name in graph.initializers:
         return graph.initializers[name]
-    tensor = ir.Tensor(scale.const_value.numpy().reshape(-1, *[1] * behind), name=name)
+    tensor = ir.Tensor(scale.const_value.numpy().reshape(-1, *[1] * axes_after), name=name)
     value = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
 
 
 def float_weights_stay(model: Any) -> None:
-    """Products by float weights between integers: each gets a DequantizeLinear of its own, with the one scale written
-    once a channel, which keeps a compiler from quantizing the weight by itself."""
+    """Keep a compiler from quantizing the float weight of a product whose input and output are quantized.
+
+    Each such product gets its own DequantizeLinear, which repeats the one scale for every channel.
+    """
     for node in list(model.graph):
         source = node.inputs[0].producer() if node.op_type in PRODUCTS and node.inputs[0] is not None else None
         if source is None or source.op_type != "DequantizeLinear" or not _is_one_scale(source.inputs[1]):
@@ -174,7 +182,7 @@ def _is_one_scale(scale: Any) -> bool:
 
 
 def _is_float_constant(value: Any) -> bool:
-    """Whether a runtime has it as a float constant, worked out or not; of two axes at least, as weights are."""
+    """Whether a value is a float constant, stored or folded by the runtime, with at least two axes, as weights have."""
     is_float = value is not None and value.dtype == ir.DataType.FLOAT and value.shape is not None
     return is_float and len(value.shape) > 1 and _is_constant(value)
 
@@ -187,7 +195,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _leads_to_codes(node: Any) -> bool:
-    """Whether one line of biases and clamps ends in QuantizeLinear."""
+    """Whether the result reaches a QuantizeLinear through biases and clamps only."""
     uses = node.outputs[0].uses()
     if len(uses) != 1:
         return False
@@ -196,90 +204,98 @@ def _leads_to_codes(node: Any) -> bool:
 
 
 def _insert_channel_dequantize(model: Any, node: Any, source: Any) -> Any:
-    weight = node.inputs[1].shape
+    """Insert a DequantizeLinear with one scale per input channel of the product, and return its output."""
+    weight_shape = node.inputs[1].shape
     if node.op_type in ("Conv", "ConvTranspose"):
         groups = node.attributes["group"].as_int() if "group" in node.attributes else 1
-        axis, count = 1, int(weight[1]) * groups if node.op_type == "Conv" else int(weight[0])
+        axis, channels = 1, int(weight_shape[1]) * groups if node.op_type == "Conv" else int(weight_shape[0])
     else:
-        is_turned = "transB" in node.attributes and bool(node.attributes["transB"].as_int())
-        axis, count = len(node.inputs[0].shape) - 1, int(weight[-1 if is_turned else -2])
-    parts = [source.inputs[0]]
+        is_transposed = "transB" in node.attributes and bool(node.attributes["transB"].as_int())
+        axis, channels = len(node.inputs[0].shape) - 1, int(weight_shape[-1 if is_transposed else -2])
+    inputs = [source.inputs[0]]
     for value in source.inputs[1:]:
-        array = np.broadcast_to(value.const_value.numpy().reshape(1), (count,)).copy()
-        made = ir.Value(name=f"{value.name}.{count}", const_value=ir.Tensor(array, dtype=value.dtype))
-        made.shape, made.type = ir.Shape((count,)), ir.TensorType(value.dtype)
-        if made.name not in model.graph.initializers:
-            model.graph.register_initializer(made)
-        parts.append(model.graph.initializers[made.name])
-    own = ir.node("DequantizeLinear", parts, {"axis": axis})
-    own.outputs[0].name = f"{node.inputs[0].name}.{node.outputs[0].name}"
-    own.outputs[0].shape, own.outputs[0].type = node.inputs[0].shape, node.inputs[0].type
-    own.metadata_props.update(node.metadata_props)
-    model.graph.insert_before(node, own)
-    return own.outputs[0]
+        array = np.broadcast_to(value.const_value.numpy().reshape(1), (channels,)).copy()
+        repeated = ir.Value(name=f"{value.name}.{channels}", const_value=ir.Tensor(array, dtype=value.dtype))
+        repeated.shape, repeated.type = ir.Shape((channels,)), ir.TensorType(value.dtype)
+        if repeated.name not in model.graph.initializers:
+            model.graph.register_initializer(repeated)
+        inputs.append(model.graph.initializers[repeated.name])
+    dequantize = ir.node("DequantizeLinear", inputs, {"axis": axis})
+    output = dequantize.outputs[0]
+    output.name = f"{node.inputs[0].name}.{node.outputs[0].name}"
+    output.shape, output.type = node.inputs[0].shape, node.inputs[0].type
+    dequantize.metadata_props.update(node.metadata_props)
+    model.graph.insert_before(node, dequantize)
+    return output
 
 
 def pools_before_quantizers(model: Any) -> None:
-    """A pool of floats whose values are quantized behind it: a maximum of one tensor keeps the two apart."""
+    """Separate a MaxPool of floats from the quantizers after it by a Max of one tensor, which changes nothing."""
     for node in list(model.graph):
-        source = node.inputs[0].producer() if node.op_type == "MaxPool" else None
+        if node.op_type != "MaxPool":
+            continue
+        source = node.inputs[0].producer()
         while source is not None and source.op_type in (*MOVES, "MaxPool"):
             source = source.inputs[0].producer()
-        is_of_codes = source is not None and source.op_type == "DequantizeLinear"
-        if (
-            node.op_type != "MaxPool"
-            or is_of_codes
-            or all(each.op_type != "QuantizeLinear" for each in _readers_through_moves(node))
-        ):
-            continue
-        _insert_identity_operator(model.graph, node, "Max", 1)
+        reads_codes = source is not None and source.op_type == "DequantizeLinear"
+        is_quantized = any(reader.op_type == "QuantizeLinear" for reader in _readers_through_moves(node))
+        if is_quantized and not reads_codes:
+            _insert_identity(model.graph, node, "Max", 1)
 
 
 def joins_before_products(model: Any) -> None:
-    """Tensors that are joined along other than their last axis and quantized for a product: a maximum that changes
-    nothing keeps the quantizer behind the join."""
+    """Keep the quantizer after a Concat that is not along the last axis and that a MatMul reads.
+
+    A Max(x, x), which changes nothing, keeps the compiler from moving the quantizer before the Concat.
+    """
     for node in list(model.graph):
         if node.op_type != "Concat" or node.outputs[0].shape is None:
             continue
         axis, rank = node.attributes["axis"].as_int(), len(node.outputs[0].shape)
-        pairs = [each.outputs[0].uses() for each in _readers_through_moves(node) if each.op_type == "QuantizeLinear"]
-        behind = [found for uses in pairs for use in uses for found in _readers_through_moves(use.node)]
-        if axis not in (-1, rank - 1) and any(each.op_type == "MatMul" for each in behind):
-            _insert_identity_operator(model.graph, node, "Max", 2)
+        quantizers = [reader for reader in _readers_through_moves(node) if reader.op_type == "QuantizeLinear"]
+        dequantizers = [use.node for quantizer in quantizers for use in quantizer.outputs[0].uses()]
+        readers = [reader for dequantizer in dequantizers for reader in _readers_through_moves(dequantizer)]
+        if axis not in (-1, rank - 1) and any(reader.op_type == "MatMul" for reader in readers):
+            _insert_identity(model.graph, node, "Max", 2)
 
 
-def _insert_identity_operator(graph: Any, node: Any, operator: str, count: int) -> None:
-    """Its value goes through an operator that keeps it, `count` times its operand, to all that read it."""
-    given = node.outputs[0]
-    readers = list(given.uses())
-    held = ir.node(operator, [given] * count)
-    made = held.outputs[0]
-    made.name, made.shape, made.type = f"{given.name}.held", given.shape, given.type
-    held.metadata_props.update(node.metadata_props)
-    graph.insert_after(node, held)
-    for reader in readers:
-        reader.node.replace_input_with(reader.idx, made)
+def _insert_identity(graph: Any, node: Any, operator: str, operand_count: int) -> None:
+    """Insert an operator that does not change its operand between a node and its readers."""
+    value = node.outputs[0]
+    uses = list(value.uses())
+    identity = ir.node(operator, [value] * operand_count)
+    output = identity.outputs[0]
+    output.name, output.shape, output.type = f"{value.name}.held", value.shape, value.type
+    identity.metadata_props.update(node.metadata_props)
+    graph.insert_after(node, identity)
+    for use in uses:
+        use.node.replace_input_with(use.idx, output)
 
 
 def quantizers_before_pools(model: Any) -> None:
-    """The pair behind a pool whose values nobody else reads goes before it: the largest value has the largest code."""
+    """Move a Q/DQ pair before the MaxPool that only it reads: the largest value has the largest code."""
     for quantize in list(model.graph):
         pool = quantize.inputs[0].producer() if quantize.op_type == "QuantizeLinear" else None
-        while pool is not None and pool.op_type == "MaxPool" and _moves_before(model.graph, pool, quantize):
+        while pool is not None and pool.op_type == "MaxPool" and _move_before(model.graph, pool, quantize):
             pool = quantize.inputs[0].producer()
 
 
-def _moves_before(graph: Any, pool: Any, quantize: Any) -> bool:
+def _move_before(graph: Any, pool: Any, quantize: Any) -> bool:
+    """Move a Q/DQ pair before the pool that it reads. Returns False if that is not possible."""
     pooled, readers = pool.outputs[0], list(quantize.outputs[0].uses())
     is_pair = len(readers) == 1 and readers[0].node.op_type == "DequantizeLinear"
-    is_whole = quantize.inputs[1].const_value is not None and quantize.inputs[1].const_value.size == 1
-    if not (is_pair and is_whole) or len(pooled.uses()) != 1 or pooled.is_graph_output() or len(pool.outputs) != 1:
+    if (
+        not (is_pair and _is_one_scale(quantize.inputs[1]))
+        or len(pooled.uses()) != 1
+        or pooled.is_graph_output()
+        or len(pool.outputs) != 1
+    ):
         return False
     dequantize, source = readers[0].node, pool.inputs[0]
-    made = dequantize.outputs[0]
-    ir.convenience.replace_all_uses_with(made, pooled, replace_graph_outputs=True)
+    dequantized = dequantize.outputs[0]
+    ir.convenience.replace_all_uses_with(dequantized, pooled, replace_graph_outputs=True)
     quantize.replace_input_with(0, source)
-    pool.replace_input_with(0, made)
+    pool.replace_input_with(0, dequantized)
     for node in (dequantize, quantize):
         node.outputs[0].shape = source.shape
         graph.remove(node)
@@ -288,77 +304,90 @@ def _moves_before(graph: Any, pool: Any, quantize: Any) -> bool:
 
 
 def softmax_of_finite(model: Any) -> None:
-    """The check for rows without any key, whose softmax is 0 / 0: with numbers for infinities in the mask there are
-    none. exp() of them is zero all the same, and a row that is masked whole has equal probabilities in both forms."""
-    for choice in list(model.graph):
-        softmax = _find_guarded_softmax(choice)
+    """Remove the check for NaN after a softmax whose masks contain finite numbers instead of infinities.
+
+    The check is for rows that are masked completely, whose softmax is 0 / 0. With a finite mask exp() is 0 too, and a
+    row that is masked completely has equal probabilities with and without the check.
+    """
+    for where in list(model.graph):
+        softmax = _find_guarded_softmax(where)
         if softmax is None or not _is_finite(softmax.inputs[0]):
             continue
-        check = choice.inputs[0].producer()
-        ir.convenience.replace_all_uses_with(choice.outputs[0], softmax.outputs[0])
-        model.graph.remove([choice, check], safe=True)
+        is_nan = where.inputs[0].producer()
+        ir.convenience.replace_all_uses_with(where.outputs[0], softmax.outputs[0])
+        model.graph.remove([where, is_nan], safe=True)
 
 
-def _find_guarded_softmax(choice: Any) -> Any:
-    """The softmax whose NaN a Where makes zeros of; None of another node."""
-    if choice.op_type != "Where" or not _has_only(choice.inputs[1], lambda values: values == 0):
+def _find_guarded_softmax(where: Any) -> Any:
+    """Return the softmax of Where(IsNaN(softmax), 0, softmax); None for another node."""
+    if where.op_type != "Where" or not _holds_for_all(where.inputs[1], lambda values: values == 0):
         return None
-    check, softmax = choice.inputs[0].producer(), choice.inputs[2].producer()
-    if check is None or check.op_type != "IsNaN" or check.inputs[0] is not choice.inputs[2]:
+    is_nan, softmax = where.inputs[0].producer(), where.inputs[2].producer()
+    if is_nan is None or is_nan.op_type != "IsNaN" or is_nan.inputs[0] is not where.inputs[2]:
         return None
-    is_alone = len(check.outputs[0].uses()) == 1 and not choice.outputs[0].is_graph_output()
-    return softmax if is_alone and softmax is not None and softmax.op_type == "Softmax" else None
+    can_remove = len(is_nan.outputs[0].uses()) == 1 and not where.outputs[0].is_graph_output()
+    return softmax if can_remove and softmax is not None and softmax.op_type == "Softmax" else None
 
 
 def _is_finite(scores: Any) -> bool:
-    """Products of activations, scaled down at most, with small masks and one of any numbers: two of the lowest number
-    make an infinity."""
-    source, large = scores.producer(), 0
+    """Whether scores cannot be infinite or NaN.
+
+    They must be a MatMul, multiplied by at most 1, plus masks. One mask may have any finite numbers; with two, the sum
+    of two lowest float32 numbers would be infinite.
+    """
+    source, large_mask_count = scores.producer(), 0
     while source is not None and source.op_type in ("Add", "Mul", "Div"):
-        known = [
-            (place, size) for place, value in enumerate(source.inputs) if (size := _max_magnitude(value)) is not None
-        ]
-        if len(known) != 1:
+        magnitudes = [_max_magnitude(value) for value in source.inputs]
+        constants = [(position, size) for position, size in enumerate(magnitudes) if size is not None]
+        if len(constants) != 1:
             return False
-        place, size = known[0]
+        position, size = constants[0]
         if source.op_type == "Mul" and size > 1:
             return False
-        if source.op_type == "Div" and (place == 0 or not _has_only(source.inputs[1], lambda each: np.abs(each) >= 1)):
-            return False
-        large += source.op_type == "Add" and size > MAX_FINITE_MASK
-        source = source.inputs[1 - place].producer()
-    return source is not None and source.op_type == "MatMul" and large <= 1
+        if source.op_type == "Div":
+            scales_down = _holds_for_all(source.inputs[1], lambda values: np.abs(values) >= 1)
+            if position == 0 or not scales_down:
+                return False
+        large_mask_count += source.op_type == "Add" and size > MAX_FINITE_MASK
+        source = source.inputs[1 - position].producer()
+    return source is not None and source.op_type == "MatMul" and large_mask_count <= 1
 
 
 def _max_magnitude(mask: Any) -> float | None:
-    """The largest magnitude of a constant, or of a choice between numbers; infinity of a constant that has such and
-    leaves every row a number; None of what is not known, or leaves a row nothing."""
+    """Return the largest magnitude in a mask: a constant, or a Where between finite constants.
+
+    A constant with infinities has the magnitude infinity, if every row also has finite values. None stands for a value
+    that is not known, or for a mask with a row of infinities only.
+    """
     if mask.const_value is not None:
         values = mask.const_value.numpy()
-        rows = np.isfinite(values).reshape(-1, values.shape[-1] if values.ndim else 1).any(-1)
-        return (
-            float(np.abs(values).max())
-            if values.size and bool(rows.all()) and not (values > MAX_FINITE_MASK).any()
-            else None
-        )
-    source = mask.producer()
-    if (
-        source is None
-        or source.op_type != "Where"
-        or not all(_has_only(each, np.isfinite) for each in source.inputs[1:])
-    ):
+        row_has_finite = np.isfinite(values).reshape(-1, values.shape[-1] if values.ndim else 1).any(-1)
+        is_mask = values.size and bool(row_has_finite.all()) and not (values > MAX_FINITE_MASK).any()
+        return float(np.abs(values).max()) if is_mask else None
+    where = mask.producer()
+    if where is None or where.op_type != "Where":
         return None
-    return max(float(np.abs(each.const_value.numpy()).max()) for each in source.inputs[1:])
+    branches = where.inputs[1:]
+    if not all(_holds_for_all(branch, np.isfinite) for branch in branches):
+        return None
+    return max(float(np.abs(branch.const_value.numpy()).max()) for branch in branches)
 
 
-def _has_only(value: Any, are_so: Callable[[Any], Any]) -> bool:
-    return value is not None and value.const_value is not None and bool(np.all(are_so(value.const_value.numpy())))
+def _holds_for_all(value: Any, predicate: Callable[[Any], Any]) -> bool:
+    """Whether a value is a constant and the predicate holds for all of its elements."""
+    return value is not None and value.const_value is not None and bool(np.all(predicate(value.const_value.numpy())))
 
 
-MAX_FINITE_MASK = 1e30
+MAX_FINITE_MASK = 1e30  # a larger magnitude may overflow when it is added to another mask
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 NARROW_TYPES = (ir.DataType.INT4, ir.DataType.INT2)
-MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
+MOVES = (  # these only move values
+    "Transpose",
+    "Reshape",
+    "Flatten",
+    "Squeeze",
+    "Unsqueeze",
+)
 REWRITES: dict[str, Callable[[Any], None]] = {
     "sum_before_layer_norm": sum_before_layer_norm,
     "gelu_halved_last": gelu_halved_last,

@@ -1,6 +1,6 @@
-"""A quantized model becomes an ONNX file with real integer weights, for one target.
+"""Writes a quantized model as an ONNX file with integer weights, for one target.
 
-model --weights as codes, stubs as Q/DQ--> stored form --torch.onnx--> graph --passes--> checked --atomically--> file
+model -> stored graph (codes and Q/DQ) -> torch.onnx -> ONNX graph -> rewrites and passes -> checked -> file
 """
 
 from collections.abc import Mapping
@@ -29,15 +29,16 @@ from scalepoint.numerics import dtype_name
 from scalepoint.support.torch_state import gc_paused
 from scalepoint.targets.target import RewriteRule
 
+# opset -> version of the ONNX file format
 IR_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13}
-OPSETS = {torch.float32: 18, torch.float16: 19, torch.bfloat16: 22}  # 16-bit scales, 16-bit convolutions
-MAX_TRANSLATION_OPSET = (
-    22  # from 23 on torch writes attention as one operator, which few compilers read; types alone need more
-)
+OPSETS = {torch.float32: 18, torch.float16: 19, torch.bfloat16: 22}  # the first with such scales and convolutions
+# From opset 23 on torch writes attention as one operator, which few compilers support. Newer opsets are only declared,
+# for their types.
+MAX_TRANSLATION_OPSET = 22
 
 
 def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
-    """The quantized model, and the float one of the same capture where it is asked for."""
+    """Write the quantized model, and with request.float_path also the float model of the same capture."""
     with gc_paused():
         _write_both(model, path, request)
 
@@ -55,14 +56,14 @@ def _write_both(model: fx.GraphModule, path: Path, request: ExportRequest) -> No
 
 
 class _GraphOptions(NamedTuple):
-    """How a graph is written."""
+    """The options with which a graph is written."""
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     opset: int
     float_dtype: str
     dynamic: bool
     size_cache: SizeCache  # shared by the float graph and the quantized graph
-    rewrites: tuple[RewriteRule, ...] = ()  # of what a target is given: the float file is as anybody writes it
+    rewrites: tuple[RewriteRule, ...] = ()  # of the target; none for the float file
 
 
 def _write_graph(model: fx.GraphModule, path: Path, options: _GraphOptions, metadata: Mapping[str, str]) -> None:
@@ -72,7 +73,7 @@ def _write_graph(model: fx.GraphModule, path: Path, options: _GraphOptions, meta
         save_graph(graph, path)
     except ScalepointError:
         raise
-    except RuntimeError as error:  # a constant that torch.export has left without data
+    except RuntimeError as error:  # torch.export left a constant without data
         raise explain_export_error(error, None) from error
 
 
