@@ -99,7 +99,7 @@ def theirs(model: Any, words: Tensor, folder: Path) -> Iterator[tuple[Path, Resu
 
 def timed(made: list[tuple[Path, Result]], words: Tensor, plain: Path) -> list[Result]:
     """The same rows with the speed of each file, all of a runtime in turns in one process."""
-    feeds = {RuntimeModel(plain, threads=1).served.inputs[0]: words.numpy()}
+    feeds = {RuntimeModel(plain, threads=1).session.inputs[0]: words.numpy()}
     found = speeds([plain, *(path for path, _ in made)], feeds, made[0][1].runtime)
     return [replace(row, speed=speed) for (_, row), speed in zip(made, found[1:], strict=True)]
 

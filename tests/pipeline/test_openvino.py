@@ -20,7 +20,7 @@ def test_evaluate_runs_the_file_in_openvino(tmp_path):
     judged = []
 
     def evaluate(run):
-        runtime = run.served.runtime.name if hasattr(run, "served") else "torch"
+        runtime = run.session.runtime.name if hasattr(run, "session") else "torch"
         judged.append((runtime, run(x).detach()))
         return 1.0
 

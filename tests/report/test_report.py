@@ -209,7 +209,7 @@ def test_summary_of_an_ordinary_run():
         (made.verification(sqnr=math.inf), r"runs as simulated \(exactly\)"),
         (
             replace(made.verification(), choices=(Choice("decoder.topk", 141.0, 0.0),)),
-            "runs as simulated .* chose others than the simulation among .* at decoder.topk .*141.0 dB",
+            "runs as simulated .* chose differently from the simulation among .* at decoder.topk .*141.0 dB",
         ),
     ],
 )

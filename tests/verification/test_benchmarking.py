@@ -1,4 +1,4 @@
-"""Speed: files in turns in one process, with the circumstances; the baseline is the faster float file."""
+"""Speed of files in one process, with interleaved runs; the baseline is the faster float file."""
 
 import time
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 class Scores(nn.Module):
-    """Nested in and out, with an input that is no tensor: what the older exporter alone does not take."""
+    """Model with nested inputs and outputs and a number as input, which torch.onnx.export alone does not accept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,56 +39,56 @@ def files(tmp_path_factory):
     torch.manual_seed(0)
     folder, model = tmp_path_factory.mktemp("timed"), Scores().eval()
     quantized = quantize(
-        model, ARGS, forward_loop=lambda each: each(*ARGS, **KWARGS), target="onnxruntime", kwargs=KWARGS
+        model, ARGS, forward_loop=lambda run: run(*ARGS, **KWARGS), target="onnxruntime", kwargs=KWARGS
     )
     export(quantized, folder / "m.onnx", ARGS, kwargs=KWARGS, float_path=folder / "float.onnx")
     return model, quantized, folder
 
 
-def test_it_states_batch_shapes_threads_and_spread(files):
+def test_a_measurement_states_batch_shapes_threads_and_spread(files):
     _, quantized, folder = files
     path = folder / "m.onnx"
-    found = verify(path, quantized, ARGS, kwargs=KWARGS, float_path=folder / "float.onnx", threads=1).latency
-    assert found.shapes == {"given_x": (4, 32), "offset": (4, 8)}
-    assert found.batch == 4
-    assert found.baseline == "the float file"
-    assert all(each > 0 for each in found.spread)
-    assert "onnxruntime, 1 thread, given_x 4x32, offset 4x8, medians of" in str(found)
-    assert "interleaved runs, quartiles within" in str(found)
+    result = verify(path, quantized, ARGS, kwargs=KWARGS, float_path=folder / "float.onnx", threads=1).latency
+    assert result.shapes == {"given_x": (4, 32), "offset": (4, 8)}
+    assert result.batch == 4
+    assert result.baseline == "the float file"
+    assert all(spread > 0 for spread in result.spread)
+    assert "onnxruntime, 1 thread, given_x 4x32, offset 4x8, medians of" in str(result)
+    assert "interleaved runs, quartiles within" in str(result)
 
 
-def test_an_input_that_is_no_batch_does_not_fix_the_batch_of_the_others(tmp_path):
-    given = [helper.make_tensor_value_info("x", 1, ["batch", 3]), helper.make_tensor_value_info("anchors", 1, [3])]
-    made = [helper.make_tensor_value_info("y", 1, ["batch", 3])]
-    graph = helper.make_graph([helper.make_node("Add", ["x", "anchors"], ["y"])], "g", given, made)
+def test_an_input_without_a_batch_does_not_fix_the_batch_of_the_others(tmp_path):
+    inputs = [helper.make_tensor_value_info("x", 1, ["batch", 3]), helper.make_tensor_value_info("anchors", 1, [3])]
+    outputs = [helper.make_tensor_value_info("y", 1, ["batch", 3])]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "anchors"], ["y"])], "g", inputs, outputs)
     onnx.save(helper.make_model(graph), tmp_path / "m.onnx")
-    found = make_random_inputs(tmp_path / "m.onnx", find_runtime("onnxruntime"), batch=8)
-    assert {name: value.shape for name, value in found.items()} == {"x": (8, 3), "anchors": (3,)}
+    feeds = make_random_inputs(tmp_path / "m.onnx", find_runtime("onnxruntime"), batch=8)
+    assert {name: value.shape for name, value in feeds.items()} == {"x": (8, 3), "anchors": (3,)}
 
 
-def test_throughput_is_told_at_each_batch_and_a_file_with_a_fixed_one_says_so(files, tmp_path):
+def test_throughput_is_measured_per_batch_size_and_needs_a_free_batch(files, tmp_path):
     _, quantized, folder = files
     first, second = throughput(folder / "float.onnx", folder / "m.onnx", batches=(2, 16), repeats=3)
     assert (first.batch, second.batch) == (2, 16)
-    assert second.per_second == tuple(16 / each for each in second.seconds)
+    assert second.per_second == tuple(16 / seconds for seconds in second.seconds)
     export(quantized, tmp_path / "m.onnx", ARGS, kwargs=KWARGS, dynamic=False)
     with raises(UsageError, "batches of 4", "16", "free batch"):
         throughput(tmp_path / "m.onnx", tmp_path / "m.onnx", batches=(4, 16), repeats=3)
 
 
-def test_the_plain_exporter_takes_what_deploy_takes(files):
+def test_the_plain_exporter_accepts_the_inputs_of_deploy(files):
     model, *_ = files
     with baseline_file(model, find_format("onnx"), ExportRequest((ARGS, KWARGS), names=("given_x", "offset"))) as path:
-        assert [each.name for each in find_format("onnx").about(path).inputs] == ["given_x", "offset"]
+        assert [info.name for info in find_format("onnx").about(path).inputs] == ["given_x", "offset"]
     assert not path.exists()
 
 
-def test_a_model_that_the_plain_exporter_cannot_take_has_no_plain_file(capfd):
-    class Odd(nn.Module):
+def test_a_model_that_the_plain_exporter_refuses_has_no_plain_file(capfd):
+    class Bessel(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.special.bessel_j0(x)
 
-    with baseline_file(Odd(), find_format("onnx"), ExportRequest(((torch.randn(2),), {}))) as path:
+    with baseline_file(Bessel(), find_format("onnx"), ExportRequest(((torch.randn(2),), {}))) as path:
         assert path is None
     assert capfd.readouterr().out == ""
 
@@ -111,15 +111,15 @@ class File:
 
 @pytest.fixture
 def timed(tmp_path):
-    """A runtime whose files say how long they take."""
+    """Function that compares files of a runtime in which a file contains the seconds that its run takes."""
     (tmp_path / "child.py").write_text(CHILD)
     runtime = Runtime("clock", "numpy", tmp_path / "child.py", ("onnx",))
     for name, seconds in (("slow", 0.02), ("fast", 0.01), ("quantized", 0.005)):
         (tmp_path / f"{name}.onnx").write_text(str(seconds))
-    (tmp_path / "broken.onnx").write_text("no number")
+    (tmp_path / "broken.onnx").write_text("not a number")
 
     def run(first, second, plain=None, baseline=None):
-        names = (tmp_path / f"{each}.onnx" for each in (first, second))
+        names = (tmp_path / f"{name}.onnx" for name in (first, second))
         feeds = {"x": torch.zeros(3, 2).numpy()}
         plain_path = None if plain is None else tmp_path / f"{plain}.onnx"
         limits = {"repeats": 5, "seconds": 1}
@@ -129,31 +129,31 @@ def timed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("own", "plain", "baseline", "file", "ratio"),
+    ("float_file", "plain", "baseline", "fastest", "ratio"),
     [
         ("slow", "fast", "the plain export", "fast.onnx", 2),
         ("fast", "slow", "the float file", "fast.onnx", 2),
         ("slow", None, "the float file", "slow.onnx", 4),
         ("slow", "broken", "the float file", "slow.onnx", 4),
     ],
-    ids=["plain is faster", "ours is faster", "ours alone", "plain does not run"],
+    ids=["plain is faster", "float file is faster", "no plain file", "plain does not run"],
 )
-def test_the_baseline_is_the_faster_float_file_that_runs(timed, own, plain, baseline, file, ratio):
-    found = timed(own, "quantized", plain)
-    assert found.baseline == baseline
-    assert found.baseline_file == file
-    assert file in found.against
-    assert found.ratio == pytest.approx(ratio, rel=0.4)
-    assert f"of {baseline}'s speed" in str(found)
+def test_the_baseline_is_the_faster_float_file_that_runs(timed, float_file, plain, baseline, fastest, ratio):
+    result = timed(float_file, "quantized", plain)
+    assert result.baseline == baseline
+    assert result.baseline_file == fastest
+    assert fastest in result.baseline_text
+    assert result.ratio == pytest.approx(ratio, rel=0.4)
+    assert f"of {baseline}'s speed" in str(result)
 
 
-def test_measurements_that_are_compared_have_the_same_baseline(timed):
-    found = timed("slow", "quantized", "fast", baseline="the float file")
-    assert (found.baseline, found.baseline_file) == ("the float file", "slow.onnx")
-    assert found.ratio == pytest.approx(4, rel=0.4)
+def test_the_baseline_can_be_fixed_for_a_series_of_measurements(timed):
+    result = timed("slow", "quantized", "fast", baseline="the float file")
+    assert (result.baseline, result.baseline_file) == ("the float file", "slow.onnx")
+    assert result.ratio == pytest.approx(4, rel=0.4)
 
 
-def test_a_baseline_that_is_neither_file_is_refused(timed):
+def test_an_unknown_baseline_is_refused(timed):
     with pytest.raises(UsageError, match="did you mean 'the plain export'"):
         timed("slow", "quantized", "fast", baseline="plain export")
 
@@ -165,8 +165,8 @@ def test_a_file_that_does_not_run_is_an_error(timed):
     assert time.monotonic() - start < 60
 
 
-def test_the_runtime_is_that_of_the_files_name():
-    known = {"a.onnx": "onnxruntime", "a.pte": "executorch", "a.tflite": "litert"}
-    assert {name: find_runtime_for(name).name for name in known} == known
+def test_the_runtime_follows_from_the_suffix_of_the_file():
+    expected = {"a.onnx": "onnxruntime", "a.pte": "executorch", "a.tflite": "litert"}
+    assert {name: find_runtime_for(name).name for name in expected} == expected
     with raises(UsageError, "a.bin", ".onnx, .pte"):
         find_runtime_for("a.bin")

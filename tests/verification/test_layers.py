@@ -1,4 +1,4 @@
-"""Each layer of a file in the real runtime, given the simulation's inputs."""
+"""Every layer of a file in its runtime, with the inputs of the simulation."""
 
 import onnx
 import pytest
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 class Block(nn.Module):
-    """A transformer block whose linear layers give floats."""
+    """A transformer block, whose linear layers have float outputs."""
 
     def __init__(self, width=32, heads=4):
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Padded(nn.Module):
-    """Paddings that the exporter folds away, before and after a layer."""
+    """Paddings that the exporter folds into convolutions."""
 
     def __init__(self):
         super().__init__()
@@ -59,24 +59,24 @@ def deployed(model, x, cpu, path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_layer_gives_the_codes_of_the_simulation(name, tmp_path):
+def test_every_layer_has_the_codes_of_the_simulation(name, tmp_path):
     make, shape, weighted, floats = CASES[name]
     torch.manual_seed(0)
     model, x = make(), torch.randn(shape)
     quantized = deployed(model, x, "avx2", tmp_path / "m.onnx")
-    found = verify_layers(tmp_path / "m.onnx", quantized, x)
-    assert found.holds, "\n".join(map(str, found.departing))
-    assert found.least_equal >= 0.999
-    assert found.largest_codes <= 1
-    assert found.low_precision == weighted
-    assert found.fallbacks == ()
-    assert sum(layer.is_float for layer in found.layers) == floats
-    assert len(found.layers) >= weighted
+    result = verify_layers(tmp_path / "m.onnx", quantized, x)
+    assert result.holds, "\n".join(map(str, result.departing))
+    assert result.least_equal >= 0.999
+    assert result.largest_codes <= 1
+    assert result.low_precision == weighted
+    assert result.fallbacks == ()
+    assert sum(layer.is_float for layer in result.layers) == floats
+    assert len(result.layers) >= weighted
 
 
 @pytest.mark.parametrize("name", ["convolutions", "transformer"])
-def test_layers_that_saturate_are_found_and_exact_ones_are_not_blamed(name, tmp_path):
-    """Weights and inputs of one sign use the whole range of 16 bits and more, which add up with VNNI alone."""
+def test_layers_that_saturate_are_found_and_no_others(name, tmp_path):
+    """Products of weights and inputs of one sign need more than 16 bits. Only a CPU with VNNI adds them exactly."""
     make, shape, *_ = CASES[name]
     torch.manual_seed(0)
     model, x = make(), torch.rand(shape)
@@ -84,31 +84,33 @@ def test_layers_that_saturate_are_found_and_exact_ones_are_not_blamed(name, tmp_
     with torch.no_grad():
         first.weight.abs_().clamp_(min=float(first.weight.abs().max()) * 0.9)
     naive = deployed(model, x, "vnni", tmp_path / "naive.onnx")
-    found = verify_layers(tmp_path / "naive.onnx", naive, x)
+    result = verify_layers(tmp_path / "naive.onnx", naive, x)
     if instruction_set() == "vnni":
-        assert found.holds, "\n".join(map(str, found.departing))
+        assert result.holds, "\n".join(map(str, result.departing))
         return
-    assert not found.holds
-    assert "stem" in found.departing[0].where if name == "convolutions" else found.largest_steps > 1e5
+    assert not result.holds
+    assert "stem" in result.departing[0].where if name == "convolutions" else result.largest_steps > 1e5
 
 
 def test_a_changed_layer_is_found_and_no_other(tmp_path):
-    """What happens in one layer does not carry over to the next."""
+    """A difference in one layer does not reach the next layer."""
     torch.manual_seed(0)
     model, x = settled(Net()), torch.randn(4, 3, 32, 32)
     quantized = deployed(model, x, "avx2", tmp_path / "m.onnx")
     proto = onnx.load(tmp_path / "m.onnx")
     scale = next(
-        each for each in proto.graph.initializer if each.name.startswith("expand") and each.name.endswith("conv.scale")
+        tensor
+        for tensor in proto.graph.initializer
+        if tensor.name.startswith("expand") and tensor.name.endswith("conv.scale")
     )
     doubled = 2 * onnx.numpy_helper.to_array(scale)
     scale.CopyFrom(onnx.numpy_helper.from_array(doubled, scale.name))
     onnx.save(proto, tmp_path / "changed.onnx")
-    found = verify_layers(tmp_path / "changed.onnx", quantized, x)
-    assert [layer.where.split("_")[0] for layer in found.departing] == ["expand"]
+    result = verify_layers(tmp_path / "changed.onnx", quantized, x)
+    assert [layer.where.split("_")[0] for layer in result.departing] == ["expand"]
 
 
-def test_a_file_that_is_none_is_told(tmp_path):
+def test_a_file_that_does_not_run_is_an_error(tmp_path):
     x = torch.randn(2, 3, 32, 32)
     quantized = quantize(settled(Net()), x, forward_loop=[x], target="onnxruntime")
     proto = onnx.helper.make_model(

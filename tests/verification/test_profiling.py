@@ -1,4 +1,4 @@
-"""Where the time goes: rows of layers, by the runtime's own profiler; and how they are told."""
+"""Time per layer, measured by the profiler of the runtime, and its description."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def profiled(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("profiled")
     body = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
@@ -32,8 +32,8 @@ def made(tmp_path_factory):
     return folder, quantized, x
 
 
-def test_every_layer_has_its_time_and_kernel_in_both_files(made):
-    folder, quantized, _ = made
+def test_every_layer_has_its_time_and_kernel_in_both_files(profiled):
+    folder, quantized, _ = profiled
     rows = {
         row.name: row for row in profile(folder / "float.onnx", folder / "m.onnx", names=map_layer_names(quantized))
     }
@@ -47,7 +47,7 @@ def test_every_layer_has_its_time_and_kernel_in_both_files(made):
     assert rows["input_quant"].float_seconds is None
 
 
-def test_a_kernel_that_an_optimisation_made_is_told_of_its_layer(tmp_path):
+def test_a_kernel_that_the_runtime_fused_is_assigned_to_its_layer(tmp_path):
     """ONNX Runtime fuses a bias and a GELU into a node with a name of its own."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).eval(), torch.randn(4, 16, 64)
@@ -55,25 +55,25 @@ def test_a_kernel_that_an_optimisation_made_is_told_of_its_layer(tmp_path):
     export(quantized, tmp_path / "m.onnx", x, float_path=tmp_path / "float.onnx")
     rows = profile(tmp_path / "float.onnx", tmp_path / "m.onnx", names=map_layer_names(quantized))
     (fused,) = [row for row in rows if "BiasGelu" in row.kernels]
-    assert fused.name == "0"  # a GELU goes with the layer before it
+    assert fused.name == "0"  # a GELU belongs to the layer before it
     assert "Erf" in fused.float_kernels
 
 
-def test_the_slowest_come_first(made):
-    folder, _, _ = made
+def test_the_slowest_come_first(profiled):
+    folder, _, _ = profiled
     times = [row.seconds or 0.0 for row in profile(folder / "float.onnx", folder / "m.onnx")]
     assert times == sorted(times, reverse=True)
 
 
-def test_verify_profiles_what_it_times(made):
-    folder, quantized, x = made
-    found = verify(folder / "m.onnx", quantized, x, float_path=folder / "float.onnx")
-    assert {"0", "2", "6"} <= {row.name for row in found.times}
+def test_verify_profiles_what_it_times(profiled):
+    folder, quantized, x = profiled
+    result = verify(folder / "m.onnx", quantized, x, float_path=folder / "float.onnx")
+    assert {"0", "2", "6"} <= {row.name for row in result.times}
     assert verify(folder / "m.onnx", quantized, x).times == ()
 
 
-def test_openvino_tells_its_primitives(made):
-    folder, _, _ = made
+def test_openvino_reports_its_primitives(profiled):
+    folder, _, _ = profiled
     rows = profile(folder / "float.onnx", folder / "m.onnx", runtime="openvino")
     assert any("Convolution" in kernel for row in rows for kernel in row.kernels)
     assert all((row.seconds or 0) >= 0 for row in rows)
@@ -90,33 +90,33 @@ feeds = {file.inputs[0]: np.zeros((1, 3, 32, 32), np.float32)}
 for _ in range(int(runs)):
     file.run(feeds)
 averages = {node.node_name: node.real_time.total_seconds() for node in file.request.profiling_info}
-print(json.dumps({name: [averages[name], times] for (name, _), times in file.taken.items()}))
+print(json.dumps({name: [averages[name], times] for (name, _), times in file.run_times.items()}))
 """
 
 
-def test_times_in_openvino_are_those_of_single_runs(made):
-    """OpenVINO gives averages since the file was compiled: single runs add up to as many averages, not more."""
+def test_times_in_openvino_are_those_of_single_runs(profiled):
+    """OpenVINO reports averages since the file was compiled; the child computes the time of each run from them."""
     child = find_runtime("openvino").child
-    command = [sys.executable, "-c", OPENVINO, str(child), str(made[0] / "float.onnx"), str(RUNS)]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-    assert found
-    for average, times in found.values():
+    command = [sys.executable, "-c", OPENVINO, str(child), str(profiled[0] / "float.onnx"), str(RUNS)]
+    times_by_node = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert times_by_node
+    for average, times in times_by_node.values():
         assert len(times) == RUNS
         assert sum(times) == pytest.approx(RUNS * average, abs=1e-9)
 
 
-def test_a_runtime_that_does_not_tell_is_refused(made):
-    folder, _, _ = made
-    mute = replace(find_runtime("onnxruntime"), profiles=False)
+def test_a_runtime_without_a_profiler_is_refused(profiled):
+    folder, _, _ = profiled
+    no_profiler = replace(find_runtime("onnxruntime"), profiles=False)
     with pytest.raises(VerificationError, match="time of its nodes"):
-        profile(folder / "float.onnx", folder / "m.onnx", runtime=mute)
+        profile(folder / "float.onnx", folder / "m.onnx", runtime=no_profiler)
 
 
-def test_a_file_that_does_not_run_is_told(made, tmp_path):
-    folder, _, _ = made
+def test_a_file_that_does_not_run_is_an_error(profiled, tmp_path):
+    folder, _, _ = profiled
     (tmp_path / "broken.onnx").write_bytes(b"no model")
     with pytest.raises(VerificationError, match="could not profile"):
-        profile(folder / "float.onnx", tmp_path / "broken.onnx", {"input": made[2].numpy()})
+        profile(folder / "float.onnx", tmp_path / "broken.onnx", {"input": profiled[2].numpy()})
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_file_that_does_not_run_is_told(made, tmp_path):
         ("layer1.conv/Conv_token_3", "layer1.conv"),
     ],
 )
-def test_a_node_belongs_to_what_its_name_begins_with(name, scope):
+def test_a_node_belongs_to_the_layer_that_its_name_begins_with(name, scope):
     assert read_scope(name, "Gather") == scope
 
 
@@ -151,15 +151,15 @@ ROWS = (
 )
 
 
-def test_what_loses_time_is_named_with_its_kernels_and_noise_is_not():
+def test_slower_layers_are_named_with_their_kernels_and_noise_is_not():
     assert [row.name for row in find_slower_layers(ROWS)] == ["slow"]
-    told = describe_slower_layers(ROWS)
-    assert told.startswith("slow (QLinearConv 3.0 s, Conv 1.0 s in float)")
-    assert "conversions between float and integers, 16.6% of its time" in told
-    assert "noise" not in told
+    text = describe_slower_layers(ROWS)
+    assert text.startswith("slow (QLinearConv 3.0 s, Conv 1.0 s in float)")
+    assert "conversions between float and integers, 16.6% of its time" in text
+    assert "noise" not in text
     assert sum_seconds(ROWS) == (6.0, 6.01)
 
 
-def test_nothing_is_told_where_nothing_is_lost():
+def test_files_without_slower_layers_have_no_description():
     assert describe_slower_layers(ROWS[1:2]) == ""
     assert describe_slower_layers(()) == ""

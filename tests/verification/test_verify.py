@@ -1,4 +1,4 @@
-"""Verification in the real runtimes, in processes of their own."""
+"""Verification of files in ONNX Runtime and OpenVINO, in child processes."""
 
 import importlib.util
 
@@ -37,35 +37,35 @@ class TestOnnxRuntime:
         quantized, x, folder = case
         return verify(folder / "model.onnx", quantized, x, float_path=folder / "float.onnx")
 
-    def test_it_agrees(self, verification):
+    def test_outputs_agree_with_the_simulation(self, verification):
         assert verification.status == Status.OK
         assert verification.holds
         assert verification.sqnr > 35
         assert verification.optimized[0].top1 == 1.0
         assert verification.unoptimized[0].sqnr > 35
 
-    def test_it_says_what_really_runs_in_int8(self, verification):
+    def test_operations_that_run_in_int8_are_counted(self, verification):
         assert verification.low_precision == 5
         assert verification.fallbacks == ()
         assert verification.executed["QLinearConv"] == 4
 
-    def test_it_has_size_and_speed(self, verification):
+    def test_size_and_speed_are_measured(self, verification):
         assert verification.size > 0
         assert verification.float_size > 0
         assert verification.latency.ratio > 0
         assert verification.latency.repeats >= 5
         assert "agreement" in str(verification)
 
-    def test_a_float_file_in_disguise_is_seen(self, case):
+    def test_a_float_file_has_no_operations_in_int8(self, case):
         quantized, x, folder = case
-        found = verify(folder / "float.onnx", quantized, x, layers=False)
-        assert found.low_precision == 0
-        assert len(found.fallbacks) == 5
+        result = verify(folder / "float.onnx", quantized, x, layers=False)
+        assert result.low_precision == 0
+        assert len(result.fallbacks) == 5
 
 
 @pytest.fixture
 def one_sign(tmp_path):
-    """Weights of one sign and full range, in a file for each kind of CPU."""
+    """Function that writes a file for a kind of CPU. The weights have one sign and full range, so products saturate."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16)).eval()
     with torch.no_grad():
@@ -73,39 +73,39 @@ def one_sign(tmp_path):
             layer.weight.abs_().clamp_(min=0.11)
     x = torch.rand(16, 64)
 
-    def made(cpu):
+    def write_file(cpu):
         quantized = quantize(model, x, forward_loop=[x], target=onnxruntime_target(cpu))
         export(quantized, tmp_path / f"{cpu}.onnx", x)
         return tmp_path / f"{cpu}.onnx", quantized, x
 
-    return made
+    return write_file
 
 
-def test_a_file_for_vnni_runs_where_the_cpu_has_it_and_else_saturation_is_named_as_the_cause(one_sign):
+def test_a_file_for_vnni_agrees_on_a_cpu_with_vnni_and_on_others_saturation_is_the_cause(one_sign):
     naive = one_sign("vnni")
     if instruction_set() == "vnni":
-        found = verify(*naive)
-        assert found.sqnr > 35
-        assert (found.warning, found.made_for["cpu"]) == ("", "vnni")
+        result = verify(*naive)
+        assert result.sqnr > 35
+        assert (result.warning, result.made_for["cpu"]) == ("", "vnni")
         return
     with pytest.warns(ScalepointWarning, match="VNNI.*saturate"):
-        found = verify(*naive)
-    assert not found.holds
-    assert "made for a CPU with VNNI" in found.warning
-    assert found.unoptimized[0].sqnr > found.sqnr + 10
-    assert "saturate" in found.departure.cause
+        result = verify(*naive)
+    assert not result.holds
+    assert "made for a CPU with VNNI" in result.warning
+    assert result.unoptimized[0].sqnr > result.sqnr + 10
+    assert "saturate" in result.departure.cause
     with pytest.raises(VerificationError, match="saturate"):
-        found.check()
+        result.check()
 
 
 def test_a_file_for_avx2_runs_on_any_cpu(one_sign):
     path, *rest = one_sign("avx2")
-    found = verify(path, *rest)
-    assert found.sqnr > 35
-    assert found.warning == ""
-    assert found.made_for == {"target": "onnxruntime", "cpu": "avx2"}
-    assert "target onnxruntime, cpu avx2" in str(found)
-    assert find_format("onnx").about(path).made_for == found.made_for
+    result = verify(path, *rest)
+    assert result.sqnr > 35
+    assert result.warning == ""
+    assert result.made_for == {"target": "onnxruntime", "cpu": "avx2"}
+    assert "target onnxruntime, cpu avx2" in str(result)
+    assert find_format("onnx").about(path).made_for == result.made_for
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
@@ -114,31 +114,31 @@ def test_openvino_runs_every_layer_in_int8(tmp_path):
     model, x = settled(Net()), torch.randn(4, 3, 32, 32)
     quantized = quantize(model, x, forward_loop=[x], target="openvino")
     export(quantized, tmp_path / "m.onnx", x)
-    found = verify(tmp_path / "m.onnx", quantized, x, runtime="openvino")
-    assert found.status == Status.OK, found.message
-    assert found.sqnr > 30
-    assert found.fallbacks == ()
-    assert found.low_precision >= 5
+    result = verify(tmp_path / "m.onnx", quantized, x, runtime="openvino")
+    assert result.status == Status.OK, result.message
+    assert result.sqnr > 30
+    assert result.fallbacks == ()
+    assert result.low_precision >= 5
 
 
-class TestFaults:
-    def test_a_file_that_is_none(self, case, tmp_path):
+class TestErrors:
+    def test_a_file_that_is_no_model_fails(self, case, tmp_path):
         quantized, x, _ = case
         (tmp_path / "bad.onnx").write_bytes(b"not a model")
-        found = verify(tmp_path / "bad.onnx", quantized, x)
-        assert found.status == Status.FAILED
-        assert found.message
+        result = verify(tmp_path / "bad.onnx", quantized, x)
+        assert result.status == Status.FAILED
+        assert result.message
         with pytest.raises(VerificationError):
-            found.check()
+            result.check()
 
-    def test_a_file_that_is_not_there(self, case, tmp_path):
+    def test_a_missing_file_is_an_error(self, case, tmp_path):
         quantized, x, _ = case
-        with pytest.raises(StoreError, match="not there"):
+        with pytest.raises(StoreError, match="does not exist"):
             verify(tmp_path / "none.onnx", quantized, x)
 
     @pytest.fixture
     def crashing(self, tmp_path):
-        """Known to divide by zero inside ONNX Runtime: blocksize 2^32 passes the checker."""
+        """File that makes ONNX Runtime divide by zero: the checker accepts blocksize 2^32."""
         node = helper.make_node("DepthToSpace", ["x"], ["y"], blocksize=2**32)
         graph = helper.make_graph(
             [node],
@@ -150,28 +150,30 @@ class TestFaults:
         onnx.save(model, tmp_path / "crash.onnx")
         return tmp_path / "crash.onnx"
 
-    def test_a_runtime_that_crashes_is_a_finding_that_names_its_signal(self, crashing):
-        found = verify(crashing, nn.Identity(), torch.randn(1, 3, 32, 32))
-        assert found.status == Status.CRASHED
-        assert found.message == "onnxruntime died of SIGFPE"
-        assert not found.holds
+    def test_a_crash_of_the_runtime_is_a_status_with_the_signal(self, crashing):
+        result = verify(crashing, nn.Identity(), torch.randn(1, 3, 32, 32))
+        assert result.status == Status.CRASHED
+        assert result.message == "onnxruntime died of SIGFPE"
+        assert not result.holds
 
-    def test_a_crash_says_whether_the_float_file_crashes_too(self, case, crashing):
+    def test_a_crash_reports_whether_the_float_file_crashes_too(self, case, crashing):
         *_, folder = case
         x = torch.randn(1, 3, 32, 32)
         alone = verify(crashing, nn.Identity(), x, float_path=folder / "float.onnx")
         assert alone.message == "onnxruntime died of SIGFPE; the float file runs"
         both = verify(crashing, nn.Identity(), x, float_path=crashing)
-        assert both.message.endswith("the float file too (onnxruntime died of SIGFPE), so it is not the quantization")
+        assert both.message.endswith(
+            "the float file crashes too (onnxruntime died of SIGFPE), so it is not the quantization"
+        )
         with raises(VerificationError, "SIGFPE", "float file runs"):
             benchmark(folder / "float.onnx", crashing, {"x": x.numpy()})
 
-    def test_a_runtime_that_hangs(self, case):
+    def test_a_run_over_the_time_limit_ends_with_a_timeout(self, case):
         quantized, x, folder = case
-        found = verify(folder / "model.onnx", quantized, x, seconds=0.05)
-        assert found.status == Status.TIMEOUT
+        result = verify(folder / "model.onnx", quantized, x, seconds=0.05)
+        assert result.status == Status.TIMEOUT
 
-    def test_an_unknown_runtime(self, case):
+    def test_an_unknown_runtime_is_an_error(self, case):
         quantized, x, folder = case
         with pytest.raises(UsageError, match="onnxruntime"):
             verify(folder / "model.onnx", quantized, x, runtime="tflite")
@@ -179,6 +181,6 @@ class TestFaults:
 
 def test_benchmark_needs_no_inputs(case):
     *_, folder = case
-    found = benchmark(folder / "float.onnx", folder / "model.onnx", repeats=5, seconds=1)
-    assert found.seconds[0] > 0
-    assert np.isclose(found.ratio, found.seconds[0] / found.seconds[1])
+    result = benchmark(folder / "float.onnx", folder / "model.onnx", repeats=5, seconds=1)
+    assert result.seconds[0] > 0
+    assert np.isclose(result.ratio, result.seconds[0] / result.seconds[1])

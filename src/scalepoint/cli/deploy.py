@@ -295,6 +295,6 @@ def _describe_failure(found: Any, allow_departure: bool) -> str:
     if allow_departure:
         return ""
     if found.differences:
-        return f"the file does not hold what the model does: {found.differences[0]}"
+        return f"the file differs from the model: {found.differences[0]}"
     why = f"{found.runtime} agrees to {decibel(found.sqnr)} dB, less than {found.bound:.0f}"
     return f"{why} (--allow-departure accepts it)"

@@ -101,7 +101,7 @@ def _runtime_verdict(report: "Report") -> str:
         return f"Not verified in a runtime.{simulated}{checked and ' ' + checked}"
     if not found.holds:
         return _unverified(found)
-    chosen = f"; {one_line(found.chosen)}" if found.choices else ""
+    chosen = f"; {one_line(found.choices_text)}" if found.choices else ""
     agrees = f"in {found.runtime} it runs as simulated ({_describe_agreement(found.sqnr)}){chosen}"
     if found.latency is not None and found.latency.ratio < 1:
         word = "Slower than" if found.latency.is_slower else "No faster than"
@@ -113,7 +113,7 @@ def _runtime_verdict(report: "Report") -> str:
 
 def _unverified(found: "Verification") -> str:
     if found.differences:
-        return f"The file does not hold what the model does: {one_line(found.differences[0])}"
+        return f"The file differs from the model: {one_line(found.differences[0])}"
     if found.status.value == "not verified here":
         return f"Not verified here: {one_line(found.message)}"
     if found.status.value != "ok":
@@ -251,7 +251,7 @@ def _size_and_latency_rows(report: "Report") -> list[tuple[str, str, str, str]]:
 def _baseline_lines(report: "Report") -> list[str]:
     """Which float file the latency is compared with."""
     latency = None if report.verification is None else report.verification.latency
-    return [] if latency is None else [f"Latency is compared with {one_line(latency.against)}."]
+    return [] if latency is None else [f"Latency is compared with {one_line(latency.baseline_text)}."]
 
 
 @dataclass(frozen=True)

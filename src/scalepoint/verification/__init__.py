@@ -1,4 +1,4 @@
-"""Verification in the real runtime: agreement with the simulation, what really runs in low precision, speed."""
+"""Verification of exported files in their runtime: agreement with the simulation, precision of the kernels, speed."""
 
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ __all__ = [
     "verify_layers",
 ]
 
-_HOMES = {
+_MODULES = {
     "Agreement": "agreement",
     "Benchmark": "result",
     "Choice": "result",
@@ -52,4 +52,4 @@ _HOMES = {
     "verify": "verify_file",
     "verify_layers": "layers",
 }
-__getattr__ = lazy_attributes(__name__, _HOMES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

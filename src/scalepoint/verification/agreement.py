@@ -1,8 +1,8 @@
-"""How near the outputs of a file are to the simulation's.
+"""Agreement between the outputs of a file and the outputs of the simulation.
 
-    SQNR = 10 log10( sum x^2 / sum (x - y)^2 ) dB      x of the simulation, y of the file
+    SQNR = 10 log10( sum x^2 / sum (x - y)^2 ) dB      x from the simulation, y from the file
 
-What is not a number never agrees, in neither of the two; an infinity agrees with itself (masks have them).
+A NaN in either of them never agrees. An infinity agrees with the same infinity, because masks contain infinities.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -15,7 +15,7 @@ import numpy as np
 from scalepoint.support.formatting import decibel, share_of
 
 if TYPE_CHECKING:
-    from torch import Tensor  # who reads a result does not need it
+    from torch import Tensor  # not at run time: a saved result is read without torch
 
 
 @dataclass(frozen=True)
@@ -26,69 +26,71 @@ class Agreement:
     sqnr: float
     max_difference: float
     top1: float | None
-    uncompared: str = ""  # why equal values prove nothing: "it is empty"
+    uncompared: str = ""  # why equal values prove nothing, for example "it is empty (0x4)"
 
     def __str__(self) -> str:
         if self.uncompared:
             return f"{self.output}: nothing was compared, {self.uncompared}"
-        same = "" if self.top1 is None else f", top-1 the same in {share_of(self.top1)}"
+        top1 = "" if self.top1 is None else f", top-1 the same in {share_of(self.top1)}"
         if self.sqnr == inf:
-            return f"{self.output}: exactly{same}"
-        return f"{self.output}: {decibel(self.sqnr)} dB, at most {self.max_difference:.3g} apart{same}"
+            return f"{self.output}: exactly{top1}"
+        return f"{self.output}: {decibel(self.sqnr)} dB, at most {self.max_difference:.3g} apart{top1}"
 
 
 def worst_sqnr(agreements: Sequence[Agreement]) -> float:
-    return min((each.sqnr for each in agreements), default=-inf)
+    """Return the lowest SQNR in dB; -inf without any output."""
+    return min((agreement.sqnr for agreement in agreements), default=-inf)
 
 
 def describe_nothing_compared(agreements: Sequence[Agreement]) -> str:
-    """Why no output was compared; "" where at least one was."""
-    if not agreements or not all(each.uncompared for each in agreements):
+    """Explain why no output was compared; "" if at least one was."""
+    if not agreements or not all(agreement.uncompared for agreement in agreements):
         return ""
-    return f"nothing was compared: {'; '.join(f'{each.output}: {each.uncompared}' for each in agreements)}"
+    reasons = "; ".join(f"{agreement.output}: {agreement.uncompared}" for agreement in agreements)
+    return f"nothing was compared: {reasons}"
 
 
 def compare_outputs(
-    expected: "Sequence[Tensor]", found: Mapping[str, np.ndarray], feeds: Mapping[str, np.ndarray] | None = None
+    expected: "Sequence[Tensor]", outputs: Mapping[str, np.ndarray], feeds: Mapping[str, np.ndarray] | None = None
 ) -> tuple[Agreement, ...]:
-    """Compare every output, in order; an output that the file lacks does not agree.
+    """Compare the outputs of a file with the simulation, in order. An output that the file lacks does not agree.
 
-    Top-1 is counted over the last axis of float outputs with two axes (samples, classes), and with three where the
-    first two are those of an integer input in `feeds` (samples, tokens, vocabulary). Other outputs have none.
+    Top-1 is counted over the last axis of float outputs with the shape (samples, classes) or (samples, tokens,
+    vocabulary). An output has tokens if its first two axes are the shape of an integer input in `feeds`.
     """
-    from scalepoint.verification.simulation import to_file_array  # noqa: PLC0415  # who reads a result does not load torch
+    from scalepoint.verification.simulation import to_file_array  # noqa: PLC0415  # a saved result is read without torch
 
-    names = [*found, *(f"output_{place}" for place in range(len(found), len(expected)))]
-    pairs = zip(names, expected, strict=False)  # a file may show more than its outputs
-    tokens = {each.shape for each in (feeds or {}).values() if each.ndim == 2 and each.dtype.kind in "iu"}
-    return tuple(_compare_output(name, to_file_array(value), found.get(name), tokens) for name, value in pairs)
+    names = [*outputs, *(f"output_{index}" for index in range(len(outputs), len(expected)))]
+    pairs = zip(names, expected, strict=False)  # a file may have further outputs, such as its layers
+    token_shapes = {array.shape for array in (feeds or {}).values() if array.ndim == 2 and array.dtype.kind in "iu"}
+    return tuple(_compare_output(name, to_file_array(value), outputs.get(name), token_shapes) for name, value in pairs)
 
 
 def _compare_output(
-    name: str, expected: np.ndarray, found: np.ndarray | None, tokens: Container[tuple[int, ...]]
+    name: str, expected: np.ndarray, output: np.ndarray | None, token_shapes: Container[tuple[int, ...]]
 ) -> Agreement:
-    if found is None or expected.shape != found.shape:
+    if output is None or expected.shape != output.shape:
         return Agreement(name, -inf, inf, None)
-    wide, other = expected.astype(np.float64), found.astype(np.float64)
-    same = wide == other
-    with np.errstate(invalid="ignore"):
-        apart = np.where(same, 0.0, np.abs(wide - other))
-    if why := _why_uncompared(wide, same):
-        return Agreement(name, inf, 0.0, None, why)
-    has_classes = (wide.ndim == 2 or wide.shape[:-1] in tokens) and wide.shape[-1] > 1 and expected.dtype.kind == "f"
-    top1 = float((wide.argmax(-1) == other.argmax(-1)).mean()) if has_classes else None
-    if not np.isfinite(apart).all():
+    x, y = expected.astype(np.float64), output.astype(np.float64)
+    is_equal = x == y
+    with np.errstate(invalid="ignore"):  # inf - inf
+        difference = np.where(is_equal, 0.0, np.abs(x - y))
+    if reason := _why_uncompared(x, is_equal):
+        return Agreement(name, inf, 0.0, None, reason)
+    has_classes = (x.ndim == 2 or x.shape[:-1] in token_shapes) and x.shape[-1] > 1 and expected.dtype.kind == "f"
+    top1 = float((x.argmax(-1) == y.argmax(-1)).mean()) if has_classes else None
+    if not np.isfinite(difference).all():
         return Agreement(name, -inf, inf, top1)
-    noise = float(np.square(apart).sum())
-    signal = float(np.square(wide, where=np.isfinite(wide), out=np.zeros_like(wide)).sum())
+    noise = float(np.square(difference).sum())
+    signal = float(np.square(x, where=np.isfinite(x), out=np.zeros_like(x)).sum())
     sqnr = inf if noise == 0 else 10 * log10(signal / noise) if signal else -inf
-    return Agreement(name, sqnr, float(apart.max(initial=0.0)), top1)
+    return Agreement(name, sqnr, float(difference.max(initial=0.0)), top1)
 
 
-def _why_uncompared(expected: np.ndarray, same: np.ndarray) -> str:
-    """Why equality of this output proves nothing: it has no values, or the same value everywhere."""
+def _why_uncompared(expected: np.ndarray, is_equal: np.ndarray) -> str:
+    """Explain why equality of this output proves nothing: it has no values, or the same value everywhere."""
     if expected.size == 0:
         return f"it is empty ({'x'.join(map(str, expected.shape))})"
-    if expected.size > 1 and same.all() and (expected == expected.flat[0]).all():
+    if expected.size > 1 and is_equal.all() and (expected == expected.flat[0]).all():
         return f"it is constant, {expected.flat[0]:.6g} everywhere"
     return ""

@@ -1,4 +1,4 @@
-"""The first layer whose codes are others in the runtime than in the simulation, and the known cause."""
+"""Finds the first layer whose codes in the runtime differ from the simulation, and names a known cause."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,78 +12,89 @@ from scalepoint.verification.agreement import Agreement, worst_sqnr
 from scalepoint.verification.result import Departure
 
 MIN_EQUAL_SHARE = 0.9
-MAX_FAR_SHARE, FAR_CODES = 0.02, 2  # the share of codes that may be more than so many steps away
+FAR_CODES = 2  # a larger difference counts as far
+MAX_FAR_SHARE = 0.02  # share of codes that may be far
 CLEARLY_BETTER_DB = 6.0
 SATURATION_CAUSE = (
-    "u8 x s8 products saturate: this CPU adds them in pairs of 16 bits",
-    "Deploy with cpu='avx2' (--cpu avx2: the pair-safe scale)",
+    "u8 x s8 products saturate: this CPU adds pairs of them in 16 bits",
+    "Deploy with cpu='avx2' (--cpu avx2), which uses the pair-safe scale",
 )
 
 
 def find_departure(
     codes: Mapping[str, list[Tensor]],
     quantizers: Mapping[str, str],
-    found: Mapping[str, np.ndarray],
-    on: Sequence[Agreement],
-    off: Sequence[Agreement],
-    drawn: Sequence[str] = (),
+    outputs: Mapping[str, np.ndarray],
+    optimized: Sequence[Agreement],
+    unoptimized: Sequence[Agreement],
+    random_nodes: Sequence[str] = (),
 ) -> Departure | None:
-    """The first stub whose codes differ in more than a tenth of the values, and by more than two steps in many;
-    `drawn` names what draws random numbers in the model."""
-    for name, values in codes.items():
-        for value, array in match_calls(name, values, quantizers, found):
-            apart = np.abs(array.astype(np.int32) - value)
-            equal = float((apart == 0).mean()) if apart.size else 1.0
-            if equal < MIN_EQUAL_SHARE and float((apart > FAR_CODES).mean()) > MAX_FAR_SHARE:
-                return Departure(
-                    name, equal, int(apart.max()), *(_random_cause(drawn) if drawn else _find_cause(on, off))
-                )
+    """Find the first stub whose codes differ: over 10 % are not equal, and over 2 % differ by more than two steps.
+
+    Args:
+        codes: Codes of the simulation by stub, one tensor per call.
+        quantizers: Names of the tensors with the codes in the file, by quantizer.
+        outputs: Tensors of the file by name.
+        optimized: Agreement of the outputs with the runtime's optimisations on.
+        unoptimized: The same with the optimisations off.
+        random_nodes: Operations of the model that draw random numbers.
+    """
+    for name, calls in codes.items():
+        for expected, actual in match_calls(name, calls, quantizers, outputs):
+            difference = np.abs(actual.astype(np.int32) - expected)
+            equal = float((difference == 0).mean()) if difference.size else 1.0
+            if equal < MIN_EQUAL_SHARE and float((difference > FAR_CODES).mean()) > MAX_FAR_SHARE:
+                cause = _random_cause(random_nodes) if random_nodes else _find_cause(optimized, unoptimized)
+                return Departure(name, equal, int(difference.max()), *cause)
     return None
 
 
 def match_calls(
-    name: str, values: Sequence[Tensor], quantizers: Mapping[str, str], found: Mapping[str, np.ndarray]
+    name: str, codes: Sequence[Tensor], quantizers: Mapping[str, str], outputs: Mapping[str, np.ndarray]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The calls of a stub with their tensors in the file, in order, by shape.
+    """Pair the calls of a stub with their tensors in the file, in order, by shape.
 
-    Where the exporter folded a padding away, the file quantizes before it and the simulation after it too: the
-    simulation has a call more, or one of another shape, which has no counterpart.
+    If the exporter folds a padding into a convolution, the file quantizes only before the padding. The simulation
+    also quantizes after it. That call, or a call of another shape, has no counterpart in the file.
     """
-    calls = [value.cpu().numpy() for value in values]
+    calls = [value.cpu().numpy() for value in codes]
     pairs = []
-    for place in range(len(calls)):
-        tensor = quantizers.get(f"{name}/QuantizeLinear" + (f"_{place}" if place else ""))
-        array = None if tensor is None else found.get(tensor)
+    for index in range(len(calls)):
+        tensor = quantizers.get(f"{name}/QuantizeLinear" + (f"_{index}" if index else ""))
+        array = None if tensor is None else outputs.get(tensor)
         if tensor is None or array is None:
             continue
-        seen = [to_model_layout(tensor, array, call.ndim) for call in calls]
-        index = next((at for at, call in enumerate(calls) if call.shape == seen[at].shape), None)
-        if index is not None:
-            pairs.append((calls[index], seen[index]))
-            del calls[: index + 1]
+        arrays = [to_model_layout(tensor, array, call.ndim) for call in calls]
+        match = next((position for position, call in enumerate(calls) if call.shape == arrays[position].shape), None)
+        if match is not None:
+            pairs.append((calls[match], arrays[match]))
+            del calls[: match + 1]
     return pairs
 
 
-def _random_cause(drawn: Sequence[str]) -> tuple[str, str]:
+def _random_cause(random_nodes: Sequence[str]) -> tuple[str, str]:
     return (
-        f"the model draws random numbers ({', '.join(drawn)}), and the runtime draws others",
-        "Give them to the model as an input, or leave them out in eval",
+        f"the model draws random numbers ({', '.join(random_nodes)}), and the runtime draws different ones",
+        "Pass the random numbers to the model as an input, or do not draw them in eval mode",
     )
 
 
-def _find_cause(on: Sequence[Agreement], off: Sequence[Agreement]) -> tuple[str, str]:
-    is_better = worst_sqnr(off) > worst_sqnr(on) + CLEARLY_BETTER_DB
-    if is_better and instruction_set() == "avx2":
+def _find_cause(optimized: Sequence[Agreement], unoptimized: Sequence[Agreement]) -> tuple[str, str]:
+    """Return the probable cause and what to do about it."""
+    is_optimization = worst_sqnr(unoptimized) > worst_sqnr(optimized) + CLEARLY_BETTER_DB
+    if is_optimization and instruction_set() == "avx2":
         return SATURATION_CAUSE
-    if is_better:
-        return "an optimisation of the runtime changes the result", "report it with the file"
-    return "rounding differences that grow from layer to layer", "none needed if accuracy holds"
+    if is_optimization:
+        return "an optimisation of the runtime changes the result", "Report it to the runtime, with the file"
+    return "rounding differences that grow from layer to layer", "Nothing, if the accuracy of the file is good enough"
 
 
 def predict_saturation(origin: Mapping[str, str], path: Path, has_quantizers: bool) -> str:
-    """What will go wrong on this CPU, by what the file was made for; weights alone never saturate."""
+    """Return a warning if the file was made for VNNI and this CPU has none; "" otherwise.
+
+    A file without activation quantizers (weight-only) does not saturate: its products are float.
+    """
     if origin.get("cpu") == "vnni" and instruction_set() != "vnni" and has_quantizers:
-        return (
-            f"{path.name} was made for a CPU with VNNI, this one has none: {SATURATION_CAUSE[0]}. {SATURATION_CAUSE[1]}"
-        )
+        cause, advice = SATURATION_CAUSE
+        return f"{path.name} was made for a CPU with VNNI, but this CPU has no VNNI: {cause}. {advice}"
     return ""

@@ -1,8 +1,9 @@
-"""The smallest graph that fails: the first layer that departs on its own, as a file with its inputs and a script.
+"""extract_failing: writes the first layer that departs from the simulation as a small reproduction.
 
-FOLDER/model.onnx     the layer between two quantizers, and nothing else
-FOLDER/inputs.npz     what the simulation feeds it     expected.npz  what the simulation gives
-FOLDER/run.py         runs it in ONNX Runtime, and says how far it is off
+FOLDER/model.onnx     the nodes of this layer, from quantizer to quantizer
+FOLDER/inputs.npz     its inputs in the simulation
+FOLDER/expected.npz   its output in the simulation
+FOLDER/run.py         runs model.onnx in ONNX Runtime and prints the difference from expected.npz
 """
 
 import re
@@ -19,7 +20,7 @@ from scalepoint.support.output_folder import check_inputs, check_links, check_pa
 from scalepoint.verification.layers import ComparedLayers, compare_layers
 
 EXTRACTED_FILES = ("model.onnx", "inputs.npz", "expected.npz", "run.py")
-SCRIPT = '''"""{where}: what ONNX Runtime gives for one layer, and what it should. Needs numpy and onnxruntime alone."""
+SCRIPT = '''"""{where}: compares one layer in ONNX Runtime with its expected output. Needs numpy and onnxruntime."""
 
 import os
 from pathlib import Path
@@ -29,15 +30,15 @@ import numpy as np
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime
 
-here = Path(__file__).resolve().parent
-inputs, expected = (dict(np.load(here / name)) for name in ("inputs.npz", "expected.npz"))
-names = dict(zip(inputs["names"].tolist(), (inputs[f"input_{{place}}"] for place in range(len(inputs["names"])))))
+folder = Path(__file__).resolve().parent
+inputs, expected = (dict(np.load(folder / name)) for name in ("inputs.npz", "expected.npz"))
+feeds = {{name: inputs[f"input_{{index}}"] for index, name in enumerate(inputs["names"].tolist())}}
 options = onnxruntime.SessionOptions()
 options.intra_op_num_threads = 1
-session = onnxruntime.InferenceSession(here / "model.onnx", options, providers=["CPUExecutionProvider"])
-found = session.run(None, names)[0]
-apart = np.abs(found.astype(np.float64) - expected["output"].astype(np.float64))
-print(f"{{(apart == 0).mean():.2%}} of {{apart.size}} values are equal, at most {{apart.max():g}} apart")
+session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+output = session.run(None, feeds)[0]
+difference = np.abs(output.astype(np.float64) - expected["output"].astype(np.float64))
+print(f"{{(difference == 0).mean():.2%}} of {{difference.size}} values are equal, at most {{difference.max():g}} apart")
 '''
 
 
@@ -50,29 +51,33 @@ def extract_failing(
     kwargs: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> Path | None:
-    """Write the first layer of a file that departs from the simulation by itself, as a small file that reproduces it.
+    """Write a small file that reproduces the first layer that departs from the simulation by itself.
 
     Args:
         path: The file.
-        model: The quantized model that it was written from.
+        model: The quantized model that the file was written from.
         inputs: Inputs to run.
-        folder: The folder for the four files. A folder that contains something is refused.
+        folder: The folder for the four files. It must be empty or new.
         kwargs: Keyword inputs of the model.
-        force: Overwrite the four files in `folder`; other files stay.
+        force: Allow a folder with other files. Only the four files are overwritten.
 
     Returns:
         The folder, or None if no single layer departs (rounding differences then add up over layers).
+
+    Raises:
+        UsageError: The folder is not empty.
+        VerificationError: ONNX Runtime cannot run the file.
     """
     folder = Path(folder)
     _check_folder(folder, Path(path), force=force)
-    found = compare_layers(path, model, inputs, kwargs=kwargs)
-    made = {name: place for place, node in enumerate(found.proto.graph.node) for name in node.output}
-    departing = sorted((name for name, layer in found.layers.items() if not layer.holds), key=made.__getitem__)
+    compared = compare_layers(path, model, inputs, kwargs=kwargs)
+    node_order = {name: index for index, node in enumerate(compared.proto.graph.node) for name in node.output}
+    departing = [name for name, layer in compared.layers.items() if not layer.holds]
     if not departing:
         return None
-    tensor = departing[0]
-    proto = _extract_subgraph(found.proto, tensor)
-    _write_folder(folder, proto, tensor, found)
+    tensor = min(departing, key=node_order.__getitem__)
+    proto = _extract_subgraph(compared.proto, tensor)
+    _write_folder(folder, proto, tensor, compared)
     return folder
 
 
@@ -80,46 +85,47 @@ def _check_folder(folder: Path, file: Path, *, force: bool) -> None:
     check_path(folder, "folder")
     check_inputs(folder, {"file": file})
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"folder={str(folder)!r} is a file: give a folder")
+        raise UsageError(f"folder={str(folder)!r} is a file: pass the path of a folder")
     check_links(folder, EXTRACTED_FILES)
     if not force and folder.is_dir() and any(folder.iterdir()):
         raise UsageError(
-            f"{folder} is not empty: choose another folder=, or overwrite {', '.join(EXTRACTED_FILES)} there "
+            f"{folder} is not empty: pass another folder=, or overwrite {', '.join(EXTRACTED_FILES)} there "
             "with force=True"
         )
 
 
 def _extract_subgraph(proto: Any, tensor: str) -> Any:
-    """The nodes that make a tensor of inputs and weights."""
+    """Build a model from the nodes that compute one tensor."""
     import onnx  # noqa: PLC0415  # only files need it
 
     graph = proto.graph
     nodes = list(graph.node)
-    makers = {name: place for place, node in enumerate(nodes) for name in node.output}
-    needed: set[int] = set()
-    read: set[str] = set()
+    producers = {name: index for index, node in enumerate(nodes) for name in node.output}
+    needed_nodes: set[int] = set()
+    needed_tensors: set[str] = set()
     pending = [tensor]
     while pending:
         name = pending.pop()
-        place = makers.get(name)
-        read.add(name)
-        if place is not None and place not in needed:
-            needed.add(place)
-            pending += [each for each in nodes[place].input if each]
-    made = onnx.helper.make_graph(
-        [node for place, node in enumerate(nodes) if place in needed],
+        needed_tensors.add(name)
+        producer = producers.get(name)
+        if producer is not None and producer not in needed_nodes:
+            needed_nodes.add(producer)
+            pending += [input_name for input_name in nodes[producer].input if input_name]  # "" is an omitted input
+    subgraph = onnx.helper.make_graph(
+        [node for index, node in enumerate(nodes) if index in needed_nodes],
         "failing",
-        [each for each in graph.input if each.name in read],
-        [each for each in graph.output if each.name == tensor],
-        [each for each in graph.initializer if each.name in read],
+        [value for value in graph.input if value.name in needed_tensors],
+        [value for value in graph.output if value.name == tensor],
+        [value for value in graph.initializer if value.name in needed_tensors],
     )
-    return onnx.helper.make_model(made, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+    return onnx.helper.make_model(subgraph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
 
 
-def _write_folder(folder: Path, proto: Any, tensor: str, found: ComparedLayers) -> None:
-    names = [each.name for each in proto.graph.input]
-    arrays: dict[str, Any] = {f"input_{place}": found.feeds[name] for place, name in enumerate(names)}
-    where = re.sub(r"[^\w./ -]", "_", found.layers[tensor].where, flags=re.ASCII)[:80]  # it stands in a script
+def _write_folder(folder: Path, proto: Any, tensor: str, compared: ComparedLayers) -> None:
+    names = [value.name for value in proto.graph.input]
+    arrays: dict[str, Any] = {f"input_{index}": compared.feeds[name] for index, name in enumerate(names)}
+    # The node name becomes text of a Python file: keep only characters that cannot end the docstring.
+    where = re.sub(r"[^\w./ -]", "_", compared.layers[tensor].where, flags=re.ASCII)[:80]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -127,10 +133,10 @@ def _write_folder(folder: Path, proto: Any, tensor: str, found: ComparedLayers) 
     model, inputs, expected, script = (folder / name for name in EXTRACTED_FILES)
     replace_bytes(model, proto.SerializeToString(deterministic=True))
     replace_file(inputs, lambda path: _save_arrays(path, {"names": np.array(names), **arrays}))
-    replace_file(expected, lambda path: _save_arrays(path, {"output": found.expected[tensor]}))
+    replace_file(expected, lambda path: _save_arrays(path, {"output": compared.expected[tensor]}))
     replace_text(script, SCRIPT.format(where=where))
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
-    with path.open("wb") as file:  # np.savez would put .npz after the temporary name
+    with path.open("wb") as file:  # given a path, np.savez appends .npz to the temporary name
         np.savez(file, **arrays)

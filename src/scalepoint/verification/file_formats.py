@@ -1,4 +1,4 @@
-"""Files of any format, by the runtime that reads them."""
+"""Finds the format and the runtime of an exported file."""
 
 from pathlib import Path
 
@@ -8,26 +8,28 @@ from scalepoint.runtimes import Runtime, find_runtime, list_runtimes
 
 
 def check_exists(path: str | Path) -> Path:
+    """Return the path; raise StoreError if nothing exists there. A Core ML package is a folder."""
     path = Path(path)
-    if not path.exists():  # a package is a folder
-        raise StoreError(f"{path} is not there")
+    if not path.exists():
+        raise StoreError(f"{path} does not exist: check the path")
     return path
 
 
 def find_file_format(path: Path, runtime: Runtime) -> FileFormat:
-    """Of what a runtime reads, what the file's name says; else the first."""
-    known = [find_format(name) for name in runtime.formats]
-    return next((each for each in known if each.suffix == path.suffix), known[0])
+    """Return the format of the runtime that has the suffix of the file; the runtime's first format by default."""
+    formats = [find_format(name) for name in runtime.formats]
+    return next((file_format for file_format in formats if file_format.suffix == path.suffix), formats[0])
 
 
 def find_runtime_for(path: str | Path) -> Runtime:
-    """The first that reads files of this name."""
+    """Return the first runtime that reads files with this suffix."""
     suffix = Path(path).suffix
-    found = [each for each in map(find_runtime, list_runtimes()) if suffix in _list_suffixes(each)]
-    if not found:
-        known = sorted({each for name in list_runtimes() for each in _list_suffixes(find_runtime(name))})
-        raise UsageError(f"{Path(path).name}: no runtime reads it; files are {', '.join(known)}")
-    return found[0]
+    runtimes = [find_runtime(name) for name in list_runtimes()]
+    for runtime in runtimes:
+        if suffix in _list_suffixes(runtime):
+            return runtime
+    suffixes = sorted({suffix for runtime in runtimes for suffix in _list_suffixes(runtime)})
+    raise UsageError(f"{Path(path).name}: no runtime reads this kind of file: use one of {', '.join(suffixes)}")
 
 
 def _list_suffixes(runtime: Runtime) -> list[str]:
@@ -35,6 +37,6 @@ def _list_suffixes(runtime: Runtime) -> list[str]:
 
 
 def read_file_info(path: str | Path, runtime: Runtime) -> FileInfo:
-    """What a file says of itself."""
+    """Read the inputs, size, quantizers and origin of a file."""
     path = check_exists(path)
     return find_file_format(path, runtime).about(path)

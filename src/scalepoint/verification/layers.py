@@ -1,9 +1,9 @@
-"""verify_layers: every layer of the file on its own, in the real runtime, fed what the simulation feeds it.
+"""verify_layers: compares every layer of a file in its runtime with the simulation, each with the simulation's inputs.
 
-End to end, roundings multiply from quantizer to quantizer (decision 8). Here the file is run with the input of every
-DequantizeLinear replaced by the simulation's codes, and the output of every QuantizeLinear, or the float output of a
-weighted layer that has none after it, is compared. Nothing carries over from layer to layer, the runtime's
-optimisations are on, and all kernels run in the graph they will run in.
+In an end-to-end comparison a rounding difference in one quantizer changes the inputs of all later ones. Here the input
+of every DequantizeLinear is replaced by the codes of the simulation. Then the output of every QuantizeLinear is
+compared, and the float output of every layer with weights that no QuantizeLinear follows. A difference in one layer
+does not reach the next layer. The runtime's optimisations stay on, so the kernels are those of the deployed graph.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,13 +27,13 @@ from scalepoint.verification.simulation import build_feeds, simulate, to_file_ar
 
 WEIGHTED_OPERATORS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
 FUSED_OPERATORS = frozenset(("Relu", "Clip"))
-FORCED_INPUT_SUFFIX = "/given"
+FORCED_INPUT_SUFFIX = "/given"  # name of a new input = name of the tensor that it replaces + this suffix
 MIN_EQUAL_SHARE = 0.999
 MAX_CODE_DIFFERENCE = 1
-FLOAT_STEP = 2.0**-23  # of float32, relative
+FLOAT_STEP = 2.0**-23  # relative rounding step of float32
 MAX_FLOAT_STEPS = 64.0
 
-Calls = dict[str, list[np.ndarray]]
+Calls = dict[str, list[np.ndarray]]  # one array per call of a module
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,14 @@ class LayerAgreement:
 
     where: str
     is_float: bool
-    equal: float  # the share of codes that are the same; of a float output, the share within the limit
-    largest: float  # difference
+    equal: float  # share of equal codes; for a float output, share of values within MAX_FLOAT_STEPS
+    largest: float  # largest difference
 
     @property
     def holds(self) -> bool:
-        return (
-            self.largest <= (MAX_FLOAT_STEPS if self.is_float else MAX_CODE_DIFFERENCE)
-            and self.equal >= MIN_EQUAL_SHARE
-        )
+        """Whether the layer agrees with the simulation."""
+        max_difference = MAX_FLOAT_STEPS if self.is_float else MAX_CODE_DIFFERENCE
+        return self.largest <= max_difference and self.equal >= MIN_EQUAL_SHARE
 
     def __str__(self) -> str:
         unit = "float32 steps" if self.is_float else "codes"
@@ -67,24 +66,27 @@ class LayerVerification:
 
     @property
     def holds(self) -> bool:
+        """Whether all layers agree with the simulation."""
         return bool(self.layers) and all(layer.holds for layer in self.layers)
 
     @property
     def departing(self) -> tuple[LayerAgreement, ...]:
+        """The layers that do not agree with the simulation."""
         return tuple(layer for layer in self.layers if not layer.holds)
 
     @property
     def least_equal(self) -> float:
-        """The worst share of equal codes."""
+        """Lowest share of equal codes in a layer."""
         return min((layer.equal for layer in self.layers if not layer.is_float), default=1.0)
 
     @property
     def largest_codes(self) -> int:
+        """Largest difference between codes."""
         return int(max((layer.largest for layer in self.layers if not layer.is_float), default=0))
 
     @property
     def largest_steps(self) -> float:
-        """The worst float output, in float32 steps."""
+        """Largest difference between float outputs, in float32 steps."""
         return max((layer.largest for layer in self.layers if layer.is_float), default=0.0)
 
 
@@ -101,7 +103,7 @@ def verify_layers(
 
     Args:
         path: The file.
-        model: The quantized model that it was written from.
+        model: The quantized model that the file was written from.
         inputs: Inputs to run.
         kwargs: Keyword inputs of the model.
         threads: Threads of the runtime.
@@ -109,21 +111,24 @@ def verify_layers(
 
     Returns:
         Agreement per layer.
+
+    Raises:
+        VerificationError: ONNX Runtime cannot run the file.
     """
-    found = compare_layers(path, model, inputs, kwargs=kwargs, threads=threads, seconds=seconds)
-    low, left = count_low_precision(found.executed)
-    return LayerVerification(tuple(found.layers.values()), low, left)
+    compared = compare_layers(path, model, inputs, kwargs=kwargs, threads=threads, seconds=seconds)
+    low_precision, fallbacks = count_low_precision(compared.executed)
+    return LayerVerification(tuple(compared.layers.values()), low_precision, fallbacks)
 
 
 @dataclass(frozen=True)
 class ComparedLayers:
-    """The file whose layers were fed codes, what it was fed, and what should have come out, by tensor."""
+    """A file that was changed to take the codes of the simulation, with its inputs and results."""
 
-    proto: Any
-    feeds: Mapping[str, np.ndarray]
-    expected: Mapping[str, np.ndarray]
-    layers: Mapping[str, LayerAgreement]
-    executed: list[dict[str, Any]]
+    proto: Any  # the changed onnx.ModelProto
+    feeds: Mapping[str, np.ndarray]  # by input
+    expected: Mapping[str, np.ndarray]  # values of the simulation, by tensor
+    layers: Mapping[str, LayerAgreement]  # by tensor
+    executed: list[dict[str, Any]]  # nodes of the compiled graph
 
 
 def compare_layers(
@@ -135,30 +140,29 @@ def compare_layers(
     threads: int = 1,
     seconds: float = 600,
 ) -> ComparedLayers:
-    """Every layer alone, and what it takes to see it again."""
+    """Run the file once as it is and once with the codes of the simulation, and compare every layer."""
     import onnx  # noqa: PLC0415  # only files need it
 
-    given = as_inputs(inputs, kwargs)
-    with _record_weighted_outputs(model) as floats:
-        _, codes = simulate(model, given)
-    feeds = build_feeds(model, given)
+    model_inputs = as_inputs(inputs, kwargs)
+    with _record_weighted_outputs(model) as float_calls:
+        _, stub_codes = simulate(model, model_inputs)
+    code_calls = {name: [to_file_array(codes) for codes in calls] for name, calls in stub_codes.items()}
+    feeds = build_feeds(model, model_inputs)
     check_file(Path(path), LARGEST_PROTOBUF)
     proto = onnx.load(path)
-    free, _ = _run_file(str(path), feeds, threads, seconds, expose=True)
-    known = _match_codes(
-        proto.graph, {name: [to_file_array(each) for each in calls] for name, calls in codes.items()}, free
-    )
-    wanted = _match_float_outputs(proto.graph, floats)
-    _force_inputs(proto, known, wanted)
+    unforced, _ = _run_file(str(path), feeds, threads, seconds, expose=True)  # shapes and dtypes of the codes
+    codes = _match_codes(proto.graph, code_calls, unforced)
+    floats = _match_float_outputs(proto.graph, float_calls)
+    _force_inputs(proto, codes, floats)
     with TemporaryFolder() as folder:
-        forced = folder / "forced.onnx"
-        onnx.save(proto, forced)
-        feeds |= {name + FORCED_INPUT_SUFFIX: value for name, value in known.items()}
-        found, executed = _run_file(str(forced), feeds, threads, seconds)
-    made_by = {name: node.name for node in proto.graph.node for name in node.output}
-    layers = {name: _compare_codes(made_by[name], value, found[name]) for name, value in known.items()}
-    layers |= {name: _compare_floats(made_by[name], value, found[name]) for name, value in wanted.items()}
-    return ComparedLayers(proto, feeds, {**known, **wanted}, layers, executed)
+        forced_path = folder / "forced.onnx"
+        onnx.save(proto, forced_path)
+        feeds |= {name + FORCED_INPUT_SUFFIX: value for name, value in codes.items()}
+        outputs, executed = _run_file(str(forced_path), feeds, threads, seconds)
+    node_names = {name: node.name for node in proto.graph.node for name in node.output}
+    layers = {name: _compare_codes(node_names[name], value, outputs[name]) for name, value in codes.items()}
+    layers |= {name: _compare_floats(node_names[name], value, outputs[name]) for name, value in floats.items()}
+    return ComparedLayers(proto, feeds, {**codes, **floats}, layers, executed)
 
 
 def _run_file(
@@ -174,8 +178,8 @@ def _run_file(
 
 @contextmanager
 def _record_weighted_outputs(model: fx.GraphModule) -> Iterator[Calls]:
-    """What the weighted layers give, call by call, under the names that their scales have in the file."""
-    kept: Calls = {}
+    """Record the outputs of the layers with weights, under the names of their weight scales in the file."""
+    outputs: Calls = {}
 
     def recorder(calls: list[np.ndarray]) -> Any:
         return lambda module, inputs, output: calls.append(to_file_array(output))
@@ -184,98 +188,106 @@ def _record_weighted_outputs(model: fx.GraphModule) -> Iterator[Calls]:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedWeighted):
             group, _, role = name.rpartition(".")
-            calls = kept.setdefault(f"{group}.stored_{role}.scale", [])
+            calls = outputs.setdefault(f"{group}.stored_{role}.scale", [])
             handles.append(module.register_forward_hook(recorder(calls)))
     try:
-        yield kept
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _match_codes(graph: Any, codes: Calls, free: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Output of a QuantizeLinear -> the simulation's codes: the calls of a stub in order, by shape.
+def _match_codes(graph: Any, codes: Calls, unforced: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Map the output of each QuantizeLinear to the codes of the simulation: the calls of a stub in order, by shape.
 
-    Where the exporter folded a padding away, the simulation has a call more than the file.
+    If the exporter folds a padding into a convolution, the simulation has one call more than the file.
     """
-    left = {name: list(calls) for name, calls in codes.items()}
-    found = {}
+    remaining = {name: list(calls) for name, calls in codes.items()}
+    matched = {}
     for node in graph.node:
         if node.op_type != "QuantizeLinear":
             continue
-        calls, tensor = left.get(node.name.rpartition("/")[0], []), node.output[0]
-        given = [to_file_layout(tensor, value) for value in calls]
-        place = next((index for index, value in enumerate(given) if value.shape == free[tensor].shape), None)
-        if place is not None:
-            found[tensor] = given[place].astype(free[tensor].dtype)
-            del calls[: place + 1]
-    return found
+        stub, tensor = node.name.rpartition("/")[0], node.output[0]
+        calls = remaining.get(stub, [])
+        arrays = [to_file_layout(tensor, value) for value in calls]
+        index = next((i for i, value in enumerate(arrays) if value.shape == unforced[tensor].shape), None)
+        if index is not None:
+            matched[tensor] = arrays[index].astype(unforced[tensor].dtype)
+            del calls[: index + 1]
+    return matched
 
 
 def _match_float_outputs(graph: Any, floats: Calls) -> dict[str, np.ndarray]:
-    """Float output of a weighted layer that no QuantizeLinear follows -> what the simulation has there."""
-    makers = {name: node for node in graph.node for name in node.output}
-    readers: dict[str, list[Any]] = {}
+    """Map the float output of each weighted layer that no QuantizeLinear follows to its value in the simulation."""
+    producers = {name: node for node in graph.node for name in node.output}
+    consumers: dict[str, list[Any]] = {}
     for node in graph.node:
         for name in node.input:
-            readers.setdefault(name, []).append(node)
-    left = {name: list(calls) for name, calls in floats.items()}
-    found = {}
+            consumers.setdefault(name, []).append(node)
+    remaining = {name: list(calls) for name, calls in floats.items()}
+    matched = {}
     for node in graph.node:
-        weight = makers.get(node.input[1]) if node.op_type in WEIGHTED_OPERATORS else None
-        if weight is None or weight.op_type != "DequantizeLinear" or not left.get(weight.input[1]):
+        weight = producers.get(node.input[1]) if node.op_type in WEIGHTED_OPERATORS else None
+        if weight is None or weight.op_type != "DequantizeLinear":
             continue
-        value = left[weight.input[1]].pop(0)
-        end = _skip_bias_add(node, readers, makers)
-        if not _is_quantized(end, readers):
-            found[end.output[0]] = to_file_layout(end.output[0], value)
-    return found
+        calls = remaining.get(weight.input[1])  # input 1 of DequantizeLinear is the scale
+        if not calls:
+            continue
+        value = calls.pop(0)
+        last_node = _skip_bias_add(node, consumers, producers)
+        if not _is_quantized(last_node, consumers):
+            tensor = last_node.output[0]
+            matched[tensor] = to_file_layout(tensor, value)
+    return matched
 
 
-def _skip_bias_add(node: Any, readers: Mapping[str, Sequence[Any]], makers: Mapping[str, Any]) -> Any:
-    """A linear layer is a MatMul and the Add of a constant."""
-    after = readers.get(node.output[0], [])
-    if node.op_type != "MatMul" or len(after) != 1 or after[0].op_type != "Add":
+def _skip_bias_add(node: Any, consumers: Mapping[str, Sequence[Any]], producers: Mapping[str, Any]) -> Any:
+    """Return the Add of the bias that follows a MatMul, else the node: a linear layer is MatMul + Add of a constant."""
+    followers = consumers.get(node.output[0], [])
+    if node.op_type != "MatMul" or len(followers) != 1 or followers[0].op_type != "Add":
         return node
-    other = next((name for name in after[0].input if name != node.output[0]), "")
-    maker = makers.get(other)
-    is_constant = maker is None or (maker.op_type == "DequantizeLinear" and maker.input[0] not in makers)
-    return after[0] if is_constant else node
+    add = followers[0]
+    operand = next((name for name in add.input if name != node.output[0]), "")
+    producer = producers.get(operand)
+    is_constant = producer is None or (producer.op_type == "DequantizeLinear" and producer.input[0] not in producers)
+    return add if is_constant else node
 
 
-def _is_quantized(node: Any, readers: Mapping[str, Sequence[Any]]) -> bool:
-    after = readers.get(node.output[0], [])
-    while len(after) == 1 and after[0].op_type in FUSED_OPERATORS:
-        after = readers.get(after[0].output[0], [])
-    return len(after) == 1 and after[0].op_type == "QuantizeLinear"
+def _is_quantized(node: Any, consumers: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether a QuantizeLinear follows, directly or after activations that the runtime fuses into the layer."""
+    followers = consumers.get(node.output[0], [])
+    while len(followers) == 1 and followers[0].op_type in FUSED_OPERATORS:
+        followers = consumers.get(followers[0].output[0], [])
+    return len(followers) == 1 and followers[0].op_type == "QuantizeLinear"
 
 
-def _force_inputs(proto: Any, known: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
-    """Who reads codes reads an input of the file instead; what is to be compared becomes an output."""
+def _force_inputs(proto: Any, codes: Mapping[str, np.ndarray], floats: Mapping[str, np.ndarray]) -> None:
+    """Change the graph: consumers of codes read new inputs instead, and all compared tensors become outputs."""
     import onnx  # noqa: PLC0415
 
     graph = proto.graph
     for node in graph.node:
         for index, name in enumerate(node.input):
-            if name in known:
+            if name in codes:
                 node.input[index] = name + FORCED_INPUT_SUFFIX
-    shapes = {each.name: each.type.tensor_type.shape.dim for each in graph.value_info}
-    taken = {each.name for each in graph.output}
-    for name, value in known.items():
-        dims = [each.dim_value or each.dim_param or None for each in shapes.get(name, ())] or [None] * value.ndim
-        kind = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
-        graph.input.append(onnx.helper.make_tensor_value_info(name + FORCED_INPUT_SUFFIX, kind, dims))
-    for name in (*known, *wanted):
-        if name not in taken:
+    shapes = {info.name: info.type.tensor_type.shape.dim for info in graph.value_info}
+    output_names = {output.name for output in graph.output}
+    for name, value in codes.items():
+        dims = [dim.dim_value or dim.dim_param or None for dim in shapes.get(name, ())] or [None] * value.ndim
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+        graph.input.append(onnx.helper.make_tensor_value_info(name + FORCED_INPUT_SUFFIX, dtype, dims))
+    for name in (*codes, *floats):
+        if name not in output_names:
             graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
 
 
-def _compare_codes(where: str, expected: np.ndarray, found: np.ndarray) -> LayerAgreement:
-    apart = np.abs(expected.astype(np.int32) - found.astype(np.int32))
-    return LayerAgreement(where, False, float((apart == 0).mean()), int(apart.max(initial=0)))
+def _compare_codes(node_name: str, expected: np.ndarray, output: np.ndarray) -> LayerAgreement:
+    difference = np.abs(expected.astype(np.int32) - output.astype(np.int32))
+    return LayerAgreement(node_name, False, float((difference == 0).mean()), int(difference.max(initial=0)))
 
 
-def _compare_floats(where: str, expected: np.ndarray, found: np.ndarray) -> LayerAgreement:
+def _compare_floats(node_name: str, expected: np.ndarray, output: np.ndarray) -> LayerAgreement:
     step = FLOAT_STEP * float(np.abs(expected).max(initial=np.finfo(np.float32).tiny))
-    apart = np.abs(expected.astype(np.float64) - found.astype(np.float64)) / step
-    return LayerAgreement(where, True, float((apart <= MAX_FLOAT_STEPS).mean()), float(apart.max(initial=0.0)))
+    steps_apart = np.abs(expected.astype(np.float64) - output.astype(np.float64)) / step
+    share_within = float((steps_apart <= MAX_FLOAT_STEPS).mean())
+    return LayerAgreement(node_name, True, share_within, float(steps_apart.max(initial=0.0)))

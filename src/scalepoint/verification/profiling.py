@@ -1,7 +1,7 @@
-"""profile: where the time of a file goes, node by node, beside the file that it is compared with.
+"""profile: measures the time of every layer of two files.
 
-The runtime's own profiler measures both files in one child process, in turns; nodes are brought together by the layer
-that their name begins with, so that a layer in float and in low precision stand in one row.
+The profiler of the runtime measures both files in one child process, in turns. Nodes are grouped by the layer that
+their name begins with, so that one row has the time of a layer in float and in low precision.
 """
 
 import re
@@ -20,9 +20,9 @@ from scalepoint.verification.benchmarking import make_random_inputs
 from scalepoint.verification.file_formats import check_exists
 from scalepoint.verification.layer_times import LayerTime
 
-SECONDS = 3.0  # for all runs together
-MIN_RUNS, MAX_RUNS = 3, 20  # runs
-_TOKEN_SUFFIX = re.compile(r"_token_\d+$")  # by which a runtime numbers what it inserts
+MAX_SECONDS = 3.0  # for all runs together
+MIN_RUNS, MAX_RUNS = 3, 20  # of each file
+_TOKEN_SUFFIX = re.compile(r"_token_\d+$")  # suffix of the nodes that ONNX Runtime inserts
 
 
 def profile(
@@ -32,77 +32,91 @@ def profile(
     *,
     runtime: str | Runtime = "onnxruntime",
     threads: int = 1,
-    seconds: float = SECONDS,
+    seconds: float = MAX_SECONDS,
     memory: int | None = None,
     names: Mapping[str, str] | None = None,
 ) -> tuple[LayerTime, ...]:
     """Measure the time of every layer of two files in a runtime.
 
     Args:
-        first: A file, usually the float one.
-        second: Another one, usually the quantized one.
-        inputs: Inputs by name; random ones by default.
+        first: A file, usually the float file.
+        second: Another file, usually the quantized file.
+        inputs: Arrays by input name; random arrays by default.
         runtime: A runtime or its name.
         threads: Threads of the runtime.
-        seconds: How long to measure.
-        memory: Memory limit in bytes; that of the machine by default.
+        seconds: Time limit for all runs together.
+        memory: Memory limit in bytes; the memory of the machine by default.
         names: Names to show for layers, by the part of a node name before the slash.
 
     Returns:
         Times per layer, the slowest of the second file first.
+
+    Raises:
+        VerificationError: The runtime has no profiler or cannot run the files.
     """
-    found = find_runtime(runtime)
+    runtime = find_runtime(runtime)
     paths = [check_exists(first), check_exists(second)]
-    if not found.profiles:
-        raise VerificationError(f"{found.name} does not tell the time of its nodes")
-    feeds = dict(inputs) if inputs is not None else make_random_inputs(paths[0], found)
-    asked = {"options": {"threads": threads}, "seconds": seconds, "fewest": MIN_RUNS, "most": MAX_RUNS}
+    if not runtime.profiles:
+        raise VerificationError(f"{runtime.name} cannot measure the time of its nodes: use onnxruntime or openvino")
+    feeds = dict(inputs) if inputs is not None else make_random_inputs(paths[0], runtime)
+    limits = {"options": {"threads": threads}, "seconds": seconds, "fewest": MIN_RUNS, "most": MAX_RUNS}
     with exchange_files(feeds) as files:
-        request = {"task": "profile", "paths": [str(path) for path in paths], "inputs": files.files["inputs"], **asked}
-        answer = run_task(found, request, seconds=seconds * 10 + 300, memory=memory)
+        request = {"task": "profile", "paths": [str(path) for path in paths], "inputs": files.files["inputs"], **limits}
+        answer = run_task(runtime, request, seconds=seconds * 10 + 300, memory=memory)
     if answer.status != Status.OK or answer.data is None:
-        raise VerificationError(f"{found.name} could not profile the files: {answer.status.value}: {answer.message}")
-    before, after = answer.data["nodes"]
-    return group_by_layer(before, after, names or {})
+        raise VerificationError(f"{runtime.name} could not profile the files: {answer.status.value}: {answer.message}")
+    first_nodes, second_nodes = answer.data["nodes"]
+    return group_by_layer(first_nodes, second_nodes, names or {})
 
 
-Nodes = Iterable[Mapping[str, Any]]
+Nodes = Iterable[Mapping[str, Any]]  # "name", "op" and "seconds" of each node
 
 
 def group_by_layer(first: Nodes, second: Nodes, names: Mapping[str, str]) -> tuple[LayerTime, ...]:
-    """Nodes of two files as rows of layers."""
-    rows: dict[str, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
-    for place, nodes in enumerate((first, second)):
+    """Add up the nodes of two files by layer, the slowest layer of the second file first."""
+    layers: dict[str, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
+    for file_index, nodes in enumerate((first, second)):
         for node in nodes:
             scope = read_scope(node["name"], node["op"])
-            rows.setdefault(names.get(scope, scope), ([], []))[place].append(node)
-    made = [
-        LayerTime(name, _sum_seconds(own), _sum_seconds(other), _list_kernels(own), _list_kernels(other))
-        for name, (other, own) in rows.items()
+            layers.setdefault(names.get(scope, scope), ([], []))[file_index].append(node)
+    rows = [
+        LayerTime(
+            name,
+            seconds=_sum_seconds(nodes),
+            float_seconds=_sum_seconds(float_nodes),
+            kernels=_list_kernels(nodes),
+            float_kernels=_list_kernels(float_nodes),
+        )
+        for name, (float_nodes, nodes) in layers.items()
     ]
-    return tuple(sorted(made, key=lambda row: -(row.seconds or 0.0)))
+    return tuple(sorted(rows, key=lambda row: -(row.seconds or 0.0)))
 
 
 def read_scope(name: str, op: str) -> str:
-    """What a node is called before the slash; a node that a runtime made without a name is called by its operator."""
+    """Return the layer of a node: "layer1.conv" for "layer1.conv/Conv", "layer1/conv" for "/layer1/conv/Conv".
+
+    A node that the runtime inserted without a name gets the name of its operator.
+    """
     name = _TOKEN_SUFFIX.sub("", name).rstrip("/")
-    scope = name.rpartition("/")[0] if name.startswith("/") else name.partition("/")[0] if "/" in name else ""
-    return scope.strip("/") or (name if "/" not in name and name != op and name else op)
+    if "/" not in name:
+        return name or op
+    scope = name.rpartition("/")[0] if name.startswith("/") else name.partition("/")[0]
+    return scope.strip("/") or op
 
 
 def _sum_seconds(nodes: Sequence[Mapping[str, Any]]) -> float | None:
-    return sum(float(each["seconds"]) for each in nodes) if nodes else None
+    return sum(float(node["seconds"]) for node in nodes) if nodes else None
 
 
 def _list_kernels(nodes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """What ran, the slowest first."""
-    ordered = sorted(nodes, key=lambda node: -float(node["seconds"]))
-    return tuple(dict.fromkeys(str(each["op"]) for each in ordered))
+    """Return the names of the kernels, the slowest first."""
+    slowest_first = sorted(nodes, key=lambda node: -float(node["seconds"]))
+    return tuple(dict.fromkeys(str(node["op"]) for node in slowest_first))
 
 
 def map_layer_names(model: Any) -> dict[str, str]:
-    """The path of a group's module, which its nodes are named after -> the layer as people know it."""
+    """Map the module path of each group, which begins the names of its nodes in the file, to the name of the layer."""
     if not isinstance(model, fx.GraphModule) or not has_record(model):
         return {}
-    known = record_of(model).names
-    return {str(node.target): known[node.name] for node in model.graph.nodes if node.name in known}
+    layer_names = record_of(model).names
+    return {str(node.target): layer_names[node.name] for node in model.graph.nodes if node.name in layer_names}

@@ -1,4 +1,4 @@
-"""An exported file that is called as the model is: tensors in, the model's own output structure out."""
+"""RuntimeModel: an exported file that is called like the model and returns the same structure of tensors."""
 
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,17 @@ from scalepoint.verification.simulation import to_file_array
 class RuntimeModel:
     """A file in its runtime, called like the model. It runs in a separate process until `close`.
 
-    threads=0 lets the runtime choose.
+    Args:
+        path: The file.
+        like: The model. Outputs get its structure; without it a tensor or a tuple of tensors is returned.
+        example: Example inputs (args, kwargs), with which `like` is run once.
+        runtime: A runtime or its name.
+        threads: Threads of the runtime; 0 lets the runtime choose.
+        memory: Memory limit in bytes; the memory of the machine by default.
+
+    Example:
+        with RuntimeModel("model.onnx") as run:
+            logits = run(torch.randn(1, 3, 224, 224))
     """
 
     def __init__(
@@ -33,27 +43,29 @@ class RuntimeModel:
         threads: int = 0,
         memory: int | None = None,
     ) -> None:
-        found: tuple[list[Any], Any] = ([], None) if like is None else _read_output_structure(like, example)
-        self.leaves, self.structure = found
-        self.served = RuntimeSession(find_runtime(runtime), check_exists(path), threads=threads, memory=memory)
+        self._leaves: list[Any] = []
+        self._structure: Any = None
+        if like is not None:
+            self._leaves, self._structure = _read_output_structure(like, example)
+        self.session = RuntimeSession(find_runtime(runtime), check_exists(path), threads=threads, memory=memory)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         by_name = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         feeds = {
             name: to_file_array(by_name[name] if name in by_name else leaves[index])
-            for index, name in enumerate(self.served.inputs)
+            for index, name in enumerate(self.session.inputs)
         }
-        outputs = [torch.from_numpy(np.array(value)) for value in self.served(feeds)]
-        given = iter(outputs)
-        if self.structure is not None and sum(map(_is_file_output, self.leaves)) == len(outputs):
-            whole = [next(given) if _is_file_output(leaf) else leaf for leaf in self.leaves]
-            return pytree.tree_unflatten(whole, self.structure)
+        outputs = [torch.from_numpy(np.array(value)) for value in self.session(feeds)]
+        if self._structure is not None and sum(map(_is_file_output, self._leaves)) == len(outputs):
+            remaining = iter(outputs)
+            merged = [next(remaining) if _is_file_output(leaf) else leaf for leaf in self._leaves]
+            return pytree.tree_unflatten(merged, self._structure)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def close(self) -> None:
-        """End the process."""
-        self.served.close()
+        """End the runtime's process."""
+        self.session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -63,19 +75,19 @@ class RuntimeModel:
     ) -> None:
         self.close()
 
-    def _itself(self) -> Self:
+    def _return_self(self) -> Self:
         return self
 
-    eval = _itself  # as a model has it; a file has no other mode
+    eval = _return_self  # an `evaluate` function may call model.eval(); a file has only this mode
 
 
 def _is_file_output(leaf: Any) -> bool:
-    """Whether a file has it among its outputs: tensors and numbers, no None and no text."""
+    """Whether this output of the model is also an output of the file: tensors and numbers are, None and text not."""
     return isinstance(leaf, Tensor | bool | int | float)
 
 
 def _read_output_structure(model: nn.Module, example: Any) -> tuple[list[Any], Any]:
-    """What the model gives, and how it nests it; its modes stay as they are."""
+    """Return the outputs of the model as leaves and their pytree structure."""
     args, kwargs = example
     with eval_mode(model), torch.no_grad(), caller_dtype():
         return pytree.tree_flatten(model(*args, **kwargs))

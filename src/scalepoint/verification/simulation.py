@@ -1,4 +1,4 @@
-"""The other side of a comparison: what the simulation in PyTorch gives for the same inputs."""
+"""Runs the simulation (the fake-quantized model in PyTorch) that files are compared with."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from scalepoint.quantize.stubs import QuantStub
 
 
 def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """The outputs of the simulation, and the codes at every stub, call by call."""
+    """Run the simulation. Return its outputs, and the codes at every stub, one tensor per call."""
     codes: dict[str, list[Tensor]] = {}
     handles = [
         module.register_forward_hook(_record_outputs(codes.setdefault(name, [])))
@@ -26,7 +26,7 @@ def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], d
             outputs = pytree.tree_leaves(model(*inputs[0], **inputs[1]))
     except IndexError as error:
         if message := describe_ids_out_of_range(error, model, inputs):
-            raise UsageError(f"the inputs: {message}") from error
+            raise UsageError(f"the inputs cannot be used: {message}") from error
         raise
     finally:
         for handle in handles:
@@ -34,22 +34,25 @@ def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], d
     return [torch.as_tensor(value) for value in outputs if isinstance(value, Tensor | float | int)], codes
 
 
-def _record_outputs(kept: list[Tensor]) -> Any:
+def _record_outputs(calls: list[Tensor]) -> Any:
     def record(stub: QuantStub, inputs: Any, output: Tensor) -> None:
         if not stub.quantizer.grid.format.is_float and stub.scale.ndim == 0:
-            kept.append(((output / stub.scale).round() + stub.zero_point).to(torch.int32))
+            calls.append(((output / stub.scale).round() + stub.zero_point).to(torch.int32))
 
     return record
 
 
 def to_file_array(tensor: Tensor) -> np.ndarray:
-    """As a file takes and gives it: half, bfloat16 and double are float32 there."""
+    """Convert to the array that a file takes or returns: float16, bfloat16 and float64 become float32."""
     tensor = tensor.detach().cpu()
     return (tensor.to(torch.float32) if tensor.is_floating_point() else tensor).numpy()
 
 
 def build_feeds(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
-    """The tensors among the inputs by the names of the arguments; other values are constants of a file."""
+    """Return the tensors among the inputs, by the names of the file's inputs.
+
+    Values that are not tensors are constants in the file. A keyword argument gets the keys of its path as its name.
+    """
     placeholders = (
         [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
         if isinstance(model, fx.GraphModule)
@@ -57,7 +60,8 @@ def build_feeds(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarr
     )
     leaves = pytree.tree_leaves(inputs[0])
     names = placeholders if len(placeholders) >= len(leaves) else map(str, range(len(leaves)))
-    named = dict(zip(names, leaves, strict=False))
+    values = dict(zip(names, leaves, strict=False))
     for path, leaf in pytree.tree_flatten_with_path(inputs[1])[0]:
-        named["_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)] = leaf
-    return {name: to_file_array(leaf) for name, leaf in named.items() if isinstance(leaf, Tensor)}
+        name = "_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+        values[name] = leaf
+    return {name: to_file_array(value) for name, value in values.items() if isinstance(value, Tensor)}

@@ -1,4 +1,8 @@
-"""verify: the exported file in its real runtime, against the simulation: what agrees, what really runs in int8."""
+"""verify: runs an exported file in its runtime and compares it with the simulation.
+
+The steps, each a function below: read the file, simulate, run, compare, run with other settings and at other sizes,
+find the first layer that departs, measure the speed.
+"""
 
 import warnings
 from collections import Counter
@@ -19,8 +23,8 @@ from scalepoint.graph.dynamic_axes import resize_inputs
 from scalepoint.graph.nodes import find_random_nodes
 from scalepoint.graph.origin import get_origin
 from scalepoint.quantize.record import has_record, record_of
-from scalepoint.runtimes import Runtime, Status, find_runtime
-from scalepoint.runtimes.process import ExchangeFiles, count_low_precision, exchange_files, run_task
+from scalepoint.runtimes import Runtime, Status, Variant, find_runtime
+from scalepoint.runtimes.process import ExchangeFiles, TaskResult, count_low_precision, exchange_files, run_task
 from scalepoint.runtimes.runtime import ExecutedNodes
 from scalepoint.support.cpu import instruction_set
 from scalepoint.support.files import TemporaryFolder
@@ -28,7 +32,7 @@ from scalepoint.support.formatting import one_line
 from scalepoint.support.torch_state import serialized
 from scalepoint.verification.agreement import Agreement, compare_outputs, describe_nothing_compared, worst_sqnr
 from scalepoint.verification.benchmarking import baseline_file, benchmark, check_baseline, explain_crash
-from scalepoint.verification.choices import FollowChoices, RuntimeChoice, runtime_choices
+from scalepoint.verification.choices import FollowChoices, RuntimeChoice, read_runtime_choices
 from scalepoint.verification.departure import find_departure, predict_saturation
 from scalepoint.verification.file_formats import check_exists, find_file_format, read_file_info
 from scalepoint.verification.layer_times import LayerTime
@@ -47,8 +51,12 @@ from scalepoint.verification.simulation import build_feeds, simulate
 
 Feeds = Mapping[str, np.ndarray]
 Codes = Mapping[str, list[Tensor]]
-SEARCHED_BELOW_DB = 30.0  # to write another file for the first layer that departs takes as long as the first did
-EVALUATED_DB = 10.0  # of a file that is not run: its codes are compared bit by bit, narrow constants flip single ones
+# Below this SQNR a second file with layer outputs is written to find the first layer that departs. It takes as long as
+# the first export, so it is not worth it for a file that agrees.
+SEARCHED_BELOW_DB = 30.0
+# Bound for a file that was evaluated without its runtime. Its codes are compared bit by bit anyway, and constants in
+# float16 change single codes of activations.
+EVALUATED_DB = 10.0
 
 
 @serialized
@@ -73,84 +81,94 @@ def verify(
 
     Args:
         path: The file.
-        model: The quantized model that it was written from.
+        model: The quantized model that the file was written from.
         inputs: Inputs to run.
         kwargs: Keyword inputs of the model.
-        runtime: A runtime or its name; that of the model's target by default.
-        float_path: The exported float model. Adds sizes and the latency ratio.
+        runtime: A runtime or its name. Default: the runtime of the model's target.
+        float_path: The exported float model. With it, sizes and latency are compared.
         float_model: Write a plain torch.onnx.export of this model for the measurement, if `plain_path` is not given.
         plain_path: A file that torch.onnx.export wrote. The baseline is the faster of this and `float_path`.
-        baseline: Choose the baseline, "the float file" or "the plain export", so that measurements can be compared.
+        baseline: Always use this baseline, "the float file" or "the plain export", so that several measurements can be
+            compared with each other.
         threads: Threads of the runtime.
-        seconds: Time limit of a run. A run that exceeds it failed; the status says so.
-        memory: Memory limit in bytes; that of the machine by default.
+        seconds: Time limit of a run. A run that exceeds it ends with the status "timeout".
+        memory: Memory limit in bytes; the memory of the machine by default.
         bound: Smallest signal-to-noise ratio, in dB, that counts as agreement.
         layers: Also search for the first tensor that departs.
 
     Returns:
-        Agreement per output, sizes, latency and status.
+        Agreement per output, sizes, latency and status. A file that does not agree is not an exception: call
+        `check()` of the result to raise one.
+
+    Raises:
+        StoreError: The file does not exist.
+        UsageError: The runtime is unknown, or the model does not take the inputs.
+
+    Example:
+        print(verify("model.onnx", quantized_model, example_inputs, float_path="float.onnx"))
     """
     check_baseline(baseline)
-    path, chosen, given = check_exists(path), choose_runtime(model, runtime), as_inputs(inputs, kwargs)
-    said = _read_info(path, chosen)
-    found = replace(_describe_before_run(path, chosen, said, bound), differences=_compare_file(path, chosen, model))
-    expected, codes = simulate(model, given)
-    feeds = build_feeds(model, given)
+    path, runtime, model_inputs = check_exists(path), choose_runtime(model, runtime), as_inputs(inputs, kwargs)
+    info = _read_info(path, runtime)
+    result = _describe_before_run(path, runtime, info, bound)
+    result = replace(result, differences=_compare_file(path, runtime, model))
+    simulation = Simulation(model, model_inputs, *simulate(model, model_inputs))
+    feeds = build_feeds(model, model_inputs)
     with exchange_files(feeds) as files:
-        run = _RuntimeRun(
-            chosen, path, Simulation(model, given, expected, codes), feeds, files, threads, seconds, memory, bound
-        )
-        answer = run.answer(executed=True)
+        run = _RuntimeRun(runtime, path, simulation, feeds, files, threads, seconds, memory, bound)
+        answer = run.run_file(executed=True)
         if answer.status != Status.OK:
-            answer = explain_crash(chosen, answer, files, None if float_path is None else Path(float_path), seconds)
-            return replace(found, status=answer.status, message=answer.message, is_run=not chosen.why_not_run)
+            answer = explain_crash(runtime, answer, files, None if float_path is None else Path(float_path), seconds)
+            return replace(result, status=answer.status, message=answer.message, is_run=not runtime.why_not_run)
         executed = list((answer.data or {})["executed"])
-        compared = run.compared(answer)
-        found = replace(found, optimized=compared.agreed, choices=compared.choices)
-        found = replace(found, **run.run_variants(executed), resized=_verify_other_sizes(run, model, given))
-        if layers and codes and said is not None and isinstance(model, fx.GraphModule):
-            found = replace(
-                found, departure=_find_departure(run, compared.codes, said, found, LayerOutputSource(model, given))
-            )
-    if chosen.why_not_run:
-        limit = min(found.bound, EVALUATED_DB)
-        found = replace(found, is_run=False, message=chosen.why_not_run, bound=limit)
+        compared = run.compare(answer)
+        result = replace(result, optimized=compared.agreements, choices=compared.choices)
+        result = replace(result, **run.run_variants(executed), resized=_verify_other_sizes(run, model, model_inputs))
+        if layers and simulation.codes and info is not None and isinstance(model, fx.GraphModule):
+            source = LayerOutputSource(model, model_inputs)
+            result = replace(result, departure=_find_departure(run, compared.codes, info, result, source))
+    if runtime.why_not_run:
+        result = replace(result, is_run=False, message=runtime.why_not_run, bound=min(result.bound, EVALUATED_DB))
     elif float_path is not None:
-        speed = _measure_speed(run, (float_path, plain_path, baseline), float_model, given, feeds)
-        found = replace(found, float_size=read_file_info(float_path, chosen).size, latency=speed)
-        found = replace(found, times=_measure_layer_times(run, float_path, feeds, model))
-    if found.status == Status.OK and (why := describe_nothing_compared(found.optimized)):
-        found = replace(found, status=Status.NOT_VERIFIED, message=why)
-    low, fallbacks = count_low_precision(executed)
-    counts = dict(Counter(each["op"] for each in executed))
-    return replace(found, executed=counts, low_precision=low, fallbacks=fallbacks)
+        latency = _measure_speed(run, (float_path, plain_path, baseline), float_model, model_inputs, feeds)
+        result = replace(result, float_size=read_file_info(float_path, runtime).size, latency=latency)
+        result = replace(result, times=_measure_layer_times(run, float_path, feeds, model))
+    if result.status == Status.OK and (reason := describe_nothing_compared(result.optimized)):
+        result = replace(result, status=Status.NOT_VERIFIED, message=reason)
+    low_precision, fallbacks = count_low_precision(executed)
+    counts = dict(Counter(node["op"] for node in executed))
+    return replace(result, executed=counts, low_precision=low_precision, fallbacks=fallbacks)
 
 
 def _measure_speed(
     run: "_RuntimeRun",
-    floats: tuple[str | Path, str | Path | None, str | None],
+    baselines: tuple[str | Path, str | Path | None, str | None],
     float_model: nn.Module | None,
     inputs: tuple[Any, Any],
     feeds: Feeds,
 ) -> Benchmark:
-    """Against the faster of the float files, or of ours and of what torch.onnx.export makes of the float model."""
-    own, plain, baseline = floats
+    """Compare the speed with the faster of the float file and the plain export.
+
+    `baselines` is the path of the float file, the path of the plain export (written temporarily from `float_model` if
+    None), and the name of the baseline to use.
+    """
+    float_path, plain_path, baseline = baselines
     measure = partial(
-        benchmark, own, run.path, feeds,
+        benchmark, float_path, run.path, feeds,
         runtime=run.runtime, threads=run.threads, memory=run.memory, baseline=baseline,
     )  # fmt: skip
-    if plain is not None or float_model is None:
-        return measure(plain_path=plain)
-    form = find_file_format(run.path, run.runtime)
-    with baseline_file(float_model, form, ExportRequest(inputs, names=tuple(feeds))) as written:
-        found = measure(plain_path=written)
-    return found if found.baseline == OWN_BASELINE else replace(found, baseline_file="")  # it is gone by now
+    if plain_path is not None or float_model is None:
+        return measure(plain_path=plain_path)
+    file_format = find_file_format(run.path, run.runtime)
+    with baseline_file(float_model, file_format, ExportRequest(inputs, names=tuple(feeds))) as temporary_path:
+        latency = measure(plain_path=temporary_path)
+    return latency if latency.baseline == OWN_BASELINE else replace(latency, baseline_file="")  # deleted by now
 
 
 def _measure_layer_times(
     run: "_RuntimeRun", float_path: str | Path, feeds: Feeds, model: nn.Module
 ) -> tuple[LayerTime, ...]:
-    """By layer, where the runtime tells; a profiler that fails is no fault of the file."""
+    """Measure the time of every layer; () if the runtime has no profiler, or if its profiler fails."""
     if not run.runtime.profiles:
         return ()
     limits: dict[str, Any] = {"runtime": run.runtime, "threads": run.threads, "memory": run.memory}
@@ -160,7 +178,7 @@ def _measure_layer_times(
 
 
 def choose_runtime(model: nn.Module, runtime: str | Runtime | None) -> Runtime:
-    """What was given, else that of the model's target, else ONNX Runtime."""
+    """Return the runtime: the argument, else the runtime of the model's target, else ONNX Runtime."""
     if runtime is None:
         target = record_of(model).target if has_record(model) else None
         runtime = None if target is None else target.runtime
@@ -168,7 +186,7 @@ def choose_runtime(model: nn.Module, runtime: str | Runtime | None) -> Runtime:
 
 
 class Simulation(NamedTuple):
-    """The simulation of a model on its inputs."""
+    """A model, its inputs, and the results of its simulation."""
 
     model: nn.Module
     inputs: tuple[Any, Any]
@@ -177,20 +195,23 @@ class Simulation(NamedTuple):
 
 
 class ComparedRun(NamedTuple):
-    """A run against the simulation: where the runtime chose otherwise among equal scores, given the same choices."""
+    """Agreement of a run with the simulation.
 
-    agreed: tuple[Agreement, ...]
-    codes: Codes  # of that simulation
+    If the runtime chose differently among equal scores, the simulation was repeated with these `choices`.
+    """
+
+    agreements: tuple[Agreement, ...]
+    codes: Codes  # of the simulation that was compared
     choices: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True)
 class _RuntimeRun:
-    """A file in its runtime, in one way or another, against the same simulation."""
+    """A file, its runtime and limits, and the simulation that its runs are compared with."""
 
     runtime: Runtime
     path: Path
-    simulated: Simulation
+    simulation: Simulation
     feeds: Feeds
     files: ExchangeFiles
     threads: int
@@ -198,124 +219,147 @@ class _RuntimeRun:
     memory: int | None
     bound: float
 
-    def answer(self, *, executed: bool = False, **options: Any) -> Any:
-        request = {"task": "run", "path": str(self.path), "options": {"threads": self.threads, **options}}
-        asked = {**request, **self.files.files, "executed": executed}
-        return run_task(self.runtime, asked, seconds=self.seconds, memory=self.memory)
+    def run_file(self, *, executed: bool = False, **options: Any) -> TaskResult:
+        """Run the file. With `executed` the result lists the nodes of the compiled graph."""
+        request = {
+            "task": "run",
+            "path": str(self.path),
+            "options": {"threads": self.threads, **options},
+            "executed": executed,
+            **self.files.files,
+        }
+        return run_task(self.runtime, request, seconds=self.seconds, memory=self.memory)
 
     def run_variants(self, executed: ExecutedNodes) -> dict[str, Any]:
-        """How near the file is in the other ways to run it, and what the runtime does unless it is run so."""
-        variants = [each for each in self.runtime.variants if each.applies(executed)]
-        found: dict[str, Any] = {each.name: self.agreements(**each.options) for each in variants}
-        return found | {"rounded": " ".join(each.why for each in variants if each.why)}
+        """Run the file with the runtime's other settings. Return the fields of `Verification` that this gives."""
+        variants = [variant for variant in self.runtime.variants if variant.applies(executed)]
+        agreements: dict[str, Any] = {variant.name: self._run_variant(variant) for variant in variants}
+        return agreements | {"rounded": " ".join(variant.why for variant in variants if variant.why)}
 
-    def agreements(self, **options: Any) -> tuple[Agreement, ...]:
-        answer = self.answer(**options)
-        return self.compared(answer, **options).agreed if answer.status == Status.OK else ()
+    def _run_variant(self, variant: Variant) -> tuple[Agreement, ...]:
+        answer = self.run_file(**variant.options)
+        return self.compare(answer, **variant.options).agreements if answer.status == Status.OK else ()
 
-    def compared(self, answer: Any, **options: Any) -> ComparedRun:
-        """The outputs of a run that went well, against the simulation's."""
+    def compare(self, answer: TaskResult, **options: Any) -> ComparedRun:
+        """Compare the outputs of a successful run with the simulation.
+
+        If they do not agree well, try a simulation with the choices of the runtime among equal scores (see choices.py).
+        Keep the second comparison only if it agrees, and better than the first.
+        """
         outputs = self.files.outputs(answer)
-        own = ComparedRun(compare_outputs(self.simulated.expected, outputs, self.feeds), self.simulated.codes)
-        if worst_sqnr(own.agreed) >= SURE_DB:
-            return own
-        follow = FollowChoices(self._choices(**options), self.bound)
+        agreements = compare_outputs(self.simulation.expected, outputs, self.feeds)
+        plain = ComparedRun(agreements, self.simulation.codes)
+        if worst_sqnr(agreements) >= SURE_DB:
+            return plain
+        follow = FollowChoices(self._read_choices(**options), self.bound)
         if not follow.choices:
-            return own
+            return plain
         with follow:
-            expected, codes = simulate(self.simulated.model, self.simulated.inputs)
-        agreed = compare_outputs(expected, outputs, self.feeds)
-        is_explained = (
-            follow.followed and worst_sqnr(agreed) >= self.bound and worst_sqnr(agreed) > worst_sqnr(own.agreed)
-        )
-        return ComparedRun(agreed, codes, follow.followed) if is_explained else own
+            expected, codes = simulate(self.simulation.model, self.simulation.inputs)
+        followed = ComparedRun(compare_outputs(expected, outputs, self.feeds), codes, follow.followed)
+        sqnr = worst_sqnr(followed.agreements)
+        is_explained = followed.choices and sqnr >= self.bound and sqnr > worst_sqnr(agreements)
+        return followed if is_explained else plain
 
-    def _choices(self, **options: Any) -> list[RuntimeChoice]:
-        """What the runtime chooses by which scores, if the format can show it."""
-        show = find_file_format(self.path, self.runtime).show_choices
-        if show is None:
+    def _read_choices(self, **options: Any) -> list[RuntimeChoice]:
+        """Run a copy of the file that outputs the scores and indices of its choices; [] if the format has none."""
+        show_choices = find_file_format(self.path, self.runtime).show_choices
+        if show_choices is None:
             return []
         with TemporaryFolder() as folder:
             copy = folder / self.path.name
-            shown = show(self.path, copy)
-            answer = None if shown is None else replace(self, path=copy).answer(**options)
-            if shown is None or answer is None or answer.status != Status.OK:
+            choice_outputs = show_choices(self.path, copy)
+            if choice_outputs is None:  # the file has no top-k, sort or argmax
                 return []
-            return runtime_choices(shown, self.files.outputs(answer))
+            answer = replace(self, path=copy).run_file(**options)
+            if answer.status != Status.OK:
+                return []
+            return read_runtime_choices(choice_outputs, self.files.outputs(answer))
 
 
 def _verify_other_sizes(run: _RuntimeRun, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | None:
-    """With the sizes that capture tried, where axes are free by name."""
+    """Verify the file at the other sizes that capture tried; None if the model has no named free axes."""
     origin = get_origin(model)
     if not origin.compared_sizes:
         return None
-    found = Resized(dict(origin.compared_sizes), steps=dict(origin.size_steps))
-    others = resize_inputs(model, inputs, origin.axes, origin.compared_sizes)
+    result = Resized(dict(origin.compared_sizes), steps=dict(origin.size_steps))
+    resized_inputs = resize_inputs(model, inputs, origin.axes, origin.compared_sizes)
     try:
-        simulated = Simulation(model, others, *simulate(model, others))
-    except RuntimeError as error:  # the float graph ran there
-        return replace(found, message=f"the simulation fails: {one_line(str(error))}")
-    feeds = build_feeds(model, others)
+        simulation = Simulation(model, resized_inputs, *simulate(model, resized_inputs))
+    except RuntimeError as error:  # capture ran the float graph at these sizes, but not the quantized graph
+        return replace(result, message=f"the simulation fails: {one_line(str(error))}")
+    feeds = build_feeds(model, resized_inputs)
     with exchange_files(feeds) as files:
-        other = replace(run, simulated=simulated, feeds=feeds, files=files)
-        answer = other.answer()
+        resized_run = replace(run, simulation=simulation, feeds=feeds, files=files)
+        answer = resized_run.run_file()
         if answer.status != Status.OK:
-            return replace(found, message=f"{answer.status.value}: {answer.message}")
-        return replace(found, agreed=other.compared(answer).agreed)
+            return replace(result, message=f"{answer.status.value}: {answer.message}")
+        return replace(result, agreed=resized_run.compare(answer).agreements)
 
 
 def _read_info(path: Path, runtime: Runtime) -> FileInfo | None:
     try:
         return read_file_info(path, runtime)
-    except StoreError:  # the runtime will say so
+    except StoreError:  # an unreadable file: the error of the runtime says more
         return None
 
 
 def _compare_file(path: Path, runtime: Runtime, model: nn.Module) -> tuple[str, ...]:
-    """What a file holds that the model does not, for formats that can be compared bit by bit."""
+    """List the values of the file that differ from the model, for formats that can be read back bit by bit."""
     compare = find_file_format(path, runtime).compare
     return () if compare is None or not isinstance(model, fx.GraphModule) else tuple(compare(path, model))
 
 
-def _describe_before_run(path: Path, runtime: Runtime, said: FileInfo | None, bound: float) -> Verification:
-    """What the file itself says, before it runs."""
-    found = Verification(str(path), runtime.name, Status.OK, bound=bound, machine_cpu=instruction_set())
-    if said is None:
-        return found
-    warning = predict_saturation(said.made_for, path, bool(said.quantizers))
+def _describe_before_run(path: Path, runtime: Runtime, info: FileInfo | None, bound: float) -> Verification:
+    """Start the result with what is known before the file runs, and warn if it was made for another CPU."""
+    result = Verification(str(path), runtime.name, Status.OK, bound=bound, machine_cpu=instruction_set())
+    if info is None:
+        return result
+    warning = predict_saturation(info.made_for, path, bool(info.quantizers))
     if warning:
         warnings.warn(ScalepointWarning(warning), stacklevel=3)
-    return replace(found, made_for=dict(said.made_for), warning=warning, size=said.size)
+    return replace(result, made_for=dict(info.made_for), warning=warning, size=info.size)
 
 
 class LayerOutputSource(NamedTuple):
-    """What a file is made from that shows the codes at its quantizers."""
+    """The model and inputs from which a file with the codes of all quantizers as outputs can be written."""
 
     model: fx.GraphModule
     inputs: tuple[Any, Any]
 
 
 def _find_departure(
-    run: _RuntimeRun, codes: Codes, said: FileInfo, found: Verification, shown: LayerOutputSource
+    run: _RuntimeRun, codes: Codes, info: FileInfo, result: Verification, source: LayerOutputSource
 ) -> Departure | None:
-    """By the runtime where it shows codes; else by a file that does, which is written only where outputs disagree."""
+    """Find the first stub whose codes in the runtime differ from the simulation.
+
+    A runtime that can expose the codes runs the same file again. For other runtimes a second file with the codes as
+    outputs is written, but only if the outputs disagree.
+    """
+    answer: TaskResult | None = None
+    quantizers: Mapping[str, str] = {}
     if run.runtime.shows_codes:
-        answer, quantizers = run.answer(expose=True), said.quantizers
-    else:
-        answer, quantizers = (
-            _run_with_layer_outputs(run, shown) if worst_sqnr(found.optimized) < SEARCHED_BELOW_DB else (None, {})
-        )
+        answer, quantizers = run.run_file(expose=True), info.quantizers
+    elif worst_sqnr(result.optimized) < SEARCHED_BELOW_DB:
+        answer, quantizers = _run_with_layer_outputs(run, source)
     if answer is None or answer.status != Status.OK:
         return None
-    agreed = (found.optimized, found.unoptimized)
-    return find_departure(codes, quantizers, run.files.outputs(answer), *agreed, drawn=find_random_nodes(shown.model))
+    return find_departure(
+        codes,
+        quantizers,
+        run.files.outputs(answer),
+        result.optimized,
+        result.unoptimized,
+        random_nodes=find_random_nodes(source.model),
+    )
 
 
-def _run_with_layer_outputs(run: _RuntimeRun, shown: LayerOutputSource) -> tuple[Any, Mapping[str, str]]:
-    form = find_file_format(run.path, run.runtime)
-    if form.write_with_layer_outputs is None:
+def _run_with_layer_outputs(run: _RuntimeRun, source: LayerOutputSource) -> tuple[TaskResult | None, Mapping[str, str]]:
+    """Write a file with the codes as outputs and run it. Return the result and the quantizers of that file."""
+    file_format = find_file_format(run.path, run.runtime)
+    if file_format.write_with_layer_outputs is None:
         return None, {}
     with TemporaryFolder() as folder:
-        path = folder / f"exposed{form.suffix}"
-        form.write_with_layer_outputs(shown.model, path, ExportRequest(shown.inputs))
-        return replace(run, path=path).answer(), form.about(path).quantizers
+        path = folder / f"exposed{file_format.suffix}"
+        file_format.write_with_layer_outputs(source.model, path, ExportRequest(source.inputs))
+        return replace(run, path=path).run_file(), file_format.about(path).quantizers

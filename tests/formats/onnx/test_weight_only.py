@@ -66,8 +66,8 @@ class TestALlamaInOnnxRuntime:
         assert found.exact[0].sqnr >= 100
         assert found.unoptimized[0].sqnr >= 100
         said = dict(found.rows())
-        assert said["with floats left float"] == str(found.exact[0])
-        assert "rounds activations to int8" in said["what is rounded"]
+        assert said["with exact floats"] == str(found.exact[0])
+        assert "rounds activations to int8" in said["rounded by default"]
 
     def test_the_embedding_is_listed_with_a_scale_a_row(self, deployed):
         rows = coverage(deployed[0].model).operations
