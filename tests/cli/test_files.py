@@ -53,7 +53,7 @@ def test_the_cpu_of_a_file_is_an_option_and_a_key(call, here) -> None:
 def test_a_missing_runtime_is_told_before_the_model_is_made(call, here, monkeypatch) -> None:
     from scalepoint.runtimes import Runtime
 
-    monkeypatch.setattr(Runtime, "is_here", False)
+    monkeypatch.setattr(Runtime, "is_installed", False)
     code, _, err = call("deploy", "nets:sleeping", "--data", "nets:same")
     assert (code, "is not installed" in err) == (Code.UNVERIFIED, True), err
     assert not (here / "started").exists()

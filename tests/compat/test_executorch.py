@@ -15,7 +15,7 @@ from scalepoint.formats.export import export
 from scalepoint.quantize.shortcut import quantize
 from scalepoint.runtimes import find_runtime
 
-IS_INSTALLED = find_runtime("executorch").is_here
+IS_INSTALLED = find_runtime("executorch").is_installed
 pytestmark = pytest.mark.skipif(
     not IS_INSTALLED, reason="executorch is not installed: pip install 'scalepoint[executorch]'"
 )

@@ -34,7 +34,7 @@ def deployed(folder, path, target, cache, **more):
 def test_a_runtime_keeps_keys_and_values_as_simulated(wide, tmp_path, case):
     target, cache = case.split()
     runtime = find_runtime(find_target(target).runtime)
-    if not runtime.is_here:
+    if not runtime.is_installed:
         pytest.skip(f"{runtime.name} is not installed")
     done = deployed(wide, tmp_path / "out", target, cache)
     found = done.report.language

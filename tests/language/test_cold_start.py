@@ -13,7 +13,7 @@ from tests.pace import fast
 @pytest.mark.parametrize("target", fast(["gguf", "ort-genai", "compressed-tensors"], "gguf"))
 def test_a_checkpoint_runs_in_a_child_that_was_started_as_users_start_it(llama, target, tmp_path):
     runtime = find_runtime(find_target(target).runtime)
-    if not runtime.is_here:
+    if not runtime.is_installed:
         pytest.skip(f"needs {runtime.name}: {runtime.install}")
     command = process.child_command(runtime)
     assert command[:2] == [sys.executable, "-I"]

@@ -124,7 +124,7 @@ def test_a_family_whose_packed_weights_transformers_cannot_load_is_refused_befor
 )
 def test_a_head_of_its_own_is_kept_where_the_config_ties_it(tmp_path, target):
     runtime = find_runtime(find_target(target).runtime)
-    if not runtime.is_here:
+    if not runtime.is_installed:
         pytest.skip(f"{runtime.name} is not installed")
     written("llama", tmp_path / "m", tie_word_embeddings=True)
     file = tmp_path / "m" / "model.safetensors"

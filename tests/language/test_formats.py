@@ -29,7 +29,7 @@ def test_a_runtime_computes_what_was_simulated(llama, tmp_path, case):
     folder, _ = llama
     target = case.partition(" ")[0]
     runtime = find_runtime(find_target(target).runtime)
-    if not runtime.is_here:
+    if not runtime.is_installed:
         pytest.skip(f"{runtime.name} is not installed")
     texts = {"data": folder / "calibration.txt", "judge": folder / "judge.txt"}
     done = deploy_checkpoint(folder, tmp_path / "out", target=target, config=CASES[case], **texts, **GIVEN)

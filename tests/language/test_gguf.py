@@ -52,7 +52,7 @@ def test_tuned_codes_take_the_smallest_blocks(folder, tmp_path, weight, kind):
     done, types = deployed(folder, tmp_path / "m.gguf", weight)
     assert {types[f"blk.{block}.ffn_up.weight"] for block in (0, 1)} == {kind}
     assert done.score < 2 * done.float_score
-    if LLAMACPP.is_here:
+    if LLAMACPP.is_installed:
         from scalepoint.runtimes.llamacpp.child import File
 
         file = File(str(tmp_path / "m.gguf"), {"threads": 1, "exact": True})
@@ -74,7 +74,7 @@ def fast(folder, path, target, weight):
     )  # fmt: skip
 
 
-@pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
+@pytest.mark.skipif(not LLAMACPP.is_installed, reason=f"needs llama.cpp: {LLAMACPP.install}")
 @pytest.mark.parametrize("name", ["phi3", pytest.param("My-Phi-3-mini", marks=pytest.mark.slow)])
 def test_a_folder_named_like_a_family_makes_a_file_that_llamacpp_loads(narrow, tmp_path, name):
     """By such a name llama.cpp looks for tokens that this tokenizer does not have."""

@@ -118,7 +118,7 @@ def test_a_combination_of_options_ends_in_a_file_that_runs_or_a_refusal(
 ) -> None:
     output, codes, options = tmp_path / "out", refusals(case), make_options(case, wide, tmp_path)
     runtime = find_runtime(str(find_target(str(case["target"])).runtime))
-    if not runtime.is_here:
+    if not runtime.is_installed:
         pytest.skip(f"{runtime.name} is not installed")
     if case["run"] == "force":
         output.mkdir()

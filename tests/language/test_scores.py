@@ -61,7 +61,7 @@ def test_a_lower_perplexity_is_an_improvement_in_every_place_that_shows_it(llama
 
 
 def test_a_missing_runtime_is_an_error_before_any_work_unless_it_may_be_unverified(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(Runtime, "is_here", False)
+    monkeypatch.setattr(Runtime, "is_installed", False)
     with pytest.raises(VerificationError, match="transformers is not installed"):
         deployed(llama, tmp_path / "out")
     options = ["--target", TARGET, "--judge", str(llama[0] / "judge.txt"), "--accuracy", "fast"]

@@ -133,7 +133,7 @@ def test_macs_are_those_of_the_example(segments, pictures):
 
 @pytest.mark.parametrize("runtime", fast(("onnxruntime", "openvino"), "onnxruntime"))
 def test_frames_of_any_number(runtime, tmp_path):
-    if not find_runtime(runtime).is_here:
+    if not find_runtime(runtime).is_installed:
         pytest.skip(f"{runtime} is not installed")
     torch.manual_seed(0)
     model, x = Frames().eval(), torch.randn(2, 20, 12)

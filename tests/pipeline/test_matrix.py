@@ -275,7 +275,7 @@ def test_a_combination_of_options_ends_in_a_verified_file_or_a_refusal(
     case: Case, earlier: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     runtime = find_target(str(case["target"])).runtime
-    if runtime is not None and not find_runtime(runtime).is_here:
+    if runtime is not None and not find_runtime(runtime).is_installed:
         pytest.skip(f"{runtime} is not installed")
     output, codes = tmp_path / "out", refusals(case)
     options = {"smoke": case["run"] == "smoke"}

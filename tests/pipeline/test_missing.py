@@ -27,7 +27,7 @@ def deploy(folder, read, **options):
 @pytest.fixture
 def no_runtime(monkeypatch):
     """As on a machine where no runtime is installed."""
-    monkeypatch.setattr(Runtime, "is_here", False)
+    monkeypatch.setattr(Runtime, "is_installed", False)
 
 
 def test_a_missing_runtime_is_told_before_the_data_is_read(no_runtime, tmp_path):

@@ -9,7 +9,7 @@ from scalepoint.runtimes import find_runtime
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.skipif(not find_runtime("openvino").is_here, reason="openvino is not installed"),
+    pytest.mark.skipif(not find_runtime("openvino").is_installed, reason="openvino is not installed"),
 ]
 
 

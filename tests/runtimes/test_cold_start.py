@@ -1,6 +1,6 @@
-"""Every runtime's child process, started exactly as users start it: a new Python that loads nothing in advance.
+"""The child process of every runtime, started as users start it: a new Python without preloaded modules.
 
-Most tests fork the child from a process that has the runtime loaded already (`tests/warm`). These do not.
+Most tests fork the child from a process that has already loaded the runtime (`tests/warm`). These tests do not.
 """
 
 import sys
@@ -20,7 +20,7 @@ SUFFIXES = {"onnxruntime": "onnx", "openvino": "onnx", "litert": "tflite", "exec
 
 
 @pytest.mark.parametrize("target", fast(SUFFIXES, "onnxruntime", "openvino", "litert"))
-def test_a_file_runs_in_a_child_that_was_started_as_users_start_it(target, tmp_path):
+def test_a_file_runs_in_a_new_python_process(target, tmp_path):
     command = process.child_command(find_runtime(find_target(target).runtime))
     assert command[:2] == [sys.executable, "-I"]
     assert not any("warm" in part for part in command)
@@ -29,6 +29,6 @@ def test_a_file_runs_in_a_child_that_was_started_as_users_start_it(target, tmp_p
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
     quantized = quantize(model, (x,), target=target, forward_loop=[x], progress=False)
     path = export(quantized, tmp_path / f"model.{SUFFIXES[target]}", (x,))
-    found = verify(path, quantized, (x,), layers=False)
-    assert found.status == Status.OK
-    assert found.sqnr > found.bound
+    result = verify(path, quantized, (x,), layers=False)
+    assert result.status == Status.OK
+    assert result.sqnr > result.bound

@@ -1,4 +1,4 @@
-"""An .mlpackage evaluated where Core ML is not, and what verify and deploy say of it."""
+"""Evaluation of an .mlpackage on a system without Core ML, and what verify and deploy report about it."""
 
 import runpy
 import sys
@@ -41,23 +41,23 @@ def file_class():
 
 def test_a_file_is_evaluated_and_agrees_with_the_simulation_up_to_ties(tmp_path: Path) -> None:
     path, model = exported(tmp_path, float_dtype="float32", float_path=tmp_path / "f.mlpackage")
-    found = scalepoint.verify(path, model, pictures(), float_path=tmp_path / "f.mlpackage")
-    assert found.status == Status.OK
-    assert found.sqnr > 60
-    assert found.holds
-    assert not found.is_run
-    assert "macOS alone" in found.message
-    assert found.latency is None
-    assert found.low_precision == 3
-    assert found.executed["conv, narrow weights x codes"] == 2
+    result = scalepoint.verify(path, model, pictures(), float_path=tmp_path / "f.mlpackage")
+    assert result.status == Status.OK
+    assert result.sqnr > 60
+    assert result.holds
+    assert not result.is_run
+    assert "only on macOS" in result.message
+    assert result.latency is None
+    assert result.low_precision == 3
+    assert result.executed["conv, narrow weights x codes"] == 2
 
 
-def test_one_call_writes_compares_and_evaluates_and_the_metric_judges_the_simulation(tmp_path: Path) -> None:
+def test_deploy_verifies_by_evaluation_and_runs_the_metric_on_the_simulation(tmp_path: Path) -> None:
     x = pictures()
-    seen = []
+    run_types = []
 
     def evaluate(run):
-        seen.append(type(run))
+        run_types.append(type(run))
         return float(run(x).argmax(-1).float().mean())
 
     done = scalepoint.deploy(net(), x, [x], target="coreml", output=tmp_path / "out", evaluate=evaluate, progress=False)
@@ -66,22 +66,22 @@ def test_one_call_writes_compares_and_evaluates_and_the_metric_judges_the_simula
     assert done.verification.holds
     assert done.verification.differences == ()
     assert "scalepoint bench" not in str(done.report)
-    assert not any("RuntimeModel" in kind.__name__ for kind in seen)
+    assert not any("RuntimeModel" in kind.__name__ for kind in run_types)
 
 
-def test_a_file_that_was_changed_does_not_hold_whatever_it_computes(tmp_path: Path) -> None:
+def test_a_file_that_differs_from_the_model_does_not_hold_even_if_the_outputs_agree(tmp_path: Path) -> None:
     path, _ = exported(tmp_path, float_dtype="float32")
     other = quantized()
-    stub = next(each for name, each in other.named_modules() if name == "input_quant")
+    stub = next(module for name, module in other.named_modules() if name == "input_quant")
     stub.scale.mul_(1.001)
-    found = scalepoint.verify(path, other, pictures(), layers=False)
-    assert found.sqnr > 20
-    assert not found.holds
+    result = scalepoint.verify(path, other, pictures(), layers=False)
+    assert result.sqnr > 20
+    assert not result.holds
     with raises(VerificationError, "input_quant", "1 of 1 scale"):
-        found.check()
+        result.check()
 
 
-def test_there_is_no_speed_to_measure_where_core_ml_is_not(tmp_path: Path) -> None:
+def test_the_speed_cannot_be_measured_without_core_ml(tmp_path: Path) -> None:
     path, _ = exported(tmp_path)
     with raises(VerificationError, "speed", "macOS"):
         scalepoint.benchmark(path, path, runtime="coreml")
@@ -94,23 +94,23 @@ def test_there_is_no_speed_to_measure_where_core_ml_is_not(tmp_path: Path) -> No
         "palettes of 3 bits per group",
     ),
 )
-def test_narrow_weights_are_unpacked_to_what_the_simulation_multiplies_by(tmp_path: Path, file_class, way: str) -> None:
+def test_compressed_weights_are_unpacked_to_the_values_of_the_simulation(tmp_path: Path, file_class, way: str) -> None:
     path, model = exported(tmp_path, way, float_dtype="float32")
-    ((_, found),) = file_class(str(path), {"threads": 1}).run({"input": pictures().numpy()})
+    ((_, output),) = file_class(str(path), {"threads": 1}).run({"input": pictures().numpy()})
     with torch.no_grad():
-        np.testing.assert_allclose(found, model(pictures()).numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(output, model(pictures()).numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_batch_of_another_size_is_refused_with_the_shape_that_the_file_takes(tmp_path: Path) -> None:
+def test_another_batch_size_is_refused_with_the_shape_of_the_file(tmp_path: Path) -> None:
     path, model = exported(tmp_path)
-    found = scalepoint.verify(path, model, torch.randn(3, 3, 16, 16), layers=False)
-    assert found.status == Status.FAILED
-    assert "has the shape (3, 3, 16, 16): the file takes (2, 3, 16, 16), that of its example" in found.message
+    result = scalepoint.verify(path, model, torch.randn(3, 3, 16, 16), layers=False)
+    assert result.status == Status.FAILED
+    assert "has shape (3, 3, 16, 16): the file takes only the shape of its example, (2, 3, 16, 16)" in result.message
 
 
-class Many(nn.Module):
-    """Operations of every row of the table that torch's models come to."""
+class ManyOperations(nn.Module):
+    """A model with many of the operations that can be evaluated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,31 +133,31 @@ class Many(nn.Module):
 
 def test_operations_are_evaluated_as_torch_computes_them(tmp_path: Path, file_class) -> None:
     torch.manual_seed(0)
-    model, x = Many().eval(), torch.randn(2, 8, 12, 12)
-    made = scalepoint.quantize.quantize(model, x, scalepoint.quantize.QuantConfig.weight_only("int8", None),
+    model, x = ManyOperations().eval(), torch.randn(2, 8, 12, 12)
+    quantized_model = scalepoint.quantize.quantize(model, x, scalepoint.quantize.QuantConfig.weight_only("int8", None),
                                         target="coreml", freeze_weights=True)  # fmt: skip
     request = ExportRequest(((x,), {}), None, tmp_path / "f.mlpackage")
-    find_format("coreml").write(made, tmp_path / "m.mlpackage", request)
+    find_format("coreml").write(quantized_model, tmp_path / "m.mlpackage", request)
     outputs = file_class(str(tmp_path / "f.mlpackage"), {"threads": 1}).run({"x": x.numpy()})
     with torch.no_grad():
-        for expected, (_, found) in zip(model(x), outputs, strict=True):
-            np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-5)
+        for expected, (_, output) in zip(model(x), outputs, strict=True):
+            np.testing.assert_allclose(output, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_an_operation_that_is_not_known_is_named(tmp_path: Path, file_class) -> None:
+def test_an_unknown_operation_is_named(tmp_path: Path, file_class) -> None:
     path, _ = exported(tmp_path)
     file = file_class(str(path), {})
-    table = file.run.__func__.__globals__["TABLE"]
-    kept = table.pop("relu")
+    operations = file.run.__func__.__globals__["OPERATIONS"]
+    relu = operations.pop("relu")
     try:
         with pytest.raises(file_class.gaps, match=r"relu.*macOS"):
             file.run({"input": pictures().numpy()})
     finally:
-        table["relu"] = kept
+        operations["relu"] = relu
 
 
-class Summed(nn.Module):
-    """`cumsum` is not evaluated here."""
+class CumulativeSum(nn.Module):
+    """A model with `cumsum`, which cannot be evaluated without Core ML."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,12 +167,12 @@ class Summed(nn.Module):
         return self.conv(x).cumsum(1)
 
 
-def test_a_file_that_cannot_be_evaluated_here_is_not_verified_and_no_error(tmp_path: Path) -> None:
-    model = quantized(model=Summed().eval())
+def test_a_file_that_cannot_be_evaluated_is_not_verified_without_an_error(tmp_path: Path) -> None:
+    model = quantized(model=CumulativeSum().eval())
     scalepoint.export(model, tmp_path / "m.mlpackage", pictures())
-    found = scalepoint.verify(tmp_path / "m.mlpackage", model, pictures())
-    assert found.status == Status.NOT_VERIFIED
-    assert "cumsum" in found.message
-    assert "macOS" in found.message
-    assert not found.holds
-    found.check()
+    result = scalepoint.verify(tmp_path / "m.mlpackage", model, pictures())
+    assert result.status == Status.NOT_VERIFIED
+    assert "cumsum" in result.message
+    assert "macOS" in result.message
+    assert not result.holds
+    result.check()

@@ -1,4 +1,4 @@
-"""Runtimes in processes of their own: limits, hunger, crashes and hangs are findings."""
+"""Runtimes in child processes: limits of time and memory, crashes and hangs."""
 
 import os
 import select
@@ -62,8 +62,8 @@ class File:
         return {"tokens": [*tokens, *range(count)], "prefill_seconds": 0.5, "decode_seconds": 2}
 
     def executed(self):
-        ours = sorted(name for name in sys.modules if name.split(".")[0] in ("scalepoint", "torch"))
-        return [{"name": each, "op": "import", "low": None, "why": ""} for each in ours]
+        modules = sorted(name for name in sys.modules if name.split(".")[0] in ("scalepoint", "torch"))
+        return [{"name": name, "op": "import", "low": None, "why": ""} for name in modules]
 
 
 def _tear(part):
@@ -72,10 +72,10 @@ def _tear(part):
     streams = [os.fstat(fd).st_ino for fd in (0, 1, 2)]
     for fd in range(3, 20):
         try:
-            found = os.fstat(fd)
+            status = os.fstat(fd)
         except OSError:
             continue
-        if stat.S_ISFIFO(found.st_mode) and found.st_ino not in streams:
+        if stat.S_ISFIFO(status.st_mode) and status.st_ino not in streams:
             os.write(fd, {"length": b"abc", "frame": (1000).to_bytes(8, "little") + b"half of it"}[part])
     os._exit(3)
 """
@@ -87,10 +87,10 @@ from scalepoint.runtimes import Runtime
 from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.runtimes.serving import RuntimeSession
 
-folder, how = Path(sys.argv[1]), sys.argv[2]
+folder, mode = Path(sys.argv[1]), sys.argv[2]
 runtime, options = Runtime("toy", "numpy", folder / "child.py", ("onnx",)), {"fifo": str(folder / "fifo")}
 x = np.zeros((2, 3), np.float32)
-if how == "served":
+if mode == "session":
     RuntimeSession(runtime, folder / "alive", options=options)({"x": x})
 with exchange_files({"x": x}) as files:
     run_task(runtime, {"task": "run", "path": str(folder / "alive"), "options": options, **files.files})
@@ -106,23 +106,23 @@ def runtime(tmp_path):
 
 @pytest.fixture
 def run(runtime, tmp_path):
-    def asked(kind, **limits):
+    def run_kind(kind, **limits):
         (tmp_path / kind).write_text(kind)
         with exchange_files({"x": X}) as files:
             request = {"task": "run", "path": str(tmp_path / kind), "options": {}, "executed": True, **files.files}
             answer = run_task(runtime, request, **limits)
             return answer, files.outputs(answer) if answer.status == Status.OK else {}
 
-    return asked
+    return run_kind
 
 
-def test_a_child_runs_the_file_and_imports_nothing_of_ours(run):
+def test_a_child_runs_the_file_and_does_not_import_scalepoint_or_torch(run):
     answer, outputs = run("plain")
     assert np.array_equal(outputs["y"], X * 2)
     assert answer.data["executed"] == []
 
 
-def test_what_a_runtime_prints_is_no_answer(run):
+def test_a_runtime_that_prints_to_stdout_does_not_change_the_answer(run):
     answer, outputs = run("printing")
     assert answer.status == Status.OK
     assert np.array_equal(outputs["y"], X * 2)
@@ -131,23 +131,23 @@ def test_what_a_runtime_prints_is_no_answer(run):
 @pytest.mark.parametrize(
     ("kind", "status", "message"),
     [
-        ("hungry", Status.FAILED, "needs more memory than the 1.00 GB it may have"),
+        ("hungry", Status.FAILED, "needs more memory than its limit of 1.00 GB"),
         ("crashing", Status.CRASHED, "SIGSEGV"),
         ("hanging", Status.TIMEOUT, "did not end within 3 s"),
         ("refusing", Status.FAILED, "no kernel for this"),
     ],
 )
-def test_what_goes_wrong_there_is_a_finding(run, kind, status, message):
+def test_a_failure_in_the_child_becomes_the_status_of_the_answer(run, kind, status, message):
     answer, _ = run(kind, memory=1_000_000_000, seconds=3 if kind == "hanging" else 60)
     assert answer.status == status
     assert message in answer.message
 
 
-def test_the_limit_is_the_memory_of_this_machine_unless_told():
+def test_the_default_limit_is_the_memory_of_this_machine():
     assert 1e8 < total_memory() < 1e14
 
 
-def test_a_package_that_is_not_installed(runtime, tmp_path):
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(runtime, tmp_path):
     absent = Runtime("absent", "no_such_package_anywhere", tmp_path / "child.py", ("onnx",))
     answer = run_task(absent, {"task": "run"})
     assert answer.status == Status.UNAVAILABLE
@@ -157,18 +157,18 @@ def test_a_package_that_is_not_installed(runtime, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
-def test_a_real_runtime_that_needs_more_than_it_may_have_is_a_finding(name, tmp_path):
-    if not find_runtime(name).is_here:
+def test_a_real_runtime_over_its_memory_limit_fails(name, tmp_path):
+    if not find_runtime(name).is_installed:
         pytest.skip(f"{name} is not installed")
     path, model, x = tmp_path / "m.onnx", nn.Linear(8, 4000).eval(), torch.randn(30_000, 8)
     write_baseline(model, path, ExportRequest(((x,), {})))
-    found = verify(path, model, x, runtime=name, memory=300_000_000)
-    assert found.status == Status.FAILED, found.message
-    assert "needs more memory than the 0.30 GB it may have" in found.message
-    assert not found.holds
+    result = verify(path, model, x, runtime=name, memory=300_000_000)
+    assert result.status == Status.FAILED, result.message
+    assert "needs more memory than its limit of 0.30 GB" in result.message
+    assert not result.holds
 
 
-def test_a_child_that_prints_without_end_costs_no_memory(run):
+def test_a_child_that_prints_much_costs_no_memory(run):
     tracemalloc.start()
     try:
         answer, _ = run("noisy")
@@ -188,11 +188,11 @@ def open_when_running(fifo, parent):
     return reader
 
 
-@pytest.mark.parametrize("how", ["asked", "served"])
-def test_a_child_ends_with_a_parent_that_was_killed(runtime, tmp_path, how):
+@pytest.mark.parametrize("mode", ["task", "session"])
+def test_a_child_ends_with_a_parent_that_was_killed(runtime, tmp_path, mode):
     (tmp_path / "alive").write_text("alive")
     os.mkfifo(tmp_path / "fifo")
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), how])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), mode])
     with open_when_running(tmp_path / "fifo", parent) as fifo:
         parent.kill()
         parent.wait()
@@ -200,91 +200,91 @@ def test_a_child_ends_with_a_parent_that_was_killed(runtime, tmp_path, how):
         assert readable
 
 
-class TestServed:
-    def test_a_file_is_called_again_and_again_in_one_process(self, runtime, tmp_path):
+class TestRuntimeSession:
+    def test_one_process_answers_several_calls(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served = RuntimeSession(runtime, tmp_path / "plain")
+        session = RuntimeSession(runtime, tmp_path / "plain")
         for factor in (1, 2, 3):
-            assert np.array_equal(served({"x": X * factor})[0], X * factor * 2)
-        served.close()
-        assert served._child.wait() == 0
+            assert np.array_equal(session({"x": X * factor})[0], X * factor * 2)
+        session.close()
+        assert session._child.wait() == 0
 
-    def test_a_language_model_goes_on_in_the_process_that_has_it(self, runtime, tmp_path):
+    def test_a_language_model_generates_in_the_same_process(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served = RuntimeSession(runtime, tmp_path / "plain")
-        assert np.array_equal(served({"count": X})[0], X * 2)  # an input, whatever it is called
-        assert served.generate((7, 8), 3) == ([7, 8, 0, 1, 2], 0.5, 2.0)
-        assert np.array_equal(served({"x": X})[0], X * 2)
+        session = RuntimeSession(runtime, tmp_path / "plain")
+        assert np.array_equal(session({"count": X})[0], X * 2)  # an input with this name does not start a generation
+        assert session.generate((7, 8), 3) == ([7, 8, 0, 1, 2], 0.5, 2.0)
+        assert np.array_equal(session({"x": X})[0], X * 2)
 
-    def test_it_ends_with_the_object(self, runtime, tmp_path):
+    def test_the_process_ends_when_the_session_is_deleted(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served = RuntimeSession(runtime, tmp_path / "plain")
-        child = served._child
-        del served
+        session = RuntimeSession(runtime, tmp_path / "plain")
+        child = session._child
+        del session
         assert child.wait() == 0
 
     @pytest.mark.parametrize(
         ("kind", "why"),
         [("crashing", "crashed.*SIGSEGV"), ("hanging", "timeout"), ("hungry", "more memory")],
     )
-    def test_what_goes_wrong_is_an_error_that_says_so(self, runtime, tmp_path, kind, why):
+    def test_a_failure_in_the_child_is_an_error_with_the_reason(self, runtime, tmp_path, kind, why):
         (tmp_path / kind).write_text(kind)
-        served = RuntimeSession(runtime, tmp_path / kind, seconds=3 if kind == "hanging" else 60, memory=1_000_000_000)
+        session = RuntimeSession(runtime, tmp_path / kind, seconds=3 if kind == "hanging" else 60, memory=1_000_000_000)
         with pytest.raises(VerificationError, match=why):
-            served({"x": X})
-        served.close()
+            session({"x": X})
+        session.close()
 
     def test_every_thread_gets_the_answer_to_its_own_request(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served, inputs = RuntimeSession(runtime, tmp_path / "plain"), [X + number for number in range(100)]
+        session, inputs = RuntimeSession(runtime, tmp_path / "plain"), [X + number for number in range(100)]
         with ThreadPoolExecutor(8) as pool:
-            outputs = [found[0] for found in pool.map(served, [{"x": x} for x in inputs])]
+            outputs = [result[0] for result in pool.map(session, [{"x": x} for x in inputs])]
         wrong = [number for number, x in enumerate(inputs) if not np.array_equal(outputs[number], 2 * x)]
         assert wrong == []
 
     @pytest.mark.parametrize("part", ["length", "frame"])
     def test_half_an_answer_of_a_dying_child_is_an_error(self, runtime, tmp_path, part):
         (tmp_path / "torn").write_text("torn")
-        served = RuntimeSession(runtime, tmp_path / "torn", options={"part": part})
+        session = RuntimeSession(runtime, tmp_path / "torn", options={"part": part})
         with pytest.raises(VerificationError, match="exited with code 3"):
-            served({"x": X})
+            session({"x": X})
         with pytest.raises(VerificationError, match="open it again"):
-            served({"x": X})
+            session({"x": X})
 
     def test_a_call_that_was_interrupted_leaves_no_answer_for_the_next_one(self, runtime, tmp_path):
         (tmp_path / "hanging").write_text("hanging")
-        served = RuntimeSession(runtime, tmp_path / "hanging")
+        session = RuntimeSession(runtime, tmp_path / "hanging")
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
         try:
             threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
             with pytest.raises(KeyboardInterrupt):
-                served({"x": X})
+                session({"x": X})
         finally:
             signal.signal(signal.SIGINT, before)
         with pytest.raises(VerificationError, match="open it again"):
-            served({"x": X})
+            session({"x": X})
 
-    def test_a_closed_one_is_refused(self, runtime, tmp_path):
+    def test_a_closed_session_is_refused(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served = RuntimeSession(runtime, tmp_path / "plain")
-        served.close()
+        session = RuntimeSession(runtime, tmp_path / "plain")
+        session.close()
         with pytest.raises(VerificationError, match="closed"):
-            served({"x": X})
+            session({"x": X})
 
-    def test_another_process_that_was_forked_is_refused(self, runtime, tmp_path):
+    def test_a_session_in_a_forked_process_is_refused(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served = RuntimeSession(runtime, tmp_path / "plain")
-        served._owner += 1  # as after a fork
+        session = RuntimeSession(runtime, tmp_path / "plain")
+        session._owner += 1  # as after a fork
         with pytest.raises(VerificationError, match="another process"):
-            served({"x": X})
+            session({"x": X})
 
-    def test_a_child_that_prints_without_end_costs_no_memory(self, runtime, tmp_path):
+    def test_a_child_that_prints_much_costs_no_memory(self, runtime, tmp_path):
         (tmp_path / "noisy").write_text("noisy")
-        served = RuntimeSession(runtime, tmp_path / "noisy")
+        session = RuntimeSession(runtime, tmp_path / "noisy")
         tracemalloc.start()
         try:
             with pytest.raises(VerificationError, match="no kernel for this"):
-                served({"x": X})
+                session({"x": X})
             assert tracemalloc.get_traced_memory()[1] < 5_000_000
         finally:
             tracemalloc.stop()
@@ -294,7 +294,7 @@ class TestServed:
         assert np.array_equal(RuntimeSession(runtime, tmp_path / "plain")({"file": X})[0], X * 2)
 
 
-def test_a_runtime_model_is_called_as_the_model_is(runtime, tmp_path):
+def test_a_runtime_model_is_called_like_the_model(runtime, tmp_path):
     class Pair(nn.Module):
         def forward(self, x):
             return {"y": x * 2}
@@ -306,7 +306,7 @@ def test_a_runtime_model_is_called_as_the_model_is(runtime, tmp_path):
         assert run.eval() is run
 
 
-def test_operations_are_counted_by_what_the_child_says():
+def test_operations_are_counted_by_their_precision():
     rows = [
         {"name": "a", "op": "QLinearConv", "low": True, "why": ""},
         {"name": "b", "op": "Conv", "low": False, "why": "its weight is float"},

@@ -1,4 +1,4 @@
-"""Folders of packed weights in transformers: logits, and text that is generated, as the simulation's."""
+"""Folders of packed weights in transformers: logits and generated text are those of the simulation."""
 
 import os
 import runpy
@@ -24,7 +24,7 @@ SPECS = {
     "awq": UINT4,
     "compressed-tensors": QuantizationSpec(dtype="int4", granularity=BLOCKS),
 }
-WORDS = torch.arange(3, 19)[None]
+TOKENS = torch.arange(3, 19)[None]
 
 
 @pytest.fixture(scope="module")
@@ -37,36 +37,36 @@ def file_class():
 
 
 def write(name, family, folder):
-    form = find_checkpoint_format(name.partition(",")[0])
-    if form.name == "compressed-tensors":
+    checkpoint_format = find_checkpoint_format(name.partition(",")[0])
+    if checkpoint_format.name == "compressed-tensors":
         pytest.importorskip("compressed_tensors", reason="pip install scalepoint[transformers]")
     source = make(family, folder / "in", torch.float32)
     checkpoint = quantize(source, SPECS[name], scale_dtype=torch.float16)
-    form.write(checkpoint, folder / "out")
+    checkpoint_format.write(checkpoint, folder / "out")
     return folder / "out", reference(checkpoint, folder / "reference")
 
 
 def check(file_class, folder, model):
     file = file_class(str(folder), {"threads": 1})
-    [(name, logits)] = file.run({"input_ids": WORDS.numpy()})
+    [(name, logits)] = file.run({"input_ids": TOKENS.numpy()})
     assert (name, logits.dtype) == ("logits", np.float32)
     assert np.array_equal(logits, logits_of(model).numpy())
-    found = file.generate(WORDS[0].tolist(), 20)
-    assert found["tokens"] == likeliest(model, WORDS, 20)
-    assert min(found["prefill_seconds"], found["decode_seconds"]) > 0
+    result = file.generate(TOKENS[0].tolist(), 20)
+    assert result["tokens"] == generate_greedily(model, TOKENS, 20)
+    assert min(result["prefill_seconds"], result["decode_seconds"]) > 0
     assert file.executed() == []
 
 
-def likeliest(model, words, count):
-    """Without a cache."""
+def generate_greedily(model, tokens, count):
+    """Generate with the simulation, without a KV cache."""
     for _ in range(count):
         with torch.no_grad():
-            words = torch.cat([words, model(words).logits[:, -1:].argmax(-1)], 1)
-    return words[0, -count:].tolist()
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
+    return tokens[0, -count:].tolist()
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_logits_and_text_are_the_simulations(tmp_path, file_class, name):
+def test_logits_and_text_are_those_of_the_simulation(tmp_path, file_class, name):
     check(file_class, *write(name, "llama", tmp_path))
 
 
@@ -75,23 +75,23 @@ def test_every_family_runs_from_a_gptq_folder(tmp_path, file_class, family):
     check(file_class, *write("gptq", family, tmp_path))
 
 
-def test_layers_of_other_widths_are_read_with_their_own(tmp_path, file_class):
+def test_layers_with_their_own_precision_are_unpacked_with_it(tmp_path, file_class):
     source = make("mistral", tmp_path / "in", torch.float32)
-    chosen = {"k_proj": SPECS["gptq, 3 bits"], "v_proj": SPECS["gptq, 8 bits"], "o_proj": None}
+    specs = {"k_proj": SPECS["gptq, 3 bits"], "v_proj": SPECS["gptq, 8 bits"], "o_proj": None}
     checkpoint = quantize(
         source,
         SPECS["gptq"],
         scale_dtype=torch.float16,
-        choose=lambda layer: chosen.get(layer.rpartition(".")[2], SPECS["gptq"]),
+        choose=lambda layer: specs.get(layer.rpartition(".")[2], SPECS["gptq"]),
     )
     find_checkpoint_format("gptq").write(checkpoint, tmp_path / "out")
     check(file_class, tmp_path / "out", reference(checkpoint, tmp_path / "reference"))
 
 
 @pytest.mark.slow
-def test_it_runs_in_a_child_process(tmp_path):
+def test_a_folder_runs_in_a_child_process(tmp_path):
     folder, model = write("awq", "qwen2", tmp_path)
-    with exchange_files({"input_ids": WORDS.numpy()}) as files:
+    with exchange_files({"input_ids": TOKENS.numpy()}) as files:
         request = {"task": "run", "path": str(folder), "options": {"threads": 1}, **files.files, "executed": True}
         answer = run_task(RUNTIME, request)
         assert (answer.status, answer.message) == (Status.OK, "")

@@ -81,7 +81,7 @@ def _show_all_targets(json: bool) -> int:
     rows = []
     for each in found:
         runtime = each["runtime"]
-        here = "none known" if runtime is None else "ok" if find_runtime(runtime).is_here else "missing"
+        here = "none known" if runtime is None else "ok" if find_runtime(runtime).is_installed else "missing"
         rows.append({**{key: each[key] for key in ("name", "summary", "default", "accepts")}, "runtime": here})
     if json:
         show_json("targets", {"exit_code": 0, "targets": rows, "broken": broken})
@@ -201,9 +201,9 @@ def _check_package(name: str, note: str = "", is_needed: bool = False, extra: st
 def _check_llamacpp() -> DoctorLine:
     """No Python package: a library in a folder."""
     from scalepoint.runtimes.llamacpp import LLAMACPP
-    from scalepoint.runtimes.llamacpp.child import RELEASE, library
+    from scalepoint.runtimes.llamacpp.child import RELEASE, find_library
 
-    found = library()
+    found = find_library()
     if found is None:
         return DoctorLine("llama.cpp", "missing", "runs GGUF files (optional)", LLAMACPP.install)
     return DoctorLine("llama.cpp", "ok", f"{RELEASE} ({found.parent})")

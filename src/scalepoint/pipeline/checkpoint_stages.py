@@ -151,7 +151,7 @@ def verify_checkpoint(
         is recorded as `status`; `LanguageModelResult.check` raises it.
     """
     score, runtime = evaluation.score, find_runtime(job.target.runtime or "")
-    if not runtime.is_here:
+    if not runtime.is_installed:
         return replace(result, status=Status.UNAVAILABLE.value, message=describe_missing(runtime).message), score
     context = context_length(job.source, PROMPT_TOKENS + NEW_TOKENS)
     prompt = [int(token) for token in tokens[0][0, : min(PROMPT_TOKENS, context // 2)]]
@@ -197,7 +197,7 @@ def verify_checkpoint(
 def _run_float(job: CheckpointJob, prompt: list[int], count: int) -> Mapping[str, Any] | None:
     """Let the float checkpoint continue the prompt. Returns tokens and seconds; None if it is too large to load."""
     runtime = find_runtime(FLOAT_RUNTIME)
-    if not runtime.is_here or job.source.size > min(MAX_FLOAT_CHECKPOINT_BYTES, total_memory() // 4):
+    if not runtime.is_installed or job.source.size > min(MAX_FLOAT_CHECKPOINT_BYTES, total_memory() // 4):
         return None
     options = {"threads": torch.get_num_threads()}
     task = {"task": "generate", "paths": [str(job.source.folder)], "options": options, "repeats": 1}

@@ -163,7 +163,7 @@ def check_installed(target: Target, *, allow_departure: bool) -> None:
 def check_runtime_installed(target: Target, *, allow_departure: bool) -> None:
     """Refuse a target whose runtime is not installed; with allow_departure=True only warn."""
     runtime = None if target.runtime is None else find_runtime(target.runtime)
-    if runtime is None or runtime.is_here:
+    if runtime is None or runtime.is_installed:
         return
     why = describe_missing(runtime).message
     if not allow_departure:

@@ -279,7 +279,7 @@ def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
     """Write the float model with torch.onnx.export, where speed is measured: it may be faster than our float file."""
     job = context.job
     runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
-    if runtime is not None and runtime.is_here and not runtime.why_not_run:
+    if runtime is not None and runtime.is_installed and not runtime.why_not_run:
         writing = ExportRequest(job.example, names=tuple(build_feeds(model, job.example)))
         write_baseline_file(job.model, context.format, writing, context.path(context.workspace.work, PLAIN_STEM))
 

@@ -1,17 +1,17 @@
-"""The other side of the process boundary, the same for all runtimes: python -I child_loop.py CHILD.py
+"""The program of every runtime's child process: python -I child_loop.py CHILD.py. It imports nothing of scalepoint.
 
-A runtime can crash, hang or eat all memory; here it takes only itself down. CHILD.py is the program of one runtime,
-with a class File(path, options) that has `inputs` (names), `run(feeds) -> [(name, array), ..]` and
-`executed() -> [{"name", "op", "low", "why"}, ..]`; where the runtime tells the time of nodes, with the option "profile"
-`profiled() -> [{"name", "op", "seconds"}, ..]`, medians of the runs but the first; where it runs language models
-`generate(tokens, count) -> {"tokens", "prefill_seconds", "decode_seconds"}`. A class that evaluates a file
-itself, because the runtime does not run on this machine, names in `gaps` the exceptions that it raises for what it
-cannot evaluate.
-Nothing of scalepoint is imported.
+CHILD.py belongs to one runtime. It defines a class File(path, options) with
 
-A request is a line of JSON on stdin, its answer a line of JSON on stdout; tensors travel in .npz files, or, where a
-file is called again and again, as .npz frames in the same pipes. The parent keeps stdin open as long as it wants an
-answer: when stdin ends, because the parent was killed too, this process exits.
+    inputs                     names of the inputs
+    run(feeds)                 [(name, array), ..]
+    executed()                 [{"name", "op", "low", "why"}, ..]: nodes that really run; "low" is None without weights
+    profiled()                 [{"name", "op", "seconds"}, ..]: medians without the first run, with option "profile"
+    generate(tokens, count)    {"tokens", "prefill_seconds", "decode_seconds"}; only for language models
+    gaps                       exceptions that mean "cannot be evaluated here"; only if File replaces a missing runtime
+
+A request is a line of JSON on stdin, and its answer a line of JSON on stdout. Tensors are in .npz files. The task
+"serve" answers many requests; there the tensors are .npz frames in the pipes. This process exits when stdin ends, so it
+also exits if the parent is killed.
 """
 
 import io
@@ -30,55 +30,55 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-OUT_OF_MEMORY = 70  # how this program ends then
-NOT_EVALUATED = 71  # exit code for an operation that the stand-in for a runtime cannot evaluate
-OUT_OF_MEMORY_PHRASES = ("bad_alloc", "allocate memory", "failed to allocate")  # how runtimes say so
+OUT_OF_MEMORY = 70  # exit code
+NOT_EVALUATED = 71  # exit code if File raised one of its `gaps`
+OUT_OF_MEMORY_PHRASES = ("bad_alloc", "allocate memory", "failed to allocate")  # in error messages of runtimes
 MIN_RUNS = 5
-EXIT_GRACE_SECONDS = 1.0  # seconds to exit by itself; the parent waits 5
+EXIT_GRACE_SECONDS = 1.0  # time for the main thread to exit by itself; the parent waits 5 s
 TIME_OUTPUTS = ("prefill_seconds", "decode_seconds")
 Arrays = dict[str, np.ndarray]
 
 
 def main() -> None:
     pipe = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a runtime prints is no answer
+    os.dup2(2, 1)  # some runtimes print to stdout, which would mix with the answers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     request = json.loads(sys.stdin.buffer.readline())
     if request.get("memory"):
         resource.setrlimit(resource.RLIMIT_DATA, (request["memory"], request["memory"]))
     gaps: tuple[type[Exception], ...] = ()
     try:
-        kind = runpy.run_path(sys.argv[1])["File"]
-        gaps = tuple(getattr(kind, "gaps", ()))
-        TASKS[request["task"]](kind, request, pipe)
+        file_class = runpy.run_path(sys.argv[1])["File"]
+        gaps = tuple(getattr(file_class, "gaps", ()))
+        TASKS[request["task"]](file_class, request, pipe)
     except gaps as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(NOT_EVALUATED)
     except MemoryError:
         sys.exit(OUT_OF_MEMORY)
     except Exception as error:
-        if any(words in str(error).lower() for words in OUT_OF_MEMORY_PHRASES):
+        if any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY_PHRASES):
             sys.exit(OUT_OF_MEMORY)
         raise
 
 
 def _exit_with_parent() -> None:
-    """Exit soon after the parent closed stdin, also in the middle of a run.
+    """Exit soon after the parent closed stdin, even in the middle of a run.
 
-    `poll` reports the end of a pipe without reading from it, so requests stay for the main thread.
+    `poll` reports the end of a pipe without reading from it, so requests stay in the pipe for the main thread.
     """
     stdin = select.poll()
     stdin.register(0, 0)
     stdin.poll()
-    time.sleep(EXIT_GRACE_SECONDS)  # enough for a main thread that waits for the next request
-    interrupt_main()  # temporary folders are removed on the way out
+    time.sleep(EXIT_GRACE_SECONDS)  # a main thread that waits for a request exits by itself
+    interrupt_main()  # KeyboardInterrupt, so that temporary folders are removed
     time.sleep(EXIT_GRACE_SECONDS)
     os._exit(1)
 
 
-def run(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
-    """Outputs of a file, and the graph that really runs when asked for."""
-    file = kind(request["path"], request["options"])
+def run(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
+    """Run a file once and write its outputs. Answer with their names and, on request, the nodes that really run."""
+    file = file_class(request["path"], request["options"])
     outputs = file.run(_match_input_names(file.inputs, _read_arrays(request["inputs"])))
     with open(request["outputs"], "wb") as target:
         target.write(_to_npz(outputs))
@@ -86,72 +86,75 @@ def run(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> No
     _send_json(pipe, {"names": [name for name, _ in outputs], "executed": executed})
 
 
-def benchmark(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
-    """Seconds a run of several files, interleaved: noise hits all alike. One thread: of the CPU, which others share."""
+def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
+    """Measure the seconds of a run of several files. Runs are interleaved, so that noise affects all files equally."""
+    # With one thread CPU time is measured, because other processes share the CPU.
     clock = time.process_time if request["options"].get("threads") == 1 else time.perf_counter
-    feeds = _read_arrays(request["inputs"])
-    files = [kind(path, request["options"]) for path in request["paths"]]
-    given = [_match_input_names(file.inputs, feeds) for file in files]
-    taken: list[list[float]] = [[] for _ in files]
-    for file, feed in zip(files, given, strict=True):
+    arrays = _read_arrays(request["inputs"])
+    files = [file_class(path, request["options"]) for path in request["paths"]]
+    feeds = [_match_input_names(file.inputs, arrays) for file in files]
+    times: list[list[float]] = [[] for _ in files]
+    for file, feed in zip(files, feeds, strict=True):  # warm up
         file.run(feed)
         file.run(feed)
     deadline = time.monotonic() + request["seconds"]
-    turn = list(zip(files, given, taken, strict=True))
-    while len(taken[0]) < request["repeats"] and (len(taken[0]) < MIN_RUNS or time.monotonic() < deadline):
-        for file, feed, times in turn:
+    sequence = list(zip(files, feeds, times, strict=True))
+    while len(times[0]) < request["repeats"] and (len(times[0]) < MIN_RUNS or time.monotonic() < deadline):
+        for file, feed, file_times in sequence:
             start = clock()
             file.run(feed)
-            times.append(clock() - start)
-        turn.reverse()  # what runs before a file decides what it finds in the caches: not always the same
-    quarters = [statistics.quantiles(times, n=4) for times in taken]
-    _send_json(pipe, {"quartiles": quarters, "repeats": len(taken[0])})
+            file_times.append(clock() - start)
+        sequence.reverse()  # the CPU caches depend on the file that ran before: alternate the order
+    quartiles = [statistics.quantiles(file_times, n=4) for file_times in times]
+    _send_json(pipe, {"quartiles": quartiles, "repeats": len(times[0])})
 
 
-def profile(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
-    """Seconds of every node of several files, run in turns, by the runtime's own profiler."""
-    feeds = _read_arrays(request["inputs"])
-    files = [kind(path, {**request["options"], "profile": True}) for path in request["paths"]]
-    given = [_match_input_names(file.inputs, feeds) for file in files]
+def profile(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
+    """Measure the seconds of every node of several files with the profiler of the runtime, with interleaved runs."""
+    arrays = _read_arrays(request["inputs"])
+    files = [file_class(path, {**request["options"], "profile": True}) for path in request["paths"]]
+    feeds = [_match_input_names(file.inputs, arrays) for file in files]
     deadline, runs = time.monotonic() + request["seconds"], 0
-    while runs <= request["fewest"] or (runs <= request["most"] and time.monotonic() < deadline):
-        for file, feed in zip(files, given, strict=True):
+    while runs <= request["min_runs"] or (runs <= request["max_runs"] and time.monotonic() < deadline):
+        for file, feed in zip(files, feeds, strict=True):
             file.run(feed)
         runs += 1
     _send_json(pipe, {"nodes": [file.profiled() for file in files], "repeats": runs - 1})
 
 
-def generate(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
-    """The tokens that language models go on with, the likeliest each, of several files in turns; median times."""
-    files = [kind(path, request["options"]) for path in request["paths"]]
-    found: list[list[dict[str, Any]]] = [[] for _ in files]
+def generate(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
+    """Generate tokens greedily with several language models, with interleaved runs. Times are medians."""
+    files = [file_class(path, request["options"]) for path in request["paths"]]
+    runs: list[list[dict[str, Any]]] = [[] for _ in files]
     for _ in range(request["repeats"]):
-        for file, answers in zip(files, found, strict=True):
-            answers.append(file.generate(request["tokens"], request["count"]))
-    medians = [{name: statistics.median(each[name] for each in answers) for name in TIME_OUTPUTS} for answers in found]
-    firsts = [answers[0]["tokens"] for answers in found]
-    _send_json(pipe, {"files": [{"tokens": each, **own} for each, own in zip(firsts, medians, strict=True)]})
+        for file, file_runs in zip(files, runs, strict=True):
+            file_runs.append(file.generate(request["tokens"], request["count"]))
+    answers = []
+    for file_runs in runs:
+        medians = {name: statistics.median(result[name] for result in file_runs) for name in TIME_OUTPUTS}
+        answers.append({"tokens": file_runs[0]["tokens"], **medians})
+    _send_json(pipe, {"files": answers})
 
 
-def serve(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
-    """One file, called until nobody asks any more."""
-    file = kind(request["path"], request["options"])
+def serve(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
+    """Load a file and answer requests until stdin ends. A frame is 8 bytes of size, then an .npz file."""
+    file = file_class(request["path"], request["options"])
     _send_json(pipe, {"inputs": list(file.inputs)})
     while size := int.from_bytes(sys.stdin.buffer.read(8), "little"):
         frame = sys.stdin.buffer.read(size)
         if len(frame) < size:
-            return  # the parent was killed while it wrote
+            return  # the parent was killed while writing
         answer = _to_npz(_call_file(file, io.BytesIO(frame)))
         pipe.write(len(answer).to_bytes(8, "little") + answer)
         pipe.flush()
 
 
 def _call_file(file: Any, frame: BinaryIO) -> list[tuple[str, np.ndarray]]:
-    """What the file computes; where tokens are to follow, those and their seconds."""
-    with np.load(frame, allow_pickle=False) as given:
-        if "count" in given.files:  # an input would be called input.count
-            found = file.generate(given["tokens"].tolist(), int(given["count"]))
-            return [(name, np.asarray(found[name])) for name in ("tokens", *TIME_OUTPUTS)]
+    """Run the file, or generate tokens if the frame contains a count."""
+    with np.load(frame, allow_pickle=False) as arrays:
+        if "count" in arrays.files:  # an input with this name would be called input.count
+            result = file.generate(arrays["tokens"].tolist(), int(arrays["count"]))
+            return [(name, np.asarray(result[name])) for name in ("tokens", *TIME_OUTPUTS)]
     frame.seek(0)
     return list(file.run(_match_input_names(file.inputs, _read_arrays(frame))))
 
@@ -162,15 +165,15 @@ def _read_arrays(source: str | BinaryIO) -> Arrays:
 
 
 def _match_input_names(names: list[str], feeds: Arrays) -> Arrays:
-    """The arrays by the names of the file's inputs: by name where they agree, else by place."""
+    """Return the arrays by the names of the file's inputs. Arrays with other names are matched by position."""
     values = list(feeds.values())
     if len(names) > len(values):
-        raise SystemExit(f"the file takes {', '.join(names)}, {len(values)} inputs were given")
+        raise SystemExit(f"the file takes {len(names)} inputs ({', '.join(names)}), got {len(values)}")
     return {name: feeds.get(name, values[index]) for index, name in enumerate(names)}
 
 
 def _to_npz(outputs: list[tuple[str, np.ndarray]]) -> bytes:
-    """Numbered, since names may be any."""
+    """Pack the arrays under their numbers: np.savez does not accept every name of an output."""
     buffer = io.BytesIO()
     numbered: dict[str, Any] = {str(index): value for index, (_, value) in enumerate(outputs)}
     np.savez(buffer, **numbered)

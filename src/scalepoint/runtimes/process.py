@@ -1,4 +1,11 @@
-"""A runtime in a child process, with limits: its crash, hang or hunger is a finding of ours, not our own."""
+"""Runs a task of a runtime in a child process with limits of time and memory.
+
+    with exchange_files(feeds) as files:
+        answer = run_task(runtime, {"task": "run", "path": path, "options": {}, **files.files})
+        outputs = files.outputs(answer)
+
+A crash, a hang or a lack of memory in the child becomes the status of the answer.
+"""
 
 import json
 import os
@@ -22,62 +29,71 @@ from scalepoint.support.files import TemporaryFolder
 TIMEOUT_SECONDS = 600
 CHILD_LOOP = Path(__file__).with_name("child_loop.py")
 TRACEBACK_HEADER = "Traceback (most recent call last)"
-STDERR_BYTES = 65_536  # that are kept of what a child prints: the end of it, where the error stands
+STDERR_BYTES = 65_536  # of the end of stderr, which contains the error
 
 
 class Status(StrEnum):
     """How a run in the runtime ended."""
 
     OK = "ok"
-    NOT_VERIFIED = "not verified here"  # a limit of the check itself: no fault of the file, never an error
-    UNAVAILABLE = "unavailable"  # not installed
-    FAILED = "failed"  # the runtime refused the file, or the run
+    NOT_VERIFIED = "not verified here"  # the file cannot be verified on this machine; it may be correct
+    UNAVAILABLE = "unavailable"  # the runtime is not installed
+    FAILED = "failed"  # the runtime raised an error
     CRASHED = "crashed"
     TIMEOUT = "timeout"
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What came back."""
+    """Status and answer of a task."""
 
     status: Status
-    message: str = ""
+    message: str = ""  # why the status is not OK
     data: Mapping[str, Any] | None = None
 
 
 def total_memory() -> int:
-    """What a child may have unless told: the memory of this machine, so that it fails before the machine does."""
+    """Return the bytes of memory of this machine, the default limit of a child."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def run_task(
     runtime: Runtime, request: Mapping[str, Any], *, seconds: float = TIMEOUT_SECONDS, memory: int | None = None
 ) -> TaskResult:
-    """Run one task in a child process that has `memory` bytes at most."""
-    if not runtime.is_here:
+    """Run one task in a child process.
+
+    Args:
+        runtime: The runtime.
+        request: The task and its arguments, see `child_loop.py`.
+        seconds: Time limit.
+        memory: Memory limit in bytes; the memory of the machine by default.
+    """
+    if not runtime.is_installed:
         return describe_missing(runtime)
     check_threads(request.get("options", {}).get("threads") or 0)
     limit = memory or total_memory()
     with Child(runtime) as child:
         with child.within(seconds):
             child.send(json.dumps({**request, "memory": limit}).encode() + b"\n")
-            output = child.output.read().decode(errors="replace")  # until it ends
-            code = child.wait()
+            output = child.output.read().decode(errors="replace")
+            exit_code = child.wait()
         errors = child.errors()
     if child.is_late:
         return TaskResult(Status.TIMEOUT, f"{runtime.name} did not end within {seconds:.0f} s")
-    if code:
-        return describe_exit(runtime, code, errors, limit)
+    if exit_code:
+        return describe_exit(runtime, exit_code, errors, limit)
     try:
         return TaskResult(Status.OK, data=json.loads(output.strip().splitlines()[-1]))
     except (ValueError, IndexError):
-        return TaskResult(Status.FAILED, f"{runtime.name} gave no answer{_last_line(errors)}")
+        return TaskResult(
+            Status.FAILED, f"{runtime.name} gave no answer: {_error_message(errors) or 'it printed no error'}"
+        )
 
 
 class Child:
-    """The process of a runtime. Its stdin stays open as long as the parent wants it: at the end of stdin it exits.
+    """The process of a runtime. It exits when its stdin is closed.
 
-    A thread reads its stderr and keeps the last STDERR_BYTES of it. A child that prints gigabytes costs no memory.
+    A thread reads stderr and keeps only its last STDERR_BYTES, so a child that prints gigabytes costs no memory.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -90,7 +106,7 @@ class Child:
             env=child_environment(),
         )
         self.lock = threading.Lock()  # held from a request until its answer
-        self._kept = b""
+        self._stderr_end = b""
         self._reader = threading.Thread(target=self._read_end_of_stderr, daemon=True)
         self._reader.start()
 
@@ -103,11 +119,12 @@ class Child:
 
     @property
     def output(self) -> IO[bytes]:
+        """Stdout of the process."""
         assert self._process.stdout is not None  # noqa: S101  # it is a pipe
         return self._process.stdout
 
     def send(self, data: bytes) -> None:
-        """Write to its stdin. Nothing is raised where it has exited: then its stdout has ended too."""
+        """Write to stdin. If the process has exited, nothing is raised: the caller then reads the end of stdout."""
         assert self._process.stdin is not None  # noqa: S101
         with suppress(BrokenPipeError):
             self._process.stdin.write(data)
@@ -115,7 +132,7 @@ class Child:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Kill the child after this time, which ends a read of its stdout."""
+        """Kill the process if the block takes longer. A read of stdout in the block then returns."""
         timer = threading.Timer(seconds, self._kill_late)
         timer.start()
         try:
@@ -131,14 +148,14 @@ class Child:
         self._process.kill()
 
     def errors(self) -> str:
-        """The end of its stderr, once it has exited."""
-        self._reader.join(timeout=5)  # not for ever: a process that it started may hold the pipe open
-        return self._kept.decode(errors="replace")
+        """Return the end of stderr. The process must have exited."""
+        self._reader.join(timeout=5)  # with a limit, because a process that the child started may hold the pipe open
+        return self._stderr_end.decode(errors="replace")
 
     def close(self) -> None:
-        """Close its stdin, which asks it to exit; kill it if it does not within 5 s.
+        """Close stdin, so that the process exits, and kill it if it does not exit within 5 s.
 
-        A request of another thread is waited for, but not for ever: this also runs when Python exits.
+        A request of another thread may finish first, within 5 s, because this also runs when Python exits.
         """
         is_idle = self.lock.acquire(timeout=5)
         if not is_idle:
@@ -165,65 +182,74 @@ class Child:
     def _read_end_of_stderr(self) -> None:
         assert self._process.stderr is not None  # noqa: S101
         while chunk := os.read(self._process.stderr.fileno(), STDERR_BYTES):
-            self._kept = (self._kept + chunk)[-STDERR_BYTES:]
+            self._stderr_end = (self._stderr_end + chunk)[-STDERR_BYTES:]
 
 
 def describe_missing(runtime: Runtime) -> TaskResult:
-    way_out = runtime.install or f"pip install {runtime.package}"
-    return TaskResult(Status.UNAVAILABLE, f"{runtime.name} is not installed: {way_out}")
+    """Return the result for a runtime that is not installed, with the command that installs it."""
+    install = runtime.install or f"pip install {runtime.package}"
+    return TaskResult(Status.UNAVAILABLE, f"{runtime.name} is not installed: {install}")
 
 
 def child_command(runtime: Runtime) -> list[str]:
+    """Return the command that starts the child. Python's -I ignores the current folder and PYTHON* variables."""
     return [sys.executable, "-I", str(CHILD_LOOP), str(Path(runtime.child).resolve())]
 
 
-def describe_exit(runtime: Runtime, code: int, errors: str, memory: int) -> TaskResult:
-    """Why a child ended that should not have."""
-    if code == OUT_OF_MEMORY or "std::bad_alloc" in errors:
-        return TaskResult(Status.FAILED, f"{runtime.name} needs more memory than the {memory / 1e9:.2f} GB it may have")
-    if code == NOT_EVALUATED:
-        return TaskResult(Status.NOT_VERIFIED, _last_line(errors).removeprefix(": "))
-    end = signal_name(code)
-    if end is not None:
-        return TaskResult(Status.CRASHED, f"{runtime.name} died of {end}{_last_line(errors)}")
-    said = _last_line(errors).removeprefix(": ")
-    return TaskResult(Status.FAILED, said or f"{runtime.name} exited with code {code} and printed no error")
+def describe_exit(runtime: Runtime, exit_code: int, errors: str, memory: int) -> TaskResult:
+    """Return the result for a child that exited with an error. `errors` is the end of its stderr."""
+    message = _error_message(errors)
+    if exit_code == OUT_OF_MEMORY or "std::bad_alloc" in errors:
+        return TaskResult(Status.FAILED, f"{runtime.name} needs more memory than its limit of {memory / 1e9:.2f} GB")
+    if exit_code == NOT_EVALUATED:
+        return TaskResult(Status.NOT_VERIFIED, message)
+    signal = signal_name(exit_code)
+    if signal is not None:
+        return TaskResult(Status.CRASHED, f"{runtime.name} died of {signal}{f': {message}' if message else ''}")
+    return TaskResult(Status.FAILED, message or f"{runtime.name} exited with code {exit_code} and printed no error")
 
 
-def _last_line(text: str) -> str:
-    """Of a traceback all that the error says, which may be several lines."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    frames = [at for at, line in enumerate(lines) if line.startswith("  ")] if TRACEBACK_HEADER in text else []
-    said = lines[frames[-1] + 1 :] if frames else lines[-1:]
-    return f": {' '.join(map(str.strip, said))[:500]}" if said else ""
+def _error_message(stderr: str) -> str:
+    """Return the last line of stderr, or all lines of the exception if stderr contains a traceback."""
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    message = lines[-1:]
+    if TRACEBACK_HEADER in stderr:
+        frame_lines = [index for index, line in enumerate(lines) if line.startswith("  ")]
+        if frame_lines:
+            message = lines[frame_lines[-1] + 1 :]
+    return " ".join(map(str.strip, message))[:500]
 
 
 class ExchangeFiles:
-    """The files of one request: tensors go there and come back."""
+    """The .npz files of one request: inputs, and outputs after the run."""
 
     def __init__(self, folder: Path, inputs: Mapping[str, np.ndarray]) -> None:
         self.files = {"inputs": str(folder / "inputs.npz"), "outputs": str(folder / "outputs.npz")}
         np.savez(self.files["inputs"], **prefix_input_names(inputs))
 
     def outputs(self, answer: TaskResult) -> dict[str, np.ndarray]:
+        """Read the outputs, by name."""
         with np.load(self.files["outputs"], allow_pickle=False) as file:
             return {name: file[str(index)] for index, name in enumerate((answer.data or {})["names"])}
 
 
 def prefix_input_names(inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """As np.savez takes them, which has a parameter called `file`."""
+    """Prefix the names with "input.": np.savez has a parameter `file`, which an input must not be called."""
     return {f"input.{name}": value for name, value in inputs.items()}
 
 
 @contextmanager
 def exchange_files(inputs: Mapping[str, np.ndarray]) -> Iterator[ExchangeFiles]:
-    """Files that are gone afterwards."""
+    """Temporary files for one request."""
     with TemporaryFolder() as folder:
         yield ExchangeFiles(folder, inputs)
 
 
 def count_low_precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:
-    """How many operations with weights run in low precision, and which do not."""
-    left = [each for each in executed if each["low"] is False]
-    why = (f"{each['name']} ({each['op']}{': ' + each['why'] if each['why'] else ''})" for each in left)
-    return sum(each["low"] is True for each in executed), tuple(why)
+    """Return the number of layers with weights in low precision, and the names of those in float with the reason."""
+    fallbacks = []
+    for node in executed:
+        if node["low"] is False:
+            reason = f": {node['why']}" if node["why"] else ""
+            fallbacks.append(f"{node['name']} ({node['op']}{reason})")
+    return sum(node["low"] is True for node in executed), tuple(fallbacks)

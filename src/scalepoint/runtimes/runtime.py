@@ -1,8 +1,8 @@
-"""A runtime as a declaration: its package, its child program, the formats that it reads.
+"""Declaration of a runtime: its package, its child program, and the formats that it reads.
 
     Runtime("mine", "my_package", Path(__file__).with_name("child.py"), formats=("onnx",))
 
-The child program is described in `child_loop.py`, which runs it. Nothing here imports a runtime.
+`child_loop.py` runs the child program and describes it. Nothing here imports a runtime.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,61 +13,87 @@ from typing import Any, Literal
 
 from scalepoint.errors import UsageError, short_repr
 
-ExecutedNodes = Sequence[Mapping[str, Any]]  # the nodes of a compiled graph, as the child tells them
+ExecutedNodes = Sequence[Mapping[str, Any]]  # nodes of a compiled graph, see File.executed in child_loop.py
 
 
 def applies_always(executed: ExecutedNodes) -> bool:
-    """For every file."""
+    """Apply a variant to every file."""
     return True
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Another way to run the same file, whose agreement with the simulation tells something."""
+    """Other settings of a runtime, with which `verify` runs a file once more.
 
-    name: Literal["unoptimized", "exact"]  # the field of a Verification
-    options: Mapping[str, Any]  # of the child
+    Args:
+        name: The field of `Verification` for the agreement with these settings.
+        options: Options of the child program.
+        applies: Whether a file with these executed nodes is run with the settings.
+        why: What the runtime does without these settings, and the setting that changes it.
+    """
+
+    name: Literal["unoptimized", "exact"]
+    options: Mapping[str, Any]
     applies: Callable[[ExecutedNodes], bool] = applies_always
-    why: str = ""  # what the runtime does unless it is run so, and the setting that it hangs on
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where files run: `verify`, `benchmark` and `evaluate` start its child program."""
+    """A program that runs files. `verify`, `benchmark` and `evaluate` start its child program.
+
+    Args:
+        name: Name of the runtime.
+        package: Python package that must be installed.
+        child: Path of the child program, see `child_loop.py`.
+        formats: Names of the file formats that it reads.
+        summary: One line for `scalepoint targets` and the documentation.
+        variants: Other settings with which `verify` runs files once more.
+        profiles: The child supports the option "profile" and `profiled()`, the time of every node.
+        shows_codes: The child supports the option "expose": the codes at every quantizer become outputs.
+        detect: Whether the runtime is installed, if it is not a Python package.
+        install: Command that installs the runtime, if it is not `pip install PACKAGE`.
+        check_platform: Returns why the child evaluates files on this machine instead of running them; "" if it runs
+            them.
+    """
 
     name: str
-    package: str  # what has to be installed
+    package: str
     child: Path
     formats: tuple[str, ...]
     summary: str = ""
     variants: tuple[Variant, ...] = field(default=(), hash=False)
-    profiles: bool = False  # option "profile" of the child, and `profiled()`: the time of every node
-    shows_codes: bool = False  # option "expose" of the child: the codes at every quantizer are outputs too
-    found: Callable[[], bool] | None = None  # whether it is here, of a runtime that is no Python package
-    install: str = ""  # how it gets here, where pip does not bring it
-    stand_in: Callable[[], str] | None = None  # why files are only evaluated here, "" where they really run
+    profiles: bool = False
+    shows_codes: bool = False
+    detect: Callable[[], bool] | None = None
+    install: str = ""
+    check_platform: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            raise UsageError(f"a runtime has a name, not {short_repr(self.name)}")
+            raise UsageError(f"name= of a runtime must be a text that is not empty, got {short_repr(self.name)}")
         if not (isinstance(self.package, str) and self.package.isidentifier()):
-            raise UsageError(f"runtime {self.name!r}: package= is what is imported, not {short_repr(self.package)}")
+            raise UsageError(
+                f"runtime {self.name!r}: package= must be the name of a Python package, got {short_repr(self.package)}"
+            )
         if not Path(self.child).is_file():
-            raise UsageError(f"runtime {self.name!r}: its child program {short_repr(str(self.child))} is not there")
+            raise UsageError(f"runtime {self.name!r}: child= must be an existing file, got {short_repr(str(self.child))}")
         if isinstance(self.formats, str) or not self.formats or not all(isinstance(key, str) for key in self.formats):
             raise UsageError(
-                f"runtime {self.name!r}: formats= are keys, such as ('onnx',), not {short_repr(self.formats)}"
+                f"runtime {self.name!r}: formats= must be a tuple of names such as ('onnx',), got {short_repr(self.formats)}"
             )
-        if wrong := [each for each in self.variants if not isinstance(each, Variant) or each.name not in _FIELDS]:
-            raise UsageError(
-                f"runtime {self.name!r}: a variant is one of {', '.join(_FIELDS)}, not {short_repr(wrong[0])}"
-            )
+        for variant in self.variants:
+            if not isinstance(variant, Variant) or variant.name not in _VARIANT_NAMES:
+                raise UsageError(
+                    f"runtime {self.name!r}: a variant must be a Variant with one of the names "
+                    f"{', '.join(_VARIANT_NAMES)}, got {short_repr(variant)}"
+                )
 
     @property
-    def is_here(self) -> bool:
-        """Whether its package is installed; nothing is imported."""
-        if self.found is not None:
-            return self.found()
+    def is_installed(self) -> bool:
+        """Whether the runtime is installed. Nothing is imported."""
+        if self.detect is not None:
+            return self.detect()
         try:
             return find_spec(self.package) is not None
         except (ImportError, ValueError):
@@ -75,8 +101,8 @@ class Runtime:
 
     @property
     def why_not_run(self) -> str:
-        """Why its child only evaluates files on this machine; "" where it runs them."""
-        return "" if self.stand_in is None else self.stand_in()
+        """Why the child evaluates files on this machine instead of running them; "" if it runs them."""
+        return "" if self.check_platform is None else self.check_platform()
 
 
-_FIELDS = ("unoptimized", "exact")
+_VARIANT_NAMES = ("unoptimized", "exact")

@@ -1,4 +1,4 @@
-"""A file in a child process that stays, to be called again and again: what a user's metric judges."""
+"""RuntimeSession: a file in a child process that answers many calls, for example those of a user's metric."""
 
 import io
 import json
@@ -26,9 +26,15 @@ from scalepoint.support.cpu import check_threads
 
 
 class RuntimeSession:
-    """A file in its runtime until `close`; `seconds` limits one call, `options` are the runtime's own.
+    """A file that is loaded in its runtime until `close`. Threads may share it; they wait for each other.
 
-    Several threads may call it: the child answers one request at a time.
+    Args:
+        runtime: The runtime.
+        path: The file.
+        threads: Threads of the runtime; 0 lets the runtime choose.
+        seconds: Time limit of one call.
+        memory: Memory limit in bytes; the memory of the machine by default.
+        options: Further options of the child program.
     """
 
     def __init__(
@@ -41,7 +47,7 @@ class RuntimeSession:
         memory: int | None = None,
         options: Mapping[str, str] | None = None,
     ) -> None:
-        if not runtime.is_here:
+        if not runtime.is_installed:
             raise VerificationError(describe_missing(runtime).message)
         check_threads(threads)
         self.runtime, self.path, self.seconds, self.memory = runtime, path, seconds, memory or total_memory()
@@ -61,13 +67,15 @@ class RuntimeSession:
         self.inputs: list[str] = json.loads(answer)["inputs"]
 
     def __call__(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """The outputs in the file's order."""
+        """Run the file. Return its outputs in the order of the file."""
         return self._request(prefix_input_names(feeds))
 
     def generate(self, tokens: Sequence[int], count: int) -> tuple[list[int], float, float]:
-        """So many tokens that a language model goes on with, the seconds for the given ones and for the others."""
-        made, prefill, decode = self._request({"tokens": np.asarray(tokens), "count": np.asarray(count)})
-        return made.tolist(), float(prefill), float(decode)
+        """Generate `count` tokens greedily. Return them, the seconds for the prompt and for the generation."""
+        generated, prefill_seconds, decode_seconds = self._request(
+            {"tokens": np.asarray(tokens), "count": np.asarray(count)}
+        )
+        return generated.tolist(), float(prefill_seconds), float(decode_seconds)
 
     def _request(self, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         buffer = io.BytesIO()
@@ -82,18 +90,18 @@ class RuntimeSession:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """One request and its answer, for one thread at a time and within the time of a call.
+        """Context for one request and its answer: one thread at a time, within the time limit.
 
-        After an exchange that did not end (Ctrl-C, a time limit), the next answer in the pipe would be the answer to
-        this request: the child is killed, and later calls are refused.
+        If an exchange does not end (Ctrl-C, time limit), its answer may still arrive and would be read as the answer to
+        the next request. So the child is killed, and later calls are refused.
         """
-        if os.getpid() != self._owner:  # two processes that share a pipe would get each other's answers
-            raise VerificationError(f"{self._where}: it was opened in another process: open it again in this one")
+        if os.getpid() != self._owner:  # after fork() two processes share the pipe and would mix up their answers
+            raise VerificationError(f"{self._where} was opened in another process: open it again in this process")
         with self._child.lock:
             if not self.close.alive:
-                raise VerificationError(f"{self._where}: it is closed")
+                raise VerificationError(f"{self._where} is closed: open it again")
             if self._is_broken:
-                raise VerificationError(f"{self._where}: an earlier call did not end: open it again")
+                raise VerificationError(f"{self._where} cannot be used, an earlier call did not end: open it again")
             self._is_broken = True
             try:
                 with self._child.within(self.seconds):
@@ -107,12 +115,12 @@ class RuntimeSession:
         data = self._child.output.read(size)
         return self._check_complete(data, len(data) == size)
 
-    def _check_complete(self, data: bytes, is_whole: bool) -> bytes:
-        """What came; an error that says why it ends early."""
-        if is_whole:
+    def _check_complete(self, data: bytes, is_complete: bool) -> bytes:
+        """Return the data, or raise an error that says why the child stopped before it was complete."""
+        if is_complete:
             return data
-        code = self._child.wait()
+        exit_code = self._child.wait()
         if self._child.is_late:
             raise VerificationError(f"{self._where}: {Status.TIMEOUT.value}: no answer within {self.seconds:.0f} s")
-        answer = describe_exit(self.runtime, code, self._child.errors(), self.memory)
+        answer = describe_exit(self.runtime, exit_code, self._child.errors(), self.memory)
         raise VerificationError(f"{self._where}: {answer.status.value}: {answer.message}")

@@ -59,7 +59,7 @@ def profile(
     if not runtime.profiles:
         raise VerificationError(f"{runtime.name} cannot measure the time of its nodes: use onnxruntime or openvino")
     feeds = dict(inputs) if inputs is not None else make_random_inputs(paths[0], runtime)
-    limits = {"options": {"threads": threads}, "seconds": seconds, "fewest": MIN_RUNS, "most": MAX_RUNS}
+    limits = {"options": {"threads": threads}, "seconds": seconds, "min_runs": MIN_RUNS, "max_runs": MAX_RUNS}
     with exchange_files(feeds) as files:
         request = {"task": "profile", "paths": [str(path) for path in paths], "inputs": files.files["inputs"], **limits}
         answer = run_task(runtime, request, seconds=seconds * 10 + 300, memory=memory)

@@ -17,7 +17,7 @@ from scalepoint.verification import Status, verify
 from scalepoint.verification.departure import match_calls
 from scalepoint.verification.simulation import simulate
 
-HERE = find_runtime("executorch").is_here
+HERE = find_runtime("executorch").is_installed
 pytestmark = pytest.mark.skipif(not HERE, reason="executorch is not installed: pip install 'scalepoint[executorch]'")
 INT4 = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static")
 

@@ -80,7 +80,7 @@ def test_the_rule_of_tokenizer_json_is_named(split, tmp_path):
     assert found.texts[: made.get_vocab_size()] == [made.id_to_token(number) for number in range(made.get_vocab_size())]
 
 
-@pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
+@pytest.mark.skipif(not LLAMACPP.is_installed, reason=f"needs llama.cpp: {LLAMACPP.install}")
 @pytest.mark.parametrize("split", MADE)
 def test_llamacpp_cuts_text_alike(split, tmp_path):
     from scalepoint.runtimes.llamacpp.child import File

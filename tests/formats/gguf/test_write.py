@@ -18,7 +18,7 @@ from tests.formats.gguf.test_block_types import CASES
 
 gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
 LLAMACPP = find_runtime("llamacpp")
-needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
+needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_installed, reason=f"needs llama.cpp: {LLAMACPP.install}")
 INT4 = spec_of("int4", 32)
 FAST = ("llama", "mixtral", "gpt2")
 each_family = pytest.mark.parametrize(

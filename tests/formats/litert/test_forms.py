@@ -15,7 +15,7 @@ from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.transformation import transform
 
-HERE = find_runtime("litert").is_here
+HERE = find_runtime("litert").is_installed
 pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip install 'scalepoint[litert]'")
 
 
@@ -170,7 +170,7 @@ def test_what_is_told_its_size_has_the_batch_of_the_example(tmp_path):
     compare(model, feeds, run(path, feeds))
     with exchange_files({"x": torch.randn(3, 4, 5, 5).numpy()}) as files:
         answer = run_task(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
-    assert "x: the file takes [2, 4, 5, 5], [3, 4, 5, 5] was given" in answer.message
+    assert "input x: the file takes the shape [2, 4, 5, 5], got [3, 4, 5, 5]" in answer.message
 
 
 class Ranked(nn.Module):

@@ -18,7 +18,7 @@ from scalepoint.verification.departure import match_calls
 from scalepoint.verification.simulation import simulate
 from tests.formats.executorch.test_write import Encoder
 
-HERE = find_runtime("litert").is_here
+HERE = find_runtime("litert").is_installed
 pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip install 'scalepoint[litert]'")
 INT4 = QuantizationSpec(
     dtype="int4", qscheme="symmetric", granularity=PerChannelGranularity(), qparam_calculator_cls="static"

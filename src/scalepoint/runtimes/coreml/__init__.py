@@ -1,6 +1,6 @@
-"""Core ML: run on macOS; elsewhere the program is read back and evaluated, which proves the file but not the speed.
+"""The runtime Core ML. On other systems than macOS the file is read back and evaluated, without a speed.
 
-The way over macOS has not been tried by our tests: they run where Core ML does not.
+The tests do not run on macOS, so running a file in Core ML itself is untested.
 """
 
 import sys
@@ -10,13 +10,11 @@ from scalepoint.errors import install_hint
 from scalepoint.runtimes.runtime import Runtime
 
 
-def stand_in() -> str:
-    """Why a file is not run here; "" where it is."""
+def describe_evaluation() -> str:
+    """Explain why files are evaluated on this machine and not run; "" on macOS."""
     if sys.platform == "darwin":
         return ""
-    return (
-        "Core ML runs on macOS alone: the file was read back and evaluated operation by operation in float32, not run"
-    )
+    return "Core ML runs only on macOS: the file was not run, but read back and evaluated in float32"
 
 
 COREML = Runtime(
@@ -24,7 +22,7 @@ COREML = Runtime(
     package="coremltools",
     child=Path(__file__).with_name("child.py"),
     formats=("coreml",),
-    summary="Core ML on macOS; elsewhere the program is read back and evaluated",
+    summary="Core ML on macOS; on other systems the file is read back and evaluated",
     install=install_hint("coreml"),
-    stand_in=stand_in,
+    check_platform=describe_evaluation,
 )

@@ -1,8 +1,8 @@
-"""An .mlpackage in Core ML, or, where there is none, evaluated as MIL defines its operations; started by
-`scalepoint.runtimes`, of which nothing is imported.
+"""Child program that runs an .mlpackage in Core ML on macOS, or evaluates it elsewhere.
 
-An evaluation is in float32, whatever type the program names: the stored numbers are the file's, the roundings of
-float16 sums are a device's own. Codes, scales and tables of weights are unpacked by coremltools.
+`child_loop.py` starts it. It imports nothing of scalepoint. An evaluation follows the definitions of the MIL operations
+and computes in float32 even if the file says float16, because the rounding of float16 sums depends on the device.
+Codes, scales and tables of weights are unpacked by coremltools.
 """
 
 import inspect
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-logging.disable(logging.WARNING)  # of versions of torch, and of what only a Mac has
+logging.disable(logging.WARNING)  # coremltools warns about the version of torch and about parts that need a Mac
 warnings.simplefilter("ignore")
 
-# coremltools takes seconds for those that it finds
-OTHERS = ("executorch", "sklearn", "tensorflow", "torchao", "transformers", "xgboost")
-HIDDEN = [name for name in OTHERS if name not in sys.modules]
-sys.modules |= dict.fromkeys(HIDDEN)  # type: ignore[arg-type]  # None: as if it were not installed
+# coremltools imports these packages if they are installed, which takes seconds. None makes an import fail.
+OPTIONAL_IMPORTS = ("executorch", "sklearn", "tensorflow", "torchao", "transformers", "xgboost")
+HIDDEN = [name for name in OPTIONAL_IMPORTS if name not in sys.modules]
+sys.modules |= dict.fromkeys(HIDDEN)  # type: ignore[arg-type]
 import coremltools  # noqa: E402
 import torch  # noqa: E402
 from coremltools.converters.mil.frontend.milproto.load import load  # noqa: E402
@@ -29,16 +29,16 @@ from torch.nn import functional as F  # noqa: E402
 for name in HIDDEN:
     del sys.modules[name]
 
-MULTIPLY = ("conv", "conv_transpose", "linear", "matmul")
-HOME = Path("Data") / "com.apple.CoreML"
+WEIGHTED_OPERATIONS = ("conv", "conv_transpose", "linear", "matmul")
+MODEL_FOLDER = Path("Data") / "com.apple.CoreML"
 
 
 class NotEvaluatedError(Exception):
-    """The file has an operation that is not evaluated here: nothing is wrong with the file."""
+    """The file has an operation that this program cannot evaluate. The file may be correct."""
 
 
 class File:
-    """options: threads (0: as torch chooses)."""
+    """A loaded package. Options: threads (0: torch chooses)."""
 
     gaps = (NotEvaluatedError,)
 
@@ -46,96 +46,101 @@ class File:
         if options.get("threads"):
             torch.set_num_threads(options["threads"])
         self.spec = coremltools.proto.Model_pb2.Model()
-        self.spec.ParseFromString((Path(path) / HOME / "model.mlmodel").read_bytes())
-        self.inputs = [each.name for each in self.spec.description.input]
-        self.outputs = [each.name for each in self.spec.description.output]
-        self.operations = _operations(self.spec, Path(path) / HOME / "weights")
+        self.spec.ParseFromString((Path(path) / MODEL_FOLDER / "model.mlmodel").read_bytes())
+        self.inputs = [feature.name for feature in self.spec.description.input]
+        self.outputs = [feature.name for feature in self.spec.description.output]
+        self.operations = _read_operations(self.spec, Path(path) / MODEL_FOLDER / "weights")
         self.model = coremltools.models.MLModel(path) if sys.platform == "darwin" else None
 
     def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-        for each in self.spec.description.input:
-            given, taken = feeds[each.name].shape, tuple(each.type.multiArrayType.shape)
-            if given != taken:
+        for feature in self.spec.description.input:
+            shape, expected = feeds[feature.name].shape, tuple(feature.type.multiArrayType.shape)
+            if shape != expected:
                 raise ValueError(
-                    f"input {each.name} has the shape {given}: the file takes {taken}, that of its example"
+                    f"input {feature.name} has shape {shape}: the file takes only the shape of its example, {expected}"
                 )
         if self.model is not None:
-            found = self.model.predict({name: _fed(value) for name, value in feeds.items()})
-            return [(name, np.asarray(found[name])) for name in self.outputs]
-        values = {name: torch.from_numpy(np.array(_fed(feeds[name]))) for name in self.inputs}
+            outputs = self.model.predict({name: _narrow_integers(value) for name, value in feeds.items()})
+            return [(name, np.asarray(outputs[name])) for name in self.outputs]
+        values = {name: torch.from_numpy(np.array(_narrow_integers(feeds[name]))) for name in self.inputs}
         with torch.inference_mode():
             for op in self.operations:
                 _evaluate(op, values)
         return [(name, values[name].numpy()) for name in self.outputs]
 
     def executed(self) -> list[dict[str, Any]]:
-        """What the program asks for; which unit runs it, Core ML decides on the device."""
-        return [_told(op) for op in self.operations if op.op_type != "const"]
+        """Return the operations of the file. Core ML decides only on the device where they run."""
+        return [_describe_operation(op) for op in self.operations if op.op_type != "const"]
 
 
-def _operations(spec: Any, weights: Path) -> list[Any]:
+def _read_operations(spec: Any, weights: Path) -> list[Any]:
     program = load(spec, spec.specificationVersion, file_weights_dir=str(weights))
     return list(program.functions["main"].operations)
 
 
-def _fed(value: np.ndarray) -> np.ndarray:
+def _narrow_integers(value: np.ndarray) -> np.ndarray:
+    """Convert int64 to int32: Core ML has no int64."""
     return value.astype(np.int32) if value.dtype == np.int64 else value
 
 
-def _told(op: Any) -> dict[str, Any]:
+def _describe_operation(op: Any) -> dict[str, Any]:
+    """Describe an operation. It runs in low precision if its weight is stored compressed (constexpr_...)."""
     low = None
     kind = op.op_type
     weight = op.inputs.get("weight", op.inputs.get("y"))
-    is_stored = weight is not None and (weight.val is not None or _made_by(weight, "constexpr_"))
-    if kind in MULTIPLY and is_stored:
-        low = _made_by(weight, "constexpr_")
-        takes = "codes" if _made_by(op.inputs["x"], "dequantize") else "float"
-        kind = f"{kind}, narrow weights x {takes}" if low else kind
+    is_compressed = weight is not None and _is_produced_by(weight, "constexpr_")
+    is_constant = weight is not None and (weight.val is not None or is_compressed)
+    if kind in WEIGHTED_OPERATIONS and is_constant:
+        low = is_compressed
+        data = "codes" if _is_produced_by(op.inputs["x"], "dequantize") else "float"
+        kind = f"{kind}, narrow weights x {data}" if low else kind
     return {"name": op.outputs[0].name, "op": kind, "low": low, "why": "" if low is not False else "float weights"}
 
 
-def _made_by(value: Any, kind: str) -> bool:
+def _is_produced_by(value: Any, kind: str) -> bool:
     return value.op is not None and value.op.op_type.startswith(kind)
 
 
 def _evaluate(op: Any, values: dict[str, torch.Tensor]) -> None:
-    """One operation: its operands by name are looked up, its results are put beside them."""
-    known = [each.val for each in op.outputs]
+    """Evaluate one operation. Its operands are read from `values`, and its results are added to `values`."""
+    results = [output.val for output in op.outputs]  # not None for constants
     if op.op_type.startswith("constexpr_"):
-        made = op.materialized_val_inference()
-        known = list(made) if isinstance(made, tuple) else [made]
-    if any(each is None for each in known):
-        if op.op_type not in TABLE:
+        unpacked = op.materialized_val_inference()
+        results = list(unpacked) if isinstance(unpacked, tuple) else [unpacked]
+    if any(result is None for result in results):
+        if op.op_type not in OPERATIONS:
             raise NotEvaluatedError(f"{op.op_type} ({op.name}) can only be checked on macOS, where Core ML runs it")
-        given = {name: _operand(value, values) for name, value in op.inputs.items() if value is not None}
-        _check_settings(op, given)
-        found = TABLE[op.op_type](**given)
-        known = list(found) if isinstance(found, tuple) else [found]
-    for output, value in zip(op.outputs, known, strict=True):
-        values[output.name] = value if isinstance(value, torch.Tensor) else _tensor(value)
+        arguments = {name: _read_operand(value, values) for name, value in op.inputs.items() if value is not None}
+        _check_arguments(op, arguments)
+        result = OPERATIONS[op.op_type](**arguments)
+        results = list(result) if isinstance(result, tuple) else [result]
+    for output, value in zip(op.outputs, results, strict=True):
+        values[output.name] = value if isinstance(value, torch.Tensor) else _to_tensor(value)
 
 
-def _check_settings(op: Any, given: dict[str, Any]) -> None:
+def _check_arguments(op: Any, arguments: dict[str, Any]) -> None:
+    """Raise NotEvaluatedError if the function here lacks an argument that the operation has."""
     try:
-        inspect.signature(TABLE[op.op_type]).bind(**given)
+        inspect.signature(OPERATIONS[op.op_type]).bind(**arguments)
     except TypeError as error:
         raise NotEvaluatedError(
             f"{op.op_type} ({op.name}) with these settings can only be checked on macOS, where Core ML runs it: {error}"
         ) from error
 
 
-def _operand(value: Any, values: dict[str, torch.Tensor]) -> Any:
-    """A tensor, or the plain value of a setting."""
+def _read_operand(value: Any, values: dict[str, torch.Tensor]) -> Any:
+    """Return an operand as a tensor, or as a plain Python value if it is a setting such as `axis`."""
     if isinstance(value, list | tuple):
-        return [_operand(each, values) for each in value]
+        return [_read_operand(element, values) for element in value]
     if value.name in values:
         return values[value.name]
     constant = value.val
     is_float = isinstance(constant, np.ndarray | np.floating) and np.asarray(constant).dtype.kind == "f"
-    return _tensor(constant) if is_float else constant
+    return _to_tensor(constant) if is_float else constant
 
 
-def _tensor(value: Any) -> Any:
+def _to_tensor(value: Any) -> Any:
+    """Convert a constant to a tensor: floats become float32, integers that torch lacks become int32."""
     if isinstance(value, str | list | tuple):
         return value
     array = np.asarray(value)
@@ -146,56 +151,70 @@ def _tensor(value: Any) -> Any:
     return torch.from_numpy(np.array(array))
 
 
-def _of(value: Any) -> Any:
-    """What torch takes as a number or as a list of numbers."""
+def _to_python(value: Any) -> Any:
+    """Convert a tensor, array or numpy number to a Python number or list."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.tolist()
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _both(value: Any, like: Any = None) -> torch.Tensor:
-    made = value if isinstance(value, torch.Tensor) else _tensor(value)
-    is_wide = like is not None and isinstance(like, torch.Tensor) and like.is_floating_point()
-    return made.to(like.dtype) if is_wide and not made.is_floating_point() else made
+def _as_tensor(value: Any, partner: Any = None) -> torch.Tensor:
+    """Convert an operand to a tensor. An integer operand becomes float if its partner is a float tensor."""
+    tensor = value if isinstance(value, torch.Tensor) else _to_tensor(value)
+    if isinstance(partner, torch.Tensor) and partner.is_floating_point() and not tensor.is_floating_point():
+        return tensor.to(partner.dtype)
+    return tensor
 
 
 def quantize(input: torch.Tensor, scale: Any, output_dtype: str, zero_point: Any = None, axis: Any = None) -> Any:  # noqa: A002
     """clip(round(input / scale) + zero_point)"""
-    scale, zero = _along(scale, input, axis), 0 if zero_point is None else _along(zero_point, input, axis)
+    scale = _align(scale, input, axis)
+    zero_point = 0 if zero_point is None else _align(zero_point, input, axis)
     low, high = (0, 255) if output_dtype == "uint8" else (-128, 127)
-    codes = (torch.round(input / scale) + zero).clamp(low, high)
+    codes = (torch.round(input / scale) + zero_point).clamp(low, high)
     return codes.to(torch.uint8 if output_dtype == "uint8" else torch.int8)
 
 
 def dequantize(input: torch.Tensor, scale: Any, zero_point: Any = None, axis: Any = None) -> torch.Tensor:  # noqa: A002
-    """(input - zero_point) scale"""
-    zero = 0 if zero_point is None else _along(zero_point, input, axis)
-    return (input.to(torch.float32) - zero) * _along(scale, input, axis)
+    """(input - zero_point) * scale"""
+    zero_point = 0 if zero_point is None else _align(zero_point, input, axis)
+    return (input.to(torch.float32) - zero_point) * _align(scale, input, axis)
 
 
-def _along(value: Any, tensor: torch.Tensor, axis: Any) -> torch.Tensor:
-    made = _both(value).to(torch.float32)
+def _align(value: Any, tensor: torch.Tensor, axis: Any) -> torch.Tensor:
+    """Reshape a scalar, or a vector with one value per index of `axis`, so that it broadcasts to the tensor."""
+    values = _as_tensor(value).to(torch.float32)
     shape = [1] * tensor.ndim
-    if made.ndim:
+    if values.ndim:
         shape[int(axis)] = -1
-    return made.view(shape)
+    return values.view(shape)
 
 
-def _padded(x: torch.Tensor, pad_type: str, pad: Any, sizes: Any, strides: Any, filling: float = 0.0) -> torch.Tensor:
-    """With the borders that an operation over windows asks for; sizes are those of a window, dilated."""
+def _pad_windows(
+    x: torch.Tensor, pad_type: str, pad: Any, window_sizes: Any, strides: Any, value: float = 0.0
+) -> torch.Tensor:
+    """Pad the input of a convolution or pool. `window_sizes` include the dilation.
+
+    "same" and "same_lower" keep ceil(size / stride) windows; they put an odd element after or before the data.
+    """
     if pad_type == "valid":
         return x
     if pad_type == "custom":
-        borders = [int(each) for each in pad]
+        borders = [int(border) for border in pad]
     else:
         borders = []
-        for extent, size, stride in zip(x.shape[2:], sizes, strides, strict=True):
-            total = max((-(-extent // stride) - 1) * stride + size - extent, 0)
-            less, more = total // 2, total - total // 2
-            borders += [less, more] if pad_type == "same" else [more, less]
-    pairs = [borders[at : at + 2] for at in range(0, len(borders), 2)]
-    flat = [each for pair in reversed(pairs) for each in pair]
-    return F.pad(x, flat, value=filling) if any(flat) else x
+        for size, window_size, stride in zip(x.shape[2:], window_sizes, strides, strict=True):
+            total = max((-(-size // stride) - 1) * stride + window_size - size, 0)
+            smaller, larger = total // 2, total - total // 2
+            borders += [smaller, larger] if pad_type == "same" else [larger, smaller]
+    torch_borders = _reverse_pairs(borders)
+    return F.pad(x, torch_borders, value=value) if any(torch_borders) else x
+
+
+def _reverse_pairs(borders: list[int]) -> list[int]:
+    """Reorder (before, after) pairs from the first axis first (MIL) to the last axis first (torch)."""
+    pairs = [borders[index : index + 2] for index in range(0, len(borders), 2)]
+    return [border for pair in reversed(pairs) for border in pair]
 
 
 def conv(
@@ -209,12 +228,12 @@ def conv(
     bias: Any = None,
 ) -> torch.Tensor:
     axes = x.ndim - 2
-    strides = [1] * axes if strides is None else _of(strides)
-    dilations = [1] * axes if dilations is None else _of(dilations)
-    sizes = [(size - 1) * apart + 1 for size, apart in zip(weight.shape[2:], dilations, strict=True)]
-    x = _padded(x, pad_type, pad, sizes, strides)
-    run = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
-    return run(x, weight, bias, stride=strides, dilation=dilations, groups=int(groups))
+    strides = [1] * axes if strides is None else _to_python(strides)
+    dilations = [1] * axes if dilations is None else _to_python(dilations)
+    window_sizes = [(size - 1) * dilation + 1 for size, dilation in zip(weight.shape[2:], dilations, strict=True)]
+    x = _pad_windows(x, pad_type, pad, window_sizes, strides)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
+    return convolve(x, weight, bias, stride=strides, dilation=dilations, groups=int(groups))
 
 
 def conv_transpose(
@@ -229,42 +248,47 @@ def conv_transpose(
     groups: Any = 1,
 ) -> torch.Tensor:
     axes = x.ndim - 2
-    strides = [1] * axes if strides is None else _of(strides)
-    dilations = [1] * axes if dilations is None else _of(dilations)
-    run = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[axes - 1]
-    whole = run(x, weight, bias, stride=strides, dilation=dilations, groups=int(groups))
-    before = [0] * axes if pad is None or pad_type != "custom" else [int(each) for each in pad][::2]
-    after = [0] * axes if pad is None or pad_type != "custom" else [int(each) for each in pad][1::2]
-    wanted = None if output_shape is None else _of(output_shape)[2:]
-    for axis in range(axes):
-        extent = whole.shape[axis + 2] - before[axis] - after[axis] if wanted is None else wanted[axis]
-        short = before[axis] + extent - whole.shape[axis + 2]
-        if short > 0:  # an output padding beyond the last window
-            whole = torch.cat([whole, _border(whole, axis + 2, short, bias)], axis + 2)
-        whole = whole.narrow(axis + 2, before[axis], extent)
-    return whole
+    strides = [1] * axes if strides is None else _to_python(strides)
+    dilations = [1] * axes if dilations is None else _to_python(dilations)
+    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[axes - 1]
+    output = convolve(x, weight, bias, stride=strides, dilation=dilations, groups=int(groups))
+    borders = [0] * (2 * axes) if pad is None or pad_type != "custom" else [int(border) for border in pad]
+    expected_sizes = None if output_shape is None else _to_python(output_shape)[2:]
+    for index, (before, after) in enumerate(zip(borders[::2], borders[1::2], strict=True)):
+        axis = index + 2
+        size = output.shape[axis] - before - after if expected_sizes is None else expected_sizes[index]
+        missing = before + size - output.shape[axis]
+        if missing > 0:  # output padding beyond the last window, where only the bias counts
+            output = torch.cat([output, _bias_border(output, axis, missing, bias)], axis)
+        output = output.narrow(axis, before, size)
+    return output
 
 
-def _border(x: torch.Tensor, axis: int, size: int, bias: Any) -> torch.Tensor:
+def _bias_border(x: torch.Tensor, axis: int, size: int, bias: Any) -> torch.Tensor:
+    """Return a tensor like x, but with this size along the axis, that contains the bias of each channel."""
     shape = list(x.shape)
     shape[axis] = size
     values = torch.zeros(x.shape[1]) if bias is None else bias
     return values.view(1, -1, *(1 for _ in shape[2:])).expand(shape)
 
 
-def _pool(x: Any, kernel_sizes: Any, strides: Any, pad_type: str, pad: Any, ceil_mode: Any, average: Any) -> Any:
-    sizes, axes = _of(kernel_sizes), x.ndim - 2
-    strides = sizes if strides is None else _of(strides)
-    filling = 0.0 if average is not None else float("-inf")
-    wide = _padded(x, pad_type, pad, sizes, strides, filling)
+def _pool(
+    x: Any, kernel_sizes: Any, strides: Any, pad_type: str, pad: Any, ceil_mode: Any, excludes_padding: bool | None
+) -> Any:
+    """Max pool if `excludes_padding` is None, else average pool."""
+    sizes, axes = _to_python(kernel_sizes), x.ndim - 2
+    strides = sizes if strides is None else _to_python(strides)
     ceil = bool(ceil_mode) if ceil_mode is not None else False
-    if average is None:
-        return (F.max_pool1d, F.max_pool2d, F.max_pool3d)[axes - 1](wide, sizes, strides, ceil_mode=ceil)
-    run = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[axes - 1]
-    mean = run(wide, sizes, strides, ceil_mode=ceil)
-    if not average or wide is x:
+    if excludes_padding is None:
+        padded = _pad_windows(x, pad_type, pad, sizes, strides, float("-inf"))
+        return (F.max_pool1d, F.max_pool2d, F.max_pool3d)[axes - 1](padded, sizes, strides, ceil_mode=ceil)
+    padded = _pad_windows(x, pad_type, pad, sizes, strides)
+    average_pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[axes - 1]
+    mean = average_pool(padded, sizes, strides, ceil_mode=ceil)
+    if not excludes_padding or padded is x:
         return mean
-    return mean / run(_padded(torch.ones_like(x), pad_type, pad, sizes, strides), sizes, strides, ceil_mode=ceil)
+    padded_ones = _pad_windows(torch.ones_like(x), pad_type, pad, sizes, strides)
+    return mean / average_pool(padded_ones, sizes, strides, ceil_mode=ceil)
 
 
 def max_pool(
@@ -294,38 +318,39 @@ def slice_by_index(
     end_mask: Any = None,
     squeeze_mask: Any = None,
 ) -> Any:
-    begin, end = _of(begin), _of(end)
-    steps = [1] * x.ndim if stride is None else _of(stride)
-    masks = [[False] * x.ndim if each is None else _of(each) for each in (begin_mask, end_mask, squeeze_mask)]
+    begin, end = _to_python(begin), _to_python(end)
+    steps = [1] * x.ndim if stride is None else _to_python(stride)
+    ignores_begin, ignores_end, squeezes = (
+        [False] * x.ndim if mask is None else _to_python(mask) for mask in (begin_mask, end_mask, squeeze_mask)
+    )
     for axis in range(x.ndim):
-        if masks[2][axis]:
+        if squeezes[axis]:
             x = x.narrow(axis, begin[axis] % x.shape[axis], 1)
             continue
-        size = x.shape[axis]
-        first, last, _ = slice(
-            None if masks[0][axis] else begin[axis], None if masks[1][axis] else end[axis], steps[axis]
-        ).indices(size)
-        x = x.index_select(axis, torch.arange(first, last, steps[axis]))
-    return x.squeeze([axis for axis in range(x.ndim) if masks[2][axis]]) if any(masks[2]) else x
+        start = None if ignores_begin[axis] else begin[axis]
+        stop = None if ignores_end[axis] else end[axis]
+        first, last, step = slice(start, stop, steps[axis]).indices(x.shape[axis])
+        x = x.index_select(axis, torch.arange(first, last, step))
+    return x.squeeze([axis for axis in range(x.ndim) if squeezes[axis]]) if any(squeezes) else x
 
 
 def split(x: Any, axis: Any, num_splits: Any = None, split_sizes: Any = None) -> tuple[Any, ...]:
-    sizes = _of(split_sizes) if split_sizes is not None else x.shape[int(axis)] // int(num_splits)
+    sizes = _to_python(split_sizes) if split_sizes is not None else x.shape[int(axis)] // int(num_splits)
     return tuple(x.split(sizes, int(axis)))
 
 
 def gather(x: Any, indices: Any, axis: Any = 0, batch_dims: Any = 0, validate_indices: Any = False) -> Any:
-    axis, indices = int(axis), _both(indices).long()
+    axis, indices = int(axis), _as_tensor(indices).long()
     if int(batch_dims):
         raise NotEvaluatedError("gather with batch_dims can only be checked on macOS, where Core ML runs it")
-    picked = torch.where(indices < 0, indices + x.shape[axis], indices)
-    rows = x.index_select(axis, picked.reshape(-1))
-    return rows.reshape(*x.shape[:axis], *picked.shape, *x.shape[axis + 1 :])
+    positive = torch.where(indices < 0, indices + x.shape[axis], indices)
+    slices = x.index_select(axis, positive.reshape(-1))
+    return slices.reshape(*x.shape[:axis], *positive.shape, *x.shape[axis + 1 :])
 
 
 def layer_norm(x: Any, axes: Any = None, gamma: Any = None, beta: Any = None, epsilon: Any = 1e-5) -> Any:
-    places = [axis % x.ndim for axis in (_of(axes) if axes is not None else range(x.ndim))]
-    return F.layer_norm(x, [x.shape[axis] for axis in places], gamma, beta, float(epsilon))
+    positive_axes = [axis % x.ndim for axis in (_to_python(axes) if axes is not None else range(x.ndim))]
+    return F.layer_norm(x, [x.shape[axis] for axis in positive_axes], gamma, beta, float(epsilon))
 
 
 def batch_norm(x: Any, mean: Any, variance: Any, gamma: Any = None, beta: Any = None, epsilon: Any = 1e-5) -> Any:
@@ -337,32 +362,30 @@ def instance_norm(x: Any, gamma: Any = None, beta: Any = None, epsilon: Any = 1e
 
 
 def pad(x: Any, pad: Any, mode: str = "constant", constant_val: Any = 0.0) -> Any:
-    pairs = [_of(pad)[at : at + 2] for at in range(0, len(pad), 2)]
-    flat = [each for pair in reversed(pairs) for each in pair]
-    names = {"constant": "constant", "reflect": "reflect", "replicate": "replicate"}
+    borders = _reverse_pairs(_to_python(pad))
     if mode == "constant":
-        return F.pad(x, flat, value=float(_of(constant_val)))
-    while len(flat) > 2 and not any(flat[-2:]):  # of leading axes, which torch does not reflect
-        flat = flat[:-2]
-    return F.pad(x, flat, mode=names[mode])
+        return F.pad(x, borders, value=float(_to_python(constant_val)))
+    while len(borders) > 2 and not any(borders[-2:]):  # torch reflects and replicates only the last axes
+        borders = borders[:-2]
+    return F.pad(x, borders, mode=mode)
 
 
 def attention(query: Any, key: Any, value: Any, attn_mask: Any = None) -> Any:
-    return F.scaled_dot_product_attention(query, key, value, None if attn_mask is None else _both(attn_mask))
+    return F.scaled_dot_product_attention(query, key, value, None if attn_mask is None else _as_tensor(attn_mask))
 
 
 def matmul(x: Any, y: Any, transpose_x: Any = False, transpose_y: Any = False) -> Any:
-    x, y = _both(x), _both(y)
+    x, y = _as_tensor(x), _as_tensor(y)
     return (x.transpose(-1, -2) if transpose_x else x) @ (y.transpose(-1, -2) if transpose_y else y)
 
 
 def cast(x: Any, dtype: str) -> Any:
-    kinds = {"bool": torch.bool, "int32": torch.int32, "int16": torch.int32, "uint16": torch.int32}
-    return _both(x).to(kinds.get(dtype, torch.float32))
+    dtypes = {"bool": torch.bool, "int32": torch.int32, "int16": torch.int32, "uint16": torch.int32}
+    return _as_tensor(x).to(dtypes.get(dtype, torch.float32))
 
 
 def select(cond: Any, a: Any, b: Any) -> Any:
-    return torch.where(_both(cond).bool(), _both(a, b), _both(b, a))
+    return torch.where(_as_tensor(cond).bool(), _as_tensor(a, b), _as_tensor(b, a))
 
 
 def upsample(x: Any, scale_factor_height: Any = 1, scale_factor_width: Any = 1) -> Any:
@@ -371,18 +394,22 @@ def upsample(x: Any, scale_factor_height: Any = 1, scale_factor_width: Any = 1) 
 
 
 def _binary(function: Any) -> Any:
-    return lambda x, y: function(_both(x, y), _both(y, x))
+    """Build an operation on two operands; an integer operand becomes float next to a float tensor."""
+    return lambda x, y: function(_as_tensor(x, y), _as_tensor(y, x))
 
 
-def _reduced(function: Any) -> Any:
-    def run(x: Any, axes: Any = None, keep_dims: Any = False) -> Any:
-        places = list(range(x.ndim)) if axes is None else _of(axes)
-        return function(x, places, bool(keep_dims))
+def _reduction(function: Any) -> Any:
+    """Build an operation that reduces the given axes, or all axes without `axes`."""
 
-    return run
+    def reduce(x: Any, axes: Any = None, keep_dims: Any = False) -> Any:
+        reduced_axes = list(range(x.ndim)) if axes is None else _to_python(axes)
+        return function(x, reduced_axes, bool(keep_dims))
+
+    return reduce
 
 
-TABLE: dict[str, Any] = {
+# Functions by MIL operation. Their parameters have the names of MIL, see `_check_arguments`.
+OPERATIONS: dict[str, Any] = {
     "quantize": quantize,
     "dequantize": dequantize,
     "conv": conv,
@@ -406,7 +433,7 @@ TABLE: dict[str, Any] = {
     "sigmoid": lambda x: x.sigmoid(),
     "sigmoid_hard": lambda x, alpha, beta: (x * float(alpha) + float(beta)).clamp(0, 1),
     "softmax": lambda x, axis=-1: x.softmax(int(axis)),
-    "softplus": lambda x: F.softplus(x),  # noqa: PLW0108  # a builtin has no signature to check settings against
+    "softplus": lambda x: F.softplus(x),  # noqa: PLW0108  # a builtin has no signature that _check_arguments could read
     "softplus_parametric": lambda x, alpha, beta: _channels(alpha, x) * F.softplus(x * _channels(beta, x)),
     "softsign": F.softsign,
     "clamped_relu": lambda x, alpha, beta: F.leaky_relu(x, float(alpha)).clamp(max=float(beta)),
@@ -451,26 +478,26 @@ TABLE: dict[str, Any] = {
     "less_equal": _binary(torch.le),
     "logical_and": _binary(torch.logical_and),
     "logical_or": _binary(torch.logical_or),
-    "reduce_mean": _reduced(lambda x, axes, keep: x.mean(axes, keep)),
-    "reduce_sum": _reduced(lambda x, axes, keep: x.sum(axes, keep)),
-    "reduce_max": _reduced(lambda x, axes, keep: x.amax(axes, keep)),
-    "reduce_min": _reduced(lambda x, axes, keep: x.amin(axes, keep)),
-    "reduce_l2_norm": _reduced(lambda x, axes, keep: x.square().sum(axes, keep).sqrt()),
-    "reduce_sum_square": _reduced(lambda x, axes, keep: x.square().sum(axes, keep)),
-    "reduce_argmax": lambda x, axis=-1, keep_dims=False, output_dtype="int32": _place(x.argmax, axis, keep_dims),
-    "reduce_argmin": lambda x, axis=-1, keep_dims=False, output_dtype="int32": _place(x.argmin, axis, keep_dims),
-    "reshape": lambda x, shape: x.reshape([x.shape[at] if size == 0 else size for at, size in enumerate(_of(shape))]),
-    "transpose": lambda x, perm: x.permute(_of(perm)),
-    "expand_dims": lambda x, axes: _expanded(x, _of(axes)),
-    "squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(_of(axes)),
-    "concat": lambda values, axis, interleave=False: torch.cat([_both(each) for each in values], int(axis)),
-    "stack": lambda values, axis: torch.stack([_both(each) for each in values], int(axis)),
-    "tile": lambda x, reps: x.repeat(_of(reps)),
+    "reduce_mean": _reduction(lambda x, axes, keep: x.mean(axes, keep)),
+    "reduce_sum": _reduction(lambda x, axes, keep: x.sum(axes, keep)),
+    "reduce_max": _reduction(lambda x, axes, keep: x.amax(axes, keep)),
+    "reduce_min": _reduction(lambda x, axes, keep: x.amin(axes, keep)),
+    "reduce_l2_norm": _reduction(lambda x, axes, keep: x.square().sum(axes, keep).sqrt()),
+    "reduce_sum_square": _reduction(lambda x, axes, keep: x.square().sum(axes, keep)),
+    "reduce_argmax": lambda x, axis=-1, keep_dims=False, output_dtype="int32": _find_index(x.argmax, axis, keep_dims),
+    "reduce_argmin": lambda x, axis=-1, keep_dims=False, output_dtype="int32": _find_index(x.argmin, axis, keep_dims),
+    "reshape": lambda x, shape: _reshape(x, _to_python(shape)),
+    "transpose": lambda x, perm: x.permute(_to_python(perm)),
+    "expand_dims": lambda x, axes: _expand_dims(x, _to_python(axes)),
+    "squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(_to_python(axes)),
+    "concat": lambda values, axis, interleave=False: torch.cat([_as_tensor(value) for value in values], int(axis)),
+    "stack": lambda values, axis: torch.stack([_as_tensor(value) for value in values], int(axis)),
+    "tile": lambda x, reps: x.repeat(_to_python(reps)),
     "pad": pad,
-    "crop": lambda x, crop_height, crop_width: _cropped(x, [*_of(crop_height), *_of(crop_width)]),
+    "crop": lambda x, crop_height, crop_width: _crop(x, [*_to_python(crop_height), *_to_python(crop_width)]),
     "split": split,
     "slice_by_index": slice_by_index,
-    "slice_by_size": lambda x, begin, size: _sliced(x, _of(begin), _of(size)),
+    "slice_by_size": lambda x, begin, size: _slice_by_size(x, _to_python(begin), _to_python(size)),
     "gather": gather,
     "select": select,
     "cast": cast,
@@ -480,27 +507,33 @@ TABLE: dict[str, Any] = {
 }
 
 
-def _place(find: Any, axis: Any, keep_dims: Any) -> torch.Tensor:
+def _find_index(find: Any, axis: Any, keep_dims: Any) -> torch.Tensor:
     return find(int(axis), bool(keep_dims)).to(torch.int32)  # type: ignore[no-any-return]
 
 
 def _channels(values: Any, x: torch.Tensor) -> torch.Tensor:
-    """One value for each channel, the second axis of x."""
-    return _both(values).view(-1, *(1 for _ in x.shape[2:]))
+    """Reshape one value per channel so that it broadcasts along the second axis of x."""
+    return _as_tensor(values).view(-1, *(1 for _ in x.shape[2:]))
 
 
-def _expanded(x: Any, axes: Any) -> Any:
+def _reshape(x: Any, shape: list[int]) -> Any:
+    """Reshape; a size of 0 keeps the size of the input."""
+    return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
+
+
+def _expand_dims(x: Any, axes: Any) -> Any:
     for axis in sorted(axis % (x.ndim + len(axes)) for axis in axes):
         x = x.unsqueeze(axis)
     return x
 
 
-def _cropped(x: Any, borders: Any) -> Any:
+def _crop(x: Any, borders: Any) -> Any:
     top, bottom, left, right = borders
     return x[..., top : x.shape[-2] - bottom, left : x.shape[-1] - right]
 
 
-def _sliced(x: Any, begin: Any, size: Any) -> Any:
-    for axis, (first, extent) in enumerate(zip(begin, size, strict=True)):
-        x = x.narrow(axis, first, x.shape[axis] - first if extent == -1 else extent)
+def _slice_by_size(x: Any, begin: Any, sizes: Any) -> Any:
+    """Slice every axis from `begin`; a size of -1 goes to the end."""
+    for axis, (first, size) in enumerate(zip(begin, sizes, strict=True)):
+        x = x.narrow(axis, first, x.shape[axis] - first if size == -1 else size)
     return x

@@ -1,4 +1,4 @@
-"""ExecuTorch on this CPU: the child tells which operations XNNPACK runs, and in which types."""
+"""The runtime ExecuTorch with XNNPACK on CPUs."""
 
 from pathlib import Path
 

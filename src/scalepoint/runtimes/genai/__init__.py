@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI on CPUs: it generates; logits of a whole text come from ONNX Runtime, which it stands on."""
+"""The runtime ONNX Runtime GenAI on CPUs. It generates text; logits are computed with ONNX Runtime itself."""
 
 from pathlib import Path
 

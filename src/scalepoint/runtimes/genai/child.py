@@ -1,4 +1,7 @@
-"""A folder in ONNX Runtime GenAI, on the CPU; started by `scalepoint.runtimes`, of which nothing is imported."""
+"""Child program that runs a folder in ONNX Runtime GenAI on the CPU.
+
+`child_loop.py` starts it. It imports nothing of scalepoint.
+"""
 
 import json
 import os
@@ -12,37 +15,37 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-LOW = frozenset(("MatMulNBits", "QMoE", "GatherBlockQuantized"))
+LOW_PRECISION_OPERATORS = frozenset(("MatMulNBits", "QMoE", "GatherBlockQuantized"))
 LEVELS = ort.GraphOptimizationLevel
-LAST = "/last"  # the node that leaves the last word of every text
-CACHES = {"tensor(float)": np.float32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
-IN_FLOAT = 1  # accuracy_level of MatMulNBits and QMoE: activations are not rounded
+LAST_POSITION_NODE = "/last"  # the node that keeps only the last token of every sequence
+CACHE_DTYPES = {"tensor(float)": np.float32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
+FLOAT_ACCURACY_LEVEL = 1  # accuracy_level of MatMulNBits and QMoE at which activations are not rounded to int8
 
 
 class File:
-    """options: threads (0: it chooses), optimize, exact (activations stay float)."""
+    """A model folder. Options: threads (0: ONNX Runtime chooses), optimize, exact (activations are not rounded)."""
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.folder, self.options = Path(path), options
         self.config = json.loads((self.folder / "genai_config.json").read_text())["model"]["decoder"]
-        self.session: Any = None  # of ONNX Runtime, for logits
-        self.model: Any = None  # of GenAI, for text
+        self.session: Any = None  # ONNX Runtime session, computes logits
+        self.model: Any = None  # GenAI model, generates text
         self.inputs = ["input_ids"]
 
     def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-        """Logits of every word, nothing said before."""
-        words = np.ascontiguousarray(feeds["input_ids"], np.int64)
-        self.session = self.session or self._session()
-        return [("logits", self.session.run(["logits"], self._feeds(words))[0])]
+        """Compute the logits of every token, with an empty KV cache."""
+        tokens = np.ascontiguousarray(feeds["input_ids"], np.int64)
+        self.session = self.session or self._create_session()
+        return [("logits", self.session.run(["logits"], self._build_feeds(tokens))[0])]
 
     def generate(self, tokens: list[int], count: int) -> dict[str, Any]:
-        """So many further tokens, each the likeliest, and the seconds for the prompt and for the others."""
+        """Generate `count` tokens greedily. Return them with the seconds for the prompt and for the generation."""
         import onnxruntime_genai as genai  # noqa: PLC0415  # logits do not need it
 
-        self.session = None  # the weights are here once
+        self.session = None  # do not hold the weights twice
         if self.model is None:
-            with self._loaded() as folder:
-                self.model = genai.Model(self._config(genai, folder))
+            with self._model_folder() as folder:
+                self.model = genai.Model(self._build_config(genai, folder))
         params = genai.GeneratorParams(self.model)
         total = len(tokens) + count
         params.set_search_options(do_sample=False, max_length=total, min_length=total)
@@ -50,83 +53,90 @@ class File:
         start = time.perf_counter()
         generator.append_tokens(np.asarray(tokens, np.int32))
         generator.generate_next_token()
-        prefilled = time.perf_counter()
+        prefill_end = time.perf_counter()
         while not generator.is_done():
             generator.generate_next_token()
-        ended = time.perf_counter()
-        made = [int(each) for each in generator.get_sequence(0)][len(tokens) :]
-        return {"tokens": made, "prefill_seconds": prefilled - start, "decode_seconds": ended - prefilled}
+        end = time.perf_counter()
+        generated = [int(token) for token in generator.get_sequence(0)][len(tokens) :]
+        return {"tokens": generated, "prefill_seconds": prefill_end - start, "decode_seconds": end - prefill_end}
 
-    def _config(self, genai: Any, folder: str) -> Any:
+    def _build_config(self, genai: Any, folder: str) -> Any:
         config = genai.Config(folder)
         threads = self.options.get("threads", 1)
         config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
         return config
 
     @contextmanager
-    def _loaded(self) -> Iterator[str]:
-        """The folder, or one beside it with another graph and the same data."""
+    def _model_folder(self) -> Iterator[str]:
+        """Folder to load: with "exact" a temporary folder with a changed graph and hard links to the other files."""
         if not self.options.get("exact"):
             yield str(self.folder)
             return
         name = self.config["filename"]
-        with tempfile.TemporaryDirectory(prefix=".scalepoint-", dir=self.folder.parent) as other:
-            for each in self.folder.iterdir():
-                if each.name != name and each.is_file():
-                    os.link(each, Path(other) / each.name)
-            (Path(other) / name).write_bytes(_graph(self.folder / name, is_exact=True))
-            yield other
+        with tempfile.TemporaryDirectory(prefix=".scalepoint-", dir=self.folder.parent) as folder:
+            for path in self.folder.iterdir():
+                if path.name != name and path.is_file():
+                    os.link(path, Path(folder) / path.name)
+            (Path(folder) / name).write_bytes(_change_graph(self.folder / name, is_exact=True))
+            yield folder
 
     def executed(self) -> list[dict[str, Any]]:
-        """The nodes of the graph: the kernels of GenAI are named in it, no optimisation puts others in their place."""
-        import onnx  # noqa: PLC0415  # only this needs it
+        """Return the nodes of the graph in the file. It names the kernels already; no optimisation replaces them."""
+        import onnx  # noqa: PLC0415  # not needed to run files
 
         nodes = onnx.load(self.folder / self.config["filename"], load_external_data=False).graph.node
-        return [{"name": each.name, "op": each.op_type, "low": _is_low(each), "why": _why(each)} for each in nodes]
+        return [_describe_node(node) for node in nodes]
 
-    def _feeds(self, words: np.ndarray) -> dict[str, np.ndarray]:
-        feeds = {"input_ids": words, "attention_mask": np.ones_like(words)}
-        batch, count = words.shape
-        for each in self.session.get_inputs():
-            if each.name == "position_ids":
-                feeds[each.name] = np.tile(np.arange(count, dtype=np.int64), (batch, 1))
-            elif each.name not in feeds:
-                width = each.shape[-1] if isinstance(each.shape[-1], int) else self.config["head_size"]
-                sizes = batch, self.config["num_key_value_heads"], 0, width
-                feeds[each.name] = np.zeros(sizes, CACHES[each.type])
+    def _build_feeds(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the tokens with their mask and positions, and empty KV caches."""
+        feeds = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+        batch, count = tokens.shape
+        for node in self.session.get_inputs():
+            if node.name == "position_ids":
+                feeds[node.name] = np.tile(np.arange(count, dtype=np.int64), (batch, 1))
+            elif node.name not in feeds:
+                width = node.shape[-1] if isinstance(node.shape[-1], int) else self.config["head_size"]
+                cache_shape = batch, self.config["num_key_value_heads"], 0, width
+                feeds[node.name] = np.zeros(cache_shape, CACHE_DTYPES[node.type])
         return feeds
 
-    def _session(self) -> Any:
+    def _create_session(self) -> Any:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.options.get("threads", 1)
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         is_optimized = self.options.get("optimize", True)
         options.graph_optimization_level = LEVELS.ORT_ENABLE_ALL if is_optimized else LEVELS.ORT_DISABLE_ALL
-        graph = _graph(self.folder / self.config["filename"], is_exact=bool(self.options.get("exact")), is_whole=True)
+        path, is_exact = self.folder / self.config["filename"], bool(self.options.get("exact"))
+        graph = _change_graph(path, is_exact=is_exact, has_all_logits=True)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self.folder))
         return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
-def _graph(path: Path, *, is_exact: bool, is_whole: bool = False) -> bytes:
-    """The graph; with kernels that leave activations float, or with the logits of all words and not of the last."""
+def _change_graph(path: Path, *, is_exact: bool, has_all_logits: bool = False) -> bytes:
+    """Return the graph with changes.
+
+    `is_exact` selects kernels that do not round activations. `has_all_logits` outputs the logits of all tokens instead
+    of those of the last token.
+    """
     import onnx  # noqa: PLC0415
 
     model = onnx.load(path, load_external_data=False)
     for node in model.graph.node:
-        if is_whole and node.name == LAST:
+        if has_all_logits and node.name == LAST_POSITION_NODE:
             node.op_type = "Identity"
             del node.input[1:], node.attribute[:]
         for attribute in node.attribute:
             if is_exact and attribute.name == "accuracy_level":
-                attribute.i = IN_FLOAT
+                attribute.i = FLOAT_ACCURACY_LEVEL
     data: bytes = model.SerializeToString()
     return data
 
 
-def _is_low(node: Any) -> bool | None:
-    return True if node.op_type in LOW else False if node.op_type == "FusedMatMul" else None
-
-
-def _why(node: Any) -> str:
-    return "its weight is float" if node.op_type == "FusedMatMul" else ""
+def _describe_node(node: Any) -> dict[str, Any]:
+    low, why = None, ""
+    if node.op_type in LOW_PRECISION_OPERATORS:
+        low = True
+    elif node.op_type == "FusedMatMul":
+        low, why = False, "its weight is float"
+    return {"name": node.name, "op": node.op_type, "low": low, "why": why}

@@ -1,4 +1,4 @@
-"""LiteRT on this CPU, with the XNNPACK delegate as its interpreter chooses, or with LiteRT's own kernels alone."""
+"""The runtime LiteRT on CPUs, with the XNNPACK delegate; its variant runs only LiteRT's own kernels."""
 
 from pathlib import Path
 

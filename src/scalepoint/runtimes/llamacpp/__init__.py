@@ -1,16 +1,17 @@
-"""llama.cpp on CPUs, the library that npm's node-llama-cpp brings: no compiler and no node is needed to run it."""
+"""The runtime llama.cpp on CPUs: the library of the npm package node-llama-cpp. Node.js is not needed to run it."""
 
 import platform
 from pathlib import Path
 
-from scalepoint.runtimes.llamacpp.child import DEFAULT, PACKAGES, PLACE, library
+from scalepoint.runtimes.llamacpp.child import DEFAULT_FOLDER, FOLDER_VARIABLE, NPM_PACKAGES, find_library
 from scalepoint.runtimes.runtime import Runtime, Variant
 
-PACKAGE = f"@node-llama-cpp/{PACKAGES.get(platform.machine(), 'linux-x64')}@3.22"
+PACKAGE = f"@node-llama-cpp/{NPM_PACKAGES.get(platform.machine(), 'linux-x64')}@3.22"
 
 
-def is_here() -> bool:
-    return library() is not None
+def is_library_installed() -> bool:
+    """Whether the library is in its folder; nothing is loaded."""
+    return find_library() is not None
 
 
 LLAMACPP = Runtime(
@@ -20,6 +21,6 @@ LLAMACPP = Runtime(
     formats=("gguf",),
     summary="llama.cpp on CPUs",
     variants=(Variant("exact", {"exact": True}),),
-    found=is_here,
-    install=f"npm install --prefix {DEFAULT} {PACKAGE} (or another folder, named by {PLACE})",
+    detect=is_library_installed,
+    install=f"npm install --prefix {DEFAULT_FOLDER} {PACKAGE} (or in another folder, named by {FOLDER_VARIABLE})",
 )

@@ -1,8 +1,9 @@
-"""A GGUF file in llama.cpp, through its C interface; started by `scalepoint.runtimes`, of which nothing is imported.
+"""Child program that runs a GGUF file in llama.cpp on the CPU, through its C interface.
 
-    SCALEPOINT_LLAMACPP=folder    where the library is looked for, in any depth; else in ~/.cache/scalepoint/llamacpp
+    SCALEPOINT_LLAMACPP=folder    folder that contains the library at any depth; default ~/.cache/scalepoint/llamacpp
 
-The structures of that interface have the layout of one release: another one is refused, not guessed.
+`child_loop.py` starts it. It imports nothing of scalepoint. The structures of the C interface change from release to
+release. The structures here are those of RELEASE, and other releases are refused.
 """
 
 import ctypes
@@ -16,23 +17,37 @@ from typing import Any
 
 import numpy as np
 
-RELEASE = "0.5.0"  # of llama.cpp, which node-llama-cpp 3.22 has
-NAME = f"libllama.v{RELEASE}.so"
-PLACE = "SCALEPOINT_LLAMACPP"
-DEFAULT = Path(os.path.expanduser("~")) / ".cache" / "scalepoint" / "llamacpp"  # also without a home
-PACKAGES = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}  # of npm: @node-llama-cpp/...
-CACHES = {"f32": 0, "f16": 1, "int4": 2, "int8": 8}  # types of ggml: the last two are Q4_0 and Q8_0
-KINDS = {"F32": 0, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}
+RELEASE = "0.5.0"  # of llama.cpp, in node-llama-cpp 3.22
+LIBRARY_NAME = f"libllama.v{RELEASE}.so"
+FOLDER_VARIABLE = "SCALEPOINT_LLAMACPP"
+DEFAULT_FOLDER = (
+    Path(os.path.expanduser("~")) / ".cache" / "scalepoint" / "llamacpp"
+)  # Path.home() fails without a home
+NPM_PACKAGES = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}  # machine -> @node-llama-cpp/...
+CACHE_TYPES = {"f32": 0, "f16": 1, "int4": 2, "int8": 8}  # codes of ggml: int4 is Q4_0, int8 is Q8_0
+FILE_TYPES = {
+    "F32": 0,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q2_K": 10,
+    "Q3_K_M": 12,
+    "Q4_K_M": 15,
+    "Q5_K_M": 17,
+    "Q6_K": 18,
+}
 
 
-def library() -> Path | None:
-    """Where llama.cpp lies; None where it does not."""
-    folder = Path(os.environ.get(PLACE) or DEFAULT)
-    own = PACKAGES.get(platform.machine(), "")
-    return next((path for path in sorted(folder.rglob(NAME)) if path.parent.name == own), None)
+def find_library() -> Path | None:
+    """Return the path of the library; None if it is not installed."""
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
+    package = NPM_PACKAGES.get(platform.machine(), "")
+    return next((path for path in sorted(folder.rglob(LIBRARY_NAME)) if path.parent.name == package), None)
 
 
 class ModelSettings(ctypes.Structure):
+    """llama_model_params."""
+
     _fields_ = [
         ("devices", c_void_p), ("overrides", c_void_p), ("gpu_layers", c_int32), ("split", c_int32), ("load", c_int32),
         ("lazy", c_int32), ("main_gpu", c_int32), ("tensor_split", c_void_p), ("progress", c_void_p),
@@ -42,6 +57,8 @@ class ModelSettings(ctypes.Structure):
 
 
 class ContextSettings(ctypes.Structure):
+    """llama_context_params."""
+
     _fields_ = [
         ("context", c_uint32), ("batch", c_uint32), ("micro_batch", c_uint32), ("sequences", c_uint32),
         ("snapshots", c_uint32), ("outputs", c_uint32), ("outputs_each", c_uint32), ("threads", c_int32),
@@ -56,21 +73,27 @@ class ContextSettings(ctypes.Structure):
 
 
 class QuantizeSettings(ctypes.Structure):
+    """llama_model_quantize_params."""
+
     _fields_ = [
-        ("threads", c_int32), ("kind", c_int32), ("output_type", c_int32), ("embedding_type", c_int32),
-        ("again", c_bool), ("output", c_bool), ("only_copy", c_bool), ("pure", c_bool), ("keep_split", c_bool),
-        ("dry_run", c_bool), ("importance", c_void_p), ("pairs", c_void_p), ("overrides", c_void_p),
-        ("prune", c_void_p), ("buffer", c_size_t),
+        ("threads", c_int32), ("file_type", c_int32), ("output_type", c_int32), ("embedding_type", c_int32),
+        ("allow_requantize", c_bool), ("output", c_bool), ("only_copy", c_bool), ("pure", c_bool),
+        ("keep_split", c_bool), ("dry_run", c_bool), ("importance", c_void_p), ("pairs", c_void_p),
+        ("overrides", c_void_p), ("prune", c_void_p), ("buffer", c_size_t),
     ]  # fmt: skip
 
 
 class Batch(ctypes.Structure):
+    """llama_batch."""
+
     _fields_ = [
-        ("count", c_int32), ("tokens", POINTER(c_int32)), ("embeddings", c_void_p), ("places", POINTER(c_int32)),
-        ("sequence_counts", POINTER(c_int32)), ("sequences", POINTER(POINTER(c_int32))), ("wanted", POINTER(c_int8)),
+        ("count", c_int32), ("tokens", POINTER(c_int32)), ("embeddings", c_void_p), ("positions", POINTER(c_int32)),
+        ("sequence_counts", POINTER(c_int32)), ("sequences", POINTER(POINTER(c_int32))),
+        ("has_logits", POINTER(c_int8)),
     ]  # fmt: skip
 
 
+LOG_LEVEL_ERROR = 4
 LOGGER = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
 CALLS: dict[str, tuple[Any, list[Any]]] = {
     "llama_version": (c_char_p, []),
@@ -98,47 +121,50 @@ CALLS: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Llama:
-    """The library, and the first thing that it complained of."""
+    """The loaded library, and the first error that it logged."""
 
     def __init__(self) -> None:
-        path = library()
+        path = find_library()
         if path is None:
-            raise SystemExit(f"llama.cpp is not installed: no {NAME} in {os.environ.get(PLACE) or DEFAULT}")
+            raise SystemExit(
+                f"llama.cpp is not installed: no {LIBRARY_NAME} in {os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER}"
+            )
         base = ctypes.CDLL(str(path.parent / f"libggml.v{RELEASE}.so"), mode=ctypes.RTLD_GLOBAL)
         self.calls = ctypes.CDLL(str(path))
-        for name, (gives, takes) in CALLS.items():
+        for name, (result_type, argument_types) in CALLS.items():
             call = getattr(self.calls, name)
-            call.restype, call.argtypes = gives, takes
-        self.complaint = ""
-        self.logger = LOGGER(self._log)
+            call.restype, call.argtypes = result_type, argument_types
+        self.first_error = ""
+        self.logger = LOGGER(self._log)  # an attribute, so that it is not garbage collected while the library uses it
         self.calls.llama_log_set(self.logger, None)
         release = self.calls.llama_version().decode()
         if RELEASE not in release:
-            raise SystemExit(f"{path} is llama.cpp {release}: scalepoint knows the interface of {RELEASE}")
+            raise SystemExit(f"{path} is llama.cpp {release}: scalepoint needs llama.cpp {RELEASE}")
         base.ggml_backend_load_all_from_path.argtypes = [c_char_p]
         base.ggml_backend_load_all_from_path(str(path.parent).encode())
         self.calls.llama_backend_init()
 
     def _log(self, level: int, text: bytes, _: Any) -> None:
-        if level == 4 and text.strip() and not self.complaint:
-            self.complaint = text.decode(errors="replace").strip()
+        if level == LOG_LEVEL_ERROR and text.strip() and not self.first_error:
+            self.first_error = text.decode(errors="replace").strip()
 
-    def quantize(self, source: str, path: str, kind: str) -> None:
-        """llama.cpp's own: of a float file to a kind, or back."""
+    def quantize(self, source: str, path: str, file_type: str) -> None:
+        """Convert a file to another type with llama.cpp's own quantizer. "F32" dequantizes all weights."""
         settings = self.calls.llama_model_quantize_default_params()
-        settings.threads, settings.kind, settings.again = 1, KINDS[kind], kind == "F32"
+        settings.threads, settings.file_type, settings.allow_requantize = 1, FILE_TYPES[file_type], file_type == "F32"
         if self.calls.llama_model_quantize(source.encode(), path.encode(), ctypes.byref(settings)):
-            raise self.fail(f"cannot turn {source} into {kind}")
+            raise self.build_error(f"cannot convert {source} to {file_type}")
 
-    def fail(self, what: str) -> SystemExit:
-        return SystemExit(f"llama.cpp {what}{': ' + self.complaint if self.complaint else ''}")
+    def build_error(self, problem: str) -> SystemExit:
+        """Return an exception that ends this program with the problem and the first error of the library."""
+        return SystemExit(f"llama.cpp {problem}{': ' + self.first_error if self.first_error else ''}")
 
 
 class File:
-    """options: threads (0: all cores), cache ("f16", "f32", "int8" or "int4"), exact.
+    """A loaded file. Options: threads (0: all cores), cache ("f16", "f32", "int8" or "int4"), exact.
 
-    Its kernels round the inputs of layers with quantized weights to 8 bits. "exact" lets it write the weights as what
-    they stand for first, in float32: then inputs stay float, and so do keys and values.
+    The kernels of llama.cpp round the inputs of layers with quantized weights to 8 bits. With "exact" the weights are
+    first converted to float32. Then inputs, keys and values stay float.
     """
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
@@ -148,54 +174,55 @@ class File:
         settings = self.calls.llama_model_default_params()
         settings.gpu_layers = 0
         with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-            loaded = path
+            model_path = path
             if options.get("exact"):
-                loaded = f"{folder}/exact.gguf"
-                self.llama.quantize(path, loaded, "F32")
-            self.model = self.calls.llama_model_load_from_file(loaded.encode(), settings)
+                model_path = f"{folder}/exact.gguf"
+                self.llama.quantize(path, model_path, "F32")
+            self.model = self.calls.llama_model_load_from_file(model_path.encode(), settings)
         if not self.model:
-            raise self.llama.fail(f"refuses {path}")
-        self.words: int = self.calls.llama_vocab_n_tokens(self.calls.llama_model_get_vocab(self.model))
-        self.context, self.length = None, 0
+            raise self.llama.build_error(f"refuses {path}")
+        self.vocabulary_size: int = self.calls.llama_vocab_n_tokens(self.calls.llama_model_get_vocab(self.model))
+        self.context, self.context_length = None, 0
 
     def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-        """(rows, tokens) -> logits of every token (rows, tokens, words)."""
-        rows = np.atleast_2d(feeds["input_ids"])
-        self._room(rows.shape[1])
-        found = np.empty((*rows.shape, self.words), np.float32)
-        for row, place in zip(rows, found, strict=True):
-            self._forget()
-            self._decode(row.tolist(), 0, place)
-        return [("logits", found)]
+        """Compute the logits of every token: (sequences, tokens) -> (sequences, tokens, vocabulary)."""
+        sequences = np.atleast_2d(feeds["input_ids"])
+        self._ensure_context(sequences.shape[1])
+        logits = np.empty((*sequences.shape, self.vocabulary_size), np.float32)
+        for tokens, output in zip(sequences, logits, strict=True):
+            self._clear_cache()
+            self._decode(tokens.tolist(), 0, output)
+        return [("logits", logits)]
 
     def generate(self, tokens: list[int], count: int) -> dict[str, Any]:
-        """The most probable tokens, one after another, and the seconds for what was given and for what was made."""
-        self._room(len(tokens) + count)
-        self._forget()
-        logits = np.empty((1, self.words), np.float32)
+        """Generate `count` tokens greedily. Return them with the seconds for the prompt and for the generation."""
+        self._ensure_context(len(tokens) + count)
+        self._clear_cache()
+        logits = np.empty((1, self.vocabulary_size), np.float32)
         start = time.perf_counter()
         self._decode(tokens, 0, logits)
-        filled = time.perf_counter()
-        made = [int(logits[0].argmax())]
-        while len(made) < count:
-            self._decode(made[-1:], len(tokens) + len(made) - 1, logits)
-            made.append(int(logits[0].argmax()))
-        taken = time.perf_counter() - filled
-        return {"tokens": made, "prefill_seconds": filled - start, "decode_seconds": taken}
+        prefill_end = time.perf_counter()
+        generated = [int(logits[0].argmax())]
+        while len(generated) < count:
+            self._decode(generated[-1:], len(tokens) + len(generated) - 1, logits)
+            generated.append(int(logits[0].argmax()))
+        end = time.perf_counter()
+        return {"tokens": generated, "prefill_seconds": prefill_end - start, "decode_seconds": end - prefill_end}
 
     def tokens(self, text: str) -> list[int]:
-        """What llama.cpp's own tokenizer makes of a text, without tokens that are added to it."""
+        """Tokenize a text with the tokenizer of llama.cpp, without special tokens at the beginning or end."""
         vocabulary, data = self.calls.llama_model_get_vocab(self.model), text.encode()
-        room = (c_int32 * (len(data) + 8))()
-        count = self.calls.llama_tokenize(vocabulary, data, len(data), room, len(room), False, False)
-        return list(room[:count])
+        buffer = (c_int32 * (len(data) + 8))()
+        count = self.calls.llama_tokenize(vocabulary, data, len(data), buffer, len(buffer), False, False)
+        return list(buffer[:count])
 
     def executed(self) -> list[dict[str, Any]]:
+        """Return [] because the C interface does not list operations."""
         return []
 
-    def _room(self, length: int) -> None:
-        """A context for so many tokens."""
-        if self.context and length <= self.length:
+    def _ensure_context(self, length: int) -> None:
+        """Create a context for at least `length` tokens, if the current one is shorter."""
+        if self.context and length <= self.context_length:
             return
         if self.context:
             self.calls.llama_free(self.context)
@@ -205,29 +232,29 @@ class File:
         settings.micro_batch = min(512, settings.batch)
         settings.threads = settings.threads_batch = threads
         cache = self.options.get("cache") or ("f32" if self.options.get("exact") else "f16")
-        settings.type_k = settings.type_v = CACHES[cache]
-        settings.flash = int(cache.startswith("int"))  # its other kernels take no quantized values
+        settings.type_k = settings.type_v = CACHE_TYPES[cache]
+        settings.flash = int(cache.startswith("int"))  # only flash attention supports quantized values in the cache
         settings.full_window, settings.no_perf = True, True
-        self.context, self.length = self.calls.llama_init_from_model(self.model, settings), length
+        self.context, self.context_length = self.calls.llama_init_from_model(self.model, settings), length
         if not self.context:
-            raise self.llama.fail(f"has no context of {length} tokens")
+            raise self.llama.build_error(f"cannot create a context of {length} tokens")
 
-    def _forget(self) -> None:
+    def _clear_cache(self) -> None:
         self.calls.llama_memory_clear(self.calls.llama_get_memory(self.context), True)
 
-    def _decode(self, tokens: list[int], at: int, logits: np.ndarray) -> None:
-        """The logits of the last tokens, as many as there is room for."""
+    def _decode(self, tokens: list[int], position: int, logits: np.ndarray) -> None:
+        """Run tokens that begin at `position`, and write the logits of the last len(logits) tokens into `logits`."""
         count, skipped = len(tokens), len(tokens) - len(logits)
         batch = self.calls.llama_batch_init(count, 0, 1)
         batch.count = count
         for index, token in enumerate(tokens):
-            batch.tokens[index], batch.places[index] = token, at + index
+            batch.tokens[index], batch.positions[index] = token, position + index
             batch.sequence_counts[index], batch.sequences[index][0] = 1, 0
-            batch.wanted[index] = index >= skipped
+            batch.has_logits[index] = index >= skipped
         code = self.calls.llama_decode(self.context, batch)
         self.calls.llama_batch_free(batch)
         if code:
-            raise self.llama.fail(f"cannot run {count} tokens (code {code})")
+            raise self.llama.build_error(f"cannot run {count} tokens (code {code})")
         for index in range(skipped, count):
             row = self.calls.llama_get_logits_ith(self.context, index)
-            logits[index - skipped] = np.ctypeslib.as_array(row, (self.words,))
+            logits[index - skipped] = np.ctypeslib.as_array(row, (self.vocabulary_size,))

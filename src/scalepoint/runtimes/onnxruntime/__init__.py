@@ -1,4 +1,4 @@
-"""ONNX Runtime on CPUs: the child tells what its optimized graph multiplies in integers."""
+"""The runtime ONNX Runtime on CPUs."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ from scalepoint.runtimes.runtime import ExecutedNodes, Runtime, Variant
 
 ROUNDED = (
     "MatMulNBits rounds activations to int8 at its default accuracy level 4; "
-    "session.qdq_matmulnbits_accuracy_level=1 leaves them float, and is slower"
+    "session.qdq_matmulnbits_accuracy_level=1 keeps them float and is slower"
 )
 
 
 def rounds_activations(executed: ExecutedNodes) -> bool:
-    """Whether a product has narrow weights and float activations."""
-    return any(each["op"] == "MatMulNBits" for each in executed)
+    """Whether a layer has integer weights and float activations."""
+    return any(node["op"] == "MatMulNBits" for node in executed)
 
 
 ONNXRUNTIME = Runtime(

@@ -1,4 +1,7 @@
-"""A file in ONNX Runtime, on the CPU; started by `scalepoint.runtimes`, of which nothing is imported."""
+"""Child program that runs a file in ONNX Runtime on the CPU.
+
+`child_loop.py` starts it. It imports nothing of scalepoint.
+"""
 
 import json
 import statistics
@@ -11,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-LOW = frozenset(
+LOW_PRECISION_OPERATORS = frozenset(
     (
         "QLinearConv",
         "QGemm",
@@ -23,82 +26,88 @@ LOW = frozenset(
         "DynamicQuantizeMatMul",
     )
 )
-FLOAT = frozenset(("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "ConvTranspose"))
-PASSED = ("DequantizeLinear", "Transpose", "Cast")  # from a weight to the product
-BLOCKS = (16, 32, 64, 128, 256)
-KERNEL = "_kernel_time"  # ends the names of what the profiler tells of nodes
+FLOAT_OPERATORS = frozenset(("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "ConvTranspose"))
+WEIGHT_CONVERSIONS = ("DequantizeLinear", "Transpose", "Cast")  # may stand between a constant and its product
+MATMULNBITS_BLOCK_SIZES = (16, 32, 64, 128, 256)
+KERNEL_EVENT_SUFFIX = "_kernel_time"  # of the names of kernel events in a profile
 LEVELS = ort.GraphOptimizationLevel
 
 
 class File:
-    """options: threads (0: it chooses), optimize, session (entries of its configuration), expose (codes), profile."""
+    """A loaded file.
+
+    Options: threads (0: ONNX Runtime chooses), optimize, session (session config entries), expose (outputs of all
+    QuantizeLinear nodes become outputs of the file), profile.
+    """
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.path, self.options = path, options
         level = LEVELS.ORT_ENABLE_ALL if options.get("optimize", True) else LEVELS.ORT_DISABLE_ALL
         self.folder = tempfile.TemporaryDirectory(prefix="scalepoint-") if options.get("profile") else None
-        self.session = self._session(_exposed(path) if options.get("expose") else path, level)
-        self.inputs = [each.name for each in self.session.get_inputs()]
-        self.outputs = [each.name for each in self.session.get_outputs()]
+        self.session = self._create_session(_expose_codes(path) if options.get("expose") else path, level)
+        self.inputs = [node.name for node in self.session.get_inputs()]
+        self.outputs = [node.name for node in self.session.get_outputs()]
 
     def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
         return list(zip(self.outputs, self.session.run(None, feeds), strict=True))
 
     def executed(self) -> list[dict[str, Any]]:
-        with self._compiled() as path:
-            return _nodes(path)
+        """Return the nodes of the compiled graph."""
+        with self._compiled_file() as path:
+            return _describe_nodes(path)
 
     @contextmanager
-    def _compiled(self) -> Iterator[str]:
-        """The graph after all optimisations that do not depend on the machine, which it writes as a file."""
+    def _compiled_file(self) -> Iterator[str]:
+        """Temporary file with the graph after all optimisations that do not depend on the machine."""
         entries = {
             "session.optimized_model_external_initializers_file_name": "weights",
             "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
         }
         with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
             path = f"{folder}/compiled.onnx"
-            self._session(self.path, LEVELS.ORT_ENABLE_EXTENDED, entries, path)
+            self._create_session(self.path, LEVELS.ORT_ENABLE_EXTENDED, entries, path)
             yield path
 
     def profiled(self) -> list[dict[str, Any]]:
-        """What its profiler wrote: the time of every kernel in every run."""
-        taken: dict[tuple[str, str, str], list[float]] = {}
+        """Return the median time of each node from the profile of ONNX Runtime, without the first run."""
+        run_times: dict[tuple[str, str, str], list[float]] = {}  # (index, name, operator) -> seconds in each run
         for event in json.loads(Path(self.session.end_profiling()).read_text()):
-            if event.get("cat") == "Node" and event["name"].endswith(KERNEL):
-                told = event["args"]
-                key = (
-                    str(told.get("node_index", "")),
-                    event["name"].removesuffix(KERNEL),
-                    str(told.get("op_name", "")),
-                )
-                taken.setdefault(key, []).append(event["dur"] / 1e6)
-        made = _made_by(self.path)
-        named = {name: _named(name, made) for _, name, _ in taken}
-        named |= self._fused({name for name, own in named.items() if own not in made.values()}, made)
+            if event.get("cat") == "Node" and event["name"].endswith(KERNEL_EVENT_SUFFIX):
+                index, op = str(event["args"].get("node_index", "")), str(event["args"].get("op_name", ""))
+                name = event["name"].removesuffix(KERNEL_EVENT_SUFFIX)
+                run_times.setdefault((index, name, op), []).append(event["dur"] / 1e6)
+        producers = _read_producers(self.path)
+        file_names = {name: _name_in_file(name, producers) for _, name, _ in run_times}
+        file_nodes = set(producers.values())
+        unknown = {name for name, file_name in file_names.items() if file_name not in file_nodes}
+        file_names |= self._names_of_fused_nodes(unknown, producers)
         return [
-            {"name": named[name], "op": op, "seconds": statistics.median(times[1:] or times)}
-            for (_, name, op), times in taken.items()
+            {"name": file_names[name], "op": op, "seconds": statistics.median(times[1:] or times)}
+            for (_, name, op), times in run_times.items()
         ]
 
-    def _fused(self, names: set[str], made: dict[str, str]) -> dict[str, str]:
-        """Nodes that an optimisation made, by the nodes of the file whose tensors they give."""
+    def _names_of_fused_nodes(self, names: set[str], producers: dict[str, str]) -> dict[str, str]:
+        """Map nodes that an optimisation created to the nodes of the file that produce the same tensors."""
         if not names:
             return {}
-        with self._compiled() as path:
-            given = {own: name for name, own in _made_by(path).items() if own in names}
-        return {own: made[name] for own, name in given.items() if name in made}
+        with self._compiled_file() as path:
+            tensors = {node: tensor for tensor, node in _read_producers(path).items() if node in names}
+        return {node: producers[tensor] for node, tensor in tensors.items() if tensor in producers}
 
-    def _session(self, model: str | bytes, level: Any, entries: dict[str, str] | None = None, written: str = "") -> Any:
+    def _create_session(
+        self, model: str | bytes, level: Any, entries: dict[str, str] | None = None, optimized_path: str = ""
+    ) -> Any:
+        """Create a session. With `optimized_path` ONNX Runtime writes the optimized graph there."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.options.get("threads", 1)
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         options.graph_optimization_level = level
-        if written:
-            options.optimized_model_filepath = written
+        if optimized_path:
+            options.optimized_model_filepath = optimized_path
         elif self.folder is not None:
             options.enable_profiling, options.profile_file_prefix = True, f"{self.folder.name}/profile"
-        if isinstance(model, bytes):  # then it does not know where the data files lie
+        if isinstance(model, bytes):  # ONNX Runtime cannot derive the folder of external data from bytes
             folder = str(Path(self.path).parent)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         for key, value in {**(entries or {}), **self.options.get("session", {})}.items():
@@ -106,9 +115,9 @@ class File:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _exposed(path: str) -> bytes:
-    """The model with the outputs of its QuantizeLinear nodes as outputs of its own, named after the nodes."""
-    import onnx  # noqa: PLC0415  # only this needs it
+def _expose_codes(path: str) -> bytes:
+    """Return the model with the outputs of all QuantizeLinear nodes as additional outputs."""
+    import onnx  # noqa: PLC0415  # not needed to run files
 
     model = onnx.load(path, load_external_data=False)
     for node in model.graph.node:
@@ -118,57 +127,60 @@ def _exposed(path: str) -> bytes:
     return data
 
 
-def _made_by(path: str) -> dict[str, str]:
-    """A tensor of the file -> the node that gives it."""
+def _read_producers(path: str) -> dict[str, str]:
+    """Map each tensor of a file to the name of the node that produces it."""
     import onnx  # noqa: PLC0415
 
     nodes = onnx.load(path, load_external_data=False).graph.node
     return {name: node.name for node in nodes for name in node.output}
 
 
-def _named(name: str, made: dict[str, str]) -> str:
-    """A node of the compiled graph as the file calls it: blocked layouts are named after the tensor that they give."""
+def _name_in_file(name: str, producers: dict[str, str]) -> str:
+    """Return the name in the file of a compiled node. Nodes in the NCHWc layout are named after their output tensor."""
     name = name.removeprefix("fused ")
-    return made.get(name.removesuffix("_nchwc"), name)
+    return producers.get(name.removesuffix("_nchwc"), name)
 
 
-def _nodes(path: str) -> list[dict[str, Any]]:
+def _describe_nodes(path: str) -> list[dict[str, Any]]:
+    """Describe the nodes of a compiled graph: name, operator, whether it runs in low precision, and why not."""
     import onnx  # noqa: PLC0415
 
     model = onnx.load(path, load_external_data=False)
     constants = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
-    made = {name: node for node in model.graph.node for name in node.output}
-    executed = []
+    producers = {name: node for node in model.graph.node for name in node.output}
+    nodes = []
     for node in model.graph.node:
-        name, passed = node.input[1] if len(node.input) > 1 else "", []
-        while name in made and made[name].op_type in PASSED:
-            passed.append(made[name])
-            name = made[name].input[0]
-        is_float = node.op_type in FLOAT and name in constants
-        low = True if node.op_type in LOW else False if is_float else None
-        why = _why_float(node, passed, constants[name]) if is_float else ""
-        executed.append({"name": node.name, "op": node.op_type, "low": low, "why": why})
-    return executed
+        name = node.input[1] if len(node.input) > 1 else ""
+        conversions = []  # from the node back to the constant
+        while name in producers and producers[name].op_type in WEIGHT_CONVERSIONS:
+            conversions.append(producers[name])
+            name = producers[name].input[0]
+        is_float = node.op_type in FLOAT_OPERATORS and name in constants
+        low = True if node.op_type in LOW_PRECISION_OPERATORS else False if is_float else None
+        why = _why_float(node, conversions, constants[name]) if is_float else ""
+        nodes.append({"name": node.name, "op": node.op_type, "low": low, "why": why})
+    return nodes
 
 
-def _why_float(node: Any, passed: list[Any], shape: list[int]) -> str:
-    """Why a product with a constant is one of floats: `passed` leads from the node to the constant."""
+def _why_float(node: Any, conversions: list[Any], shape: list[int]) -> str:
+    """Explain why a product with a constant runs in float. `shape` is the shape of the constant."""
     from onnx.helper import get_node_attr_value  # noqa: PLC0415
 
-    dequantize = next((each for each in passed if each.op_type == "DequantizeLinear"), None)
+    dequantize = next((conversion for conversion in conversions if conversion.op_type == "DequantizeLinear"), None)
     if dequantize is None:
         return "its weight is float"
-    found = {each.name: get_node_attr_value(dequantize, each.name) for each in dequantize.attribute}
-    block, axis = found.get("block_size", 0), found.get("axis", 1)
-    is_turned = any(each.name == "transB" and each.i for each in node.attribute)
-    if is_turned or any(each.op_type == "Transpose" for each in passed):
-        why = "which is stored as (out, in): MatMulNBits takes (in, out)"
+    attributes = {attribute.name: get_node_attr_value(dequantize, attribute.name) for attribute in dequantize.attribute}
+    block, axis = attributes.get("block_size", 0), attributes.get("axis", 1)
+    is_transposed = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
+    if is_transposed or any(conversion.op_type == "Transpose" for conversion in conversions):
+        reason = "which is stored as (out, in): MatMulNBits takes (in, out)"
     elif block and axis:
-        why = "which has blocks along its outputs: MatMulNBits takes them along its inputs"
-    elif block and (block not in BLOCKS or shape[axis] % block):
-        why = f"which has blocks of {block} in {shape[axis]}: MatMulNBits takes {', '.join(map(str, BLOCKS))}"
-    elif any(each.op_type == "Cast" for each in passed):
-        why = "through a Cast that MatMulNBits does not take"
+        reason = "which has blocks along its outputs: MatMulNBits takes them along its inputs"
+    elif block and (block not in MATMULNBITS_BLOCK_SIZES or shape[axis] % block):
+        sizes = ", ".join(map(str, MATMULNBITS_BLOCK_SIZES))
+        reason = f"which has blocks of {block} in {shape[axis]}: MatMulNBits takes blocks of {sizes}"
+    elif any(conversion.op_type == "Cast" for conversion in conversions):
+        reason = "through a Cast that MatMulNBits does not take"
     else:
         return "its weight is dequantized at each run"
-    return f"it dequantizes its weight at each run, {why}"
+    return f"it dequantizes its weight at each run, {reason}"

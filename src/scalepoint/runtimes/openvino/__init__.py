@@ -1,22 +1,26 @@
-"""OpenVINO on CPUs: the child tells the primitive of every node in its compiled graph."""
+"""The runtime OpenVINO on CPUs."""
 
 from pathlib import Path
 
 from scalepoint.errors import install_hint
 from scalepoint.runtimes.runtime import ExecutedNodes, Runtime, Variant
 
-HALVES = ("_bf16", "_f16")
-INTEGERS = ("_i8", "_u8")
+FLOAT16_SUFFIXES = ("_bf16", "_f16")
+INT8_SUFFIXES = ("_i8", "_u8")
 ROUNDED = (
-    "OpenVINO computes what is float in 16 bits where the CPU has them, and rounds activations of products with narrow "
-    "weights to int8; EXECUTION_MODE_HINT=ACCURACY leaves them float32, and is slower"
+    "OpenVINO computes float layers in 16 bits if the CPU supports it, and rounds activations to int8 if only the "
+    "weights are quantized; EXECUTION_MODE_HINT=ACCURACY keeps float32 and is slower"
 )
 
 
 def rounds_floats(executed: ExecutedNodes) -> bool:
-    """Whether a primitive computes in 16 bits, or a product has narrow weights and float activations."""
-    primitives = [(str(each["op"]).lower(), each["low"]) for each in executed]
-    return any(op.endswith(HALVES) or (low and not op.endswith(INTEGERS)) for op, low in primitives)
+    """Whether a primitive computes in 16 bits, or a layer has integer weights and float activations."""
+    for node in executed:
+        primitive = str(node["op"]).lower()
+        is_weight_only = node["low"] and not primitive.endswith(INT8_SUFFIXES)
+        if primitive.endswith(FLOAT16_SUFFIXES) or is_weight_only:
+            return True
+    return False
 
 
 OPENVINO = Runtime(

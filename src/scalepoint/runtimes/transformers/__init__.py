@@ -1,4 +1,4 @@
-"""transformers on CPUs: it unpacks the weights of a folder and computes in float: a proof of values, not of speed."""
+"""The runtime transformers on CPUs. It unpacks the weights to float, so it verifies values but not speed."""
 
 from pathlib import Path
 

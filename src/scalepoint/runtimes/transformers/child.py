@@ -1,8 +1,8 @@
-"""A folder in transformers, on the CPU; started by `scalepoint.runtimes`, of which nothing is imported.
+"""Child program that runs a folder in transformers on the CPU.
 
-compressed-tensors are loaded by the package of that name. For gptq and awq transformers asks for packages that do not
-install everywhere: their layouts are read here, by their definitions, and the model gets the values. Nothing is
-fetched, and no code of a folder is run.
+`child_loop.py` starts it. It imports nothing of scalepoint. Folders in the format compressed-tensors are loaded by the
+package of that name. For gptq and awq transformers requires packages that do not install everywhere, so their layouts
+are unpacked here. Nothing is downloaded, and no code of a folder is run.
 """
 
 import os
@@ -25,106 +25,118 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where the outputs of a word lie in it
-TURNED = ("gpt2", "openai-gpt")  # whose layers keep weights as (in, out)
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # position of output i among the eight 4-bit codes of a 32-bit word
+MODEL_TYPES_WITH_CONV1D = ("gpt2", "openai-gpt")  # their layers (transformers.Conv1D) store weights as (in, out)
 
 
 class File:
-    """options: threads (0: it chooses)."""
+    """A loaded model. Options: threads (0: torch chooses)."""
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         if options.get("threads", 1):
             torch.set_num_threads(options.get("threads", 1))
         self.inputs = ["input_ids"]
-        self.model = _loaded(Path(path)).eval()
-        self._logits(torch.zeros(1, 1, dtype=torch.int64))  # the first run unpacks
+        self.model = _load_model(Path(path)).eval()
+        self._compute_logits(torch.zeros(1, 1, dtype=torch.int64))  # the first run unpacks weights, which takes longer
 
     def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-        """Logits of every word."""
-        logits, _ = self._logits(torch.from_numpy(np.ascontiguousarray(feeds["input_ids"], np.int64)))
+        """Compute the logits of every token."""
+        logits, _ = self._compute_logits(torch.from_numpy(np.ascontiguousarray(feeds["input_ids"], np.int64)))
         return [("logits", logits.to(torch.float32).numpy())]
 
     def generate(self, tokens: list[int], count: int) -> dict[str, Any]:
-        """So many further tokens, each the likeliest, and the seconds for the prompt and for the others."""
+        """Generate `count` tokens greedily. Return them with the seconds for the prompt and for the generation."""
         start = time.perf_counter()
-        logits, past = self._logits(torch.tensor([tokens]), use_cache=True)
-        made = [int(logits[0, -1].argmax())]
-        prefilled = time.perf_counter()
-        while len(made) < count:
-            logits, past = self._logits(torch.tensor([made[-1:]]), use_cache=True, past_key_values=past)
-            made.append(int(logits[0, -1].argmax()))
-        ended = time.perf_counter()
-        return {"tokens": made[:count], "prefill_seconds": prefilled - start, "decode_seconds": ended - prefilled}
+        logits, cache = self._compute_logits(torch.tensor([tokens]), use_cache=True)
+        generated = [int(logits[0, -1].argmax())]
+        prefill_end = time.perf_counter()
+        while len(generated) < count:
+            logits, cache = self._compute_logits(torch.tensor([generated[-1:]]), use_cache=True, past_key_values=cache)
+            generated.append(int(logits[0, -1].argmax()))
+        end = time.perf_counter()
+        return {
+            "tokens": generated[:count],
+            "prefill_seconds": prefill_end - start,
+            "decode_seconds": end - prefill_end,
+        }
 
     def executed(self) -> list[dict[str, Any]]:
-        """Nothing: every product is one of floats."""
+        """Return [] because every product is computed in float."""
         return []
 
     @torch.no_grad()
-    def _logits(self, words: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
-        found = self.model(words, **options)
-        return found.logits, found.past_key_values
+    def _compute_logits(self, tokens: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
+        outputs = self.model(tokens, **options)
+        return outputs.logits, outputs.past_key_values
 
 
-def _loaded(folder: Path) -> Any:
+def _load_model(folder: Path) -> Any:
     config = json.loads((folder / "config.json").read_text())
     settings = config.get("quantization_config", {})
     options = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
     if settings.get("quant_method") not in ("gptq", "awq"):
         return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
-    plain = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    del plain.quantization_config
-    kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(plain)]
-    weights = _unpacked(folder, settings, config.get("model_type") in TURNED)
-    return kind.from_pretrained(None, config=plain, state_dict=weights, dtype=plain.dtype)
+    model_config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    del model_config.quantization_config  # the weights are unpacked here
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    is_transposed = config.get("model_type") in MODEL_TYPES_WITH_CONV1D
+    weights = _load_weights(folder, settings, is_transposed=is_transposed)
+    return model_class.from_pretrained(None, config=model_config, state_dict=weights, dtype=model_config.dtype)
 
 
-def _unpacked(folder: Path, settings: dict[str, Any], turned: bool) -> dict[str, torch.Tensor]:
-    """All tensors, the packed ones as the values that they stand for."""
-    found: dict[str, torch.Tensor] = {}
+def _load_weights(folder: Path, settings: dict[str, Any], *, is_transposed: bool) -> dict[str, torch.Tensor]:
+    """Load all tensors, with the packed weights as float values. Transposed weights are (in, out)."""
+    tensors: dict[str, torch.Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):
-        found |= load_file(shard)
-    for name in [each for each in found if each.endswith(".qweight")]:
-        layer = name.removesuffix(".qweight")
-        qweight, qzeros, scales = (found.pop(f"{layer}.{part}") for part in ("qweight", "qzeros", "scales"))
-        index = found.pop(f"{layer}.g_idx", None)
-        if index is None:
-            values = _awq(qweight, qzeros, scales)
+        tensors |= load_file(shard)
+    layers = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    for layer in layers:
+        qweight, qzeros, scales = (tensors.pop(f"{layer}.{part}") for part in ("qweight", "qzeros", "scales"))
+        groups = tensors.pop(f"{layer}.g_idx", None)  # the group of each input; only gptq has it
+        if groups is None:
+            weight = _unpack_awq(qweight, qzeros, scales)
         else:
-            values = _gptq(qweight, qzeros, scales, index, _own(settings, layer))
-        found[f"{layer}.weight"] = (values if turned else values.T).contiguous()
-    return found
+            weight = _unpack_gptq(qweight, qzeros, scales, groups, _layer_settings(settings, layer))
+        tensors[f"{layer}.weight"] = (weight if is_transposed else weight.T).contiguous()
+    return tensors
 
 
-def _own(settings: dict[str, Any], layer: str) -> dict[str, Any]:
-    """The settings of one layer."""
-    for pattern, own in settings.get("dynamic", {}).items():
+def _layer_settings(settings: dict[str, Any], layer: str) -> dict[str, Any]:
+    """Return the settings of one layer: those of the first pattern in "dynamic" that matches its name go first."""
+    for pattern, overrides in settings.get("dynamic", {}).items():
         if re.match(pattern.removeprefix("+:"), layer):
-            return {**settings, **own}
+            return {**settings, **overrides}
     return settings
 
 
-def _gptq(
-    qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, settings: dict[str, Any]
+def _unpack_gptq(
+    qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor, settings: dict[str, Any]
 ) -> torch.Tensor:
+    """Return the weight (in, out). The format "gptq" stores zero points minus one."""
     bits, (_, outputs) = settings["bits"], scales.shape
-    codes = _codes(qweight.T, bits, len(index)).T
-    less = 1 if settings.get("checkpoint_format", "gptq") == "gptq" else 0
-    zeros = _codes(qzeros, bits, outputs) + less
-    return (codes - zeros[index]) * scales[index].to(torch.float32)
+    codes = _unpack_codes(qweight.T, bits, len(groups)).T
+    zero_points = _unpack_codes(qzeros, bits, outputs)
+    if settings.get("checkpoint_format", "gptq") == "gptq":
+        zero_points = zero_points + 1
+    return (codes - zero_points[groups]) * scales[groups].to(torch.float32)
 
 
-def _awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _unpack_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the weight (in, out). The eight codes of a word are stored in AWQ_ORDER."""
     rows, outputs = len(qweight), scales.shape[1]
-    places = (torch.arange(outputs) // 8 * 8).reshape(-1, 8) + torch.tensor(AWQ_PLACES)
-    codes, zeros = (_codes(each, 4, outputs)[:, places.flatten()] for each in (qweight, qzeros))
-    group = torch.arange(rows) // (rows // len(scales))
-    return (codes - zeros[group]) * scales[group].to(torch.float32)
+    first_of_word = (torch.arange(outputs) // 8 * 8).reshape(-1, 8)
+    order = (first_of_word + torch.tensor(AWQ_ORDER)).flatten()
+    codes = _unpack_codes(qweight, 4, outputs)[:, order]
+    zero_points = _unpack_codes(qzeros, 4, outputs)[:, order]
+    groups = torch.arange(rows) // (rows // len(scales))
+    return (codes - zero_points[groups]) * scales[groups].to(torch.float32)
 
 
-def _codes(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The codes of every row: code i starts at bit i * bits."""
-    wide = torch.nn.functional.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, 1))
-    start = torch.arange(count) * bits
-    both = wide[:, start // 32] | wide[:, start // 32 + 1] << 32
-    return both >> start % 32 & (1 << bits) - 1
+def _unpack_codes(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Unpack `count` codes from each row of 32-bit words. Code i starts at bit i * bits and may span two words."""
+    words = torch.nn.functional.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, 1))
+    first_bit = torch.arange(count) * bits
+    word_index, shift = first_bit // 32, first_bit % 32
+    two_words = words[:, word_index] | words[:, word_index + 1] << 32
+    mask = (1 << bits) - 1
+    return (two_words >> shift) & mask
