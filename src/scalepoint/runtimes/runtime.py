@@ -77,11 +77,12 @@ class Runtime:
                 f"runtime {self.name!r}: package= must be the name of a Python package, got {short_repr(self.package)}"
             )
         if not Path(self.child).is_file():
-            raise UsageError(f"runtime {self.name!r}: child= must be an existing file, got {short_repr(str(self.child))}")
-        if isinstance(self.formats, str) or not self.formats or not all(isinstance(key, str) for key in self.formats):
             raise UsageError(
-                f"runtime {self.name!r}: formats= must be a tuple of names such as ('onnx',), got {short_repr(self.formats)}"
+                f"runtime {self.name!r}: child= must be an existing file, got {short_repr(str(self.child))}"
             )
+        if isinstance(self.formats, str) or not self.formats or not all(isinstance(key, str) for key in self.formats):
+            names = short_repr(self.formats)
+            raise UsageError(f"runtime {self.name!r}: formats= must be a tuple of names such as ('onnx',), got {names}")
         for variant in self.variants:
             if not isinstance(variant, Variant) or variant.name not in _VARIANT_NAMES:
                 raise UsageError(

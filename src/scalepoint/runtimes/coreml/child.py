@@ -177,8 +177,9 @@ def quantize(input: torch.Tensor, scale: Any, output_dtype: str, zero_point: Any
 
 def dequantize(input: torch.Tensor, scale: Any, zero_point: Any = None, axis: Any = None) -> torch.Tensor:  # noqa: A002
     """(input - zero_point) * scale"""
-    zero_point = 0 if zero_point is None else _align(zero_point, input, axis)
-    return (input.to(torch.float32) - zero_point) * _align(scale, input, axis)
+    shift: Any = 0 if zero_point is None else _align(zero_point, input, axis)
+    values: torch.Tensor = (input.to(torch.float32) - shift) * _align(scale, input, axis)
+    return values
 
 
 def _align(value: Any, tensor: torch.Tensor, axis: Any) -> torch.Tensor:
