@@ -95,7 +95,7 @@ def test_a_file_that_stays_too_large_is_kept_with_a_warning(net, data, tmp_path,
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"budget": Budget(bits=5), "max_drop": 1.0, "evaluate": lambda run: 0.0}, "give one of them"),
+        ({"budget": Budget(bits=5), "max_drop": 1.0, "evaluate": lambda run: 0.0}, "Pass one of them"),
         ({"budget": "small"}, "written size=0.2"),
         ({"budget": Budget(bits=5), "choices": ("int4", "int9")}, "'int9' is no format"),
         ({"budget": Budget(bits=5), "choices": "int4"}, "name formats of weights"),

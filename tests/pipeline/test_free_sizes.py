@@ -180,7 +180,7 @@ def test_the_warning_of_other_sizes_names_the_setting(segments, pictures, tmp_pa
     assert str(told[-1].message).endswith("let them be free: dynamic_axes={'input': {2: 'input_2', 3: 'input_3'}}")
     with pytest.raises(RuntimeError) as caught:
         scalepoint.deploy(segments, pictures[0], pictures, output=tmp_path / "b", **given)
-    assert any(each.endswith(f"let others be free: {setting}") for each in caught.value.__notes__)
+    assert any(each.endswith(f"make the other sizes dynamic: {setting}") for each in caught.value.__notes__)
 
 
 def test_the_key_of_a_config_is_read_as_yaml_and_json_have_it(tmp_path):

@@ -94,8 +94,8 @@ def test_the_first_file_that_is_fast_enough_is_kept_or_the_fastest():
     ("options", "message"),
     [
         pytest.param({"min_speed": 0.0}, "more than 0", id="nothing"),
-        pytest.param({"min_speed": 1.0, "budget": "bits=4"}, "give one of them", id="with a budget"),
-        pytest.param({"min_speed": 1.0, "smoke": True}, "smoke=True times nothing", id="smoke"),
+        pytest.param({"min_speed": 1.0, "budget": "bits=4"}, "Pass one of them", id="with a budget"),
+        pytest.param({"min_speed": 1.0, "smoke": True}, "smoke=True: a smoke run measures no time", id="smoke"),
         pytest.param({"min_speed": 1.0, "target": "tensorrt"}, "tensorrt.*no runtime", id="no runtime"),
     ],
 )
@@ -106,7 +106,7 @@ def test_what_cannot_be_measured_is_refused_before_any_work(options, message, tm
 
 
 def test_an_iterator_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="calibrates several times"):
+    with pytest.raises(UsageError, match="reads the data several times"):
         scalepoint.deploy(Net(), torch.randn(1, 3, 24, 24), iter([]), output=tmp_path, min_speed=1.0)
 
 

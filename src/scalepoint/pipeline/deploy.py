@@ -4,9 +4,9 @@
     Job -> capture once -> trials -> best trial -> report -> Deployment
     trial: quantize -> export -> verify -> evaluate     (stages.py; each is cached, so resume is a cache hit)
 
-This file holds the order of the steps and which trials are made. What a step does is in `stages.py`, what is written
-where is in `workspace.py`, and which config to try next is in `search.py`. Several ranks share the data of calibration
-and tuning; rank 0 alone exports, verifies, evaluates and writes.
+This file has the order of the steps and the loop over trials. The steps are in `stages.py`, the output folder in
+`workspace.py`, and the choice of the next config in `search.py`. With several ranks, all of them share the data of
+calibration and tuning; only rank 0 exports, verifies, evaluates and writes.
 """
 
 import random
@@ -45,7 +45,7 @@ from scalepoint.targets import Target
 from scalepoint.targets.registry import has_cpu_option
 from scalepoint.verification import Status, Verification
 
-MAX_SIZE_TRIALS = 3  # files tried for a size budget: each corrects the estimate of what is not weights
+MAX_SIZE_TRIALS = 3  # files tried for a size budget; each one corrects the estimated size of graph and constants
 
 
 @serialized
@@ -90,7 +90,7 @@ def deploy(
     Args:
         model: The trained float model, or an ExportedProgram.
         example_inputs: One set of inputs: a tensor, a tuple of positional inputs, or a dict of keyword inputs. The
-            file has its sizes, except along the batch and `dynamic_axes`.
+            sizes in the file are those of the example, except along the batch axis and `dynamic_axes`.
         calibration_data: Batches of inputs (list, DataLoader, ...), or a function that calls the model it is given. An
             iterator can be read only once; `accuracy`, `max_drop`, `min_speed` and `budget` read the data several
             times. None or [] for weight-only quantization.
@@ -101,24 +101,24 @@ def deploy(
             nearest.
         output: The folder to write; "out" by default. It must be empty or new, unless `resume` or `force` is set.
         evaluate: Your metric, `evaluate(run) -> float`, higher is better. `run` is called like the model.
-        max_drop: Largest allowed drop of the metric. Layers get more precision until a file holds it; the cheapest
-            such file is kept, or the best one if none holds it.
+        max_drop: Largest allowed drop of the metric. Layers get more precision until a file is within it. The cheapest
+            such file is written, or the one with the best score if there is none.
         min_speed: Smallest allowed speed relative to the float file, for example 1.5. Layers that are slower in int8
-            are left in float until a file is fast enough.
-        max_trials: Largest number of files made for `max_drop` or `min_speed`.
-        budget: What the file may cost: "size=0.2" of the float file, "bits=4.5" per weight, or "speed=1.8" times the
-            float model by multiply-accumulates. Each layer gets one of `choices` so that the output error is smallest.
+            stay float until a file is fast enough.
+        max_trials: Largest number of files that are tried for `max_drop` or `min_speed`.
+        budget: Limit of the cost: "size=0.2" of the float file, "bits=4.5" per weight, or "speed=1.8" times the float
+            model, estimated by multiply-accumulates. Each layer gets one of `choices`; the output error is minimized.
         choices: Weight formats that `budget` may use.
         max_batches: Use at most this many batches of the calibration data.
-        on_nan: What to do with a batch that holds NaN or infinity: "error", or "skip" it.
+        on_nan: What to do with a batch that contains NaN or infinity: "error", or "skip" it.
         kwargs: Keyword inputs of the example, in addition to `example_inputs`.
-        leave: Names of submodules to call as they are, without looking inside; they stay float.
+        leave: Names of submodules that are not captured; the graph calls them as they are, and they stay float.
         dynamic_axes: Input axes whose size may change, as in torch.onnx.export: {"x": {2: "height"}}.
         strict: Raise if a layer with weights stays float although the config did not ask for it.
         allow_departure: Return a file that does not match the simulation, instead of raising.
-        float_dtype: Type of what is not quantized: "float32", "float16" or "bfloat16".
-        cpu: The CPU that files of onnxruntime and openvino are for. "vnni" uses all 8 bits of the weights, "avx2" is
-            also exact without VNNI, "auto" looks at this machine.
+        float_dtype: Data type of tensors that are not quantized: "float32", "float16" or "bfloat16".
+        cpu: The CPU on which the file of an onnxruntime or openvino target will run. "vnni" uses all 8 bits of the
+            weights. "avx2" limits them so that CPUs without VNNI do not saturate. "auto" checks this machine.
         metadata: Stored in the file, for example labels and preprocessing.
         threads: Threads of the runtime when the file is verified and timed.
         seed: Seed of all random numbers. The same seed and inputs give the same file.
@@ -133,16 +133,19 @@ def deploy(
 
     Raises:
         UsageError: An argument is wrong, or two arguments exclude each other.
-        CaptureError: The model cannot be captured.
-        VerificationError: The file does not match the simulation, or the runtime is missing.
+        ConfigError: The config is invalid, or does not fit the model.
+        CaptureError: The model cannot be captured as a graph.
+        TargetError: The target does not support what the config or the model needs.
+        VerificationError: The runtime is not installed, cannot run the file, or computes other values than the
+            simulation, and `allow_departure` is False.
 
     Example:
         done = scalepoint.deploy(model, batches[0], batches, target="onnxruntime", output="out")
         print(done)
     """
-    given = dict(locals())  # before any other name is assigned
+    arguments = dict(locals())  # must be the first line: locals() has only the arguments here
     # The arguments that options.py declares, so that a new option needs no other line here.
-    values = {name: given[name] for name in DeployOptions.model_fields if name in given}
+    values = {name: arguments[name] for name in DeployOptions.model_fields if name in arguments}
     values["output"] = str(output or "out")
     job = prepare_job(
         model,
@@ -170,7 +173,7 @@ def deploy(
 
 
 def run_job(context: StageContext) -> Deployment:
-    """Make trials, keep the best, and write its files and the report into the output folder."""
+    """Make trials, choose the best, and write its files and the report into the output folder."""
     stages.check_same_model(context)
     job, workspace = context.job, context.workspace
     limits = Limits(stages.evaluate_float(context), job.options.max_drop, job.options.min_speed)
@@ -178,9 +181,9 @@ def run_job(context: StageContext) -> Deployment:
         trials, allocation = _search_budget(context, job.options.budget)
     else:
         trials, allocation = _search_limits(context, limits)
-    chosen = best_trial(trials, limits)
-    best = stages.publish(context, chosen)
-    trials = [best if trial is chosen else trial.without_files() for trial in trials]
+    unpublished = best_trial(trials, limits)
+    best = stages.publish(context, unpublished)
+    trials = [best if trial is unpublished else trial.without_files() for trial in trials]
     with context.timed("reporting"):
         report = distributed.run_on_main(
             "reporting", lambda: _write_report(context, best, trials, limits, allocation), Report
@@ -201,9 +204,9 @@ def run_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, *
 
     Args:
         context: The run.
-        trials: The trials before this one. Latency is compared with the same float file as in the first.
-        plan: The config, and where it comes from.
-        is_only: No other trial can follow.
+        trials: The earlier trials. Latency is compared with the same float file as in the first trial.
+        plan: The config, and the trial that it starts from.
+        is_only: Whether no other trial can follow, so that the captured graph need not be copied.
     """
     number = len(trials)
     folder = context.workspace.work / f"trial-{number}"
@@ -230,60 +233,63 @@ def run_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, *
 
 
 def _first_baseline(trials: Sequence[Trial]) -> str | None:
-    """Which float file the first trial that was timed was compared with."""
+    """Return the float file that the first timed trial was compared with; None if no trial was timed."""
     latencies = [trial.verification.latency for trial in trials if trial.verification is not None]
     return next((latency.baseline for latency in latencies if latency is not None), None)
 
 
 def _search_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], PrecisionAllocation | None]:
-    """Trials until none that costs less would hold the limits; one trial if there are no limits."""
-    config, most = context.job.config, context.job.max_trials
+    """Make trials until one is within the limits and no cheaper one can be; one trial if there are no limits."""
+    config, max_trials = context.job.config, context.job.max_trials
     has_limits = limits.max_drop is not None or limits.min_speed is not None
-    trials = [run_trial(context, [], TrialPlan(config), is_only=not has_limits or most == 1)]
+    trials = [run_trial(context, [], TrialPlan(config), is_only=not has_limits or max_trials == 1)]
     if not has_limits:
         return trials, None
-    from scalepoint.pipeline import search  # noqa: PLC0415  # with the package allocation, which most runs do not need
+    from scalepoint.pipeline import search  # noqa: PLC0415  # imports allocation, which most runs do not need
 
-    widths = None
-    while len(trials) < most and not limits.allows_speed(trials[-1].speed):
+    # min_speed: leave slow layers in float until a file is fast enough
+    while len(trials) < max_trials and not limits.allows_speed(trials[-1].speed):
         if (plan := search.next_for_speed(trials)) is None:
             break
         trials = [*drop_models(trials, limits), run_trial(context, trials, plan)]
-    ranges = search.use_other_ranges(config, context.job.target)
-    if len(trials) < most and not limits.allows_score(trials[0].score) and ranges != config:
-        plan = TrialPlan(ranges, (PrecisionChange("", search.OTHER_RANGES_TEXT),), 0)
+    # max_drop: first other activation ranges, which cost nothing at run time, then more precision
+    config_with_other_ranges = search.use_other_ranges(config, context.job.target)
+    if len(trials) < max_trials and not limits.allows_score(trials[0].score) and config_with_other_ranges != config:
+        plan = TrialPlan(config_with_other_ranges, (PrecisionChange("", search.OTHER_RANGES_TEXT),), 0)
         trials = drop_models([*trials, run_trial(context, trials, plan)], limits)
-    if len(trials) < most and not any(limits.allows_score(trial.score) for trial in trials):
+    widths = None
+    if len(trials) < max_trials and not any(limits.allows_score(trial.score) for trial in trials):
         widths = stages.measure_precisions(context, trials[search.find_start(trials)].config, None)
-    while widths is not None and len(trials) < most:
-        is_last = len(trials) + 1 == most
+    while widths is not None and len(trials) < max_trials:
+        is_last = len(trials) + 1 == max_trials
         if (plan := search.next_for_accuracy(trials, widths, limits, is_last=is_last)) is None:
             break
         trials = drop_models([*trials, run_trial(context, trials, plan)], limits)
     if widths is None:
         return trials, None
-    return trials, widths.allocation(best_trial(trials, limits).chosen or search.as_configured(widths), "cost")
+    chosen = best_trial(trials, limits).chosen or search.as_configured(widths)
+    return trials, widths.allocation(chosen, "cost")
 
 
 def _search_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], PrecisionAllocation | None]:
-    """The most accurate file within the budget.
+    """Make the most accurate file within the budget.
 
-    A size budget counts the whole file. If the file is too large, its size tells how much is not weights, and the
-    next trial allows for it.
+    A size budget counts the whole file, and the size of graph and constants is known only after the export. If the
+    file is too large, the next trial has fewer bits for weights.
     """
     job = context.job
     widths = stages.measure_precisions(context, job.config, job.options.choices)
-    is_checked = budget.unit == "size" and not job.is_smoke
+    checks_size = budget.unit == "size" and not job.is_smoke
     trials: list[Trial] = []
     for _ in range(MAX_SIZE_TRIALS):
         allocation = widths.find_best(budget)
         plan = TrialPlan(widths.config(job.config, allocation.chosen), chosen=allocation.chosen)
         trials = [
             *(trial.without_model() for trial in trials),
-            run_trial(context, trials, plan, is_only=not is_checked),
+            run_trial(context, trials, plan, is_only=not checks_size),
         ]
         float_path = trials[-1].float_file
-        if not is_checked or float_path is None:
+        if not checks_size or float_path is None:
             break
         size, float_size = stages.file_sizes(context, trials[-1].path, float_path)
         widths = replace(widths, float_size=float(float_size), rest_size=size - allocation.cost)
@@ -291,9 +297,10 @@ def _search_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], 
             break
     else:
         message = (
-            f"budget: {budget.limit:g} of the float file's size is missed. The last of {MAX_SIZE_TRIALS} files has "
-            f"{size / float_size:.3g} of it and is kept; {widths.rest_size / float_size:.3g} are no weights. Allow "
-            "more, or fewer bits in choices="
+            f"budget: the file is {size / float_size:.3g} of the float file's size, more than the requested "
+            f"{budget.limit:g}. It is the last of {MAX_SIZE_TRIALS} that were tried, and is written anyway; "
+            f"{widths.rest_size / float_size:.3g} of it is not weights. Allow more, or add types with fewer bits to "
+            "choices="
         )
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
     return trials[-1:], widths.allocation(allocation.chosen, budget.unit, budget.limit)
@@ -304,12 +311,12 @@ def _send_metrics(
 ) -> None:
     """Send the numbers of a trial to the callback and the log."""
     latency = None if verification is None else verification.latency
-    is_compared = verification is not None and verification.status == Status.OK
+    was_run = verification is not None and verification.status == Status.OK
     numbers = {
         "score": score,
         "size": float(context.format.about(path).size),
         "speed": None if latency is None else latency.ratio,
-        "agreement": verification.sqnr if verification is not None and is_compared else None,
+        "agreement": verification.sqnr if verification is not None and was_run else None,
     }
     for name, value in numbers.items():
         if value is not None:
@@ -327,7 +334,7 @@ def _write_report(
 
 
 def _print_cpu_choice(job: Job) -> None:
-    """Say which CPUs the file is for, if the user did not choose. With float activations nothing can saturate."""
+    """Print which CPUs the file is for, if the user did not choose. With float activations nothing can saturate."""
     if has_cpu_option(job.target) and job.config.activation != FLOAT:
         say(AUTOMATIC_CHOICE_NOTES[str(job.target.options["cpu"])])
 

@@ -2,10 +2,10 @@
 
     check arguments -> CheckpointJob
     headers of the shards -> module tree without values -> graph with quantizers       (as for any model)
-    tune: load a block -> observe, choose codes -> store them -> release the block     (resume goes on here)
+    tune: load a block -> observe, choose codes -> store them -> release the block     (a resumed run continues here)
     score: float and quantized model on other text -> write the format -> run it in its runtime -> report
 
-Ranks share the sequences while blocks are tuned and scored. Rank 0 alone stores codes, writes and runs the file.
+With several ranks, each tunes and scores a part of the sequences. Only rank 0 stores codes, writes and runs the file.
 """
 
 import hashlib
@@ -68,40 +68,46 @@ def deploy_checkpoint(
     force: bool = False,
     progress: bool | None = None,
 ) -> Deployment:
-    """Quantize a language model's folder for a runtime, write the file or folder, and verify it in that runtime.
+    """Quantize the checkpoint of a language model, write it for a runtime, and verify it in that runtime.
 
-    Weights are read block by block: memory holds one block, and activations up to `memory`. Every argument is checked
-    before any work starts. The score is perplexity; lower is better.
+    Weights are read block by block, so memory contains one block, and activations up to `memory`. Every argument is
+    checked before any work starts. The score is perplexity; lower is better.
 
     Args:
-        source: Folder as transformers writes it: config.json, safetensors, tokenizer files.
+        source: Folder as transformers writes it: config.json, safetensors files, tokenizer files.
         output: Folder to write, or a file with the format's suffix, such as "model.gguf".
-        target: A runtime of language models; `scalepoint targets` lists the names.
+        target: A target for language models, such as "gguf" or "ort-genai"; `scalepoint targets` lists the names.
         config: Data types and granularity, globally and per layer. The target's defaults if None.
-        data: Calibration text: a text file, a .jsonl with a field "text", a folder of such, or sequences of tokens.
-            Not needed with accuracy="fast".
-        judge: Other text that perplexity is measured on. Default: the sequences of `data` after the calibration ones.
+        data: Calibration text: a text file, a .jsonl file with a field "text", a folder of such files, or sequences
+            of tokens. Not needed with accuracy="fast".
+        judge: Other text, on which perplexity is measured. Default: the sequences of `data` that follow the first
+            `samples`.
         accuracy: "fast" rounds without data. "balanced" also chooses codes and scales in closed form. "best" adds
             gradient steps.
-        memory: Memory for activations between blocks, in bytes or as "2GB"; more goes to disk.
-        cache: Data type of keys and values of earlier tokens: "int8", "int4" or "fp8", where the runtime has it.
-        allow_departure: Return a file that the runtime cannot run or that differs from the simulation, instead of
-            raising; also work without an installed runtime.
+        memory: Memory for activations between blocks, in bytes or as text such as "2GB"; the rest is stored on disk.
+        cache: Data type of the KV cache: "int8", "int4" or "fp8", if the runtime supports it. Float if None.
+        allow_departure: Return a file that the runtime cannot run or that does not match the simulation, instead of
+            raising. Also allows a runtime that is not installed.
         length: Tokens per sequence.
-        samples: Number of sequences that calibrate; at most 16 more are used for perplexity.
+        samples: Number of sequences for calibration; at most 16 more are used for perplexity.
         verify: Run the file in its runtime.
         resume: Continue an interrupted run; finished blocks are reused.
         force: Write into an output that is not empty. Files that scalepoint did not write are kept.
         progress: Show progress on stderr; None shows it on a terminal only.
 
     Returns:
-        The deployment: the quantized model, the path, the report and the perplexities.
+        The deployment: the quantized model, the path of the file or folder, the report, and the perplexity of the
+        file and of the float model.
 
     Raises:
-        UsageError: An argument cannot be used, or the output is not empty.
-        StoreError: The checkpoint cannot be read or stored.
-        VerificationError: The runtime is not installed, cannot run the file, or computes something else. The file is
-            kept.
+        UsageError: An argument is wrong, or the output is not empty.
+        StoreError: The checkpoint cannot be read, or the output cannot be written.
+        VerificationError: The runtime is not installed, cannot run the file, or computes other values than the
+            simulation, and `allow_departure` is False. The file is written anyway.
+
+    Example:
+        done = scalepoint.deploy_checkpoint("Qwen3-0.6B", "out", target="gguf", data="wiki.txt")
+        print(done)
     """
     texts = {"calibration data": data, "text to judge by": judge}
     job = prepare_checkpoint_job(
@@ -158,7 +164,7 @@ def _deployment(job: CheckpointJob, model: fx.GraphModule, report: Report, tuned
 
 @contextmanager
 def _explain_errors(job: CheckpointJob) -> Iterator[None]:
-    """Turn a full disk, lost files and a lack of memory into a StoreError that says what to do; only on rank 0."""
+    """Convert errors of a full disk, missing files or too little memory to a StoreError with a hint; only on rank 0."""
     if not distributed.is_main():
         yield
         return
@@ -166,18 +172,18 @@ def _explain_errors(job: CheckpointJob) -> Iterator[None]:
         yield
     except BaseException as error:
         hint = (
-            "; finished blocks are kept, resume=True (--resume) goes on from them"
+            "; finished blocks are kept: continue with resume=True (--resume)"
             if job.workspace.can_resume_after(error)
             else ""
         )
-        failure = f"{job.workspace.output} could not be made"
+        failure = f"{job.workspace.output} could not be written"
         if _is_out_of_memory(error):
-            less = f"memory={job.tuning.memory // 2_000_000}MB, fewer samples= or a shorter length= need less"
-            raise StoreError(f"{failure}: memory ran out; {less}{hint}") from error
+            advice = f"memory={job.tuning.memory // 2_000_000}MB, fewer samples= or a shorter length= need less"
+            raise StoreError(f"{failure}: memory ran out; {advice}{hint}") from error
         if isinstance(error, OSError | SafetensorError):
-            # The chosen codes are at most as large as the weights of the checkpoint.
-            room = f". {describe_needed_space(job.workspace.work, job.source.size)}" if is_disk_full(error) else ""
-            raise StoreError(f"{failure}: {error}{room}{hint}") from error
+            # The stored codes need at most as much space as the weights of the checkpoint.
+            space = f". {describe_needed_space(job.workspace.work, job.source.size)}" if is_disk_full(error) else ""
+            raise StoreError(f"{failure}: {error}{space}{hint}") from error
         if isinstance(error, StoreError) and is_disk_full(error):
             raise StoreError(f"{error.args[0]}{hint}") from error
         raise
@@ -191,7 +197,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _check_same_checkpoint(job: CheckpointJob) -> None:
-    """Refuse ranks that read different checkpoints: their statistics are added up."""
+    """Raise RankError if ranks read different checkpoints: their statistics are summed."""
     shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in job.source.tensors.items()}
     fingerprint = hashlib.sha256(json.dumps([dict(job.source.config), shapes], sort_keys=True).encode()).hexdigest()
     distributed.check_equal("checkpoint", fingerprint, f"{job.source.folder} must be the same folder on every rank")

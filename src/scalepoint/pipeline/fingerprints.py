@@ -1,7 +1,7 @@
-"""Fingerprints: short digests of models, targets, code and data, equal in every process for equal content.
+"""Fingerprints: short digests of models, targets, code and data.
 
-The cache of stages (`cache.py`) compares them, so a resumed run notices what changed. They must not depend on memory
-addresses or on PYTHONHASHSEED.
+The cache of stages (`cache.py`) compares them, so that a resumed run detects changed inputs. Equal content must give
+equal fingerprints in every process, so they must not depend on memory addresses or PYTHONHASHSEED.
 """
 
 import hashlib
@@ -24,19 +24,19 @@ from scalepoint.spec import QuantizationSpec
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target
 
-DIGITS = 16  # hexadecimal digits
+DIGITS = 16  # hexadecimal digits of a fingerprint
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def fingerprint(*parts: object) -> str:
-    """Digest of plain values."""
+    """Return the digest of plain values."""
     return hashlib.sha256(repr(to_jsonable(parts)).encode()).hexdigest()[:DIGITS]
 
 
 def fingerprint_model(model: nn.Module) -> str:
-    """Digest of a model: its tensors, its module tree, and the code of every forward."""
+    """Return the digest of a model: its tensors, its module tree, and the code of every forward."""
     classes = {type(module) for module in model.modules()}
-    forwards = {f"{each.__module__}.{each.__qualname__}": fingerprint_code(each.forward) for each in classes}
+    forwards = {f"{cls.__module__}.{cls.__qualname__}": fingerprint_code(cls.forward) for cls in classes}
     modules = {name: type(module).__qualname__ for name, module in model.named_modules()}
     return fingerprint(
         fingerprint_parameters(model), sorted(forwards.items()), modules, _without_addresses(repr(model))
@@ -44,21 +44,21 @@ def fingerprint_model(model: nn.Module) -> str:
 
 
 def fingerprint_target(target: Target) -> str:
-    """Digest of everything that a target declares: patterns, rules, accepted types, options."""
+    """Return the digest of a target's declaration: patterns, rules, supported types, options."""
     return fingerprint(_describe(target))
 
 
 def fingerprint_code(function: Any) -> str:
-    """Digest of a function's bytecode, constants and plain closure values. What it reads at run time is not seen."""
+    """Return the digest of a function's bytecode, constants and plain closure values, but not of the data it reads."""
     return fingerprint(_describe_code(function))
 
 
 def fingerprint_tensors(value: Any) -> str:
-    """Digest of the tensors and arrays in a nested value: dtype, shape and bytes."""
+    """Return the digest of the tensors and arrays in a nested value: dtype, shape and bytes."""
     digest = hashlib.sha256()
     for leaf in pytree.tree_leaves(dict(value) if isinstance(value, Mapping) else value):
         if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.is_meta or leaf.layout != torch.strided):
-            continue  # `feed` refuses it, and says which batch it is
+            continue  # calibration rejects such a tensor, with the number of its batch
         array = leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
         if isinstance(array, Tensor):
             digest.update(f"{dtype_name(array.dtype)} {list(array.shape)}".encode())
@@ -72,24 +72,25 @@ def fingerprint_tensors(value: Any) -> str:
 
 
 def _describe(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
-    """Plain values that differ whenever two declarations differ."""
+    """Convert a declaration to plain values. Different declarations have different values."""
     if isinstance(value, QuantizationSpec):
         return value.to_dict()
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if is_dataclass(value):
-        return [type(value).__qualname__, {each.name: _describe(getattr(value, each.name)) for each in fields(value)}]
+        values = {field.name: _describe(getattr(value, field.name)) for field in fields(value)}
+        return [type(value).__qualname__, values]
     if isinstance(value, Mapping):
-        return {str(key): _describe(each) for key, each in value.items()}
+        return {str(key): _describe(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):
-        return sorted(repr(_describe(each)) for each in value)
+        return sorted(repr(_describe(item)) for item in value)
     if isinstance(value, list | tuple):
-        return [_describe(each) for each in value]
+        return [_describe(item) for item in value]
     return _describe_code(value) if callable(value) else _without_addresses(repr(value))
 
 
 def _without_addresses(text: str) -> str:
-    """The text of a repr() without memory addresses, which differ in every process."""
+    """Remove memory addresses, which differ in every process, from the text of a repr()."""
     return ADDRESS.sub("", text)
 
 
@@ -97,34 +98,33 @@ def _describe_code(function: Any) -> Any:
     if isinstance(function, partial):
         return [_describe_code(function.func), _describe(function.args), _describe(function.keywords)]
     inner = inspect.unwrap(function)
-    called = inner if hasattr(inner, "__code__") else vars(type(inner)).get("__call__")  # a callable object
-    code = getattr(called, "__code__", None)
-    cells = getattr(called, "__closure__", None) or ()
-    closure = [_describe_cell(cell) for cell in cells]
+    python_function = inner if hasattr(inner, "__code__") else vars(type(inner)).get("__call__")  # a callable object
+    code = getattr(python_function, "__code__", None)
+    closure = [_describe_cell(cell) for cell in getattr(python_function, "__closure__", None) or ()]
     return [getattr(inner, "__qualname__", type(inner).__qualname__), _describe_bytecode(code) if code else "", closure]
 
 
 def _describe_cell(cell: CellType) -> Any:
-    """A closure value, if it is a plain one; "" for anything else."""
+    """Describe a closure value if it is a plain one; "" for anything else."""
     try:
         value = cell.cell_contents
     except ValueError:  # the variable is not assigned yet
         return ""
     if isinstance(value, str | int | float | bool | QuantizationSpec | type | frozenset | None):
         return _describe(value)
-    return (
-        [_describe(each) for each in value if isinstance(each, str | int | float)] if isinstance(value, tuple) else ""
-    )
+    if isinstance(value, tuple):
+        return [_describe(item) for item in value if isinstance(item, str | int | float)]
+    return ""
 
 
 def _describe_bytecode(code: CodeType) -> list[object]:
-    return [code.co_code.hex(), code.co_names, [_describe_constant(each) for each in code.co_consts]]
+    return [code.co_code.hex(), code.co_names, [_describe_constant(constant) for constant in code.co_consts]]
 
 
 def _describe_constant(value: Any) -> Any:
-    """A constant of the bytecode. `x in {"a", "b"}` makes a frozenset, whose repr() follows the hash seed: sort it."""
+    """Describe a constant of the bytecode."""
     if isinstance(value, CodeType):
         return _describe_bytecode(value)
-    if isinstance(value, frozenset):
-        return ["frozenset", *sorted(repr(_describe_constant(each)) for each in value)]
-    return [_describe_constant(each) for each in value] if isinstance(value, tuple) else repr(value)
+    if isinstance(value, frozenset):  # from `x in {"a", "b"}`; the order in its repr() depends on the hash seed
+        return ["frozenset", *sorted(repr(_describe_constant(item)) for item in value)]
+    return [_describe_constant(item) for item in value] if isinstance(value, tuple) else repr(value)

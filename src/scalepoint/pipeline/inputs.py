@@ -1,8 +1,9 @@
 """Example inputs and calibration data of a run.
 
-Example      one set of inputs; the sizes of the file are taken from it
-DataSource   what the user passed as calibration data, with the facts that the pipeline asks for: whether it can be
-             read again, its fingerprint, and batches that do not fit the file (`watch_batches`)
+Example                   one set of inputs; the file gets its sizes
+DataSource                the user's calibration data: whether it can be read again, and its fingerprint
+DroppedInputs             warns about inputs in the data that the example does not have
+warn_about_other_sizes    warns about sizes in the data that the file will not accept
 """
 
 import inspect
@@ -27,7 +28,7 @@ from scalepoint.graph.user_traceback import user_level
 from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_tensors
 from scalepoint.quantize.feeding import Data, batches_of, input_names, length_of
 
-FINGERPRINT_BATCHES = 4  # batches that the fingerprint of the data is made of
+FINGERPRINT_BATCHES = 4  # the fingerprint of the data covers this many batches
 InputAxis = tuple[str, int]  # name of an input, and one of its axes
 
 
@@ -38,9 +39,10 @@ class Example(NamedTuple):
     kwargs: dict[str, Any]
 
     def as_data(self) -> Data:
-        """The example as calibration data of one batch.
+        """Return the example as calibration data of one batch.
 
-        A batch is a tuple or a dict. An example with both kinds of inputs becomes a function that calls the model.
+        A batch is a tuple or a dict. An example with positional and keyword inputs becomes a function that calls the
+        model.
         """
         if self.args and self.kwargs:
             return lambda model: model(*self.args, **self.kwargs)
@@ -55,8 +57,8 @@ class DataSource:
     """Calibration data: batches, or a function that calls the model.
 
     Attributes:
-        data: What the user passed; [] where a weight-only config needs none.
-        max_batches: Only so many batches are used; all if None.
+        data: The argument of the user; [] if there is no data because a weight-only config needs none.
+        max_batches: At most this many batches are used; all if None.
     """
 
     data: Any
@@ -64,7 +66,7 @@ class DataSource:
 
     @cached_property
     def is_rereadable(self) -> bool:
-        """Whether there are batches, and they can be read more than once. An iterator gives them once."""
+        """Whether there are batches, and they can be read more than once. An iterator can be read only once."""
         return not isinstance(self.data, Iterator) and length_of(self.data) != 0
 
     @property
@@ -73,70 +75,80 @@ class DataSource:
         return is_iterable and not callable(self.data)
 
     def fingerprint(self) -> str | None:
-        """Digest of the first batches, or of a function's code; None for an iterator, which must not be consumed."""
+        """Return the digest of the first batches or of a function's code; None for an iterator, which is not read."""
         if not self._is_batches:
             return fingerprint_code(self.data) if callable(self.data) else None
         if isinstance(self.data, Iterator):
             return None
-        recorder = _FingerprintingBatches(self.data, self._first_batches)
-        for _ in islice(batches_of(recorder), self._first_batches):
+        batches = _FingerprintingBatches(self.data, self._fingerprint_batches)
+        for _ in islice(batches_of(batches), self._fingerprint_batches):
             pass
-        return recorder.fingerprint
+        return batches.fingerprint
 
     @property
-    def _first_batches(self) -> int:
+    def _fingerprint_batches(self) -> int:
         return FINGERPRINT_BATCHES if self.max_batches is None else min(FINGERPRINT_BATCHES, self.max_batches)
 
-    def with_fingerprint(self, look: Callable[[Any], None]) -> "RecordedData":
-        """The data, calling `look` with each batch and taking its fingerprint while it is read."""
-        return RecordedData(self, look)
+    def with_fingerprint(self, on_batch: Callable[[Any], None]) -> "FingerprintedData":
+        """Return data that calls `on_batch` with each batch, and computes its fingerprint while it is read."""
+        return FingerprintedData(self, on_batch)
 
 
-class RecordedData:
-    """Data on its way to the model. Reading random batches twice would give another fingerprint, so it is taken
-    while calibration reads them."""
+class FingerprintedData:
+    """Data whose fingerprint is computed while calibration reads it.
 
-    def __init__(self, source: DataSource, look: Callable[[Any], None]) -> None:
+    A second pass could read other batches (random augmentation), which would have another fingerprint.
+    """
+
+    def __init__(self, source: DataSource, on_batch: Callable[[Any], None]) -> None:
         self._source = source
-        self._recorder: _FingerprintingBatches | None = None
+        self._batches: _FingerprintingBatches | None = None
         self.data: Any = source.data
         if source._is_batches and isinstance(source.data, Iterator):
-            self.data = _call_with_each(source.data, look)
+            self.data = _call_with_each(source.data, on_batch)
         elif source._is_batches:
-            self.data = self._recorder = _FingerprintingBatches(source.data, source._first_batches, look)
+            self.data = self._batches = _FingerprintingBatches(source.data, source._fingerprint_batches, on_batch)
 
     def fingerprint(self) -> str | None:
-        """After the data was read. With several ranks, each reads only a part: then the batches are read again."""
-        if self._recorder is not None and self._recorder.is_complete and distributed.world_size() == 1:
-            return self._recorder.fingerprint
+        """Return the fingerprint, after the data was read. If each of several ranks read a part, read it again."""
+        if self._batches is not None and self._batches.is_complete and distributed.world_size() == 1:
+            return self._batches.fingerprint
         return self._source.fingerprint()
 
 
-def _call_with_each(batches: Iterator[Any], look: Callable[[Any], None]) -> Iterator[Any]:
+def _call_with_each(batches: Iterator[Any], on_batch: Callable[[Any], None]) -> Iterator[Any]:
     for batch in batches:
-        look(batch)
+        on_batch(batch)
         yield batch
 
 
 @dataclass
 class _FingerprintingBatches:
-    """Batches, and the fingerprint of the first few that were read."""
+    """Iterates over batches and computes the fingerprint of the first `count` of them.
+
+    Attributes:
+        batches: The user's batches.
+        count: Number of batches that the fingerprint covers.
+        on_batch: Called with each batch.
+        fingerprint: The fingerprint of the batches that were read so far.
+        is_complete: Whether all `count` batches were read.
+    """
 
     batches: Any
-    first: int
-    look: Callable[[Any], None] | None = None
+    count: int
+    on_batch: Callable[[Any], None] | None = None
     fingerprint: str | None = None
-    is_complete: bool = False  # whether all batches that the fingerprint is made of were read
+    is_complete: bool = False
 
     def __iter__(self) -> Iterator[Any]:
         digests: list[str] = []
         for batch in self.batches:
-            if self.look is not None:
-                self.look(batch)
-            if len(digests) < self.first:
+            if self.on_batch is not None:
+                self.on_batch(batch)
+            if len(digests) < self.count:
                 digests.append(fingerprint_tensors(batch))
                 self.fingerprint = fingerprint(digests, self._length())
-                self.is_complete = len(digests) == self.first
+                self.is_complete = len(digests) == self.count
             yield batch
         self.is_complete = True
 
@@ -152,7 +164,7 @@ class _FingerprintingBatches:
 
 @dataclass
 class DroppedInputs:
-    """Collects the inputs of `forward` that the data has and the example lacks: the file will not have them."""
+    """Collects inputs of `forward` that the data has and the example does not have: the file will not have them."""
 
     model: nn.Module
     example: Example
@@ -160,32 +172,32 @@ class DroppedInputs:
 
     def __post_init__(self) -> None:
         self._names = input_names(self.model)[0]
-        self._in_example = self._bound_names()
+        self._in_example = self._example_names()
 
-    def look(self, batch: Any) -> None:
-        for name, value in self._by_name(batch).items():
+    def check_batch(self, batch: Any) -> None:
+        for name, value in self._values_by_name(batch).items():
             if name not in self._in_example and value is not None:
                 self.dropped[name] = None
 
-    def look_at_first(self, data: Any) -> None:
-        """Look at the first batch, for models that need no calibration and so read no data."""
+    def check_first_batch(self, data: Any) -> None:
+        """Check the first batch, for models that need no calibration and so read no data."""
         if isinstance(data, Iterable) and not callable(data) and not isinstance(data, Iterator):
             for batch in islice(batches_of(data), 1):
-                self.look(batch)
+                self.check_batch(batch)
 
-    def _bound_names(self) -> set[str]:
+    def _example_names(self) -> set[str]:
         try:
             bound = inspect.signature(self.model.forward).bind(*self.example.args, **self.example.kwargs)
-        except TypeError:  # the example does not fit forward; capture says how
+        except TypeError:  # the example does not fit forward; capture raises the error
             return set(self._names)
         return {name for name, value in bound.arguments.items() if value is not None}
 
-    def _by_name(self, batch: Any) -> dict[str, Any]:
+    def _values_by_name(self, batch: Any) -> dict[str, Any]:
         if isinstance(batch, Mapping):
             return {name: batch[name] for name in self._names if name in batch}
-        if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-            named = dict(zip(self._names, batch, strict=False))
-            return {name: value for name, value in named.items() if not _looks_like_labels(value)}
+        if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):  # a namedtuple is a single input
+            values = dict(zip(self._names, batch, strict=False))
+            return {name: value for name, value in values.items() if not _looks_like_labels(value)}
         return {}
 
     @contextmanager
@@ -195,9 +207,9 @@ class DroppedInputs:
         if self.dropped:
             names = ", ".join(map(repr, self.dropped))
             message = (
-                f"the data has inputs of the model that the example does not: {names}. They are left out of "
-                "calibration, and the file has no such inputs: to keep them, give them in example_inputs= too (the "
-                "first batch of the data is an example that has all)"
+                f"the data has inputs of the model that the example does not have: {names}. They are dropped from "
+                "calibration and from the file: to keep them, pass them in example_inputs= too (for example the first "
+                "batch of the data)"
             )
             warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
@@ -210,46 +222,46 @@ def _looks_like_labels(value: Any) -> bool:
 
 @contextmanager
 def warn_about_other_sizes(model: fx.GraphModule) -> Iterator[None]:
-    """Warn at the end of the block if a batch had a size that the file will not take.
+    """Warn at the end of the block if a batch had a size that the file will not accept.
 
     Axes of the file are fixed to the example's sizes, except the dynamic ones.
     """
-    fixed = _fixed_sizes(model)
-    others: dict[InputAxis, set[int]] = {}
+    fixed_sizes = _fixed_sizes(model)
+    other_sizes: dict[InputAxis, set[int]] = {}
 
-    def look(module: Any, args: Any, kwargs: Any) -> None:
+    def record_sizes(module: Any, args: Any, kwargs: Any) -> None:
         for name, value in _tensors_by_input(model, args, kwargs).items():
             for axis, size in enumerate(value.shape):
-                if fixed.get((name, axis), size) != size:
-                    others.setdefault((name, axis), set()).add(size)
+                if fixed_sizes.get((name, axis), size) != size:
+                    other_sizes.setdefault((name, axis), set()).add(size)
 
-    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    handle = model.register_forward_pre_hook(record_sizes, with_kwargs=True)
     try:
         yield
-    except Exception as error:  # other sizes are the most frequent cause
-        if others:
-            hint = _dynamic_axes_hint(model, others)
-            error.add_note(f"the graph is fixed to the example's sizes: let others be free: {hint}")
+    except Exception as error:
+        if other_sizes:  # the most frequent cause of errors in a captured graph
+            hint = _dynamic_axes_hint(model, other_sizes)
+            error.add_note(f"the graph is fixed to the example's sizes: make the other sizes dynamic: {hint}")
         raise
     finally:
         handle.remove()
-    if others:
-        sizes = "; ".join(
-            f"{name!r} has {_first_three(sizes)} on axis {axis}, {fixed[name, axis]} in the example"
-            for (name, axis), sizes in sorted(others.items())
+    if other_sizes:
+        listed = "; ".join(
+            f"{name!r} has {_first_three(sizes)} on axis {axis}, {fixed_sizes[name, axis]} in the example"
+            for (name, axis), sizes in sorted(other_sizes.items())
         )
         message = (
-            f"the data has sizes that the file will not take: {sizes}. It is calibrated with all of them, but fixed to "
-            "the example's: pad or resize to it, deploy once for each size, or let them be free: "
-            f"{_dynamic_axes_hint(model, others)}"
+            f"the data has sizes that the file will not accept: {listed}. All of them are used for calibration, but "
+            "the file is fixed to the example's sizes: pad or resize the inputs, deploy once for each size, or make "
+            f"them dynamic: {_dynamic_axes_hint(model, other_sizes)}"
         )
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
-def _dynamic_axes_hint(model: fx.GraphModule, others: Iterable[InputAxis]) -> str:
-    """The option that would make these axes dynamic, in addition to those that are."""
-    axes: dict[str, dict[int, str]] = {name: dict(own) for name, own in get_origin(model).axes.items()}
-    for name, axis in sorted(others):
+def _dynamic_axes_hint(model: fx.GraphModule, new_axes: Iterable[InputAxis]) -> str:
+    """Return the option that makes these axes dynamic, in addition to those that already are."""
+    axes: dict[str, dict[int, str]] = {name: dict(names) for name, names in get_origin(model).axes.items()}
+    for name, axis in sorted(new_axes):
         axes.setdefault(name, {})[axis] = f"{name}_{axis}"
     return f"dynamic_axes={axes}"
 
@@ -261,7 +273,7 @@ def _fixed_sizes(model: fx.GraphModule) -> dict[InputAxis, int]:
 
 
 def _tensors_by_input(model: fx.GraphModule, args: Any, kwargs: Any) -> dict[str, Tensor]:
-    """Tensors by the name of their graph input; what is nested in a keyword is left out."""
+    """Return tensors by the name of their graph input. Tensors nested in a keyword input are omitted."""
     names = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
     values = {**dict(zip(names, pytree.tree_leaves(args), strict=False)), **kwargs}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

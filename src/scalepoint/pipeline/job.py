@@ -1,4 +1,4 @@
-"""Job: what a run of deploy has to do. `prepare_job` checks every argument before any work starts."""
+"""Job: the checked arguments of deploy. `prepare_job` checks every argument before any work starts."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -31,22 +31,22 @@ from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target, find_target
 
 Evaluate = Callable[[Any], float]
-SMOKE_BATCHES = 2
+SMOKE_BATCHES = 2  # batches of a smoke run, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model, what to make of it, and how well the file must do.
+    """A model, its data, and the options of a run.
 
     Attributes:
         model: The float model; never changed.
         example: One set of inputs of the model.
         data: Calibration data.
         target: Where the file will run.
-        config: Data types and granularity; `options.quantization` with deploy's defaults filled in.
-        options: Everything else that was asked for.
+        config: Data types and granularity, with deploy's defaults filled in; equal to `options.quantization`.
+        options: All options of the call.
         evaluate: The user's metric; None if there is none.
-        metadata: What the file stores: what the model declares about itself, and the user's own.
+        metadata: Metadata for the file: what timm or transformers declare for the model, updated by the user's.
         dynamic_axes: `options.dynamic_axes`, checked against the example.
         is_smoke: Whether this is a quick run that only looks for errors.
         progress: Show progress; None shows it on a terminal only.
@@ -66,16 +66,16 @@ class Job:
 
     @property
     def max_batches(self) -> int | None:
-        """Batches of the data that are used; None for all."""
-        asked = self.options.max_batches
-        return min(asked or SMOKE_BATCHES, SMOKE_BATCHES) if self.is_smoke else asked
+        """Largest number of batches to use; None for all."""
+        requested = self.options.max_batches
+        return min(requested or SMOKE_BATCHES, SMOKE_BATCHES) if self.is_smoke else requested
 
     @property
     def max_trials(self) -> int:
         return 1 if self.is_smoke else self.options.max_trials
 
     def for_smoke(self) -> "Job":
-        """The quick version of this job: two batches, one trial, no timing. The options stay as they were asked."""
+        """Return the quick version of this job: two batches, one trial, no timing. `options` stays the same."""
         smoke = replace(self, is_smoke=True)
         return replace(smoke, data=replace(self.data, max_batches=smoke.max_batches))
 
@@ -120,11 +120,11 @@ def prepare_job(
     except ConfigError as error:
         raise UsageError(error.args[0]) from error
     check_threads(options.threads)
-    data = DataSource(_check_data_is_needed(calibration_data, quantization), options.max_batches)
+    data = DataSource(_data_or_empty(calibration_data, quantization), options.max_batches)
     if options.accuracy is not None and not data.is_rereadable:
         raise UsageError(
-            f"accuracy={options.accuracy!r} reads the calibration data once more, and there is none, or an iterator "
-            "gives it only once: pass a list, a loader or a function"
+            f"accuracy={options.accuracy!r} reads the calibration data a second time, which is not possible without "
+            "data or with an iterator: pass a list, a DataLoader or a function"
         )
     metadata = to_jsonable({**read_library_metadata(model), **(values["metadata"] or {})})
     check_metadata(metadata)
@@ -147,47 +147,49 @@ def prepare_job(
 
 
 def fill_speed_first(config: QuantConfig, *, strict: bool, has_budget: bool) -> QuantConfig:
-    """Fill in `speed_first`: layers that int8 makes slower stay float, unless the user wants all of them quantized
-    (strict) or a budget decides what every layer gets."""
+    """Fill in `speed_first`: layers that int8 makes slower stay float.
+
+    Not with `strict`, which asks for every layer to be quantized, and not with a budget, which chooses each precision.
+    """
     if config.speed_first is not None:
         return config
     return config.model_copy(update={"speed_first": not strict and not has_budget})
 
 
 def check_installed(target: Target, *, allow_departure: bool) -> None:
-    """Refuse a target whose file cannot be written or verified here, before any work."""
+    """Raise an error if the packages that write or verify the target's file are not installed."""
     find_format(target.format).check_installed()
     check_runtime_installed(target, allow_departure=allow_departure)
 
 
 def check_runtime_installed(target: Target, *, allow_departure: bool) -> None:
-    """Refuse a target whose runtime is not installed; with allow_departure=True only warn."""
+    """Raise VerificationError if the target's runtime is not installed; with allow_departure=True only warn."""
     runtime = None if target.runtime is None else find_runtime(target.runtime)
     if runtime is None or runtime.is_installed:
         return
-    why = describe_missing(runtime).message
+    reason = describe_missing(runtime).message
     if not allow_departure:
         raise VerificationError(
-            f"target {target.name!r} is verified in its runtime, and {why}. allow_departure=True (--allow-departure) "
-            "writes the file without"
+            f"target {target.name!r} is verified in its runtime, and {reason}. To write the file without verification, "
+            "pass allow_departure=True (--allow-departure)"
         )
-    warnings.warn(ScalepointWarning(f"{why}. The file will not be verified"), stacklevel=user_level())
+    warnings.warn(ScalepointWarning(f"{reason}. The file will not be verified"), stacklevel=user_level())
 
 
 def _check_model(model: nn.Module | ExportedProgram) -> nn.Module:
-    """The module itself; it must have shapes and values."""
+    """Return the model as a module; it must have parameters with values."""
     model = as_module(model) if isinstance(model, ExportedProgram) else unwrap_model(model)
     check_model(model)
     on_meta = [name for name, value in model.named_parameters() if value.is_meta]
     if on_meta:
-        raise CaptureError(f"{on_meta[0]} is on the meta device, without values: load the weights first")
+        raise CaptureError(f"{on_meta[0]} is on the meta device and has no values: load the weights first")
     return model
 
 
 def _check_example(
     target: Target, model: nn.Module, inputs: tuple[Any, Any], dynamic_axes: object
 ) -> tuple[Example, Axes]:
-    """The example as the model takes it, and its dynamic axes."""
+    """Return the example without inputs that the model does not have, and the checked dynamic axes."""
     example, axes = Example(*own_inputs(model, *inputs)), parse_axes(dynamic_axes)
     check_example(model, example)
     target.check_free_sizes(axes)
@@ -198,23 +200,28 @@ def _check_data_and_metric(data: Any, evaluate: Any, max_drop: float | None) -> 
     if data is not None:
         check_data(data)
     if evaluate is not None and not callable(evaluate):
-        raise UsageError(f"evaluate= is a function of the model that gives a number, not {short_repr(evaluate)}")
-    if max_drop is not None and evaluate is None:
-        raise UsageError("max_drop= needs evaluate=: the metric that must not drop")
-    if max_drop is not None and isinstance(data, Iterator):
         raise UsageError(
-            "max_drop= calibrates several times, an iterator gives its data once: pass a list or a function"
+            f"evaluate= must be a function that takes the model and returns a number, got {short_repr(evaluate)}"
         )
+    if max_drop is not None and evaluate is None:
+        raise UsageError("max_drop= needs evaluate=, the metric that may drop by at most max_drop")
+    if max_drop is not None:
+        _check_is_rereadable(data, "max_drop=")
 
 
-def _check_data_is_needed(data: Any, config: QuantConfig) -> Any:
-    """Refuse None unless activations stay float: then no data is needed."""
+def _check_is_rereadable(data: Any, option: str) -> None:
+    if isinstance(data, Iterator):
+        raise UsageError(f"{option} reads the data several times, an iterator only once: pass a list or a function")
+
+
+def _data_or_empty(data: Any, config: QuantConfig) -> Any:
+    """Return the data, or [] for None. None is allowed only if activations stay float."""
     if data is not None:
         return data
     if config.activation != FLOAT:
         raise UsageError(
-            "calibration_data=None: give batches like those that the model will meet. Only weight-only configs need no "
-            "data, such as QuantConfig.weight_only('int4')"
+            "calibration_data=None: pass batches of typical inputs. Only weight-only configs need no data, such as "
+            "QuantConfig.weight_only('int4')"
         )
     return []
 
@@ -223,9 +230,11 @@ def _build_budget(budget: Any, max_drop: float | None, data: Any) -> Budget | No
     if budget is None:
         return None
     if max_drop is not None:
-        raise UsageError("budget= says how small or fast, max_drop= how accurate: give one of them")
-    if isinstance(data, Iterator):
-        raise UsageError("budget= reads the data several times, an iterator gives it once: pass a list or a function")
+        raise UsageError(
+            "budget= and max_drop= exclude each other: budget= fixes size or speed, max_drop= fixes accuracy. Pass one "
+            "of them"
+        )
+    _check_is_rereadable(data, "budget=")
     return Budget.build(budget)
 
 
@@ -235,16 +244,14 @@ def _check_min_speed(values: Mapping[str, Any], data: Any, target: Target, *, sm
         return
     if values["max_drop"] is not None or values["budget"] is not None:
         raise UsageError(
-            "min_speed= makes float what loses time, max_drop= and budget= choose by error: give one of them"
+            "min_speed= cannot be used with max_drop= or budget=: it chooses layers by their time, the others by their "
+            "error. Pass one of them"
         )
-    if isinstance(data, Iterator):
-        raise UsageError(
-            "min_speed= calibrates several times, an iterator gives its data once: pass a list or a function"
-        )
+    _check_is_rereadable(data, "min_speed=")
     if smoke:
-        raise UsageError("min_speed= is measured in the runtime, and smoke=True times nothing")
+        raise UsageError("min_speed= cannot be used with smoke=True: a smoke run measures no time")
     if target.runtime is None or not find_runtime(target.runtime).profiles:
         raise UsageError(
-            f"min_speed= is measured in the runtime, and {target.name} has no runtime here that tells the time of its "
-            "nodes"
+            f"min_speed= cannot be used with target {target.name!r}: it has no runtime with a profiler, which measures "
+            "the time of each layer"
         )

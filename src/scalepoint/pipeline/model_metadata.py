@@ -1,31 +1,31 @@
-"""Labels and preprocessing that a model of timm or transformers declares; stored in the file as metadata."""
+"""Reads labels and preprocessing from a model of timm or transformers; the file stores them as metadata."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # keys of timm
-MAX_LABEL_CHARACTERS = 500_000  # characters of all labels: more would be most of a file
+PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # keys of timm's pretrained_cfg
+MAX_LABEL_CHARACTERS = 500_000  # longer labels would be most of a small file
 
 
 def read_library_metadata(model: nn.Module) -> dict[str, Any]:
-    """`labels` of transformers and timm, `preprocessing` of timm; {} for other models."""
+    """Return `labels` (transformers and timm) and `preprocessing` (timm); {} for other models."""
     metadata = {"labels": _read_labels(model), "preprocessing": _read_preprocessing(model)}
     return {key: value for key, value in metadata.items() if value}
 
 
 def _read_labels(model: nn.Module) -> list[str]:
-    """One label per class, in the order of the classes."""
+    """Return one label per class, in the order of the classes; [] if they are not known."""
     by_index = getattr(getattr(model, "config", None), "id2label", None)
     if isinstance(by_index, Mapping):
         is_complete = set(by_index) == set(range(len(by_index)))
-        own = [by_index[index] for index in range(len(by_index))] if is_complete else []
+        names = [by_index[index] for index in range(len(by_index))] if is_complete else []
     else:
-        names, count = _pretrained_config(model).get("label_names"), getattr(model, "num_classes", None)
-        own = list(names) if isinstance(names, list | tuple) and count in (None, len(names)) else []
-    labels = [str(each).encode("utf-8", "replace").decode() for each in own]
-    are_placeholders = labels == [f"LABEL_{index}" for index in range(len(labels))]
+        declared, count = _pretrained_config(model).get("label_names"), getattr(model, "num_classes", None)
+        names = list(declared) if isinstance(declared, list | tuple) and count in (None, len(declared)) else []
+    labels = [str(name).encode("utf-8", "replace").decode() for name in names]  # without unpaired surrogates
+    are_placeholders = labels == [f"LABEL_{index}" for index in range(len(labels))]  # the default of transformers
     return [] if are_placeholders or sum(map(len, labels)) > MAX_LABEL_CHARACTERS else labels
 
 

@@ -1,7 +1,7 @@
-"""Perplexity of a function, and of the float and the quantized model of a checkpoint at once.
+"""Perplexity of a function, and of a checkpoint: of its float and its quantized model in one pass.
 
-For a checkpoint, one block at a time is in memory: load it, run all sequences through it in float and quantized,
-release it. The head runs one sequence at a time, so that the logits of all sequences are never in memory together.
+For a checkpoint only one block is in memory: load it, run all sequences through it in float and quantized, release it.
+The head runs one sequence at a time, so only the logits of one sequence are in memory.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from scalepoint import distributed
-from scalepoint.checkpoints.skeleton import CheckpointWeights as Weights
+from scalepoint.checkpoints.skeleton import CheckpointWeights
 from scalepoint.errors import CaptureError, NonFiniteError, UsageError
 from scalepoint.results import Score
 from scalepoint.support.progress import phase
@@ -24,10 +24,10 @@ from scalepoint.tuning.walk import StreamWalk
 from scalepoint.tuning.weight_provider import load_weights, release_weights
 
 FLOAT_NAN_HINT = (
-    "the weights are finite, but its logits are not, so values overflow on the way. Check the checkpoint and its "
+    "the weights are finite, but the logits are not, so values overflow in between. Check the checkpoint and its "
     "config.json by running it in transformers"
 )
-QUANTIZED_NAN_HINT = "the float model's is a number, so the codes are the cause: give more bits, or smaller blocks"
+QUANTIZED_NAN_HINT = "that of the float model is finite, so quantization is the cause: use more bits or smaller blocks"
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Evaluation:
     """The simulation of a checkpoint, compared with the float model.
 
     Attributes:
-        score: Perplexity.
-        tokens: Number of tokens that were predicted.
-        logits: The quantized model's logits of the first sequence; only on rank 0.
-        sqnr_db: Quantized logits against float logits, over all sequences.
+        score: Perplexity of both.
+        tokens: Number of predicted tokens.
+        logits: The quantized model's logits for the first sequence; only on rank 0.
+        sqnr_db: Signal-to-noise ratio of the quantized logits against the float logits, over all sequences, in dB.
     """
 
     score: Score
@@ -55,29 +55,30 @@ def perplexity(run: Callable[[Tensor], Tensor], tokens: Sequence[Tensor]) -> flo
         tokens: Sequences, each (length,) or (batch, length).
 
     Raises:
-        NonFiniteError: The logits hold NaN or infinity.
+        NonFiniteError: The logits contain NaN or infinity.
         UsageError: No sequence has two tokens.
     """
-    total, count = 0.0, 0
+    total_loss, predicted_tokens = 0.0, 0
     for sequence in tokens:
         batch = sequence if sequence.ndim == 2 else sequence[None]
-        loss, number = cross_entropy_sum(run(batch), batch)
-        total, count = total + loss, count + number
-    if not count:
+        loss, count = cross_entropy_sum(run(batch), batch)
+        total_loss += loss
+        predicted_tokens += count
+    if not predicted_tokens:
         raise UsageError("perplexity needs at least one sequence of 2 tokens or more")
-    return _to_perplexity(total, count, "the perplexity is NaN: the logits hold NaN or infinity")
+    return _to_perplexity(total_loss, predicted_tokens, "the perplexity is NaN: the logits contain NaN or infinity")
 
 
 def _to_perplexity(loss: float, count: int, message: str) -> float:
-    """exp(loss / count), or NonFiniteError with this message."""
-    found = float(torch.tensor(loss / count, dtype=torch.float64).exp())
-    if math.isnan(found):
+    """Return exp(loss / count); raise NonFiniteError with this message if it is NaN."""
+    value = float(torch.tensor(loss / count, dtype=torch.float64).exp())
+    if math.isnan(value):
         raise NonFiniteError(message)
-    return found
+    return value
 
 
 def cross_entropy_sum(logits: Tensor, tokens: Tensor) -> tuple[float, int]:
-    """Return the summed cross-entropy of the next tokens, and their number."""
+    """Return the summed cross-entropy of the next tokens, and the number of these tokens."""
     flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
     next_tokens = tokens[:, 1:].reshape(-1)
     return float(F.cross_entropy(flat, next_tokens, reduction="sum")), int(next_tokens.numel())
@@ -85,14 +86,14 @@ def cross_entropy_sum(logits: Tensor, tokens: Tensor) -> tuple[float, int]:
 
 def score_checkpoint(
     model: fx.GraphModule,
-    weights: Weights,
+    weights: CheckpointWeights,
     tuned: Checkpoint,
     tokens: Sequence[Tensor],
     *,
     memory: int,
     progress: bool | None,
 ) -> Evaluation:
-    """Score the float and the quantized model on these tokens, which are shared between ranks."""
+    """Score the float and the quantized model. With several ranks, each scores a part of the sequences."""
     walk = StreamWalk(model, memory=memory, keeps_outputs=False)
     rank_tokens = distributed.shard(tokens)
     try:
@@ -115,38 +116,41 @@ def score_checkpoint(
         walk.activation_store.close()
 
 
-def _load_piece(walk: StreamWalk, weights: Weights, tuned: Checkpoint, piece: Piece, name: str) -> None:
+def _load_piece(walk: StreamWalk, weights: CheckpointWeights, tuned: Checkpoint, piece: Piece, name: str) -> None:
     load_weights(walk, piece, weights)
     stored = tuned.load_piece(name)
     if stored is not None:
         states, _ = stored
-        restore_states({place: walk.quantized_model.get_submodule(place) for place in states}, states)
+        restore_states({path: walk.quantized_model.get_submodule(path) for path in states}, states)
 
 
 def _score_head(walk: StreamWalk, piece: Piece, tokens: Sequence[Tensor]) -> Evaluation:
-    """Run the last piece on the sequences of this rank, and add up the losses of all ranks."""
-    first = torch.empty(0)
+    """Run the last piece on the sequences of this rank, and sum the losses of all ranks."""
+    first_logits = torch.empty(0)
     with torch.no_grad(), distributed.phase("scoring") as step:
         step.value = []
-        for index, own in enumerate(tokens):
-            exact, noisy = (
-                _find_logits(walk.run_piece(piece, walk.get_entries(piece, index, noisy=side), noisy=side))
-                for side in (False, True)
+        for index, sequence in enumerate(tokens):
+            float_logits, quantized_logits = (
+                _find_logits(walk.run_piece(piece, walk.get_entries(piece, index, noisy=is_noisy), noisy=is_noisy))
+                for is_noisy in (False, True)
             )
-            (before, number), (after, _) = (cross_entropy_sum(logits, own) for logits in (exact, noisy))
-            noise = float((noisy - exact).double().square().sum())
-            step.value.append([before, after, number, noise, float(exact.double().square().sum())])
-            first = noisy.clone() if not index else first
-    rows = distributed.interleave(step.values)  # in the order of the text
-    before, after, count, noise, signal = (sum(column) for column in zip(*rows, strict=True))
-    before = _to_perplexity(before, count, f"the float model's perplexity is NaN: {FLOAT_NAN_HINT}")
-    after = _to_perplexity(after, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN_HINT}")
+            float_loss, count = cross_entropy_sum(float_logits, sequence)
+            quantized_loss, _ = cross_entropy_sum(quantized_logits, sequence)
+            noise = float((quantized_logits - float_logits).double().square().sum())
+            signal = float(float_logits.double().square().sum())
+            step.value.append([float_loss, quantized_loss, count, noise, signal])
+            if index == 0:
+                first_logits = quantized_logits.clone()
+    rows = distributed.interleave(step.values)  # in the order of the sequences, so sums do not depend on ranks
+    float_loss, quantized_loss, count, noise, signal = (sum(column) for column in zip(*rows, strict=True))
+    before = _to_perplexity(float_loss, count, f"the float model's perplexity is NaN: {FLOAT_NAN_HINT}")
+    after = _to_perplexity(quantized_loss, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN_HINT}")
     sqnr = float("inf") if not noise else 10 * float(torch.tensor(signal / noise, dtype=torch.float64).log10())
-    return Evaluation(Score("perplexity", after, before, higher_is_better=False), count, first, sqnr)
+    return Evaluation(Score("perplexity", after, before, higher_is_better=False), count, first_logits, sqnr)
 
 
 def _find_logits(exits: Sequence[object]) -> Tensor:
     for value in reversed(exits):
         if isinstance(value, Tensor) and value.ndim == 3:
             return value
-    raise CaptureError("the model's last output is no tensor of logits (batch, length, vocabulary)")
+    raise CaptureError("the model has no output of shape (batch, length, vocabulary): its logits were not found")

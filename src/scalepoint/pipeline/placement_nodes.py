@@ -1,7 +1,6 @@
-"""The graph as it runs, for the report: its operations under their layers' names, and which tensors pass as codes.
+"""Builds the placement graph of the report: operations, their precision, and which of their inputs are codes.
 
-Stubs are no operations, and what only moves values (reshapes, transposes) says nothing of precision: an edge leads
-through both.
+Quantizers and operations that only move values (reshape, transpose) are not shown: edges skip them.
 """
 
 from collections import Counter
@@ -21,61 +20,64 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.report import GraphNode
 
 HIDDEN_KINDS = frozenset((*VALUE_PRESERVING, "identity", "dropout", "quant"))
-MAX_PARTS = 4
+MAX_PARTS = 4  # parts of a fused operation that its label lists
 
 
 def build_placement_nodes(model: fx.GraphModule) -> tuple[GraphNode, ...]:
-    """Every operation on float tensors, in the order of execution."""
-    rows = {row.name: row.precision for row in coverage(model).operations}
+    """Return every operation on float tensors, in the order of execution."""
+    precisions = {row.name: row.precision for row in coverage(model).operations}
     names = _unique_names(model)
-    found = []
+    graph_nodes = []
     for node, name in names.items():
-        sources = [(source, stub) for each in node.all_input_nodes for source, stub in _find_source(model, each)]
-        inputs = dict.fromkeys(names[source] for source, _ in sources if source in names)
-        stubs = [stub for source, stub in sources if stub is not None and source in names]
-        codes = dict.fromkeys(names[source] for source, stub in sources if stub is not None and source in names)
-        low = f"x {' / '.join(sorted({describe(stub.spec) for stub in stubs}))}" if stubs else "float"
-        precision = "" if node.op == "placeholder" else rows.get(name, low)
-        found.append(GraphNode(name, _describe_kind(model, node), tuple(inputs), precision, tuple(codes)))
-    return tuple(found)
+        sources = [_find_source(model, input_node) for input_node in node.all_input_nodes]
+        visible = [(names[source], stub) for source, stub in sources if source in names]
+        inputs = dict.fromkeys(source for source, _ in visible)
+        codes = dict.fromkeys(source for source, stub in visible if stub is not None)
+        dtypes = sorted({describe(stub.spec) for _, stub in visible if stub is not None})
+        input_precision = f"x {' / '.join(dtypes)}" if dtypes else "float"
+        precision = "" if node.op == "placeholder" else precisions.get(name, input_precision)
+        graph_nodes.append(GraphNode(name, _describe_kind(model, node), tuple(inputs), precision, tuple(codes)))
+    return tuple(graph_nodes)
 
 
 def _unique_names(model: fx.GraphModule) -> dict[fx.Node, str]:
-    """The operations that are shown, each under a name of its own."""
-    layers = record_of(model).names
-    seen: Counter[str] = Counter()
+    """Return the operations that are shown, each with a unique name."""
+    layer_names = record_of(model).names
+    counts: Counter[str] = Counter()
     names = {}
     for node in model.graph.nodes:
-        if not _is_shown(node, layers):
+        if not _is_shown(node, layer_names):
             continue
-        name = str(node.target) if node.op == "placeholder" else layers.get(node.name) or get_layer_name(node)
-        seen[name] += 1
-        names[node] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+        name = str(node.target) if node.op == "placeholder" else layer_names.get(node.name) or get_layer_name(node)
+        counts[name] += 1
+        names[node] = name if counts[name] == 1 else f"{name} ({counts[name]})"
     return names
 
 
-def _is_shown(node: fx.Node, layers: dict[str, str]) -> bool:
-    if node.op == "placeholder" or node.name in layers:
-        return node.op != "placeholder" or get_fake_tensor(node) is not None
+def _is_shown(node: fx.Node, layer_names: dict[str, str]) -> bool:
     value = get_fake_tensor(node)
+    if node.op == "placeholder":
+        return value is not None
+    if node.name in layer_names:
+        return True
     is_float = value is not None and value.is_floating_point()
     return (
         node.op in ("call_module", "call_function", "call_method") and get_kind(node) not in HIDDEN_KINDS and is_float
     )
 
 
-def _find_source(model: fx.GraphModule, node: fx.Node) -> list[tuple[fx.Node, QuantStub | None]]:
-    """What gave a tensor, through all that only moves it, and the stub that it passed."""
+def _find_source(model: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, QuantStub | None]:
+    """Return the operation that computes a tensor, skipping hidden ones, and the enabled quantizer on the way."""
     stub: QuantStub | None = None
     while get_kind(node) in HIDDEN_KINDS and node.op != "placeholder" and node.all_input_nodes:
         if node.op == "call_module" and isinstance(module := model.get_submodule(str(node.target)), QuantStub):
             stub = stub or (module if module.enabled else None)
         node = node.all_input_nodes[0]
-    return [(node, stub)]
+    return node, stub
 
 
 def _describe_kind(model: fx.GraphModule, node: fx.Node) -> str:
-    """conv + batch_norm + relu"""
+    """Return the kind of an operation; of a fused one such as "conv + batch_norm + relu"."""
     if node.op == "placeholder":
         return "input"
     module = model.get_submodule(str(node.target)) if node.op == "call_module" else None

@@ -1,4 +1,4 @@
-"""Results: Trial (one file and what was measured), Limits (what a file must hold), Deployment (what deploy returns)."""
+"""Results: Trial (one file and its measurements), Limits (of score and speed), Deployment (what deploy returns)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from scalepoint.verification import Verification
 
 @dataclass(frozen=True)
 class Limits:
-    """What a file must hold; None is no limit.
+    """Limits for the file; None means no limit.
 
     Attributes:
         float_score: The metric of the float model.
-        max_drop: How far the score may fall below it.
-        min_speed: How many times as fast as the float file a file must be.
+        max_drop: Largest allowed difference between `float_score` and the score of the file.
+        min_speed: Smallest allowed speed relative to the float file.
     """
 
     float_score: float | None
@@ -31,7 +31,7 @@ class Limits:
     min_speed: float | None = None
 
     def drop(self, score: float | None) -> float:
-        """How far a score is below the float model's; NaN counts as infinitely far."""
+        """Return the drop from the float score. A NaN score counts as an infinite drop."""
         if self.float_score is None or score is None:
             return 0.0
         return math.inf if math.isnan(score) else self.float_score - score
@@ -47,14 +47,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """What the next trial makes.
+    """What the next trial will try.
 
     Attributes:
-        config: Its config.
+        config: The config to quantize with.
         precision_changes: How the config differs from that of trial `start`.
         start: Index of the trial that this one starts from; None for the first.
         chosen: Layer -> chosen precision, if an allocation made the config.
-        cost: What was added for accuracy, in shares of the float model's size and time.
+        cost: Added size plus added time for more accuracy, as shares of the float model's size and time.
     """
 
     config: QuantConfig
@@ -66,17 +66,18 @@ class TrialPlan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One file, and what was measured of it. See TrialPlan for the last fields.
+    """One file and its measurements.
 
     Attributes:
-        config: Its config.
+        config: The config that the model was quantized with.
         quantized: The quantized model; None unless this is the best trial so far, to save memory.
         file: The file; None once the run has ended, unless this is the best trial.
         float_file: The float file; None once a smoke run has ended.
-        verification: What the runtime did with the file.
-        score: The user's metric.
+        verification: The result of verify; None if the target has no runtime.
+        score: The user's metric of the file.
         is_judged_in_runtime: Whether the metric ran on the file in its runtime, instead of on the simulation.
-        tuned: What tuning did.
+        tuned: The result of tune; None if the model was not tuned.
+        precision_changes, start, chosen, cost: See TrialPlan.
     """
 
     config: QuantConfig
@@ -95,19 +96,20 @@ class Trial:
     @property
     def model(self) -> fx.GraphModule:
         if self.quantized is None:
-            raise UsageError("only the best trial keeps its model: load it, or deploy its config")
+            raise UsageError("only the best trial has its model in memory: deploy with the config of this trial")
         return self.quantized
 
     @property
     def path(self) -> Path:
         if self.file is None:
-            raise UsageError("only the best trial keeps its file: deploy its config to make it again")
+            raise UsageError("only the best trial has its file: deploy with the config of this trial")
         return self.file
 
     @property
     def float_layers(self) -> tuple[str, ...]:
-        """Layers that the config leaves in float by name."""
-        return tuple(each.name for each in self.config.overrides if each.name and each.weight == FLOAT)
+        """Names of the layers that the config leaves in float by name."""
+        overrides = self.config.overrides
+        return tuple(override.name for override in overrides if override.name and override.weight == FLOAT)
 
     @property
     def speed(self) -> float | None:
@@ -117,11 +119,11 @@ class Trial:
 
     @property
     def comparable_score(self) -> float:
-        """The score for comparisons; NaN and no score are the worst."""
+        """The score for comparisons. NaN and a missing score are the worst."""
         return -math.inf if self.score is None or math.isnan(self.score) else self.score
 
     def summary(self, *, is_best: bool) -> TrialSummary:
-        """The row of this trial in the report."""
+        """Return the row of this trial in the report."""
         return TrialSummary(self.score, self.precision_changes, self.start, is_best, self.speed)
 
     def without_model(self) -> "Trial":
@@ -135,43 +137,44 @@ class Trial:
 
 
 def best_trial(trials: Sequence[Trial], limits: Limits) -> Trial:
-    """The trial to keep.
+    """Choose the trial whose file is written. Ties go to the earlier trial, which has fewer changes.
 
-    With `min_speed`: the first that is fast enough, or the fastest. With `max_drop`: the cheapest that holds it. Else,
-    or if none holds it: the highest score. Among equals the earlier one, which raised less.
+    With `min_speed`: the first trial that is fast enough, or the fastest. With `max_drop`: the cheapest trial within
+    the limit. Otherwise, or if no trial is within the limit: the trial with the highest score.
     """
     if limits.min_speed is not None:
         fast = [trial for trial in trials if limits.allows_speed(trial.speed)]
         return fast[0] if fast else max(trials, key=lambda trial: trial.speed or 0.0)
-    holding = [trial for trial in trials if limits.allows_score(trial.score)]
-    if limits.max_drop is None or not holding:
+    within_limit = [trial for trial in trials if limits.allows_score(trial.score)]
+    if limits.max_drop is None or not within_limit:
         return max(trials, key=lambda trial: trial.comparable_score)
-    return min(holding, key=lambda trial: (trial.cost, -trial.comparable_score))
+    return min(within_limit, key=lambda trial: (trial.cost, -trial.comparable_score))
 
 
 def drop_models(trials: Sequence[Trial], limits: Limits) -> list[Trial]:
-    """The same trials; only the best keeps its model."""
+    """Return the trials with the model of all but the best removed, to save memory."""
     best = best_trial(trials, limits)
     return [trial if trial is best else trial.without_model() for trial in trials]
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What deploy and deploy_checkpoint return.
+    """The result of deploy and deploy_checkpoint. Print it for a summary.
 
     Attributes:
-        model: The quantized model: the simulation of the file.
+        model: The quantized model, which simulates the file.
         path: The file, or the folder of a checkpoint.
-        float_path: The float file; None after smoke=True, which writes none.
-        coverage: What became of every operation.
-        verification: What the runtime did with the file; None if no runtime of the target is known.
-        report: All of it as plain data; print it, or open report.html.
-        trials: All files that were made. Only the best keeps its model and its file.
-        tuned: What tuning did.
-        allocation: Which layer got which precision, for a budget or max_drop.
+        float_path: The float file, or the folder of the float checkpoint; None after smoke=True, which writes none.
+        coverage: The precision of every operation, and the reason if it stays float.
+        verification: The result of running the file in its runtime; None if the target has no runtime, and for a
+            checkpoint (see `report.language`).
+        report: All results as plain data; print it, or open report.html.
+        trials: All files that were tried. Only the best has its model and its file.
+        tuned: The result of tune; None if the model was not tuned.
+        allocation: The precision of every layer, if `budget` or `max_drop` chose it.
     """
 
-    model: fx.GraphModule = field(repr=False)  # its repr shows class names as they are, with control characters
+    model: fx.GraphModule = field(repr=False)  # its repr may contain control characters, from names of classes
     path: Path
     float_path: Path | None
     coverage: Coverage
@@ -202,7 +205,7 @@ class Deployment:
 
     @property
     def score(self) -> float | None:
-        """The metric of the file; None if it was not measured."""
+        """The metric of the file: of `evaluate`, or perplexity. None if it was not measured."""
         return None if self._score is None else self._score.value
 
     @property
@@ -212,19 +215,19 @@ class Deployment:
 
     @property
     def higher_is_better(self) -> bool:
-        """The direction of the scores: True for a metric of `evaluate`, False for perplexity."""
+        """Direction of the scores: True for a metric of `evaluate`, False for perplexity."""
         return self._score is None or self._score.higher_is_better
 
     @property
     def drop(self) -> float | None:
-        """How much worse the score is than the float model's; negative if it is better."""
+        """Difference to the float score in the worse direction; negative if the quantized model is better."""
         return None if self._score is None else self._score.drop
 
     def checked(self) -> Self:
-        """Return itself if the file matches the simulation.
+        """Return this deployment if the file matches the simulation.
 
         Raises:
-            VerificationError: The runtime cannot run the file, or computes something else.
+            VerificationError: The runtime cannot run the file, or computes other values.
         """
         if self.verification is not None:
             self.verification.check()
@@ -236,5 +239,5 @@ class Deployment:
         return str(self.report)
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
+        """Render the report as HTML for a notebook."""
         return notebook_snippet(self.report)

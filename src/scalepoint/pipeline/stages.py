@@ -138,7 +138,7 @@ def quantize(
     """
     job, place = context.job, folder / QUANTIZED_FOLDER
     dropped = DroppedInputs(job.model, job.example)
-    data = job.data.with_fingerprint(dropped.look)
+    data = job.data.with_fingerprint(dropped.check_batch)
     name = f"{folder.name} quantized"
 
     def inputs() -> Inputs:
@@ -171,7 +171,7 @@ def _quantize(
     tuning = choose_tuning(model, options.accuracy, has_data=job.data.is_rereadable)
     # Tuning corrects biases itself, with better statistics.
     correct_bias = tuning is None if config.correct_bias is None else config.correct_bias
-    dropped.look_at_first(job.data.data)
+    dropped.check_first_batch(job.data.data)
     with context.timed("calibrating", is_phase=False), warn_about_other_sizes(model), dropped.warn_at_end():
         calibrate(
             model,
