@@ -431,7 +431,7 @@ def test_after_ctrl_c_a_run_goes_on(call, here) -> None:
     assert [path.name for path in (here / "out").iterdir()] == [".scalepoint"]
     code, _, err = call("deploy", "nets:net", *given, "--resume")
     assert code == 0, err
-    assert "exporting: as saved" in err
+    assert "exporting: from the cache" in err
     assert "warning" not in err
     assert (here / "out" / "model.onnx").is_file()
     assert not (here / "out" / ".scalepoint").exists()

@@ -136,11 +136,11 @@ def test_a_link_in_the_place_of_the_work_folder_is_refused(llama, tmp_path):
 def test_a_gguf_file_that_is_there_is_refused_unless_forced(llama, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"mine")
-    with pytest.raises(UsageError, match=r"model\.gguf is there already.*force=True"):
+    with pytest.raises(UsageError, match=r"model\.gguf already exists.*force=True"):
         deployed(llama[0], path, "gguf")
     path.unlink()
     (tmp_path / "report.html").write_text("mine")
-    with pytest.raises(UsageError, match=r"report\.html is there already"):
+    with pytest.raises(UsageError, match=r"report\.html already exists"):
         deployed(llama[0], path, "gguf")
     (tmp_path / "report.html").unlink()
     deployed(llama[0], path, "gguf")

@@ -238,7 +238,7 @@ def test_budgets_trials_and_sweeps_end_as_in_one_process(tmp_path: Path) -> None
         assert set(result["budget"][0][1].values()) == {"int4", "int8"}
         assert len(result["drop"][0][0]) == 2
         assert [status for _, status, _ in result["sweep"][0]] == ["done", "failed", "done"]
-        assert "is not empty: go on with resume=True" in result["again"][1]
+        assert "is not empty: continue with resume=True" in result["again"][1]
         assert result["resumed"] == result["sweep"][0]
         assert result["split"][0] == "UsageError"
         assert result["files"] == [".lock", "onnxruntime", "reference", "sweep.html", "sweep.json"]

@@ -105,7 +105,7 @@ class FingerprintedData:
         self._batches: _FingerprintingBatches | None = None
         self.data: Any = source.data
         if source._is_batches and isinstance(source.data, Iterator):
-            self.data = _call_with_each(source.data, on_batch)
+            self.data = _call_for_batches(source.data, on_batch)
         elif source._is_batches:
             self.data = self._batches = _FingerprintingBatches(source.data, source._fingerprint_batches, on_batch)
 
@@ -116,7 +116,7 @@ class FingerprintedData:
         return self._source.fingerprint()
 
 
-def _call_with_each(batches: Iterator[Any], on_batch: Callable[[Any], None]) -> Iterator[Any]:
+def _call_for_batches(batches: Iterator[Any], on_batch: Callable[[Any], None]) -> Iterator[Any]:
     for batch in batches:
         on_batch(batch)
         yield batch

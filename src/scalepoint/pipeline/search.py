@@ -1,16 +1,14 @@
-"""Which config to try next, for `min_speed` and `max_drop`. Every function is pure: trials in, a plan out.
+"""Chooses the config of the next trial, for `min_speed` and `max_drop`. Every function is pure: trials in, a plan out.
 
-    min_speed   leave in float what the runtime's profiler found slower in int8; then, where only conversions are left
-                to win, the layers that gain less than the conversions cost
-    max_drop    0          the config as given
-                1          activation ranges by the other method, which costs nothing at run time
-                upwards    along the front of error against cost, until a file holds the limit
-                downwards  of what held, only the layers that remove most error, half as many each time; then the middle
-                           between what failed and what held, by cost; then single layers lowered again
+    min_speed   1. leave the layers in float that the runtime's profiler measured as slower in int8
+                2. if there are none, leave the layers in float that gain less than the conversions around them cost
+    max_drop    1. the user's config, then the same with activation ranges by another method (free at run time)
+                2. more precision, along the Pareto front of error against cost, until a file is within the limit
+                3. cheaper again: raise only half of the layers; then a point between the last that failed and the
+                   first that passed; then lower single layers
 
-    cost = share of the float model's size + share of its time
-
-The user's metric or the clock judges each file. Estimates only say which file to try.
+Cost is the share of the float model's size plus the share of its time. The estimates only choose which file to try;
+whether it is good enough is decided by the user's metric or by the measured time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,17 +24,17 @@ from scalepoint.targets import Target
 from scalepoint.verification.layer_times import LayerTime, find_slower_layers
 
 OTHER_RANGES_TEXT = "other ranges"
-MIN_STEP_SHARE, MAX_STEP_SHARE = 0.1, 0.5  # how much of the error may remain after a step upwards
-LAST_STEP_SHARE = 0.1  # the last allowed trial goes this much further
-TRIM_SHARE = 0.1  # share of the error: a layer that removes less is not raised
-MAX_FRONT_POINTS = 64  # of the front; a search looks at few of them
+MIN_STEP_SHARE, MAX_STEP_SHARE = 0.1, 0.5  # bounds of the share of the error that remains after one step up
+LAST_STEP_SHARE = 0.1  # the last allowed trial aims at this part of the remaining error: there is no second attempt
+TRIM_SHARE = 0.1  # a layer that removes less than this share of the error is not raised
+MAX_FRONT_POINTS = 64  # points of the front to consider
 CLIPPING_CALCULATORS = ("histogram_mse", "histogram_percentile", "histogram_entropy", "moving_average")
 
-ChoiceKey = tuple[tuple[str, str], ...]
+ChoiceKey = tuple[tuple[str, str], ...]  # (layer, precision) pairs: a choice of precisions that can be a dict key
 
 
 def next_for_speed(trials: Sequence[Trial]) -> TrialPlan | None:
-    """The last trial with more layers in float; None if nothing is left to win."""
+    """Return the last trial's config with more layers in float; None if no layer would be faster in float."""
     last = trials[-1]
     verification = last.verification
     if verification is None or not verification.times:
@@ -44,16 +42,16 @@ def next_for_speed(trials: Sequence[Trial]) -> TrialPlan | None:
     quantized = {site.name for site in record_of(last.model).sites} - set(last.float_layers)
     rows = [row for row in verification.times if row.name in quantized and row.seconds is not None]
     slower = [row.name for row in find_slower_layers(verification.times) if row.name in quantized]
-    moved = _keep_one_quantized(last, slower or _cheaper_than_conversions(rows, verification.times))
-    if not moved:
+    names = _keep_one_quantized(last, slower or _cheaper_than_conversions(rows, verification.times))
+    if not names:
         return None
-    overrides = tuple(Override(name=name, weight=FLOAT, activation=FLOAT) for name in moved)
+    overrides = tuple(Override(name=name, weight=FLOAT, activation=FLOAT) for name in names)
     config = last.config.model_copy(update={"overrides": (*last.config.overrides, *overrides)})
-    return TrialPlan(config, tuple(PrecisionChange(name, FLOAT) for name in moved), len(trials) - 1)
+    return TrialPlan(config, tuple(PrecisionChange(name, FLOAT) for name in names), len(trials) - 1)
 
 
 def _cheaper_than_conversions(rows: Sequence[LayerTime], times: Sequence[LayerTime]) -> list[str]:
-    """Layers whose gains together are less than the time of conversions: in float, some conversions go."""
+    """Return the layers whose int8 gains together are less than the time of conversions, which float layers avoid."""
     remaining = sum(row.seconds or 0.0 for row in times if row.is_conversion)
     names: list[str] = []
     for row in sorted((row for row in rows if row.float_seconds is not None), key=lambda row: -row.loss):
@@ -64,28 +62,28 @@ def _cheaper_than_conversions(rows: Sequence[LayerTime], times: Sequence[LayerTi
     return names
 
 
-def _keep_one_quantized(last: Trial, moved: Sequence[str]) -> list[str]:
-    """Leave the layer with the largest weight quantized if otherwise nothing would be."""
-    rows = [row for row in coverage(last.model).operations if row.precision != FLOAT]
-    if not rows:
+def _keep_one_quantized(last: Trial, names: Sequence[str]) -> list[str]:
+    """Return the layers to leave in float, without the largest one if otherwise nothing would be quantized."""
+    quantized_rows = [row for row in coverage(last.model).operations if row.precision != FLOAT]
+    if not quantized_rows:
         return []
-    if not {row.name for row in rows} <= set(moved):
-        return list(moved)
-    largest = max(rows, key=lambda row: row.parameters).name
-    return [name for name in moved if name != largest]
+    if not {row.name for row in quantized_rows} <= set(names):
+        return list(names)
+    largest = max(quantized_rows, key=lambda row: row.parameters).name
+    return [name for name in names if name != largest]
 
 
 def use_other_ranges(config: QuantConfig, target: Target) -> QuantConfig:
-    """The config with ranges by the other method: min-max instead of clipping, least squared error instead of min-max.
+    """Return the config with the other method for ranges.
 
-    Ranges of 8-bit weights stay.
+    Min-max replaces clipping methods, and least squared error replaces min-max. Ranges of 8-bit weights stay.
     """
     update: dict[str, Any] = {
         "activation": _other_range(
             config.activation or (None if target.activations else target.activation), "activation"
         ),
         "weight": _other_range(config.weight or target.weight, "weight"),
-        "overrides": tuple(_override_with_other_ranges(each) for each in config.overrides),
+        "overrides": tuple(_override_with_other_ranges(override) for override in config.overrides),
     }
     defaults = {"activation": target.activation, "weight": target.weight}
     changed = {
@@ -100,7 +98,7 @@ def _override_with_other_ranges(override: Override) -> Override:
 
 
 def _other_range(value: Any, role: str) -> Any:
-    """The same field of a config, with a spec whose range is found by the other method."""
+    """Return the value of a config field with the other method for its range."""
     if value is None or value == FLOAT:
         return value
     spec: QuantizationSpec = value
@@ -118,20 +116,20 @@ def _other_range(value: Any, role: str) -> Any:
 
 
 def find_start(trials: Sequence[Trial]) -> int:
-    """The trial whose config gets more precision: the better one of those that no allocation made."""
-    plain = [index for index, trial in enumerate(trials) if trial.chosen is None]
-    return max(plain, key=lambda index: (trials[index].comparable_score, -index))
+    """Return the index of the trial whose config gets more precision: the best one that no allocation made."""
+    candidates = [index for index, trial in enumerate(trials) if trial.chosen is None]
+    return max(candidates, key=lambda index: (trials[index].comparable_score, -index))
 
 
 def next_for_accuracy(
     trials: Sequence[Trial], widths: Widths, limits: Limits, *, is_last: bool = False
 ) -> TrialPlan | None:
-    """The next file to try for `max_drop`; None if no other could be better.
+    """Return the next file to try for `max_drop`; None if no other file could be better.
 
     Args:
         trials: All trials so far.
         widths: Error and cost of each layer at each precision.
-        limits: What a file must hold.
+        limits: Limits of score and speed.
         is_last: Whether this is the last allowed trial.
     """
     start = find_start(trials)
@@ -145,14 +143,14 @@ def next_for_accuracy(
         for index, point in enumerate(points)
         if _choice_key(point.chosen) in tried
     }
-    holding = min((index for index, holds in known.items() if holds), default=None)
-    failing = max((index for index in known if not known[index] and index < (holding or len(points))), default=-1)
-    if holding is None:
+    passing = min((index for index, passes in known.items() if passes), default=None)
+    failing = max((index for index in known if not known[index] and index < (passing or len(points))), default=-1)
+    if passing is None:
         chosen = _step_up(points, failing, _remaining_error_share(trials, limits, is_last=is_last))
     else:
         chosen = _fewer_layers(widths, trials, tried, limits)
-        if chosen is None and holding - failing > 1:
-            chosen = _middle_point(points, failing, holding)
+        if chosen is None and passing - failing > 1:
+            chosen = _middle_point(points, failing, passing)
         chosen = chosen or _one_layer_lower(widths, trials, tried, limits)
     if chosen is None:
         return None
@@ -163,19 +161,21 @@ def next_for_accuracy(
 
 
 def as_configured(widths: Widths) -> dict[str, str]:
-    """The choice that changes no layer."""
+    """Return the choice that changes no layer."""
     return dict.fromkeys((row.name for row in widths.rows), UNCHANGED)
 
 
 def _front_points(widths: Widths) -> list[Allocation]:
-    """The front without layers that are hardly worth raising. At least one layer with weights stays quantized."""
+    """Return the front without raised layers that remove little error, and without points that quantize no weight."""
     weighted = [row.name for row in widths.rows if row.weights]
     items = widths.items("cost")
-    lowered = [
-        trim_allocation(items, point, TRIM_SHARE) for point in thin_front(compute_front(items), MAX_FRONT_POINTS)
+    points = [trim_allocation(items, point, TRIM_SHARE) for point in thin_front(compute_front(items), MAX_FRONT_POINTS)]
+    unique_points = {_choice_key(point.chosen): point for point in points}.values()
+    return [
+        point
+        for point in sorted(unique_points, key=lambda point: point.cost)
+        if not weighted or any(point.chosen[name] != FLOAT for name in weighted)
     ]
-    points = sorted({_choice_key(each.chosen): each for each in lowered}.values(), key=lambda point: point.cost)
-    return [each for each in points if not weighted or any(each.chosen[name] != FLOAT for name in weighted)]
 
 
 def _choice_key(chosen: Mapping[str, str] | None) -> ChoiceKey:
@@ -183,7 +183,7 @@ def _choice_key(chosen: Mapping[str, str] | None) -> ChoiceKey:
 
 
 def _remaining_error_share(trials: Sequence[Trial], limits: Limits, *, is_last: bool) -> float:
-    """How much of the error may remain, if the drop is proportional to it."""
+    """Return the share of the error that may remain, assuming that the drop is proportional to the error."""
     drop = min(limits.drop(trial.score) for trial in trials)
     share = (limits.max_drop or 0.0) / drop if drop > 0 else MAX_STEP_SHARE
     share = min(max(share, MIN_STEP_SHARE), MAX_STEP_SHARE)
@@ -191,6 +191,7 @@ def _remaining_error_share(trials: Sequence[Trial], limits: Limits, *, is_last: 
 
 
 def _step_up(points: Sequence[Allocation], failing: int, share: float) -> Allocation | None:
+    """Return the first point above `failing` whose error is at most `share` of that point's; else the last point."""
     higher = points[failing + 1 :]
     if not higher:
         return None
@@ -201,65 +202,74 @@ def _step_up(points: Sequence[Allocation], failing: int, share: float) -> Alloca
 def _fewer_layers(
     widths: Widths, trials: Sequence[Trial], tried: Mapping[ChoiceKey, bool], limits: Limits
 ) -> Allocation | None:
-    """Of the layers that the cheapest holding trial raised, those that remove most error: the middle between all of
-    them and the largest number that was too small."""
+    """Raise fewer layers than the cheapest trial within the limit: those that remove most error.
+
+    Their number is halfway between all of its raised layers and the largest number that failed.
+    """
     table, best = widths.table("cost"), _choices_of_cheapest(trials, limits)
     gains = {name: table[name][UNCHANGED].error - table[name][width].error for name, width in best.items()}
-    order = sorted((name for name, width in best.items() if width != UNCHANGED), key=lambda name: -gains[name])
+    raised = sorted((name for name, width in best.items() if width != UNCHANGED), key=lambda name: -gains[name])
 
-    def first(count: int) -> dict[str, str]:
-        names = set(order[:count])
+    def raise_first(count: int) -> dict[str, str]:
+        names = set(raised[:count])
         return {name: width if name in names else UNCHANGED for name, width in best.items()}
 
-    too_few = max((count for count in range(len(order)) if tried.get(_choice_key(first(count))) is False), default=0)
-    if len(order) - too_few < 2:
+    failed_counts = [count for count in range(len(raised)) if tried.get(_choice_key(raise_first(count))) is False]
+    too_few = max(failed_counts, default=0)
+    if len(raised) - too_few < 2:
         return None
-    return sum_choices(table, first((len(order) + too_few) // 2))
+    return sum_choices(table, raise_first((len(raised) + too_few) // 2))
 
 
 def _choices_of_cheapest(trials: Sequence[Trial], limits: Limits) -> Mapping[str, str]:
-    """The choices of the cheapest trial that holds the limit."""
-    holding = [trial for trial in trials if trial.chosen is not None and limits.allows_score(trial.score)]
-    best = min(holding, key=lambda trial: trial.cost)
+    """Return the choices of the cheapest trial within the limit."""
+    passing = [trial for trial in trials if trial.chosen is not None and limits.allows_score(trial.score)]
+    best = min(passing, key=lambda trial: trial.cost)
     assert best.chosen is not None  # noqa: S101  # filtered above
     return best.chosen
 
 
-def _middle_point(points: Sequence[Allocation], failing: int, holding: int) -> Allocation:
-    """The point in the middle between the two, by cost."""
+def _middle_point(points: Sequence[Allocation], failing: int, passing: int) -> Allocation:
+    """Return the point in the middle between the two, by cost."""
     low = points[failing].cost if failing >= 0 else points[0].cost
-    wanted = (low + points[holding].cost) / 2
-    return min(points[failing + 1 : holding], key=lambda point: abs(point.cost - wanted))
+    middle_cost = (low + points[passing].cost) / 2
+    return min(points[failing + 1 : passing], key=lambda point: abs(point.cost - middle_cost))
 
 
 def _one_layer_lower(
     widths: Widths, trials: Sequence[Trial], tried: Mapping[ChoiceKey, bool], limits: Limits
 ) -> Allocation | None:
-    """The cheapest holding trial with one layer lowered: where that adds least error for what it saves, and less than
-    the best failed trial has."""
+    """Lower one layer of the cheapest trial within the limit: the one that adds least error for the cost it saves.
+
+    The total error must stay below that of every failed trial.
+    """
     table, best = widths.table("cost"), _choices_of_cheapest(trials, limits)
     current = sum_choices(table, best)
-    least_failed = min(sum_choices(table, dict(key)).error for key, holds in tried.items() if not holds)
+    min_failed_error = min(sum_choices(table, dict(key)).error for key, passes in tried.items() if not passes)
     candidates = []
     for name, width in best.items():
         now = table[name][width]
-        for other in (each for each in table[name].values() if each.cost < now.cost):
-            added, saved = other.error - now.error, now.cost - other.cost
-            chosen = {**best, name: other.name}
-            if _choice_key(chosen) not in tried and current.error + added < least_failed:
-                lowered = Allocation(chosen, current.error + added, current.cost - saved)
-                candidates.append((added / saved, name, lowered))
-    return min(candidates, key=lambda each: each[:2])[2] if candidates else None
+        for cheaper in (choice for choice in table[name].values() if choice.cost < now.cost):
+            added_error, saved_cost = cheaper.error - now.error, now.cost - cheaper.cost
+            chosen = {**best, name: cheaper.name}
+            if _choice_key(chosen) not in tried and current.error + added_error < min_failed_error:
+                lowered = Allocation(chosen, current.error + added_error, current.cost - saved_cost)
+                candidates.append((added_error / saved_cost, name, lowered))
+    if not candidates:
+        return None
+    _, _, best_candidate = min(candidates, key=lambda candidate: candidate[:2])
+    return best_candidate
 
 
 def _raised_layers(widths: Widths, chosen: Allocation) -> tuple[PrecisionChange, ...]:
-    """The layers that got more precision, the one that gains most for its cost first."""
-    table, raised = widths.table("cost"), []
+    """Return the layers with more precision, the one with the largest gain for its cost first."""
+    table, changes = widths.table("cost"), []
     for row in widths.rows:
-        to, share = chosen.chosen[row.name], len(row.layers)
-        if to == UNCHANGED:
+        precision, layer_count = chosen.chosen[row.name], len(row.layers)
+        if precision == UNCHANGED:
             continue
-        before, after = table[row.name][UNCHANGED], table[row.name][to]
-        gain, cost = (before.error - after.error) / share, (after.cost - before.cost) / share
-        raised += [PrecisionChange(layer, to, gain, cost) for layer in row.layers]
-    return tuple(sorted(raised, key=lambda each: -(each.gain or 0.0) / max(each.cost, 1e-12)))
+        before, after = table[row.name][UNCHANGED], table[row.name][precision]
+        gain = (before.error - after.error) / layer_count  # layers of a row share their precision
+        cost = (after.cost - before.cost) / layer_count
+        changes += [PrecisionChange(layer, precision, gain, cost) for layer in row.layers]
+    return tuple(sorted(changes, key=lambda change: -(change.gain or 0.0) / max(change.cost, 1e-12)))

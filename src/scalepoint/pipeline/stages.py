@@ -1,8 +1,8 @@
 """The stages of a run: capture, quantize, export, verify, evaluate, publish. Each is a function of the context.
 
-Every stage but capture and publish is cached (`cache.py`): its key is made of the options that declare the stage in
-`options.py`, of what the user passed, of package versions, and of the files of earlier stages. Capture runs once per
-run; each trial gets a copy of the graph that shares its parameters.
+All stages except capture and publish are cached (`cache.py`). The cache key has the options that declare the stage in
+`options.py`, the fingerprints of the user's objects, package versions, and the files of earlier stages. Capture runs
+once per run; each trial gets a copy of the graph that shares its parameters.
 """
 
 import copy
@@ -56,10 +56,10 @@ PACKAGE_VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
 
 @dataclass(kw_only=True)
 class StageContext:
-    """What all stages of one run share.
+    """The state that all stages of one run share.
 
     Attributes:
-        job: What to do.
+        job: The checked arguments.
         workspace: The output folder, and the cache in it.
         timings: Seconds per kind of step, for the report.
         data_fingerprint: Set by the first `quantize`; None if the data can be read only once.
@@ -96,31 +96,31 @@ class StageContext:
         return result
 
     def path(self, folder: Path, name: str) -> Path:
-        """The path of a file of the target's format."""
+        """Return the path of a file, with the suffix of the target's format."""
         return folder / f"{name}{self.format.suffix}"
 
     @property
     def plain_path(self) -> Path | None:
-        """The float model as torch.onnx.export writes it, if it was written."""
+        """The float model as torch.onnx.export writes it; None if it was not written."""
         path = self.path(self.workspace.work, PLAIN_STEM)
         return path if path.is_file() else None
 
     def timed(self, doing: str, *, is_phase: bool = True) -> AbstractContextManager[None]:
-        """Time a step and show it; is_phase=False for a step that shows its own progress."""
+        """Time a step and show its progress. Pass is_phase=False for a step that shows its own progress."""
         return timed(self.timings, doing, show=self.job.progress, is_phase=is_phase)
 
     @contextmanager
     def stage(self, name: str, doing: str, inputs: Any, *, is_timed: bool = True) -> Iterator[Stage]:
-        """Enter a cached stage; is_timed=False for one that consists of timed steps."""
+        """Enter a cached stage. Pass is_timed=False for a stage whose parts are timed."""
         with self.workspace.cache.stage(name, inputs) as stage:
             if not stage.must_run and self.job.progress is not False:
-                say(f"{doing}: as saved")
+                say(f"{doing}: from the cache")
             with self.timed(doing) if stage.must_run and is_timed else nullcontext():
                 yield stage
 
 
 def check_same_model(context: StageContext) -> None:
-    """Refuse ranks with different weights: each would quantize another model."""
+    """Raise RankError if ranks have different weights: each would quantize another model."""
     hint = "load the same weights on every rank, or set the same seed if they are random"
     distributed.check_equal("model", context.model_fingerprint, hint)
 
@@ -134,29 +134,30 @@ def quantize(
         context: The run.
         folder: Folder of the trial.
         config: Config of the trial.
-        is_only_trial: No other trial will need the captured graph, so it is not copied.
+        is_only_trial: Whether no other trial will need the captured graph, so that it need not be copied.
     """
-    job, place = context.job, folder / QUANTIZED_FOLDER
+    job, model_folder = context.job, folder / QUANTIZED_FOLDER
     dropped = DroppedInputs(job.model, job.example)
     data = job.data.with_fingerprint(dropped.check_batch)
     name = f"{folder.name} quantized"
 
     def inputs() -> Inputs:
-        found = quantize_inputs(context, config)
+        fingerprints = quantize_inputs(context, config)
+        # Only a cached stage needs the fingerprint now. Otherwise it is computed while calibration reads the data.
         if name in context.workspace.cache.stages:
-            found["the calibration data"] = context.data_fingerprint = job.data.fingerprint()
-        return found
+            fingerprints["the calibration data"] = context.data_fingerprint = job.data.fingerprint()
+        return fingerprints
 
     with context.stage(name, "quantizing", inputs, is_timed=False) as stage:
         model = stage.load(
-            lambda _: load(place, job.model, job.example.args, kwargs=job.example.kwargs, target=job.target)
+            lambda _: load(model_folder, job.model, job.example.args, kwargs=job.example.kwargs, target=job.target)
         )
         tuned = stage.load(TuneReport.from_dict) if model is not None and stage.cached else None
         if model is None:
             model, tuned = _quantize(context, config, dropped, data.data, is_only_trial=is_only_trial)
             stage.inputs["the calibration data"] = context.data_fingerprint = data.fingerprint()
-            save(model, place)
-            stage.store({} if tuned is None else tuned.to_dict(), files=[place / "scalepoint.json"])
+            save(model, model_folder)
+            stage.store({} if tuned is None else tuned.to_dict(), files=[model_folder / "scalepoint.json"])
     return model, tuned
 
 
@@ -169,7 +170,7 @@ def _quantize(
         graph = captured.model if is_only_trial else copy_graph(captured.model, config)
         model = insert_qdq(graph, captured.matches, config, strict=options.strict, copy=False)
     tuning = choose_tuning(model, options.accuracy, has_data=job.data.is_rereadable)
-    # Tuning corrects biases itself, with better statistics.
+    # Tuning corrects biases itself, on more data.
     correct_bias = tuning is None if config.correct_bias is None else config.correct_bias
     dropped.check_first_batch(job.data.data)
     with context.timed("calibrating", is_phase=False), warn_about_other_sizes(model), dropped.warn_at_end():
@@ -205,7 +206,10 @@ def copy_graph(model: fx.GraphModule, config: QuantConfig) -> fx.GraphModule:
 
 
 def measure_precisions(context: StageContext, config: QuantConfig, choices: tuple[str, ...] | None) -> "Widths":
-    """Measure what each layer loses at each choice of precision; None as choices: its own, and every higher one."""
+    """Measure the error and cost of every layer at every precision in `choices`.
+
+    With choices=None a layer is measured at its configured precision and at every higher one.
+    """
     from scalepoint.allocation import Widths, measure_widths  # noqa: PLC0415  # most runs do not allocate
     from scalepoint.allocation.layer_losses import QUICK_STEPS  # noqa: PLC0415
 
@@ -224,7 +228,9 @@ def measure_precisions(context: StageContext, config: QuantConfig, choices: tupl
         if widths is None:
             captured = context.captured
             result = replace(captured, model=copy_graph(captured.model, config))
-            steps = None if not has_data else () if job.options.accuracy == "fast" else QUICK_STEPS
+            steps: tuple[str, ...] | None = None  # without data: rounding to nearest
+            if has_data:
+                steps = () if job.options.accuracy == "fast" else QUICK_STEPS
             with context.timed("measuring widths", is_phase=False):
                 widths = measure_widths(
                     result,
@@ -232,7 +238,7 @@ def measure_precisions(context: StageContext, config: QuantConfig, choices: tupl
                     job.target,
                     choices,
                     job.data.data if has_data else job.example.as_data(),
-                    steps=steps,  # stands for the tuning that will follow
+                    steps=steps,  # a fast substitute for the tuning of the trials
                     max_batches=job.max_batches,
                     on_nan=job.options.on_nan,
                     progress=job.progress,
@@ -242,7 +248,7 @@ def measure_precisions(context: StageContext, config: QuantConfig, choices: tupl
 
 
 def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> tuple[Path, Path]:
-    """Write the file of a trial, and once for all trials the float file. Returns both paths."""
+    """Write the file of a trial, and in the first trial the float file. Returns both paths."""
     job, work = context.job, context.workspace.work
     path, float_path = context.path(folder, FILE_STEM), context.path(work, FLOAT_STEM)
 
@@ -270,18 +276,18 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
             distributed.run_on_main("exporting", write)
             stage.store(files=context.format.files(path))
             if needs_float:
-                paths = [float_path, *filter(None, [context.plain_path])]
-                float_stage.store(files=[file for each in paths for file in context.format.files(each)])
+                float_paths = [float_path, *filter(None, [context.plain_path])]
+                float_stage.store(files=[file for path in float_paths for file in context.format.files(path)])
     return path, float_path
 
 
 def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
-    """Write the float model with torch.onnx.export, where speed is measured: it may be faster than our float file."""
+    """Write the float model with torch.onnx.export if speed is measured: it may be faster than our float file."""
     job = context.job
     runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
     if runtime is not None and runtime.is_installed and not runtime.why_not_run:
-        writing = ExportRequest(job.example, names=tuple(build_feeds(model, job.example)))
-        write_baseline_file(job.model, context.format, writing, context.path(context.workspace.work, PLAIN_STEM))
+        request = ExportRequest(job.example, names=tuple(build_feeds(model, job.example)))
+        write_baseline_file(job.model, context.format, request, context.path(context.workspace.work, PLAIN_STEM))
 
 
 def verify_file(
@@ -308,7 +314,7 @@ def verify_file(
             result = distributed.run_on_main(
                 "verifying", lambda: _verify(context, path, float_path, model, baseline), Verification
             )
-            if result.status in (Status.OK, Status.NOT_VERIFIED):  # an error is tried again
+            if result.status in (Status.OK, Status.NOT_VERIFIED):  # after an error, a resumed run tries again
                 stage.store(vars(result))
     return result
 
@@ -333,13 +339,13 @@ def _verify(
 
 
 def file_sizes(context: StageContext, *paths: Path) -> list[int]:
-    """Sizes in bytes, external data included."""
-    about = context.format.about
-    return distributed.run_on_main("the sizes", lambda: [about(path).size for path in paths], list[int])
+    """Return the sizes in bytes, including external data."""
+    read_info = context.format.about
+    return distributed.run_on_main("the sizes", lambda: [read_info(path).size for path in paths], list[int])
 
 
 def evaluate_float(context: StageContext) -> float | None:
-    """The user's metric of the float model; None without a metric."""
+    """Run the user's metric on the float model; None without a metric."""
     if context.job.evaluate is None:
         return None
     inputs = {
@@ -358,7 +364,7 @@ def evaluate_float(context: StageContext) -> float | None:
 
 
 def evaluate_file(context: StageContext, path: Path, model: fx.GraphModule, *, in_runtime: bool) -> float | None:
-    """The user's metric of a file: in its runtime, or of the simulation; None without a metric."""
+    """Run the user's metric on a file in its runtime, or on the simulation; None without a metric."""
     job = context.job
     if job.evaluate is None:
         return None
@@ -390,10 +396,10 @@ def _evaluate(context: StageContext, model: Any, *, is_float: bool) -> float:
 
 
 def to_score(value: Any, *, is_float: bool) -> float:
-    """The number that a metric returned.
+    """Convert the value that a metric returned to a float.
 
-    NaN of the float model is an error, as everything is compared with it. NaN of a file is a warning, and the file is
-    ranked last.
+    NaN for the float model is an error, because all files are compared with it. NaN for a file is a warning, and the
+    file is ranked last.
     """
     try:
         score = float(value)
@@ -403,14 +409,14 @@ def to_score(value: Any, *, is_float: bool) -> float:
         ) from error
     if math.isnan(score) and is_float:
         raise NonFiniteError(
-            "evaluate gave NaN for the float model, so no file can be judged by it: look for an empty data set, a "
-            "division by zero or NaN in the model's output"
+            "evaluate returned NaN for the float model, so files cannot be compared with it: check for an empty data "
+            "set, a division by zero or NaN in the model's output"
         )
     if math.isnan(score):
         warnings.warn(
             ScalepointWarning(
-                "evaluate gave NaN for the quantized file, a number for the float model: its output holds NaN, or the "
-                "metric divides by zero; it is ranked last, and its score says nothing"
+                "evaluate returned NaN for the quantized file, but a number for the float model: the output contains "
+                "NaN, or the metric divides by zero. The file is ranked last"
             ),
             stacklevel=2,
         )
@@ -418,7 +424,7 @@ def to_score(value: Any, *, is_float: bool) -> float:
 
 
 def publish(context: StageContext, best: Trial) -> Trial:
-    """Put the files of the best trial into the output folder. Returns the trial with its new paths."""
+    """Copy the files of the best trial into the output folder. Returns the trial with its new paths."""
     job, workspace = context.job, context.workspace
     path = context.path(workspace.output, FILE_STEM)
     float_path = None if job.is_smoke else context.path(workspace.output, FLOAT_STEM)
@@ -428,33 +434,34 @@ def publish(context: StageContext, best: Trial) -> Trial:
         return published
     latency = None if verification is None else verification.latency
     is_plain_baseline = latency is not None and latency.baseline == PLAIN_BASELINE
-    floats = [] if job.is_smoke else [best.float_file, context.plain_path if is_plain_baseline else None]
-    sources = [file for each in (*floats, best.path) if each is not None for file in context.format.files(each)]
+    float_paths = [] if job.is_smoke else [best.float_file, context.plain_path if is_plain_baseline else None]
+    paths = [path for path in (*float_paths, best.path) if path is not None]
+    sources = [file for path in paths for file in context.format.files(path)]
     if latency is not None:
         sources.append(save_inputs(workspace.work, build_feeds(best.model, job.example)))
     workspace.copy(sources)
-    # with_graph=None: where the graph can be stored as data, load needs no float model
+    # with_graph=None stores the graph as data if that is possible; then load needs no float model.
     save(best.model, workspace.output / QUANTIZED_FOLDER, with_graph=None)
     workspace.add(files_in(workspace.output / QUANTIZED_FOLDER))
     return published
 
 
 def extract_departure(context: StageContext, best: Trial) -> None:
-    """If the file departs, write the first layer that does so as a file of its own, with a script, into failing/."""
+    """If the file does not match, write the first layer that differs as a separate file with a script, to failing/."""
     verification, job = best.verification, context.job
     if verification is None or verification.holds or verification.status != Status.OK:
         return
     if verification.runtime != "onnxruntime":
         return
     folder = context.workspace.output / FAILING_FOLDER
-    with suppress(VerificationError):  # a file that does not run has no layers to compare
+    with suppress(VerificationError):  # the file does not run, so there are no layers to compare
         if extract_failing(best.path, best.model, job.example.args, folder, kwargs=job.example.kwargs, force=True):
             context.workspace.add(folder / name for name in EXTRACTED)
             tell(Event("file", str(folder / "run.py")))
 
 
 def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:
-    """What a quantized model depends on, besides the data."""
+    """Return the fingerprints of all inputs of the quantized model except the data."""
     job = context.job
     values = {
         **stage_values(job.options, "quantize"),
@@ -472,7 +479,7 @@ def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:
 
 
 def export_inputs(context: StageContext, quantized: Path) -> Inputs:
-    """What the file of a quantized model depends on."""
+    """Return the fingerprints of all inputs of the exported file."""
     return {
         "the quantized model": digest(quantized / "scalepoint.json"),
         "metadata": fingerprint(context.job.metadata),
@@ -482,7 +489,7 @@ def export_inputs(context: StageContext, quantized: Path) -> Inputs:
 
 
 def float_export_inputs(context: StageContext) -> Inputs:
-    """What the float file depends on."""
+    """Return the fingerprints of all inputs of the float file."""
     job = context.job
     values = {**stage_values(job.options, "export float"), "dynamic_axes": job.dynamic_axes}
     return {
@@ -502,7 +509,7 @@ def _common_export_inputs(context: StageContext) -> Inputs:
 
 
 def verify_inputs(context: StageContext, path: Path, float_path: Path, baseline: str | None) -> Inputs:
-    """What a verification depends on."""
+    """Return the fingerprints of all inputs of a verification."""
     job = context.job
     plain_path, runtime = context.plain_path, str(job.target.runtime)
     return {
@@ -519,7 +526,7 @@ def verify_inputs(context: StageContext, path: Path, float_path: Path, baseline:
 
 
 def package_version(package: str) -> str | None:
-    """The installed version; nothing is imported."""
+    """Return the installed version of a package without importing it; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,9 +1,9 @@
-"""sweep: deploy over a grid of options, one folder per run, one table and one page for all of them.
+"""sweep: deploy with every combination of a grid of options, and write one table and one page of all runs.
 
     grid {target: [a, b], accuracy: [fast, best]}  ->  OUT/a-fast, OUT/a-best, OUT/b-fast, OUT/b-best, OUT/sweep.html
 
-The table is written after every run. resume=True keeps finished runs, continues the interrupted one and makes the
-rest. A run that fails is a row with its error; the others go on. With several ranks, each rank makes whole runs.
+The table is written after every run. resume=True keeps finished runs and continues the interrupted one. A failed run
+becomes a row with its error, and the sweep goes on. With several ranks, each rank makes complete runs.
 """
 
 import json
@@ -52,27 +52,41 @@ def sweep(
     finish: RunCallback | None = None,
     **options: Any,
 ) -> Sweep:
-    """Deploy with every combination of the grid's values.
+    """Deploy a model with every combination of a grid of options, and compare the results.
+
+    Every run writes a subfolder of `output`, as deploy does. The files sweep.json and sweep.html compare all runs. A
+    run that fails does not stop the sweep: its row in the table has the error.
 
     Args:
-        model: The float model.
-        example_inputs: See deploy.
-        calibration_data: See deploy; not an iterator, as every run reads it.
-        grid: A list of values for each keyword of deploy, such as target, accuracy or config.
-        output: The folder to write. Each run has a folder of its own in it, next to sweep.json and sweep.html.
-        resume: Keep finished runs, and continue where a sweep was interrupted.
-        force: Overwrite files that are there.
+        model: The trained float model.
+        example_inputs: One set of inputs: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        calibration_data: Batches of inputs (list, DataLoader, ...), or a function that calls the model it is given.
+            Not an iterator, because every run reads the data.
+        grid: Keyword of `deploy` -> list of values, such as {"target": ["onnxruntime", "openvino"], "accuracy":
+            ["fast", "best"]}. At most 1000 combinations.
+        output: The folder to write.
+        resume: Keep finished runs, and continue an interrupted sweep.
+        force: Overwrite files of an earlier sweep.
         finish: Called as `finish(deployment, folder, values)` after every run, on the rank that made it.
-        **options: Keywords of deploy for all runs.
+        **options: Keywords of `deploy` for all runs. `allow_departure` is True by default.
 
     Returns:
-        The table of all runs. A run that fails is a row with its error.
+        The table of all runs; print it, or open sweep.html.
+
+    Raises:
+        UsageError: The grid is invalid, the data is an iterator, or the output folder is not empty.
+
+    Example:
+        table = scalepoint.sweep(model, batches[0], batches, grid={"accuracy": ["fast", "best"]}, evaluate=top1)
+        print(table)
     """
     runs = list_runs(grid)
     if isinstance(calibration_data, Iterator):
-        raise UsageError("a sweep reads the data once a run, an iterator gives it once: pass a list or a function")
+        raise UsageError("a sweep reads the data in every run, an iterator only once: pass a list or a function")
     if is_split(calibration_data) and not callable(calibration_data):
-        raise UsageError("a sweep gives every rank whole runs, a DistributedSampler a part of the data: leave it away")
+        raise UsageError(
+            "a sweep cannot be used with a DistributedSampler: every rank makes complete runs and needs all data"
+        )
     folder = Path(output)
     with _open_folder(folder, resume=resume, force=force) as finished:
         rows = {
@@ -80,13 +94,14 @@ def sweep(
         }
         for names in _batches_of_runs([name for name in runs if name not in rows]):
             with distributed.phase("a run of the sweep") as step:
-                for name in distributed.shard(names):  # at most one
+                for name in distributed.shard(names):  # at most one run per rank
                     if options.get("progress") is not False:
                         say(f"run {len(rows) + 1} of {len(runs)}: {name}")
-                    shown = options if distributed.is_main() else {**options, "progress": False, "callback": None}
+                    quiet = {"progress": False, "callback": None}
+                    run_options = options if distributed.is_main() else {**options, **quiet}
                     with distributed.single_process():
                         inputs = (model, example_inputs, calibration_data)
-                        step.value = to_jsonable(_run(inputs, folder / name, runs[name], shown, finish))
+                        step.value = to_jsonable(_run(inputs, folder / name, runs[name], run_options, finish))
             rows |= zip(names, map(TypeAdapter(SweepRow).validate_python, step.values), strict=False)
             table = Sweep(tuple(rows[name] for name in runs if name in rows))
             distributed.run_on_main("the table", partial(_write_table, folder, table))
@@ -94,7 +109,7 @@ def sweep(
 
 
 def _batches_of_runs(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Runs that are made at the same time, one per rank. Once with none, so that a table is written in any case."""
+    """Yield the runs that are made at the same time, one per rank; at the end no run, so that a table is written."""
     count = distributed.world_size()
     for first in range(0, len(names), count):
         yield names[first : first + count]
@@ -103,7 +118,7 @@ def _batches_of_runs(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 @contextmanager
 def _open_folder(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, SweepRow]]:
-    """Check and lock the folder on rank 0; yields the finished runs."""
+    """Check and lock the folder on rank 0, and yield the finished runs."""
     with ExitStack() as stack:
 
         def open_folder() -> dict[str, SweepRow]:
@@ -111,8 +126,8 @@ def _open_folder(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[st
             check_links(folder, (LOCK, SWEEP_FILE, PAGE_FILE))
             if folder.exists() and any(folder.iterdir()) and not (resume or force):
                 raise UsageError(
-                    f"{folder} is not empty: go on with resume=True (--resume), overwrite with force=True (--force), "
-                    "or choose another"
+                    f"{folder} is not empty: continue with resume=True (--resume), overwrite it with force=True "
+                    "(--force), or choose another folder"
                 )
             rows = _finished_rows(folder) if resume else {}
             stack.enter_context(locked(folder))
@@ -123,19 +138,21 @@ def _open_folder(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[st
 
 
 def list_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
-    """Name of a run -> its keywords of deploy. The last key of the grid changes fastest."""
+    """Return name of each run -> its keywords of deploy. The last key of the grid changes fastest."""
     allowed = [*DeployOptions.model_fields, *RunOptions.model_fields, "config"]
     allowed = [name for name in allowed if name not in ("output", "quantization", "resume", "force")]
     for key, values in grid.items():
         if key not in allowed:
-            raise UsageError(f"grid: {key!r} is no keyword of deploy that can be swept: {did_you_mean(key, allowed)}")
+            raise UsageError(f"grid: {key!r} is not a keyword of deploy for a grid: {did_you_mean(key, allowed)}")
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-            raise UsageError(f"grid: {key} is a list of values, not {values!r}")
+            raise UsageError(f"grid: {key} must be a list of values, got {values!r}")
     count = 1
     for values in grid.values():
         count *= len(values)
     if not grid or count > MAX_RUNS:
-        raise UsageError(f"grid: {count if grid else 0} runs; at least one key and at most {MAX_RUNS} runs")
+        raise UsageError(
+            f"grid: {count if grid else 0} runs: it must have at least one key and at most {MAX_RUNS} runs"
+        )
     runs: dict[str, dict[str, Any]] = {}
     for indices in product(*(range(len(values)) for values in grid.values())):
         values_of_run = {key: grid[key][index] for key, index in zip(grid, indices, strict=True)}
@@ -146,7 +163,7 @@ def list_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _folder_word(key: str, value: Any, index: int) -> str:
-    """A part of a folder's name; the key and a number if the value has no short text."""
+    """Return the part of a folder name for one value: its text, or the key and a number if it has no short text."""
     text = getattr(value, "name", value)
     if text is None or isinstance(text, Mapping) or not isinstance(text, str | int | float | bool):
         return f"{key}{index + 1}"
@@ -155,7 +172,7 @@ def _folder_word(key: str, value: Any, index: int) -> str:
 
 
 def _finished_rows(folder: Path) -> dict[str, SweepRow]:
-    """The finished runs whose folders exist."""
+    """Return the finished runs whose folders exist."""
     try:
         rows = Sweep.from_file(folder / SWEEP_FILE).rows
     except StoreError:
@@ -170,7 +187,7 @@ def _run(
     options: Mapping[str, Any],
     finish: RunCallback | None,
 ) -> SweepRow:
-    """Make one run, from where it was interrupted."""
+    """Make one run, or continue it if it was interrupted. A ScalepointError becomes a failed row."""
     check_links(folder.parent, (folder.name,))
     resume = folder.is_dir() and bool(list_finished_stages(folder))
     try:
@@ -185,7 +202,7 @@ def _run(
 
 
 def _to_plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run as JSON, equal in every process. A target is its name, options and fingerprint."""
+    """Return the values of a run as JSON, equal in every process. A Target becomes name, options and fingerprint."""
     return {
         key: _to_plain_target(each) if isinstance(each, Target) else to_jsonable(each) for key, each in values.items()
     }

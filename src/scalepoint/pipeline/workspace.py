@@ -1,15 +1,15 @@
-"""The only code that touches output folders: it checks, locks and cleans them, and records what was written.
+"""The only code that creates, replaces or deletes files in output folders. It also locks them.
 
     Workspace, of deploy:
-    OUT/                        what the user gets, with a manifest of the files that were written (output_folder.py)
-    OUT/.scalepoint/            the cache of stages, the log, and the files of trials, while the run is not finished
+    OUT/                        the results, and a list of the files that were written (support/output_folder.py)
+    OUT/.scalepoint/            during a run: the cache of stages, the log, and the files of trials
 
     CheckpointWorkspace, of deploy_checkpoint:
     OUT                         a folder, or a file such as OUT.gguf
-    .OUT.work/                  codes of finished blocks, and the folder while it is being written
+    .OUT.work/                  during a run: codes of finished blocks, and the folder while it is being written
 
-A folder that is not empty is refused unless `resume` or `force` is set. Only files of the manifest are ever deleted.
-Rank 0 alone opens the folder; on other ranks a Workspace only knows the paths.
+A folder that is not empty is refused unless `resume` or `force` is set. Only files in the list are ever deleted.
+Only rank 0 opens the folder; on other ranks a Workspace has only the paths.
 """
 
 import re
@@ -48,7 +48,7 @@ LOG_FILE, CONFIG_FILE, BEST_CONFIG_FILE, SCRIPT_FILE, FAILING_FOLDER, QUANTIZED_
     "failing",
     "quantized",
 )
-FILE_STEM, FLOAT_STEM, PLAIN_STEM = "model", "float", "float_plain"  # without the suffix of the target's format
+FILE_STEM, FLOAT_STEM, PLAIN_STEM = "model", "float", "float_plain"  # names without the suffix of the format
 REPORT_FILES = (JSON_FILE, HTML_FILE)
 OUTPUT_NAMES = (
     QUANTIZED_FOLDER,
@@ -61,13 +61,15 @@ OUTPUT_NAMES = (
     BEST_CONFIG_FILE,
     SCRIPT_FILE,
 )
-CONTINUE_HINT = "go on with resume=True (--resume), or start again with force=True (--force)"
+CONTINUE_HINT = "continue it with resume=True (--resume), or start again with force=True (--force)"
 OVERWRITE_HINT = "choose another output, or overwrite it with force=True (--force)"
-WORK_NAMES = re.compile(r"journal\.json|log\.txt|trial-\d+|float(_plain)?(\..*)?|inputs\.safetensors")  # in WORK
+WORK_NAMES = re.compile(
+    r"journal\.json|log\.txt|trial-\d+|float(_plain)?(\..*)?|inputs\.safetensors"
+)  # files of runs in OUT/.scalepoint
 
 
 class Workspace:
-    """The output folder of a run that is under way.
+    """The output folder during a run.
 
     Attributes:
         output: The folder that the user chose.
@@ -84,17 +86,17 @@ class Workspace:
     @classmethod
     @contextmanager
     def open(cls, output: Path, *, suffix: str, resume: bool, force: bool) -> Iterator["Workspace"]:
-        """Check, lock and clean up the folder; delete the work folder when the block ends without an error.
+        """Check, lock and clean up the folder. Delete the work folder when the block ends without an error.
 
         Args:
             output: The folder to write.
             suffix: Suffix of the files of the target's format.
             resume: Reuse finished stages of an interrupted run.
-            force: Overwrite files that are there.
+            force: Overwrite existing files.
 
         Raises:
-            UsageError: The folder may not be written to.
-            StoreError: Another process writes into it.
+            UsageError: The folder is not empty, or is not a folder.
+            StoreError: Another process is writing into it.
         """
         names = (*OUTPUT_NAMES, *(f"{name}{suffix}" for name in (FILE_STEM, FLOAT_STEM, PLAIN_STEM)))
         distributed.run_on_main(
@@ -120,25 +122,25 @@ class Workspace:
             _remove_work_folder(work)
 
     def _clean_up_after(self, error: BaseException, *, existed: bool) -> None:
-        """Keep finished stages; leave nothing behind if there are none."""
+        """After an error keep the finished stages. Without finished stages remove the folders that were created."""
         if not self.cache.stages:
             _remove_work_folder(self.work)
             if not existed:
-                with suppress(OSError):  # what a metric of the user wrote there stays
+                with suppress(OSError):  # not empty: the user's metric may have written files there
                     self.output.rmdir()
         elif isinstance(error, StoreError) and is_disk_full(error):
-            message = f"{error.args[0]}; finished stages are kept, resume=True goes on from them"
+            message = f"{error.args[0]}; finished stages are kept: continue with resume=True"
             raise StoreError(message) from error
 
     def log(self, event: Event) -> None:
-        """A listener that writes what ended, was measured or was written to the log."""
+        """Append finished phases, metrics and written files to the log, with UTC timestamps. A progress listener."""
         if event.kind not in ("start", "advance"):
             now = datetime.now(UTC).isoformat(timespec="seconds")
             with (self.work / LOG_FILE).open("a", encoding="utf-8") as file:
                 file.write(f"{now} {event.kind} {event}\n")
 
     def copy(self, sources: Iterable[Path]) -> None:
-        """Copy files and folders into the output folder; each appears as a whole."""
+        """Copy files and folders into the output folder. Each one is replaced atomically."""
         for source in sources:
             path = self.output / source.name
             copy_whole(source, path)
@@ -150,27 +152,27 @@ class Workspace:
         self.add([self.output / name])
 
     def add(self, paths: Iterable[Path]) -> None:
-        """Note that this run wrote these files or folders."""
+        """Record that this run wrote these files or folders."""
         self._written_paths += paths
 
     def finish(self) -> None:
-        """Keep the log, list all files of this run in the manifest, and delete those of earlier runs."""
+        """Copy the log, record all files of this run in the list, and delete the files of earlier runs."""
         if (self.work / LOG_FILE).is_file():
             self.write_text(LOG_FILE, (self.work / LOG_FILE).read_text(encoding="utf-8"))
-        written = WrittenFiles(self.output)
-        written.remove_all_but(written.add(self._written_paths))
+        file_list = WrittenFiles(self.output)
+        file_list.remove_all_but(file_list.add(self._written_paths))
 
 
 class CheckpointWorkspace:
     """The output of deploy_checkpoint.
 
-    The work folder is next to the output and not inside it, because the output may be a single file. It stays after an
-    error if blocks were finished, so that resume=True can go on from them.
+    The work folder is next to the output and not inside it, because the output may be a single file. After an error it
+    stays if it has finished blocks, which resume=True reuses.
 
     Attributes:
         output: The file or folder that the user chose.
         path: The file or folder that the runtime reads.
-        report_folder: Folder of the report: next to the file, or in the folder.
+        report_folder: The folder of the report: that of the file, or the output folder itself.
         work: The work folder.
         tuning_folder: Codes of finished blocks, in the work folder.
     """
@@ -195,11 +197,11 @@ class CheckpointWorkspace:
 
     @property
     def has_finished_blocks(self) -> bool:
-        """Whether an interrupted run can be continued."""
+        """Whether there is an interrupted run that can be continued."""
         return any(self.tuning_folder.glob("piece-*.safetensors"))
 
     def check(self, *, force: bool, resume: bool) -> None:
-        """Refuse an output that contains something, unless `force` is set or an interrupted run is continued."""
+        """Raise UsageError if the output is not empty, unless `force` is set or an interrupted run is continued."""
         check_links(self.work.parent, [self.work.name])
         names = [] if self.path == self.report_folder else [self.path.name]
         check_links(self.report_folder, (LIST, *REPORT_FILES, *names))
@@ -209,17 +211,17 @@ class CheckpointWorkspace:
             raise UsageError(f"{self.output} contains an unfinished run: {CONTINUE_HINT}")
         if self.output.is_dir() and any(self.output.iterdir()):
             raise UsageError(f"{self.output} is not empty: {OVERWRITE_HINT}")
-        written = WrittenFiles(self.report_folder)
-        reports = [name for name in REPORT_FILES if (self.report_folder / name).exists() and name not in written]
+        file_list = WrittenFiles(self.report_folder)
+        reports = [name for name in REPORT_FILES if (self.report_folder / name).exists() and name not in file_list]
         existing = [self.output.name] if self.output.is_file() else reports
         if existing:
-            raise UsageError(f"{self.report_folder / existing[0]} is there already: {OVERWRITE_HINT}")
+            raise UsageError(f"{self.report_folder / existing[0]} already exists: {OVERWRITE_HINT}")
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Lock and clean up; delete the work folder at the end, except finished blocks after an error.
+        """Lock and clean up the output. Delete the work folder at the end, except finished blocks after an error.
 
-        Rank 0 alone does this.
+        Does nothing on ranks other than 0.
         """
         if not distributed.is_main():
             yield
@@ -242,11 +244,11 @@ class CheckpointWorkspace:
             self._remove_work()
 
     def can_resume_after(self, error: BaseException) -> bool:
-        """Whether finished blocks are worth keeping. The same weights and data would give NaN again."""
+        """Whether finished blocks are kept. Not after NaN: the same weights and data would give NaN again."""
         return self.has_finished_blocks and not isinstance(error, NonFiniteError)
 
     def write(self, write_files: Callable[[Path], object]) -> None:
-        """Call `write_files` with a path and record what it wrote. A folder appears when all its files are written."""
+        """Call `write_files` with a path and record the files. A folder is moved to its place when it is complete."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.is_folder:
             write_files(self.path)
@@ -257,11 +259,11 @@ class CheckpointWorkspace:
         move_into(self._staging, self.path)
 
     def record_report(self) -> None:
-        """Note that this run wrote the report."""
+        """Record that this run wrote the report."""
         WrittenFiles(self.report_folder).add(self.report_folder / name for name in REPORT_FILES)
 
     def _remove_work(self) -> None:
-        """Delete our own files in the work folder; other files stay."""
+        """Delete the files of this program in the work folder. Other files stay."""
         for path in (self._staging, self.tuning_folder, self.work / LOCK):
             with suppress(OSError):
                 remove(path)
@@ -270,18 +272,18 @@ class CheckpointWorkspace:
 
 
 def check_output(folder: Path, *, force: bool, resume: bool, names: Iterable[str] = ()) -> None:
-    """Refuse an output folder that may not be written to.
+    """Raise UsageError if the output folder may not be written to.
 
     Args:
         folder: The output folder.
-        force: Files there may be overwritten.
-        resume: An unfinished run there may go on.
-        names: Files and folders that will be written there; symbolic links in their places are refused.
+        force: Existing files may be overwritten.
+        resume: An unfinished run may be continued.
+        names: Files and folders that will be written; a symbolic link with such a name is refused.
     """
     check_path(folder)
     check_links(folder, (WORK_FOLDER, LIST, *names))
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"output={str(folder)!r} is a file: give a folder")
+        raise UsageError(f"output={str(folder)!r} is a file: choose a folder")
     if force or not folder.exists():
         return
     is_unfinished = bool(list_finished_stages(folder))
@@ -289,15 +291,15 @@ def check_output(folder: Path, *, force: bool, resume: bool, names: Iterable[str
     if resume and (is_unfinished or is_empty):
         return
     if resume:
-        raise UsageError(f"{folder} holds no unfinished run: to start again, overwrite it with force=True (--force)")
+        raise UsageError(f"{folder} contains no unfinished run: to start again, overwrite it with force=True (--force)")
     if is_unfinished:
-        raise UsageError(f"{folder} holds an unfinished run: {CONTINUE_HINT}")
+        raise UsageError(f"{folder} contains an unfinished run: {CONTINUE_HINT}")
     if not is_empty:
         raise UsageError(f"{folder} is not empty: {OVERWRITE_HINT}")
 
 
 def list_finished_stages(output: Path) -> list[str]:
-    """Names of the finished stages of an unfinished run, in order; [] if there is none."""
+    """Return the finished stages of an unfinished run, in order; [] if there is no such run."""
     if not (output / WORK_FOLDER).is_dir():
         return []
     with warnings.catch_warnings():
@@ -306,14 +308,14 @@ def list_finished_stages(output: Path) -> list[str]:
 
 
 def _remove_temporary_files(work: Path) -> None:
-    """Delete what a killed run left half-written in the work folder and in its trials."""
-    for folder in (work, *(each.parent for each in work.rglob(f"{TEMPORARY}*"))):
+    """Delete partly written files of a killed run, in the work folder and in its trials."""
+    for folder in (work, *(path.parent for path in work.rglob(f"{TEMPORARY}*"))):
         if folder.is_dir():
             remove_leftovers(folder)
 
 
 def _remove_run_files(work: Path) -> None:
-    """Delete what runs keep in their work folder, except the lock. Other files stay."""
+    """Delete the files of runs in the work folder, except the lock. Other files stay."""
     for path in work.iterdir():
         if WORK_NAMES.fullmatch(path.name):
             remove(path)
