@@ -26,7 +26,7 @@ BAD = (
     ("deploy", "nothing, in a dry run", ["nets:Idle", "--data", "nets:batches", "--dry-run"], MODEL, "nothing of this"),
     ("deploy", "no metric, dry", [*GIVEN, "--evaluate", "nets:scor", "--dry-run"], USAGE, "did you mean 'score'?"),
     ("deploy", "NaN in the data", ["nets:net", "--data", "nets:holed"], USAGE, "--on-nan skip"),
-    ("deploy", "a metric of NaN", [*GIVEN, "--evaluate", "nets:undefined"], USAGE, "evaluate returned NaN for the float"),
+    ("deploy", "a metric of NaN", [*GIVEN, "--evaluate", "nets:undefined"], USAGE, "evaluate returned NaN for"),
     ("deploy", "a metric that is none", [*GIVEN, "--evaluate", "nets:says_nothing"], USAGE, "must return one number"),
     ("deploy", "unknown policy", [*GIVEN, "--on-nan", "skp"], USAGE, "--on-nan: must be 'error' or 'skip', not 'skp'"),
     ("deploy", "wrong number", ["nets:net", "--data", "photos", "--size", "8", "--mean", "a"], USAGE, "mean"),

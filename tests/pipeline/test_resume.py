@@ -399,5 +399,7 @@ def test_another_process_with_another_hash_seed_goes_on_where_the_first_ended(tm
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         texts.append(done.stderr)
     assert "KeyboardInterrupt" in texts[0]
-    assert all(f"{stage}: from the cache" in texts[1] for stage in ("quantizing", "exporting", "verifying in the runtime"))
+    assert all(
+        f"{stage}: from the cache" in texts[1] for stage in ("quantizing", "exporting", "verifying in the runtime")
+    )
     assert "changed" not in texts[1]
