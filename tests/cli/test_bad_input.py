@@ -75,7 +75,7 @@ BAD = (
     ("bench", "half a model", ["half.onnx", "{out}/model.onnx"], USAGE, "half.onnx is not an ONNX"),
     ("bench", "half a second model", ["{out}/model.onnx", "half.onnx"], USAGE, "half.onnx is not an ONNX"),
     ("report", "missing file", ["nowhere"], USAGE, "scalepoint deploy"),
-    ("report", "no report", ["broken.json"], USAGE, "a report of schema"),
+    ("report", "no report", ["broken.json"], USAGE, "the report has schema"),
     ("report", "misspelt flag", ["{out}", "--htm", "a.html"], USAGE, "'--html'"),
     ("report", "a file that is there", ["{out}", "--html", "nets.py"], USAGE, "--force"),
     ("report", "wrong number", ["{out}", "--rows", "0"], USAGE, "0"),

@@ -238,7 +238,7 @@ def test_compare_of_two_runs_shows_what_differs(call, made, tmp_path) -> None:
     code, _, err = call("compare", made, tmp_path / "other", "--data", "nets:batches")
     assert (code, "not for two runs" in err) == (Code.USAGE, True)
     code, _, err = call("compare", made, tmp_path)
-    assert (code, "is no run" in err) == (Code.USAGE, True)
+    assert (code, "is not a run" in err) == (Code.USAGE, True)
 
 
 @pytest.mark.slow

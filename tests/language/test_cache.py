@@ -16,7 +16,7 @@ from scalepoint.pipeline.kv_cache import count_key_value_heads
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import find_target
-from tests.checkpoints.test_skeleton import saved
+from tests.checkpoints.test_skeleton import save_model
 from tests.errors import raises
 
 FAST = ("ort-genai int4", "compressed-tensors fp8")
@@ -117,7 +117,7 @@ def test_heads_that_are_no_whole_blocks_are_refused(llama, tmp_path):
 def test_attention_that_hides_its_keys_is_refused(tmp_path, monkeypatch):
     form = CheckpointFormat("ort-genai", "", lambda _, path: path.mkdir(), lambda *_: None)
     monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "ort-genai", form)
-    saved("gemma2", tmp_path / "m")
+    save_model("gemma2", tmp_path / "m")
     with pytest.raises(CaptureError, match="2 of 2 blocks"):
         deploy_checkpoint(
             tmp_path / "m", tmp_path / "out", target="ort-genai", cache="int8", accuracy="fast",

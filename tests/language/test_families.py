@@ -15,7 +15,7 @@ from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import find_target
-from tests.checkpoints.test_skeleton import KINDS, saved
+from tests.checkpoints.test_skeleton import KINDS, save_model
 from tests.formats.gguf.checkpoints import WORDS, byte_level
 
 FOUR = {"weight": {"n_bits": 4, "block_size": 8}, "activation": "float"}
@@ -37,7 +37,7 @@ def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, k
 
     form = CheckpointFormat("gptq", "", write, lambda *_: None)
     monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "gptq", form)
-    model = saved(kind, tmp_path / kind)
+    model = save_model(kind, tmp_path / kind)
     torch.manual_seed(1)
     tokens = [torch.randint(0, 40, (1, 24)) for _ in range(14)]
     done = deploy_checkpoint(
@@ -59,7 +59,7 @@ def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, k
 
 
 def test_what_a_format_cannot_hold_stays_float(tmp_path):
-    saved("qwen3_moe", tmp_path / "source")
+    save_model("qwen3_moe", tmp_path / "source")
     config = {"weight": {"n_bits": 4, "block_size": 8}}
     done = deploy_checkpoint(
         tmp_path / "source", tmp_path / "out", target="gptq", config=config, accuracy="fast", progress=False

@@ -83,7 +83,7 @@ def test_without_data_nothing_is_chosen():
 @pytest.mark.parametrize("given", [list, lambda: iter([torch.ones(2, 32)])], ids=["no batches", "an iterator"])
 def test_data_that_cannot_be_read_again_is_refused_before_capture(tmp_path, monkeypatch, given):
     monkeypatch.setattr(stages, "transform", None)  # it would fail if it ran
-    with pytest.raises(UsageError, match="accuracy='balanced' reads the calibration data once more"):
+    with pytest.raises(UsageError, match="accuracy='balanced' reads the calibration data a second time"):
         scalepoint.deploy(nn.Linear(32, 32), torch.ones(2, 32), given(), accuracy="balanced", output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -162,7 +162,7 @@ def test_a_smoke_run_leaves_away_what_only_measures(model, data, tmp_path, monke
     assert not (tmp_path / "float.onnx").exists()
     assert done.verification.holds
     assert (done.verification.latency, done.verification.float_size) == (None, None)
-    assert "a full run: the same without smoke" in str(done)
+    assert "a full run: the same call without smoke" in str(done)
 
 
 class Nested(nn.Module):
@@ -399,7 +399,7 @@ class TestStaticRules:
         net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3)).eval()
         done = scalepoint.deploy(net, x, [x], target="tensorrt", output=tmp_path, float_dtype="float16", progress=False)
         assert done.report.findings == ()
-        assert "find nothing" in done.report.verdict()
+        assert "find no problem" in done.report.verdict()
         assert Report.from_json((tmp_path / "report.json").read_text()).findings == ()
 
     def test_faults_are_told(self, tmp_path):
@@ -415,7 +415,7 @@ class TestStaticRules:
             progress=False,
         )
         assert [finding.split()[0] for finding in done.report.findings] == ["R09"]
-        assert "find 1 fault" in done.report.verdict()
+        assert "find 1 problem" in done.report.verdict()
         assert "R09" in (tmp_path / "report.html").read_text()
 
     def test_other_targets_have_none(self, tmp_path):

@@ -175,7 +175,7 @@ def test_a_name_that_is_none_is_told_before_any_work(segments, pictures, tmp_pat
 def test_the_warning_of_other_sizes_names_the_setting(segments, pictures, tmp_path):
     given = {"config": QUANTIZED, "smoke": True, "progress": False}
     setting = "dynamic_axes={'x': {2: 'x_2', 3: 'x_3'}}"
-    with pytest.warns(ScalepointWarning, match="will not take") as told:
+    with pytest.warns(ScalepointWarning, match="will not accept") as told:
         scalepoint.deploy(nn.Conv2d(3, 4, 3), pictures[0], pictures, output=tmp_path / "a", **given)
     assert str(told[-1].message).endswith("let them be free: dynamic_axes={'input': {2: 'input_2', 3: 'input_3'}}")
     with pytest.raises(RuntimeError) as caught:

@@ -82,7 +82,7 @@ def test_a_grid_becomes_named_points():
     ("grid", "message"),
     [
         ({"traget": ["a"]}, "did you mean 'target'"),
-        ({"output": ["a"]}, "no keyword"),
+        ({"output": ["a"]}, "not a keyword"),
         ({"target": "onnxruntime"}, "a list of values"),
         ({"target": []}, "a list of values"),
         ({}, "at least one key"),

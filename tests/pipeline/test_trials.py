@@ -90,11 +90,11 @@ def test_the_report_says_what_was_raised_and_why(searched):
     kept = next(each for each in report.trials if each.is_best)
     assert all(each.gain > 0 and each.cost > 0 for each in kept.precision_changes)
     page = (folder / "report.html").read_text()
-    assert "within the 0.2 allowed" in page
+    assert "within the allowed 0.2" in page
     assert kept.precision_changes[0].to in page
     assert report.allocation.unit == "cost"
     assert {each.name: each.chosen for each in report.allocation.layers}["stem"] == kept.precision_changes[0].to
-    assert "within the 0.2 allowed" in "\n".join(report.summary())
+    assert "within the allowed 0.2" in "\n".join(report.summary())
 
 
 def test_the_call_in_the_report_makes_the_same_file(searched, model, data, tmp_path, monkeypatch):

@@ -185,10 +185,10 @@ def test_summary_of_an_ordinary_run():
         "resnet18 for onnxruntime. Verified: in onnxruntime it runs as simulated (41.3 dB, very good).",
         "top-1: 0.6976 -> 0.6958 (-0.0018, in the runtime)",
         "top-5: 0.8908 -> 0.8896 (-0.0012, in the runtime)",
-        "accuracy: within the 0.002 allowed",
+        "accuracy: within the allowed 0.002",
         "accuracy: 3 files tried; raised: all layers to other ranges, layer4.1.conv2 to float",
         "precision: 13 int4, 7 int8: 0.178 of the float file's size, 0.18 allowed; 29.6 dB expected",
-        "tuned: 20 layers, 19 with other than the nearest codes, +8.2 dB in the middle; 1 left",
+        "tuned: 20 layers, 19 with changed codes, median gain +8.2 dB; 1 not tuned",
         "size: 46.75 MB -> 11.83 MB (3.95x smaller)",
         "latency: 31.20 ms -> 16.68 ms (1.87x the speed, 1 thread)",
     ]

@@ -1,4 +1,4 @@
-"""The report of a run: a dataclass, JSON, text for a terminal, and one HTML page that opens from disk."""
+"""The report of a run: a dataclass, JSON, text for a terminal, and one self-contained HTML page."""
 
 from scalepoint.report.difference import Difference, DifferenceTable, compare_runs
 from scalepoint.report.html import notebook_snippet, to_html, write

@@ -1,4 +1,4 @@
-"""Coordinates of the charts; `templates/macros.html.j2` writes them as SVG. Colours are classes of the style sheet."""
+"""Coordinates of the charts. `templates/macros.html.j2` writes them as SVG; colours are classes of the style sheet."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from scalepoint.results import LayerError, PrecisionAllocation, TensorHistogram, TunedLayer
 from scalepoint.support.formatting import FAIR_DB, GOOD_DB, POOR_DB, decibel, plural, share_of, short
 
-MAX_TITLED_POINTS = 400  # more points than this are one path, and only the worst have a title
+MAX_TITLED_POINTS = 400  # with more points, all are one SVG path and only the worst have a title
 MAX_DRAWN_BINS = 60
 MAX_DRAWN_ERROR = 1e6  # larger errors are drawn as this one
-LETTER_WIDTH = 7.2  # about the width of a letter in the names of the worst layers
+LETTER_WIDTH = 7.2  # approximate width of a letter in a label, in SVG units
 COST_LABELS = {
     "size": "size of the file, as a share of the float file",
     "bits": "bits of a weight, on average",
@@ -23,7 +23,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class SvgElement:
-    """One SVG element; `title` is shown when the pointer rests on it."""
+    """One SVG element. Browsers show `title` as a tooltip."""
 
     element: str
     attributes: Mapping[str, object]
@@ -33,7 +33,7 @@ class SvgElement:
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart: its size, what a screen reader says, and its shapes from back to front."""
+    """A chart: its size, its label for screen readers, and its elements from back to front."""
 
     width: float
     height: float
@@ -44,7 +44,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class ChartBar:
-    """One line of a bar chart; the width is in percent."""
+    """One bar of a bar chart; the width is in percent."""
 
     label: str
     text: str
@@ -54,7 +54,7 @@ class ChartBar:
 
 @dataclass(frozen=True)
 class BarShare:
-    """One part of a bar that is cut into shares; left and width are in percent."""
+    """One segment of a stacked bar; left and width are in percent."""
 
     text: str
     left: float
@@ -66,23 +66,23 @@ class BarShare:
 class LabelPlacer:
     """Places labels next to their points so that they do not overlap."""
 
-    right: float = 996.0  # labels end here
-    taken: list[tuple[float, float, float]] = field(default_factory=list)  # start, end, height
+    right: float = 996.0  # the right limit of all labels
+    placed: list[tuple[float, float, float]] = field(default_factory=list)  # left, right and y of each placed label
 
     def near(self, text: str, x: float, y: float, css: str = "worst-name") -> SvgElement:
-        """Place a label below its point, above it or further away, at the first height that is free."""
+        """Place a label below its point, above it or further away, at the first position without overlap."""
         width = LETTER_WIDTH * len(text)
-        start = min(max(x - width / 2, 46.0), self.right - width)
-        heights = [y + 19, y - 10, y + 34, y - 25, y + 49, y - 40]
-        inside = [height for height in heights if 12 <= height <= 238] or heights[:1]
-        height = next((height for height in inside if self._is_free(start, width, height)), inside[0])
-        self.taken.append((start, start + width, height))
-        return text_shape(text, round(start, 1), round(height, 1), css)
+        left = min(max(x - width / 2, 46.0), self.right - width)
+        candidates = [y + 19, y - 10, y + 34, y - 25, y + 49, y - 40]
+        inside = [candidate for candidate in candidates if 12 <= candidate <= 238] or candidates[:1]
+        label_y = next((candidate for candidate in inside if self._is_free(left, left + width, candidate)), inside[0])
+        self.placed.append((left, left + width, label_y))
+        return text_shape(text, round(left, 1), round(label_y, 1), css)
 
-    def _is_free(self, start: float, width: float, height: float) -> bool:
+    def _is_free(self, left: float, right: float, y: float) -> bool:
         return all(
-            start > right + 6 or start + width < left - 6 or abs(height - other) >= 14
-            for left, right, other in self.taken
+            left > placed_right + 6 or right < placed_left - 6 or abs(y - placed_y) >= 14
+            for placed_left, placed_right, placed_y in self.placed
         )
 
 
@@ -109,7 +109,7 @@ def rectangle(x: float, y: float, width: float, height: float, css: str) -> SvgE
 
 
 def polyline(points: Sequence[Point], css: str) -> SvgElement:
-    """A line through the points."""
+    """Return a line through the points."""
     return SvgElement("path", {"d": "M" + "L".join(f"{x:g} {y:g}" for x, y in points) if points else "", "class": css})
 
 
@@ -118,7 +118,7 @@ def format_number(value: float) -> str:
 
 
 def make_bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) -> list[ChartBar]:
-    """Bars of (label, value, text), all on one scale from zero; infinity fills its line."""
+    """Return bars for (label, value, text), on one scale from zero. Infinity is a full bar."""
     finite = [abs(value) for _, value, _ in rows if math.isfinite(value)]
     largest = max(finite, default=0.0) or 1.0
     widths = [0.0 if math.isnan(value) else 100 * min(abs(value), largest) / largest for _, value, _ in rows]
@@ -129,22 +129,22 @@ def make_bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) ->
 
 
 def make_shares(parts: Iterable[tuple[str, float]], classes: Mapping[str, str]) -> list[BarShare]:
-    """One bar cut into (name, share)."""
-    cut, left = [], 0.0
+    """Return the segments of a stacked bar for (name, share)."""
+    segments, left = [], 0.0
     for name, share in parts:
         width = max(0.0, min(share, 1.0)) * 100
-        cut.append(BarShare(f"{name}: {share_of(share)}", round(left, 3), round(width, 3), classes[name]))
+        segments.append(BarShare(f"{name}: {share_of(share)}", round(left, 3), round(width, 3), classes[name]))
         left += width
-    return cut
+    return segments
 
 
 def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers between two values."""
-    rough = (high - low) / about
-    if not 1e-300 < rough < math.inf:  # a report.json from elsewhere may hold any number
+    """Return about `about` round numbers between two values, at most 20."""
+    min_step = (high - low) / about
+    if not 1e-300 < min_step < math.inf:  # a report.json from an unknown source may contain any number
         return [low]
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    power = 10.0 ** math.floor(math.log10(min_step))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= min_step * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)][:20]
 
@@ -171,11 +171,11 @@ class Axes:
         return round(self.top + area * (1 - (value - self.low) / ((self.high - self.low) or 1)), 1)
 
     def level(self, value: float, css: str = "grid") -> SvgElement:
-        """A horizontal line at a value."""
+        """Return a horizontal line at a value."""
         return line_shape(self.left, self.y(value), self.width - 4, self.y(value), css)
 
     def grid(self, from_bottom: float) -> list[SvgElement]:
-        """Horizontal lines with their values, and the numbers of layers."""
+        """Return horizontal lines with their values, and layer numbers along the bottom."""
         shapes = []
         for value in round_ticks(self.low, self.high):
             shapes += [self.level(value), text_shape(f"{value:g}", self.left - 6, self.y(value) + 4, anchor="end")]
@@ -185,7 +185,7 @@ class Axes:
 
 
 def draw_errors(layers: Sequence[LayerError], floats: frozenset[str]) -> Picture:
-    """SQNR of every layer in the order of execution, with the three worst named."""
+    """Draw the SQNR of every layer in the order of execution, with the names of the three worst."""
     finite = [layer.sqnr_db for layer in layers if math.isfinite(layer.sqnr_db)]
     finite += [layer.weight_sqnr_db for layer in layers if layer.weight_sqnr_db and math.isfinite(layer.weight_sqnr_db)]
     low, high = max(min([0.0, *finite]), -60.0), max(finite, default=10.0) * 1.08 or 10.0
@@ -207,7 +207,7 @@ def draw_errors(layers: Sequence[LayerError], floats: frozenset[str]) -> Picture
 
 
 def _layer_points(layers: Sequence[LayerError], points: Sequence[Point], floats: frozenset[str]) -> list[SvgElement]:
-    """Draw a point per layer. Of very many layers, only the worst are circles with a title."""
+    """Draw a point per layer. With very many layers, only the worst are circles with a title."""
     order = sorted(range(len(layers)), key=lambda index: (not math.isnan(layers[index].sqnr_db), layers[index].sqnr_db))
     worst = set(order[:3])
     is_crowded = len(layers) > MAX_TITLED_POINTS
@@ -224,14 +224,14 @@ def _layer_points(layers: Sequence[LayerError], points: Sequence[Point], floats:
 
 
 def _squares(points: Sequence[Point], half: float, css: str) -> SvgElement:
-    """Small squares as one path."""
+    """Draw small squares as one path."""
     side = 2 * half
     d = "".join(f"M{x - half:g} {y - half:g}h{side:g}v{side:g}h-{side:g}z" for x, y in points)
     return SvgElement("path", {"d": d, "class": css})
 
 
 def _drawn_decibels(error: float, least: float) -> float:
-    """Signal to noise in dB, between that of MAX_ERROR and that of `least`."""
+    """Convert an error to signal-to-noise in dB, after clipping the error to [least, MAX_DRAWN_ERROR]."""
     return (
         -10 * math.log10(min(max(error, least), MAX_DRAWN_ERROR))
         if math.isfinite(error)
@@ -240,18 +240,21 @@ def _drawn_decibels(error: float, least: float) -> float:
 
 
 def _least_error(errors: Iterable[float]) -> float:
-    """Half of the smallest error above zero: where an exact value is drawn."""
+    """Return half of the smallest error above zero. An exact output is drawn with this error."""
     return min([error for error in errors if 0 < error < MAX_DRAWN_ERROR], default=1e-3) / 2
 
 
 def draw_front(allocated: PrecisionAllocation) -> Picture:
-    """Signal to noise at the output against cost, on a logarithmic scale: the front, the chosen point, all alike."""
+    """Draw signal-to-noise at the output against cost, on a logarithmic scale.
+
+    Shows the Pareto front, the chosen point, and the points at which all layers have the same precision.
+    """
     width, height, left, bottom, top = 1000.0, 320.0, 48.0, 40.0, 18.0
-    known = [(point.cost, point.error) for point in allocated.front]
-    known += [*allocated.uniform.values(), (allocated.reached, allocated.error)]
-    least = _least_error(error for _, error in known)
-    levels = [_drawn_decibels(error, least) for _, error in known]
-    costs = [cost for cost in (*(cost for cost, _ in known), allocated.limit or 0.0) if 0 < cost < math.inf] or [1]
+    drawn = [(point.cost, point.error) for point in allocated.front]
+    drawn += [*allocated.uniform.values(), (allocated.reached, allocated.error)]
+    least = _least_error(error for _, error in drawn)
+    levels = [_drawn_decibels(error, least) for _, error in drawn]
+    costs = [cost for cost in (*(cost for cost, _ in drawn), allocated.limit or 0.0) if 0 < cost < math.inf] or [1]
     low, high, start, end = min(levels) - 2, max(levels) + 2, min(costs) / 1.05, max(costs) * 1.08
     floor = height - bottom
 
@@ -297,7 +300,7 @@ def _chosen_and_uniform(allocated: PrecisionAllocation, at: Callable[[float, flo
 
 
 def draw_gains(layers: Sequence[TunedLayer]) -> Picture:
-    """Signal to noise of every layer's output before and after tuning, in the order of execution."""
+    """Draw signal-to-noise of every layer's output before and after tuning, in the order of execution."""
     least = _least_error(error for layer in layers for error in (layer.before, layer.after))
     pairs = [(_drawn_decibels(layer.before, least), _drawn_decibels(layer.after, least)) for layer in layers]
     low, largest = min(0.0, *(min(pair) for pair in pairs)), max(max(pair) for pair in pairs)
@@ -314,7 +317,7 @@ def draw_gains(layers: Sequence[TunedLayer]) -> Picture:
 
 
 def draw_histogram(values: TensorHistogram) -> Picture:
-    """Counts on a logarithmic scale over the range that the codes reach."""
+    """Draw the counts on a logarithmic scale, and the range that the codes cover."""
     edges, counts = _merged_bins(values)
     least, most = values.code_range
     width, height, bottom, top = 320.0, 150.0, 22.0, 16.0
@@ -345,7 +348,7 @@ def draw_histogram(values: TensorHistogram) -> Picture:
 
 
 def share_outside(values: TensorHistogram) -> float:
-    """The share of values in bins whose middle is out of the range."""
+    """Return the share of values in bins whose middle is outside the range of the codes."""
     total, (least, most) = sum(values.counts) or 1, values.code_range
     middles = [(low + high) / 2 for low, high in zip(values.edges, values.edges[1:], strict=False)]
     pairs = zip(middles, values.counts, strict=True)
@@ -353,7 +356,7 @@ def share_outside(values: TensorHistogram) -> float:
 
 
 def _merged_bins(values: TensorHistogram) -> tuple[list[float], list[int]]:
-    """At most MAX_BINS bins, from the first to the last that is not empty."""
+    """Merge bins until at most MAX_DRAWN_BINS remain, without empty bins at both ends."""
     filled = [index for index, count in enumerate(values.counts) if count] or [0]
     start, end = filled[0], filled[-1] + 1
     step = max(1, math.ceil((end - start) / MAX_DRAWN_BINS))

@@ -2,7 +2,7 @@
 
     Report, Report  ->  Difference  ->  terminal, JSON
 
-A run is a folder that deploy wrote. Runs on two machines, data sets or models are compared too, with a warning.
+A run is a folder that deploy wrote. Runs with other machines, data or models can be compared too; warnings say so.
 """
 
 import json
@@ -36,7 +36,7 @@ from scalepoint.support.untrusted import read_yaml
 
 CONFIG_FILE = "config.yaml"
 INPUT_NAMES = {"model": "the model", "calibration data": "the calibration data", "example inputs": "the example inputs"}
-IGNORED_KEYS = ("output", "root")  # a run's own, whatever it computes
+IGNORED_KEYS = ("output", "root")  # folders differ between runs without changing the result
 FORMATTERS: Mapping[str, Callable[[float], str]] = {
     "score": value_of,
     "bytes": size_of,
@@ -45,26 +45,32 @@ FORMATTERS: Mapping[str, Callable[[float], str]] = {
     "share": share_of,
     "dB": lambda value: f"{decibel(value)} dB" if math.isfinite(value) else decibel(value),
 }
-
-
-MIN_SHOWN_SHARE = 0.0005  # what is told as 0.0 % is no change
-MIN_TIME_NOISE = 0.03  # of times: two files with the same kernels differ by as much
+MIN_SHOWN_SHARE = 0.0005  # smaller changes would be printed as 0.0 %, and count as "same"
+MIN_TIME_NOISE = 0.03  # times of two files with the same kernels differ by up to this share
 
 
 @dataclass(frozen=True)
 class ComparedNumber:
-    """One thing that was measured of both runs; None where it was not."""
+    """One number of both runs.
+
+    Attributes:
+        name: What it measures.
+        unit: "score", "bytes", "seconds", "times", "share" or "dB".
+        first, second: The number of each run; None if it was not measured.
+        is_better_high: Whether a higher number is better; None if neither is better.
+        noise: Smallest relative change that is more than measurement noise.
+    """
 
     name: str
-    unit: str  # score, bytes, seconds, times, share, dB
+    unit: str
     first: float | None
     second: float | None
-    is_better_high: bool | None = True  # None: neither is
-    noise: float = 0.0  # of a measured time: a change by less, as a part of the first, tells nothing
+    is_better_high: bool | None = True
+    noise: float = 0.0
 
     @property
     def is_noise(self) -> bool:
-        """Whether the change is smaller than what two measurements of one file may differ by."""
+        """Whether two measurements of the same file could differ by as much."""
         return self._share is not None and abs(self._share) <= self.noise
 
     @property
@@ -73,14 +79,14 @@ class ComparedNumber:
 
     @property
     def _share(self) -> float | None:
-        """The change as a part of the first, of what people compare so."""
+        """The relative change, for units that are compared in percent."""
         if self.unit not in ("bytes", "seconds", "times") or not self.first or self.second is None:
             return None
         return self.second / self.first - 1
 
     @property
     def mood(self) -> str:
-        """better, worse, same; empty where one is not known, neither is better, or the change is noise."""
+        """ "better", "worse" or "same"; "" if a number is missing, neither is better, or the change is noise."""
         change = self.change
         is_zero = self._share is not None and abs(self._share) < MIN_SHOWN_SHARE
         if self.first == self.second or is_zero:
@@ -90,11 +96,12 @@ class ComparedNumber:
         return "better" if (change > 0) == self.is_better_high else "worse"
 
     def texts(self) -> tuple[str, str, str]:
-        """Both and the change, as people read them."""
-        first, second = ("-" if each is None else FORMATTERS[self.unit](each) for each in (self.first, self.second))
-        if self.change is None or self.mood == "same" or not math.isfinite(self.change):
-            turned = f"{first} -> {second}" if self.mood in ("better", "worse") else ""
-            return first, second, "same" if self.mood == "same" else turned
+        """Return both numbers and the change as text."""
+        first, second = ("-" if value is None else FORMATTERS[self.unit](value) for value in (self.first, self.second))
+        if self.mood == "same":
+            return first, second, "same"
+        if self.change is None or not math.isfinite(self.change):
+            return first, second, f"{first} -> {second}" if self.mood in ("better", "worse") else ""
         if self._share is not None:
             return first, second, f"{self._share:+.1%}{', within the noise' if self.is_noise else ''}"
         if self.unit == "share":
@@ -104,7 +111,7 @@ class ComparedNumber:
 
 @dataclass(frozen=True)
 class LayerPair:
-    """A layer in both runs: what it runs in, and how far its output is from float; None where it is not there."""
+    """One layer in both runs: its precision, and its error. None if a run does not have the layer."""
 
     name: str
     precision: tuple[str | None, str | None]
@@ -112,7 +119,7 @@ class LayerPair:
 
     @property
     def change(self) -> float:
-        """In dB; 0 where one is not known or both are exact."""
+        """Change of the SQNR in dB; 0 if one is missing or both are exact."""
         first, second = self.sqnr_db
         change = 0.0 if first is None or second is None else second - first
         return 0.0 if math.isnan(change) else change
@@ -124,7 +131,7 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class ChangedSetting:
-    """A key of the config, or a fact of the circumstances, that is not the same; None where it is not given."""
+    """A key of the config or of the environment whose value differs; None if a run does not have it."""
 
     key: str
     first: Any
@@ -156,19 +163,23 @@ class Difference:
 
     @property
     def changed_layers(self) -> tuple[LayerPair, ...]:
-        return tuple(each for each in self.layers if not each.is_same)
+        return tuple(layer for layer in self.layers if not layer.is_same)
 
     def summary(self) -> str:
-        """One sentence: what is better, what is worse."""
-        moods = {mood: [each.name for each in self.numbers if each.mood == mood] for mood in ("better", "worse")}
-        told = [f"{mood}: {', '.join(names)}" for mood, names in moods.items() if names]
-        layers = f"{len(self.changed_layers)} of {len(self.layers)} layers differ"
-        return f"{self.second.name} against {self.first.name}: {'; '.join((*told, layers))}"
+        """Return one sentence: which numbers are better, which are worse, how many layers differ."""
+        parts = []
+        for mood in ("better", "worse"):
+            names = [number.name for number in self.numbers if number.mood == mood]
+            if names:
+                parts.append(f"{mood}: {', '.join(names)}")
+        parts.append(f"{len(self.changed_layers)} of {len(self.layers)} layers differ")
+        return f"{self.second.name} against {self.first.name}: {'; '.join(parts)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines: the numbers with their change."""
+        """Return plain values for JSON."""
         numbers = [
-            {**to_jsonable(each), "change": to_jsonable(each.change), "mood": each.mood} for each in self.numbers
+            {**to_jsonable(number), "change": to_jsonable(number.change), "mood": number.mood}
+            for number in self.numbers
         ]
         return {**to_jsonable(self), "numbers": numbers, "summary": self.summary()}
 
@@ -199,10 +210,11 @@ class DifferenceTable:
         yield Text()
         names = (short(first.name, 24), short(second.name, 24))
         numbers = [(short(number.name, 40), *number.texts()) for number in difference.numbers]
-        # In a narrow terminal, names of runs would leave no space for the names of the numbers.
-        yield plain_table(("", *(("first", "then") if narrow else names), "change"), numbers, numbers=(1, 2, 3))
+        # In a narrow terminal, the names of the runs would take the space of the names of the numbers.
+        heads = ("first", "second") if narrow else names
+        yield plain_table(("", *heads, "change"), numbers, numbers=(1, 2, 3))
         yield from self._layers(narrow)
-        groups = (("Settings that differ", difference.settings), ("Circumstances", difference.circumstances))
+        groups = (("Settings that differ", difference.settings), ("Environments that differ", difference.circumstances))
         for title, settings in groups:
             if settings:
                 yield Text()
@@ -221,10 +233,10 @@ class DifferenceTable:
         if len(changed) > self.rows:
             rows.append((f"and {len(changed) - self.rows} more", "", "", "", ""))
         if narrow:
-            heads = ("layer", "dB", "then", "change")
+            heads = ("layer", "dB", "second", "change")
             yield plain_table(heads, [(row[0], *row[2:]) for row in rows], numbers=(1, 2, 3))
         else:
-            yield plain_table(("layer", "runs in", "dB", "then", "change"), rows, numbers=(2, 3, 4))
+            yield plain_table(("layer", "runs in", "dB", "second", "change"), rows, numbers=(2, 3, 4))
 
 
 def _setting_texts(setting: ChangedSetting) -> tuple[str, str, str]:
@@ -232,7 +244,7 @@ def _setting_texts(setting: ChangedSetting) -> tuple[str, str, str]:
 
 
 def _value_text(value: Any) -> str:
-    """A value of a config on one line."""
+    """Return a value of a config as one line of text."""
     if value is None:
         return "-"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -255,23 +267,23 @@ def compare_runs(first: str | Path | Report, second: str | Path | Report) -> Dif
     Returns:
         What differs: settings, accuracy, size, speed, layers.
     """
-    (one, one_config), (other, other_config) = _read(first), _read(second)
+    (report_1, config_1), (report_2, config_2) = _read(first), _read(second)
     names = _run_names(first, second)
-    if not (one_config and other_config):  # a report alone knows how was quantized, not what else was asked
-        one_config, other_config = one.config, other.config
+    if not (config_1 and config_2):  # a report has only the quantization config, without the other options
+        config_1, config_2 = report_1.config, report_2.config
     return Difference(
-        _describe_run(names[0], one),
-        _describe_run(names[1], other),
-        numbers=tuple(_compare_numbers(one, other)),
-        layers=tuple(sorted(_compare_layers(one, other), key=_sort_key)),
-        settings=tuple(_compare_settings(one_config, other_config)),
-        circumstances=tuple(_compare_settings(one.environment, other.environment)),
-        warnings=tuple(_compare_circumstances(one, other)),
+        _describe_run(names[0], report_1),
+        _describe_run(names[1], report_2),
+        numbers=tuple(_compare_numbers(report_1, report_2)),
+        layers=tuple(sorted(_compare_layers(report_1, report_2), key=_sort_key)),
+        settings=tuple(_compare_settings(config_1, config_2)),
+        circumstances=tuple(_compare_settings(report_1.environment, report_2.environment)),
+        warnings=tuple(_compare_circumstances(report_1, report_2)),
     )
 
 
-def _sort_key(each: LayerPair) -> tuple[bool, bool, float]:
-    return each.is_same, each.precision[0] == each.precision[1], -abs(each.change)
+def _sort_key(layer: LayerPair) -> tuple[bool, bool, float]:
+    return layer.is_same, layer.precision[0] == layer.precision[1], -abs(layer.change)
 
 
 def _describe_run(name: str, report: Report) -> ComparedRun:
@@ -279,74 +291,78 @@ def _describe_run(name: str, report: Report) -> ComparedRun:
 
 
 def _run_names(first: object, second: object) -> tuple[str, str]:
-    """The folders' own names where these tell them apart."""
+    """Return the names of the folders, or their paths if the names are equal."""
     if isinstance(first, Report) or isinstance(second, Report):
         return "first", "second"
-    one, other = Path(str(first)), Path(str(second))
-    names = (one.resolve().name, other.resolve().name)
-    return names if names[0] != names[1] else (str(one), str(other))
+    path_1, path_2 = Path(str(first)), Path(str(second))
+    names = (path_1.resolve().name, path_2.resolve().name)
+    return names if names[0] != names[1] else (str(path_1), str(path_2))
 
 
 def _read(run: str | Path | Report) -> tuple[Report, Mapping[str, Any]]:
-    """The report, and the config beside it, if there is one."""
+    """Return the report, and the config next to it; {} if there is no config."""
     if isinstance(run, Report):
         return run, {}
     path = Path(run) / JSON_FILE
     try:
         report = Report.from_file(path, folder=path.parent)
         config = path.with_name(CONFIG_FILE)
-        known = read_yaml(config, folder=config.parent) if config.is_file() else {}
+        settings = read_yaml(config, folder=config.parent) if config.is_file() else {}
     except OSError as error:
-        raise StoreError(f"{run} is no run: {path} cannot be read. Give a folder that `deploy` wrote") from error
+        raise StoreError(f"{run} is not a run: {path} cannot be read. Pass a folder that `deploy` wrote") from error
     except DocumentError as error:
         raise StoreError(f"{run}: {error.args[0]}") from error
-    return report, known if isinstance(known, dict) else {}
+    return report, settings if isinstance(settings, dict) else {}
 
 
 def _compare_numbers(first: Report, second: Report) -> Iterator[ComparedNumber]:
-    ours, theirs = ({each.name: each for each in report.accuracy} for report in (first, second))
-    for name in dict.fromkeys((*ours, *theirs)):
-        pair = [each.get(name) for each in (ours, theirs)]
-        is_high = all(each.higher_is_better for each in pair if each is not None)
-        first_final, second_final = (None if each is None else each.value for each in pair)
-        first_float, second_float = (None if each is None else each.float_value for each in pair)
-        yield ComparedNumber(name, "score", first_final, second_final, is_high)
+    scores_1, scores_2 = ({score.name: score for score in report.accuracy} for report in (first, second))
+    for name in dict.fromkeys((*scores_1, *scores_2)):
+        pair = (scores_1.get(name), scores_2.get(name))
+        is_high = all(score.higher_is_better for score in pair if score is not None)
+        first_value, second_value = (None if score is None else score.value for score in pair)
+        first_float, second_float = (None if score is None else score.float_value for score in pair)
+        yield ComparedNumber(name, "score", first_value, second_value, is_high)
         if first_float != second_float:
             yield ComparedNumber(f"{name}, float", "score", first_float, second_float, is_high)
     rows: tuple[tuple[str, str, str, bool | None], ...] = (
         ("size", "bytes", "size", False),
         ("speed against float", "times", "speed", True),
         ("latency", "seconds", "latency", False),
-        ("bits a weight", "score", "bits", False),
-        ("tokens written a second", "score", "decode", True),
+        ("bits per weight", "score", "bits", False),
+        ("generated tokens per second", "score", "decode", True),
         ("logits against float", "dB", "logits", True),
         ("agreement with the simulation", "dB", "agreement", True),
         ("worst layer", "dB", "worst", True),
         ("MACs in low precision", "share", "macs", None),
         ("weights in low precision", "share", "weights", None),
     )
-    one, other = _read_numbers(first), _read_numbers(second)
+    numbers_1, numbers_2 = _read_numbers(first), _read_numbers(second)
     for name, unit, key, is_better_high in rows:
-        if one[key] is not None or other[key] is not None:
-            noise = max(each.get(f"{key} noise") or 0.0 for each in (one, other))
-            yield ComparedNumber(name, unit, one[key], other[key], is_better_high, noise)
+        if numbers_1[key] is not None or numbers_2[key] is not None:
+            noise = max(numbers.get(f"{key} noise") or 0.0 for numbers in (numbers_1, numbers_2))
+            yield ComparedNumber(name, unit, numbers_1[key], numbers_2[key], is_better_high, noise)
 
 
 def _read_numbers(report: Report) -> dict[str, float | None]:
-    found, words = report.verification, report.language
-    latency = None if found is None else found.latency
-    size = words.size if words is not None else 0 if found is None else found.size
+    verification, language = report.verification, report.language
+    latency = None if verification is None else verification.latency
+    size = 0
+    if language is not None:
+        size = language.size
+    elif verification is not None:
+        size = verification.size
     worst = report.worst(1)
     return {
         "size": float(size) if size else None,
-        "bits": None if words is None else words.bits,
-        "decode": None if words is None else words.decode,
-        "logits": None if words is None else words.logits_db,
+        "bits": None if language is None else language.bits,
+        "decode": None if language is None else language.decode,
+        "logits": None if language is None else language.logits_db,
         "speed": None if latency is None else latency.ratio,
         "latency": None if latency is None else latency.seconds[1],
         "speed noise": None if latency is None else max(MIN_TIME_NOISE, sum(latency.spread)),
         "latency noise": None if latency is None else max(MIN_TIME_NOISE, latency.spread[1]),
-        "agreement": None if found is None or found.status.value != "ok" else found.sqnr,
+        "agreement": None if verification is None or verification.status.value != "ok" else verification.sqnr,
         "worst": worst[0].sqnr_db if worst else None,
         "macs": low_share(report.coverage.share_of_macs()),
         "weights": low_share(report.coverage.share_of_parameters()),
@@ -354,13 +370,13 @@ def _read_numbers(report: Report) -> dict[str, float | None]:
 
 
 def _compare_layers(first: Report, second: Report) -> Iterator[LayerPair]:
-    """By name, in the order of execution of the first; of names that repeat, each with its number."""
-    sides = [(_precision_by_name(report), _error_by_name(report)) for report in (first, second)]
-    names = dict.fromkeys(name for precisions, errors in sides for name in (*precisions, *errors))
-    for name in names:
-        precision = tuple(precisions.get(name) for precisions, _ in sides)
-        errors = tuple(errors.get(name) for _, errors in sides)
-        yield LayerPair(name, (precision[0], precision[1]), (errors[0], errors[1]))
+    """Pair the layers by name, in the order of execution of the first run. Repeated names get a number."""
+    precisions_1, errors_1 = _precision_by_name(first), _error_by_name(first)
+    precisions_2, errors_2 = _precision_by_name(second), _error_by_name(second)
+    for name in dict.fromkeys((*precisions_1, *errors_1, *precisions_2, *errors_2)):
+        yield LayerPair(
+            name, (precisions_1.get(name), precisions_2.get(name)), (errors_1.get(name), errors_2.get(name))
+        )
 
 
 def _precision_by_name(report: Report) -> dict[str, str]:
@@ -379,41 +395,42 @@ def _error_by_name(report: Report) -> dict[str, float]:
 
 
 def _number_repeated(names: Sequence[str]) -> list[str]:
-    seen: Counter[str] = Counter()
-    found = []
+    counts: Counter[str] = Counter()
+    unique_names = []
     for name in names:
-        seen[name] += 1
-        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return found
+        counts[name] += 1
+        unique_names.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return unique_names
 
 
 def _compare_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[ChangedSetting]:
-    one, other = dict(_flatten(first)), dict(_flatten(second))
-    for key in dict.fromkeys((*one, *other)):
-        if key not in IGNORED_KEYS and one.get(key) != other.get(key):
-            yield ChangedSetting(key, one.get(key), other.get(key))
+    settings_1, settings_2 = dict(_flatten(first)), dict(_flatten(second))
+    for key in dict.fromkeys((*settings_1, *settings_2)):
+        if key not in IGNORED_KEYS and settings_1.get(key) != settings_2.get(key):
+            yield ChangedSetting(key, settings_1.get(key), settings_2.get(key))
 
 
 def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys with dots between; what is empty says nothing."""
+    """Yield (key, value) of nested mappings, with dotted keys. Empty values are omitted."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _flatten(each, f"{path}.{key}" if path else str(key))
+        for key, item in value.items():
+            yield from _flatten(item, f"{path}.{key}" if path else str(key))
     elif value not in (None, [], ()):
         yield path, to_jsonable(value)
 
 
 def _compare_circumstances(first: Report, second: Report) -> Iterator[str]:
-    """What makes the two hard to compare."""
-    marks = [dict(each.reproduction.marks) if each.reproduction else {} for each in (first, second)]
-    shared = [key for key in INPUT_NAMES if all(key in each for each in marks)]
-    others = [INPUT_NAMES[key] for key in shared if marks[0][key] != marks[1][key]]
-    if others:
-        yield f"not the same: {', '.join(others)}"
-    here = [each.environment.get("instructions") for each in (first, second)]
-    if here[0] != here[1]:
-        yield f"measured on processors with other instructions: {here[0]} and {here[1]}"
-    latencies = [each.verification.latency for each in (first, second) if each.verification]
-    threads = [each.threads for each in latencies if each is not None]
+    """Yield warnings about differences that make the two runs hard to compare."""
+    marks_1, marks_2 = (dict(report.reproduction.marks) if report.reproduction else {} for report in (first, second))
+    changed = [
+        name for key, name in INPUT_NAMES.items() if key in marks_1 and key in marks_2 and marks_1[key] != marks_2[key]
+    ]
+    if changed:
+        yield f"not the same: {', '.join(changed)}"
+    instructions_1, instructions_2 = (report.environment.get("instructions") for report in (first, second))
+    if instructions_1 != instructions_2:
+        yield f"measured on processors with different instructions: {instructions_1} and {instructions_2}"
+    latencies = [report.verification.latency for report in (first, second) if report.verification]
+    threads = [latency.threads for latency in latencies if latency is not None]
     if len(set(threads)) > 1:
         yield f"measured with {threads[0]} and {threads[1]} threads"

@@ -1,6 +1,6 @@
-"""Report: everything a run found, as plain data first. JSON, the terminal and the HTML page only show it.
+"""Report: all results of a run as plain data. JSON, terminal text and the HTML page are made from it.
 
-Report  ->  to_json  ->  report.json  ->  from_json  ->  the same Report
+Report  ->  to_json  ->  report.json  ->  from_json  ->  an equal Report
 """
 
 import json
@@ -34,16 +34,23 @@ from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_text
 from scalepoint.verification.result import Verification
 
-REPORT_SCHEMA = 2  # of report.json; raised whenever a field of a class in it is renamed, removed or changes its meaning
+REPORT_SCHEMA = 2  # version of report.json; raised if a field is renamed, removed or changes its meaning
 MAX_REPORT_BYTES = 256_000_000
-SMOKE_WARNING = "a smoke run"  # begins the warning of a smoke run
+SMOKE_WARNING = "a smoke run"  # the warning of a smoke run begins with this text
 MAX_NEXT_STEPS = 3
 
 
 @dataclass(frozen=True)
 class GraphNode:
-    """One operation of the placement graph; its name is its path in the model. `codes` are those of its inputs that
-    reach it quantized."""
+    """One operation of the placement graph.
+
+    Attributes:
+        name: Path of the operation in the model.
+        kind: Kind of operation.
+        inputs: Names of the operations that it reads.
+        precision: Precision that it runs in; "" for an input of the model.
+        codes: The `inputs` whose tensors are quantized.
+    """
 
     name: str
     kind: str
@@ -54,7 +61,14 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """How to make the same again: texts to copy, and marks that tell whether it is the same."""
+    """How to make the same file again.
+
+    Attributes:
+        install: Command that installs the same packages.
+        call: Call of deploy, as Python source.
+        command: The same for the command line; "" for a run from Python.
+        marks: Name of each input of the run -> its fingerprint.
+    """
 
     install: str
     call: str
@@ -64,40 +78,65 @@ class Reproduction:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a model on its way to a target. Only the title, the target and the coverage are always there."""
+    """All results of a run. Only title, target, time and coverage are always present.
+
+    Attributes:
+        title: Name of the model.
+        target: Name of the target.
+        created: Time of the run, ISO 8601.
+        coverage: Precision of every operation.
+        environment: Versions of packages, machine, options of the target.
+        config: The quantization config.
+        accuracy: The metrics.
+        layers: Error of every layer, in the order of execution.
+        histograms: Values of the layers with the largest errors.
+        verification: Result of running the file in its runtime.
+        timings: Stage -> seconds.
+        warnings: Warnings that concern the result.
+        graph: Operations and the precision of the tensors between them.
+        trials: All files that were tried.
+        max_drop: The limit of the metric's drop, if there is one.
+        reproduction: How to make the same file again.
+        migrated: Rewrites of the float weights before calibration.
+        allocation: Precision of every layer, if a budget or max_drop chose it.
+        tuning: Result of tune.
+        language: Sizes and runtime results of a language model.
+        findings: Problems that the target's static rules found in the file; None if the target has no rules.
+        min_speed: The limit of speed, if there is one.
+    """
 
     title: str
     target: str
-    created: str  # ISO 8601; given, so that the same run makes the same bytes
+    created: str
     coverage: Coverage
     environment: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     accuracy: tuple[Score, ...] = ()
-    layers: tuple[LayerError, ...] = ()  # in the order of execution
+    layers: tuple[LayerError, ...] = ()
     histograms: tuple[TensorHistogram, ...] = ()
     verification: Verification | None = None
-    timings: Mapping[str, float] = field(default_factory=dict)  # stage -> seconds
+    timings: Mapping[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     graph: tuple[GraphNode, ...] = ()
-    trials: tuple[TrialSummary, ...] = ()  # all files that were made for max_drop or min_speed
+    trials: tuple[TrialSummary, ...] = ()
     max_drop: float | None = None
     reproduction: Reproduction | None = None
-    migrated: MigrationReport | None = None  # rewrites of the float weights before calibration
+    migrated: MigrationReport | None = None
     allocation: PrecisionAllocation | None = None
     tuning: TuneReport | None = None
     language: LanguageModelResult | None = None
-    findings: tuple[str, ...] | None = None  # of the target's static rules over the file; None: it has no such rules
+    findings: tuple[str, ...] | None = None
     min_speed: float | None = None
 
     def worst(self, count: int = 3) -> tuple[LayerError, ...]:
-        """The layers with the largest error; NaN is worst."""
+        """Return the layers with the largest error; NaN is the worst."""
         return tuple(sorted(self.layers, key=lambda layer: -layer.badness)[:count])
 
     def precision_changes(self) -> tuple[PrecisionChange, ...]:
-        """How the config of the best trial differs from that of the first, the earliest change first."""
+        """Return how the config of the best trial differs from that of the first, the earliest change first."""
         changes: list[PrecisionChange] = []
         index = next((index for index, trial in enumerate(self.trials) if trial.is_best), None)
-        for _ in self.trials:  # a report.json from elsewhere may hold a cycle
+        for _ in self.trials:  # not `while`: a report.json from an unknown source may contain a cycle
             if index is None or not 0 <= index < len(self.trials):
                 break
             changes = [*self.trials[index].precision_changes, *changes]
@@ -105,26 +144,26 @@ class Report:
         return tuple(changes)
 
     def verdict(self) -> str:
-        """One sentence: does the file do what it should? A file slower than float is said here, not hidden."""
+        """Return one sentence: whether the file computes what it should, and whether it is faster than float."""
         return terminal.verdict(self)
 
     def summary(self) -> list[str]:
-        """The verdict, then accuracy, size, latency and coverage, one line each."""
+        """Return the verdict, then accuracy, size, latency and coverage, one line each."""
         return terminal.summary(self)
 
     def next_steps(self) -> tuple[str, ...]:
-        """At most three things to do next, as text to type; the most pressing first."""
+        """Return at most three suggestions with commands, the most important first."""
         return _next_steps(self)
 
     def table(self, rows: int = 10) -> RenderableType:
-        """For rich: fits any width; at most `rows` layers and reasons."""
+        """Return a table for rich, which fits any width, with at most `rows` layers and reasons."""
         return terminal.ReportTable(self, rows)
 
     def __str__(self) -> str:
         return terminal.render_text(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; infinity and not-a-number are the strings that float() reads."""
+        """Return plain values for JSON. Infinity and NaN are strings that float() accepts."""
         data: dict[str, Any] = {"schema": REPORT_SCHEMA, **to_jsonable(self)}
         if self.verification is not None:
             data["verification"] = self.verification.to_dict()
@@ -138,8 +177,8 @@ class Report:
         version = data.get("schema")
         if version != REPORT_SCHEMA:
             raise StoreError(
-                f"a report of schema {short_repr(version)}; this scalepoint reads schema {REPORT_SCHEMA}: "
-                "deploy again, or read it with the scalepoint that wrote it"
+                f"the report has schema {short_repr(version)}, this version of scalepoint reads schema "
+                f"{REPORT_SCHEMA}: deploy again, or read it with the version that wrote it"
             )
         try:
             return _report_reader().validate_python(dict(data))
@@ -157,7 +196,7 @@ class Report:
             folder: If given, the file must be in this folder once links are followed.
 
         Raises:
-            StoreError: The file is not a report, or has another schema than this version writes.
+            StoreError: The file is not a report, or its schema is not the one of this version.
         """
         try:
             text = read_text(path, MAX_REPORT_BYTES, folder=folder)
@@ -175,7 +214,7 @@ class Report:
         except DocumentError as error:
             raise StoreError(f"not a report: {error.args[0]}") from error
         if not isinstance(data, dict):
-            raise StoreError(f"not a report: an object is expected, not {short_repr(data)}")
+            raise StoreError(f"not a report: must be an object, got {short_repr(data)}")
         return cls.from_dict(data)
 
 
@@ -186,28 +225,29 @@ def _report_reader() -> TypeAdapter[Report]:
 
 def _next_steps(report: Report) -> tuple[str, ...]:
     if any(warning.startswith(SMOKE_WARNING) for warning in report.warnings):
-        return ("a full run: the same without smoke; --force writes into the same folder",)
+        return ("do a full run: the same call without smoke; --force writes into the same folder",)
     steps = [*_coverage_steps(report), *_runtime_steps(report), *_accuracy_steps(report)]
-    found = report.verification
-    if found is not None and found.status.value == "ok" and found.is_run and found.float_size:
-        steps.append(f"measure the speed again: {_bench_command(found)}")
+    verification = report.verification
+    was_run = verification is not None and verification.status.value == "ok" and verification.is_run
+    if was_run and verification is not None and verification.float_size:
+        steps.append(f"measure the speed again: {_bench_command(verification)}")
     return tuple(steps[:MAX_NEXT_STEPS])
 
 
-def _bench_command(found: Verification) -> str:
-    """The command that compares the same files with the same inputs as the run did."""
-    file, latency = PurePath(found.path), found.latency
+def _bench_command(verification: Verification) -> str:
+    """Return the command that times the same two files with the same inputs as the run did."""
+    file, latency = PurePath(verification.path), verification.latency
     float_file = latency.baseline_file if latency is not None else ""
     words = ["scalepoint", "bench", str(file.parent / (float_file or f"float{file.suffix}")), str(file)]
-    if file.suffix == ".onnx" and found.runtime != "onnxruntime":  # which bench takes for such files
-        words += ["--runtime", found.runtime]
+    if file.suffix == ".onnx" and verification.runtime != "onnxruntime":  # the default of bench for .onnx files
+        words += ["--runtime", verification.runtime]
     if latency is not None and latency.threads != 1:
         words += ["--threads", str(latency.threads)]
     return shlex.join(words)
 
 
 def _is_from_command_line(report: Report) -> bool:
-    """Whether the run came from the command line, so that the folder holds its config."""
+    """Whether the run was started from the command line, so that config.yaml has its model, data and metric."""
     return report.reproduction is not None and bool(report.reproduction.command)
 
 
@@ -217,21 +257,21 @@ def _coverage_steps(report: Report) -> list[str]:
     option = (
         "speed_first: false under quantization:" if _is_from_command_line(report) else "QuantConfig(speed_first=False)"
     )
-    return [f"quantize all the same, smaller but slower: {option} in the config"]
+    return [f"quantize anyway, for a smaller but slower file: {option} in the config"]
 
 
 def _runtime_steps(report: Report) -> list[str]:
-    found = report.verification
-    if found is None:
+    verification = report.verification
+    if verification is None:
         return [] if report.findings is None else [f"build the engine for {short(report.target, 40)} from the file"]
-    if found.status.value == "not verified here":
+    if verification.status.value == "not verified here":
         return []
-    if found.status.value != "ok":
-        return ["see which runtimes are here: scalepoint doctor"]
+    if verification.status.value != "ok":
+        return ["list the installed runtimes: scalepoint doctor"]
     steps = []
-    if not found.holds:
-        steps.append(f"see where it departs: {_compare_command(report)}")
-    if found.latency is not None and found.latency.ratio < 1:
+    if not verification.holds:
+        steps.append(f"find the layer that differs: {_compare_command(report)}")
+    if verification.latency is not None and verification.latency.ratio < 1:
         steps.append("another target may be faster: scalepoint targets")
     return steps
 
@@ -240,9 +280,9 @@ def _accuracy_steps(report: Report) -> list[str]:
     steps = []
     if not report.accuracy:
         metric = "--evaluate package.module:function" if _is_from_command_line(report) else "evaluate=your_metric"
-        steps.append(f"measure what counts to you: deploy with {metric}")
+        steps.append(f"measure your own metric: deploy with {metric}")
     if report.max_drop is not None and report.accuracy and not report.accuracy[0].is_within(report.max_drop):
-        steps.append(f"see which layers cost most: {_compare_command(report)}")
+        steps.append(f"find the layers with the largest errors: {_compare_command(report)}")
     poor = [layer for layer in report.worst(1) if not layer.sqnr_db >= POOR_DB]
     if poor:
         override = f"{{name: {poor[0].name!r}, weight: float, activation: float}}"

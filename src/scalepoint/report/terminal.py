@@ -1,8 +1,9 @@
-"""The report in a terminal: a verdict, float against quantized, what stays float and why, the worst layers.
+"""The report as text for a terminal: verdict, float against quantized, layers that stay float, worst layers.
 
-At 40 columns a table keeps the columns that matter most; nothing is ever cut off on the right.
+A narrow terminal (40 columns) gets tables with fewer columns; nothing is cut off on the right.
 """
 
+import math
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from scalepoint.report.model import Report
     from scalepoint.verification import Verification
 
-MIN_WIDE_COLUMNS = 72
+MIN_WIDE_COLUMNS = 72  # a narrower terminal gets tables with fewer columns
 FLOAT = "float"
 MAX_LISTED_LAYERS = 4
 MAX_FRONT_ROWS = 8
@@ -41,7 +42,7 @@ NOT_QUANTIZED = "Nothing was quantized: int8 is slower than float for every laye
 
 
 def low_share(shares: dict[str, float] | None) -> float | None:
-    """The share that runs in low precision."""
+    """Return the share that is quantized."""
     return None if shares is None else sum(share for precision, share in shares.items() if precision != FLOAT)
 
 
@@ -53,85 +54,85 @@ def verdict(report: "Report") -> str:
     return _runtime_verdict(report)
 
 
-def _language_verdict(found: LanguageModelResult) -> str:
-    if not found.status and not found.tokens:
-        return "Not run in a runtime, and nothing was measured: that needs text to judge by (judge=, --judge)."
-    if not found.status:
-        return f"Not run in a runtime.{' All numbers are of the simulation.' if found.logits_db is not None else ''}"
-    if found.status != "ok":
-        return f"Not verified: {found.runtime}: {found.status}. {one_line(found.message)}".strip()
-    text = "" if found.agreement_db is None else decibel(found.agreement_db)
-    agreement = {"": "", "exact": " and gives the simulation's logits exactly"}.get(
-        text, f", its logits {text} dB from the simulation's"
-    )
-    return f"Verified: {found.runtime} runs it{agreement}."
+def _language_verdict(result: LanguageModelResult) -> str:
+    if not result.status and not result.tokens:
+        return "Not run in a runtime, and nothing was measured: pass text to measure perplexity on (judge=, --judge)."
+    if not result.status:
+        return f"Not run in a runtime.{' All numbers are of the simulation.' if result.logits_db is not None else ''}"
+    if result.status != "ok":
+        return f"Not verified: {result.runtime}: {result.status}. {one_line(result.message)}".strip()
+    text = "" if result.agreement_db is None else decibel(result.agreement_db)
+    if not text:
+        return f"Verified: {result.runtime} runs it."
+    if text == "exact":
+        return f"Verified: {result.runtime} runs it, and its logits are exactly those of the simulation."
+    return f"Verified: {result.runtime} runs it. Its logits agree with the simulation's to {text} dB."
 
 
-def describe_language_sizes(found: LanguageModelResult) -> str:
-    """Before and after; a factor says little unless the type of the checkpoint is named."""
-    times, word = change_of_size(found.float_size, found.size)
-    checkpoint = f"the {found.float_dtype} checkpoint" if found.float_dtype else "the checkpoint"
-    return f"{size_of(found.float_size)} -> {size_of(found.size)}, {times} {word} than {checkpoint}"
+def describe_language_sizes(result: LanguageModelResult) -> str:
+    """Return both sizes and their ratio, with the data type of the checkpoint, without which a ratio means little."""
+    times, word = change_of_size(result.float_size, result.size)
+    checkpoint = f"the {result.float_dtype} checkpoint" if result.float_dtype else "the checkpoint"
+    return f"{size_of(result.float_size)} -> {size_of(result.size)}, {times} {word} than {checkpoint}"
 
 
-def _float_speed(found: LanguageModelResult) -> str:
-    """The float model's speed next to ours, where it was measured."""
-    if found.float_prefill is None or found.float_decode is None:
+def _float_speed(result: LanguageModelResult) -> str:
+    """Return the speed of the float model; "" if it was not measured."""
+    if result.float_prefill is None or result.float_decode is None:
         return ""
-    return f"; the float model {found.float_prefill:.0f} and {found.float_decode:.0f}, in {found.float_runtime}"
+    return f"; float model: {result.float_prefill:.0f} and {result.float_decode:.0f} in {result.float_runtime}"
 
 
-def _language_lines(found: LanguageModelResult) -> list[str]:
-    lines = [f"size: {describe_language_sizes(found)}, {found.bits:.2f} bits a weight"]
-    if found.logits_db is not None:
-        lines.append(f"logits: {decibel(found.logits_db)} dB from the float model's, {found.tokens} tokens judged")
-    if found.prefill is not None and found.decode is not None:
-        own = f"{found.prefill:.0f} tokens a second read, {found.decode:.0f} written, in {found.runtime}"
-        lines.append(f"speed: {own}{_float_speed(found)}")
-    if found.continuation:
-        lines.append(f"it goes on: {short(found.prompt, 60)} ... {short(found.continuation, 100)}")
+def _language_lines(result: LanguageModelResult) -> list[str]:
+    lines = [f"size: {describe_language_sizes(result)}, {result.bits:.2f} bits per weight"]
+    if result.logits_db is not None:
+        lines.append(f"logits: {decibel(result.logits_db)} dB against the float model's, on {result.tokens} tokens")
+    if result.prefill is not None and result.decode is not None:
+        speed = f"prefill {result.prefill:.0f} tokens/s, decode {result.decode:.0f} tokens/s in {result.runtime}"
+        lines.append(f"speed: {speed}{_float_speed(result)}")
+    if result.continuation:
+        lines.append(f"generated: {short(result.prompt, 60)} ... {short(result.continuation, 100)}")
     return lines
 
 
 def _runtime_verdict(report: "Report") -> str:
-    found = report.verification
-    if found is None:
+    verification = report.verification
+    if verification is None:
         simulated = " All numbers are of the simulation." if report.accuracy or report.layers else ""
-        checked = describe_findings(report)
-        return f"Not verified in a runtime.{simulated}{checked and ' ' + checked}"
-    if not found.holds:
-        return _unverified(found)
-    chosen = f"; {one_line(found.choices_text)}" if found.choices else ""
-    agrees = f"in {found.runtime} it runs as simulated ({_describe_agreement(found.sqnr)}){chosen}"
-    if found.latency is not None and found.latency.ratio < 1:
-        word = "Slower than" if found.latency.is_slower else "No faster than"
-        return f"{word} float: {ratio(found.latency.ratio)} its speed; {agrees}."
+        findings = describe_findings(report)
+        return f"Not verified in a runtime.{simulated}{findings and ' ' + findings}"
+    if not verification.holds:
+        return _unverified(verification)
+    chosen = f"; {one_line(verification.choices_text)}" if verification.choices else ""
+    agrees = f"in {verification.runtime} it runs as simulated ({_describe_agreement(verification.sqnr)}){chosen}"
+    if verification.latency is not None and verification.latency.ratio < 1:
+        word = "Slower than" if verification.latency.is_slower else "No faster than"
+        return f"{word} float: {ratio(verification.latency.ratio)} its speed; {agrees}."
     if report.coverage.is_float_for_speed:  # nothing is quantized: there is little to verify
         return f"{agrees[0].upper()}{agrees[1:]}."
     return f"Verified: {agrees}."
 
 
-def _unverified(found: "Verification") -> str:
-    if found.differences:
-        return f"The file differs from the model: {one_line(found.differences[0])}"
-    if found.status.value == "not verified here":
-        return f"Not verified here: {one_line(found.message)}"
-    if found.status.value != "ok":
-        return f"Not verified: {found.runtime}: {found.status.value}. {one_line(found.message)}".strip()
+def _unverified(verification: "Verification") -> str:
+    if verification.differences:
+        return f"The file differs from the model: {one_line(verification.differences[0])}"
+    if verification.status.value == "not verified here":
+        return f"Not verified here: {one_line(verification.message)}"
+    if verification.status.value != "ok":
+        reason = f"{verification.runtime}: {verification.status.value}. {one_line(verification.message)}"
+        return f"Not verified: {reason}".strip()
     return (
-        f"{found.runtime} departs from the simulation: {decibel(found.sqnr)} dB, "
-        f"less than the {found.bound:.0f} dB asked for."
+        f"{verification.runtime} departs from the simulation: {decibel(verification.sqnr)} dB, "
+        f"less than the required {verification.bound:.0f} dB."
     )
 
 
 def describe_findings(report: "Report") -> str:
-    """What the static rules of the target say of the file."""
+    """Return how many problems the target's static rules report for the file; "" if there are no rules."""
     if report.findings is None:
         return ""
-    count = len(report.findings)
-    return (
-        f"The static rules of {short(report.target)} find {plural(count, 'fault') if count else 'nothing'} in the file."
-    )
+    problems = plural(len(report.findings), "problem") if report.findings else "no problem"
+    return f"The static rules of {short(report.target)} find {problems} in the file."
 
 
 def _describe_agreement(sqnr: float) -> str:
@@ -140,12 +141,12 @@ def _describe_agreement(sqnr: float) -> str:
 
 
 def summary(report: "Report") -> list[str]:
-    """Plain lines, one thing each; none for what was not measured."""
+    """Return lines of text, one result per line. Results that were not measured are omitted."""
     lines = [f"{short(report.title)} for {short(report.target)}. {verdict(report)}"]
     lines += [
-        f"{short(each.name)}: {value_of(each.float_value)} -> {value_of(each.value)} ({each.change_text}"
-        f"{', in the runtime' if each.where == 'runtime' else ', simulated'})"
-        for each in report.accuracy
+        f"{short(score.name)}: {value_of(score.float_value)} -> {value_of(score.value)} ({score.change_text}"
+        f"{', in the runtime' if score.where == 'runtime' else ', simulated'})"
+        for score in report.accuracy
     ]
     lines += [] if report.language is None else _language_lines(report.language)
     lines += _limit_lines(report)
@@ -158,15 +159,15 @@ def summary(report: "Report") -> list[str]:
     lines += _baseline_lines(report)
     lines.append(f"coverage: {report.coverage.summary()}")
     lines += [f"migrations: {report.migrated.summary()}"] if report.migrated else []
-    worst = [f"{short(each.name, 40)} {decibel(each.sqnr_db)} ({quality(each.sqnr_db)})" for each in report.worst()]
+    worst = [f"{short(layer.name, 40)} {decibel(layer.sqnr_db)} ({quality(layer.sqnr_db)})" for layer in report.worst()]
     lines += [f"worst layers (dB): {', '.join(worst)}"] if worst else []
-    lines += [f"finding: {one_line(each)}" for each in report.findings or ()]
-    lines += [f"warning: {one_line(each)}" for each in report.warnings]
+    lines += [f"finding: {one_line(finding)}" for finding in report.findings or ()]
+    lines += [f"warning: {one_line(warning)}" for warning in report.warnings]
     return lines
 
 
 def _limit_lines(report: "Report") -> list[str]:
-    """What was asked of accuracy or speed, and what a search for it did."""
+    """Return whether the limits of accuracy or speed are kept, and what the search for them did."""
     what = "accuracy" if report.min_speed is None else "speed"
     return [
         f"{what}: {text}"
@@ -176,27 +177,28 @@ def _limit_lines(report: "Report") -> list[str]:
 
 
 def describe_score_limit(report: "Report") -> str:
-    """Whether the metric stayed within what was allowed."""
+    """Return whether the metric dropped by more than max_drop; "" without a limit."""
     if report.max_drop is None or not report.accuracy:
         return ""
     holds = report.accuracy[0].is_within(report.max_drop)
-    return f"{'within' if holds else 'more than'} the {report.max_drop:g} allowed"
+    return f"{'within' if holds else 'more than'} the allowed {report.max_drop:g}"
 
 
 def describe_speed_limit(report: "Report") -> str:
-    """Whether the file is as fast as was asked."""
-    found = report.verification
-    if report.min_speed is None or found is None or found.latency is None:
+    """Return whether the file has the speed that min_speed asks for; "" without a limit."""
+    verification = report.verification
+    if report.min_speed is None or verification is None or verification.latency is None:
         return ""
-    holds = found.latency.ratio >= report.min_speed
-    return f"{'at least' if holds else 'less than'} the {ratio(report.min_speed)} asked for"
+    holds = verification.latency.ratio >= report.min_speed
+    return f"{'at least' if holds else 'less than'} the required {ratio(report.min_speed)}"
 
 
 def describe_search(report: "Report") -> str:
-    """What a search for accuracy or speed did, in one sentence."""
+    """Return one sentence about the search for accuracy or speed; "" if only one file was made."""
     if len(report.trials) < 2:
         return ""
-    raised = [f"{short(each.layer, 40) or 'all layers'} to {each.to}" for each in report.precision_changes()]
+    changes = report.precision_changes()
+    raised = [f"{short(change.layer, 40) or 'all layers'} to {change.to}" for change in changes]
     more = f" and {len(raised) - MAX_LISTED_LAYERS} more" if len(raised) > MAX_LISTED_LAYERS else ""
     words = (
         f"raised: {', '.join(raised[:MAX_LISTED_LAYERS])}{more}"
@@ -207,49 +209,52 @@ def describe_search(report: "Report") -> str:
 
 
 def describe_cost(unit: str, value: float) -> str:
-    """A cost in the words of its unit."""
-    words = {"size": "of the float file's size", "bits": "bits a weight", "speed": "times the speed by MACs"}
+    """Return a cost with its unit."""
+    words = {"size": "of the float file's size", "bits": "bits per weight", "speed": "times the speed by MACs"}
     return f"{value:.3g} {words.get(unit, 'of size and time')}"
 
 
 def describe_allocation(report: "Report") -> str:
-    """What a budget came to, in one sentence."""
-    found = report.allocation
-    if found is None:
+    """Return one sentence about the chosen precisions; "" if no allocation was made."""
+    allocation = report.allocation
+    if allocation is None:
         return ""
-    counts = ", ".join(f"{number} {short(choice, 40)}" for choice, number in found.counts.items())
-    limit = "" if found.limit is None else f", {found.limit:g} allowed"
-    return f"{counts}: {describe_cost(found.unit, found.reached)}{limit}; {level_of(found.error)} dB expected"
+    counts = ", ".join(f"{count} {short(choice, 40)}" for choice, count in allocation.counts.items())
+    limit = "" if allocation.limit is None else f", {allocation.limit:g} allowed"
+    cost = describe_cost(allocation.unit, allocation.reached)
+    return f"{counts}: {cost}{limit}; {level_of(allocation.error)} dB expected"
 
 
 def describe_tuning(report: "Report") -> str:
-    """What tuning did, in one sentence."""
-    found = report.tuning
-    if found is None:
+    """Return one sentence about tuning; "" if the model was not tuned."""
+    tuning = report.tuning
+    if tuning is None:
         return ""
-    gains = sorted(each.gain_db for each in found.layers)
-    median = f", {gains[len(gains) // 2]:+.1f} dB in the middle" if gains else ""
-    left = f"; {len(found.left)} left" if found.left else ""
-    return f"{plural(len(found.layers), 'layer')}, {found.moved_layers} with other than the nearest codes{median}{left}"
+    gains = sorted(layer.gain_db for layer in tuning.layers)
+    median = f", median gain {gains[len(gains) // 2]:+.1f} dB" if gains else ""
+    not_tuned = f"; {len(tuning.left)} not tuned" if tuning.left else ""
+    return f"{plural(len(tuning.layers), 'layer')}, {tuning.moved_layers} with changed codes{median}{not_tuned}"
 
 
 def _size_and_latency_rows(report: "Report") -> list[tuple[str, str, str, str]]:
-    """Size and latency, where verify measured them."""
-    found = report.verification
+    """Return rows of size and latency, if they were measured."""
+    verification = report.verification
     rows = []
-    if found is not None and found.float_size:
-        times = " ".join(change_of_size(found.float_size, found.size))
-        rows.append(("size", size_of(found.float_size), size_of(found.size), times.rstrip()))
-    if found is not None and found.latency:
-        before, after = found.latency.seconds
-        batch = "" if found.latency.batch is None else f", batch {found.latency.batch}"
-        how = f"{ratio(found.latency.ratio)} the speed, {plural(found.latency.threads, 'thread')}{batch}"
-        rows.append(("latency", time_of(before), time_of(after), how))
+    if verification is not None and verification.float_size:
+        times = " ".join(change_of_size(verification.float_size, verification.size))
+        rows.append(("size", size_of(verification.float_size), size_of(verification.size), times.rstrip()))
+    if verification is not None and verification.latency:
+        before, after = verification.latency.seconds
+        batch = "" if verification.latency.batch is None else f", batch {verification.latency.batch}"
+        speed = (
+            f"{ratio(verification.latency.ratio)} the speed, {plural(verification.latency.threads, 'thread')}{batch}"
+        )
+        rows.append(("latency", time_of(before), time_of(after), speed))
     return rows
 
 
 def _baseline_lines(report: "Report") -> list[str]:
-    """Which float file the latency is compared with."""
+    """Return a line that says which float file the latency is compared with."""
     latency = None if report.verification is None else report.verification.latency
     return [] if latency is None else [f"Latency is compared with {one_line(latency.baseline_text)}."]
 
@@ -282,18 +287,18 @@ class ReportTable:
         yield from _with_title("Slowest layers", _time_table(report, narrow, self.rows))
         if report.verification is not None:
             yield from _with_title("In the runtime", _pair_table(report.verification.rows()))
-        for each in report.findings or ():
-            yield Text(f"finding: {one_line(each)}", style="yellow")
-        for each in report.warnings:
-            yield Text(f"warning: {one_line(each)}", style="yellow")
+        for finding in report.findings or ():
+            yield Text(f"finding: {one_line(finding)}", style="yellow")
+        for warning in report.warnings:
+            yield Text(f"warning: {one_line(warning)}", style="yellow")
         steps = Table.grid(padding=(0, 1, 0, 0))
-        for index, each in enumerate(report.next_steps()):
-            steps.add_row("" if index else "Next:", Text(one_line(each), overflow="fold"))
+        for index, step in enumerate(report.next_steps()):
+            steps.add_row("" if index else "Next:", Text(one_line(step), overflow="fold"))
         yield steps
 
 
 def render_text(report: "Report") -> str:
-    """As wide as the terminal, without colours."""
+    """Render a report as wide as the terminal, without colours."""
     file = StringIO()
     Console(file=file, width=shutil.get_terminal_size((100, 24)).columns, no_color=True).print(ReportTable(report))
     return file.getvalue()
@@ -306,7 +311,7 @@ def _with_title(title: str, table: Table | None) -> Iterable[Text | Table]:
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> Table:
-    """Cells are plain text: a name that looks like markup stays a name."""
+    """Return a table without borders. Cells are plain text: a name that looks like rich markup is not interpreted."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(columns))
     for index, column in enumerate(columns):
         is_number = index in numbers
@@ -317,10 +322,10 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
 
 
 def comparison_rows(report: "Report") -> list[tuple[str, str, str, str]]:
-    """Float against quantized, a row each number."""
+    """Return rows of (name, float, quantized, change) for accuracy, size and latency."""
     return [
-        (short(each.name), value_of(each.float_value), value_of(each.value), each.change_text)
-        for each in report.accuracy
+        (short(score.name), value_of(score.float_value), value_of(score.value), score.change_text)
+        for score in report.accuracy
     ] + _size_and_latency_rows(report)
 
 
@@ -328,17 +333,17 @@ def _comparison_table(report: "Report", narrow: bool) -> Table | None:
     rows = comparison_rows(report)
     if not rows:
         return None
-    if narrow:  # how it was measured stands further down
+    if narrow:  # without threads and batch, which are also in the section of the runtime
         rows = [(*row[:3], row[3].partition(",")[0]) for row in rows]
     return plain_table(("", "float", "quantized", "change"), rows, numbers=(1, 2))
 
 
 def _float_table(report: "Report", narrow: bool, limit: int) -> Table | None:
-    left = [row for row in report.coverage.operations if row.precision == FLOAT]
-    if not left:
+    float_rows = [row for row in report.coverage.operations if row.precision == FLOAT]
+    if not float_rows:
         return None
-    rows = [(short(row.name), row.kind, one_line(row.explanation)) for row in left[:limit]]
-    rows += [(f"and {len(left) - limit} more", "", "")] if len(left) > limit else []
+    rows = [(short(row.name), row.kind, one_line(row.explanation)) for row in float_rows[:limit]]
+    rows += [(f"and {len(float_rows) - limit} more", "", "")] if len(float_rows) > limit else []
     if narrow:
         return plain_table(("operation", "why"), [(row[0], row[2]) for row in rows])
     return plain_table(("operation", "kind", "why"), rows)
@@ -349,34 +354,34 @@ def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
         return None
     rows = [
         (
-            short(each.name),
-            decibel(each.sqnr_db),
-            quality(each.sqnr_db),
-            "" if each.cosine is None else f"{each.cosine:.4f}",
-            share_of(each.saturation),
-            share_of(each.used_range),
-            decibel(each.weight_sqnr_db),
+            short(layer.name),
+            decibel(layer.sqnr_db),
+            quality(layer.sqnr_db),
+            "" if layer.cosine is None else f"{layer.cosine:.4f}",
+            share_of(layer.saturation),
+            share_of(layer.used_range),
+            decibel(layer.weight_sqnr_db),
         )
-        for each in report.worst(limit)
+        for layer in report.worst(limit)
     ]
     if narrow:
-        return plain_table(("layer", "dB", "which is"), [row[:3] for row in rows], numbers=(1,))
-    columns = ("layer", "SQNR dB", "which is", "cosine", "clipped", "range used", "weight dB")
+        return plain_table(("layer", "dB", "quality"), [row[:3] for row in rows], numbers=(1,))
+    columns = ("layer", "SQNR dB", "quality", "cosine", "clipped", "range used", "weight dB")
     return plain_table(columns, rows, numbers=(1, 3, 4, 5, 6))
 
 
-def _precision_table(found: PrecisionAllocation, narrow: bool, limit: int) -> Table:
-    """The layers that have other than most, then the rest, at most so many."""
-    usual = next(iter(found.counts), "")
-    ordered = sorted(found.layers, key=lambda each: each.chosen == usual)
-    choices = list(dict.fromkeys(choice for each in found.layers for choice in each.errors))[:3]
+def _precision_table(allocation: PrecisionAllocation, narrow: bool, limit: int) -> Table:
+    """Return the precision of at most `limit` layers; layers with the most frequent precision come last."""
+    most_frequent = next(iter(allocation.counts), "")
+    ordered = sorted(allocation.layers, key=lambda layer: layer.chosen == most_frequent)
+    choices = list(dict.fromkeys(choice for layer in allocation.layers for choice in layer.errors))[:3]
     rows = [
         (
-            short(each.name),
-            short(each.chosen, 40),
-            *(level_of(each.errors[choice]) if choice in each.errors else "-" for choice in choices),
+            short(layer.name),
+            short(layer.chosen, 40),
+            *(level_of(layer.errors[choice]) if choice in layer.errors else "-" for choice in choices),
         )
-        for each in ordered[:limit]
+        for layer in ordered[:limit]
     ]
     rows += [(f"and {len(ordered) - limit} more", "", *("" for _ in choices))] if len(ordered) > limit else []
     if narrow:
@@ -385,38 +390,35 @@ def _precision_table(found: PrecisionAllocation, narrow: bool, limit: int) -> Ta
     return plain_table(heads, rows, numbers=range(2, len(heads)))
 
 
-def _front_table(found: PrecisionAllocation) -> Table:
-    """Some points of the front; the last that costs no more than what was chosen is marked."""
-    sign = -1 if found.unit == "speed" else 1
-    fitting = [index for index, each in enumerate(found.front) if sign * each.cost <= sign * found.reached * (1 + 1e-9)]
-    mark = fitting[-1] if fitting else 0
-    step = max(1, -(-len(found.front) // MAX_FRONT_ROWS))
-    shown = sorted({*range(0, len(found.front), step), mark, len(found.front) - 1})
-    rows = [
-        (
-            describe_cost(found.unit, each.cost),
-            level_of(each.error),
-            ", ".join(f"{number} {short(choice, 30)}" for choice, number in each.counts.items()),
-            "<- chosen near here" if index == mark else "",
-        )
-        for index, each in ((index, found.front[index]) for index in shown)
-    ]
+def _front_table(allocation: PrecisionAllocation) -> Table:
+    """Return some points of the front. The last one that costs no more than the chosen allocation is marked."""
+    sign = -1 if allocation.unit == "speed" else 1  # a higher speed is a lower cost
+    limit = sign * allocation.reached * (1 + 1e-9)
+    within = [index for index, point in enumerate(allocation.front) if sign * point.cost <= limit]
+    marked = within[-1] if within else 0
+    step = max(1, math.ceil(len(allocation.front) / MAX_FRONT_ROWS))
+    rows = []
+    for index in sorted({*range(0, len(allocation.front), step), marked, len(allocation.front) - 1}):
+        point = allocation.front[index]
+        counts = ", ".join(f"{count} {short(choice, 30)}" for choice, count in point.counts.items())
+        mark = "<- chosen near here" if index == marked else ""
+        rows.append((describe_cost(allocation.unit, point.cost), level_of(point.error), counts, mark))
     return plain_table(("cost", "dB", "layers", ""), rows, numbers=(1,))
 
 
 def _time_table(report: "Report", narrow: bool, limit: int) -> Table | None:
-    found = report.verification
-    if found is None or not found.times:
+    verification = report.verification
+    if verification is None or not verification.times:
         return None
     rows = [
         (
-            short(each.name),
-            "" if each.float_seconds is None else time_of(each.float_seconds),
-            "" if each.seconds is None else time_of(each.seconds),
-            ratio(each.float_seconds / each.seconds) if each.float_seconds and each.seconds else "",
-            short(" + ".join(each.kernels[:2]), 60),
+            short(row.name),
+            "" if row.float_seconds is None else time_of(row.float_seconds),
+            "" if row.seconds is None else time_of(row.seconds),
+            ratio(row.float_seconds / row.seconds) if row.float_seconds and row.seconds else "",
+            short(" + ".join(row.kernels[:2]), 60),
         )
-        for each in found.times[:limit]
+        for row in verification.times[:limit]
     ]
     if narrow:
         return plain_table(("layer", "float", "quantized"), [row[:3] for row in rows], numbers=(1, 2))
