@@ -9,7 +9,7 @@ import torch
 from scalepoint.formats.genai import ORT_GENAI as FORMAT
 from scalepoint.runtimes import Status, find_runtime
 from scalepoint.runtimes.process import exchange_files, run_task
-from tests.formats.genai.tiny import FAMILIES, decibels, int_spec, make, quantized, simulate
+from tests.formats.genai.tiny import FAMILIES, int_spec, quantize_folder, save_model, simulate, sqnr
 
 RUNTIME = find_runtime("ort-genai")
 FILE = runpy.run_path(str(RUNTIME.child))["File"]
@@ -20,8 +20,8 @@ LONG = "phi3, long angles"  # its context is shorter than the text
 @pytest.fixture(scope="module")
 def model_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("genai")
-    make("gpt2", folder / "float")
-    checkpoint = quantized(folder / "float", int_spec(4))
+    save_model("gpt2", folder / "float")
+    checkpoint = quantize_folder(folder / "float", int_spec(4))
     FORMAT.write(checkpoint, folder / "out")
     return folder / "out", simulate(checkpoint, folder / "simulated")
 
@@ -33,11 +33,11 @@ def test_the_exact_variant_has_the_logits_of_the_simulation(model_files):
     variants = {variant.name: variant.options for variant in RUNTIME.variants}
     [(name, exact)] = FILE(str(folder), variants["exact"]).run({"input_ids": TOKENS.numpy()})
     assert name == "logits"
-    assert decibels(expected, exact) > 110
+    assert sqnr(expected, exact) > 110
     [(_, rounded)] = FILE(str(folder), {}).run({"input_ids": TOKENS.numpy()})
-    assert 25 < decibels(expected, rounded) < 60
+    assert 25 < sqnr(expected, rounded) < 60
     [(_, plain)] = FILE(str(folder), variants["unoptimized"]).run({"input_ids": TOKENS.numpy()})
-    assert decibels(rounded, plain) > 60
+    assert sqnr(rounded, plain) > 60
 
 
 def test_products_in_low_precision_are_listed(model_files):
@@ -72,8 +72,8 @@ def test_a_child_process_computes_logits_and_generates(model_files):
 )
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != LONG])
 def test_the_generated_text_is_that_of_the_simulation(tmp_path, name):
-    make(name, tmp_path / "float")
-    checkpoint = quantized(tmp_path / "float", int_spec(4))
+    save_model(name, tmp_path / "float")
+    checkpoint = quantize_folder(tmp_path / "float", int_spec(4))
     FORMAT.write(checkpoint, tmp_path / "out")
     model = simulate(checkpoint, tmp_path / "simulated")
     with torch.no_grad():
@@ -95,8 +95,8 @@ def test_the_generated_text_is_that_of_the_simulation(tmp_path, name):
 def test_a_batch_of_texts_with_padding_is_generated_like_each_text_alone(tmp_path, name):
     import onnxruntime_genai
 
-    make(name, tmp_path / "float")
-    FORMAT.write(quantized(tmp_path / "float", int_spec(4)), tmp_path / "out")
+    save_model(name, tmp_path / "float")
+    FORMAT.write(quantize_folder(tmp_path / "float", int_spec(4)), tmp_path / "out")
     model = onnxruntime_genai.Model(str(tmp_path / "out"))
 
     def generate(prompts: np.ndarray) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Tiny models of every family with random weights, as folders; rounded to nearest; and their files in ONNX Runtime."""
+"""Tiny random models of every family as folders, their rounding to nearest, and exported graphs in ONNX Runtime."""
 
 from pathlib import Path
 from typing import Any
@@ -79,12 +79,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, folder: Path) -> torch.nn.Module:
-    """A model with weights of a size that lets every part count, saved as transformers does."""
-    kind, further = FAMILIES[name]
-    base = {key: value for key, value in BASE.items() if not (kind == "GPT2Config" and key in _LONG_NAMES)}
-    config = getattr(transformers, kind)(**{**base, **further})
-    config._attn_implementation = "eager"  # it has soft caps
+def save_model(name: str, folder: Path) -> torch.nn.Module:
+    """Save a model with weights large enough that every part affects the logits."""
+    class_name, settings = FAMILIES[name]
+    is_gpt2 = class_name == "GPT2Config"
+    base = {key: value for key, value in BASE.items() if not (is_gpt2 and key in _NOT_IN_GPT2)}
+    config = getattr(transformers, class_name)(**{**base, **settings})
+    config._attn_implementation = "eager"  # the only implementation with soft caps
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -98,7 +99,7 @@ def make(name: str, folder: Path) -> torch.nn.Module:
     return model
 
 
-_LONG_NAMES = (
+_NOT_IN_GPT2 = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -108,51 +109,54 @@ _LONG_NAMES = (
 )
 
 
-def int_spec(bits: int, block: int = 32, *, is_symmetric: bool = True) -> QuantizationSpec:
+def int_spec(bits: int, block_size: int = 32, *, is_symmetric: bool = True) -> QuantizationSpec:
+    """The spec of an integer weight in blocks; block_size=0: one scale per row."""
     dtype, scheme = (f"int{bits}", "symmetric") if is_symmetric else (f"uint{bits}", "asymmetric")
-    granularity = {"type": "per_block", "block_size": block, "axis": 1} if block else {"type": "per_channel", "axis": 0}
+    granularity = {"type": "per_channel", "axis": 0}
+    if block_size:
+        granularity = {"type": "per_block", "block_size": block_size, "axis": 1}
     return QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity)
 
 
-def nearest(weight: Tensor, spec: QuantizationSpec) -> QuantizedWeight:
-    """Rounded to nearest, a scale a block (or a row)."""
-    kind = get_format(spec.dtype)
+def round_to_nearest(weight: Tensor, spec: QuantizationSpec) -> QuantizedWeight:
+    """Quantize a weight by rounding to nearest, with one scale per block or row."""
+    number_format = get_format(spec.dtype)
     size = getattr(spec.granularity, "block_size", None) or weight.shape[1]
     blocks = weight.float().reshape(weight.shape[0], -1, size)
-    if kind.low < 0:
-        scale = (blocks.abs().amax(-1) / -kind.low).clamp(min=1e-6)
-        codes, zero = (blocks / scale[..., None]).round(), None
+    if number_format.low < 0:
+        scale = (blocks.abs().amax(-1) / -number_format.low).clamp(min=1e-6)
+        codes, zero_point = (blocks / scale[..., None]).round(), None
     else:
         low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
-        scale = ((high - low) / kind.high).clamp(min=1e-6)
-        zero = (-low / scale).round().to(torch.int32)
-        codes = (blocks / scale[..., None]).round() + zero[..., None]
-    codes = codes.clamp(kind.low, kind.high).reshape(weight.shape)
-    return QuantizedWeight(codes.to(torch.int8 if kind.low < 0 else torch.uint8), scale, spec, zero)
+        scale = ((high - low) / number_format.high).clamp(min=1e-6)
+        zero_point = (-low / scale).round().to(torch.int32)
+        codes = (blocks / scale[..., None]).round() + zero_point[..., None]
+    codes = codes.clamp(number_format.low, number_format.high).reshape(weight.shape)
+    return QuantizedWeight(codes.to(torch.int8 if number_format.low < 0 else torch.uint8), scale, spec, zero_point)
 
 
-def quantized(
-    folder: Path, spec: QuantizationSpec, keep: tuple[str, ...] = ("norm", "wpe", ".gate.weight", "ln_")
+def quantize_folder(
+    folder: Path, spec: QuantizationSpec, float_parts: tuple[str, ...] = ("norm", "wpe", ".gate.weight", "ln_")
 ) -> QuantizedCheckpoint:
-    """Every matrix of a folder to nearest, (out, in) whatever the folder keeps; those with a part of `keep` stay."""
+    """Round every matrix of a folder to nearest, except those whose names contain one of `float_parts`."""
     source = Source.open(folder)
-    packed = {}
+    weights = {}
     for name, stored in source.tensors.items():
-        if len(stored.shape) == 2 and not any(part in name for part in keep):
+        if len(stored.shape) == 2 and not any(part in name for part in float_parts):
             weight = source.tensor(name)
-            is_turned = source.model_type == "gpt2" and ".h." in name
-            packed[name] = nearest(weight.T if is_turned else weight, spec)
-    return QuantizedCheckpoint(source, packed)
+            is_transposed = source.model_type == "gpt2" and ".h." in name  # GPT-2 stores (in, out)
+            weights[name] = round_to_nearest(weight.T if is_transposed else weight, spec)
+    return QuantizedCheckpoint(source, weights)
 
 
 def simulate(checkpoint: QuantizedCheckpoint, folder: Path) -> torch.nn.Module:
-    """The model of transformers with what the codes stand for as its weights, loaded as any folder is."""
+    """Load the transformers model from a folder with the dequantized weights."""
     from safetensors.torch import save_file
 
     is_gpt2 = checkpoint.source.model_type == "gpt2"
     tensors = {name: checkpoint.tensor(name) for name in checkpoint.float_names}
-    for name, packed in checkpoint.quantized.items():
-        values = packed.dequantize()
+    for name, weight in checkpoint.quantized.items():
+        values = weight.dequantize()
         tensors[name] = (values.T if is_gpt2 and ".h." in name else values).contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -163,15 +167,21 @@ def simulate(checkpoint: QuantizedCheckpoint, folder: Path) -> torch.nn.Module:
 
 
 class OrtModel:
-    """The graph of a folder in plain ONNX Runtime; level 1 computes MatMulNBits in float, whole gives all logits."""
+    """The graph of a folder in plain ONNX Runtime.
 
-    def __init__(self, folder: Path, level: int = 1, *, is_whole: bool = True) -> None:
+    Args:
+        folder: The exported folder.
+        level: The accuracy level of MatMulNBits; 1 computes in float, 4 rounds activations to int8.
+        all_logits: Whether to return the logits of all tokens instead of the last one.
+    """
+
+    def __init__(self, folder: Path, level: int = 1, *, all_logits: bool = True) -> None:
         import onnx
         import onnxruntime as ort
 
         model = onnx.load(folder / "model.onnx", load_external_data=False)
         for node in model.graph.node:
-            if is_whole and node.output[0] == "last":
+            if all_logits and node.output[0] == "last":
                 node.op_type = "Identity"
                 del node.input[1:], node.attribute[:]
             for attribute in node.attribute:
@@ -182,29 +192,30 @@ class OrtModel:
         options.log_severity_level = 3
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         self.session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        self.inputs = {each.name: each.shape for each in self.session.get_inputs()}
+        self.inputs = {declared.name: declared.shape for declared in self.session.get_inputs()}
 
     def __call__(
-        self, words: np.ndarray, past: dict[str, np.ndarray] | None = None, mask: np.ndarray | None = None
+        self, tokens: np.ndarray, past: dict[str, np.ndarray] | None = None, mask: np.ndarray | None = None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Logits, and the keys and values that go in next time."""
-        batch, count = words.shape
-        seen = 0 if past is None else next(iter(past.values())).shape[2]
+        """Return logits, and the keys and values to pass as `past` in the next call."""
+        batch, count = tokens.shape
+        cached = 0 if past is None else next(iter(past.values())).shape[2]
         feeds = {
-            "input_ids": words,
-            "attention_mask": np.ones((batch, seen + count), np.int64) if mask is None else mask,
+            "input_ids": tokens,
+            "attention_mask": np.ones((batch, cached + count), np.int64) if mask is None else mask,
             **(past or {}),
         }
         if "position_ids" in self.inputs:
-            feeds["position_ids"] = np.tile(np.arange(seen, seen + count), (batch, 1))
+            feeds["position_ids"] = np.tile(np.arange(cached, cached + count), (batch, 1))
         for name, shape in self.inputs.items():
             if name not in feeds:
                 feeds[name] = np.zeros((batch, shape[1], 0, shape[3]), np.float32)
-        names = [each.name for each in self.session.get_outputs()]
-        found = dict(zip(names, self.session.run(None, feeds), strict=True))
-        logits = found.pop("logits")
-        return logits, {name.replace("present", "past_key_values"): value for name, value in found.items()}
+        names = [declared.name for declared in self.session.get_outputs()]
+        outputs = dict(zip(names, self.session.run(None, feeds), strict=True))
+        logits = outputs.pop("logits")
+        return logits, {name.replace("present", "past_key_values"): value for name, value in outputs.items()}
 
 
-def decibels(wanted: np.ndarray, got: np.ndarray) -> float:
-    return float(10 * np.log10((wanted**2).sum() / max(((wanted - got) ** 2).sum(), 1e-30)))
+def sqnr(expected: np.ndarray, actual: np.ndarray) -> float:
+    """The signal to quantization noise ratio in dB."""
+    return float(10 * np.log10((expected**2).sum() / max(((expected - actual) ** 2).sum(), 1e-30)))

@@ -1,4 +1,4 @@
-"""Language models for ONNX Runtime GenAI: a folder with a graph that keeps keys and values, 4- or 8-bit weights."""
+"""Language models for ONNX Runtime GenAI: a folder with an ONNX graph that has a cache of keys and values."""
 
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.genai.check_support import check

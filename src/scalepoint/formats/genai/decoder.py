@@ -1,11 +1,11 @@
-"""A decoder as a description: what kind of blocks it has, and what its tensors are called in the checkpoint.
+"""Describe a decoder-only language model: its blocks, and the names of its tensors in the checkpoint.
 
     pre       h = x + attention(norm(x));           y = h + mlp(norm(h))
     post      h = x + norm(attention(x));           y = h + norm(mlp(h))
     sandwich  h = x + norm(attention(norm(x)));     y = h + norm(mlp(norm(h)))
     parallel  y = x + attention(norm(x)) + mlp(norm(x))
 
-Which norms there are follows from the names: a part without a name is not there.
+A norm or layer without a name in `TensorNames.parts` does not exist in the model.
 """
 
 from collections.abc import Mapping
@@ -19,35 +19,36 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True)
 class DecoderBlock:
-    """What may differ from block to block."""
+    """Settings that may differ between blocks."""
 
     rotary: Rotary | None = None
-    window: int | None = None  # tokens that are looked at, the last one included; None: all
+    window: int | None = None  # tokens that attention sees, including the current one; None: all
     has_experts: bool = False
 
 
 @dataclass(frozen=True)
 class DecoderExperts:
-    """A mixture: `used` of `count` experts for every token."""
+    """A mixture of experts: every token is sent to `active_count` of `count` experts."""
 
     count: int
-    used: int
-    is_normalized: bool  # the weights of those used add up to 1
-    names: Mapping[str, str]  # gate, up, down: with {expert}
+    active_count: int
+    normalizes_weights: bool  # whether the weights of the active experts are scaled to sum 1
+    names: Mapping[str, str]  # of gate, up and down, with {expert}
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Tensors without ".weight" or ".bias"; those of a block after `block`."""
+    """Names of layers in the checkpoint, without ".weight" or ".bias"; those of a block follow the prefix `block`."""
 
     embedding: str
     norm: str
     head: str
     block: str  # with {block}
     parts: Mapping[str, str]
-    positions: str = ""  # of a learned one
+    positions: str = ""  # learned position embedding; "": none
 
-    def of(self, block: int, part: str) -> str:
+    def layer(self, block: int, part: str) -> str:
+        """Return the name of a layer of a block."""
         return f"{self.block.format(block=block)}{self.parts[part]}"
 
     def has(self, part: str) -> bool:
@@ -56,45 +57,44 @@ class TensorNames:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Everything that the graph is written from, but the weights."""
+    """Everything that the graph is built from, except the weights."""
 
-    kind: str  # for genai_config.json
-    vocabulary: int
-    hidden: int
-    heads: int
-    groups: int  # heads of keys and values
-    head: int  # channels of one
-    context: int
-    epsilon: float
+    model_type: str
+    vocabulary_size: int
+    hidden_size: int
+    head_count: int
+    kv_head_count: int
+    head_size: int  # channels of a head
+    context_length: int
+    norm_epsilon: float
     names: TensorNames
     blocks: tuple[DecoderBlock, ...]
-    is_tied: bool
+    has_tied_head: bool
     activation: Activation = "silu"
     norm: Literal["rms", "layer"] = "rms"
-    norm_offset: float = 0.0  # the weight of a norm is stored less this
+    norm_offset: float = 0.0  # added to the stored weight of a norm
     is_parallel: bool = False
     qk_norm: Literal["", "head", "all"] = ""
-    clip: float | None = None  # of queries, keys and values
-    scale: float | None = None  # of attention; None: head^-1/2
-    softcap: float = 0.0  # of attention
+    qkv_clip: float | None = None  # limit of queries, keys and values
+    attention_scale: float | None = None  # None: 1 / sqrt(head_size)
+    attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
-    is_transposed: bool = False  # the checkpoint keeps (in, out)
-    is_mixed: bool = False  # queries, keys and values of a head lie together
+    is_transposed: bool = False  # the checkpoint stores matrices as (in, out)
+    interleaves_qkv: bool = False  # the rows of qkv are q, k, v of the first head, then of the second, ...
     experts: DecoderExperts | None = None
-    has_shared: bool = False  # an expert for all tokens beside the chosen ones
+    has_shared_expert: bool = False  # an expert for all tokens, in addition to the routed ones
 
     def layers(self, block: int) -> list[str]:
-        """The matrices of a block, as the checkpoint calls them."""
-        names, found = self.names, ["q", "k", "v", "qkv", "o"]
+        """Return the names of all matrices of a block in the checkpoint."""
         experts = self.experts if self.blocks[block].has_experts else None
-        found += ["router"] if experts else ["gate", "up", "gate_up", "down"]
-        found += ["shared_gate", "shared_up", "shared_down", "shared_router"] if experts and self.has_shared else []
-        made = [names.of(block, part) for part in found if names.has(part)]
+        parts = ["q", "k", "v", "qkv", "o"]
+        parts += ["router"] if experts else ["gate", "up", "gate_up", "down"]
+        if experts and self.has_shared_expert:
+            parts += ["shared_gate", "shared_up", "shared_down", "shared_router"]
+        layers = [self.names.layer(block, part) for part in parts if self.names.has(part)]
         if experts:
-            prefix = names.block.format(block=block)
-            each = [
-                prefix + name.format(expert=index) for index in range(experts.count) for name in experts.names.values()
-            ]
-            made += each
-        return made
+            prefix = self.names.block.format(block=block)
+            for expert in range(experts.count):
+                layers += [prefix + name.format(expert=expert) for name in experts.names.values()]
+        return layers

@@ -1,7 +1,8 @@
-"""The families of language models that can be written, each a function from config.json to a Decoder."""
+"""The supported families of language models: for each a function that turns config.json into a Decoder."""
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from scalepoint.errors import TargetError
@@ -19,6 +20,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+# Layers of a block: the role that network.py uses -> the name in the checkpoint
 ATTENTION = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
 GATED = {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 PRE_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
@@ -26,7 +28,7 @@ POST_NORMS = {"after_attention": "post_attention_layernorm", "after_mlp": "post_
 SANDWICH_NORMS = {**POST_NORMS, "before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}
 QK_NORM = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 ROUTER = {"router": "mlp.gate"}
-SHARED = {
+SHARED_EXPERT = {
     **{f"shared_{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
     "shared_router": "mlp.shared_expert_gate",
 }
@@ -39,64 +41,68 @@ MIXTRAL = {
 
 
 def describe_decoder(config: Config) -> Decoder:
-    """The description of a model, or what can be written instead."""
-    kind = str(config.get("model_type", ""))
-    if kind not in FAMILIES:
+    """Return the description of a model; raise TargetError if its family is not supported."""
+    model_type = str(config.get("model_type", ""))
+    if model_type not in FAMILIES:
         raise TargetError(
-            f"ort-genai does not write models of the type {kind!r} (model_type in config.json): it writes "
+            f"ort-genai does not support models of type {model_type!r} (model_type in config.json), only "
             f"{', '.join(sorted(FAMILIES))}"
         )
     try:
-        return FAMILIES[kind](config)
+        return FAMILIES[model_type](config)
     except KeyError as error:
-        raise TargetError(f"config.json of a {kind} model lacks {error.args[0]!r}") from error
+        raise TargetError(f"config.json of a {model_type} model lacks {error.args[0]!r}") from error
 
 
-def _llama_like(config: Config, kind: str, parts: Mapping[str, str], **further: Any) -> Decoder:
-    """Llama, and what is called as it is there."""
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-    head = int(config.get("head_dim") or hidden // heads)
-    found = {
-        "kind": kind,
-        "vocabulary": int(config["vocab_size"]),
-        "hidden": hidden,
-        "heads": heads,
-        "groups": int(config.get("num_key_value_heads") or heads),
-        "head": head,
-        "context": int(config["max_position_embeddings"]),
-        "epsilon": float(config.get("rms_norm_eps") or 1e-5),
+def _llama_like(config: Config, model_type: str, parts: Mapping[str, str], **overrides: Any) -> Decoder:
+    """Describe a model whose config has the keys of Llama; `overrides` are fields of Decoder that differ."""
+    head_count, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
+    head_size = int(config.get("head_dim") or hidden_size // head_count)
+    fields = {
+        "model_type": model_type,
+        "vocabulary_size": int(config["vocab_size"]),
+        "hidden_size": hidden_size,
+        "head_count": head_count,
+        "kv_head_count": int(config.get("num_key_value_heads") or head_count),
+        "head_size": head_size,
+        "context_length": int(config["max_position_embeddings"]),
+        "norm_epsilon": float(config.get("rms_norm_eps") or 1e-5),
         "names": TensorNames("model.embed_tokens", "model.norm", "lm_head", "model.layers.{block}.", parts),
-        "blocks": _describe_blocks(config, head),
-        "is_tied": bool(config.get("tie_word_embeddings", False)),
+        "blocks": _describe_blocks(config, head_size),
+        "has_tied_head": bool(config.get("tie_word_embeddings", False)),
         "activation": _find_activation(config.get("hidden_act") or config["hidden_activation"]),
     }
-    made = Decoder(**{**found, **further})
-    longest = [each.rotary.longest for each in made.blocks if each.rotary and each.rotary.longest]
-    return Decoder(**{**found, **further, "context": min([made.context, *longest])})
+    decoder = Decoder(**{**fields, **overrides})
+    limits = [block.rotary.max_positions for block in decoder.blocks if block.rotary and block.rotary.max_positions]
+    return replace(decoder, context_length=min([decoder.context_length, *limits]))
 
 
-def _describe_blocks(config: Config, head: int) -> tuple[DecoderBlock, ...]:
+def _describe_blocks(config: Config, head_size: int) -> tuple[DecoderBlock, ...]:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    kinds = config.get("layer_types") or [
-        _attention_kind(config, index) for index in range(int(config["num_hidden_layers"]))
+    layer_types = config.get("layer_types") or [
+        _layer_type(config, index) for index in range(int(config["num_hidden_layers"]))
     ]
     base = {"sliding_attention": config.get("rope_local_base_freq")}
     return tuple(
         DecoderBlock(
-            describe_rotary(config, head, kind, base.get(kind)),
-            int(window) if window and kind == "sliding_attention" else None,
-            _has_experts(config, index),
+            rotary=describe_rotary(config, head_size, layer_type, base.get(layer_type)),
+            window=int(window) if window and layer_type == "sliding_attention" else None,
+            has_experts=_has_experts(config, index),
         )
-        for index, kind in enumerate(kinds)
+        for index, layer_type in enumerate(layer_types)
     )
 
 
-def _attention_kind(config: Config, index: int) -> str:
-    """Whether a block has the window, where an older config leaves it to the code."""
+def _layer_type(config: Config, index: int) -> str:
+    """Return the layer type of a block for a config of an older transformers, whose code decided it."""
     family = str(config["model_type"])
-    every = {"gemma2": 2, "gemma3_text": int(config.get("sliding_window_pattern") or 6), "olmo3": 4}
-    if family in every:
-        has_window = (index + 1) % every[family] != 0
+    full_attention_period = {
+        "gemma2": 2,
+        "gemma3_text": int(config.get("sliding_window_pattern") or 6),
+        "olmo3": 4,
+    }
+    if family in full_attention_period:
+        has_window = (index + 1) % full_attention_period[family] != 0
     elif family.startswith("qwen"):
         has_window = index >= int(config.get("max_window_layers") or 0)
     else:
@@ -112,7 +118,7 @@ def _has_experts(config: Config, index: int) -> bool:
 
 def _find_activation(name: str) -> Activation:
     if name not in ACTIVATIONS:
-        raise TargetError(f"ort-genai writes the activations {', '.join(ACTIVATIONS)}, not {name!r}")
+        raise TargetError(f"ort-genai supports the activations {', '.join(ACTIVATIONS)}, not {name!r}")
     return ACTIVATIONS[name]
 
 
@@ -131,7 +137,7 @@ def _phi3(config: Config) -> Decoder:
 
 def _phi(config: Config) -> Decoder:
     if config.get("qk_layernorm"):
-        raise TargetError("ort-genai does not write phi models with qk_layernorm")
+        raise TargetError("ort-genai does not support phi models with qk_layernorm")
     parts = {
         **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v")},
         "o": "self_attn.dense",
@@ -141,25 +147,25 @@ def _phi(config: Config) -> Decoder:
     }
     names = TensorNames("model.embed_tokens", "model.final_layernorm", "lm_head", "model.layers.{block}.", parts)
     epsilon = float(config["layer_norm_eps"])
-    return _llama_like(config, "phi", parts, names=names, norm="layer", is_parallel=True, epsilon=epsilon)
+    return _llama_like(config, "phi", parts, names=names, norm="layer", is_parallel=True, norm_epsilon=epsilon)
 
 
 def _gemma(config: Config) -> Decoder:
-    hidden = config.get("hidden_activation") or "gelu_pytorch_tanh"  # what its code takes, whatever hidden_act says
-    return _llama_like(config, "gemma", {**ATTENTION, **GATED, **PRE_NORMS}, **_gemma_settings(config, hidden))
+    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"  # Gemma's code ignores hidden_act
+    return _llama_like(config, "gemma", {**ATTENTION, **GATED, **PRE_NORMS}, **_gemma_settings(config, activation))
 
 
-def _gemma2(config: Config) -> Decoder:
-    kind = str(config["model_type"])
-    is_third = kind == "gemma3_text"
-    parts = {**ATTENTION, **GATED, **SANDWICH_NORMS, **(QK_NORM if is_third else {})}
+def _gemma2_or_3(config: Config) -> Decoder:
+    model_type = str(config["model_type"])
+    is_gemma3 = model_type == "gemma3_text"
+    parts = {**ATTENTION, **GATED, **SANDWICH_NORMS, **(QK_NORM if is_gemma3 else {})}
     return _llama_like(
         config,
-        kind,
+        model_type,
         parts,
-        qk_norm="head" if is_third else "",
-        scale=float(config["query_pre_attn_scalar"]) ** -0.5,
-        softcap=float(config.get("attn_logit_softcapping") or 0.0),
+        qk_norm="head" if is_gemma3 else "",
+        attention_scale=float(config["query_pre_attn_scalar"]) ** -0.5,
+        attention_softcap=float(config.get("attn_logit_softcapping") or 0.0),
         logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
         **_gemma_settings(config, config["hidden_activation"]),
     )
@@ -168,56 +174,56 @@ def _gemma2(config: Config) -> Decoder:
 def _gemma_settings(config: Config, activation: str) -> dict[str, Any]:
     if config.get("use_bidirectional_attention"):
         raise TargetError(
-            "ort-genai writes decoders: this Gemma looks at later words too (use_bidirectional_attention)"
+            "ort-genai supports decoders only: this Gemma also attends to later tokens (use_bidirectional_attention)"
         )
     return {
         "activation": _find_activation(activation),
         "norm_offset": 1.0,
         "embedding_scale": math.sqrt(float(config["hidden_size"])),
-        "is_tied": bool(config.get("tie_word_embeddings", True)),
+        "has_tied_head": bool(config.get("tie_word_embeddings", True)),
     }
 
 
 def _olmo(config: Config) -> Decoder:
     parts = {**ATTENTION, **GATED, **PRE_NORMS}
-    return _llama_like(config, "olmo", parts, norm="layer", epsilon=1e-5, clip=config.get("clip_qkv"))
+    return _llama_like(config, "olmo", parts, norm="layer", norm_epsilon=1e-5, qkv_clip=config.get("clip_qkv"))
 
 
-def _olmo2(config: Config) -> Decoder:
+def _olmo2_or_3(config: Config) -> Decoder:
     parts = {**ATTENTION, **GATED, **POST_NORMS, **QK_NORM}
     return _llama_like(config, str(config["model_type"]), parts, qk_norm="all")
 
 
-def _mixture(config: Config, **further: Any) -> Decoder:
-    """Qwen-MoE, OLMoE, Mixtral: experts by their names in the checkpoint."""
-    kind = str(config["model_type"])
-    is_mixtral = kind == "mixtral"
+def _mixture(config: Config, extra_parts: Mapping[str, str] | None = None, **overrides: Any) -> Decoder:
+    """Describe Qwen-MoE, OLMoE or Mixtral, whose checkpoints store experts one by one."""
+    model_type = str(config["model_type"])
+    is_mixtral = model_type == "mixtral"
     experts = DecoderExperts(
         count=int(config.get("num_experts") or config["num_local_experts"]),
-        used=int(config["num_experts_per_tok"]),
-        is_normalized=is_mixtral or bool(config.get("norm_topk_prob", False)),
+        active_count=int(config["num_experts_per_tok"]),
+        normalizes_weights=is_mixtral or bool(config.get("norm_topk_prob", False)),
         names=MIXTRAL if is_mixtral else EXPERTS,
     )
     router = {"router": "block_sparse_moe.gate"} if is_mixtral else ROUTER
-    parts = {**ATTENTION, **GATED, **PRE_NORMS, **router, **further.pop("parts", {})}
-    return _llama_like(config, kind, parts, experts=experts, **further)
+    parts = {**ATTENTION, **GATED, **PRE_NORMS, **router, **(extra_parts or {})}
+    return _llama_like(config, model_type, parts, experts=experts, **overrides)
 
 
 def _qwen2_moe(config: Config) -> Decoder:
-    return _mixture(config, parts=SHARED, has_shared=True)
+    return _mixture(config, SHARED_EXPERT, has_shared_expert=True)
 
 
 def _qwen3_moe(config: Config) -> Decoder:
-    return _mixture(config, parts=QK_NORM, qk_norm="head")
+    return _mixture(config, QK_NORM, qk_norm="head")
 
 
 def _olmoe(config: Config) -> Decoder:
-    return _mixture(config, parts=QK_NORM, qk_norm="all", clip=config.get("clip_qkv"))
+    return _mixture(config, QK_NORM, qk_norm="all", qkv_clip=config.get("clip_qkv"))
 
 
 def _gpt2(config: Config) -> Decoder:
     if config.get("add_cross_attention") or config.get("scale_attn_by_inverse_layer_idx"):
-        raise TargetError("ort-genai does not write GPT-2 with cross attention or scale_attn_by_inverse_layer_idx")
+        raise TargetError("ort-genai does not support GPT-2 with cross attention or scale_attn_by_inverse_layer_idx")
     parts = {
         "qkv": "attn.c_attn",
         "o": "attn.c_proj",
@@ -226,22 +232,22 @@ def _gpt2(config: Config) -> Decoder:
         "before_attention": "ln_1",
         "before_mlp": "ln_2",
     }
-    heads, hidden = int(config["n_head"]), int(config["n_embd"])
+    head_count, hidden_size = int(config["n_head"]), int(config["n_embd"])
     return Decoder(
-        kind="gpt2",
-        vocabulary=int(config["vocab_size"]),
-        hidden=hidden,
-        heads=heads,
-        groups=heads,
-        head=hidden // heads,
-        context=int(config["n_positions"]),
-        epsilon=float(config["layer_norm_epsilon"]),
+        model_type="gpt2",
+        vocabulary_size=int(config["vocab_size"]),
+        hidden_size=hidden_size,
+        head_count=head_count,
+        kv_head_count=head_count,
+        head_size=hidden_size // head_count,
+        context_length=int(config["n_positions"]),
+        norm_epsilon=float(config["layer_norm_epsilon"]),
         names=TensorNames("wte", "ln_f", "lm_head", "h.{block}.", parts, "wpe"),
         blocks=(DecoderBlock(),) * int(config["n_layer"]),
-        is_tied=bool(config.get("tie_word_embeddings", True)),
+        has_tied_head=bool(config.get("tie_word_embeddings", True)),
         activation=_find_activation(config["activation_function"]),
         norm="layer",
-        scale=None if config.get("scale_attn_weights", True) else 1.0,
+        attention_scale=None if config.get("scale_attn_weights", True) else 1.0,
         is_transposed=True,
     )
 
@@ -263,10 +269,10 @@ def _gpt_neox(config: Config) -> Decoder:
         parts,
         names=names,
         norm="layer",
-        epsilon=float(config["layer_norm_eps"]),
+        norm_epsilon=float(config["layer_norm_eps"]),
         is_parallel=bool(config.get("use_parallel_residual", True)),
-        is_mixed=True,
-        groups=int(config["num_attention_heads"]),
+        interleaves_qkv=True,
+        kv_head_count=int(config["num_attention_heads"]),
     )
 
 
@@ -278,11 +284,11 @@ FAMILIES: dict[str, Callable[[Config], Decoder]] = {
     "phi": _phi,
     "phi3": _phi3,
     "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma2,
+    "gemma2": _gemma2_or_3,
+    "gemma3_text": _gemma2_or_3,
     "olmo": _olmo,
-    "olmo2": _olmo2,
-    "olmo3": _olmo2,
+    "olmo2": _olmo2_or_3,
+    "olmo3": _olmo2_or_3,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "qwen2_moe": _qwen2_moe,

@@ -1,4 +1,4 @@
-"""The graph as it grows: nodes and constants, and the weights of a checkpoint as products and look-ups."""
+"""Builds an ONNX graph node by node, with the weights of a quantized checkpoint as initializers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,169 +13,189 @@ from scalepoint.errors import ExportError, did_you_mean
 from scalepoint.formats.genai.initializers import InitializerFile, to_array
 from scalepoint.formats.genai.layout import PackedMatrix, pack_matrix, stack_matrices
 
-MICROSOFT = "com.microsoft"
-FLOAT = 1  # as ONNX numbers types
+MICROSOFT_DOMAIN = "com.microsoft"
+ONNX_FLOAT = 1  # TensorProto.FLOAT
 INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: the fast kernels
-PREFIXES = ("", "model.", "transformer.")  # with which a folder may name the same tensor
+NAME_PREFIXES = ("", "model.", "transformer.")  # folders store the same tensor with or without one of these
 
 
-def find_tensor_name(tensor: str, is_there: Callable[[str], bool]) -> str | None:
-    """A tensor's name as a folder spells it; None: it is not there."""
-    names = [name for prefix in PREFIXES for name in (f"{prefix}{tensor}", tensor.removeprefix(prefix))]
-    return next((name for name in names if is_there(name)), None)
+def find_tensor_name(tensor: str, has_tensor: Callable[[str], bool]) -> str | None:
+    """Return the name that a checkpoint uses for a tensor, or None if it has no such tensor."""
+    names = [name for prefix in NAME_PREFIXES for name in (f"{prefix}{tensor}", tensor.removeprefix(prefix))]
+    return next((name for name in names if has_tensor(name)), None)
 
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A quantized weight in the store."""
+    """A quantized weight among the initializers."""
 
-    names: tuple[str, ...]  # codes, scales and, where there are any, zero points
+    names: tuple[str, ...]  # codes, scales and, if there are any, zero points
     rows: int
     columns: int
     bits: int
-    block: int
+    block_size: int
 
 
 class GraphBuilder:
-    """Nodes in order; every method adds some and gives the name of what they make."""
+    """Collects nodes and initializers. Methods that start with `add_` return the name of the tensor they add."""
 
-    def __init__(self, checkpoint: QuantizedCheckpoint, store: InitializerFile) -> None:
-        self.checkpoint, self.store = checkpoint, store
+    def __init__(self, checkpoint: QuantizedCheckpoint, initializers: InitializerFile) -> None:
+        self.checkpoint, self.initializers = checkpoint, initializers
         self.nodes: list[Any] = []
-        self.stored: dict[str, StoredMatrix] = {}  # by layer, or by what layers were stacked to
+        self.matrices: dict[str, StoredMatrix] = {}  # by layer, or by the label of several stacked layers
         self._constants: dict[tuple[Any, ...], str] = {}
 
-    def node(self, kind: str, inputs: Sequence[str], *, name: str = "", domain: str = "", **attributes: Any) -> str:
-        """One with one output, which has its name."""
-        return self.node_of(kind, inputs, [name or f"{kind}_{len(self.nodes)}"], domain=domain, **attributes)[0]
+    def add_node(self, kind: str, inputs: Sequence[str], *, name: str = "", domain: str = "", **attributes: Any) -> str:
+        """Add a node with one output, and return the output's name."""
+        outputs = [name or f"{kind}_{len(self.nodes)}"]
+        return self.add_multi_output_node(kind, inputs, outputs, domain=domain, **attributes)[0]
 
-    def node_of(
+    def add_multi_output_node(
         self, kind: str, inputs: Sequence[str], outputs: Sequence[str], *, domain: str = "", **attributes: Any
     ) -> list[str]:
+        """Add a node, and return the names of its outputs."""
         from onnx import helper  # noqa: PLC0415  # only an export needs it
 
         name = f"/{outputs[0]}"
         self.nodes.append(helper.make_node(kind, list(inputs), list(outputs), name=name, domain=domain, **attributes))
         return list(outputs)
 
-    def constant(self, values: Any, dtype: Any = np.int64) -> str:
-        """Equal ones are one."""
+    def add_constant(self, values: Any, dtype: Any = np.int64) -> str:
+        """Add a constant; equal constants share one initializer."""
         array = np.asarray(values, dtype)
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
-            self._constants[key] = self.store.add(f"constant.{len(self._constants)}", array)
+            self._constants[key] = self.initializers.add(f"constant.{len(self._constants)}", array)
         return self._constants[key]
 
-    def name_of(self, tensor: str) -> str:
-        """As the folder calls it."""
-        name = find_tensor_name(tensor, self.is_there)
+    def checkpoint_name(self, tensor: str) -> str:
+        """Return the name that the checkpoint uses for a tensor; raise ExportError if it has no such tensor."""
+        name = find_tensor_name(tensor, self._is_in_checkpoint)
         if name is None:
-            known = [*self.checkpoint.source.tensors]
-            raise ExportError(
-                f"{self.checkpoint.source.folder} has no tensor {tensor!r}: {did_you_mean(tensor, known)}"
-            )
+            source = self.checkpoint.source
+            raise ExportError(f"{source.folder} has no tensor {tensor!r}: {did_you_mean(tensor, [*source.tensors])}")
         return name
 
-    def has(self, tensor: str) -> bool:
-        return find_tensor_name(tensor, self.is_there) is not None
+    def has_tensor(self, tensor: str) -> bool:
+        return find_tensor_name(tensor, self._is_in_checkpoint) is not None
 
-    def is_there(self, name: str) -> bool:
-        found = self.checkpoint
-        return name in found.source.tensors or name in found.changed or name in found.quantized
+    def _is_in_checkpoint(self, name: str) -> bool:
+        checkpoint = self.checkpoint
+        return name in checkpoint.source.tensors or name in checkpoint.changed or name in checkpoint.quantized
 
-    def values(self, tensor: str) -> Tensor:
-        """A float tensor, in float32."""
-        return self.checkpoint.tensor(self.name_of(tensor)).float()
+    def read_float32(self, tensor: str) -> Tensor:
+        """Read a float tensor of the checkpoint as float32."""
+        return self.checkpoint.tensor(self.checkpoint_name(tensor)).float()
 
-    def floats(self, tensor: str, values: Tensor | None = None) -> str:
-        """An initializer of a float tensor, or of what was made of it."""
-        if tensor in self.store.tensors:
+    def add_float32(self, tensor: str, values: Tensor | None = None) -> str:
+        """Add a float32 initializer: a tensor of the checkpoint, or `values` computed from it."""
+        if tensor in self.initializers.tensors:
             return tensor
-        return self.store.add(tensor, to_array(self.values(tensor) if values is None else values))
+        return self.initializers.add(tensor, to_array(self.read_float32(tensor) if values is None else values))
 
-    def table(self, layer: str, rows: Tensor | None = None) -> str:
-        """An initializer of a float matrix, in 16 bits where the checkpoint has it in 16 bits."""
+    def add_float_matrix(self, layer: str, rows: Tensor | None = None) -> str:
+        """Add the weight of a float layer, in 16 bits if the checkpoint has it in 16 bits; `rows` selects rows."""
         name = f"{layer}.weight"
-        if name not in self.store.tensors:
-            found = self.checkpoint.tensor(self.name_of(name))
-            found = found if found.dtype in (torch.float16, torch.bfloat16) else found.float()
-            self.store.add(name, to_array(found if rows is None else found[rows]))
+        if name not in self.initializers.tensors:
+            weight = self.checkpoint.tensor(self.checkpoint_name(name))
+            weight = weight if weight.dtype in (torch.float16, torch.bfloat16) else weight.float()
+            self.initializers.add(name, to_array(weight if rows is None else weight[rows]))
         return name
 
-    def to_float32(self, value: str, table: str) -> str:
-        """What comes from a table, or the table itself, in float32."""
-        return value if self.store.tensors[table].data_type == FLOAT else self.node("Cast", [value], to=FLOAT)
+    def add_cast_to_float32(self, value: str, matrix: str) -> str:
+        """Cast `value`, which has the dtype of the initializer `matrix`, to float32 if it is not float32."""
+        if self.initializers.tensors[matrix].data_type == ONNX_FLOAT:
+            return value
+        return self.add_node("Cast", [value], to=ONNX_FLOAT)
 
-    def is_packed(self, layer: str) -> bool:
+    def is_quantized(self, layer: str) -> bool:
         name = f"{layer}.weight"
-        return self.has(name) and self.name_of(name) in self.checkpoint.quantized
+        return self.has_tensor(name) and self.checkpoint_name(name) in self.checkpoint.quantized
 
-    def packed(self, layer: str) -> QuantizedWeight:
-        return self.checkpoint.quantized[self.name_of(f"{layer}.weight")]
+    def quantized_weight(self, layer: str) -> QuantizedWeight:
+        return self.checkpoint.quantized[self.checkpoint_name(f"{layer}.weight")]
 
-    def linear(self, value: str, layer: str, *, rows: Tensor | None = None, name: str = "", **kind: bool) -> str:
-        """value W^T + b of one layer, quantized or float; its outputs in the order of `rows`."""
-        if not self.is_packed(layer):
-            return self._float_linear(value, layer, rows, name, **kind)
-        if layer not in self.stored:
-            found = pack_matrix(self.packed(layer))
-            self.store_matrix(layer, found if rows is None else found.select_rows(rows.numpy()))
-        return self.product(value, layer, self.bias([layer], rows), name)
+    def add_linear(
+        self, value: str, layer: str, *, rows: Tensor | None = None, name: str = "", is_transposed: bool = False
+    ) -> str:
+        """Add value W^T + b for one layer, quantized or float.
 
-    def stack(self, value: str, layers: Sequence[str], label: str) -> str | None:
-        """Several layers of one input as one product, where their codes have one layout; else None."""
-        if not all(self.is_packed(each) for each in layers):
+        Args:
+            value: The input.
+            layer: The layer in the checkpoint.
+            rows: An order for the output channels; None keeps the checkpoint's order.
+            name: The name of the output.
+            is_transposed: Whether the checkpoint stores a float weight as (in, out).
+        """
+        if not self.is_quantized(layer):
+            return self._add_float_linear(value, layer, rows, name, is_transposed)
+        if layer not in self.matrices:
+            matrix = pack_matrix(self.quantized_weight(layer))
+            self.add_matrix(layer, matrix if rows is None else matrix.select_rows(rows.numpy()))
+        return self.add_product(value, layer, self.read_bias([layer], rows), name)
+
+    def add_stacked_linear(self, value: str, layers: Sequence[str], label: str) -> str | None:
+        """Add several layers with the same input as one product; return None if their layouts differ."""
+        if not all(self.is_quantized(layer) for layer in layers):
             return None
-        matrices = [pack_matrix(self.packed(each)) for each in layers]
-        if len({each.kind for each in matrices}) != 1:
+        matrices = [pack_matrix(self.quantized_weight(layer)) for layer in layers]
+        if len({matrix.layout for matrix in matrices}) != 1:
             return None
-        self.store_matrix(label, stack_matrices(matrices))
-        return self.product(value, label, self.bias(layers))
+        self.add_matrix(label, stack_matrices(matrices))
+        return self.add_product(value, label, self.read_bias(layers))
 
-    def bias(self, layers: Sequence[str], rows: Tensor | None = None) -> Tensor | None:
-        """Of one product of several layers; None where none of them has one."""
-        if not any(self.has(f"{each}.bias") for each in layers):
+    def read_bias(self, layers: Sequence[str], rows: Tensor | None = None) -> Tensor | None:
+        """Return the concatenated biases of several layers, with zeros for missing ones; None if no layer has one."""
+        if not any(self.has_tensor(f"{layer}.bias") for layer in layers):
             return None
-        found = [self.values(f"{each}.bias") if self.has(f"{each}.bias") else self._none(each) for each in layers]
-        together = torch.cat(found)
-        return together if rows is None else together[rows]
+        biases = [
+            self.read_float32(f"{layer}.bias") if self.has_tensor(f"{layer}.bias") else self._zero_bias(layer)
+            for layer in layers
+        ]
+        bias = torch.cat(biases)
+        return bias if rows is None else bias[rows]
 
-    def store_matrix(self, label: str, weight: PackedMatrix) -> StoredMatrix:
-        """Codes, scales and zero points as initializers."""
-        arrays = {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros}
-        names = tuple(self.store.add(f"{label}.{key}", each) for key, each in arrays.items() if each is not None)
-        self.stored[label] = StoredMatrix(names, weight.rows, weight.columns, weight.bits, weight.block)
-        return self.stored[label]
+    def add_matrix(self, label: str, matrix: PackedMatrix) -> StoredMatrix:
+        """Add codes, scales and zero points of a quantized weight as initializers."""
+        arrays = {"codes": matrix.codes, "scales": matrix.scales, "zeros": matrix.zero_points}
+        names = tuple(
+            self.initializers.add(f"{label}.{key}", array) for key, array in arrays.items() if array is not None
+        )
+        self.matrices[label] = StoredMatrix(names, matrix.rows, matrix.columns, matrix.bits, matrix.block_size)
+        return self.matrices[label]
 
-    def product(self, value: str, label: str, bias: Tensor | None, name: str = "") -> str:
-        kept = self.stored[label]
-        inputs = [value, *kept.names]
+    def add_product(self, value: str, label: str, bias: Tensor | None, name: str = "") -> str:
+        """Add a product with a quantized weight that `add_matrix` has stored."""
+        matrix = self.matrices[label]
+        inputs = [value, *matrix.names]
         if bias is not None:
-            inputs += [""] * (5 - len(inputs)) + [self.floats(f"{label}.bias", bias)]
-        return self.node(
+            inputs += [""] * (5 - len(inputs)) + [self.add_float32(f"{label}.bias", bias)]  # bias is input 5
+        return self.add_node(
             "MatMulNBits",
             inputs,
             name=name or f"{label}.product",
-            domain=MICROSOFT,
-            K=kept.columns,
-            N=kept.rows,
-            bits=kept.bits,
-            block_size=kept.block,
+            domain=MICROSOFT_DOMAIN,
+            K=matrix.columns,
+            N=matrix.rows,
+            bits=matrix.bits,
+            block_size=matrix.block_size,
             accuracy_level=INT8_ACTIVATIONS,
         )
 
-    def _none(self, layer: str) -> Tensor:
-        return torch.zeros(self.packed(layer).codes.shape[0])
+    def _zero_bias(self, layer: str) -> Tensor:
+        return torch.zeros(self.quantized_weight(layer).codes.shape[0])
 
-    def _float_linear(self, value: str, layer: str, rows: Tensor | None, name: str, is_transposed: bool = False) -> str:
-        bias, table = self.bias([layer], rows), self.table(layer, rows)
-        made = self.node(
+    def _add_float_linear(
+        self, value: str, layer: str, rows: Tensor | None, name: str, is_transposed: bool = False
+    ) -> str:
+        bias, weight = self.read_bias([layer], rows), self.add_float_matrix(layer, rows)
+        product = self.add_node(
             "FusedMatMul",
-            [value, self.to_float32(table, table)],
+            [value, self.add_cast_to_float32(weight, weight)],
             name=f"{layer}.product" if bias is not None or not name else name,
-            domain=MICROSOFT,
+            domain=MICROSOFT_DOMAIN,
             transB=int(not is_transposed),
         )
         if bias is None:
-            return made
-        return self.node("Add", [made, self.floats(f"{layer}.bias", bias)], name=name or f"{layer}.sum")
+            return product
+        return self.add_node("Add", [product, self.add_float32(f"{layer}.bias", bias)], name=name or f"{layer}.sum")

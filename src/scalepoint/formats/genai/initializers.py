@@ -1,4 +1,4 @@
-"""Initializers of a graph, written into its data file as they come: one tensor in memory at a time."""
+"""Writes initializers into the data file of a graph as they are added, so that one tensor is in memory at a time."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,19 +10,19 @@ import torch
 from ml_dtypes import bfloat16
 from torch import Tensor
 
-MAX_INLINE_BYTES = 1024  # bytes up to which a tensor lies in the graph itself
-ALIGNMENT = 4096  # where tensors begin, so that they can be mapped
+MAX_INLINE_BYTES = 1024  # smaller tensors are stored in the graph itself
+ALIGNMENT = 4096  # bytes; aligned tensors can be memory-mapped
 
 
 def to_array(tensor: Tensor) -> np.ndarray:
-    """A tensor for numpy, which knows bfloat16 by another package."""
+    """Convert a tensor to numpy, with bfloat16 from ml_dtypes."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(bfloat16)
     return tensor.contiguous().numpy()
 
 
 class InitializerFile:
-    """The data file beside a graph."""
+    """The data file next to a graph, and the initializers that refer to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,11 +38,11 @@ class InitializerFile:
         self._file.close()
 
     def add(self, name: str, array: np.ndarray) -> str:
-        """Under a name, which is given back."""
+        """Write an array as initializer `name`, and return the name."""
         return self.add_pieces(name, array.shape, array.dtype, [array])
 
     def add_pieces(self, name: str, shape: tuple[int, ...], dtype: Any, pieces: Iterable[np.ndarray]) -> str:
-        """A tensor that comes piece by piece along its first axis."""
+        """Write an initializer that is computed piece by piece along its first axis."""
         from onnx import TensorProto, helper  # noqa: PLC0415  # only an export needs it
 
         dtype = np.dtype(dtype)
@@ -58,12 +58,12 @@ class InitializerFile:
         self.tensors[name] = tensor
         return name
 
-    def add_view(self, name: str, of: str, shape: tuple[int, ...]) -> str:
-        """The same bytes in another shape: stored once."""
+    def add_view(self, name: str, source: str, shape: tuple[int, ...]) -> str:
+        """Add an initializer with the bytes of `source` in another shape; the bytes are stored once."""
         from onnx import TensorProto  # noqa: PLC0415
 
         tensor = TensorProto()
-        tensor.CopyFrom(self.tensors[of])
+        tensor.CopyFrom(self.tensors[source])
         tensor.name, tensor.dims[:] = name, shape
         self.tensors[name] = tensor
         return name

@@ -1,9 +1,10 @@
-"""Codes as MatMulNBits, GatherBlockQuantized and QMoE read them: unsigned, blocks along the inputs, low bits first.
+"""Pack codes in the layout of MatMulNBits, GatherBlockQuantized and QMoE: unsigned, blocks along the inputs, low bits
+first.
 
-    codes (out, blocks, block bits / 8)   scales (out, blocks)   zero points (out, ceil(blocks bits / 8)), or none
+    codes (out, blocks, block_size bits / 8)   scales (out, blocks)   zero points (out, ceil(blocks bits / 8)), or none
 
-Kernels have 2, 4 and 8 bits, and blocks of 16 .. 256: other widths go into the next one, other blocks into smaller ones
-with the same scale. What the codes stand for stays the same bit for bit.
+The kernels support 2, 4 and 8 bits and blocks of 16 .. 256. Codes of other widths are stored in the next larger width,
+and other blocks are split into smaller ones with the same scale. The values do not change by a bit.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from scalepoint.spec import QuantizationScheme, QuantizationSpec
 
 CODE_BITS = (2, 4, 8)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-DEFAULT_BLOCK_SIZE = 128  # the fastest, where there is a choice
+PREFERRED_BLOCK_SIZE = 128  # the fastest; larger blocks are split into blocks of this size
+ROW_BLOCK_SIZE = 32  # for weights with one scale per row; the last block is padded
 MAX_ELEMENTS_AT_ONCE = 4_000_000  # codes that are packed at a time
 Array = np.ndarray
 
@@ -30,108 +32,118 @@ class PackedMatrix:
 
     codes: Array
     scales: Array
-    zeros: Array | None
+    zero_points: Array | None
     bits: int
-    block: int
-    columns: int  # of the weight: the last block may be longer
+    block_size: int
+    columns: int  # of the weight; the last block may be padded
 
     @property
     def rows(self) -> int:
         return int(self.codes.shape[0])
 
     @property
-    def kind(self) -> tuple[int, int, int, bool]:
-        """Matrices of one kind can be stacked."""
-        return self.bits, self.block, self.columns, self.zeros is None
+    def layout(self) -> tuple[int, int, int, bool]:
+        """Matrices with equal layouts can be stacked."""
+        return self.bits, self.block_size, self.columns, self.zero_points is None
 
     def select_rows(self, rows: Array) -> "PackedMatrix":
-        """Its rows in another order."""
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return PackedMatrix(self.codes[rows], self.scales[rows], zeros, self.bits, self.block, self.columns)
+        """Return the matrix with these rows, in this order."""
+        zero_points = None if self.zero_points is None else self.zero_points[rows]
+        return PackedMatrix(self.codes[rows], self.scales[rows], zero_points, self.bits, self.block_size, self.columns)
 
 
 def code_bits(spec: QuantizationSpec) -> int:
-    """Bits that a code takes."""
+    """Return the bits that a code takes in the file."""
     bits = get_format(spec.dtype).bits
     return next(width for width in CODE_BITS if width >= bits)
 
 
 def describe_wider_type(spec: QuantizationSpec, columns: int) -> str:
-    """Why codes take more bits in the file than their type has; "": they do not."""
-    bits, width = get_format(spec.dtype).bits, code_bits(spec)
-    known = ", ".join(map(str, CODE_BITS))
-    return "" if width == bits else f"{width}-bit codes: the kernels of ONNX Runtime are for codes of {known} bits"
+    """Say why codes take more bits in the file than in the spec; "" if they do not."""
+    bits, stored_bits = get_format(spec.dtype).bits, code_bits(spec)
+    if stored_bits == bits:
+        return ""
+    return f"{stored_bits}-bit codes: the kernels of ONNX Runtime have codes of {', '.join(map(str, CODE_BITS))} bits"
 
 
-def stored_block_size(packed: QuantizedWeight) -> int:
-    """Columns that share a scale in the file."""
-    given = packed.block_size
-    if given in BLOCK_SIZES:
-        return given
-    fitting = [block for block in BLOCK_SIZES if given % block == 0 and block <= DEFAULT_BLOCK_SIZE]
-    if fitting:
-        return max(fitting)
-    if packed.has_blocks:
+def stored_block_size(weight: QuantizedWeight) -> int:
+    """Return the number of columns that share a scale in the file."""
+    size = weight.block_size
+    if size in BLOCK_SIZES:
+        return size
+    divisors = [block for block in BLOCK_SIZES if size % block == 0 and block <= PREFERRED_BLOCK_SIZE]
+    if divisors:
+        return max(divisors)
+    if weight.has_blocks:
         raise ExportError(
-            f"blocks of {given} columns cannot be divided into blocks of {', '.join(map(str, BLOCK_SIZES))}"
+            f"blocks of {size} columns cannot be split into blocks of {', '.join(map(str, BLOCK_SIZES))} columns"
         )
-    return 32  # one scale a row: the last block is filled up
+    return ROW_BLOCK_SIZE
 
 
-def pack_matrix(packed: QuantizedWeight, block: int = 0) -> PackedMatrix:
-    """A weight in the layout, in smaller blocks when asked for.
+def pack_matrix(weight: QuantizedWeight, max_block_size: int = 0) -> PackedMatrix:
+    """Pack a weight for the kernels.
 
-    Zero points in the middle are left out: kernels take them to be there.
+    Args:
+        weight: The quantized weight.
+        max_block_size: Split blocks that are larger; 0: do not.
+
+    Returns:
+        The packed weight. Its zero points are None if all are in the middle of the range, the kernels' default.
     """
-    bits, block = code_bits(packed.spec), min(block or BLOCK_SIZES[-1], stored_block_size(packed))
-    half = 2 ** (bits - 1)
-    lift = half if get_format(packed.spec.dtype).low < 0 else 0
-    scales = packed.scale.float()
-    zeros = torch.zeros_like(scales, dtype=torch.int32) if packed.zero_point is None else packed.zero_point
-    zeros = zeros + lift
-    is_middle = packed.spec.qscheme != QuantizationScheme.ASYMMETRIC and bool((zeros == half).all())
-    rows, columns = packed.codes.shape
-    blocks = -(-columns // block)
-    spread = torch.arange(blocks) * block // packed.block_size
-    scales, zeros = scales[:, spread], zeros[:, spread]
-    codes = np.empty((rows, blocks, block * bits // 8), np.uint8)
-    missing = blocks * block - columns
-    for start in range(0, rows, step := max(1, MAX_ELEMENTS_AT_ONCE // columns)):
-        part = slice(start, start + step)
-        piece = packed.codes[part].view(torch.uint8) + lift  # codes below zero wrap around to where they belong
-        if missing:
-            piece = torch.cat((piece, zeros[part, -1:].to(torch.uint8).expand(-1, missing)), 1)
-        codes[part] = _pack_codes(piece.reshape(-1, blocks, block).numpy(), bits)
+    bits = code_bits(weight.spec)
+    block_size = min(max_block_size or BLOCK_SIZES[-1], stored_block_size(weight))
+    middle = 2 ** (bits - 1)
+    offset = middle if get_format(weight.spec.dtype).low < 0 else 0  # makes signed codes unsigned
+    scales = weight.scale.float()
+    zero_points = torch.zeros_like(scales, dtype=torch.int32) if weight.zero_point is None else weight.zero_point
+    zero_points = zero_points + offset
+    is_default = weight.spec.qscheme != QuantizationScheme.ASYMMETRIC and bool((zero_points == middle).all())
+    rows, columns = weight.codes.shape
+    blocks = -(-columns // block_size)
+    source_block = torch.arange(blocks) * block_size // weight.block_size
+    scales, zero_points = scales[:, source_block], zero_points[:, source_block]
+    codes = np.empty((rows, blocks, block_size * bits // 8), np.uint8)
+    padding = blocks * block_size - columns
+    rows_at_once = max(1, MAX_ELEMENTS_AT_ONCE // columns)
+    for start in range(0, rows, rows_at_once):
+        part = slice(start, start + rows_at_once)
+        piece = weight.codes[part].view(torch.uint8) + offset  # uint8 wraps around: -8 becomes 248, plus 8 is 0
+        if padding:
+            piece = torch.cat((piece, zero_points[part, -1:].to(torch.uint8).expand(-1, padding)), 1)
+        codes[part] = _pack_codes(piece.reshape(-1, blocks, block_size).numpy(), bits)
     return PackedMatrix(
         codes,
         scales.contiguous().numpy(),
-        None if is_middle else _pack_codes(zeros.to(torch.uint8).numpy(), bits),
+        None if is_default else _pack_codes(zero_points.to(torch.uint8).numpy(), bits),
         bits,
-        block,
+        block_size,
         columns,
     )
 
 
 def stack_matrices(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
-    """The rows of several of one kind."""
-    if len({each.kind for each in matrices}) != 1:
-        raise ExportError("matrices of several kinds cannot be stacked")
+    """Concatenate the rows of matrices with equal layouts."""
+    if len({matrix.layout for matrix in matrices}) != 1:
+        raise ExportError("matrices with different layouts (bits, block size, columns, zero points) cannot be stacked")
     first = matrices[0]
-    zeros = None if first.zeros is None else np.concatenate([each.zeros for each in matrices if each.zeros is not None])
-    codes = np.concatenate([each.codes for each in matrices])
-    scales = np.concatenate([each.scales for each in matrices])
-    return PackedMatrix(codes, scales, zeros, first.bits, first.block, first.columns)
+    zero_points = None
+    if first.zero_points is not None:
+        zero_points = np.concatenate([matrix.zero_points for matrix in matrices if matrix.zero_points is not None])
+    codes = np.concatenate([matrix.codes for matrix in matrices])
+    scales = np.concatenate([matrix.scales for matrix in matrices])
+    return PackedMatrix(codes, scales, zero_points, first.bits, first.block_size, first.columns)
 
 
 def _pack_codes(codes: Array, bits: int) -> Array:
-    """8 / bits codes of the last axis a byte, the first in the low bits; zeros at the end."""
-    many = 8 // bits
-    if many == 1:
+    """Pack the last axis, 8 / bits codes per byte, the first code in the low bits; the last byte is padded with 0."""
+    codes_per_byte = 8 // bits
+    if codes_per_byte == 1:
         return codes
-    if missing := -codes.shape[-1] % many:
-        codes = np.concatenate((codes, np.zeros((*codes.shape[:-1], missing), np.uint8)), -1)
-    parts = codes.reshape(*codes.shape[:-1], -1, many)
+    if padding := -codes.shape[-1] % codes_per_byte:
+        codes = np.concatenate((codes, np.zeros((*codes.shape[:-1], padding), np.uint8)), -1)
+    parts = codes.reshape(*codes.shape[:-1], -1, codes_per_byte)
     packed = parts[..., 0].copy()
-    for place in range(1, many):
-        packed |= parts[..., place] << (bits * place)
+    for index in range(1, codes_per_byte):
+        packed |= parts[..., index] << (bits * index)
     return packed

@@ -1,4 +1,4 @@
-"""A decoder as a graph: words to logits, with the keys and values of earlier words going in and out."""
+"""Build the ONNX graph of a decoder: tokens to logits, with a cache of keys and values as inputs and outputs."""
 
 from dataclasses import dataclass, field
 
@@ -6,243 +6,282 @@ import torch
 
 from scalepoint.checkpoints import CacheScales
 from scalepoint.formats.genai.decoder import Decoder, DecoderBlock
-from scalepoint.formats.genai.expert_layout import write_mixture
-from scalepoint.formats.genai.graph import MICROSOFT, GraphBuilder
+from scalepoint.formats.genai.expert_layout import add_mixture
+from scalepoint.formats.genai.graph import MICROSOFT_DOMAIN, GraphBuilder
 from scalepoint.formats.genai.layout import pack_matrix
 from scalepoint.formats.genai.rotary import Rotary
 
-LAST = "last"  # the node that leaves the last word of every text
+LAST_TOKEN = "last"  # name of the node that selects the last token of every text  # noqa: S105
 PAST, PRESENT = "past_key_values.{block}.{part}", "present.{block}.{part}"
+ONNX_INT32, ONNX_INT64 = 6, 7  # TensorProto.INT32, TensorProto.INT64
 
 
 @dataclass
 class NetworkWriter:
-    """What the blocks share while the graph is written."""
+    """Adds the nodes of a decoder to a graph, and keeps what its blocks share.
+
+    Methods take and return names of tensors in the graph.
+    """
 
     graph: GraphBuilder
     decoder: Decoder
-    lengths: tuple[str, str] = ("", "")  # of every text, less one; of the longest
-    rotaries: list[Rotary] = field(default_factory=list)  # those with tables
+    lengths: tuple[str, str] = ("", "")  # tensors: length - 1 of every text; length of the longest text
+    rotaries: list[Rotary] = field(default_factory=list)  # those whose tables are stored
 
     @property
     def cache(self) -> CacheScales | None:
-        """How keys and values are kept, where not in float."""
+        """How the cache of keys and values is quantized; None: it is float."""
         return self.graph.checkpoint.cache
 
     def write(self) -> None:
-        """All of it: from input_ids to logits."""
-        self.lengths = self._lengths()
-        value = self._embed()
+        """Add the whole network, from input_ids to logits."""
+        self.lengths = self._add_lengths()
+        value = self._add_embedding()
         for index, block in enumerate(self.decoder.blocks):
-            value = self._block(value, index, block)
-        self._head(self.norm(self._last(value), self.decoder.names.norm))
+            value = self._add_block(value, index, block)
+        self._add_head(self.add_norm(self._select_last_token(value), self.decoder.names.norm))
 
-    def _lengths(self) -> tuple[str, str]:
+    def _add_lengths(self) -> tuple[str, str]:
         graph = self.graph
-        counts = graph.node("ReduceSum", ["attention_mask", graph.constant([1])], keepdims=0)
-        last = graph.node("Cast", [graph.node("Sub", [counts, graph.constant([1])])], to=6, name="last_positions")
-        size = graph.node("Gather", [graph.node("Shape", ["attention_mask"]), graph.constant(1)], axis=0)
-        return last, graph.node("Cast", [size], to=6, name="total_length")
+        one = graph.add_constant([1])
+        counts = graph.add_node("ReduceSum", ["attention_mask", one], keepdims=0)
+        last = graph.add_node("Sub", [counts, one])
+        last = graph.add_node("Cast", [last], to=ONNX_INT32, name="last_positions")
+        shape = graph.add_node("Shape", ["attention_mask"])
+        size = graph.add_node("Gather", [shape, graph.add_constant(1)], axis=0)
+        return last, graph.add_node("Cast", [size], to=ONNX_INT32, name="total_length")
 
-    def _embed(self) -> str:
+    def _add_embedding(self) -> str:
         graph, decoder = self.graph, self.decoder
         value = self._look_up("input_ids", decoder.names.embedding)
         if decoder.embedding_scale != 1.0:
-            value = graph.node("Mul", [value, graph.constant(decoder.embedding_scale, "float32")])
+            value = graph.add_node("Mul", [value, graph.add_constant(decoder.embedding_scale, "float32")])
         if decoder.names.positions:
-            value = graph.node("Add", [value, self._look_up("position_ids", decoder.names.positions)])
+            value = graph.add_node("Add", [value, self._look_up("position_ids", decoder.names.positions)])
         return value
 
     def _look_up(self, indices: str, layer: str) -> str:
-        """Rows of a table: only those that are read are dequantized."""
+        """Look up rows of an embedding; of a quantized one only these rows are dequantized."""
         graph = self.graph
-        if not graph.is_packed(layer):
-            table = graph.table(layer)
-            return graph.to_float32(graph.node("Gather", [table, indices], name=f"{layer}.rows", axis=0), table)
-        kept = graph.store_matrix(layer, pack_matrix(graph.packed(layer)))
-        blocks = -(-kept.columns // kept.block)
-        codes, *others = kept.names
-        table = graph.store.add_view(f"{layer}.table", codes, (kept.rows, blocks * kept.block * kept.bits // 8))
-        value = graph.node(
+        if not graph.is_quantized(layer):
+            table = graph.add_float_matrix(layer)
+            rows = graph.add_node("Gather", [table, indices], name=f"{layer}.rows", axis=0)
+            return graph.add_cast_to_float32(rows, table)
+        matrix = graph.add_matrix(layer, pack_matrix(graph.quantized_weight(layer)))
+        blocks = -(-matrix.columns // matrix.block_size)
+        codes, *scales_and_zeros = matrix.names
+        # GatherBlockQuantized takes two axes. A tied head multiplies by the same bytes in the layout of MatMulNBits.
+        row_bytes = blocks * matrix.block_size * matrix.bits // 8
+        table = graph.initializers.add_view(f"{layer}.table", codes, (matrix.rows, row_bytes))
+        value = graph.add_node(
             "GatherBlockQuantized",
-            [table, indices, *others],
+            [table, indices, *scales_and_zeros],
             name=f"{layer}.rows",
-            domain=MICROSOFT,
-            bits=kept.bits,
-            block_size=kept.block,
+            domain=MICROSOFT_DOMAIN,
+            bits=matrix.bits,
+            block_size=matrix.block_size,
             gather_axis=0,
             quantize_axis=1,
         )
-        if blocks * kept.block == kept.columns:
+        if blocks * matrix.block_size == matrix.columns:
             return value
-        return graph.node("Slice", [value, *(graph.constant([each]) for each in (0, kept.columns, -1))])
+        start, end, axis = (graph.add_constant([number]) for number in (0, matrix.columns, -1))
+        return graph.add_node("Slice", [value, start, end, axis])  # drops the padding of the last block
 
-    def _block(self, value: str, index: int, block: DecoderBlock) -> str:
+    def _add_block(self, value: str, index: int, block: DecoderBlock) -> str:
         decoder, graph = self.decoder, self.graph
-        named = f"blocks.{index}"
-        given = self._write_norm(value, index, "before_attention")
-        attended = self._write_norm(self._attention(given, index, block), index, "after_attention")
+        name = f"blocks.{index}"
+        attention_input = self._add_block_norm(value, index, "before_attention")
+        attended = self._add_block_norm(self._add_attention(attention_input, index, block), index, "after_attention")
         if decoder.is_parallel:
-            given = self._write_norm(value, index, "before_mlp") if decoder.names.has("before_mlp") else given
-            both = graph.node("Add", [attended, self._mlp(given, index, block)])
-            return graph.node("Add", [value, both], name=named)
-        value = graph.node("Add", [value, attended], name=f"{named}.attended")
-        made = self._mlp(self._write_norm(value, index, "before_mlp"), index, block)
-        made = self._write_norm(made, index, "after_mlp")
-        return graph.node("Add", [value, made], name=named)
+            has_mlp_norm = decoder.names.has("before_mlp")
+            mlp_input = self._add_block_norm(value, index, "before_mlp") if has_mlp_norm else attention_input
+            both = graph.add_node("Add", [attended, self._add_mlp(mlp_input, index, block)])
+            return graph.add_node("Add", [value, both], name=name)
+        value = graph.add_node("Add", [value, attended], name=f"{name}.attended")
+        mlp_output = self._add_mlp(self._add_block_norm(value, index, "before_mlp"), index, block)
+        mlp_output = self._add_block_norm(mlp_output, index, "after_mlp")
+        return graph.add_node("Add", [value, mlp_output], name=name)
 
-    def _write_norm(self, value: str, index: int, part: str) -> str:
+    def _add_block_norm(self, value: str, index: int, part: str) -> str:
+        """Add a norm of a block, if the model has it."""
         names = self.decoder.names
-        return self.norm(value, names.of(index, part)) if names.has(part) else value
+        return self.add_norm(value, names.layer(index, part)) if names.has(part) else value
 
-    def norm(self, value: str, layer: str, label: str = "") -> str:
-        """RMS or layer norm over the last axis, with or without weights."""
-        graph, decoder, label = self.graph, self.decoder, label or layer
+    def add_norm(self, value: str, layer: str) -> str:
+        """Add an RMS or layer norm over the last axis, with or without weights."""
+        graph, decoder = self.graph, self.decoder
         name = f"{layer}.weight"
-        size = decoder.hidden
-        weight = graph.values(name) + decoder.norm_offset if graph.has(name) else torch.ones(size)
-        inputs = [value, graph.floats(name, weight)]
+        if graph.has_tensor(name):
+            weight = graph.read_float32(name) + decoder.norm_offset
+        else:
+            weight = torch.ones(decoder.hidden_size)
+        inputs = [value, graph.add_float32(name, weight)]
         kind = "RMSNormalization" if decoder.norm == "rms" else "LayerNormalization"
-        if graph.has(f"{layer}.bias"):
-            inputs.append(graph.floats(f"{layer}.bias"))
-        return graph.node(kind, inputs, name=f"{label}.normed", axis=-1, epsilon=decoder.epsilon)
+        if graph.has_tensor(f"{layer}.bias"):
+            inputs.append(graph.add_float32(f"{layer}.bias"))
+        return graph.add_node(kind, inputs, name=f"{layer}.normed", axis=-1, epsilon=decoder.norm_epsilon)
 
-    def _attention(self, value: str, index: int, block: DecoderBlock) -> str:
+    def _add_attention(self, value: str, index: int, block: DecoderBlock) -> str:
         graph, decoder, names = self.graph, self.decoder, self.decoder.names
-        query, key, keyed = self._projections(value, index)
+        # The key and value inputs are empty if the first input holds queries, keys and values.
+        query, key, value_input = self._add_projections(value, index)
         past = [PAST.format(block=index, part=part) for part in ("key", "value")]
         present = [PRESENT.format(block=index, part=part) for part in ("key", "value")]
-        tables = self._tables(block.rotary) if block.rotary else ["", ""]
+        tables = self._add_rotary_tables(block.rotary) if block.rotary else ["", ""]
         label = f"{names.block.format(block=index)}attention"
         attributes = {
-            "num_heads": decoder.heads,
-            "kv_num_heads": decoder.groups,
+            "num_heads": decoder.head_count,
+            "kv_num_heads": decoder.kv_head_count,
             "do_rotary": int(block.rotary is not None),
             "local_window_size": -1 if block.window is None else block.window,
-            "softcap": decoder.softcap,
-            "scale": decoder.head**-0.5 if decoder.scale is None else decoder.scale,
+            "softcap": decoder.attention_softcap,
+            "scale": decoder.head_size**-0.5 if decoder.attention_scale is None else decoder.attention_scale,
         }
-        inputs = [query, key, keyed, *past, *self.lengths, *tables]
+        inputs = [query, key, value_input, *past, *self.lengths, *tables]
         if self.cache is not None:
-            kinds = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
-            attributes |= {"kv_cache_bit_width": self.cache.bits, **kinds}
-            inputs += ["", "", "", *self._scales(self.cache, index)]
-        made = graph.node_of("GroupQueryAttention", inputs, [label, *present], domain=MICROSOFT, **attributes)
-        return graph.linear(made[0], names.of(index, "o"), is_transposed=decoder.is_transposed)
+            quant_types = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
+            attributes |= {"kv_cache_bit_width": self.cache.bits, **quant_types}
+            inputs += ["", "", "", *self._add_cache_scales(self.cache, index)]
+        outputs = [label, *present]
+        attended = graph.add_multi_output_node(
+            "GroupQueryAttention", inputs, outputs, domain=MICROSOFT_DOMAIN, **attributes
+        )[0]
+        return graph.add_linear(attended, names.layer(index, "o"), is_transposed=decoder.is_transposed)
 
-    def _scales(self, cache: CacheScales, index: int) -> list[str]:
-        parts = zip(("key", "value"), cache.scales[index], strict=True)
-        return [self.graph.floats(f"cache.{index}.{part}_scale", scale) for part, scale in parts]
+    def _add_cache_scales(self, cache: CacheScales, index: int) -> list[str]:
+        key_scale, value_scale = cache.scales[index]
+        return [
+            self.graph.add_float32(f"cache.{index}.key_scale", key_scale),
+            self.graph.add_float32(f"cache.{index}.value_scale", value_scale),
+        ]
 
-    def _projections(self, value: str, index: int) -> tuple[str, str, str]:
-        """Queries, keys and values; all in the first, where they can be one product."""
+    def _add_projections(self, value: str, index: int) -> tuple[str, str, str]:
+        """Add queries, keys and values; as one product in the first result, with two empty names, where possible."""
         graph, decoder, names = self.graph, self.decoder, self.decoder.names
+        layers: list[str] = []
         if names.has("qkv"):
-            together: str | None = graph.linear(
-                value, names.of(index, "qkv"), rows=self._order(), is_transposed=decoder.is_transposed
+            layer = names.layer(index, "qkv")
+            qkv: str | None = graph.add_linear(
+                value, layer, rows=self._separate_qkv_rows(), is_transposed=decoder.is_transposed
             )
         else:
-            layers = [names.of(index, part) for part in ("q", "k", "v")]
-            together = graph.stack(value, layers, f"{names.block.format(block=index)}qkv")
-        if together is not None and decoder.clip is not None:
-            together = self._write_clip(together)
-        if together is not None and not decoder.qk_norm:
-            return together, "", ""
-        if together is not None:
-            sizes = graph.constant([decoder.heads * decoder.head, *[decoder.groups * decoder.head] * 2])
-            parts = graph.node_of("Split", [together, sizes], [f"{together}.{part}" for part in "qkv"], axis=-1)
+            layers = [names.layer(index, part) for part in ("q", "k", "v")]
+            qkv = graph.add_stacked_linear(value, layers, f"{names.block.format(block=index)}qkv")
+        if qkv is not None and decoder.qkv_clip is not None:
+            qkv = self._add_clip(qkv)
+        if qkv is not None and not decoder.qk_norm:
+            return qkv, "", ""
+        if qkv is not None:
+            sizes = [self._channels(part) for part in "qkv"]
+            outputs = [f"{qkv}.{part}" for part in "qkv"]
+            parts = graph.add_multi_output_node("Split", [qkv, graph.add_constant(sizes)], outputs, axis=-1)
         else:
-            parts = [graph.linear(value, layer) for layer in layers]
-            parts = [self._write_clip(part) for part in parts] if decoder.clip is not None else parts
+            parts = [graph.add_linear(value, layer) for layer in layers]
+            if decoder.qkv_clip is not None:
+                parts = [self._add_clip(part) for part in parts]
         if decoder.qk_norm:
-            parts[:2] = [self._qk_norm(part, index, kind) for part, kind in zip(parts, "qk", strict=False)]
+            parts[0] = self._add_qk_norm(parts[0], index, "q")
+            parts[1] = self._add_qk_norm(parts[1], index, "k")
         return parts[0], parts[1], parts[2]
 
-    def _order(self) -> torch.Tensor | None:
-        """Rows of a product whose heads hold query, key and value together, as three blocks."""
+    def _separate_qkv_rows(self) -> torch.Tensor | None:
+        """Return the row order that makes separate queries, keys and values of interleaved ones; None: as stored."""
         decoder = self.decoder
-        if not decoder.is_mixed:
+        if not decoder.interleaves_qkv:
             return None
-        rows = torch.arange(3 * decoder.heads * decoder.head).reshape(decoder.heads, 3, decoder.head)
-        return rows.transpose(0, 1).reshape(-1)
+        rows = torch.arange(3 * decoder.head_count * decoder.head_size)
+        return rows.reshape(decoder.head_count, 3, decoder.head_size).transpose(0, 1).reshape(-1)
 
-    def _write_clip(self, value: str) -> str:
-        limit = float(self.decoder.clip or 0.0)
-        return self.graph.node("Clip", [value, *(self.graph.constant(each, "float32") for each in (-limit, limit))])
+    def _add_clip(self, value: str) -> str:
+        limit = float(self.decoder.qkv_clip or 0.0)
+        low, high = (self.graph.add_constant(bound, "float32") for bound in (-limit, limit))
+        return self.graph.add_node("Clip", [value, low, high])
 
-    def _qk_norm(self, value: str, index: int, part: str) -> str:
-        """Over all channels, or over those of each head."""
-        graph, layer = self.graph, self.decoder.names.of(index, f"{part}_norm")
+    def _add_qk_norm(self, value: str, index: int, part: str) -> str:
+        """Add the norm of queries or keys, over all channels or over those of each head."""
+        graph, layer = self.graph, self.decoder.names.layer(index, f"{part}_norm")
         if self.decoder.qk_norm == "all":
-            return self.norm(value, layer)
-        heads = graph.node("Reshape", [value, graph.constant([0, 0, -1, self.decoder.head])])
-        normed = self.norm(heads, layer)
-        return graph.node("Reshape", [normed, graph.constant([0, 0, self._width(part)])])
+            return self.add_norm(value, layer)
+        heads = graph.add_node("Reshape", [value, graph.add_constant([0, 0, -1, self.decoder.head_size])])
+        normed = self.add_norm(heads, layer)
+        return graph.add_node("Reshape", [normed, graph.add_constant([0, 0, self._channels(part)])])
 
-    def _width(self, part: str) -> int:
-        return self.decoder.head * (self.decoder.heads if part == "q" else self.decoder.groups)
+    def _channels(self, part: str) -> int:
+        """Return the number of channels of queries ("q"), keys ("k") or values ("v")."""
+        return self.decoder.head_size * (self.decoder.head_count if part == "q" else self.decoder.kv_head_count)
 
-    def _tables(self, rotary: Rotary) -> list[str]:
+    def _add_rotary_tables(self, rotary: Rotary) -> list[str]:
+        """Return cosine and sine tables; blocks with equal angles share them."""
         if rotary not in self.rotaries:
-            for part, table in zip(("cos", "sin"), rotary.tables(self.decoder.context), strict=True):
-                self.graph.store.add(f"rotary.{len(self.rotaries)}.{part}", table.numpy())
+            tables = rotary.build_tables(self.decoder.context_length)
+            for part, table in zip(("cos", "sin"), tables, strict=True):
+                self.graph.initializers.add(f"rotary.{len(self.rotaries)}.{part}", table.numpy())
             self.rotaries.append(rotary)
         return [f"rotary.{self.rotaries.index(rotary)}.{part}" for part in ("cos", "sin")]
 
-    def _mlp(self, value: str, index: int, block: DecoderBlock) -> str:
+    def _add_mlp(self, value: str, index: int, block: DecoderBlock) -> str:
         if block.has_experts:
-            return write_mixture(self.graph, self.decoder, value, index, self.write_gated_mlp)
+            return add_mixture(self.graph, self.decoder, value, index, self.add_gated_mlp)
         names = self.decoder.names
-        parts = {part: names.of(index, part) for part in ("gate", "up", "down", "gate_up") if names.has(part)}
-        return self.write_gated_mlp(value, parts, f"{names.block.format(block=index)}mlp")
+        parts = {part: names.layer(index, part) for part in ("gate", "up", "down", "gate_up") if names.has(part)}
+        return self.add_gated_mlp(value, parts, f"{names.block.format(block=index)}mlp")
 
-    def write_gated_mlp(self, value: str, parts: dict[str, str], label: str) -> str:
-        """down(act(gate(x)) up(x)), or down(act(up(x))) where there is no gate."""
+    def add_gated_mlp(self, value: str, parts: dict[str, str], label: str) -> str:
+        """Add down(act(gate(x)) up(x)), or down(act(up(x))) if `parts` has no gate."""
         graph, is_transposed = self.graph, self.decoder.is_transposed
-        both = self._gate_and_up(value, parts, label)
-        if both is not None:
-            gate, up = graph.node_of("Split", [both], [f"{label}.gate", f"{label}.up"], axis=-1, num_outputs=2)
-            made = graph.node("Mul", [self.act(gate), up], name=label)
+        gate_up = self._add_gate_and_up(value, parts, label)
+        if gate_up is not None:
+            outputs = [f"{label}.gate", f"{label}.up"]
+            gate, up = graph.add_multi_output_node("Split", [gate_up], outputs, axis=-1, num_outputs=2)
+            hidden = graph.add_node("Mul", [self.add_activation(gate), up], name=label)
         elif "gate" in parts:
-            made = graph.node(
-                "Mul", [self.act(graph.linear(value, parts["gate"])), graph.linear(value, parts["up"])], name=label
-            )
+            gate = self.add_activation(graph.add_linear(value, parts["gate"]))
+            hidden = graph.add_node("Mul", [gate, graph.add_linear(value, parts["up"])], name=label)
         else:
-            made = self.act(graph.linear(value, parts["up"], is_transposed=is_transposed))
-        return graph.linear(made, parts["down"], is_transposed=is_transposed)
+            hidden = self.add_activation(graph.add_linear(value, parts["up"], is_transposed=is_transposed))
+        return graph.add_linear(hidden, parts["down"], is_transposed=is_transposed)
 
-    def _gate_and_up(self, value: str, parts: dict[str, str], label: str) -> str | None:
-        """Both in one product, where they are or can be one."""
+    def _add_gate_and_up(self, value: str, parts: dict[str, str], label: str) -> str | None:
+        """Add gate and up as one product, if the checkpoint stores them as one matrix or their layouts are equal."""
         if "gate_up" in parts:
-            return self.graph.linear(value, parts["gate_up"])
-        return self.graph.stack(value, [parts["gate"], parts["up"]], f"{label}.gate_up") if "gate" in parts else None
+            return self.graph.add_linear(value, parts["gate_up"])
+        if "gate" not in parts:
+            return None
+        return self.graph.add_stacked_linear(value, [parts["gate"], parts["up"]], f"{label}.gate_up")
 
-    def act(self, value: str) -> str:
+    def add_activation(self, value: str) -> str:
         graph, kind = self.graph, self.decoder.activation
         if kind == "silu":
-            return graph.node("Mul", [value, graph.node("Sigmoid", [value])])
+            return graph.add_node("Mul", [value, graph.add_node("Sigmoid", [value])])
         if kind == "relu":
-            return graph.node("Relu", [value])
-        return graph.node("FastGelu" if kind == "gelu_tanh" else "Gelu", [value], domain=MICROSOFT)
+            return graph.add_node("Relu", [value])
+        return graph.add_node("FastGelu" if kind == "gelu_tanh" else "Gelu", [value], domain=MICROSOFT_DOMAIN)
 
-    def _last(self, value: str) -> str:
-        """The last word of every text: logits of the others are not asked for, and take much time and most memory."""
+    def _select_last_token(self, value: str) -> str:
+        """Select the last token of every text: the logits of the others are not used, and need most of the memory.
+
+        Its index among the new tokens is (text length - 1) - (number of cached tokens), clamped to the new tokens.
+        """
         graph = self.graph
-        count = graph.node("Gather", [graph.node("Shape", ["input_ids"]), graph.constant(1)], axis=0)
-        count = graph.node("Cast", [count], to=6)
-        seen = graph.node("Sub", [self.lengths[1], count])
-        zero, one = graph.constant(0, "int32"), graph.constant(1, "int32")
-        place = graph.node("Max", [graph.node("Sub", [self.lengths[0], seen]), zero])
-        place = graph.node("Min", [place, graph.node("Sub", [count, one])])
-        place = graph.node("Cast", [graph.node("Reshape", [place, graph.constant([-1, 1, 1])])], to=7)
-        return graph.node("GatherND", [value, place], name=LAST, batch_dims=1)
+        shape = graph.add_node("Shape", ["input_ids"])
+        count = graph.add_node("Gather", [shape, graph.add_constant(1)], axis=0)
+        count = graph.add_node("Cast", [count], to=ONNX_INT32)
+        cached = graph.add_node("Sub", [self.lengths[1], count])
+        zero, one = graph.add_constant(0, "int32"), graph.add_constant(1, "int32")
+        index = graph.add_node("Max", [graph.add_node("Sub", [self.lengths[0], cached]), zero])
+        index = graph.add_node("Min", [index, graph.add_node("Sub", [count, one])])
+        index = graph.add_node("Reshape", [index, graph.add_constant([-1, 1, 1])])
+        index = graph.add_node("Cast", [index], to=ONNX_INT64)
+        return graph.add_node("GatherND", [value, index], name=LAST_TOKEN, batch_dims=1)
 
-    def _head(self, value: str) -> None:
+    def _add_head(self, value: str) -> None:
         graph, decoder = self.graph, self.decoder
-        limit, head = decoder.logit_softcap, decoder.names.head
-        if decoder.is_tied and not graph.is_packed(head):
+        softcap, head = decoder.logit_softcap, decoder.names.head
+        if decoder.has_tied_head and not graph.is_quantized(head):
             head = decoder.names.embedding
-        made = graph.linear(value, head, name="" if limit else "logits")
-        if limit:
-            size = graph.constant(limit, "float32")
-            graph.node("Mul", [graph.node("Tanh", [graph.node("Div", [made, size])]), size], name="logits")
+        logits = graph.add_linear(value, head, name="" if softcap else "logits")
+        if softcap:
+            limit = graph.add_constant(softcap, "float32")
+            scaled = graph.add_node("Tanh", [graph.add_node("Div", [logits, limit])])
+            graph.add_node("Mul", [scaled, limit], name="logits")
