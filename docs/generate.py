@@ -27,7 +27,6 @@ from scalepoint.quantize.config import Config
 from scalepoint.quantize.migrations import MIGRATIONS
 from scalepoint.spec.spec import SchemaGenerator
 from scalepoint.support.cpu import CPU_CHOICES
-from scalepoint.support.documents import parse_yaml
 from scalepoint.targets import (
     Section,
     Target,
@@ -369,29 +368,6 @@ def errors_page() -> str:
     return "\n".join((f"# Errors\n\n{MADE}{ERRORS}", listed, WARNINGS))
 
 
-# faults ----------------------------------------------------------------------------------------------------------
-
-FAULTS = """What goes wrong, and what happens then. Every row names its tests; another test sees that they are there.
-All errors derive from `scalepoint.errors.ScalepointError` and say what was given, where, and the way out.
-"""
-
-
-def faults_page() -> str:
-    """The list of tests/faults.yaml, numbered through."""
-    parts = [f"# Faults\n\n{MADE}{FAULTS}"]
-    number = 0
-    text = (DOCS.parent / "tests/faults.yaml").read_text(encoding="utf-8")
-    for group, rows in parse_yaml(text).items():
-        cells = []
-        for row in rows:
-            number += 1
-            names = ", ".join(code(each.partition("::")[2]) for each in row["tests"])
-            cells.append((str(number), row["what"], row["happens"], names))
-        listed = table(("", "what goes wrong", "what happens", "tests"), cells)
-        parts.append(f"## {group}\n\n{listed}")
-    return "\n".join(parts)
-
-
 # the API ---------------------------------------------------------------------------------------------------------
 
 MODULES = {
@@ -650,7 +626,6 @@ def pages() -> dict[Path, str]:
         Path("reference/command-line.md"): command_line_page(),
         Path("reference/config.md"): config_page(),
         Path("reference/errors.md"): errors_page(),
-        Path("reference/faults.md"): faults_page(),
     }
 
 

@@ -1,8 +1,6 @@
-"""The fault list: every fault has tests that are there, and those that belong nowhere else stand here, by number."""
+"""Threads, data loader workers, memory, and models and files of other projects."""
 
-import ast
 from contextlib import suppress
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -15,28 +13,9 @@ import scalepoint
 from scalepoint.cli.exit_codes import Code, report_error
 from scalepoint.errors import ScalepointError
 from scalepoint.quantize import quantize
-from tests.faults import FAULTS
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden" / "saved-0.1.0.dev0"
-
-
-def test_there_are_sixty_four() -> None:
-    assert [fault.number for fault in FAULTS] == list(range(1, 65))
-    assert all(fault.tests for fault in FAULTS)
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.number))
-def test_every_test_of_a_fault_is_there(fault) -> None:
-    for place in fault.tests:
-        file, _, name = place.partition("::")
-        assert name in functions_of(file), place
-
-
-@cache
-def functions_of(file: str) -> set[str]:
-    found = ast.walk(ast.parse((HERE / file).read_text()))
-    return {node.name for node in found if isinstance(node, ast.FunctionDef)}
 
 
 def net() -> nn.Module:
@@ -44,7 +23,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 8, 3)).eval()
 
 
-def test_fault_40_one_thread_or_four_make_the_same_bytes(tmp_path) -> None:
+def test_one_thread_or_four_make_the_same_bytes(tmp_path) -> None:
     data = [torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(index)) for index in range(3)]
     before, files = torch.get_num_threads(), []
     try:
@@ -60,7 +39,7 @@ def test_fault_40_one_thread_or_four_make_the_same_bytes(tmp_path) -> None:
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-def test_fault_48_loaders_with_workers_give_the_same_ranges(start) -> None:
+def test_loaders_with_workers_give_the_same_ranges(start) -> None:
     pictures = TensorDataset(torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
     states = []
     for workers in ({}, {"num_workers": 1, "multiprocessing_context": start}):
@@ -71,7 +50,7 @@ def test_fault_48_loaders_with_workers_give_the_same_ranges(start) -> None:
         assert torch.equal(states[1][name], value), name
 
 
-def test_fault_50_out_of_memory_names_the_batch_and_the_smaller_setting(capsys) -> None:
+def test_out_of_memory_names_the_batch_and_the_smaller_setting(capsys) -> None:
     def batches():
         yield torch.randn(2, 3, 8, 8)
         raise MemoryError
@@ -83,7 +62,7 @@ def test_fault_50_out_of_memory_names_the_batch_and_the_smaller_setting(capsys) 
     assert "--batch-size" in capsys.readouterr().err
 
 
-def test_fault_60_a_folder_of_an_earlier_release_loads() -> None:
+def test_a_folder_of_an_earlier_release_loads() -> None:
     """Written once and never again: a later release writes a folder of its own beside it."""
     model = scalepoint.load(GOLDEN)
     example = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
