@@ -46,7 +46,7 @@ from scalepoint import Budget, transform
 from scalepoint.allocation import Widths, measure_widths
 from scalepoint.pipeline.accuracy import PRESETS
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize, record_of
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.targets import find_target
 from scalepoint.tuning import tune
 from trained_networks import lite0, minilm, resnet8, small_llama, smollm, vit, zipped
@@ -373,7 +373,7 @@ def accuracy_of(run: Any, images: torch.Tensor, answers: torch.Tensor) -> float:
 
 def share_of_zeros(model: torch.nn.Module) -> float:
     codes = [
-        each.weight_quant.codes(each.folded()[0]) for each in model.modules() if isinstance(each, QuantizedWeighted)
+        each.weight_quant.codes(each.fold_norm()[0]) for each in model.modules() if isinstance(each, QuantizedLayer)
     ]
     return 100 * float(sum((each == 0).sum() for each in codes)) / sum(each.numel() for each in codes)
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import calibrate
-from scalepoint.quantize.stubs import WeightFakeQuantize
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import WeightFakeQuantize
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import Status, TaskResult, count_low_precision, exchange_files, run_task
 from scalepoint.spec import QuantizationSpec
@@ -116,7 +116,7 @@ def with_weights(
     """The same quantized model with other quantizers on its weights, and biases corrected for those."""
     made = copy.deepcopy(quantized)
     for module in made.modules():
-        if isinstance(module, QuantizedWeighted) and not module.is_unpacked:
+        if isinstance(module, QuantizedLayer) and not module.computes_in_float:
             old = module.weight_quant
             module.weight_quant = WeightFakeQuantize(old.consumers, spec=change(old.spec)).eval()
             module.weight_quant.name = old.name

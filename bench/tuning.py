@@ -93,7 +93,7 @@ def accuracy() -> int:
     for name, make in networks_by_name(given.photographs, given.cifar).items():
         if given.only in name:
             if given.again:
-                kept.forget(name)
+                kept.discard_codes(name)
             for row in rows(make(), kept, given.rows, given.how):
                 print(row, flush=True)
     found = kept.ordered()

@@ -319,12 +319,12 @@ class TestData:
         x = torch.randn(4, 8)
         model = quantize(Deep().eval(), x, config(), forward_loop=[x])
         from scalepoint.analysis.paired_runner import FloatAndQuantizedRunner
-        from scalepoint.quantize.twins import driven
+        from scalepoint.quantize.shadow_models import wrap_with_signature
 
         sizes = []
         steps = FloatAndQuantizedRunner(model, lambda node, steps: sizes.append(len(steps.exact) + len(steps.noisy)))
         with torch.no_grad():
-            assert torch.equal(driven(model, steps)(x), model(x))
+            assert torch.equal(wrap_with_signature(model, steps)(x), model(x))
         assert max(sizes) <= 6
         assert not steps.exact
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from scalepoint.compat import executorch as passes
 from scalepoint.formats.executorch.write import executorch_imported
 from scalepoint.formats.export import export
-from scalepoint.quantize.shortcut import quantize
+from scalepoint.quantize.quantize_model import quantize
 from scalepoint.runtimes import find_runtime
 
 IS_INSTALLED = find_runtime("executorch").is_installed

@@ -9,7 +9,7 @@ import scalepoint
 from scalepoint.errors import CaptureError
 from scalepoint.graph import capture
 from scalepoint.graph.capture import as_inputs
-from scalepoint.quantize.feeding import own_inputs
+from scalepoint.quantize.feeding import drop_extra_inputs
 
 X = torch.randn(2, 8)
 
@@ -84,5 +84,5 @@ def test_arrays_are_inputs_wherever_they_stand() -> None:
     ids=["keyword-only", "open", "sequential", "none"],
 )
 def test_labels_after_the_example_are_left_away(model, given, left) -> None:
-    args, kwargs = own_inputs(model, given, {"scale": 2.0})
+    args, kwargs = drop_extra_inputs(model, given, {"scale": 2.0})
     assert (len(args), kwargs) == (left, {"scale": 2.0})

@@ -13,7 +13,7 @@ from scalepoint.patterns.fused import FusedAttention
 from scalepoint.pipeline.checkpoint_job import prepare_checkpoint_job
 from scalepoint.pipeline.checkpoint_stages import build_quantized_graph
 from scalepoint.pipeline.kv_cache import count_key_value_heads
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import find_target
 from tests.checkpoints.test_skeleton import save_model

@@ -20,7 +20,7 @@ from scalepoint.errors import CalibrationError, CaptureError, ConfigError, Store
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.quantize import QuantConfig
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.support.files import replace_folder
 from scalepoint.targets import find_target, list_targets
 from scalepoint.tuning.checkpoint import Checkpoint
@@ -183,13 +183,13 @@ def test_weights_are_here_one_piece_at_a_time(whole):
 
 def test_no_weight_is_looked_at_before_it_is_here(llama, tmp_path, monkeypatch):
     """Scales that are searched for cost as much over weights that are not there."""
-    seen, freeze = [], QuantizedWeighted.freeze
+    seen, freeze = [], QuantizedLayer.freeze
 
     def freezing(self):
         seen.append(bool(self.weight.any()))
         freeze(self)
 
-    monkeypatch.setattr(QuantizedWeighted, "freeze", freezing)
+    monkeypatch.setattr(QuantizedLayer, "freeze", freezing)
     deployed(llama, tmp_path / "out", accuracy="fast")
     assert seen
     assert all(seen)

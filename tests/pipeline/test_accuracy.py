@@ -9,7 +9,7 @@ from scalepoint.errors import UsageError
 from scalepoint.pipeline import stages
 from scalepoint.pipeline.accuracy import CLOSED_FORM, choose_tuning
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.tuning import TuneConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -34,7 +34,7 @@ def deployed(net, data, folder, **options):
 
 
 def shifted(model):
-    return [each.bias_shift is not None for each in model.modules() if isinstance(each, QuantizedWeighted)]
+    return [each.bias_shift is not None for each in model.modules() if isinstance(each, QuantizedLayer)]
 
 
 def test_four_bits_are_balanced_unless_told(net, data, tmp_path):

@@ -10,7 +10,7 @@ from scalepoint.errors import ConfigError, ScalepointWarning, UsageError
 from scalepoint.pipeline import deploy as pipeline
 from scalepoint.pipeline import stages
 from scalepoint.quantize import QuantConfig, TensorQuantConfig
-from scalepoint.quantize.stubs import WeightFakeQuantize
+from scalepoint.quantize.quantizers import WeightFakeQuantize
 from scalepoint.report import Report
 from tests.errors import raises
 

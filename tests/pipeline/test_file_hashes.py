@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from scalepoint import export
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.shortcut import quantize
+from scalepoint.quantize.quantize_model import quantize
 from scalepoint.targets import Target
 from scalepoint.targets.registry import find_target, has_cpu_option
 from tests.pace import fast

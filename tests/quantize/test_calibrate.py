@@ -211,7 +211,7 @@ class TestData:
 
     def test_an_infinite_iterator_without_a_limit_is_an_error(self, model, monkeypatch):
         module = importlib.import_module("scalepoint.quantize.feeding")
-        monkeypatch.setattr(module, "LIMIT", 3)
+        monkeypatch.setattr(module, "MAX_BATCHES", 3)
         with pytest.raises(CalibrationError, match="max_batches"):
             calibrate(model, itertools.repeat(torch.randn(1, 3, 6, 6)))
 
@@ -455,7 +455,7 @@ class TestFailures:
             calibrate(model, [torch.full((2, 3, 6, 6), math.nan)], on_nan="skip")
 
     def test_a_stub_that_saw_nothing_is_an_error_that_names_it(self, two):
-        with pytest.raises(CalibrationError, match=r"1 of 2 stubs.*right"):
+        with pytest.raises(CalibrationError, match=r"1 of 2 quantizers.*right"):
             calibrate(two, [(torch.randn(3, 4), torch.empty(0, 6))])
         assert not any(stub.enabled for stub in stubs_of(two))
 

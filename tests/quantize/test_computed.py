@@ -16,7 +16,7 @@ from scalepoint.quantize import (
     prepare_qat,
     save,
 )
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.transformation import transform
 
 
@@ -53,7 +53,7 @@ def made(x, **options):
 
 def test_each_has_a_quantizer_of_its_own(x):
     _, quantized = made(x)
-    layers = [module for module in quantized.modules() if isinstance(module, QuantizedWeighted)]
+    layers = [module for module in quantized.modules() if isinstance(module, QuantizedLayer)]
     assert len(layers) == 3
     assert len({id(layer.weight_quant) for layer in layers}) == 3
 

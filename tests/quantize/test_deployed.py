@@ -24,7 +24,7 @@ from scalepoint.quantize import (
     quantize,
     save,
 )
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.verification import verify
 from tests.models import settled
 
@@ -60,18 +60,18 @@ def quantized(model, **options):
 
 
 def layers(model):
-    return [module for module in model.modules() if isinstance(module, QuantizedWeighted)]
+    return [module for module in model.modules() if isinstance(module, QuantizedLayer)]
 
 
 def rewrite(model):
     """As GPTQ does: other codes than the nearest, another scale, and a shift of the bias; what was chosen."""
     for index, layer in enumerate(layers(model)):
-        quant, codes = layer.weight_quant, layer.deployed().codes
+        quant, codes = layer.weight_quant, layer.get_deployed().codes
         moves = torch.randint(-1, 2, codes.shape, generator=torch.Generator().manual_seed(index))
         chosen = (codes.int() + moves).clamp(quant.spec.quant_min, quant.spec.quant_max)
-        scale = quant.qparams_for(codes).scale * 1.01
-        layer.choose(chosen, QParams(scale), bias_shift=torch.linspace(-0.1, 0.1, layer.channels))
-    return [layer.deployed() for layer in layers(model)]
+        scale = quant.broadcast_qparams(codes).scale * 1.01
+        layer.set_codes(chosen, QParams(scale), bias_shift=torch.linspace(-0.1, 0.1, layer.out_channels))
+    return [layer.get_deployed() for layer in layers(model)]
 
 
 def run(model, x):
@@ -86,7 +86,7 @@ class TestChosenCodes:
         layer = next(each for each in layers(model) if each.operation is model.get_submodule("second"))
         chosen = torch.randint(-100, 101, layer.weight.shape)
         shift = torch.randn(8)
-        layer.choose(chosen, bias_shift=shift)
+        layer.set_codes(chosen, bias_shift=shift)
         scale = layer.weight_quant.scale.view(-1, 1, 1, 1)
         expected = F.conv2d(x, chosen * scale, shift)
         assert torch.allclose(run(layer, x), expected, atol=1e-5)
@@ -146,7 +146,7 @@ class TestChosenCodes:
         save(model, tmp_path / "saved")
         loaded = load(tmp_path / "saved", net, x)
         assert torch.equal(run(loaded, x), run(model, x))
-        for one, other in zip(kept, [layer.deployed() for layer in layers(loaded)], strict=True):
+        for one, other in zip(kept, [layer.get_deployed() for layer in layers(loaded)], strict=True):
             assert torch.equal(one.codes, other.codes)
             assert torch.equal(one.bias, other.bias)
 
@@ -161,7 +161,9 @@ class TestChosenCodes:
         model = quantized(net)
         kept = rewrite(model)
         freeze(model)
-        assert all(torch.equal(one.codes, each.deployed().codes) for one, each in zip(kept, layers(model), strict=True))
+        assert all(
+            torch.equal(one.codes, each.get_deployed().codes) for one, each in zip(kept, layers(model), strict=True)
+        )
         prepare_qat(model)
         assert all(each.weight_quant.chosen is None for each in layers(model))
 
@@ -175,7 +177,7 @@ class TestChosenCodes:
         )
         layer = layers(model)[0]
         codes = torch.randint(-8, 8, (32, 64))
-        layer.choose(codes)
+        layer.set_codes(codes)
         values = (codes.view(32, 2, 32) * layer.weight_quant.scale.unsqueeze(-1)).view(32, 64)
         x = torch.randn(3, 64)
         assert torch.allclose(run(model, x), F.linear(x, values, layer.bias), atol=1e-5)
@@ -194,14 +196,14 @@ class TestChosenCodes:
     )
     def test_what_cannot_be_codes_is_refused(self, net, change, message):
         layer = layers(quantized(net))[0]
-        before = layer.deployed().codes.clone()
+        before = layer.get_deployed().codes.clone()
         with pytest.raises(UsageError, match=message):
-            layer.choose(change(before.float() * 0.5 // 1))
-        assert torch.equal(layer.deployed().codes, before)
+            layer.set_codes(change(before.float() * 0.5 // 1))
+        assert torch.equal(layer.get_deployed().codes, before)
 
     def test_a_shift_has_one_value_a_channel(self, net):
         with pytest.raises(UsageError, match="8 output channels"):
-            layers(quantized(net))[0].shift_bias(torch.zeros(3))
+            layers(quantized(net))[0].set_bias_shift(torch.zeros(3))
 
 
 class Twice(nn.Module):
@@ -225,7 +227,7 @@ class TestFreezing:
         model = quantize(net, x, forward_loop=[x], target="onnxruntime")
         assert len({id(each.weight_quant) for each in layers(model)}) < len(layers(model)) == 2
         for layer in layers(model):
-            assert layer.deployed().bias.abs().max() < 2**31
+            assert layer.get_deployed().bias.abs().max() < 2**31
         export(model, tmp_path / "model.onnx", x)
         verify(tmp_path / "model.onnx", model, x).check()
 

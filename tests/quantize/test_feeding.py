@@ -11,7 +11,7 @@ from scalepoint.analysis.histograms import histograms
 from scalepoint.errors import CalibrationError, UsageError
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import QuantConfig, SmoothQuantConfig, calibrate, insert_qdq, quantize
-from scalepoint.quantize.feeding import feed, inputs_of
+from scalepoint.quantize.feeding import feed_data, to_model_inputs
 from scalepoint.transformation import transform
 
 
@@ -51,7 +51,7 @@ def stubborn(model):
 @pytest.mark.parametrize("data", [batches(50), looping(50), stubborn, (each for each in batches(50))])
 def test_all_data_ends_after_max_batches(data):
     model = Counted()
-    assert feed(model, data, "testing", max_batches=2, progress=False).calls == 2
+    assert feed_data(model, data, "testing", max_batches=2, progress=False).calls == 2
     assert model.calls == 2
 
 
@@ -61,11 +61,11 @@ def test_arrays_that_are_turned_round_or_read_only_are_data_too():
     fixed.setflags(write=False)
     for array in (plain[:, ::-1], fixed, np.ones((), np.float32)):
         wanted = torch.tensor(array.tolist())
-        (found,), _ = inputs_of(array, Counted())
+        (found,), _ = to_model_inputs(array, Counted())
         (example,), _ = as_inputs(array, None)
         assert torch.equal(found, wanted)
         assert torch.equal(example, wanted)
-    assert inputs_of(plain, Counted())[0][0].data_ptr() == plain.ctypes.data  # the rest is not copied
+    assert to_model_inputs(plain, Counted())[0][0].data_ptr() == plain.ctypes.data  # the rest is not copied
 
 
 def test_a_generator_is_not_asked_for_more_than_is_used():
@@ -76,7 +76,7 @@ def test_a_generator_is_not_asked_for_more_than_is_used():
             made.append(batch)
             yield batch
 
-    feed(Counted(), generated(), "testing", max_batches=3, progress=False)
+    feed_data(Counted(), generated(), "testing", max_batches=3, progress=False)
     assert len(made) == 3
 
 
@@ -123,13 +123,13 @@ def test_smoothing_heeds_it_too():
 )
 def test_data_that_never_reaches_the_model_is_an_error(data, message):
     with pytest.raises(CalibrationError, match=message):
-        feed(Counted(), data, "testing", progress=False)
+        feed_data(Counted(), data, "testing", progress=False)
 
 
 @pytest.mark.parametrize("data", [torch.zeros(2, 4), {"x": torch.zeros(2, 4)}, "batches", 3])
 def test_what_is_no_data_is_refused(data):
     with pytest.raises(UsageError, match="iterable of batches"):
-        feed(Counted(), data, "testing", progress=False)
+        feed_data(Counted(), data, "testing", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -139,20 +139,20 @@ def test_what_is_no_data_is_refused(data):
 )
 def test_what_is_nearly_data_gets_the_way_to_it(data, way_out):
     with pytest.raises(UsageError, match=way_out):
-        feed(Counted(), data, "testing", progress=False)
+        feed_data(Counted(), data, "testing", progress=False)
 
 
 def test_batches_with_nan_can_be_left_out():
     data = batches(4)
     data[1][0, 0] = float("nan")
-    fed = feed(Counted(), data, "testing", skip_nan=True, progress=False)
+    fed = feed_data(Counted(), data, "testing", skip_nan=True, progress=False)
     assert (fed.calls, fed.skipped) == (3, [1])
 
 
 def test_hooks_are_gone_afterwards_also_after_an_error():
     model = Counted()
     with pytest.raises(RuntimeError) as caught:
-        feed(model, [torch.zeros(2, 4), torch.zeros(2, 5)], "testing", progress=False)
+        feed_data(model, [torch.zeros(2, 4), torch.zeros(2, 5)], "testing", progress=False)
     assert "testing: batch 1" in caught.value.__notes__
     assert any("(2, 5) torch.float32" in note for note in caught.value.__notes__)
     assert not model._forward_hooks
@@ -160,10 +160,10 @@ def test_hooks_are_gone_afterwards_also_after_an_error():
 
 
 def test_labels_are_left_away():
-    assert inputs_of((torch.zeros(1), torch.ones(1)), Counted())[0][0].item() == 0
-    assert len(inputs_of((torch.zeros(1), torch.ones(1)), Counted())[0]) == 1
+    assert to_model_inputs((torch.zeros(1), torch.ones(1)), Counted())[0][0].item() == 0
+    assert len(to_model_inputs((torch.zeros(1), torch.ones(1)), Counted())[0]) == 1
 
 
 def test_without_a_terminal_a_phase_is_one_line(capfd):
-    feed(Counted(), batches(3), "testing")
+    feed_data(Counted(), batches(3), "testing")
     assert capfd.readouterr().err.startswith("testing: 3 batches in ")

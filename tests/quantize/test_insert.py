@@ -25,7 +25,7 @@ from scalepoint.quantize import (
     insert_qdq,
     quantize,
 )
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 from scalepoint.tensorrt import TENSORRT_PATTERNS
 from scalepoint.transformation import transform
@@ -960,7 +960,7 @@ class TestIntegerSums:
         x = torch.randn(2, 300) if kind == "linear" else torch.randn(2, 32, 9, 9)
         model = nn.Sequential(layer).eval()
         quantized = quantize(model, x, {"correct_bias": False}, forward_loop=[x], target="onnxruntime")
-        weighted = next(module for module in quantized.modules() if isinstance(module, QuantizedWeighted))
+        weighted = next(module for module in quantized.modules() if isinstance(module, QuantizedLayer))
         stub = weighted.input_stub
         codes = quantized.get_submodule("input_quant")(x) / stub.scale
         weight = weighted.weight_quant.codes(layer.weight).double()
@@ -1002,6 +1002,6 @@ def test_a_model_without_values_gets_its_quantizers_too():
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     result = transform(model, torch.randn(2, 8, device="meta"), target="reference")
     quantized = insert_qdq(result.model, result.matches)
-    weights = [module for module in quantized.modules() if isinstance(module, QuantizedWeighted)]
+    weights = [module for module in quantized.modules() if isinstance(module, QuantizedLayer)]
     assert len({id(each.weight_quant) for each in weights}) == 2
     assert all(parameter.is_meta for parameter in quantized.parameters())

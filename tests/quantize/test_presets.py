@@ -10,7 +10,7 @@ from scalepoint import export, tensorrt
 from scalepoint.errors import ExportError, TargetError
 from scalepoint.numerics import get_format
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, load, presets, quantize, save
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from tests.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own deepcopy of a graph
@@ -47,14 +47,14 @@ def test_a_preset_comes_back_from_a_file_as_it_was(name):
 @pytest.mark.parametrize("name", MX)
 def test_mx_weights_are_values_of_their_format_times_a_power_of_two_a_block(model, name):
     quantized = simulated(model, getattr(presets, name))
-    layers = [each for each in quantized.modules() if isinstance(each, QuantizedWeighted)]
+    layers = [each for each in quantized.modules() if isinstance(each, QuantizedLayer)]
     assert len(layers) == 2
     for layer in layers:
         scale = layer.weight_quant.scale
         assert scale.shape == (layer.weight.shape[0], layer.weight.shape[1] // 32)
         assert torch.equal(scale.log2() % 1, torch.zeros_like(scale))
         with torch.no_grad():
-            codes = layer.quantized(layer.weight).unflatten(1, (-1, 32)) / scale[:, :, None]
+            codes = layer.quantize_weight(layer.weight).unflatten(1, (-1, 32)) / scale[:, :, None]
         fmt = get_format(layer.weight_quant.spec.dtype)
         assert codes.abs().max() <= MX[name] == fmt.high
         assert torch.equal(codes.to(fmt.storage).to(torch.float32), codes)

@@ -27,7 +27,7 @@ from scalepoint.quantize import (
     prepare_qat,
     quantize,
 )
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.transformation import transform
 from tests.models import settled
 from tests.pace import fast
@@ -158,15 +158,15 @@ def test_the_head_of_a_network_trains_as_the_linear_layer_that_it_was():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)).eval()
     quantized = prepare_qat(quantize(model, image(), config(), forward_loop=[image()]))
-    (head,) = [each for each in quantized.modules() if isinstance(each, QuantizedWeighted) and each.kind == "head"]
+    (head,) = [each for each in quantized.modules() if isinstance(each, QuantizedLayer) and each.kind == "head"]
     x = torch.randn(5, 6, 1, 1, requires_grad=True)
     with torch.no_grad():
-        expected = F.conv2d(x, head.quantized(head.weight), head.bias)
+        expected = F.conv2d(x, head.quantize_weight(head.weight), head.bias)
     found = head(x)
     torch.testing.assert_close(found, expected)
     grad = torch.randn_like(found)
     (slope,) = torch.autograd.grad(found, x, grad)
-    torch.testing.assert_close(slope, torch.einsum("nohw,oihw->nihw", grad, head.quantized(head.weight).detach()))
+    torch.testing.assert_close(slope, torch.einsum("nohw,oihw->nihw", grad, head.quantize_weight(head.weight).detach()))
     names = {type(found.grad_fn).__name__, *(type(each).__name__ for each, _ in found.grad_fn.next_functions if each)}
     assert not any("Convolution" in name for name in names)
 
@@ -284,7 +284,7 @@ class TestSwitches:
         assert quantized.training
         assert all(each.enabled for each in (*stubs(quantized), *weight_quantizers(quantized)))
         assert not any(each.frozen for each in weight_quantizers(quantized))
-        assert not any(stub.calibrating or stub.following for stub in stubs(quantized))
+        assert not any(stub.calibrating or stub.observes_in_training for stub in stubs(quantized))
 
     def test_off_is_the_float_model(self):
         model = net()
@@ -321,7 +321,7 @@ class TestSwitches:
 
     def test_an_uncalibrated_model_follows_a_moving_average(self):
         quantized = prepare_qat(inserted(net()))
-        assert all(stub.following and stub.enabled for stub in stubs(quantized))
+        assert all(stub.observes_in_training and stub.enabled for stub in stubs(quantized))
         quantized(image())
         first = [float(stub.scale) for stub in stubs(quantized)]
         quantized(image() * 3)
@@ -446,7 +446,7 @@ class TestFrozenStatistics:
 
 def switches(model):
     return (
-        any(stub.following for stub in stubs(model)),
+        any(stub.observes_in_training for stub in stubs(model)),
         all(each.enabled for each in (*stubs(model), *weight_quantizers(model))),
     )
 

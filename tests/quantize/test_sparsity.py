@@ -10,9 +10,9 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import ConfigError
 from scalepoint.quantize import QATSchedule, QuantConfig, TensorQuantConfig, load, prepare_qat, save
+from scalepoint.quantize.quantize_model import quantize
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.record import coverage
-from scalepoint.quantize.shortcut import quantize
-from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import Sparsity
 from scalepoint.tuning import TuneConfig
 from tests.errors import raises
@@ -34,12 +34,12 @@ def pruned(sparsity, data=None, *, freeze=True) -> torch.fx.GraphModule:
     ).eval()
 
 
-def layers(model) -> list[QuantizedWeighted]:
-    return [each for each in model.modules() if isinstance(each, QuantizedWeighted)]
+def layers(model) -> list[QuantizedLayer]:
+    return [each for each in model.modules() if isinstance(each, QuantizedLayer)]
 
 
-def codes(layer: QuantizedWeighted) -> torch.Tensor:
-    return layer.deployed().codes
+def codes(layer: QuantizedLayer) -> torch.Tensor:
+    return layer.get_deployed().codes
 
 
 def is_two_of_four(found: torch.Tensor) -> bool:

@@ -356,7 +356,7 @@ class TestBitEqual:
         quantized = insert_qdq(result.model, result.matches, W8A8)
         stub = next(module for module in quantized.modules() if isinstance(module, QuantStub))
         stub.fixed_calibration = (0.25, 3)
-        stub._fix((0.25, 3))
+        stub._set_fixed_parameters((0.25, 3))
         calibrate(quantized, [rows()])
         scalepoint.save(quantized, tmp_path)
         loaded = scalepoint.load(tmp_path, model, rows())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scalepoint import export, verify
-from scalepoint.quantize.shortcut import quantize
+from scalepoint.quantize.quantize_model import quantize
 from scalepoint.runtimes import find_runtime, process
 from scalepoint.targets import find_target
 from scalepoint.verification import Status

@@ -9,9 +9,9 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import SpecError, TargetError
 from scalepoint.quantize import QuantConfig, calibrate, load, prepare_qat, save
+from scalepoint.quantize.quantize_model import quantize
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.record import coverage
-from scalepoint.quantize.shortcut import quantize
-from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationComponentFactory, palette_spec
 from scalepoint.spec.extended import spec_from_dict
 from tests.errors import raises
@@ -53,7 +53,7 @@ def test_a_palettized_model_is_saved_and_loaded_bit_by_bit_and_shown_in_the_cove
     with torch.no_grad():
         assert torch.equal(made(x), again(x))
         assert not torch.equal(made(x), net()(x))
-    tables = [each.weight_quant.scale for each in made.modules() if isinstance(each, QuantizedWeighted)]
+    tables = [each.weight_quant.scale for each in made.modules() if isinstance(each, QuantizedLayer)]
     assert [tuple(each.shape) for each in tables] == [(2, 16), (3, 16)]
     assert all(torch.equal(each, each.half().float()) for each in tables)
 
@@ -79,8 +79,8 @@ def test_tuning_leaves_tables_alone() -> None:
     x = torch.randn(16, 3, 8, 8)
     made = quantize(net(), x, QuantConfig.palettes(2), target="coreml")
     calibrate(made, [x], freeze_weights=True, progress=False)
-    before = [each.weight_quant.scale.clone() for each in made.modules() if isinstance(each, QuantizedWeighted)]
+    before = [each.weight_quant.scale.clone() for each in made.modules() if isinstance(each, QuantizedLayer)]
     scalepoint.tune(made, [x], progress=False)
-    after = [each.weight_quant.scale for each in made.modules() if isinstance(each, QuantizedWeighted)]
+    after = [each.weight_quant.scale for each in made.modules() if isinstance(each, QuantizedLayer)]
     assert all(map(torch.equal, before, after))
-    assert all(each.weight_quant.chosen is None for each in made.modules() if isinstance(each, QuantizedWeighted))
+    assert all(each.weight_quant.chosen is None for each in made.modules() if isinstance(each, QuantizedLayer))

@@ -7,7 +7,7 @@ from torch import nn
 from scalepoint.errors import TargetError
 from scalepoint.graph.nodes import get_kind
 from scalepoint.quantize import QuantConfig, QuantStub, insert_qdq, quantize
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import find_target
 from scalepoint.transformation import transform
@@ -92,7 +92,7 @@ def test_scales_of_blocks_are_what_the_file_and_the_kernel_hold():
     model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
     model[0].weight.data[0], model[0].weight.data[1] = 0, 1e-6
     found = quantize(model.eval(), x, QuantConfig(weight=blocks), forward_loop=[x], target="litert")
-    scale = next(each.weight_quant.scale for each in found.modules() if isinstance(each, QuantizedWeighted))
+    scale = next(each.weight_quant.scale for each in found.modules() if isinstance(each, QuantizedLayer))
     assert scale.shape == (8, 2)
     assert (scale > 0).all()
     for dtype in (torch.bfloat16, torch.float16):

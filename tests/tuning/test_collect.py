@@ -56,7 +56,7 @@ def test_the_other_side_of_the_add_is_in_what_the_outputs_should_be():
         expected = []
         for index, (exact, _) in enumerate(walk.inputs(use.node, use.place)):
             drift = walk.get_value(other, index, noisy=False) - walk.get_value(other, index, noisy=True)
-            weight, _ = use.layer.folded()
+            weight, _ = use.layer.fold_norm()
             expected.append(F.conv2d(exact, weight, padding=1) + drift)
         expected = torch.cat(expected).detach()
         torch.testing.assert_close(mean.reshape(-1).float(), expected.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)

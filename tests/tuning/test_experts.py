@@ -47,7 +47,7 @@ def test_an_expert_with_few_rows_or_none_is_rounded_to_nearest_and_named(by_inde
     torch.manual_seed(0)
     model, data = Mixture(by_index).eval(), [rows(seed) for seed in range(4)]
     quantized = quantize(model, data[0], FOUR, forward_loop=data, progress=False)
-    before = {name: module.deployed().codes.clone() for name, module in layers(quantized).items()}
+    before = {name: module.get_deployed().codes.clone() for name, module in layers(quantized).items()}
     report = tune(quantized, data, TuneConfig(steps=("target", "scale", "gptq", "descend")), progress=False)
     solved = {row.name: row for row in report.layers}
     assert {"experts.0", "experts.1"} <= solved.keys()
@@ -56,14 +56,14 @@ def test_an_expert_with_few_rows_or_none_is_rounded_to_nearest_and_named(by_inde
         assert solved[f"experts.{number}"].after < solved[f"experts.{number}"].before
     assert "4 rows reached it" in report.left["experts.2"]
     assert "no rows reached it" in report.left["experts.3"]
-    after = {name: module.deployed().codes for name, module in layers(quantized).items()}
+    after = {name: module.get_deployed().codes for name, module in layers(quantized).items()}
     for number, is_moved in enumerate((True, True, False, False)):
         (name,) = [name for name in before if f"experts.{number}" in name]
         assert torch.equal(before[name], after[name]) != is_moved
 
 
 def layers(model):
-    found = {name: module for name, module in model.named_modules() if hasattr(module, "deployed")}
+    found = {name: module for name, module in model.named_modules() if hasattr(module, "get_deployed")}
     return {name: module for name, module in found.items() if "experts" in name}
 
 

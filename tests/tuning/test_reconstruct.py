@@ -6,8 +6,8 @@ from torch import nn
 
 from scalepoint.analysis import compare
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_quant, quantize
-from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.tuning import TuneConfig, register, tune
 from scalepoint.tuning.solve import LayerSolver
 from tests.models import settled
@@ -51,7 +51,7 @@ def test_no_piece_ends_worse_and_the_float_net_is_untouched(net, data, step):
     assert all(piece.after <= piece.before for piece in report.pieces)
     assert any(step in piece.notes for piece in report.pieces)
     for layer in model.modules():
-        if isinstance(layer, QuantizedWeighted):
+        if isinstance(layer, QuantizedLayer):
             assert layer.weight_quant.chosen is None or not layer.weight_quant.chosen.is_floating_point()
             assert layer.bias_shift is None or not layer.bias_shift.requires_grad
     assert all(parameter.grad is None for parameter in net.parameters())
@@ -108,8 +108,8 @@ def test_a_block_that_solutions_make_worse_is_undone(net, data, what, monkeypatc
     def harmful(self, use, name):
         row = original(self, use, name)
         if what == "codes":
-            use.layer.choose(use.layer.deployed().codes.flip(0))
-        use.layer.shift_bias(torch.full((use.layer.channels,), 5.0))
+            use.layer.set_codes(use.layer.get_deployed().codes.flip(0))
+        use.layer.set_bias_shift(torch.full((use.layer.out_channels,), 5.0))
         return row
 
     monkeypatch.setattr(LayerSolver, "solve", harmful)
@@ -117,7 +117,7 @@ def test_a_block_that_solutions_make_worse_is_undone(net, data, what, monkeypatc
     assert ("nearest" if what == "codes" else "without bias shifts") in {piece.how for piece in report.pieces}
     assert "as solved" not in {piece.how for piece in report.pieces}
     assert all(piece.after <= piece.before for piece in report.pieces)
-    assert all(each.bias_shift is None for each in model.modules() if isinstance(each, QuantizedWeighted))
+    assert all(each.bias_shift is None for each in model.modules() if isinstance(each, QuantizedLayer))
     if what == "codes":
         first = quantize(net, data[0], THREE, forward_loop=data, progress=False)
         assert all(torch.equal(a, b) for a, b in zip(codes(model), codes(first), strict=True))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_quant, quantize
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.tuning.rows import get_geometry, hash_to_uniform, sample_rows
 
 LAYERS = {
@@ -31,16 +31,16 @@ def test_rows_times_weight_are_the_output(name):
     config = QuantConfig(activation="float", weight=TensorQuantConfig(per_channel=True))
     model = quantize(nn.Sequential(layer).eval(), x, config)
     disable_fake_quant(model)
-    weighted = next(each for each in model.modules() if isinstance(each, QuantizedWeighted))
+    weighted = next(each for each in model.modules() if isinstance(each, QuantizedLayer))
     geometry = get_geometry(weighted)
     rows = geometry.rows(x, torch.arange(geometry.count(x.shape)))
-    weight = geometry.by_group(weighted.canonical(weighted.weight))
+    weight = geometry.by_group(weighted.to_output_first(weighted.weight))
     found = torch.einsum("rgn,gon->rgo", rows, weight).flatten(1)
     with torch.no_grad():
         expected = layer(x)
     expected = expected.flatten(0, -2) if name == "linear" else expected.movedim(1, -1).flatten(0, -2)
     torch.testing.assert_close(found + layer.bias, expected, rtol=1e-4, atol=1e-4)
-    stored = weighted.canonical(weighted.weight)
+    stored = weighted.to_output_first(weighted.weight)
     assert torch.equal(geometry.as_stored(weight, stored), stored)
 
 

@@ -11,7 +11,7 @@ from scalepoint.analysis import compare
 from scalepoint.errors import ConfigError, NonFiniteError, ScalepointError, ScalepointWarning, UsageError
 from scalepoint.formats import export
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_quant, load, quantize, save
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec import PerChannelGranularity, QuantizationSpec
 from scalepoint.spec.pair_safe import pair_sums
 from scalepoint.targets import onnxruntime_target
@@ -66,7 +66,7 @@ def quantized(net, data, config=FOUR, **options):
 
 
 def codes(model):
-    return [each.deployed().codes.clone() for each in model.modules() if isinstance(each, QuantizedWeighted)]
+    return [each.get_deployed().codes.clone() for each in model.modules() if isinstance(each, QuantizedLayer)]
 
 
 def test_the_outputs_come_nearer_on_new_data(net, data):
@@ -135,7 +135,7 @@ def test_the_intercept_alone_moves_no_code(net, data):
     before = codes(model)
     tune(model, data, TuneConfig(steps=("intercept",)), progress=False)
     assert all(torch.equal(a, b) for a, b in zip(codes(model), before, strict=True))
-    assert any(each.bias_shift is not None for each in model.modules() if isinstance(each, QuantizedWeighted))
+    assert any(each.bias_shift is not None for each in model.modules() if isinstance(each, QuantizedLayer))
 
 
 def test_tuning_again_changes_nothing_and_says_why(net, data):
@@ -270,11 +270,11 @@ def test_a_bias_still_fits_into_int32():
         net[0].bias[0] = 1e4
     data = [torch.randn(16, 32) for _ in range(8)]
     model = quantize(net, data[0], None, forward_loop=data, target=onnxruntime_target(cpu="vnni"), progress=False)
-    layer = next(each for each in model.modules() if isinstance(each, QuantizedWeighted))
+    layer = next(each for each in model.modules() if isinstance(each, QuantizedLayer))
     with torch.no_grad():
-        assert float(layer.weight_quant.scale[0]) == pytest.approx(float(layer.least_scale()[0]))  # it was raised
+        assert float(layer.weight_quant.scale[0]) == pytest.approx(float(layer.min_scale()[0]))  # it was raised
     tune(model, data, progress=False)
-    assert float(layer.deployed().bias.detach().abs().max()) < 2**31
+    assert float(layer.get_deployed().bias.detach().abs().max()) < 2**31
 
 
 @pytest.mark.parametrize("steps", [("intercept",), TuneConfig().steps], ids=["intercept", "all"])
@@ -301,8 +301,8 @@ def test_pair_safe_codes_stay_so_and_come_nearer(net, data):
     assert {each.name for each in report.layers} == {"stem", "depthwise", "head"}
     assert near(net, model) > before
     for layer in model.modules():
-        if isinstance(layer, QuantizedWeighted) and layer.weight_quant.spec.range_calculator_cls == "pair_safe":
-            assert float(pair_sums(layer.deployed().codes.float()).max()) <= 128
+        if isinstance(layer, QuantizedLayer) and layer.weight_quant.spec.range_calculator_cls == "pair_safe":
+            assert float(pair_sums(layer.get_deployed().codes.float()).max()) <= 128
 
 
 def test_float8_weights_are_tuned(net, data):

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from scalepoint import distributed
 from scalepoint.quantize.feeding import Data
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import WeightFakeQuantize
 from scalepoint.quantize.record import record_of
-from scalepoint.quantize.stubs import WeightFakeQuantize
-from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
 from scalepoint.support.progress import phase
 from scalepoint.tuning.collect import LayerUse, RowCollector
@@ -93,9 +93,7 @@ class _LayerMeasurement:
         scale = now if now > 0 else energy or 1.0
         return {spec: loss / scale for spec, loss in found.items()}, now / energy if now > 0 and energy else 1.0
 
-    def _loss(
-        self, layer: QuantizedWeighted, geometry: Geometry, weight: Tensor, fit: Moments, judge: Moments
-    ) -> float:
+    def _loss(self, layer: QuantizedLayer, geometry: Geometry, weight: Tensor, fit: Moments, judge: Moments) -> float:
         least = _current_error(layer, geometry, judge)
         if self.steps is None or layer.weight_quant.spec.qformulation != "zp":
             return least
@@ -119,20 +117,20 @@ def _compute_over_ranks(specs: Sequence[QuantizationSpec], loss: Callable[[Quant
     return dict(zip(specs, distributed.interleave(step.values), strict=True))
 
 
-def _requantize_layer(live: QuantizedWeighted, spec: QuantizationSpec) -> QuantizedWeighted:
+def _requantize_layer(live: QuantizedLayer, spec: QuantizationSpec) -> QuantizedLayer:
     """The same layer with another quantizer, frozen."""
     axis = 1 if live.kind == "conv_transpose" else 0
-    layer = QuantizedWeighted(live.operation, live.norm, WeightFakeQuantize([], spec=spec, channel_axis=axis))
+    layer = QuantizedLayer(live.operation, live.norm, WeightFakeQuantize([], spec=spec, channel_axis=axis))
     layer.weight_quant.name = live.weight_quant.name
     layer.weight_quant.enabled = True
-    layer.refers["input"] = live.refers["input"]
+    layer.module_refs["input"] = live.module_refs["input"]
     layer.freeze()
     layer.training = False
     return layer
 
 
-def _current_error(layer: QuantizedWeighted, geometry: Geometry, judge: Moments) -> float:
+def _current_error(layer: QuantizedLayer, geometry: Geometry, judge: Moments) -> float:
     """The squared error of the codes that a layer has."""
     quant = layer.weight_quant
-    values = geometry.by_group(quant.values(layer.deployed().codes).to(torch.float64))
+    values = geometry.by_group(quant.values(layer.get_deployed().codes).to(torch.float64))
     return float(judge.error(values, judge.mismatch(values)).sum())

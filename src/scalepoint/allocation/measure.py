@@ -31,13 +31,13 @@ from scalepoint.errors import UsageError
 from scalepoint.operation_coverage import CoverageRow
 from scalepoint.patterns import Point
 from scalepoint.quantize import Override, QuantConfig, calibrate, insert_qdq
-from scalepoint.quantize.cost import shape_of
 from scalepoint.quantize.feeding import Data
-from scalepoint.quantize.insert import decisions_for, weight_address
-from scalepoint.quantize.parts import weight_shape
+from scalepoint.quantize.insert import get_weight_key, make_decisions
+from scalepoint.quantize.macs import get_shape
+from scalepoint.quantize.operations import get_weight_shape
 from scalepoint.quantize.placement import Decision
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.quantize.record import record_of
-from scalepoint.quantize.stubs import QuantStub
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 from scalepoint.targets import Target
 from scalepoint.transformation import TransformationResult
@@ -76,7 +76,7 @@ def measure_widths(
     Returns:
         The table, from which the best allocation within a budget is chosen.
     """
-    decisions, rows, coverage = decisions_for(result.model, result.matches, config, target)
+    decisions, rows, coverage = make_decisions(result.model, result.matches, config, target)
     layers = group_by_layer(decisions)
     if choices is None:
         for layer in layers:
@@ -97,7 +97,7 @@ def measure_widths(
             fixed.append((decision, rows.get(decision.site.node)))
     made = tuple(_make_row(group, measured, macs) for group in group_layers_sharing_precision(layers))
     others = sum(row.macs or 0 for row in coverage.operations if row.name not in macs)
-    owned = {weight_address(layer.first.site) for layer in layers if layer.first.weight is not None}
+    owned = {get_weight_key(layer.first.site) for layer in layers if layer.first.weight is not None}
     return _add_fixed_costs(made, result.model, fixed, owned, sum(macs.values()), others)
 
 
@@ -115,8 +115,8 @@ def _add_fixed_costs(
     time = others
     for decision, row in fixed:
         bits = max((spec.n_bits for point, _, spec in decision.points if point != Point.OUTPUT), default=FLOAT_BITS)
-        if decision.weight is not None and weight_address(decision.site) not in owned:
-            shape = weight_shape(decision.site.part)
+        if decision.weight is not None and get_weight_key(decision.site) not in owned:
+            shape = get_weight_shape(decision.site.part)
             rest -= FLOAT_BITS / 8 * prod(shape) - _weight_bytes(decision.weight, shape)
             bits = max(bits, decision.weight.n_bits)
         elif decision.weight is None and decision.site.role is not None:
@@ -129,7 +129,7 @@ def _count_work(row: CoverageRow | None, node: fx.Node) -> float:
     """MACs; of what multiplies nothing, its values."""
     if row is not None and row.macs:
         return float(row.macs)
-    shape = shape_of(node)
+    shape = get_shape(node)
     return float(prod(shape)) if shape else 0.0
 
 
@@ -143,7 +143,7 @@ def _make_row(group: Sequence[LayerOptions], measured: "_NoiseMeasurement", macs
     """Partners together: the ways that all of them have."""
     refused = {name: why for layer in group for name, why in layer.refused.items()}
     names = [way.name for way in group[0].ways if all(way.name in {each.name for each in o.ways} for o in group)]
-    shapes = {layer.name: weight_shape(layer.first.site.part) for layer in group if layer.first.weight is not None}
+    shapes = {layer.name: get_weight_shape(layer.first.site.part) for layer in group if layer.first.weight is not None}
     weights = prod(next(iter(shapes.values()))) if measured.share_a_weight(group) else sum(map(prod, shapes.values()))
     widths = []
     for name in names:

@@ -17,9 +17,9 @@ from scalepoint.errors import ScalepointError, TargetError, UsageError, did_you_
 from scalepoint.numerics import dtype_name, get_format
 from scalepoint.patterns import Point
 from scalepoint.quantize.config import FLOAT, Override, QuantConfig
-from scalepoint.quantize.insert import weight_address
-from scalepoint.quantize.placement import Decision, decide, facts_of
-from scalepoint.quantize.tables import is_table
+from scalepoint.quantize.embedding_tables import is_embedding_table
+from scalepoint.quantize.insert import get_weight_key
+from scalepoint.quantize.placement import Decision, decide, get_operation_facts
 from scalepoint.spec import QuantizationSpec
 from scalepoint.spec.extended import spec_from_dict
 from scalepoint.spec.spec import to_code_type
@@ -70,7 +70,7 @@ def group_by_layer(decisions: Iterable[Decision]) -> list[LayerOptions]:
     choice."""
     found: dict[str, LayerOptions] = {}
     for each in decisions:
-        if (each.weight is not None or each.points) and not is_table(each.site):
+        if (each.weight is not None or each.points) and not is_embedding_table(each.site):
             found.setdefault(each.site.name, LayerOptions(each.site.name, [])).decisions.append(each)
     return list(found.values())
 
@@ -184,7 +184,7 @@ def build_option(
     for each in found:
         if said and each.weight is not None:
             each.weight.granularity.get_block_size(
-                facts_of(each.site, asked, target).weight_shape
+                get_operation_facts(each.site, asked, target).weight_shape
             )  # blocks must divide
     inputs = tuple(spec for each in found for point, _, spec in each.points if point != Point.OUTPUT)
     return PrecisionOption(name, said, found[0].weight, inputs, layer.first.site.role is not None)
@@ -207,7 +207,9 @@ def _with_dtype(spec: QuantizationSpec, name: str) -> QuantizationSpec:
 def is_weight_overridden(layer: LayerOptions, config: QuantConfig) -> bool:
     """Whether an override of the user says what its weight is."""
     site = layer.first.site
-    return any(each.says("weight") is not None and each.fits(site.names, site.types) for each in config.overrides)
+    return any(
+        each.setting_for("weight") is not None and each.matches(site.names, site.types) for each in config.overrides
+    )
 
 
 def group_layers_sharing_precision(layers: Sequence[LayerOptions]) -> list[list[LayerOptions]]:
@@ -238,7 +240,7 @@ def _sharing_keys(layer: LayerOptions) -> list[object]:
     for each in layer.decisions:
         if each.weight is None:
             continue
-        keys.append(weight_address(each.site))
+        keys.append(get_weight_key(each.site))
         source: fx.Node | None = next((node for point, node in each.site.operands if point == Point.INPUT), None)
         keys += [source] if each.site.kind == "linear" and source is not None else []
     return keys

@@ -32,9 +32,9 @@ from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import UsageError, short_repr
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.patterns import get_kind
-from scalepoint.quantize.feeding import Data, feed
-from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.twins import driven
+from scalepoint.quantize.feeding import Data, feed_data
+from scalepoint.quantize.quantizers import QuantStub
+from scalepoint.quantize.shadow_models import wrap_with_signature
 from scalepoint.results import LayerError
 from scalepoint.support.formatting import one_line, plural, printed
 from scalepoint.support.torch_state import serialized
@@ -136,10 +136,10 @@ def compare(
     watch = _LayerErrorSums(get_layers(quantized), outputs, local)
     steps = FloatAndQuantizedRunner(quantized, watch)
     watch.prepare(steps.live)
-    run = driven(quantized, steps)
+    run = wrap_with_signature(quantized, steps)
     run.register_forward_hook(outputs, with_kwargs=True)
     with eval_mode(float_model):
-        fed = feed(run, data, "comparing", max_batches=max_batches, progress=progress, merge=watch.merge)
+        fed = feed_data(run, data, "comparing", max_batches=max_batches, progress=progress, merge=watch.merge)
     rows = tuple(watch.row(layer, steps.live) for layer in watch.layers)
     return Comparison(rows, outputs.rows(), outputs.graph.sqnr_db, fed.calls)
 
@@ -219,8 +219,8 @@ def _weight_sqnr(layer: AnalyzedLayer, live: nn.Module) -> float | None:
     weighted = get_quantized_part(live, layer)
     if weighted is None or not weighted.weight_quant.enabled or weighted.weight_quant.quantizer.is_disabled():
         return None
-    weight, _ = weighted.folded()
-    return decibels(energy(weight), energy(weight.float() - weighted.quantized(weight).float()))
+    weight, _ = weighted.fold_norm()
+    return decibels(energy(weight), energy(weight.float() - weighted.quantize_weight(weight).float()))
 
 
 class _OutputErrorSums:

@@ -17,9 +17,9 @@ from scalepoint.analysis.layers import (
 )
 from scalepoint.errors import UsageError, short_repr
 from scalepoint.numerics.histogram import Histogram, bin_width, compute_histogram, merge_histograms
-from scalepoint.quantize.feeding import Data, feed
-from scalepoint.quantize.stubs import Quantizing, QuantStub
-from scalepoint.quantize.twins import twin
+from scalepoint.quantize.feeding import Data, feed_data
+from scalepoint.quantize.quantizers import QuantizerBase, QuantStub
+from scalepoint.quantize.shadow_models import copy_with_shared_parameters
 from scalepoint.results import TensorHistogram
 
 FINE_BINS = 8192  # bins of the streaming histogram, which neighbours of are added up for the plot
@@ -54,12 +54,14 @@ def histograms(
     if isinstance(names, str):
         raise UsageError(f"names is a list of layers, not one string: [{names!r}]")
     layers = select_layers(get_layers(quantized), list(names))
-    model = twin(quantized, quantizing=False)
+    model = copy_with_shared_parameters(quantized, quantizing=False)
     watched = {str(node.target) for layer in layers for node in layer.stub_nodes}
     seen: dict[str, Histogram] = {}
     for target in watched:
         model.get_submodule(target).register_forward_pre_hook(_make_hook(seen, target))
-    feed(model, data, "histograms", max_batches=max_batches, progress=progress, merge=lambda: _merge_over_ranks(seen))
+    feed_data(
+        model, data, "histograms", max_batches=max_batches, progress=progress, merge=lambda: _merge_over_ranks(seen)
+    )
     found: list[TensorHistogram] = []
     for layer in layers:
         found += _weight_histogram(layer, model, bins)
@@ -99,12 +101,12 @@ def _weight_histogram(layer: AnalyzedLayer, model: fx.GraphModule, bins: int) ->
     if weighted is None:
         return []
     with torch.no_grad():
-        weight, _ = weighted.folded()
+        weight, _ = weighted.fold_norm()
     return [_make_tensor_histogram(layer.name, "weight", "", _fine_histogram(weight), weighted.weight_quant, bins)]
 
 
 def _make_tensor_histogram(
-    name: str, role: str, stub: str, histogram: Histogram, quantizer: Quantizing, bins: int
+    name: str, role: str, stub: str, histogram: Histogram, quantizer: QuantizerBase, bins: int
 ) -> TensorHistogram:
     edges, counts = _group_bins(histogram, bins)
     found = get_code_range(quantizer)

@@ -10,7 +10,7 @@ from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.capture import Model
 from scalepoint.operation_coverage import Coverage
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.insert import decisions_for
+from scalepoint.quantize.insert import make_decisions
 from scalepoint.quantize.record import coverage, has_record
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
@@ -47,7 +47,7 @@ def inspect(
         return coverage(model)
     inputs = () if example_inputs is None and kwargs else example_inputs
     result = transform(model, inputs, target=target, kwargs=kwargs, leave=leave, dynamic_axes=dynamic_axes, copy=False)
-    _, _, found = decisions_for(result.model, result.matches, QuantConfig.build(config), find_target(target))
+    _, _, found = make_decisions(result.model, result.matches, QuantConfig.build(config), find_target(target))
     if found.is_empty:
         warnings.warn(ScalepointWarning(found.describe_empty()), stacklevel=2)
     return found

@@ -9,10 +9,10 @@ from torch import Tensor, fx, nn
 from scalepoint.errors import UsageError, did_you_mean
 from scalepoint.operation_coverage import Coverage, CoverageRow
 from scalepoint.patterns import Fused, get_kind
-from scalepoint.quantize.parts import kind_of_part
+from scalepoint.quantize.operations import get_part_kind
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantizerBase, QuantStub
 from scalepoint.quantize.record import coverage, record_of
-from scalepoint.quantize.stubs import Quantizing, QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def get_layers(model: fx.GraphModule) -> list[AnalyzedLayer]:
     rows, nodes = coverage(model).operations, {node.name: node for node in model.graph.nodes}
     return [
         _make_uncounted_layer(model, nodes[site.node], site.name)
-        if site.row is None
-        else _make_counted_layer(nodes[site.node], rows[site.row])
+        if site.coverage_index is None
+        else _make_counted_layer(nodes[site.node], rows[site.coverage_index])
         for site in record_of(model).sites
     ]
 
@@ -49,7 +49,7 @@ def _make_counted_layer(node: fx.Node, row: CoverageRow) -> AnalyzedLayer:
 
 def _make_uncounted_layer(model: fx.GraphModule, node: fx.Node, name: str) -> AnalyzedLayer:
     module = model.get_submodule(str(node.target))
-    kind = kind_of_part(module.weighted_part) if isinstance(module, Fused) else get_kind(node)
+    kind = get_part_kind(module.weighted_part) if isinstance(module, Fused) else get_kind(node)
     stubs = [each for each in model.modules() if isinstance(each, QuantStub) and name in each.consumers]
     words = sorted({str(stub.spec.to_dict()["dtype"]) for stub in stubs if stub.enabled})
     return AnalyzedLayer(name, kind, f"x {' / '.join(words)}" if words else "float", 0, 0, node)
@@ -64,20 +64,20 @@ def select_layers(layers: list[AnalyzedLayer], names: list[str]) -> list[Analyze
     return [known[name] for name in names]
 
 
-def get_quantizers(model: nn.Module) -> list[Quantizing]:
-    return [module for module in model.modules() if isinstance(module, Quantizing)]
+def get_quantizers(model: nn.Module) -> list[QuantizerBase]:
+    return [module for module in model.modules() if isinstance(module, QuantizerBase)]
 
 
-def get_quantized_part(model: nn.Module, layer: AnalyzedLayer) -> QuantizedWeighted | None:
+def get_quantized_part(model: nn.Module, layer: AnalyzedLayer) -> QuantizedLayer | None:
     """The part of a layer that has a quantized weight."""
     if layer.node.op != "call_module":
         return None
     module = model.get_submodule(str(layer.node.target))
     parts: Iterator[nn.Module] = iter(module.parts.values()) if isinstance(module, Fused) else iter((module,))
-    return next((part for part in parts if isinstance(part, QuantizedWeighted)), None)
+    return next((part for part in parts if isinstance(part, QuantizedLayer)), None)
 
 
-def get_code_range(quantizer: Quantizing) -> tuple[Tensor, Tensor] | None:
+def get_code_range(quantizer: QuantizerBase) -> tuple[Tensor, Tensor] | None:
     """The values of the lowest and the highest code; None where each tensor gets a range of its own."""
     if quantizer.calculator.always_called and not quantizer.is_learned:
         return None

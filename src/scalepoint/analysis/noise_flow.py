@@ -14,8 +14,8 @@ from scalepoint import distributed
 from scalepoint.analysis.layers import get_quantizers
 from scalepoint.analysis.paired_runner import FloatAndQuantizedRunner
 from scalepoint.analysis.statistics import energy, error_energy, float_tensors
-from scalepoint.quantize.feeding import Data, feed
-from scalepoint.quantize.twins import driven
+from scalepoint.quantize.feeding import Data, feed_data
+from scalepoint.quantize.shadow_models import wrap_with_signature
 
 
 @dataclass
@@ -85,6 +85,6 @@ def measure_noise_flow(
 ) -> NoiseFlow:
     """One pass of the data."""
     flow = NoiseFlow(quantized.graph)
-    run = driven(quantized, FloatAndQuantizedRunner(quantized, flow))
-    feed(run, data, "finding sensitive layers", max_batches=max_batches, progress=progress, merge=flow.merge)
+    run = wrap_with_signature(quantized, FloatAndQuantizedRunner(quantized, flow))
+    feed_data(run, data, "finding sensitive layers", max_batches=max_batches, progress=progress, merge=flow.merge)
     return flow

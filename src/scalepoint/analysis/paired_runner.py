@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from scalepoint.quantize.twins import twin
+from scalepoint.quantize.shadow_models import copy_with_shared_parameters
 
 
 class FloatAndQuantizedRunner(nn.Module):
@@ -20,7 +20,7 @@ class FloatAndQuantizedRunner(nn.Module):
 
     def __init__(self, model: fx.GraphModule, visit: Callable[[fx.Node, "FloatAndQuantizedRunner"], None]) -> None:
         super().__init__()
-        self.plain, self.live = twin(model, quantizing=False), twin(model)
+        self.plain, self.live = copy_with_shared_parameters(model, quantizing=False), copy_with_shared_parameters(model)
         self.visit = visit
         self._exact, self._noisy, self._carried = (
             fx.Interpreter(module, graph=model.graph) for module in (self.plain, self.live, self.plain)

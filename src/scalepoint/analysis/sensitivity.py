@@ -30,11 +30,11 @@ from scalepoint.analysis.noise_flow import measure_noise_flow
 from scalepoint.analysis.statistics import ErrorSums, merge_over_ranks
 from scalepoint.errors import UsageError, short_repr
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.feeding import Data, check_data, feed, first_inputs
+from scalepoint.quantize.feeding import Data, check_data, feed_data, read_first_inputs
+from scalepoint.quantize.quantize_model import quantize
+from scalepoint.quantize.quantizers import QuantizerBase
 from scalepoint.quantize.record import has_record
-from scalepoint.quantize.shortcut import quantize
-from scalepoint.quantize.stubs import Quantizing
-from scalepoint.quantize.twins import driven, twin
+from scalepoint.quantize.shadow_models import copy_with_shared_parameters, wrap_with_signature
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
 
@@ -132,7 +132,7 @@ def _quantize_if_float(
         return model
     if callable(data):
         raise UsageError("a float model is captured with the first batch: pass batches, or a quantized model")
-    args, kwargs = first_inputs(model, data)
+    args, kwargs = read_first_inputs(model, data)
     return quantize(
         model, args, config, forward_loop=data, target=target, kwargs=kwargs, max_batches=max_batches, progress=progress
     )
@@ -162,7 +162,7 @@ def _rank_layers(layers: dict[str, AnalyzedLayer], scores: dict[str, float]) -> 
 
 
 @contextmanager
-def _layer_enabled(quantizers: Sequence[Quantizing], name: str) -> Iterator[None]:
+def _layer_enabled(quantizers: Sequence[QuantizerBase], name: str) -> Iterator[None]:
     """The quantizers of one layer on; they were off and are off again."""
     chosen = [each for each in quantizers if name in each.consumers]
     for each in chosen:
@@ -174,9 +174,9 @@ def _layer_enabled(quantizers: Sequence[Quantizing], name: str) -> Iterator[None
             each.enabled = False
 
 
-def _copy_with_quantizers_off(quantized: fx.GraphModule) -> tuple[fx.GraphModule, list[Quantizing]]:
+def _copy_with_quantizers_off(quantized: fx.GraphModule) -> tuple[fx.GraphModule, list[QuantizerBase]]:
     """A twin with all off, and those of its quantizers that are on in the model."""
-    model = twin(quantized, quantizing=False)
+    model = copy_with_shared_parameters(quantized, quantizing=False)
     pairs = zip(get_quantizers(quantized), get_quantizers(model), strict=True)
     return model, [own for given, own in pairs if given.enabled]
 
@@ -229,8 +229,8 @@ def _noise_one_at_a_time(
     quantized: fx.GraphModule, tried: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
 ) -> dict[str, float]:
     inner = _OneLayerNoise(quantized, tried)
-    feed(
-        driven(quantized, inner), data, "one layer at a time", max_batches=max_batches, progress=progress,
+    feed_data(
+        wrap_with_signature(quantized, inner), data, "one layer at a time", max_batches=max_batches, progress=progress,
         merge=lambda: merge_over_ranks(list(inner.found.values())),
     )  # fmt: skip
     return {name: _noise_to_signal(each.noise, each.signal) for name, each in inner.found.items()}

@@ -98,9 +98,9 @@ def load_model_and_data(settings: Any, finder: ObjectLoader, example: Any = None
 
 def batch_to_example(model: Any, batch: Any) -> Any:
     """A batch as example inputs: what comes after the model's own inputs, such as labels, is left away."""
-    from scalepoint.quantize.feeding import inputs_of
+    from scalepoint.quantize.feeding import to_model_inputs
 
-    args, kwargs = inputs_of(batch, model)
+    args, kwargs = to_model_inputs(batch, model)
     return kwargs or args
 
 

@@ -103,7 +103,7 @@ def list_target_names() -> list[str]:
 def describe_target(name: str) -> dict[str, Any]:
     """Everything that a target declares, and the rules that `scalepoint check` applies for it."""
     from scalepoint.checking import describe_rules
-    from scalepoint.quantize.coverage import describe as describe_spec
+    from scalepoint.quantize.coverage_rows import describe_spec
     from scalepoint.targets import describe, find_target
 
     if name not in list_target_names():

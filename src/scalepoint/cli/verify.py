@@ -194,9 +194,9 @@ def _check_there(path: Path) -> None:
 
 
 def _has_graph(saved: Path) -> bool:
-    from scalepoint.quantize.store import holds_graph
+    from scalepoint.quantize.store import has_saved_graph
 
-    return holds_graph(saved)
+    return has_saved_graph(saved)
 
 
 def _load_without_float_model(saved: Path, settings: Any, reading: Any) -> tuple[Any, Any, Any, Batches | None]:

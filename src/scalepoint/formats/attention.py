@@ -19,7 +19,7 @@ from scalepoint.graph import Operation
 from scalepoint.graph.nodes import get_fake_tensor, inherit_meta
 from scalepoint.graph.operations import Slot
 from scalepoint.patterns import Fused
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.quantizers import QuantStub
 
 _TENSOR_ARGUMENTS = ("query", "key", "value")
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.stored_graph import ModuleFactories
-from scalepoint.quantize.parts import TABLE, run_with
-from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.operations import EMBEDDING, run_with_weight
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.spec import PerTensorGranularity, PerTokenGranularity
 
 INT8_MIN, INT8_MAX = -128, 127
@@ -25,7 +25,7 @@ INT8_MIN, INT8_MAX = -128, 127
 class WeightedOperation(nn.Module):
     """An operation that takes its weight and bias as arguments."""
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__()
         self.references = {"operation": source.operation}  # in a dict, so that it is not a submodule
         self.is_linear = source.kind == "linear"
@@ -34,16 +34,18 @@ class WeightedOperation(nn.Module):
         if self.is_linear:
             return F.linear(x, weight, bias)
         operation: Any = self.references["operation"]
-        return run_with(operation, x, weight, bias)
+        return run_with_weight(operation, x, weight, bias)
 
 
 class FloatWeight(WeightedOperation):
     """The operation in float with its batch norm folded in, for the float file."""
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__(source)
-        weight, bias = source.folded()
-        self.register_buffer("weight", (source.canonical(weight) if self.is_linear else weight).detach().contiguous())
+        weight, bias = source.fold_norm()
+        self.register_buffer(
+            "weight", (source.to_output_first(weight) if self.is_linear else weight).detach().contiguous()
+        )
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     weight: Tensor
@@ -59,9 +61,9 @@ class InputFirstFloatWeight(nn.Module):
     With `as_view` a matrix is a transposed view of the model's parameter, which is copied only when it is written.
     """
 
-    def __init__(self, source: QuantizedWeighted, *, as_view: bool = False) -> None:
+    def __init__(self, source: QuantizedLayer, *, as_view: bool = False) -> None:
         super().__init__()
-        weight, bias = source.folded()
+        weight, bias = source.fold_norm()
         self.references = {"operation": source.operation}
         self.is_linear = source.kind == "linear"
         if self.is_linear and not source.is_input_first:
@@ -78,12 +80,12 @@ class InputFirstFloatWeight(nn.Module):
             y = torch.matmul(x, self.weight)
             return y if self.bias is None else y + self.bias
         operation: Any = self.references["operation"]
-        return run_with(operation, x, self.weight, self.bias)
+        return run_with_weight(operation, x, self.weight, self.bias)
 
 
 def int8_module_factories(
     runtime: str,
-    weights: tuple[Callable[[QuantizedWeighted], nn.Module], Callable[[QuantizedWeighted], nn.Module]],
+    weights: tuple[Callable[[QuantizedLayer], nn.Module], Callable[[QuantizedLayer], nn.Module]],
     stubs: tuple[Callable[[QuantStub, float], nn.Module], Callable[[], nn.Module]],
 ) -> ModuleFactories:
     """Build the factories of a runtime.
@@ -95,8 +97,8 @@ def int8_module_factories(
     """
     (weight_layer, table_layer), (constant_stub, row_stub) = weights, stubs
 
-    def build_weight(source: QuantizedWeighted) -> nn.Module:
-        return table_layer(source) if source.kind == TABLE else weight_layer(source)
+    def build_weight(source: QuantizedLayer) -> nn.Module:
+        return table_layer(source) if source.kind == EMBEDDING else weight_layer(source)
 
     def build_stub(stub: QuantStub, factor: float) -> nn.Module:
         granularity, dtype = stub.calculator.granularity, stub.quantizer.grid.format.name

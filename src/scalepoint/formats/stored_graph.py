@@ -22,9 +22,9 @@ from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.numerics import QParams
 from scalepoint.patterns import Fused
 from scalepoint.patterns.language import get_layer_name
-from scalepoint.quantize.outliers import Factors
-from scalepoint.quantize.stubs import Quantizing, QuantStub, held_as
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.outlier_scaling import ChannelFactors
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantizerBase, QuantStub, round_to_dtype
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class ModuleFactories:
     scale (see attention.py). `float_layer` builds a layer in float.
     """
 
-    weight: Callable[[QuantizedWeighted], nn.Module]
+    weight: Callable[[QuantizedLayer], nn.Module]
     stub: Callable[[QuantStub, float], nn.Module]
-    float_layer: Callable[[QuantizedWeighted], nn.Module]
+    float_layer: Callable[[QuantizedLayer], nn.Module]
 
 
 def build_stored_graph(
@@ -76,7 +76,7 @@ def _remove_unit_factors(model: fx.GraphModule) -> fx.GraphModule:
     """Remove channel factors that are all 1 from the graph. Its code is not generated again."""
     for node in list(model.graph.nodes):
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, Factors) and bool((module.weight == 1).all()):
+        if isinstance(module, ChannelFactors) and bool((module.weight == 1).all()):
             node.replace_all_uses_with(node.args[0])
             model.graph.erase_node(node)
     return model
@@ -85,15 +85,15 @@ def _remove_unit_factors(model: fx.GraphModule) -> fx.GraphModule:
 def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
     """Round scales and minima to `dtype` before codes are computed with them. No scale becomes zero."""
     for module in model.modules():
-        if isinstance(module, Quantizing) and module.spec.scale_dtype is None:
+        if isinstance(module, QuantizerBase) and module.spec.scale_dtype is None:
             minval = None if module.minval is None else module.minval.to(dtype).to(torch.float32)
-            module.take(QParams(held_as(module.scale, dtype), None, minval))
+            module.set_parameters(QParams(round_to_dtype(module.scale, dtype), None, minval))
 
 
 def _replace_layers(
     model: fx.GraphModule,
-    quantized_layer: Callable[[QuantizedWeighted], nn.Module],
-    float_layer: Callable[[QuantizedWeighted], nn.Module],
+    quantized_layer: Callable[[QuantizedLayer], nn.Module],
+    float_layer: Callable[[QuantizedLayer], nn.Module],
 ) -> fx.GraphModule:
     replacements: dict[int, nn.Module] = {}
     with torch.no_grad():
@@ -101,7 +101,7 @@ def _replace_layers(
             if not isinstance(fused, Fused):
                 continue
             for role, part in fused.parts.items():
-                if isinstance(part, QuantizedWeighted):
+                if isinstance(part, QuantizedLayer):
                     if id(part) not in replacements:
                         is_disabled = part.weight_quant.quantizer.is_disabled()
                         replacements[id(part)] = (float_layer if is_disabled else quantized_layer)(part).eval()
@@ -144,7 +144,7 @@ def _list_shareable(model: fx.GraphModule, changes_scales: bool) -> list[Any]:
         return shareable
     shareable += model.buffers()
     for module in model.modules():
-        if isinstance(module, QuantStub | QuantizedWeighted):
+        if isinstance(module, QuantStub | QuantizedLayer):
             holds_stub = any(isinstance(part, QuantStub) for part in module.modules() if part is not module)
             shareable += [] if holds_stub else [module]
         elif type(module) in MODULE_KINDS and not module._modules:
@@ -155,18 +155,18 @@ def _list_shareable(model: fx.GraphModule, changes_scales: bool) -> list[Any]:
 def check_is_calibrated(model: fx.GraphModule) -> None:
     """Raise ExportError unless all quantizers are calibrated, enabled and frozen; the file would be partly float."""
     stubs = {name: module for name, module in model.named_modules() if isinstance(module, QuantStub)}
-    weights = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeighted)}
+    weights = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
     if not stubs and not weights:
         raise ExportError("this model has no quantizers: export a model that insert_qdq returned")
     problems = [
         (name, "was never calibrated: calibrate(model, data) first")
         for name, stub in stubs.items()
-        if not stub.has_observed and not stub.skipped_because
+        if not stub.has_observed and not stub.skip_reason
     ]
     problems += [
         (name, "is disabled: enable_fake_quant(model) first")
         for name, stub in stubs.items()
-        if stub.has_observed and not stub.enabled and not stub.skipped_because
+        if stub.has_observed and not stub.enabled and not stub.skip_reason
     ]
     problems += [
         (name, "has a weight that is not fake-quantized: enable_fake_quant(model) first")

@@ -15,7 +15,7 @@ from torch import fx
 
 from scalepoint.errors import UsageError
 from scalepoint.options import Accuracy
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize
 
 if TYPE_CHECKING:
     from scalepoint.tuning import TuneConfig

@@ -20,8 +20,8 @@ from scalepoint.formats.checkpoint import RoundScales, RoundScalesAndMinima
 from scalepoint.numerics import E4M3, QParams
 from scalepoint.patterns import Fused
 from scalepoint.pipeline.checkpoint_job import CheckpointJob
-from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.spec import QuantizationSpec
 from scalepoint.support.untrusted import open_tensors
 from scalepoint.transformation import TransformationResult
@@ -34,7 +34,7 @@ class _StoredLayer:
 
     file: Path
     module_path: str
-    layer: QuantizedWeighted
+    layer: QuantizedLayer
     input_stub: tuple[str, QuantStub] | None  # module path and quantizer of the layer's input
 
 
@@ -46,7 +46,7 @@ class TunedCodes(Mapping[str, QuantizedWeight]):
         stubs = _input_stubs(model)
         self._layers: dict[str, _StoredLayer] = {}
         for path, module in model.named_modules():
-            if isinstance(module, QuantizedWeighted) and path in files:
+            if isinstance(module, QuantizedLayer) and path in files:
                 name = weights.name_of(module.weight)
                 self._layers[name] = _StoredLayer(files[path], path, module, stubs.get(path))
 
@@ -59,7 +59,7 @@ class TunedCodes(Mapping[str, QuantizedWeight]):
     def specs(self) -> Iterator[tuple[QuantizationSpec, int]]:
         """Yield the spec and the number of columns of every weight. No codes are read."""
         for stored in self._layers.values():
-            yield stored.layer.weight_quant.spec, int(stored.layer.canonical(stored.layer.weight).shape[1])
+            yield stored.layer.weight_quant.spec, int(stored.layer.to_output_first(stored.layer.weight).shape[1])
 
     def __getitem__(self, name: str) -> QuantizedWeight:
         stored = self._layers[name]
@@ -111,7 +111,7 @@ def _input_stubs(model: fx.GraphModule) -> dict[str, tuple[str, QuantStub]]:
         stub = model.get_submodule(str(source.target)) if source.op == "call_module" else None
         if isinstance(stub, QuantStub):
             for part in getattr(model.get_submodule(str(node.target)), "parts", {}).values():
-                if isinstance(part, QuantizedWeighted):
+                if isinstance(part, QuantizedLayer):
                     stubs[paths[id(part)]] = (str(source.target), stub)
     return stubs
 
@@ -129,13 +129,13 @@ def find_unstorable_layers(job: CheckpointJob, plan: TransformationResult, weigh
 
 
 def find_rounding(
-    job: CheckpointJob, layer: QuantizedWeighted, weights: CheckpointWeights
+    job: CheckpointJob, layer: QuantizedLayer, weights: CheckpointWeights
 ) -> Callable[[QParams], QParams] | None:
     """Return the function that rounds a layer's scales to values of the format; None if it stores every float32."""
     quantizer = layer.weight_quant
     if quantizer.quantizer.grid.format.is_float:  # the spec declares the dtype of these scales
         return _round_to_two_levels if quantizer.spec.scale_dtype == E4M3 else None
-    columns = layer.canonical(layer.weight).shape[1]
+    columns = layer.to_output_first(layer.weight).shape[1]
     dtype = job.format.scale_dtype or job.source.tensors[weights.name_of(layer.weight)].dtype
     if quantizer.spec.qformulation == "minval" and job.format.round_scales_and_minima is not None:
         return partial(

@@ -41,8 +41,8 @@ from scalepoint.pipeline.kv_cache import (
 )
 from scalepoint.pipeline.perplexity import Evaluation, perplexity
 from scalepoint.quantize import coverage, insert_qdq
-from scalepoint.quantize.stubs import Quantizing
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantizerBase
 from scalepoint.report import Report
 from scalepoint.results import DEPARTS, FAILED, LanguageModelResult, Score, TuneReport
 from scalepoint.runtimes import find_runtime
@@ -99,10 +99,10 @@ def build_quantized_graph(job: CheckpointJob, tokens: list[Tensor]) -> tuple[fx.
     if job.cache:
         check_cache_quantizers(model, job.target.caches[job.cache])
     for module in model.modules():
-        if isinstance(module, Quantizing):
+        if isinstance(module, QuantizerBase):
             module.enabled = True
-        if isinstance(module, QuantizedWeighted):
-            module.weight_quant.as_stored = find_rounding(job, module, weights)
+        if isinstance(module, QuantizedLayer):
+            module.weight_quant.round_parameters = find_rounding(job, module, weights)
     return model, weights
 
 

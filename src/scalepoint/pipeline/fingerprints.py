@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from scalepoint.compat.torch_names import pytree
 from scalepoint.numerics import dtype_name
-from scalepoint.quantize.fingerprint import fingerprint as fingerprint_parameters
+from scalepoint.quantize.fingerprint import fingerprint_model as fingerprint_parameters
 from scalepoint.spec import QuantizationSpec
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target

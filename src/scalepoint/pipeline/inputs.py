@@ -26,7 +26,7 @@ from scalepoint.graph.nodes import get_fake_tensor
 from scalepoint.graph.origin import get_origin
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_tensors
-from scalepoint.quantize.feeding import Data, batches_of, input_names, length_of
+from scalepoint.quantize.feeding import Data, count_batches, get_input_names, iterate_batches
 
 FINGERPRINT_BATCHES = 4  # the fingerprint of the data covers this many batches
 InputAxis = tuple[str, int]  # name of an input, and one of its axes
@@ -67,7 +67,7 @@ class DataSource:
     @cached_property
     def is_rereadable(self) -> bool:
         """Whether there are batches, and they can be read more than once. An iterator can be read only once."""
-        return not isinstance(self.data, Iterator) and length_of(self.data) != 0
+        return not isinstance(self.data, Iterator) and count_batches(self.data) != 0
 
     @property
     def _is_batches(self) -> bool:
@@ -81,7 +81,7 @@ class DataSource:
         if isinstance(self.data, Iterator):
             return None
         batches = _FingerprintingBatches(self.data, self._fingerprint_batches)
-        for _ in islice(batches_of(batches), self._fingerprint_batches):
+        for _ in islice(iterate_batches(batches), self._fingerprint_batches):
             pass
         return batches.fingerprint
 
@@ -171,7 +171,7 @@ class DroppedInputs:
     dropped: dict[str, None] = field(default_factory=dict)  # names, in the order of their appearance
 
     def __post_init__(self) -> None:
-        self._names = input_names(self.model)[0]
+        self._names = get_input_names(self.model)[0]
         self._in_example = self._example_names()
 
     def check_batch(self, batch: Any) -> None:
@@ -182,7 +182,7 @@ class DroppedInputs:
     def check_first_batch(self, data: Any) -> None:
         """Check the first batch, for models that need no calibration and so read no data."""
         if isinstance(data, Iterable) and not callable(data) and not isinstance(data, Iterator):
-            for batch in islice(batches_of(data), 1):
+            for batch in islice(iterate_batches(data), 1):
                 self.check_batch(batch)
 
     def _example_names(self) -> set[str]:

@@ -22,7 +22,7 @@ from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.model_metadata import read_library_metadata
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
-from scalepoint.quantize.feeding import check_data, own_inputs
+from scalepoint.quantize.feeding import check_data, drop_extra_inputs
 from scalepoint.quantize.placement import check_formulations
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import describe_missing
@@ -190,7 +190,7 @@ def _check_example(
     target: Target, model: nn.Module, inputs: tuple[Any, Any], dynamic_axes: object
 ) -> tuple[Example, Axes]:
     """Return the example without inputs that the model does not have, and the checked dynamic axes."""
-    example, axes = Example(*own_inputs(model, *inputs)), parse_axes(dynamic_axes)
+    example, axes = Example(*drop_extra_inputs(model, *inputs)), parse_axes(dynamic_axes)
     check_example(model, example)
     target.check_free_sizes(axes)
     return example, check_axes(axes, get_named_inputs(model, *example)) if axes else axes

@@ -21,7 +21,7 @@ from scalepoint.numerics import get_format
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import Override
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.spec import QuantizationSpec
 from scalepoint.support.untrusted import open_tensors
 from scalepoint.targets import Target, find_target, list_targets

@@ -12,11 +12,11 @@ from scalepoint.graph.nodes import get_fake_tensor
 from scalepoint.patterns import get_kind
 from scalepoint.patterns.fused import Fused
 from scalepoint.patterns.language import get_layer_name
-from scalepoint.quantize.coverage import describe
-from scalepoint.quantize.parts import kind_of_part
+from scalepoint.quantize.coverage_rows import describe_spec
+from scalepoint.quantize.operations import get_part_kind
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.quantize.record import coverage, record_of
-from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.report import GraphNode
 
 HIDDEN_KINDS = frozenset((*VALUE_PRESERVING, "identity", "dropout", "quant"))
@@ -33,7 +33,7 @@ def build_placement_nodes(model: fx.GraphModule) -> tuple[GraphNode, ...]:
         visible = [(names[source], stub) for source, stub in sources if source in names]
         inputs = dict.fromkeys(source for source, _ in visible)
         codes = dict.fromkeys(source for source, stub in visible if stub is not None)
-        dtypes = sorted({describe(stub.spec) for _, stub in visible if stub is not None})
+        dtypes = sorted({describe_spec(stub.spec) for _, stub in visible if stub is not None})
         input_precision = f"x {' / '.join(dtypes)}" if dtypes else "float"
         precision = "" if node.op == "placeholder" else precisions.get(name, input_precision)
         graph_nodes.append(GraphNode(name, _describe_kind(model, node), tuple(inputs), precision, tuple(codes)))
@@ -84,6 +84,6 @@ def _describe_kind(model: fx.GraphModule, node: fx.Node) -> str:
     if not isinstance(module, Fused):
         return get_kind(node)
     parts = module.parts.values()
-    kinds = [part.kind if isinstance(part, QuantizedWeighted) else kind_of_part(part) for part in parts]
+    kinds = [part.kind if isinstance(part, QuantizedLayer) else get_part_kind(part) for part in parts]
     more = f" + {len(kinds) - MAX_PARTS} more" if len(kinds) > MAX_PARTS else ""
     return " + ".join(kinds[:MAX_PARTS]) + more

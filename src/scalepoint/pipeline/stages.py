@@ -33,7 +33,7 @@ from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial
 from scalepoint.pipeline.workspace import FAILING_FOLDER, FILE_STEM, FLOAT_STEM, PLAIN_STEM, QUANTIZED_FOLDER, Workspace
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
-from scalepoint.quantize.store import files_in
+from scalepoint.quantize.store import list_model_files
 from scalepoint.results import TuneReport
 from scalepoint.runtimes import find_runtime
 from scalepoint.support.files import digest
@@ -442,7 +442,7 @@ def publish(context: StageContext, best: Trial) -> Trial:
     workspace.copy(sources)
     # with_graph=None stores the graph as data if that is possible; then load needs no float model.
     save(best.model, workspace.output / QUANTIZED_FOLDER, with_graph=None)
-    workspace.add(files_in(workspace.output / QUANTIZED_FOLDER))
+    workspace.add(list_model_files(workspace.output / QUANTIZED_FOLDER))
     return published
 
 

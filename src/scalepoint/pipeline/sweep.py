@@ -24,7 +24,7 @@ from scalepoint.options import DeployOptions, RunOptions
 from scalepoint.pipeline.deploy import deploy
 from scalepoint.pipeline.fingerprints import fingerprint_target
 from scalepoint.pipeline.workspace import list_finished_stages
-from scalepoint.quantize.feeding import is_split
+from scalepoint.quantize.feeding import is_split_across_ranks
 from scalepoint.report import Sweep, SweepRow, sweep_page
 from scalepoint.report.html import JSON_FILE
 from scalepoint.report.sweep import SWEEP_FILE
@@ -83,7 +83,7 @@ def sweep(
     runs = list_runs(grid)
     if isinstance(calibration_data, Iterator):
         raise UsageError("a sweep reads the data in every run, an iterator only once: pass a list or a function")
-    if is_split(calibration_data) and not callable(calibration_data):
+    if is_split_across_ranks(calibration_data) and not callable(calibration_data):
         raise UsageError(
             "a sweep cannot be used with a DistributedSampler: every rank makes complete runs and needs all data"
         )

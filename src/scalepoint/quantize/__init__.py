@@ -14,11 +14,11 @@ from scalepoint.quantize.qat import (
     freeze_bn_stats,
     prepare_qat,
 )
+from scalepoint.quantize.quantize_model import quantize
+from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.record import Record, coverage, record_of
-from scalepoint.quantize.shortcut import quantize
 from scalepoint.quantize.smooth import SmoothQuantObserver
 from scalepoint.quantize.store import load, save
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 
 __all__ = [
     "CalibrationMethod",

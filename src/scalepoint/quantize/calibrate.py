@@ -20,15 +20,23 @@ from scalepoint import distributed
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.quantize.constant_data import ConstantData
-from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split, length_of
-from scalepoint.quantize.means import Means, take_back
-from scalepoint.quantize.outliers import Factors, even_out, open_factors
-from scalepoint.quantize.record import amend_record, has_record, record_of
-from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
-from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, reader_names
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.bias_correction import BiasCorrection, remove_bias_correction
+from scalepoint.quantize.constant_data import ConstantDataCheck
+from scalepoint.quantize.feeding import (
+    Data,
+    FeedResult,
+    check_data,
+    count_batches,
+    feed_data,
+    is_split_across_ranks,
+    was_created_in_inference_mode,
+)
+from scalepoint.quantize.merge_ranks import merge_ranges, merge_smoothing, set_batch_recording
+from scalepoint.quantize.outlier_scaling import ChannelFactors, find_unset_factors, scale_outlier_channels
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize, join_consumer_names
+from scalepoint.quantize.record import has_record, record_of, update_record
+from scalepoint.quantize.smooth import SmoothQuantObserver, find_smoothing_observers
 from scalepoint.support.torch_state import serialized
 
 OnNan = Literal["error", "skip"]
@@ -75,59 +83,59 @@ def calibrate(
     for choice, name in ((on_unseen, "on_unseen"), (on_nan, "on_nan")):
         if choice not in ("error", "skip"):
             raise UsageError(f"{name}={choice!r}: use 'error' or 'skip'")
-    corrects = _corrects(model, correct_bias, freeze_weights)
-    smoothing = [observer for observer in observers_of(model) if observer.enabled]
-    names = _migrations(model)
+    corrects = _should_correct_bias(model, correct_bias, freeze_weights)
+    smoothing = [observer for observer in find_smoothing_observers(model) if observer.enabled]
+    names = _get_pending_migrations(model)
     check_data(forward_loop, passes=2 if smoothing or names else 1)
-    if names and is_split(forward_loop):
+    if names and is_split_across_ranks(forward_loop):
         raise UsageError(
             f"migrations ({', '.join(names)}) look at the same data on every rank, this function or loader gives each "
             "its own: pass a list, or a loader without a DistributedSampler"
         )
-    run = partial(feed, model, forward_loop, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
-    factors = _factors(model, forward_loop)
-    with eval_mode(model), _quantizers_off(stubs, weights):
+    run = partial(feed_data, model, forward_loop, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
+    factors = _find_unset_factors(model, forward_loop)
+    with eval_mode(model), _quantizers_disabled(stubs, weights):
         if names or smoothing or factors:
-            _rewrite(model, run, max_batches, names, smoothing, factors, on_nan)
+            _rewrite_weights(model, run, max_batches, names, smoothing, factors, on_nan)
             for weight in weights:
                 weight.unfreeze()  # it is another weight now
-        means = Means(model) if stubs and corrects else None
+        means = BiasCorrection(model) if stubs and corrects else None
         if stubs:
-            constant = ConstantData(model, stubs)
-            with constant.watching():
-                fed = _observe(run, stubs, means, on_nan, on_unseen)
-            amend_record(model, calibrated=(fed.calls, fed.samples), constant=_warned(constant.warning()))
-        elif _needs_check(model, forward_loop):
+            constant = ConstantDataCheck(model, stubs)
+            with constant.observing():
+                fed = _observe_data(run, stubs, means, on_nan, on_unseen)
+            update_record(model, calibrated=(fed.calls, fed.samples), constant=_warn_constant_data(constant.warning()))
+        elif _should_check_data(model, forward_loop):
             run("checking the data", only_first=True)
-    _switch_on(stubs, weights)
+    _enable_quantizers(stubs, weights)
     if freeze_weights:
         freeze(model)
-    _correct(model, means, correct_bias)
+    _update_bias_correction(model, means, correct_bias)
     return model
 
 
-def _warned(message: str) -> str:
+def _warn_constant_data(message: str) -> str:
     if message:
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
     return message
 
 
-def _needs_check(model: nn.Module, data: Data) -> bool:
+def _should_check_data(model: nn.Module, data: Data) -> bool:
     """Whether data that calibrates nothing is run all the same: only weights quantized on request need none."""
     rows = record_of(model).coverage.operations if has_record(model) else ()
-    return length_of(data) != 0 or any(row.is_for_speed for row in rows)
+    return count_batches(data) != 0 or any(row.is_for_speed for row in rows)
 
 
-def _correct(model: nn.Module, means: Means | None, given: bool | None) -> None:
+def _update_bias_correction(model: nn.Module, means: BiasCorrection | None, given: bool | None) -> None:
     if means is not None:
         means.correct()
     elif given is False:
-        take_back(model)
+        remove_bias_correction(model)
 
 
-def _switch_on(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> None:
+def _enable_quantizers(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> None:
     for stub in stubs:
-        stub.enabled = not stub.skipped_because
+        stub.enabled = not stub.skip_reason
     for weight in weights:
         weight.enabled = True
 
@@ -140,11 +148,11 @@ def freeze(model: nn.Module) -> None:
         model: A calibrated model.
     """
     for module in model.modules():
-        if isinstance(module, QuantizedWeighted):
+        if isinstance(module, QuantizedLayer):
             module.freeze()
 
 
-def _corrects(model: nn.Module, given: bool | None, is_frozen: bool) -> bool:
+def _should_correct_bias(model: nn.Module, given: bool | None, is_frozen: bool) -> bool:
     """Weights that go on moving have no rounding to correct."""
     if given and not is_frozen:
         raise UsageError("correct_bias=True needs weights that no longer move: pass freeze_weights=True with it")
@@ -154,28 +162,28 @@ def _corrects(model: nn.Module, given: bool | None, is_frozen: bool) -> bool:
     return bool(said) and is_frozen
 
 
-def _migrations(model: nn.Module) -> Sequence[str]:
+def _get_pending_migrations(model: nn.Module) -> Sequence[str]:
     """What is still to be migrated; smooth_quant alone has a way of its own, with one pass."""
     record = record_of(model) if has_record(model) else None
     return record.config.migrations if record is not None and record.config.migrate and not record.migrated else ()
 
 
-def _factors(model: nn.Module, data: Data) -> Sequence[Factors]:
+def _find_unset_factors(model: nn.Module, data: Data) -> Sequence[ChannelFactors]:
     """Factors to be found; data that is read once has no pass for them, and ranks do not share rows."""
-    return [] if isinstance(data, Iterator) or distributed.world_size() > 1 else open_factors(model)
+    return [] if isinstance(data, Iterator) or distributed.world_size() > 1 else find_unset_factors(model)
 
 
-def _rewrite(
+def _rewrite_weights(
     model: nn.Module,
-    run: Callable[..., Fed],
+    run: Callable[..., FeedResult],
     max_batches: int | None,
     names: Sequence[str],
     smoothing: Sequence[SmoothQuantObserver],
-    factors: Sequence[Factors],
+    factors: Sequence[ChannelFactors],
     on_nan: OnNan,
 ) -> None:
     if factors:  # then nothing else was asked for
-        amend_record(model, migrated=even_out(factors, run))
+        update_record(model, migrated=scale_outlier_channels(factors, run))
         return
     if not names:
         _smooth(run, smoothing, on_nan)
@@ -184,12 +192,12 @@ def _rewrite(
 
     assert isinstance(model, fx.GraphModule)  # noqa: S101  # it has a record
     few = MAX_PROBE_BATCHES if max_batches is None else min(MAX_PROBE_BATCHES, max_batches)
-    with torch.inference_mode(is_of_inference(model)), torch.no_grad():
+    with torch.inference_mode(was_created_in_inference_mode(model)), torch.no_grad():
         scene = MigrationContext(model, run, collect_probes(model, partial(run, max_batches=few)), on_nan)
-        amend_record(model, migrated=migrate(scene, [MIGRATIONS.find(name) for name in names]))
+        update_record(model, migrated=migrate(scene, [MIGRATIONS.find(name) for name in names]))
 
 
-def _smooth(run: Callable[..., Fed], observers: Sequence[SmoothQuantObserver], on_nan: OnNan) -> None:
+def _smooth(run: Callable[..., FeedResult], observers: Sequence[SmoothQuantObserver], on_nan: OnNan) -> None:
     for observer in observers:
         observer.reset()
         observer.on_nan = on_nan
@@ -204,18 +212,22 @@ def _smooth(run: Callable[..., Fed], observers: Sequence[SmoothQuantObserver], o
         observer.enabled = False  # it is in the weights now
 
 
-def _observe(
-    run: Callable[..., Fed], stubs: Sequence[QuantStub], means: Means | None, on_nan: OnNan, on_unseen: str
-) -> Fed:
+def _observe_data(
+    run: Callable[..., FeedResult],
+    stubs: Sequence[QuantStub],
+    means: BiasCorrection | None,
+    on_nan: OnNan,
+    on_unseen: str,
+) -> FeedResult:
     for stub in stubs:
         stub.reset()
-        stub.skipped_because = ""
+        stub.skip_reason = ""
         stub.calculator.on_nan = on_nan
         stub.calibrating = True
-    record(stubs, True)
+    set_batch_recording(stubs, True)
 
     def merge() -> None:
-        merge_stubs(stubs)
+        merge_ranges(stubs)
         if means is not None:
             means.merge()
 
@@ -223,35 +235,35 @@ def _observe(
         with means or nullcontext():
             fed = run("calibrating", merge=merge)
     finally:
-        record(stubs, False)
+        set_batch_recording(stubs, False)
         for stub in stubs:
             stub.calibrating = False
     if fed.skipped:
         listed = ", ".join(map(str, fed.skipped[:5]))
         message = f"{len(fed.skipped)} batches hold NaN or infinity and were left out: {listed}"
         warnings.warn(ScalepointWarning(message), stacklevel=3)
-    _derive(fed.calls, stubs, on_unseen)
+    _compute_parameters(fed.calls, stubs, on_unseen)
     return fed
 
 
-def _derive(calls: int, stubs: Sequence[QuantStub], on_unseen: str) -> None:
+def _compute_parameters(calls: int, stubs: Sequence[QuantStub], on_unseen: str) -> None:
     unseen = [stub for stub in stubs if not stub.has_observed and not stub.quantizer.is_disabled()]
     if unseen and on_unseen == "error":
-        names = ", ".join(f"{stub.name} (read by {reader_names(stub.consumers)})" for stub in unseen[:5])
+        names = ", ".join(f"{stub.name} (read by {join_consumer_names(stub.consumers)})" for stub in unseen[:5])
         more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         raise CalibrationError(
-            f"{len(unseen)} of {len(stubs)} stubs saw nothing in {calls} calls: {names}{more}. {_why(unseen)} Give "
-            "data that reaches them, or leave their layers float in the config; calibrate(on_unseen='skip') does that "
-            "too"
+            f"{len(unseen)} of {len(stubs)} quantizers observed nothing in {calls} calls: {names}{more}. "
+            f"{_explain_unseen(unseen)} Give data that reaches them, leave their layers float in the config, or pass "
+            "on_unseen='skip' to calibrate()"
         )
     for stub in stubs:
         if stub in unseen:
-            stub.skipped_because = "calibration did not reach it"
+            stub.skip_reason = "calibration did not reach it"
         else:
             stub.compute_parameters()
 
 
-def _why(unseen: Sequence[QuantStub]) -> str:
+def _explain_unseen(unseen: Sequence[QuantStub]) -> str:
     reasons = {stub.quantizer.reason for stub in unseen if stub.quantizer.reason}
     skipped = sum(int(stub.calculator.skipped_batches) for stub in unseen)
     if skipped:
@@ -262,7 +274,7 @@ def _why(unseen: Sequence[QuantStub]) -> str:
 
 
 @contextmanager
-def _quantizers_off(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> Iterator[None]:
+def _quantizers_disabled(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> Iterator[None]:
     """Ranges are those of the float model; when something fails, the switches are as before."""
     before = [(each, each.enabled) for each in (*stubs, *weights)]
     for each, _ in before:

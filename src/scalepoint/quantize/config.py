@@ -43,7 +43,7 @@ from scalepoint.support.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.support.plugins import entry_point_names
 from scalepoint.support.validation_errors import CheckedModel, Config
 
-MIGRATIONS = ("smooth", "equalize", "absorb", "awq", "rotate")  # ours, by name
+BUILT_IN_MIGRATIONS = ("smooth", "equalize", "absorb", "awq", "rotate")  # ours, by name
 FLOAT = "float"  # in the place of a tensor's config: leave it as it is
 
 
@@ -59,7 +59,7 @@ class CalibrationMethod(StrEnum):
 
 
 # calibration method -> (memory over the batches of an activation, range of a weight)
-_COMPONENTS = {
+_CALCULATORS = {
     CalibrationMethod.MINMAX: ("global_minmax", "minmax"),
     CalibrationMethod.MOVING_AVERAGE_MINMAX: ("moving_average", "minmax"),
     CalibrationMethod.HISTOGRAM: ("histogram_mse", "mse"),
@@ -91,7 +91,7 @@ class TensorQuantConfig(Config):
     WIDTHS: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 7, 8, 16)  # which of them run, the target says
 
     @model_validator(mode="after")
-    def _known_width(self) -> Self:
+    def _check_width(self) -> Self:
         if self.n_bits not in self.WIDTHS:
             widths = ", ".join(map(str, self.WIDTHS))
             raise ConfigError(
@@ -123,11 +123,11 @@ class TensorQuantConfig(Config):
             )
         if self.sparsity is not None:
             raise ConfigError(f"sparsity={str(self.sparsity)!r} is for weights: activations are not pruned")
-        memory, _ = _COMPONENTS[self.calibration_method]
+        memory, _ = _CALCULATORS[self.calibration_method]
         return choose_spec_class(self.dtype)(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=memory)
 
     def weight_spec(self) -> QuantizationSpec:
-        _, search = _COMPONENTS[self.calibration_method]
+        _, search = _CALCULATORS[self.calibration_method]
         pruned = {} if self.sparsity is None else {"sparsity": self.sparsity}
         return choose_spec_class(self.dtype, pruned)(
             dtype=self.dtype,
@@ -149,7 +149,7 @@ class TensorQuantConfig(Config):
         return "symmetric" if self.symmetric else "asymmetric"
 
 
-def short_form(spec: QuantizationSpec, target: CompressionTargetTensor) -> TensorQuantConfig | QuantizationSpec:
+def to_short_form(spec: QuantizationSpec, target: CompressionTargetTensor) -> TensorQuantConfig | QuantizationSpec:
     """Return the TensorQuantConfig that stands for this spec, or the spec itself if there is none."""
     is_weight, granularity = target == CompressionTargetTensor.WEIGHT, spec.granularity
     per_channel = isinstance(granularity, PerChannelGranularity)
@@ -173,10 +173,10 @@ def short_form(spec: QuantizationSpec, target: CompressionTargetTensor) -> Tenso
     return spec
 
 
-_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in TensorQuantConfig.WIDTHS)
+_INTEGER_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in TensorQuantConfig.WIDTHS)
 
 
-def _tensor_config(value: Any) -> Any:
+def _parse_tensor_setting(value: Any) -> Any:
     """A dict is the short form when it has only the short form's fields."""
     if value is None or isinstance(value, TensorQuantConfig | QuantizationSpec):
         return value
@@ -190,11 +190,11 @@ def _tensor_config(value: Any) -> Any:
     )
 
 
-def _dumped(value: Any) -> Any:
+def _dump_tensor_setting(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, CheckedModel) else value
 
 
-def _class_name(value: Any) -> str:
+def _to_class_name(value: Any) -> str:
     if isinstance(value, type) and issubclass(value, nn.Module):
         return value.__name__
     if isinstance(value, str) and value:
@@ -202,14 +202,14 @@ def _class_name(value: Any) -> str:
     raise ConfigError(f"a module class or its name is wanted, not {short_repr(value)}")
 
 
-_ANY = {"anyOf": [{"type": "object"}, {"const": FLOAT}, {"type": "null"}]}
-Tensors = Annotated[
+_TENSOR_SETTING_SCHEMA = {"anyOf": [{"type": "object"}, {"const": FLOAT}, {"type": "null"}]}
+TensorSetting = Annotated[
     TensorQuantConfig | QuantizationSpec | Literal["float"] | None,
-    BeforeValidator(_tensor_config),
-    PlainSerializer(_dumped),
-    WithJsonSchema(_ANY),
+    BeforeValidator(_parse_tensor_setting),
+    PlainSerializer(_dump_tensor_setting),
+    WithJsonSchema(_TENSOR_SETTING_SCHEMA),
 ]
-ClassName = Annotated[str, BeforeValidator(_class_name)]
+ClassName = Annotated[str, BeforeValidator(_to_class_name)]
 
 
 class SmoothQuantConfig(Config):
@@ -228,7 +228,7 @@ class SmoothQuantConfig(Config):
     layers: dict[str, float | Literal["search"]] = {}
 
     @model_validator(mode="after")
-    def _between(self) -> Self:
+    def _check_alphas(self) -> Self:
         for alpha in (self.alpha, *self.alphas, *self.layers.values()):
             if alpha != "search" and not 0 <= alpha <= 1:
                 raise ConfigError(f"alpha={alpha}: it weighs activations against weights, from 0 to 1")
@@ -251,13 +251,13 @@ class Override(Config):
 
     name: str | None = None
     type: ClassName | None = None
-    weight: Tensors = None
-    activation: Tensors = None
-    input: Tensors = None
-    output: Tensors = None
+    weight: TensorSetting = None
+    activation: TensorSetting = None
+    input: TensorSetting = None
+    output: TensorSetting = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _check_override(self) -> Self:
         if (self.name is None) == (self.type is None):
             raise ConfigError("an override has a name (a path or a glob) or a type, and not both")
         if not any((self.weight, self.activation, self.input, self.output)):
@@ -277,12 +277,12 @@ class Override(Config):
         """How narrowly it fits."""
         return 0 if self.name is None else 1 if self.is_glob else 2
 
-    def fits(self, names: Iterable[str], types: Iterable[str]) -> bool:
+    def matches(self, names: Iterable[str], types: Iterable[str]) -> bool:
         if self.name is None:
             return self.type in tuple(types)
         return any(fnmatchcase(name, self.name) if self.is_glob else name == self.name for name in names)
 
-    def says(self, role: str) -> Any:
+    def setting_for(self, role: str) -> Any:
         own = getattr(self, role)
         return self.activation if own is None and role != "weight" else own
 
@@ -309,8 +309,8 @@ class QuantConfig(Config):
         QuantConfig(weight={"n_bits": 8, "per_channel": True}, overrides=[{"name": "head", "weight": "float"}])
     """
 
-    activation: Tensors = None
-    weight: Tensors = None
+    activation: TensorSetting = None
+    weight: TensorSetting = None
     skip_weight_quant_for: tuple[ClassName, ...] = ()
     smooth_quant: SmoothQuantConfig = SmoothQuantConfig()
     migrate: tuple[str, ...] = ()
@@ -321,8 +321,8 @@ class QuantConfig(Config):
 
     @field_validator("migrate")
     @classmethod
-    def _known_migrations(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        known = list(MIGRATIONS)
+    def _check_migrations(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        known = list(BUILT_IN_MIGRATIONS)
         if set(names) - set(known):
             known += entry_point_names("scalepoint.migrations")
         for name in names:
@@ -342,9 +342,9 @@ class QuantConfig(Config):
         """The spec of a weight, input or output of an operation; "float" when it is to stay, None when nobody says."""
         names, types = tuple(names), tuple(types)
         said: Any = None
-        fitting = [each for each in self.overrides if each.fits(names, types) and each.says(role) is not None]
+        fitting = [each for each in self.overrides if each.matches(names, types) and each.setting_for(role) is not None]
         if fitting:
-            said = max(enumerate(fitting), key=lambda pair: (pair[1].rank, pair[0]))[1].says(role)
+            said = max(enumerate(fitting), key=lambda pair: (pair[1].rank, pair[0]))[1].setting_for(role)
         elif role == "weight" and set(types) & set(self.skip_weight_quant_for):
             said = FLOAT
         else:
@@ -367,10 +367,10 @@ class QuantConfig(Config):
 
         calibration_method="mse" searches every scale: less error, and slower to make.
         """
-        bits = dict(zip(_INTEGERS, TensorQuantConfig.WIDTHS * 2, strict=True)).get(dtype)
+        bits = dict(zip(_INTEGER_DTYPES, TensorQuantConfig.WIDTHS * 2, strict=True)).get(dtype)
         if bits is None:
             raise ConfigError(
-                f"weight_only({dtype!r}): {did_you_mean(str(dtype), _INTEGERS)}; for other formats give "
+                f"weight_only({dtype!r}): {did_you_mean(str(dtype), _INTEGER_DTYPES)}; for other formats give "
                 "QuantConfig(activation='float', weight=QuantizationSpec(...))"
             )
         weight = TensorQuantConfig(

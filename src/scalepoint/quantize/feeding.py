@@ -44,11 +44,11 @@ from scalepoint.support.torch_state import caller_dtype, library_dtype, serializ
 
 ForwardLoop = Callable[[nn.Module], Any]
 Data = ForwardLoop | Iterable[Any]
-LIMIT = 100_000  # batches of an iterator without a length: more are taken for an endless one
+MAX_BATCHES = 100_000  # batches of an iterator without a length: more are taken for an endless one
 
 
 @dataclass
-class Fed:
+class FeedResult:
     """What reached the model."""
 
     calls: int = 0
@@ -56,12 +56,12 @@ class Fed:
     skipped: list[int] = field(default_factory=list)  # batches with NaN or infinity in their inputs
 
 
-class _Enough(BaseException):
+class _StopFeeding(BaseException):
     """Leaves a user's function once it has called the model often enough; no `except Exception` there holds it up."""
 
 
 @serialized
-def feed(
+def feed_data(
     model: nn.Module,
     data: Data,
     what: str,
@@ -71,7 +71,7 @@ def feed(
     progress: bool | None = None,
     merge: Callable[[], None] | None = None,
     only_first: bool = False,
-) -> Fed:
+) -> FeedResult:
     """Run the data through the model, without gradients. An error tells which batch it was; no call at all is one.
 
     With `merge`, ranks share the data, and it is called once all have seen their part; without, each runs all of it.
@@ -80,14 +80,14 @@ def feed(
     if merge is None:
         progress = progress if distributed.is_main() else False
         with distributed.single_process():
-            return _fed(model, data, what, max_batches, skip_nan, progress, only_first)
-    fed = _fed(model, data, what, max_batches, skip_nan, progress, only_first)
+            return _feed_rank(model, data, what, max_batches, skip_nan, progress, only_first)
+    fed = _feed_rank(model, data, what, max_batches, skip_nan, progress, only_first)
     if distributed.world_size() > 1:
         merge()
     return fed
 
 
-def _fed(
+def _feed_rank(
     model: nn.Module,
     data: Data,
     what: str,
@@ -95,48 +95,48 @@ def _fed(
     skip_nan: bool,
     progress: bool | None,
     only_first: bool,
-) -> Fed:
+) -> FeedResult:
     """This rank's part; counted over all."""
-    fed = Fed()
+    fed = FeedResult()
     with distributed.phase(what) as step:
         check_data(data)
-        _check_shared(data)
-        most = 1 if only_first else None if max_batches is None else _part(max_batches)
-        total = 1 if only_first else _expected(data, max_batches)
+        _check_same_order_on_ranks(data)
+        most = 1 if only_first else None if max_batches is None else _count_rank_batches(max_batches)
+        total = 1 if only_first else _count_expected_batches(data, max_batches)
         with phase(what, total=total, show=progress) as running:
-            inside = _Calls(fed, most, running, checks=only_first)
-            _feed(model, data, what, inside, max_batches, skip_nan, step)
+            inside = _CallCounter(fed, most, running, checks=only_first)
+            _feed_with_hooks(model, data, what, inside, max_batches, skip_nan, step)
         step.value = [fed.calls, fed.samples, fed.skipped]
     calls, samples, skipped = zip(*step.values, strict=True)
-    fed = Fed(sum(calls), sum(samples), sorted(index for each in skipped for index in each))
-    _check_reached(fed, data, what)
+    fed = FeedResult(sum(calls), sum(samples), sorted(index for each in skipped for index in each))
+    _check_model_was_called(fed, data, what)
     return fed
 
 
-def _feed(
+def _feed_with_hooks(
     model: nn.Module,
     data: Data,
     what: str,
-    inside: "_Calls",
+    inside: "_CallCounter",
     max_batches: int | None,
     skip_nan: bool,
     step: distributed.Phase,
 ) -> None:
-    entered = model.register_forward_pre_hook(inside.entered, with_kwargs=True)
+    entered = model.register_forward_pre_hook(inside.before_call, with_kwargs=True)
     handles = [entered, model.register_forward_hook(inside.left)]
     handles.append(model.register_forward_hook(inside.ended, always_call=True))  # also after an error
     try:
-        with torch.inference_mode(is_of_inference(model)), torch.no_grad():
+        with torch.inference_mode(was_created_in_inference_mode(model)), torch.no_grad():
             if callable(data):
                 with caller_dtype():
                     data(model)
             else:
                 _feed_batches(model, data, inside, max_batches, skip_nan)
-    except _Enough:
+    except _StopFeeding:
         pass
     except NonFiniteError as error:
         step.position = inside.batch
-        error.args = (f"batch {inside.batch} of the data: {inside.origin_of_nan()}{error.args[0]}",)
+        error.args = (f"batch {inside.batch} of the data: {inside.describe_nan_origin()}{error.args[0]}",)
         raise
     except ScalepointError:
         step.position = inside.batch
@@ -152,29 +152,29 @@ def _feed(
             handle.remove()
 
 
-def _expected(data: Data, max_batches: int | None) -> int | None:
+def _count_expected_batches(data: Data, max_batches: int | None) -> int | None:
     """How many batches this rank will see."""
-    most = None if max_batches is None else _part(max_batches)
-    if is_split(data):
-        return length_of(data, most)
-    length = length_of(data)
-    return most if length is None else _part(length if max_batches is None else min(length, max_batches))
+    most = None if max_batches is None else _count_rank_batches(max_batches)
+    if is_split_across_ranks(data):
+        return count_batches(data, most)
+    length = count_batches(data)
+    return most if length is None else _count_rank_batches(length if max_batches is None else min(length, max_batches))
 
 
-def _part(count: int) -> int:
+def _count_rank_batches(count: int) -> int:
     """How many of so many batches come to this rank."""
     return len(distributed.shard(range(count)))
 
 
-def is_of_inference(model: nn.Module) -> bool:
+def was_created_in_inference_mode(model: nn.Module) -> bool:
     """Whether the model was made in inference mode: only there can its state be written."""
     return any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
 
 
-class _Calls:
+class _CallCounter:
     """Counts the calls of a model; with `checks`, NaN in the inputs or outputs of a call is an error."""
 
-    def __init__(self, fed: Fed, most: int | None, running: Phase, *, checks: bool = False) -> None:
+    def __init__(self, fed: FeedResult, most: int | None, running: Phase, *, checks: bool = False) -> None:
         self.fed, self.most, self.running, self.checks = fed, most, running, checks
         self.is_inside = False
         self.number: int | None = None  # of the batch, where the data is batches
@@ -189,11 +189,11 @@ class _Calls:
         own = max(self.fed.calls - 1, 0) if self.is_inside else self.fed.calls
         return own * distributed.world_size() + distributed.rank()
 
-    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.most is not None and self.fed.calls >= self.most:
-            raise _Enough
+            raise _StopFeeding
         self.fed.calls += 1
-        self.fed.samples += _samples((args, kwargs))
+        self.fed.samples += _count_samples((args, kwargs))
         self.is_inside, self.given = True, (args, kwargs)
         if self.checks:
             _check_no_nan(self.given)
@@ -208,11 +208,11 @@ class _Calls:
         self.is_inside, self.given = False, ()
         self.running.advance()
 
-    def origin_of_nan(self) -> str:
+    def describe_nan_origin(self) -> str:
         """Where NaN or infinity first was: in the data, or in what the model made of it."""
         if not self.is_inside:
             return ""
-        floats = _floats(self.given)
+        floats = _get_float_tensors(self.given)
         bad = sum(int(torch.isfinite(each).logical_not().sum()) for each in floats)
         if not bad:
             return "its inputs are finite, and what the model makes of them is not. "
@@ -220,9 +220,9 @@ class _Calls:
 
 
 def _feed_batches(
-    model: nn.Module, data: Iterable[Any], inside: _Calls, max_batches: int | None, skip_nan: bool
+    model: nn.Module, data: Iterable[Any], inside: _CallCounter, max_batches: int | None, skip_nan: bool
 ) -> None:
-    batches, last = batches_of(_of_this_rank(data)), LIMIT if max_batches is None else max_batches
+    batches, last = iterate_batches(_select_rank_batches(data)), MAX_BATCHES if max_batches is None else max_batches
     fed = inside.fed
     for index in distributed.shard(range(last + distributed.world_size())):
         inside.number = index
@@ -232,10 +232,10 @@ def _feed_batches(
             batch = next(batches)
         except StopIteration:
             return
-        if index >= LIMIT:
-            raise CalibrationError(f"the data did not end after {LIMIT} batches: pass max_batches=")
+        if index >= MAX_BATCHES:
+            raise CalibrationError(f"the data did not end after {MAX_BATCHES} batches: pass max_batches=")
         try:
-            args, kwargs = inputs_of(batch, model)
+            args, kwargs = to_model_inputs(batch, model)
         except TensorError as error:
             raise TensorError(f"batch {index} of the data: {error.args[0]}") from error
         if skip_nan and not _is_finite((args, kwargs)):
@@ -246,8 +246,8 @@ def _feed_batches(
         except ScalepointError:
             raise
         except Exception as error:
-            said = f"it was {_described(batch)}{_wanted(model)}"
-            if _is_unlike(model, args, kwargs):
+            said = f"it was {_describe_batch(batch)}{_describe_captured_inputs(model)}"
+            if _differs_from_capture(model, args, kwargs):
                 why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 raise CalibrationError(
                     f"batch {index} of the data is unlike the example: {said}. {why.rstrip('. ')}. Give batches of the "
@@ -257,7 +257,7 @@ def _feed_batches(
             raise
 
 
-def batches_of(data: Iterable[Any]) -> Iterator[Any]:
+def iterate_batches(data: Iterable[Any]) -> Iterator[Any]:
     """The batches, each made under the default dtype of the caller."""
     with caller_dtype():
         batches = iter(data)
@@ -270,40 +270,40 @@ def batches_of(data: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-def _of_this_rank(data: Iterable[Any]) -> Iterable[Any]:
+def _select_rank_batches(data: Iterable[Any]) -> Iterable[Any]:
     """The batches of this rank: those that were split for it, or every n-th."""
     size = distributed.world_size()
-    if size == 1 or is_split(data):
+    if size == 1 or is_split_across_ranks(data):
         return data
     if isinstance(data, Sequence):
         return (data[index] for index in distributed.shard(range(len(data))))
     return islice(data, distributed.rank(), None, size)
 
 
-def is_split(data: Any) -> bool:
+def is_split_across_ranks(data: Any) -> bool:
     """Whether there are several ranks, and each has its own part of the data already."""
     if distributed.world_size() == 1:
         return False
-    samplers = _samplers(data)
+    samplers = _get_samplers(data)
     return callable(data) or any(isinstance(each, DistributedSampler) for each in samplers)
 
 
-def _samplers(data: Any) -> list[Any]:
+def _get_samplers(data: Any) -> list[Any]:
     batches = getattr(data, "batches", None)  # data that is watched on its way
     loader = batches if isinstance(batches, DataLoader) else data
     found = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     return [*found, *(getattr(each, "sampler", None) for each in found)]
 
 
-def _check_shared(data: Any) -> None:
-    if distributed.world_size() > 1 and any(type(each) is RandomSampler for each in _samplers(data)):
+def _check_same_order_on_ranks(data: Any) -> None:
+    if distributed.world_size() > 1 and any(type(each) is RandomSampler for each in _get_samplers(data)):
         raise UsageError(
             "this loader shuffles, so every rank reads the batches in another order and what they share is not the "
             "data: use a DistributedSampler, or shuffle=False"
         )
 
 
-def _check_reached(fed: Fed, data: Data, what: str) -> None:
+def _check_model_was_called(fed: FeedResult, data: Data, what: str) -> None:
     if fed.calls:
         return
     if callable(data):
@@ -325,7 +325,7 @@ def check_data(data: Any, *, passes: int = 1) -> None:
     if isinstance(data, str | bytes) or (not callable(data) and not isinstance(data, Iterable)):
         way_out = ": wrap it in a DataLoader" if isinstance(data, Dataset) else ""
         raise UsageError(f"the data is an iterable of batches or a function, not {short_repr(data)}{way_out}")
-    if callable(data) and not _takes_model(data):
+    if callable(data) and not _accepts_one_argument(data):
         raise UsageError(
             f"{short_repr(data)} cannot be called with the model: a function for data runs batches through the model "
             "that "
@@ -337,7 +337,7 @@ def check_data(data: Any, *, passes: int = 1) -> None:
         )
 
 
-def _takes_model(function: Any) -> bool:
+def _accepts_one_argument(function: Any) -> bool:
     """Whether it can be called with one argument, as far as it says."""
     try:
         inspect.signature(function).bind(None)
@@ -348,31 +348,31 @@ def _takes_model(function: Any) -> bool:
     return True
 
 
-def first_inputs(model: nn.Module, data: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def read_first_inputs(model: nn.Module, data: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The inputs of the first batch."""
-    for batch in batches_of(data):
-        return inputs_of(batch, model)
+    for batch in iterate_batches(data):
+        return to_model_inputs(batch, model)
     raise CalibrationError("the data is empty: 0 batches")
 
 
-def inputs_of(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def to_model_inputs(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as the model's inputs: labels and other extras that come after them are left away."""
-    names, required = input_names(model)
+    names, required = get_input_names(model)
     if isinstance(batch, Mapping):
         missing = [name for name in required if name not in batch]
         if missing:
             raise CalibrationError(
                 f"the batch has {', '.join(map(str, batch))}; the model also needs {', '.join(missing)}"
             )
-        return (), {name: _tensor(batch[name]) for name in names if name in batch}
+        return (), {name: _to_tensor(batch[name]) for name in names if name in batch}
     if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
         if len(batch) < len(required):
             raise CalibrationError(f"the batch has {len(batch)} inputs, the model takes {', '.join(names)}")
-        return tuple(_tensor(value) for value in batch[: len(names)]), {}
-    return (_tensor(batch),), {}
+        return tuple(_to_tensor(value) for value in batch[: len(names)]), {}
+    return (_to_tensor(batch),), {}
 
 
-def own_inputs(
+def drop_extra_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs without what comes after the model's own: a whole batch of a loader may be given as the example."""
@@ -382,7 +382,7 @@ def own_inputs(
     return (args if is_open else args[: max(most, 1)]), kwargs
 
 
-def input_names(model: nn.Module) -> tuple[list[str], list[str]]:
+def get_input_names(model: nn.Module) -> tuple[list[str], list[str]]:
     """The parameters of forward that are inputs by name, and those of them that have no default."""
     if isinstance(model, fx.GraphModule):
         signature = inspect.signature(model.forward)
@@ -393,29 +393,29 @@ def input_names(model: nn.Module) -> tuple[list[str], list[str]]:
     return [each.name for each in found], [each.name for each in found if each.default is inspect.Parameter.empty]
 
 
-def _samples(inputs: Any) -> int:
+def _count_samples(inputs: Any) -> int:
     """How many there are in a batch; what has no axis is one."""
     first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
     return 1 if first is None or not first.ndim else first.shape[0]
 
 
-def _floats(inputs: Any) -> list[Tensor]:
+def _get_float_tensors(inputs: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _is_finite(inputs: Any) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in _floats(inputs))
+    return all(bool(torch.isfinite(tensor).all()) for tensor in _get_float_tensors(inputs))
 
 
 def _check_no_nan(values: Any) -> None:
     """Infinity is allowed here: masks contain it."""
-    if any(bool(tensor.isnan().any()) for tensor in _floats(values)):
+    if any(bool(tensor.isnan().any()) for tensor in _get_float_tensors(values)):
         raise NonFiniteError(
             "Nothing was changed. Mend the data or the model, or leave such batches out: on_nan='skip'"
         )
 
 
-def _tensor(value: Any) -> Any:
+def _to_tensor(value: Any) -> Any:
     if isinstance(value, np.ndarray | Tensor):
         tensor = as_tensor(value)
         check_values(tensor)
@@ -425,15 +425,15 @@ def _tensor(value: Any) -> Any:
     raise CalibrationError(f"a batch holds tensors or arrays, not {short_repr(value)}")
 
 
-def _wanted(model: nn.Module) -> str:
+def _describe_captured_inputs(model: nn.Module) -> str:
     """What a captured model takes; * is an axis that is free."""
     places = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
     found = [(node.name, get_fake_tensor(node)) for node in places]
-    told = [f"{name} {_sizes(value)} {value.dtype}" for name, value in found if value is not None]
+    told = [f"{name} {_format_shape(value)} {value.dtype}" for name, value in found if value is not None]
     return f"; the model was captured with {', '.join(told)}" if told else ""
 
 
-def _is_unlike(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _differs_from_capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a tensor has another type, number of axes or fixed extent than that which the model was captured with."""
     places = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
     wanted = {str(node.target): value for node in places if (value := get_fake_tensor(node)) is not None}
@@ -447,22 +447,22 @@ def _is_unlike(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     )
 
 
-def _sizes(value: Tensor) -> str:
+def _format_shape(value: Tensor) -> str:
     sizes = ["*" if isinstance(each, torch.SymInt) and not is_concrete_int(each) else str(each) for each in value.shape]
     return f"({', '.join(sizes)})"
 
 
-def _described(batch: Any) -> str:
+def _describe_batch(batch: Any) -> str:
     if isinstance(batch, Tensor | np.ndarray):
         return f"{tuple(batch.shape)} {batch.dtype}"
     if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{name}: {_described(value)}" for name, value in batch.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_describe_batch(value)}" for name, value in batch.items()) + "}"
     if isinstance(batch, list | tuple):
-        return "(" + ", ".join(map(_described, batch)) + ")"
+        return "(" + ", ".join(map(_describe_batch, batch)) + ")"
     return short_repr(batch)
 
 
-def length_of(data: Any, max_batches: int | None = None) -> int | None:
+def count_batches(data: Any, max_batches: int | None = None) -> int | None:
     """How many batches there are; None where that shows only when they are read."""
     try:
         length = None if callable(data) else len(data)

@@ -22,7 +22,7 @@ from scalepoint.patterns import Fused, PatternMatch, Point, get_kind
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.patterns.language import get_layer_name
 from scalepoint.quantize.config import FLOAT, QuantConfig
-from scalepoint.quantize.parts import MULTIPLIES, TABLE, kind_of_part, weight_shape
+from scalepoint.quantize.operations import EMBEDDING, WEIGHT_PRODUCTS, get_part_kind, get_weight_shape
 from scalepoint.spec import (
     PerChannelGranularity,
     PerTensorGranularity,
@@ -35,12 +35,12 @@ from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.spec.extended import get_sparsity
 from scalepoint.targets import OperationFacts, Target
 
-COUNTED = (*WEIGHTED, *WEIGHTLESS_PRODUCTS, "attention", "left")
-CONSTANT = "made of constants alone: a runtime computes it once, when it loads the file"
+COVERED_KINDS = (*WEIGHTED, *WEIGHTLESS_PRODUCTS, "attention", "left")
+CONSTANT_REASON = "made of constants alone: a runtime computes it once, when it loads the file"
 
 
 @dataclass
-class Site:
+class QuantizationSite:
     """One fused group in the graph."""
 
     match: PatternMatch
@@ -50,7 +50,7 @@ class Site:
     kind: str
     operands: list[tuple[Point, fx.Node]]
     inside: tuple[str, ...] = ()  # the classes of the modules around it
-    unfit: str = ""  # why a product has no weight that could be quantized
+    unsupported_reason: str = ""  # why a product has no weight that could be quantized
     is_constant: bool = False
 
     @property
@@ -83,7 +83,7 @@ class Site:
 class Decision:
     """What is inserted at a site."""
 
-    site: Site
+    site: QuantizationSite
     weight: QuantizationSpec | None = None
     points: tuple[tuple[Point, fx.Node, QuantizationSpec], ...] = ()
     state: OperationState = OperationState.FLOAT
@@ -103,7 +103,7 @@ class PlacementContext:
     target: Target | None
 
 
-def sites_of(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[Site]:
+def find_sites(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[QuantizationSite]:
     """The groups of the matches, in graph order."""
     by_target: dict[str, list[fx.Node]] = {}
     for node in model.graph.nodes:
@@ -120,13 +120,13 @@ def sites_of(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[Sit
             )
         fused = model.get_submodule(match.fused)
         assert isinstance(fused, Fused)  # noqa: S101  # a pattern makes nothing else
-        inside = _around(model, match.name)
-        sites += [_site(match, node, fused, inside, node in fixed) for node in nodes]
+        inside = _get_enclosing_classes(model, match.name)
+        sites += [_make_site(match, node, fused, inside, node in fixed) for node in nodes]
     order = {node: index for index, node in enumerate(model.graph.nodes)}
     return sorted(sites, key=lambda site: order[site.node])
 
 
-def _around(model: fx.GraphModule, name: str) -> tuple[str, ...]:
+def _get_enclosing_classes(model: fx.GraphModule, name: str) -> tuple[str, ...]:
     """The classes of the modules that a path leads through: nn.MultiheadAttention for its projections."""
     classes, module = [], model
     for leaf in name.split(".")[:-1]:
@@ -138,24 +138,26 @@ def _around(model: fx.GraphModule, name: str) -> tuple[str, ...]:
     return tuple(classes)
 
 
-def _site(match: PatternMatch, node: fx.Node, fused: Fused, inside: tuple[str, ...], is_constant: bool) -> Site:
-    kinds = {role: kind_of_part(part) for role, part in fused.parts.items()}
-    role = next((role for role, kind in kinds.items() if kind in MULTIPLIES or kind == TABLE), None)
+def _make_site(
+    match: PatternMatch, node: fx.Node, fused: Fused, inside: tuple[str, ...], is_constant: bool
+) -> QuantizationSite:
+    kinds = {role: get_part_kind(part) for role, part in fused.parts.items()}
+    role = next((role for role, kind in kinds.items() if kind in WEIGHT_PRODUCTS or kind == EMBEDDING), None)
     kind = kinds[role] if role else next(iter(kinds.values()))
-    unfit = why_unfit(fused.parts[role], kind) if role is not None else ""
-    operands = operands_of(match, node, fused)
-    return Site(match, node, fused, None if unfit else role, kind, operands, inside, unfit, is_constant)
+    unfit = explain_unsupported_weight(fused.parts[role], kind) if role is not None else ""
+    operands = find_operands(match, node, fused)
+    return QuantizationSite(match, node, fused, None if unfit else role, kind, operands, inside, unfit, is_constant)
 
 
-def why_unfit(part: nn.Module, kind: str) -> str:
+def explain_unsupported_weight(part: nn.Module, kind: str) -> str:
     """Why the weight of a product cannot be quantized and stored; "" if it can."""
     if not isinstance(getattr(part, "weight", None), Tensor):
         return "its weight is computed from the data, not stored"
-    axes = len(weight_shape(part))
+    axes = len(get_weight_shape(part))
     settings = part.arguments if isinstance(part, Operation) else vars(part)
-    if kind == TABLE and settings.get("max_norm") is not None:
+    if kind == EMBEDDING and settings.get("max_norm") is not None:
         return "it scales its rows when it looks them up (max_norm)"
-    if kind in ("linear", TABLE) and axes != 2:
+    if kind in ("linear", EMBEDDING) and axes != 2:
         return f"its weight has {axes} axes, that of {'a linear layer' if kind == 'linear' else 'a table'} has two"
     slots = (
         [value for value in part.arguments.values() if isinstance(value, Slot)] if isinstance(part, Operation) else []
@@ -163,7 +165,7 @@ def why_unfit(part: nn.Module, kind: str) -> str:
     return "its bias is computed from the data, not stored" if len(slots) > 1 else ""
 
 
-def operands_of(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tuple[Point, fx.Node]]:
+def find_operands(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tuple[Point, fx.Node]]:
     """The tensor of each point that the pattern declares.
 
     INPUT, KEY_INPUT and VALUE_INPUT are the first three inputs of the first part (or, where attention is written out,
@@ -175,8 +177,8 @@ def operands_of(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tuple[
         for sources in fused.wiring[1:]
         if any(index is not None for index in sources)
     ]
-    first = _ordered_inputs(next(iter(fused.parts.values())), fused.wiring[0])
-    is_concat = kind_of_part(next(iter(fused.parts.values()))) == "cat"
+    first = _order_inputs(next(iter(fused.parts.values())), fused.wiring[0])
+    is_concat = get_part_kind(next(iter(fused.parts.values()))) == "cat"
     places: dict[Point, list[int]] = {
         Point.INPUT: list(range(len(node.args))) if is_concat else first[:1],
         Point.KEY_INPUT: first[1:2],
@@ -190,7 +192,7 @@ def operands_of(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tuple[
     return operands
 
 
-def _ordered_inputs(part: nn.Module, sources: Sequence[int | None]) -> list[int]:
+def _order_inputs(part: nn.Module, sources: Sequence[int | None]) -> list[int]:
     """The inputs of a part as its arguments name them: a tensor given twice is there twice."""
     if isinstance(part, Operation):
         slots = [value.index for value in part.arguments.values() if isinstance(value, Slot)]
@@ -205,29 +207,29 @@ def _is_float(node: fx.Node) -> bool:
     return value is None or value.is_floating_point()
 
 
-def facts_of(site: Site, config: QuantConfig, target: Target | None) -> OperationFacts:
-    activation = _wanted(site, "input", config, target)
+def get_operation_facts(site: QuantizationSite, config: QuantConfig, target: Target | None) -> OperationFacts:
+    activation = _choose_spec(site, "input", config, target)
     if isinstance(site.fused, FusedAttention):
         return OperationFacts(
-            site.name, "attention", site.match.pattern.name, activation=activation, **_attention_facts(site)
+            site.name, "attention", site.match.pattern.name, activation=activation, **_get_attention_facts(site)
         )
     part = site.part
-    shape = weight_shape(part)
+    shape = get_weight_shape(part)
     if isinstance(part, Operation) and part.has_transposed_weight:
         shape = shape[::-1]
     groups: Any = part.arguments.get("groups", 1) if isinstance(part, Operation) else getattr(part, "groups", 1)
     is_first = any(operand.op == "placeholder" for _, operand in site.operands)
-    weight = None if part is None else _wanted(site, "weight", config, target)
+    weight = None if part is None else _choose_spec(site, "weight", config, target)
     return OperationFacts(
         site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first, activation, weight
     )
 
 
-def _role(point: Point) -> str:
+def _get_point_role(point: Point) -> str:
     return "output" if point == Point.OUTPUT else "input"
 
 
-def _attention_facts(site: Site) -> dict[str, Any]:
+def _get_attention_facts(site: QuantizationSite) -> dict[str, Any]:
     """Whether a mask is computed, and how many tokens there are."""
     operands = [operand for _, operand in site.operands]
     others = [each for each in site.node.args if isinstance(each, fx.Node) and each not in operands]
@@ -273,7 +275,7 @@ class UnmatchedOperation:
         return {self.kind, type(self.module).__name__}
 
 
-def unmatched_operations(model: fx.GraphModule, sites: Sequence[Site]) -> list[UnmatchedOperation]:
+def find_unmatched_operations(model: fx.GraphModule, sites: Sequence[QuantizationSite]) -> list[UnmatchedOperation]:
     """Operations that appear in the coverage and are in no group, in graph order."""
     taken = {site.node for site in sites}
     fixed = find_constant_nodes(model.graph)
@@ -286,36 +288,41 @@ def unmatched_operations(model: fx.GraphModule, sites: Sequence[Site]) -> list[U
             node in fixed,
         )
         for node in model.graph.nodes
-        if node not in taken and get_kind(node) in (*COUNTED, "fused") and not _only_moves(node)
+        if node not in taken and get_kind(node) in (*COVERED_KINDS, "fused") and not _is_unary_einsum(node)
     ]
 
 
-def _only_moves(node: fx.Node) -> bool:
+def _is_unary_einsum(node: fx.Node) -> bool:
     """An einsum of one tensor transposes or adds up."""
     return get_kind(node) == "einsum" and len(node.all_input_nodes) < 2
 
 
-def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
+def decide(site: QuantizationSite, config: QuantConfig, target: Target | None) -> Decision:
     """What is inserted at a site, and why not when nothing is."""
     if not site.match.pattern.qdq_points or site.is_constant:
-        reason = CONSTANT if site.match.pattern.qdq_points else why_float(site, target)
+        reason = CONSTANT_REASON if site.match.pattern.qdq_points else explain_float_pattern(site, target)
         return Decision(site, reason=reason, is_target_default=True)
-    if site.unfit:
-        return Decision(site, reason=site.unfit)
-    is_overridden = any(override.fits(site.names, site.types) for override in config.overrides)
-    why = target.why_float(facts_of(site, config, target)) if target is not None and not is_overridden else None
+    if site.unsupported_reason:
+        return Decision(site, reason=site.unsupported_reason)
+    is_overridden = any(override.matches(site.names, site.types) for override in config.overrides)
+    why = (
+        target.why_float(get_operation_facts(site, config, target))
+        if target is not None and not is_overridden
+        else None
+    )
     if why:
         return Decision(site, reason=why)
     specs = [
-        (point, tensor, _spec(site, _role(point), config, target)) for point, tensor in _points(site, config, target)
+        (point, tensor, _resolve_spec(site, _get_point_role(point), config, target))
+        for point, tensor in _get_points(site, config, target)
     ]
     points = tuple((point, tensor, spec) for point, tensor, spec in specs if spec is not None)
-    weight = None if site.role is None else _spec(site, "weight", config, target)
-    float_roles = [_role(point) for point, _, spec in specs if spec is None]
+    weight = None if site.role is None else _resolve_spec(site, "weight", config, target)
+    float_roles = [_get_point_role(point) for point, _, spec in specs if spec is None]
     float_roles += ["weight"] if site.role is not None and weight is None else []
     if points or weight:
         floats = f"{' and '.join(dict.fromkeys(float_roles))} float: asked for by the config" if float_roles else ""
-        dense = why_dense(site, _wanted(site, "weight", config, target)) if weight else ""
+        dense = explain_dense_weight(site, _choose_spec(site, "weight", config, target)) if weight else ""
         return Decision(
             site, weight, points, OperationState.QUANTIZED, "; ".join(text for text in (floats, dense) if text)
         )
@@ -324,25 +331,25 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     return Decision(site, reason="its inputs are not float tensors")
 
 
-def why_float(site: Site, target: Target | None) -> str:
+def explain_float_pattern(site: QuantizationSite, target: Target | None) -> str:
     """Why a group whose pattern has no points stays as it is, in the pattern's own words where it has some."""
     where = "here" if target is None else f"on {target.name}"
     return site.match.pattern.why_float or f"a {site.kind} runs in float {where}"
 
 
-def follow_readers(context: PlacementContext, decisions: Sequence[Decision]) -> Sequence[Decision]:
+def leave_inputs_of_float_layers_float(context: PlacementContext, decisions: Sequence[Decision]) -> Sequence[Decision]:
     """Leave an operation without weights float if all layers that read it are float, on targets that gain nothing."""
     if context.target is None or not context.target.float_if_readers_are_float:
         return decisions
     readers: dict[fx.Node, list[Decision]] = {}
     for decision in decisions:
         for _, operand in decision.site.operands if decision.site.role else ():
-            readers.setdefault(_source(operand), []).append(decision)
+            readers.setdefault(_skip_value_preserving(operand), []).append(decision)
     # Readers have weights, and only decisions without weights are replaced: their order does not matter.
-    return [_follow(decision, readers.get(decision.site.node, [])) for decision in decisions]
+    return [_make_float_if_readers_are(decision, readers.get(decision.site.node, [])) for decision in decisions]
 
 
-def _follow(decision: Decision, readers: Sequence[Decision]) -> Decision:
+def _make_float_if_readers_are(decision: Decision, readers: Sequence[Decision]) -> Decision:
     has_output = any(point == Point.OUTPUT for point, _, _ in decision.points)
     is_read_as_float = bool(readers) and all(reader.state == OperationState.FLOAT for reader in readers)
     if decision.site.role is not None or not has_output or not is_read_as_float:
@@ -357,13 +364,15 @@ def _follow(decision: Decision, readers: Sequence[Decision]) -> Decision:
     )
 
 
-def _source(node: fx.Node) -> fx.Node:
+def _skip_value_preserving(node: fx.Node) -> fx.Node:
     while get_kind(node) in VALUE_PRESERVING and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def _wanted(site: Site, role: str, config: QuantConfig, target: Target | None) -> QuantizationSpec | None:
+def _choose_spec(
+    site: QuantizationSite, role: str, config: QuantConfig, target: Target | None
+) -> QuantizationSpec | None:
     """What the config says, else the target's choice, else the default; None is float."""
     spec = config.spec_for(role, site.names, site.types)
     if spec is None:
@@ -375,59 +384,61 @@ def _wanted(site: Site, role: str, config: QuantConfig, target: Target | None) -
     return spec if isinstance(spec, QuantizationSpec) else None
 
 
-def _spec(site: Site, role: str, config: QuantConfig, target: Target | None) -> QuantizationSpec | None:
-    spec = _wanted(site, role, config, target)
+def _resolve_spec(
+    site: QuantizationSite, role: str, config: QuantConfig, target: Target | None
+) -> QuantizationSpec | None:
+    spec = _choose_spec(site, role, config, target)
     kind = "weight" if role == "weight" else "activation"
     if spec is None:
         return None
     if target is not None:
         target.check(spec, kind, site.kind, site.name)
     if role == "weight" and site.part is not None:
-        check_finite(site)
-        spec = spec if target is None else target.weight_for(spec, facts_of(site, config, target))
-        spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
-        spec = spec.replace(sparsity=None) if why_dense(site, spec) else spec
+        check_weights_are_finite(site)
+        spec = spec if target is None else target.weight_for(spec, get_operation_facts(site, config, target))
+        spec = spec.replace(granularity=spec.granularity.resolve(_get_layer_class(site)))
+        spec = spec.replace(sparsity=None) if explain_dense_weight(site, spec) else spec
     return spec
 
 
-def unpacked(site: Site, config: QuantConfig, target: Target) -> QuantizationSpec | None:
+def make_stored_weight_spec(site: QuantizationSite, config: QuantConfig, target: Target) -> QuantizationSpec | None:
     """Of a weight that is stored in int8 and multiplied as float: the one it would have were its inputs float; None
     where that has a zero point, blocks or another width."""
-    spec = None if site.role is None else _wanted(site, "weight", config, target)
+    spec = None if site.role is None else _choose_spec(site, "weight", config, target)
     if spec is None:
         return None
-    spec = target.weight_for(spec, replace(facts_of(site, config, target), activation=None))
-    spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
+    spec = target.weight_for(spec, replace(get_operation_facts(site, config, target), activation=None))
+    spec = spec.replace(granularity=spec.granularity.resolve(_get_layer_class(site)))
     is_plain = isinstance(spec.granularity, PerTensorGranularity | PerChannelGranularity) and spec.qformulation == "zp"
     is_symmetric = spec.qscheme != QuantizationScheme.ASYMMETRIC
     fits = spec.dtype == torch.int8 and is_plain and is_symmetric and get_sparsity(spec) is None
     return spec if fits else None
 
 
-def why_dense(site: Site, spec: QuantizationSpec | None) -> str:
+def explain_dense_weight(site: QuantizationSite, spec: QuantizationSpec | None) -> str:
     """Why a weight that is to be sparse cannot be; "" where it can, or need not."""
     sparsity = None if spec is None else get_sparsity(spec)
     if sparsity is None or site.part is None:
         return ""
-    shape = weight_shape(site.part)
+    shape = get_weight_shape(site.part)
     if isinstance(site.part, Operation) and site.part.has_transposed_weight:
         shape = shape[::-1]
     return sparsity.why_unfit(shape, is_transposed=site.kind == "conv_transpose")
 
 
-def _points(site: Site, config: QuantConfig, target: Target | None) -> list[tuple[Point, fx.Node]]:
+def _get_points(site: QuantizationSite, config: QuantConfig, target: Target | None) -> list[tuple[Point, fx.Node]]:
     """All that the pattern declares; an output whose parameters are made anew for every call is left to its readers."""
-    spec = _wanted(site, "output", config, target)
+    spec = _choose_spec(site, "output", config, target)
     is_dynamic = spec is not None and issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator)
     return [each for each in site.operands if not (is_dynamic and each[0] == Point.OUTPUT)]
 
 
-def _layer(site: Site) -> type[nn.Module]:
+def _get_layer_class(site: QuantizationSite) -> type[nn.Module]:
     """The class whose layout the weight has, as granularities know it."""
     return nn.ConvTranspose2d if site.kind == "conv_transpose" else nn.Conv2d
 
 
-def check_finite(site: Site) -> None:
+def check_weights_are_finite(site: QuantizationSite) -> None:
     """Refuse weights that hold NaN or infinity."""
     for role, part in site.fused.parts.items():
         tensors = (*get_tensors(part), *part.buffers(), getattr(part, "weight", None))
@@ -460,19 +471,23 @@ def check_formulations(config: QuantConfig, target: Target) -> None:
             target.check_formulation(spec, role, where)
 
 
-def check_overrides(sites: Sequence[Site], unmatched: Sequence[UnmatchedOperation], config: QuantConfig) -> None:
+def check_overrides(
+    sites: Sequence[QuantizationSite], unmatched: Sequence[UnmatchedOperation], config: QuantConfig
+) -> None:
     """Raise ConfigError for an override that fits nothing; one for an unmatched operation can only be float."""
     for override in config.overrides:
-        if any(override.fits(site.names, site.types) for site in sites):
+        if any(override.matches(site.names, site.types) for site in sites):
             continue
         wishes = {override.weight, override.activation, override.input, override.output} - {None}
-        if wishes == {FLOAT} and any(override.fits(each.names, each.types) for each in unmatched):
+        if wishes == {FLOAT} and any(override.matches(each.names, each.types) for each in unmatched):
             continue
         known = {kind for site in sites for kind in site.types} if override.type else {site.name for site in sites}
         given = override.type or override.name or ""
-        raise ConfigError(f"the override for {override.label} fits no operation of this model: {_short(given, known)}")
+        raise ConfigError(
+            f"the override for {override.label} fits no operation of this model: {_shorten_suggestion(given, known)}"
+        )
 
 
-def _short(given: str, known: set[str]) -> str:
+def _shorten_suggestion(given: str, known: set[str]) -> str:
     text = did_you_mean(given, known)
     return text if len(text) < 400 else text[:400] + f" ... ({len(known)} in all)"

@@ -18,13 +18,13 @@ from scalepoint.spec import (
 __all__ = ["MXFP4", "MXFP6_E2M3", "MXFP6_E3M2", "MXFP8", "NVFP4"]
 
 
-def _mx(dtype: CodeType) -> QuantConfig:
-    return _in_blocks(
+def _make_mx_config(dtype: CodeType) -> QuantConfig:
+    return _make_block_config(
         ExtendedQuantizationSpec(dtype=dtype, scale_dtype=E8M0, scale_rounding=ScaleRounding.RCEIL), block_size=32
     )
 
 
-def _in_blocks(spec: QuantizationSpec, block_size: int) -> QuantConfig:
+def _make_block_config(spec: QuantizationSpec, block_size: int) -> QuantConfig:
     return QuantConfig(
         activation=spec.replace(
             granularity=PerTokenBlockGranularity(block_size=block_size), qparam_calculator_cls="dynamic"
@@ -33,8 +33,8 @@ def _in_blocks(spec: QuantizationSpec, block_size: int) -> QuantConfig:
     )
 
 
-MXFP8 = _mx(E4M3)
-MXFP6_E2M3 = _mx(Float6.E2M3)
-MXFP6_E3M2 = _mx(Float6.E3M2)
-MXFP4 = _mx(FP4)
-NVFP4 = _in_blocks(QuantizationSpec(dtype=FP4, scale_dtype=E4M3), block_size=16)
+MXFP8 = _make_mx_config(E4M3)
+MXFP6_E2M3 = _make_mx_config(Float6.E2M3)
+MXFP6_E3M2 = _make_mx_config(Float6.E3M2)
+MXFP4 = _make_mx_config(FP4)
+NVFP4 = _make_block_config(QuantizationSpec(dtype=FP4, scale_dtype=E4M3), block_size=16)

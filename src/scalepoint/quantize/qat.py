@@ -13,9 +13,9 @@ from scalepoint import distributed
 from scalepoint.compat.torch_names import BatchNormBase
 from scalepoint.errors import ConfigError, UsageError
 from scalepoint.graph import Operation
-from scalepoint.quantize.record import amend_record
-from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantizerBase, QuantStub, WeightFakeQuantize
+from scalepoint.quantize.record import update_record
 from scalepoint.support.torch_state import serialized
 
 
@@ -35,7 +35,7 @@ def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool |
     Returns:
         The same model.
     """
-    quantizers = _quantizers(model)
+    quantizers = _get_quantizers(model)
     for quantizer in quantizers:
         if isinstance(quantizer, QuantStub):
             quantizer.calculator.replicas = distributed.world_size()
@@ -43,29 +43,29 @@ def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool |
         if isinstance(quantizer, WeightFakeQuantize):
             quantizer.unfreeze()
     for module in model.modules():
-        if isinstance(module, QuantizedWeighted) and module.norm is not None:
-            module.shift_bias(None)  # live statistics take up what it did
+        if isinstance(module, QuantizedLayer) and module.norm is not None:
+            module.set_bias_shift(None)  # live statistics take up what it did
     model.train()
     if learn_scales:
-        _learn(model, quantizers)
+        _learn_scales(model, quantizers)
     if observe is not None:
         enable_observer(model, observe)
     else:
-        _observe_the_unseen(quantizers)
+        _observe_uncalibrated(quantizers)
     enable_fake_quant(model)
     return model
 
 
-def _observe_the_unseen(quantizers: list[Quantizing]) -> None:
+def _observe_uncalibrated(quantizers: list[QuantizerBase]) -> None:
     for quantizer in quantizers:
-        if isinstance(quantizer, QuantStub) and not quantizer.has_observed and not quantizer.skipped_because:
-            quantizer.use("moving_average")
-            quantizer.following = True
+        if isinstance(quantizer, QuantStub) and not quantizer.has_observed and not quantizer.skip_reason:
+            quantizer.set_calculator("moving_average")
+            quantizer.observes_in_training = True
 
 
-def _learn(model: nn.Module, quantizers: list[Quantizing]) -> None:
+def _learn_scales(model: nn.Module, quantizers: list[QuantizerBase]) -> None:
     for module in model.modules():
-        if isinstance(module, QuantizedWeighted) and not module.weight_quant.calculator.is_initialized:
+        if isinstance(module, QuantizedLayer) and not module.weight_quant.calculator.is_initialized:
             module.freeze()
             module.weight_quant.unfreeze()
     for quantizer in quantizers:
@@ -73,7 +73,7 @@ def _learn(model: nn.Module, quantizers: list[Quantizing]) -> None:
             raise UsageError(f"{quantizer.name} has no range to learn from: calibrate before prepare_qat")
         is_dynamic = quantizer.calculator.always_called and not quantizer.is_learned
         if not is_dynamic and quantizer.spec.scale_dtype is None and not quantizer.quantizer.is_disabled():
-            quantizer.learn()
+            quantizer.learn_scale()
 
 
 def enable_fake_quant(model: nn.Module) -> None:
@@ -82,17 +82,17 @@ def enable_fake_quant(model: nn.Module) -> None:
     Args:
         model: A calibrated model.
     """
-    quantizers = _quantizers(model)
+    quantizers = _get_quantizers(model)
     stubs = [each for each in quantizers if isinstance(each, QuantStub)]
-    blind = [stub.name for stub in stubs if not (stub.has_observed or stub.following or stub.skipped_because)]
+    blind = [stub.name for stub in stubs if not (stub.has_observed or stub.observes_in_training or stub.skip_reason)]
     if blind:
         raise UsageError(
             f"{len(blind)} stubs have no range and do not observe, {blind[0]} first: calibrate before this"
         )
     for quantizer in quantizers:
         if isinstance(quantizer, QuantStub):
-            quantizer.catch_up()
-        quantizer.enabled = not (isinstance(quantizer, QuantStub) and quantizer.skipped_because)
+            quantizer.apply_new_statistics()
+        quantizer.enabled = not (isinstance(quantizer, QuantStub) and quantizer.skip_reason)
 
 
 def disable_fake_quant(model: nn.Module) -> None:
@@ -101,7 +101,7 @@ def disable_fake_quant(model: nn.Module) -> None:
     Args:
         model: A model with quantizers.
     """
-    for quantizer in _quantizers(model):
+    for quantizer in _get_quantizers(model):
         quantizer.enabled = False
 
 
@@ -112,13 +112,13 @@ def enable_observer(model: nn.Module, enabled: bool = True) -> None:
         model: A model with quantizers.
         enabled: False stops it.
     """
-    for quantizer in _quantizers(model):
+    for quantizer in _get_quantizers(model):
         if isinstance(quantizer, QuantStub) and not quantizer.is_fixed and not quantizer.is_learned:
             if enabled:
-                quantizer.use("moving_average")
+                quantizer.set_calculator("moving_average")
             else:
-                quantizer.catch_up()
-            quantizer.following = enabled
+                quantizer.apply_new_statistics()
+            quantizer.observes_in_training = enabled
 
 
 def disable_observer(model: nn.Module) -> None:
@@ -140,43 +140,43 @@ def freeze_bn_stats(model: nn.Module, frozen: bool = True) -> None:
         frozen: False lets the statistics update again.
     """
     folded = set()
-    amend_record(model, is_norm_frozen=frozen)
+    update_record(model, is_norm_frozen=frozen)
     for module in model.modules():
-        if isinstance(module, QuantizedWeighted) and module.norm is not None:
+        if isinstance(module, QuantizedLayer) and module.norm is not None:
             module.freeze_norm(frozen)
             folded.add(id(module.norm))
     for module in model.modules():
         is_function = isinstance(module, Operation) and module.kind == "batch_norm"
         if (isinstance(module, BatchNormBase) or is_function) and id(module) not in folded:
-            _hold(module, frozen)
+            _freeze_single_norm(module, frozen)
 
 
-def _hold(norm: nn.Module, frozen: bool) -> None:
+def _freeze_single_norm(norm: nn.Module, frozen: bool) -> None:
     """A batch norm outside any group: in eval whenever it runs."""
     for key, hook in list(norm._forward_pre_hooks.items()):
-        if hook is _stay:
+        if hook is _set_eval:
             del norm._forward_pre_hooks[key]
     if frozen:
-        norm.register_forward_pre_hook(_stay)
+        norm.register_forward_pre_hook(_set_eval)
 
 
-def _stay(module: nn.Module, inputs: Any) -> None:
+def _set_eval(module: nn.Module, inputs: Any) -> None:
     module.training = False
 
 
-def _quantizers(model: nn.Module) -> list[Quantizing]:
-    found = [module for module in model.modules() if isinstance(module, Quantizing)]
+def _get_quantizers(model: nn.Module) -> list[QuantizerBase]:
+    found = [module for module in model.modules() if isinstance(module, QuantizerBase)]
     if not found:
         raise UsageError("this model has no quantizers: train what insert_qdq made, not the float model")
     return found
 
 
-def prune(model: nn.Module, progress: float = 1.0) -> None:
+def set_pruning_progress(model: nn.Module, progress: float = 1.0) -> None:
     """How far the weights of a model in training that are to be sparse have come, from 0 to 1 of the time."""
     left = 1 - min(max(progress, 0.0), 1.0)
     for module in model.modules():
         if isinstance(module, WeightFakeQuantize) and module.sparsity is not None:
-            module.pruning = 1 - left**3
+            module.pruning_progress = 1 - left**3
 
 
 @dataclass
@@ -221,7 +221,7 @@ class QATSchedule:
             if mark == self.steps:
                 change()
         if self.prune_until is not None:
-            prune(model, (self.steps - self.prune_from) / (self.prune_until - self.prune_from))
+            set_pruning_progress(model, (self.steps - self.prune_from) / (self.prune_until - self.prune_from))
         self.steps += 1
 
     def _marks(self, model: nn.Module) -> Iterator[tuple[int | None, Any]]:

@@ -15,7 +15,7 @@ from scalepoint.compat.outside_tracing import run_untraced
 Result = TypeVar("Result")
 
 
-class _Place(NamedTuple):
+class _TensorSlot(NamedTuple):
     """A parameter or buffer of a module, and the tensor that stood there."""
 
     held: dict[str, Any]  # module._parameters or module._buffers
@@ -26,25 +26,25 @@ class _Place(NamedTuple):
 class RealTensors:
     """The parameters and buffers of some modules, by reference: nothing is copied."""
 
-    def __init__(self, places: Iterable[_Place]) -> None:
+    def __init__(self, places: Iterable[_TensorSlot]) -> None:
         self._places = tuple(places)
 
     @classmethod
-    def of(cls, whole: Iterable[nn.Module], owners: Iterable[nn.Module]) -> Self | None:
+    def collect(cls, whole: Iterable[nn.Module], owners: Iterable[nn.Module]) -> Self | None:
         """The tensors of modules with their submodules, and those of owners without: an attention module owns its
         input weight, and other layers are its submodules. None if a tensor has no values, or is a stand-in already."""
-        found: dict[tuple[int, str], _Place] = {}
+        found: dict[tuple[int, str], _TensorSlot] = {}
         for module in (*(inner for outer in whole for inner in outer.modules()), *owners):
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     if tensor is not None:
-                        found[id(held), name] = _Place(held, name, tensor)
+                        found[id(held), name] = _TensorSlot(held, name, tensor)
         is_real = all(
             type(place.tensor) in (Tensor, nn.Parameter) and not place.tensor.is_meta for place in found.values()
         )
         return cls(found.values()) if is_real else None
 
-    def fit(self) -> bool:
+    def have_same_shapes(self) -> bool:
         """Whether the same places hold tensors of the same shapes now, real or not."""
         present = [place.held.get(place.name) for place in self._places]
         tables = {id(place.held): place.held for place in self._places}.values()

@@ -12,7 +12,7 @@ from scalepoint.graph.origin import Origin
 from scalepoint.migration_report import MigrationReport
 from scalepoint.operation_coverage import Coverage, CoverageRow, OperationState
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
+from scalepoint.quantize.quantizers import QuantizerBase, QuantStub, WeightFakeQuantize
 from scalepoint.targets import Target
 
 
@@ -23,7 +23,7 @@ class LayerSite:
 
     node: str
     name: str
-    row: int | None
+    coverage_index: int | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def record_of(model: nn.Module) -> Record:
     return record
 
 
-def amend_record(model: nn.Module, **changes: Any) -> None:
+def update_record(model: nn.Module, **changes: Any) -> None:
     """Another record with some fields changed, where there is one."""
     if isinstance(model, fx.GraphModule) and has_record(model):
         set_state(model, replace(record_of(model), **changes))
@@ -85,19 +85,19 @@ def coverage(model: nn.Module) -> Coverage:
     found = record_of(model).coverage
     gave_up: dict[str, list[tuple[str, str]]] = {}
     for module in model.modules():
-        why = _why_off(module) if isinstance(module, Quantizing) else ""
+        why = _get_disabled_reason(module) if isinstance(module, QuantizerBase) else ""
         if why:
             for name in module.consumers:  # type: ignore[union-attr]  # it is Quantizing
                 gave_up.setdefault(name, []).append(("w" if isinstance(module, WeightFakeQuantize) else "x", why))
-    return Coverage(tuple(_given_up(row, gave_up.get(row.name, [])) for row in found.operations))
+    return Coverage(tuple(_remove_disabled(row, gave_up.get(row.name, [])) for row in found.operations))
 
 
-def _why_off(module: Quantizing) -> str:
-    skipped = module.skipped_because if isinstance(module, QuantStub) else ""
+def _get_disabled_reason(module: QuantizerBase) -> str:
+    skipped = module.skip_reason if isinstance(module, QuantStub) else ""
     return module.quantizer.reason if module.quantizer.is_disabled() else skipped
 
 
-def _given_up(row: CoverageRow, faults: Sequence[tuple[str, str]]) -> CoverageRow:
+def _remove_disabled(row: CoverageRow, faults: Sequence[tuple[str, str]]) -> CoverageRow:
     """What a quantizer that is off was to do, the operation does not."""
     if not faults:
         return row

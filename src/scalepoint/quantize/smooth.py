@@ -19,12 +19,12 @@ from scalepoint.graph import Operation, Reference
 from scalepoint.graph.nodes import get_fake_tensor, get_kind
 from scalepoint.graph.operations import get_tensors
 from scalepoint.quantize.config import SmoothQuantConfig
-from scalepoint.quantize.placement import Site
-from scalepoint.quantize.stubs import Consumers, as_consumers, reader_names
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.placement import QuantizationSite
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import Consumers, join_consumer_names, to_consumer_list
 
-LEAST = 1e-5
-NORMS = ("layer_norm", "rms_norm")
+MIN_MAGNITUDE = 1e-5
+NORM_KINDS = ("layer_norm", "rms_norm")
 
 
 class SmoothQuantObserver(nn.Module):
@@ -43,10 +43,10 @@ class SmoothQuantObserver(nn.Module):
         activation_max: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.consumers = as_consumers(consumers)
+        self.consumers = to_consumer_list(consumers)
         self.enabled = enabled
         self.config = config or SmoothQuantConfig(enabled=enabled)
-        self.refers: dict[str, Any] = {"norm": layer_norm, "linears": list(downstream_linears)}
+        self.module_refs: dict[str, Any] = {"norm": layer_norm, "linears": list(downstream_linears)}
         self.activation_max = activation_max
         self.mean_square: Tensor | None = None
         self.count = 0
@@ -57,19 +57,19 @@ class SmoothQuantObserver(nn.Module):
 
     @property
     def layer_norm(self) -> nn.Module:
-        norm: nn.Module = self.refers["norm"]
+        norm: nn.Module = self.module_refs["norm"]
         return norm
 
     @property
     def downstream_linears(self) -> list[nn.Module]:
-        linears: list[nn.Module] = self.refers["linears"]
+        linears: list[nn.Module] = self.module_refs["linears"]
         return linears
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         """Without arguments: watch the norm. With a hook, that of nn.Module."""
         if args or kwargs:
             return super().register_forward_hook(*args, **kwargs)
-        self._handle = self.layer_norm.register_forward_hook(self._see)
+        self._handle = self.layer_norm.register_forward_hook(self._observe_output)
         return self._handle
 
     def remove_hook(self) -> None:
@@ -80,7 +80,7 @@ class SmoothQuantObserver(nn.Module):
     def reset(self) -> None:
         self.activation_max, self.mean_square, self.count = None, None, 0
 
-    def _see(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _observe_output(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         self.observe(output)
 
     @torch.no_grad()
@@ -122,20 +122,20 @@ class SmoothQuantObserver(nn.Module):
             return None
         if self.activation_max is None:
             raise NotObservedError(
-                f"{self.name or 'a SmoothQuantObserver'} (read by {reader_names(self.consumers)}) has observed "
+                f"{self.name or 'a SmoothQuantObserver'} (read by {join_consumer_names(self.consumers)}) has observed "
                 "nothing: register_forward_hook(), then run data through the model"
             )
-        weights = [weight_of(linear) for linear in self.downstream_linears]
+        weights = [get_linear_weight(linear) for linear in self.downstream_linears]
         largest = torch.stack([weight.abs().amax(0).to(torch.float32) for weight in weights]).amax(0)
-        self.alpha = self._best_alpha(weights, largest)
-        s = smooth_scales(self.activation_max.to(largest.device), largest, self.alpha)
-        scale_norm(self.layer_norm, s)
+        self.alpha = self._choose_alpha(weights, largest)
+        s = compute_channel_scales(self.activation_max.to(largest.device), largest, self.alpha)
+        divide_norm_output(self.layer_norm, s)
         for weight in weights:
             weight.mul_(s.to(weight.dtype))
         self.reset()
         return s
 
-    def _best_alpha(self, weights: Sequence[Tensor], largest: Tensor) -> float:
+    def _choose_alpha(self, weights: Sequence[Tensor], largest: Tensor) -> float:
         alpha = next(
             (value for glob, value in self.config.layers.items() if fnmatchcase(self.name, glob)), self.config.alpha
         )
@@ -145,35 +145,35 @@ class SmoothQuantObserver(nn.Module):
         assert seen is not None  # noqa: S101  # checked by the caller
         square = self.mean_square if self.mean_square is not None else seen.square() / 9
         stacked = torch.cat([weight.to(torch.float32) for weight in weights])
-        return min(self.config.alphas, key=lambda each: expected_error(stacked, seen, square, each))
+        return min(self.config.alphas, key=lambda each: estimate_error(stacked, seen, square, each))
 
     def extra_repr(self) -> str:
         alpha = self.config.alpha if self.alpha is None else self.alpha
         return f"{self.name}, enabled={self.enabled}, alpha={alpha}, {len(self.downstream_linears)} linears"
 
 
-def smooth_scales(activation_max: Tensor, weight_max: Tensor, alpha: float) -> Tensor:
-    s: Tensor = activation_max.clamp(min=LEAST) ** alpha / weight_max.clamp(min=LEAST) ** (1 - alpha)
+def compute_channel_scales(activation_max: Tensor, weight_max: Tensor, alpha: float) -> Tensor:
+    s: Tensor = activation_max.clamp(min=MIN_MAGNITUDE) ** alpha / weight_max.clamp(min=MIN_MAGNITUDE) ** (1 - alpha)
     return s
 
 
-def expected_error(weight: Tensor, activation_max: Tensor, square: Tensor, alpha: float) -> float:
+def estimate_error(weight: Tensor, activation_max: Tensor, square: Tensor, alpha: float) -> float:
     """Expected squared error of the outputs in W8A8 after smoothing with alpha: rounding of x plus rounding of W.
 
     E|W (x' - x)|^2 = step_x^2 / 12 * |W|^2, and E|(W' - W) x|^2 = sum over channels of E x_j^2 * |W'_j - W_j|^2.
     """
-    s = smooth_scales(activation_max, weight.abs().amax(0), alpha)
+    s = compute_channel_scales(activation_max, weight.abs().amax(0), alpha)
     scaled = weight * s
     step_x = (activation_max / s).amax() / 127.5
-    step_w = scaled.abs().amax(1, keepdim=True).clamp(min=LEAST) / 127.5
+    step_w = scaled.abs().amax(1, keepdim=True).clamp(min=MIN_MAGNITUDE) / 127.5
     from_x = step_x.square() / 12 * scaled.square().sum()
     from_w = (((scaled / step_w).round() * step_w - scaled).square().sum(0) * square / s.square()).sum()
     return float(from_x + from_w)
 
 
-def weight_of(linear: nn.Module) -> Tensor:
+def get_linear_weight(linear: nn.Module) -> Tensor:
     """The weight as (out, in), a view where it is stored as (in, out)."""
-    operation: Any = linear.operation if isinstance(linear, QuantizedWeighted) else linear
+    operation: Any = linear.operation if isinstance(linear, QuantizedLayer) else linear
     weight: Tensor = operation.weight.data
     if isinstance(operation, Operation) and operation.has_transposed_weight:
         return weight.transpose(0, 1)
@@ -181,108 +181,112 @@ def weight_of(linear: nn.Module) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Affine:
+class _NormTensors:
     """Where a norm keeps its weight and bias; one that has none is given a weight."""
 
     weight: Tensor
     bias: Tensor | None
 
 
-def affine_of(norm: Any, like: Tensor) -> _Affine:
+def get_norm_tensors(norm: Any, like: Tensor) -> _NormTensors:
     if isinstance(norm, Operation):
         held = {name: value.value for name, value in norm.arguments.items() if isinstance(value, Reference)}
         if norm.kind == "mul":  # the last part of a norm that is written out: its weight is the only parameter
-            return _Affine(next(iter(held.values())).data, None)
+            return _NormTensors(next(iter(held.values())).data, None)
         if "weight" not in held:
             shape = norm.arguments["normalized_shape"]
             norm.register_parameter("own_weight", nn.Parameter(like.new_ones(shape)))
             norm.arguments["weight"] = Reference(norm, "own_weight")
             held["weight"] = norm.arguments["weight"].value
-        return _Affine(held["weight"].data, held["bias"].data if "bias" in held else None)
+        return _NormTensors(held["weight"].data, held["bias"].data if "bias" in held else None)
     if getattr(norm, "weight", None) is None:
         norm.weight = nn.Parameter(like.new_ones(norm.normalized_shape))
         norm.elementwise_affine = True
     bias = getattr(norm, "bias", None)
-    return _Affine(norm.weight.data, None if bias is None else bias.data)
+    return _NormTensors(norm.weight.data, None if bias is None else bias.data)
 
 
-def scale_norm(norm: nn.Module, s: Tensor) -> None:
+def divide_norm_output(norm: nn.Module, s: Tensor) -> None:
     """Divide what a norm gives by s, channel by channel."""
-    affine = affine_of(norm, s)
+    affine = get_norm_tensors(norm, s)
     for tensor in (affine.weight, affine.bias):
         if tensor is not None:
             tensor.div_(s.to(tensor.dtype))
 
 
-def add_smoothing(model: fx.GraphModule, sites: Sequence[Site], config: SmoothQuantConfig) -> dict[str, str]:
+def insert_smoothing_observers(
+    model: fx.GraphModule, sites: Sequence[QuantizationSite], config: SmoothQuantConfig
+) -> dict[str, str]:
     """An observer for each norm that is read by linears alone; the others are returned with the reason."""
     by_node = {site.node: site for site in sites}
-    shared = shared_parameters(sites)
+    shared = find_shared_parameters(sites)
     refusals: dict[str, str] = {}
     count = 0
     for site in sites:
-        norm = _norm_part(site)
+        norm = _get_norm_part(site)
         if norm is None:
             continue
-        readers, why = _linear_readers(site, by_node, shared)
+        readers, why = _find_linear_readers(site, by_node, shared)
         if why:
             refusals[site.name] = why
             continue
         observer = SmoothQuantObserver(
-            [reader.name for reader in readers], norm, True, config, [_part(reader) for reader in readers]
+            [reader.name for reader in readers], norm, True, config, [_get_linear(reader) for reader in readers]
         )
         observer.name = site.name
         model.add_submodule(f"smooth_quant_{count}", observer)
         count += 1
-    _check_layers(config, [*refusals, *(o.name for o in observers_of(model))])
+    _check_layer_globs(config, [*refusals, *(o.name for o in find_smoothing_observers(model))])
     return refusals
 
 
-def observers_of(model: nn.Module) -> list[SmoothQuantObserver]:
+def find_smoothing_observers(model: nn.Module) -> list[SmoothQuantObserver]:
     return [module for module in model.modules() if isinstance(module, SmoothQuantObserver)]
 
 
-def _part(site: Site) -> nn.Module:
+def _get_linear(site: QuantizationSite) -> nn.Module:
     assert site.part is not None  # noqa: S101  # it is a linear
     return site.part
 
 
-def _norm_part(site: Site) -> nn.Module | None:
+def _get_norm_part(site: QuantizationSite) -> nn.Module | None:
     """The module whose output is scaled: the norm, or the last multiplication of one that is written out."""
-    if site.kind in NORMS:
+    if site.kind in NORM_KINDS:
         return next(iter(site.fused.parts.values()))
     if site.match.pattern.name == "RMSNormSpelledOutPattern":
         return list(site.fused.parts.values())[-1]
     return None
 
 
-def _linear_readers(site: Site, by_node: dict[fx.Node, Site], shared: set[int]) -> tuple[list[Site], str]:
+def _find_linear_readers(
+    site: QuantizationSite, by_node: dict[fx.Node, QuantizationSite], shared: set[int]
+) -> tuple[list[QuantizationSite], str]:
     readers = []
-    for user in _users(site.node):
+    for user in _find_users(site.node):
         reader = by_node.get(user)
-        if reader is None or reader.kind != "linear" or reader.role is None or _input_of(reader) is not site.node:
+        if reader is None or reader.kind != "linear" or reader.role is None or _find_input(reader) is not site.node:
             return [], f"also read by {user.target}, which cannot take the scales back"
-        if is_computed(_part(reader)):
+        if has_computed_weight(_get_linear(reader)):
             return [], f"the weight of {reader.name} is computed and cannot take the scales back"
-        if weight_of(_part(reader)).data_ptr() in shared:
+        if get_linear_weight(_get_linear(reader)).data_ptr() in shared:
             return [], f"the weight of {reader.name} is used elsewhere too"
         readers.append(reader)
-    norm = _norm_part(site)
-    if norm is not None and shared & {id(norm), *_addresses(norm)}:
+    norm = _get_norm_part(site)
+    if norm is not None and shared & {id(norm), *_get_addresses(norm)}:
         return [], "the norm is used more than once"
     return (readers, "") if readers else ([], "no linear reads it")
 
 
-def _users(node: fx.Node) -> Iterable[fx.Node]:
+def _find_users(node: fx.Node) -> Iterable[fx.Node]:
     """The readers of a tensor, through stubs and whatever leaves its last axis alone."""
     for user in node.users:
         if _keeps_channels(user):
-            yield from _users(user)
+            yield from _find_users(user)
         else:
             yield user
 
 
-def _input_of(site: Site) -> Any:
+def _find_input(site: QuantizationSite) -> Any:
     source = site.node.args[0]
     while isinstance(source, fx.Node) and _keeps_channels(source):
         source = source.args[0]
@@ -299,41 +303,41 @@ def _keeps_channels(node: fx.Node) -> bool:
     before, after = get_fake_tensor(node.args[0]), get_fake_tensor(node)
     if before is None or after is None or not isinstance(after.shape[-1], int) or after.shape[-1] != before.shape[-1]:
         return False
-    axes = [int(axis) % before.ndim for argument in node.args[1:] for axis in _ints(argument)]
+    axes = [int(axis) % before.ndim for argument in node.args[1:] for axis in _to_ints(argument)]
     last = before.ndim - 1
     if kind == "transpose":
         return last not in axes
     return axes[-1] == last if kind == "permute" else True
 
 
-def _ints(argument: Any) -> list[int]:
+def _to_ints(argument: Any) -> list[int]:
     return [argument] if isinstance(argument, int) else [each for each in argument if isinstance(each, int)]
 
 
-def shared_parameters(sites: Sequence[Site]) -> set[int]:
+def find_shared_parameters(sites: Sequence[QuantizationSite]) -> set[int]:
     """Weights (by address) and norms (by id) that more than one group uses; an embedding may be tied to a linear."""
     seen: set[int] = set()
     twice: set[int] = set()
     for site in sites:
-        norm = _norm_part(site)
-        keys = {address for part in site.fused.parts.values() for address in _addresses(part)}
+        norm = _get_norm_part(site)
+        keys = {address for part in site.fused.parts.values() for address in _get_addresses(part)}
         for key in keys | ({id(norm)} if norm is not None else set()):
             (twice if key in seen else seen).add(key)
     return twice
 
 
-def _addresses(part: nn.Module) -> set[int]:
+def _get_addresses(part: nn.Module) -> set[int]:
     """Where the weights of a part lie."""
-    part = part.operation if isinstance(part, QuantizedWeighted) else part
+    part = part.operation if isinstance(part, QuantizedLayer) else part
     return {tensor.data_ptr() for tensor in get_tensors(part)}
 
 
-def is_computed(part: nn.Module) -> bool:
-    part = part.operation if isinstance(part, QuantizedWeighted) else part
+def has_computed_weight(part: nn.Module) -> bool:
+    part = part.operation if isinstance(part, QuantizedLayer) else part
     return isinstance(part, Operation) and part.is_computed
 
 
-def _check_layers(config: SmoothQuantConfig, names: Sequence[str]) -> None:
+def _check_layer_globs(config: SmoothQuantConfig, names: Sequence[str]) -> None:
     for glob in config.layers:
         if not any(fnmatchcase(name, glob) for name in names):
             raise ConfigError(f"smooth_quant.layers: {glob!r} fits no norm of this model: {did_you_mean(glob, names)}")

@@ -28,12 +28,12 @@ from scalepoint.graph.serialization import GraphData, GraphDescription, get_desc
 from scalepoint.migration_report import MigrationReport
 from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.fingerprint import fingerprint
+from scalepoint.quantize.fingerprint import fingerprint_model
 from scalepoint.quantize.insert import insert_qdq
 from scalepoint.quantize.qat import freeze_bn_stats
-from scalepoint.quantize.record import amend_record, has_record, record_of
-from scalepoint.quantize.smooth import affine_of, observers_of
-from scalepoint.quantize.stubs import Quantizing, QuantStub
+from scalepoint.quantize.quantizers import QuantizerBase, QuantStub
+from scalepoint.quantize.record import has_record, record_of, update_record
+from scalepoint.quantize.smooth import find_smoothing_observers, get_norm_tensors
 from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.support.files import (
     LOCK,
@@ -56,10 +56,10 @@ from scalepoint.transformation import apply_transformation_plan, get_transformat
 from scalepoint.version import __version__
 
 MANIFEST, TENSORS = "scalepoint.json", "tensors"
-FORMAT = 1
-LARGEST_MANIFEST = 256_000_000
-CONSTANT = "constant:"  # before the names of tensors that only the graph has
-FILE_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
+FORMAT_VERSION = 1
+MAX_MANIFEST_BYTES = 256_000_000
+CONSTANT_PREFIX = "constant:"  # before the names of tensors that only the graph has
+TENSOR_FILE_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 
 
 @serialized
@@ -83,12 +83,12 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
         raise UsageError("only a model that insert_qdq made can be saved")
     if folder.exists() and not folder.is_dir():
         raise StoreError(f"{folder} is a file: give a folder")
-    graph, constants = _graph(model, with_graph)
-    tensors, aliases = _untied({**whole(model.state_dict()), **constants})
+    graph, constants = _get_graph_data(model, with_graph)
+    tensors, aliases = _separate_aliases({**gather_sharded_tensors(model.state_dict()), **constants})
     if not distributed.is_main():
         return folder
     with locked(folder):
-        old = _named_by(folder)
+        old = _find_tensor_file(folder)
         remove_leftovers(folder, (MANIFEST, TENSORS))
         holder = temporary_path(folder / TENSORS)  # safetensors writes a file of its own next to the one it is given
         temporary = holder / "file"
@@ -100,7 +100,10 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
             path = folder / f"tensors-{file_digest[:16]}.safetensors"
             os.replace(temporary, path)
             stored = {"file": path.name, "sha256": file_digest}
-            replace_text(folder / MANIFEST, _sealed(_manifest(model) | graph | {"aliases": aliases, "tensors": stored}))
+            replace_text(
+                folder / MANIFEST,
+                _serialize_with_checksum(_make_manifest(model) | graph | {"aliases": aliases, "tensors": stored}),
+            )
             committed = True
         except OSError as error:
             size = sum(each.nbytes for each in tensors.values())
@@ -117,13 +120,13 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
     return folder
 
 
-def files_in(folder: Path) -> list[Path]:
+def list_model_files(folder: Path) -> list[Path]:
     """The files of the model that `save` wrote there."""
-    names = (LOCK, MANIFEST, _named_by(folder) or MANIFEST)
+    names = (LOCK, MANIFEST, _find_tensor_file(folder) or MANIFEST)
     return [folder / name for name in dict.fromkeys(names) if (folder / name).is_file()]
 
 
-def _graph(model: fx.GraphModule, wanted: bool | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _get_graph_data(model: fx.GraphModule, wanted: bool | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The captured graph for the manifest, and the tensors that it needs beside the model's own."""
     found = get_description(model) if wanted is not False else GraphDescription(None)
     if found.data is None:
@@ -136,11 +139,11 @@ def _graph(model: fx.GraphModule, wanted: bool | None) -> tuple[dict[str, Any], 
         raise UsageError(f"with_graph=True: the quantized model has no {lost[0]} any more, which the graph needs")
     if lost:
         return {}, {}
-    held = {f"{CONSTANT}{path}": value for path, value in found.constants.items()}
+    held = {f"{CONSTANT_PREFIX}{path}": value for path, value in found.constants.items()}
     return {"graph": found.data.model_dump(exclude_defaults=True)}, held
 
 
-def whole(state: Mapping[str, Any]) -> dict[str, Any]:
+def gather_sharded_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state whose tensors lie in parts on several ranks (fully_shard) with all of each; every rank has to ask."""
     made: dict[int, Any] = {}  # one for each: tied parameters stay tied
     for each in state.values():
@@ -157,10 +160,10 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(None, str(error)) from error
 
 
-def _named_by(folder: Path) -> str | None:
+def _find_tensor_file(folder: Path) -> str | None:
     """The tensor file of the model that the folder holds now."""
     try:
-        return _tensor_file(_read_manifest(folder))
+        return _get_tensor_file_name(_read_manifest(folder))
     except StoreError:
         return None
 
@@ -198,28 +201,28 @@ def load(
     rules = target if target is not None or patterns is not None else manifest["target"]
     tensors = _read_tensors(folder, manifest)
     if float_model is None:
-        plan = plan_captured_graph(_captured(folder, manifest, tensors), known, rules)
+        plan = plan_captured_graph(_rebuild_graph(folder, manifest, tensors), known, rules)
     else:
         plan = get_transformation_plan(
             float_model, example_inputs, known, target=rules, kwargs=kwargs, leave=manifest["leave"],
             dynamic_axes=manifest["dynamic_axes"],
         )  # fmt: skip
-        _check_same_float_model(manifest["float"], fingerprint(plan.model))
-    _follow_plan(plan, manifest["plan"])
+        _check_same_float_model(manifest["float"], fingerprint_model(plan.model))
+    _apply_saved_plan(plan, manifest["plan"])
     result = apply_transformation_plan(plan)
-    config = _config(manifest)
+    config = _parse_config(manifest)
     chosen = target if target is not None else manifest["target"]
     model = insert_qdq(result.model, result.matches, config, target=chosen, copy=False)
-    _restore(model, manifest, {name: value for name, value in tensors.items() if not name.startswith(CONSTANT)})
+    _restore(model, manifest, {name: value for name, value in tensors.items() if not name.startswith(CONSTANT_PREFIX)})
     return model.eval()
 
 
-def holds_graph(folder: Path) -> bool:
+def has_saved_graph(folder: Path) -> bool:
     """Whether `load(folder)` needs no float model."""
     return _read_manifest(folder)["graph"] is not None
 
 
-def _captured(folder: Path, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> fx.GraphModule:
+def _rebuild_graph(folder: Path, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> fx.GraphModule:
     """The graph that the folder holds, over its tensors."""
     if manifest["graph"] is None:
         raise StoreError(
@@ -230,10 +233,10 @@ def _captured(folder: Path, manifest: dict[str, Any], tensors: dict[str, Tensor]
         data = GraphData.model_validate(manifest["graph"])
     except ValueError as error:
         raise StoreError(f"the graph in {folder} is none that scalepoint wrote: {error}") from error
-    return rebuild(data, {name.removeprefix(CONSTANT): value for name, value in tensors.items()})
+    return rebuild(data, {name.removeprefix(CONSTANT_PREFIX): value for name, value in tensors.items()})
 
 
-def _config(manifest: dict[str, Any]) -> QuantConfig:
+def _parse_config(manifest: dict[str, Any]) -> QuantConfig:
     try:
         return QuantConfig.from_dict(manifest["config"])
     except ValueError as error:
@@ -272,12 +275,12 @@ class Manifest(BaseModel):
     tensors: TensorFile
 
 
-def _manifest(model: fx.GraphModule) -> dict[str, Any]:
+def _make_manifest(model: fx.GraphModule) -> dict[str, Any]:
     record = record_of(model)
-    quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizing)}
+    quantizers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizerBase)}
     axes = {name: {str(axis): each for axis, each in own.items()} for name, own in record.origin.axes.items()}
     return {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "versions": {"scalepoint": __version__, "torch": str(torch.__version__)},
         "target": None if record.target is None else record.target.name,
         "leave": list(record.origin.leave),
@@ -294,11 +297,13 @@ def _manifest(model: fx.GraphModule) -> dict[str, Any]:
             if isinstance(module, QuantStub) and module.fixed_calibration
         },
         "skipped": {
-            name: module.skipped_because
+            name: module.skip_reason
             for name, module in quantizers.items()
-            if isinstance(module, QuantStub) and module.skipped_because
+            if isinstance(module, QuantStub) and module.skip_reason
         },
-        "smoothed": {observer.name: observer.alpha for observer in observers_of(model) if observer.alpha is not None},
+        "smoothed": {
+            observer.name: observer.alpha for observer in find_smoothing_observers(model) if observer.alpha is not None
+        },
         "is_norm_frozen": record.is_norm_frozen,
         "migrated": {} if record.migrated is None else record.migrated.to_dict(),
         "calibrated": None if record.calibrated is None else list(record.calibrated),
@@ -307,7 +312,7 @@ def _manifest(model: fx.GraphModule) -> dict[str, Any]:
     }
 
 
-def _sealed(manifest: dict[str, Any]) -> str:
+def _serialize_with_checksum(manifest: dict[str, Any]) -> str:
     body = json.dumps(manifest, sort_keys=True)
     return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "manifest": manifest}, indent=1)
 
@@ -315,7 +320,7 @@ def _sealed(manifest: dict[str, Any]) -> str:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        sealed = read_json(path, LARGEST_MANIFEST, folder=folder)
+        sealed = read_json(path, MAX_MANIFEST_BYTES, folder=folder)
     except FileNotFoundError:
         raise StoreError(f"{folder} holds no saved model: there is no {MANIFEST}") from None
     except DocumentError as error:
@@ -325,13 +330,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = sealed.get("manifest") if isinstance(sealed, dict) else None
     if not isinstance(manifest, dict):
         raise StoreError(f"{path} is not a manifest of scalepoint")
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") != FORMAT_VERSION:
         made = (
             manifest.get("versions", {}).get("scalepoint", "?") if isinstance(manifest.get("versions"), dict) else "?"
         )
         raise StoreError(
             f"{path} has format {short_repr(manifest.get('format'))}, written by scalepoint {made}; this one reads "
-            f"{FORMAT}"
+            f"{FORMAT_VERSION}"
         )
     if hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() != sealed.get("sha256"):
         raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
@@ -342,7 +347,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
-    path = folder / _tensor_file(manifest)
+    path = folder / _get_tensor_file_name(manifest)
     if not path.is_file():
         raise StoreError(f"{path} is missing: the folder was changed after it was written")
     try:
@@ -362,17 +367,17 @@ def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
     return tensors | {name: tensors[original] for name, original in manifest["aliases"].items()}
 
 
-def _tensor_file(manifest: dict[str, Any]) -> str:
+def _get_tensor_file_name(manifest: dict[str, Any]) -> str:
     """The name of the tensor file: one that save gives, and no path."""
     name = manifest["tensors"]["file"]
-    if not FILE_NAME.fullmatch(name):
+    if not TENSOR_FILE_NAME.fullmatch(name):
         raise StoreError(
             f"the manifest names {short_repr(name)} as its tensors, which is no file that scalepoint wrote"
         )
     return str(name)
 
 
-def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _separate_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors that share memory are stored once; the others are named as aliases."""
     first: dict[tuple[Any, ...], str] = {}
     tensors: dict[str, Tensor] = {}
@@ -393,7 +398,7 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     return tensors, aliases
 
 
-def _follow_plan(plan: Any, saved: list[list[str]]) -> None:
+def _apply_saved_plan(plan: Any, saved: list[list[str]]) -> None:
     """Apply the matches that the saved model applied; what is not there any more is an error."""
     wanted = [tuple(row) for row in saved]
     here = [(match.name, match.pattern.name) for match in plan.matches]
@@ -412,7 +417,7 @@ def _check_same_float_model(saved: dict[str, str], given: dict[str, str]) -> Non
     differences += [f"{name} is new" for name in given if name not in saved]
     for name in saved.keys() & given.keys():
         if saved[name] != given[name]:
-            differences.append(f"{name} was {_readable(saved[name])}, is {_readable(given[name])}")
+            differences.append(f"{name} was {_format_fingerprint(saved[name])}, is {_format_fingerprint(given[name])}")
     if differences:
         listed = "; ".join(sorted(differences)[:5])
         raise StoreError(
@@ -421,7 +426,7 @@ def _check_same_float_model(saved: dict[str, str], given: dict[str, str]) -> Non
         )
 
 
-def _readable(mark: str) -> str:
+def _format_fingerprint(mark: str) -> str:
     kind, _, rest = mark.partition(" ")
     shape, _, checksum = rest.rpartition(" ")
     return f"{kind} {shape} with checksum {checksum}"
@@ -429,15 +434,15 @@ def _readable(mark: str) -> str:
 
 def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     _restore_quantizers(model, manifest)
-    for observer in observers_of(model):
+    for observer in find_smoothing_observers(model):
         if observer.name in manifest["smoothed"]:
             observer.enabled, observer.alpha = False, manifest["smoothed"][observer.name]
-            affine_of(observer.layer_norm, torch.ones((), dtype=torch.float32))
+            get_norm_tensors(observer.layer_norm, torch.ones((), dtype=torch.float32))
     if manifest["is_norm_frozen"]:
         freeze_bn_stats(model)
     _restore_migrations(model, manifest["migrated"], tensors)
     calibrated = tuple(manifest["calibrated"]) if manifest["calibrated"] else None
-    amend_record(model, calibrated=calibrated, constant=manifest["constant"], tuned_threads=manifest["tuned_threads"])
+    update_record(model, calibrated=calibrated, constant=manifest["constant"], tuned_threads=manifest["tuned_threads"])
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:  # torch's word for other shapes
@@ -460,20 +465,20 @@ def _restore_migrations(model: fx.GraphModule, saved: dict[str, Any], tensors: d
                 give_quantizer(model, module)
     except (ValueError, KeyError, AttributeError) as error:
         raise StoreError(f"what the manifest says of migrations does not fit this model: {error}") from error
-    amend_record(model, migrated=migrated)
+    update_record(model, migrated=migrated)
 
 
 def _restore_quantizers(model: fx.GraphModule, manifest: dict[str, Any]) -> None:
     modules = dict(model.named_modules())
     for name, key in manifest["calculators"].items():
         quantizer = modules.get(name)
-        if not isinstance(quantizer, Quantizing):
+        if not isinstance(quantizer, QuantizerBase):
             raise StoreError(f"the saved model has a quantizer at {name}, this one has not: the target changed")
         try:
-            quantizer.use(key)
+            quantizer.set_calculator(key)
         except ValueError as error:
             raise StoreError(f"{name}: {error}") from error
     for name, module in modules.items():
         if isinstance(module, QuantStub):
-            module.skipped_because = manifest["skipped"].get(name, "")
+            module.skip_reason = manifest["skipped"].get(name, "")
             module.fixed_calibration = manifest["fixed"].get(name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics import QParams
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.spec import PerTensorGranularity
 from scalepoint.support.files import TemporaryFolder
 

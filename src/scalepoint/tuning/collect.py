@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from scalepoint import distributed
 from scalepoint.errors import NonFiniteError
 from scalepoint.graph import Operation
-from scalepoint.quantize.parts import TABLE
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.operations import EMBEDDING
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.tuning.moments import Moments, MomentSums, ResidualSums
 from scalepoint.tuning.problem import GroupedLayer
 from scalepoint.tuning.row_weights import feeds_norm, row_weights
@@ -35,7 +35,7 @@ class LayerUse:
 
     node: fx.Node
     place: str
-    layer: QuantizedWeighted
+    layer: QuantizedLayer
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class RowCollector:
         found = [(node, self.walk.get_layer(node)) for node in self.walk.graph.nodes]
         self.uses = [LayerUse(node, *layer) for node, layer in found if layer is not None]
 
-    def uses_of(self, layer: QuantizedWeighted) -> list[fx.Node]:
+    def uses_of(self, layer: QuantizedLayer) -> list[fx.Node]:
         """Where the layer's weight multiplies, in graph order."""
         return [use.node for use in self.uses if use.layer.weight_quant is layer.weight_quant]
 
@@ -221,7 +221,7 @@ class RowCollector:
             found = walk.get_value(other, index, noisy=True)
             drift = rows(exact - found) if found.shape == exact.shape else None
         side = None if stream is None else rows(walk.get_value(stream, index, noisy=False))
-        bias = use.layer.folded()[1]
+        bias = use.layer.fold_norm()[1]
         if side is not None and bias is not None:
             side = side + bias.detach().reshape(side.shape[1:])
         return AddedOperand(drift, side)
@@ -240,7 +240,7 @@ def explain_refusal(use: LayerUse, geometry: Geometry | None) -> str:
         (quant.chosen is not None, "its codes were chosen before: quantize anew to choose again"),
         (quant.spec.qformulation != "zp", "its codes are relative to a minimum, not to a zero point"),
         (geometry is None, "it pads with other things than zeros"),
-        (any(each.kind == TABLE for each in use.layer.sharing), "its weight is a table of embeddings, too"),
+        (any(each.kind == EMBEDDING for each in use.layer.sharing_layers), "its weight is a table of embeddings, too"),
     )
     return next((why for is_so, why in reasons if is_so), "")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scalepoint import distributed
 from scalepoint.numerics import Format, QParams, round_to_float
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, RangeCalculatorBase
 from scalepoint.spec.pair_safe import LARGEST_SUM
 from scalepoint.tuning.moments import ErrorAroundWeight, Moments, float32_covariance, split_outputs
@@ -194,23 +194,23 @@ def expand_scale(scale: Tensor, size: int) -> Tensor:
 class GroupedLayer:
     """Between a layer and the (groups, outputs, n) of its problem."""
 
-    layer: QuantizedWeighted
+    layer: QuantizedLayer
     geometry: Geometry
 
     def weight(self) -> Tensor:
-        weight, _ = self.layer.folded()
-        return self.geometry.by_group(self.layer.canonical(weight).detach().to(torch.float64))
+        weight, _ = self.layer.fold_norm()
+        return self.geometry.by_group(self.layer.to_output_first(weight).detach().to(torch.float64))
 
     @property
     def size(self) -> tuple[int, int, int]:
         """Groups, outputs of each, unknowns of an output."""
-        found = self.geometry.by_group(self.layer.canonical(self.layer.weight))
+        found = self.geometry.by_group(self.layer.to_output_first(self.layer.weight))
         return found.shape[0], found.shape[1], found.shape[2]
 
     def start(self, weight: Tensor) -> Solution:
         """What is deployed now."""
-        codes = self.layer.deployed().codes
-        scale = self._by_group(self.layer.weight_quant.qparams_for(codes).scale.to(torch.float64), codes)
+        codes = self.layer.get_deployed().codes
+        scale = self._by_group(self.layer.weight_quant.broadcast_qparams(codes).scale.to(torch.float64), codes)
         centred = self.geometry.by_group(codes.to(torch.float32)) - self._zero().to(torch.float32)
         return Solution(weight, centred, scale)
 
@@ -229,7 +229,7 @@ class GroupedLayer:
     def _partners(self) -> Tensor:
         """The columns whose products the kernel adds in pairs: neighbours along (positions, channels), and within each
         position where channels are odd."""
-        channels = int(self.layer.deployed().codes.shape[1])
+        channels = int(self.layer.get_deployed().codes.shape[1])
         size = self.size[2]
         positions = size // channels
         along = torch.arange(size).view(channels, positions).T.reshape(-1)  # as the kernel has them
@@ -241,8 +241,8 @@ class GroupedLayer:
 
     def _zero(self) -> Tensor:
         """The zero point of every code; it stays as it is."""
-        codes = self.layer.deployed().codes
-        zero = self.layer.weight_quant.qparams_for(codes).zero_point
+        codes = self.layer.get_deployed().codes
+        zero = self.layer.weight_quant.broadcast_qparams(codes).zero_point
         size = self.geometry.by_group(codes).shape[-1]
         if zero is None or bool((zero == zero.flatten()[0]).all()):
             first = 0 if zero is None else zero.flatten()[0]
@@ -272,17 +272,17 @@ class GroupedLayer:
     def apply(self, solution: Solution) -> None:
         """Make a solution what the layer deploys; an output whose bias would not fit stays as it is."""
         quant = self.layer.weight_quant
-        codes, solution = self.layer.deployed().codes, self._fitting(solution)
+        codes, solution = self.layer.get_deployed().codes, self._fitting(solution)
         stored = self.geometry.as_stored((solution.codes + self._zero()).to(torch.float32), codes)
         scale = None
         if self.has_own_scales:
-            own = quant.qparams_for(codes).scale
+            own = quant.broadcast_qparams(codes).scale
             scale = QParams(solution.scale.reshape(own.shape).to(torch.float32))
-        self.layer.choose(stored, scale)
+        self.layer.set_codes(stored, scale)
 
     def _fitting(self, solution: Solution) -> Solution:
         """Scales below what keeps a bias within int32 go back, with their codes."""
-        least = self.layer.least_scale()
+        least = self.layer.min_scale()
         if least is None or not self.has_own_scales or least.numel() != solution.scale.numel():
             return solution
         floor = least.detach().to(solution.scale.dtype).reshape(solution.scale.shape)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint import distributed
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.tuning.collect import LayerUse
 from scalepoint.tuning.piece_evaluation import PieceEvaluator, select_samples
 from scalepoint.tuning.pieces import Piece
@@ -204,7 +204,9 @@ class TrainableWeight:
         found = self.shape.start(weight)
         self.start = Solution(*(each.to(torch.float32) for each in (found.target, found.codes, found.scale)))
         own = layer.bias_shift
-        self.shift = (torch.zeros(layer.channels, dtype=torch.float32) if own is None else own.clone()).requires_grad_()
+        self.shift = (
+            torch.zeros(layer.out_channels, dtype=torch.float32) if own is None else own.clone()
+        ).requires_grad_()
 
     @property
     def place(self) -> Tensor:
@@ -217,7 +219,7 @@ class TrainableWeight:
         """The layer multiplies by these codes times these scales; its bias has the shift."""
         layer = self.shape.layer
         quant, kept = layer.weight_quant, layer.bias_shift
-        like = layer.canonical(layer.weight)
+        like = layer.to_output_first(layer.weight)
 
         def values(weight: Tensor) -> Tensor:
             found = codes() * expand_scale(scale(), self.start.codes.shape[-1])
@@ -235,7 +237,7 @@ class TrainableWeight:
         limits = self.shape.codes()
         whole = limits.nearest(codes.detach().to(torch.float64))
         self.shape.apply(Solution(self.start.target, whole, scale.detach().to(torch.float64)))
-        self.shape.layer.shift_bias(self.shift)
+        self.shape.layer.set_bias_shift(self.shift)
 
 
 def enter_all(contexts: Sequence[Any]) -> ExitStack:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.patterns.fused import FusedNorm
-from scalepoint.quantize.parts import kind_of_part
+from scalepoint.quantize.operations import get_part_kind
 from scalepoint.tuning.walk import StreamWalk
 
 NORM_KINDS = ("layer_norm", "rms_norm")
@@ -27,7 +27,7 @@ def _is_norm(walk: StreamWalk, node: fx.Node) -> bool:
     if not isinstance(module, FusedNorm):
         return False
     parts = list(module.parts.values())
-    return len(parts) > 1 or kind_of_part(parts[0]) in NORM_KINDS  # an RMS norm that is written out has several
+    return len(parts) > 1 or get_part_kind(parts[0]) in NORM_KINDS  # an RMS norm that is written out has several
 
 
 def row_weights(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.graph import Operation
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec.palette import is_palette
 
 MIN_ROWS, ROWS_PER_UNKNOWN = 4096, 128
@@ -106,7 +106,7 @@ def _select_rows(rows: Tensor, index: Tensor) -> Tensor:
     return rows if len(index) == len(rows) else rows[index]
 
 
-def get_geometry(layer: QuantizedWeighted) -> Geometry | None:
+def get_geometry(layer: QuantizedLayer) -> Geometry | None:
     """How a layer walks; None where it pads with other things than zeros itself, or has tables, not steps."""
     if is_palette(layer.weight_quant.spec):
         return None

@@ -66,8 +66,8 @@ class LayerSolver:
         before, after = judge.error(), judge.error(fit.mean)
         is_better = after < before
         if is_better:
-            for each in use.layer.sharing:
-                each.shift_bias(fit.mean.reshape(-1))
+            for each in use.layer.sharing_layers:
+                each.set_bias_shift(fit.mean.reshape(-1))
         errors = (before, min(before, after), fit.error(), fit.error(fit.mean if is_better else None))
         count = fit.count + (judge.count if judge is not fit else 0)
         step = INTERCEPT if is_better else ""
@@ -95,8 +95,8 @@ class LayerSolver:
         if step:
             shape.apply(best)
             if has_bias:
-                for each in use.layer.sharing:
-                    each.shift_bias(_compute_bias_shift(fit, judge, best).reshape(-1))
+                for each in use.layer.sharing_layers:
+                    each.set_bias_shift(_compute_bias_shift(fit, judge, best).reshape(-1))
         moved = float((best.codes != first.codes).to(torch.float64).mean())
         seen = fit.count + (judge.count if judge is not fit else 0)
         seconds, notes = time.perf_counter() - start, format_notes(problem.notes)

@@ -21,12 +21,12 @@ from scalepoint.errors import CalibrationError, ConfigError
 from scalepoint.numerics import QParams
 from scalepoint.quantize.calibrate import OnNan, freeze
 from scalepoint.quantize.feeding import Data
-from scalepoint.quantize.fingerprint import fingerprint
-from scalepoint.quantize.parts import TABLE
-from scalepoint.quantize.record import amend_record, record_of
-from scalepoint.quantize.shared import merge_stubs, record
-from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.fingerprint import fingerprint_model
+from scalepoint.quantize.merge_ranks import merge_ranges, set_batch_recording
+from scalepoint.quantize.operations import EMBEDDING
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub
+from scalepoint.quantize.record import record_of, update_record
 from scalepoint.results import TunedLayer, TunedPiece, TuneReport
 from scalepoint.support.output_folder import check_path
 from scalepoint.support.progress import phase
@@ -151,15 +151,15 @@ def tune(
     finally:
         walk.activation_store.close()
     layers, pieces = tuple(run.rows), tuple(run.pieces)
-    amend_record(model, tuned_threads=torch.get_num_threads())
+    update_record(model, tuned_threads=torch.get_num_threads())
     return TuneReport(layers, run.left, len(walk.batch_owners), walk.sample_count, time.perf_counter() - start, pieces)
 
 
 def _remove_bias_correction(model: fx.GraphModule) -> None:
     """Drop the bias shifts of calibration: tuning compares with the nearest codes alone, and chooses its own shifts."""
     for layer in model.modules():
-        if isinstance(layer, QuantizedWeighted) and layer.is_corrected:
-            layer.shift_bias(None)
+        if isinstance(layer, QuantizedLayer) and layer.has_bias_correction:
+            layer.set_bias_shift(None)
 
 
 def _needs_range(walk: StreamWalk, node: fx.Node) -> bool:
@@ -260,7 +260,7 @@ class _TuningRun:
         stub = self.walk.get_stub(node)
         if self.lender is None or stub is None or not _needs_range(self.walk, node):
             return {}
-        record([stub], True)
+        set_batch_recording([stub], True)
         with distributed.phase("observing"):
             for where in self.walk.stub_nodes[id(stub)]:
                 for index in range(self.walk.batch_count if self.walk.has_value(where.all_input_nodes[0]) else 0):
@@ -268,8 +268,8 @@ class _TuningRun:
                     self.collector.check_finite(self._name(node), [value])
                     stub.quantizer(value)
         if distributed.world_size() > 1:
-            merge_stubs([stub])
-        record([stub], False)
+            merge_ranges([stub])
+        set_batch_recording([stub], False)
         stub.compute_parameters()
         return {str(node.target): stub}
 
@@ -331,8 +331,8 @@ class _TuningRun:
             if stub is not None:
                 found[str(node.target)] = stub
             for layer in self.walk.get_quantized_layers(node):
-                if layer.kind != TABLE or self.lender is not None:
-                    found |= {self.walk.names[id(each)]: each for each in layer.sharing}
+                if layer.kind != EMBEDDING or self.lender is not None:
+                    found |= {self.walk.names[id(each)]: each for each in layer.sharing_layers}
         return found
 
     def _ranged(self, node: fx.Node) -> list[RangeProposal]:
@@ -344,7 +344,7 @@ class _TuningRun:
         for step in self.stub_steps:
             qparams = step.run(self.walk, node, stub)
             if qparams is not None and stub.spec.n_bits < 8:
-                stub.take(qparams)
+                stub.set_parameters(qparams)
             elif qparams is not None:
                 found.append((self._name(node), stub, qparams))
         return found
@@ -383,7 +383,7 @@ class _TuningRun:
         own = [use for use in uses if all(node in inside for node in self.collector.uses_of(use.layer))]
         for name, stub, qparams in wider:
             start = copy_states(modules)
-            stub.take(qparams)
+            stub.set_parameters(qparams)
             tried = self.judge.tried(piece)
             if tried < MAX_ERROR_RATIO * error:
                 error = tried
@@ -404,7 +404,7 @@ def _fingerprint_model(model: fx.GraphModule, lender: WeightProvider | None) -> 
     if not distributed.is_main():
         return None
     if lender is None:
-        return fingerprint(model)
+        return fingerprint_model(model)
     known = record_of(model)
     return [lender.mark, known.config.to_dict(), None if known.target is None else known.target.labels]
 
@@ -412,8 +412,8 @@ def _fingerprint_model(model: fx.GraphModule, lender: WeightProvider | None) -> 
 def _choose_nearest(modules: Mapping[str, nn.Module]) -> None:
     """Codes that nobody chose are the nearest: they are kept too."""
     for layer in modules.values():
-        if isinstance(layer, QuantizedWeighted) and layer.weight_quant.chosen is None:
-            layer.choose(layer.deployed().codes)
+        if isinstance(layer, QuantizedLayer) and layer.weight_quant.chosen is None:
+            layer.set_codes(layer.get_deployed().codes)
 
 
 def _reverted_row(row: TunedLayer, how: str) -> TunedLayer:

@@ -14,11 +14,11 @@ from torch import Tensor, fx, nn
 
 from scalepoint import distributed
 from scalepoint.graph.operations import get_tensors
-from scalepoint.quantize.feeding import Data, feed
-from scalepoint.quantize.parts import TABLE
-from scalepoint.quantize.stubs import Quantizing, QuantStub
-from scalepoint.quantize.twins import driven, twin
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.feeding import Data, feed_data
+from scalepoint.quantize.operations import EMBEDDING
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantizerBase, QuantStub
+from scalepoint.quantize.shadow_models import copy_with_shared_parameters, wrap_with_signature
 from scalepoint.tuning.activation_store import ActivationStore
 from scalepoint.tuning.pieces import Piece
 
@@ -32,7 +32,10 @@ class StreamWalk:
 
     def __init__(self, model: fx.GraphModule, *, memory: int, keeps_outputs: bool = True) -> None:
         self.graph, self.keeps_outputs = model.graph, keeps_outputs
-        self.float_model, self.quantized_model = twin(model, quantizing=False), twin(model, quantizing=True)
+        self.float_model, self.quantized_model = (
+            copy_with_shared_parameters(model, quantizing=False),
+            copy_with_shared_parameters(model, quantizing=True),
+        )
         self._exact, self._noisy = (
             fx.Interpreter(each, graph=model.graph) for each in (self.float_model, self.quantized_model)
         )
@@ -58,8 +61,8 @@ class StreamWalk:
 
     def read_data(self, model: fx.GraphModule, data: Data, **how: Any) -> None:
         """Take the flat inputs of every batch that the data gives; each is put away as it comes."""
-        taker = driven(model, _BatchReceiver(self), gives_outputs=False)
-        feed(taker, data, "reading the data", merge=lambda: None, **how)
+        taker = wrap_with_signature(model, _BatchReceiver(self), gives_outputs=False)
+        feed_data(taker, data, "reading the data", merge=lambda: None, **how)
         samples = distributed.gather_values("reading the data", self.samples_per_batch)
         self.first_samples, self.sample_count = distributed.batch_offsets(samples)
         self.batch_owners = distributed.interleave(
@@ -73,10 +76,10 @@ class StreamWalk:
         tensors = [each for each in inputs if isinstance(each, Tensor) and each.ndim]
         self.samples_per_batch.append(int(tensors[0].shape[0]) if tensors else 1)
 
-    def get_layer(self, node: fx.Node) -> tuple[str, QuantizedWeighted] | None:
+    def get_layer(self, node: fx.Node) -> tuple[str, QuantizedLayer] | None:
         """The quantized layer of a node with its name in the model, when its quantizer is on."""
         for part in self.get_parts(node):
-            if isinstance(part, QuantizedWeighted) and part.kind != TABLE and part.weight_quant.enabled:
+            if isinstance(part, QuantizedLayer) and part.kind != EMBEDDING and part.weight_quant.enabled:
                 return self.names[id(part)], part
         return None
 
@@ -95,20 +98,18 @@ class StreamWalk:
             found = getattr(self.quantized_model.get_submodule(place), name)
             return [found] if isinstance(found, Tensor) else []
         parts = [each for each in (self.get_module(node), *self.get_parts(node)) if each is not None]
-        inner = [each for part in parts if isinstance(part, QuantizedWeighted) for each in part.refers.values()]
+        inner = [each for part in parts if isinstance(part, QuantizedLayer) for each in part.module_refs.values()]
         return [tensor for part in (*parts, *inner) if part is not None for tensor in get_tensors(part)]
 
-    def get_quantized_layers(self, node: fx.Node) -> list[QuantizedWeighted]:
+    def get_quantized_layers(self, node: fx.Node) -> list[QuantizedLayer]:
         """The layers and tables with codes at a node."""
-        return [
-            each for each in self.get_parts(node) if isinstance(each, QuantizedWeighted) and each.weight_quant.enabled
-        ]
+        return [each for each in self.get_parts(node) if isinstance(each, QuantizedLayer) and each.weight_quant.enabled]
 
     def get_parts(self, node: fx.Node) -> list[nn.Module]:
         """The parts of a group in their order."""
         return list(getattr(self.get_module(node), "parts", {}).values())
 
-    def find_source(self, node: fx.Node, layer: QuantizedWeighted) -> fx.Node | None:
+    def find_source(self, node: fx.Node, layer: QuantizedLayer) -> fx.Node | None:
         """The node whose value the layer of a node reads; None where it is what another part of its group gives."""
         if self.get_parts(node)[0] is not layer:
             return None
@@ -219,7 +220,7 @@ class StreamWalk:
 
     def _quantizes(self, node: fx.Node) -> bool:
         parts = [each for each in (self.get_module(node), *self.get_parts(node)) if each is not None]
-        return any(isinstance(each, Quantizing) and each.enabled for part in parts for each in part.modules())
+        return any(isinstance(each, QuantizerBase) and each.enabled for part in parts for each in part.modules())
 
     def _run(self, runner: fx.Interpreter, node: fx.Node, index: int, *, noisy: bool) -> Any:
         with _node_environment(

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.tuning.pieces import Piece
 from scalepoint.tuning.walk import StreamWalk
 
@@ -37,9 +37,9 @@ def release_weights(walk: StreamWalk, piece: Piece, lender: WeightProvider) -> N
     """Neither its weights nor what was made of them is here any more."""
     for node in piece.nodes:
         for layer in walk.get_quantized_layers(node):
-            for name in (walk.names[id(each)] for each in layer.sharing):
+            for name in (walk.names[id(each)] for each in layer.sharing_layers):
                 for owner in (walk.quantized_model, walk.float_model):
                     kept = owner.get_submodule(name)
-                    assert isinstance(kept, QuantizedWeighted)  # noqa: S101  # the same place in both
-                    kept.forget()
+                    assert isinstance(kept, QuantizedLayer)  # noqa: S101  # the same place in both
+                    kept.discard_codes()
     lender.drop()

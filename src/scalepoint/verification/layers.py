@@ -18,7 +18,7 @@ from torch import fx
 from scalepoint.errors import VerificationError
 from scalepoint.formats.onnx.channels_first import to_file_layout
 from scalepoint.graph.capture import as_inputs
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.runtimes import Status, find_runtime
 from scalepoint.runtimes.process import count_low_precision, exchange_files, run_task
 from scalepoint.support.files import TemporaryFolder
@@ -186,7 +186,7 @@ def _record_weighted_outputs(model: fx.GraphModule) -> Iterator[Calls]:
 
     handles = []
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedWeighted):
+        if isinstance(module, QuantizedLayer):
             group, _, role = name.rpartition(".")
             calls = outputs.setdefault(f"{group}.stored_{role}.scale", [])
             handles.append(module.register_forward_hook(recorder(calls)))

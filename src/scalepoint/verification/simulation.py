@@ -10,7 +10,7 @@ from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import UsageError
 from scalepoint.graph.example_inputs import describe_ids_out_of_range
 from scalepoint.graph.module_state import eval_mode
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.quantizers import QuantStub
 
 
 def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from scalepoint.quantize import QuantConfig
-from scalepoint.quantize.shortcut import quantize
+from scalepoint.quantize.quantize_model import quantize
 
 NEEDS_COREMLTOOLS = pytest.mark.skipif(find_spec("coremltools") is None, reason="pip install scalepoint[coreml]")
 

@@ -14,7 +14,7 @@ from scalepoint.errors import CoverageError, ExportError, StoreError, TargetErro
 from scalepoint.formats import find_format
 from scalepoint.formats.apple.package import MODEL_FOLDER, read_operations, read_spec
 from scalepoint.quantize import QuantConfig
-from scalepoint.quantize.shortcut import quantize
+from scalepoint.quantize.quantize_model import quantize
 from scalepoint.spec import QuantizationSpec
 from scalepoint.support.files import digest
 from tests.errors import raises

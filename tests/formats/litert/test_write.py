@@ -118,7 +118,7 @@ def test_weights_biases_and_their_scales_are_the_models(deployed):
     graph = model.Subgraphs(0)
     held = {graph.Tensors(place).Name().decode(): graph.Tensors(place) for place in range(graph.TensorsLength())}
     layer = next(each for name, each in done.model.named_modules() if name.endswith("one_fused.conv"))
-    wanted = layer.deployed()
+    wanted = layer.get_deployed()
     tensor = next(each for name, each in held.items() if name.endswith("one_fused.stored_conv"))
     codes = model.Buffers(tensor.Buffer()).DataAsNumpy().view(np.int8).reshape(16, 3, 3, 16).transpose(0, 3, 1, 2)
     assert np.array_equal(codes, wanted.codes.numpy())

@@ -10,7 +10,7 @@ from torch import fx, nn
 from scalepoint.formats import ExportRequest, FileFormat, FileInfo, FileInput
 from scalepoint.patterns import Fused
 from scalepoint.quantize import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.runtimes import Runtime
 from scalepoint.support.files import replace_file
 from scalepoint.targets import onnxruntime_target
@@ -34,7 +34,7 @@ def _steps(model: fx.GraphModule, is_float: bool) -> tuple[list[dict], dict[str,
             steps.append({"op": "quantize", "scale": scale, "zero": zero, "low": low, "high": high})
         for role, part in module.parts.items() if isinstance(module, Fused) else ():
             name = f"{node.name}.{role}"
-            if isinstance(part, QuantizedWeighted):
+            if isinstance(part, QuantizedLayer):
                 steps.append({"op": "linear", "name": name})
                 arrays |= {f"{name}.{key}": value for key, value in _linear(part, is_float).items()}
             elif isinstance(part, nn.ReLU):
@@ -44,11 +44,11 @@ def _steps(model: fx.GraphModule, is_float: bool) -> tuple[list[dict], dict[str,
     return steps, arrays
 
 
-def _linear(part: QuantizedWeighted, is_float: bool) -> dict[str, np.ndarray]:
+def _linear(part: QuantizedLayer, is_float: bool) -> dict[str, np.ndarray]:
     if is_float:
-        weight, bias = part.folded()
+        weight, bias = part.fold_norm()
         return {"codes": weight.detach().numpy(), "scale": np.float32(1), "bias": bias.detach().numpy()}
-    found = part.deployed()
+    found = part.get_deployed()
     bias = found.bias if found.bias_scale is None else found.bias * found.bias_scale
     scale = part.weight_quant.scale.reshape(-1, 1)
     return {"codes": found.codes.numpy(), "scale": scale.detach().numpy(), "bias": bias.detach().numpy()}

@@ -23,8 +23,8 @@ ALL = ["0 -> 3", "3 -> 6", "6 -> 10"]
 
 def folded(quantized, name):
     """The weight of a layer as its kernel has it."""
-    found = [m for n, m in quantized.named_modules() if hasattr(m, "folded") and m.weight_quant.consumers == [name]]
-    return found[0].folded()[0].detach()
+    found = [m for n, m in quantized.named_modules() if hasattr(m, "fold_norm") and m.weight_quant.consumers == [name]]
+    return found[0].fold_norm()[0].detach()
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, LEAKY, nn.PReLU, nn.Identity], ids=["relu", "leaky", "prelu", "none"])

@@ -25,7 +25,7 @@ from scalepoint.quantize import (
     record_of,
     save,
 )
-from scalepoint.quantize.config import MIGRATIONS as NAMES
+from scalepoint.quantize.config import BUILT_IN_MIGRATIONS as NAMES
 from scalepoint.quantize.migrations import MIGRATIONS, Migration, MigrationSites
 from scalepoint.transformation import transform
 from tests.pace import fast
@@ -268,9 +268,9 @@ class TestKept:
         path = tmp_path / "scalepoint.json"
         manifest = json.loads(path.read_text())["manifest"]
         manifest["migrated"]["added"] = ["nowhere.bias"]
-        from scalepoint.quantize.store import _sealed  # the forger's tool
+        from scalepoint.quantize.store import _serialize_with_checksum  # the forger's tool
 
-        path.write_text(_sealed(manifest))
+        path.write_text(_serialize_with_checksum(manifest))
         with pytest.raises(StoreError, match="migrations"):
             load(tmp_path, model, data[0])
 

@@ -10,8 +10,8 @@ from scalepoint.formats.layers import InputFirstFloatWeight, WeightedOperation
 from scalepoint.formats.operators import dequantize, look_up, quantize
 from scalepoint.formats.stored_graph import ModuleFactories, build_stored_graph
 from scalepoint.numerics import dtype_name
-from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.spec import (
     PerBlockGranularity,
     PerChannelGranularity,
@@ -30,9 +30,9 @@ class CoreMlStoredWeight(WeightedOperation):
     The zero point is None if it is zero everywhere.
     """
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__(source)
-        quant, deployed = source.weight_quant, source.deployed()
+        quant, deployed = source.weight_quant, source.get_deployed()
         granularity = quant.calculator.granularity
         self.fmt = dtype_name(quant.spec.dtype)
         if self.fmt not in (*FOUR_BIT_TYPES, *ACTIVATION_RANGES):
@@ -80,9 +80,9 @@ class CoreMlStoredWeight(WeightedOperation):
 class CoreMlStoredPalette(WeightedOperation):
     """An operation whose weight is stored as indices (out, in, ..) into tables (groups, entries)."""
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__(source)
-        quant, deployed = source.weight_quant, source.deployed()
+        quant, deployed = source.weight_quant, source.get_deployed()
         granularity = quant.calculator.granularity
         assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # the only one of a palette
         self.fmt, self.axis = dtype_name(quant.spec.dtype), int(granularity.axis or 0)
@@ -100,7 +100,7 @@ class CoreMlStoredPalette(WeightedOperation):
         return self.product(x, weight, self.bias)
 
 
-def build_stored_weight(source: QuantizedWeighted) -> nn.Module:
+def build_stored_weight(source: QuantizedLayer) -> nn.Module:
     return CoreMlStoredPalette(source) if is_palette(source.weight_quant.spec) else CoreMlStoredWeight(source)
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.layers import INT8_MAX, INT8_MIN, WeightedOperation, int8_module_factories
-from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
@@ -27,9 +27,9 @@ def quantized_decomposed() -> Any:
 class XnnpackStoredWeight(WeightedOperation):
     """An operation whose weight is stored as codes, per channel or in groups."""
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__(source)
-        quant, deployed = source.weight_quant, source.deployed()
+        quant, deployed = source.weight_quant, source.get_deployed()
         granularity = quant.calculator.granularity
         self.low, self.high = int(quant.quantizer.grid.low), int(quant.quantizer.grid.high)
         self.low = -8 if self.high == 7 else self.low  # XNNPACK recognizes 4-bit weights by the range -8 .. 7
@@ -69,9 +69,9 @@ class XnnpackStoredWeight(WeightedOperation):
 class XnnpackStoredTable(nn.Module):
     """An embedding table: looks up rows of codes and their scales, and multiplies them."""
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__()
-        self.register_buffer("codes", source.deployed().codes.contiguous())
+        self.register_buffer("codes", source.get_deployed().codes.contiguous())
         self.register_buffer("scale", source.weight_quant.scale.detach().to(torch.float32).reshape(-1, 1).clone())
 
     codes: Tensor

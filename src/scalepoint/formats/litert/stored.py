@@ -11,17 +11,17 @@ from scalepoint.errors import ExportError
 from scalepoint.formats.layers import INT8_MAX, INT8_MIN, WeightedOperation, int8_module_factories
 from scalepoint.formats.operators import dequantize, quantize, quantize_rows
 from scalepoint.numerics import dtype_name
-from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
 class LiteRtStoredWeight(WeightedOperation):
     """An operation with a weight of codes, stored as (out, in, ..)."""
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__(source)
-        quant, deployed = source.weight_quant, source.deployed()
+        quant, deployed = source.weight_quant, source.get_deployed()
         granularity = quant.calculator.granularity
         if not isinstance(granularity, PerChannelGranularity | PerBlockGranularity):
             raise ExportError(f"{quant.name}: a weight for LiteRT must have scales per channel or per block")
@@ -52,9 +52,9 @@ class LiteRtStoredWeight(WeightedOperation):
 class LiteRtStoredTable(nn.Module):
     """An embedding table of codes. LiteRT's EMBEDDING_LOOKUP multiplies each row by its scale."""
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__()
-        self.register_buffer("codes", source.deployed().codes.to(torch.int8).contiguous())
+        self.register_buffer("codes", source.get_deployed().codes.to(torch.int8).contiguous())
         self.register_buffer("scale", source.weight_quant.scale.detach().to(torch.float32).reshape(-1).clone())
 
     codes: Tensor

@@ -26,9 +26,9 @@ from scalepoint.formats.onnx.stored_weights import (
 from scalepoint.formats.operators import dequantize
 from scalepoint.formats.stored_graph import ModuleFactories
 from scalepoint.numerics import E4M3, E8M0, dtype_name
-from scalepoint.quantize.parts import TABLE
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.operations import EMBEDDING
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize
 from scalepoint.spec import PerBlockGranularity, PerTokenBlockGranularity
 
 TENSORRT_DOMAIN = "trt"
@@ -140,13 +140,13 @@ class StoredDynamicBlocks(OnnxStored):
         return ONNX_TYPES[self.fmt][1]
 
 
-def build_stored_weight(source: QuantizedWeighted, domains: Collection[str]) -> nn.Module:
+def build_stored_weight(source: QuantizedLayer, domains: Collection[str]) -> nn.Module:
     """Choose the module for a quantized layer. `domains` are those of the operators that the compiler has."""
     spec = source.weight_quant.spec
-    if source.kind == TABLE:
+    if source.kind == EMBEDDING:
         has_blocks = isinstance(spec.granularity, PerBlockGranularity)
         return OnnxStoredBlockTable(source) if has_blocks else OnnxStoredTable(source)
-    if source.is_unpacked and not source.weight_quant.zero_point.any():
+    if source.computes_in_float and not source.weight_quant.zero_point.any():
         return OnnxUnpackedWeight(source)
     if source.kind == "linear" and spec.scale_dtype == E4M3:
         return StoredTwoLevelWeight(source)

@@ -15,9 +15,9 @@ from scalepoint.errors import ExportError
 from scalepoint.formats.onnx.operators import FIRST_OPSET_WITH_BLOCKS, ONNX_TYPES, check_has_type
 from scalepoint.formats.operators import dequantize, quantize
 from scalepoint.numerics import dtype_name, get_format
-from scalepoint.quantize.parts import run_with
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
-from scalepoint.quantize.weighted import Deployed, QuantizedWeighted
+from scalepoint.quantize.operations import run_with_weight
+from scalepoint.quantize.quantized_layers import DeployedTensors, QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
 from scalepoint.spec.onnx_export import check_expressible
 from scalepoint.spec.spec import to_dtype
@@ -40,10 +40,10 @@ class OnnxStoredWeight(OnnxStored):
     Zero points of blocks are omitted if all are zero: kernels for narrow weights are faster without them.
     """
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__()
         quant = source.weight_quant
-        deployed = source.deployed()
+        deployed = source.get_deployed()
         self.references = {"operation": source.operation}
         self.kind = source.kind
         self.fmt = dtype_name(quant.spec.dtype)
@@ -93,7 +93,7 @@ class OnnxStoredWeight(OnnxStored):
         values: Tensor = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt)
         return values if self.minval is None else _add_minimum(values, self.minval, self.axis, self.block)
 
-    def _store_bias(self, deployed: Deployed) -> None:
+    def _store_bias(self, deployed: DeployedTensors) -> None:
         bias, bias_scale = deployed.bias, deployed.bias_scale
         if bias is not None:
             bias = bias.detach().clone() if bias_scale is None else bias.to(torch.int32).contiguous()
@@ -108,7 +108,7 @@ class OnnxStoredWeight(OnnxStored):
             y = torch.matmul(x, weight.to(x.dtype))
             return y if bias is None else y + bias
         operation: Any = self.references["operation"]
-        return run_with(operation, x, weight.to(x.dtype), bias)
+        return run_with_weight(operation, x, weight.to(x.dtype), bias)
 
     @property
     def opset(self) -> int:
@@ -141,12 +141,12 @@ class OnnxUnpackedWeight(OnnxStoredWeight):
 class OnnxStoredTable(OnnxStored):
     """An embedding table that looks up codes and scales: only the rows that are read are dequantized."""
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__()
         quant = source.weight_quant
         self.fmt = dtype_name(quant.spec.dtype)
         check_has_type(self.fmt, quant.name)
-        self.register_buffer("codes", source.deployed().codes.contiguous())
+        self.register_buffer("codes", source.get_deployed().codes.contiguous())
         self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
 
     codes: Tensor
@@ -164,7 +164,7 @@ class OnnxStoredTable(OnnxStored):
 class OnnxStoredBlockTable(OnnxStoredTable):
     """An embedding table with scales per block, which one operator of ONNX Runtime looks up and dequantizes."""
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    def __init__(self, source: QuantizedLayer) -> None:
         super().__init__(source)
         self.block = self.codes.shape[1] // self.scale.shape[1]
 

@@ -19,8 +19,8 @@ from scalepoint.quantize.migrations.layers import RewritableLayer
 from scalepoint.quantize.migrations.migration import Migration, MigrationContext, MigrationSites
 from scalepoint.quantize.migrations.recorded_graph import RecordedOperation
 from scalepoint.quantize.migrations.scaling_sites import ScalingSite, find_scaling_sites, gather_scales
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize
 
 EXPONENTS = tuple(step / 20 for step in range(20))
 MIN_MEAN = 1e-4
@@ -46,7 +46,7 @@ def _explain_refusal(op: RecordedOperation) -> str:
 
 
 def _is_quantized(layer: RewritableLayer) -> bool:
-    return isinstance(layer.module, QuantizedWeighted) and not layer.module.weight_quant.quantizer.is_disabled()
+    return isinstance(layer.module, QuantizedLayer) and not layer.module.weight_quant.quantizer.is_disabled()
 
 
 class RowSample:

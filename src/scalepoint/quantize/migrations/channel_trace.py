@@ -16,7 +16,7 @@ from torch import Tensor
 from scalepoint.graph import Operation
 from scalepoint.graph.kinds import CASTS, VALUE_PRESERVING
 from scalepoint.quantize.migrations.recorded_graph import FOREIGN, RecordedGraph, RecordedOperation
-from scalepoint.quantize.parts import MULTIPLIES
+from scalepoint.quantize.operations import WEIGHT_PRODUCTS
 
 MOVES = frozenset((*VALUE_PRESERVING, "cat", "stack", "repeat", "repeat_interleave", "roll", "channel_shuffle"))
 UNCHANGED = frozenset(("quant", "dropout", "identity", *CASTS))
@@ -125,7 +125,7 @@ def numbers_along(ids: Tensor, axis: int) -> Tensor | None:
 
 
 def _reader_columns(op: RecordedOperation, own: Mapping[int, Any]) -> Tensor | None:
-    if op.kind not in MULTIPLIES or len(op.inputs) != 1 or not isinstance(own[op.inputs[0]], Tensor):
+    if op.kind not in WEIGHT_PRODUCTS or len(op.inputs) != 1 or not isinstance(own[op.inputs[0]], Tensor):
         return None
     return numbers_along(own[op.inputs[0]], channel_axis(op))
 

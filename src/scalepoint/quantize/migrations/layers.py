@@ -13,10 +13,10 @@ from scalepoint.graph import Operation, Reference
 from scalepoint.patterns import Fused
 from scalepoint.patterns.conversions import HeadConvolution
 from scalepoint.quantize.migrations.recorded_graph import RecordedGraph, RecordedOperation
-from scalepoint.quantize.parts import norm_settings
+from scalepoint.quantize.operations import get_norm_settings
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.record import record_of
-from scalepoint.quantize.smooth import affine_of
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.smooth import get_norm_tensors
 
 NORMS = ("layer_norm", "rms_norm")
 
@@ -40,12 +40,12 @@ def give_quantizer(model: fx.GraphModule, operation: nn.Module) -> None:
         group = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         for weighted in group.parts.values() if isinstance(group, Fused) else ():
             if (
-                isinstance(weighted, QuantizedWeighted)
+                isinstance(weighted, QuantizedLayer)
                 and weighted.operation is operation
-                and len(weighted.sharing) > 1
+                and len(weighted.sharing_layers) > 1
             ):
-                weighted.sharing.remove(weighted)
-                weighted.sharing, name = [weighted], names.get(node.name, node.name)
+                weighted.sharing_layers.remove(weighted)
+                weighted.sharing_layers, name = [weighted], names.get(node.name, node.name)
                 shared, weighted.weight_quant = weighted.weight_quant, copy.deepcopy(weighted.weight_quant)
                 shared.consumers = [each for each in shared.consumers if each != name]
                 weighted.weight_quant.consumers, weighted.weight_quant.name = [name], f"{name}.weight"
@@ -58,7 +58,7 @@ class RewritableLayer:
         self.op, self.name, self.kind = op, op.name, op.kind
         assert op.module is not None  # noqa: S101  # what multiplies by a weight is a module
         self.module, self.operation = op.module, op.operation
-        self.norm: Any = op.module.norm if isinstance(op.module, QuantizedWeighted) else None
+        self.norm: Any = op.module.norm if isinstance(op.module, QuantizedLayer) else None
 
     @property
     def weight(self) -> Tensor:
@@ -93,13 +93,13 @@ class RewritableLayer:
 
     def factor(self) -> Tensor:
         """What the batch norm multiplies each output by."""
-        found = norm_settings(self.norm)
+        found = get_norm_settings(self.norm)
         s = torch.rsqrt(found.var.double() + found.eps)
         return s if found.weight is None else found.weight.detach().double() * s
 
     @property
     def affine(self) -> tuple[Tensor | None, Tensor | None]:
-        found = norm_settings(self.norm)
+        found = get_norm_settings(self.norm)
         return found.weight, found.bias
 
     def output_ranges(self) -> Tensor:
@@ -144,7 +144,7 @@ class RewritableLayer:
             return f"the batch norm of {self.name} has no weight and bias of its own"
         if flow.is_shared(self.tensors()) or flow.uses[id(self.module)] > 1:
             return f"the weight of {self.name} is used elsewhere too"
-        if isinstance(self.module, QuantizedWeighted) and len(self.module.sharing) > 1:
+        if isinstance(self.module, QuantizedLayer) and len(self.module.sharing_layers) > 1:
             return f"the weight of {self.name} is used elsewhere too"
         return ""
 
@@ -168,7 +168,7 @@ class RewritableNorm:
 
     def affine(self) -> tuple[Tensor, Tensor | None]:
         """Its weight, given to it where it has none, and its bias."""
-        found = affine_of(self.module, torch.ones((), dtype=torch.float32))
+        found = get_norm_tensors(self.module, torch.ones((), dtype=torch.float32))
         return found.weight, found.bias
 
     def parts(self) -> tuple[Tensor | None, Tensor | None]:

@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CalibrationError
 from scalepoint.migration_report import MigrationReport, MigrationRow
-from scalepoint.quantize.feeding import Fed
+from scalepoint.quantize.feeding import FeedResult
 from scalepoint.quantize.migrations.recorded_graph import RecordedGraph
-from scalepoint.quantize.twins import driven
+from scalepoint.quantize.shadow_models import wrap_with_signature
 
 MAX_PROBE_BATCHES = 4  # batches on which the float output is compared, at most
 MAX_COMPARED_VALUES = 2**25  # values of their outputs that are kept, at most but for the first batch
@@ -45,7 +45,7 @@ class MigrationSites:
         self.refused.setdefault(name, why)
 
 
-RunData = Callable[[str], Fed]
+RunData = Callable[[str], FeedResult]
 
 
 @dataclass
@@ -201,7 +201,7 @@ class _InputCollector(nn.Module):
 def collect_probes(model: fx.GraphModule, run: RunData) -> list[tuple[Any, ...]]:
     """The flat inputs of the first batches."""
     inner = _InputCollector()
-    taker = driven(model, inner, gives_outputs=False)
+    taker = wrap_with_signature(model, inner, gives_outputs=False)
 
     def take(module: nn.Module, args: Any, kwargs: Any) -> None:
         taker(*args, **kwargs)

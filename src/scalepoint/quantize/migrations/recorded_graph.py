@@ -14,10 +14,10 @@ from scalepoint.graph.operations import Slot, get_tensors
 from scalepoint.patterns import Fused
 from scalepoint.patterns.fused import FusedNorm
 from scalepoint.patterns.language import get_layer_name
-from scalepoint.quantize.parts import kind_of_part
+from scalepoint.quantize.operations import get_part_kind
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.quantize.record import record_of
-from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted
 
 FOREIGN = -1  # the number of a channel that is not the source's
 
@@ -38,7 +38,7 @@ class RecordedOperation:
     @property
     def operation(self) -> Any:
         """The module whose parameters it uses."""
-        return self.module.operation if isinstance(self.module, QuantizedWeighted) else self.module
+        return self.module.operation if isinstance(self.module, QuantizedLayer) else self.module
 
     def argument(self, place: int) -> str:
         """The name (or number) of the argument that the input at this place is."""
@@ -116,7 +116,7 @@ class _OperationRecorder(fx.Interpreter):
         for part, sources in zip(group.parts.values(), group.wiring, strict=True):
             behind = [len(self.ops) - 1 if k is None else self.of[node.args[k]] for k in sources]  # type: ignore[index]
             value = part(*(value if k is None else args[k] for k in sources))
-            kind = part.kind if isinstance(part, QuantizedWeighted) else kind_of_part(part)
+            kind = part.kind if isinstance(part, QuantizedLayer) else get_part_kind(part)
             self._add(node, kind, part, behind, value)
         return value
 
@@ -136,7 +136,7 @@ def _operation_kind(node: fx.Node, module: nn.Module | None) -> str:
 
 
 def _norm_kind(group: FusedNorm) -> str:
-    kind = kind_of_part(next(iter(group.parts.values())))
+    kind = get_part_kind(next(iter(group.parts.values())))
     return kind if len(group.parts) == 1 else "rms_norm"  # the one that is matched when it is written out
 
 
@@ -152,7 +152,7 @@ def _count_uses(model: fx.GraphModule, ops: Sequence[RecordedOperation]) -> Coun
             owner, _, leaf = str(op.node.target).rpartition(".")
             held = [getattr(model.get_submodule(owner), leaf)]
         else:
-            folded = op.module.norm if isinstance(op.module, QuantizedWeighted) else None
+            folded = op.module.norm if isinstance(op.module, QuantizedLayer) else None
             held = [tensor for module in (op.operation, folded) if module is not None for tensor in get_tensors(module)]
         count.update({tensor.data_ptr() for tensor in held if isinstance(tensor, Tensor) and tensor.numel()})
         count.update([] if op.module is None else [id(op.module)])

@@ -19,7 +19,7 @@ from scalepoint.quantize.migrations.channel_trace import MOVES, UNCHANGED, chann
 from scalepoint.quantize.migrations.layers import NORMS, RewritableLayer, RewritableNorm, give_parameter, give_quantizer
 from scalepoint.quantize.migrations.migration import MigrationContext, MigrationSites
 from scalepoint.quantize.migrations.recorded_graph import RecordedGraph, RecordedOperation
-from scalepoint.quantize.parts import MULTIPLIES
+from scalepoint.quantize.operations import WEIGHT_PRODUCTS
 
 
 class StreamRefusedError(Exception):
@@ -171,7 +171,7 @@ class _StreamSearch:
             self._written_by(op, axis)
 
     def _written_by(self, op: RecordedOperation, axis: int) -> None:
-        if op.kind in MULTIPLIES and axis == channel_axis(op):
+        if op.kind in WEIGHT_PRODUCTS and axis == channel_axis(op):
             self.writers[op.index] = op
         elif op.kind == "embedding" and axis == -1:
             self.tables.append((op.operation.weight, -1, op))

@@ -15,7 +15,7 @@ from scalepoint.quantize.migrations.channel_trace import CLAMPS, ChannelTrace, c
 from scalepoint.quantize.migrations.layers import NORMS, RewritableLayer, RewritableNorm
 from scalepoint.quantize.migrations.migration import MigrationContext, MigrationSites
 from scalepoint.quantize.migrations.recorded_graph import FOREIGN, RecordedOperation
-from scalepoint.quantize.parts import MULTIPLIES
+from scalepoint.quantize.operations import WEIGHT_PRODUCTS
 
 
 @dataclass
@@ -71,7 +71,7 @@ def find_scaling_sites(
     found, flow = MigrationSites(), scene.flow
     for op in flow.ops:
         is_norm = norms and op.kind in NORMS
-        if not is_norm and (op.kind not in MULTIPLIES or len(op.inputs) != 1):
+        if not is_norm and (op.kind not in WEIGHT_PRODUCTS or len(op.inputs) != 1):
             continue
         source = RewritableNorm(op) if is_norm else RewritableLayer(op)
         trace = trace_channels(flow, op, channel_axis(op), through)

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from scalepoint.quantize.migrations.migration import Migration, MigrationContext, MigrationSites
+from scalepoint.quantize.quantizers import join_consumer_names
 from scalepoint.quantize.record import record_of
-from scalepoint.quantize.smooth import SmoothQuantObserver, affine_of, observers_of, weight_of
-from scalepoint.quantize.stubs import reader_names
+from scalepoint.quantize.smooth import (
+    SmoothQuantObserver,
+    find_smoothing_observers,
+    get_linear_weight,
+    get_norm_tensors,
+)
 
 
 @dataclass
@@ -21,16 +26,16 @@ class SmoothedNorm:
 
     @property
     def name(self) -> str:
-        return f"{self.observer.name} -> {reader_names(self.observer.consumers)}"
+        return f"{self.observer.name} -> {join_consumer_names(self.observer.consumers)}"
 
     def tensors(self) -> list[Tensor]:
-        affine = affine_of(self.observer.layer_norm, torch.ones((), dtype=torch.float32))
-        weights = [weight_of(linear) for linear in self.observer.downstream_linears]
+        affine = get_norm_tensors(self.observer.layer_norm, torch.ones((), dtype=torch.float32))
+        weights = [get_linear_weight(linear) for linear in self.observer.downstream_linears]
         return [each for each in (affine.weight, affine.bias, *weights) if each is not None]
 
 
 def find_sites(scene: MigrationContext) -> MigrationSites:
-    found = MigrationSites([SmoothedNorm(each) for each in observers_of(scene.model) if each.enabled])
+    found = MigrationSites([SmoothedNorm(each) for each in find_smoothing_observers(scene.model) if each.enabled])
     for name, why in record_of(scene.model).unsmoothed.items():
         found.refuse(name, why)
     return found

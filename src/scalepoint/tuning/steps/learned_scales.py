@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics import QParams
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.tuning.reconstruct import AdamVariables, PieceTask, TrainableWeight, enter_all, reconstruct
 from scalepoint.tuning.steps.registry import register
 
@@ -80,4 +80,4 @@ class LearnedScales(AdamVariables):
         for index, layer in enumerate(self.layers):
             layer.harden(layer.start.codes, self._scale(index))
         for index, stub in enumerate(self.stubs):
-            stub.take(QParams(self.first[index] * self.stretch[index].detach().exp()))
+            stub.set_parameters(QParams(self.first[index] * self.stretch[index].detach().exp()))

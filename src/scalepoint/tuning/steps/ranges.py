@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from scalepoint import distributed
 from scalepoint.numerics import QParams
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.tuning.rows import get_geometry, hash_to_uniform
 from scalepoint.tuning.steps.registry import register
 from scalepoint.tuning.walk import StreamWalk
@@ -75,7 +75,7 @@ def _channel_importance(walk: StreamWalk, node: fx.Node) -> dict[int, Tensor]:
         geometry = get_geometry(layer)
         if geometry is None or geometry.kind == "conv_transpose":
             continue
-        weight = layer.canonical(layer.folded()[0]).detach().to(torch.float32)
+        weight = layer.to_output_first(layer.fold_norm()[0]).detach().to(torch.float32)
         by_group = weight.reshape(geometry.groups, weight.shape[0] // geometry.groups, weight.shape[1], -1)
         own = by_group.square().sum((1, 3)).reshape(-1)
         axis = -1 if geometry.kind == "linear" else 1 - weight.ndim

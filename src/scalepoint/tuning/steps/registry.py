@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from scalepoint.numerics import QParams
-    from scalepoint.quantize.stubs import QuantStub
+    from scalepoint.quantize.quantizers import QuantStub
     from scalepoint.tuning.reconstruct import PieceTask
     from scalepoint.tuning.walk import StreamWalk
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, quantize, save
-from scalepoint.quantize.outliers import Factors, Half, chosen, factors_of
+from scalepoint.quantize.outlier_scaling import ChannelFactors, DataHalf, choose_factors, compute_factors
 from scalepoint.quantize.record import record_of
 from scalepoint.targets import onnxruntime_target, openvino_target
 
@@ -44,7 +44,7 @@ def made(model, data, config=None, target=VNNI):
 
 
 def factors_in(model):
-    return {name: module for name, module in model.named_modules() if isinstance(module, Factors)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, ChannelFactors)}
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def test_where_nothing_stands_out_nothing_is_changed():
 
 
 def half(rows):
-    found = Half()
+    found = DataHalf()
     found.take(rows)
     return found
 
@@ -92,16 +92,16 @@ def test_what_only_one_half_of_the_data_shows_is_not_taken():
     few = [half(torch.randn(4, 256, generator=generator) * spread) for _ in range(2)]
     many = [half(torch.randn(512, 256, generator=generator) * spread**4) for _ in range(2)]
     weight = torch.randn(64, 256, generator=generator)
-    assert chosen(tuple(few), [weight]) is None
-    found = chosen(tuple(many), [weight / spread**4])
+    assert choose_factors(tuple(few), [weight]) is None
+    found = choose_factors(tuple(many), [weight / spread**4])
     assert found is not None
     assert found[1] < 0.7
 
 
 def test_factors_are_powers_of_two_that_bring_all_below_the_threshold():
     largest = torch.tensor([0.1, 1.0, 3.0, 16.0])
-    assert factors_of(largest, 0.0).tolist() == [1, 1, 1, 1]
-    assert factors_of(largest, 4.0).tolist() == [1, 1, 4, 16]
+    assert compute_factors(largest, 0.0).tolist() == [1, 1, 1, 1]
+    assert compute_factors(largest, 4.0).tolist() == [1, 1, 4, 16]
 
 
 def test_data_that_is_read_once_is_left_as_it_is():

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from scalepoint.errors import CoverageError
 from scalepoint.quantize import QuantConfig, coverage, insert_qdq
-from scalepoint.quantize.placement import CONSTANT
+from scalepoint.quantize.placement import CONSTANT_REASON
 from scalepoint.transformation import transform
 
 
@@ -190,7 +190,7 @@ class TestConstants:
         model = self.Biased()
         found = covered(model, torch.randn(X), target="onnxruntime")
         rows = {row.name: row for row in found.operations}
-        assert {rows[name].reason for name in ("mlp.0", "mlp.2")} == {CONSTANT}
+        assert {rows[name].reason for name in ("mlp.0", "mlp.2")} == {CONSTANT_REASON}
         assert found.share_of_macs() == {rows["fc"].how: 1.0, "float": 0.0}
         assert counted(found) == size(model)
         assert found.unrequested_float == ()

@@ -25,7 +25,7 @@ from scalepoint.errors import (
 )
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.numerics import QParams
-from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig, short_form
+from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig, to_short_form
 from scalepoint.spec import (
     CompressionTargetTensor,
     DefaultFakeQuantize,
@@ -43,31 +43,31 @@ from scalepoint.spec.extended import get_sparsity
 from scalepoint.spec.onnx_export import quantize_linear
 from scalepoint.spec.state import Stateful
 
-LEAST_WEIGHT_RANGE = 1e-8
+MIN_WEIGHT_RANGE = 1e-8
 
 Consumers = Iterable[str | nn.Module] | str | nn.Module
 
 
-def as_consumers(consumers: Consumers) -> list[Any]:
+def to_consumer_list(consumers: Consumers) -> list[Any]:
     """List the readers of a tensor: names, or the modules themselves."""
     return [consumers] if isinstance(consumers, str | nn.Module) else list(consumers)
 
 
-def reader_name(reader: str | nn.Module) -> str:
+def get_consumer_name(reader: str | nn.Module) -> str:
     """Name a reader for a message. A module has no name of its own: its class stands for it."""
     return reader if isinstance(reader, str) else type(reader).__name__
 
 
-def reader_names(consumers: Iterable[str | nn.Module]) -> str:
-    return ", ".join(map(reader_name, consumers))
+def join_consumer_names(consumers: Iterable[str | nn.Module]) -> str:
+    return ", ".join(map(get_consumer_name, consumers))
 
 
-class Quantizing(Stateful):
+class QuantizerBase(Stateful):
     """What both have: the spec, the parameters and the switch `enabled`."""
 
     def __init__(self, consumers: Consumers, spec: QuantizationSpec, target: CompressionTargetTensor) -> None:
         super().__init__()
-        self.consumers = as_consumers(consumers)
+        self.consumers = to_consumer_list(consumers)
         self.spec = spec
         self.quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, target)
         self.quantizer.disable_fake_quant()  # it observes; when to simulate is said here
@@ -79,7 +79,9 @@ class Quantizing(Stateful):
     scale: Tensor
     zero_point: Tensor
     minval: Tensor | None
-    as_stored: Callable[[QParams], QParams] | None = None  # parameters as a format can hold them, near those found
+    round_parameters: Callable[[QParams], QParams] | None = (
+        None  # parameters as a format can hold them, near those found
+    )
 
     @property
     def enabled(self) -> bool:
@@ -93,7 +95,7 @@ class Quantizing(Stateful):
     @property
     def config(self) -> TensorQuantConfig | QuantizationSpec:
         """The spec in its short form, or the spec itself if it has no short form. Both have n_bits and quant_min."""
-        return short_form(self.spec, self.quantizer.quantization_target)
+        return to_short_form(self.spec, self.quantizer.quantization_target)
 
     @property
     def name(self) -> str:
@@ -112,7 +114,7 @@ class Quantizing(Stateful):
     def is_learned(self) -> bool:
         return isinstance(self.calculator, LearnedScaleQParamsCalculator)
 
-    def use(self, key: str) -> None:
+    def set_calculator(self, key: str) -> None:
         """Observe in another way ("moving_average", "learned", ..) from now on, starting from the present range."""
         kind = QParamsCalculatorBase.get_class(key)
         old = self.calculator
@@ -126,21 +128,21 @@ class Quantizing(Stateful):
             new.seed(old.stored)
         self.quantizer.qparams_calculator = new.to(self.scale.device)
 
-    def learn(self) -> nn.Parameter:
+    def learn_scale(self) -> nn.Parameter:
         """Make the scale a Parameter that training changes (LSQ), starting from the present one; it is returned."""
-        self.use("learned")
+        self.set_calculator("learned")
         scale = self.calculator.scale
         assert isinstance(scale, nn.Parameter)  # noqa: S101  # a learned scale is one
         return scale
 
-    def take(self, qparams: QParams) -> None:
+    def set_parameters(self, qparams: QParams) -> None:
         """Make these the parameters of the deployed tensor."""
-        qparams = qparams if self.as_stored is None else self.as_stored(qparams)
+        qparams = qparams if self.round_parameters is None else self.round_parameters(qparams)
         for name, value in zip(QParams._fields, qparams, strict=True):
             if value is not None and not (name == "minval" and self.spec.qformulation == "zp"):
-                self._set(name, self._stored_form(value.detach()))
+                self._set_buffer(name, self._to_stored_shape(value.detach()))
 
-    def _set(self, name: str, value: Tensor) -> None:
+    def _set_buffer(self, name: str, value: Tensor) -> None:
         """In place where it fits: an optimizer step, a compiled graph or DDP may hold on to the buffer."""
         own = self._buffers[name]
         if own is not None and own.shape == value.shape and own.device == value.device:
@@ -150,13 +152,13 @@ class Quantizing(Stateful):
             with torch.inference_mode(False):
                 setattr(self, name, value.clone())
 
-    def _stored_form(self, value: Tensor) -> Tensor:
+    def _to_stored_shape(self, value: Tensor) -> Tensor:
         """One scale has no axes, one a channel has one; blocks keep the shape of their tensor."""
         if isinstance(self.calculator.granularity, PerTensorGranularity):
             return value.reshape(())
         return value.reshape(-1) if isinstance(self.calculator.granularity, PerChannelGranularity) else value
 
-    def qparams_for(self, tensor: Tensor) -> QParams:
+    def broadcast_qparams(self, tensor: Tensor) -> QParams:
         """The parameters as they broadcast against a tensor."""
         parameters = QParams(self.scale, None if self.quantizer.grid.format.is_float else self.zero_point, self.minval)
         granularity = self.calculator.granularity
@@ -168,39 +170,40 @@ class Quantizing(Stateful):
 
     def simulate(self, tensor: Tensor) -> Tensor:
         """The tensor as its codes keep it."""
-        return self.quantizer.simulate(tensor, self.qparams_of(tensor))
+        return self.quantizer.simulate(tensor, self.current_qparams(tensor))
 
-    def qparams_of(self, tensor: Tensor) -> QParams:
+    def current_qparams(self, tensor: Tensor) -> QParams:
         """The same as `qparams_for`, made anew where they are learned or belong to each tensor."""
         if not self.calculator.always_called:
-            return self.qparams_for(tensor)
+            return self.broadcast_qparams(tensor)
         qparams = self.calculator.compute_for(tensor)
         if self.is_learned and not torch.compiler.is_compiling():
-            self.take(qparams)
+            self.set_parameters(qparams)
         return qparams
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        take_shapes(self, QParams._fields, state_dict, prefix)
+        resize_buffers_for_loading(self, QParams._fields, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         many = self.scale.numel() > 1
         scale = f"{tuple(self.scale.shape)}" if many else f"{float(self.scale):.6g}"
         zero = "" if many else f", zero_point={int(self.zero_point)}"
-        return f"{_short(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {reader_names(self.consumers)}"
+        consumers = join_consumer_names(self.consumers)
+        return f"{_describe_spec(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {consumers}"
 
 
-def in_types(qparams: QParams, dtypes: tuple[torch.dtype, ...]) -> QParams:
+def round_scales_to(qparams: QParams, dtypes: tuple[torch.dtype, ...]) -> QParams:
     """With scales that all of these hold."""
-    return qparams._replace(scale=reduce(held_as, dtypes, qparams.scale))
+    return qparams._replace(scale=reduce(round_to_dtype, dtypes, qparams.scale))
 
 
-def in_half(qparams: QParams) -> QParams:
+def round_scales_to_float16(qparams: QParams) -> QParams:
     """With scales (or the entries of tables) that float16 holds."""
-    return qparams._replace(scale=held_as(qparams.scale, torch.float16))
+    return qparams._replace(scale=round_to_dtype(qparams.scale, torch.float16))
 
 
-def held_as(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to_dtype(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The nearest that a narrower type holds, in float32; what is not zero stays so, with its sign."""
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     rounded = scale.to(dtype).to(torch.float32)
@@ -208,7 +211,9 @@ def held_as(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scale < 0, rounded.clamp(max=-least), rounded)
 
 
-def take_shapes(module: nn.Module, names: Sequence[str], state_dict: dict[str, Any], prefix: str) -> None:
+def resize_buffers_for_loading(
+    module: nn.Module, names: Sequence[str], state_dict: dict[str, Any], prefix: str
+) -> None:
     """Give buffers that take their shape late the shapes of a checkpoint; what it does not hold stays as it is."""
     for name in names:
         saved, own = state_dict.get(prefix + name), module._buffers[name]
@@ -217,7 +222,7 @@ def take_shapes(module: nn.Module, names: Sequence[str], state_dict: dict[str, A
             setattr(module, name, torch.empty_like(saved, device=device))
 
 
-def warn_if_exported_off() -> None:
+def warn_if_exported_disabled() -> None:
     """Warn where torch.onnx.export records a quantizer that is off: its file is a float model."""
     if torch.onnx.is_in_onnx_export():
         message = (
@@ -232,11 +237,11 @@ def _is_exporting() -> bool:
     return torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
 
 
-def _short(spec: QuantizationSpec) -> str:
+def _describe_spec(spec: QuantizationSpec) -> str:
     return f"{spec.to_dict()['dtype']} {spec.qscheme}"
 
 
-class QuantStub(Quantizing):
+class QuantStub(QuantizerBase):
     """The quantizer of an activation. It does nothing until it is enabled.
 
     While `calibrating` is set it observes values, and `compute_parameters()` computes `scale` and `zero_point` from
@@ -258,16 +263,16 @@ class QuantStub(Quantizing):
             spec = short.activation_spec()
         super().__init__(consumers, spec, CompressionTargetTensor.ACTIVATION)
         self.fixed_calibration = fixed_calibration
-        self.skipped_because = ""
+        self.skip_reason = ""
         self.add_switch("is_calibrating", False)
         self.add_switch("is_following", False)
-        self._has_news = False
+        self._has_new_statistics = False
         if isinstance(self.calculator, HistogramQParamsCalculator):
             self.calculator.is_deferred = True  # the range is searched once, in compute_parameters
         if fixed_calibration is not None:
-            self._fix(fixed_calibration)
+            self._set_fixed_parameters(fixed_calibration)
 
-    def _fix(self, given: tuple[float, int]) -> None:
+    def _set_fixed_parameters(self, given: tuple[float, int]) -> None:
         try:
             scale, zero_point = float(given[0]), int(given[1])
         except (TypeError, ValueError, IndexError):
@@ -288,12 +293,12 @@ class QuantStub(Quantizing):
         self.switch("is_calibrating", on)
 
     @property
-    def following(self) -> bool:
+    def observes_in_training(self) -> bool:
         """Whether tensors that pass in training are observed: a validation run changes nothing."""
         return self.is_on("is_following")
 
-    @following.setter
-    def following(self, on: bool) -> None:
+    @observes_in_training.setter
+    def observes_in_training(self, on: bool) -> None:
         self.switch("is_following", on)
 
     @property
@@ -313,15 +318,15 @@ class QuantStub(Quantizing):
     def forward(self, tensor: Tensor) -> Tensor:
         calibrating, following, enabled = self.are_on(("is_calibrating", "is_following", "is_enabled"))
         observing = calibrating or (following and self.training)
-        if not enabled and not self.skipped_because:
-            warn_if_exported_off()
+        if not enabled and not self.skip_reason:
+            warn_if_exported_disabled()
         if not (observing or enabled) or self.quantizer.passes(tensor, observing):
             return tensor
         if observing and self.fixed_calibration is None:
             self.quantizer(tensor)
-            self._has_news = True
+            self._has_new_statistics = True
             if enabled and not self.calculator.always_called:
-                self.take(self.calculator.stored)
+                self.set_parameters(self.calculator.stored)
         if not enabled or self.quantizer.is_disabled():
             return tensor
         try:
@@ -335,15 +340,15 @@ class QuantStub(Quantizing):
             return
         if not self.calculator.is_initialized:
             raise NotObservedError(
-                f"{self.name or 'a QuantStub'} (read by {reader_names(self.consumers)}) has observed nothing: run data "
-                "through the model while it is calibrating"
+                f"{self.name or 'a QuantStub'} (read by {join_consumer_names(self.consumers)}) has observed nothing: "
+                "run data through the model while `calibrating` is set"
             )
-        self.take(self.calculator.finalize())
-        self._has_news = False
+        self.set_parameters(self.calculator.finalize())
+        self._has_new_statistics = False
 
-    def catch_up(self) -> None:
+    def apply_new_statistics(self) -> None:
         """Take over what was observed while fake quantization was off."""
-        if self._has_news and self.has_observed and not self.is_learned:
+        if self._has_new_statistics and self.has_observed and not self.is_learned:
             self.compute_parameters()
 
     def reset(self) -> None:
@@ -352,11 +357,11 @@ class QuantStub(Quantizing):
             self.calculator.reset()
 
 
-class WeightFakeQuantize(Quantizing):
+class WeightFakeQuantize(QuantizerBase):
     """The quantizer of a weight. It does nothing until it is enabled.
 
     The scale follows the live weight until `freeze` makes it a constant. Codes are the nearest ones unless an algorithm
-    has set others (`choose`). The weight itself is not changed: with the quantizer disabled the model is the float
+    has set others (`set_codes`). The weight itself is not changed: with the quantizer disabled the model is the float
     model.
     """
 
@@ -379,11 +384,11 @@ class WeightFakeQuantize(Quantizing):
             else:
                 channel_axis = granularity.axis
         super().__init__(consumers, spec, CompressionTargetTensor.WEIGHT)
-        self.calculator.grid = replace(self.calculator.grid, least_range=LEAST_WEIGHT_RANGE)
+        self.calculator.grid = replace(self.calculator.grid, least_range=MIN_WEIGHT_RANGE)
         self.register_buffer("chosen", None)
         self.register_buffer("mask", None)
         self.sparsity = get_sparsity(spec)
-        self.pruning = 1.0  # how far it has come in a training, from 0 to 1
+        self.pruning_progress = 1.0  # how far it has come in a training, from 0 to 1
         self.channel_axis = channel_axis
         self.add_switch("is_frozen", False)
 
@@ -398,28 +403,28 @@ class WeightFakeQuantize(Quantizing):
     def forward(self, weight: Tensor) -> Tensor:
         enabled, frozen = self.are_on(("is_enabled", "is_frozen"))
         if not enabled:
-            warn_if_exported_off()
+            warn_if_exported_disabled()
         if not enabled or self.quantizer.is_disabled():
             return weight
         if frozen and self.chosen is not None:
-            return self._as_chosen(weight)
-        weight = self.pruned(weight, anew=not frozen)
+            return self._simulate_chosen_codes(weight)
+        weight = self.apply_mask(weight, anew=not frozen)
         frozen = frozen or (not self.training and _is_exporting())
         if not frozen and not self.is_learned:
-            self.follow(weight)
+            self.update_parameters(weight)
             if self.quantizer.is_disabled():
                 return weight
         if frozen:
-            return self.quantizer.simulate(weight, self.qparams_for(weight))
+            return self.quantizer.simulate(weight, self.broadcast_qparams(weight))
         return self.simulate(weight)
 
     @property
-    def fits_channels(self) -> bool:
+    def has_channel_scales(self) -> bool:
         """Whether its scale is one value, or one for each output channel: blocks have none for a bias."""
         return isinstance(self.calculator.granularity, PerTensorGranularity | PerChannelGranularity)
 
     @property
-    def goes_by_rows(self) -> bool:
+    def depends_on_row_extremes(self) -> bool:
         """Whether its parameters are learned or depend on the least and the largest of each channel alone, and codes
         are whole."""
         calculator, quantizer, grid = self.calculator, self.quantizer, self.quantizer.grid
@@ -433,24 +438,24 @@ class WeightFakeQuantize(Quantizing):
         is_known = self.is_learned or not calculator.always_called
         return is_plain and is_whole and is_by_row and is_known and self.sparsity is None
 
-    def follow(self, weight: Tensor) -> None:
+    def update_parameters(self, weight: Tensor) -> None:
         """Take the parameters of the live weight; the quantizer is disabled when its blocks do not fit."""
-        self.quantizer(self.pruned(weight, anew=not self.frozen))
+        self.quantizer(self.apply_mask(weight, anew=not self.frozen))
         if self.quantizer.is_disabled():
             return
         if not self.calculator.is_initialized:
             raise NotObservedError(f"{self.name or 'a WeightFakeQuantize'} has no scale: its observer is off")
-        self.take(self.calculator.stored)
+        self.set_parameters(self.calculator.stored)
 
     def freeze(self, weight: Tensor, least: Tensor | None = None) -> None:
         """Keep the scale of this weight as a constant, so that an exported file holds constant scales; `least` is what
         it must not fall below. Chosen codes stay, with the scale that they were chosen for."""
         if self.chosen is None:
             if self.is_learned and self.calculator.is_initialized:
-                self.take(self.calculator.stored)
+                self.set_parameters(self.calculator.stored)
             else:
                 with torch.no_grad():
-                    self.follow(weight.detach())
+                    self.update_parameters(weight.detach())
             if least is not None and not self.quantizer.is_disabled():
                 self.scale.copy_(torch.maximum(self.scale, least if self.scale.ndim else least.amax()))
         self.switch("is_frozen", True)
@@ -460,7 +465,7 @@ class WeightFakeQuantize(Quantizing):
         self.chosen = None
         self.switch("is_frozen", False)
 
-    def choose(self, codes: Tensor, qparams: QParams | None = None) -> None:
+    def set_codes(self, codes: Tensor, qparams: QParams | None = None) -> None:
         """Let these codes stand for the weight from now on, with these parameters or those that it has."""
         if self.quantizer.is_disabled():
             raise UsageError(f"{self.name} is disabled ({self.quantizer.reason}): its weight has no codes")
@@ -473,7 +478,7 @@ class WeightFakeQuantize(Quantizing):
         if not self.quantizer.grid.format.is_float and not bool((wide == wide.round()).all()):
             raise UsageError(f"{self.name}: codes of {self.quantizer.grid.format.name} are whole numbers")
         if qparams is not None:
-            self.take(qparams)
+            self.set_parameters(qparams)
         with torch.inference_mode(False):
             self.chosen = wide.to(self.quantizer.target_dtype).clone()
         self.switch("is_frozen", True)
@@ -485,42 +490,42 @@ class WeightFakeQuantize(Quantizing):
         if self.chosen is not None:
             return self.chosen
         with torch.no_grad():
-            codes: Tensor = self.quantizer.quantize(self.pruned(weight), *self.qparams_for(weight))
+            codes: Tensor = self.quantizer.quantize(self.apply_mask(weight), *self.broadcast_qparams(weight))
         return codes
 
     def values(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """What codes stand for."""
-        found: Tensor = self.quantizer.dequantize(codes, *self.qparams_for(codes), output_dtype=dtype)
+        found: Tensor = self.quantizer.dequantize(codes, *self.broadcast_qparams(codes), output_dtype=dtype)
         return found
 
-    def exported(self, values: Tensor) -> Tensor:
+    def to_qdq_nodes(self, values: Tensor) -> Tensor:
         """The Q/DQ nodes of values that are those of codes already: there is nothing to clip."""
         quantizer = self.quantizer
         grid = quantizer.grid
         if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING:
             grid = replace(grid, scheme=QuantizationScheme.SYMMETRIC)
-        return quantize_linear(values, self.qparams_for(values), grid, quantizer.granularity, self.name)
+        return quantize_linear(values, self.broadcast_qparams(values), grid, quantizer.granularity, self.name)
 
-    def pruned(self, weight: Tensor, *, anew: bool = False) -> Tensor:
+    def apply_mask(self, weight: Tensor, *, anew: bool = False) -> Tensor:
         """The weight without what its mask takes away; `anew` makes the mask from this weight."""
         if self.sparsity is None:
             return weight
         if self.mask is None or anew or self.mask.shape != weight.shape:
             with torch.inference_mode(False), torch.no_grad():
-                self.mask = self.sparsity.mask(weight, self.pruning)
+                self.mask = self.sparsity.mask(weight, self.pruning_progress)
         return weight * self.mask
 
-    def _as_chosen(self, weight: Tensor) -> Tensor:
+    def _simulate_chosen_codes(self, weight: Tensor) -> Tensor:
         """The values of the chosen codes, with the straight-through gradient."""
         assert self.chosen is not None  # noqa: S101  # asked before
         values = self.values(self.chosen, weight.dtype)
         if _is_exporting():  # as Q/DQ: the nearest codes of these values are the chosen ones
-            return self.quantizer.simulate(values, self.qparams_for(values))
+            return self.quantizer.simulate(values, self.broadcast_qparams(values))
         return values + (weight - weight.detach()) if torch.is_grad_enabled() and weight.requires_grad else values
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         for name in ("chosen", "mask"):
             if prefix + name not in state_dict:
                 setattr(self, name, None)
-        take_shapes(self, ("chosen", "mask"), state_dict, prefix)
+        resize_buffers_for_loading(self, ("chosen", "mask"), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

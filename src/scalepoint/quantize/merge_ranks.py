@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from scalepoint import distributed
-from scalepoint.quantize.smooth import SmoothQuantObserver, weight_of
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.quantizers import QuantStub
+from scalepoint.quantize.smooth import SmoothQuantObserver, get_linear_weight
 from scalepoint.spec.running import RunningRangeMixin
 
 
-def record(stubs: Sequence[QuantStub], on: bool) -> None:
+def set_batch_recording(stubs: Sequence[QuantStub], on: bool) -> None:
     """With several ranks, let averages keep what they need to be merged in the order of the batches.
 
     Each rank sees whole batches here, not parts of one as in training.
@@ -26,12 +26,12 @@ def record(stubs: Sequence[QuantStub], on: bool) -> None:
             stub.calculator.record(on and distributed.world_size() > 1)
 
 
-def merge_stubs(stubs: Sequence[QuantStub]) -> None:
+def merge_ranges(stubs: Sequence[QuantStub]) -> None:
     """Each stub has observed what all ranks gave it, and is disabled when one of them had to."""
     own_states = [[stub.quantizer.is_disabled(), stub.quantizer.reason] for stub in stubs]
     states = distributed.gather_values("merging ranges", own_states)
     own = {f"{i} {name}": value for i, stub in enumerate(stubs) for name, value in stub.calculator.statistics().items()}
-    found = [_by_stub(part, len(stubs)) for part in distributed.gather_tensors(own, "merging ranges")]
+    found = [_group_by_stub(part, len(stubs)) for part in distributed.gather_tensors(own, "merging ranges")]
     for index, stub in enumerate(stubs):
         stub.quantizer.reason = next((part[index][1] for part in states if part[index][1]), "")
         if any(part[index][0] for part in states):
@@ -40,7 +40,7 @@ def merge_stubs(stubs: Sequence[QuantStub]) -> None:
             stub.calculator.merge_all([part[index] for part in found])
 
 
-def _by_stub(tensors: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+def _group_by_stub(tensors: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     found: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for key, value in tensors.items():
         index, _, name = key.partition(" ")
@@ -60,7 +60,9 @@ def merge_smoothing(observers: Sequence[SmoothQuantObserver]) -> None:
         parts = [part for part in found if f"{index} count" in part]
         each.reset()
         if parts:
-            device = weight_of(each.downstream_linears[0]).device if each.downstream_linears else torch.device("cpu")
+            device = (
+                get_linear_weight(each.downstream_linears[0]).device if each.downstream_linears else torch.device("cpu")
+            )
             each.count = sum(int(part[f"{index} count"]) for part in parts)
             each.activation_max = torch.stack([part[f"{index} max"] for part in parts]).amax(0).to(device)
             each.mean_square = torch.stack([part[f"{index} square"] for part in parts]).sum(0).to(device) / each.count

@@ -13,12 +13,14 @@ from scalepoint.patterns import Point, get_kind
 from scalepoint.quantize.placement import Decision
 from scalepoint.spec import QuantizationSpec
 
-Joined = dict[tuple[fx.Node, QuantizationSpec], fx.Node]  # a tensor in a precision -> the last join that it goes into
+LastConcats = dict[
+    tuple[fx.Node, QuantizationSpec], fx.Node
+]  # a tensor in a precision -> the last join that it goes into
 
 
-def joined(decisions: Sequence[Decision], joins: frozenset[str], shares: frozenset[str]) -> Joined:
+def find_last_concats(decisions: Sequence[Decision], joins: frozenset[str], shares: frozenset[str]) -> LastConcats:
     """Of the joins of these kinds; through what shares the parameters of its input."""
-    found: Joined = {}
+    found: LastConcats = {}
     for decision in reversed(decisions):
         node = decision.site.node
         given = next((spec for point, _, spec in decision.points if point == Point.OUTPUT), None)
@@ -27,11 +29,11 @@ def joined(decisions: Sequence[Decision], joins: frozenset[str], shares: frozens
         root = found.get((node, given), node)
         for point, tensor, spec in decision.points:
             if point == Point.INPUT and spec == given:
-                found.update({(each, spec): root for each in _only_for(tensor, node, shares)})
+                found.update({(each, spec): root for each in _find_exclusive_inputs(tensor, node, shares)})
     return found
 
 
-def _only_for(tensor: fx.Node, reader: fx.Node, shares: frozenset[str]) -> list[fx.Node]:
+def _find_exclusive_inputs(tensor: fx.Node, reader: fx.Node, shares: frozenset[str]) -> list[fx.Node]:
     """The tensor, and those that it was moved from, where nothing but the next of them and the reader reads them."""
     chain = []
     while set(tensor.users) == {reader}:

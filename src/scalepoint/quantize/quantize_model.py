@@ -11,7 +11,7 @@ from scalepoint.quantize.calibrate import calibrate
 from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.insert import insert_qdq
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.targets import Target
 from scalepoint.transformation import transform
 

@@ -11,14 +11,14 @@ from scalepoint.graph.weight_readers import get_weights, iterate_weight_readers
 from scalepoint.operation_coverage import CoverageRow, OperationState
 from scalepoint.patterns.language import get_layer_name
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.cost import batch_share, macs_of
-from scalepoint.quantize.placement import CONSTANT, COUNTED, Decision, Site, UnmatchedOperation
+from scalepoint.quantize.macs import count_macs, get_example_share
+from scalepoint.quantize.placement import CONSTANT_REASON, COVERED_KINDS, Decision, QuantizationSite, UnmatchedOperation
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
 from scalepoint.spec.extended import get_sparsity
 from scalepoint.spec.palette import is_palette
 
 
-def coverage_rows(
+def build_coverage_rows(
     model: fx.GraphModule,
     decisions: Sequence[Decision],
     unmatched: Sequence[UnmatchedOperation],
@@ -28,30 +28,30 @@ def coverage_rows(
     """One row a decision that concerns weights or products, and one for each such operation that no pattern took; in
     graph order."""
     why = {refusal.name: refusal.reason for refusal in refusals if refusal.reason}
-    rows = {decision.site.node: _row(decision) for decision in decisions if _counts(decision.site)}
-    rows |= {each.node: _unmatched_row(each, config, why) for each in unmatched}
-    return _with_parameters(model, _of_example(model, rows))
+    rows = {decision.site.node: _make_row(decision) for decision in decisions if _has_row(decision.site)}
+    rows |= {each.node: _make_unmatched_row(each, config, why) for each in unmatched}
+    return _add_parameter_counts(model, _order_and_scale_macs(model, rows))
 
 
-def _of_example(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow]) -> dict[fx.Node, CoverageRow]:
+def _order_and_scale_macs(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow]) -> dict[fx.Node, CoverageRow]:
     """In graph order, with the MACs of the example that was given."""
-    share = batch_share(model)
+    share = get_example_share(model)
     ordered = [(node, rows[node]) for node in model.graph.nodes if node in rows]
     return {node: replace(row, macs=None if row.macs is None else int(row.macs * share)) for node, row in ordered}
 
 
-def _counts(site: Site) -> bool:
-    return bool(site.role or site.unfit or site.kind in COUNTED or site.fused.tensors())
+def _has_row(site: QuantizationSite) -> bool:
+    return bool(site.role or site.unsupported_reason or site.kind in COVERED_KINDS or site.fused.tensors())
 
 
-def _row(decision: Decision) -> CoverageRow:
+def _make_row(decision: Decision) -> CoverageRow:
     site = decision.site
     kind = "attention" if site.match.pattern.name.startswith("Attention") else site.kind
     part = site.part or next(iter(site.fused.parts.values()))
-    macs = 0 if site.is_constant else macs_of(kind, part, site.node, _operands(site, kind))
-    stored = describe(decision.weight) if decision.weight and decision.state == OperationState.FLOAT else ""
-    words = [f"w {describe(decision.weight)}"] if decision.weight and not stored else []
-    inputs = {describe(spec) for _, _, spec in decision.points}
+    macs = 0 if site.is_constant else count_macs(kind, part, site.node, _get_operands(site, kind))
+    stored = describe_spec(decision.weight) if decision.weight and decision.state == OperationState.FLOAT else ""
+    words = [f"w {describe_spec(decision.weight)}"] if decision.weight and not stored else []
+    inputs = {describe_spec(spec) for _, _, spec in decision.points}
     words += [f"x {' / '.join(sorted(inputs))}"] if inputs else []
     return CoverageRow(
         site.name,
@@ -69,22 +69,22 @@ def _row(decision: Decision) -> CoverageRow:
     )
 
 
-def _operands(site: Site, kind: str) -> list[fx.Node]:
+def _get_operands(site: QuantizationSite, kind: str) -> list[fx.Node]:
     """What the first part takes, one for each of its slots; of attention all that the group takes."""
     given = list(site.node.args)
     chosen = given if kind == "attention" else [given[place] for place in site.fused.wiring[0] if place is not None]
     return [operand for operand in chosen if isinstance(operand, fx.Node)]
 
 
-def _unmatched_row(each: UnmatchedOperation, config: QuantConfig, why: dict[str, str]) -> CoverageRow:
-    asked = any(override.fits(each.names, each.types) for override in config.overrides)
+def _make_unmatched_row(each: UnmatchedOperation, config: QuantConfig, why: dict[str, str]) -> CoverageRow:
+    asked = any(override.matches(each.names, each.types) for override in config.overrides)
     reason = why.get(each.name) or f"no low-precision form of a {each.kind} is known for this target"
-    reason = "asked for by the config" if asked else CONSTANT if each.is_constant else reason
-    macs = 0 if each.is_constant else macs_of(each.kind, each.module, each.node, list(each.node.all_input_nodes))
+    reason = "asked for by the config" if asked else CONSTANT_REASON if each.is_constant else reason
+    macs = 0 if each.is_constant else count_macs(each.kind, each.module, each.node, list(each.node.all_input_nodes))
     return CoverageRow(each.name, each.kind, OperationState.FLOAT, "", reason, 0, macs, asked, each.is_constant)
 
 
-def _with_parameters(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow]) -> dict[fx.Node, CoverageRow]:
+def _add_parameter_counts(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow]) -> dict[fx.Node, CoverageRow]:
     """The rows with the weights that each reads; `shared` are those that an earlier row in the same precision has."""
     known = get_weights(model)
     counted: set[tuple[int, str]] = set()
@@ -99,7 +99,7 @@ def _with_parameters(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow]) ->
     return found
 
 
-def other_rows(model: fx.GraphModule, rows: Container[fx.Node], refusals: Iterable[Any]) -> list[CoverageRow]:
+def build_parameter_rows(model: fx.GraphModule, rows: Container[fx.Node], refusals: Iterable[Any]) -> list[CoverageRow]:
     """A row for every parameter that the graph reads and no row has: a position, a token, a scale."""
     why = {refusal.name: refusal.reason for refusal in refusals if refusal.reason}
     known = get_weights(model)
@@ -116,7 +116,7 @@ def other_rows(model: fx.GraphModule, rows: Container[fx.Node], refusals: Iterab
     return list(made.values())
 
 
-def describe(spec: QuantizationSpec) -> str:
+def describe_spec(spec: QuantizationSpec) -> str:
     """int8 per_channel"""
     sparsity = get_sparsity(spec)
     pruned = "" if sparsity is None else f" {sparsity}"

@@ -12,18 +12,18 @@ from scalepoint.graph.operations import BIASES, WEIGHTS, Slot
 from scalepoint.numerics import is_traced
 from scalepoint.patterns.conversions import HeadConvolution
 
-TABLE = "embedding"  # looks rows of its weight up
-MULTIPLIES = frozenset(("conv", "conv_transpose", "linear", "head"))
-_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+EMBEDDING = "embedding"  # looks rows of its weight up
+WEIGHT_PRODUCTS = frozenset(("conv", "conv_transpose", "linear", "head"))
+_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def kind_of_part(part: nn.Module) -> str:
+def get_part_kind(part: nn.Module) -> str:
     if isinstance(part, HeadConvolution):
         return "head"
     return part.kind if isinstance(part, Operation) else MODULE_KINDS.get(type(part), "")
 
 
-def weight_shape(part: nn.Module | None) -> tuple[int, ...]:
+def get_weight_shape(part: nn.Module | None) -> tuple[int, ...]:
     weight = getattr(part, "weight", None)
     return tuple(weight.shape) if isinstance(weight, Tensor) else ()
 
@@ -36,7 +36,7 @@ class NormSettings(NamedTuple):
     eps: float
 
 
-def norm_settings(norm: nn.Module) -> NormSettings:
+def get_norm_settings(norm: nn.Module) -> NormSettings:
     """The numbers of a batch norm, written as a module or as a function."""
     if isinstance(norm, BatchNormBase):
         return NormSettings(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)  # type: ignore[arg-type]
@@ -46,15 +46,15 @@ def norm_settings(norm: nn.Module) -> NormSettings:
     return NormSettings(held.get("weight"), held.get("bias"), mean, var, float(norm.arguments.get("eps", 1e-5)))
 
 
-def owners_of(part: nn.Module) -> list[nn.Module]:
+def get_parameter_owners(part: nn.Module) -> list[nn.Module]:
     """The part, and the modules that own the parameters it refers to."""
     if isinstance(part, HeadConvolution):
-        return owners_of(part.linear.owner)
+        return get_parameter_owners(part.linear.owner)
     owners = [reference.owner for reference in part.references().values()] if isinstance(part, Operation) else []
     return [part, *owners]
 
 
-def can_fold(norm: nn.Module) -> bool:
+def can_fold_norm(norm: nn.Module) -> bool:
     """A batch norm without running statistics has nothing that could be folded."""
     if isinstance(norm, Operation):
         is_given = any(isinstance(norm.arguments.get(name), Slot) for name in ("weight", "bias"))
@@ -62,7 +62,7 @@ def can_fold(norm: nn.Module) -> bool:
     return isinstance(norm, BatchNormBase) and norm.running_mean is not None
 
 
-def run_with(operation: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def run_with_weight(operation: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The operation with another weight and bias."""
     if isinstance(operation, nn.Linear):
         return F.linear(x, weight, bias)
@@ -71,7 +71,7 @@ def run_with(operation: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | Non
     if isinstance(operation, ConvTransposeBase):
         o = operation
         dims = len(o.kernel_size)
-        return _TRANSPOSED[dims](x, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation)  # type: ignore[arg-type]
+        return _CONV_TRANSPOSE[dims](x, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation)  # type: ignore[arg-type]
     if isinstance(operation, ConvBase):
         return operation._conv_forward(x, weight, bias)
     if isinstance(operation, HeadConvolution):

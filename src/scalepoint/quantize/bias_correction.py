@@ -13,31 +13,31 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint import distributed
-from scalepoint.quantize.parts import run_with
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.operations import run_with_weight
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 
-KINDS = ("conv", "linear")
+CORRECTED_KINDS = ("conv", "linear")
 
 
-def take_back(model: nn.Module) -> None:
+def remove_bias_correction(model: nn.Module) -> None:
     """Biases without what an earlier calibration added; what tuning added goes with the codes that it chose."""
     for each in model.modules():
-        if isinstance(each, QuantizedWeighted) and each.weight_quant.chosen is None:
-            each.shift_bias(None)
+        if isinstance(each, QuantizedLayer) and each.weight_quant.chosen is None:
+            each.set_bias_shift(None)
 
 
-class Means:
+class BiasCorrection:
     """The means of what layers read, while `with` lasts."""
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [each for each in model.modules() if isinstance(each, QuantizedWeighted) and each.kind in KINDS]
-        self.layers = [each for each in layers if each.folded()[1] is not None]
+        layers = [each for each in model.modules() if isinstance(each, QuantizedLayer) and each.kind in CORRECTED_KINDS]
+        self.layers = [each for each in layers if each.fold_norm()[1] is not None]
         self.sums: list[Tensor | None] = [None for _ in self.layers]
         self.counts = [0 for _ in self.layers]
         self.sizes: list[tuple[int, ...]] = [() for _ in self.layers]  # of the first picture
         self.hooks: list[Any] = []
 
-    def __enter__(self) -> "Means":
+    def __enter__(self) -> "BiasCorrection":
         for index, layer in enumerate(self.layers):
             self.hooks.append(layer.register_forward_pre_hook(self._hook(index)))
         return self
@@ -47,7 +47,7 @@ class Means:
             hook.remove()
         if error is None:  # else the model is as it was
             for layer in self.layers:
-                layer.shift_bias(None)
+                layer.set_bias_shift(None)
 
     def _hook(self, index: int) -> Any:
         layer = self.layers[index]
@@ -89,14 +89,14 @@ class Means:
             quant = layer.weight_quant
             if found is None or not quant.frozen or quant.quantizer.is_disabled():
                 continue
-            weight, _ = layer.folded()
-            values = layer.canonical(quant.values(layer.deployed().codes, weight.dtype))
+            weight, _ = layer.fold_norm()
+            values = layer.to_output_first(quant.values(layer.get_deployed().codes, weight.dtype))
             mean = (found / count).to(weight)
             if layer.kind == "linear":
-                shift = run_with(layer.operation, mean[None], weight - values, None)[0]
+                shift = run_with_weight(layer.operation, mean[None], weight - values, None)[0]
             else:
                 picture = mean.view(1, -1, *(1 for _ in sizes)).expand(1, -1, *sizes)
-                shift = run_with(layer.operation, picture, weight - values, None).flatten(2).mean(2)[0]
+                shift = run_with_weight(layer.operation, picture, weight - values, None).flatten(2).mean(2)[0]
             if bool(torch.isfinite(shift).all()):
-                layer.shift_bias(shift)
-                layer.is_corrected = True
+                layer.set_bias_shift(shift)
+                layer.has_bias_correction = True

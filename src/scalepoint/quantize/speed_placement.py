@@ -20,23 +20,23 @@ from scalepoint.graph import Operation
 from scalepoint.operation_coverage import OperationState
 from scalepoint.patterns import Point, get_kind
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.cost import batch_share, output_pixels, shape_of
-from scalepoint.quantize.parts import kind_of_part, weight_shape
-from scalepoint.quantize.placement import Decision, PlacementContext, unpacked
+from scalepoint.quantize.macs import count_output_positions, get_example_share, get_shape
+from scalepoint.quantize.operations import get_part_kind, get_weight_shape
+from scalepoint.quantize.placement import Decision, PlacementContext, make_stored_weight_spec
 from scalepoint.targets import Target
 from scalepoint.targets.kernel_times import KernelTimes, ProductShape, load_kernel_times
 
-SMALLEST = 15e-6  # seconds of all products: below, the call itself weighs more than any layer
-LEAST_GAIN = 0.03  # of the predicted time: less is within what a prediction can tell
-INT8, FLOAT = 0, 1  # the two ends of the cut
-NOTHING = 1e-12  # seconds
-ROUNDING = 1e-6
-DEQUANTIZED = 2e-9  # seconds a weight, at each run, where a runtime fuses float over stored codes
+MIN_NETWORK_SECONDS = 15e-6  # seconds of all products: below, the call itself weighs more than any layer
+MIN_GAIN = 0.03  # of the predicted time: less is within what a prediction can tell
+INT8_SIDE, FLOAT_SIDE = 0, 1  # the two ends of the cut
+MIN_SECONDS = 1e-12  # seconds
+RELATIVE_TOLERANCE = 1e-6
+DEQUANTIZE_SECONDS_PER_WEIGHT = 2e-9  # seconds a weight, at each run, where a runtime fuses float over stored codes
 FASTER = "faster in float, by the times of such kernels"
 NEIGHBOURS_FASTER = (
     "its neighbours are faster in float, and converting to int8 and back would cost more than int8 gains here"
 )
-LAYOUT = 2.0  # passes over a tensor at a border: integer kernels have channels last, float ones in blocks
+LAYOUT_PASSES = 2.0  # passes over a tensor at a border: integer kernels have channels last, float ones in blocks
 
 
 def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decision]) -> Sequence[Decision]:
@@ -49,29 +49,33 @@ def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decis
         return decisions
     tables = [load_kernel_times(name) for name in target.kernel_tables]
     kept = [each for each in decisions if each.weight is not None and each.weight.n_bits < 8]  # asked for, to be small
-    kept += [each for table in tables for each in _priced(model, decisions, table, target).unknown]
-    views = [_View(model, decisions, table, target, kept) for table in tables]
-    if not views or max(view.all_float for view in views) < SMALLEST:
+    kept += [each for table in tables for each in _build_problem(model, decisions, table, target).unknown]
+    views = [CpuModel(model, decisions, table, target, kept) for table in tables]
+    if not views or max(view.all_float for view in views) < MIN_NETWORK_SECONDS:
         return decisions
-    in_float = _least_regret(views)
+    in_float = _choose_float_layers(views)
     if (
         len(in_float) == len(views[0].free) and not target.dequantizes_weights_on_load
     ):  # nothing wins: make at least one weight small
-        heaviest = max(in_float, key=lambda each: prod(weight_shape(each.site.part)) if each.site.role else 0)
-        in_float = _least_regret([_View(model, decisions, table, target, [*kept, heaviest]) for table in tables])
-    if max(1 - view.seconds(in_float) / view.seconds([]) for view in views) < LEAST_GAIN:
+        heaviest = max(in_float, key=lambda each: prod(get_weight_shape(each.site.part)) if each.site.role else 0)
+        in_float = _choose_float_layers(
+            [CpuModel(model, decisions, table, target, [*kept, heaviest]) for table in tables]
+        )
+    if max(1 - view.seconds(in_float) / view.seconds([]) for view in views) < MIN_GAIN:
         return decisions
-    replaced = {id(decision): _in_float(decision, views, config, target) for decision in in_float}
+    replaced = {id(decision): _make_float_decision(decision, views, config, target) for decision in in_float}
     return [replaced.get(id(decision), decision) for decision in decisions]
 
 
-def _in_float(decision: Decision, views: Sequence["_View"], config: QuantConfig, target: Target) -> Decision:
+def _make_float_decision(
+    decision: Decision, views: Sequence["CpuModel"], config: QuantConfig, target: Target
+) -> Decision:
     # The report shows the times of the CPU on which int8 loses most.
     times = max((view.prices[id(decision)] for view in views), key=lambda price: price[1] - price[0])
     is_slower = times[1] > times[0]
     return replace(
         decision,
-        weight=unpacked(decision.site, config, target) if target.dequantizes_weights_on_load else None,
+        weight=make_stored_weight_spec(decision.site, config, target) if target.dequantizes_weights_on_load else None,
         points=(),
         state=OperationState.FLOAT,
         reason=FASTER if is_slower else NEIGHBOURS_FASTER,
@@ -81,7 +85,7 @@ def _in_float(decision: Decision, views: Sequence["_View"], config: QuantConfig,
     )
 
 
-class _View:
+class CpuModel:
     """The prices of one CPU."""
 
     def __init__(
@@ -92,7 +96,7 @@ class _View:
         target: Target,
         kept: Sequence[Decision],
     ) -> None:
-        self.priced = partial(_priced, model, decisions, table, target)
+        self.priced = partial(_build_problem, model, decisions, table, target)
         self.kept = kept
         first = self.priced(kept)
         self.prices, self.free = first.prices, list(first.decisions.values())
@@ -109,38 +113,38 @@ class _View:
         return self.priced([each for each in self.free if id(each) not in held], left).solved()[0]
 
 
-def _least_regret(views: Sequence[_View]) -> list[Decision]:
+def _choose_float_layers(views: Sequence[CpuModel]) -> list[Decision]:
     """What is float: on no CPU slower than all in float, and nowhere much slower than the best of that CPU.
 
     Candidates are the best of each, none, all that may be, and what is float on any: with its neighbours, until no CPU
     wants more.
     """
     free = views[0].free
-    joint = _together(free, [view.best for view in views])
-    while len(more := _together(free, [view.beside(joint) for view in views])) > len(joint):
+    joint = _in_graph_order(free, [view.best for view in views])
+    while len(more := _in_graph_order(free, [view.beside(joint) for view in views])) > len(joint):
         joint = more
     kept = set(map(id, views[0].kept))
     every = [each for each in free if id(each) not in kept]
     candidates = [view.best for view in views] + [joint, [], every]
-    floors = [max(view.least, NOTHING) for view in views]
+    floors = [max(view.least, MIN_SECONDS) for view in views]
     plain = [view.seconds(every) for view in views]
 
     def cost(left: Sequence[Decision]) -> tuple[bool, float, int]:
         taken = [view.seconds(left) for view in views]
-        is_slower = any(own > limit * (1 + ROUNDING) for own, limit in zip(taken, plain, strict=True))
+        is_slower = any(own > limit * (1 + RELATIVE_TOLERANCE) for own, limit in zip(taken, plain, strict=True))
         return is_slower, max(own / floor for own, floor in zip(taken, floors, strict=True)), len(left)
 
     return min(candidates, key=cost)
 
 
-def _together(free: Sequence[Decision], lists: Sequence[Sequence[Decision]]) -> list[Decision]:
+def _in_graph_order(free: Sequence[Decision], lists: Sequence[Sequence[Decision]]) -> list[Decision]:
     """All of these, in the order of the graph."""
     named = {id(each) for each_list in lists for each in each_list}
     return [each for each in free if id(each) in named]
 
 
 @dataclass
-class _Cut:
+class MinCut:
     """Edges with capacities; 0 and 1 are the ends."""
 
     edges: list[dict[int, float]] = field(default_factory=lambda: [{}, {}])
@@ -159,18 +163,18 @@ class _Cut:
         """The least sum of edges that are cut, and what is float then; of equal cuts that with the least float."""
         paid = 0.0
         while True:
-            before = {INT8: INT8}
-            pending = deque([INT8])
-            while pending and FLOAT not in before:
+            before = {INT8_SIDE: INT8_SIDE}
+            pending = deque([INT8_SIDE])
+            while pending and FLOAT_SIDE not in before:
                 node = pending.popleft()
                 for end, room in self.edges[node].items():
-                    if room > NOTHING and end not in before:
+                    if room > MIN_SECONDS and end not in before:
                         before[end] = node
                         pending.append(end)
-            if FLOAT not in before:
+            if FLOAT_SIDE not in before:
                 return paid, self._reaching_float()
-            path, node = [], FLOAT
-            while node != INT8:
+            path, node = [], FLOAT_SIDE
+            while node != INT8_SIDE:
                 path.append((before[node], node))
                 node = before[node]
             least = min(self.edges[one][two] for one, two in path)
@@ -180,21 +184,21 @@ class _Cut:
                 self.edges[two][one] += least
 
     def _reaching_float(self) -> set[int]:
-        found, pending = {FLOAT}, [FLOAT]
+        found, pending = {FLOAT_SIDE}, [FLOAT_SIDE]
         while pending:
             end = pending.pop()
             for node in self.edges[end]:
-                if node not in found and self.edges[node][end] > NOTHING:
+                if node not in found and self.edges[node][end] > MIN_SECONDS:
                     found.add(node)
                     pending.append(node)
         return found
 
 
 @dataclass
-class _Priced:
+class CutProblem:
     """The graph as a cut: a variable for each layer that may be either, and for what only moves values."""
 
-    cut: _Cut
+    cut: MinCut
     variables: dict[int, int]  # id of a decision -> its node in the cut
     prices: dict[int, tuple[float, float]]  # id of a decision -> seconds in float, in int8
     decisions: dict[int, Decision]
@@ -206,18 +210,18 @@ class _Priced:
         return paid, [self.decisions[key] for key, node in self.variables.items() if node in in_float]
 
 
-def _priced(
+def _build_problem(
     model: fx.GraphModule,
     decisions: Sequence[Decision],
     table: KernelTimes,
     target: Target,
     kept: Sequence[Decision] = (),
     left: Sequence[Decision] = (),
-) -> _Priced:
+) -> CutProblem:
     """The prices of all that is to be quantized, of which some is kept in int8, and some left in float."""
     held, unheld = set(map(id, kept)), set(map(id, left))
-    cut, share = _Cut(), batch_share(model)
-    priced = _Priced(cut, {}, {}, {})
+    cut, share = MinCut(), get_example_share(model)
+    priced = CutProblem(cut, {}, {}, {})
     gives: dict[fx.Node, int] = {}  # what a tensor is on
     takes: dict[fx.Node, int] = {}
     fused: list[
@@ -226,30 +230,30 @@ def _priced(
     for decision in decisions:
         if decision.state != OperationState.QUANTIZED or not decision.points:
             continue
-        known = _price(decision, table, share)
+        known = _predict_seconds(decision, table, share)
         price = known or (0.0, 0.0)
         priced.unknown += [decision] if known is None else []
         node = priced.variables[id(decision)] = takes[decision.site.node] = cut.node()
         priced.prices[id(decision)], priced.decisions[id(decision)] = price, decision
-        cut.edge(INT8, node, inf if known is None or id(decision) in held else price[0])
-        cut.edge(node, FLOAT, inf if id(decision) in unheld else price[1])
+        cut.edge(INT8_SIDE, node, inf if known is None or id(decision) in held else price[0])
+        cut.edge(node, FLOAT_SIDE, inf if id(decision) in unheld else price[1])
         if any(point == Point.OUTPUT for point, _, _ in decision.points):
             gives[decision.site.node] = node
-        elif "relu" in map(kind_of_part, decision.site.fused.parts.values()):
-            price_of_float = prod(weight_shape(decision.site.part)) * DEQUANTIZED
+        elif "relu" in map(get_part_kind, decision.site.fused.parts.values()):
+            price_of_float = prod(get_weight_shape(decision.site.part)) * DEQUANTIZE_SECONDS_PER_WEIGHT
             fused += [(decision.site.node, user, price_of_float) for user in decision.site.node.users]
     for node in model.graph.nodes:
         if get_kind(node) in target.same_scale_kinds and node not in takes and node.op != "placeholder":
             gives[node] = takes[node] = cut.node()
     for tensor, user, cost in fused:
-        cut.edge(takes[tensor], takes.get(user, FLOAT), cost)
-    _price_borders(model, cut, gives, takes, table, share)
+        cut.edge(takes[tensor], takes.get(user, FLOAT_SIDE), cost)
+    _add_conversions(model, cut, gives, takes, table, share)
     return priced
 
 
-def _price_borders(
+def _add_conversions(
     model: fx.GraphModule,
-    cut: _Cut,
+    cut: MinCut,
     gives: dict[fx.Node, int],
     takes: dict[fx.Node, int],
     table: KernelTimes,
@@ -257,29 +261,29 @@ def _price_borders(
 ) -> None:
     for tensor in model.graph.nodes:
         readers = [user for user in tensor.users if user.op != "output" or tensor in gives]
-        shape = shape_of(tensor)
+        shape = get_shape(tensor)
         if shape is None or not readers or (tensor not in gives and not any(user in takes for user in readers)):
             continue
-        elements = int(LAYOUT * prod(shape) * share)
-        own = gives.get(tensor, FLOAT)
+        elements = int(LAYOUT_PASSES * prod(shape) * share)
+        own = gives.get(tensor, FLOAT_SIDE)
         copy = cut.node()  # the codes of the tensor: made once for all that read them
         cut.edge(copy, own, table.move_seconds("quantize", elements))
         for user in readers:
-            end = takes.get(user, FLOAT)
-            cut.edge(end, copy, inf if end != FLOAT else 0.0)
-            cut.edge(own, end, table.move_seconds("dequantize", elements) if own != FLOAT else 0.0)
+            end = takes.get(user, FLOAT_SIDE)
+            cut.edge(end, copy, inf if end != FLOAT_SIDE else 0.0)
+            cut.edge(own, end, table.move_seconds("dequantize", elements) if own != FLOAT_SIDE else 0.0)
 
 
-def _price(decision: Decision, table: KernelTimes, share: float) -> tuple[float, float] | None:
+def _predict_seconds(decision: Decision, table: KernelTimes, share: float) -> tuple[float, float] | None:
     """Seconds in float and in int8; None where the shapes or kernels like it are not known."""
     site = decision.site
-    source, made = shape_of(site.operands[0][1]) if site.operands else None, shape_of(site.node)
+    source, made = get_shape(site.operands[0][1]) if site.operands else None, get_shape(site.node)
     if source is None or made is None:
         return None
     if site.role is None:
         cost = table.move_seconds("add", int(prod(made) * share))
         return cost, cost
-    weight = weight_shape(site.part)
+    weight = get_weight_shape(site.part)
     if site.kind == "linear":
         turned = isinstance(site.part, Operation) and site.part.has_transposed_weight
         inputs, outputs = weight if turned else weight[::-1]
@@ -287,7 +291,7 @@ def _price(decision: Decision, table: KernelTimes, share: float) -> tuple[float,
     if site.kind != "conv" or len(weight) < 3:
         return None
     groups = max(1, source[1] // weight[1])
-    pixels = max(1, int(output_pixels(site.part, source, weight) * share))
+    pixels = max(1, int(count_output_positions(site.part, source, weight) * share))
     return table.product_seconds(
         ProductShape("conv", source[1], weight[0], pixels, max(weight[2:]), groups, len(weight) - 2)
     )

@@ -11,23 +11,23 @@ from scalepoint.graph.kinds import PRODUCTS_WITH_ADDEND, WEIGHTLESS_PRODUCTS
 from scalepoint.graph.nodes import get_fake_tensor, get_info
 from scalepoint.graph.operations import Slot, get_tensors
 from scalepoint.graph.origin import get_origin
-from scalepoint.quantize.parts import MULTIPLIES, weight_shape
+from scalepoint.quantize.operations import WEIGHT_PRODUCTS, get_weight_shape
 
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
-def shape_of(node: fx.Node) -> Shape | None:
+def get_shape(node: fx.Node) -> TensorShape | None:
     """The sizes of a tensor for the example inputs; those that depend on values were seen in a run."""
     value = get_fake_tensor(node)
-    extents = () if value is None else tuple(map(_extent, value.shape))
+    extents = () if value is None else tuple(map(_to_int, value.shape))
     known = tuple(extent for extent in extents if extent is not None)
     if value is not None and len(known) == len(extents):
         return known
     return get_info(node).sizes
 
 
-def _extent(value: Any) -> int | None:
+def _to_int(value: Any) -> int | None:
     """An extent as a number: a symbolic one has the size of the example."""
     if isinstance(value, int):
         return value
@@ -35,23 +35,23 @@ def _extent(value: Any) -> int | None:
     return None if hint is None else int(hint)
 
 
-def macs_of(kind: str, part: nn.Module | None, node: fx.Node, operands: Sequence[fx.Node]) -> int | None:
+def count_macs(kind: str, part: nn.Module | None, node: fx.Node, operands: Sequence[fx.Node]) -> int | None:
     """Multiply-accumulates for the example inputs, be the weight stored or computed."""
-    shapes = [shape_of(operand) for operand in operands]
-    if kind in MULTIPLIES and part is not None:
-        return _weighted(kind, part, shapes)
+    shapes = [get_shape(operand) for operand in operands]
+    if kind in WEIGHT_PRODUCTS and part is not None:
+        return _count_weighted(kind, part, shapes)
     if kind == "grouped_linear" or kind in WEIGHTLESS_PRODUCTS:
-        return _free(kind, node, shape_of(node), shapes)
+        return _count_weightless_product(kind, node, get_shape(node), shapes)
     if kind == "attention":
-        return _attention(part, shapes)
+        return _count_attention(part, shapes)
     if kind in _GATES:
-        return _recurrent(part, operands)
+        return _count_recurrent(part, operands)
     return (get_info(node).macs or 0) if kind == "left" else 0
 
 
-def _weighted(kind: str, part: nn.Module, shapes: Sequence[Shape | None]) -> int | None:
+def _count_weighted(kind: str, part: nn.Module, shapes: Sequence[TensorShape | None]) -> int | None:
     source = shapes[0] if shapes else None
-    weight = weight_shape(part) or _computed_shape(part, shapes)
+    weight = get_weight_shape(part) or _get_computed_weight_shape(part, shapes)
     if source is None or weight is None:
         return None
     if kind == "linear":
@@ -61,22 +61,24 @@ def _weighted(kind: str, part: nn.Module, shapes: Sequence[Shape | None]) -> int
     if kind == "head":
         return source[0] * prod(weight)
     batch = source[0] if len(source) == len(weight) else 1
-    return prod(_out_sizes(part, source, weight[2:])) * batch * prod(weight)
+    return prod(_get_output_sizes(part, source, weight[2:])) * batch * prod(weight)
 
 
-def _computed_shape(part: nn.Module, shapes: Sequence[Shape | None]) -> Shape | None:
+def _get_computed_weight_shape(part: nn.Module, shapes: Sequence[TensorShape | None]) -> TensorShape | None:
     """Of a weight that comes as an input."""
     given = part.arguments.get("weight") if isinstance(part, Operation) else None
     return shapes[given.index] if isinstance(given, Slot) and given.index < len(shapes) else None
 
 
-def _free(kind: str, node: fx.Node, out: Shape | None, shapes: Sequence[Shape | None]) -> int | None:
+def _count_weightless_product(
+    kind: str, node: fx.Node, out: TensorShape | None, shapes: Sequence[TensorShape | None]
+) -> int | None:
     """A product of any two tensors: every value of the output is a sum over what both share."""
     known = [shape for shape in shapes if shape is not None]
     if out is None or not known or len(known) != len(shapes):
         return None
     if kind == "einsum":
-        return _einsum(str(node.args[0]), known)
+        return _count_einsum(str(node.args[0]), known)
     if kind == "bilinear":
         return prod(out) * known[0][-1] * known[min(1, len(known) - 1)][-1]
     if kind == "tensordot":
@@ -87,7 +89,7 @@ def _free(kind: str, node: fx.Node, out: Shape | None, shapes: Sequence[Shape | 
     return prod(out) * first[-1] * (first[0] if kind == "addbmm" else 1)
 
 
-def _einsum(equation: str, shapes: Sequence[Shape]) -> int:
+def _count_einsum(equation: str, shapes: Sequence[TensorShape]) -> int:
     """All letters together, where more than one tensor is multiplied; what an ellipsis stands for counts once."""
     terms = equation.replace(" ", "").partition("->")[0].split(",")
     extents: dict[str, int] = {}
@@ -99,7 +101,7 @@ def _einsum(equation: str, shapes: Sequence[Shape]) -> int:
     return prod(extents.values()) if len(terms) > 1 else 0
 
 
-def _out_sizes(part: nn.Module, source: Shape, kernel: Shape) -> list[int]:
+def _get_output_sizes(part: nn.Module, source: TensorShape, kernel: TensorShape) -> list[int]:
     """The spatial extents that a convolution gives; a fused pool may follow, so the group's own do not tell."""
     dims = len(kernel)
     spatial = source[-dims:]
@@ -117,12 +119,12 @@ def _out_sizes(part: nn.Module, source: Shape, kernel: Shape) -> list[int]:
     return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in rows]
 
 
-def output_pixels(part: nn.Module | None, source: Shape, weight: Shape) -> int:
+def count_output_positions(part: nn.Module | None, source: TensorShape, weight: TensorShape) -> int:
     """How many positions a convolution has in its output, all pictures of the batch together."""
-    return 0 if part is None else source[0] * prod(_out_sizes(part, source, weight[2:]))
+    return 0 if part is None else source[0] * prod(_get_output_sizes(part, source, weight[2:]))
 
 
-def _attention(part: nn.Module | None, shapes: Sequence[Shape | None]) -> int | None:
+def _count_attention(part: nn.Module | None, shapes: Sequence[TensorShape | None]) -> int | None:
     """q k^T and p v. Where it is written out the key comes transposed, and the value is the last operand."""
     known = [shape for shape in shapes if shape is not None and len(shape) > 1]
     if len(known) < 2:
@@ -134,13 +136,13 @@ def _attention(part: nn.Module | None, shapes: Sequence[Shape | None]) -> int | 
     return prod(query) * length + prod(query[:-1]) * length * value[-1]
 
 
-def _recurrent(part: nn.Module | None, operands: Sequence[fx.Node]) -> int | None:
-    source = shape_of(operands[0]) if operands else None
+def _count_recurrent(part: nn.Module | None, operands: Sequence[fx.Node]) -> int | None:
+    source = get_shape(operands[0]) if operands else None
     if source is None or part is None:
         return None
     return prod(source[:-1]) * sum(weight.numel() for weight in get_tensors(part) if weight.ndim == 2)
 
 
-def batch_share(model: fx.GraphModule) -> float:
+def get_example_share(model: fx.GraphModule) -> float:
     """The share of the recorded work that the example stands for: an example of one is captured as two."""
     return 0.5 if get_origin(model).is_widened else 1.0

@@ -9,9 +9,18 @@ from torch import nn
 
 from scalepoint import transform
 from scalepoint.operation_coverage import OperationState
-from scalepoint.quantize import QuantConfig, TensorQuantConfig, coverage, insert_qdq, load, pays, quantize, save
-from scalepoint.quantize.pays import FLOAT, INT8, _Cut
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize import (
+    QuantConfig,
+    TensorQuantConfig,
+    coverage,
+    insert_qdq,
+    load,
+    quantize,
+    save,
+    speed_placement,
+)
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.speed_placement import FLOAT_SIDE, INT8_SIDE, MinCut
 from scalepoint.targets import onnxruntime_target
 from scalepoint.targets.kernel_times import KernelTimes, ProductShape, load_kernel_times
 
@@ -137,18 +146,18 @@ def test_where_nothing_wins_and_nothing_is_unpacked_the_largest_weight_is_quanti
 def test_a_weight_that_is_multiplied_as_float_is_not_pair_safe_and_its_bias_not_rounded():
     x = torch.randn(2, 3, 64, 64)
     quantized = quantize(small().eval(), x, FIRST, forward_loop=[x], target=onnxruntime_target("avx2"))
-    layers = [module for module in quantized.modules() if isinstance(module, QuantizedWeighted)]
+    layers = [module for module in quantized.modules() if isinstance(module, QuantizedLayer)]
     assert len(layers) == 2
     for layer in layers:
-        assert layer.is_unpacked
+        assert layer.computes_in_float
         assert layer.input_stub is None
         assert layer.weight_quant.spec.to_dict()["range_calculator_cls"] == "minmax"
 
 
 def test_a_float_layer_behind_int8_reads_its_values_and_keeps_its_bias():
     quantized = quantize(Net().eval(), X, FIRST, forward_loop=[X], target=VNNI, freeze_weights=True)
-    layers = {each.weight_quant.name: each for each in quantized.modules() if isinstance(each, QuantizedWeighted)}
-    assert layers["stem.weight"].is_unpacked
+    layers = {each.weight_quant.name: each for each in quantized.modules() if isinstance(each, QuantizedLayer)}
+    assert layers["stem.weight"].computes_in_float
     assert layers["stem.weight"].bias_scale() is None
     assert layers["deep.weight"].bias_scale() is not None
 
@@ -160,15 +169,15 @@ def test_one_scale_for_a_whole_weight_is_stored_too():
 
 def chain(*prices, border=1.0, quantize_input=0.5):
     """Layers in a row, each (float, int8), with one price for every border."""
-    cut = _Cut()
+    cut = MinCut()
     nodes = [cut.node() for _ in prices]
     for node, (before, after) in zip(nodes, prices, strict=True):
-        cut.edge(INT8, node, before)
-        cut.edge(node, FLOAT, after)
+        cut.edge(INT8_SIDE, node, before)
+        cut.edge(node, FLOAT_SIDE, after)
     for one, two in pairwise(nodes):
         cut.edge(one, two, border)
         cut.edge(two, one, border)
-    cut.edge(nodes[0], FLOAT, quantize_input)
+    cut.edge(nodes[0], FLOAT_SIDE, quantize_input)
     paid, in_float = cut.solve()
     return paid, [node in in_float for node in nodes]
 
@@ -263,7 +272,7 @@ def test_a_layer_without_a_price_stays_as_asked_and_others_are_priced_all_the_sa
     known = load_kernel_times(VNNI.kernel_tables[0])
     unknown.products = {family: rows for family, rows in known.products.items() if not family.endswith("1d")}
     unknown.moves = known.moves
-    monkeypatch.setattr(pays, "load_kernel_times", lambda _: unknown)
+    monkeypatch.setattr(speed_placement, "load_kernel_times", lambda _: unknown)
     rows = inserted(model, X)
     assert rows[0].is_for_speed
     assert rows[-1].state == OperationState.QUANTIZED
@@ -292,7 +301,7 @@ def table_of(dense, depthwise):
 )
 def test_the_file_is_slower_than_float_on_no_cpu_that_was_measured(one, other, left, monkeypatch):
     tables = {"one": table_of(*one), "other": table_of(*other)}
-    monkeypatch.setattr(pays, "load_kernel_times", tables.__getitem__)
+    monkeypatch.setattr(speed_placement, "load_kernel_times", tables.__getitem__)
     layers = [nn.Conv2d(64, 64, 3, 1, 1, groups=groups) for groups in (1, 64, 1)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     for names in (("one", "other"), ("other", "one")):

@@ -18,8 +18,8 @@ from scalepoint.quantize import (
     quantize,
     save,
 )
-from scalepoint.quantize.means import Means
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.bias_correction import BiasCorrection
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.targets import onnxruntime_target
 from scalepoint.tuning import tune
 
@@ -55,7 +55,7 @@ def data():
 
 
 def layers_of(quantized):
-    return {each.weight_quant.name: each for each in quantized.modules() if isinstance(each, QuantizedWeighted)}
+    return {each.weight_quant.name: each for each in quantized.modules() if isinstance(each, QuantizedLayer)}
 
 
 def switch_off(quantized):
@@ -80,8 +80,10 @@ def means_of_errors(quantized, data):
         for batch in data:
             quantized(batch)
         for name, layer in layers_of(quantized).items():
-            weight, _ = layer.folded()
-            values = layer.canonical(layer.weight_quant.values(layer.weight_quant.codes(layer.canonical(weight))))
+            weight, _ = layer.fold_norm()
+            values = layer.to_output_first(
+                layer.weight_quant.values(layer.weight_quant.codes(layer.to_output_first(weight)))
+            )
             run = nn.functional.linear if layer.kind == "linear" else layer.operation._conv_forward
             error = run(torch.cat(seen[name]), weight - values, None)
             yield layer, (error if layer.kind == "linear" else error.flatten(2).mean(2)).mean(0)
@@ -173,7 +175,7 @@ def test_the_hooks_are_gone_afterwards_also_when_the_data_raises(model, data):
     with pytest.raises(KeyError):
         calibrate(quantized, broken, freeze_weights=True, progress=False)
     assert not any(layer._forward_pre_hooks for layer in layers_of(quantized).values())
-    assert len(Means(quantized).layers) == 5
+    assert len(BiasCorrection(quantized).layers) == 5
 
 
 def test_data_that_raises_leaves_the_shifts_of_before(model, data):
@@ -196,7 +198,7 @@ def test_a_vector_is_an_input_too():
     quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
     (layer,) = layers_of(quantized).values()
     with torch.no_grad():
-        values = layer.weight_quant.values(layer.deployed().codes)
+        values = layer.weight_quant.values(layer.get_deployed().codes)
         wanted = nn.functional.linear(torch.stack(data).mean(0), layer.weight - values)
     torch.testing.assert_close(layer.bias_shift, wanted, rtol=1e-4, atol=1e-6)
 
@@ -228,9 +230,9 @@ def test_quantize_and_deploy_give_the_same_weights_for_the_same_config(model, da
     deployed, alone = layers_of(done.model), layers_of(quantized)
     assert deployed.keys() == alone.keys()
     for name, layer in alone.items():
-        codes, bias, _ = layer.deployed()
-        assert torch.equal(codes, deployed[name].deployed()[0])
-        assert torch.equal(bias, deployed[name].deployed()[1])
+        codes, bias, _ = layer.get_deployed()
+        assert torch.equal(codes, deployed[name].get_deployed()[0])
+        assert torch.equal(bias, deployed[name].get_deployed()[1])
     with torch.no_grad():
         assert torch.equal(quantized(data[2]), done.model(data[2]))
 
@@ -255,5 +257,5 @@ def test_tuning_starts_without_the_correction_of_calibration(model, data):
 def test_deploy_corrects_biases_unless_told_not_to(model, data, tmp_path, config, expected):
     done = scalepoint.deploy(model, data[0], data, output=tmp_path, config=config, smoke=True, progress=False)
     layers = layers_of(done.model).values()
-    assert {layer.bias_shift is not None for layer in layers if layer.folded()[1] is not None} == {expected}
+    assert {layer.bias_shift is not None for layer in layers if layer.fold_norm()[1] is not None} == {expected}
     assert done.verification.holds

@@ -18,28 +18,30 @@ from scalepoint.graph.nodes import get_fake_tensor, get_kind, inherit_meta
 from scalepoint.graph.tree import ModuleTree
 from scalepoint.migration_report import MigrationReport, MigrationRow
 from scalepoint.operation_coverage import OperationState
-from scalepoint.quantize.placement import Decision, Site
-from scalepoint.quantize.smooth import is_computed, shared_parameters, weight_of
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.placement import Decision, QuantizationSite
+from scalepoint.quantize.quantizers import QuantStub
+from scalepoint.quantize.smooth import find_shared_parameters, get_linear_weight, has_computed_weight
 from scalepoint.spec import PerTensorGranularity
 
-ROWS = 512  # of each half of the data, by which thresholds are compared
-STEPS = tuple(step / 2 for step in range(13))  # thresholds: the largest value / 2^step; the first leaves all as it is
-CLEAR = 0.7  # of the error before: what is less of a gain is not worth another factor
-LARGEST = 8.0  # exponent of a factor
-NAME = "outliers"
-AXES = 3  # of tokens: with four, and of some vectors, OpenVINO computed other values than the simulation
-FROM_INTEGERS = ("conv", "adaptive_avg_pool", "avg_pool", "cat")
+MAX_ROWS = 512  # of each half of the data, by which thresholds are compared
+THRESHOLD_STEPS = tuple(
+    step / 2 for step in range(13)
+)  # thresholds: the largest value / 2^step; the first leaves all as it is
+MAX_ERROR_RATIO = 0.7  # of the error before: what is less of a gain is not worth another factor
+MAX_EXPONENT = 8.0  # exponent of a factor
+MIGRATION_NAME = "outliers"
+TOKEN_AXES = 3  # of tokens: with four, and of some vectors, OpenVINO computed other values than the simulation
+INTEGER_OUTPUT_KINDS = ("conv", "adaptive_avg_pool", "avg_pool", "cat")
 
 
-class Factors(nn.Module):
+class ChannelFactors(nn.Module):
     """x * weight, one value a channel of the last axis; ones until calibration has looked at the data."""
 
     def __init__(self, channels: int, readers: Sequence[nn.Module], like: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", torch.ones(channels, dtype=like.dtype, device=like.device))
         self.register_buffer("is_settled", torch.tensor(False))
-        self.refers: dict[str, Any] = {"readers": list(readers)}  # they stay where they live in the model
+        self.module_refs: dict[str, Any] = {"readers": list(readers)}  # they stay where they live in the model
         self.name = ""
 
     weight: Tensor
@@ -47,18 +49,18 @@ class Factors(nn.Module):
 
     @property
     def readers(self) -> list[nn.Module]:
-        readers: list[nn.Module] = self.refers["readers"]
+        readers: list[nn.Module] = self.module_refs["readers"]
         return readers
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
 
     @torch.no_grad()
-    def take(self, factors: Tensor) -> None:
+    def set_factors(self, factors: Tensor) -> None:
         """Divide by these from now on, and multiply the columns of the readers by them."""
         self.weight.copy_(1 / factors)
         for reader in self.readers:
-            weight = weight_of(reader)
+            weight = get_linear_weight(reader)
             weight.mul_(factors.to(weight))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -71,24 +73,24 @@ class Factors(nn.Module):
         return f"{self.name}, {self.weight.numel()} channels, {int((self.weight != 1).sum())} of them scaled"
 
 
-def add_factors(model: fx.GraphModule, tree: ModuleTree, decisions: Sequence[Decision]) -> None:
+def insert_channel_factors(model: fx.GraphModule, tree: ModuleTree, decisions: Sequence[Decision]) -> None:
     """Before each stub that quantized linear layers alone read, whose columns can take the inverse."""
     by_node = {decision.site.node: decision for decision in decisions}
-    shared = shared_parameters([decision.site for decision in decisions])
+    shared = find_shared_parameters([decision.site for decision in decisions])
     calls = [node for node in model.graph.nodes if get_kind(node) == "quant"]
     targets = [str(node.target) for node in calls]
     for stub in calls:
         module = model.get_submodule(str(stub.target))
-        readers = _readers(stub, by_node, shared)
+        readers = _find_linear_readers(stub, by_node, shared)
         value = get_fake_tensor(stub)
-        if not readers or targets.count(str(stub.target)) > 1 or not _is_free(module):
+        if not readers or targets.count(str(stub.target)) > 1 or not _has_one_calibrated_scale(module):
             continue
-        if value is None or value.ndim != AXES:
+        if value is None or value.ndim != TOKEN_AXES:
             continue
-        if _comes_from_integers(stub, by_node):
+        if _comes_from_integer_kernel(stub, by_node):
             continue
         parts = [site.part for site in readers if site.part is not None]
-        factors = Factors(weight_of(parts[0]).shape[1], parts, weight_of(parts[0]))
+        factors = ChannelFactors(get_linear_weight(parts[0]).shape[1], parts, get_linear_weight(parts[0]))
         name = tree.add(f"{str(stub.target).removesuffix('_quant')}_factors", factors)
         factors.name = str(stub.target)
         with model.graph.inserting_before(stub):
@@ -97,7 +99,9 @@ def add_factors(model: fx.GraphModule, tree: ModuleTree, decisions: Sequence[Dec
         stub.replace_input_with(stub.args[0], node)
 
 
-def _readers(stub: fx.Node, by_node: Mapping[fx.Node, Decision], shared: set[int]) -> list[Site]:
+def _find_linear_readers(
+    stub: fx.Node, by_node: Mapping[fx.Node, Decision], shared: set[int]
+) -> list[QuantizationSite]:
     """The linear layers, where nothing else reads the stub and all of their columns can be scaled; else nothing."""
     found = []
     for user in stub.users:
@@ -107,35 +111,37 @@ def _readers(stub: fx.Node, by_node: Mapping[fx.Node, Decision], shared: set[int
         site = decision.site
         if site.kind != "linear" or site.part is None or [arg for arg in user.args if arg is stub] != [user.args[0]]:
             return []
-        if is_computed(site.part) or weight_of(site.part).data_ptr() in shared:
+        if has_computed_weight(site.part) or get_linear_weight(site.part).data_ptr() in shared:
             return []
         found.append(site)
     return found
 
 
-def _is_free(module: nn.Module) -> bool:
+def _has_one_calibrated_scale(module: nn.Module) -> bool:
     """Whether calibration finds one scale for the tensor."""
     is_plain = isinstance(module, QuantStub) and isinstance(module.spec.granularity, PerTensorGranularity)
     return is_plain and not module.is_fixed and not module.quantizer.grid.format.is_float  # type: ignore[union-attr]
 
 
-def _comes_from_integers(stub: fx.Node, by_node: Mapping[fx.Node, Decision]) -> bool:
+def _comes_from_integer_kernel(stub: fx.Node, by_node: Mapping[fx.Node, Decision]) -> bool:
     """Whether an integer kernel gives the tensor, as it is or moved: then it takes the quantizer itself."""
     source = stub.all_input_nodes[0]
-    while source.all_input_nodes and source not in by_node and get_kind(source) not in FROM_INTEGERS:
+    while source.all_input_nodes and source not in by_node and get_kind(source) not in INTEGER_OUTPUT_KINDS:
         if len(source.all_input_nodes) > 1:
             return False
         source = source.all_input_nodes[0]
     decision = by_node.get(source)
-    return get_kind(source) in FROM_INTEGERS or (decision is not None and decision.site.kind in FROM_INTEGERS)
+    return get_kind(source) in INTEGER_OUTPUT_KINDS or (
+        decision is not None and decision.site.kind in INTEGER_OUTPUT_KINDS
+    )
 
 
-def open_factors(model: nn.Module) -> list[Factors]:
+def find_unset_factors(model: nn.Module) -> list[ChannelFactors]:
     """Those that no data has been looked at for."""
-    return [module for module in model.modules() if isinstance(module, Factors) and not bool(module.is_settled)]
+    return [module for module in model.modules() if isinstance(module, ChannelFactors) and not bool(module.is_settled)]
 
 
-class Half:
+class DataHalf:
     """One half of the data: the extremes of every channel, and some of its rows."""
 
     def __init__(self) -> None:
@@ -146,7 +152,7 @@ class Half:
     def take(self, rows: Tensor) -> None:
         self.low, self.high = torch.minimum(self.low, rows.amin(0)), torch.maximum(self.high, rows.amax(0))
         self.kept.append(rows[:: self.step].clone())
-        while sum(map(len, self.kept)) > ROWS:
+        while sum(map(len, self.kept)) > MAX_ROWS:
             self.kept, self.step = [torch.cat(self.kept)[::2]], self.step * 2
 
     @property
@@ -154,11 +160,11 @@ class Half:
         return torch.maximum(self.high, -self.low)
 
 
-class Seen:
+class ChannelStatistics:
     """What passed one place: batches go to one half and to the other in turns, a single one is split."""
 
     def __init__(self) -> None:
-        self.halves = (Half(), Half())
+        self.halves = (DataHalf(), DataHalf())
         self.first: Tensor | None = None
         self.count = 0
 
@@ -174,21 +180,21 @@ class Seen:
         self.halves[self.count % 2].take(value.reshape(-1, value.shape[-1]))
         self.count += 1
 
-    def split(self) -> tuple[Half, Half] | None:
+    def split(self) -> tuple[DataHalf, DataHalf] | None:
         """Both halves; None where all of the data was one row."""
         if self.count > 1:
             return self.halves
         if self.first is None:
             return None
-        halves = (Half(), Half())
+        halves = (DataHalf(), DataHalf())
         for half, part in zip(halves, self.first.tensor_split(2), strict=True):
             half.take(part.reshape(-1, part.shape[-1]))
         return halves
 
 
-def even_out(open_ones: Sequence[Factors], run: Callable[[str], Any]) -> MigrationReport:
+def scale_outlier_channels(open_ones: Sequence[ChannelFactors], run: Callable[[str], Any]) -> MigrationReport:
     """Look at the data once, and scale what stands out where that makes the error on the other half clearly smaller."""
-    seen = {id(each): Seen() for each in open_ones}
+    seen = {id(each): ChannelStatistics() for each in open_ones}
     handles = [each.register_forward_hook(seen[id(each)].observe) for each in open_ones]
     try:
         run("looking for outliers")
@@ -199,41 +205,46 @@ def even_out(open_ones: Sequence[Factors], run: Callable[[str], Any]) -> Migrati
     for each in open_ones:
         halves = seen.pop(id(each)).split()
         each.is_settled.fill_(True)
-        found = None if halves is None else chosen(halves, [weight_of(reader) for reader in each.readers])
+        found = (
+            None if halves is None else choose_factors(halves, [get_linear_weight(reader) for reader in each.readers])
+        )
         if found is None:
             continue
         factors, gain = found
-        each.take(factors.to(each.weight.device))
+        each.set_factors(factors.to(each.weight.device))
         count = int((factors > 1).sum())
         note = (
             f"{count} of {len(factors)} channels divided by up to {float(factors.max()):g}, error {gain:.2f} of before"
         )
-        rows.append(MigrationRow(NAME, each.name, True, note))
+        rows.append(MigrationRow(MIGRATION_NAME, each.name, True, note))
     return MigrationReport(tuple(rows))
 
 
 @torch.no_grad()
-def chosen(halves: tuple[Half, Half], weights: Sequence[Tensor]) -> tuple[Tensor, float] | None:
+def choose_factors(halves: tuple[DataHalf, DataHalf], weights: Sequence[Tensor]) -> tuple[Tensor, float] | None:
     """The factors with the least error, and that against the error without; None where nothing is clearly better."""
     stacked = torch.cat([weight.detach().float().cpu() for weight in weights])
-    errors = {step: sum(held_out_error(halves[i], halves[1 - i], stacked, step) for i in (0, 1)) for step in STEPS}
-    best = min(STEPS, key=lambda step: errors[step])
-    if errors[best] >= CLEAR * errors[0.0]:
+    errors = {
+        step: sum(compute_held_out_error(halves[i], halves[1 - i], stacked, step) for i in (0, 1))
+        for step in THRESHOLD_STEPS
+    }
+    best = min(THRESHOLD_STEPS, key=lambda step: errors[step])
+    if errors[best] >= MAX_ERROR_RATIO * errors[0.0]:
         return None
     largest = torch.maximum(halves[0].largest, halves[1].largest)
-    return factors_of(largest, best), errors[best] / errors[0.0]
+    return compute_factors(largest, best), errors[best] / errors[0.0]
 
 
-def factors_of(largest: Tensor, step: float) -> Tensor:
+def compute_factors(largest: Tensor, step: float) -> Tensor:
     threshold = (largest.amax() * 2.0**-step).clamp(min=torch.finfo(torch.float32).tiny)
-    factors: Tensor = (largest / threshold).clamp(min=1).log2().ceil().clamp(max=LARGEST).exp2()
+    factors: Tensor = (largest / threshold).clamp(min=1).log2().ceil().clamp(max=MAX_EXPONENT).exp2()
     return factors
 
 
-def held_out_error(fitted: Half, other: Half, weight: Tensor, step: float) -> float:
+def compute_held_out_error(fitted: DataHalf, other: DataHalf, weight: Tensor, step: float) -> float:
     """Of the outputs for the rows of the other half: rounding and clipping of x, with what one column counts, plus
     rounding of W diag(f)."""
-    factors = factors_of(fitted.largest, step).cpu()
+    factors = compute_factors(fitted.largest, step).cpu()
     low, high = float((fitted.low.cpu() / factors).amin()), float((fitted.high.cpu() / factors).amax())
     width = max((high - low) / 255, torch.finfo(torch.float32).tiny)
     rows = torch.cat(other.kept).cpu()

@@ -16,8 +16,8 @@ from scalepoint.quantize import (
     quantize,
     save,
 )
-from scalepoint.quantize.stubs import WeightFakeQuantize
-from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import WeightFakeQuantize
 from scalepoint.targets import onnxruntime_target
 from tests.errors import raises
 
@@ -62,7 +62,7 @@ def row(model, name="words"):
 
 
 def table_of(model):
-    return next(each for each in model.modules() if isinstance(each, QuantizedWeighted) and each.kind == "embedding")
+    return next(each for each in model.modules() if isinstance(each, QuantizedLayer) and each.kind == "embedding")
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
@@ -143,7 +143,7 @@ def test_a_table_that_scales_its_rows_stays_float():
 def test_what_is_looked_up_is_code_times_scale_and_the_row_of_zeros_stays():
     quantized = made(words())
     table = table_of(quantized)
-    codes, scale = table.deployed().codes, table.weight_quant.scale
+    codes, scale = table.get_deployed().codes, table.weight_quant.scale
     given = torch.arange(ROWS)
     with torch.no_grad():
         assert torch.equal(table(given), codes.float() * scale[:, None])
@@ -184,12 +184,12 @@ def test_training_moves_the_rows_that_were_read():
 def test_a_tied_head_and_its_table_have_one_quantizer(cpu):
     quantized = made(words(tied=True), target=onnxruntime_target(cpu))
     table = table_of(quantized)
-    assert len(table.sharing) == 2
-    assert {each.kind for each in table.sharing} == {"embedding", "linear"}
+    assert len(table.sharing_layers) == 2
+    assert {each.kind for each in table.sharing_layers} == {"embedding", "linear"}
     quantizers = [each for each in quantized.modules() if isinstance(each, WeightFakeQuantize)]
     assert len(quantizers) == 2  # of the table with the head, and of the layer
 
 
 def test_a_head_in_blocks_has_codes_of_its_own():
     quantized = made(words(tied=True), QuantConfig.weight_only("int4", 32))
-    assert len(table_of(quantized).sharing) == 1
+    assert len(table_of(quantized).sharing_layers) == 1

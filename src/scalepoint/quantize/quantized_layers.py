@@ -28,17 +28,22 @@ from scalepoint.numerics import (
     round_trip_folded,
     save_codes_for_backward,
 )
-from scalepoint.quantize.parts import kind_of_part, norm_settings, owners_of, run_with
+from scalepoint.quantize.operations import get_norm_settings, get_parameter_owners, get_part_kind, run_with_weight
+from scalepoint.quantize.quantizers import (
+    QuantStub,
+    WeightFakeQuantize,
+    resize_buffers_for_loading,
+    warn_if_exported_disabled,
+)
 from scalepoint.quantize.real_tensors import RealTensors
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes, warn_if_exported_off
 from scalepoint.spec.onnx_export import in_onnx_export
 from scalepoint.spec.state import Stateful
 
-TINY = 1e-12
-LARGEST_BIAS = 2.0**30
+MIN_NORM_FACTOR = 1e-12
+MAX_BIAS_INTEGER = 2.0**30
 
 
-class Deployed(NamedTuple):
+class DeployedTensors(NamedTuple):
     """What a file holds of a layer: the codes of its weight as (out, in, ..) in their storage type, which the
     quantizer's scale and zero point belong to, and the bias; with a `bias_scale` the bias is whole numbers of it."""
 
@@ -47,7 +52,7 @@ class Deployed(NamedTuple):
     bias_scale: Tensor | None
 
 
-class _Kept(NamedTuple):
+class _EvalCache(NamedTuple):
     """Weight and bias as eval multiplies by them, and what tells that they are still right.
 
     With a `scale` (s_x * s_w, as it broadcasts against the result) both are codes, and the input is taken as codes too:
@@ -60,7 +65,7 @@ class _Kept(NamedTuple):
     scale: Tensor | None = None
 
 
-class QuantizedWeighted(Stateful):
+class QuantizedLayer(Stateful):
     """The operation and its batch norm stay where they live in the model; this module owns the weight's quantizer, and
     what an algorithm adds to the bias (`bias_shift`): both are off with the quantizer.
 
@@ -69,36 +74,36 @@ class QuantizedWeighted(Stateful):
 
     def __init__(self, operation: nn.Module, norm: nn.Module | None, quantizer: WeightFakeQuantize) -> None:
         super().__init__()
-        self.refers = {"operation": operation, "norm": norm, "input": None}  # a plain dict: not registered twice
+        self.module_refs = {"operation": operation, "norm": norm, "input": None}  # a plain dict: not registered twice
         self.weight_quant = quantizer
-        self.sharing = [self]  # all that multiply by this quantizer's weight
-        self.is_unpacked = False  # stored as codes, multiplied as floats: what stays float for speed
+        self.sharing_layers = [self]  # all that multiply by this quantizer's weight
+        self.computes_in_float = False  # stored as codes, multiplied as floats: what stays float for speed
         self.register_buffer("bias_shift", None)
         self.add_switch("is_norm_frozen", False)
-        self._weight_cache: _Kept | None = None
-        self._real: RealTensors | None = None  # for a plain ONNX export
+        self._weight_cache: _EvalCache | None = None
+        self._real_tensors: RealTensors | None = None  # for a plain ONNX export
 
-    refers: dict[str, nn.Module | None]
+    module_refs: dict[str, nn.Module | None]
     bias_shift: Tensor | None
-    is_corrected: bool = False  # whether the shift is calibration's; tuning chooses its own
+    has_bias_correction: bool = False  # whether the shift is calibration's; tuning chooses its own
 
     @property
     def operation(self) -> Any:
-        return self.refers["operation"]
+        return self.module_refs["operation"]
 
     @property
     def norm(self) -> Any:
-        return self.refers["norm"]
+        return self.module_refs["norm"]
 
     @property
     def input_stub(self) -> QuantStub | None:
         """The stub on the input, when the bias is rounded to integers of scale s_x * s_w."""
-        stub = self.refers["input"]
+        stub = self.module_refs["input"]
         return stub if isinstance(stub, QuantStub) else None
 
     @property
     def kind(self) -> str:
-        return kind_of_part(self.operation)
+        return get_part_kind(self.operation)
 
     @property
     def weight(self) -> Tensor:
@@ -120,60 +125,60 @@ class QuantizedWeighted(Stateful):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.uses_batch_statistics:
-            weight, make = self._trained(_not_zero(self.factor().detach()))
+            weight, make = self._make_training_weight(_replace_zeros(self.norm_factor().detach()))
             with save_codes_for_backward(x, weight, make):
-                y = run_with(self.operation, x, weight, self.bias)
+                y = run_with_weight(self.operation, x, weight, self.bias)
             result: Tensor = self.norm(y)
             return result
-        if not self._may_keep(x):
-            weight, bias = self._exported() if self._is_constant_here() else self._live()
+        if not self._can_use_cache(x):
+            weight, bias = self._make_export_tensors() if self._exports_constants() else self._compute_live_tensors()
             with save_codes_for_backward(x):
-                return run_with(self.operation, x, weight, bias)
+                return run_with_weight(self.operation, x, weight, bias)
         kept = self._weight_cache
-        if kept is None or kept.marks is None or kept.marks != self._marks():
+        if kept is None or kept.marks is None or kept.marks != self._get_versions():
             with torch.inference_mode(False), torch.no_grad():
-                kept = self._weight_cache = self._evaluated()
+                kept = self._weight_cache = self._build_eval_cache()
         stub = self.input_stub
         if kept.scale is None or stub is None:
-            return run_with(self.operation, x, kept.weight, kept.bias)
-        sums = run_with(self.operation, (x / stub.scale).round_(), kept.weight, None)
+            return run_with_weight(self.operation, x, kept.weight, kept.bias)
+        sums = run_with_weight(self.operation, (x / stub.scale).round_(), kept.weight, None)
         return (sums if kept.bias is None else sums.add_(kept.bias)).mul_(kept.scale)
 
-    def _trained(self, s: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
+    def _make_training_weight(self, s: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """fq(w s) / s with its gradient, and what makes it again for backward; in one pass where that is known."""
-        found = self._simple_steps(s)
+        found = self._make_row_steps(s)
         if found is not None:
             steps, places = found
             fmt, held = self.weight_quant.quantizer.grid.format, steps.map(Tensor.detach)
             made = fake_quantize_folded(self.weight, s, steps, fmt, places=places, owns_grad=True)
-            return made, self._maker(lambda weight: round_trip_folded(weight, s, held, fmt))
-        wide = self._times(self.weight, s)
-        with save_codes_for_backward(None, wide, self._maker(lambda weight: self._times(weight, s))):
-            weight = self.quantized(wide)
+            return made, self._make_recompute(lambda weight: round_trip_folded(weight, s, held, fmt))
+        wide = self._scale_channels(self.weight, s)
+        with save_codes_for_backward(None, wide, self._make_recompute(lambda weight: self._scale_channels(weight, s))):
+            weight = self.quantize_weight(wide)
         del wide
-        return self._times(weight, 1 / s), self._quantized_maker(s)
+        return self._scale_channels(weight, 1 / s), self._make_quantized_recompute(s)
 
-    def _simple_steps(self, s: Tensor) -> tuple[Steps, Tensor | None] | None:
+    def _make_row_steps(self, s: Tensor) -> tuple[Steps, Tensor | None] | None:
         """The steps of w s and the places that they clamp, as far as known, where they are learned or its extremes are
         all that they depend on, and rows are its channels; else None."""
         quant = self.weight_quant
         if is_traced(self.weight) or self.is_input_first or self.kind == "conv_transpose":
             return None
-        if not self._is_quantizing or quant.chosen is not None or not quant.goes_by_rows:
+        if not self._is_quantizing or quant.chosen is not None or not quant.depends_on_row_extremes:
             return None
-        steps = make_steps(quant.qparams_for(self.weight), quant.quantizer.grid, fixed_zero=True)
+        steps = make_steps(quant.broadcast_qparams(self.weight), quant.quantizer.grid, fixed_zero=True)
         if not self.weight.numel() or not can_fold(self.weight, steps._replace(scale=s)):
             return None
         if quant.is_learned and not quant.frozen:
-            return steps._replace(scale=quant.qparams_of(self.weight).scale), None
+            return steps._replace(scale=quant.current_qparams(self.weight).scale), None
         if quant.frozen:
             return steps._replace(scale=quant.scale.detach().clone()), None
         lines = LineExtremes.compute(self.weight.detach(), s)
-        quant.follow(lines.extremes())
+        quant.update_parameters(lines.extremes())
         steps = steps._replace(scale=quant.scale.detach().clone())
         return steps, lines.find_clamped(steps)
 
-    def _maker(self, made: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+    def _make_recompute(self, made: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
         """Makes a value of the weight again, for backward."""
         weight, name = self.weight, self.weight_quant.name
         version = weight._version
@@ -185,155 +190,163 @@ class QuantizedWeighted(Stateful):
 
         return make
 
-    def _quantized_maker(self, s: Tensor) -> Callable[[], Tensor] | None:
+    def _make_quantized_recompute(self, s: Tensor) -> Callable[[], Tensor] | None:
         """Makes the quantized weight of a training step again; None where it has no codes of its own."""
         quant = self.weight_quant
         if not self._is_quantizing or quant.chosen is not None or is_traced(self.weight):
             return None
-        qparams = quant.qparams_for(self.canonical(self.weight)).map(lambda value: value.detach().clone())
+        qparams = quant.broadcast_qparams(self.to_output_first(self.weight)).map(lambda value: value.detach().clone())
 
         def made(weight: Tensor) -> Tensor:
-            wide = quant.pruned(self.canonical(self._times(weight, s)))
-            return self._times(self.canonical(quant.quantizer.fake_quantize(wide, *qparams)), 1 / s)
+            wide = quant.apply_mask(self.to_output_first(self._scale_channels(weight, s)))
+            return self._scale_channels(self.to_output_first(quant.quantizer.fake_quantize(wide, *qparams)), 1 / s)
 
-        return self._maker(made)
+        return self._make_recompute(made)
 
-    def quantized(self, weight: Tensor) -> Tensor:
+    def quantize_weight(self, weight: Tensor) -> Tensor:
         """The weight as its codes keep it."""
-        return self.canonical(self.weight_quant(self.canonical(weight)))
+        return self.to_output_first(self.weight_quant(self.to_output_first(weight)))
 
-    def canonical(self, weight: Tensor) -> Tensor:
+    def to_output_first(self, weight: Tensor) -> Tensor:
         """A weight (out, in, ..) is what a quantizer sees, however the operation stores it; and back."""
         return weight.transpose(0, 1) if self.is_input_first else weight
 
-    def folded(self) -> tuple[Tensor, Tensor | None]:
+    def fold_norm(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias with the batch norm's statistics and affine in them, before quantization."""
         weight, bias = self.weight, self.bias
         if self.norm is None:
             return weight, bias
-        settings = norm_settings(self.norm)
-        s = self.factor()
+        settings = get_norm_settings(self.norm)
+        s = self.norm_factor()
         shift = -settings.mean if bias is None else bias - settings.mean
         shift = shift * s
-        return self._times(weight, s), shift if settings.bias is None else shift + settings.bias
+        return self._scale_channels(weight, s), shift if settings.bias is None else shift + settings.bias
 
-    def deployed(self) -> Deployed:
+    def get_deployed(self) -> DeployedTensors:
         """What runs when the quantizer is on: the one place where eval, export and tests look."""
-        weight, bias = self.folded()
-        codes, bias = self.weight_quant.codes(self.canonical(weight)), self._shifted(bias)
+        weight, bias = self.fold_norm()
+        codes, bias = self.weight_quant.codes(self.to_output_first(weight)), self._add_bias_shift(bias)
         scale = self.bias_scale()
         if bias is None or scale is None:
-            return Deployed(codes, bias, None)
-        return Deployed(codes, _whole(bias, scale), scale.expand(bias.shape))
+            return DeployedTensors(codes, bias, None)
+        return DeployedTensors(codes, _to_bias_integers(bias, scale), scale.expand(bias.shape))
 
-    def choose(self, codes: Tensor, qparams: QParams | None = None, bias_shift: Tensor | None = None) -> None:
+    def set_codes(self, codes: Tensor, qparams: QParams | None = None, bias_shift: Tensor | None = None) -> None:
         """Let these codes, as (out, in, ..), stand for the folded weight, and add a shift to its bias.
 
         `qparams` are new parameters of the weight; without, the codes are for those that it has.
         """
-        shape = self.canonical(self.weight).shape
+        shape = self.to_output_first(self.weight).shape
         if codes.shape != shape:
             raise UsageError(
                 f"{self.weight_quant.name}: codes of shape {tuple(codes.shape)}, its weight has {tuple(shape)}"
             )
-        self._real = None  # eval() looks again
+        self._real_tensors = None  # eval() looks again
         if not self.weight_quant.frozen:
             self.freeze()
-        self.weight_quant.choose(codes, qparams)
+        self.weight_quant.set_codes(codes, qparams)
         if bias_shift is not None:
-            self.shift_bias(bias_shift)
+            self.set_bias_shift(bias_shift)
 
-    def shift_bias(self, shift: Tensor | None) -> None:
+    def set_bias_shift(self, shift: Tensor | None) -> None:
         """Add this to the bias while the quantizer is on; None takes it away."""
-        if shift is not None and shift.shape != (self.channels,):
+        if shift is not None and shift.shape != (self.out_channels,):
             raise UsageError(
-                f"{self.weight_quant.name}: a shift of shape {tuple(shift.shape)} for {self.channels} output channels"
+                f"{self.weight_quant.name}: the bias shift must have one value for each of the "
+                f"{self.out_channels} output channels, got shape {tuple(shift.shape)}"
             )
-        self.is_corrected = False
-        self._real = None
+        self.has_bias_correction = False
+        self._real_tensors = None
         with torch.inference_mode(False):
             self.bias_shift = None if shift is None else shift.detach().to(torch.float32).clone()
 
-    def forget(self) -> None:
+    def discard_codes(self) -> None:
         """Let go of chosen codes, and of what is kept between calls."""
         self.weight_quant.unfreeze()
-        self._weight_cache = self._real = None
+        self._weight_cache = self._real_tensors = None
 
     @property
-    def channels(self) -> int:
+    def out_channels(self) -> int:
         """How many values an output has."""
         if self.kind == "conv_transpose":
             return int(self.weight.shape[1]) * self._groups()
-        return int(self.canonical(self.weight).shape[0])
+        return int(self.to_output_first(self.weight).shape[0])
 
-    def _shifted(self, bias: Tensor | None) -> Tensor | None:
+    def _add_bias_shift(self, bias: Tensor | None) -> Tensor | None:
         shift = self.bias_shift
         if shift is None:
             return bias
         return shift.to(self.weight.dtype) if bias is None else (bias + shift).to(bias.dtype)
 
-    def _live(self) -> tuple[Tensor, Tensor | None]:
+    def _compute_live_tensors(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias with their gradients."""
-        weight, bias = self.folded()
-        weight = self.quantized(weight)
+        weight, bias = self.fold_norm()
+        weight = self.quantize_weight(weight)
         if not self._is_quantizing:
             return weight, bias
-        bias, scale = self._shifted(bias), None if self.training else self.bias_scale()
+        bias, scale = self._add_bias_shift(bias), None if self.training else self.bias_scale()
         if bias is None or scale is None:
             return weight, bias
-        rounded = (_whole(bias, scale) * scale).to(bias.dtype)
+        rounded = (_to_bias_integers(bias, scale) * scale).to(bias.dtype)
         return weight, bias + (rounded - bias).detach()
 
-    def _real_tensors(self) -> RealTensors | None:
+    def _collect_real_tensors(self) -> RealTensors | None:
         """References to all that `deployed` reads; None where a weight is made of other parameters."""
         parts = [self.operation, *(each for each in (self.norm, self.input_stub) if each is not None)]
-        owners = [owner for part in parts for owner in owners_of(part)]
+        owners = [owner for part in parts for owner in get_parameter_owners(part)]
         whole = [self] if self.input_stub is None else [self, self.input_stub]
-        return None if any(isinstance(owner, ComputedTensor) for owner in owners) else RealTensors.of(whole, owners)
+        return (
+            None if any(isinstance(owner, ComputedTensor) for owner in owners) else RealTensors.collect(whole, owners)
+        )
 
-    def _is_constant_here(self) -> bool:
+    def _exports_constants(self) -> bool:
         """Whether torch.onnx.export records, and weight and bias can be constants of its file."""
-        return self._real is not None and self._real.fit() and not self.training and in_onnx_export()
+        return (
+            self._real_tensors is not None
+            and self._real_tensors.have_same_shapes()
+            and not self.training
+            and in_onnx_export()
+        )
 
-    def _exported(self) -> tuple[Tensor, Tensor | None]:
+    def _make_export_tensors(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in a plain ONNX export: constants, the weight behind Q/DQ where it is quantized."""
-        assert self._real is not None  # noqa: S101  # asked before
+        assert self._real_tensors is not None  # noqa: S101  # asked before
         if not self.weight_quant.enabled:
-            warn_if_exported_off()
+            warn_if_exported_disabled()
         kind = self.weight.dtype
-        values, bias = self._real.compute(lambda: self._constants(kind))
-        return (self.canonical(self.weight_quant.exported(values)) if self._is_quantizing else values), bias
+        values, bias = self._real_tensors.compute(lambda: self._compute_constants(kind))
+        return (self.to_output_first(self.weight_quant.to_qdq_nodes(values)) if self._is_quantizing else values), bias
 
-    def _constants(self, kind: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def _compute_constants(self, kind: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """What the codes stand for, or the folded weight where it is not quantized; and the bias."""
         if self._is_quantizing:
-            codes, bias, scale = self.deployed()
+            codes, bias, scale = self.get_deployed()
             values = self.weight_quant.values(codes, kind)
             bias = bias if bias is None or scale is None else bias * scale
         else:
-            values, bias = self.folded()
+            values, bias = self.fold_norm()
         return values.detach().clone(), None if bias is None else bias.detach().to(kind).clone()
 
-    def _evaluated(self) -> _Kept:
+    def _build_eval_cache(self) -> _EvalCache:
         """What eval multiplies by, from what is deployed."""
-        weight, bias = self.folded()
+        weight, bias = self.fold_norm()
         quant = self.weight_quant
         if quant.enabled and not quant.frozen and not quant.quantizer.is_disabled():
-            quant.follow(self.canonical(weight))
-        marks = self._marks()
+            quant.update_parameters(self.to_output_first(weight))
+        marks = self._get_versions()
         if not self._is_quantizing:
-            return _Kept(marks, weight, bias)
-        codes, bias, scale = self.deployed()
-        if self._multiplies_integers(weight):
-            return self._integers(marks, codes, bias)
-        values = self.canonical(quant.values(codes, weight.dtype))
-        return _Kept(marks, values, bias if bias is None or scale is None else (bias * scale).to(weight.dtype))
+            return _EvalCache(marks, weight, bias)
+        codes, bias, scale = self.get_deployed()
+        if self._multiplies_codes(weight):
+            return self._build_integer_cache(marks, codes, bias)
+        values = self.to_output_first(quant.values(codes, weight.dtype))
+        return _EvalCache(marks, values, bias if bias is None or scale is None else (bias * scale).to(weight.dtype))
 
     @property
     def _is_quantizing(self) -> bool:
         return self.weight_quant.enabled and not self.weight_quant.quantizer.is_disabled()
 
-    def _multiplies_integers(self, weight: Tensor) -> bool:
+    def _multiplies_codes(self, weight: Tensor) -> bool:
         """Whether the target's kernel multiplies integers: its sums are what is to be simulated."""
         stub, own = self.input_stub, self.weight_quant
         if self.bias_scale() is None or stub is None or self.kind not in ("linear", "conv", "head"):
@@ -344,14 +357,14 @@ class QuantizedWeighted(Stateful):
             return False
         return own.spec.qformulation == "zp" and not own.quantizer.grid.format.is_float
 
-    def _integers(self, marks: tuple[int, ...] | None, codes: Tensor, bias: Tensor | None) -> _Kept:
+    def _build_integer_cache(self, marks: tuple[int, ...] | None, codes: Tensor, bias: Tensor | None) -> _EvalCache:
         shape = (-1,) if self.kind == "linear" else (-1, *(1 for _ in codes.shape[2:]))
-        zero = self.weight_quant.qparams_for(codes).zero_point
+        zero = self.weight_quant.broadcast_qparams(codes).zero_point
         centred = codes.to(torch.float32) - (0 if zero is None else zero)
         scale = self.bias_scale()
         assert scale is not None  # noqa: S101  # asked before
         whole = None if bias is None else bias.view(shape)
-        return _Kept(marks, self.canonical(centred), whole, scale.expand(codes.shape[0]).view(shape))
+        return _EvalCache(marks, self.to_output_first(centred), whole, scale.expand(codes.shape[0]).view(shape))
 
     def bias_scale(self) -> Tensor | None:
         """s_x * s_w, one value an output channel, where the bias is kept as int32; else None."""
@@ -367,43 +380,43 @@ class QuantizedWeighted(Stateful):
         this weight fits into int32.
         """
         with torch.no_grad():
-            weight, _ = self.folded()
-            self.weight_quant.freeze(self.canonical(weight), self.least_scale())
+            weight, _ = self.fold_norm()
+            self.weight_quant.freeze(self.to_output_first(weight), self.min_scale())
 
-    def least_scale(self) -> Tensor | None:
+    def min_scale(self) -> Tensor | None:
         """Of each channel of the weight: what keeps the biases of all that multiply by it within int32."""
-        floors = [floor for each in self.sharing if (floor := each._own_least()) is not None]
-        return torch.stack(floors).amax(0) if floors and self.weight_quant.fits_channels else None
+        floors = [floor for each in self.sharing_layers if (floor := each._min_scale_for_bias()) is not None]
+        return torch.stack(floors).amax(0) if floors and self.weight_quant.has_channel_scales else None
 
-    def _own_least(self) -> Tensor | None:
-        stub, bias = self.input_stub, self._shifted(self.folded()[1])
-        return None if bias is None or stub is None else bias.abs() / (stub.scale * LARGEST_BIAS)
+    def _min_scale_for_bias(self) -> Tensor | None:
+        stub, bias = self.input_stub, self._add_bias_shift(self.fold_norm()[1])
+        return None if bias is None or stub is None else bias.abs() / (stub.scale * MAX_BIAS_INTEGER)
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        self._weight_cache = self._real = None
+        self._weight_cache = self._real_tensors = None
         is_whole = not self.weight.is_meta and not hasattr(self.weight, "full_tensor")  # one in parts is, in a forward
         if not mode and self.weight_quant.enabled and not self.weight_quant.frozen and is_whole:
             self.freeze()  # eval mode has the scales of the weight as it is now, for an export that may follow
             self.weight_quant.unfreeze()
         if not mode and is_whole:
-            self._real = self._real_tensors()
+            self._real_tensors = self._collect_real_tensors()
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._real = None  # parameters may be others now
+        self._real_tensors = None  # parameters may be others now
         return super()._apply(fn, recurse)
 
     def freeze_norm(self, frozen: bool = True) -> None:
         self.switch("is_norm_frozen", frozen)
 
-    def factor(self) -> Tensor:
+    def norm_factor(self) -> Tensor:
         """s, one value an output channel."""
-        settings = norm_settings(self.norm)
+        settings = get_norm_settings(self.norm)
         s = torch.rsqrt(settings.var + settings.eps)
         return s if settings.weight is None else settings.weight * s
 
-    def _times(self, weight: Tensor, factor: Tensor) -> Tensor:
+    def _scale_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Output channels of a weight times one value each."""
         if self.kind == "conv_transpose":
             groups = self._groups()
@@ -418,7 +431,7 @@ class QuantizedWeighted(Stateful):
         operation = self.operation
         return int(operation.arguments.get("groups", 1) if isinstance(operation, Operation) else operation.groups)
 
-    def _may_keep(self, x: Tensor) -> bool:
+    def _can_use_cache(self, x: Tensor) -> bool:
         return not (
             self.training
             or torch.is_grad_enabled()
@@ -427,7 +440,7 @@ class QuantizedWeighted(Stateful):
             or not (self.weight_quant.frozen or not self.weight_quant.is_learned)
         )
 
-    def _marks(self) -> tuple[int, ...] | None:
+    def _get_versions(self) -> tuple[int, ...] | None:
         """A number for every write to what counts; None where writes leave no trace."""
         quant = self.weight_quant
         stub = self.input_stub
@@ -436,7 +449,7 @@ class QuantizedWeighted(Stateful):
         values += [] if stub is None else [stub.scale, stub._buffers["is_enabled"]]
         values += [quant._buffers[name] for name in ("is_enabled", "is_frozen")]
         if self.norm is not None:
-            settings = norm_settings(self.norm)
+            settings = get_norm_settings(self.norm)
             values += [settings.weight, settings.bias, settings.mean, settings.var]
         known = [value for value in values if value is not None]
         if any(value.is_inference() for value in known):
@@ -444,25 +457,25 @@ class QuantizedWeighted(Stateful):
         return tuple(mark for value in known for mark in (value._version, value.data_ptr()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        self._real = None
+        self._real_tensors = None
         if prefix + "bias_shift" not in state_dict:
             self.bias_shift = None
-        take_shapes(self, ("bias_shift",), state_dict, prefix)
+        resize_buffers_for_loading(self, ("bias_shift",), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weight_cache": None, "_real": None}
+        return {**self.__dict__, "_weight_cache": None, "_real_tensors": None}
 
     def extra_repr(self) -> str:
         norm = "" if self.norm is None else f", {type(self.norm).__name__} folded in"
         return f"{self.kind} {tuple(self.weight.shape)}{norm}"
 
 
-def _whole(bias: Tensor, scale: Tensor) -> Tensor:
+def _to_bias_integers(bias: Tensor, scale: Tensor) -> Tensor:
     """A bias in whole numbers of its scale."""
     return (bias.to(torch.float32) / scale).round()
 
 
-def _not_zero(s: Tensor) -> Tensor:
+def _replace_zeros(s: Tensor) -> Tensor:
     """A channel with gamma 0 keeps its own weight: batch norm gives its bias whatever the convolution says."""
-    return torch.where(s.abs() < TINY, torch.ones_like(s), s)
+    return torch.where(s.abs() < MIN_NORM_FACTOR, torch.ones_like(s), s)
