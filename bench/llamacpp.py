@@ -31,7 +31,7 @@ from scalepoint.formats.gguf import GGUF, round_to_block_type
 from scalepoint.numerics import get_format
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.llamacpp.child import File, Llama
-from scalepoint.runtimes.serving import Served
+from scalepoint.runtimes.serving import RuntimeSession
 from scalepoint.spec import ExtendedQuantizationSpec
 from texts import parts
 
@@ -65,7 +65,7 @@ class Row:
 
 def judged(path: Path, rows: Tensor, name: str, seconds: float) -> Row:
     """Its perplexity in llama.cpp."""
-    served = Served(find_runtime("llamacpp"), path, threads=1)
+    served = RuntimeSession(find_runtime("llamacpp"), path, threads=1)
     losses = []
     for row in rows.split(1):
         (found,) = served({"input_ids": row[:, :-1].numpy()})
