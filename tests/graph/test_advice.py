@@ -42,7 +42,7 @@ class Remembers(nn.Module):
 class TestAdvice:
     @pytest.mark.parametrize("fault", ["shape", "attribute"])
     def test_a_fault_that_only_a_trace_has_is_not_blamed_on_values(self, fault):
-        with raises(CaptureError, "another way", "torch.export") as caught:
+        with raises(CaptureError, "another branch", "torch.export") as caught:
             capture(nn.Sequential(nn.Linear(8, 8), WithoutMask(fault)), torch.randn(2, 8))
         assert "independent of tensor values" not in str(caught.value)
         assert "leave=['1']" in str(caught.value)

@@ -1130,7 +1130,7 @@ class TestErrors:
         "model", [None, 3, {}, F.relu, nn.Linear], ids=["none", "int", "dict", "function", "class"]
     )
     def test_what_is_no_module_is_refused(self, model):
-        with pytest.raises(CaptureError, match=r"Module|give a model"):
+        with pytest.raises(CaptureError, match=r"Module|not a model"):
             capture(model, X)
 
     def test_every_error_is_ours_and_a_value_error(self):

@@ -1,6 +1,6 @@
-"""One name for one operation, however it was written: `F.relu`, `x.relu_()`, `nn.ReLU` and aten.relu are all "relu".
+"""The kind of an operation: one name for all ways to write it. `F.relu`, `x.relu_()` and `nn.ReLU` are all "relu".
 
-A kind is the key by which patterns find operations. Operations with another name keep their own as their kind.
+Patterns find operations by kind. An operation that is not listed here has its aten base name as its kind.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import nn
 
 from scalepoint.compat.torch_names import OpOverload
 
-# Other spellings of aten's base names (and of functions and methods that fx records) -> kind.
+# Base names of aten operators, and of functions and methods that fx records -> kind, where the two differ.
 KINDS_BY_NAME = {
     "conv1d": "conv",
     "conv2d": "conv",
@@ -47,7 +47,7 @@ KINDS_BY_NAME = {
     "concatenate": "cat",
     "view": "reshape",
     "_unsafe_view": "reshape",
-    "_grouped_mm": "grouped_linear",  # the experts of a mixture
+    "_grouped_mm": "grouped_linear",  # the experts of a mixture-of-experts layer
     "grouped_mm": "grouped_linear",
     "grouped_mm_fallback": "grouped_linear",
     "rnn_tanh": "rnn",
@@ -126,6 +126,8 @@ RECURRENT = ("lstm", "gru", "rnn")
 POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "mean")
 ARITHMETIC = ("add", "sub", "mul", "div", "matmul", "cat", "softmax", "attention")
 
+OPAQUE = "left"  # a submodule of leave=, which is called as it is
+
 # Operations that rearrange or select values without changing them: the list from which all others are derived. Casts
 # are not among them, because they may round.
 VALUE_PRESERVING = frozenset(
@@ -138,27 +140,28 @@ CASTS = ("to", "_to_copy", "type_as", "float")
 
 ACTIVATIONS = frozenset((*RECTIFIERS, *SMOOTH))
 PRODUCTS = ("conv", "conv_transpose", "linear", "grouped_linear", "embedding", "embedding_bag")
-# Matrix products between any two tensors, also those that only have a name of their own.
+# Matrix products of any two tensors; the first four also add a tensor.
 PRODUCTS_WITH_ADDEND = ("addmm", "baddbmm", "addbmm", "addmv")
 WEIGHTLESS_PRODUCTS = ("matmul", *PRODUCTS_WITH_ADDEND, "mv", "dot", "inner", "tensordot", "einsum", "bilinear")
 WEIGHTED = frozenset((*PRODUCTS, "prelu", *NORMS, *RECURRENT))
-# What the lift makes a module of; shape operations stay functions.
+# Kinds that become modules in a captured graph; shape operations stay functions.
 LIFTED_KINDS = frozenset((*WEIGHTED, *ACTIVATIONS, *POOLS, *ARITHMETIC, "dropout", "flatten"))
 
 
 def base_name(function: Callable[..., Any]) -> str:
-    """The bare name of an aten overload, a torch function or an operator: no namespace, no trailing underscore."""
+    """Return the name of an aten overload, torch function or operator without namespace and trailing underscore."""
     if isinstance(function, OpOverload):
         return function._schema.name.split("::")[-1].removesuffix("_")
     return getattr(function, "__name__", str(function)).strip("_")
 
 
 def kind_of_function(function: Callable[..., Any], settings: dict[str, Any]) -> str:
-    """The kind of a function; a few settings make another kind of the same name."""
+    """Return the kind of a function. A hardtanh or clamp from 0 to 6 is a relu6."""
     name = base_name(function)
     kind = KINDS_BY_NAME.get(name, name)
-    limits = [settings.get(long, settings.get(short)) for long, short in (("min_val", "min"), ("max_val", "max"))]
-    return "relu6" if kind in ("hardtanh", "clamp") and limits == [0, 6] else kind
+    low = settings.get("min_val", settings.get("min"))
+    high = settings.get("max_val", settings.get("max"))
+    return "relu6" if kind in ("hardtanh", "clamp") and low == 0 and high == 6 else kind
 
 
 def is_in_place(function: Callable[..., Any]) -> bool:
@@ -170,7 +173,7 @@ def is_in_place(function: Callable[..., Any]) -> bool:
 
 
 def get_functional_overload(function: Any) -> Any:
-    """The overload that returns a new tensor instead of writing into its first argument."""
+    """Return the overload that returns a new tensor instead of writing into its first argument; None if none exists."""
     if not is_in_place(function):
         return function
     packet = getattr(torch.ops.aten, base_name(function), None)

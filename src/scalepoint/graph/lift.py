@@ -1,9 +1,9 @@
-"""From the operations that torch.export recorded to a graph of modules that reads like the user's model.
+"""Turn the aten operations that torch.export recorded into calls of modules, so that the graph reads like the model.
 
 For each operation, in this order:
-  1. the user's own module did it (`layer1.0.conv1`, an nn.Conv2d with these very parameters): call that module;
-  2. it has parameters or is worth a name (conv, linear, norms, activations, add, matmul, attention, ...): an Operation;
-  3. anything else (shapes, indexing): stays a function.
+  1. A module of the user computes exactly this (`layer1.0.conv1`, an nn.Conv2d with these parameters): call it.
+  2. The kind is in LIFTED_KINDS (conv, linear, norms, activations, add, matmul, attention, ...): call an Operation.
+  3. Anything else (shapes, indexing) stays a function.
 """
 
 from typing import Any
@@ -29,12 +29,12 @@ from scalepoint.graph.operations import Operation, Reference
 from scalepoint.graph.products import affine, normalize_products
 from scalepoint.graph.tree import ModuleTree
 
-_DATA = ("input", "self", "mat1", "query", "key", "value", "indices")  # what a product takes beside its weight
+_DATA_ARGUMENTS = ("input", "self", "mat1", "query", "key", "value", "indices")  # of products: not the weight
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def lift(graph_module: fx.GraphModule, owner: nn.Module) -> fx.GraphModule:
-    """Rewrite the aten graph in place; its attributes are already those of the model, which is `owner`."""
+    """Rewrite an aten graph in place. Its modules and parameters are already those of the model `owner`."""
     graph = graph_module.graph
     normalize_products(graph)
     tree = ModuleTree(graph_module)
@@ -65,7 +65,9 @@ def _lift_node(tree: ModuleTree, node: fx.Node, owner: nn.Module) -> None:
     bound, inputs = bind_arguments(arguments, kind, tree.root)
     if not inputs:
         return
-    path = _find_own_module(tree, module_path(node), kind, bound, inputs) if get_fake_tensor(node) is not None else None
+    path = None
+    if get_fake_tensor(node) is not None:
+        path = _find_user_module(tree, module_path(node), kind, bound, inputs)
     if path is None:
         path = module_path(node)
         leaf = _leaf_name(kind, bound)
@@ -82,51 +84,55 @@ def _lift_node(tree: ModuleTree, node: fx.Node, owner: nn.Module) -> None:
 
 
 def _train_settings(module: nn.Module | None, kind: str, bound: dict[str, Any]) -> dict[str, Any]:
-    """What capture in eval switched off, and train() switches on again: dropout, batch statistics."""
-    live: dict[str, Any] = {name: True for name in ("train", "training") if bound.get(name) is False}
+    """Return the arguments that differ in train mode: dropout and batch statistics, off in eval."""
+    settings: dict[str, Any] = {name: True for name in ("train", "training") if bound.get(name) is False}
     if kind == "attention" and not bound.get("dropout_p"):
-        rates = (getattr(module, name, None) for name in ("dropout", "attention_dropout", "attn_dropout", "dropout_p"))
-        share = next((value for value in rates if isinstance(value, float)), 0.0)
-        live |= {"dropout_p": share} if share else {}
-    return live
+        names = ("dropout", "attention_dropout", "attn_dropout", "dropout_p")
+        rates = (getattr(module, name, None) for name in names)
+        rate = next((value for value in rates if isinstance(value, float)), 0.0)
+        if rate:
+            settings["dropout_p"] = rate
+    return settings
 
 
 def _leaf_name(kind: str, bound: dict[str, Any]) -> str:
-    """in_proj for what multiplies in_proj_weight, else the kind."""
+    """Return "in_proj" for an operation with the weight in_proj_weight, else the kind."""
     weight = bound.get("weight")
     name = weight.name if isinstance(weight, Reference) else ""
     return name.removesuffix("_weight") if name.endswith("_weight") else kind
 
 
 def as_operation(node: fx.Node, root: nn.Module) -> tuple[Operation, list[fx.Node]]:
-    """A function node as a module of its own, and the nodes it takes."""
+    """Return a function node as an Operation, and the nodes that are its inputs."""
     kind = get_info(node).kind or node.name
     bound, inputs = bind_arguments(get_arguments(node), kind, root)
-    if not inputs:  # made of parameters alone: they are its inputs
+    if not inputs:  # all arguments are parameters: make them inputs instead of references
         bound = {name: bind_argument(value, inputs, root, holds=False) for name, value in get_arguments(node).items()}
-    by_place = 0 if isinstance(node.target, OpOverload) else len(node.args)
-    return Operation(kind, node.target, bound, by_place), inputs  # type: ignore[arg-type]
+    positional = 0 if isinstance(node.target, OpOverload) else len(node.args)
+    return Operation(kind, node.target, bound, positional), inputs  # type: ignore[arg-type]
 
 
 def bind_arguments(arguments: dict[str, Any], kind: str, root: nn.Module) -> tuple[dict[str, Any], list[fx.Node]]:
-    """Arguments as an Operation holds them, and its inputs. What a product multiplies its weight with is an input, be
-    it a buffer."""
-    data = _DATA if kind in WEIGHTED or kind in ("attention", "matmul") else ()
+    """Convert arguments to the slots and references of an Operation, and list its inputs.
+
+    The data argument of a product is always an input, even if it is a parameter or buffer.
+    """
+    data = _DATA_ARGUMENTS if kind in WEIGHTED or kind in ("attention", "matmul") else ()
     data = (*data, "other", "mat2") if kind == "matmul" else data
     inputs: list[fx.Node] = []
     return {name: bind_argument(value, inputs, root, name not in data) for name, value in arguments.items()}, inputs
 
 
-def _find_own_module(
+def _find_user_module(
     tree: ModuleTree, path: str, kind: str, bound: dict[str, Any], inputs: list[fx.Node]
 ) -> str | None:
-    """The path of the user's plain torch.nn module that does exactly this: where it ran, or where its weight lives."""
+    """Return the path of a torch.nn module that computes exactly this: the one that ran, or the one with the weight."""
     weight = bound.get("weight")
     paths = [path, tree.paths.get(id(weight.owner), "")] if isinstance(weight, Reference) else [path]
-    return next((path for path in paths if _does_this(tree.modules.get(path), kind, bound, inputs)), None)
+    return next((path for path in paths if _computes_same(tree.modules.get(path), kind, bound, inputs)), None)
 
 
-def _does_this(module: nn.Module | None, kind: str, bound: dict[str, Any], inputs: list[fx.Node]) -> bool:
+def _computes_same(module: nn.Module | None, kind: str, bound: dict[str, Any], inputs: list[fx.Node]) -> bool:
     if module is None or MODULE_KINDS.get(type(module)) != kind or len(inputs) != 1:
         return False
     if any(getattr(module, hooks) for hooks in _HOOKS) or nn.utils.parametrize.is_parametrized(module):
@@ -134,7 +140,7 @@ def _does_this(module: nn.Module | None, kind: str, bound: dict[str, Any], input
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return False  # the padding is an operation of its own in the graph
     references = [value for value in bound.values() if isinstance(value, Reference)]
-    own_tensors = {id(tensor) for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]}
-    held = {id(reference.value) for reference in references}
-    needed = own_tensors - {id(getattr(module, "num_batches_tracked", None))}
-    return held == needed and all(reference.owner is module for reference in references)
+    module_tensors = {id(tensor) for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]}
+    module_tensors -= {id(getattr(module, "num_batches_tracked", None))}
+    referenced_tensors = {id(reference.value) for reference in references}
+    return referenced_tensors == module_tensors and all(reference.owner is module for reference in references)

@@ -1,4 +1,4 @@
-"""Modes and attributes of modules, borrowed and given back."""
+"""Context managers that change modes, attributes and configs of modules and restore them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from scalepoint.compat.transformer_masks import mask_values_unread
 
 @contextmanager
 def eval_mode(model: Any) -> Iterator[None]:
-    """In eval mode; every module has its own mode back afterwards. What is no module has none."""
-    modes = [(each, each.training) for each in model.modules()] if isinstance(model, nn.Module) else []
+    """Put all modules in eval mode, and restore the mode of each. A value that is not a module is left alone."""
+    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
     for module, _ in modes:
-        module.training = False  # by hand: train(False) of a quantized layer also derives its scales anew
+        module.training = False  # not module.eval(): that recomputes the scales of quantized layers
     try:
         yield
     finally:
@@ -27,30 +27,32 @@ def eval_mode(model: Any) -> Iterator[None]:
 
 @contextmanager
 def restore_attributes(model: nn.Module) -> Iterator[None]:
-    """A forward that is traced may store tensors and sizes of the trace, which have no values, in attributes and new
-    buffers: a module where it did is as before afterwards, also its flags ("is_built") that belong to them."""
-    before = {module: (_attributes(module), dict(module._buffers)) for module in model.modules()}
+    """Undo what a traced forward stores in attributes and buffers of modules.
+
+    A trace leaves fake tensors and symbolic sizes, which have no values. In a module that has some, or new buffers, all
+    attributes are restored, so that flags such as "is_built" are consistent with them.
+    """
+    before = {module: (_copy_extra_attributes(module), dict(module._buffers)) for module in model.modules()}
     try:
         yield
     finally:
-        for module, (known, buffers) in before.items():
-            is_new = module._buffers.keys() != buffers.keys()
-            if is_new or any(
-                _is_traced(value) for value in (*_extra_attributes(module).values(), *module._buffers.values())
-            ):
-                for name in _extra_attributes(module).keys() - known.keys():
+        for module, (attributes, buffers) in before.items():
+            has_new_buffers = module._buffers.keys() != buffers.keys()
+            values = (*_extra_attributes(module).values(), *module._buffers.values())
+            if has_new_buffers or any(map(_is_traced, values)):
+                for name in _extra_attributes(module).keys() - attributes.keys():
                     delattr(module, name)
-                vars(module).update(known)
+                vars(module).update(attributes)
                 module._buffers.clear()
                 module._buffers.update(buffers)
 
 
 def _extra_attributes(module: nn.Module) -> dict[str, Any]:
-    """Its attributes that nn.Module does not know."""
-    return {name: value for name, value in vars(module).items() if name not in _MODULE}
+    """Return the attributes that a plain nn.Module does not have."""
+    return {name: value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _copy_extra_attributes(module: nn.Module) -> dict[str, Any]:
     return {
         name: copy(value) if type(value) in (dict, list) else value for name, value in _extra_attributes(module).items()
     }
@@ -59,22 +61,23 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def _is_traced(value: Any) -> bool:
     is_nested = isinstance(value, dict | list | tuple)
     leaves = pytree.tree_leaves(value) if is_nested else (value,)
-    sizes = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    return any(isinstance(leaf, sizes) or (isinstance(leaf, Tensor) and is_fake(leaf)) for leaf in leaves)
+    symbolic_types = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return any(isinstance(leaf, symbolic_types) or (isinstance(leaf, Tensor) and is_fake(leaf)) for leaf in leaves)
 
 
 @contextmanager
 def cache_disabled(model: Any) -> Iterator[None]:
-    """Set `use_cache` to False in all configs of a transformers model: it returns keys and values of earlier tokens
-    otherwise."""
-    configs = {id(config): config for module in _modules(model) for config in _configs(vars(module).get("config"))}
-    on = [config for config in configs.values() if config.use_cache is True]
-    for config in on:
+    """Set `use_cache` to False in all configs of a transformers model, so that it returns no keys and values."""
+    configs = {
+        id(config): config for module in _modules(model) for config in _configs_with_cache(vars(module).get("config"))
+    }
+    changed_configs = [config for config in configs.values() if config.use_cache is True]
+    for config in changed_configs:
         config.use_cache = False
     try:
         yield
     finally:
-        for config in on:
+        for config in changed_configs:
             config.use_cache = True
 
 
@@ -82,14 +85,14 @@ def _modules(model: Any) -> Iterator[nn.Module]:
     return model.modules() if isinstance(model, nn.Module) else iter(())
 
 
-def _configs(config: Any, depth: int = 3) -> Iterator[Any]:
-    """A config, and those inside (of a decoder, of the text part), that say whether there is a cache."""
+def _configs_with_cache(config: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield a config and its nested configs (decoder, text part) that have the setting `use_cache`."""
     if isinstance(getattr(config, "use_cache", None), bool):
         yield config
     if depth and hasattr(config, "__dict__"):
         for name, value in vars(config).items():
             if name.endswith("config") or name in ("encoder", "decoder"):
-                yield from _configs(value, depth - 1)
+                yield from _configs_with_cache(value, depth - 1)
 
 
 @contextmanager
@@ -104,4 +107,4 @@ def fused_attention_disabled(model: Any) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
-_MODULE = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))

@@ -1,7 +1,7 @@
-"""What graphs and nodes carry, and what a node says: its arguments, its value, whether it is always the same.
+"""Metadata of graphs and nodes, and properties of nodes: arguments, value, whether the value is constant.
 
-All that scalepoint stores on a graph or a node is frozen and stands under one key of `meta`: a NodeInfo on a node, one
-value per class on a graph. torch's own keys ("val", "nn_module_stack", ...) stand next to it.
+scalepoint stores frozen values under one key of `meta`: a NodeInfo on a node, and one value per class on a graph. The
+keys of torch ("val", "nn_module_stack", ...) are next to it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from scalepoint.compat.fast_export import copy_origin
 from scalepoint.compat.torch_names import OpOverload
-from scalepoint.graph.kinds import is_in_place
+from scalepoint.graph.kinds import OPAQUE, is_in_place
 from scalepoint.graph.operations import Reference, Slot
 
 KEY = "scalepoint"
@@ -22,14 +22,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What scalepoint stores on a node."""
+    """Metadata that scalepoint stores on a node."""
 
     kind: str | None = None  # the name by which patterns find the operation
     path: str | None = None  # the module of the user's model that ran it
     replaced_layer: str | None = None  # the layer that a conversion replaced by this node
-    sizes: tuple[int, ...] | None = None  # seen in a run, where they depend on values
+    sizes: tuple[int, ...] | None = None  # shape in a run on the example, if the shape depends on values
     decomposed_from: Any = None  # the operation that was decomposed into this one
-    macs: int | None = None  # of a module that was not captured
+    macs: int | None = None  # MACs of one call of a submodule of leave=
 
 
 def get_info(node: fx.Node) -> NodeInfo:
@@ -43,7 +43,7 @@ def set_info(node: fx.Node, **changes: Any) -> None:
 
 
 def inherit_meta(node: fx.Node, source: fx.Node, **changes: Any) -> None:
-    """Give a new node the meta of the one that it replaces or reads, with some fields of its NodeInfo changed."""
+    """Copy the meta of the node that a new node replaces or reads, with some fields of its NodeInfo changed."""
     node.meta = dict(source.meta)
     set_info(node, **changes)
 
@@ -65,19 +65,19 @@ def get_kind(node: fx.Node) -> str:
 
 
 def get_state(model: nn.Module, kind: type[Value]) -> Value | None:
-    """The value of this class that a graph carries."""
+    """Return the value of this class that is stored on a graph."""
     values: Mapping[type, Any] = getattr(model, "meta", {}).get(KEY, {})
     return values.get(kind)
 
 
 def set_state(model: fx.GraphModule, value: object) -> None:
-    """Store a frozen value on a graph, in the place of an earlier one of its class."""
-    # a new mapping each time: copies of a graph may share the old one
+    """Store a frozen value on a graph. It replaces an earlier value of its class."""
+    # Make a new mapping each time: copies of a graph may share the old one.
     model.meta[KEY] = {**model.meta.get(KEY, {}), type(value): value}
 
 
 def get_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a node by the names of its schema; defaults left out are left out."""
+    """Return the arguments of a node by the names in its schema, without omitted defaults."""
     if not isinstance(node.target, OpOverload):
         return {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
     names = [argument.name for argument in node.target._schema.arguments]
@@ -93,7 +93,14 @@ def iterate_nodes(value: Any) -> Iterator[fx.Node]:
 
 
 def bind_argument(value: Any, inputs: list[fx.Node], root: nn.Module, holds: bool = True) -> Any:
-    """An argument as the Operation holds it: parameters as references, other nodes as slots."""
+    """Convert an argument to the form of an Operation: a parameter to a Reference, another node to a Slot.
+
+    Args:
+        value: The argument: a node, a constant, or a list of them.
+        inputs: The nodes that slots count; new ones are appended.
+        root: The module that owns the parameters.
+        holds: False makes parameters inputs too, with slots.
+    """
     if isinstance(value, fx.Node):
         if holds and value.op == "get_attr" and isinstance(value.target, str):
             owner, _, name = value.target.rpartition(".")
@@ -107,20 +114,20 @@ def bind_argument(value: Any, inputs: list[fx.Node], root: nn.Module, holds: boo
 
 
 def module_path(node: fx.Node) -> str:
-    """Where in the user's model an operation stands: the path of the innermost module that ran it."""
+    """Return the path of the innermost module of the user's model that ran an operation; "" for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if not path.startswith("_empty_nn_module_stack")]
     return paths[-1].split("@")[0] if paths else ""
 
 
 def get_fake_tensor(node: fx.Node) -> Tensor | None:
-    """The fake tensor that export left as the value of a node: its shape and dtype."""
+    """Return the fake tensor that torch.export stores on a node, with its shape and dtype."""
     value = node.meta.get("val")
     return value if isinstance(value, Tensor) else None
 
 
 def is_matrix(value: object) -> bool:
-    """Whether a value is a parameter with two axes, as a linear layer has it."""
+    """Whether a value is a parameter with two axes, like the weight of a linear layer."""
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return False
     tensor = get_fake_tensor(value)
@@ -128,38 +135,40 @@ def is_matrix(value: object) -> bool:
 
 
 def name_dtypes(graph: fx.Graph) -> None:
-    """Tensors that a forward makes have the type that was torch's default then, whatever it is when the graph runs."""
+    """Fix the dtype of tensors that forward creates to the one of the capture.
+
+    Otherwise they would have torch's default dtype at the time when the graph runs.
+    """
     for node in graph.nodes:
         value = get_fake_tensor(node)
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or value is None:
             continue
-        takes = {argument.name for argument in node.target._schema.arguments}
-        is_made = {"dtype", "device", "layout"} <= takes and all(
-            get_fake_tensor(each) is None for each in node.all_input_nodes
+        argument_names = {argument.name for argument in node.target._schema.arguments}
+        is_factory = {"dtype", "device", "layout"} <= argument_names and all(
+            get_fake_tensor(source) is None for source in node.all_input_nodes
         )
-        if is_made and value.dtype not in (torch.float32, node.kwargs.get("dtype")):
+        if is_factory and value.dtype not in (torch.float32, node.kwargs.get("dtype")):
             node.kwargs = {**node.kwargs, "dtype": value.dtype}
 
 
 def find_constant_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose values are the same at every call: made of parameters, buffers and numbers alone."""
-    written = find_written_buffers(graph)
+    """Return the nodes whose values are the same in every call: those computed from parameters and buffers only."""
+    written_buffers = find_written_buffers(graph)
     constant_nodes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
-            is_constant = node.target not in written
+            is_constant = node.target not in written_buffers
+        elif node.op == "call_function" or (node.op == "call_module" and node.all_input_nodes):
+            is_constant = not _is_varying(node) and constant_nodes.issuperset(node.all_input_nodes)
         else:
-            is_known = node.op == "call_function" or (node.op == "call_module" and bool(node.all_input_nodes))
-            is_constant = (
-                is_known and not _is_varying(node) and all(source in constant_nodes for source in node.all_input_nodes)
-            )
+            is_constant = False
         if is_constant:
             constant_nodes.add(node)
     return constant_nodes
 
 
 def find_written_buffers(graph: fx.Graph) -> list[str]:
-    """The buffers that a call changes."""
+    """Return the names of the buffers that a call writes."""
     return sorted({str(node.args[0].target) for node in graph.nodes if _writes_attribute(node)})
 
 
@@ -170,7 +179,7 @@ def _writes_attribute(node: fx.Node) -> bool:
 
 
 def find_random_nodes(graph: fx.GraphModule) -> list[str]:
-    """The nodes that draw random numbers at every call; dropout, which does nothing in eval, is none of them."""
+    """Return the names of nodes that draw random numbers in every call, except dropout, which does nothing in eval."""
     return [node.name for node in graph.graph.nodes if _is_random(_get_function(graph, node))]
 
 
@@ -185,8 +194,8 @@ def _is_random(function: Any) -> bool:
 
 
 def _is_varying(node: fx.Node) -> bool:
-    """Whether an operation draws numbers, writes, or is one that we do not look into."""
-    if get_kind(node) == "left" or (node.op == "call_function" and is_in_place(node.target)):  # type: ignore[arg-type]
+    """Whether an operation may give different values in each call: it is random, writes in place, or is opaque."""
+    if get_kind(node) == OPAQUE or (node.op == "call_function" and is_in_place(node.target)):  # type: ignore[arg-type]
         return True
     tags = node.target.tags if isinstance(node.target, OpOverload) else ()
     return torch.Tag.nondeterministic_seeded in tags

@@ -1,7 +1,8 @@
-"""Submodules that stay as they are: not looked into, called as one module, float.
+"""The option `leave=`: submodules that are not captured. The graph calls each as one opaque module, in float.
 
-For the time of the export a left module is replaced by one opaque operator whose output shapes were seen in a real run;
-afterwards the graph calls the module itself. The first axis as long as the batch follows the batch.
+    record the outputs in one run -> replace the module by one custom operator -> torch.export -> call the module again
+
+The operator needs output shapes: they are those of the run. The first axis as long as the batch follows the batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,25 +18,25 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scalepoint.errors import CaptureError, UsageError, did_you_mean
 from scalepoint.graph.dry_run import dry_run
+from scalepoint.graph.kinds import OPAQUE
 from scalepoint.graph.nodes import inherit_meta
 
 
 @dataclass(frozen=True)
 class OpaqueModule:
-    """A left module, and the outputs it gave: shapes with the batch marked, dtypes, whether it was a single tensor."""
+    """A module of `leave=`, and the outputs that it returned in a run."""
 
-    key: int
+    key: int  # the argument by which the operator finds the module
     name: str
     module: nn.Module
-    shapes: tuple[tuple[int | None, ...], ...]
+    shapes: tuple[tuple[int | None, ...], ...]  # of the outputs; None is the batch
     dtypes: tuple[torch.dtype, ...]
-    is_single: bool
+    is_single: bool  # whether it returns a tensor, not a tuple
     macs: int = 0  # of one call
 
 
-_OPAQUE_MODULES: WeakValueDictionary[int, OpaqueModule] = (
-    WeakValueDictionary()
-)  # by key, as long as a capture holds them
+# Arguments of an operator are tensors and numbers, so it gets a key into this table. Entries live as long as a capture.
+_OPAQUE_MODULES: WeakValueDictionary[int, OpaqueModule] = WeakValueDictionary()
 _KEYS = count()
 
 
@@ -47,57 +48,57 @@ def _call_opaque(inputs: list[Tensor], key: int) -> list[Tensor]:
 
 @_call_opaque.register_fake
 def _(inputs: list[Tensor], key: int) -> list[Tensor]:
-    seen = _OPAQUE_MODULES[key]
+    opaque = _OPAQUE_MODULES[key]
     return [
         inputs[0].new_empty([inputs[0].shape[0] if size is None else size for size in shape], dtype=dtype)
-        for shape, dtype in zip(seen.shapes, seen.dtypes, strict=True)
+        for shape, dtype in zip(opaque.shapes, opaque.dtypes, strict=True)
     ]
 
 
 class _OpaqueStandIn(nn.Module):
-    """Stands in for a left module while the model is exported."""
+    """The module that replaces an opaque module while the model is exported. It calls the operator."""
 
-    def __init__(self, seen: OpaqueModule) -> None:
+    def __init__(self, opaque: OpaqueModule) -> None:
         super().__init__()
-        self.seen = seen
+        self.opaque = opaque
 
     def forward(self, *inputs: Tensor) -> Any:
-        outputs = torch.ops.scalepoint.left(list(inputs), self.seen.key)
-        return outputs[0] if self.seen.is_single else tuple(outputs)
+        outputs = torch.ops.scalepoint.left(list(inputs), self.opaque.key)
+        return outputs[0] if self.opaque.is_single else tuple(outputs)
 
 
 @contextmanager
 def opaque_modules_replaced(
     model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[OpaqueModule, ...]]:
-    """The model with opaque stand-ins for these submodules; gives what was seen of each."""
+    """Replace these submodules by stand-ins that call the opaque operator, and yield the recorded modules."""
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
             raise UsageError(f"leave={list(names)}: no submodule {name!r}: {did_you_mean(name, filter(None, modules))}")
-    left = _record_outputs(model, {name: modules[name] for name in names}, args, kwargs)
-    _OPAQUE_MODULES.update({seen.key: seen for seen in left})
+    opaque_modules = _record_outputs(model, {name: modules[name] for name in names}, args, kwargs)
+    _OPAQUE_MODULES.update({opaque.key: opaque for opaque in opaque_modules})
     try:
-        for seen in left:
-            _set_submodule(model, seen.name, _OpaqueStandIn(seen))
-        yield left
+        for opaque in opaque_modules:
+            _set_submodule(model, opaque.name, _OpaqueStandIn(opaque))
+        yield opaque_modules
     finally:
-        for seen in left:
-            _set_submodule(model, seen.name, seen.module)
+        for opaque in opaque_modules:
+            _set_submodule(model, opaque.name, opaque.module)
 
 
-def restore_opaque_modules(graph_module: fx.GraphModule, left: Sequence[OpaqueModule]) -> None:
-    """Call the left modules themselves instead of the operator."""
-    by_key = {seen.key: seen for seen in left}
+def restore_opaque_modules(graph_module: fx.GraphModule, opaque_modules: Sequence[OpaqueModule]) -> None:
+    """Replace calls of the operator by calls of the modules themselves."""
+    by_key = {opaque.key: opaque for opaque in opaque_modules}
     for node in list(graph_module.graph.nodes):
         if node.op != "call_function" or node.target is not torch.ops.scalepoint.left.default:
             continue
         inputs, key = node.args
-        seen = by_key[key]
+        opaque = by_key[key]
         with graph_module.graph.inserting_before(node):
-            call = graph_module.graph.call_module(seen.name, tuple(inputs))
-        inherit_meta(call, node, kind="left", path=seen.name, macs=seen.macs)
-        if seen.is_single:
+            call = graph_module.graph.call_module(opaque.name, tuple(inputs))
+        inherit_meta(call, node, kind=OPAQUE, path=opaque.name, macs=opaque.macs)
+        if opaque.is_single:
             for user in list(node.users):
                 user.replace_all_uses_with(call)
                 graph_module.graph.erase_node(user)
@@ -107,27 +108,29 @@ def restore_opaque_modules(graph_module: fx.GraphModule, left: Sequence[OpaqueMo
 
 
 def _record_outputs(
-    model: nn.Module, left: dict[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, modules: dict[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[OpaqueModule, ...]:
-    """Run the model once and keep what each left module gave, and the products that it took."""
-    opaque: dict[str, OpaqueModule] = {}
-    calls = dict.fromkeys(left, 0)
+    """Run the model once and record the outputs and the MACs of these modules."""
+    recorded: dict[str, OpaqueModule] = {}
+    calls = dict.fromkeys(modules, 0)
     hooks = []
 
-    def watch(name: str, module: nn.Module) -> None:
-        def hook(_: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-            given = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-            if not (inputs and all(isinstance(value, Tensor) for value in (*inputs, *given))):
-                raise CaptureError(f"leave={name!r}: a left module takes tensors by place and gives tensors")
-            shapes = tuple(_mark_batch_axis(tuple(output.shape), inputs[0].shape[0]) for output in given)
-            dtypes = tuple(output.dtype for output in given)
-            opaque[name] = OpaqueModule(next(_KEYS), name, module, shapes, dtypes, isinstance(outputs, Tensor))
+    def add_hook(name: str, module: nn.Module) -> None:
+        def record(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+            if not (inputs and all(isinstance(value, Tensor) for value in (*inputs, *outputs))):
+                raise CaptureError(
+                    f"leave={name!r}: the submodule must take tensors as positional inputs and return tensors"
+                )
+            shapes = tuple(_mark_batch_axis(tuple(value.shape), inputs[0].shape[0]) for value in outputs)
+            dtypes = tuple(value.dtype for value in outputs)
+            recorded[name] = OpaqueModule(next(_KEYS), name, module, shapes, dtypes, isinstance(output, Tensor))
             calls[name] += 1
 
-        hooks.append(module.register_forward_hook(hook))
+        hooks.append(module.register_forward_hook(record))
 
-    for name, module in left.items():
-        watch(name, module)
+    for name, module in modules.items():
+        add_hook(name, module)
     counter = FlopCounterMode(display=False)
     try:
         with counter:
@@ -135,17 +138,20 @@ def _record_outputs(
     finally:
         for handle in hooks:
             handle.remove()
-    missing = set(left) - set(opaque)
+    missing = set(modules) - set(recorded)
     if missing:
-        raise CaptureError(f"leave={sorted(missing)}: never called by the model on these inputs")
+        raise CaptureError(f"leave={sorted(missing)}: the model does not call these submodules for these inputs")
+    # The first part of a path is the class of the model. A MAC is two FLOPs.
     flops = {path.partition(".")[2]: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
-    return tuple(replace(seen, macs=flops.get(name, 0) // 2 // calls[name]) for name, seen in opaque.items())
+    return tuple(replace(opaque, macs=flops.get(name, 0) // 2 // calls[name]) for name, opaque in recorded.items())
 
 
 def _mark_batch_axis(shape: tuple[int, ...], batch: int) -> tuple[int | None, ...]:
-    """The shape with its first axis that is as long as the batch marked by None."""
-    place = shape.index(batch) if batch in shape else len(shape)
-    return (*shape[:place], None, *shape[place + 1 :])[: len(shape)]
+    """Replace the first axis that is as long as the batch by None."""
+    if batch not in shape:
+        return shape
+    axis = shape.index(batch)
+    return (*shape[:axis], None, *shape[axis + 1 :])
 
 
 def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:

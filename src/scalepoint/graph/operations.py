@@ -1,7 +1,7 @@
-"""Modules for operations that were written as functions: they hold settings and refer to parameters where those live.
+"""Modules for operations that the model calls as functions. They have settings, and references to parameters.
 
-A reference is (owner module, name), read at every call, so that `.to()`, a loaded state or a replaced parameter is
-seen, and the parameter keeps its one place and name in the state_dict.
+A reference is (owner module, name) and is read at every call. So `.to()`, a loaded state or a replaced parameter takes
+effect, and the parameter keeps its name in the state_dict.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-WEIGHTS = ("weight", "mat2", "other")  # the names that torch's functions give a weight, and a bias
+# Argument names of the weight and the bias in torch's functions.
+WEIGHTS = ("weight", "mat2", "other")
 BIASES = ("bias",)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of the n-th input among the arguments."""
+    """A placeholder for the n-th input among the arguments."""
 
     index: int
 
 
 class Reference:
-    """A parameter or buffer, given by its owner and name. It is copied with its owner and never registered twice."""
+    """A parameter or buffer by owner and name. It is copied with its owner and not registered a second time."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         self.owner = owner
@@ -34,7 +35,7 @@ class Reference:
         return value
 
     def tensors(self) -> list[Tensor]:
-        """What is stored: the value, or what a computed one is made of."""
+        """Return the stored tensors: the value, or the parameters that a computed value depends on."""
         if not isinstance(self.owner, ComputedTensor):
             return [self.value]
         return [tensor for source in self.owner.sources() for tensor in source.tensors()]
@@ -42,7 +43,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ComputationStep:
-    """One function; its arguments hold references to parameters and slots for what earlier steps gave."""
+    """One function call of a ComputedTensor. Slots in its arguments stand for the results of earlier steps."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -50,7 +51,7 @@ class ComputationStep:
 
 
 class ComputedTensor(nn.Module):
-    """A tensor made of parameters alone."""
+    """A tensor that is computed from parameters only, at every access to `value`."""
 
     def __init__(self, steps: Sequence[ComputationStep]) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class ComputedTensor(nn.Module):
         return result
 
     def sources(self) -> list[Reference]:
-        """What it is made of."""
+        """Return the parameters that it is computed from."""
         return [
             reference for step in self.steps for reference in collect_references([*step.args, *step.kwargs.values()])
         ]
@@ -92,11 +93,11 @@ class Operation(nn.Module):
         self.function = function
         self.arguments = dict(arguments)
         self.positional = positional or 0
-        self.in_train: dict[str, Any] = {}  # arguments that are other in train mode
+        self.in_train: dict[str, Any] = {}  # arguments that have another value in train mode
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments that are neither inputs nor parameters."""
+        """Return the arguments that are neither inputs nor parameters."""
         return {name: value for name, value in self.arguments.items() if not _has_tensors(value)}
 
     @property
@@ -109,16 +110,16 @@ class Operation(nn.Module):
 
     @property
     def is_computed(self) -> bool:
-        """Whether its weight or bias is made of other parameters."""
+        """Whether its weight or bias is computed from other parameters."""
         return any(isinstance(reference.owner, ComputedTensor) for reference in self.references().values())
 
     @property
     def has_transposed_weight(self) -> bool:
-        """Whether the weight of a linear operation is (in, out), as a plain matrix product has it."""
+        """Whether the weight of a linear operation has the shape (in, out), as in a plain matrix product x @ w."""
         return self.kind == "linear" and "weight" not in self.arguments
 
     def references(self) -> dict[str, Reference]:
-        """The parameters by argument name; those of a list are numbered."""
+        """Return the parameters by argument name; those in a list are numbered."""
         references: dict[str, Reference] = {}
         for name, value in self.arguments.items():
             if isinstance(value, Reference):
@@ -128,24 +129,26 @@ class Operation(nn.Module):
         return references
 
     def tensors(self) -> list[Tensor]:
-        """What is stored of all that it refers to."""
+        """Return the stored tensors of all references."""
         return [tensor for reference in self.references().values() for tensor in reference.tensors()]
 
     def forward(self, *inputs: Any) -> Any:
         return self.run(inputs, {})
 
-    def run(self, inputs: Sequence[Any], instead: Mapping[str, Any]) -> Any:
-        """The operation with some of its arguments replaced."""
-        arguments = {**self.arguments, **self.in_train} if self.training and self.in_train else self.arguments
-        arguments = {**arguments, **instead} if instead else arguments
-        filled_arguments = [(name, fill_slots(value, inputs)) for name, value in arguments.items()]
-        return self.function(
-            *(value for _, value in filled_arguments[: self.positional]), **dict(filled_arguments[self.positional :])
-        )
+    def run(self, inputs: Sequence[Any], replacements: Mapping[str, Any]) -> Any:
+        """Run the operation with some of its arguments replaced."""
+        arguments = self.arguments
+        if self.training and self.in_train:
+            arguments = {**arguments, **self.in_train}
+        if replacements:
+            arguments = {**arguments, **replacements}
+        filled = [(name, fill_slots(value, inputs)) for name, value in arguments.items()]
+        args = [value for _, value in filled[: self.positional]]
+        return self.function(*args, **dict(filled[self.positional :]))
 
     def extra_repr(self) -> str:
-        owned = [f"{name}={reference.name}" for name, reference in self.references().items()]
-        return ", ".join([self.kind, *owned, *(f"{name}={value}" for name, value in self.settings.items())])
+        references = [f"{name}={reference.name}" for name, reference in self.references().items()]
+        return ", ".join([self.kind, *references, *(f"{name}={value}" for name, value in self.settings.items())])
 
     def _parameter(self, *names: str) -> Tensor | None:
         candidates = (self.arguments.get(name) for name in names)
@@ -159,19 +162,20 @@ def _has_tensors(value: Any) -> bool:
 
 
 def get_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors that a module computes with: those that it refers to, else its own parameters."""
-    refers = getattr(module, "tensors", None)
-    return [*(refers() if callable(refers) else ()), *module.parameters()]
+    """Return the tensors that a module computes with: those that it references, and its own parameters."""
+    tensors = getattr(module, "tensors", None)
+    return [*(tensors() if callable(tensors) else ()), *module.parameters()]
 
 
 def collect_references(value: Any) -> list[Reference]:
+    """Return the references in an argument or in a nested list of arguments."""
     if isinstance(value, list | tuple):
         return [reference for item in value for reference in collect_references(item)]
     return [value] if isinstance(value, Reference) else []
 
 
 def fill_slots(value: Any, inputs: Sequence[Any]) -> Any:
-    """An argument with inputs in its slots and the tensors that are referred to."""
+    """Return an argument with inputs instead of slots and tensors instead of references."""
     if isinstance(value, Slot):
         return inputs[value.index]
     if isinstance(value, Reference):

@@ -1,7 +1,9 @@
-"""One spelling for products with a weight, before they become modules.
+"""Rewrite products with a weight to one form, before they become modules.
 
-x @ w.T, addmm(b, x, w.T) and linear(x, w) + b are linear(x, w, b); w @ x is linear(x.T, w).T; an einsum with a weight
-is a linear layer where one computes it (contractions.py); a bias that the data make is added after the product.
+x @ w.T, addmm(b, x, w.T), linear(x, w) + b  ->  linear(x, w, b)
+w @ x                                        ->  linear(x.T, w).T
+einsum(x, w)                                 ->  a linear layer, if one computes the same (contractions.py)
+linear(x, w, f(x))                           ->  linear(x, w) + f(x): a bias that depends on data is added later
 """
 
 import operator
@@ -19,32 +21,35 @@ _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpo
 
 
 def affine(input: Tensor, mat2: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's name
-    """input @ mat2 + bias: torch.addmm for tokens of any number of axes."""
+    """Compute input @ mat2 + bias. torch.addmm does this for inputs of two axes only."""
     product = input @ mat2
     return product if bias is None else product + bias
 
 
 def normalize_products(graph: fx.Graph) -> None:
-    for rewrite in (rewrite_contraction, _split_bias, _transpose_product, _untranspose, _absorb_bias):
-        fixed = find_constant_nodes(graph)
+    """Apply all rewrites to a graph, in place."""
+    for rewrite in (rewrite_contraction, _split_bias, _transpose_product, _to_linear, _absorb_bias):
+        constant_nodes = find_constant_nodes(graph)
         for node in list(graph.nodes):
             if node.op == "call_function":
-                rewrite(graph, node, fixed)
+                rewrite(graph, node, constant_nodes)
 
 
-def _split_bias(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
-    """A bias that is no vector of parameters is added after the product; so is that of addmm with factors."""
+def _split_bias(graph: fx.Graph, node: fx.Node, constant_nodes: set[fx.Node]) -> None:
+    """Add a bias after the product if it is not a vector of parameters, or if addmm has alpha or beta."""
     arguments = get_arguments(node)
     if node.target is _aten.addmm.default:
         bias, name = arguments["self"], "self"
         weight = arguments["mat2"]
-        is_plain = weight in fixed and not {"alpha", "beta"} & arguments.keys()
+        is_plain = weight in constant_nodes and not {"alpha", "beta"} & arguments.keys()
     elif node.target is _aten.linear.default or base_name(node.target) in _CONVOLUTIONS:  # type: ignore[arg-type]
         bias, name, is_plain = arguments.get("bias"), "bias", True
     else:
         return
     value = get_fake_tensor(bias) if isinstance(bias, fx.Node) else None
-    if value is None or (is_plain and bias in fixed and value.ndim == 1 and value.shape[0] == _channels(node)):
+    if value is None:
+        return
+    if is_plain and bias in constant_nodes and value.ndim == 1 and value.shape[0] == _output_channels(node):
         return
     with graph.inserting_before(node):
         if name == "self":
@@ -55,29 +60,29 @@ def _split_bias(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
             product = graph.call_function(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
             product.meta = dict(node.meta)
             product.args = (*product.args[:2], None, *product.args[3:]) if len(product.args) > 2 else product.args
-            product.kwargs = {key: given for key, given in product.kwargs.items() if key != "bias"}
-        total = _call(_aten.add.Tensor, (product, _along_channels(node, bias)), node)
+            product.kwargs = {key: argument for key, argument in product.kwargs.items() if key != "bias"}
+        total = _call(_aten.add.Tensor, (product, _reshape_bias(node, bias)), node)
     node.replace_all_uses_with(total)
     graph.erase_node(node)
 
 
-def _channels(node: fx.Node) -> Any:
-    """How many output channels a product gives, as its own value tells."""
+def _output_channels(node: fx.Node) -> Any:
+    """Return the number of output channels of a product."""
     value = get_fake_tensor(node)
-    is_spatial = base_name(node.target) in _CONVOLUTIONS  # type: ignore[arg-type]
-    dims = int(base_name(node.target)[-2]) if is_spatial else 0  # type: ignore[arg-type]
-    return None if value is None else value.shape[-1 - dims]
+    is_convolution = base_name(node.target) in _CONVOLUTIONS  # type: ignore[arg-type]
+    spatial_axes = int(base_name(node.target)[-2]) if is_convolution else 0  # type: ignore[arg-type]  # of "conv2d": 2
+    return None if value is None else value.shape[-1 - spatial_axes]
 
 
-def _along_channels(node: fx.Node, bias: fx.Node) -> fx.Node:
-    """A bias as it broadcasts against the product."""
+def _reshape_bias(node: fx.Node, bias: fx.Node) -> fx.Node:
+    """Reshape the bias of a convolution so that it broadcasts along the channels."""
     name, value = base_name(node.target), get_fake_tensor(bias)  # type: ignore[arg-type]
     if name not in _CONVOLUTIONS or value is None:
         return bias
     sizes = [-1, *(1 for _ in range(int(name[-2])))]
-    shaped = _call(_aten.reshape.default, (bias, sizes), node)
-    shaped.meta["val"] = value.reshape(sizes)
-    return shaped
+    reshaped = _call(_aten.reshape.default, (bias, sizes), node)
+    reshaped.meta["val"] = value.reshape(sizes)
+    return reshaped
 
 
 def _multiply(node: fx.Node, factor: Any, like: fx.Node) -> fx.Node:
@@ -90,8 +95,8 @@ def _call(function: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
     return node
 
 
-def _untranspose(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
-    """x @ w.T and addmm(b, x, w.T), w a parameter, are linear(x, w, b)."""
+def _to_linear(graph: fx.Graph, node: fx.Node, constant_nodes: set[fx.Node]) -> None:
+    """Replace x @ w.T and addmm(b, x, w.T) with a parameter w by linear(x, w, b)."""
     if base_name(node.target) not in ("matmul", "mm", "addmm") or node.kwargs:  # type: ignore[arg-type]
         return
     *bias, x, other = node.args
@@ -105,29 +110,30 @@ def _untranspose(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
         graph.erase_node(other)
 
 
-def _transpose_product(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
-    """w @ x, w a matrix and x tokens in columns, as a linear layer on tokens in rows."""
+def _transpose_product(graph: fx.Graph, node: fx.Node, constant_nodes: set[fx.Node]) -> None:
+    """Replace w @ x, with a matrix w and tokens in the columns of x, by a linear layer on the transposed x."""
     if node.target not in (_aten.matmul.default, _aten.mm.default):
         return
     weight, x = node.args
-    value, taken = (get_fake_tensor(arg) if isinstance(arg, fx.Node) else None for arg in (weight, x))
-    if weight not in fixed or x in fixed or value is None or taken is None:
+    if weight not in constant_nodes or x in constant_nodes:
         return
-    if value.ndim != 2 or taken.ndim < 2:
+    weight_value, x_value = (get_fake_tensor(arg) if isinstance(arg, fx.Node) else None for arg in (weight, x))
+    if weight_value is None or x_value is None or weight_value.ndim != 2 or x_value.ndim < 2:
         return
+    result_value = get_fake_tensor(node)
     with graph.inserting_before(node):
         rows = graph.call_function(_aten.transpose.int, (x, -2, -1))
         linear = graph.call_function(_aten.linear.default, (rows, weight))
         columns = graph.call_function(_aten.transpose.int, (linear, -2, -1))
-    for made, like in ((rows, taken), (linear, get_fake_tensor(node)), (columns, get_fake_tensor(node))):
-        turned = like if made is columns or like is None else like.transpose(-2, -1)
-        made.meta = dict(node.meta) | {"val": turned}
+    linear_value = None if result_value is None else result_value.transpose(-2, -1)
+    for new_node, value in ((rows, x_value.transpose(-2, -1)), (linear, linear_value), (columns, result_value)):
+        new_node.meta = dict(node.meta) | {"val": value}
     node.replace_all_uses_with(columns)
     graph.erase_node(node)
 
 
-def _absorb_bias(graph: fx.Graph, linear: fx.Node, fixed: set[fx.Node]) -> None:
-    """linear(x, w) + b, b a parameter with a value for each output, is linear(x, w, b)."""
+def _absorb_bias(graph: fx.Graph, linear: fx.Node, constant_nodes: set[fx.Node]) -> None:
+    """Replace linear(x, w) + b by linear(x, w, b) if b is a parameter with one value for each output."""
     if linear.target is not _aten.linear.default or len(linear.args) != 2:
         return
     add = next(iter(linear.users)) if len(linear.users) == 1 else None
@@ -140,23 +146,24 @@ def _absorb_bias(graph: fx.Graph, linear: fx.Node, fixed: set[fx.Node]) -> None:
     if value.shape != weight.shape[:1]:
         return
     with graph.inserting_before(add):
-        whole = _call(_aten.linear.default, (*linear.args, bias), add)
-    add.replace_all_uses_with(whole)
+        with_bias = _call(_aten.linear.default, (*linear.args, bias), add)
+    add.replace_all_uses_with(with_bias)
     graph.erase_node(add)
     graph.erase_node(linear)
 
 
 def _transposes_parameter(node: fx.Node) -> bool:
+    """Whether a node is the transpose of a parameter with two axes."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node) or source.op != "get_attr":
         return False
     value = get_fake_tensor(node)
     name = base_name(node.target)  # type: ignore[arg-type]  # call_function targets are callables
     swaps = name in ("t", "numpy_T", "mT", "matrix_H") or (
-        name in ("transpose", "permute") and sorted(_flat(node.args[1:])) in ([0, 1], [-2, -1], [-1, 0])
+        name in ("transpose", "permute") and sorted(_flatten(node.args[1:])) in ([0, 1], [-2, -1], [-1, 0])
     )
     return swaps and value is not None and value.ndim == 2
 
 
-def _flat(values: Any) -> list[int]:
+def _flatten(values: Any) -> list[int]:
     return [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]

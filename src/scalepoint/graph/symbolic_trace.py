@@ -1,7 +1,7 @@
-"""Capture without example inputs: torch.fx records modules, functions and methods, and the lift names them alike.
+"""Capture without example inputs: torch.fx records modules, functions and methods, which become Operations too.
 
-It sees no shapes, no control flow that depends on values, and takes `z += y` for `z = z + y`, which differs where the
-old z has another name; with example inputs torch.export sees all of it.
+torch.fx records no shapes and no control flow that depends on values. `z += y` is captured as `z = z + y`, which
+differs if the old z has another name. With example inputs, torch.export records all of this correctly.
 """
 
 import operator
@@ -18,8 +18,8 @@ from scalepoint.graph.operations import Operation, Reference, Slot
 from scalepoint.graph.tree import ModuleTree
 from scalepoint.graph.user_traceback import user_line
 
-# Names of the arguments that functions of these kinds take by place.
-_NAMES = {
+# Names of the positional arguments of functions, by kind.
+_ARGUMENT_NAMES = {
     "linear": ("input", "weight", "bias"),
     "conv": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     "conv_transpose": ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
@@ -30,21 +30,25 @@ _NAMES = {
     "flatten": ("input", "start_dim", "end_dim"),
     "attention": ("query", "key", "value", "attn_mask"),
 }
-_FUNCTIONAL = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
+_FUNCTIONAL_OPERATORS = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
 
 
 def trace(model: nn.Module) -> fx.GraphModule:
-    """The lifted graph of a model that torch.fx can record."""
+    """Capture a model with torch.fx and lift its operations.
+
+    Raises:
+        CaptureError: torch.fx cannot record the model.
+    """
     try:
         graph_module = fx.symbolic_trace(model)
     except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} cannot be recorded without example inputs{user_line(error)} "
-            f"({type(error).__name__}: {error}): pass inputs as the model takes them"
+            f"{type(model).__name__} cannot be captured without example inputs{user_line(error)} "
+            f"({type(error).__name__}: {error}): pass example inputs"
         ) from error
     for name, child in model.named_children():
         graph_module.add_module(name, child)
-    _follow_writes(graph_module)
+    _functionalize_writes(graph_module)
     _expand_attention(graph_module)
     tree = ModuleTree(graph_module)
     for node in list(graph_module.graph.nodes):
@@ -56,21 +60,21 @@ def trace(model: nn.Module) -> fx.GraphModule:
     return graph_module
 
 
-def _follow_writes(graph_module: fx.GraphModule) -> None:
-    """What is written in place becomes a new value, and whoever reads the old one afterwards reads the new one."""
+def _functionalize_writes(graph_module: fx.GraphModule) -> None:
+    """Let later readers of a tensor that is written in place read the result of the write."""
     order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
     for node, index in order.items():
-        if node.args and isinstance(node.args[0], fx.Node) and _writes(graph_module, node):
+        if node.args and isinstance(node.args[0], fx.Node) and _writes_in_place(graph_module, node):
             for user in [user for user in node.args[0].users if order[user] > index]:
                 user.replace_input_with(node.args[0], node)
 
 
-def _writes(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+def _writes_in_place(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         return bool(getattr(graph_module.get_submodule(str(node.target)), "inplace", False))
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    return node.op == "call_function" and (node.target in _FUNCTIONAL or bool(node.kwargs.get("inplace")))
+    return node.op == "call_function" and (node.target in _FUNCTIONAL_OPERATORS or bool(node.kwargs.get("inplace")))
 
 
 def _lift_node(tree: ModuleTree, node: fx.Node) -> None:
@@ -87,7 +91,7 @@ def _lift_node(tree: ModuleTree, node: fx.Node) -> None:
         function = getattr(torch.Tensor, name, None)
         kind = KINDS_BY_NAME.get(name, name)
     else:
-        function = _FUNCTIONAL.get(function, function)
+        function = _FUNCTIONAL_OPERATORS.get(function, function)
         kind = kind_of_function(function, dict(node.kwargs))
     set_info(node, kind=kind)
     if kind not in LIFTED_KINDS or function is None or not node.all_input_nodes:
@@ -96,12 +100,12 @@ def _lift_node(tree: ModuleTree, node: fx.Node) -> None:
 
 
 def _replace(tree: ModuleTree, node: fx.Node, kind: str, function: Any) -> None:
-    names = _NAMES.get(kind, ())
-    arguments = {names[i] if i < len(names) else f"argument_{i}": value for i, value in enumerate(node.args)}
+    names = _ARGUMENT_NAMES.get(kind, ())
+    positional = {names[i] if i < len(names) else f"argument_{i}": value for i, value in enumerate(node.args)}
     keyword = {name: False if name == "inplace" else value for name, value in node.kwargs.items()}
-    bound, inputs = bind_arguments({**arguments, **keyword}, kind, tree.root)
+    bound, inputs = bind_arguments({**positional, **keyword}, kind, tree.root)
     if not inputs:
-        return  # made of parameters alone
+        return  # computed from parameters only
     path = _owner_path(node)
     target = tree.add(f"{path}.{kind}" if path else kind, Operation(kind, function, bound, len(node.args)))
     with node.graph.inserting_before(node):
@@ -117,24 +121,26 @@ def _owner_path(node: fx.Node) -> str:
 
 
 def _expand_attention(graph_module: fx.GraphModule) -> None:
-    """nn.MultiheadAttention as projections and an attention core, where it is self-attention without masks."""
+    """Replace nn.MultiheadAttention by projections and an attention core if it is self-attention without masks."""
     tree = ModuleTree(graph_module)
     for node in list(graph_module.graph.nodes):
         module = tree.modules.get(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, nn.MultiheadAttention) and _is_plain_self_attention(node, module):
-            _expand(tree, node, module)
+            _expand_node(tree, node, module)
 
 
 def _is_plain_self_attention(node: fx.Node, module: nn.MultiheadAttention) -> bool:
-    takes = set(node.kwargs) - {"need_weights"}
-    picks = [user for user in node.users if user.target is operator.getitem]
-    reads = {user.args[1] for user in picks if user.users}
-    one_input = len(node.args) == 3 and node.args[0] is node.args[1] is node.args[2]
-    plain = module.in_proj_weight is not None and module.bias_k is None and not module.add_zero_attn
-    return one_input and plain and not takes and len(picks) == len(node.users) and reads <= {0}
+    has_options = bool(set(node.kwargs) - {"need_weights"})
+    has_one_input = len(node.args) == 3 and node.args[0] is node.args[1] is node.args[2]
+    is_plain = module.in_proj_weight is not None and module.bias_k is None and not module.add_zero_attn
+    items = [user for user in node.users if user.target is operator.getitem]
+    read_indices = {item.args[1] for item in items if item.users}
+    # The second output, the attention weights, is not computed by the expanded form.
+    reads_output_only = len(items) == len(node.users) and read_indices <= {0}
+    return has_one_input and is_plain and not has_options and reads_output_only
 
 
-def _expand(tree: ModuleTree, node: fx.Node, module: nn.MultiheadAttention) -> None:
+def _expand_node(tree: ModuleTree, node: fx.Node, module: nn.MultiheadAttention) -> None:
     path, graph = str(node.target), node.graph
     heads, width = module.num_heads, module.head_dim
 
@@ -143,9 +149,9 @@ def _expand(tree: ModuleTree, node: fx.Node, module: nn.MultiheadAttention) -> N
 
     def add(name: str, kind: str, function: Any, bound: dict[str, Any], *inputs: fx.Node) -> fx.Node:
         target = tree.add(f"{path}.{name}", Operation(kind, function, bound, len(bound)))
-        made = graph.call_module(target, inputs)
-        set_info(made, kind=kind, path=path)
-        return made
+        new_node = graph.call_module(target, inputs)
+        set_info(new_node, kind=kind, path=path)
+        return new_node
 
     with graph.inserting_before(node):
         x: Any = node.args[0]

@@ -1,4 +1,8 @@
-"""torch.export as a ladder: non-strict before strict, a free batch before a fixed one, and its errors in our words."""
+"""Run torch.export with fallbacks, and translate its errors.
+
+The attempts are non-strict before strict, and a free batch before a fixed one. A CaptureError names the line of the
+user's code, the cause, and what to do.
+"""
 
 import logging
 import re
@@ -28,10 +32,13 @@ from scalepoint.graph.origin import get_origin
 from scalepoint.graph.resizing import check_names, explain_fixed_axis, run_at_double_size
 from scalepoint.graph.user_traceback import has_local_of_type, has_passed_through, user_level, user_line, user_module
 
-DATA_DEPENDENT = ("data-dependent", "datadependent", "data dependent", "dynamicoutputshape", ".item()", "unbacked")
+# Parts of torch's messages about control flow or shapes that depend on tensor values.
+DATA_DEPENDENT_PHRASES = (
+    "data-dependent", "datadependent", "data dependent", "dynamicoutputshape", ".item()", "unbacked",
+)  # fmt: skip
 _LEAVE_OUT_HINT = (
-    "Leave that axis out; where another input has the same size, name that axis so too; or make the model independent "
-    "of the size: no layer, table or reshape for one size alone"
+    "Leave that axis out. If another input has the same size, give its axis the same name. Or make the model "
+    "independent of the size: no layer, table or reshape for one size only"
 )
 ATTEMPTS = ((False, True), (True, True), (False, False), (True, False))  # (strict, dynamic)
 
@@ -39,38 +46,49 @@ ATTEMPTS = ((False, True), (True, True), (False, False), (True, False))  # (stri
 def export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, axes: Axes | None = None
 ) -> ExportedProgram:
-    """The program of the first rung that succeeds with every batch and every named axis free, else the best that there
-    is; of named axes none may be fixed."""
+    """Export a model with the first attempt that keeps every batch and every named axis free.
+
+    If no attempt does, return the program with the fewest fixed batches.
+
+    Raises:
+        CaptureError: All attempts fail, or torch.export fixes a named axis.
+    """
     args, kwargs = pytree.tree_map(make_contiguous, (args, kwargs))
-    first: Exception | None = None
-    held = ""  # the named axes that torch.export took for constants
-    fixed: list[ExportedProgram] = []  # programs in which it took the batch for one
+    first_error: Exception | None = None
+    fixed_axis = ""  # description of a named axis that torch.export fixed
+    programs_with_fixed_batch: list[ExportedProgram] = []
     wide = widen_batch(args, kwargs)
-    is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, ((args, kwargs), wide)), strict=True))
+    is_wide = _differs((args, kwargs), wide)
     for strict, is_dynamic in ATTEMPTS if dynamic else ATTEMPTS[2:]:
-        if held or (fixed and not is_dynamic and not is_wide):
+        if fixed_axis or (programs_with_fixed_batch and not is_dynamic and not is_wide):
             break
-        free = make_axis_chooser(axes or {}, dynamic=is_dynamic)
+        choose_axes = make_axis_chooser(axes or {}, dynamic=is_dynamic)
         try:
-            program = _export_once(model, wide if is_dynamic else (args, kwargs), strict, free)
-        except Exception as error:  # torch.export raises every kind; each is a rung of the ladder
-            first = first or error
+            program = _export_once(model, wide if is_dynamic else (args, kwargs), strict, choose_axes)
+        except Exception as error:  # torch.export raises many exceptions; the next attempt may succeed
+            first_error = first_error or error
             if "not a known type" in str(error) and not _register_outputs(model, args, kwargs):
-                break  # no other way of exporting can represent this output either
+                break  # no other attempt can represent this output either
             continue
         check_names(program, axes or {})
-        if why := explain_fixed_axis(program, axes or {}):
-            held = why
-        elif not is_dynamic or not find_fixed_batches(program):
+        fixed_axis = explain_fixed_axis(program, axes or {})
+        if fixed_axis:
+            continue
+        if not is_dynamic or not find_fixed_batches(program):
             return program
-        else:
-            fixed.append(program)
-    if fixed and not is_wide:
-        return min(fixed, key=lambda program: len(find_fixed_batches(program)))
-    if held:
+        programs_with_fixed_batch.append(program)
+    if programs_with_fixed_batch and not is_wide:
+        return min(programs_with_fixed_batch, key=lambda program: len(find_fixed_batches(program)))
+    if fixed_axis:
         double_size_error = run_at_double_size(model, (args, kwargs), axes or {})
-        raise CaptureError(f"dynamic_axes: {held}.{double_size_error} {_LEAVE_OUT_HINT}")
-    raise _translate_error(model, args, kwargs, first, axes) from first
+        raise CaptureError(f"dynamic_axes: {fixed_axis}.{double_size_error} {_LEAVE_OUT_HINT}")
+    raise _translate_error(model, args, kwargs, first_error, axes) from first_error
+
+
+def _differs(inputs: Any, others: Any) -> bool:
+    """Whether a leaf of the inputs is another object in `others`."""
+    pairs = zip(pytree.tree_leaves(inputs), pytree.tree_leaves(others), strict=True)
+    return any(value is not other for value, other in pairs)
 
 
 def export_graph(
@@ -96,9 +114,11 @@ def export_graph(
         has_code: False if only the nodes of the program are read.
     """
     axes = get_origin(model).axes if free is None else {}
-    choose_axes = (
-        make_axis_chooser(axes, dynamic=dynamic) if free is None else free if dynamic else (lambda name, value: ())
-    )
+    choose_axes: AxisChooser = _no_axes
+    if free is None:
+        choose_axes = make_axis_chooser(axes, dynamic=dynamic)
+    elif dynamic:
+        choose_axes = free
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(make_contiguous, (args, kwargs))
     wide = widen_batch(*inputs) if dynamic else inputs
     if not patches_enabled():
@@ -108,11 +128,10 @@ def export_graph(
     try:
         with export_logs_silenced():
             program: ExportedProgram = record_program(model, *wide, choose_axes, size_cache, **options)
-            is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, (inputs, wide)), strict=True))
-            if is_wide and find_fixed_batches(program):
+            if _differs(inputs, wide) and find_fixed_batches(program):
                 program = record_program(model, *inputs, make_axis_chooser(axes, dynamic=False), **options)
-            if why := explain_fixed_axis(program, axes):
-                raise NotRecordedError(why)
+            if fixed_axis := explain_fixed_axis(program, axes):
+                raise NotRecordedError(fixed_axis)
             return program
     except Exception as error:  # of any kind; torch.export explains what is wrong, if anything
         recording_error = error
@@ -132,16 +151,20 @@ def warn_about_second_trace(error: Exception) -> None:
     )
 
 
+def _no_axes(name: str, value: Any) -> tuple[int, ...]:
+    return ()
+
+
 def make_contiguous(value: Any) -> Any:
-    """torch.export guards the strides of views and channels-last examples, and torch.onnx trips over such guards."""
+    """Make a tensor contiguous: torch.onnx fails on the stride guards that torch.export adds for other layouts."""
     return value.contiguous() if isinstance(value, Tensor) and value.layout == torch.strided else value
 
 
 def _export_once(
-    model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], strict: bool, free: AxisChooser
+    model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], strict: bool, choose_axes: AxisChooser
 ) -> ExportedProgram:
     def dimensions(path: Any, value: Any) -> Any:
-        return dict.fromkeys(sorted(free(input_name(path), value)), torch.export.Dim.AUTO) or None
+        return dict.fromkeys(sorted(choose_axes(input_name(path), value)), torch.export.Dim.AUTO) or None
 
     shapes = pytree.tree_map_with_path(dimensions, get_inputs_by_parameter(model, *inputs))
     with export_logs_silenced(), any_length_recurrent_shapes():
@@ -149,18 +172,18 @@ def _export_once(
 
 
 def load(path: Path) -> ExportedProgram:
-    """A program that torch.export saved. Loading runs code from the file: only for files that the user trusts."""
+    """Load a program that torch.export saved. This runs code from the file, so the user must trust it."""
     try:
         with export_logs_silenced():
             return torch.export.load(path)  # noqa: TID251  # the caller passed trust=True
-    except Exception as error:  # a file may be anything
+    except Exception as error:  # the file can contain anything
         raise CaptureError(
-            f"{short_repr(str(path))} is no program that torch.export can load. {_format_error(error)}"
+            f"{short_repr(str(path))} is not a program that torch.export can load. {_format_error(error)}"
         ) from error
 
 
 def find_fixed_batches(program: ExportedProgram) -> dict[str, int]:
-    """The inputs whose first axis is a constant in the program, and its extent."""
+    """Return the inputs whose first axis is a constant in the program, and its size."""
     user_inputs = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs]
     shapes = {node.name: tuple(node.meta["val"].shape) for node in inputs if isinstance(node.meta.get("val"), Tensor)}
@@ -168,12 +191,16 @@ def find_fixed_batches(program: ExportedProgram) -> dict[str, int]:
 
 
 def _has_batch(shape: tuple[int, ...]) -> bool:
-    """A vector of one value is a setting, not a batch."""
+    """Whether the first axis is a batch. A vector of one value is a setting, not a batch."""
     return len(shape) > 1 or (len(shape) == 1 and not (is_concrete_int(shape[0]) and shape[0] == 1))
 
 
 def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Register the dataclass or dict that the model returns with torch.export. False if it is neither, or known."""
+    """Register the class that the model returns with torch.export.
+
+    Returns:
+        False if the class is registered already, or is neither a dict nor a dataclass.
+    """
     kind = type(dry_run(model, args, kwargs))
     if kind in pytree.SUPPORTED_NODES:
         return False
@@ -191,89 +218,93 @@ def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _translate_error(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None, axes: Axes | None = None
 ) -> CaptureError:
-    """What failed, at which line of the user's code, why, and the way out."""
+    """Return an error that says what failed, at which line of the user's code, and what to do."""
     name = type(model).__name__
     try:
         with export_logs_silenced():
             dry_run(model, args, kwargs)
-    except Exception as own:  # the user's code raises what it likes
-        message = f"{_format_error(own)}{_hint_about_inputs(args, kwargs)}"
-        return CaptureError(f"{name} itself fails on these example inputs{user_line(own)}. {message}")
+    except Exception as model_error:  # user code can raise any exception
+        message = f"{_format_error(model_error)}{_hint_about_inputs(args, kwargs)}"
+        return CaptureError(f"{name} itself fails on these example inputs{user_line(model_error)}. {message}")
     message = "" if error is None else str(error)
     if "not a known type" in message:
         return CaptureError(f"{name} cannot be captured: {_describe_unknown_output(model, message)}")
-    if axes and _is_captured(model, args, kwargs):
-        named = ", ".join(
-            f"{label} (axis {axis} of {each!r})" for each, own in axes.items() for axis, label in own.items()
+    if axes and _is_exportable(model, args, kwargs):
+        axis_list = ", ".join(
+            f"{label} (axis {axis} of {input_name!r})"
+            for input_name, axis_names in axes.items()
+            for axis, label in axis_names.items()
         )
         return CaptureError(
-            f"{name} cannot be captured with dynamic_axes, without them it can{user_line(error)}. "
-            f"{_format_error(error)} Leave out of {named} what the model computes with, or the submodule "
-            "that the line stands in as it is, leave=['path']"
+            f"{name} can be captured without dynamic_axes, but not with {axis_list}{user_line(error)}. "
+            f"{_format_error(error)} Leave out the axes that the model computes with, or do not capture the submodule "
+            "of that line, leave=['path']"
         )
     return CaptureError(
         f"{name} cannot be captured{user_line(error)}. {_format_error(error)} {_make_hint(model, error)}"
     )
 
 
-def _is_captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Without free axes."""
+def _is_exportable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch.export succeeds without free axes."""
     for strict in (False, True):
-        with suppress(Exception):  # torch.export raises every kind
-            return bool(_export_once(model, (args, kwargs), strict, lambda name, value: ()))
+        with suppress(Exception):  # torch.export raises many exceptions
+            return bool(_export_once(model, (args, kwargs), strict, _no_axes))
     return False
 
 
 def _hint_about_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """For who gave a loader or a shape instead of a batch."""
+    """Explain inputs without a tensor: the user passed a loader or a shape instead of a batch."""
     leaves = pytree.tree_leaves((args, kwargs))
-    if any(isinstance(each, Tensor) for each in leaves):
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
         return ""
-    kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in leaves)) or "nothing"
-    return f" There is no tensor among them ({kinds}): give one batch, such as next(iter(loader)) or torch.randn(shape)"
+    types = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
+    return f" There is no tensor among them ({types}): pass one batch, such as next(iter(loader)) or torch.randn(shape)"
 
 
-def _describe_unknown_output(model: nn.Module, said: str) -> str:
-    match = re.search(r"<class '([^']+)'>", said)
-    description = f"it gives a {match[1].rpartition('.')[2] if match else 'value'}, which a graph cannot hold"
+def _describe_unknown_output(model: nn.Module, message: str) -> str:
+    """Describe an output of a class that torch.export does not support, named in its message."""
+    match = re.search(r"<class '([^']+)'>", message)
+    description = f"it returns a {match[1].rpartition('.')[2] if match else 'value'}, which a graph cannot return"
     if hasattr(getattr(model, "config", None), "use_cache"):
         return (
-            f"{description}. A file keeps nothing between two calls. use_cache is off in all configs while the model "
-            "is captured: do not pass use_cache=True as an input, and return no cache"
+            f"{description}. A file has no state between two calls. use_cache is False in all configs while the model "
+            "is captured: do not pass use_cache=True as an input, and do not return a cache"
         )
-    return f"{description}. Return tensors, numbers, tuples, lists, dicts or dataclasses of them"
+    return f"{description}. Return tensors, numbers, or tuples, lists, dicts and dataclasses of them"
 
 
 def _make_hint(model: nn.Module, error: Exception | None) -> str:
-    """By what went wrong: a value that a trace does not have, or code that goes another way without values."""
+    """Return advice for a failed export: packed sequences, values that a trace does not have, or another branch."""
     if has_passed_through(error, "pack_padded_sequence", "pad_packed_sequence", "pack_sequence") or has_local_of_type(
         error, PackedSequence
     ):
         return (
-            "Packed sequences have as many rows as the lengths say, which no file can hold: run the recurrent layer on "
-            "the padded tensor, and mask or pick its outputs by the lengths"
+            "Packed sequences have a number of rows that depends on the lengths, which a file cannot represent: run "
+            "the recurrent layer on the padded tensor, and mask or select its outputs by the lengths"
         )
     path = user_module(error, model)
-    left = f"leave=[{path!r}]" if path else "leave=['path.of.submodule']"
-    if any(word in f"{type(error).__name__} {error}".lower() for word in DATA_DEPENDENT):
+    leave_option = f"leave=[{path!r}]" if path else "leave=['path.of.submodule']"
+    if any(phrase in f"{type(error).__name__} {error}".lower() for phrase in DATA_DEPENDENT_PHRASES):
         return (
-            "Make that line independent of tensor values (torch.where, torch.cond), or leave the submodule that it "
-            f"stands in as it is: {left}"
+            "Make that line independent of tensor values (torch.where, torch.cond), or do not capture the submodule of "
+            f"that line: {leave_option}"
         )
     return (
-        "The model runs on these inputs, but goes another way while torch.export traces it, without values: often "
-        "because of an input that is absent or all ones (a mask). Give that input, or leave it out; or leave the "
-        f"submodule that the line stands in as it is: {left}"
+        "The model runs on these inputs, but takes another branch while torch.export traces it without values. Often "
+        "the cause is an input that is missing or all ones (a mask): pass that input, or omit it. Or do not capture "
+        f"the submodule of that line: {leave_option}"
     )
 
 
 def _format_error(error: Exception | None) -> str:
+    """Format the class and the first line of an error."""
     line = next(iter(str(error).strip().splitlines()), "").rstrip(" .")
     return f"{type(error).__name__}: {line}."
 
 
 def widen_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs with a batch of two where it was one: torch.export takes an extent of one for a constant."""
+    """Repeat inputs with a batch of one to a batch of two: torch.export treats a size of one as a constant."""
 
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == 1:
@@ -286,18 +317,18 @@ def widen_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 
 @contextmanager
 def export_logs_silenced() -> Iterator[None]:
-    """torch.export prints and logs of its own internals; what matters to the user is raised.
+    """Silence warnings, logs and prints of torch.export, which are about its internals. Errors are still raised.
 
-    Logging is off as a whole: torch makes loggers and handlers while it works. Its trace log ignores that, and writes
-    thousands of records to whoever listens (pytest does), so nobody listens meanwhile.
+    All logging is disabled, because torch creates loggers and handlers while it works. The logger torch.__trace ignores
+    that and sends thousands of records to its handlers (pytest has one), so its handlers are removed meanwhile.
     """
-    trace, disabled = logging.getLogger("torch.__trace"), logging.root.manager.disable
-    listening, trace.handlers = trace.handlers, []
+    trace_logger, previous_level = logging.getLogger("torch.__trace"), logging.root.manager.disable
+    handlers, trace_logger.handlers = trace_logger.handlers, []
     logging.disable()
     try:
         with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled)
-        trace.handlers = listening
+        logging.disable(previous_level)
+        trace_logger.handlers = handlers

@@ -1,4 +1,4 @@
-"""The line of the user's own code at which a capture failed, or which a warning is about."""
+"""Find the line of the user's code at which a capture failed, or that a warning is about."""
 
 import contextlib
 import re
@@ -13,29 +13,29 @@ from scalepoint.compat.torch_names import HigherOrderOperator
 from scalepoint.graph.nodes import get_info
 
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
-_INTERACTIVE_FILES = ("<ipython-input", "<stdin>")  # code without a file that is the user's all the same
+_INTERACTIVE_FILES = ("<ipython-input", "<stdin>")  # names of user code without a file
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether code of this file is the user's, not torch's or ours."""
+    """Whether a file is user code, not part of torch or scalepoint."""
     return filename.startswith(_INTERACTIVE_FILES) or not filename.startswith(_LIBRARY_FOLDERS)
 
 
 def user_line(error: Exception | None) -> str:
-    """ " at file:line: code", or nothing when only torch and scalepoint were running."""
+    """Return " at file:line: code" of the innermost user frame; "" if there is none."""
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     user_frames = [frame for frame in frames if is_user_file(frame.filename)]
     return f" at {user_frames[-1].filename}:{user_frames[-1].lineno}: {user_frames[-1].line}" if user_frames else ""
 
 
 def has_passed_through(error: Exception | None, *functions: str) -> bool:
-    """Whether an error was raised below a line that calls one of these functions."""
+    """Whether a line of the traceback calls one of these functions."""
     frames = traceback.extract_tb(error.__traceback__ if error else None)
-    return any(f"{each}(" in (frame.line or "") for frame in frames for each in functions)
+    return any(f"{function}(" in (frame.line or "") for frame in frames for function in functions)
 
 
 def has_local_of_type(error: Exception | None, kind: type) -> bool:
-    """Whether a function that the error passed through had a value of this type in a local variable."""
+    """Whether a frame of the traceback has a value of this type in a local variable."""
     frame = error.__traceback__ if error else None
     while frame is not None:
         if any(isinstance(value, kind) for value in frame.tb_frame.f_locals.values()):
@@ -45,7 +45,7 @@ def has_local_of_type(error: Exception | None, kind: type) -> bool:
 
 
 def user_module(error: Exception | None, model: nn.Module) -> str:
-    """The path of the innermost submodule in whose own code an error was raised; nothing for the model itself."""
+    """Return the path of the innermost submodule whose code raised an error; "" for the model itself."""
     paths = {id(module): path for path, module in model.named_modules()}
     innermost, frame = "", error.__traceback__ if error else None
     while frame is not None:
@@ -57,14 +57,14 @@ def user_module(error: Exception | None, model: nn.Module) -> str:
 
 
 def recorded_line(trace: str | None) -> str:
-    """The same of the stack trace that a node of a graph carries."""
+    """Return " at file:line: code" of the innermost user frame of a node's stack trace; "" if there is none."""
     frames = re.findall(r'File "(.+?)", line (\d+), in .*\n +(.+)', trace or "")
     user_frames = [frame for frame in frames if is_user_file(frame[0])]
     return " at {}:{}: {}".format(*user_frames[-1]) if user_frames else ""
 
 
 def user_level() -> int:
-    """The stacklevel by which the caller's warning names the user's line."""
+    """Return the stacklevel with which a warning of the caller names the user's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
@@ -72,14 +72,14 @@ def user_level() -> int:
 
 
 def get_operation_name(node: fx.Node | None) -> str:
-    """Name of the operation as the user wrote it, before decomposition; "" without a node."""
+    """Return the name of an operation as the user wrote it, before decomposition; "" without a node."""
     if node is not None and isinstance(node.target, HigherOrderOperator):
         return f"torch.{node.target.__name__}"
     return "" if node is None else str(get_info(node).decomposed_from or node.target).rpartition(".")[0]
 
 
 def describe_location(node: fx.Node) -> str:
-    """The user's line and the module that a node comes from, for the end of an error."""
+    """Describe the user's line and the module that a node comes from, for the end of an error message."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     module = f" (in {stack[-1][0]})" if stack and stack[-1][0] else ""
     return f"{recorded_line(node.stack_trace)}{module}"

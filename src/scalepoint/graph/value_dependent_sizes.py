@@ -1,4 +1,4 @@
-"""Sizes that depend on values (`n.item()`, nonzero): symbols that no shape tells, seen in one run on the example."""
+"""Sizes that depend on tensor values (`n.item()`, nonzero): record them in one run on the example."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ from scalepoint.support.formatting import one_line
 
 
 def record_sizes(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Store `NodeInfo.sizes` on every node of a graph that has such sizes; where the run fails they stay unknown, and
-    that is told."""
+    """Store `NodeInfo.sizes` on the nodes of a graph that has such sizes, or warn if the run fails."""
     values = [get_fake_tensor(node) for node in graph_module.graph.nodes]
     if not any(free_unbacked_symbols(value) for value in values if value is not None):
         return
@@ -25,15 +24,15 @@ def record_sizes(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
             _SizeRecorder(graph_module).run(*inputs, enable_io_processing=False)
     except MemoryError:
         raise
-    except Exception as error:  # the model's own code may fail in any way, and only a count hangs on it
+    except Exception as error:  # user code can raise any exception, and only the MAC counts need these sizes
         reason = one_line(str(error).strip().partition("\n")[0]) or type(error).__name__
-        message = (
-            f"sizes that depend on values were not found, so MACs behind them do not count: a run failed: {reason}"
-        )
+        message = f"sizes that depend on values are unknown, so the MACs of these layers are not counted: {reason}"
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
 class _SizeRecorder(fx.Interpreter):
+    """Store the shape of every result."""
+
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""Arguments and operators of a graph as plain data, and back. Nothing here runs or imports what a text names.
+"""Convert arguments and operators of a graph to plain data and back, without importing anything that a file names.
 
-An operator is named by its registered schema ("aten::conv2d.default"); only aten's are taken, and of those none that
-touches a file. Other functions come from a short list. What has no form here is refused with its reason.
+An operator is named by its registered schema ("aten::conv2d.default"). Only aten operators that use no files are
+allowed. Other functions come from a short list. Anything else raises an error with the reason.
 """
 
 import math
@@ -18,7 +18,7 @@ from scalepoint.graph.operations import Reference, Slot
 from scalepoint.graph.products import affine
 
 OPERATOR_NAMESPACES = ("aten",)
-ASSERTIONS = (  # they give nothing, and only look
+ASSERTIONS = (  # operators that return nothing and only check values
     "aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar", "aten::sym_constrain_range",
     "aten::sym_constrain_range_for_size",
 )  # fmt: skip
@@ -34,7 +34,7 @@ FUNCTIONS_BY_NAME: dict[str, Callable[..., Any]] = {
     "scalepoint.affine": affine,
 }
 _NAMES = {function: name for name, function in FUNCTIONS_BY_NAME.items()}
-_KINDS: dict[str, type] = {
+_CONSTANT_TYPES: dict[str, type] = {
     "dtype": torch.dtype,
     "memory_format": torch.memory_format,
     "layout": torch.layout,
@@ -42,25 +42,29 @@ _KINDS: dict[str, type] = {
 
 
 class NotDescribedError(Exception):
-    """Something in a graph that has no form as data."""
+    """Something in a graph cannot be represented as data."""
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name that `get_function` finds it by."""
+    """Return the name by which `get_function` finds a function."""
     if isinstance(function, OpOverload):
         name = f"{function._schema.name}.{function._overloadname}"
         reason = _explain_refusal(function)
         if reason:
-            raise NotDescribedError(f"the operator {name}: {reason}")
+            raise NotDescribedError(f"it calls the operator {name}: {reason}")
         return name
     if function not in _NAMES:
         name = getattr(function, "__name__", str(function))
-        raise NotDescribedError(f"the function {name} is not one of torch's operators")
+        raise NotDescribedError(f"it calls the function {name}, which is not an operator of torch")
     return _NAMES[function]
 
 
 def get_function(name: str) -> Callable[..., Any]:
-    """What a name stands for; only what `function_name` gives has one."""
+    """Return the function of a name that `function_name` gave.
+
+    Raises:
+        StoreError: The name is not one that may be in a saved graph.
+    """
     if name in FUNCTIONS_BY_NAME:
         return FUNCTIONS_BY_NAME[name]
     space, _, rest = name.partition("::")
@@ -74,28 +78,31 @@ def get_function(name: str) -> Callable[..., Any]:
     except (AttributeError, RuntimeError):
         function = None
     if not isinstance(function, OpOverload):
-        raise StoreError(f"the graph names the operator {short_repr(name)}, which torch {torch.__version__} has not")
+        raise StoreError(
+            f"the saved graph calls the operator {short_repr(name)}, which torch {torch.__version__} does not have"
+        )
     reason = _explain_refusal(function)
     if reason:
-        raise StoreError(f"the graph names the operator {short_repr(name)}: {reason}")
+        raise StoreError(f"the saved graph calls the operator {short_repr(name)}: {reason}")
     return function
 
 
 def _explain_refusal(function: Any) -> str:
-    """Why an operator may not stand in a saved graph."""
+    """Return the reason why an operator may not be in a saved graph; "" if it may."""
     schema = function._schema
     if schema.name.partition("::")[0] not in OPERATOR_NAMESPACES:
-        return f"only those of {', '.join(OPERATOR_NAMESPACES)} can be saved"
+        return f"only operators of {', '.join(OPERATOR_NAMESPACES)} can be saved"
     if any("file" in argument.name for argument in schema.arguments):
         return "it reads or writes files"
-    gives = [str(value.type) for value in schema.returns]
-    if schema.name not in ASSERTIONS and not any(kind in each for each in gives for kind in ("Tensor", "int", "bool")):
-        return "it gives no tensor"
+    return_types = [str(value.type) for value in schema.returns]
+    returns_value = any(kind in return_type for return_type in return_types for kind in ("Tensor", "int", "bool"))
+    if schema.name not in ASSERTIONS and not returns_value:
+        return "it does not return a tensor"
     return ""
 
 
 def encode(value: Any, paths: Mapping[int, str]) -> Any:  # noqa: C901, PLR0911  # a table of cases
-    """An argument as JSON has it; `paths` are those of modules by id."""
+    """Convert an argument to JSON data. `paths` has the path of every module by its id."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -114,31 +121,31 @@ def encode(value: Any, paths: Mapping[int, str]) -> Any:  # noqa: C901, PLR0911 
         return {"slice": [encode(item, paths) for item in (value.start, value.stop, value.step)]}
     if isinstance(value, torch.device):
         return {"device": str(value)}
-    for kind, type_ in _KINDS.items():
-        if isinstance(value, type_):
+    for kind, constant_type in _CONSTANT_TYPES.items():
+        if isinstance(value, constant_type):
             return {kind: str(value).removeprefix("torch.")}
-    raise NotDescribedError(f"an argument of type {type(value).__name__}")
+    raise NotDescribedError(f"it has an argument of type {type(value).__name__}")
 
 
 def decode(value: Any, nodes: Mapping[str, fx.Node], modules: Mapping[str, nn.Module]) -> Any:
-    """What `encode` was given; anything else is an error."""
+    """Convert JSON data of `encode` back to the argument. Data that `encode` cannot return raise StoreError."""
     if value is None or isinstance(value, bool | int | str | float):
         return value
     if isinstance(value, list):
         return [decode(item, nodes, modules) for item in value]
     if not isinstance(value, dict) or len(value) != 1:
-        raise StoreError(f"the graph holds {short_repr(value)}, which is no argument")
-    ((kind, held),) = value.items()
+        raise StoreError(f"the saved graph has the invalid argument {short_repr(value)}")
+    ((kind, content),) = value.items()
     try:
-        return _DECODED[kind](held, nodes, modules)
+        return _DECODERS[kind](content, nodes, modules)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise StoreError(
             f"the graph holds {short_repr(value)}, which is no argument ({type(error).__name__})"
         ) from error
 
 
-def _reference(held: Any, modules: Mapping[str, nn.Module]) -> Reference:
-    path, name = held
+def _decode_reference(content: Any, modules: Mapping[str, nn.Module]) -> Reference:
+    path, name = content
     owner = modules[path]
     if name not in owner._parameters and name not in owner._buffers and name != "value":
         raise ValueError(name)
@@ -146,22 +153,24 @@ def _reference(held: Any, modules: Mapping[str, nn.Module]) -> Reference:
 
 
 def _torch_constant_decoder(kind: str) -> Callable[[Any, Any, Any], Any]:
-    def found(held: Any, _: Any, __: Any) -> Any:
-        value = getattr(torch, held)
-        if not isinstance(value, _KINDS[kind]):
-            raise TypeError(held)
+    """Return a decoder for constants of the torch module, such as torch.float32, that checks their type."""
+
+    def decode_constant(content: Any, _: Any, __: Any) -> Any:
+        value = getattr(torch, content)
+        if not isinstance(value, _CONSTANT_TYPES[kind]):
+            raise TypeError(content)
         return value
 
-    return found
+    return decode_constant
 
 
-_DECODED: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "float": lambda held, _, __: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[held],
-    "node": lambda held, nodes, _: nodes[held],
-    "slot": lambda held, _, __: Slot(int(held)),
-    "reference": lambda held, _, modules: _reference(held, modules),
-    "tuple": lambda held, nodes, modules: tuple(decode(item, nodes, modules) for item in held),
-    "slice": lambda held, nodes, modules: slice(*(decode(item, nodes, modules) for item in held)),
-    "device": lambda held, _, __: torch.device(held),
-    **{kind: _torch_constant_decoder(kind) for kind in _KINDS},
+_DECODERS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "float": lambda content, _, __: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[content],
+    "node": lambda content, nodes, _: nodes[content],
+    "slot": lambda content, _, __: Slot(int(content)),
+    "reference": lambda content, _, modules: _decode_reference(content, modules),
+    "tuple": lambda content, nodes, modules: tuple(decode(item, nodes, modules) for item in content),
+    "slice": lambda content, nodes, modules: slice(*(decode(item, nodes, modules) for item in content)),
+    "device": lambda content, _, __: torch.device(content),
+    **{kind: _torch_constant_decoder(kind) for kind in _CONSTANT_TYPES},
 }

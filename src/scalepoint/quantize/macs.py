@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from scalepoint.graph import Operation
-from scalepoint.graph.kinds import PRODUCTS_WITH_ADDEND, WEIGHTLESS_PRODUCTS
+from scalepoint.graph.kinds import OPAQUE, PRODUCTS_WITH_ADDEND, WEIGHTLESS_PRODUCTS
 from scalepoint.graph.nodes import get_fake_tensor, get_info
 from scalepoint.graph.operations import Slot, get_tensors
 from scalepoint.graph.origin import get_origin
@@ -46,7 +46,7 @@ def count_macs(kind: str, part: nn.Module | None, node: fx.Node, operands: Seque
         return _count_attention(part, shapes)
     if kind in _GATES:
         return _count_recurrent(part, operands)
-    return (get_info(node).macs or 0) if kind == "left" else 0
+    return (get_info(node).macs or 0) if kind == OPAQUE else 0
 
 
 def _count_weighted(kind: str, part: nn.Module, shapes: Sequence[TensorShape | None]) -> int | None:

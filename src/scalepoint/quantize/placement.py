@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from scalepoint.errors import ConfigError, NonFiniteError, PatternError, did_you_mean
 from scalepoint.graph import WEIGHTED, Operation
-from scalepoint.graph.kinds import VALUE_PRESERVING, WEIGHTLESS_PRODUCTS
+from scalepoint.graph.kinds import OPAQUE, VALUE_PRESERVING, WEIGHTLESS_PRODUCTS
 from scalepoint.graph.nodes import find_constant_nodes, get_fake_tensor, module_path
 from scalepoint.graph.operations import Slot, get_tensors
 from scalepoint.operation_coverage import OperationState
@@ -35,7 +35,7 @@ from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.spec.extended import get_sparsity
 from scalepoint.targets import OperationFacts, Target
 
-COVERED_KINDS = (*WEIGHTED, *WEIGHTLESS_PRODUCTS, "attention", "left")
+COVERED_KINDS = (*WEIGHTED, *WEIGHTLESS_PRODUCTS, "attention", OPAQUE)
 CONSTANT_REASON = "made of constants alone: a runtime computes it once, when it loads the file"
 
 
