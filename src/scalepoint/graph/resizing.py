@@ -190,8 +190,8 @@ def check_at_other_sizes(
     failed_sizes, failure = first_failure
     raise CaptureError(
         f"dynamic_axes: {name} itself fails at all other sizes that were tried; at {format_sizes(failed_sizes)}"
-        f"{user_line(failure)}: {_format_error(failure)}. Leave out the axes that cannot change, or pass an example whose "
-        "sizes the model accepts when they are a bit larger and smaller"
+        f"{user_line(failure)}: {_format_error(failure)}. Leave out the axes that cannot change, or pass an example "
+        "whose sizes the model accepts when they are a bit larger and smaller"
     )
 
 
