@@ -215,7 +215,7 @@ def test_asking_for_what_cannot_be_is_refused_before_any_work(llama, tmp_path):
         deployed(llama, tmp_path / "out", config=QuantConfig(migrate=("awq",)))
     with pytest.raises(CalibrationError, match="sequence of 4096"):
         deployed(llama, tmp_path / "out", length=4096)
-    with pytest.raises(UsageError, match="file, or as tokens"):
+    with pytest.raises(UsageError, match="path of a text file, or tokens"):
         deployed(llama, tmp_path / "out", data="the cat sees the house . " * 200)
     assert not list(tmp_path.iterdir())
 
@@ -261,8 +261,8 @@ def test_targets_of_language_models_are_a_list_of_their_own():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"length": 1}, "at least 2 tokens"),
-        ({"samples": 0}, "at least one"),
+        ({"length": 1}, "length must be at least 2"),
+        ({"samples": 0}, "samples at least 1"),
         ({"memory": "lots"}, "memory='lots'"),
     ],
     ids=str,
@@ -290,7 +290,7 @@ def damaged(llama, folder, change):
 
 def test_a_config_that_transformers_refuses_is_told_as_such(llama, tmp_path):
     source = damaged(llama, tmp_path / "source", {"num_attention_heads": 5})
-    with pytest.raises(CaptureError, match="no language model"):
+    with pytest.raises(CaptureError, match="cannot make a language model"):
         deployed(source, tmp_path / "out")
 
 

@@ -510,7 +510,7 @@ def test_no_data_is_refused_at_once_where_it_is_needed(tmp_path):
 
 @pytest.mark.parametrize("value", [object(), {"inner": [object()]}, b"bytes", nn.Linear, len])
 def test_metadata_that_no_file_can_hold_is_refused(tmp_path, value):
-    with pytest.raises(UsageError, match="'a' holds"):
+    with pytest.raises(UsageError, match="'a' contains"):
         a_call(tmp_path, metadata={"a": value})
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from scalepoint.report import Sweep, sweep_page, write
 from tests.pipeline import test_sweep
-from tests.report import made
+from tests.report import example_reports
 from tests.report.browser import Browser, find
 
 pytestmark = pytest.mark.skipif(find() is None, reason="no Chromium here: apt-get install chromium")
@@ -27,7 +27,12 @@ def browser():
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
-    made_up = {"ordinary": made.ordinary(), "bare": made.bare(), "evil": made.evil(), "large": made.large()}
+    made_up = {
+        "ordinary": example_reports.ordinary(),
+        "bare": example_reports.bare(),
+        "evil": example_reports.evil(),
+        "large": example_reports.large(),
+    }
     written = {name: write(report, folder / name) for name, report in made_up.items()}
     written["swept"] = folder / "swept.html"
     written["swept"].write_text(sweep_page(Sweep(test_sweep.ROWS)))
@@ -85,7 +90,7 @@ def test_the_style_sheet_is_let_in_by_the_policy_and_nothing_else_is(browser, pa
     browser.open(pages["bare"])
     assert browser.run("getComputedStyle(document.querySelector('.tiles')).display") == "grid"
     browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
-    browser.run("window.made = document.createElement('script'); made.textContent = 'window.owned = 1'")
+    browser.run("window.made = document.createElement('script'); example_reports.textContent = 'window.owned = 1'")
     browser.run("document.body.append(made)")
     browser.run("new Promise((done) => setTimeout(done, 200))")
     assert browser.run("window.owned") is None

@@ -10,14 +10,14 @@ from rich.console import Console
 from scalepoint.errors import StoreError
 from scalepoint.report import DifferenceTable, compare_runs, write
 from scalepoint.report.difference import ComparedNumber
-from tests.report import made
+from tests.report import example_reports
 
 
 def other():
     """The ordinary run, faster, smaller, a layer better and one in float."""
-    first = made.ordinary()
+    first = example_reports.ordinary()
     rows = list(first.coverage.operations)
-    rows[2] = made.float_row(rows[2].name, "asked", "conv2d", rows[2].macs, True)
+    rows[2] = example_reports.float_row(rows[2].name, "asked", "conv2d", rows[2].macs, True)
     layers = list(first.layers)
     layers[2] = replace(layers[2], sqnr_db=math.inf)
     layers[5] = replace(layers[5], sqnr_db=layers[5].sqnr_db - 20)
@@ -26,7 +26,7 @@ def other():
         coverage=replace(first.coverage, operations=tuple(rows)),
         layers=tuple(layers),
         accuracy=(replace(first.accuracy[0], value=0.6970), first.accuracy[1]),
-        verification=replace(made.verification(2.5), size=10_000_000),
+        verification=replace(example_reports.verification(2.5), size=10_000_000),
         config={**first.config, "activation": "int8", "weight": {"dtype": "int4", "axis": 0}},
         environment={**first.environment, "onnxruntime": "1.32.0"},
     )
@@ -34,7 +34,7 @@ def other():
 
 @pytest.fixture(scope="module")
 def found():
-    return compare_runs(made.ordinary(), other())
+    return compare_runs(example_reports.ordinary(), other())
 
 
 def test_a_change_within_the_noise_of_the_measurement_has_no_verdict():
@@ -50,7 +50,7 @@ def test_a_change_within_the_noise_of_the_measurement_has_no_verdict():
 
 def ordinary_with_latency(spread, more):
     """A report whose file takes a part more time."""
-    report = made.ordinary()
+    report = example_reports.ordinary()
     found = report.verification
     before, after = found.latency.seconds
     seconds = (before, after * (1 + more))
@@ -85,26 +85,26 @@ def test_a_number_is_written_with_its_change(number, texts):
 
 
 def test_the_layer_that_changed_most_comes_first_and_equal_ones_last(found):
-    first, second = made.ordinary(), other()
+    first, second = example_reports.ordinary(), other()
     changed = found.changed_layers
     assert [each.name for each in changed] == [first.layers[2].name, first.layers[5].name]
-    assert changed[0].precision == (made.LOW, "float")
+    assert changed[0].precision == (example_reports.LOW, "float")
     assert changed[1].change == pytest.approx(second.layers[5].sqnr_db - first.layers[5].sqnr_db)
     assert len(found.layers) == len(first.coverage.operations)
 
 
 def test_layers_of_other_names_are_told_as_missing():
-    first = made.ordinary()
+    first = example_reports.ordinary()
     rows = (replace(first.coverage.operations[0], name="stem"), *first.coverage.operations[1:])
     found = compare_runs(first, replace(first, coverage=replace(first.coverage, operations=rows)))
     assert {each.name: each.precision for each in found.changed_layers} == {
-        "conv1": (made.LOW, None),
-        "stem": (None, made.LOW),
+        "conv1": (example_reports.LOW, None),
+        "stem": (None, example_reports.LOW),
     }
 
 
 def test_names_that_repeat_are_compared_each_with_its_own():
-    first = made.ordinary()
+    first = example_reports.ordinary()
     twice = (first.layers[0], replace(first.layers[0], sqnr_db=3.0))
     better = (twice[0], replace(twice[1], sqnr_db=5.0))
     found = compare_runs(replace(first, layers=twice), replace(first, layers=better))
@@ -120,7 +120,7 @@ def test_settings_and_circumstances_are_told_by_key(found):
 
 
 def test_other_models_data_and_machines_are_warned_of():
-    first, second = made.ordinary(), made.ordinary()
+    first, second = example_reports.ordinary(), example_reports.ordinary()
     marks = dict.fromkeys(("model", "calibration data", "example inputs"), "one")
     again = replace(first.reproduction, marks=marks)
     first = replace(first, reproduction=again, environment={"instructions": "vnni"})
@@ -137,13 +137,16 @@ def test_other_models_data_and_machines_are_warned_of():
 
 
 def test_a_run_is_the_same_as_itself():
-    found = compare_runs(made.evil(), made.evil())
+    found = compare_runs(example_reports.evil(), example_reports.evil())
     assert {each.mood for each in found.numbers} <= {"same", ""}
     assert (found.changed_layers, found.settings, found.circumstances, found.warnings) == ((), (), (), ())
 
 
 def test_folders_are_read_with_the_config_beside_them(tmp_path):
-    for name, report, config in (("a", made.ordinary(), "max_drop: 0.1"), ("b", other(), "max_drop: 0.2\noutput: b")):
+    for name, report, config in (
+        ("a", example_reports.ordinary(), "max_drop: 0.1"),
+        ("b", other(), "max_drop: 0.2\noutput: b"),
+    ):
         write(report, tmp_path / name)
         (tmp_path / name / "config.yaml").write_text(config)
     found = compare_runs(tmp_path / "a", tmp_path / "b")
@@ -157,7 +160,7 @@ def test_what_is_no_run_is_refused_by_its_name(tmp_path, content):
     if content is not None:
         (tmp_path / "report.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(StoreError, match=tmp_path.name):
-        compare_runs(tmp_path, made.ordinary())
+        compare_runs(tmp_path, example_reports.ordinary())
 
 
 @pytest.mark.parametrize("width", [40, 100])
@@ -174,7 +177,10 @@ def test_the_terminal_shows_it_at_any_width(found, width):
 
 
 def test_sixty_columns_keep_what_is_compared_in_one_piece():
-    runs = (replace(made.ordinary(), title="a"), replace(made.ordinary(), title="b", target="openvino"))
+    runs = (
+        replace(example_reports.ordinary(), title="a"),
+        replace(example_reports.ordinary(), title="b", target="openvino"),
+    )
     console = Console(width=60, record=True, file=None)
     with console.capture() as capture:
         console.print(DifferenceTable(compare_runs(*runs)))

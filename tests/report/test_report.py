@@ -34,9 +34,14 @@ from scalepoint.results import PrecisionChange, Score, TensorHistogram, TrialSum
 from scalepoint.support.formatting import count, decibel, quality, ratio, share_of, short, time_of, value_of, visible
 from scalepoint.verification import Choice, Status, Verification
 from tests.errors import raises
-from tests.report import made
+from tests.report import example_reports
 
-REPORTS = {"ordinary": made.ordinary, "bare": made.bare, "evil": made.evil, "large": lambda: made.large(300)}
+REPORTS = {
+    "ordinary": example_reports.ordinary,
+    "bare": example_reports.bare,
+    "evil": example_reports.evil,
+    "large": lambda: example_reports.large(300),
+}
 VOID = {"meta", "input", "wbr"}
 
 
@@ -72,13 +77,13 @@ def test_json_brings_the_same_report_back(make):
     report = make()
     again = Report.from_json(report.to_json())
     assert again.to_dict() == report.to_dict()
-    if make is not made.evil:  # it has not-a-numbers, which equal nothing
+    if make is not example_reports.evil:  # it has not-a-numbers, which equal nothing
         assert again == report
     json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def test_json_says_what_verification_found():
-    data = made.ordinary().to_dict()
+    data = example_reports.ordinary().to_dict()
     assert data["schema"] == 2
     assert data["verification"]["holds"] is True
     assert data["verification"]["status"] == "ok"
@@ -86,8 +91,10 @@ def test_json_says_what_verification_found():
 
 
 def test_numbers_of_numpy_and_paths_are_plain_in_json(tmp_path):
-    layers = (made.layer_error("fc", np.float32(1.5), np.float64(0.5)),)
-    report = replace(made.bare(), layers=layers, config={"path": tmp_path, "set": {2, 1}, "tuple": (1, math.nan)})
+    layers = (example_reports.layer_error("fc", np.float32(1.5), np.float64(0.5)),)
+    report = replace(
+        example_reports.bare(), layers=layers, config={"path": tmp_path, "set": {2, 1}, "tuple": (1, math.nan)}
+    )
     data = json.loads(report.to_json())
     assert data["layers"][0]["sqnr_db"] == 1.5
     assert data["config"] == {"path": str(tmp_path), "set": [1, 2], "tuple": [1, "NaN"]}
@@ -107,7 +114,7 @@ def test_numbers_of_numpy_and_paths_are_plain_in_json(tmp_path):
     ],
 )
 def test_another_schema_or_a_wrong_value_is_a_clear_error(change, message):
-    data = made.bare().to_dict() | change
+    data = example_reports.bare().to_dict() | change
     with pytest.raises(StoreError, match=message):
         Report.from_json(json.dumps(data))
 
@@ -115,11 +122,11 @@ def test_another_schema_or_a_wrong_value_is_a_clear_error(change, message):
 @pytest.mark.parametrize("schema", [1, 3], ids=["older", "newer"])
 def test_a_file_of_another_schema_is_refused_by_its_name(tmp_path, schema):
     path = tmp_path / "report.json"
-    path.write_text(json.dumps(made.ordinary().to_dict() | {"schema": schema}))
+    path.write_text(json.dumps(example_reports.ordinary().to_dict() | {"schema": schema}))
     with raises(StoreError, str(path), f"schema {schema}", "reads schema 2", "deploy again"):
         Report.from_file(path)
     with raises(StoreError, str(path), f"schema {schema}"):
-        compare_runs(tmp_path, made.ordinary())
+        compare_runs(tmp_path, example_reports.ordinary())
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", "{", '{"schema": 2}', "[" * 100_000, '{"a": 1, "a": 2}'])
@@ -129,7 +136,7 @@ def test_a_text_that_is_no_report_is_refused(text):
 
 
 def test_a_truncated_file_is_refused_at_every_length():
-    text = made.bare().to_json().strip()
+    text = example_reports.bare().to_json().strip()
     for length in range(len(text)):
         with pytest.raises(StoreError):
             Report.from_json(text[:length])
@@ -147,7 +154,7 @@ def test_the_terminal_shows_it_at_any_width(make, width):
 
 def test_forty_columns_keep_names_and_errors():
     file = StringIO()
-    Console(file=file, width=40).print(made.ordinary().table())
+    Console(file=file, width=40).print(example_reports.ordinary().table())
     text = file.getvalue()
     assert "layer4.0.conv1" in text
     assert "22.9" in text
@@ -158,30 +165,30 @@ def test_forty_columns_keep_names_and_errors():
 
 def test_a_next_step_that_takes_two_lines_stays_beside_its_word():
     file = StringIO()
-    Console(file=file, width=60).print(made.ordinary().table())
+    Console(file=file, width=60).print(example_reports.ordinary().table())
     assert re.search(r"\nNext: measure the speed again: scalepoint bench *\n      out/float.onnx", file.getvalue())
 
 
 def test_what_was_asked_of_speed_is_not_told_of_accuracy():
-    text = str(replace(made.ordinary(), max_drop=None, min_speed=1.5))
+    text = str(replace(example_reports.ordinary(), max_drop=None, min_speed=1.5))
     assert "speed: at least the required 1.50x" in text
     assert "accuracy: at least" not in text
 
 
 def test_markup_in_a_name_is_shown_as_it_is():
-    assert "[bold red]markup[/bold red]" in str(made.evil())
+    assert "[bold red]markup[/bold red]" in str(example_reports.evil())
 
 
 def test_str_is_ascii_where_the_names_are():
-    text = str(made.ordinary())
+    text = str(example_reports.ordinary())
     assert text.isascii()
     assert "\x1b" not in text
     assert "1.87x the speed" in text
-    assert "\n".join(made.ordinary().summary()).isascii()
+    assert "\n".join(example_reports.ordinary().summary()).isascii()
 
 
 def test_summary_of_an_ordinary_run():
-    assert made.ordinary().summary()[:9] == [
+    assert example_reports.ordinary().summary()[:9] == [
         "resnet18 for onnxruntime. Verified: in onnxruntime it runs as simulated (41.3 dB, very good).",
         "top-1: 0.6976 -> 0.6958 (-0.0018, in the runtime)",
         "top-5: 0.8908 -> 0.8896 (-0.0012, in the runtime)",
@@ -203,25 +210,25 @@ def test_summary_of_an_ordinary_run():
             Verification("m.mlpackage", "coreml", Status.NOT_VERIFIED, "fancy can only be checked on macOS"),
             "Not verified here: fancy can only be checked on macOS",
         ),
-        (made.verification(sqnr=12.0), "departs from the simulation: 12.0 dB, less than the required 20 dB"),
-        (made.verification(ratio=0.83), "Slower than float: 0.83x its speed"),
-        (made.verification(ratio=0.999), "No faster than float: 0.99x"),
-        (made.verification(sqnr=math.inf), r"runs as simulated \(exactly\)"),
+        (example_reports.verification(sqnr=12.0), "departs from the simulation: 12.0 dB, less than the required 20 dB"),
+        (example_reports.verification(ratio=0.83), "Slower than float: 0.83x its speed"),
+        (example_reports.verification(ratio=0.999), "No faster than float: 0.99x"),
+        (example_reports.verification(sqnr=math.inf), r"runs as simulated \(exactly\)"),
         (
-            replace(made.verification(), choices=(Choice("decoder.topk", 141.0, 0.0),)),
+            replace(example_reports.verification(), choices=(Choice("decoder.topk", 141.0, 0.0),)),
             "runs as simulated .* chose differently from the simulation among .* at decoder.topk .*141.0 dB",
         ),
     ],
 )
 def test_the_verdict_hides_nothing(found, words):
-    report = replace(made.ordinary(), verification=found)
+    report = replace(example_reports.ordinary(), verification=found)
     assert re.search(words, report.summary()[0])
     assert re.search(words, to_html(report).replace("&lt;", "<"))
 
 
 @pytest.mark.parametrize(("speed", "is_slower"), [(0.83, True), (0.99, False), (1.2, False)])
 def test_the_page_calls_a_file_slower_that_is_so_beyond_noise(speed, is_slower):
-    page = to_html(replace(made.ordinary(), verification=made.verification(ratio=speed)))
+    page = to_html(replace(example_reports.ordinary(), verification=example_reports.verification(ratio=speed)))
     assert ("speed: slower" in page) == is_slower
 
 
@@ -247,9 +254,11 @@ def test_whatever_a_layer_is_called_the_page_has_the_same_elements(name):
         return [each for each, _ in Page(text).elements if each != "wbr"]
 
     def report(name: str) -> Report:
-        rows = Coverage((made.operation(name, kind=name, reason=name or "x"),))
+        rows = Coverage((example_reports.operation(name, kind=name, reason=name or "x"),))
         nodes = (GraphNode(name.replace(".", " "), name),)
-        return Report(name, name, name, rows, layers=(made.layer_error(name, 3.0),), graph=nodes, warnings=(name,))
+        return Report(
+            name, name, name, rows, layers=(example_reports.layer_error(name, 3.0),), graph=nodes, warnings=(name,)
+        )
 
     to_html(report(name)).encode()
     expected = shape(to_html(report("a")))
@@ -258,7 +267,7 @@ def test_whatever_a_layer_is_called_the_page_has_the_same_elements(name):
 
 
 def test_the_data_in_the_page_is_the_report_and_cannot_end_its_element():
-    report = made.evil()
+    report = example_reports.evil()
     text = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', to_html(report), re.S)[1]
     assert text.isascii()
     assert not set(text) & set("<>&")
@@ -266,20 +275,20 @@ def test_the_data_in_the_page_is_the_report_and_cannot_end_its_element():
 
 
 def test_the_policy_names_exactly_what_the_page_holds():
-    text = to_html(made.bare())
+    text = to_html(example_reports.bare())
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1].replace("&#39;", "'")
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
 
 
 def test_the_page_of_300_layers_is_below_a_megabyte_and_the_same_every_time():
-    text = to_html(made.large(300))
+    text = to_html(example_reports.large(300))
     assert len(text.encode()) < 1_000_000
-    assert text == to_html(made.large(300))
+    assert text == to_html(example_reports.large(300))
 
 
 def test_missing_parts_say_how_to_get_them():
-    text = to_html(made.bare())
+    text = to_html(example_reports.bare())
     for words in ("evaluate=", "float_path=", "MACs not known", "scalepoint verify"):
         assert words in text
     for identifier in ("error", "histograms", "placement", "circumstances"):
@@ -294,20 +303,29 @@ def test_nothing_at_all_is_still_a_page():
 
 
 def test_names_that_repeat_keep_their_own_errors():
-    rows = Coverage((made.operation("a"), made.operation("a"), made.operation("b")))
-    layers = (made.layer_error("a", 11.0), made.layer_error("a", 22.0), made.layer_error("c", 33.0))
-    text = to_html(replace(made.bare(), coverage=rows, layers=layers))
+    rows = Coverage((example_reports.operation("a"), example_reports.operation("a"), example_reports.operation("b")))
+    layers = (
+        example_reports.layer_error("a", 11.0),
+        example_reports.layer_error("a", 22.0),
+        example_reports.layer_error("c", 33.0),
+    )
+    text = to_html(replace(example_reports.bare(), coverage=rows, layers=layers))
     assert re.findall(r'c6 number" role="cell" data-v="(\d+)"', text) == ["11", "22", "33"]
 
 
 def test_worst_layers_begin_with_what_is_no_number():
     layers = (
-        made.layer_error("good", 40),
-        made.layer_error("bad", 5),
-        made.layer_error("nan", math.nan),
-        made.layer_error("same", math.inf),
+        example_reports.layer_error("good", 40),
+        example_reports.layer_error("bad", 5),
+        example_reports.layer_error("nan", math.nan),
+        example_reports.layer_error("same", math.inf),
     )
-    assert [each.name for each in replace(made.bare(), layers=layers).worst(4)] == ["nan", "bad", "good", "same"]
+    assert [each.name for each in replace(example_reports.bare(), layers=layers).worst(4)] == [
+        "nan",
+        "bad",
+        "good",
+        "same",
+    ]
 
 
 def test_histogram_needs_one_more_edge_than_counts():
@@ -332,15 +350,20 @@ def test_inner_blocks_are_opened_where_that_gives_few_boxes(monkeypatch):
 
 def test_a_tensor_that_passes_as_codes_is_drawn_so():
     nodes = (GraphNode("a", "conv"), GraphNode("b", "conv", ("a",), "x uint8", ("a",)), GraphNode("c", "add", ("b",)))
-    page = to_html(replace(made.bare(), graph=nodes))
+    page = to_html(replace(example_reports.bare(), graph=nodes))
     assert page.count('class="edge codes"') == 1
     assert page.count('class="edge"') == 1
     assert "a tensor that passes as codes" in page
 
 
 def test_names_of_the_worst_layers_do_not_overlap():
-    layers = tuple(made.layer_error(f"layer3.{index}.convolution", 12.0 + index / 100) for index in range(3))
-    page = to_html(replace(made.bare(), layers=layers + tuple(made.layer_error(f"x{i}", 40.0) for i in range(300))))
+    layers = tuple(example_reports.layer_error(f"layer3.{index}.convolution", 12.0 + index / 100) for index in range(3))
+    page = to_html(
+        replace(
+            example_reports.bare(),
+            layers=layers + tuple(example_reports.layer_error(f"x{i}", 40.0) for i in range(300)),
+        )
+    )
     found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="worst-name">([^<]*)', page)
     places = [(float(x), float(x) + 7 * len(text), float(y)) for x, y, text in found]
     assert len(places) == 3
@@ -351,31 +374,34 @@ def test_names_of_the_worst_layers_do_not_overlap():
 
 @pytest.mark.parametrize("share", [0.9996, 0.99999, 1.0, 0.5])
 def test_the_terminal_and_the_page_round_alike(share):
-    rows = (made.operation("a", macs=int(share * 1e6)), made.float_row("b", "why", macs=10**6 - int(share * 1e6)))
-    report = replace(made.bare(), coverage=Coverage(rows if share < 1 else rows[:1]))
+    rows = (
+        example_reports.operation("a", macs=int(share * 1e6)),
+        example_reports.float_row("b", "why", macs=10**6 - int(share * 1e6)),
+    )
+    report = replace(example_reports.bare(), coverage=Coverage(rows if share < 1 else rows[:1]))
     said = share_of(share)
     assert f"{said} of the MACs" in report.coverage.summary()
     assert f'<span class="number">{said}</span>' in to_html(report)
 
 
 def test_a_speed_is_the_same_number_wherever_it_is_told():
-    report = made.ordinary(ratio=0.5899)
+    report = example_reports.ordinary(ratio=0.5899)
     assert "0.58x" in report.verdict()
     assert "0.58x" in str(report.verification.latency)
     assert "0.59" not in to_html(report).partition("<script")[0] + str(report)
 
 
 def test_an_unverified_run_speaks_of_numbers_of_the_simulation_only_where_it_has_some():
-    report = replace(made.ordinary(), verification=None)
+    report = replace(example_reports.ordinary(), verification=None)
     assert "of the simulation" in report.verdict()
     assert "of the simulation" not in replace(report, accuracy=(), layers=()).verdict()
 
 
 def test_layers_that_are_faster_in_float_share_a_card_whatever_their_times():
     times = [(1.2e-6, 1.4e-6), (18e-6, 25e-6), (1e-3, 1.5e-3)]
-    rows = [made.float_row(f"layer{index}", "faster in float") for index in range(len(times))]
+    rows = [example_reports.float_row(f"layer{index}", "faster in float") for index in range(len(times))]
     rows = [replace(row, saves=4e-6, seconds=seconds) for row, seconds in zip(rows, times, strict=True)]
-    report = replace(made.bare(), coverage=Coverage(tuple(rows)))
+    report = replace(example_reports.bare(), coverage=Coverage(tuple(rows)))
     assert "18 us, in int8 25 us" in str(report)
     assert Report.from_json(report.to_json()).coverage == report.coverage
     page = to_html(report).partition('id="left-float"')[2]
@@ -385,15 +411,18 @@ def test_layers_that_are_faster_in_float_share_a_card_whatever_their_times():
 
 
 def test_a_command_in_the_next_steps_can_be_typed_whatever_the_folder_is_called():
-    found = replace(made.verification(sqnr=1.0), path="my out/model.onnx")
+    found = replace(example_reports.verification(sqnr=1.0), path="my out/model.onnx")
     again = Reproduction("", "", "scalepoint deploy -c config.yaml --trust")
-    report = replace(made.ordinary(), verification=found, reproduction=again)
+    report = replace(example_reports.ordinary(), verification=found, reproduction=again)
     assert "scalepoint compare 'my out' -c 'my out/config.yaml' --trust" in "\n".join(report.next_steps())
 
 
 def test_only_what_the_config_asked_for_is_called_asked():
-    rows = (made.float_row("a", "asked for by the config", is_asked=True), made.float_row("b", "a norm"))
-    page = to_html(replace(made.bare(), coverage=Coverage(rows)))
+    rows = (
+        example_reports.float_row("a", "asked for by the config", is_asked=True),
+        example_reports.float_row("b", "a norm"),
+    )
+    page = to_html(replace(example_reports.bare(), coverage=Coverage(rows)))
     assert page.count(", as asked") == 1
 
 
@@ -404,7 +433,7 @@ def test_only_what_the_config_asked_for_is_called_asked():
 def test_a_level_comes_with_a_word(sqnr, word):
     assert quality(sqnr) == word
     if sqnr is not None:
-        report = replace(made.bare(), layers=(made.layer_error("only", sqnr),))
+        report = replace(example_reports.bare(), layers=(example_reports.layer_error("only", sqnr),))
         assert word in str(report)
         assert word in report.summary()[-1]
 
@@ -414,12 +443,15 @@ def test_a_level_comes_with_a_word(sqnr, word):
     [
         ({}, "measure the speed again: scalepoint bench out/float.onnx out/model.onnx"),
         ({"accuracy": ()}, "deploy with"),
-        ({"layers": (made.layer_error("bad", 3.0),)}, "overrides: [{name: 'bad', weight: float, activation: float}]"),
+        (
+            {"layers": (example_reports.layer_error("bad", 3.0),)},
+            "overrides: [{name: 'bad', weight: float, activation: float}]",
+        ),
         ({"warnings": ("a smoke run: two batches",)}, "the same call without smoke"),
     ],
 )
 def test_the_report_says_what_to_do_next(change, step):
-    report = made.ordinary()
+    report = example_reports.ordinary()
     report = replace(report, **{"verification": replace(report.verification, path="out/model.onnx"), **change})
     assert any(step in each for each in report.next_steps())
     assert "Next: " in str(report)
@@ -427,7 +459,7 @@ def test_the_report_says_what_to_do_next(change, step):
 
 
 def test_a_file_that_is_slower_or_departs_gets_its_own_advice():
-    report = made.ordinary(ratio=0.5)
+    report = example_reports.ordinary(ratio=0.5)
     assert "scalepoint targets" in report.next_steps()[0]
     broken = replace(report, verification=replace(report.verification, status=Status.CRASHED))
     assert "scalepoint doctor" in broken.next_steps()[0]
@@ -438,8 +470,8 @@ def test_blocks_are_the_tree_of_the_names_without_repetition(monkeypatch):
     monkeypatch.setattr(placement_graph, "MAX_OPENED_BOXES", 1)
     first, second = build_blocks(nodes)
     assert [first.title, second.title] == ["m", "m.a"]  # the whole model is m, and m.b holds one operation
-    assert [(box.label, box.rank, box.block) for box in first.boxes] == [("a", 0, ("m", "a")), ("b.c.z", 1, None)]
-    assert [box.rank for box in second.boxes] == [0, 1]
+    assert [(box.label, box.row, box.block) for box in first.boxes] == [("a", 0, ("m", "a")), ("b.c.z", 1, None)]
+    assert [box.row for box in second.boxes] == [0, 1]
 
 
 def test_a_block_that_feeds_itself_through_another_is_drawn(monkeypatch):
@@ -452,36 +484,36 @@ def test_a_block_that_feeds_itself_through_another_is_drawn(monkeypatch):
     monkeypatch.setattr(placement_graph, "MAX_OPENED_BOXES", 1)
     whole = build_blocks(nodes)[0]
     assert [box.inputs for box in whole.boxes] == [{1}, {0}]
-    to_html(replace(made.bare(), graph=tuple(nodes)))
+    to_html(replace(example_reports.bare(), graph=tuple(nodes)))
 
 
 def test_a_block_of_many_operations_says_what_it_leaves_out():
     nodes = tuple(GraphNode(f"op{index}", "add", (f"op{index - 1}",)) for index in range(1000))
     assert build_blocks(nodes)[0].left_out == 800
-    assert "and 800 more, not drawn" in to_html(replace(made.bare(), graph=nodes))
+    assert "and 800 more, not drawn" in to_html(replace(example_reports.bare(), graph=nodes))
 
 
 def test_write_makes_both_files_and_replaces_them(tmp_path):
-    page = write(made.bare(), tmp_path / "new" / "out")
-    write(made.ordinary(), page.parent)
+    page = write(example_reports.bare(), tmp_path / "new" / "out")
+    write(example_reports.ordinary(), page.parent)
     assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "report.json"]
-    assert Report.from_json((page.parent / "report.json").read_text()) == made.ordinary()
-    assert page.read_text() == to_html(made.ordinary())
+    assert Report.from_json((page.parent / "report.json").read_text()) == example_reports.ordinary()
+    assert page.read_text() == to_html(example_reports.ordinary())
 
 
 def test_write_into_a_file_is_an_error_of_ours(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write into"):
-        write(made.bare(), tmp_path / "file")
+        write(example_reports.bare(), tmp_path / "file")
 
 
 def test_evil_names_can_be_written(tmp_path):
-    write(made.evil(), tmp_path)
-    assert Report.from_json((tmp_path / "report.json").read_text()).title == made.EVIL[0]
+    write(example_reports.evil(), tmp_path)
+    assert Report.from_json((tmp_path / "report.json").read_text()).title == example_reports.EVIL[0]
 
 
 def test_printing_works_where_only_ascii_does():
-    code = "from tests.report import made; print(made.ordinary())"
+    code = "from tests.report import made; print(example_reports.ordinary())"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -513,7 +545,7 @@ def test_numbers_are_never_rounded_into_something_better(found, expected):
 
 
 def test_what_was_raised_is_followed_back_to_the_first_file():
-    report = made.ordinary()
+    report = example_reports.ordinary()
     assert [(each.layer, each.to) for each in report.precision_changes()] == [
         ("", "other ranges"),
         ("layer4.1.conv2", "float"),
@@ -524,18 +556,18 @@ def test_what_was_raised_is_followed_back_to_the_first_file():
 
 
 def test_a_drop_that_is_too_large_is_said():
-    report = replace(made.ordinary(), max_drop=0.001)
+    report = replace(example_reports.ordinary(), max_drop=0.001)
     assert "accuracy: more than the allowed 0.001" in report.summary()
     assert "more than the allowed 0.001" in to_html(report)
     assert 'class="tile warn"' in to_html(report)
 
 
 def test_how_to_reproduce_is_there_to_copy():
-    page = to_html(made.ordinary())
+    page = to_html(example_reports.ordinary())
     for text in ("pip install scalepoint==0.1.0", "scalepoint deploy -c out/config.yaml", "calibration_data,"):
         assert text in page
     assert page.count('class="copy"') == 3
-    assert "How to reproduce" not in to_html(made.bare())
+    assert "How to reproduce" not in to_html(example_reports.bare())
 
 
 @pytest.mark.parametrize(
@@ -554,7 +586,7 @@ def test_a_rounding_is_no_fall(before, after, allowed, holds):
 
 
 def test_the_page_shows_precision_by_layer_the_front_and_what_was_tuned():
-    report = made.ordinary()
+    report = example_reports.ordinary()
     page = to_html(report)
     assert 'id="allocation"' in page
     assert "budget 0.18" in page
@@ -569,12 +601,12 @@ def test_the_page_shows_precision_by_layer_the_front_and_what_was_tuned():
 
 
 def test_the_terminal_shows_the_front_and_who_differs():
-    text = str(made.ordinary())
+    text = str(example_reports.ordinary())
     assert "<- chosen near here" in text
     assert text.index("layer1.1.conv2") < text.index("and 10 more")
 
 
 def test_a_file_without_a_float_one_still_shows_its_size():
-    report = made.ordinary()
+    report = example_reports.ordinary()
     page = to_html(replace(report, verification=replace(report.verification, float_size=None)))
     assert "no float file to compare with" in page

@@ -2,9 +2,9 @@
 
     Report -> ReportView (rows, bars, groups) -> templates/report.html.j2 -> one self-contained page
 
-A page needs no network and is readable without its script, which only sorts, filters and shows one block at a time.
-Names of layers are other people's text: the environment escapes every value (autoescape), shows control characters as
-escapes (`finalize`), and the page's policy lets only its own style sheet and script run.
+A page needs no network, and is readable without its script, which sorts, filters and shows one block at a time.
+Names of layers are untrusted text: Jinja2 escapes every value (autoescape), control characters are shown as escapes
+(`finalize`), and the content security policy allows only the page's own style sheet and script.
 """
 
 import base64
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 JSON_FILE, HTML_FILE = "report.json", "report.html"
 TEMPLATES = Path(__file__).with_name("templates")
-MAX_SHOWN = {"rows": 200, "layers": 400, "names": 12, "histograms": 24}  # the data of the page has all of them
-COLOUR_COUNT = 6
-LAZY_LAYOUT_ROWS = 300  # from here on the browser lays rows out only when they come into view
+MAX_SHOWN = {"rows": 200, "layers": 400, "names": 12, "histograms": 24}  # the JSON in the page has all of them
+COLOUR_COUNT = 6  # colours of precisions in page.css
+LAZY_LAYOUT_ROWS = 300  # with more rows, the browser lays out only those in view
 MAX_TIME_ROWS = 10
-LAYER_COLUMNS = (  # title, kind of its values, order of the first click
+MAX_KERNELS = 30
+LAYER_COLUMNS = (  # title, type of the values, sort order of the first click
     ("Layer", "text", "up"),
     ("Op", "text", "up"),
     ("Precision", "text", "up"),
@@ -50,11 +51,11 @@ LAYER_COLUMNS = (  # title, kind of its values, order of the first click
     ("Clipped", "number", "down"),
     ("Range used", "number", "up"),
 )
-SECTIONS = (
+SECTIONS = (  # id (also the name of its template), title, whether a report has it
     ("accuracy", "Files that were tried", lambda report: len(report.trials) > 1),
     ("language", "As a language model", lambda report: report.language is not None),
     ("allocation", "Precision by layer", lambda report: report.allocation is not None),
-    ("tuning", "Chosen by the data", lambda report: report.tuning and (report.tuning.layers or report.tuning.left)),
+    ("tuning", "Tuning", lambda report: report.tuning and (report.tuning.layers or report.tuning.left)),
     ("layers", "Layers", lambda report: True),
     ("left-float", "Stays float", lambda report: True),
     ("error", "Error by depth", lambda report: report.layers),
@@ -118,7 +119,7 @@ def render_page(template: str, title: str, data: Mapping[str, Any], **values: An
     Args:
         template: Name of the template.
         title: Title of the page.
-        data: What the page shows, as plain values; stored in the page as JSON.
+        data: The data of the page as plain values; stored in the page as JSON.
         values: Variables of the template.
     """
     style, script = _read_asset("page.css"), _read_asset("page.js")
@@ -132,7 +133,7 @@ def render_page(template: str, title: str, data: Mapping[str, Any], **values: An
 
 @cache
 def jinja_environment() -> "Environment":
-    """The Jinja2 environment of all pages."""
+    """Return the Jinja2 environment of all pages."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415  # loaded when a page is written
 
     env = Environment(
@@ -164,7 +165,7 @@ def jinja_environment() -> "Environment":
 
 
 def _to_visible_text(value: Any) -> Any:
-    """Show control characters as escapes, and None as nothing. Markup has been through here already."""
+    """Show control characters as escapes, and None as empty text. Markup was already processed."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -175,7 +176,7 @@ def _to_visible_text(value: Any) -> Any:
 @cache
 def _read_asset(file: str) -> Markup:
     text = (TEMPLATES / file).read_text(encoding="utf-8")
-    if "</" in text:  # it would end the element that holds it
+    if "</" in text:  # would close the <style> or <script> element around it
         raise ValueError(f"{file} must not contain '</'")
     return Markup(text)  # noqa: S704  # our own file
 
@@ -190,7 +191,7 @@ def _to_json_text(value: Any, indent: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class NumberCell:
-    """A number of the layer table; `key` is what the script sorts by, `bar` a width in percent."""
+    """A number of the layer table. `key` is its sort key for the script, `bar` a width in percent."""
 
     key: str | None
     text: str
@@ -245,7 +246,7 @@ class TimeTable:
 
 
 class ReportView:
-    """What the report's templates show: rows, bars and groups, computed from the report on first use."""
+    """The values that the templates of a report use: rows, bars and groups, computed on first use."""
 
     layer_columns = LAYER_COLUMNS
 
@@ -258,22 +259,22 @@ class ReportView:
 
     @property
     def mood(self) -> str:
-        """The colour of the verdict."""
-        found = self.report.verification
-        if found is None:
+        """CSS class of the verdict."""
+        verification = self.report.verification
+        if verification is None:
             return "plain"
-        is_slow = found.latency is not None and found.latency.ratio < 1
-        if found.holds and not is_slow:
+        is_slow = verification.latency is not None and verification.latency.ratio < 1
+        if verification.holds and not is_slow:
             return "good"
-        return "bad" if found.is_refuted else "warn"
+        return "bad" if verification.is_refuted else "warn"
 
     @cached_property
     def classes(self) -> dict[str, str]:
-        """Precision -> class of its colour; float has its own."""
-        known = dict.fromkeys(self.report.coverage.share_of_parameters())
-        known |= dict.fromkeys(node.precision for node in self.report.graph)
-        low = [precision for precision in known if precision not in (terminal.FLOAT, "")]
-        colours = {precision: f"p{min(index, COLOUR_COUNT - 1)}" for index, precision in enumerate(low)}
+        """Precision -> CSS class of its colour."""
+        precisions = dict.fromkeys(self.report.coverage.share_of_parameters())
+        precisions |= dict.fromkeys(node.precision for node in self.report.graph)
+        quantized = [precision for precision in precisions if precision not in (terminal.FLOAT, "")]
+        colours = {precision: f"p{min(index, COLOUR_COUNT - 1)}" for index, precision in enumerate(quantized)}
         return colours | {terminal.FLOAT: "p-float", "": "p-none"}
 
     # tiles
@@ -290,13 +291,15 @@ class ReportView:
 
     @property
     def size_change(self) -> tuple[str, str]:
-        found = self.report.verification
-        return ("", "") if found is None else formatting.change_of_size(found.float_size or 0, found.size)
+        verification = self.report.verification
+        if verification is None:
+            return "", ""
+        return formatting.change_of_size(verification.float_size or 0, verification.size)
 
     @property
     def size_bars(self) -> list[charts.ChartBar]:
-        found = self.report.verification
-        sizes = (0, 0) if found is None else (found.float_size or 0, found.size)
+        verification = self.report.verification
+        sizes = (0, 0) if verification is None else (verification.float_size or 0, verification.size)
         rows = zip(("float", "quantized"), sizes, strict=True)
         return charts.make_bars(
             [(label, float(size), formatting.size_of(size)) for label, size in rows], ("before", "after")
@@ -348,14 +351,14 @@ class ReportView:
         return [self._layer_row(row, error, largest) for row, error in pairs]
 
     def _layer_pairs(self) -> list[tuple[CoverageRow | None, LayerError | None]]:
-        """Operations with their errors, then errors of layers without an operation. Names may repeat."""
-        errors: dict[str, list[LayerError]] = defaultdict(list)
+        """Return operations with their errors, then errors of layers without an operation. Names may repeat."""
+        errors: dict[str, list[LayerError]] = defaultdict(list)  # by name, the last one first
         for layer in reversed(self.report.layers):
             errors[layer.name].append(layer)
         pairs: list[tuple[CoverageRow | None, LayerError | None]] = [
             (row, errors[row.name].pop() if errors.get(row.name) else None) for row in self.report.coverage.operations
         ]
-        return pairs + [(None, layer) for left in errors.values() for layer in reversed(left)]
+        return pairs + [(None, layer) for unpaired in errors.values() for layer in reversed(unpaired)]
 
     def _layer_row(self, row: CoverageRow | None, error: LayerError | None, largest: float) -> LayerRow:
         precision = row.precision if row else ""
@@ -393,63 +396,63 @@ class ReportView:
 
     @cached_property
     def float_groups(self) -> list[FloatGroup]:
-        """What stays float, by reason; the reason that costs most MACs first."""
+        """Operations that stay float, by reason; the reason with the most MACs first."""
         groups: dict[tuple[str, bool], list[CoverageRow]] = defaultdict(list)
         for row in self.report.coverage.operations:
             if row.precision == terminal.FLOAT:
-                groups[row.reason or "no reason given", row.is_asked].append(row)
+                groups[row.reason or "no reason recorded", row.is_asked].append(row)
         total = sum(row.macs or 0 for row in self.report.coverage.operations)
-        found = []
+        groups_with_macs = []
         for (reason, is_asked), rows in groups.items():
             macs = sum(row.macs or 0 for row in rows)
             is_known = total and all(row.macs is not None for row in rows)
             share = f", {formatting.share_of(macs / total)} of the MACs" if is_known else ""
             saved = sum(max(0.0, row.saves or 0.0) for row in rows)
             saves = f", float saves {formatting.time_of(saved)}" if saved >= 1e-6 else ""
-            note = f"{formatting.plural(len(rows), 'operation')}{share}{saves}{', as asked' if is_asked else ''}"
-            found.append((macs, FloatGroup(reason, note, rows)))
-        return [group for _, group in sorted(found, key=lambda pair: -pair[0])]
+            note = f"{formatting.plural(len(rows), 'operation')}{share}{saves}{', as requested' if is_asked else ''}"
+            groups_with_macs.append((macs, FloatGroup(reason, note, rows)))
+        return [group for _, group in sorted(groups_with_macs, key=lambda pair: -pair[0])]
 
     # other sections
 
     @property
     def language_rows(self) -> list[tuple[str, str]]:
-        found = self.report.language
-        if found is None:
+        result = self.report.language
+        if result is None:
             return []
         decibels = [
             None if value is None else f"{formatting.decibel(value)} dB"
-            for value in (found.logits_db, found.agreement_db)
+            for value in (result.logits_db, result.agreement_db)
         ]
-        rates = (found.prefill, found.decode, found.float_prefill, found.float_decode)
+        rates = (result.prefill, result.decode, result.float_prefill, result.float_decode)
         speeds = [None if value is None else f"{value:.1f}" for value in rates]
         rows = (
-            ("bits a weight", f"{found.bits:.2f}"),
-            ("size", terminal.describe_language_sizes(found)),
-            ("judged on", f"{found.tokens} tokens" if found.tokens else "nothing"),
+            ("bits per weight", f"{result.bits:.2f}"),
+            ("size", terminal.describe_language_sizes(result)),
+            ("perplexity measured on", f"{result.tokens} tokens" if result.tokens else "nothing"),
             ("logits against float", decibels[0]),
-            (f"{formatting.short(found.runtime) or 'the runtime'} against the simulation", decibels[1]),
-            ("reads, tokens a second", speeds[0]),
-            ("writes, tokens a second", speeds[1]),
-            (f"the float model in {formatting.short(found.float_runtime)} reads", speeds[2]),
-            (f"the float model in {formatting.short(found.float_runtime)} writes", speeds[3]),
+            (f"{formatting.short(result.runtime) or 'the runtime'} against the simulation", decibels[1]),
+            ("prefill, tokens per second", speeds[0]),
+            ("decode, tokens per second", speeds[1]),
+            (f"prefill of the float model in {formatting.short(result.float_runtime)}", speeds[2]),
+            (f"decode of the float model in {formatting.short(result.float_runtime)}", speeds[3]),
         )
         return [(title, value) for title, value in rows if value]
 
     @property
     def choices(self) -> list[str]:
-        """The precisions that any layer could have."""
+        """All precisions that were considered for some layer."""
         layers = self.report.allocation.layers if self.report.allocation else ()
         return list(dict.fromkeys(choice for layer in layers for choice in layer.errors))
 
     @property
     def refused_choices(self) -> list[tuple[str, int]]:
-        """Each reason once, with the number of layers that it holds for."""
+        """Each reason why a precision was not considered, with the number of layers."""
         layers = self.report.allocation.layers if self.report.allocation else ()
         reasons: dict[str, int] = defaultdict(int)
         for layer in layers:
-            for choice, why in layer.refused.items():
-                reasons[f"{choice}: {why}"] += 1
+            for choice, reason in layer.refused.items():
+                reasons[f"{choice}: {reason}"] += 1
         return list(reasons.items())
 
     @property
@@ -462,12 +465,12 @@ class ReportView:
         float_total, total = sum_seconds(rows)
         slowest, rest = rows[:MAX_TIME_ROWS], rows[MAX_TIME_ROWS:]
         largest = max((max(row.seconds or 0.0, row.float_seconds or 0.0) for row in slowest), default=0.0) or 1.0
-        shown = [_time_row(row, largest, total) for row in slowest]
+        table_rows = [_time_row(row, largest, total) for row in slowest]
         if rest:
             float_rest, rest_total = sum_seconds(rest)
-            others = LayerTime(f"{len(rest)} others", rest_total, float_rest)
-            shown.append(_time_row(others, max(largest, float_rest, rest_total), total, is_rest=True))
-        return TimeTable(shown, float_total, total, describe_slower_layers(rows))
+            rest_time = LayerTime(f"{len(rest)} others", rest_total, float_rest)
+            table_rows.append(_time_row(rest_time, max(largest, float_rest, rest_total), total, is_rest=True))
+        return TimeTable(table_rows, float_total, total, describe_slower_layers(rows))
 
     @cached_property
     def placement(self) -> Placement:
@@ -476,10 +479,9 @@ class ReportView:
     @property
     def kernel_bars(self) -> list[charts.ChartBar]:
         executed = self.report.verification.executed if self.report.verification else {}
-        most = sorted(executed.items(), key=lambda item: (-item[1], item[0]))[:30]
-        return charts.make_bars(
-            [(formatting.short(name, 60), float(count), str(count)) for name, count in most], ["after"] * len(most)
-        )
+        counts = sorted(executed.items(), key=lambda item: (-item[1], item[0]))[:MAX_KERNELS]
+        rows = [(formatting.short(name, 60), float(count), str(count)) for name, count in counts]
+        return charts.make_bars(rows, ["after"] * len(rows))
 
     @property
     def stage_bars(self) -> list[charts.ChartBar]:
@@ -495,25 +497,25 @@ class ReportView:
 
     @property
     def migration_rows(self) -> list[tuple[str, str]]:
-        found = self.report.migrated
-        steps = (*found.done, *found.refused) if found else ()
+        migrated = self.report.migrated
+        steps = (*migrated.done, *migrated.refused) if migrated else ()
         return [(f"{step.migration}: {formatting.short(step.name, 60)}", step.note) for step in steps]
 
 
 def _sort_key(value: float | None) -> str | None:
-    """A number as the script reads it; not a number sorts first."""
+    """Return a number as text for the script; NaN sorts first."""
     if value is None:
         return None
     return "-1e999" if math.isnan(value) else f"{value:.9g}".replace("inf", "1e999")
 
 
 def _error_cell(error: LayerError | None, largest: float) -> NumberCell:
-    """The error of a layer: in dB, as a word and as a bar."""
+    """Return the error of a layer in dB, as a word and as a bar."""
     if error is None:
         return NumberCell(None, "")
     sqnr = error.sqnr_db
     notes = [] if error.cosine is None else [f"cosine {error.cosine:.5f}"]
-    notes += [] if error.weight_sqnr_db is None else [f"weights alone {formatting.decibel(error.weight_sqnr_db)} dB"]
+    notes += [] if error.weight_sqnr_db is None else [f"weights only {formatting.decibel(error.weight_sqnr_db)} dB"]
     return NumberCell(
         key=_sort_key(sqnr),
         text=formatting.decibel(sqnr),

@@ -1,10 +1,10 @@
-"""The placement graph, one block of the model at a time.
+"""Draws the placement graph of the report, one picture per block of the model.
 
-Names are paths, so the model is a tree. A block shows operations as boxes, and each inner block as one box that links
-to it, or opened where that still gives few boxes. A box is in the row given by its longest path from the inputs.
-Tensors that pass as codes are drawn in another colour.
+Names are paths, so the model is a tree of blocks. A picture has a box per operation, and one box per inner block, which
+links to its picture. Inner blocks are opened if the picture still has few boxes. The row of a box is the length of the
+longest path from the inputs. Quantized tensors have another colour.
 
-    nodes -> blocks_of (what each block shows) -> draw_placement (coordinates) -> templates/sections/placement.html.j2
+    nodes -> build_blocks (boxes of each block) -> draw_placement (coordinates) -> templates/sections/placement.html.j2
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ from scalepoint.report.model import GraphNode
 from scalepoint.support.formatting import plural, short
 
 WHOLE_MODEL = "the whole model"
-MAX_DEPTH = 8
-MAX_BOXES = 200
-MAX_OPENED_BOXES = 24  # up to so many, inner blocks are opened
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 280, 40, 26, 26, 18
+MAX_DEPTH = 8  # of nested blocks
+MAX_BOXES = 200  # per picture
+MAX_OPENED_BOXES = 24  # inner blocks are opened while a picture has at most this many boxes
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 280, 40, 26, 26, 18  # of boxes, in SVG units
 
 INDENT = "\u00a0\u00a0"
 
@@ -27,22 +27,33 @@ BlockPath = tuple[str, ...]
 
 @dataclass
 class Box:
-    """One operation, or one inner block."""
+    """One operation, or one inner block.
+
+    Attributes:
+        label: Name in the picture.
+        note: Kind of operation.
+        nodes: Indices of its operations.
+        block: Path of the inner block; None for an operation.
+        row, column: Position in the picture.
+        inputs: Indices of the boxes that it reads.
+        codes: The `inputs` whose tensors are quantized.
+        outside: Names of operations outside the picture that it reads.
+    """
 
     label: str
     note: str
     nodes: list[int]
     block: BlockPath | None = None
-    rank: int = 0
+    row: int = 0
     column: int = 0
-    inputs: set[int] = field(default_factory=set)  # boxes, by index
-    codes: set[int] = field(default_factory=set)  # those of them that reach it quantized
-    outside: dict[str, None] = field(default_factory=dict)  # what it reads from elsewhere, by name
+    inputs: set[int] = field(default_factory=set)
+    codes: set[int] = field(default_factory=set)
+    outside: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one path prefix holds."""
+    """The boxes of one block of the model: all operations whose path starts with `path`."""
 
     path: BlockPath
     boxes: tuple[Box, ...]
@@ -55,49 +66,54 @@ class Block:
 
 
 def build_blocks(graph: Sequence[GraphNode]) -> list[Block]:
-    """All blocks in the order of the model, the whole first."""
+    """Return all blocks in the order of the model, the whole model first."""
     paths = [tuple(node.name.split(".", MAX_DEPTH)) for node in graph]
     members: dict[BlockPath, list[int]] = {(): list(range(len(graph)))}
     for index, path in enumerate(paths):
         for length in range(1, min(len(path), MAX_DEPTH + 1)):
             members.setdefault(path[:length], []).append(index)
-    kept = _find_blocks(members)
+    blocks = _find_blocks(members)
     position = {node.name: index for index, node in enumerate(graph)}
     return [
-        _build_block(graph, paths, path, members[path], _find_closed_blocks(paths, path, members[path], kept), position)
-        for path in kept
+        _build_block(
+            graph, paths, path, members[path], _find_closed_blocks(paths, path, members[path], blocks), position
+        )
+        for path in blocks
     ]
 
 
 def _find_closed_blocks(
-    paths: Sequence[BlockPath], prefix: BlockPath, nodes: Sequence[int], kept: dict[BlockPath, None]
+    paths: Sequence[BlockPath], prefix: BlockPath, nodes: Sequence[int], blocks: dict[BlockPath, None]
 ) -> dict[BlockPath, None]:
-    """The inner blocks that stay one box: the outer ones are opened, level by level, while few boxes come of it."""
-    closed = dict(kept)
+    """Return the inner blocks that stay one box.
+
+    All blocks of the outermost level are opened together, level by level, while the picture has few boxes.
+    """
+    closed = dict(blocks)
     while True:
-        shown = dict.fromkeys(_box_of(paths[index], prefix, closed) or (index,) for index in nodes)
-        inner = [each for each in shown if each in closed]
+        boxes = dict.fromkeys(_box_of(paths[index], prefix, closed) or (index,) for index in nodes)
+        inner = [box for box in boxes if box in closed]
         level = min(map(len, inner), default=0)
-        opened = {path: None for path in closed if path not in inner or len(path) > level}
-        after = {_box_of(paths[index], prefix, opened) or (index,) for index in nodes}
-        if not inner or len(after) > MAX_OPENED_BOXES:
+        still_closed = {path: None for path in closed if path not in inner or len(path) > level}
+        boxes_after = {_box_of(paths[index], prefix, still_closed) or (index,) for index in nodes}
+        if not inner or len(boxes_after) > MAX_OPENED_BOXES:
             return closed
-        closed = opened
+        closed = still_closed
 
 
 def _box_of(path: BlockPath, prefix: BlockPath, closed: Mapping[BlockPath, None]) -> BlockPath | None:
-    """The inner block that an operation is drawn in."""
+    """Return the inner block whose box contains the operation; None if the operation has its own box."""
     return next((path[:n] for n in range(len(prefix) + 1, len(path)) if path[:n] in closed), None)
 
 
 def _find_blocks(members: dict[BlockPath, list[int]]) -> dict[BlockPath, None]:
-    """Blocks worth a picture: more than one operation, and not the same ones as the only block inside."""
-    inner: dict[BlockPath, int] = {}
+    """Return blocks with more than one operation, without those that contain only one inner block."""
+    inner: dict[BlockPath, int] = {}  # block -> operations of its largest inner block
     for path, nodes in members.items():
         if path:
             inner[path[:-1]] = max(inner.get(path[:-1], 0), len(nodes))
-    kept = {path: None for path, nodes in members.items() if len(nodes) > 1 and inner.get(path) != len(nodes)}
-    return kept or {(): None}
+    blocks = {path: None for path, nodes in members.items() if len(nodes) > 1 and inner.get(path) != len(nodes)}
+    return blocks or {(): None}
 
 
 def _build_block(
@@ -105,31 +121,31 @@ def _build_block(
     paths: Sequence[BlockPath],
     prefix: BlockPath,
     nodes: Sequence[int],
-    kept: dict[BlockPath, None],
+    closed: dict[BlockPath, None],
     position: dict[str, int],
 ) -> Block:
     boxes: list[Box] = []
-    where: dict[int, int] = {}  # node -> its box
-    inner: dict[BlockPath, int] = {}  # inner block -> its box
+    box_of_node: dict[int, int] = {}
+    box_of_block: dict[BlockPath, int] = {}
     left_out = 0
     for index in nodes:
         path = paths[index]
-        block = _box_of(path, prefix, kept)
-        if block is not None and block in inner:
-            where[index] = inner[block]
-            boxes[inner[block]].nodes.append(index)
+        block = _box_of(path, prefix, closed)
+        if block is not None and block in box_of_block:
+            box_of_node[index] = box_of_block[block]
+            boxes[box_of_block[block]].nodes.append(index)
             continue
         if len(boxes) == MAX_BOXES:
             left_out += 1
             continue
-        where[index] = len(boxes)
+        box_of_node[index] = len(boxes)
         if block is not None:
-            inner[block] = len(boxes)
+            box_of_block[block] = len(boxes)
         label = ".".join((block or path)[len(prefix) :])
         boxes.append(Box(label or graph[index].name, graph[index].kind, [index], block))
-    for index, box in where.items():
+    for index, box in box_of_node.items():
         for source in graph[index].inputs:
-            other = where.get(position.get(source, -1))
+            other = box_of_node.get(position.get(source, -1))
             if other is None:
                 boxes[box].outside[source] = None
             elif other != box:
@@ -140,17 +156,17 @@ def _build_block(
 
 
 def _arrange(boxes: Sequence[Box]) -> None:
-    """Rank = 1 + the largest rank of the boxes before it that it reads; a block may also read a later one."""
-    width: dict[int, int] = {}
+    """Set rows and columns. The row is 1 + the largest row of the earlier boxes that a box reads."""
+    row_lengths: dict[int, int] = {}
     for index, box in enumerate(boxes):
-        box.rank = max((boxes[other].rank + 1 for other in box.inputs if other < index), default=0)
-        box.column = width.get(box.rank, 0)
-        width[box.rank] = box.column + 1
+        box.row = max((boxes[source].row + 1 for source in box.inputs if source < index), default=0)
+        box.column = row_lengths.get(box.row, 0)
+        row_lengths[box.row] = box.column + 1
 
 
 @dataclass(frozen=True)
 class DrawnBox:
-    """One box with its shapes; `link` is the block that it leads to."""
+    """One box with its SVG elements; `link` is the id of its block's picture."""
 
     title: str
     shapes: Sequence[SvgElement]
@@ -176,7 +192,7 @@ class DrawnBlock:
 
 @dataclass(frozen=True)
 class Placement:
-    """All pictures of a graph, and the legend: (class of the key, text)."""
+    """All pictures of a graph, and the legend as (CSS class, text)."""
 
     blocks: Sequence[DrawnBlock]
     legend: Sequence[tuple[str, str]]
@@ -192,7 +208,7 @@ def draw_placement(graph: Sequence[GraphNode], classes: Mapping[str, str]) -> Pl
     precisions = dict.fromkeys(node.precision for node in graph if node.precision)
     legend = [(classes[precision], precision) for precision in precisions]
     if any(node.codes for node in graph):
-        legend.append(("line-key", "a tensor that passes as codes"))
+        legend.append(("line-key", "a quantized tensor"))
     return Placement(list(drawn.values()), legend)
 
 
@@ -206,19 +222,19 @@ def _draw_block(
     boxes = block.boxes
     columns: dict[int, int] = {}  # row -> number of boxes
     for box in boxes:
-        columns[box.rank] = max(columns.get(box.rank, 0), box.column + 1)
+        columns[box.row] = max(columns.get(box.row, 0), box.column + 1)
     full = max(columns.values(), default=1) * (WIDTH + GAP_X) - GAP_X
     corners = []
     for box in boxes:
-        row_width = columns[box.rank] * (WIDTH + GAP_X) - GAP_X
+        row_width = columns[box.row] * (WIDTH + GAP_X) - GAP_X
         x = MARGIN + (full - row_width) / 2 + box.column * (WIDTH + GAP_X)
-        corners.append((x, MARGIN + box.rank * (HEIGHT + GAP_Y)))
-    longest = max((abs(box.rank - boxes[other].rank) for box in boxes for other in box.inputs), default=0)
+        corners.append((x, MARGIN + box.row * (HEIGHT + GAP_Y)))
+    longest = max((abs(box.row - boxes[other].row) for box in boxes for other in box.inputs), default=0)
     edges = [
         SvgElement(
             "path",
             {
-                "d": _edge_path(corners[other], corners[index], boxes[other].rank, box.rank),
+                "d": _edge_path(corners[other], corners[index], boxes[other].row, box.row),
                 "class": "edge codes" if other in box.codes else "edge",
             },
         )
@@ -243,7 +259,7 @@ def _draw_block(
 
 
 def _bulge(span: int) -> int:
-    """How far an edge over `span` rows goes to the right."""
+    """Return how far an edge over `span` rows curves to the right."""
     return 24 + 7 * min(span, 9)
 
 
@@ -275,7 +291,7 @@ def _draw_box(
         name, note = first.name, " · ".join(filter(None, (short(box.note, 22), short(first.precision, 30))))
     else:
         name, note = ".".join(box.block), plural(len(box.nodes), "operation")
-    words = "; ".join(f"{count} in {precision}" for precision, count in precisions[:6])
+    tooltip = "; ".join(f"{count} in {precision}" for precision, count in precisions[:6])
     css = "node block-node" if box.block else "node"
     frame = SvgElement("rect", {"x": format_number(x), "y": y, "width": WIDTH, "height": HEIGHT, "rx": 6, "class": css})
     shapes = [
@@ -285,27 +301,27 @@ def _draw_box(
         text_shape(short(box.label, 34), x + 14, y + 17, "node-name"),
         text_shape(note, x + 14, y + 32, "node-note"),
     ]
-    return DrawnBox(f"{short(name, 400)}: {words}", shapes, None if box.block is None else ids[box.block])
+    return DrawnBox(f"{short(name, 400)}: {tooltip}", shapes, None if box.block is None else ids[box.block])
 
 
 def _outside_inputs(box: Box, x: float, y: float) -> list[SvgElement]:
-    """Where a box reads from, when that is not in the picture."""
+    """Draw a short line into a box that reads operations outside the picture, with their names."""
     if not box.outside:
         return []
-    first, *others = box.outside
-    words = f"from {short(first, 24)}" + (f" and {len(others)} more" if others else "")
+    first, *rest = box.outside
+    text = f"from {short(first, 24)}" + (f" and {len(rest)} more" if rest else "")
     end = x + WIDTH - 14
     line = SvgElement("path", {"d": f"M{end:g} {y - 12:g}v11", "class": "edge fed"})
-    return [line, text_shape(words, end - 6, y - 4, "node-note", "end")]
+    return [line, text_shape(text, end - 6, y - 4, "node-note", "end")]
 
 
 def _precision_strip(
     x: float, y: float, precisions: Sequence[tuple[str, int]], classes: Mapping[str, str]
 ) -> list[SvgElement]:
-    """The precisions of a box as a strip on its left, each as tall as its share."""
-    total, top, pieces = sum(count for _, count in precisions), y + 4.0, []
+    """Draw the precisions of a box as a strip on its left. The height of each colour is its share."""
+    total, top, rectangles = sum(count for _, count in precisions), y + 4.0, []
     for precision, count in precisions:
-        tall = (HEIGHT - 8) * count / total
-        pieces.append(rectangle(x + 4, round(top, 2), 5, round(tall, 2), classes[precision]))
-        top += tall
-    return pieces
+        height = (HEIGHT - 8) * count / total
+        rectangles.append(rectangle(x + 4, round(top, 2), 5, round(height, 2), classes[precision]))
+        top += height
+    return rectangles

@@ -1,9 +1,9 @@
-"""Many runs in one table: what each was, what came of it, and which of them none other beats.
+"""The table and page of a sweep: the settings and results of each run, and the Pareto fronts.
 
-rows  ->  front: no other row is as good in both, and better in one
+    front: the runs for which no other run is at least as good in quality and cost, and better in one of them
 
-Every run has measured its speed against a float file of its own: of another target, or another export. Here the speed
-of all runs is that against the fastest of these float files, so that a faster file never has a lower speed.
+Each run measured its speed relative to its own float file, which may be of another target or export. The table has the
+speed relative to the fastest of these float files, so that a faster file never has a lower speed.
 """
 
 import json
@@ -48,30 +48,45 @@ from scalepoint.support.untrusted import read_json
 
 SWEEP_FILE = "sweep.json"
 SWEEP_SCHEMA = 1
-WIDTH, NARROW_WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000.0, 340.0, 320.0, 60.0, 40.0, 18.0  # of a plot
-MAX_DRAWN_DB = 150.0  # an exact output is drawn here
+WIDTH, NARROW_WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000.0, 340.0, 320.0, 60.0, 40.0, 18.0  # of a plot, in SVG units
+MAX_DRAWN_DB = 150.0  # an exact output is drawn with this SQNR
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One run of a sweep; what was not measured is None. `settings` is what this run has of its own."""
+    """One run of a sweep. A number is None if it was not measured.
+
+    Attributes:
+        name: Name of the run and of its folder.
+        settings: The values of the grid for this run.
+        status: "done" or "failed".
+        message: The error of a failed run.
+        score: The user's metric of the file.
+        float_score: The user's metric of the float model.
+        size: Size of the file in bytes.
+        speed: Speed relative to the float file of the same run; `Sweep.speed_of` makes runs comparable.
+        latency: Seconds per call of the file.
+        last_db: SQNR of the last layer's output against the float model, in dB.
+        low: Share of the multiply-accumulates in low precision.
+        verdict: The verdict of the report.
+    """
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    status: str = "done"  # or failed
+    status: str = "done"
     message: str = ""
     score: float | None = None
     float_score: float | None = None
     size: float | None = None
-    speed: float | None = None  # times that of the float file of the same run; Sweep.speed_of compares runs
+    speed: float | None = None
     latency: float | None = None
-    last_db: float | None = None  # SQNR of the last layer's output against the float model
-    low: float | None = None  # share of the MACs in low precision
+    last_db: float | None = None
+    low: float | None = None
     verdict: str = ""
 
     @property
     def float_latency(self) -> float | None:
-        """Seconds of the float file that the run was compared with."""
+        """Seconds per call of the float file that the run was compared with."""
         return None if self.speed is None or self.latency is None else self.speed * self.latency
 
     @property
@@ -80,21 +95,23 @@ class SweepRow:
 
     @property
     def quality(self) -> float | None:
-        """The user's metric where there is one, else the error at the end."""
+        """The user's metric; without a metric the SQNR of the last layer. None if it is NaN or missing."""
         value = self.last_db if self.score is None else self.score
         return None if value is None or math.isnan(value) else value
 
     @classmethod
     def of(cls, name: str, settings: Mapping[str, Any], report: Report, size: int | None = None) -> "SweepRow":
-        """What a run's report says of it."""
-        found, score = report.verification, report.accuracy[0] if report.accuracy else None
-        latency = None if found is None else found.latency
+        """Make the row of a run from its report. `size` is used if the report has no size."""
+        verification, score = report.verification, report.accuracy[0] if report.accuracy else None
+        latency = None if verification is None else verification.latency
+        if verification is not None and verification.size:
+            size = verification.size
         return cls(
             name,
             to_jsonable(settings),
             score=None if score is None else score.value,
             float_score=None if score is None else score.float_value,
-            size=float(found.size) if found is not None and found.size else None if size is None else float(size),
+            size=None if size is None else float(size),
             speed=None if latency is None else latency.ratio,
             latency=None if latency is None else latency.seconds[1],
             last_db=report.layers[-1].sqnr_db if report.layers else None,
@@ -111,23 +128,27 @@ class Sweep:
 
     @property
     def is_scored(self) -> bool:
-        """Whether there is a metric of the user's."""
+        """Whether any run has a metric."""
         return any(row.score is not None for row in self.rows)
 
     def front(self, cost: str = "size") -> tuple[SweepRow, ...]:
-        """The runs that no other beats in quality and in `cost`, "size" or "speed"; those that cost least first."""
-        price = self._price(cost)
-        known = [row for row in self.rows if row.is_done and row.quality is not None and price(row) is not None]
-        best = [row for row in known if not _is_beaten(row, known, price)]
-        return tuple(sorted(best, key=lambda row: price(row) or 0.0))
+        """Return the runs on the Pareto front of quality and cost, the cheapest first.
+
+        Args:
+            cost: "size" or "speed".
+        """
+        cost_of = self._cost_function(cost)
+        measured = [row for row in self.rows if row.is_done and row.quality is not None and cost_of(row) is not None]
+        best = [row for row in measured if not _is_beaten(row, measured, cost_of)]
+        return tuple(sorted(best, key=lambda row: cost_of(row) or 0.0))
 
     def speed_of(self, row: SweepRow) -> float | None:
-        """Times the speed of the fastest float file of all runs; without times, that of the run's own float file."""
-        floats = [each.float_latency for each in self.rows if each.float_latency]
-        return min(floats) / row.latency if floats and row.latency else row.speed
+        """Return the speed relative to the fastest float file of all runs, or `row.speed` without latencies."""
+        float_latencies = [other.float_latency for other in self.rows if other.float_latency]
+        return min(float_latencies) / row.latency if float_latencies and row.latency else row.speed
 
-    def _price(self, cost: str) -> Callable[[SweepRow], float | None]:
-        """What is better when it is less."""
+    def _cost_function(self, cost: str) -> Callable[[SweepRow], float | None]:
+        """Return a function that is smaller for a better row."""
         if cost == "size":
             return lambda row: row.size
         return lambda row: None if (speed := self.speed_of(row)) is None else -speed
@@ -135,8 +156,8 @@ class Sweep:
     def summary(self) -> str:
         failed = sum(not row.is_done for row in self.rows)
         best = ", ".join(row.name for row in self.front())
-        told = f"{plural(len(self.rows), 'run')}{f', {failed} failed' if failed else ''}"
-        return f"{told}; on the front of quality and size: {best or 'none was measured'}"
+        runs = f"{plural(len(self.rows), 'run')}{f', {failed} failed' if failed else ''}"
+        return f"{runs}; on the front of quality and size: {best or 'none was measured'}"
 
     def to_dict(self) -> dict[str, Any]:
         fronts = {cost: [row.name for row in self.front(cost)] for cost in ("size", "speed")}
@@ -147,30 +168,31 @@ class Sweep:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Sweep":
-        """What `to_json` wrote."""
+        """Read a file that `to_json` wrote."""
         try:
             data = read_json(Path(path), MAX_REPORT_BYTES)
             if not isinstance(data, dict) or data.get("schema") != SWEEP_SCHEMA:
-                raise StoreError(f"{path} is no sweep of schema {SWEEP_SCHEMA}")
+                raise StoreError(f"{path} is not a sweep of schema {SWEEP_SCHEMA}")
             return cls(TypeAdapter(tuple[SweepRow, ...]).validate_python(data.get("rows")))
         except (OSError, DocumentError, ValidationError) as error:
-            raise StoreError(f"{path} is no sweep: {str(error).splitlines()[0]}") from error
+            raise StoreError(f"{path} is not a sweep: {str(error).splitlines()[0]}") from error
 
     def __str__(self) -> str:
         return printed(SweepTable(self))
 
 
-def _is_beaten(row: SweepRow, others: Sequence[SweepRow], price: Callable[[SweepRow], float | None]) -> bool:
-    mine = (-(row.quality or 0.0), price(row) or 0.0)
-    for other in others:
-        theirs = (-(other.quality or 0.0), price(other) or 0.0)
-        if theirs != mine and theirs[0] <= mine[0] and theirs[1] <= mine[1]:
+def _is_beaten(row: SweepRow, rows: Sequence[SweepRow], cost_of: Callable[[SweepRow], float | None]) -> bool:
+    """Whether some run is at least as good in both quality and cost, and better in one of them."""
+    point = (-(row.quality or 0.0), cost_of(row) or 0.0)
+    for other in rows:
+        other_point = (-(other.quality or 0.0), cost_of(other) or 0.0)
+        if other_point != point and other_point[0] <= point[0] and other_point[1] <= point[1]:
             return True
     return False
 
 
 def row_cells(sweep: Sweep, row: SweepRow) -> tuple[str, str, str, str, str, str]:
-    """Score, error at the end, size, speed, latency, coverage, as people read them."""
+    """Return score, SQNR of the last layer, size, speed, latency and coverage as text."""
     speed = sweep.speed_of(row)
     return (
         "" if row.score is None else value_of(row.score),
@@ -183,25 +205,25 @@ def row_cells(sweep: Sweep, row: SweepRow) -> tuple[str, str, str, str, str, str
 
 
 def list_fronts(sweep: Sweep) -> dict[str, str]:
-    """Row -> the fronts that it is on."""
+    """Return name of a run -> the fronts that it is on."""
     fronts = {cost: {row.name for row in sweep.front(cost)} for cost in ("size", "speed")}
     return {row.name: ", ".join(cost for cost, names in fronts.items() if row.name in names) for row in sweep.rows}
 
 
 @dataclass(frozen=True)
 class SweepTable:
-    """For rich: fits any width."""
+    """A sweep that rich can print at any width."""
 
     sweep: Sweep
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        on = list_fronts(self.sweep)
-        rows = [(short(row.name, 48), *row_cells(self.sweep, row), on[row.name]) for row in self.sweep.rows]
+        fronts = list_fronts(self.sweep)
+        rows = [(short(row.name, 48), *row_cells(self.sweep, row), fronts[row.name]) for row in self.sweep.rows]
         heads = ("run", "score", "last dB", "size", "speed", "latency", "in low", "on the front of")
         if options.max_width < MIN_WIDE_COLUMNS:
             quality = 1 if self.sweep.is_scored else 2
-            few = [(row[0], row[quality], row[3], row[4], "*" if row[7] else "") for row in rows]
-            yield plain_table(("run", heads[quality], "size", "speed", "front"), few, numbers=range(1, 4))
+            narrow_rows = [(row[0], row[quality], row[3], row[4], "*" if row[7] else "") for row in rows]
+            yield plain_table(("run", heads[quality], "size", "speed", "front"), narrow_rows, numbers=range(1, 4))
         else:
             yield plain_table(heads, rows, numbers=range(1, 7))
         for row in self.sweep.rows:
@@ -249,34 +271,39 @@ class _PlotArea:
 
 
 def _draw_plots(sweep: Sweep, cost: str, label: str) -> list[Picture]:
-    """The same plot for wide and for narrow screens; the style sheet shows one of them."""
-    known = [
+    """Draw the same plot for wide and for narrow screens; the style sheet shows one of them."""
+    measured = [
         row for row in sweep.rows if row.is_done and row.quality is not None and _cost_of(sweep, row, cost) is not None
     ]
-    if not known:
+    if not measured:
         return []
-    costs, qualities = [_cost_of(sweep, row, cost) or 0.0 for row in known], [_drawn_quality(row) for row in known]
+    costs, qualities = (
+        [_cost_of(sweep, row, cost) or 0.0 for row in measured],
+        [_drawn_quality(row) for row in measured],
+    )
     ranges = _widen(min(costs), max(costs)), _widen(min(qualities), max(qualities))
     return [
-        _draw_plot(sweep, known, cost, label, _PlotArea(width, *ranges), css)
+        _draw_plot(sweep, measured, cost, label, _PlotArea(width, *ranges), css)
         for width, css in ((WIDTH, "depth wide"), (NARROW_WIDTH, "narrow"))
     ]
 
 
-def _draw_plot(sweep: Sweep, known: Sequence[SweepRow], cost: str, label: str, frame: _PlotArea, css: str) -> Picture:
+def _draw_plot(
+    sweep: Sweep, measured: Sequence[SweepRow], cost: str, label: str, frame: _PlotArea, css: str
+) -> Picture:
     def at(row: SweepRow) -> tuple[float, float]:
         return frame.x(_cost_of(sweep, row, cost) or 0.0), frame.y(_drawn_quality(row))
 
     front = sweep.front(cost)
     labels = LabelPlacer(right=frame.width - 4)
     shapes = [*_draw_grid(frame, label), polyline([at(row) for row in front], "trace front-line")]
-    for row in sorted(known, key=lambda row: row not in front):
+    for row in sorted(measured, key=lambda row: row not in front):
         x, y = at(row)
         radius, dot = (6, "dot") if row in front else (4, "dot-weight")
         shapes.append(circle(x, y, radius, dot, f"{short(row.name)}: {', '.join(filter(None, row_cells(sweep, row)))}"))
         if row in front:
             shapes.append(labels.near(short(row.name, 28), x, y, "front-name"))
-    return Picture(frame.width, HEIGHT, f"{len(known)} runs: {label}", css, shapes)
+    return Picture(frame.width, HEIGHT, f"{len(measured)} runs: {label}", css, shapes)
 
 
 def _draw_grid(frame: _PlotArea, label: str) -> list[SvgElement]:

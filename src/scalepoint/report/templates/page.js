@@ -10,24 +10,24 @@
     const rows = [...body.rows].map((row, index) => ({
       row, index, precision: row.dataset.precision, text: null,
     }));
-    const textOf = (each) => {
-      if (each.text === null) {
-        const title = each.row.querySelector("bdi").title;
-        each.text = (each.row.textContent + " " + title).toLowerCase();
+    const textOf = (entry) => {
+      if (entry.text === null) {
+        const title = entry.row.querySelector("bdi").title;
+        entry.text = (entry.row.textContent + " " + title).toLowerCase();
       }
-      return each.text;
+      return entry.text;
     };
-    const filter = byId("filter"), precision = byId("precision"), shown = byId("shown");
+    const filter = byId("filter"), precision = byId("precision"), countText = byId("shown");
     const apply = () => {
       const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
       let count = 0;
-      for (const each of rows) {
-        const fits = (!precision.value || each.precision === precision.value)
-          && words.every((word) => textOf(each).includes(word));
-        if (each.row.hidden === fits) each.row.hidden = !fits;
+      for (const entry of rows) {
+        const fits = (!precision.value || entry.precision === precision.value)
+          && words.every((word) => textOf(entry).includes(word));
+        if (entry.row.hidden === fits) entry.row.hidden = !fits;
         count += fits;
       }
-      shown.textContent = count === rows.length ? `${count} layers` : `${count} of ${rows.length} layers`;
+      countText.textContent = count === rows.length ? `${count} layers` : `${count} of ${rows.length} layers`;
     };
     let timer = 0;
     filter.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(apply, 60); });
@@ -39,18 +39,18 @@
       const up = now ? now === "descending" : head.dataset.first === "up";
       for (const other of heads) other.removeAttribute("aria-sort");
       head.setAttribute("aria-sort", up ? "ascending" : "descending");
-      const keyed = rows.map((each) => {
-        const cell = each.row.cells[column];
+      const keyed = rows.map((entry) => {
+        const cell = entry.row.cells[column];
         const key = isNumber ? (cell.dataset.v === undefined ? null : Number(cell.dataset.v)) : cell.textContent || null;
-        return { each, key };
+        return { entry, key };
       });
       const compare = isNumber ? (a, b) => (a < b ? -1 : a > b ? 1 : 0) : collator.compare;
       keyed.sort((a, b) => {
-        if (a.key === null || b.key === null) return (a.key === null) - (b.key === null) || a.each.index - b.each.index;
-        return (up ? 1 : -1) * compare(a.key, b.key) || a.each.index - b.each.index;
+        if (a.key === null || b.key === null) return (a.key === null) - (b.key === null) || a.entry.index - b.entry.index;
+        return (up ? 1 : -1) * compare(a.key, b.key) || a.entry.index - b.entry.index;
       });
       const all = document.createDocumentFragment();
-      for (const { each } of keyed) all.append(each.row);
+      for (const { entry } of keyed) all.append(entry.row);
       body.append(all);
     };
     heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => sort(column)));
@@ -60,15 +60,15 @@
   const chooser = byId("block");
   if (chooser) {
     const blocks = [...document.querySelectorAll("details.block")];
-    for (const each of blocks) each.firstElementChild.tabIndex = -1;
+    for (const block of blocks) block.firstElementChild.tabIndex = -1;
     const show = (id) => {
-      for (const each of blocks) { each.hidden = each.id !== id; each.open = each.id === id; }
+      for (const block of blocks) { block.hidden = block.id !== id; block.open = block.id === id; }
       chooser.value = id;
     };
     chooser.addEventListener("change", () => show(chooser.value));
     const follow = () => {
       const id = location.hash.slice(1);
-      if (!blocks.some((each) => each.id === id)) return false;
+      if (!blocks.some((block) => block.id === id)) return false;
       show(id);
       return true;
     };
@@ -80,7 +80,7 @@
     button.hidden = false;
     button.addEventListener("click", () => {
       const text = button.parentElement.nextElementSibling;
-      getSelection().selectAllChildren(text); // stays selected where the clipboard is refused
+      getSelection().selectAllChildren(text); // so that the text can be copied by hand if the clipboard is not available
       const say = (word) => { button.textContent = word; setTimeout(() => { button.textContent = "Copy"; }, 2000); };
       const refused = () => say(document.execCommand("copy") ? "Copied" : "Selected");
       if (navigator.clipboard) navigator.clipboard.writeText(text.textContent).then(() => say("Copied"), refused);
