@@ -129,7 +129,7 @@ def test_data_that_is_read_once_is_refused(tmp_path):
 @pytest.mark.parametrize("text", ["{", '{"schema": 2}', '{"schema": 1, "rows": [{"name": 3}]}', "[]"])
 def test_what_is_no_sweep_is_refused(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(StoreError, match="no sweep"):
+    with pytest.raises(StoreError, match="not a sweep"):
         Sweep.from_file(tmp_path / "sweep.json")
 
 

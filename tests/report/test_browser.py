@@ -90,7 +90,7 @@ def test_the_style_sheet_is_let_in_by_the_policy_and_nothing_else_is(browser, pa
     browser.open(pages["bare"])
     assert browser.run("getComputedStyle(document.querySelector('.tiles')).display") == "grid"
     browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
-    browser.run("window.made = document.createElement('script'); example_reports.textContent = 'window.owned = 1'")
+    browser.run("window.made = document.createElement('script'); made.textContent = 'window.owned = 1'")
     browser.run("document.body.append(made)")
     browser.run("new Promise((done) => setTimeout(done, 200))")
     assert browser.run("window.owned") is None

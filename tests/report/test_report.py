@@ -353,7 +353,7 @@ def test_a_tensor_that_passes_as_codes_is_drawn_so():
     page = to_html(replace(example_reports.bare(), graph=nodes))
     assert page.count('class="edge codes"') == 1
     assert page.count('class="edge"') == 1
-    assert "a tensor that passes as codes" in page
+    assert "a quantized tensor" in page
 
 
 def test_names_of_the_worst_layers_do_not_overlap():
@@ -423,7 +423,7 @@ def test_only_what_the_config_asked_for_is_called_asked():
         example_reports.float_row("b", "a norm"),
     )
     page = to_html(replace(example_reports.bare(), coverage=Coverage(rows)))
-    assert page.count(", as asked") == 1
+    assert page.count(", as requested") == 1
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_evil_names_can_be_written(tmp_path):
 
 
 def test_printing_works_where_only_ascii_does():
-    code = "from tests.report import made; print(example_reports.ordinary())"
+    code = "from tests.report import example_reports; print(example_reports.ordinary())"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -593,7 +593,7 @@ def test_the_page_shows_precision_by_layer_the_front_and_what_was_tuned():
     assert page.count(">all int8<") == 1
     assert "12 int4, 8 int8" in page  # the counts of a point
     assert "cannot run dtype int2" in html.unescape(page)
-    assert "kept the nearest" in page
+    assert "nearest codes" in page
     assert "its weight is shared with a layer before it" in page
     without = to_html(replace(report, allocation=None, tuning=None))
     assert "Precision by layer" not in without
