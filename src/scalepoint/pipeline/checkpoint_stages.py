@@ -58,9 +58,7 @@ MAX_EVALUATED_SEQUENCES = 16  # perplexity is measured on at most this many sequ
 PROMPT_TOKENS = 32  # length of the text that the model continues
 NEW_TOKENS = 50  # number of tokens to generate
 MIN_AGREEMENT_DB = 10  # kernels that round activations to 8 bits stay above 20 dB
-MAX_FLOAT_CHECKPOINT_BYTES = (
-    4_000_000_000  # bytes of a float checkpoint that is still loaded whole, to compare speed and text
-)
+MAX_FLOAT_CHECKPOINT_BYTES = 4_000_000_000  # a larger float checkpoint is not run to compare speed and text
 FLOAT_RUNTIME = "transformers"
 
 

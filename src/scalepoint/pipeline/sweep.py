@@ -204,7 +204,8 @@ def _run(
 def _to_plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a run as JSON, equal in every process. A Target becomes name, options and fingerprint."""
     return {
-        key: _to_plain_target(each) if isinstance(each, Target) else to_jsonable(each) for key, each in values.items()
+        key: _to_plain_target(value) if isinstance(value, Target) else to_jsonable(value)
+        for key, value in values.items()
     }
 
 

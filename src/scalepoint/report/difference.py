@@ -387,8 +387,8 @@ def _precision_by_name(report: Report) -> dict[str, str]:
 def _error_by_name(report: Report) -> dict[str, float]:
     return dict(
         zip(
-            _number_repeated([each.name for each in report.layers]),
-            (each.sqnr_db for each in report.layers),
+            _number_repeated([layer.name for layer in report.layers]),
+            (layer.sqnr_db for layer in report.layers),
             strict=True,
         )
     )
