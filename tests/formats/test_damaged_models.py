@@ -1,4 +1,4 @@
-"""Model files of every format, damaged: cut off anywhere, with any byte changed. No error but ours."""
+"""Reading damaged model files of every format, truncated or with changed bytes, raises only ScalepointErrors."""
 
 import os
 import random
@@ -19,18 +19,18 @@ from scalepoint.formats.apple.package import MODEL_FOLDER
 from scalepoint.quantize import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-FORMATS = {  # suffix, target, the file in it
+FORMATS = {  # suffix, target, file inside of the package
     "litert": (".tflite", "litert", Path()),
     "executorch": (".pte", "executorch", Path()),
     "coreml": (".mlpackage", "coreml", MODEL_FOLDER / "model.mlmodel"),
     "onnx": (".onnx", "onnxruntime", Path()),
 }
-MANY = {"few": (25, 40), "all": (1500, 1500)}  # lengths and bytes that are tried
-how_many = pytest.mark.parametrize("much", ["few", pytest.param("all", marks=pytest.mark.slow)])
+TRIALS = {"few": (25, 40), "all": (1500, 1500)}  # numbers of truncated lengths and of changed bytes
+amounts = pytest.mark.parametrize("amount", ["few", pytest.param("all", marks=pytest.mark.slow)])
 
 
-def made(name: str, folder: Path) -> tuple[Path, Path]:
-    """A model file or package, and the file that is damaged in it."""
+def write_model(name: str, folder: Path) -> tuple[Path, Path]:
+    """Write a model. Returns its path, and the file to damage, which may be inside of a package."""
     suffix, target, inside = FORMATS[name]
     torch.manual_seed(0)
     x = torch.randn(2, 4)
@@ -42,28 +42,28 @@ def made(name: str, folder: Path) -> tuple[Path, Path]:
 
 
 def read(name: str, path: Path) -> Any:
-    """What a damaged file says of itself, or None for an error of ours; any other error fails the test."""
+    """Read the description of a damaged file; None for a ScalepointError. Any other error fails the test."""
     try:
         return find_format(name).about(path)
     except ScalepointError:
         return None
 
 
-@how_many
+@amounts
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_damaged_model_file_gives_no_error_but_ours(name: str, much: str, tmp_path: Path) -> None:
-    lengths, flips = MANY[much]
-    path, file = made(name, tmp_path)
-    whole, chance = file.read_bytes(), random.Random(0)  # noqa: S311  # no secret
+def test_reading_a_damaged_model_file_raises_only_scalepoint_errors(name: str, amount: str, tmp_path: Path) -> None:
+    lengths, flips = TRIALS[amount]
+    path, file = write_model(name, tmp_path)
+    original, chance = file.read_bytes(), random.Random(0)  # noqa: S311  # no secret
     expected = find_format(name).about(path)
-    for end in range(0, len(whole), max(1, len(whole) // lengths)):
-        file.write_bytes(whole[:end])
+    for end in range(0, len(original), max(1, len(original) // lengths)):
+        file.write_bytes(original[:end])
         assert read(name, path) != expected, end
-    head = min(len(whole), 4000)  # offsets and sizes lie at the beginning
+    head = min(len(original), 4000)  # offsets and sizes are at the beginning
     for number in range(flips):
-        content = bytearray(whole)
-        place = chance.randrange(head if number % 2 else len(whole))
-        content[place] = chance.choice((0, 1, 127, 128, 255, chance.randrange(256)))
+        content = bytearray(original)
+        position = chance.randrange(head if number % 2 else len(original))
+        content[position] = chance.choice((0, 1, 127, 128, 255, chance.randrange(256)))
         file.write_bytes(bytes(content))
         read(name, path)
 
@@ -83,7 +83,7 @@ def zero(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [fifo, sparse, zero])
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_no_regular_file_is_refused_unread(name: str, spoil: Any, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused_without_reading_it(name: str, spoil: Any, tmp_path: Path) -> None:
     suffix, _, inside = FORMATS[name]
     path = tmp_path / f"model{suffix}"
     (path / inside).parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def test_what_is_no_regular_file_is_refused_unread(name: str, spoil: Any, tmp_pa
 
 
 @pytest.mark.parametrize("where", ["../outside", "{tmp}/outside", "link", "pipe", "missing"])
-def test_the_size_of_an_onnx_file_counts_no_file_outside_of_its_folder(where: str, tmp_path: Path) -> None:
+def test_the_size_of_an_onnx_file_excludes_files_outside_its_folder(where: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (tmp_path / "outside").write_bytes(bytes(1000))

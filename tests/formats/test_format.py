@@ -1,4 +1,4 @@
-"""A format is checked when it is declared."""
+"""Declarations of file formats are checked when they are created."""
 
 import pytest
 import torch
@@ -12,20 +12,20 @@ from tests.errors import raises
 
 
 def write(model, path, request):
-    """Nothing."""
+    """A function with the required parameters."""
 
 
-def one(path):
-    """Nothing."""
+def takes_path(path):
+    """A function with the required parameters."""
 
 
-def test_ours_are_found_by_name():
+def test_built_in_formats_are_found_by_name():
     assert list_formats()[0] == "onnx"
     assert find_format("onnx").suffix == ".onnx"
     assert find_format(find_format("onnx")) is find_format("onnx")
 
 
-def test_an_unknown_one_is_told_with_the_nearest():
+def test_the_error_for_an_unknown_format_suggests_the_most_similar_name():
     with pytest.raises(UsageError, match="did you mean 'onnx'"):
         find_format("onx")
 
@@ -35,20 +35,20 @@ def test_an_unknown_one_is_told_with_the_nearest():
     [
         ({"name": ""}, "must be text"),
         ({"suffix": "mine"}, "must start with a dot"),
-        ({"write": one}, r"write=.*\(model, path, request\)"),
+        ({"write": takes_path}, r"write=.*\(model, path, request\)"),
         ({"files": write}, r"files=.*\(path\)"),
         ({"about": None}, r"about=.*\(path\).*None"),
-        ({"write_baseline": one}, r"write_baseline=.*\(model, path, request\)"),
-        ({"write_with_layer_outputs": one}, r"write_with_layer_outputs=.*\(model, path, request\)"),
+        ({"write_baseline": takes_path}, r"write_baseline=.*\(model, path, request\)"),
+        ({"write_with_layer_outputs": takes_path}, r"write_with_layer_outputs=.*\(model, path, request\)"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_once(fields, why):
-    given = {"name": "mine", "suffix": ".mine", "write": write, "files": one, "about": one} | fields
+def test_an_invalid_format_declaration_is_refused(fields, why):
+    declaration = {"name": "mine", "suffix": ".mine", "write": write, "files": takes_path, "about": takes_path} | fields
     with pytest.raises(UsageError, match=why):
-        FileFormat(**given)
+        FileFormat(**declaration)
 
 
-def test_a_file_has_the_suffix_of_its_format(tmp_path):
+def test_a_file_must_have_the_suffix_of_its_format(tmp_path):
     x = torch.randn(2, 16)
     quantized = quantize(nn.Linear(16, 16).eval(), x, forward_loop=[x], target="onnxruntime")
     with raises(ExportError, "m.tflite", "'onnxruntime'", ".onnx"):

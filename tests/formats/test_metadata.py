@@ -1,4 +1,4 @@
-"""What a file says of itself: how it was made, and what its maker gives; the same bytes for the same model."""
+"""Metadata of files: versions, target, config, calibration, and entries of the user."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from scalepoint.pipeline.model_metadata import read_library_metadata
 from scalepoint.quantize import quantize
 from tests.errors import raises
 
-GIVEN = {
+USER_METADATA = {
     "preprocessing": {"mean": (0.5, 0.25), "size": 224},
     "labels": ["cat", "chien é", "<script>"],
     "author": "somebody",
@@ -38,44 +38,44 @@ def quantized():
 
 @pytest.fixture(scope="module")
 def path(quantized, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("said")
-    return scalepoint.export(quantized, folder / "m.onnx", torch.randn(2, 16), metadata=GIVEN)
+    folder = tmp_path_factory.mktemp("metadata")
+    return scalepoint.export(quantized, folder / "m.onnx", torch.randn(2, 16), metadata=USER_METADATA)
 
 
 def test_versions_target_config_and_calibration_are_in_the_file(path, quantized) -> None:
-    said = find_format("onnx").about(path).metadata
-    assert said["scalepoint.version"] == scalepoint.__version__
-    assert said["scalepoint.torch"] == torch.__version__
-    assert said["scalepoint.target"] == "onnxruntime"
-    assert json.loads(said["scalepoint.calibration"]) == {"batches": 2, "samples": 7}
-    assert json.loads(said["scalepoint.config"]) == {}  # nothing was asked for but the target's own
+    metadata = find_format("onnx").about(path).metadata
+    assert metadata["scalepoint.version"] == scalepoint.__version__
+    assert metadata["scalepoint.torch"] == torch.__version__
+    assert metadata["scalepoint.target"] == "onnxruntime"
+    assert json.loads(metadata["scalepoint.calibration"]) == {"batches": 2, "samples": 7}
+    assert json.loads(metadata["scalepoint.config"]) == {}  # the default config of the target
 
 
-def test_what_its_maker_gives_is_text_as_it_is_and_else_json(path) -> None:
-    said = {each.key: each.value for each in onnx.load(path).metadata_props}
-    assert said["author"] == "somebody"
-    assert read_value(said["labels"]) == GIVEN["labels"]
-    assert read_value(said["preprocessing"]) == {"mean": [0.5, 0.25], "size": 224}
-    assert said["epochs"] == "3"
+def test_user_metadata_is_stored_as_text_or_json(path) -> None:
+    metadata = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
+    assert metadata["author"] == "somebody"
+    assert read_value(metadata["labels"]) == USER_METADATA["labels"]
+    assert read_value(metadata["preprocessing"]) == {"mean": [0.5, 0.25], "size": 224}
+    assert metadata["epochs"] == "3"
 
 
-def test_the_runtime_reads_it(path) -> None:
+def test_the_runtime_reads_the_metadata(path) -> None:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    assert json.loads(session.get_modelmeta().custom_metadata_map["labels"]) == GIVEN["labels"]
+    assert json.loads(session.get_modelmeta().custom_metadata_map["labels"]) == USER_METADATA["labels"]
 
 
-def test_the_order_of_the_keys_changes_no_byte_and_a_saved_model_says_the_same(path, quantized, tmp_path) -> None:
+def test_the_file_does_not_depend_on_the_key_order_or_on_save_and_load(path, quantized, tmp_path) -> None:
     scalepoint.save(quantized, tmp_path / "kept", with_graph=True)
     loaded = scalepoint.load(tmp_path / "kept")
-    turned = dict(reversed(GIVEN.items()))
-    again = scalepoint.export(loaded, tmp_path / "m.onnx", torch.randn(2, 16), metadata=turned)
+    reversed_metadata = dict(reversed(USER_METADATA.items()))
+    again = scalepoint.export(loaded, tmp_path / "m.onnx", torch.randn(2, 16), metadata=reversed_metadata)
     assert again.read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("user_metadata", "message"),
     [
         (["cat"], "must be a mapping"),
         ({"scalepoint.version": "9"}, "are reserved"),
@@ -89,22 +89,22 @@ def test_the_order_of_the_keys_changes_no_byte_and_a_saved_model_says_the_same(p
         ({"labels": ENDLESS}, "contains itself"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given, message) -> None:
+def test_what_makes_no_sense_is_refused(user_metadata, message) -> None:
     with pytest.raises(UsageError, match=message):
-        check_metadata(given)
+        check_metadata(user_metadata)
 
 
-def test_arrays_and_tensors_are_lists() -> None:
-    given = {"labels": np.array(["cat", "dog"]), "mean": torch.tensor([0.5, 0.25]), "is_rgb": np.bool_(True)}
-    assert check_metadata(given) == {"is_rgb": "true", "labels": '["cat", "dog"]', "mean": "[0.5, 0.25]"}
+def test_arrays_and_tensors_are_stored_as_lists() -> None:
+    user_metadata = {"labels": np.array(["cat", "dog"]), "mean": torch.tensor([0.5, 0.25]), "is_rgb": np.bool_(True)}
+    assert check_metadata(user_metadata) == {"is_rgb": "true", "labels": '["cat", "dog"]', "mean": "[0.5, 0.25]"}
 
 
 @pytest.mark.parametrize("text", ["{not json", "[" * 100_000, "plain", ""])
-def test_a_text_of_somebody_else_stays_one(text) -> None:
+def test_text_that_is_not_json_is_returned_unchanged(text) -> None:
     assert read_value(text) == text
 
 
-class Named(nn.Module):
+class ModelWithAttributes(nn.Module):
     def __init__(self, **attributes):
         super().__init__()
         for name, value in attributes.items():
@@ -123,24 +123,24 @@ PRETRAINED = {"input_size": (3, 96, 96), "mean": (0.1,), "std": (0.2,), "interpo
     ("model", "known"),
     [
         (nn.Linear(2, 2), {}),
-        (Named(config=Config({1: "dog", 0: "cat"})), {"labels": ["cat", "dog"]}),
-        (Named(config=Config({0: "LABEL_0", 1: "LABEL_1"})), {}),
-        (Named(config="a string"), {}),
+        (ModelWithAttributes(config=Config({1: "dog", 0: "cat"})), {"labels": ["cat", "dog"]}),
+        (ModelWithAttributes(config=Config({0: "LABEL_0", 1: "LABEL_1"})), {}),
+        (ModelWithAttributes(config="a string"), {}),
         (
-            Named(pretrained_cfg={**PRETRAINED, "label_names": ("a", "b")}),
+            ModelWithAttributes(pretrained_cfg={**PRETRAINED, "label_names": ("a", "b")}),
             {
                 "labels": ["a", "b"],
                 "preprocessing": {"size": 96, "mean": (0.1,), "std": (0.2,), "interpolation": "bicubic"},
             },
         ),
-        (Named(pretrained_cfg={"input_size": None}), {}),
-        (Named(pretrained_cfg={"input_size": (), "mean": (0.1,)}), {}),
-        (Named(config=Config({1: "dog", 3: "cat"})), {}),
-        (Named(config=Config({0: "cat", 1: "\ud800"})), {"labels": ["cat", "?"]}),
-        (Named(config=Config(dict.fromkeys(range(20_000), "x" * 60))), {}),
-        (Named(pretrained_cfg={"label_names": ("a", "b")}, num_classes=3), {}),
+        (ModelWithAttributes(pretrained_cfg={"input_size": None}), {}),
+        (ModelWithAttributes(pretrained_cfg={"input_size": (), "mean": (0.1,)}), {}),
+        (ModelWithAttributes(config=Config({1: "dog", 3: "cat"})), {}),
+        (ModelWithAttributes(config=Config({0: "cat", 1: "\ud800"})), {"labels": ["cat", "?"]}),
+        (ModelWithAttributes(config=Config(dict.fromkeys(range(20_000), "x" * 60))), {}),
+        (ModelWithAttributes(pretrained_cfg={"label_names": ("a", "b")}, num_classes=3), {}),
         (
-            Named(pretrained_cfg={"input_size": (1, 64, 96), "mean": (0.1,)}),
+            ModelWithAttributes(pretrained_cfg={"input_size": (1, 64, 96), "mean": (0.1,)}),
             {"preprocessing": {"size": [64, 96], "mean": (0.1,)}},
         ),
     ],
@@ -159,11 +159,11 @@ PRETRAINED = {"input_size": (3, 96, 96), "mean": (0.1,), "std": (0.2,), "interpo
         "wide",
     ],
 )
-def test_what_a_model_knows_of_itself(model, known) -> None:
+def test_library_metadata_of_a_model(model, known) -> None:
     assert read_library_metadata(model) == known
 
 
-def test_what_no_tensor_is_and_what_no_text_is_in_a_file_are_no_traceback(path, tmp_path) -> None:
+def test_invalid_inputs_and_invalid_text_in_a_file_raise_store_errors(path, tmp_path) -> None:
     model = onnx.load(path)
     model.graph.input[0].CopyFrom(onnx.helper.make_tensor_sequence_value_info("x", onnx.TensorProto.FLOAT, None))
     onnx.save(model, tmp_path / "sequence.onnx")
@@ -174,7 +174,7 @@ def test_what_no_tensor_is_and_what_no_text_is_in_a_file_are_no_traceback(path, 
     assert find_format("onnx").about(tmp_path / "damaged.onnx").metadata["author"] == "some\ufffdody"
 
 
-def test_a_tuned_file_says_with_how_many_threads_it_was_tuned(quantized, path, tmp_path) -> None:
+def test_a_tuned_file_states_its_number_of_tuning_threads(quantized, path, tmp_path) -> None:
     assert not any("tuning.threads" in entry.key for entry in onnx.load(path).metadata_props)
     tuned = copy.deepcopy(quantized)
     scalepoint.tune(tuned, [torch.randn(32, 16)], progress=False)
@@ -193,8 +193,8 @@ def test_a_file_that_is_not_tuned_does_not_depend_on_the_number_of_threads(tmp_p
             torch.manual_seed(0)
             model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 16, 3)).eval()
             data = [torch.randn(8, 3, 32, 32) for _ in range(2)]
-            made = quantize(model, data[0], forward_loop=data, target="onnxruntime", progress=False)
-            files.append(scalepoint.export(made, tmp_path / f"{threads}.onnx", data[0]).read_bytes())
+            quantized_model = quantize(model, data[0], forward_loop=data, target="onnxruntime", progress=False)
+            files.append(scalepoint.export(quantized_model, tmp_path / f"{threads}.onnx", data[0]).read_bytes())
     finally:
         torch.set_num_threads(before)
     assert files[0] == files[1]

@@ -1,4 +1,4 @@
-"""Specs with a minimum in place of a zero point: a file holds exactly that, or the target refuses before any work."""
+"""Specs with a minimum instead of a zero point are written exactly, or the target refuses them before any work."""
 
 import numpy as np
 import onnxruntime as ort
@@ -31,7 +31,7 @@ ACTIVATION = minval("uint8", calculator="global_minmax")
 
 
 class Counted(nn.Module):
-    """Counts how often it is run."""
+    """Counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Counted(nn.Module):
     ids=["weights", "activations", "an override's weight", "an override's input"],
 )
 @pytest.mark.parametrize("target", FILES)
-def test_targets_with_integer_zero_points_refuse_before_capture(tmp_path, target, config):
+def test_targets_with_integer_zero_points_refuse_minval_before_capture(tmp_path, target, config):
     model, x = Counted().eval(), torch.randn(2, 3, 8, 8)
     with pytest.raises(TargetError, match=r"qformulation='minval'.*'zp'") as error:
         deploy(model, x, [x], target=target, config=config, output=tmp_path / "out", progress=False)
@@ -64,7 +64,7 @@ def test_targets_with_integer_zero_points_refuse_before_capture(tmp_path, target
 
 
 @pytest.mark.parametrize("target", FILES)
-def test_insert_refuses_as_deploy_does(target):
+def test_insert_qdq_refuses_minval_as_deploy_does(target):
     result = transform(Counted().eval(), torch.randn(2, 3, 8, 8), target=target)
     with pytest.raises(TargetError, match=r"qformulation='minval'.*'zp'"):
         insert_qdq(result.model, result.matches, QuantConfig(weight=INT8))
@@ -72,13 +72,14 @@ def test_insert_refuses_as_deploy_does(target):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("minval")
-    write_llama(made, byte_level(made).encode(text(60)).ids, words=WORDS, hidden=256, inner=256, steps=2)
-    return made
+    source_folder = tmp_path_factory.mktemp("minval")
+    tokens = byte_level(source_folder).encode(text(60)).ids
+    write_llama(source_folder, tokens, words=WORDS, hidden=256, inner=256, steps=2)
+    return source_folder
 
 
 @pytest.mark.parametrize("target", FOLDERS)
-def test_folders_with_integer_zero_points_refuse_before_any_work(folder, tmp_path, target):
+def test_folder_formats_with_integer_zero_points_refuse_minval_before_any_work(folder, tmp_path, target):
     config = QuantConfig(weight=UINT4_BLOCKS, activation="float")
     with pytest.raises(TargetError, match=r"qformulation='minval'.*'zp'"):
         deploy_checkpoint(folder, tmp_path / "out", target=target, config=config, progress=False)
@@ -93,7 +94,7 @@ def test_folders_with_integer_zero_points_refuse_before_any_work(folder, tmp_pat
         pytest.param("int5", None, "Q5_K", marks=pytest.mark.slow),
     ],
 )
-def test_gguf_blocks_hold_the_minimum_and_the_scale_of_the_simulation(folder, tmp_path, dtype, block, kind):
+def test_gguf_blocks_have_the_minimum_and_scale_of_the_simulation(folder, tmp_path, dtype, block, kind):
     gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
     granularity = PerChannelGranularity() if block is None else PerBlockGranularity(block_size=block)
     weight = ExtendedQuantizationSpec(
@@ -109,16 +110,18 @@ def test_gguf_blocks_hold_the_minimum_and_the_scale_of_the_simulation(folder, tm
         folder, tmp_path / "m.gguf", target="gguf", config=config, accuracy="fast", verify=False, progress=False,
         data=folder / "calibration.txt", judge=tmp_path / "judge.txt", length=16, samples=1,
     )  # fmt: skip
-    tensors = {each.name: each for each in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     stored = tensors["blk.0.ffn_up.weight"]
     assert stored.tensor_type.name == kind
     exact = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].to(torch.float32)
-    found = torch.tensor(gguf.dequantize(stored.data, stored.tensor_type)).reshape(exact.shape)
+    actual = torch.tensor(gguf.dequantize(stored.data, stored.tensor_type)).reshape(exact.shape)
     span = exact.reshape(256, -1, block or 256)
     step = (span.amax(-1).clamp(min=0) - span.amin(-1).clamp(max=0)) / (2 ** int(dtype[-1]) - 1)
-    apart = (found - exact).abs().reshape(span.shape) / step[..., None]
-    assert float(apart.max()) < 0.75  # half a step of rounding, and the scales' and minima's own 4 or 6 bits
-    assert float(apart.max()) > 0.1
+    difference = (actual - exact).abs().reshape(span.shape) / step[..., None]
+    assert (
+        float(difference.max()) < 0.75
+    )  # half a step of rounding, plus the rounding of scales and minima to 4 or 6 bits
+    assert float(difference.max()) > 0.1
 
 
 def simulated_and_run(model, path, x):
@@ -130,7 +133,7 @@ def simulated_and_run(model, path, x):
     return expected, session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
-def made_for_reference(config):
+def quantize_for_reference(config):
     torch.manual_seed(0)
     x = torch.randn(4, 3, 12, 12)
     result = transform(Counted().eval(), x, target="reference")
@@ -139,7 +142,7 @@ def made_for_reference(config):
     return model, x
 
 
-WRITTEN = {
+WRITTEN_CONFIGS = {
     "weights": QuantConfig(weight=INT8, activation="float"),
     "weights of a tensor": QuantConfig(weight=minval("uint8")),
     "activations": QuantConfig(activation=ACTIVATION),
@@ -156,21 +159,21 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("config", WRITTEN.values(), ids=WRITTEN)
+@pytest.mark.parametrize("config", WRITTEN_CONFIGS.values(), ids=WRITTEN_CONFIGS)
 def test_an_onnx_file_of_the_reference_target_equals_the_simulation(tmp_path, config):
-    model, x = made_for_reference(config)
+    model, x = quantize_for_reference(config)
     export(model, tmp_path / "m.onnx", x)
-    expected, found = simulated_and_run(model, tmp_path / "m.onnx", 3 * x)  # beyond the calibrated range
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    expected, actual = simulated_and_run(model, tmp_path / "m.onnx", 3 * x)  # beyond the calibrated range
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
 @pytest.mark.parametrize(
-    "name", ["both, clipped", *(pytest.param(each, marks=pytest.mark.slow) for each in ("weights", "activations"))]
+    "name", ["both, clipped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("weights", "activations"))]
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_plain_onnx_export_equals_the_simulation(tmp_path, name, dynamo):
-    model, x = made_for_reference(WRITTEN[name])
+    model, x = quantize_for_reference(WRITTEN_CONFIGS[name])
     torch.onnx.export(model.eval(), (x,), tmp_path / "m.onnx", dynamo=dynamo, verbose=False)
-    expected, found = simulated_and_run(model, tmp_path / "m.onnx", x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    expected, actual = simulated_and_run(model, tmp_path / "m.onnx", x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)

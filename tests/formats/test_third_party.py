@@ -1,4 +1,4 @@
-"""A format and a runtime of another package: installed beside ours, found by entry point, through the whole road."""
+"""A format and a runtime of another package: found by entry points and used from export to deploy."""
 
 import json
 import os
@@ -60,10 +60,10 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """Python beside a folder as pip leaves it."""
+    """Run Python with the package in a site folder as pip installs it."""
     site = tmp_path_factory.mktemp("site")
-    for each in PACKAGE.glob("*.py"):
-        shutil.copy(each, site)
+    for file in PACKAGE.glob("*.py"):
+        shutil.copy(file, site)
     info = site / "toy_rooms-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-rooms\nVersion: 1.0\n")
@@ -83,35 +83,35 @@ def python(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(python, tmp_path_factory):
-    cold = [sys.executable, "-W", "ignore"]  # it tells what is loaded
+def results(python, tmp_path_factory):
+    cold = [sys.executable, "-W", "ignore"]  # it prints the loaded modules
     done = python("-c", ROAD, str(tmp_path_factory.mktemp("road")), python=cold)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_export_writes_the_format_and_verify_runs_it_in_the_runtime(found):
-    assert found["runtime"] == "toy-numpy"
-    assert found["status"] == "ok"
-    assert found["sqnr"] > 60
-    assert found["low"] == 2
-    assert found["made_for"] == {"target": "toy"}
-    assert found["smaller"] > 1.5
+def test_export_writes_the_format_and_verify_runs_it_in_the_runtime(results):
+    assert results["runtime"] == "toy-numpy"
+    assert results["status"] == "ok"
+    assert results["sqnr"] > 60
+    assert results["low"] == 2
+    assert results["made_for"] == {"target": "toy"}
+    assert results["smaller"] > 1.5
 
 
-def test_benchmark_makes_its_inputs_from_what_the_file_says(found):
-    assert found["speed"] == "toy-numpy"
-    assert found["shapes"] == {"x": [1, 32]}
+def test_benchmark_builds_inputs_from_the_description_of_the_file(results):
+    assert results["speed"] == "toy-numpy"
+    assert results["shapes"] == {"x": [1, 32]}
 
 
-def test_deploy_writes_verifies_and_judges_it_there(found):
-    assert found["path"] == "model.toy"
-    assert {"model.toy", "float.toy", "report.html", "report.json"} <= set(found["files"])
-    assert not any(name.endswith(".onnx") for name in found["files"])
-    assert found["holds"]
-    assert found["judged"] == ["Sequential", "RuntimeModel"]
-    assert -0.01 < found["score"] < 0
-    assert found["others"] == []
+def test_deploy_writes_verifies_and_evaluates_in_the_runtime(results):
+    assert results["path"] == "model.toy"
+    assert {"model.toy", "float.toy", "report.html", "report.json"} <= set(results["files"])
+    assert not any(name.endswith(".onnx") for name in results["files"])
+    assert results["holds"]
+    assert results["judged"] == ["Sequential", "RuntimeModel"]
+    assert -0.01 < results["score"] < 0
+    assert results["others"] == []
 
 
 ASK = """
@@ -130,13 +130,13 @@ WRONG = (
 )
 
 
-def test_what_is_wrong_with_it_is_told_when_it_is_found(python):
-    said = python("-c", ASK).stdout.strip().splitlines()
-    for line, why in zip(said, WRONG, strict=True):
+def test_errors_of_a_plugin_are_reported_when_it_is_loaded(python):
+    messages = python("-c", ASK).stdout.strip().splitlines()
+    for line, why in zip(messages, WRONG, strict=True):
         assert why in line
 
 
-def test_the_command_line_lists_them(python):
+def test_the_command_line_lists_third_party_targets(python):
     done = python("-m", "scalepoint.cli", "targets", "--json")
-    row = next(each for each in json.loads(done.stdout)["targets"] if each["name"] == "toy")
+    row = next(file for file in json.loads(done.stdout)["targets"] if file["name"] == "toy")
     assert row["runtime"] == "ok"

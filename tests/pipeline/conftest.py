@@ -1,15 +1,15 @@
-"""A small net with settled batch norms, and data for it."""
+"""A small net with with_random_statistics batch norms, and data for it."""
 
 import pytest
 import torch
 
-from tests.formats.onnx.test_export import Net, settled
+from tests.formats.onnx.test_export import Net, with_random_statistics
 
 
 @pytest.fixture(scope="package")
 def model():
     torch.manual_seed(0)
-    return settled(Net()).eval()
+    return with_random_statistics(Net()).eval()
 
 
 @pytest.fixture(scope="package")

@@ -9,7 +9,7 @@ import torch
 
 from scalepoint.errors import UsageError
 from scalepoint.verification import extract_failing
-from tests.formats.onnx.test_export import Net, settled
+from tests.formats.onnx.test_export import Net, with_random_statistics
 from tests.verification.test_layers import deployed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -20,7 +20,7 @@ def files(tmp_path_factory):
     """A correct file, and a file whose second layer has a doubled weight scale."""
     folder = tmp_path_factory.mktemp("failing")
     torch.manual_seed(0)
-    model, x = settled(Net()), torch.randn(4, 3, 32, 32)
+    model, x = with_random_statistics(Net()), torch.randn(4, 3, 32, 32)
     quantized = deployed(model, x, "avx2", folder / "good.onnx")
     proto = onnx.load(folder / "good.onnx")
     tensors = (tensor for tensor in proto.graph.initializer if tensor.name.startswith("expand"))

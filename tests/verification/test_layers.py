@@ -12,7 +12,7 @@ from scalepoint.quantize import quantize
 from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import onnxruntime_target
 from scalepoint.verification import verify_layers
-from tests.formats.onnx.test_export import Net, settled
+from tests.formats.onnx.test_export import Net, with_random_statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -46,7 +46,7 @@ class Padded(nn.Module):
 
 
 CASES = {
-    "convolutions": (lambda: settled(Net()), (4, 3, 32, 32), 5, 1),
+    "convolutions": (lambda: with_random_statistics(Net()), (4, 3, 32, 32), 5, 1),
     "transformer": (lambda: Block().eval(), (2, 16, 32), 6, 6),
     "padded": (lambda: Padded().eval(), (2, 3, 16, 16), 2, 0),
 }
@@ -95,7 +95,7 @@ def test_layers_that_saturate_are_found_and_no_others(name, tmp_path):
 def test_a_changed_layer_is_found_and_no_other(tmp_path):
     """A difference in one layer does not reach the next layer."""
     torch.manual_seed(0)
-    model, x = settled(Net()), torch.randn(4, 3, 32, 32)
+    model, x = with_random_statistics(Net()), torch.randn(4, 3, 32, 32)
     quantized = deployed(model, x, "avx2", tmp_path / "m.onnx")
     proto = onnx.load(tmp_path / "m.onnx")
     scale = next(
@@ -112,7 +112,7 @@ def test_a_changed_layer_is_found_and_no_other(tmp_path):
 
 def test_a_file_that_does_not_run_is_an_error(tmp_path):
     x = torch.randn(2, 3, 32, 32)
-    quantized = quantize(settled(Net()), x, forward_loop=[x], target="onnxruntime")
+    quantized = quantize(with_random_statistics(Net()), x, forward_loop=[x], target="onnxruntime")
     proto = onnx.helper.make_model(
         onnx.helper.make_graph([onnx.helper.make_node("Nonsense", ["x"], ["y"])], "g", [], [])
     )

@@ -16,7 +16,7 @@ from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import onnxruntime_target
 from scalepoint.verification import Status, benchmark, verify
 from tests.errors import raises
-from tests.formats.onnx.test_export import Net, settled
+from tests.formats.onnx.test_export import Net, with_random_statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     torch.manual_seed(0)
-    model, x = settled(Net()), torch.randn(8, 3, 32, 32)
+    model, x = with_random_statistics(Net()), torch.randn(8, 3, 32, 32)
     quantized = quantize(model, x[:2], forward_loop=[x], target="onnxruntime")
     folder = tmp_path_factory.mktemp("verified")
     export(quantized, folder / "model.onnx", x[:1], float_path=folder / "float.onnx")
@@ -111,7 +111,7 @@ def test_a_file_for_avx2_runs_on_any_cpu(one_sign):
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_openvino_runs_every_layer_in_int8(tmp_path):
     torch.manual_seed(0)
-    model, x = settled(Net()), torch.randn(4, 3, 32, 32)
+    model, x = with_random_statistics(Net()), torch.randn(4, 3, 32, 32)
     quantized = quantize(model, x, forward_loop=[x], target="openvino")
     export(quantized, tmp_path / "m.onnx", x)
     result = verify(tmp_path / "m.onnx", quantized, x, runtime="openvino")

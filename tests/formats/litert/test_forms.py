@@ -1,4 +1,4 @@
-"""Every form of the table computes what torch does, whatever the order of axes it finds, for a batch of any size."""
+"""Every supported operation computes what torch does, for any stored order of axes and any batch size."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip i
 
 
 class Pictures(nn.Module):
-    """What takes pictures, each on its own."""
+    """Operations on images, each applied to the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,27 +55,27 @@ class Pictures(nn.Module):
         self.line, self.last, self.head = nn.Conv1d(4, 3, 3, 2, 1), nn.LayerNorm(4), nn.Linear(4 * 64, 5)
 
     def forward(self, x):
-        found = {name: layer(x) for name, layer in self.layers.items()}
-        found["line"] = self.line(x.flatten(2))
-        found["norm_of_channels"] = self.last(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        found["joined"] = torch.cat([x, x.sigmoid()], 1) + 1
-        found["padded"] = F.pad(x, (1, 2, 0, 3), value=0.5)
-        found["cropped"] = F.pad(x, (-1, 0, -2, -1))
-        found["head"] = self.head(x.flatten(1))
-        found["pooled"] = x.mean((2, 3))
-        found["gated"] = x * x.mean((2, 3), keepdim=True).sigmoid()
-        found["flipped"], found["rolled"] = x.flip(2), x.roll((1, -2), (2, 3))
-        found["chances"] = x.softmax(1)
-        found["alike"] = F.cosine_similarity(x, x.flip(3))
-        found["between"] = x.clamp(x.mean(1, keepdim=True), x.flip(2).abs())
-        found["turned"] = x.transpose(2, 3) - x.flip(3)
-        found["steps"] = x[:, 1:, ::2, -3:]
-        found["tokens"] = torch.cat([x.new_ones(1, 1, 4).expand(len(x), -1, -1), x.flatten(2).transpose(1, 2)], 1)
-        return found
+        outputs = {name: layer(x) for name, layer in self.layers.items()}
+        outputs["line"] = self.line(x.flatten(2))
+        outputs["norm_of_channels"] = self.last(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        outputs["joined"] = torch.cat([x, x.sigmoid()], 1) + 1
+        outputs["padded"] = F.pad(x, (1, 2, 0, 3), value=0.5)
+        outputs["cropped"] = F.pad(x, (-1, 0, -2, -1))
+        outputs["head"] = self.head(x.flatten(1))
+        outputs["pooled"] = x.mean((2, 3))
+        outputs["gated"] = x * x.mean((2, 3), keepdim=True).sigmoid()
+        outputs["flipped"], outputs["rolled"] = x.flip(2), x.roll((1, -2), (2, 3))
+        outputs["chances"] = x.softmax(1)
+        outputs["alike"] = F.cosine_similarity(x, x.flip(3))
+        outputs["between"] = x.clamp(x.mean(1, keepdim=True), x.flip(2).abs())
+        outputs["turned"] = x.transpose(2, 3) - x.flip(3)
+        outputs["steps"] = x[:, 1:, ::2, -3:]
+        outputs["tokens"] = torch.cat([x.new_ones(1, 1, 4).expand(len(x), -1, -1), x.flatten(2).transpose(1, 2)], 1)
+        return outputs
 
 
 class Rows(nn.Module):
-    """What takes rows and numbers."""
+    """Operations on rows and indices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Rows(nn.Module):
         positive, mask = x.abs() + 0.5, words > 5
         query, key, value = (torch.stack([x * n, x + n], 1) for n in (1, 2, 3))
         rows = self.table(words)
-        found = {
+        outputs = {
             "rows": self.norm(rows) @ self.out.weight,
             "first": rows + self.table(torch.zeros_like(words)) * torch.full_like(x, 2.0),
             "attention": F.scaled_dot_product_attention(query, key, value),
@@ -105,16 +105,16 @@ class Rows(nn.Module):
             "length": torch.linalg.vector_norm(x, dim=-1),
         }
         for name in ("exp", "log", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil", "tanh", "reciprocal"):
-            found[name] = getattr(torch, name)(positive)
+            outputs[name] = getattr(torch, name)(positive)
         for name in ("gelu", "elu", "leaky_relu", "relu6", "softplus", "logsigmoid", "log_softmax"):
-            found[name] = getattr(F, name)(x, dim=-1) if name == "log_softmax" else getattr(F, name)(x)
-        found["gelu_tanh"] = F.gelu(x, approximate="tanh")
-        found["below"] = (x * 2).clamp(max=0)
-        return found | {"pow": positive**3, "clamped": x.clamp(-0.5, 0.7), "less": 1 - x, "root": positive**0.5}
+            outputs[name] = getattr(F, name)(x, dim=-1) if name == "log_softmax" else getattr(F, name)(x)
+        outputs["gelu_tanh"] = F.gelu(x, approximate="tanh")
+        outputs["below"] = (x * 2).clamp(max=0)
+        return outputs | {"pow": positive**3, "clamped": x.clamp(-0.5, 0.7), "less": 1 - x, "root": positive**0.5}
 
 
-def written(model, inputs, path):
-    """The float file of a model, by the road that every model goes."""
+def write_float_file(model, inputs, path):
+    """Transform a model and write its float file."""
     result = transform(model.eval(), inputs, target="litert")
     write_float(result.model, path, ExportRequest((inputs, {})))
     return path
@@ -122,35 +122,35 @@ def written(model, inputs, path):
 
 def run(path, feeds):
     with exchange_files({name: value.numpy() for name, value in feeds.items()}) as files:
-        asked = {"task": "run", "path": str(path), "options": {"threads": 1}}
-        answer = run_task(find_runtime("litert"), {**asked, **files.files})
+        task = {"task": "run", "path": str(path), "options": {"threads": 1}}
+        answer = run_task(find_runtime("litert"), {**task, **files.files})
         assert answer.data is not None, answer.message
         return files.outputs(answer)
 
 
-def compare(model, feeds, found):
+def compare(model, feeds, outputs):
     with torch.no_grad():
-        wanted = model(*feeds.values())
-    assert list(found) == list(wanted)
-    for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value.numpy(), rtol=2e-4, atol=2e-5, err_msg=name)
+        expected = model(*feeds.values())
+    assert list(outputs) == list(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(outputs[name], value.numpy(), rtol=2e-4, atol=2e-5, err_msg=name)
 
 
-def test_pictures(tmp_path):
+def test_image_operations_compute_what_torch_does(tmp_path):
     torch.manual_seed(0)
     model = Pictures()
-    path = written(model, (torch.randn(2, 4, 8, 8),), tmp_path / "pictures.tflite")
+    path = write_float_file(model, (torch.randn(2, 4, 8, 8),), tmp_path / "pictures.tflite")
     assert find_format("litert").about(path).inputs[0].shape == (None, 4, 8, 8)
     for batch in (2, 3):
         feeds = {"x": torch.randn(batch, 4, 8, 8)}
         compare(model, feeds, run(path, feeds))
 
 
-def test_rows(tmp_path):
+def test_row_operations_compute_what_torch_does(tmp_path):
     torch.manual_seed(0)
     model, words = Rows(), torch.randint(0, 20, (2, 6))
     feeds = {"x": torch.randn(2, 6, 8), "words": words}
-    compare(model, feeds, run(written(model, tuple(feeds.values()), tmp_path / "rows.tflite"), feeds))
+    compare(model, feeds, run(write_float_file(model, tuple(feeds.values()), tmp_path / "rows.tflite"), feeds))
 
 
 class Transposed(nn.Module):
@@ -162,10 +162,10 @@ class Transposed(nn.Module):
         return {"plain": self.plain(x), "padded": self.padded(x)}
 
 
-def test_what_is_told_its_size_has_the_batch_of_the_example(tmp_path):
+def test_a_transposed_convolution_fixes_the_batch_of_the_example(tmp_path):
     torch.manual_seed(0)
     model, feeds = Transposed(), {"x": torch.randn(2, 4, 5, 5)}
-    path = written(model, (feeds["x"],), tmp_path / "transposed.tflite")
+    path = write_float_file(model, (feeds["x"],), tmp_path / "transposed.tflite")
     assert find_format("litert").about(path).inputs[0].shape == (2, 4, 5, 5)
     compare(model, feeds, run(path, feeds))
     with exchange_files({"x": torch.randn(3, 4, 5, 5).numpy()}) as files:
@@ -195,9 +195,9 @@ class Assigned(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Ranked(), Assigned()], ids=["ranked", "assigned"])
-def test_what_is_ranked_or_written_in_place(model, tmp_path):
+def test_sorting_and_in_place_writes_compute_what_torch_does(model, tmp_path):
     torch.manual_seed(0)
-    path = written(model, (torch.randn(2, 5, 6),), tmp_path / "model.tflite")
+    path = write_float_file(model, (torch.randn(2, 5, 6),), tmp_path / "model.tflite")
     for batch in (2, 3):
         feeds = {"x": torch.randn(batch, 5, 6)}
         compare(model, feeds, run(path, feeds))
@@ -226,11 +226,11 @@ class Recurrent(nn.Module):
     ids=["LSTM", "projected LSTM", "GRU", "RNN of ReLU", "RNN of tanh"],
 )
 @pytest.mark.filterwarnings("ignore:the first axis of 'x' is fixed", "ignore:LSTM with projections is not supported")
-def test_a_recurrent_layer(kind, options, tmp_path):
+def test_recurrent_layers_compute_what_torch_does(kind, options, tmp_path):
     torch.manual_seed(0)
     model = Recurrent(kind, **options).eval()
     is_first = options.get("batch_first", False)
-    path = written(model, (torch.randn(2, 4, 6),), tmp_path / "model.tflite")
+    path = write_float_file(model, (torch.randn(2, 4, 6),), tmp_path / "model.tflite")
     for count in (2, 3) if is_first else (2,):
         feeds = {"x": torch.randn(count, 4, 6)}
         compare(model, feeds, run(path, feeds))
@@ -242,15 +242,15 @@ class Middle(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         (Middle(), "aten.kthvalue .*return torch.kthvalue"),
         (nn.MaxPool2d(2, dilation=2), "aten.max_pool2d.*dilated"),
     ],
     ids=["kthvalue", "dilated pool"],
 )
-def test_an_operation_without_a_form_is_named_with_its_line(model, said, tmp_path):
-    with pytest.raises(TargetError, match=said) as caught:
-        written(model, (torch.randn(2, 3, 8, 8),), tmp_path / "never.tflite")
+def test_the_error_for_an_unsupported_operation_has_its_line(model, message, tmp_path):
+    with pytest.raises(TargetError, match=message) as caught:
+        write_float_file(model, (torch.randn(2, 3, 8, 8),), tmp_path / "never.tflite")
     assert "deploy for 'onnxruntime'" in str(caught.value)
     assert not Path(tmp_path / "never.tflite").exists()

@@ -1,4 +1,4 @@
-"""Elements picked by a constant mask: refused, and never taken for the numbers 0 and 1."""
+"""Indexing by a constant mask is refused, and the mask is not used as indices 0 and 1."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from scalepoint import deploy
 from scalepoint.errors import TargetError
 
 
-class Kept(nn.Module):
-    """Some of its channels, by a mask or by their numbers."""
+class PicksChannels(nn.Module):
+    """Returns some of its channels, picked by a mask or by indices."""
 
     def __init__(self, by_mask):
         super().__init__()
@@ -21,17 +21,17 @@ class Kept(nn.Module):
         return self.conv(x)[:, self.keep]
 
 
-def deployed(model, folder):
+def deploy_model(model, folder):
     x = torch.randn(2, 4, 8)
     return deploy(model.eval(), x, [x], target="litert", output=folder, smoke=True, progress=False)
 
 
 def test_a_constant_mask_is_refused(tmp_path):
     with pytest.raises(TargetError, match=r"index.*(depends on the data|by a mask)"):
-        deployed(Kept(by_mask=True), tmp_path / "out")
+        deploy_model(PicksChannels(by_mask=True), tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.tflite"))
 
 
-def test_the_numbers_of_what_it_keeps_are_written(tmp_path):
+def test_constant_indices_are_written(tmp_path):
     pytest.importorskip("ai_edge_litert")
-    assert deployed(Kept(by_mask=False), tmp_path / "out").verification.sqnr > 30
+    assert deploy_model(PicksChannels(by_mask=False), tmp_path / "out").verification.sqnr > 30

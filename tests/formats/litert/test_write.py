@@ -1,4 +1,4 @@
-"""Files for LiteRT: our own codes and scales in integer operators, and outputs as simulated."""
+"""LiteRT files: the codes and scales of the model in integer operators, and outputs that match the simulation."""
 
 import numpy as np
 import pytest
@@ -48,125 +48,130 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
-    """By the one call, with a metric that reads more pictures than the example has."""
+    """Deploy a net with a metric that uses a larger batch than the example."""
     torch.manual_seed(0)
-    model, many, x = Net().eval(), torch.randn(21, 3, 32, 32), torch.randn(2, 3, 32, 32)
-    seen = []
+    model, large_batch, x = Net().eval(), torch.randn(21, 3, 32, 32), torch.randn(2, 3, 32, 32)
+    evaluations = []
 
     def evaluate(run):
-        seen.append((hasattr(run, "served"), run(many).detach()))
+        evaluations.append((hasattr(run, "served"), run(large_batch).detach()))
         return 1.0
 
     done = scalepoint.deploy(
         model, x, [x, torch.randn(2, 3, 32, 32)], target="litert", output=tmp_path_factory.mktemp("litert"),
         evaluate=evaluate, smoke=True, progress=False,
     )  # fmt: skip
-    return done, x, many, seen
+    return done, x, large_batch, evaluations
 
 
-def test_the_net_runs_in_integers_in_one_piece_in_xnnpack(deployed):
-    found = deployed[0].verification
-    assert found.status == Status.OK
-    assert (found.executed["XNNPACK"], found.low_precision, found.fallbacks) == (1, 7, ())
-    assert [op for op in found.executed if "own kernel" in op] == []
+def test_the_net_runs_in_integers_in_one_xnnpack_partition(deployed):
+    verification = deployed[0].verification
+    assert verification.status == Status.OK
+    assert (verification.executed["XNNPACK"], verification.low_precision, verification.fallbacks) == (1, 7, ())
+    assert [op for op in verification.executed if "own kernel" in op] == []
     integers = {"CONV_2D int8": 5, "DEPTHWISE_CONV_2D int8": 1, "ADD int8": 2, "FULLY_CONNECTED float32 x int8": 1}
-    integers |= {"DEPTHWISE_CONV_2D int8 (average pool)": 1, "QUANTIZE int8": 1}  # of what not only the concat reads
-    assert {op: found.executed.get(op) for op in integers} == integers
-    assert {"MAX_POOL_2D int8", "CONCATENATION int8", "MEAN"} <= found.executed.keys()
-    assert found.executed["TRANSPOSE int8"] == 1  # of the input: channels stand last from there on
-    assert {"TRANSPOSE", "PAD"}.isdisjoint(found.executed)
+    integers |= {
+        "DEPTHWISE_CONV_2D int8 (average pool)": 1,
+        "QUANTIZE int8": 1,
+    }  # of values that other operations than the concat read too
+    assert {op: verification.executed.get(op) for op in integers} == integers
+    assert {"MAX_POOL_2D int8", "CONCATENATION int8", "MEAN"} <= verification.executed.keys()
+    assert verification.executed["TRANSPOSE int8"] == 1  # of the input: all tensors after it have channels last
+    assert {"TRANSPOSE", "PAD"}.isdisjoint(verification.executed)
 
 
-def test_outputs_are_those_of_the_simulation_in_both_kinds_of_kernels(deployed):
-    found = deployed[0].verification
-    assert found.optimized[0].sqnr > 50
-    assert found.unoptimized[0].sqnr > 25
+def test_outputs_match_the_simulation_in_both_kinds_of_kernels(deployed):
+    verification = deployed[0].verification
+    assert verification.optimized[0].sqnr > 50
+    assert verification.unoptimized[0].sqnr > 25
 
 
-def test_a_metric_is_judged_in_the_runtime_whatever_its_batch(deployed):
-    done, _, many, seen = deployed
-    assert [in_runtime for in_runtime, _ in seen] == [False, True]
+def test_a_metric_runs_in_the_runtime_with_any_batch_size(deployed):
+    done, _, large_batch, evaluations = deployed
+    assert [in_runtime for in_runtime, _ in evaluations] == [False, True]
     with torch.no_grad():
-        wanted = done.model(many)
-    assert seen[1][1].shape == (21, 10)
-    assert float((seen[1][1] - wanted).square().sum() / wanted.square().sum()) < 1e-3
+        expected = done.model(large_batch)
+    assert evaluations[1][1].shape == (21, 10)
+    assert float((evaluations[1][1] - expected).square().sum() / expected.square().sum()) < 1e-3
 
 
-def test_what_its_maker_gives_is_in_the_file(deployed, tmp_path):
+def test_user_metadata_is_in_the_file(deployed, tmp_path):
     done, x, *_ = deployed
     path = export(done.model, tmp_path / "m.tflite", x, metadata={"labels": ["cat", "dög"]})
-    said = find_format("litert").about(path)
-    assert read_value(said.metadata["labels"]) == ["cat", "dög"]
-    assert said.made_for == {"target": "litert"}
-    assert "scalepoint.config" in said.metadata
+    info = find_format("litert").about(path)
+    assert read_value(info.metadata["labels"]) == ["cat", "dög"]
+    assert info.made_for == {"target": "litert"}
+    assert "scalepoint.config" in info.metadata
 
 
-def test_the_file_tells_its_inputs_and_what_it_was_made_for(deployed):
+def test_the_file_states_its_inputs_and_its_target(deployed):
     done = deployed[0]
-    said = find_format("litert").about(done.path)
-    assert (said.inputs[0].name, said.inputs[0].dtype, said.inputs[0].shape) == ("x", "float32", (None, 3, 32, 32))
-    assert dict(said.made_for) == {"target": "litert"}
-    assert (said.size, done.path.name) == (done.path.stat().st_size, "model.tflite")
+    info = find_format("litert").about(done.path)
+    assert (info.inputs[0].name, info.inputs[0].dtype, info.inputs[0].shape) == ("x", "float32", (None, 3, 32, 32))
+    assert dict(info.made_for) == {"target": "litert"}
+    assert (info.size, done.path.name) == (done.path.stat().st_size, "model.tflite")
 
 
-def test_weights_biases_and_their_scales_are_the_models(deployed):
-    """Read back by the schema, from the bytes."""
+def test_weights_biases_and_their_scales_equal_those_of_the_model(deployed):
+    """The file is read by its schema."""
     from ai_edge_litert import schema_py_generated as schema
 
     done = deployed[0]
     model = schema.Model.GetRootAs(done.path.read_bytes(), 0)
     graph = model.Subgraphs(0)
-    held = {graph.Tensors(place).Name().decode(): graph.Tensors(place) for place in range(graph.TensorsLength())}
-    layer = next(each for name, each in done.model.named_modules() if name.endswith("one_fused.conv"))
-    wanted = layer.get_deployed()
-    tensor = next(each for name, each in held.items() if name.endswith("one_fused.stored_conv"))
+    tensors = {graph.Tensors(index).Name().decode(): graph.Tensors(index) for index in range(graph.TensorsLength())}
+    layer = next(item for name, item in done.model.named_modules() if name.endswith("one_fused.conv"))
+    expected = layer.get_deployed()
+    tensor = next(item for name, item in tensors.items() if name.endswith("one_fused.stored_conv"))
     codes = model.Buffers(tensor.Buffer()).DataAsNumpy().view(np.int8).reshape(16, 3, 3, 16).transpose(0, 3, 1, 2)
-    assert np.array_equal(codes, wanted.codes.numpy())
+    assert np.array_equal(codes, expected.codes.numpy())
     assert np.array_equal(tensor.Quantization().ScaleAsNumpy(), layer.weight_quant.scale.numpy())
     assert codes.min() >= -127
-    bias = next(each for name, each in held.items() if name.endswith("one_fused.stored_conv.bias"))
-    assert np.array_equal(model.Buffers(bias.Buffer()).DataAsNumpy().view(np.int32), wanted.bias.detach().numpy())
+    bias = next(item for name, item in tensors.items() if name.endswith("one_fused.stored_conv.bias"))
+    assert np.array_equal(model.Buffers(bias.Buffer()).DataAsNumpy().view(np.int32), expected.bias.detach().numpy())
 
 
-def test_codes_are_those_of_the_simulation_until_a_concat_changes_a_scale(deployed, tmp_path):
-    """XNNPACK changes it by a multiplier of 8 bits: a step or two apart from there on. A mean of four codes is often a
-    half, for the simulation a float that is a little more or less."""
+def test_codes_equal_the_simulation_until_a_concat_changes_a_scale(deployed, tmp_path):
+    """XNNPACK changes a scale with an 8-bit multiplier, so codes differ by one or two steps after the concat.
+
+    The mean of four codes is often exactly between two codes; the simulation has a float slightly above or below it.
+    """
     done, x, _, _ = deployed
     form, path = find_format("litert"), tmp_path / "exposed.tflite"
     form.write_with_layer_outputs(done.model, path, ExportRequest(((x,), {})))
     _, codes = simulate(done.model, ((x,), {}))
     with exchange_files({"x": x.numpy()}) as files:
         answer = run_task(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
-        found = files.outputs(answer)
-    compared, is_behind = 0, False
+        outputs = files.outputs(answer)
+    compared, is_after_concat = 0, False
     for name, calls in codes.items():
-        for wanted, given in match_calls(name, calls, form.about(path).quantizers, found):
-            apart = np.abs(given.astype(int) - wanted)
-            is_behind |= given.shape == (2, 32, 8, 8)  # of the concat and all after it
-            assert apart.max() <= (2 if is_behind else 0), name
-            assert (apart == 0).mean() > 0.8, name
+        for expected, actual in match_calls(name, calls, form.about(path).quantizers, outputs):
+            distance = np.abs(actual.astype(int) - expected)
+            is_after_concat |= actual.shape == (2, 32, 8, 8)  # the concat and everything after it
+            assert distance.max() <= (2 if is_after_concat else 0), name
+            assert (distance == 0).mean() > 0.8, name
             compared += 1
-    assert compared == sum(map(len, codes.values())) - 1  # the rows of the head, whose codes stay in its kernel
+    assert compared == sum(map(len, codes.values())) - 1  # the head quantizes rows inside of its kernel
 
 
-def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
+def test_the_first_deviating_layer_is_found(deployed, monkeypatch):
     done, x, _, _ = deployed
-    made = LiteRtStoredStub.__init__
+    original_init = LiteRtStoredStub.__init__
 
     def wrong(self, stub, factor):
-        made(self, stub, factor * 3 if stub.name == "three_fused_quant" else factor)
+        original_init(self, stub, factor * 3 if stub.name == "three_fused_quant" else factor)
 
     monkeypatch.setattr(LiteRtStoredStub, "__init__", wrong)
     monkeypatch.setattr(
         "scalepoint.verification.verify_file.worst_sqnr", lambda agreements: 0.0
-    )  # else it is not searched for
-    found = verify(done.path, done.model, x).departure
-    assert found.where == "three_fused_quant"
-    assert found.largest > 2
+    )  # otherwise the deviating layer is not searched
+    departure = verify(done.path, done.model, x).departure
+    assert departure.where == "three_fused_quant"
+    assert departure.largest > 2
 
 
 @pytest.mark.parametrize("keep", [4, 100, 2000])
-def test_a_part_of_a_file_is_told(deployed, tmp_path, keep):
+def test_a_truncated_file_is_refused(deployed, tmp_path, keep):
     part = tmp_path / "part.tflite"
     part.write_bytes(deployed[0].path.read_bytes()[:keep])
     with pytest.raises(StoreError, match=r"\.tflite file"):
@@ -194,13 +199,13 @@ def test_linear_layers_of_a_transformer_run_in_integers(config, operator, least,
     inputs = encoder_inputs()
     model = quantize(Encoder().eval(), inputs, config, forward_loop=[inputs], target="litert")
     path = export(model, tmp_path / "encoder.tflite", inputs)
-    found = verify(path, model, inputs)
-    assert (found.executed[operator], found.fallbacks) == (6, ())
-    assert found.optimized[0].output == "tokens"
-    assert found.optimized[0].sqnr > least
-    assert (found.executed["BATCH_MATMUL"], found.executed["SOFTMAX"]) == (2, 1)
-    assert (found.executed["XNNPACK"], found.executed["EMBEDDING_LOOKUP (own kernel)"]) == (1, 1)
-    assert found.size < 100_000  # of 262,144 in float: the table in int8 too
+    verification = verify(path, model, inputs)
+    assert (verification.executed[operator], verification.fallbacks) == (6, ())
+    assert verification.optimized[0].output == "tokens"
+    assert verification.optimized[0].sqnr > least
+    assert (verification.executed["BATCH_MATMUL"], verification.executed["SOFTMAX"]) == (2, 1)
+    assert (verification.executed["XNNPACK"], verification.executed["EMBEDDING_LOOKUP (own kernel)"]) == (1, 1)
+    assert verification.size < 100_000  # of 262,144 in float: the table in int8 too
 
 
 class Middle(nn.Module):
@@ -223,7 +228,7 @@ class Sized(Middle):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         (Middle(), r"aten.kthvalue.*\.tflite"),
         (Sized(), "depends on the data"),
@@ -232,19 +237,19 @@ class Sized(Middle):
     ids=["no form", "dynamic shape", "branches"],
 )
 @pytest.mark.filterwarnings("ignore:torch traces the model once more")
-def test_what_a_file_cannot_hold_is_refused_before_any_data_is_read(model, said, tmp_path):
+def test_unsupported_operations_are_refused_before_data_is_read(model, message, tmp_path):
     def never():
         raise AssertionError("data was read")
         yield
 
-    with pytest.raises(TargetError, match=said) as caught:
+    with pytest.raises(TargetError, match=message) as caught:
         scalepoint.deploy(
             model.eval(), torch.randn(2, 3, 8, 8), never(), target="litert", output=tmp_path / "out", progress=False
         )
     assert "deploy for 'onnxruntime'" in str(caught.value)
 
 
-def test_a_batch_that_cannot_be_free_is_told_with_the_reason(tmp_path):
+def test_a_fixed_batch_causes_a_warning_with_the_reason(tmp_path):
     x = torch.randn(2, 3, 4, 4)
     model = quantize(
         nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.ReLU()).eval(), x, None, forward_loop=[x], target="litert"

@@ -1,4 +1,4 @@
-"""The whole road for layers of constants, computed weights and biases, and other spellings of a product."""
+"""Layers of constants, computed weights and biases, and other forms of a product, from capture to the runtime."""
 
 import numpy as np
 import onnx
@@ -21,11 +21,11 @@ class Net(nn.Module):
     def __init__(self, function, *shapes, out=16):
         super().__init__()
         self.function = function
-        self.held = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        self.parameter_list = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
         self.last = nn.Linear(out, 16)
 
     def forward(self, x):
-        return self.last(self.function(x, *self.held))
+        return self.last(self.function(x, *self.parameter_list))
 
 
 class OfABuffer(nn.Module):
@@ -44,7 +44,7 @@ def standardized(x, w, b):
 
 
 def packed(x, w, b):
-    """Cross attention as nn.MultiheadAttention writes it: parts of a packed matrix."""
+    """Cross attention as nn.MultiheadAttention computes it, with slices of a packed matrix."""
     (first, second), (one, other) = w.split([16, 32]), b.split([16, 32])
     q, (k, v) = F.linear(x, first, one), F.linear(x + 1, second, other).chunk(2, -1)
     return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
@@ -62,7 +62,7 @@ def masked_view(x, bias):
 
 
 TOKENS, IMAGE = (2, 5, 16), (2, 8, 6, 6)
-CASES = [  # model, shape of the input, how many layers are quantized
+CASES = [  # model, shape of the input, number of quantized layers
     pytest.param(lambda: OfABuffer(nn.Linear(4, 6), torch.randn(6, 4)), IMAGE, 1, id="linear-of-a-buffer"),
     pytest.param(lambda: OfABuffer(nn.Conv2d(4, 8, 1), torch.randn(1, 4, 6, 6)), IMAGE, 1, id="conv-of-a-buffer"),
     pytest.param(
@@ -104,10 +104,10 @@ def test_the_file_computes_what_the_simulation_does(make, shape, layers, tmp_pat
         expected, plain = quantized(x), model(x)
     assert (expected - plain).norm() / plain.norm() < 0.1
     export(quantized, tmp_path / "model.onnx", x, float_path=tmp_path / "float.onnx")
-    for name, wanted, bound in (("model", expected, 2e-3), ("float", plain, 1e-5)):
+    for name, expected_output, bound in (("model", expected, 2e-3), ("float", plain, 1e-5)):
         session = onnxruntime.InferenceSession(tmp_path / f"{name}.onnx", providers=["CPUExecutionProvider"])
-        (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        assert np.linalg.norm(found - wanted.numpy()) <= bound * np.linalg.norm(wanted.numpy())
+        (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        assert np.linalg.norm(output - expected_output.numpy()) <= bound * np.linalg.norm(expected_output.numpy())
 
 
 def test_a_layer_of_constants_is_computed_when_the_file_is_loaded(tmp_path):

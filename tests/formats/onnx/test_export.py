@@ -1,4 +1,4 @@
-"""The exported file: real integers, what the runtime makes of it, and what is refused."""
+"""Exported ONNX files: integer weights, results in ONNX Runtime, and models that are refused."""
 
 import sys
 from collections import Counter
@@ -52,7 +52,7 @@ class Net(nn.Module):
         return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
-def settled(model):
+def with_random_statistics(model):
     torch.manual_seed(1)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -65,7 +65,7 @@ def settled(model):
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     torch.manual_seed(0)
-    model, x = settled(Net()), torch.randn(8, 3, 32, 32)
+    model, x = with_random_statistics(Net()), torch.randn(8, 3, 32, 32)
     quantized = quantize(model, x[:2], forward_loop=[x], target="onnxruntime")
     folder = tmp_path_factory.mktemp("exported")
     export(quantized, folder / "model.onnx", x[:1], float_path=folder / "float.onnx")
@@ -87,17 +87,17 @@ def run(path, x, *, optimize=True):
     return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
-def sqnr(expected, found):
-    return 10 * np.log10((expected**2).sum() / (((expected - found) ** 2).sum() + 1e-30))
+def sqnr(expected, actual):
+    return 10 * np.log10((expected**2).sum() / (((expected - actual) ** 2).sum() + 1e-30))
 
 
 class TestTheFile:
     def test_every_convolution_and_linear_runs_in_int8(self, case):
         *_, folder = case
-        found = optimized_operations(folder / "model.onnx", folder)
-        assert found["QLinearConv"] == 4
-        assert found["QGemm"] + found["MatMulIntegerToFloat"] + found["QLinearMatMul"] == 1
-        assert not {"Conv", "FusedConv", "Gemm", "MatMul", "Relu", "Clip", "Add"} & set(found)
+        actual = optimized_operations(folder / "model.onnx", folder)
+        assert actual["QLinearConv"] == 4
+        assert actual["QGemm"] + actual["MatMulIntegerToFloat"] + actual["QLinearMatMul"] == 1
+        assert not {"Conv", "FusedConv", "Gemm", "MatMul", "Relu", "Clip", "Add"} & set(actual)
 
     @pytest.mark.parametrize("batch", [1, 3, 8])
     def test_the_runtime_computes_what_the_simulation_does(self, case, batch):
@@ -117,10 +117,10 @@ class TestTheFile:
         kinds = Counter(tensor.data_type for tensor in stored if tensor.dims)
         assert kinds[onnx.TensorProto.INT8] >= 5
         assert kinds[onnx.TensorProto.INT32] == 5
-        large = [each for each in stored if np.prod(each.dims) > 100]
-        assert all(each.data_type == onnx.TensorProto.INT8 for each in large)
+        large = [tensor for tensor in stored if np.prod(tensor.dims) > 100]
+        assert all(tensor.data_type == onnx.TensorProto.INT8 for tensor in large)
 
-    def test_it_passes_the_checker_and_says_nothing_of_this_machine(self, case):
+    def test_it_passes_the_checker_and_contains_no_data_of_this_machine(self, case):
         *_, folder = case
         onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
         data = (folder / "model.onnx").read_bytes()
@@ -178,22 +178,22 @@ class TestRefused:
     @pytest.fixture
     def inserted(self):
         x = torch.randn(2, 3, 32, 32)
-        result = transform(settled(Net()), x, target="onnxruntime")
+        result = transform(with_random_statistics(Net()), x, target="onnxruntime")
         return insert_qdq(result.model, result.matches), x
 
-    def test_what_was_never_calibrated(self, inserted, tmp_path):
+    def test_an_uncalibrated_model_is_refused(self, inserted, tmp_path):
         model, x = inserted
         with pytest.raises(ExportError, match="never calibrated"):
             export(model, tmp_path / "m.onnx", x)
         assert not list(tmp_path.iterdir())
 
-    def test_live_weights(self, inserted, tmp_path):
+    def test_live_weight_scales_are_refused(self, inserted, tmp_path):
         model, x = inserted
         calibrate(model, [x])
         with pytest.raises(ExportError, match="freeze"):
             export(model, tmp_path / "m.onnx", x)
 
-    def test_fake_quantization_that_is_off(self, inserted, tmp_path):
+    def test_disabled_fake_quantization_is_refused(self, inserted, tmp_path):
         model, x = inserted
         calibrate(model, [x], freeze_weights=True)
         disable_fake_quant(model)
@@ -202,13 +202,13 @@ class TestRefused:
         enable_fake_quant(model)
         freeze(model)
 
-    def test_another_target(self, inserted, tmp_path):
+    def test_another_target_is_refused(self, inserted, tmp_path):
         model, x = inserted
         with pytest.raises(ExportError, match="quantized for target 'onnxruntime'"):
             export(model, tmp_path / "m.onnx", x, target="tensorrt")
 
-    def test_a_float_model(self, tmp_path):
-        result = transform(settled(Net()), torch.randn(2, 3, 32, 32))
+    def test_a_float_model_is_refused(self, tmp_path):
+        result = transform(with_random_statistics(Net()), torch.randn(2, 3, 32, 32))
         with pytest.raises(ExportError, match="no quantizers"):
             export(result.model, tmp_path / "m.onnx", torch.randn(2, 3, 32, 32))
 
@@ -228,8 +228,8 @@ def test_dead_channels_keep_their_bias(tmp_path):
     assert sqnr(expected, run(tmp_path / "m.onnx", x)) > 25
 
 
-def test_tensorrt_weights_leave_with_zero_points_and_float_biases(tmp_path):
-    model, x = settled(Net()), torch.randn(4, 3, 32, 32)
+def test_tensorrt_weights_have_zero_points_and_float_biases(tmp_path):
+    model, x = with_random_statistics(Net()), torch.randn(4, 3, 32, 32)
     config = QuantConfig(activation=TensorQuantConfig(), weight=TensorQuantConfig(per_channel=True))
     quantized = quantize(model, x, config, forward_loop=[x], target="tensorrt")
     export(quantized, tmp_path / "m.onnx", x)
@@ -256,19 +256,21 @@ class Attends(nn.Module):
 
 
 def test_quantized_attention_is_scaled_before_its_quantizer(tmp_path):
-    """No Mul stands between DequantizeLinear and the product, the result is the same, and TensorRT's rules are kept."""
+    """No Mul is between DequantizeLinear and the product, the result is the same, and TensorRT rules are kept."""
     torch.manual_seed(0)
     model, x = Attends().eval(), torch.randn(4, 16, 32)
     quantized = quantize(model, x, forward_loop=[x], target="tensorrt")
     export(quantized, tmp_path / "m.onnx", x)
     assert check(tmp_path / "m.onnx", target="tensorrt") == []
     with torch.no_grad():
-        found = run(tmp_path / "m.onnx", x, optimize=False)  # symmetric s8 saturates in ONNX Runtime's own kernels
-        np.testing.assert_allclose(found, quantized(x).numpy(), atol=0.02)
+        actual = run(
+            tmp_path / "m.onnx", x, optimize=False
+        )  # symmetric int8 saturates in optimized kernels of ONNX Runtime
+        np.testing.assert_allclose(actual, quantized(x).numpy(), atol=0.02)
 
 
 class Padded(nn.Module):
-    """Zeros at one end only, as TensorFlow pads: at the input, and between two convolutions."""
+    """Zero padding at one end only, as TensorFlow pads, at the input and between two convolutions."""
 
     def __init__(self):
         super().__init__()
@@ -279,13 +281,13 @@ class Padded(nn.Module):
         return self.second(F.pad(x, (1, 2, 0, 1)))
 
 
-def test_zeros_around_a_picture_become_padding_of_the_convolution(tmp_path):
+def test_zero_padding_of_an_image_becomes_padding_of_the_convolution(tmp_path):
     torch.manual_seed(0)
     model, x = Padded().eval(), torch.randn(4, 3, 16, 16)
     quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
     export(quantized, tmp_path / "m.onnx", x, float_path=tmp_path / "float.onnx")
     convolutions = [node for node in onnx.load(tmp_path / "m.onnx").graph.node if node.op_type == "Conv"]
-    pads = [list(next(each.ints for each in node.attribute if each.name == "pads")) for node in convolutions]
+    pads = [list(next(tensor.ints for tensor in node.attribute if tensor.name == "pads")) for node in convolutions]
     assert pads == [[0, 0, 1, 1], [0, 1, 1, 2]]
     assert "Pad" not in {node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node}
     with torch.no_grad():
@@ -315,17 +317,17 @@ class Often(nn.Module):
     ],
     ids=["linear", "conv and norm"],
 )
-def test_a_layer_that_is_called_often_is_stored_once(layer, shape, is_fast, tmp_path):
+def test_a_layer_that_is_called_several_times_is_stored_once(layer, shape, is_fast, tmp_path):
     torch.manual_seed(0)
-    model, x = settled(Often(layer)), torch.randn(shape)
+    model, x = with_random_statistics(Often(layer)), torch.randn(shape)
     config = QuantConfig(speed_first=is_fast)
     quantized = quantize(model, x, config, forward_loop=[x], target="onnxruntime", freeze_weights=True)
     export(quantized, tmp_path / "m.onnx", x, float_path=tmp_path / "float.onnx")
     for name in ("m.onnx", "float.onnx"):
-        stored = [each for each in onnx.load(tmp_path / name).graph.initializer if np.prod(each.dims) > 1024]
+        stored = [tensor for tensor in onnx.load(tmp_path / name).graph.initializer if np.prod(tensor.dims) > 1024]
         assert len(stored) == 1, name
-    found = verify(tmp_path / "m.onnx", quantized, x)
-    assert found.holds, found
+    verification = verify(tmp_path / "m.onnx", quantized, x)
+    assert verification.holds, verification
 
 
 def test_equal_constants_are_shared_bit_by_bit():

@@ -1,4 +1,4 @@
-"""Files whose weights lie in a data file beside them."""
+"""ONNX files with external data files."""
 
 import os
 import subprocess
@@ -48,20 +48,20 @@ def names(folder):
 
 @pytest.mark.usefixtures("small_files")
 class TestTwoFiles:
-    def test_it_runs_and_all_tools_count_the_data(self, case, tmp_path):
+    def test_it_runs_and_its_size_includes_the_data_file(self, case, tmp_path):
         quantized, x = case
         export(quantized, tmp_path / "m.onnx", x, float_path=tmp_path / "float.onnx")
-        found = verify(tmp_path / "m.onnx", quantized, x, float_path=tmp_path / "float.onnx")
-        assert found.holds
-        assert found.low_precision == 1
+        verification = verify(tmp_path / "m.onnx", quantized, x, float_path=tmp_path / "float.onnx")
+        assert verification.holds
+        assert verification.low_precision == 1
         data = next(tmp_path.glob("m.*.data"))
         assert (
-            found.size
+            verification.size
             == read_info(tmp_path / "m.onnx").size
             == data.stat().st_size + (tmp_path / "m.onnx").stat().st_size
         )
-        assert 500 * 256 < found.size < 2 * 500 * 256  # the table in int8
-        assert found.float_size - found.size > 64 * 256 * 2
+        assert 500 * 256 < verification.size < 2 * 500 * 256  # the table in int8
+        assert verification.float_size - verification.size > 64 * 256 * 2
         assert benchmark(tmp_path / "float.onnx", tmp_path / "m.onnx", repeats=5, seconds=1).ratio > 0
         assert isinstance(check(tmp_path / "m.onnx", target="tensorrt"), list)
 
@@ -73,7 +73,7 @@ class TestTwoFiles:
         for name in names(tmp_path / "a"):
             assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
-    def test_a_file_over_it_leaves_no_old_data(self, case, tmp_path, monkeypatch):
+    def test_overwriting_a_file_removes_its_old_data_file(self, case, tmp_path, monkeypatch):
         quantized, x = case
         (tmp_path / "m.other.data").write_text("not ours")
         other = quantize(Table(400).eval(), x % 400, forward_loop=[x % 400], target="onnxruntime")
@@ -87,8 +87,8 @@ class TestTwoFiles:
         export(other, tmp_path / "m.onnx", x % 400)
         assert names(tmp_path) == ["m.onnx", "m.other.data"]
 
-    def test_what_goes_wrong_midway_leaves_the_old_model(self, case, tmp_path):
-        """A process that may write only small files fails at the data."""
+    def test_a_failed_write_keeps_the_old_model(self, case, tmp_path):
+        """A process with a limit on file sizes fails when it writes the data file."""
         quantized, x = case
         export(quantized, tmp_path / "m.onnx", x)
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -132,8 +132,8 @@ def test_a_model_of_more_than_two_gigabytes(tmp_path):
     path = export(quantized, tmp_path / "large.onnx", x)
     assert path.stat().st_size < 1_000_000
     assert read_info(path).size > 2**31
-    found = verify(path, quantized, x)
-    assert found.holds
-    assert found.low_precision == 1
-    assert found.sqnr > 35
+    verification = verify(path, quantized, x)
+    assert verification.holds
+    assert verification.low_precision == 1
+    assert verification.sqnr > 35
     assert len(names(tmp_path)) == 2

@@ -1,4 +1,4 @@
-"""Linear layers as convolutions of one tap: the same values, in the kernels that OpenVINO has without VNNI."""
+"""Linear layers as 1x1 convolutions: the same values, in the kernels that OpenVINO has without VNNI."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 class Mixed(nn.Module):
-    """An MLP, a gated one without biases, channels last, a value that is also given back, and vectors."""
+    """An MLP, a gated one without biases, channels last, a value that is also returned, and vectors."""
 
     def __init__(self):
         super().__init__()
@@ -36,9 +36,9 @@ class Mixed(nn.Module):
     def forward(self, x):
         x = x + self.down(F.gelu(self.up(self.norm(x))))
         x = x + self.out(F.silu(self.gate(x)) * self.value(x))
-        seen = torch.relu(self.seen(x))
-        x = self.after(seen)
-        return self.head(F.gelu(self.hidden(x.flatten(1, -2).mean(1)))), seen
+        returned = torch.relu(self.seen(x))
+        x = self.after(returned)
+        return self.head(F.gelu(self.hidden(x.flatten(1, -2).mean(1)))), returned
 
 
 @pytest.fixture(
@@ -46,20 +46,20 @@ class Mixed(nn.Module):
     params=[(4, 8, 16), pytest.param((2, 5, 16), marks=pytest.mark.slow), (2, 3, 5, 16)],
     ids=["sequence", "odd", "picture"],
 )
-def made(request, tmp_path_factory):
+def case(request, tmp_path_factory):
     torch.manual_seed(0)
     folder, x = tmp_path_factory.mktemp("convolved"), torch.randn(request.param)
     model, target = Mixed().eval(), openvino_target("avx2")
     plain = replace(target, name="plain", rewrites=target.rewrites[:1])
     paths = {}
-    for name, each in {"own": target, "plain": plain}.items():
-        quantized = quantize(model, x, forward_loop=[x], target=each, freeze_weights=True)
+    for name, used_target in {"convs": target, "plain": plain}.items():
+        quantized = quantize(model, x, forward_loop=[x], target=used_target, freeze_weights=True)
         paths[name] = export(quantized, folder / f"{name}.onnx", x)
     return paths, quantized, x
 
 
-def computed(path, x):
-    """What OpenVINO gives with floats left float, by output."""
+def run_openvino(path, x):
+    """Run a file in OpenVINO with floats left float. Returns the outputs by name."""
     options = {"threads": 1, "accurate": True}
     with exchange_files({"x": x.numpy()}) as files:
         return files.outputs(
@@ -71,71 +71,72 @@ def nodes(path):
     return list(onnx.load(path).graph.node)
 
 
-def test_every_product_of_codes_is_a_convolution_and_the_file_is_valid(made):
-    paths, _, _ = made
-    onnx.checker.check_model(str(paths["own"]), full_check=True)
-    found = Counter(node.op_type for node in nodes(paths["own"]))
-    assert (found["Conv"], found["MatMul"]) == (9, 0)
+def test_every_product_of_codes_is_a_convolution_and_the_file_is_valid(case):
+    paths, _, _ = case
+    onnx.checker.check_model(str(paths["convs"]), full_check=True)
+    counts = Counter(node.op_type for node in nodes(paths["convs"]))
+    assert (counts["Conv"], counts["MatMul"]) == (9, 0)
     assert Counter(node.op_type for node in nodes(paths["plain"]))["MatMul"] == 9
 
 
-def test_nothing_turns_back_and_forth_between_elementwise_operations(made):
-    paths, _, _ = made
-    makers = {name: node for node in nodes(paths["own"]) for name in node.output}
+def test_there_are_no_transposes_between_elementwise_operations(case):
+    paths, _, _ = case
+    makers = {name: node for node in nodes(paths["convs"]) for name in node.output}
     turned = [
         node
-        for node in nodes(paths["own"])
+        for node in nodes(paths["convs"])
         if node.op_type == "QuantizeLinear" and CHANNELS_FIRST_SUFFIX in node.output[0]
     ]
     assert [node.name.partition("_")[0] for node in turned] == ["up", "gate", "hidden"]
-    for node in nodes(paths["own"]):
+    for node in nodes(paths["convs"]):
         if node.op_type == "Transpose" and node.name.startswith(("down", "out", "head")):
-            assert makers[node.input[0]].op_type == "Conv"  # they are only turned back
-    read = [name for node in nodes(paths["own"]) if node.op_type == "Transpose" for name in node.input]
-    assert max(Counter(read).values()) == 1  # gate and value read one
+            assert makers[node.input[0]].op_type == "Conv"  # it transposes back
+    read = [name for node in nodes(paths["convs"]) if node.op_type == "Transpose" for name in node.input]
+    assert max(Counter(read).values()) == 1  # gate and value share a Transpose
 
 
-def test_a_value_that_the_model_gives_back_is_as_the_model_has_it(made):
-    paths, quantized, x = made
-    shapes = [tuple(each.shape) for each in quantized(x)]
+def test_a_returned_value_has_the_layout_of_the_model(case):
+    paths, quantized, x = case
+    shapes = [tuple(used_target.shape) for used_target in quantized(x)]
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(paths["own"], options)
-    assert [each.shape for each in session.run(None, {"x": x.numpy()})] == shapes
+    session = onnxruntime.InferenceSession(paths["convs"], options)
+    assert [used_target.shape for used_target in session.run(None, {"x": x.numpy()})] == shapes
 
 
-def test_values_are_those_of_the_products(made):
-    paths, _, x = made
+def test_convolutions_compute_the_same_values_as_the_products(case):
+    paths, _, x = case
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    own, plain = (onnxruntime.InferenceSession(path, options).run(None, {"x": x.numpy()}) for path in paths.values())
-    for one, two in zip(own, plain, strict=True):
+    sessions = [onnxruntime.InferenceSession(path, options) for path in paths.values()]
+    with_convs, plain = (session.run(None, {"x": x.numpy()}) for session in sessions)
+    for one, two in zip(with_convs, plain, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5)
 
 
-def test_openvino_computes_the_same_up_to_a_rounding(made):
-    paths, _, x = made
-    own, plain = (computed(path, x) for path in paths.values())
-    for one, two in zip(own.values(), plain.values(), strict=True):
+def test_openvino_computes_the_same_up_to_a_rounding(case):
+    paths, _, x = case
+    with_convs, plain = (run_openvino(path, x) for path in paths.values())
+    for one, two in zip(with_convs.values(), plain.values(), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-7)
 
 
-def test_openvino_runs_all_of_them_in_integers_as_simulated(made):
-    paths, quantized, x = made
-    found = verify(paths["own"], quantized, x, runtime="openvino")
-    assert (found.low_precision, found.fallbacks) == (9, ())
-    assert found.exact_sqnr > 60
+def test_openvino_runs_all_convolutions_in_integers_as_simulated(case):
+    paths, quantized, x = case
+    verification = verify(paths["convs"], quantized, x, runtime="openvino")
+    assert (verification.low_precision, verification.fallbacks) == (9, ())
+    assert verification.exact_sqnr > 60
 
 
-def test_layers_are_compared_however_they_are_turned(made):
-    paths, quantized, x = made
-    found = verify_layers(paths["own"], quantized, x)
-    quantizers = [node.name for node in nodes(paths["own"]) if node.op_type == "QuantizeLinear"]
-    assert found.holds
-    assert {each.where for each in found.layers} >= set(quantizers)
+def test_layers_are_compared_in_any_layout(case):
+    paths, quantized, x = case
+    verification = verify_layers(paths["convs"], quantized, x)
+    quantizers = [node.name for node in nodes(paths["convs"]) if node.op_type == "QuantizeLinear"]
+    assert verification.holds
+    assert {used_target.where for used_target in verification.layers} >= set(quantizers)
 
 
-def test_with_vnni_linear_layers_are_products(tmp_path):
+def test_linear_layers_stay_products_with_vnni(tmp_path):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).eval(), torch.randn(2, 8)
     target = openvino_target("vnni")
     path = export(quantize(model, x, forward_loop=[x], target=target, freeze_weights=True), tmp_path / "m.onnx", x)
@@ -153,9 +154,9 @@ def test_another_batch_and_narrow_weights_run_too(bits, tmp_path):
     quantized = quantize(model, x, config, forward_loop=[x], target=target, freeze_weights=True)
     path = export(quantized, tmp_path / "m.onnx", x)
     assert Counter(node.op_type for node in nodes(path))["Conv"] == 2
-    found = verify(path, quantized, x[:3], runtime="openvino")
-    assert (found.low_precision, found.fallbacks) == (2, ())
-    assert found.exact_sqnr > 60
+    verification = verify(path, quantized, x[:3], runtime="openvino")
+    assert (verification.low_precision, verification.fallbacks) == (2, ())
+    assert verification.exact_sqnr > 60
 
 
 class Tied(nn.Module):
@@ -169,7 +170,7 @@ class Tied(nn.Module):
         return self.head(self.middle(self.table(tokens)))
 
 
-def test_weights_alone_and_a_tied_head_stay_products(tmp_path):
+def test_weight_only_layers_and_a_tied_head_stay_products(tmp_path):
     torch.manual_seed(0)
     tokens = torch.randint(0, 64, (2, 6))
     target = openvino_target("avx2")
@@ -183,7 +184,7 @@ def test_weights_alone_and_a_tied_head_stay_products(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 5, 3, 4)])
-def test_a_turned_tensor_is_read_back(shape):
+def test_a_channels_first_tensor_is_converted_back(shape):
     value = np.arange(np.prod(shape)).reshape(shape)
     turned = to_file_layout(f"a{CHANNELS_FIRST_SUFFIX}", value)
     assert turned.shape[1] == shape[-1]

@@ -1,4 +1,4 @@
-"""The names that a file shows are the model's: the same in the float file, the quantized one, and every config."""
+"""Names of inputs, outputs and axes come from the model: equal in float and quantized files and for every config."""
 
 from collections import namedtuple
 
@@ -24,7 +24,7 @@ class Plain(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Dict outputs, one of them nested; a parameter that has the name of an output."""
+    """Dict outputs, one of them nested; a parameter with the name of an output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Tokens(nn.Module):
 
 
 class Mixed(nn.Module):
-    """An input that leaves as it came, one value twice, a named tuple in a tuple, a nested input."""
+    """An input that is returned, a value that is returned twice, a named tuple in a tuple, and a nested input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class Mixed(nn.Module):
 def interface(path):
     graph = onnx.load(path).graph
     return tuple(
-        {each.name: [size.dim_value or size.dim_param for size in each.type.tensor_type.shape.dim] for each in values}
+        {value.name: [dim.dim_value or dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in values}
         for values in (graph.input, graph.output)
     )
 
 
-def written(model, tmp_path, args=(), kwargs=None, **options):
+def export_interface(model, tmp_path, args=(), kwargs=None, **options):
     quantized = quantize(
         model.eval(), args or None, forward_loop=[kwargs or args], target="onnxruntime", kwargs=kwargs, **options
     )
@@ -69,19 +69,20 @@ def written(model, tmp_path, args=(), kwargs=None, **options):
 
 
 def test_arguments_a_plain_output_and_the_batch(tmp_path):
-    inputs, outputs = written(Plain(), tmp_path, (torch.randn(3, 16),))
+    inputs, outputs = export_interface(Plain(), tmp_path, (torch.randn(3, 16),))
     assert inputs == {"x": ["batch", 16]}
     assert outputs == {"output_0": ["batch", 4]}
 
 
-def test_they_are_the_same_when_another_config_quantizes_less(tmp_path):
-    found = written(Plain(), tmp_path, (torch.randn(3, 16),), config={"overrides": [{"name": "a", "weight": "float"}]})
-    assert found == ({"x": ["batch", 16]}, {"output_0": ["batch", 4]})
+def test_names_do_not_depend_on_what_is_quantized(tmp_path):
+    config = {"overrides": [{"name": "a", "weight": "float"}]}
+    names = export_interface(Plain(), tmp_path, (torch.randn(3, 16),), config=config)
+    assert names == ({"x": ["batch", 16]}, {"output_0": ["batch", 4]})
 
 
 def test_keys_of_a_dict_and_the_sequence_of_tokens(tmp_path):
-    given = {"input_ids": torch.randint(0, 50, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
-    inputs, outputs = written(Tokens(), tmp_path, kwargs=given)
+    token_inputs = {"input_ids": torch.randint(0, 50, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    inputs, outputs = export_interface(Tokens(), tmp_path, kwargs=token_inputs)
     assert inputs == {"input_ids": ["batch", "sequence"], "attention_mask": ["batch", "sequence"]}
     assert outputs == {
         "logits": ["batch", "sequence", 4],
@@ -90,21 +91,21 @@ def test_keys_of_a_dict_and_the_sequence_of_tokens(tmp_path):
     }
 
 
-def test_fields_nested_inputs_and_values_that_leave_twice(tmp_path):
-    inputs, outputs = written(Mixed(), tmp_path, (torch.randn(3, 16), {"z": torch.randn(3, 16)}))
+def test_fields_nested_inputs_and_values_that_are_returned_twice(tmp_path):
+    inputs, outputs = export_interface(Mixed(), tmp_path, (torch.randn(3, 16), {"z": torch.randn(3, 16)}))
     assert list(inputs) == ["images", "other_z"]
     assert list(outputs) == ["output_0", "first", "second", "output_3"]
 
 
-def test_an_argument_that_is_called_as_a_builtin_keeps_its_name(tmp_path):
+def test_an_argument_named_like_a_builtin_keeps_its_name(tmp_path):
     x = torch.randn(2, 16)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    inputs, _ = written(model, tmp_path, (x,))
+    inputs, _ = export_interface(model, tmp_path, (x,))
     assert inputs == {"input": ["batch", 16]}
-    found = verify(
+    verification = verify(
         tmp_path / "m.onnx",
         quantize(model, x, forward_loop=[x], target="onnxruntime"),
         x,
         float_path=tmp_path / "float.onnx",
     )
-    assert found.latency.shapes == {"input": (2, 16)}
+    assert verification.latency.shapes == {"input": (2, 16)}

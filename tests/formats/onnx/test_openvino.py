@@ -1,4 +1,4 @@
-"""Real networks in OpenVINO: every convolution and linear layer runs in an int8 primitive, and agrees."""
+"""Real networks in OpenVINO: every convolution and linear layer runs in an int8 primitive, as simulated."""
 
 import importlib.util
 
@@ -23,26 +23,26 @@ SLOW = ("vit_small", "resnet18", "mobilenet_v2", "mobilenet_v3_small", "distilbe
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_all_that_multiplies_runs_in_int8(name, tmp_path):
+def test_all_products_run_in_int8(name, tmp_path):
     model, inputs = ARCHITECTURES[name].build()
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
     quantized = quantize(model, args or None, forward_loop=[inputs], target="openvino", kwargs=kwargs)
     export(quantized, tmp_path / "m.onnx", args, kwargs=kwargs)
-    found = verify(tmp_path / "m.onnx", quantized, args, kwargs=kwargs, runtime="openvino")
+    verification = verify(tmp_path / "m.onnx", quantized, args, kwargs=kwargs, runtime="openvino")
     rows = [row for row in coverage(quantized).operations if row.kind in ("conv", "linear")]
     assert {row.state for row in rows} == {"quantized"}
-    assert found.holds
-    assert found.sqnr >= 30
-    assert found.fallbacks == ()
-    assert found.low_precision == len(rows)
-    primitives = {op for op in found.executed if op.split()[0] in ("Convolution", "FullyConnected")}
+    assert verification.holds
+    assert verification.sqnr >= 30
+    assert verification.fallbacks == ()
+    assert verification.low_precision == len(rows)
+    primitives = {op for op in verification.executed if op.split()[0] in ("Convolution", "FullyConnected")}
     assert primitives
     assert all(op.endswith("_I8") for op in primitives)
 
 
-def test_outputs_have_no_points_of_their_own():
-    """Before a Concat with a float tensor OpenVINO would round that one too: a class token, to 15 dB of a whole ViT."""
-    with_output = [each.name for each in find_target("openvino").patterns if Point.OUTPUT in each.qdq_points]
+def test_openvino_patterns_have_no_output_points():
+    """OpenVINO would also round the float tensor of a Concat: for the class token of a ViT, to 15 dB."""
+    with_output = [pattern.name for pattern in find_target("openvino").patterns if Point.OUTPUT in pattern.qdq_points]
     assert with_output == ["ConcatPattern"]
 
 
@@ -55,17 +55,17 @@ class Joined(nn.Module):
         return self.head(torch.stack([x[:, 0], x[:, 2]], 1))
 
 
-def test_a_linear_layer_behind_a_join_of_tokens_runs_in_int8(tmp_path):
+def test_a_linear_layer_after_a_concat_of_tokens_runs_in_int8(tmp_path):
     x = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0))
     target = openvino_target("vnni")  # without VNNI the layer is written as a convolution
     quantized = quantize(Joined().eval(), x, forward_loop=[x], target=target)
-    found = verify(export(quantized, tmp_path / "m.onnx", x), quantized, x, runtime="openvino", layers=False)
-    assert found.holds, found
-    assert (found.low_precision, found.fallbacks) == (1, ())
+    verification = verify(export(quantized, tmp_path / "m.onnx", x), quantized, x, runtime="openvino", layers=False)
+    assert verification.holds, verification
+    assert (verification.low_precision, verification.fallbacks) == (1, ())
 
 
 class Branches(nn.Module):
-    """One branch gives values ten times those of the other."""
+    """One branch has values ten times as large as the other."""
 
     def __init__(self):
         super().__init__()
@@ -77,15 +77,15 @@ class Branches(nn.Module):
         return self.last(torch.cat([torch.relu(self.one(x)), torch.relu(self.two(x))], 1))
 
 
-def test_what_a_concat_joins_has_one_scale_so_that_no_kernel_rounds_twice(tmp_path):
+def test_the_inputs_of_a_concat_share_one_scale(tmp_path):
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     quantized = quantize(Branches().eval(), x, forward_loop=[x], target=openvino_target("vnni"))
     stubs = [str(node.target) for node in quantized.graph.nodes if str(node.target).endswith("_quant")]
-    assert len(stubs) == 4  # of x, of both branches and of what joins them
+    assert len(stubs) == 4  # of x, of both branches, and of the Concat
     assert len(set(stubs)) == 2
-    found = verify(export(quantized, tmp_path / "m.onnx", x), quantized, x, runtime="openvino", layers=False)
-    assert found.holds
-    assert found.fallbacks == ()
+    verification = verify(export(quantized, tmp_path / "m.onnx", x), quantized, x, runtime="openvino", layers=False)
+    assert verification.holds
+    assert verification.fallbacks == ()
 
 
 class Last(nn.Module):
@@ -105,7 +105,7 @@ class Last(nn.Module):
 
 @pytest.mark.parametrize(("shape", "count"), [((4, 30, 16), 1), ((4, 5, 6, 16), 0)], ids=["tokens", "picture"])
 def test_scaled_channels_run_as_simulated(shape, count, tmp_path):
-    """With four axes OpenVINO computes other values where they are scaled."""
+    """With four axes OpenVINO would compute other values for scaled channels."""
     if count and instruction_set() != "vnni":
         pytest.skip("a file for CPUs with VNNI saturates on this one")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The stored graph speaks two operators of ours, and ONNX is their translation."""
+"""The custom operators of the stored graph, and their translation to ONNX."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def case():
     return quantize(model, x, forward_loop=[x], target="onnxruntime"), x
 
 
-def test_weights_and_stubs_are_in_the_same_two_operators(case):
+def test_weights_and_activations_use_the_same_two_operators(case):
     quantized, x = case
     program = exported(build_stored_graph(quantized, onnx_module_factories()), (x,), {}, True)
     called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
@@ -46,19 +46,19 @@ def test_the_stored_graph_computes_what_the_simulation_does(case):
     ("fmt", "low", "high", "zero"),
     [("uint8", 0, 255, 7), ("int8", -128, 127, 0), ("int8", -127, 127, 0), ("float8_e4m3fn", -448, 448, 0)],
 )
-def test_codes_are_those_of_the_tensor_layer(fmt, low, high, zero):
+def test_codes_equal_those_of_the_tensor_layer(fmt, low, high, zero):
     x = torch.linspace(-9, 9, 101)
     scale = torch.tensor(0.05)
     codes = to_codes(x, scale, torch.tensor(zero, dtype=torch.int32), 0, low, high, fmt)
-    found = dequantize(codes, scale, torch.tensor(zero, dtype=torch.int32), 0, 0, fmt)
+    actual = dequantize(codes, scale, torch.tensor(zero, dtype=torch.int32), 0, 0, fmt)
     if fmt.startswith("float"):
         expected = (x / scale).clamp(low, high).to(torch.float8_e4m3fn).to(torch.float32) * scale
     else:
         expected = torch.fake_quantize_per_tensor_affine(x, float(scale), zero, low, high)
-    torch.testing.assert_close(found, expected, rtol=0, atol=float(scale) * 1e-3)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=float(scale) * 1e-3)
 
 
-def test_a_channel_has_a_scale_of_its_own():
+def test_each_channel_has_its_own_scale():
     x, scale = torch.ones(2, 3), torch.tensor([0.1, 0.5, 1.0])
     zero = torch.zeros(3, dtype=torch.int8)
     codes = to_codes(x, scale, zero, 1, -128, 127, "int8")
@@ -84,7 +84,7 @@ print([node.op_type for node in onnx.load_from_string(buffer.getvalue()).graph.n
 """
 
 
-def test_the_tensor_layer_alone_knows_no_format_until_an_export_asks():
+def test_the_tensor_layer_imports_no_format_before_an_export():
     done = subprocess.run([sys.executable, "-c", SPEC_ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['QuantizeLinear', 'DequantizeLinear']"

@@ -26,23 +26,23 @@ def for_tensorrt(model, x):
     return quantized
 
 
-def written(quantized, x, path, dynamo):
+def export_plain(quantized, x, path, dynamo):
     names = {"input_names": ["x"], "output_names": ["y"]}
     torch.onnx.export(quantized.cpu().eval(), (x,), path, dynamo=dynamo, verbose=False, **names)
     return onnx.load(path).graph
 
 
 def weight_sources(graph):
-    """What makes the weights before QuantizeLinear: nothing where they are initializers."""
+    """List the operators that compute the inputs of QuantizeLinear of weights; "initializer" for constants."""
     makers = {name: node for node in graph.node for name in node.output}
     weighted = [node for node in graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]
-    found = []
+    sources = []
     for node in weighted:
         dequantize = makers.get(node.input[1])
         quantize = makers.get(dequantize.input[0]) if dequantize is not None else None
         if quantize is not None and quantize.op_type == "QuantizeLinear" and dequantize.op_type == "DequantizeLinear":
-            found.append(makers[quantize.input[0]].op_type if quantize.input[0] in makers else "initializer")
-    return found
+            sources.append(makers[quantize.input[0]].op_type if quantize.input[0] in makers else "initializer")
+    return sources
 
 
 def run(path, x):
@@ -57,7 +57,7 @@ def test_folded_weights_of_a_residual_net_are_constants(tmp_path, dynamo):
     model = settled(nn.Sequential(Bottleneck(128, 32), Bottleneck(128, 32)))
     x = torch.randn(2, 128, 8, 8)
     quantized = for_tensorrt(model, x)
-    graph = written(quantized, x, tmp_path / "m.onnx", dynamo)
+    graph = export_plain(quantized, x, tmp_path / "m.onnx", dynamo)
     assert set(weight_sources(graph)) <= {"initializer", "Constant"}
     assert len(weight_sources(graph)) == 6
     assert not {node.op_type for node in graph.node} & {"Mul", "Sub", "Sqrt", "Min", "Max", "BatchNormalization"}
@@ -81,7 +81,7 @@ def test_the_documented_examples_have_no_findings(tmp_path, example, dynamo):
         optimizer = torch.optim.SGD(quantized.parameters(), 1e-3)
         quantized.train()(x).square().mean().backward()
         optimizer.step()
-    written(quantized, x, tmp_path / "m.onnx", dynamo)
+    export_plain(quantized, x, tmp_path / "m.onnx", dynamo)
     assert [str(finding) for finding in check(str(tmp_path / "m.onnx"), "tensorrt")] == []
 
 
@@ -94,22 +94,22 @@ def test_weights_changed_in_training_are_the_ones_exported(tmp_path):
     with torch.no_grad():
         for parameter in quantized.parameters():
             parameter.mul_(1.5)
-    written(quantized, x, tmp_path / "m.onnx", dynamo=False)
+    export_plain(quantized, x, tmp_path / "m.onnx", dynamo=False)
     with torch.no_grad():
         np.testing.assert_allclose(run(tmp_path / "m.onnx", x), quantized(x).numpy(), rtol=1e-3, atol=1e-3)
 
 
 @by_either_exporter
-def test_quantizers_that_are_off_are_told_and_not_silently_float(tmp_path, dynamo):
+def test_disabled_quantizers_cause_a_warning(tmp_path, dynamo):
     torch.manual_seed(0)
     x = torch.randn(2, 16, 8, 8)
     quantized = for_tensorrt(settled(nn.Sequential(nn.Conv2d(16, 64, 3), nn.BatchNorm2d(64), nn.ReLU())), x)
     disable_fake_quant(quantized)
     with pytest.warns(ScalepointWarning, match="quantizers.*off.*enable_fake_quant"):
-        graph = written(quantized, x, tmp_path / "m.onnx", dynamo)
+        graph = export_plain(quantized, x, tmp_path / "m.onnx", dynamo)
     assert "QuantizeLinear" not in {node.op_type for node in graph.node}
     enable_fake_quant(quantized)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ScalepointWarning)
-        graph = written(quantized, x, tmp_path / "m.onnx", dynamo)
+        graph = export_plain(quantized, x, tmp_path / "m.onnx", dynamo)
     assert "QuantizeLinear" in {node.op_type for node in graph.node}

@@ -1,4 +1,4 @@
-"""torch's own exporters on a quantized model: torch.export.export, and torch.onnx.export by both of its ways."""
+"""torch's own exporters on a quantized model: torch.export.export, and torch.onnx.export with both of its exporters."""
 
 import onnx
 import pytest
@@ -9,15 +9,15 @@ from scalepoint.errors import SpecError
 from scalepoint.graph.nodes import get_kind
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.spec import QuantizationSpec
-from tests.formats.onnx.test_export import Attends, Net, run, settled, sqnr
+from tests.formats.onnx.test_export import Attends, Net, run, sqnr, with_random_statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
-def made(kind):
+def quantize_model(kind):
     torch.manual_seed(0)
     if kind == "cnn":
-        model, x = settled(Net()), torch.randn(6, 3, 32, 32)
+        model, x = with_random_statistics(Net()), torch.randn(6, 3, 32, 32)
     else:
         model, x = Attends().eval(), torch.randn(6, 16, 32)
     return quantize(model, x, forward_loop=[x], target="onnxruntime"), x
@@ -25,7 +25,7 @@ def made(kind):
 
 @pytest.fixture(scope="module", params=["cnn", pytest.param("transformer", marks=pytest.mark.slow)])
 def case(request):
-    return made(request.param)
+    return quantize_model(request.param)
 
 
 def test_torch_export_takes_any_batch(case):
@@ -38,8 +38,8 @@ def test_torch_export_takes_any_batch(case):
 
 def plain_export(quantized, x, path, dynamo):
     names = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": {"x": {0: "batch"}, "y": {0: "batch"}}}
-    whole = {"external_data": False} if dynamo else {}
-    torch.onnx.export(quantized.cpu().eval(), (x,), path, **names, dynamo=dynamo, verbose=False, **whole)
+    options = {"external_data": False} if dynamo else {}
+    torch.onnx.export(quantized.cpu().eval(), (x,), path, **names, dynamo=dynamo, verbose=False, **options)
 
 
 @pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
@@ -53,13 +53,13 @@ def test_torch_onnx_export_writes_q_and_dq_for_any_batch(case, tmp_path, dynamo)
     assert kinds.count("DequantizeLinear") == kinds.count("QuantizeLinear")
     with torch.no_grad():
         for batch in (1, 5):
-            found = run(tmp_path / "m.onnx", x[:batch], optimize=False)
-            assert sqnr(quantized(x[:batch]).numpy(), found) > 35
+            actual = run(tmp_path / "m.onnx", x[:batch], optimize=False)
+            assert sqnr(quantized(x[:batch]).numpy(), actual) > 35
 
 
 @pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
 @pytest.mark.parametrize("block", [32, None])
-def test_int4_is_refused_and_never_a_float_model_in_disguise(tmp_path, dynamo, block):
+def test_int4_is_refused_instead_of_exported_as_float(tmp_path, dynamo, block):
     x = torch.randn(2, 64)
     quantized = quantize(nn.Sequential(nn.Linear(64, 32)).eval(), x, QuantConfig.weight_only("int4", block))
     error = torch.onnx.errors.OnnxExporterError if dynamo else SpecError
@@ -77,7 +77,7 @@ class TestFp8:
         x = torch.randn(4, 64)
         return quantize(nn.Sequential(nn.Linear(64, 32)).eval(), x, config, forward_loop=[x]), x
 
-    def test_it_is_written(self, quantized, tmp_path):
+    def test_fp8_is_written(self, quantized, tmp_path):
         model, x = quantized
         plain_export(model, x, tmp_path / "m.onnx", dynamo=True)
         kinds = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]
@@ -85,7 +85,7 @@ class TestFp8:
         with torch.no_grad():
             assert sqnr(model(x).numpy(), run(tmp_path / "m.onnx", x, optimize=False)) > 35
 
-    def test_the_older_exporter_has_none(self, quantized, tmp_path):
+    def test_the_older_exporter_does_not_support_fp8(self, quantized, tmp_path):
         model, x = quantized
         with pytest.raises(SpecError, match="dynamo=True"):
             plain_export(model, x, tmp_path / "m.onnx", dynamo=False)

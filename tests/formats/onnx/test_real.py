@@ -1,4 +1,4 @@
-"""Real architectures whose layers are unusual, at tiny sizes and random weights, down to the file in its runtime."""
+"""Real architectures with unusual layers, with tiny sizes and random weights, from capture to the runtime."""
 
 from functools import partial
 
@@ -37,14 +37,14 @@ def tokens():
     return {"input_ids": torch.randint(0, 50, (2, 8)), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
 
 
-def of_timm(name, **options):
+def timm_model(name, **options):
     torchvision_models()
     import timm
 
     return timm.create_model(name, **options), image()
 
 
-def of_transformers(name, **options):
+def transformers_model(name, **options):
     import transformers
 
     family = name.removesuffix("LMHeadModel").removesuffix("Model")
@@ -80,21 +80,21 @@ def resnetv2():
 
 
 SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 2), "num_classes": 10}
-MODELS = {  # name -> what makes it, the least share of MACs in low precision
-    "swinv2": (lambda: of_timm("swinv2_tiny_window8_256", patch_size=4, **SWIN), 0.9),
-    "vit_relpos": (lambda: of_timm("vit_relpos_small_patch16_224", **SMALL), 0.9),
-    "beit": (lambda: of_timm("beit_base_patch16_224", **SMALL), 0.9),
-    "eva02": (lambda: of_timm("eva02_tiny_patch14_224", **SMALL), 0.9),
+MODELS = {  # name -> function that builds it, least share of MACs in low precision
+    "swinv2": (lambda: timm_model("swinv2_tiny_window8_256", patch_size=4, **SWIN), 0.9),
+    "vit_relpos": (lambda: timm_model("vit_relpos_small_patch16_224", **SMALL), 0.9),
+    "beit": (lambda: timm_model("beit_base_patch16_224", **SMALL), 0.9),
+    "eva02": (lambda: timm_model("eva02_tiny_patch14_224", **SMALL), 0.9),
     "nfnet": (nfnet, 0.99),
     "resnetv2": (resnetv2, 0.99),
-    "gpt2": (lambda: of_transformers("GPT2LMHeadModel", **GPT), 0.9),
-    "deberta": (lambda: of_transformers("DebertaModel", **RELATIVE), 0.8),
-    "bert": (lambda: of_transformers("BertModel", **TEXT), 0.9),
+    "gpt2": (lambda: transformers_model("GPT2LMHeadModel", **GPT), 0.9),
+    "deberta": (lambda: transformers_model("DebertaModel", **RELATIVE), 0.8),
+    "bert": (lambda: transformers_model("BertModel", **TEXT), 0.9),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_real_model_is_quantized_exported_and_run_and_every_parameter_is_accounted_for(name, tmp_path):
+def test_a_real_model_is_quantized_and_run_and_its_parameters_are_all_counted(name, tmp_path):
     torch.manual_seed(0)
     make, least = MODELS[name]
     model, inputs = make()
@@ -104,15 +104,15 @@ def test_a_real_model_is_quantized_exported_and_run_and_every_parameter_is_accou
     quantized = insert_qdq(result.model, result.matches)
     calibrate(quantized, [inputs])
     freeze(quantized)
-    found = coverage(quantized)
-    low = sum(share for precision, share in found.share_of_macs().items() if precision != "float")
+    rows = coverage(quantized)
+    low = sum(share for precision, share in rows.share_of_macs().items() if precision != "float")
     assert low >= least
-    counted = sum(row.parameters - row.shared for row in found.operations)
+    counted = sum(row.parameters - row.shared for row in rows.operations)
     assert counted >= sum(parameter.numel() for parameter in model.parameters())
     with torch.no_grad():
         expected = next(value for value in pytree.tree_leaves(quantized(**inputs)) if isinstance(value, Tensor))
     export(quantized, tmp_path / "model.onnx", (), kwargs=inputs)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    given = {each.name: inputs[each.name].numpy() for each in session.get_inputs()}
-    actual = session.run(None, given)[0]
+    feeds = {model_input.name: inputs[model_input.name].numpy() for model_input in session.get_inputs()}
+    actual = session.run(None, feeds)[0]
     assert np.linalg.norm(actual - expected.numpy()) <= 1e-2 * np.linalg.norm(expected.numpy())

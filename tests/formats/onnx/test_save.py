@@ -1,4 +1,4 @@
-"""A file is the bytes that protobuf would write of the whole message, however its weights came into it."""
+"""Saved files have the bytes that protobuf would write, for all kinds of tensors."""
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +11,7 @@ from torch.onnx._internal.exporter._core import TorchTensor
 from scalepoint.errors import ExportError
 from scalepoint.formats.onnx import save
 
-LARGE = 2000  # elements: more bytes than the checker is given
+LARGE = 2000  # elements: more bytes than the checker sees
 
 
 def documented(tensor):
@@ -42,7 +42,7 @@ TENSORS = {
 
 
 def model_of(*names):
-    """One Identity a tensor, with metadata and a description, which stand behind the graph in the file."""
+    """One Identity per tensor, with metadata and a description, which follow the graph in the file."""
     values = [
         ir.Value(
             name=name, type=ir.TensorType(TENSORS[name].dtype), shape=TENSORS[name].shape, const_value=TENSORS[name]
@@ -59,20 +59,20 @@ def model_of(*names):
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in TENSORS), tuple(TENSORS)], ids="+".join)
-def test_the_bytes_are_those_of_the_message_and_hold_the_values(names, tmp_path):
+def test_the_file_equals_the_serialized_message(names, tmp_path):
     path = tmp_path / "m.onnx"
     save.save_graph(model_of(*names), path)
     message = onnx.load(path)
     assert path.read_bytes() == message.SerializeToString(deterministic=True)
     assert (message.doc_string, message.graph.doc_string, message.metadata_props[0].key) == ("of m", "of g", "a")
-    found = {tensor.name: tensor for tensor in message.graph.initializer}
-    assert set(found) == set(names)
-    for name, tensor in found.items():
+    tensors = {tensor.name: tensor for tensor in message.graph.initializer}
+    assert set(tensors) == set(names)
+    for name, tensor in tensors.items():
         assert ir.serde.deserialize_tensor(tensor).tobytes() == TENSORS[name].tobytes()
         assert tensor.doc_string == (TENSORS[name].doc_string or "")
 
 
-def test_weights_that_give_fewer_bytes_than_they_say_leave_no_file(tmp_path, monkeypatch):
+def test_a_weight_that_writes_too_few_bytes_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(TENSORS["float"], "tofile", lambda file: file.write(b"few"), raising=False)
     with pytest.raises(ExportError, match="float has 3 bytes"):
         save.save_graph(model_of("float"), tmp_path / "m.onnx")

@@ -1,4 +1,4 @@
-"""Embedding tables in the file: rows are looked up as codes, and agree with the simulation bit for bit."""
+"""Embedding tables in the file: rows are looked up as codes and match the simulation bit by bit."""
 
 from collections import Counter
 
@@ -28,7 +28,7 @@ def file(tmp_path_factory):
 
 
 def tables(path):
-    return [each for each in onnx.load(path).graph.initializer if tuple(each.dims) == (ROWS, WIDTH)]
+    return [tensor for tensor in onnx.load(path).graph.initializer if tuple(tensor.dims) == (ROWS, WIDTH)]
 
 
 def session(path, level=onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, keep=None):
@@ -39,7 +39,7 @@ def session(path, level=onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, 
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def test_the_file_holds_the_table_as_int8_and_gathers_codes_and_scales(file):
+def test_the_table_is_int8_and_codes_and_scales_are_gathered(file):
     folder, _ = file
     (table,) = tables(folder / "m.onnx")
     assert table.data_type == onnx.TensorProto.INT8
@@ -51,7 +51,7 @@ def test_the_file_holds_the_table_as_int8_and_gathers_codes_and_scales(file):
 
 @pytest.mark.parametrize("config", [QuantConfig(), NARROW], ids=["int8 rows", "int4 blocks"])
 @pytest.mark.parametrize("batch", [1, 4, 9])
-def test_rows_in_onnx_runtime_are_those_of_the_simulation_bit_for_bit(tmp_path, batch, config):
+def test_rows_in_onnx_runtime_equal_the_simulation_bit_by_bit(tmp_path, batch, config):
     class Rows(Words):
         def forward(self, ids):
             return self.words(ids), super().forward(ids)
@@ -59,14 +59,14 @@ def test_rows_in_onnx_runtime_are_those_of_the_simulation_bit_for_bit(tmp_path, 
     torch.manual_seed(0)
     quantized = made(Rows().eval(), config)
     export(quantized, tmp_path / "m.onnx", ids()[0])
-    given = torch.randint(0, ROWS, (batch, 7))
+    token_ids = torch.randint(0, ROWS, (batch, 7))
     with torch.no_grad():
-        expected = quantized(given)[0].numpy()
-    found = session(tmp_path / "m.onnx").run(None, {"ids": given.numpy()})[0]
-    assert np.array_equal(found, expected)
+        expected = quantized(token_ids)[0].numpy()
+    actual = session(tmp_path / "m.onnx").run(None, {"ids": token_ids.numpy()})[0]
+    assert np.array_equal(actual, expected)
 
 
-def test_a_table_of_four_bits_is_stored_in_four_bits_and_only_the_rows_that_are_read_become_floats(tmp_path):
+def test_a_4_bit_table_is_stored_in_4_bits_and_only_read_rows_are_dequantized(tmp_path):
     quantized = made(words(), NARROW)
     export(quantized, tmp_path / "m.onnx", ids()[0], float_path=tmp_path / "float.onnx")
     (table,) = tables(tmp_path / "m.onnx")
@@ -74,11 +74,11 @@ def test_a_table_of_four_bits_is_stored_in_four_bits_and_only_the_rows_that_are_
     session(tmp_path / "m.onnx", keep=tmp_path / "compiled.onnx")
     readers = [node for node in onnx.load(tmp_path / "compiled.onnx").graph.node if table.name in node.input]
     assert [node.op_type for node in readers] == ["GatherBlockQuantized"]
-    found = verify(tmp_path / "m.onnx", quantized, ids()[1], float_path=tmp_path / "float.onnx")
-    assert found.holds
+    verification = verify(tmp_path / "m.onnx", quantized, ids()[1], float_path=tmp_path / "float.onnx")
+    assert verification.holds
 
 
-def test_what_stays_float_for_speed_is_unpacked_beside_a_table_of_four_bits_too(tmp_path):
+def test_layers_left_float_for_speed_are_unpacked_next_to_a_4_bit_table(tmp_path):
     quantized = made(words(), NARROW.model_copy(update={"speed_first": True}), target=onnxruntime_target("avx2"))
     export(quantized, tmp_path / "m.onnx", ids()[0])
     session(tmp_path / "m.onnx", keep=tmp_path / "compiled.onnx")
@@ -88,9 +88,9 @@ def test_what_stays_float_for_speed_is_unpacked_beside_a_table_of_four_bits_too(
 
 def test_the_whole_file_agrees_with_the_simulation(file):
     folder, quantized = file
-    found = verify(folder / "m.onnx", quantized, ids()[1], float_path=folder / "float.onnx")
-    assert found.holds
-    assert found.size < found.float_size / 2
+    verification = verify(folder / "m.onnx", quantized, ids()[1], float_path=folder / "float.onnx")
+    assert verification.holds
+    assert verification.size < verification.float_size / 2
 
 
 @pytest.mark.parametrize("cpu", ["vnni", "avx2"])
@@ -105,13 +105,13 @@ def test_a_tied_head_shares_the_bytes_of_its_table_and_still_multiplies_in_int8(
     assert not kinds["Gemm"]
     with torch.no_grad():
         expected = quantized(ids()[1]).numpy()
-    found = running.run(None, {"ids": ids()[1].numpy()})[0]
-    if cpu in ("avx2", instruction_set()):  # elsewhere products of the other kind saturate
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    actual = running.run(None, {"ids": ids()[1].numpy()})[0]
+    if cpu in ("avx2", instruction_set()):  # on other CPUs int8 products may saturate
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_openvino_reads_it_too(tmp_path):
+def test_openvino_runs_the_table(tmp_path):
     quantized = made(words(), target="openvino")
     export(quantized, tmp_path / "m.onnx", ids()[0], float_path=tmp_path / "float.onnx")
-    found = verify(tmp_path / "m.onnx", quantized, ids()[1], float_path=tmp_path / "float.onnx")
-    assert found.holds
+    verification = verify(tmp_path / "m.onnx", quantized, ids()[1], float_path=tmp_path / "float.onnx")
+    assert verification.holds

@@ -1,4 +1,4 @@
-"""Operations written in other words, for a compiler that does better with them."""
+"""Rewrites of a graph for the compiler of a target."""
 
 import math
 from collections import Counter
@@ -47,16 +47,16 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spelled")
     torch.manual_seed(0)
     model, data = Block().eval(), [torch.randn(4, 8, 32) for _ in range(2)]
-    made = {}
+    paths = {}
     for target in ("onnxruntime", "openvino"):
         quantized = quantize(model, data[0], forward_loop=data, target=target, freeze_weights=True)
         export(quantized, folder / f"{target}.onnx", data[0], float_path=folder / f"{target}-float.onnx")
-        made[target] = folder / f"{target}.onnx"
-        made[f"{target} float"] = folder / f"{target}-float.onnx"
-    return made
+        paths[target] = folder / f"{target}.onnx"
+        paths[f"{target} float"] = folder / f"{target}-float.onnx"
+    return paths
 
 
-def kinds(path):
+def count_operations(path):
     return Counter(node.op_type for node in onnx.load(path).graph.node)
 
 
@@ -66,17 +66,17 @@ def compiled(path, folder):
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.log_severity_level = 3
     onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return kinds(folder / "compiled.onnx")
+    return count_operations(folder / "compiled.onnx")
 
 
-def test_adds_that_a_layer_norm_reads_are_sums_for_onnx_runtime_and_others_stay(files):
-    found = kinds(files["onnxruntime"])
-    assert found["Sum"] == 2
-    assert found["Add"] >= 1  # the last one, and biases
+def test_for_onnx_runtime_only_adds_before_a_layer_norm_become_sums(files):
+    operations = count_operations(files["onnxruntime"])
+    assert operations["Sum"] == 2
+    assert operations["Add"] >= 1  # the last one, and biases
 
 
 class Gelus(nn.Module):
-    """One behind a layer, one of a sum, one that is read twice, and halves that belong to none."""
+    """A GELU after a layer, one of a sum, one that is read twice, and factors of 0.5 without a GELU."""
 
     def __init__(self):
         super().__init__()
@@ -92,13 +92,14 @@ def test_gelus_are_one_kernel_in_onnx_runtime(tmp_path):
     torch.manual_seed(0)
     model, x = Gelus().eval(), torch.randn(4, 8, 32)
     target = onnxruntime_target()
-    plain = replace(target, rewrites=tuple(each for each in target.rewrites if each.name != "gelu_halved_last"))
+    plain = replace(target, rewrites=tuple(rule for rule in target.rewrites if rule.name != "gelu_halved_last"))
     outputs = {}
-    for name, each in {"own": target, "plain": plain}.items():
-        quantized = quantize(model, x, forward_loop=[x], target=each, freeze_weights=True)
+    for name, used_target in {"own": target, "plain": plain}.items():
+        quantized = quantize(model, x, forward_loop=[x], target=used_target, freeze_weights=True)
         path = export(quantized, tmp_path / f"{name}.onnx", x, float_path=tmp_path / f"{name}-float.onnx")
-        found = compiled(path, tmp_path)
-        assert (found["BiasGelu"], found["Gelu"], found["Erf"]) == ((1, 2, 1) if name == "own" else (0, 0, 4))
+        operations = compiled(path, tmp_path)
+        counts = tuple(operations[operator] for operator in ("BiasGelu", "Gelu", "Erf"))
+        assert counts == ((1, 2, 1) if name == "own" else (0, 0, 4))
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         outputs[name] = onnxruntime.InferenceSession(path, options).run(None, {"x": x.numpy()})
@@ -108,18 +109,20 @@ def test_gelus_are_one_kernel_in_onnx_runtime(tmp_path):
     assert verify(tmp_path / "own.onnx", quantized, x).holds
 
 
-def test_what_is_compared_with_and_other_targets_keep_their_adds(files):
-    assert all(not kinds(files[name])["Sum"] for name in ("onnxruntime float", "openvino", "openvino float"))
+def test_float_files_and_other_targets_keep_their_adds(files):
+    assert all(not count_operations(files[name])["Sum"] for name in ("onnxruntime float", "openvino", "openvino float"))
 
 
-def test_the_compiled_graph_keeps_add_and_norm_apart_where_it_would_fuse_them(files, tmp_path):
-    assert compiled(files["onnxruntime float"], tmp_path)["SkipLayerNormalization"] > 0  # what the rule is against
+def test_onnx_runtime_does_not_fuse_sum_and_layer_norm(files, tmp_path):
+    assert (
+        compiled(files["onnxruntime float"], tmp_path)["SkipLayerNormalization"] > 0
+    )  # the fusion that the rewrite prevents
     spelled = compiled(files["onnxruntime"], tmp_path)
     assert not spelled["SkipLayerNormalization"]
     assert spelled["LayerNormalization"] == 2
 
 
-def test_values_are_the_same_bit_for_bit(files, tmp_path):
+def test_rewritten_files_compute_equal_values(files, tmp_path):
     proto = onnx.load(files["onnxruntime"])
     for node in proto.graph.node:
         node.op_type = "Add" if node.op_type == "Sum" else node.op_type
@@ -134,7 +137,7 @@ def test_values_are_the_same_bit_for_bit(files, tmp_path):
     assert np.array_equal(one, two)
 
 
-def test_a_spelling_that_the_format_does_not_know_is_refused_with_the_nearest(tmp_path):
+def test_the_error_for_an_unknown_rewrite_suggests_the_most_similar_name(tmp_path):
     target = replace(find_target("onnxruntime"), name="mine", rewrites=(RewriteRule("sum_before_norm", "typing"),))
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval(), torch.randn(2, 8)
     quantized = quantize(model, x, forward_loop=[x], target=target, freeze_weights=True)
@@ -164,29 +167,29 @@ def narrow(bits, target):
 
 
 @pytest.mark.parametrize(("target", "bits"), [("onnxruntime", 4), ("onnxruntime", 2), ("openvino", 4)])
-def test_narrow_weights_beside_integers_are_stored_narrow_and_run_in_8_bit_kernels(target, bits, tmp_path):
+def test_narrow_weights_next_to_integers_run_in_8_bit_kernels(target, bits, tmp_path):
     quantized, data = narrow(bits, target)
     export(quantized, tmp_path / "m.onnx", data[0])
-    stored = Counter(each.data_type for each in onnx.load(tmp_path / "m.onnx").graph.initializer)
+    stored = Counter(tensor.data_type for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer)
     assert stored[PACKED[bits]] == 4
-    found = verify(tmp_path / "m.onnx", quantized, data[0], runtime=target)
-    assert (found.low_precision, found.fallbacks) == (4, ())
-    assert all(each.sqnr > 35 for each in found.optimized), found
+    verification = verify(tmp_path / "m.onnx", quantized, data[0], runtime=target)
+    assert (verification.low_precision, verification.fallbacks) == (4, ())
+    assert all(agreement.sqnr > 35 for agreement in verification.optimized), verification
 
 
-def test_narrow_weights_beside_floats_and_in_blocks_stay_as_their_kernels_want_them(tmp_path):
+def test_narrow_weights_next_to_floats_or_in_blocks_are_not_rewritten(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).eval(), torch.randn(4, 64)
     alone = Override(name="2", weight=TensorQuantConfig(n_bits=4, per_channel=True))
     config = QuantConfig.weight_only("int4", block_size=32).model_copy(update={"overrides": (alone,)})
     quantized = quantize(model, x, config, forward_loop=[x], target="onnxruntime", freeze_weights=True)
     export(quantized, tmp_path / "m.onnx", x)
-    assert not kinds(tmp_path / "m.onnx")["Cast"]
+    assert not count_operations(tmp_path / "m.onnx")["Cast"]
     assert compiled(tmp_path / "m.onnx", tmp_path)["MatMulNBits"] == 2
 
 
 class Mixed(nn.Module):
-    """Layers that stay float between layers that do not."""
+    """Float layers between quantized layers."""
 
     def __init__(self):
         super().__init__()
@@ -201,21 +204,21 @@ class Mixed(nn.Module):
         return self.head(torch.relu(self.hidden(x.mean((2, 3)))))
 
 
-def test_a_weight_that_stays_float_between_integers_is_float_in_the_runtime_too(tmp_path):
+def test_a_float_weight_between_integers_stays_float_in_the_runtime(tmp_path):
     torch.manual_seed(0)
     x, names = torch.randn(4, 3, 16, 16), ("middle", "hidden")
     config = QuantConfig(overrides=tuple(Override(name=name, weight="float") for name in names))
     quantized = quantize(Mixed().eval(), x, config, forward_loop=[x], target="onnxruntime", freeze_weights=True)
     export(quantized, tmp_path / "m.onnx", x)
     onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
-    found = verify(tmp_path / "m.onnx", quantized, x)
-    assert found.low_precision == 4
-    assert [each.partition("_")[0] for each in found.fallbacks] == ["middle", "up", "hidden"]
-    assert found.optimized[0].sqnr > 60, found
+    verification = verify(tmp_path / "m.onnx", quantized, x)
+    assert verification.low_precision == 4
+    assert [name.partition("_")[0] for name in verification.fallbacks] == ["middle", "up", "hidden"]
+    assert verification.optimized[0].sqnr > 60, verification
 
 
 @pytest.mark.parametrize(("shape", "count"), [((4, 3), 2), ((4,), 1)], ids=["matrix", "vector"])
-def test_a_product_by_a_vector_is_left_as_it_is(shape, count):
+def test_a_product_by_a_vector_is_not_rewritten(shape, count):
     parameters = {"scale": np.float32(0.1), "zero": np.uint8(3), "weight": np.ones(shape, np.float32)}
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["codes"]),
@@ -223,9 +226,10 @@ def test_a_product_by_a_vector_is_left_as_it_is(shape, count):
         helper.make_node("MatMul", ["values", "weight"], ["product"]),
         helper.make_node("QuantizeLinear", ["product", "scale", "zero"], ["y"]),
     ]
-    given, made = helper.make_tensor_value_info("x", 1, ["batch", 4]), helper.make_tensor_value_info("y", 2, None)
+    input_info = helper.make_tensor_value_info("x", 1, ["batch", 4])
+    output_info = helper.make_tensor_value_info("y", 2, None)
     stored = [onnx.numpy_helper.from_array(value, name) for name, value in parameters.items()]
-    model = helper.make_model(helper.make_graph(nodes, "g", [given], [made], stored))
+    model = helper.make_model(helper.make_graph(nodes, "g", [input_info], [output_info], stored))
     graph = ir.from_proto(onnx.shape_inference.infer_shapes(model))
     float_weights_stay(graph)
     assert [node.op_type for node in graph.graph].count("DequantizeLinear") == count
@@ -233,7 +237,7 @@ def test_a_product_by_a_vector_is_left_as_it_is(shape, count):
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """A network that int8 makes slower: all of it stays float for speed."""
+    """A network that is slower in int8, so that all of it stays float for speed."""
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 8, 5), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(1800, 10))
     model, x = nn.Sequential(*layers).eval(), torch.randn(2, 3, 64, 64)
@@ -244,7 +248,7 @@ def unpacked(tmp_path_factory):
     return model, quantized, path, x
 
 
-def test_weights_of_float_products_are_int8_in_the_file_and_floats_in_the_compiled_graph(unpacked, tmp_path):
+def test_weights_of_float_products_are_int8_in_the_file_and_float_in_the_compiled_graph(unpacked, tmp_path):
     _, _, path, _ = unpacked
     types = {tensor.data_type for tensor in onnx.load(path).graph.initializer if np.prod(tensor.dims) > 100}
     assert types == {onnx.TensorProto.INT8}
@@ -252,21 +256,21 @@ def test_weights_of_float_products_are_int8_in_the_file_and_floats_in_the_compil
     assert compiled(path, tmp_path) == compiled(path.with_name("float.onnx"), tmp_path)
 
 
-def test_an_unpacked_file_runs_as_simulated_near_to_float(unpacked):
+def test_an_unpacked_file_runs_as_simulated(unpacked):
     model, quantized, path, x = unpacked
-    found = verify(path, quantized, x)
-    assert found.sqnr > 100
+    verification = verify(path, quantized, x)
+    assert verification.sqnr > 100
     with torch.no_grad():
         noise = (model(x) - quantized(x)).square().sum() / model(x).square().sum()
     assert 0 < noise < 1e-4
 
 
-def test_a_target_without_the_rule_has_the_same_codes_behind_a_dequantize_linear(unpacked, tmp_path):
+def test_without_the_rewrite_the_same_codes_have_a_dequantize_linear(unpacked, tmp_path):
     model, _, _, x = unpacked
     target = replace(onnxruntime_target("vnni"), rewrites=())
     quantized = quantize(model, x, QuantConfig(speed_first=True), forward_loop=[x], target=target, freeze_weights=True)
     export(quantized, tmp_path / "m.onnx", x)
-    assert kinds(tmp_path / "m.onnx")["DequantizeLinear"] == 2
+    assert count_operations(tmp_path / "m.onnx")["DequantizeLinear"] == 2
     assert verify(tmp_path / "m.onnx", quantized, x).holds  # a linear layer in MatMulNBits, which rounds its inputs
 
 
@@ -282,7 +286,7 @@ class Pair(nn.Module):
         return self.encoder(a), self.encoder(b)
 
 
-def test_a_float_convolution_that_is_called_twice_has_its_codes_and_scales_once(tmp_path):
+def test_a_float_convolution_called_twice_stores_codes_and_scales_once(tmp_path):
     torch.manual_seed(0)
     model, x = Pair().eval(), (torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32))
     target, config = onnxruntime_target("avx2"), QuantConfig(speed_first=True)
@@ -290,12 +294,12 @@ def test_a_float_convolution_that_is_called_twice_has_its_codes_and_scales_once(
     path = export(quantized, tmp_path / "m.onnx", x)
     stored = [tuple(tensor.dims) for tensor in onnx.load(path).graph.initializer]
     assert stored.count((32, 16, 3, 3)) == stored.count((32, 1, 1, 1)) == 1
-    assert kinds(path)["DequantizeLinear"] == 0
+    assert count_operations(path)["DequantizeLinear"] == 0
     assert verify(path, quantized, x).holds
 
 
-def test_a_pool_of_floats_is_not_made_one_of_codes(tmp_path):
-    """Else the runtime moves the quantizer before it, and a kernel of codes that is slower takes its place."""
+def test_a_float_pool_stays_a_float_pool(tmp_path):
+    """Otherwise the runtime moves the quantizer before the pool and uses a slower kernel for codes."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2)
@@ -304,16 +308,16 @@ def test_a_pool_of_floats_is_not_made_one_of_codes(tmp_path):
     config = QuantConfig(overrides=(Override(name="0", weight="float", activation="float"),))
     quantized = quantize(model.eval(), data[0], config, forward_loop=data, target="onnxruntime", freeze_weights=True)
     path = export(quantized, tmp_path / "m.onnx", data[0])
-    assert kinds(path)["Max"] == 1  # the second pool is of codes
-    found = compiled(path, tmp_path)
-    assert found["QLinearConv"] == 1
+    assert count_operations(path)["Max"] == 1  # the second pool reads codes
+    operations = compiled(path, tmp_path)
+    assert operations["QLinearConv"] == 1
     order = [node.op_type for node in onnx.load(tmp_path / "compiled.onnx").graph.node]
     assert order.index("MaxPool") < order.index("QuantizeLinear")
     assert verify(path, quantized, data[0]).optimized[0].sqnr == math.inf
 
 
 class Pooled(nn.Module):
-    """A stem whose pool a layer and a residual read, two pools in a row, and one whose values are given back."""
+    """A stem whose pool a layer and a residual read, two pools in a row, and one whose values are returned."""
 
     def __init__(self):
         super().__init__()
@@ -328,61 +332,63 @@ class Pooled(nn.Module):
         return self.last(seen), seen
 
 
-def test_quantizers_stand_before_pools_in_openvino_with_the_same_values(tmp_path):
+def test_quantizers_move_before_pools_for_openvino_with_equal_values(tmp_path):
     torch.manual_seed(0)
     model, x = Pooled().eval(), torch.randn(2, 3, 40, 40)
     target = find_target("openvino")
     plain = replace(target, name="plain", rewrites=())
-    own, other = (quantize(model, x, forward_loop=[x], target=each, freeze_weights=True) for each in (target, plain))
-    path, second = export(own, tmp_path / "m.onnx", x), export(other, tmp_path / "p.onnx", x)
+    rewritten, other = (
+        quantize(model, x, forward_loop=[x], target=used, freeze_weights=True) for used in (target, plain)
+    )
+    path, second = export(rewritten, tmp_path / "m.onnx", x), export(other, tmp_path / "p.onnx", x)
     onnx.checker.check_model(str(path), full_check=True)
-    before = [_before(each, "QuantizeLinear") for each in (path, second)]
-    assert (before[0]["MaxPool"], before[1]["MaxPool"]) == (1, 3)  # the one whose values are given back
+    before = [_before(file, "QuantizeLinear") for file in (path, second)]
+    assert (before[0]["MaxPool"], before[1]["MaxPool"]) == (1, 3)  # the pool whose values are returned
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    found = [onnxruntime.InferenceSession(each, options).run(None, {"x": x.numpy()}) for each in (path, second)]
-    assert all(map(np.array_equal, *found))
-    checked = verify(path, own, x, runtime="openvino")
+    results = [onnxruntime.InferenceSession(file, options).run(None, {"x": x.numpy()}) for file in (path, second)]
+    assert all(map(np.array_equal, *results))
+    checked = verify(path, rewritten, x, runtime="openvino")
     assert (checked.low_precision, checked.fallbacks) == (5, ())
     assert checked.sqnr > 35
 
 
 def _before(path, kind):
-    """What gives the tensors that operators of a kind read."""
+    """Count the operators that compute the inputs of operators of a type."""
     graph = onnx.load(path).graph
     makers = {name: node.op_type for node in graph.node for name in node.output}
     return Counter(makers.get(node.input[0]) for node in graph.node if node.op_type == kind)
 
 
 class Masked(nn.Module):
-    """Attention with a mask of padded keys, which the exporter guards against rows without any."""
+    """Attention with a mask of padded keys, for which the exporter adds a check for rows without keys."""
 
     def __init__(self):
         super().__init__()
-        self.given = nn.Linear(32, 96)
+        self.project = nn.Linear(32, 96)
 
     def forward(self, x, mask):
-        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.given(x).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
         return y.transpose(1, 2).flatten(2)
 
 
-def test_probabilities_are_not_looked_through_for_nan_where_there_is_none(tmp_path):
+def test_softmax_has_no_nan_check_with_finite_masks(tmp_path):
     torch.manual_seed(0)
     target = onnxruntime_target("vnni")
-    plain = replace(target, rewrites=tuple(each for each in target.rewrites if each.name != "softmax_of_finite"))
+    plain = replace(target, rewrites=tuple(rule for rule in target.rewrites if rule.name != "softmax_of_finite"))
     model, x, mask = Masked().eval(), torch.randn(3, 6, 32), torch.ones(3, 6, dtype=torch.bool)
     mask[1, 4:] = False
     outputs = {}
-    for name, each in {"checked": plain, "unchecked": target}.items():
-        quantized = quantize(model, (x, mask), forward_loop=[(x, mask)], target=each)
+    for name, used_target in {"checked": plain, "unchecked": target}.items():
+        quantized = quantize(model, (x, mask), forward_loop=[(x, mask)], target=used_target)
         path = export(quantized, tmp_path / f"{name}.onnx", (x, mask))
-        assert kinds(path)["IsNaN"] == (name == "checked")
+        assert count_operations(path)["IsNaN"] == (name == "checked")
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         names = [given.name for given in session.get_inputs()]
         outputs[name] = [
-            session.run(None, dict(zip(names, (x.numpy(), each.numpy()), strict=True)))[0]
-            for each in (mask, torch.ones_like(mask), torch.zeros_like(mask))
+            session.run(None, dict(zip(names, (x.numpy(), test_mask.numpy()), strict=True)))[0]
+            for test_mask in (mask, torch.ones_like(mask), torch.zeros_like(mask))
         ]
     for one, other in zip(outputs["checked"], outputs["unchecked"], strict=True):
         assert np.array_equal(one, other)
@@ -393,7 +399,7 @@ CAUSAL = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
 
 
 def of_scores(*masks):
-    """A checked softmax of a product with these added: names are inputs, pairs choices, arrays constants."""
+    """A softmax with a NaN check, of a product plus masks: names are inputs, pairs are Where, arrays are constants."""
     nodes, constants, inputs = [helper.make_node("MatMul", ["q", "k"], ["scores_0"])], {"zero": np.float32(0)}, []
     for index, mask in enumerate(masks):
         name = f"mask_{index}"
@@ -436,5 +442,5 @@ def of_scores(*masks):
     ],
     ids=["none", "finite", "causal", "and a bias", "infinite", "input", "all", "two that overflow", "two that meet"],
 )
-def test_the_check_for_nan_goes_only_where_no_row_can_be_masked_whole(masks, is_checked):
+def test_the_nan_check_is_removed_only_if_no_row_can_be_fully_masked(masks, is_checked):
     assert of_scores(*masks) == is_checked

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 class Block(nn.Module):
-    """A transformer block behind a patch embedding."""
+    """A transformer block after a patch embedding."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -59,13 +59,13 @@ def exported(model, x, path, config=None, **options):
     return quantized
 
 
-def sqnr(expected, found):
-    noise = (expected - found).double().square().sum()
+def sqnr(expected, actual):
+    noise = (expected - actual).double().square().sum()
     return float(10 * torch.log10(expected.double().square().sum() / noise))
 
 
 def types(path):
-    return Counter(TensorProto.DataType.Name(each.data_type) for each in onnx.load(path).graph.initializer)
+    return Counter(TensorProto.DataType.Name(tensor.data_type) for tensor in onnx.load(path).graph.initializer)
 
 
 class TRT_FP4DynamicQuantize(OpRun):  # noqa: N801  # the operator's name
@@ -103,8 +103,8 @@ OPERATORS = [TRT_FP4DynamicQuantize, TRT_MXFP8DynamicQuantize, TRT_MXFP8Dequanti
 
 
 def run(path, x):
-    (found,) = ReferenceEvaluator(str(path), new_ops=OPERATORS).run(None, {"x": x.numpy()})
-    return torch.from_numpy(found)
+    (output,) = ReferenceEvaluator(str(path), new_ops=OPERATORS).run(None, {"x": x.numpy()})
+    return torch.from_numpy(output)
 
 
 class TestRealArchitectures:
@@ -146,7 +146,7 @@ class TestRealArchitectures:
     @pytest.mark.slow
     def test_bert_base(self, tmp_path):
         transformers = pytest.importorskip("transformers")
-        ARCHITECTURES["bert"].build()  # what transformers needs of torchvision is declared by it
+        ARCHITECTURES["bert"].build()  # it declares what transformers needs of torchvision
         model = transformers.BertModel(transformers.BertConfig()).eval()
         mask = torch.ones(2, 128, dtype=torch.long)
         mask[1, 100:] = 0
@@ -170,8 +170,8 @@ class TestRules:
                 return self.core(q, k, v, mask)
 
         x, mask = torch.randn(2, 8, 32), torch.zeros(2, 1, 8, 8)
-        found = quantize(Net().eval(), (x, mask), forward_loop=[(x, mask)], target="tensorrt")
-        rows = {row.kind: row for row in coverage(found).operations}
+        quantized = quantize(Net().eval(), (x, mask), forward_loop=[(x, mask)], target="tensorrt")
+        rows = {row.kind: row for row in coverage(quantized).operations}
         assert rows["linear"].state == "quantized"
         assert rows["attention"].state == "float"
         assert "mask" in rows["attention"].reason
@@ -187,8 +187,8 @@ class TestRules:
                 return F.scaled_dot_product_attention(*self.project(x).chunk(3, -1))
 
         x = torch.randn(2, tokens, 16)
-        found = quantize(Net().eval(), x, forward_loop=[x], target="tensorrt")
-        assert next(row.state for row in coverage(found).operations if row.kind == "attention") == state
+        quantized = quantize(Net().eval(), x, forward_loop=[x], target="tensorrt")
+        assert next(row.state for row in coverage(quantized).operations if row.kind == "attention") == state
 
     def test_a_pool_before_a_small_head_stays_float_with_it(self, tmp_path):
         net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU())
@@ -198,32 +198,32 @@ class TestRules:
         assert [row.state for row in coverage(quantized).operations] == ["quantized", "quantized", "float"]
         assert [str(finding) for finding in check(tmp_path / "m.onnx")] == []
 
-    def test_no_clip_stands_before_a_quantizer(self, block, tmp_path):
+    def test_there_is_no_clip_before_a_quantizer(self, block, tmp_path):
         exported(*block, tmp_path / "m.onnx")
         assert "Clip" not in {node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node}
 
     def test_fp8_leaves_depthwise_and_narrow_convolutions_float(self):
         net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 64, 3)).eval()
         x = torch.randn(2, 3, 16, 16)
-        found = coverage(quantize(net, x, tensorrt.FP8, forward_loop=[x], target="tensorrt")).operations
-        assert [row.state for row in found] == ["float", "float", "quantized"]
-        assert "R17" in found[1].reason
+        rows = coverage(quantize(net, x, tensorrt.FP8, forward_loop=[x], target="tensorrt")).operations
+        assert [row.state for row in rows] == ["float", "float", "quantized"]
+        assert "R17" in rows[1].reason
 
 
 class TestFloatType:
     @pytest.mark.parametrize(
         "name", ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float16", torch.float16))]
     )
-    def test_nothing_is_float32_but_the_interface(self, block, tmp_path, name):
+    def test_only_the_interface_is_float32(self, block, tmp_path, name):
         model, x = block
         quantized = exported(model, x, tmp_path / "m.onnx", float_dtype=name)
         assert set(types(tmp_path / "m.onnx")) == {"FLOAT16", "INT8", "INT64"}
         graph = onnx.load(tmp_path / "m.onnx").graph
-        assert {each.type.tensor_type.elem_type for each in (*graph.input, *graph.output)} == {TensorProto.FLOAT}
+        assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {TensorProto.FLOAT}
         with torch.no_grad():
             assert sqnr(quantized(x), run(tmp_path / "m.onnx", x)) > 35
 
-    def test_a_runtime_takes_it(self, block, tmp_path):
+    def test_onnx_runtime_runs_float16(self, block, tmp_path):
         model, x = block
         quantized = exported(model, x, tmp_path / "m.onnx", float_dtype="fp16")
         options = onnxruntime.SessionOptions()
@@ -231,9 +231,9 @@ class TestFloatType:
         session = onnxruntime.InferenceSession(tmp_path / "m.onnx", options)
         for batch in (1, 3):
             y = torch.randn(batch, *x.shape[1:])
-            (found,) = session.run(None, {"x": y.numpy()})
+            (output,) = session.run(None, {"x": y.numpy()})
             with torch.no_grad():
-                assert sqnr(quantized(y), torch.from_numpy(found)) > 30
+                assert sqnr(quantized(y), torch.from_numpy(output)) > 30
 
     def test_bfloat16(self, block, tmp_path):
         model, x = block
@@ -242,13 +242,14 @@ class TestFloatType:
         with torch.no_grad():
             assert sqnr(quantized(x), run(tmp_path / "m.onnx", x)) > 20
 
-    def test_codes_are_made_with_the_scale_that_is_stored(self, tmp_path):
+    def test_codes_are_computed_with_the_stored_scale(self, tmp_path):
         """A bf16 scale is off by up to 0.2 %: a quarter of a step at code 127, if codes came from the exact scale."""
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.Linear(64, 64, bias=False)).eval(), torch.randn(2, 64)
         exported(model, x, tmp_path / "m.onnx", float_dtype="bf16")
         initializers = {
-            each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(tmp_path / "m.onnx").graph.initializer
+            tensor.name: onnx.numpy_helper.to_array(tensor)
+            for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer
         }
         codes = next(value for value in initializers.values() if value.shape == (64, 64))
         scale = next(value for value in initializers.values() if value.shape == (64,) and value.dtype != np.int8)
@@ -271,7 +272,7 @@ class TestFloatType:
         exported(Net().eval(), x, tmp_path / "m.onnx", float_dtype="fp16")
         assert torch.isfinite(run(tmp_path / "m.onnx", x)).all()
 
-    def test_operands_that_exist_in_float32_alone_keep_it(self, tmp_path):
+    def test_operands_that_must_be_float32_stay_float32(self, tmp_path):
         class Net(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -285,14 +286,14 @@ class TestFloatType:
         with torch.no_grad():
             assert sqnr(quantized(x), run(tmp_path / "m.onnx", x)) > 35
 
-    def test_targets_say_what_they_run(self, block, tmp_path):
+    def test_a_float_dtype_that_the_target_does_not_support_is_refused(self, block, tmp_path):
         model, x = block
         quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
         with pytest.raises(TargetError, match=r"float_dtype=float16.*onnxruntime.*float32"):
             export(quantized, tmp_path / "m.onnx", x, float_dtype="fp16")
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_misspelt_type(self, block, tmp_path):
+    def test_a_misspelt_float_dtype_is_refused(self, block, tmp_path):
         model, x = block
         quantized = quantize(model, x, forward_loop=[x], target="tensorrt")
         with pytest.raises(ScalepointError, match="flot16"):
@@ -315,12 +316,12 @@ class TestFormats:
             for float_dtype, marks in ((None, []), ("fp16", [] if case[0] == "MXFP8" else [pytest.mark.slow]))
         ],
     )
-    def test_the_file_holds_and_computes_it(self, block, tmp_path, name, config, kinds, opset, float_dtype):
+    def test_the_file_has_the_types_and_values(self, block, tmp_path, name, config, kinds, opset, float_dtype):
         model, x = block
         path = tmp_path / "m.onnx"
         quantized = exported(model, x, path, config, float_dtype=float_dtype)
         assert kinds <= set(types(path))
-        versions = {each.domain: each.version for each in onnx.load(path).opset_import}
+        versions = {opset.domain: opset.version for opset in onnx.load(path).opset_import}
         assert versions[""] == opset
         assert [str(finding) for finding in check(path, "tensorrt", version=11 if float_dtype else 10)] == []
         with torch.no_grad():
@@ -337,10 +338,10 @@ class TestFormats:
         with torch.no_grad():
             expected = quantized(y)
         graph = onnx.load(tmp_path / "m.onnx")
-        (found,) = ReferenceEvaluator(graph, new_ops=OPERATORS).run(None, {graph.graph.input[0].name: y.numpy()})
-        assert sqnr(expected, torch.from_numpy(found)) > 60
+        (output,) = ReferenceEvaluator(graph, new_ops=OPERATORS).run(None, {graph.graph.input[0].name: y.numpy()})
+        assert sqnr(expected, torch.from_numpy(output)) > 60
 
-    def test_other_targets_refuse_scales_that_are_made_anew(self, tmp_path):
+    def test_other_targets_refuse_dynamic_block_scales(self, tmp_path):
         x = torch.randn(2, 64)
         quantized = quantize(
             nn.Sequential(nn.Linear(64, 64)).eval(), x, tensorrt.MXFP8, forward_loop=[x], target="reference"
@@ -357,7 +358,7 @@ class TestFormats:
         assert first.state == "refused"
         assert second.state == "quantized"
 
-    def test_the_scale_of_the_tensor_is_kept_by_save_and_load(self, tmp_path):
+    def test_save_and_load_keep_the_tensor_scale(self, tmp_path):
         x = torch.randn(4, 64)
         model = nn.Sequential(nn.Linear(64, 64)).eval()
         quantized = quantize(model, x, tensorrt.NVFP4, forward_loop=[x, 3 * x], target="tensorrt")

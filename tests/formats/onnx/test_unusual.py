@@ -20,21 +20,21 @@ from scalepoint.verification import Verification, verify
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-def quantized(model: nn.Module, inputs: Any) -> fx.GraphModule:
+def quantize_model(model: nn.Module, inputs: Any) -> fx.GraphModule:
     args, kwargs = as_inputs(inputs, None)
     return quantize(model.eval(), args, kwargs=kwargs, forward_loop=[inputs], target="onnxruntime")
 
 
 def run(model: nn.Module, inputs: Any, folder: Path) -> Verification:
-    """The file of a model in its runtime, against the simulation."""
-    made = quantized(model, inputs)
-    found = verify(export(made, folder / "model.onnx", inputs), made, inputs, layers=False)
-    assert found.holds, found
-    return found
+    """Export a model, and compare its file in the runtime with the simulation."""
+    quantized = quantize_model(model, inputs)
+    verification = verify(export(quantized, folder / "model.onnx", inputs), quantized, inputs, layers=False)
+    assert verification.holds, verification
+    return verification
 
 
 class Layer(nn.Module):
-    """A linear layer around which a test computes something."""
+    """A linear layer followed by a function."""
 
     def __init__(self, after: Callable[..., Any]) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ class Switched(nn.Module):
         return y.abs() if absolute else y
 
 
-def test_a_layer_may_be_called_as_no_variable_can_be(tmp_path):
+def test_a_layer_name_need_not_be_a_python_identifier(tmp_path):
     model = nn.Sequential()
-    model.add_module("block1-0", nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))  # as RegNet calls its blocks
+    model.add_module("block1-0", nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))  # a name as in RegNet
     run(model, torch.randn(4, 8), tmp_path)
 
 
 @pytest.mark.parametrize("settings", [{"absolute": False}, {"factor": 2.0, "absolute": True}], ids=str)
-def test_a_keyword_input_that_is_no_tensor_is_a_constant_of_the_file(tmp_path, settings):
+def test_a_keyword_input_that_is_not_a_tensor_is_a_constant_of_the_file(tmp_path, settings):
     run(Switched(), {"x": torch.randn(4, 8), **settings}, tmp_path)
 
 
@@ -82,7 +82,7 @@ def test_inputs_may_have_any_names_nesting_and_order(tmp_path):
 
 
 class Attends(nn.Module):
-    """Attention without an axis of heads."""
+    """Attention without an axis for heads."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Attends(nn.Module):
 
 
 class Heads(Attends):
-    """Attention whose heads are joined by a view, which only the strides of torch's own kernel allow."""
+    """Attention whose heads are merged by a view, which is possible only with the strides of torch's kernel."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         query, key, value = self.project(x).view(4, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
@@ -104,7 +104,7 @@ class Heads(Attends):
 
 
 @pytest.mark.filterwarnings("ignore:the first axis of")
-def test_heads_that_are_joined_by_a_view_run(tmp_path):
+def test_attention_heads_merged_by_a_view_run(tmp_path):
     run(Heads(), (torch.randn(4, 5, 8), torch.tensor([0, 1, 0, 0])), tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_heads_that_are_joined_by_a_view_run(tmp_path):
         pytest.param({"is_causal": True}, None, id="causal"),
     ],
 )
-def test_attention_of_three_axes_runs(tmp_path, options, mask):
+def test_attention_with_three_axes_runs(tmp_path, options, mask):
     x = torch.randn(4, 5, 8)
     run(Attends(**options), (x,) if mask is None else (x, mask), tmp_path)
 
@@ -129,25 +129,26 @@ def test_attention_of_three_axes_runs(tmp_path, options, mask):
         pytest.param(lambda y, mask: y + torch.rsub(mask, 1.5, alpha=2)[:, None], id="with-a-factor"),
     ],
 )
-def test_integers_may_be_subtracted_from_a_number(tmp_path, after):
+def test_integer_tensors_can_be_subtracted_from_a_number(tmp_path, after):
     run(Layer(after), (torch.randn(4, 8), torch.tensor([0, 1, 1, 0])), tmp_path)
 
 
 @pytest.mark.parametrize("batch", [2, 4, 5])
-def test_a_free_axis_may_be_cut(tmp_path, batch):
-    model = Layer(lambda y: [each.flip(0) for each in y.repeat(2, 1).chunk(2)])
-    made = quantized(model, (torch.randn(4, 8),))
-    path = export(made, tmp_path / "model.onnx", (torch.randn(4, 8),))
-    assert verify(path, made, torch.randn(batch, 8), layers=False).sqnr > 60
+def test_a_dynamic_axis_can_be_split(tmp_path, batch):
+    model = Layer(lambda y: [part.flip(0) for part in y.repeat(2, 1).chunk(2)])
+    quantized = quantize_model(model, (torch.randn(4, 8),))
+    path = export(quantized, tmp_path / "model.onnx", (torch.randn(4, 8),))
+    assert verify(path, quantized, torch.randn(batch, 8), layers=False).sqnr > 60
 
 
-def test_numbers_among_the_outputs_are_tensors_of_the_file(tmp_path):
-    found = run(Layer(lambda y: (3, y, "text", None, y.shape[0], 0.5, y.argmax(-1))), torch.randn(4, 8), tmp_path)
-    assert len(found.optimized) == 5
+def test_returned_numbers_are_tensors_in_the_file(tmp_path):
+    model = Layer(lambda y: (3, y, "text", None, y.shape[0], 0.5, y.argmax(-1)))
+    verification = run(model, torch.randn(4, 8), tmp_path)
+    assert len(verification.optimized) == 5
 
 
 class Experts(nn.Module):
-    """Rows that go to the expert of their own, as transformers computes them."""
+    """Each row goes to its own expert, as transformers computes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ def test_experts_run(tmp_path, expert):
 
 
 class Stacked(nn.Module):
-    """The same number of rows for every expert, in an axis of their own."""
+    """The same number of rows for every expert, in a separate axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,14 +180,14 @@ class Stacked(nn.Module):
         return torch.ops.aten._grouped_mm(rows.bfloat16(), self.weight.bfloat16()).float()
 
 
-def test_a_grouped_product_of_another_form_is_named_with_its_line_and_a_way_out(tmp_path):
+def test_the_error_for_an_unsupported_grouped_product_has_its_line_and_a_hint(tmp_path):
     x = torch.randn(4, 3, 8)
     with pytest.raises(ExportError) as raised:
-        export(quantized(Stacked(), x), tmp_path / "model.onnx", x)
-    told = str(raised.value)
-    assert re.search(r"a grouped product of \(3, \w+, 8\) x \(3, 8, 8\) is not supported in a file", told), told
-    assert re.search(rf"aten._grouped_mm at .*{Path(__file__).name}:\d+", told), told
-    assert "sort the rows by expert" in told
+        export(quantize_model(Stacked(), x), tmp_path / "model.onnx", x)
+    message = str(raised.value)
+    assert re.search(r"a grouped product of \(3, \w+, 8\) x \(3, 8, 8\) is not supported in a file", message), message
+    assert re.search(rf"aten._grouped_mm at .*{Path(__file__).name}:\d+", message), message
+    assert "sort the rows by expert" in message
 
 
 class Bessel(nn.Module):
@@ -194,18 +195,18 @@ class Bessel(nn.Module):
         return torch.special.bessel_j0(x)
 
 
-def test_an_operation_that_onnx_has_not_is_named_with_its_line_and_place(tmp_path):
+def test_the_error_for_an_operation_without_onnx_form_has_its_line(tmp_path):
     model, x = nn.Sequential(nn.Linear(8, 8), Bessel()), torch.randn(4, 8)
     with pytest.raises(ExportError) as raised:
-        export(quantized(model, x), tmp_path / "model.onnx", x)
-    told = str(raised.value)
-    assert "torch cannot write aten.special_bessel_j0 as ONNX" in told
-    assert re.search(rf"{Path(__file__).name}:\d+: return torch.special.bessel_j0\(x\) \(in 1\b", told), told
-    assert not re.search(r"\x1b|step \d/\d|Next steps", told)
+        export(quantize_model(model, x), tmp_path / "model.onnx", x)
+    message = str(raised.value)
+    assert "torch cannot write aten.special_bessel_j0 as ONNX" in message
+    assert re.search(rf"{Path(__file__).name}:\d+: return torch.special.bessel_j0\(x\) \(in 1\b", message), message
+    assert not re.search(r"\x1b|step \d/\d|Next steps", message)
 
 
 class Half(nn.Module):
-    """Convolutions with batch norm, a pooled vector, attention, and a type that forward names itself."""
+    """Convolutions with batch norm, a pooled vector, attention, and a dtype that forward names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,25 +222,25 @@ class Half(nn.Module):
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16, torch.float64], ids=str
 )
-def test_models_of_other_float_types_are_written_in_float32(tmp_path, dtype):
+def test_models_with_other_float_dtypes_are_written_in_float32(tmp_path, dtype):
     torch.manual_seed(0)
     model, x = Half().to(dtype), torch.randn(4, 3, 8, 8, dtype=dtype)
-    made = quantized(model, x)
-    state = {name: value.clone() for name, value in made.state_dict().items()}
-    said = f"{str(dtype).removeprefix('torch.')}.*feed x as float32"
-    with pytest.warns(ScalepointWarning, match=said):
-        path = export(made, tmp_path / "model.onnx", x, float_path=tmp_path / "float.onnx")
-    found = verify(path, made, x, layers=False)
-    assert found.holds, found
-    assert found.low_precision == 2
-    assert {each.type.tensor_type.elem_type for each in onnx.load(path).graph.input} == {onnx.TensorProto.FLOAT}
+    quantized = quantize_model(model, x)
+    state = {name: value.clone() for name, value in quantized.state_dict().items()}
+    message = f"{str(dtype).removeprefix('torch.')}.*feed x as float32"
+    with pytest.warns(ScalepointWarning, match=message):
+        path = export(quantized, tmp_path / "model.onnx", x, float_path=tmp_path / "float.onnx")
+    verification = verify(path, quantized, x, layers=False)
+    assert verification.holds, verification
+    assert verification.low_precision == 2
+    assert {value.type.tensor_type.elem_type for value in onnx.load(path).graph.input} == {onnx.TensorProto.FLOAT}
     assert verify(tmp_path / "float.onnx", model, x, layers=False).sqnr > 30
-    assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
-    assert made(x).dtype == dtype
+    assert all(torch.equal(value, state[name]) for name, value in quantized.state_dict().items())
+    assert quantized(x).dtype == dtype
 
 
 class Bag(nn.Module):
-    """Sizes of its input are multiplied where the bags begin."""
+    """Computes the offsets of the bags from the sizes of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,16 +250,16 @@ class Bag(nn.Module):
         return self.head(self.table(tokens))
 
 
-def test_bags_of_embeddings_for_any_number_of_rows(tmp_path):
+def test_embedding_bags_run_with_any_number_of_rows(tmp_path):
     torch.manual_seed(0)
     assert run(Bag(), torch.randint(0, 50, (2, 6)), tmp_path).holds
-    made = quantized(Bag(), torch.randint(0, 50, (2, 6)))
-    path = export(made, tmp_path / "more.onnx", torch.randint(0, 50, (2, 6)))
-    assert verify(path, made, torch.randint(0, 50, (5, 6)), layers=False).holds
+    quantized = quantize_model(Bag(), torch.randint(0, 50, (2, 6)))
+    path = export(quantized, tmp_path / "more.onnx", torch.randint(0, 50, (2, 6)))
+    assert verify(path, quantized, torch.randint(0, 50, (5, 6)), layers=False).holds
 
 
 class Head(nn.Module):
-    """A linear layer after one that has no form of its own in ONNX."""
+    """A linear layer after a layer without an ONNX operator."""
 
     def __init__(self, before: nn.Module, width: int = 8) -> None:
         super().__init__()
@@ -278,14 +279,14 @@ class Head(nn.Module):
     ],
     ids=["RReLU", "a projected LSTM", "a projected LSTM, both ways"],
 )
-def test_layers_without_a_form_are_written_in_parts(before, width, tmp_path):
+def test_layers_without_an_onnx_operator_are_decomposed(before, width, tmp_path):
     torch.manual_seed(0)
     model, x = Head(before, width).eval(), torch.randn(4, 3, 8)
-    found = run(model, x, tmp_path)
-    assert found.sqnr > 100
+    verification = run(model, x, tmp_path)
+    assert verification.sqnr > 100
 
 
-def test_tensors_that_are_broadcast_again_and_again(tmp_path):
+def test_tensors_that_are_broadcast_repeatedly(tmp_path):
     def losses(x):
         one, two = torch.broadcast_tensors(x, x[:, :1])
         two, one = torch.broadcast_tensors(two, one)
@@ -301,7 +302,7 @@ def test_distances_of_all_pairs(p, tmp_path):
 
 
 class Remembering(nn.Module):
-    """Writes its buffers in eval."""
+    """Writes its buffers in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,8 +317,8 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:torch traces the model once more")
-def test_a_state_that_a_file_does_not_keep_is_told_in_a_warning_and_in_the_report(tmp_path):
+def test_state_that_a_file_does_not_keep_causes_a_warning(tmp_path):
     with pytest.warns(ScalepointWarning, match="forward writes calls, mean"):
         done = deploy(Remembering().eval(), torch.randn(4, 8), [torch.randn(4, 8)], output=tmp_path, smoke=True)
-    assert any("writes calls, mean" in each for each in done.report.warnings)
+    assert any("writes calls, mean" in warning for warning in done.report.warnings)
     assert "writes calls, mean" in " ".join(str(done).split())

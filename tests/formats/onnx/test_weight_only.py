@@ -1,4 +1,4 @@
-"""Narrow weights and float activations, in the runtimes that multiply by them."""
+"""Weight-only quantization: narrow weights and float activations, in the runtimes with kernels for them."""
 
 import importlib.util
 
@@ -19,17 +19,17 @@ from scalepoint.targets import onnxruntime_target
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 has_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 
-LINEARS = 15  # seven in each of two blocks, and the head
+LINEARS = 15  # seven per block in two blocks, and the head
 
 
-def made(folder, model, x, config, target="onnxruntime"):
+def export_quantized(folder, model, x, config, target="onnxruntime"):
     quantized = quantize(model, x, config, target=target)
     export(quantized, folder / "model.onnx", x, float_path=folder / "float.onnx")
     return quantized
 
 
 class Wide(nn.Module):
-    """Two linear layers that 64 divides, one that it does not."""
+    """Two linear layers whose width is a multiple of 64, and one whose width is not."""
 
     def __init__(self):
         super().__init__()
@@ -40,36 +40,36 @@ class Wide(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def words():
+def token_ids():
     return torch.randint(0, 256, (2, 7), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
-def deployed(words, tmp_path_factory):
+def deployed(token_ids, tmp_path_factory):
     """A tied head: its table stays float for the embedding, and the head multiplies by int4."""
     folder = tmp_path_factory.mktemp("llama")
     config = QuantConfig.weight_only("int4", block_size=32)
-    return scalepoint.deploy(llama(Sizes(is_tied=True)), words[:1], [], config=config, output=folder), words
+    return scalepoint.deploy(llama(Sizes(is_tied=True)), token_ids[:1], [], config=config, output=folder), token_ids
 
 
 class TestALlamaInOnnxRuntime:
     def test_every_linear_becomes_a_matmul_of_narrow_weights(self, deployed):
-        found = deployed[0].verification
-        assert found.executed["MatMulNBits"] == found.low_precision == LINEARS
-        assert found.fallbacks == ()
+        verification = deployed[0].verification
+        assert verification.executed["MatMulNBits"] == verification.low_precision == LINEARS
+        assert verification.fallbacks == ()
 
-    def test_it_agrees_at_both_accuracy_levels_and_says_so(self, deployed):
-        done, words = deployed
-        found = verify(done.path, done.model, words)
-        assert found.holds
-        assert found.sqnr >= 40
-        assert found.exact[0].sqnr >= 100
-        assert found.unoptimized[0].sqnr >= 100
-        said = dict(found.rows())
-        assert said["with exact floats"] == str(found.exact[0])
-        assert "rounds activations to int8" in said["rounded by default"]
+    def test_it_agrees_at_both_accuracy_levels(self, deployed):
+        done, token_ids = deployed
+        verification = verify(done.path, done.model, token_ids)
+        assert verification.holds
+        assert verification.sqnr >= 40
+        assert verification.exact[0].sqnr >= 100
+        assert verification.unoptimized[0].sqnr >= 100
+        summary = dict(verification.rows())
+        assert summary["with exact floats"] == str(verification.exact[0])
+        assert "rounds activations to int8" in summary["rounded by default"]
 
-    def test_the_embedding_is_listed_with_a_scale_a_row(self, deployed):
+    def test_the_embedding_is_listed_with_a_scale_per_row(self, deployed):
         rows = coverage(deployed[0].model).operations
         assert {row.precision for row in rows if row.kind == "linear"} == {"w int4 per_block"}
         (table,) = (row for row in rows if row.kind == "embedding")
@@ -94,21 +94,21 @@ class TestALlamaInOnnxRuntime:
 def test_formats_in_onnx_runtime(tmp_path, dtype, block):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 96)).eval(), torch.randn(3, 5, 256)
-    quantized = made(tmp_path, model, x, QuantConfig.weight_only(dtype, block))
-    found = verify(tmp_path / "model.onnx", quantized, x)
-    assert found.holds
-    assert found.executed["MatMulNBits"] == found.low_precision == 2
-    assert found.sqnr >= 38
-    assert found.exact[0].sqnr >= 100
+    quantized = export_quantized(tmp_path, model, x, QuantConfig.weight_only(dtype, block))
+    verification = verify(tmp_path / "model.onnx", quantized, x)
+    assert verification.holds
+    assert verification.executed["MatMulNBits"] == verification.low_precision == 2
+    assert verification.sqnr >= 38
+    assert verification.exact[0].sqnr >= 100
 
 
-def test_weights_alone_run_on_any_cpu_without_a_warning(tmp_path):
+def test_weight_only_files_run_on_any_cpu_without_a_warning(tmp_path):
     x = torch.randn(2, 256)
     model = nn.Sequential(nn.Linear(256, 64)).eval()
-    quantized = made(tmp_path, model, x, QuantConfig.weight_only("int8"), onnxruntime_target("vnni"))
-    found = verify(tmp_path / "model.onnx", quantized, x)
-    assert found.made_for["cpu"] == "vnni"
-    assert found.warning == ""
+    quantized = export_quantized(tmp_path, model, x, QuantConfig.weight_only("int8"), onnxruntime_target("vnni"))
+    verification = verify(tmp_path / "model.onnx", quantized, x)
+    assert verification.made_for["cpu"] == "vnni"
+    assert verification.warning == ""
 
 
 @has_openvino
@@ -116,22 +116,23 @@ def test_weights_alone_run_on_any_cpu_without_a_warning(tmp_path):
     ("dtype", "block"),
     [("int4", 32), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("uint4", 128), ("int8", None)))],
 )
-def test_a_llama_in_openvino(tmp_path, words, dtype, block):
-    """OpenVINO computes what is float in bfloat16 where the CPU has it, and may round activations: that is told."""
-    quantized = made(tmp_path, llama(Sizes(layers=1)), words, QuantConfig.weight_only(dtype, block), "openvino")
-    found = verify(tmp_path / "model.onnx", quantized, words, runtime="openvino")
-    assert found.holds
-    assert found.sqnr >= 35
-    assert found.exact[0].sqnr >= 110
-    assert "EXECUTION_MODE_HINT=ACCURACY" in found.rounded
-    assert found.low_precision == 8
-    assert found.fallbacks == ()
+def test_a_llama_in_openvino(tmp_path, token_ids, dtype, block):
+    """OpenVINO computes floats in bfloat16 on CPUs that support it, and may round activations: `verify` reports it."""
+    config = QuantConfig.weight_only(dtype, block)
+    quantized = export_quantized(tmp_path, llama(Sizes(layers=1)), token_ids, config, "openvino")
+    verification = verify(tmp_path / "model.onnx", quantized, token_ids, runtime="openvino")
+    assert verification.holds
+    assert verification.sqnr >= 35
+    assert verification.exact[0].sqnr >= 110
+    assert "EXECUTION_MODE_HINT=ACCURACY" in verification.rounded
+    assert verification.low_precision == 8
+    assert verification.fallbacks == ()
 
 
 def test_symmetric_blocks_have_no_zero_points(tmp_path):
-    """They would be zeros that make the file larger and the kernel slower."""
+    """All zero points would be 0; they would make the file larger and the kernel slower."""
     x = torch.randn(2, 256)
-    made(tmp_path, nn.Sequential(nn.Linear(256, 64)).eval(), x, QuantConfig.weight_only())
+    export_quantized(tmp_path, nn.Sequential(nn.Linear(256, 64)).eval(), x, QuantConfig.weight_only())
     graph = onnx.load(tmp_path / "model.onnx").graph
     assert [len(node.input) for node in graph.node if node.op_type == "DequantizeLinear"] == [2]
     sizes = [(tmp_path / name).stat().st_size for name in ("model.onnx", "float.onnx")]
@@ -144,33 +145,33 @@ class TestWhatStaysFloat:
         torch.manual_seed(0)
         folder, x = tmp_path_factory.mktemp("ragged"), torch.randn(4, 256)
         with pytest.warns(UserWarning, match="blocks of 64") as caught:
-            quantized = made(folder, Wide().eval(), x, QuantConfig.weight_only("int4", 64))
-        return quantized, folder, x, [each for each in caught if "do not divide" in str(each.message)]
+            quantized = export_quantized(folder, Wide().eval(), x, QuantConfig.weight_only("int4", 64))
+        return quantized, folder, x, [warning for warning in caught if "do not divide" in str(warning.message)]
 
-    def test_a_block_that_does_not_divide_is_told_once_and_listed(self, case):
-        quantized, _, _, told = case
-        assert len(told) == 1
+    def test_blocks_that_do_not_divide_a_layer_cause_one_warning(self, case):
+        quantized, _, _, warnings = case
+        assert len(warnings) == 1
         rows = {row.name: row for row in coverage(quantized).operations}
         assert [rows[name].state for name in "abc"] == ["quantized", "quantized", "refused"]
         assert "64" in rows["c"].reason
 
-    def test_and_the_file_runs_with_that_layer_in_float(self, case):
+    def test_the_file_runs_with_that_layer_in_float(self, case):
         quantized, folder, x, _ = case
-        found = verify(folder / "model.onnx", quantized, x)
-        assert found.holds
-        assert found.low_precision == 2
-        (left,) = found.fallbacks
-        assert left.startswith("c_fused/")
-        assert left.endswith("(Gemm: its weight is float)")
+        verification = verify(folder / "model.onnx", quantized, x)
+        assert verification.holds
+        assert verification.low_precision == 2
+        (fallback,) = verification.fallbacks
+        assert fallback.startswith("c_fused/")
+        assert fallback.endswith("(Gemm: its weight is float)")
 
-    def test_convolutions_have_no_kernel_for_it(self):
+    def test_convolutions_have_no_weight_only_kernel(self):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 32)).eval()
         quantized = quantize(model, torch.randn(2, 3, 8, 8), QuantConfig.weight_only("int8"), target="onnxruntime")
         rows = {row.kind: row for row in coverage(quantized).operations}
         assert rows["linear"].precision == "w int8 per_block"
         assert rows["conv"].reason == "no kernel for a conv with narrow weights and float activations"
 
-    def test_a_block_that_no_kernel_takes_is_refused(self):
+    def test_a_block_size_without_a_kernel_is_refused(self):
         with pytest.raises(TargetError, match="blocks of 512"):
             quantize(
                 nn.Sequential(nn.Linear(512, 8)),
@@ -180,19 +181,19 @@ class TestWhatStaysFloat:
             )
 
 
-def blocked(folder, block, axis, turned=""):
+def blocked(folder, block, axis, transposed_by=""):
     """y = x w with w of (1024, 64) in int8 blocks, in layouts that ONNX allows; the same as a model."""
     generator = np.random.default_rng(0)
-    shape = (64, 1024) if turned else (1024, 64)
+    shape = (64, 1024) if transposed_by else (1024, 64)
     codes = generator.integers(-127, 128, shape).astype(np.int8)
     scale = np.full([side // block if index == axis else side for index, side in enumerate(shape)], 0.01, np.float32)
     nodes = [helper.make_node("DequantizeLinear", ["q", "s"], ["w"], axis=axis, block_size=block)]
-    if turned == "Transpose":
+    if transposed_by == "Transpose":
         nodes.append(helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]))
     product = (
         helper.make_node("Gemm", ["x", "w"], ["y"], "product", transB=1)
-        if turned == "Gemm"
-        else helper.make_node("MatMul", ["x", "t" if turned else "w"], ["y"], "product")
+        if transposed_by == "Gemm"
+        else helper.make_node("MatMul", ["x", "t" if transposed_by else "w"], ["y"], "product")
     )
     infos = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size]) for name, size in (("x", 1024), ("y", 64))
@@ -202,12 +203,12 @@ def blocked(folder, block, axis, turned=""):
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), folder / "m.onnx")
     model = nn.Linear(1024, 64, bias=False)
     weight = codes * np.repeat(scale, block, axis)
-    model.weight = nn.Parameter(torch.from_numpy(weight if turned else weight.T.copy()).float())
+    model.weight = nn.Parameter(torch.from_numpy(weight if transposed_by else weight.T.copy()).float())
     return folder / "m.onnx", model
 
 
 @pytest.mark.parametrize(
-    ("block", "axis", "turned", "why"),
+    ("block", "axis", "transposed_by", "why"),
     [
         pytest.param(512, 0, "", "blocks of 512 in 1024", id="large-block"),
         pytest.param(32, 1, "", "blocks along its outputs", id="outputs"),
@@ -215,24 +216,24 @@ def blocked(folder, block, axis, turned=""):
         pytest.param(32, 1, "Transpose", "stored as (out, in)", id="transpose"),
     ],
 )
-def test_verify_says_why_a_weight_is_dequantized_at_each_run(tmp_path, block, axis, turned, why):
-    path, model = blocked(tmp_path, block, axis, turned)
-    found = verify(path, model, torch.randn(2, 1024))
-    assert found.holds
-    assert found.low_precision == 0
-    assert len(found.fallbacks) == 1
-    assert why in found.fallbacks[0]
+def test_verify_reports_why_a_weight_is_dequantized_in_each_run(tmp_path, block, axis, transposed_by, why):
+    path, model = blocked(tmp_path, block, axis, transposed_by)
+    verification = verify(path, model, torch.randn(2, 1024))
+    assert verification.holds
+    assert verification.low_precision == 0
+    assert len(verification.fallbacks) == 1
+    assert why in verification.fallbacks[0]
 
 
 class TestAskingForIt:
-    def test_short_and_long_are_the_same(self):
-        asked = QuantConfig.weight_only("uint4", block_size=64)
-        assert asked == QuantConfig(
+    def test_weight_only_equals_the_full_config(self):
+        config = QuantConfig.weight_only("uint4", block_size=64)
+        assert config == QuantConfig(
             activation="float", weight=TensorQuantConfig(n_bits=4, symmetric=False, block_size=64)
         )
         assert QuantConfig.weight_only("int8", None).weight == TensorQuantConfig(per_channel=True)
 
-    def test_overrides_come_along(self):
+    def test_weight_only_takes_overrides(self):
         head = Override(name="head", weight=TensorQuantConfig(per_channel=True))
         assert QuantConfig.weight_only(overrides=[head]).overrides == (head,)
 
@@ -240,7 +241,7 @@ class TestAskingForIt:
         (tmp_path / "c.yaml").write_text("quantization: {activation: float, weight: {n_bits: 4, block_size: 32}}\n")
         assert DeployConfig.from_file(tmp_path / "c.yaml").quantization == QuantConfig.weight_only()
 
-    def test_what_is_none_of_it(self):
+    def test_invalid_weight_only_arguments_are_refused(self):
         with pytest.raises(ConfigError, match="int4"):
             QuantConfig.weight_only("int9")
         with pytest.raises(ConfigError, match="not both"):
