@@ -3,7 +3,7 @@
     CheckpointFormat("gguf", ".gguf", write=write, check=check, scale_dtype=torch.float16)
 
 `check` raises before any work starts if the format cannot store the requested precision. `write` stores a quantized
-checkpoint one tensor at a time; a failed write leaves no file behind.
+checkpoint one tensor at a time; a failed write leaves an old file unchanged.
 """
 
 from collections.abc import Callable

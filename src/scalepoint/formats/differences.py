@@ -41,11 +41,11 @@ def _describe_dtypes(model: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[
 
 
 def _describe_state(model: fx.GraphModule) -> tuple[str, ...]:
-    written = find_written_buffers(model.graph)
-    if not written:
+    buffers = find_written_buffers(model.graph)
+    if not buffers:
         return ()
     sentence = (
-        f"the model's forward writes {_join_names(written)}, but a file has no state between two calls: every call "
+        f"the model's forward writes {_join_names(buffers)}, but a file has no state between two calls: every call "
         "starts with the same values. Make each changing tensor an input and an output of the model"
     )
     return (sentence,)

@@ -38,7 +38,7 @@ def export(
     dynamic: bool = True,
     metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a quantized model to a file in the format of its target. A failed export leaves no file behind.
+    """Write a quantized model to a file in the format of its target. A failed export leaves an old file unchanged.
 
     Args:
         model: The quantized model.

@@ -69,7 +69,7 @@ class FileFormat:
         name: The name, by which targets refer to the format.
         suffix: The suffix of its files, with the dot.
         write: (model, path, request): write the quantized model, and the float model to request.float_path if set. A
-            failed write leaves no file behind.
+            failed write leaves an old file unchanged.
         files: (path): all files that `write` wrote, the file itself last.
         about: (path): read the file's description, without running it.
         summary: One line for lists of formats.

@@ -41,17 +41,38 @@ def has_projection(params: Sequence[Any], has_biases: bool, num_layers: int, bid
     return len(params) > (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
 
 
-def gru(x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, *rest: Any) -> Any:
+def gru(
+    x: Tensor,
+    hx: Tensor,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor]:
     """Compute aten.gru.input in eval mode."""
-    y, (h,) = _run_layers(_gru_step, x, (hx,), params, (has_biases, num_layers, *rest[2:]))
+    y, (h,) = _run_layers(_gru_step, x, (hx,), params, (has_biases, num_layers, bidirectional, batch_first))
     return y, h
 
 
-def rnn(act: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def rnn(act: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return aten.rnn_tanh.input or aten.rnn_relu.input in eval mode, for the activation `act`."""
 
-    def run(x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, *rest: Any) -> Any:
-        y, (h,) = _run_layers(partial(_rnn_step, act), x, (hx,), params, (has_biases, num_layers, *rest[2:]))
+    def run(
+        x: Tensor,
+        hx: Tensor,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        options = (has_biases, num_layers, bidirectional, batch_first)
+        y, (h,) = _run_layers(partial(_rnn_step, act), x, (hx,), params, options)
         return y, h
 
     return run

@@ -84,7 +84,7 @@ def _is_supported_distance(node: fx.Node) -> bool:
     return len(node.args) < 3 or node.args[2] in (1, 2)
 
 
-class _RewriteRule(NamedTuple):
+class _ProgramRewrite(NamedTuple):
     """Replaces `operation` by `function` in the whole program if a call satisfies `applies_to`."""
 
     applies_to: Callable[[fx.Node], bool]
@@ -92,15 +92,17 @@ class _RewriteRule(NamedTuple):
     function: Callable[..., Any]
 
 
-REWRITE_RULES: dict[Any, _RewriteRule] = {
-    aten.scaled_dot_product_attention.default: _RewriteRule(
+REWRITE_RULES: dict[Any, _ProgramRewrite] = {
+    aten.scaled_dot_product_attention.default: _ProgramRewrite(
         _has_three_axes, aten.scaled_dot_product_attention.default, attention_from_core(attention_core)
     ),
-    aten.rsub.Scalar: _RewriteRule(_changes_dtype, aten.rsub.Scalar, subtract_from_number),
-    aten.split.Tensor: _RewriteRule(_splits_dynamic_axis, aten.split.Tensor, split_into_slices),
+    aten.rsub.Scalar: _ProgramRewrite(_changes_dtype, aten.rsub.Scalar, subtract_from_number),
+    aten.split.Tensor: _ProgramRewrite(_splits_dynamic_axis, aten.split.Tensor, split_into_slices),
     # run_decompositions turns a chunk into a split before it applies these rules.
-    aten.chunk.default: _RewriteRule(_splits_dynamic_axis, aten.split.Tensor, split_into_slices),
-    aten.lstm.input: _RewriteRule(_has_lstm_projection, aten.lstm.input, lstm),
-    aten.cdist.default: _RewriteRule(_is_supported_distance, aten.cdist.default, pairwise_distances),
-    aten._cdist_forward.default: _RewriteRule(_is_supported_distance, aten._cdist_forward.default, pairwise_distances),
+    aten.chunk.default: _ProgramRewrite(_splits_dynamic_axis, aten.split.Tensor, split_into_slices),
+    aten.lstm.input: _ProgramRewrite(_has_lstm_projection, aten.lstm.input, lstm),
+    aten.cdist.default: _ProgramRewrite(_is_supported_distance, aten.cdist.default, pairwise_distances),
+    aten._cdist_forward.default: _ProgramRewrite(
+        _is_supported_distance, aten._cdist_forward.default, pairwise_distances
+    ),
 }
