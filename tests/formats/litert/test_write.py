@@ -13,7 +13,7 @@ from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
-from scalepoint.verification import Status, verify
+from scalepoint.verification import RuntimeModel, Status, verify
 from scalepoint.verification.departure import match_calls
 from scalepoint.verification.simulation import simulate
 from tests.formats.executorch.test_write import Encoder
@@ -54,7 +54,7 @@ def deployed(tmp_path_factory):
     evaluations = []
 
     def evaluate(run):
-        evaluations.append((hasattr(run, "served"), run(large_batch).detach()))
+        evaluations.append((isinstance(run, RuntimeModel), run(large_batch).detach()))
         return 1.0
 
     done = scalepoint.deploy(
