@@ -13,7 +13,7 @@ from scalepoint.quantize import Override, QuantConfig
 from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import onnxruntime_target
 from scalepoint.verification import verify
-from tests.quantize.test_tables import ROWS, WIDTH, Words, ids, made, words
+from tests.quantize.test_embedding_tables import ROWS, WIDTH, Words, ids, made, words
 
 NARROW = QuantConfig(overrides=(Override(name="words", weight={"n_bits": 4, "block_size": 16}),))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

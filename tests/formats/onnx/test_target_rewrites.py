@@ -328,8 +328,8 @@ class Pooled(nn.Module):
         x = F.max_pool2d(torch.relu(self.stem(x)), 3, 2, 1)
         x = torch.relu(x + self.body(x))
         x = F.max_pool2d(F.max_pool2d(torch.relu(self.more(x)), 2), 2)
-        seen = F.max_pool2d(self.last(x), 2)
-        return self.last(seen), seen
+        pooled = F.max_pool2d(self.last(x), 2)
+        return self.last(pooled), pooled
 
 
 def test_quantizers_move_before_pools_for_openvino_with_equal_values(tmp_path):
@@ -385,7 +385,7 @@ def test_softmax_has_no_nan_check_with_finite_masks(tmp_path):
         path = export(quantized, tmp_path / f"{name}.onnx", (x, mask))
         assert count_operations(path)["IsNaN"] == (name == "checked")
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        names = [given.name for given in session.get_inputs()]
+        names = [session_input.name for session_input in session.get_inputs()]
         outputs[name] = [
             session.run(None, dict(zip(names, (x.numpy(), test_mask.numpy()), strict=True)))[0]
             for test_mask in (mask, torch.ones_like(mask), torch.zeros_like(mask))
@@ -418,9 +418,9 @@ def of_scores(*masks):
         helper.make_node("Where", ["is_nan", "zero", "p"], ["chosen"]),
         helper.make_node("MatMul", ["chosen", "k"], ["y"]),
     ]
-    given = [*(helper.make_tensor_value_info(name, 1, [4, 4]) for name in "qk"), *inputs]
+    graph_inputs = [*(helper.make_tensor_value_info(name, 1, [4, 4]) for name in "qk"), *inputs]
     stored = [onnx.numpy_helper.from_array(value, name) for name, value in constants.items()]
-    graph = helper.make_graph(nodes, "g", given, [helper.make_tensor_value_info("y", 1, [4, 4])], stored)
+    graph = helper.make_graph(nodes, "g", graph_inputs, [helper.make_tensor_value_info("y", 1, [4, 4])], stored)
     model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
     softmax_of_finite(model)
     onnx.checker.check_model(ir.to_proto(model), full_check=True)

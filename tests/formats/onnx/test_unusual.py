@@ -41,8 +41,8 @@ class Layer(nn.Module):
         self.layer = nn.Linear(8, 8)
         self.after = after
 
-    def forward(self, x: Tensor, *rest: Any, **named: Any) -> Any:
-        return self.after(self.layer(x), *rest, **named)
+    def forward(self, x: Tensor, *rest: Any, **keywords: Any) -> Any:
+        return self.after(self.layer(x), *rest, **keywords)
 
 
 class Switched(nn.Module):

@@ -52,7 +52,7 @@ def list_data_files(path: Path) -> set[str]:
     import onnx  # noqa: PLC0415  # only an export needs it
 
     if not any(map(_DATA_FILE_NAME.fullmatch, os.listdir(path.parent) if path.is_file() else ())):
-        return set()  # the model may be large, so it is not read
+        return set()  # decided without reading the model, which may be large
     try:
         tensors = onnx.load_from_string(read_bytes(path, LARGEST_PROTOBUF)).graph.initializer
     except Exception:  # no file, or not an ONNX model: scalepoint did not write it
