@@ -24,12 +24,14 @@ LEAST = {"gguf int8": 30, "gguf int4": 20, "ort-genai int8": 30, "ort-genai int4
 
 
 def deployed(folder, path, target, cache, **more):
-    given = {"data": folder / "calibration.txt", "judge": folder / "judge.txt", "length": 32, "samples": 12}
-    return deploy_checkpoint(folder, path, target=target, cache=cache, accuracy="fast", progress=False, **given, **more)
+    defaults = {"data": folder / "calibration.txt", "judge": folder / "judge.txt", "length": 32, "samples": 12}
+    return deploy_checkpoint(
+        folder, path, target=target, cache=cache, accuracy="fast", progress=False, **defaults, **more
+    )
 
 
 @pytest.mark.parametrize(
-    "case", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in LEAST]
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in LEAST]
 )
 def test_a_runtime_keeps_keys_and_values_as_simulated(wide, tmp_path, case):
     target, cache = case.split()
@@ -37,18 +39,18 @@ def test_a_runtime_keeps_keys_and_values_as_simulated(wide, tmp_path, case):
     if not runtime.is_installed:
         pytest.skip(f"{runtime.name} is not installed")
     done = deployed(wide, tmp_path / "out", target, cache)
-    found = done.report.language
-    assert (found.status, found.message) == ("ok", "")
-    assert found.agreement_db > LEAST[case]
-    assert found.continuation.split()[:5]
+    result = done.report.language
+    assert (result.status, result.message) == ("ok", "")
+    assert result.agreement_db > LEAST[case]
+    assert result.continuation.split()[:5]
 
 
 def test_the_scales_are_those_of_the_largest_keys_and_values(wide, tmp_path, monkeypatch):
-    seen = []
+    checkpoints = []
 
     def write(checkpoint, path):
         path.mkdir()
-        seen.append(checkpoint.cache)
+        checkpoints.append(checkpoint.cache)
 
     form = CheckpointFormat("ort-genai", "", write, lambda *_: None)
     monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "ort-genai", form)
@@ -58,22 +60,22 @@ def test_the_scales_are_those_of_the_largest_keys_and_values(wide, tmp_path, mon
     weights.load(model.parameters())
     texts = load_sequences(wide / "calibration.txt", job.source, length=32, count=12, what="text")
     largest = _largest(model, torch.cat(texts))
-    (cache,) = seen
+    (cache,) = checkpoints
     assert cache.bits == 8
     assert len(cache.scales) == 2
-    for wanted, (key, value) in zip(largest, cache.scales, strict=True):
-        for most, scale in zip(wanted, (key, value), strict=True):
+    for expected, (key, value) in zip(largest, cache.scales, strict=True):
+        for most, scale in zip(expected, (key, value), strict=True):
             assert scale.shape == (2, 32)
             torch.testing.assert_close(127.5 * scale, most, rtol=1e-3, atol=1e-4)
 
 
 def _largest(model, tokens):
     """Of keys and values that attention reads in the float model, (groups, channels), block after block."""
-    found = []
+    maxima = []
 
     def look(module, inputs):
-        pair = [each.abs().amax((0, 2)).reshape(2, 2, -1)[:, 0] for each in inputs[1:3]]
-        found.append(pair)
+        pair = [tensor.abs().amax((0, 2)).reshape(2, 2, -1)[:, 0] for tensor in inputs[1:3]]
+        maxima.append(pair)
 
     for module in model.modules():
         if isinstance(module, FusedAttention):
@@ -84,7 +86,7 @@ def _largest(model, tokens):
             module.weight_quant.enabled = False
     with torch.no_grad():
         model(input_ids=tokens)
-    return found
+    return maxima
 
 
 def test_a_target_without_it_is_refused_with_those_that_have_it(wide, tmp_path):

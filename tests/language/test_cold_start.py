@@ -22,5 +22,5 @@ def test_a_checkpoint_runs_in_a_child_that_was_started_as_users_start_it(llama, 
     output = tmp_path / ("model.gguf" if target == "gguf" else "out")
     text = {"data": folder / "calibration.txt", "judge": folder / "judge.txt", "length": 32, "samples": 4}
     done = deploy_checkpoint(folder, output, target=target, accuracy="fast", progress=False, **text)
-    found = done.report.language
-    assert (found.runtime, found.status) == (runtime.name, "ok")
+    result = done.report.language
+    assert (result.runtime, result.status) == (runtime.name, "ok")

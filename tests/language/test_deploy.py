@@ -46,39 +46,39 @@ def write(checkpoint, path):
 @pytest.fixture(autouse=True)
 def _values(monkeypatch):
     """The weights' values in the place of any format: what a format packs is judged with it."""
-    own = {name: CheckpointFormat(name, "", write, lambda *_: None) for name in list_targets(language=True)}
-    monkeypatch.setattr(registry._CHECKPOINT_FORMATS, "builtin", own)
+    formats = {name: CheckpointFormat(name, "", write, lambda *_: None) for name in list_targets(language=True)}
+    monkeypatch.setattr(registry._CHECKPOINT_FORMATS, "builtin", formats)
 
 
 def deployed(llama, path, target="compressed-tensors", config=FOUR, **more):
     folder, _ = llama
-    asked = {"data": folder / "calibration.txt", "judge": folder / "judge.txt", "length": 32, "samples": 24}
+    defaults = {"data": folder / "calibration.txt", "judge": folder / "judge.txt", "length": 32, "samples": 24}
     return deploy_checkpoint(
-        folder, path, target=target, config=config, **{**asked, "verify": False, "progress": False, **more}
+        folder, path, target=target, config=config, **{**defaults, "verify": False, "progress": False, **more}
     )
 
 
-WHOLE = {}
+UNINTERRUPTED = {}
 
 
 @pytest.fixture
-def whole(llama, tmp_path_factory, _values):
+def uninterrupted(llama, tmp_path_factory, _values):
     """The usual run, made once: what it gave, its folder, and how many weights were here at a time."""
-    if not WHOLE:
+    if not UNINTERRUPTED:
         most, load = [0], CheckpointWeights.load
 
         def loading(self, tensors):
             load(self, tensors)
-            most[0] = max(most[0], sum(each.numel() for each in self._loaded.values()))
+            most[0] = max(most[0], sum(tensor.numel() for tensor in self._loaded.values()))
 
         path = tmp_path_factory.mktemp("whole") / "out"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CheckpointWeights, "load", loading)
-            WHOLE["run"] = deployed(llama, path), path, most[0]
-    return WHOLE["run"]
+            UNINTERRUPTED["run"] = deployed(llama, path), path, most[0]
+    return UNINTERRUPTED["run"]
 
 
-def judged(folder, path):
+def perplexity_of_folder(folder, path):
     """The perplexity of what was written, by transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -86,11 +86,11 @@ def judged(folder, path):
     source = scalepoint.checkpoints.Source.open(folder)
     tokens = load_sequences(folder / "judge.txt", source, length=32, count=16, what="text")
     with torch.no_grad():
-        return perplexity(lambda own: model(own).logits, tokens)
+        return perplexity(lambda batch: model(batch).logits, tokens)
 
 
-def test_the_simulation_is_what_the_written_weights_compute(llama, whole):
-    done, path, _ = whole
+def test_the_simulation_is_what_the_written_weights_compute(llama, uninterrupted):
+    done, path, _ = uninterrupted
     check_simulation(llama, done, path)
 
 
@@ -101,14 +101,14 @@ def test_the_simulation_is_what_the_weights_for_gguf_compute(llama, tmp_path):
 
 def check_simulation(llama, done, path):
     folder, _ = llama
-    assert done.score == pytest.approx(judged(folder, path), rel=1e-6)
-    assert done.float_score == pytest.approx(judged(folder, folder), rel=1e-6)
+    assert done.score == pytest.approx(perplexity_of_folder(folder, path), rel=1e-6)
+    assert done.float_score == pytest.approx(perplexity_of_folder(folder, folder), rel=1e-6)
     assert {row.name for row in done.tuned.layers} == {
         f"model.layers.{block}.{name}_proj"
         for block in (0, 1)
         for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
     }
-    assert sorted(each.name for each in path.parent.iterdir()) == ["out"]  # nothing is left of the work
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["out"]  # nothing is left of the work
     assert json.loads((path / "report.json").read_text())["accuracy"][0]["name"] == "perplexity"
 
 
@@ -138,13 +138,13 @@ class Killed(BaseException):
     pass
 
 
-def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkeypatch, whole):
-    kept, keep = [], Checkpoint.store_piece
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkeypatch, uninterrupted):
+    stored, keep = [], Checkpoint.store_piece
 
     def killed(self, name, states, done):
         keep(self, name, states, done)
-        kept.append(name)
-        if len(kept) == 2:
+        stored.append(name)
+        if len(stored) == 2:
             raise Killed
 
     with monkeypatch.context() as patch:
@@ -155,7 +155,9 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkey
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is the same run: nothing to warn of
         deployed(llama, tmp_path / "again", resume=True)
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (whole[1] / "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        uninterrupted[1] / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.slow
@@ -172,34 +174,34 @@ def test_what_was_chosen_for_other_codes_is_not_gone_on_with(llama, tmp_path, mo
     eight = QuantConfig(weight={"n_bits": 8, "block_size": 32}, activation="float")
     with pytest.warns(scalepoint.errors.ScalepointWarning, match="config changed since"):
         deployed(llama, tmp_path / "out", config=eight, accuracy="fast", resume=True)
-    written = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
-    assert len(written[0, :32].unique()) > 16
+    written_weight = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert len(written_weight[0, :32].unique()) > 16
 
 
-def test_weights_are_here_one_piece_at_a_time(whole):
+def test_weights_are_here_one_piece_at_a_time(uninterrupted):
     block = 3 * 64 * 128 + 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64
-    assert 0 < whole[2] < block
+    assert 0 < uninterrupted[2] < block
 
 
 def test_no_weight_is_looked_at_before_it_is_here(llama, tmp_path, monkeypatch):
     """Scales that are searched for cost as much over weights that are not there."""
-    seen, freeze = [], QuantizedLayer.freeze
+    norms, freeze = [], QuantizedLayer.freeze
 
     def freezing(self):
-        seen.append(bool(self.weight.any()))
+        norms.append(bool(self.weight.any()))
         freeze(self)
 
     monkeypatch.setattr(QuantizedLayer, "freeze", freezing)
     deployed(llama, tmp_path / "out", accuracy="fast")
-    assert seen
-    assert all(seen)
+    assert norms
+    assert all(norms)
 
 
 def test_without_data_weights_are_rounded_and_nothing_is_scored(llama, tmp_path):
     done = deployed(llama, tmp_path / "out", data=None, judge=None, accuracy="fast")
     assert done.score is None
-    written = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    steps = written.reshape(128, 2, 32)
+    written_weight = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    steps = written_weight.reshape(128, 2, 32)
     assert max(len(block.unique()) for row in steps for block in row) <= 16
 
 
@@ -223,8 +225,8 @@ def test_asking_for_what_cannot_be_is_refused_before_any_work(llama, tmp_path):
 def spoiled(folder, tmp_path, **config):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    written = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(written | config))
+    stored_config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(stored_config | config))
     return copy
 
 
@@ -267,9 +269,9 @@ def test_targets_of_language_models_are_a_list_of_their_own():
     ],
     ids=str,
 )
-def test_numbers_that_mean_nothing_are_refused(llama, tmp_path, given, says):
+def test_numbers_that_mean_nothing_are_refused(llama, tmp_path, options, says):
     with pytest.raises(UsageError, match=says):
-        deployed(llama, tmp_path / "out", **given)
+        deployed(llama, tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
 
 
@@ -298,7 +300,7 @@ def test_what_fails_before_a_block_is_finished_leaves_nothing(llama, tmp_path):
     source = damaged(llama, tmp_path / "source", {"num_hidden_layers": 3})
     with pytest.raises(StoreError, match=r"has no model\.layers\.2\."):
         deployed(source, tmp_path / "out")
-    assert [each.name for each in tmp_path.iterdir()] == ["source"]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_run_that_fails_leaves_the_users_own_folder(llama, tmp_path):
@@ -306,23 +308,23 @@ def test_a_run_that_fails_leaves_the_users_own_folder(llama, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(StoreError, match=r"has no model\.layers\.2\."):
         deployed(source, tmp_path / "out", "gguf")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 @pytest.mark.parametrize("finished", [0, 1])
 def test_a_full_disk_is_told_and_finished_blocks_stay(llama, tmp_path, monkeypatch, finished):
-    keep, kept = Checkpoint.store_piece, []
+    keep, stored = Checkpoint.store_piece, []
 
-    def full(self, *given):
-        if len(kept) == finished:
+    def full(self, *args):
+        if len(stored) == finished:
             raise OSError(28, "No space left on device")
-        kept.append(given)
-        keep(self, *given)
+        stored.append(args)
+        keep(self, *args)
 
     monkeypatch.setattr(Checkpoint, "store_piece", full)
     with pytest.raises(StoreError, match="No space left" + (".*resume=True" if finished else "")):
         deployed(llama, tmp_path / "out")
-    assert [each.name for each in tmp_path.iterdir()] == ([".out.work"] if finished else [])
+    assert [path.name for path in tmp_path.iterdir()] == ([".out.work"] if finished else [])
 
 
 LIMITED = """
@@ -351,4 +353,4 @@ def test_memory_that_runs_out_is_told_and_leaves_nothing(llama, tmp_path):
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=one)
     assert "StoreError" in done.stderr
     assert "memory ran out; memory=" in done.stderr
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["out-small", "source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out-small", "source"]

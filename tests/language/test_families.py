@@ -29,11 +29,11 @@ BYTES = {
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS])
 def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, kind):
-    seen = {}
+    quantized = {}
 
     def write(checkpoint, path):
         path.mkdir()
-        seen.update(checkpoint.quantized)
+        quantized.update(checkpoint.quantized)
 
     form = CheckpointFormat("gptq", "", write, lambda *_: None)
     monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "gptq", form)
@@ -45,17 +45,17 @@ def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, k
         verify=False, progress=False,
     )  # fmt: skip
     with torch.no_grad():
-        assert done.float_score == pytest.approx(perplexity(lambda own: model(own).logits, tokens[12:]), rel=1e-4)
+        assert done.float_score == pytest.approx(perplexity(lambda batch: model(batch).logits, tokens[12:]), rel=1e-4)
         tree, weights = build_skeleton(Source.open(tmp_path / kind))
         weights.load(tree.parameters())
         for parameter in tree.parameters():
             name = weights.name_of(parameter)
-            if name in seen:
-                values = seen[name].dequantize()
+            if name in quantized:
+                values = quantized[name].dequantize()
                 parameter.copy_(values if values.shape == parameter.shape and kind != "gpt2" else values.T)
-        assert done.score == pytest.approx(perplexity(lambda own: tree(own).logits, tokens[12:]), rel=1e-4)
+        assert done.score == pytest.approx(perplexity(lambda batch: tree(batch).logits, tokens[12:]), rel=1e-4)
     layers = [name for name in Source.open(tmp_path / kind).tensors if "_proj" in name or ".mlp." in name]
-    assert set(seen) >= {name for name in layers if name.endswith("proj.weight")}
+    assert set(quantized) >= {name for name in layers if name.endswith("proj.weight")}
 
 
 def test_what_a_format_cannot_hold_stays_float(tmp_path):
@@ -71,7 +71,7 @@ def test_what_a_format_cannot_hold_stays_float(tmp_path):
     assert rows["model.layers.0.mlp.experts.0.up_proj"] != "float"
 
 
-def written(kind, folder, **more):
+def write_model(kind, folder, **more):
     """A folder of random weights with a tokenizer."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **{**BYTES, **more})
@@ -94,21 +94,21 @@ def tokens_of(count):
 @pytest.mark.parametrize("kind", ["cohere", pytest.param("cohere2", marks=pytest.mark.slow)])
 def test_weights_that_the_graph_reads_far_from_where_it_names_them_are_there(tmp_path, kind):
     """Norms of Cohere are arithmetic on a parameter, which stands at the head of the graph."""
-    model, tokens = written(kind, tmp_path / "m", head_dim=16), tokens_of(4)
+    model, tokens = write_model(kind, tmp_path / "m", head_dim=16), tokens_of(4)
     done = deploy_checkpoint(
         tmp_path / "m", tmp_path / "out", target="compressed-tensors", data=tokens[:2], judge=tokens[2:],
         config={"weight": {"n_bits": 4, "block_size": 32}}, progress=False,
     )  # fmt: skip
     with torch.no_grad():
-        wanted = perplexity(lambda own: model(own).logits, tokens[2:])
-    assert done.float_score == pytest.approx(wanted, rel=1e-4)
+        expected = perplexity(lambda batch: model(batch).logits, tokens[2:])
+    assert done.float_score == pytest.approx(expected, rel=1e-4)
     assert done.float_score != pytest.approx(BYTES["vocab_size"], rel=1e-5)
     assert done.report.language.status == "ok"
 
 
 def test_a_family_whose_packed_weights_transformers_cannot_load_is_refused_before_any_work(tmp_path):
     more = {"num_key_value_heads": None, "intermediate_size": None}
-    written("falcon", tmp_path / "m", **more)
+    write_model("falcon", tmp_path / "m", **more)
     with pytest.raises(TargetError, match=r"falcon.*float8_e4m3fn.*gptq"):
         deploy_checkpoint(tmp_path / "m", tmp_path / "out", target="compressed-tensors", accuracy="fast")
     assert not (tmp_path / "out").exists()
@@ -126,7 +126,7 @@ def test_a_head_of_its_own_is_kept_where_the_config_ties_it(tmp_path, target):
     runtime = find_runtime(find_target(target).runtime)
     if not runtime.is_installed:
         pytest.skip(f"{runtime.name} is not installed")
-    written("llama", tmp_path / "m", tie_word_embeddings=True)
+    write_model("llama", tmp_path / "m", tie_word_embeddings=True)
     file = tmp_path / "m" / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"] = 0.2 * torch.randn_like(tensors["model.embed_tokens.weight"])
@@ -139,7 +139,7 @@ def test_a_head_of_its_own_is_kept_where_the_config_ties_it(tmp_path, target):
         config={"weight": {"n_bits": 8, "block_size": 32}, "overrides": overrides},
     )  # fmt: skip
     with torch.no_grad():
-        wanted = perplexity(lambda own: model(own).logits, tokens)
-    assert done.float_score == pytest.approx(wanted, rel=1e-4)
-    assert done.score == pytest.approx(wanted, rel=0.05)
+        expected = perplexity(lambda batch: model(batch).logits, tokens)
+    assert done.float_score == pytest.approx(expected, rel=1e-4)
+    assert done.score == pytest.approx(expected, rel=0.05)
     assert done.report.language.status == "ok"

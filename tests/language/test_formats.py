@@ -12,7 +12,7 @@ from scalepoint.runtimes import find_runtime
 from scalepoint.targets import find_target
 
 SLOW = pytest.mark.slow
-GIVEN = {"length": 32, "samples": 24, "progress": False}
+OPTIONS = {"length": 32, "samples": 24, "progress": False}
 CASES = {
     "compressed-tensors": {"weight": {"n_bits": 4, "block_size": 32}},
     "ort-genai": {"weight": {"n_bits": 4, "block_size": 32}},
@@ -32,16 +32,16 @@ def test_a_runtime_computes_what_was_simulated(llama, tmp_path, case):
     if not runtime.is_installed:
         pytest.skip(f"{runtime.name} is not installed")
     texts = {"data": folder / "calibration.txt", "judge": folder / "judge.txt"}
-    done = deploy_checkpoint(folder, tmp_path / "out", target=target, config=CASES[case], **texts, **GIVEN)
-    found = done.report.language
-    assert found.size < 0.6 * found.float_size
-    assert (found.status, found.message) == ("ok", "")
-    assert found.agreement_db > LEAST[runtime.name]
+    done = deploy_checkpoint(folder, tmp_path / "out", target=target, config=CASES[case], **texts, **OPTIONS)
+    result = done.report.language
+    assert result.size < 0.6 * result.float_size
+    assert (result.status, result.message) == ("ok", "")
+    assert result.agreement_db > LEAST[runtime.name]
     assert done.score == pytest.approx(done.report.accuracy[0].simulated_value, rel=0.03)
-    assert found.continuation.split()[:5]
+    assert result.continuation.split()[:5]
     assert "generated: " in str(done.report)
-    assert found.float_decode > 0
-    assert f"the float model {found.float_prefill:.0f} and {found.float_decode:.0f}, in transformers" in " ".join(
+    assert result.float_decode > 0
+    assert f"the float model {result.float_prefill:.0f} and {result.float_decode:.0f}, in transformers" in " ".join(
         done.report.summary()
     )
 
@@ -52,7 +52,7 @@ def test_what_no_runtime_here_reads_is_written_and_told(llama, tmp_path, target)
     folder, _ = llama
     done = deploy_checkpoint(
         folder, tmp_path / "out", target=target, data=folder / "calibration.txt", accuracy="fast",
-        config={"weight": {"n_bits": 4, "block_size": 32, "symmetric": target == "gptq"}}, **GIVEN,
+        config={"weight": {"n_bits": 4, "block_size": 32, "symmetric": target == "gptq"}}, **OPTIONS,
     )  # fmt: skip
     assert done.report.language.status != ""
     assert (done.path / "config.json").is_file()

@@ -33,10 +33,10 @@ def folder(tmp_path_factory):
 
 def deployed(folder, path, weight):
     config = QuantConfig(weight=weight, activation="float")
-    asked = {"data": folder / "calibration.txt", "judge": folder / "judge.txt", "length": 32, "samples": 16}
-    done = deploy_checkpoint(folder, path, target="gguf", config=config, verify=False, progress=False, **asked)
+    defaults = {"data": folder / "calibration.txt", "judge": folder / "judge.txt", "length": 32, "samples": 16}
+    done = deploy_checkpoint(folder, path, target="gguf", config=config, verify=False, progress=False, **defaults)
     reader = gguf.GGUFReader(next(path.glob("*.gguf")) if path.is_dir() else path)
-    return done, {each.name: each.tensor_type.name for each in reader.tensors}
+    return done, {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_tuned_codes_take_the_smallest_blocks(folder, tmp_path, weight, kind):
 
         file = File(str(tmp_path / "m.gguf"), {"threads": 1, "exact": True})
         tokens = load_sequences(folder / "judge.txt", Source.open(folder), length=32, count=16, what="text")
-        found = perplexity(lambda own: torch.from_numpy(file.run({"input_ids": own.numpy()})[0][1]), tokens)
-        assert found == pytest.approx(done.score, rel=1e-4)
+        score = perplexity(lambda batch: torch.from_numpy(file.run({"input_ids": batch.numpy()})[0][1]), tokens)
+        assert score == pytest.approx(done.score, rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +90,15 @@ def test_a_folder_named_like_a_family_makes_a_file_that_llamacpp_loads(narrow, t
 @pytest.mark.parametrize(("target", "name"), [("gguf", "*.gguf"), ("compressed-tensors", "*"), ("ort-genai", "*")])
 def test_the_bits_of_a_weight_are_those_of_the_file(narrow, tmp_path, target, name):
     done = fast(narrow, tmp_path / "out", target, {"n_bits": 4, "block_size": 32})
-    weights = sum(torch.Size(each.shape).numel() for each in Source.open(narrow).tensors.values())
+    weights = sum(torch.Size(tensor.shape).numel() for tensor in Source.open(narrow).tensors.values())
     if target == "gguf":
         (file,) = (tmp_path / "out").glob(name)
-        stored = sum(int(each.n_bytes) for each in gguf.GGUFReader(file).tensors)
+        stored = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors)
     elif target == "ort-genai":
         model = onnx.load(tmp_path / "out" / "model.onnx")
-        stored = sum(onnx.numpy_helper.to_array(each).nbytes for each in model.graph.initializer)
+        stored = sum(onnx.numpy_helper.to_array(initializer).nbytes for initializer in model.graph.initializer)
     else:
-        stored = sum(each.nbytes for each in load_file(tmp_path / "out" / "model.safetensors").values())
+        stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
     assert done.report.language.bits == pytest.approx(8 * stored / weights, rel=1e-3)
     assert not done.report.warnings
 
@@ -127,10 +127,10 @@ def test_fast_rounds_no_worse_than_llama_cpp_does(folder, tmp_path):
     path, names = tmp_path / "m.gguf", ("ffn_up", "ffn_down", "attn_output")
     deploy_checkpoint(folder, path, target="gguf", accuracy="fast", verify=False, progress=False)
     weights = Source.open(folder)
-    stored = {each.name: each for each in gguf.GGUFReader(path).tensors}
-    for name, place in zip(names, ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"), strict=True):
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, module_path in zip(names, ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"), strict=True):
         tensor = stored[f"blk.0.{name}.weight"]
-        weight = weights.tensor(f"model.layers.0.{place}.weight").to(torch.float32)
+        weight = weights.tensor(f"model.layers.0.{module_path}.weight").to(torch.float32)
         blocks = gguf.quants.Q4_0.quantize_blocks(weight.numpy().reshape(-1, 32).copy())
         theirs = torch.from_numpy(gguf.quants.Q4_0.dequantize_blocks(blocks)).view_as(weight)
         ours = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).view_as(weight)

@@ -43,11 +43,11 @@ def refusals(case: Case) -> list[str]:
     return codes
 
 
-def make_text(kind: object, folder: Path, place: Path, name: str) -> Any:
+def make_text(kind: object, folder: Path, text_folder: Path, name: str) -> Any:
     """The same text as a file or as JSON lines; random tokens; None."""
     file = folder / f"{name}.txt"
     if kind == "jsonl":
-        lines = place / f"{name}.jsonl"
+        lines = text_folder / f"{name}.jsonl"
         lines.write_text("".join(json.dumps({"text": part}) + "\n" for part in file.read_text().split(" . ")))
         return lines
     generator = torch.Generator().manual_seed(len(name))
@@ -55,11 +55,11 @@ def make_text(kind: object, folder: Path, place: Path, name: str) -> Any:
     return {"text": file, "tokens": tokens, "nothing": None}[str(kind)]
 
 
-def make_options(case: Case, folder: Path, place: Path) -> dict[str, Any]:
+def make_options(case: Case, folder: Path, text_folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {
         "target": case["target"],
-        "data": make_text(case["data"], folder, place, "calibration"),
-        "judge": make_text(case["judge"], folder, place, "judge"),
+        "data": make_text(case["data"], folder, text_folder, "calibration"),
+        "judge": make_text(case["judge"], folder, text_folder, "judge"),
         "accuracy": case["accuracy"],
         "cache": None if case["cache"] == "float" else case["cache"],
         "verify": case["run"] != "not verified",
@@ -95,9 +95,9 @@ def deploy_resumed(folder: Path, output: Path, options: dict[str, Any]) -> scale
         done = scalepoint.deploy_checkpoint(folder, output, resume=True, **options)
     assert blocks[0]
     assert blocks[0] == blocks[1]
-    whole = output.with_name("whole")
-    scalepoint.deploy_checkpoint(folder, whole, **options | {"verify": False})
-    assert without_reports(output) == without_reports(whole)
+    uninterrupted = output.with_name("whole")
+    scalepoint.deploy_checkpoint(folder, uninterrupted, **options | {"verify": False})
+    assert without_reports(output) == without_reports(uninterrupted)
     return done
 
 

@@ -21,12 +21,12 @@ FOUR = QuantConfig(weight={"n_bits": 4, "block_size": 32}, activation="float")
 
 def deployed(source, output, target="compressed-tensors", **more):
     """Nearest codes without data: what is tested is the folder."""
-    asked = {"config": FOUR, "accuracy": "fast", "verify": False, "progress": False}
-    return deploy_checkpoint(source, output, target=target, **{**asked, **more})
+    defaults = {"config": FOUR, "accuracy": "fast", "verify": False, "progress": False}
+    return deploy_checkpoint(source, output, target=target, **{**defaults, **more})
 
 
 def contents(folder):
-    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ def source(llama, tmp_path):
 @pytest.mark.parametrize(
     ("place", "says"), [("..", "contains the checkpoint"), ("", "the checkpoint itself"), ("out", "lies inside")]
 )
-def test_an_output_around_or_in_the_checkpoint_is_refused(source, target, force, place, says):
+def test_an_output_around_or_in_the_checkpoint_is_refused(source, target, force, output, says):
     before = contents(source.parent)
     with pytest.raises(UsageError, match=says):
-        deployed(source, source / place, target, force=force)
+        deployed(source, source / output, target, force=force)
     assert contents(source.parent) == before
 
 
@@ -59,10 +59,10 @@ def test_a_link_to_the_checkpoint_is_the_checkpoint(source, tmp_path):
 def test_an_output_that_contains_the_text_is_refused(source, tmp_path, name):
     (tmp_path / "texts").mkdir()
     shutil.copy(source / "calibration.txt", tmp_path / "texts")
-    given = {"data": source / "calibration.txt", name: tmp_path / "texts" / "calibration.txt"}
+    texts = {"data": source / "calibration.txt", name: tmp_path / "texts" / "calibration.txt"}
     with pytest.raises(UsageError, match=r"contains the .*calibration\.txt"):
-        deployed(source, tmp_path / "texts", force=True, **given)
-    assert [each.name for each in (tmp_path / "texts").iterdir()] == ["calibration.txt"]
+        deployed(source, tmp_path / "texts", force=True, **texts)
+    assert [path.name for path in (tmp_path / "texts").iterdir()] == ["calibration.txt"]
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_files_of_others_are_refused_and_stay_when_forced(llama, tmp_path, targe
         deployed(llama[0], out, target)
     assert contents(out) == mine
     done = deployed(llama[0], out, target, force=True)
-    found = contents(out)
-    assert {name: found[name] for name in mine} == mine
+    files = contents(out)
+    assert {name: files[name] for name in mine} == mine
     assert (out / "report.html").is_file()
     assert done.path.exists()
-    assert set(found) - set(mine) == {*json.loads((out / ".scalepoint-files.json").read_text())["files"],
+    assert set(files) - set(mine) == {*json.loads((out / ".scalepoint-files.json").read_text())["files"],
                                       ".scalepoint-files.json"}  # fmt: skip
 
 
@@ -90,8 +90,8 @@ def test_files_of_others_do_not_count_as_what_was_written(llama, tmp_path):
     fresh = deployed(llama[0], tmp_path / "fresh").report.language
     (tmp_path / "out").mkdir()
     save_file({"lora": torch.zeros(500_000)}, tmp_path / "out" / "adapter.safetensors")
-    found = deployed(llama[0], tmp_path / "out", force=True).report.language
-    assert (found.size, found.bits) == (fresh.size, fresh.bits)
+    result = deployed(llama[0], tmp_path / "out", force=True).report.language
+    assert (result.size, result.bits) == (fresh.size, fresh.bits)
 
 
 @pytest.mark.slow
@@ -126,9 +126,9 @@ def test_a_link_in_the_place_of_the_work_folder_is_refused(llama, tmp_path):
     (tmp_path / "elsewhere" / "tuning").mkdir(parents=True)
     (tmp_path / "elsewhere" / "tuning" / "mine").write_text("mine")
     (tmp_path / ".out.work").symlink_to(tmp_path / "elsewhere")
-    for how in ({}, {"force": True}, {"resume": True}):
+    for options in ({}, {"force": True}, {"resume": True}):
         with pytest.raises(UsageError, match="symbolic link"):
-            deployed(llama[0], tmp_path / "out", **how)
+            deployed(llama[0], tmp_path / "out", **options)
     assert (tmp_path / "elsewhere" / "tuning" / "mine").read_text() == "mine"
 
 
@@ -150,14 +150,14 @@ def test_a_gguf_file_that_is_there_is_refused_unless_forced(llama, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line_refuses_and_forces(source, tmp_path, capsys):
-    given = ["deploy", str(source), "--target", "gptq", "--accuracy", "fast", "--quiet"]
+    arguments = ["deploy", str(source), "--target", "gptq", "--accuracy", "fast", "--quiet"]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
-    assert run([*given, "-o", str(tmp_path / "out")]) == 2
+    assert run([*arguments, "-o", str(tmp_path / "out")]) == 2
     assert "--force" in capsys.readouterr().err
-    assert run([*given, "-o", str(source.parent), "--force"]) == 2
+    assert run([*arguments, "-o", str(source.parent), "--force"]) == 2
     assert "contains the checkpoint" in " ".join(capsys.readouterr().err.split())
-    run([*given, "-o", str(tmp_path / "out"), "--force"])
+    run([*arguments, "-o", str(tmp_path / "out"), "--force"])
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
     assert (tmp_path / "out" / "config.json").is_file()
 
@@ -165,9 +165,9 @@ def test_the_command_line_refuses_and_forces(source, tmp_path, capsys):
 def test_an_hf_folder_is_an_input_of_the_command_line(source, tmp_path, capsys):
     np.savez(tmp_path / "tokens.npz", input_ids=np.ones((2, 8), np.int64))
     before = contents(source.parent)
-    for place in (source.parent, source, source / "out"):
-        given = ["deploy", f"hf:{source}", "--data", str(tmp_path / "tokens.npz"), "-o", str(place), "--force"]
-        assert run(given) == 2
+    for output in (source.parent, source, source / "out"):
+        arguments = ["deploy", f"hf:{source}", "--data", str(tmp_path / "tokens.npz"), "-o", str(output), "--force"]
+        assert run(arguments) == 2
         assert "checkpoint" in capsys.readouterr().err
     assert contents(source.parent) == before
 
@@ -185,13 +185,13 @@ class Stopped(BaseException):
 
 
 def stopping(monkeypatch, error, after):
-    keep, kept = Checkpoint.store_piece, []
+    keep, stored = Checkpoint.store_piece, []
 
-    def stopped(self, *given):
-        if len(kept) == after:
+    def stopped(self, *args):
+        if len(stored) == after:
             raise error
-        kept.append(given)
-        keep(self, *given)
+        stored.append(args)
+        keep(self, *args)
 
     monkeypatch.setattr(Checkpoint, "store_piece", stopped)
 
@@ -201,7 +201,7 @@ def test_what_is_interrupted_before_a_block_is_finished_leaves_nothing(llama, tm
     stopping(monkeypatch, Stopped(), blocks)
     with pytest.raises(Stopped):
         deployed(llama[0], tmp_path / "out")
-    assert [each.name for each in tmp_path.iterdir()] == ([".out.work"] if blocks else [])
+    assert [path.name for path in tmp_path.iterdir()] == ([".out.work"] if blocks else [])
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_an_unfinished_run_is_refused_unless_resumed_or_forced(llama, tmp_path, 
     with pytest.raises(UsageError, match=r"unfinished run.*resume=True.*force=True"):
         deployed(llama[0], tmp_path / "out")
     deployed(llama[0], tmp_path / "out", resume=True)
-    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(UsageError, match="not empty"):
         deployed(llama[0], tmp_path / "out", resume=True)  # there is nothing to go on from
 
@@ -225,10 +225,10 @@ def test_not_a_number_leaves_nothing_to_go_on_from(llama, tmp_path):
     tensors = load_file(tmp_path / "in" / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
     save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
-    given = {"data": llama[0] / "calibration.txt", "length": 32, "samples": 4, "accuracy": "balanced"}
+    options = {"data": llama[0] / "calibration.txt", "length": 32, "samples": 4, "accuracy": "balanced"}
     with pytest.raises(StoreError, match="holds NaN"):
-        deployed(tmp_path / "in", tmp_path / "out", **given)
-    assert [each.name for each in tmp_path.iterdir()] == ["in"]
+        deployed(tmp_path / "in", tmp_path / "out", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_full_disk_is_told_with_what_is_needed_and_how_to_go_on(llama, tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def as_bfloat16(folder, path):
     """The checkpoint in bfloat16, which is what 4-bit floats are unpacked to."""
     shutil.copytree(folder, path)
     file = path / "model.safetensors"
-    save_file({name: each.bfloat16() for name, each in load_file(file).items()}, file, metadata={"format": "pt"})
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
     config = (path / "config.json").read_text()
     (path / "config.json").write_text(config.replace("float32", "bfloat16"))
     return path
@@ -47,8 +47,8 @@ def test_scales_a_token_are_rounded_without_text_and_stored_ones_are_not(llama, 
     folder, _ = llama
     done = {}
     for name, (weight, activation) in list(SCHEMES.items())[:2]:
-        given = {"target": "compressed-tensors", "config": QuantConfig(weight=weight, activation=activation)}
-        done[name] = partial(deploy_checkpoint, folder, tmp_path / "out", **given, accuracy="fast", verify=False)
+        options = {"target": "compressed-tensors", "config": QuantConfig(weight=weight, activation=activation)}
+        done[name] = partial(deploy_checkpoint, folder, tmp_path / "out", **options, accuracy="fast", verify=False)
     with pytest.raises(CalibrationError, match="a scale a token"):
         done["w8a8, stored scales"]()
     assert not (tmp_path / "out").exists()
@@ -72,9 +72,9 @@ def test_transformers_computes_what_was_simulated(llama, tmp_path, scheme):
         samples=24,
         progress=False,
     )
-    found = done.report.language
-    assert (found.status, found.message) == ("ok", "")
-    assert found.agreement_db > (20 if "nvfp4," in scheme else 35)  # bfloat16 moves what lies between 4-bit codes
+    result = done.report.language
+    assert (result.status, result.message) == ("ok", "")
+    assert result.agreement_db > (20 if "nvfp4," in scheme else 35)  # bfloat16 moves what lies between 4-bit codes
     assert done.score < 1.02 * done.float_score
 
 
@@ -83,9 +83,9 @@ def test_scales_of_blocks_are_float8_times_a_power_of_two():
     for factor in (1e-6, 1.0, 3e4):
         scale = torch.rand(8, 16, generator=generator) * factor
         scale[0, 0] = 0.0
-        found = _round_to_two_levels(QParams(scale)).scale
-        outer = outer_scale(found)
+        rounded = _round_to_two_levels(QParams(scale)).scale
+        outer = outer_scale(rounded)
         assert float(outer.log2()) == round(float(outer.log2()))
-        assert torch.equal((found / outer).to(E4M3).float() * outer, found)
-        assert bool((found > 0).all())
-        assert float(((found - scale).abs() / scale.amax()).max()) < 1 / 16
+        assert torch.equal((rounded / outer).to(E4M3).float() * outer, rounded)
+        assert bool((rounded > 0).all())
+        assert float(((rounded - scale).abs() / scale.amax()).max()) < 1 / 16

@@ -17,13 +17,13 @@ from scalepoint.report import Report, compare_runs
 from scalepoint.runtimes import Runtime
 from scalepoint.support.files import replace_folder
 
-GIVEN = {"length": 32, "accuracy": "fast", "progress": False, "config": {"weight": {"n_bits": 4, "block_size": 32}}}
+OPTIONS = {"length": 32, "accuracy": "fast", "progress": False, "config": {"weight": {"n_bits": 4, "block_size": 32}}}
 TARGET = "compressed-tensors"
 
 
 def deployed(llama, path, **more):
     folder, _ = llama
-    return deploy_checkpoint(folder, path, target=TARGET, **{**GIVEN, "judge": folder / "judge.txt", **more})
+    return deploy_checkpoint(folder, path, target=TARGET, **{**OPTIONS, "judge": folder / "judge.txt", **more})
 
 
 def use_format(monkeypatch, change):
@@ -56,7 +56,7 @@ def test_a_lower_perplexity_is_an_improvement_in_every_place_that_shows_it(llama
         assert "lower is better" in str(done)
         assert not Report.from_json((done.path / "report.json").read_text()).accuracy[0].higher_is_better
     numbers = compare_runs(tmp_path / "three", tmp_path / "eight").numbers
-    (row,) = (each for each in numbers if each.name == "perplexity")
+    (row,) = (number for number in numbers if number.name == "perplexity")
     assert row.mood == "better"
 
 
@@ -95,12 +95,12 @@ def test_the_command_ends_by_what_is_allowed(llama, tmp_path, monkeypatch, capsy
     use_format(monkeypatch, lambda weight: weight.roll(1, 0))
     config = tmp_path / "config.yaml"
     config.write_text("quantization: {weight: {n_bits: 4, block_size: 32}}\nlength: 32\naccuracy: fast\n")
-    given = ["deploy", str(llama[0]), "-c", str(config), "--target", TARGET, "--judge", str(llama[0] / "judge.txt")]
-    assert run([*given, "-o", str(tmp_path / "out"), *more]) == code
-    said = capsys.readouterr()
-    assert "not verified" in said.err
-    assert ("--allow-departure" in said.err) is (code == 4)
-    assert "lower is better" in said.out
+    arguments = ["deploy", str(llama[0]), "-c", str(config), "--target", TARGET, "--judge", str(llama[0] / "judge.txt")]
+    assert run([*arguments, "-o", str(tmp_path / "out"), *more]) == code
+    captured = capsys.readouterr()
+    assert "not verified" in captured.err
+    assert ("--allow-departure" in captured.err) is (code == 4)
+    assert "lower is better" in captured.out
 
 
 @pytest.mark.slow
@@ -120,9 +120,9 @@ def test_a_file_that_its_runtime_cannot_load_is_an_error(llama, tmp_path, monkey
 def test_a_perplexity_that_is_no_number_is_an_error():
     tokens = [torch.arange(8)[None]]
     with pytest.raises(NonFiniteError, match="NaN"):
-        perplexity(lambda own: torch.full((1, 8, 10), torch.nan), tokens)
+        perplexity(lambda batch: torch.full((1, 8, 10), torch.nan), tokens)
     with pytest.raises(UsageError, match="2 tokens"):
-        perplexity(lambda own: torch.zeros(1, own.shape[1], 10), [torch.zeros(1, 1, dtype=torch.int64)])
+        perplexity(lambda batch: torch.zeros(1, batch.shape[1], 10), [torch.zeros(1, 1, dtype=torch.int64)])
 
 
 def damaged(llama, folder, name, change):
@@ -157,7 +157,7 @@ def test_a_weight_that_is_no_number_is_refused_by_name(llama, tmp_path, case, ju
         deployed(source, tmp_path / "out", verify=False, **more)
     assert "NaN or infinity" in str(error.value) or "stored as int" in str(error.value)
     assert "on_nan" not in str(error.value)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 @pytest.mark.parametrize("more", [{"accuracy": "balanced"}, {"accuracy": "fast"}], ids=str)
@@ -178,5 +178,5 @@ def test_the_size_names_the_type_it_is_compared_with_and_nothing_measured_is_sai
     assert "smaller than the float32 checkpoint" in text
     assert "nothing was measured" in done.report.verdict()
     assert "simulation" not in done.report.verdict()
-    judged = deployed(llama, tmp_path / "judged", verify=False)
-    assert "numbers are of the simulation" in judged.report.verdict()
+    with_text = deployed(llama, tmp_path / "judged", verify=False)
+    assert "numbers are of the simulation" in with_text.report.verdict()

@@ -12,7 +12,7 @@ from scalepoint.errors import CalibrationError, UsageError
 CONFIG = {"weight": {"n_bits": 4, "block_size": 32}}
 
 
-def given(llama, data, *, length, count):
+def load_text(llama, data, *, length, count):
     return load_sequences(data, Source.open(llama[0]), length=length, count=count, what="data")
 
 
@@ -27,9 +27,9 @@ def given(llama, data, *, length, count):
 )
 def test_tokens_are_cut_and_counted_as_text_is(llama, shapes, length, count, sizes):
     data = [torch.randint(0, 320, shape) for shape in shapes]
-    found = given(llama, data, length=length, count=count)
-    assert [tuple(each.shape) for each in found] == [(1, size) for size in sizes]
-    assert torch.equal(found[0][0], data[0].reshape(-1, data[0].shape[-1])[0, : sizes[0]])
+    sequences = load_text(llama, data, length=length, count=count)
+    assert [tuple(sequence.shape) for sequence in sequences] == [(1, size) for size in sizes]
+    assert torch.equal(sequences[0][0], data[0].reshape(-1, data[0].shape[-1])[0, : sizes[0]])
 
 
 def test_a_run_reads_no_more_tokens_than_it_is_asked_for(llama, tmp_path):
@@ -41,11 +41,11 @@ def test_a_run_reads_no_more_tokens_than_it_is_asked_for(llama, tmp_path):
     )  # fmt: skip
     assert done.tuned.samples == 3
     assert done.report.language.tokens == 16 * 15  # of 16 sequences, every token but the first
-    own = deploy_checkpoint(
+    from_tokens = deploy_checkpoint(
         llama[0], tmp_path / "own", target="compressed-tensors", config=CONFIG, accuracy="fast", judge=[rows],
         length=16, verify=False, progress=False,
     )  # fmt: skip
-    assert own.report.language.tokens == 16 * 15
+    assert from_tokens.report.language.tokens == 16 * 15
 
 
 @pytest.mark.parametrize("data", [[torch.arange(32)[None]], "text"], ids=["tokens", "text"])
@@ -61,7 +61,7 @@ def test_one_sequence_does_not_both_calibrate_and_judge(llama, tmp_path, data):
 @pytest.mark.parametrize("tokens", [torch.zeros(1, 1).long(), torch.zeros(4), torch.zeros(1, 1, 4).long(), "a"])
 def test_tokens_that_are_no_sequence_are_refused(llama, tokens):
     with pytest.raises(UsageError, match="integer tensors"):
-        given(llama, [tokens], length=8, count=2)
+        load_text(llama, [tokens], length=8, count=2)
 
 
 @pytest.mark.parametrize("data", [[torch.arange(200)[None] % 300] * 2, "text"], ids=["tokens", "text"])
@@ -82,17 +82,17 @@ def test_a_context_is_read_from_a_config_of_any_kind(llama, scaling):
 def test_only_as_much_text_is_tokenized_as_is_needed(llama, tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
     path.write_text((llama[0] / "calibration.txt").read_text() * 20)
-    real, seen = load_tokenizer(Source.open(llama[0])), []
+    real, tokenized = load_tokenizer(Source.open(llama[0])), []
 
     class Counting:
         def encode(self, text, **options):
-            seen.append(len(text))
+            tokenized.append(len(text))
             return real.encode(text, **options)
 
     monkeypatch.setattr(module, "load_tokenizer", lambda source: Counting())
-    found = given(llama, path, length=32, count=4)
-    assert sum(seen) < 5_000 < len(path.read_text())
-    whole = real.encode(path.read_text(), add_special_tokens=False)
-    assert torch.cat(found, 1)[0].tolist() == whole[:128]
-    everything = given(llama, path, length=32, count=10**6)
-    assert torch.cat(everything, 1)[0].tolist() == whole[: len(whole) // 32 * 32]
+    sequences = load_text(llama, path, length=32, count=4)
+    assert sum(tokenized) < 5_000 < len(path.read_text())
+    all_tokens = real.encode(path.read_text(), add_special_tokens=False)
+    assert torch.cat(sequences, 1)[0].tolist() == all_tokens[:128]
+    everything = load_text(llama, path, length=32, count=10**6)
+    assert torch.cat(everything, 1)[0].tolist() == all_tokens[: len(all_tokens) // 32 * 32]

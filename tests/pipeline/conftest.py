@@ -23,7 +23,7 @@ def fidelity(model, data):
     """Minus the noise to signal against the float model, in percent."""
 
     def evaluate(run):
-        expected, found = model(data[0]), run(data[0])
-        return float(-100 * (expected - found).square().sum() / expected.square().sum())
+        expected, actual = model(data[0]), run(data[0])
+        return float(-100 * (expected - actual).square().sum() / expected.square().sum())
 
     return evaluate

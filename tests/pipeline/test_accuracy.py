@@ -29,31 +29,31 @@ def data():
 
 
 def deployed(net, data, folder, **options):
-    given = {"target": "reference", "config": FOUR, "output": folder, "progress": False}
-    return scalepoint.deploy(net, data[0], data, **{**given, **options})
+    defaults = {"target": "reference", "config": FOUR, "output": folder, "progress": False}
+    return scalepoint.deploy(net, data[0], data, **{**defaults, **options})
 
 
 def shifted(model):
-    return [each.bias_shift is not None for each in model.modules() if isinstance(each, QuantizedLayer)]
+    return [module.bias_shift is not None for module in model.modules() if isinstance(module, QuantizedLayer)]
 
 
 def test_four_bits_are_balanced_unless_told(net, data, tmp_path):
     done = deployed(net, data, tmp_path / "balanced")
-    assert [each.name for each in done.tuned.layers] == ["0", "2", "4"]
-    assert all(each.moved > 0 for each in done.tuned.layers)
+    assert [layer.name for layer in done.tuned.layers] == ["0", "2", "4"]
+    assert all(layer.moved > 0 for layer in done.tuned.layers)
     fast = deployed(net, data, tmp_path / "fast", accuracy="fast")
-    assert all(each.moved == 0 for each in fast.tuned.layers)
+    assert all(layer.moved == 0 for layer in fast.tuned.layers)
     assert any(shifted(fast.model))
     with torch.no_grad():
         truth = net(data[1])
-        errors = [float((each.model(data[1]) - truth).square().mean()) for each in (done, fast)]
+        errors = [float((deployment.model(data[1]) - truth).square().mean()) for deployment in (done, fast)]
     assert errors[0] < 0.5 * errors[1]
 
 
 def test_eight_bits_are_rounded_unless_asked(net, data, tmp_path):
     assert deployed(net, data, tmp_path / "plain", config=None).tuned is None
-    asked = deployed(net, data, tmp_path / "asked", config=None, accuracy="balanced")
-    assert len(asked.tuned.layers) == 3
+    tuned = deployed(net, data, tmp_path / "asked", config=None, accuracy="balanced")
+    assert len(tuned.tuned.layers) == 3
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_what_was_tuned_is_resumed(net, data, tmp_path):
             deployed(net, data, tmp_path / "out")
     done = deployed(net, data, tmp_path / "out", resume=True)
     fresh = deployed(net, data, tmp_path / "fresh")
-    assert [each.name for each in done.tuned.layers] == [each.name for each in fresh.tuned.layers]
+    assert [layer.name for layer in done.tuned.layers] == [layer.name for layer in fresh.tuned.layers]
     assert done.path.read_bytes() == fresh.path.read_bytes()
 
 
@@ -80,11 +80,13 @@ def test_without_data_nothing_is_chosen():
     assert choose_tuning(model, None, has_data=False) is None
 
 
-@pytest.mark.parametrize("given", [list, lambda: iter([torch.ones(2, 32)])], ids=["no batches", "an iterator"])
-def test_data_that_cannot_be_read_again_is_refused_before_capture(tmp_path, monkeypatch, given):
+@pytest.mark.parametrize("bad_data", [list, lambda: iter([torch.ones(2, 32)])], ids=["no batches", "an iterator"])
+def test_data_that_cannot_be_read_again_is_refused_before_capture(tmp_path, monkeypatch, bad_data):
     monkeypatch.setattr(stages, "transform", None)  # it would fail if it ran
     with pytest.raises(UsageError, match="accuracy='balanced' reads the calibration data a second time"):
-        scalepoint.deploy(nn.Linear(32, 32), torch.ones(2, 32), given(), accuracy="balanced", output=tmp_path / "out")
+        scalepoint.deploy(
+            nn.Linear(32, 32), torch.ones(2, 32), bad_data(), accuracy="balanced", output=tmp_path / "out"
+        )
     assert not (tmp_path / "out").exists()
 
 

@@ -31,13 +31,13 @@ def data():
 
 
 def deployed(net, data, folder, **options):
-    given = {"target": "reference", "output": folder, "progress": False, "config": MINMAX}
-    return scalepoint.deploy(net, data[0], data, **{**given, **options})
+    defaults = {"target": "reference", "output": folder, "progress": False, "config": MINMAX}
+    return scalepoint.deploy(net, data[0], data, **{**defaults, **options})
 
 
 def widths(model):
-    found = {each.name: each.spec.n_bits for each in model.modules() if isinstance(each, WeightFakeQuantize)}
-    return {name.removesuffix(".weight"): bits for name, bits in found.items()}
+    quantizers = [module for module in model.modules() if isinstance(module, WeightFakeQuantize)]
+    return {quantizer.name.removesuffix(".weight"): quantizer.spec.n_bits for quantizer in quantizers}
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +48,21 @@ def bits(net, data, tmp_path_factory):
 
 def test_bits_are_given_where_they_remove_most_error(bits):
     done, _ = bits
-    found = done.allocation
-    assert widths(done.model) == {each.name: int(each.chosen[3:]) for each in found.layers}
-    assert set(found.counts) == {"int4", "int8"}
-    weights = sum(each.weights for each in found.layers)
-    mean = sum(each.weights * int(each.chosen[3:]) for each in found.layers) / weights
-    assert found.reached == pytest.approx(mean)
+    allocation = done.allocation
+    assert widths(done.model) == {layer.name: int(layer.chosen[3:]) for layer in allocation.layers}
+    assert set(allocation.counts) == {"int4", "int8"}
+    weights = sum(layer.weights for layer in allocation.layers)
+    mean = sum(layer.weights * int(layer.chosen[3:]) for layer in allocation.layers) / weights
+    assert allocation.reached == pytest.approx(mean)
     assert mean <= 5
-    assert found.uniform["int8"][1] < found.error < found.uniform["int4"][1]
+    assert allocation.uniform["int8"][1] < allocation.error < allocation.uniform["int4"][1]
 
 
 def test_the_report_shows_precision_front_and_tuning(bits):
     done, folder = bits
     report = Report.from_json((folder / "report.json").read_text())
     assert report.allocation == done.allocation
-    assert [each.name for each in report.tuning.layers] == [each.name for each in done.tuned.layers]
+    assert [layer.name for layer in report.tuning.layers] == [layer.name for layer in done.tuned.layers]
     costs = [point.cost for point in report.allocation.front]
     errors = [point.error for point in report.allocation.front]
     assert costs == sorted(costs)
@@ -124,18 +124,18 @@ def test_what_was_measured_is_resumed_and_another_choice_measured_anew(net, data
     def stop(*_, **__):
         raise Stop
 
-    given = {"budget": Budget(bits=6), "choices": ("int4", "int8")}
+    options = {"budget": Budget(bits=6), "choices": ("int4", "int8")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "export", stop)
         with pytest.raises(Stop):
-            deployed(net, data, tmp_path / "out", **given)
+            deployed(net, data, tmp_path / "out", **options)
         patch.undo()
         patch.setattr(stages, "publish", stop)
         with pytest.raises(Stop):
-            deployed(net, data, tmp_path / "out", resume=True, **given)
+            deployed(net, data, tmp_path / "out", resume=True, **options)
         assert len(counts) == 1
         with pytest.warns(UserWarning, match="choices changed"), pytest.raises(Stop):
-            deployed(net, data, tmp_path / "out", resume=True, **{**given, "choices": ("int8", "int4", "int2")})
+            deployed(net, data, tmp_path / "out", resume=True, **{**options, "choices": ("int8", "int4", "int2")})
     assert len(counts) == 2
 
 
@@ -143,16 +143,16 @@ def test_weights_alone_need_no_data(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
     config = QuantConfig.weight_only("int4", block_size=32)
-    given = {"target": "onnxruntime", "config": config, "budget": Budget(bits=6), "choices": ("int4", "int8")}
-    done = scalepoint.deploy(model, torch.randn(4, 64), [], output=tmp_path, progress=False, **given)
+    options = {"target": "onnxruntime", "config": config, "budget": Budget(bits=6), "choices": ("int4", "int8")}
+    done = scalepoint.deploy(model, torch.randn(4, 64), [], output=tmp_path, progress=False, **options)
     assert done.allocation.counts == {"int4": 1, "int8": 1}
     assert done.verification.holds
 
 
-@pytest.mark.parametrize("asked", ["budget", "max_drop"])
-def test_a_net_that_ends_in_a_quantized_convolution_is_measured_too(net, data, tmp_path, asked):
+@pytest.mark.parametrize("limit", ["budget", "max_drop"])
+def test_a_net_that_ends_in_a_quantized_convolution_is_measured_too(net, data, tmp_path, limit):
     """The default target quantizes the output of the last layer: a quantizer that the output alone reads."""
-    options = {"budget": "bits=8"} if asked == "budget" else {"max_drop": 1e-9, "max_trials": 3}
+    options = {"budget": "bits=8"} if limit == "budget" else {"max_drop": 1e-9, "max_trials": 3}
     expected = net(data[0])
 
     def evaluate(run):

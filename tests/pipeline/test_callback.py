@@ -9,7 +9,7 @@ from scalepoint.support.progress import Event
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def recorded_run(tmp_path_factory):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
     data = [torch.randn(2, 3, 8, 8) for _ in range(3)]
@@ -22,26 +22,26 @@ def told(tmp_path_factory):
     return done, heard, folder
 
 
-def test_every_phase_starts_and_ends_once_in_order(told):
-    _, heard, _ = told
-    started = [each.name for each in heard if each.kind == "start"]
-    assert [each.name for each in heard if each.kind == "end"] == started or len(set(started)) == len(started)
+def test_every_phase_starts_and_ends_once_in_order(recorded_run):
+    _, heard, _ = recorded_run
+    started = [event.name for event in heard if event.kind == "start"]
+    assert [event.name for event in heard if event.kind == "end"] == started or len(set(started)) == len(started)
     assert started.index("capturing") < started.index("calibrating") < started.index("exporting")
-    counted = [each.done for each in heard if each.kind == "advance" and each.name == "calibrating"]
+    counted = [event.done for event in heard if event.kind == "advance" and event.name == "calibrating"]
     assert counted == [1, 2, 3]
 
 
-def test_numbers_and_files_are_told(told):
-    done, heard, folder = told
-    numbers = {each.name: each.value for each in heard if each.kind == "metric"}
+def test_numbers_and_files_are_told(recorded_run):
+    done, heard, folder = recorded_run
+    numbers = {event.name: event.value for event in heard if event.kind == "metric"}
     assert (numbers["float score"], numbers["score"]) == (0.5, 0.5)
     assert numbers["size"] == done.path.stat().st_size
-    files = {each.name for each in heard if each.kind == "file"}
+    files = {event.name for event in heard if event.kind == "file"}
     assert {str(folder / "report.html"), str(done.path)} <= files
 
 
-def test_a_notebook_shows_the_result_inert(told):
-    done, _, _ = told
+def test_a_notebook_shows_the_result_inert(recorded_run):
+    done, _, _ = recorded_run
     page = done._repr_html_()
     assert "Sequential" in page
     assert "score" in page

@@ -54,8 +54,8 @@ def test_an_automatic_choice_is_told_in_one_line_and_kept(tmp_path, capsys):
 
 
 def test_a_target_of_another_package_may_have_an_option_of_the_same_name(tmp_path):
-    own = replace(onnxruntime_target(cpu=HERE), name="mine", options={"cpu": "arm"})
-    deploy(tmp_path, target=own)
+    custom_target = replace(onnxruntime_target(cpu=HERE), name="mine", options={"cpu": "arm"})
+    deploy(tmp_path, target=custom_target)
     assert DeployConfig.from_file(tmp_path / "config.yaml").cpu == "auto"
 
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 UNSAID, ALL, FAST = QuantConfig(), QuantConfig(speed_first=False), QuantConfig(speed_first=True)
 
-KEPT = {
+EXPECTED_FILES = {
     "model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt",
     ".scalepoint-files.json", "inputs.safetensors",
 }  # fmt: skip
@@ -60,21 +60,21 @@ def test_what_int8_makes_slower_stays_float_in_deploy_unless_told_otherwise(conf
 @pytest.mark.parametrize("config", [None, ALL], ids=["unsaid", "all"])
 def test_deploy_names_what_it_leaves_float_for_speed(model, data, tmp_path, config):
     done = scalepoint.deploy(model, data[0], data, target="onnxruntime", config=config, output=tmp_path, smoke=True)
-    left = [row for row in done.report.coverage.operations if row.is_for_speed]
-    assert config is None or not left
-    assert all(f"{row.name} " in str(done) and row.reason for row in left)
+    float_rows = [row for row in done.report.coverage.operations if row.is_for_speed]
+    assert config is None or not float_rows
+    assert all(f"{row.name} " in str(done) and row.reason for row in float_rows)
 
 
 class TestDeploy:
     @pytest.fixture(scope="class")
     def done(self, model, data, tmp_path_factory):
-        seen = []
+        runs = []
 
         model.eval()
         truth = model(data[0]).detach()
 
         def evaluate(run):
-            seen.append(type(run).__name__)
+            runs.append(type(run).__name__)
             return float((run(data[0]) - truth).square().mean().neg())
 
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -85,17 +85,17 @@ class TestDeploy:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert all(module.training for module in model.modules())
         model.eval()
-        return done, seen, folder
+        return done, runs, folder
 
     def test_the_file_runs_in_int8_as_simulated(self, done):
-        found = done[0].verification
-        assert found.holds
-        assert found.low_precision == 5
-        assert found.fallbacks == ()
+        verification = done[0].verification
+        assert verification.holds
+        assert verification.low_precision == 5
+        assert verification.fallbacks == ()
 
     def test_the_metric_sees_the_float_model_and_the_file_in_its_runtime(self, done):
-        deployment, seen, _ = done
-        assert seen == ["Net", "RuntimeModel"]
+        deployment, runs, _ = done
+        assert runs == ["Net", "RuntimeModel"]
         assert deployment.float_score == 0
         assert -0.1 < deployment.score < 0
 
@@ -103,7 +103,7 @@ class TestDeploy:
         deployment, _, folder = done
         names = {path.name for path in folder.iterdir()}
         baseline = deployment.verification.latency.baseline_file
-        assert names == KEPT | {baseline}
+        assert names == EXPECTED_FILES | {baseline}
         assert baseline in ("float.onnx", PLAIN)
         assert f"{folder / baseline} {deployment.path}" in " ".join(deployment.report.next_steps())
         report = Report.from_json((folder / "report.json").read_text())
@@ -149,16 +149,16 @@ def test_a_smoke_run_leaves_away_what_only_measures(model, data, tmp_path, monke
     calls = []
     monkeypatch.setattr("scalepoint.pipeline.build_report.compare", lambda *_, **__: calls.append("compare"))
     monkeypatch.setattr("scalepoint.pipeline.build_report.histograms", lambda *_, **__: calls.append("histograms"))
-    written = []
+    float_paths = []
     real = stages.export
 
-    def export(*given, **options):
-        written.append(options["float_path"])
-        return real(*given, **options)
+    def export(*args, **options):
+        float_paths.append(options["float_path"])
+        return real(*args, **options)
 
     monkeypatch.setattr(stages, "export", export)
     done = scalepoint.deploy(model, data[0], [*data, *data], output=tmp_path, smoke=True, progress=False)
-    assert (calls, written) == ([], [None])
+    assert (calls, float_paths) == ([], [None])
     assert not (tmp_path / "float.onnx").exists()
     assert done.verification.holds
     assert (done.verification.latency, done.verification.float_size) == (None, None)
@@ -180,10 +180,10 @@ def test_a_metric_sees_the_models_own_structure_with_its_nones(tmp_path):
     x = torch.randn(2, 8)
 
     def metric(run):
-        given = run(x)
-        assert list(given) == ["y", "none", "text", "more"]
-        assert (given["none"], given["text"], given["more"][1]) == (None, "a word", None)
-        return float(given["y"].mean() + given["more"][0].mean())
+        output = run(x)
+        assert list(output) == ["y", "none", "text", "more"]
+        assert (output["none"], output["text"], output["more"][1]) == (None, "a word", None)
+        return float(output["y"].mean() + output["more"][0].mean())
 
     done = scalepoint.deploy(Nested(), x, [x], output=tmp_path / "out", evaluate=metric, smoke=True, progress=False)
     assert done.report.accuracy[0].where == "runtime"
@@ -202,31 +202,31 @@ def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatc
     """A model of more than 2 GB has its weights in files of their own; here everything counts as that large."""
     monkeypatch.setattr(save, "MAX_SINGLE_FILE_BYTES", 100)
     x = torch.randn(2, 64)
-    seen = set()
+    all_data_files = set()
     for seed in (0, 1):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
         done = scalepoint.deploy(net, x, [x], output=tmp_path, force=True)
         names = {path.name for path in tmp_path.iterdir()}
         data = {name for name in names if name.endswith(".data")}
-        assert names - data - {PLAIN} == KEPT
+        assert names - data - {PLAIN} == EXPECTED_FILES
         assert len(data) == 2
-        assert not data & seen
-        seen |= data
+        assert not data & all_data_files
+        all_data_files |= data
         run = RuntimeModel(done.path)
         assert torch.nn.functional.cosine_similarity(run(x), net(x)).min() > 0.99
 
 
 def test_of_a_model_in_train_mode_what_is_deployed_is_in_eval(model, data, tmp_path):
-    given = copy.deepcopy(model).train()
-    done = scalepoint.deploy(given, data[0], data, output=tmp_path, smoke=True)
-    assert given.training
+    train_model = copy.deepcopy(model).train()
+    done = scalepoint.deploy(train_model, data[0], data, output=tmp_path, smoke=True)
+    assert train_model.training
     assert not any(module.training for module in done.model.modules())
     with torch.no_grad():
         simulated = done.model(data[1])
     with RuntimeModel(done.path) as run:
-        found = run(data[1])
-    torch.testing.assert_close(found, simulated, rtol=1e-3, atol=1e-3)
+        output = run(data[1])
+    torch.testing.assert_close(output, simulated, rtol=1e-3, atol=1e-3)
 
 
 class Speech(nn.Module):
@@ -242,14 +242,14 @@ class Speech(nn.Module):
 @pytest.mark.parametrize("form", ["list", "iterator", "function", "by name"])
 def test_data_of_sizes_that_the_file_will_not_take_is_told_of(form, tmp_path):
     batches = [torch.randn(count, 8, length) for count, length in ((3, 41), (2, 17))]
-    given = {
+    options = {
         "list": batches,
         "iterator": iter(batches),
         "function": lambda model: [model(batch) for batch in batches],
         "by name": [{"x": batch} for batch in batches],
     }
     with pytest.warns(ScalepointWarning, match="'x'.*17, 41.*axis 2.*30.*pad or resize"):
-        scalepoint.deploy(Speech().eval(), torch.randn(2, 8, 30), given[form], output=tmp_path, smoke=True)
+        scalepoint.deploy(Speech().eval(), torch.randn(2, 8, 30), options[form], output=tmp_path, smoke=True)
 
 
 def test_other_batches_and_lengths_of_tokens_are_free_and_not_told_of(tmp_path):
@@ -269,10 +269,10 @@ class TestRefused:
             scalepoint.deploy(model, data[0], iter(data), output=tmp_path, evaluate=lambda run: 0.0, max_drop=1.0)
 
     def test_a_float_type_that_the_target_lacks_before_any_work(self, model, data, tmp_path):
-        seen = []
+        calls = []
         with pytest.raises(TargetError, match="float_dtype=float16: target 'onnxruntime' runs"):
-            scalepoint.deploy(model, data[0], seen.append, output=tmp_path / "out", float_dtype="float16")
-        assert not seen
+            scalepoint.deploy(model, data[0], calls.append, output=tmp_path / "out", float_dtype="float16")
+        assert not calls
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize("value", [None, "high", torch.zeros(2)])
@@ -313,9 +313,9 @@ class TestRefused:
             scalepoint.deploy(model, torch.randn(2, 4), [torch.randn(2, 4)], output=tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
-    @pytest.mark.parametrize("given", ["a loader", "a shape"])
-    def test_an_example_without_a_tensor_gets_the_way_to_one(self, model, data, tmp_path, given):
-        example = DataLoader(data) if given == "a loader" else tuple(data[0].shape)
+    @pytest.mark.parametrize("bad_example", ["a loader", "a shape"])
+    def test_an_example_without_a_tensor_gets_the_way_to_one(self, model, data, tmp_path, bad_example):
+        example = DataLoader(data) if bad_example == "a loader" else tuple(data[0].shape)
         with raises(CaptureError, "no tensor", "next(iter(loader))"):
             scalepoint.deploy(model, example, data, output=tmp_path)
 
@@ -441,8 +441,8 @@ class Scaled(nn.Module):
 def test_an_example_may_have_positional_and_keyword_inputs(tmp_path):
     torch.manual_seed(0)
     x, scale = torch.randn(4, 16), torch.rand(4, 16)
-    given = {"kwargs": {"scale": scale}, "config": {"speed_first": False}, "progress": False}
-    done = scalepoint.deploy(Scaled().eval(), x, [{"x": x, "scale": scale}], output=tmp_path / "out", **given)
+    options = {"kwargs": {"scale": scale}, "config": {"speed_first": False}, "progress": False}
+    done = scalepoint.deploy(Scaled().eval(), x, [{"x": x, "scale": scale}], output=tmp_path / "out", **options)
     assert done.verification.holds
     assert {layer.name for layer in done.report.layers} == {"first", "second"}
 
@@ -454,13 +454,13 @@ def test_an_input_that_the_data_has_and_the_example_lacks_is_named(tmp_path, kin
     x, scale = torch.randn(4, 16), torch.rand(4, 16)
     batch = {"x": x, "scale": scale} if kind in ("dict", "iterator") else (x, scale)
     data = {"iterator": iter([batch]), "labels": [(x, torch.tensor([0, 1, 2, 1]))]}.get(kind, [batch])
-    given = {"config": {"speed_first": False}, "progress": False, "smoke": True, "output": tmp_path / "out"}
+    options = {"config": {"speed_first": False}, "progress": False, "smoke": True, "output": tmp_path / "out"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        scalepoint.deploy(Scaled().eval(), x, data, **given)
-    said = [str(each.message) for each in caught if issubclass(each.category, ScalepointWarning)]
-    named = [text for text in said if "'scale'" in text and "example_inputs=" in text]
-    assert len(named) == (0 if kind == "labels" else 1), said
+        scalepoint.deploy(Scaled().eval(), x, data, **options)
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, ScalepointWarning)]
+    matching = [text for text in texts if "'scale'" in text and "example_inputs=" in text]
+    assert len(matching) == (0 if kind == "labels" else 1), texts
 
 
 class OtherSelf(nn.Module):
@@ -484,9 +484,9 @@ def test_the_first_argument_of_forward_is_no_input_whatever_its_name(tmp_path):
 def a_call(folder, **options):
     torch.manual_seed(0)
     x = torch.randn(4, 16)
-    given = {"target": "reference", "smoke": True, "progress": False, "output": folder / "out"}
-    given |= {"model": nn.Linear(16, 4).eval(), "example_inputs": x, "calibration_data": [x]}
-    return scalepoint.deploy(**{**given, **options})
+    arguments = {"target": "reference", "smoke": True, "progress": False, "output": folder / "out"}
+    arguments |= {"model": nn.Linear(16, 4).eval(), "example_inputs": x, "calibration_data": [x]}
+    return scalepoint.deploy(**{**arguments, **options})
 
 
 def test_an_error_of_the_metric_is_not_taken_for_a_lock(tmp_path):

@@ -95,14 +95,14 @@ def choose_target(name: str) -> Target:
 
 def file_hash(case: str, folder: Path) -> str:
     """sha256 of the file that a case makes, without metadata."""
-    name, target, given = CASES[case]
+    name, target, options = CASES[case]
     # Bias correction averages products of arbitrary scales, whose sums depend on their order.
-    config = QuantConfig.build(given).model_copy(update={"correct_bias": False})
+    config = QuantConfig.build(options).model_copy(update={"correct_bias": False})
     model, x = network(name)
     suffix = SUFFIXES.get(target, "onnx")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loop = None if isinstance(given, QuantConfig) else [x]
+        loop = None if isinstance(options, QuantConfig) else [x]
         quantized = quantize(model, (x,), config, target=choose_target(target), forward_loop=loop, progress=False)
         path = export(quantized, folder / f"model.{suffix}", (x,))
     if suffix == "onnx":
@@ -118,6 +118,6 @@ def test_a_file_has_the_bytes_that_it_had(case, tmp_path):
 
 
 if __name__ == "__main__":
-    for each in CASES:
-        with tempfile.TemporaryDirectory() as place:
-            print(f'    "{each}": "{file_hash(each, Path(place))}",')  # noqa: T201
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as temporary_folder:
+            print(f'    "{case}": "{file_hash(case, Path(temporary_folder))}",')  # noqa: T201

@@ -21,10 +21,10 @@ from scalepoint.targets import find_target, onnxruntime_target
 
 def net(scale: float = 1.0) -> nn.Module:
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with torch.no_grad():
-        made[0].weight.mul_(scale)
-    return made
+        model[0].weight.mul_(scale)
+    return model
 
 
 class Doubling(nn.Linear):
@@ -117,7 +117,7 @@ class TestValues:
 
     def test_type_shape_and_bytes_count(self):
         values = [torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.tensor([0, 0, 0, 1.0])]
-        assert len({fingerprint_tensors(each) for each in values}) == 4
+        assert len({fingerprint_tensors(value) for value in values}) == 4
 
 
 class TestData:
@@ -126,7 +126,7 @@ class TestData:
         looked = []
         recorded = DataSource(batches).with_fingerprint(looked.append)
         assert len(recorded.data) == 6
-        assert [float(each[0]) for each in recorded.data] == [0, 1, 2, 3, 4, 5]
+        assert [float(batch[0]) for batch in recorded.data] == [0, 1, 2, 3, 4, 5]
         assert len(looked) == 6
         assert recorded.fingerprint() == DataSource(batches).fingerprint()
         assert recorded.fingerprint() != DataSource(batches[:5]).fingerprint()
@@ -136,8 +136,8 @@ class TestData:
         once = iter([torch.ones(1)])
         assert DataSource(once).fingerprint() is None
         assert len(list(once)) == 1
-        for given in (torch.ones(2), {"a": 1}, "text", print, None):
-            assert DataSource(given).with_fingerprint(print).data is given
+        for value in (torch.ones(2), {"a": 1}, "text", print, None):
+            assert DataSource(value).with_fingerprint(print).data is value
 
     def test_a_generator_function_is_marked_by_its_code(self):
         def loop(model):

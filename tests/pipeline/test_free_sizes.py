@@ -36,8 +36,8 @@ class Segments(nn.Module):
         a = self.first(x).relu()
         b = self.down(a).relu()
         b = b + F.interpolate(self.pooled(F.adaptive_avg_pool2d(b, 1)), size=b.shape[-2:], mode="bilinear")
-        found = self.head(torch.cat((a, self.up(b).relu()), 1))
-        return F.interpolate(found, size=x.shape[-2:], mode="bilinear", align_corners=False)
+        logits = self.head(torch.cat((a, self.up(b).relu()), 1))
+        return F.interpolate(logits, size=x.shape[-2:], mode="bilinear", align_corners=False)
 
 
 class Frames(nn.Module):
@@ -76,7 +76,7 @@ def done(segments, pictures, tmp_path_factory):
 
 def axes(path, name):
     graph = onnx.load(path).graph
-    (value,) = (each for each in (*graph.input, *graph.output) if each.name == name)
+    (value,) = (tensor for tensor in (*graph.input, *graph.output) if tensor.name == name)
     return [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim]
 
 
@@ -87,13 +87,13 @@ def test_both_files_name_the_free_axes_of_inputs_and_outputs(done):
 
 
 def test_the_file_is_verified_at_other_sizes_and_the_report_says_so(done):
-    found = done.verification
-    assert found.low_precision >= 4
-    assert found.resized.sizes == {"height": 24, "width": 12}
-    assert found.resized.steps == {"height": 2, "width": 2}
-    assert found.resized.sqnr >= 40
+    verification = done.verification
+    assert verification.low_precision >= 4
+    assert verification.resized.sizes == {"height": 24, "width": 12}
+    assert verification.resized.steps == {"height": 2, "width": 2}
+    assert verification.resized.sqnr >= 40
     assert "height 24, width 12 (height in steps of 2, width in steps of 2)" in " ".join(
-        str(found).replace("│", "").split()
+        str(verification).replace("│", "").split()
     )
     assert str(PICTURE) in done.report.reproduction.call
 
@@ -102,10 +102,10 @@ def test_the_file_is_verified_at_other_sizes_and_the_report_says_so(done):
 def test_the_file_runs_at_any_size_as_simulated(done, size):
     x = torch.randn(3, 3, *size)
     with RuntimeModel(done.path) as run:
-        found = run(x)
+        output = run(x)
     expected = done.model(x)
-    assert found.shape == expected.shape == (3, 5, *size)
-    assert (found - expected).square().sum() <= 1e-4 * expected.square().sum()
+    assert output.shape == expected.shape == (3, 5, *size)
+    assert (output - expected).square().sum() <= 1e-4 * expected.square().sum()
 
 
 def test_what_is_kept_keeps_the_free_axes(done, segments, pictures):
@@ -122,13 +122,13 @@ def test_what_is_kept_keeps_the_free_axes(done, segments, pictures):
 
 def test_macs_are_those_of_the_example(segments, pictures):
     free, fixed = (
-        transform(segments, pictures[0], target="onnxruntime", dynamic_axes=given) for given in (PICTURE, None)
+        transform(segments, pictures[0], target="onnxruntime", dynamic_axes=dynamic) for dynamic in (PICTURE, None)
     )
-    found, expected = (
-        [(row.name, row.macs) for row in coverage(scalepoint.insert_qdq(each.model, each.matches)).operations]
-        for each in (free, fixed)
+    actual, expected = (
+        [(row.name, row.macs) for row in coverage(scalepoint.insert_qdq(graph.model, graph.matches)).operations]
+        for graph in (free, fixed)
     )
-    assert found == expected
+    assert actual == expected
 
 
 @pytest.mark.parametrize("runtime", fast(("onnxruntime", "openvino"), "onnxruntime"))
@@ -137,24 +137,26 @@ def test_frames_of_any_number(runtime, tmp_path):
         pytest.skip(f"{runtime} is not installed")
     torch.manual_seed(0)
     model, x = Frames().eval(), torch.randn(2, 20, 12)
-    found = quantize(model, x, forward_loop=[x], target=runtime, dynamic_axes={"frames": {1: "frames"}}, progress=False)
-    path = export(found, tmp_path / "model.onnx", x)
+    quantized = quantize(
+        model, x, forward_loop=[x], target=runtime, dynamic_axes={"frames": {1: "frames"}}, progress=False
+    )
+    path = export(quantized, tmp_path / "model.onnx", x)
     assert axes(path, "output_0") == ["batch", "frames", 6]
-    said = verify(path, found, x, layers=False)
-    said.check()
-    assert said.resized.sizes == {"frames": 30}
+    verification = verify(path, quantized, x, layers=False)
+    verification.check()
+    assert verification.resized.sizes == {"frames": 30}
 
 
 def test_a_file_that_is_not_free_is_found_out(segments, pictures, tmp_path):
-    given = {"forward_loop": pictures[:1], "target": "onnxruntime", "progress": False}
-    free = quantize(segments, pictures[0], dynamic_axes=PICTURE, **given)
-    fixed = quantize(segments, pictures[0], **given)
+    options = {"forward_loop": pictures[:1], "target": "onnxruntime", "progress": False}
+    free = quantize(segments, pictures[0], dynamic_axes=PICTURE, **options)
+    fixed = quantize(segments, pictures[0], **options)
     path = export(fixed, tmp_path / "model.onnx", pictures[0])
-    found = verify(path, free, pictures[0], layers=False)
-    assert not found.holds
-    assert "Got invalid dimensions" in found.resized.message
+    verification = verify(path, free, pictures[0], layers=False)
+    assert not verification.holds
+    assert "Got invalid dimensions" in verification.resized.message
     with raises(VerificationError, "dynamic_axes", "height 24", "width 12"):
-        found.check()
+        verification.check()
 
 
 @pytest.mark.parametrize("target", ["coreml", "executorch", "litert"])
@@ -173,14 +175,16 @@ def test_a_name_that_is_none_is_told_before_any_work(segments, pictures, tmp_pat
 
 
 def test_the_warning_of_other_sizes_names_the_setting(segments, pictures, tmp_path):
-    given = {"config": QUANTIZED, "smoke": True, "progress": False}
+    options = {"config": QUANTIZED, "smoke": True, "progress": False}
     setting = "dynamic_axes={'x': {2: 'x_2', 3: 'x_3'}}"
-    with pytest.warns(ScalepointWarning, match="will not accept") as told:
-        scalepoint.deploy(nn.Conv2d(3, 4, 3), pictures[0], pictures, output=tmp_path / "a", **given)
-    assert str(told[-1].message).endswith("let them be free: dynamic_axes={'input': {2: 'input_2', 3: 'input_3'}}")
+    with pytest.warns(ScalepointWarning, match="will not accept") as caught_warnings:
+        scalepoint.deploy(nn.Conv2d(3, 4, 3), pictures[0], pictures, output=tmp_path / "a", **options)
+    assert str(caught_warnings[-1].message).endswith(
+        "let them be free: dynamic_axes={'input': {2: 'input_2', 3: 'input_3'}}"
+    )
     with pytest.raises(RuntimeError) as caught:
-        scalepoint.deploy(segments, pictures[0], pictures, output=tmp_path / "b", **given)
-    assert any(each.endswith(f"make the other sizes dynamic: {setting}") for each in caught.value.__notes__)
+        scalepoint.deploy(segments, pictures[0], pictures, output=tmp_path / "b", **options)
+    assert any(note.endswith(f"make the other sizes dynamic: {setting}") for note in caught.value.__notes__)
 
 
 def test_the_key_of_a_config_is_read_as_yaml_and_json_have_it(tmp_path):
@@ -200,7 +204,7 @@ def test_the_key_of_a_config_is_read_as_yaml_and_json_have_it(tmp_path):
 
 
 def test_the_flag_is_the_key():
-    given = {"dynamic_axes": ["x:2=height,3=width", "mask:1"]}
-    assert load_settings(given).dynamic_axes == {**PICTURE, "mask": {1: "mask_1"}}
+    flags = {"dynamic_axes": ["x:2=height,3=width", "mask:1"]}
+    assert load_settings(flags).dynamic_axes == {**PICTURE, "mask": {1: "mask_1"}}
     with raises(UsageError, "--dynamic-axes", "x:2=height,3=width", "x:2,3", "'x=2'"):
         load_settings({"dynamic_axes": ["x=2"]})

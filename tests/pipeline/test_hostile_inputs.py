@@ -60,8 +60,8 @@ def test_a_tensor_that_is_not_dense_is_refused_as_example_and_as_data(make, says
 def test_the_single_steps_refuse_such_tensors_too() -> None:
     with pytest.raises(TensorError, match="nested"):
         scalepoint.transform(linear(), nested(torch.strided))
-    found = scalepoint.transform(linear(), X)
-    model = insert_qdq(found.model, found.matches)
+    result = scalepoint.transform(linear(), X)
+    model = insert_qdq(result.model, result.matches)
     with pytest.raises(TensorError, match="batch 0"):
         calibrate(model, [X.to_sparse()], progress=False)
 
@@ -130,8 +130,8 @@ def test_many_more_threads_than_cpus_are_refused(tmp_path) -> None:
 def test_no_result_shows_a_control_character(tmp_path) -> None:
     kind = type("Net\x1b[31m", (nn.Sequential,), {})
     done = deploy(linear(kind), X, [X], tmp_path, metadata={"made by": "\x1b[31m"})
-    shown = [done, done.trials, done.report, done.coverage, done.verification, scalepoint.transform(linear(kind), X)]
-    assert [type(each) for each in shown if "\x1b" in repr(each) + str(each)] == []
+    results = [done, done.trials, done.report, done.coverage, done.verification, scalepoint.transform(linear(kind), X)]
+    assert [type(line) for line in results if "\x1b" in repr(line) + str(line)] == []
 
 
 def test_every_refusal_is_caught_as_one_of_ours(tmp_path) -> None:

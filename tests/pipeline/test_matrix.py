@@ -195,13 +195,13 @@ def deploy(case: Case, output: Path, **options: Any) -> scalepoint.Deployment:
 
 def deploy_resumed(case: Case, output: Path) -> scalepoint.Deployment:
     """Interrupt a run, resume it, and compare it with a run that was not interrupted."""
-    stopped, resumed, whole = Phases(interrupted_after="exporting"), Phases(), Phases()
+    stopped, resumed, uninterrupted = Phases(interrupted_after="exporting"), Phases(), Phases()
     with pytest.raises(StopEarlyError):
         deploy(case, output, callback=stopped)
     done = deploy(case, output, resume=True, callback=resumed)
-    expected = deploy(case, output.with_name("whole"), callback=whole)
+    expected = deploy(case, output.with_name("whole"), callback=uninterrupted)
     assert contents(done.path) == contents(expected.path)
-    redone = stopped.reads_of_data + resumed.reads_of_data - whole.reads_of_data
+    redone = stopped.reads_of_data + resumed.reads_of_data - uninterrupted.reads_of_data
     assert redone == (case["data"] == "iterator")  # its data cannot be compared with that of the earlier run
     return done
 
@@ -231,7 +231,7 @@ def check_result(case: Case, done: scalepoint.Deployment) -> None:
     assert (done.score is not None) == (case["goal"] == "max_drop")
     if "=" in str(case["goal"]):
         assert done.allocation is not None
-    names = [each.name for each in find_format(find_target(str(case["target"])).format).about(done.path).inputs]
+    names = [tensor.name for tensor in find_format(find_target(str(case["target"])).format).about(done.path).inputs]
     assert names == (["x"] if case["inputs"] == "positional" else ["x", "gain"])
     if case["outputs"] == "dict":
         assert output_names(done.path) in (OUTPUTS[str(case["net"])], None)

@@ -49,8 +49,8 @@ def test_a_file_that_may_be_unverified_is_written_without_its_runtime(no_runtime
 @pytest.mark.parametrize("name", ["executorch", "litert", "coreml"])
 def test_a_missing_writer_is_told_before_the_data_is_read(monkeypatch, tmp_path, name):
     package = find_format(name).package
-    found = lambda wanted: None if wanted == package else find_spec(wanted)  # noqa: E731  # as where it is not installed
-    monkeypatch.setattr("scalepoint.formats.format.find_spec", found)
+    find_spec_without = lambda name: None if name == package else find_spec(name)  # noqa: E731  # as where it is not installed
+    monkeypatch.setattr("scalepoint.formats.format.find_spec", find_spec_without)
     read = []
     with raises(ExportError, package, f"pip install 'scalepoint[{name}]'"):
         deploy(tmp_path, read, target=name, allow_departure=True)

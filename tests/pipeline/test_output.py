@@ -37,22 +37,22 @@ def deployed(output, **more):
 
 
 def contents(folder):
-    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def finished_run(tmp_path_factory):
     """A folder that a smoke run has filled."""
     folder = tmp_path_factory.mktemp("made") / "out"
     return deployed(folder, max_batches=7, max_trials=5), folder
 
 
-@pytest.mark.parametrize("how", [{}, {"force": True}, {"resume": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"force": True}, {"resume": True}], ids=str)
 @pytest.mark.parametrize(
     "name", [".scalepoint", "quantized", "failing", "model.onnx", "report.html", LIST, ".scalepoint/.lock",
              ".scalepoint/trial-0", "quantized/scalepoint.json"]
 )  # fmt: skip
-def test_a_link_is_refused_before_any_work(tmp_path, name, how):
+def test_a_link_is_refused_before_any_work(tmp_path, name, options):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine").write_text("mine")
@@ -61,17 +61,17 @@ def test_a_link_is_refused_before_any_work(tmp_path, name, how):
     link.parent.mkdir(parents=True)
     link.symlink_to(elsewhere)
     with pytest.raises(UsageError, match="symbolic link"):
-        deployed(tmp_path / "out", **how)
+        deployed(tmp_path / "out", **options)
     assert set(contents(elsewhere)) == {"mine", ".tmp-mine"}
     assert link.is_symlink()
 
 
-def test_an_output_that_is_a_link_to_a_folder_is_written_to(tmp_path, made):
-    shutil.copytree(made[1], tmp_path / "disk")
+def test_an_output_that_is_a_link_to_a_folder_is_written_to(tmp_path, finished_run):
+    shutil.copytree(finished_run[1], tmp_path / "disk")
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     deployed(tmp_path / "out", force=True)
     assert (tmp_path / "out").is_symlink()
-    assert set(contents(tmp_path / "disk")) == set(contents(made[1]))
+    assert set(contents(tmp_path / "disk")) == set(contents(finished_run[1]))
 
 
 def test_files_of_others_stay(tmp_path):
@@ -87,25 +87,25 @@ def test_files_of_others_stay(tmp_path):
     assert {"model.onnx", "report.html", "config.yaml", "quantized/scalepoint.json"} <= set(listed)
 
 
-def test_what_an_earlier_run_wrote_goes_unless_it_was_changed(tmp_path, made):
-    out = Path(shutil.copytree(made[1], tmp_path / "out"))
-    written = json.loads((out / LIST).read_text())
+def test_what_an_earlier_run_wrote_goes_unless_it_was_changed(tmp_path, finished_run):
+    out = Path(shutil.copytree(finished_run[1], tmp_path / "out"))
+    file_list = json.loads((out / LIST).read_text())
     (out / "failing").mkdir()
     for name in ("failing/run.py", "failing/model.onnx", "kept.yaml"):
         (out / name).write_text("of an earlier run")
-        written["files"][name] = {"size": 17, "sha256": scalepoint.support.files.digest(out / name)}
+        file_list["files"][name] = {"size": 17, "sha256": scalepoint.support.files.digest(out / name)}
     (out / "kept.yaml").write_text("edited since")
-    (out / LIST).write_text(json.dumps(written))
+    (out / LIST).write_text(json.dumps(file_list))
     deployed(out, force=True)
     assert not (out / "failing").exists()
     assert (out / "kept.yaml").read_text() == "edited since"
-    assert set(contents(out)) - {"kept.yaml"} == set(contents(made[1]))
+    assert set(contents(out)) - {"kept.yaml"} == set(contents(finished_run[1]))
 
 
-def test_a_smoke_run_keeps_what_was_asked_and_names_no_missing_file(made):
-    done, folder = made
-    kept = yaml.safe_load((folder / "config.yaml").read_text())
-    assert (kept["max_batches"], kept["max_trials"]) == (7, 5)
+def test_a_smoke_run_keeps_what_was_asked_and_names_no_missing_file(finished_run):
+    done, folder = finished_run
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (config["max_batches"], config["max_trials"]) == (7, 5)
     assert done.float_path is None
     assert all(trial.float_file is None or trial.float_file.exists() for trial in done.trials[:1])
     assert not (folder / "float.onnx").exists()
@@ -117,21 +117,21 @@ def test_files_have_the_modes_that_the_umask_gives(tmp_path):
         deployed(tmp_path / "out")
     finally:
         os.umask(before)
-    found = {str(each.relative_to(tmp_path)): stat.S_IMODE(each.stat().st_mode) for each in tmp_path.rglob("*")}
+    modes = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
     wrong = {
-        name: oct(mode) for name, mode in found.items() if mode != (0o755 if (tmp_path / name).is_dir() else 0o644)
+        name: oct(mode) for name, mode in modes.items() if mode != (0o755 if (tmp_path / name).is_dir() else 0o644)
     }
     assert not wrong
 
 
 def test_a_full_disk_is_told_with_what_is_needed_and_how_to_go_on(tmp_path, monkeypatch):
     """The report cannot be written: everything before it is kept."""
-    written = Path.write_bytes
+    write_bytes = Path.write_bytes
 
     def full(path, data):
         if "report.json" in str(path):
             raise OSError(28, os.strerror(28))
-        return written(path, data)
+        return write_bytes(path, data)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
@@ -159,7 +159,7 @@ def test_a_name_that_cannot_be_is_refused_before_any_work(tmp_path, name, says):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_in_a_weakref_callback_ends_the_run_at_the_next_stage(tmp_path):
     """Python prints what is raised there and goes on: the float model is judged, and nothing comes after."""
-    judged = []
+    scores = []
 
     class Dies:
         pass
@@ -170,12 +170,12 @@ def test_ctrl_c_in_a_weakref_callback_ends_the_run_at_the_next_stage(tmp_path):
             pass
 
     def evaluate(run):
-        judged.append(run)
-        if len(judged) == 1:
+        scores.append(run)
+        if len(scores) == 1:
             dies = Dies()
-            kept = weakref.ref(dies, interrupted)
+            reference = weakref.ref(dies, interrupted)
             del dies
-            assert kept() is None
+            assert reference() is None
         return 1.0
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
@@ -185,7 +185,7 @@ def test_ctrl_c_in_a_weakref_callback_ends_the_run_at_the_next_stage(tmp_path):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(judged) == 1
+    assert len(scores) == 1
     deployed(tmp_path / "out", evaluate=evaluate, resume=True)
 
 
@@ -205,10 +205,10 @@ deployed(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("place", ["report.html", pytest.param("trial-0/.tmp-", marks=pytest.mark.slow)])
-def test_what_a_killed_run_left_half_written_is_gone_when_it_is_resumed(tmp_path, place):
+@pytest.mark.parametrize("subfolder", ["report.html", pytest.param("trial-0/.tmp-", marks=pytest.mark.slow)])
+def test_what_a_killed_run_left_half_written_is_gone_when_it_is_resumed(tmp_path, subfolder):
     out = tmp_path / "out"
-    done = subprocess.run([*warm(), "-c", KILLED, str(out), place], check=False, capture_output=True, text=True)
+    done = subprocess.run([*warm(), "-c", KILLED, str(out), subfolder], check=False, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(out.rglob(".tmp-*"))
     deployed(out, resume=True)
@@ -220,26 +220,26 @@ def test_temporary_folders_of_killed_processes_are_deleted_and_others_stay(tmp_p
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "import os\nfrom scalepoint.support.files import TemporaryFolder\nTemporaryFolder()\nos.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "TMPDIR": str(tmp_path)})
-    (left,) = tmp_path.iterdir()
-    os.utime(left / ".lock", (0, 0))  # long ago
+    (remaining,) = tmp_path.iterdir()
+    os.utime(remaining / ".lock", (0, 0))  # long ago
     (tmp_path / "scalepoint-mine").mkdir()
     (tmp_path / "scalepoint-mine" / "a").write_text("of another program")
     with TemporaryFolder() as used:
         deployed(tmp_path / "out")
         assert used.is_dir()
-    assert not left.exists()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "scalepoint-mine"]
+    assert not remaining.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "scalepoint-mine"]
 
 
-def test_a_missing_temporary_folder_is_told(tmp_path, monkeypatch, made):
+def test_a_missing_temporary_folder_is_told(tmp_path, monkeypatch, finished_run):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(StoreError, match=r"missing.*TMPDIR"):
-        scalepoint.verify(made[0].path, made[0].model, DATA[0])
+        scalepoint.verify(finished_run[0].path, finished_run[0].model, DATA[0])
 
 
-def test_onnx_runtime_sends_and_writes_nothing_of_its_own(tmp_path, monkeypatch, made):
+def test_onnx_runtime_sends_and_writes_nothing_of_its_own(tmp_path, monkeypatch, finished_run):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for name in ("CI", "ORT_DISABLE_TELEMETRY"):
         monkeypatch.delenv(name, raising=False)
-    assert scalepoint.verify(made[0].path, made[0].model, DATA[0]).holds
+    assert scalepoint.verify(finished_run[0].path, finished_run[0].model, DATA[0]).holds
     assert not list(tmp_path.rglob(".ses"))

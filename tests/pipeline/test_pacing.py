@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def made():
+def quantized_model():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 24, 24)
     return quantize(Net().eval(), x, ALL, forward_loop=[x], target=onnxruntime_target("vnni"), freeze_weights=True)
@@ -46,41 +46,41 @@ def row(name, before, after, kernel="QLinearConv"):
 
 def trial(model, times=(), speed=1.0, config=ALL):
     latency = Benchmark(speed, (speed * 1e-3, 1e-3), threads=1, repeats=1, runtime="onnxruntime")
-    found = Verification(path="file", runtime="onnxruntime", status=Status.OK, latency=latency, times=times)
-    return Trial(config, model, Path("file"), Path("float"), found, None)
+    verification = Verification(path="file", runtime="onnxruntime", status=Status.OK, latency=latency, times=times)
+    return Trial(config, model, Path("file"), Path("float"), verification, None)
 
 
 def moved(step):
-    return [each.name for each in step.config.overrides]
+    return [override.name for override in step.config.overrides]
 
 
-def test_layers_that_are_slower_than_in_float_go_to_float(made):
+def test_layers_that_are_slower_than_in_float_go_to_float(quantized_model):
     times = (row("stem", 10, 30), row("body", 90, 40), row("head", 2, 3), row("input_quant", None, 4, "QuantizeLinear"))
-    step = next_for_speed([trial(made, times)])
+    step = next_for_speed([trial(quantized_model, times)])
     assert moved(step) == ["stem"]  # what the head loses is noise
-    assert [(each.layer, each.to) for each in step.precision_changes] == [("stem", "float")]
+    assert [(change.layer, change.to) for change in step.precision_changes] == [("stem", "float")]
     assert step.start == 0
 
 
-def test_where_none_loses_those_go_that_win_less_than_conversions_take(made):
+def test_where_none_loses_those_go_that_win_less_than_conversions_take(quantized_model):
     times = (row("stem", 12, 10), row("body", 90, 40), row("convert", None, 9, "DequantizeLinear"))
-    assert moved(next_for_speed([trial(made, times)])) == ["stem"]
+    assert moved(next_for_speed([trial(quantized_model, times)])) == ["stem"]
 
 
-def test_nothing_is_tried_where_all_win(made):
-    assert next_for_speed([trial(made, (row("stem", 20, 10), row("body", 90, 40)))]) is None
-    assert next_for_speed([trial(made)]) is None  # nothing was profiled
+def test_nothing_is_tried_where_all_win(quantized_model):
+    assert next_for_speed([trial(quantized_model, (row("stem", 20, 10), row("body", 90, 40)))]) is None
+    assert next_for_speed([trial(quantized_model)]) is None  # nothing was profiled
 
 
-def test_what_is_float_already_is_not_moved_again(made):
+def test_what_is_float_already_is_not_moved_again(quantized_model):
     times = (row("stem", 10, 30), row("body", 90, 40))
-    step = next_for_speed([trial(made, times)])
-    assert next_for_speed([trial(made, times, config=step.config)]) is None
+    step = next_for_speed([trial(quantized_model, times)])
+    assert next_for_speed([trial(quantized_model, times, config=step.config)]) is None
 
 
-def test_the_largest_weight_stays_quantized(made):
+def test_the_largest_weight_stays_quantized(quantized_model):
     times = (row("stem", 10, 30), row("body", 40, 90), row("head", 10, 20))
-    assert set(moved(next_for_speed([trial(made, times)]))) == {"stem", "head"}
+    assert set(moved(next_for_speed([trial(quantized_model, times)]))) == {"stem", "head"}
 
 
 def test_the_first_file_that_is_fast_enough_is_kept_or_the_fastest():
@@ -126,7 +126,7 @@ def test_what_the_profiler_finds_slow_is_moved_and_the_fastest_file_kept(paced):
     assert second.float_layers  # which, the profiler says: it depends on the machine
     fastest = max(paced.trials, key=lambda trial: trial.speed)
     assert paced.verification.latency.ratio == fastest.speed
-    assert [each.speed for each in paced.report.trials] == [first.speed, second.speed]
+    assert [trial.speed for trial in paced.report.trials] == [first.speed, second.speed]
 
 
 def test_the_report_says_whether_it_is_fast_enough(paced, tmp_path):

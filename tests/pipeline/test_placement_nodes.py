@@ -20,28 +20,30 @@ class Encoder(nn.Module):
 
     def forward(self, tokens):
         x = self.norm(self.words(tokens))
-        q, k, v = (each(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for each in (self.query, self.key, self.value))
+        q, k, v = (
+            projection(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for projection in (self.query, self.key, self.value)
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
         return self.head(x + mixed)
 
 
 def quantized(model, x):
     result = transform(model.eval(), x, target="onnxruntime")
-    found = insert_qdq(result.model, result.matches, QuantConfig())
-    return calibrate(found, [x], progress=False)
+    model_with_stubs = insert_qdq(result.model, result.matches, QuantConfig())
+    return calibrate(model_with_stubs, [x], progress=False)
 
 
 def test_quantized_layers_are_not_called_float(model, data):
-    found = quantized(model, data[0])
-    nodes = {node.name: node for node in build_placement_nodes(found)}
-    for row in coverage(found).operations:
+    quantized_model = quantized(model, data[0])
+    nodes = {node.name: node for node in build_placement_nodes(quantized_model)}
+    for row in coverage(quantized_model).operations:
         assert nodes[row.name].precision == row.precision
     assert not any("quant" in node.kind for node in nodes.values())
 
 
 def test_moves_and_stubs_are_no_operations_and_edges_lead_through_them():
-    found = quantized(Encoder(), torch.randint(0, 20, (2, 6)))
-    nodes = {node.name: node for node in build_placement_nodes(found)}
+    quantized_model = quantized(Encoder(), torch.randint(0, 20, (2, 6)))
+    nodes = {node.name: node for node in build_placement_nodes(quantized_model)}
     assert list(nodes) == ["tokens", "words", "norm", "query", "key", "value", "attention", "add", "head"]
     assert nodes["query"].codes == nodes["query"].inputs == ("norm",)
     assert set(nodes["attention"].inputs) == {"query", "key", "value"}
@@ -53,6 +55,6 @@ def test_reasons_are_words_for_people():
     rows = coverage(quantized(Encoder(), torch.randint(0, 20, (2, 6)))).operations
     reasons = {row.name: row.reason for row in rows if row.precision == "float"}
     assert set(reasons) == {"words", "norm", "attention"}
-    assert not any("Pattern" in each or "Q/DQ" in each for each in reasons.values())
+    assert not any("Pattern" in reason or "Q/DQ" in reason for reason in reasons.values())
     assert not any(row.is_asked for row in rows)
     assert all(row.is_meant for row in rows if row.name in reasons)

@@ -10,7 +10,7 @@ import scalepoint
 from scalepoint.options import DeployConfig
 
 
-def made(folder, **options):
+def make_run(folder, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
     example = torch.randn(2, 3, 8, 8)
@@ -23,7 +23,7 @@ def made(folder, **options):
 
 
 def test_a_seed_makes_the_same_bytes_and_another_one_others(tmp_path):
-    files = [made(tmp_path / str(index), seed=seed).path.read_bytes() for index, seed in enumerate((1, 1, 2))]
+    files = [make_run(tmp_path / str(index), seed=seed).path.read_bytes() for index, seed in enumerate((1, 1, 2))]
     assert files[0] == files[1]
     assert files[0] != files[2]
 
@@ -38,17 +38,17 @@ def test_the_callers_random_state_is_untouched(tmp_path):
 
 
 def test_every_default_is_written_out_also_from_python(tmp_path):
-    done = made(tmp_path / "out", seed=3, max_batches=2, config={"overrides": [{"name": "0", "weight": "float"}]})
-    kept = DeployConfig.from_file(tmp_path / "out" / "config.yaml")
-    assert (kept.seed, kept.max_batches, kept.target) == (3, 2, "reference")
+    done = make_run(tmp_path / "out", seed=3, max_batches=2, config={"overrides": [{"name": "0", "weight": "float"}]})
+    config = DeployConfig.from_file(tmp_path / "out" / "config.yaml")
+    assert (config.seed, config.max_batches, config.target) == (3, 2, "reference")
     text = (tmp_path / "out" / "config.yaml").read_text()
     objects = {"model", "data", "evaluate"}  # which have no name: nothing is written that would only fail
     assert all((f"\n{key}:" in text) == (key not in objects) for key in DeployConfig.model_fields)
-    assert kept.quantization.to_dict()["overrides"] == done.report.config["overrides"]
+    assert config.quantization.to_dict()["overrides"] == done.report.config["overrides"]
 
 
 def test_the_log_tells_what_was_done_and_when(tmp_path):
-    made(tmp_path / "out", evaluate=lambda run: 0.5)
+    make_run(tmp_path / "out", evaluate=lambda run: 0.5)
     lines = (tmp_path / "out" / "log.txt").read_text().splitlines()
     assert all(line.startswith("20") for line in lines)
     assert any(" end calibrating: 3 batches in" in line for line in lines)
@@ -76,13 +76,13 @@ def test_the_call_of_the_report_makes_the_same_file(tmp_path, monkeypatch):
             run(x * random.random(), scale=scale)  # noqa: S311
 
     batches = [{"x": x * float("nan"), "scale": scale}, {"x": x, "scale": scale}]
-    for name, given, on_nan in (("function", drawing, "error"), ("batches", batches, "skip")):
+    for name, data, on_nan in (("function", drawing, "error"), ("batches", batches, "skip")):
         options = {"on_nan": on_nan, "strict": True, "metadata": {"author": "A. Uthor"}, "smoke": True, "seed": 5}
         out = tmp_path / name
         shared = {"target": "reference", "kwargs": {"scale": scale}, "output": out, "progress": False}
-        done = scalepoint.deploy(model, x, given, **shared, **options)
+        done = scalepoint.deploy(model, x, data, **shared, **options)
         monkeypatch.chdir(out)
-        names = {"model": model, "example_inputs": x, "calibration_data": given, "kwargs": {"scale": scale}}
+        names = {"model": model, "example_inputs": x, "calibration_data": data, "kwargs": {"scale": scale}}
         exec(done.report.reproduction.call, names)  # noqa: S102  # the text of the report
         assert names["done"].path.read_bytes() == done.path.read_bytes()
         assert names["done"].report.warnings == done.report.warnings

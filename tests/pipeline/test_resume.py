@@ -78,8 +78,8 @@ def make_runner(model, data, counter, output):
 
     def deploy(**changes):
         counter.counts.clear()
-        given = {"model": model, "example_inputs": data[0][:1], "calibration_data": data, "output": output}
-        return scalepoint.deploy(**{**given, "evaluate": evaluate, **changes})
+        arguments = {"model": model, "example_inputs": data[0][:1], "calibration_data": data, "output": output}
+        return scalepoint.deploy(**{**arguments, "evaluate": evaluate, **changes})
 
     return deploy
 
@@ -100,12 +100,12 @@ def saved(model, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     with pytest.MonkeyPatch.context() as patch:
         run = make_runner(model, data, Counter(patch), folder / "out")
-        whole = run(output=folder / "whole")
+        uninterrupted = run(output=folder / "whole")
         patch.setattr(stages, "publish", lambda *_: (_ for _ in ()).throw(Stop))
         with pytest.raises(Stop):
             run()
     assert [path.name for path in (folder / "out").iterdir()] == [".scalepoint"]
-    return folder / "out", whole.path
+    return folder / "out", uninterrupted.path
 
 
 @pytest.fixture
@@ -114,27 +114,30 @@ def unfinished(saved, tmp_path):
     return Path(shutil.copytree(saved[0], tmp_path / "out"))
 
 
-def told(run, **changes):
+def run_and_list_warnings(run, **changes):
     """The deployment, and all that it warned of."""
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ScalepointWarning)
         done = run(resume=True, **changes)
-    return done, [str(each.message) for each in found if isinstance(each.message, ScalepointWarning)]
+    return done, [str(warning.message) for warning in caught if isinstance(warning.message, ScalepointWarning)]
 
 
 @pytest.mark.parametrize(
     "place",
-    [pytest.param(place, id=STAGES[place], marks=() if place == 2 else pytest.mark.slow) for place in (1, 2, 3)],
+    [
+        pytest.param(stage_index, id=STAGES[stage_index], marks=() if stage_index == 2 else pytest.mark.slow)
+        for stage_index in (1, 2, 3)
+    ],
 )
-def test_an_interrupted_stage_is_the_first_that_runs(run, counter, place, tmp_path):
-    counter.stop.append(STAGES[place])
+def test_an_interrupted_stage_is_the_first_that_runs(run, counter, stage_index, tmp_path):
+    counter.stop.append(STAGES[stage_index])
     with pytest.raises(Stop):
         run()
     work = tmp_path / "out" / ".scalepoint"
     assert not list(work.rglob(".tmp-*"))
     counter.stop.clear()
     done = run(resume=True)
-    assert set(counter.counts) - {"transform"} == set(STAGES[place:])
+    assert set(counter.counts) - {"transform"} == set(STAGES[stage_index:])
     assert done.verification.holds
     assert not work.exists()
 
@@ -212,18 +215,18 @@ DATA_CHANGED = "the calibration data changed"
         }.items()
     ],
 )
-def test_what_changed_is_named_and_done_again(run, counter, unfinished, model, data, change, named, again):
-    done, messages = told(run, **change(model, data))
-    assert any(named in each for each in messages)
-    assert all(named.split(": ")[-1] in each for each in messages)  # nothing else is named
+def test_what_changed_is_named_and_done_again(run, counter, unfinished, model, data, change, expected_text, again):
+    done, messages = run_and_list_warnings(run, **change(model, data))
+    assert any(expected_text in message for message in messages)
+    assert all(expected_text.split(": ")[-1] in message for message in messages)  # nothing else is named
     assert counter.counts.get(again, 0) == (again is not None)
     assert done.verification is not None
 
 
 def test_another_version_is_named(run, counter, unfinished, monkeypatch):
     monkeypatch.setitem(stages.PACKAGE_VERSIONS, "torch", "9.9")
-    _, messages = told(run)
-    assert any("quantized: torch changed" in each for each in messages)
+    _, messages = run_and_list_warnings(run)
+    assert any("quantized: torch changed" in message for message in messages)
     assert counter.counts["calibrate"] == 1
 
 
@@ -240,7 +243,7 @@ def test_another_version_is_named(run, counter, unfinished, monkeypatch):
 def test_a_damaged_stage_is_told_and_done_again(run, counter, unfinished, name, again, damage):
     path = next((unfinished / ".scalepoint").glob(name))
     path.write_bytes(path.read_bytes()[:-10]) if damage == "cut" else path.unlink()
-    done, messages = told(run)
+    done, messages = run_and_list_warnings(run)
     assert len(messages) == 1
     assert "runs again" in messages[0]
     assert set(counter.counts) == again
@@ -284,7 +287,7 @@ def test_trials_are_resumed_too(run, counter, model, data, tmp_path):
     def fidelity(run):
         return -float((run(data[0]) - truth).square().mean())
 
-    given = {"target": "reference", "evaluate": fidelity, "max_drop": 0.0, "max_trials": 3}
+    options = {"target": "reference", "evaluate": fidelity, "max_drop": 0.0, "max_trials": 3}
     exports = []
     with pytest.MonkeyPatch.context() as patch:
         original = stages.export
@@ -297,39 +300,39 @@ def test_trials_are_resumed_too(run, counter, model, data, tmp_path):
 
         patch.setattr(stages, "export", export)
         with pytest.raises(Stop):
-            run(**given)
+            run(**options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ScalepointWarning)
-        done = run(**given, resume=True)
+        done = run(**options, resume=True)
     assert len(done.trials) == 3
     assert (counter.counts["calibrate"], counter.counts["export"]) == (1, 2)
-    fresh = run(**given, output=tmp_path / "fresh")
+    fresh = run(**options, output=tmp_path / "fresh")
     assert [trial.score for trial in fresh.trials] == [trial.score for trial in done.trials]
 
 
 def test_smoke_goes_through_all_stages(run, counter, data):
-    seen = []
+    runs = []
 
     def batches():
         for batch in data * 4:
-            seen.append(1)
+            runs.append(1)
             yield batch
 
     class Data:
         __iter__ = staticmethod(batches)
 
     done = run(calibration_data=Data(), smoke=True, max_drop=0.0)
-    assert len(seen) <= 3
+    assert len(runs) <= 3
     assert len(done.trials) == 1
     assert done.verification.latency is None
     assert done.verification.float_size is None
     assert done.verification.size > 0
-    assert any("smoke" in each for each in done.report.warnings)
+    assert any("smoke" in warning for warning in done.report.warnings)
     assert set(counter.counts) == set(STAGES)
 
 
 def test_what_a_metric_wrote_stays_when_the_first_stage_fails(run, tmp_path):
-    def evaluate(judged):
+    def evaluate(run):
         (tmp_path / "out" / "mine.txt").write_text("precious")
         raise ValueError("the metric failed")
 
@@ -346,8 +349,8 @@ def test_a_new_folder_goes_again_when_the_first_stage_fails(run, tmp_path):
 
 def test_other_example_inputs_make_another_file(run, counter, model, data, unfinished):
     larger = torch.randn(1, 3, 12, 12)
-    _, messages = told(run, example_inputs=larger, evaluate=lambda judged: 1.0)
-    assert any("exported: the example inputs changed" in each for each in messages)
+    _, messages = run_and_list_warnings(run, example_inputs=larger, evaluate=lambda judged: 1.0)
+    assert any("exported: the example inputs changed" in message for message in messages)
     assert counter.counts["export"] == 1
 
 

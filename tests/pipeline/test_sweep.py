@@ -31,36 +31,36 @@ def net() -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_the_front_is_what_no_other_beats():
-    found = Sweep(ROWS)
-    assert [row.name for row in found.front("size")] == ["small", "middle", "large"]
-    assert [row.name for row in found.front("speed")] == ["small", "middle", "large"]
-    assert "1 failed" in found.summary()
+    table = Sweep(ROWS)
+    assert [row.name for row in table.front("size")] == ["small", "middle", "large"]
+    assert [row.name for row in table.front("speed")] == ["small", "middle", "large"]
+    assert "1 failed" in table.summary()
 
 
 def test_speeds_of_runs_with_other_float_files_are_compared_by_time():
     slow = SweepRow("slow", score=0.8, speed=3.0, latency=0.010)  # its own float file takes 30 ms
     fast = SweepRow("fast", score=0.8, speed=2.0, latency=0.005)  # its own takes 10 ms
-    found = Sweep((slow, fast))
-    assert [row.name for row in found.front("speed")] == ["fast"]
-    assert [found.speed_of(row) for row in (slow, fast)] == pytest.approx([1.0, 2.0])
-    assert "1.00x" in printed(SweepTable(found))
+    table = Sweep((slow, fast))
+    assert [row.name for row in table.front("speed")] == ["fast"]
+    assert [table.speed_of(row) for row in (slow, fast)] == pytest.approx([1.0, 2.0])
+    assert "1.00x" in printed(SweepTable(table))
 
 
 def test_a_sweep_over_target_objects_is_resumed_in_another_process(tmp_path, capsys):
     model, example = net()
     targets = [onnxruntime_target(cpu=cpu) for cpu in ("avx2", "vnni")]
     calls: list[str] = []
-    given = {"output": tmp_path / "out", "smoke": True, "allow_departure": True}
+    options = {"output": tmp_path / "out", "smoke": True, "allow_departure": True}
     finish = lambda done, folder, point: calls.append(folder.name)  # noqa: E731
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of VNNI
-        scalepoint.sweep(model, example, [example], finish=finish, grid={"target": targets}, **given)
+        scalepoint.sweep(model, example, [example], finish=finish, grid={"target": targets}, **options)
         assert len(calls) == 2
-        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("run ")]
-        assert told == [f"run 1 of 2: {calls[0]}", f"run 2 of 2: {calls[1]}"]
+        run_lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("run ")]
+        assert run_lines == [f"run 1 of 2: {calls[0]}", f"run 2 of 2: {calls[1]}"]
         onnxruntime_target.cache_clear()  # other objects, as another process has them
         targets = [onnxruntime_target(cpu=cpu) for cpu in ("avx2", "vnni")]
-        scalepoint.sweep(model, example, [example], finish=finish, grid={"target": targets}, resume=True, **given)
+        scalepoint.sweep(model, example, [example], finish=finish, grid={"target": targets}, resume=True, **options)
     assert len(calls) == 2
     assert "0x" not in (tmp_path / "out" / "sweep.json").read_text()  # no address of an object, another one each time
 
@@ -71,11 +71,11 @@ def test_equal_runs_are_both_on_the_front():
 
 
 def test_a_grid_becomes_named_points():
-    found = list_runs({"target": ["onnxruntime", "reference"], "config": [{}, {"weight": "float"}], "threads": [2]})
-    assert list(found) == [
+    runs = list_runs({"target": ["onnxruntime", "reference"], "config": [{}, {"weight": "float"}], "threads": [2]})
+    assert list(runs) == [
         f"{target}-{config}-threads2" for target in ("onnxruntime", "reference") for config in ("config1", "config2")
     ]
-    assert found["reference-config2-threads2"] == {"target": "reference", "config": {"weight": "float"}, "threads": 2}
+    assert runs["reference-config2-threads2"] == {"target": "reference", "config": {"weight": "float"}, "threads": 2}
 
 
 @pytest.mark.parametrize(
@@ -100,24 +100,24 @@ def test_names_of_folders_are_safe():
 
 def test_a_sweep_deploys_each_tells_failures_and_resumes(tmp_path):
     model, example = net()
-    left = [[{"name": name, "weight": "float", "activation": "float"}] for name in ("2", "no such layer")]
-    grid = {"config": [{}, *({"overrides": each} for each in left)]}
+    override_lists = [[{"name": name, "weight": "float", "activation": "float"}] for name in ("2", "no such layer")]
+    grid = {"config": [{}, *({"overrides": override} for override in override_lists)]}
     calls: list[str] = []
-    given = {"grid": grid, "output": tmp_path / "out", "target": "reference", "progress": False}
+    options = {"grid": grid, "output": tmp_path / "out", "target": "reference", "progress": False}
     finish = lambda done, folder, point: calls.append(folder.name)  # noqa: E731
-    found = scalepoint.sweep(model, example, [example], finish=finish, **given)
+    table = scalepoint.sweep(model, example, [example], finish=finish, **options)
     assert calls == ["config1", "config2"]
-    assert [row.status for row in found.rows] == ["done", "done", "failed"]
-    assert "no such layer" in found.rows[2].message
+    assert [row.status for row in table.rows] == ["done", "done", "failed"]
+    assert "no such layer" in table.rows[2].message
     assert (tmp_path / "out" / "config1" / "report.html").is_file()
     assert (tmp_path / "out" / "sweep.html").read_text().startswith("<!doctype html>")
-    assert Sweep.from_file(tmp_path / "out" / "sweep.json") == found
+    assert Sweep.from_file(tmp_path / "out" / "sweep.json") == table
     with pytest.raises(UsageError, match="resume=True"):
-        scalepoint.sweep(model, example, [example], **given)
+        scalepoint.sweep(model, example, [example], **options)
     grid["config"][1] = {"overrides": [{"name": "0", "weight": "float", "activation": "float"}]}
-    again = scalepoint.sweep(model, example, [example], finish=finish, resume=True, **given)
+    again = scalepoint.sweep(model, example, [example], finish=finish, resume=True, **options)
     assert calls == ["config1", "config2", "config2"]  # the first is as it was, the second was another
-    assert again.rows[0] == found.rows[0]
+    assert again.rows[0] == table.rows[0]
 
 
 def test_data_that_is_read_once_is_refused(tmp_path):
@@ -142,13 +142,13 @@ def test_values_of_a_grid_are_checked_as_those_of_the_config():
 
 
 def test_the_table_and_the_page_show_all_rows_inert(monkeypatch):
-    found = Sweep(ROWS)
+    table = Sweep(ROWS)
     for width in ("40", "120"):
         monkeypatch.setenv("COLUMNS", width)
-        text = printed(SweepTable(found))
+        text = printed(SweepTable(table))
         assert max(map(len, text.splitlines())) <= int(width)
         assert width == "40" or all(row.name in text for row in ROWS)
-    page = sweep_page(found)
+    page = sweep_page(table)
     assert page.count("<script") == 2
     assert "&lt;script&gt;" in page
-    json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    json.loads(json.dumps(table.to_dict(), allow_nan=False))

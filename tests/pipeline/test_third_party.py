@@ -68,13 +68,13 @@ def python(site):
 def test_it_is_listed_and_a_broken_one_breaks_nothing(python):
     done = python("-m", "scalepoint.cli", "targets", "--json")
     assert done.returncode == 0
-    found = json.loads(done.stdout)
-    names = [row["name"] for row in found["targets"]]
-    own = {"onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml", "reference"}
-    assert set(names) == {*own, *list_targets(language=True), "acme"}
-    assert next(row for row in found["targets"] if row["name"] == "acme")["runtime"] == "ok"
-    assert {row["name"] for row in found["broken"]} == {"acme-broken", "acme-nothing", "acme-other"}
-    assert all("'acme-targets'" in row["why"] for row in found["broken"])
+    listed = json.loads(done.stdout)
+    names = [row["name"] for row in listed["targets"]]
+    builtin_targets = {"onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml", "reference"}
+    assert set(names) == {*builtin_targets, *list_targets(language=True), "acme"}
+    assert next(row for row in listed["targets"] if row["name"] == "acme")["runtime"] == "ok"
+    assert {row["name"] for row in listed["broken"]} == {"acme-broken", "acme-nothing", "acme-other"}
+    assert all("'acme-targets'" in row["why"] for row in listed["broken"])
 
 
 def test_it_deploys_and_is_verified_in_the_runtime_that_it_names(python, tmp_path):
@@ -103,7 +103,7 @@ BROKEN = {
 
 
 def test_a_broken_one_is_an_error_that_names_the_package(python):
-    said = python("-c", ASK, *BROKEN).stdout.strip().splitlines()
-    for line, why in zip(said, BROKEN.values(), strict=True):
+    output_lines = python("-c", ASK, *BROKEN).stdout.strip().splitlines()
+    for line, why in zip(output_lines, BROKEN.values(), strict=True):
         assert "the package 'acme-targets'" in line
         assert why in line

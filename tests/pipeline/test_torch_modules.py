@@ -58,9 +58,9 @@ class Decoder(nn.Module):
 
 
 def padding():
-    found = torch.zeros(2, 8, dtype=torch.bool)
-    found[:, 6:] = True
-    return found
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    mask[:, 6:] = True
+    return mask
 
 
 MASKED = {
@@ -135,8 +135,8 @@ def test_a_model_with_a_cache_is_captured_without_it(set_by_user):
     assert before == after
     with torch.no_grad(), cache_disabled(model):
         expected = model(input_ids=ids, decoder_input_ids=ids).last_hidden_state
-        found = graph(input_ids=ids, decoder_input_ids=ids)
-    torch.testing.assert_close(found["last_hidden_state"], expected, rtol=1e-4, atol=1e-5)
+        output = graph(input_ids=ids, decoder_input_ids=ids)
+    torch.testing.assert_close(output["last_hidden_state"], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

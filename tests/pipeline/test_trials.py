@@ -30,8 +30,8 @@ def searched(model, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("searched")
 
     def evaluate(run):
-        expected, found = model(data[0]), run(data[0])
-        return float(-100 * (expected - found).square().sum() / expected.square().sum())
+        expected, actual = model(data[0]), run(data[0])
+        return float(-100 * (expected - actual).square().sum() / expected.square().sum())
 
     more = {"config": config, "output": folder, "evaluate": evaluate, "max_drop": 0.2}
     with pytest.MonkeyPatch.context() as patch:
@@ -40,12 +40,12 @@ def searched(model, data, tmp_path_factory):
         return scalepoint.deploy(model, data[0][:1], data, target="reference", **more), folder
 
 
-WRITTEN: list[tuple[Path, Path | None]] = []
+EXPORTED_PATHS: list[tuple[Path, Path | None]] = []
 CAPTURED: list[object] = []
 
 
 def counted(model, path, *args, float_path=None, **kwargs):
-    WRITTEN.append((path, float_path))
+    EXPORTED_PATHS.append((path, float_path))
     return export(model, path, *args, float_path=float_path, **kwargs)
 
 
@@ -62,21 +62,21 @@ def test_the_model_is_captured_once_for_all_trials(searched):
 
 def test_every_trial_is_exported_once_and_the_float_model_with_the_first(searched):
     done, _ = searched
-    files = [path for path, _ in WRITTEN]
+    files = [path for path, _ in EXPORTED_PATHS]
     assert len(files) == len(set(files)) == len(done.trials) > 2
-    assert [float_path is not None for _, float_path in WRITTEN] == [True, *[False] * (len(files) - 1)]
+    assert [float_path is not None for _, float_path in EXPORTED_PATHS] == [True, *[False] * (len(files) - 1)]
 
 
 def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
     done, _ = searched
     first, ranges, layers = done.trials[:3]
     assert first.score < -0.2
-    assert [each.to for each in ranges.precision_changes] == [OTHER_RANGES_TEXT]
-    assert "weights" in {each.layer: each.to for each in layers.precision_changes}["stem"]
+    assert [change.to for change in ranges.precision_changes] == [OTHER_RANGES_TEXT]
+    assert "weights" in {change.layer: change.to for change in layers.precision_changes}["stem"]
     assert done.score >= -0.2
-    assert done.score == min((each.cost, each.score) for each in done.trials if each.score >= -0.2)[1]
-    kept = [trial for trial in done.trials if trial.file is not None]
-    assert [trial.path for trial in kept] == [done.path]
+    assert done.score == min((trial.cost, trial.score) for trial in done.trials if trial.score >= -0.2)[1]
+    with_files = [trial for trial in done.trials if trial.file is not None]
+    assert [trial.path for trial in with_files] == [done.path]
     assert done.path.is_file()
     with pytest.raises(UsageError, match="best trial"):
         _ = next(trial for trial in done.trials if trial.file is None).path
@@ -85,15 +85,15 @@ def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
 def test_the_report_says_what_was_raised_and_why(searched):
     done, folder = searched
     report = Report.from_json((folder / "report.json").read_text())
-    assert [each.score for each in report.trials] == [trial.score for trial in done.trials]
-    assert [each.is_best for each in report.trials].count(True) == 1
-    kept = next(each for each in report.trials if each.is_best)
-    assert all(each.gain > 0 and each.cost > 0 for each in kept.precision_changes)
+    assert [trial.score for trial in report.trials] == [trial.score for trial in done.trials]
+    assert [trial.is_best for trial in report.trials].count(True) == 1
+    best = next(trial for trial in report.trials if trial.is_best)
+    assert all(change.gain > 0 and change.cost > 0 for change in best.precision_changes)
     page = (folder / "report.html").read_text()
     assert "within the allowed 0.2" in page
-    assert kept.precision_changes[0].to in page
+    assert best.precision_changes[0].to in page
     assert report.allocation.unit == "cost"
-    assert {each.name: each.chosen for each in report.allocation.layers}["stem"] == kept.precision_changes[0].to
+    assert {layer.name: layer.chosen for layer in report.allocation.layers}["stem"] == best.precision_changes[0].to
     assert "within the allowed 0.2" in "\n".join(report.summary())
 
 
@@ -102,8 +102,8 @@ def test_the_call_in_the_report_makes_the_same_file(searched, model, data, tmp_p
     script = tmp_path / "again.py"
     script.write_text(done.report.reproduction.call)
     monkeypatch.chdir(tmp_path)
-    given = {"model": model, "example_inputs": data[0][:1], "calibration_data": data}
-    again = runpy.run_path(str(script), init_globals=given)["done"]
+    arguments = {"model": model, "example_inputs": data[0][:1], "calibration_data": data}
+    again = runpy.run_path(str(script), init_globals=arguments)["done"]
     assert again.path.read_bytes() == (folder / "model.onnx").read_bytes()
     assert again.report.reproduction.marks == done.report.reproduction.marks
 
@@ -150,11 +150,11 @@ def trial(score, step=None):
     return Trial(config, None, None, Path(), None, score, *more)
 
 
-def searched_with(found, bar, scores, most=10):
+def searched_with(table, bar, scores, most=10):
     """The trials of a search in which a file's score depends on what was raised."""
     trials = [trial(scores(set()))]
-    while len(trials) < most and (step := next_for_accuracy(trials, found, bar, is_last=len(trials) + 1 == most)):
-        raised = {each.layer for each in step.precision_changes}
+    while len(trials) < most and (step := next_for_accuracy(trials, table, bar, is_last=len(trials) + 1 == most)):
+        raised = {change.layer for change in step.precision_changes}
         trials.append(trial(scores(raised), step))
     return trials
 
@@ -164,48 +164,48 @@ class TestRaising:
 
     def test_what_removes_most_error_for_its_cost_comes_first(self):
         step = next_for_accuracy([trial(98.0)], self.FOUR, Limits(100.0, 1.0))
-        assert [(each.layer, each.to) for each in step.precision_changes] == [("a", INT8)]
+        assert [(change.layer, change.to) for change in step.precision_changes] == [("a", INT8)]
         assert step.cost == pytest.approx(0.01)
         assert step.config.overrides[0].name == "a"
 
     def test_the_larger_the_drop_the_more_is_raised_at_once(self):
         step = next_for_accuracy([trial(50.0)], self.FOUR, Limits(100.0, 1.0))
-        assert [each.layer for each in step.precision_changes] == ["a", "b", "c"]
+        assert [change.layer for change in step.precision_changes] == ["a", "b", "c"]
 
     def test_after_a_file_that_holds_less_is_tried(self):
         def scores(raised):
             return 99.5 if {"a", "b"} <= raised else 60.0
 
         trials = searched_with(self.FOUR, Limits(100.0, 1.0), scores)
-        assert {each.layer for each in best_trial(trials, Limits(100.0, 1.0)).precision_changes} == {"a", "b"}
-        assert any(len(each.precision_changes) > 2 and each.score == 99.5 for each in trials)
+        assert {change.layer for change in best_trial(trials, Limits(100.0, 1.0)).precision_changes} == {"a", "b"}
+        assert any(len(trial.precision_changes) > 2 and trial.score == 99.5 for trial in trials)
 
     def test_a_single_layer_is_lowered_again(self):
         """c came before d, as it is cheap; with d it is not needed any more."""
-        found = widths(("a", 1.0, 0.01, 1.0), ("b", 0.5, 0.01, 1.0), ("c", 0.05, 0.0, 0.2), ("d", 0.3, 0.01, 2.0))
-        trials = searched_with(found, Limits(100.0, 1.0), lambda raised: 99.5 if {"a", "b", "d"} <= raised else 60.0)
-        assert {each.layer for each in best_trial(trials, Limits(100.0, 1.0)).precision_changes} == {"a", "b", "d"}
+        table = widths(("a", 1.0, 0.01, 1.0), ("b", 0.5, 0.01, 1.0), ("c", 0.05, 0.0, 0.2), ("d", 0.3, 0.01, 2.0))
+        trials = searched_with(table, Limits(100.0, 1.0), lambda raised: 99.5 if {"a", "b", "d"} <= raised else 60.0)
+        assert {change.layer for change in best_trial(trials, Limits(100.0, 1.0)).precision_changes} == {"a", "b", "d"}
 
     def test_few_layers_are_raised_where_few_are_enough(self):
         """Six cheap layers come before the two that count; a few files later only these are left."""
         cheap = [(name, 0.1, 0.0, 0.05) for name in "cdefgh"]
-        found, bar = widths(("a", 1.0, 0.01, 3.0), ("b", 0.8, 0.01, 3.0), *cheap), Limits(100.0, 1.0)
-        trials = searched_with(found, bar, lambda raised: 99.5 if {"a", "b"} <= raised else 60.0, most=6)
+        table, bar = widths(("a", 1.0, 0.01, 3.0), ("b", 0.8, 0.01, 3.0), *cheap), Limits(100.0, 1.0)
+        trials = searched_with(table, bar, lambda raised: 99.5 if {"a", "b"} <= raised else 60.0, most=6)
         assert len(trials[1].precision_changes) > 4
-        assert {each.layer for each in best_trial(trials, bar).precision_changes} == {"a", "b"}
+        assert {change.layer for change in best_trial(trials, bar).precision_changes} == {"a", "b"}
 
     def test_nothing_is_tried_twice_and_the_search_ends(self):
         for good in ({"a"}, {"d"}, {"a", "b", "c", "d"}, {"none"}):
             bar = Limits(100.0, 1.0)
             trials = searched_with(self.FOUR, bar, lambda raised, good=good: 99.5 if good <= raised else 50.0, most=99)
-            keys = [tuple(sorted(each.chosen.items())) for each in trials[1:]]
+            keys = [tuple(sorted(trial.chosen.items())) for trial in trials[1:]]
             assert len(set(keys)) == len(keys)
             assert len(trials) < 20
-            assert any(bar.allows_score(each.score) for each in trials) == (good != {"none"})
+            assert any(bar.allows_score(trial.score) for trial in trials) == (good != {"none"})
 
     def test_one_layer_with_weights_stays_quantized(self):
         trials = searched_with(self.FOUR, Limits(100.0, 1.0), lambda _: 0.0, most=99)
-        assert all(any(width != FLOAT for width in each.chosen.values()) for each in trials[1:])
+        assert all(any(width != FLOAT for width in trial.chosen.values()) for trial in trials[1:])
 
     def test_the_last_file_goes_further(self):
         bar = Limits(100.0, 1.0)
@@ -234,13 +234,15 @@ class TestRanges:
         ("given", "other"),
         [("mse", "global_minmax"), ("percentile", "global_minmax"), ("minmax", "histogram_mse")],
     )
-    def test_of_activations(self, given, other):
-        said = TensorQuantConfig(symmetric=False, calibration_method=CalibrationMethod(given))
-        overrides = (Override(name="a", input=said, weight=FLOAT),)
-        found = use_other_ranges(QuantConfig(activation=said, overrides=overrides), find_target("onnxruntime"))
-        assert found.to_dict()["activation"]["qparam_calculator_cls"] == other
-        assert found.to_dict()["overrides"][0]["input"]["qparam_calculator_cls"] == other
-        assert found.overrides[0].weight == FLOAT
+    def test_of_activations(self, method, other):
+        activation = TensorQuantConfig(symmetric=False, calibration_method=CalibrationMethod(method))
+        overrides = (Override(name="a", input=activation, weight=FLOAT),)
+        new_config = use_other_ranges(
+            QuantConfig(activation=activation, overrides=overrides), find_target("onnxruntime")
+        )
+        assert new_config.to_dict()["activation"]["qparam_calculator_cls"] == other
+        assert new_config.to_dict()["overrides"][0]["input"]["qparam_calculator_cls"] == other
+        assert new_config.overrides[0].weight == FLOAT
 
     def test_of_weights_only_where_bits_are_few(self):
         target = find_target("onnxruntime")

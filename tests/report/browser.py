@@ -52,7 +52,9 @@ class Browser:
         self._buffer, self._number, self._session = b"", 0, ""
         self.complaints: list[str] = []
         self._responses: dict[int, dict[str, Any]] = {}
-        pages = [each for each in self.call("Target.getTargets")["targetInfos"] if each["type"] == "page"]
+        pages = [
+            targetInfo for targetInfo in self.call("Target.getTargets")["targetInfos"] if targetInfo["type"] == "page"
+        ]
         target = pages[0]["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -74,8 +76,8 @@ class Browser:
         return answer["result"]
 
     def _receive(self, deadline: float, what: str) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([self._read], [], [], left)[0]:
+        remaining_seconds = deadline - time.monotonic()
+        if remaining_seconds <= 0 or not select.select([self._read], [], [], remaining_seconds)[0]:
             raise TimeoutError(f"no answer to {what} within {SECONDS} s")
         data = os.read(self._read, 1 << 20)
         if not data:
@@ -120,10 +122,10 @@ class Browser:
 
     def run(self, expression: str) -> Any:
         """The value of an expression in the page; also when the page itself may run no script."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(str(found["exceptionDetails"]))
-        return found["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(str(answer["exceptionDetails"]))
+        return answer["result"].get("value")
 
     def press(self, key: str) -> None:
         """A real key: Tab or Enter."""

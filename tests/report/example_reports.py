@@ -125,8 +125,10 @@ def resnet() -> tuple[list[CoverageRow], list[GraphNode]]:
     rows.append(float_row("avgpool.norm", "no int8 kernel; Q/DQ around it only costs"))
     rows.append(operation("fc", "linear", 512_000, 513_000))
     nodes += [GraphNode("avgpool.norm", "layer_norm", (before,)), GraphNode("fc", "linear", ("avgpool.norm",), LOW)]
-    kept = [GraphNode(n.name, n.kind, n.inputs, "float") if n.name == rows[-3].name else n for n in nodes]
-    return rows, kept
+    nodes_with_float_layer = [
+        GraphNode(n.name, n.kind, n.inputs, "float") if n.name == rows[-3].name else n for n in nodes
+    ]
+    return rows, nodes_with_float_layer
 
 
 def allocated(rows: list[CoverageRow]) -> PrecisionAllocation:
@@ -153,9 +155,9 @@ def tuned(rows: list[CoverageRow]) -> TuneReport:
         for index, row in enumerate(rows)
         if row.how
     )
-    kept = replace(layers[3], after=layers[3].before, moved=0.0, step="")
-    left = {"fc": "its weight is shared with a layer before it"}
-    return TuneReport((*layers[:3], kept, *layers[4:]), left, batches=4, samples=128, seconds=41.0)
+    unchanged = replace(layers[3], after=layers[3].before, moved=0.0, step="")
+    not_tuned = {"fc": "its weight is shared with a layer before it"}
+    return TuneReport((*layers[:3], unchanged, *layers[4:]), not_tuned, batches=4, samples=128, seconds=41.0)
 
 
 def ordinary(ratio: float = 1.87) -> Report:
@@ -233,7 +235,7 @@ def bare() -> Report:
 
 def evil() -> Report:
     rows = tuple(operation(name, kind=name[:40], reason=name, how=name[:40]) for name in EVIL)
-    found = Verification(
+    verification_result = Verification(
         EVIL[1], EVIL[0], Status.OK, EVIL[0], (Agreement(EVIL[1], math.nan, math.inf, None),),
         executed={EVIL[0]: 1}, fallbacks=EVIL,
         times=tuple(LayerTime(name, 1e-3, None, (name,)) for name in EVIL),
@@ -249,7 +251,7 @@ def evil() -> Report:
         tuple(Score(name, -math.inf, math.nan, "runtime", simulated_value=math.inf) for name in EVIL),
         tuple(layer_error(name, value) for name, value in zip(EVIL, [math.nan, math.inf, -math.inf] * 9, strict=False)),
         tuple(TensorHistogram(name, name[:20], name, (0.0, 0.0), (0,), math.nan, math.inf) for name in EVIL),
-        found,
+        verification_result,
         dict.fromkeys(EVIL, 1.0),
         EVIL,
         tuple(GraphNode(name, name[:30], EVIL, name[:30]) for name in EVIL),

@@ -33,10 +33,10 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         "evil": example_reports.evil(),
         "large": example_reports.large(),
     }
-    written = {name: write(report, folder / name) for name, report in made_up.items()}
-    written["swept"] = folder / "swept.html"
-    written["swept"].write_text(sweep_page(Sweep(test_sweep.ROWS)))
-    return written
+    paths = {name: write(report, folder / name) for name, report in made_up.items()}
+    paths["swept"] = folder / "swept.html"
+    paths["swept"].write_text(sweep_page(Sweep(test_sweep.ROWS)))
+    return paths
 
 
 def click(browser: Browser, title: str) -> None:
@@ -155,12 +155,14 @@ def test_filters_narrow_each_other(browser, pages):
 
 def test_one_block_is_shown_and_boxes_lead_into_others(browser, pages):
     browser.open(pages["ordinary"])
-    seen = "[...document.querySelectorAll('details.block')].filter((each) => !each.hidden).map((each) => each.id)"
-    assert browser.run(seen) == ["block-0"]
+    visible_blocks = (
+        "[...document.querySelectorAll('details.block')].filter((each) => !each.hidden).map((each) => each.id)"
+    )
+    assert browser.run(visible_blocks) == ["block-0"]
     choose(browser, "block", "block-2")
-    assert browser.run(seen) == ["block-2"]
+    assert browser.run(visible_blocks) == ["block-2"]
     browser.run("location.hash = 'block-5'; new Promise((done) => setTimeout(done, 100))")
-    assert browser.run(seen) == ["block-5"]
+    assert browser.run(visible_blocks) == ["block-5"]
     assert browser.run("document.getElementById('block').value") == "block-5"
     assert browser.run("document.querySelector('#block-5 svg').getBoundingClientRect().height") > 100
 

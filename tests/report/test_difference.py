@@ -33,38 +33,38 @@ def other():
 
 
 @pytest.fixture(scope="module")
-def found():
+def difference():
     return compare_runs(example_reports.ordinary(), other())
 
 
 def test_a_change_within_the_noise_of_the_measurement_has_no_verdict():
     first, second = ordinary_with_latency(0.25, 0.01), ordinary_with_latency(0.25, 0.0)
-    moods = {each.name: (each.mood, each.texts()[2]) for each in compare_runs(first, second).numbers}
+    moods = {number.name: (number.mood, number.texts()[2]) for number in compare_runs(first, second).numbers}
     for name in ("latency", "speed against float"):
         mood, text = moods[name]
         assert mood == ""
         assert "within the noise" in text
     clear = compare_runs(ordinary_with_latency(0.01, 0.2), ordinary_with_latency(0.01, 0.0))
-    assert {each.name: each.mood for each in clear.numbers}["latency"] == "better"
+    assert {number.name: number.mood for number in clear.numbers}["latency"] == "better"
 
 
 def ordinary_with_latency(spread, more):
     """A report whose file takes a part more time."""
     report = example_reports.ordinary()
-    found = report.verification
-    before, after = found.latency.seconds
+    verification = report.verification
+    before, after = verification.latency.seconds
     seconds = (before, after * (1 + more))
-    latency = replace(found.latency, seconds=seconds, ratio=seconds[0] / seconds[1], spread=(spread, spread))
-    return replace(report, verification=replace(found, latency=latency))
+    latency = replace(verification.latency, seconds=seconds, ratio=seconds[0] / seconds[1], spread=(spread, spread))
+    return replace(report, verification=replace(verification, latency=latency))
 
 
-def test_numbers_say_whether_they_are_better(found):
-    moods = {each.name: each.mood for each in found.numbers}
+def test_numbers_say_whether_they_are_better(difference):
+    moods = {number.name: number.mood for number in difference.numbers}
     assert moods["top-1"] == moods["size"] == moods["speed against float"] == moods["latency"] == "better"
     assert moods["MACs in low precision"] == ""  # neither is better
     assert "top-1, float" not in moods
     assert moods["top-5"] == moods["agreement with the simulation"] == "same"
-    assert "better: top-1, size, speed against float, latency" in found.summary()
+    assert "better: top-1, size, speed against float, latency" in difference.summary()
 
 
 @pytest.mark.parametrize(
@@ -84,20 +84,20 @@ def test_a_number_is_written_with_its_change(number, texts):
     assert number.texts() == texts
 
 
-def test_the_layer_that_changed_most_comes_first_and_equal_ones_last(found):
+def test_the_layer_that_changed_most_comes_first_and_equal_ones_last(difference):
     first, second = example_reports.ordinary(), other()
-    changed = found.changed_layers
-    assert [each.name for each in changed] == [first.layers[2].name, first.layers[5].name]
+    changed = difference.changed_layers
+    assert [layer.name for layer in changed] == [first.layers[2].name, first.layers[5].name]
     assert changed[0].precision == (example_reports.LOW, "float")
     assert changed[1].change == pytest.approx(second.layers[5].sqnr_db - first.layers[5].sqnr_db)
-    assert len(found.layers) == len(first.coverage.operations)
+    assert len(difference.layers) == len(first.coverage.operations)
 
 
 def test_layers_of_other_names_are_told_as_missing():
     first = example_reports.ordinary()
     rows = (replace(first.coverage.operations[0], name="stem"), *first.coverage.operations[1:])
-    found = compare_runs(first, replace(first, coverage=replace(first.coverage, operations=rows)))
-    assert {each.name: each.precision for each in found.changed_layers} == {
+    difference = compare_runs(first, replace(first, coverage=replace(first.coverage, operations=rows)))
+    assert {layer.name: layer.precision for layer in difference.changed_layers} == {
         "conv1": (example_reports.LOW, None),
         "stem": (None, example_reports.LOW),
     }
@@ -107,16 +107,16 @@ def test_names_that_repeat_are_compared_each_with_its_own():
     first = example_reports.ordinary()
     twice = (first.layers[0], replace(first.layers[0], sqnr_db=3.0))
     better = (twice[0], replace(twice[1], sqnr_db=5.0))
-    found = compare_runs(replace(first, layers=twice), replace(first, layers=better))
-    assert [(each.name, each.change) for each in found.changed_layers] == [("conv1 (2)", 2.0)]
+    difference = compare_runs(replace(first, layers=twice), replace(first, layers=better))
+    assert [(layer.name, layer.change) for layer in difference.changed_layers] == [("conv1 (2)", 2.0)]
 
 
-def test_settings_and_circumstances_are_told_by_key(found):
-    assert {each.key: (each.first, each.second) for each in found.settings} == {
+def test_settings_and_circumstances_are_told_by_key(difference):
+    assert {setting.key: (setting.first, setting.second) for setting in difference.settings} == {
         "activation": ("uint8", "int8"),
         "weight.dtype": ("int8", "int4"),
     }
-    assert [each.key for each in found.circumstances] == ["onnxruntime"]
+    assert [setting.key for setting in difference.circumstances] == ["onnxruntime"]
 
 
 def test_other_models_data_and_machines_are_warned_of():
@@ -137,9 +137,14 @@ def test_other_models_data_and_machines_are_warned_of():
 
 
 def test_a_run_is_the_same_as_itself():
-    found = compare_runs(example_reports.evil(), example_reports.evil())
-    assert {each.mood for each in found.numbers} <= {"same", ""}
-    assert (found.changed_layers, found.settings, found.circumstances, found.warnings) == ((), (), (), ())
+    difference = compare_runs(example_reports.evil(), example_reports.evil())
+    assert {number.mood for number in difference.numbers} <= {"same", ""}
+    assert (difference.changed_layers, difference.settings, difference.circumstances, difference.warnings) == (
+        (),
+        (),
+        (),
+        (),
+    )
 
 
 def test_folders_are_read_with_the_config_beside_them(tmp_path):
@@ -149,10 +154,10 @@ def test_folders_are_read_with_the_config_beside_them(tmp_path):
     ):
         write(report, tmp_path / name)
         (tmp_path / name / "config.yaml").write_text(config)
-    found = compare_runs(tmp_path / "a", tmp_path / "b")
-    assert [(each.key, each.first, each.second) for each in found.settings] == [("max_drop", 0.1, 0.2)]
-    assert (found.first.name, found.second.name) == ("a", "b")
-    json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    difference = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert [(setting.key, setting.first, setting.second) for setting in difference.settings] == [("max_drop", 0.1, 0.2)]
+    assert (difference.first.name, difference.second.name) == ("a", "b")
+    json.loads(json.dumps(difference.to_dict(), allow_nan=False))
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"schema": 99}', "\xff"], ids=["none", "half", "newer", "no text"])
@@ -164,10 +169,10 @@ def test_what_is_no_run_is_refused_by_its_name(tmp_path, content):
 
 
 @pytest.mark.parametrize("width", [40, 100])
-def test_the_terminal_shows_it_at_any_width(found, width):
+def test_the_terminal_shows_it_at_any_width(difference, width):
     console = Console(width=width, record=True, file=None)
     with console.capture() as capture:
-        console.print(DifferenceTable(found, rows=1))
+        console.print(DifferenceTable(difference, rows=1))
     lines = capture.get().splitlines()
     assert max(map(len, lines)) <= width
     text = " ".join(capture.get().split())

@@ -220,8 +220,8 @@ def test_summary_of_an_ordinary_run():
         ),
     ],
 )
-def test_the_verdict_hides_nothing(found, words):
-    report = replace(example_reports.ordinary(), verification=found)
+def test_the_verdict_hides_nothing(verification, words):
+    report = replace(example_reports.ordinary(), verification=verification)
     assert re.search(words, report.summary()[0])
     assert re.search(words, to_html(report).replace("&lt;", "<"))
 
@@ -251,7 +251,7 @@ def test_the_page_is_sound_and_asks_for_nothing(make):
 @settings(max_examples=60, deadline=None)
 def test_whatever_a_layer_is_called_the_page_has_the_same_elements(name):
     def shape(text: str) -> list[str]:
-        return [each for each, _ in Page(text).elements if each != "wbr"]
+        return [element for element, _ in Page(text).elements if element != "wbr"]
 
     def report(name: str) -> Report:
         rows = Coverage((example_reports.operation(name, kind=name, reason=name or "x"),))
@@ -262,8 +262,8 @@ def test_whatever_a_layer_is_called_the_page_has_the_same_elements(name):
 
     to_html(report(name)).encode()
     expected = shape(to_html(report("a")))
-    found = shape(to_html(report(name)))
-    assert len(found) == len(expected)
+    elements = shape(to_html(report(name)))
+    assert len(elements) == len(expected)
 
 
 def test_the_data_in_the_page_is_the_report_and_cannot_end_its_element():
@@ -320,7 +320,7 @@ def test_worst_layers_begin_with_what_is_no_number():
         example_reports.layer_error("nan", math.nan),
         example_reports.layer_error("same", math.inf),
     )
-    assert [each.name for each in replace(example_reports.bare(), layers=layers).worst(4)] == [
+    assert [layer.name for layer in replace(example_reports.bare(), layers=layers).worst(4)] == [
         "nan",
         "bad",
         "good",
@@ -341,11 +341,17 @@ def test_the_change_of_a_score_is_that_of_its_value():
 def test_inner_blocks_are_opened_where_that_gives_few_boxes(monkeypatch):
     inside = [GraphNode(f"encoder.{layer}.{name}", "k") for layer in range(3) for name in "abc"]
     monkeypatch.setattr(placement_graph, "MAX_OPENED_BOXES", 5)
-    whole = build_blocks([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
-    assert [box.label for box in whole.boxes] == ["embeddings.word", "encoder.0", "encoder.1", "encoder.2", "pooler"]
+    whole_model = build_blocks([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
+    assert [box.label for box in whole_model.boxes] == [
+        "embeddings.word",
+        "encoder.0",
+        "encoder.1",
+        "encoder.2",
+        "pooler",
+    ]
     monkeypatch.setattr(placement_graph, "MAX_OPENED_BOXES", 4)
-    whole = build_blocks([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
-    assert [box.label for box in whole.boxes] == ["embeddings.word", "encoder", "pooler"]
+    whole_model = build_blocks([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
+    assert [box.label for box in whole_model.boxes] == ["embeddings.word", "encoder", "pooler"]
 
 
 def test_a_tensor_that_passes_as_codes_is_drawn_so():
@@ -364,11 +370,11 @@ def test_names_of_the_worst_layers_do_not_overlap():
             layers=layers + tuple(example_reports.layer_error(f"x{i}", 40.0) for i in range(300)),
         )
     )
-    found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="worst-name">([^<]*)', page)
-    places = [(float(x), float(x) + 7 * len(text), float(y)) for x, y, text in found]
-    assert len(places) == 3
-    for index, (left, right, y) in enumerate(places):
-        for other_left, other_right, other_y in places[:index]:
+    labels = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="worst-name">([^<]*)', page)
+    spans = [(float(x), float(x) + 7 * len(text), float(y)) for x, y, text in labels]
+    assert len(spans) == 3
+    for index, (left, right, y) in enumerate(spans):
+        for other_left, other_right, other_y in spans[:index]:
             assert left > other_right or right < other_left or abs(y - other_y) >= 12
 
 
@@ -379,9 +385,9 @@ def test_the_terminal_and_the_page_round_alike(share):
         example_reports.float_row("b", "why", macs=10**6 - int(share * 1e6)),
     )
     report = replace(example_reports.bare(), coverage=Coverage(rows if share < 1 else rows[:1]))
-    said = share_of(share)
-    assert f"{said} of the MACs" in report.coverage.summary()
-    assert f'<span class="number">{said}</span>' in to_html(report)
+    share_text = share_of(share)
+    assert f"{share_text} of the MACs" in report.coverage.summary()
+    assert f'<span class="number">{share_text}</span>' in to_html(report)
 
 
 def test_a_speed_is_the_same_number_wherever_it_is_told():
@@ -411,9 +417,9 @@ def test_layers_that_are_faster_in_float_share_a_card_whatever_their_times():
 
 
 def test_a_command_in_the_next_steps_can_be_typed_whatever_the_folder_is_called():
-    found = replace(example_reports.verification(sqnr=1.0), path="my out/model.onnx")
+    verification = replace(example_reports.verification(sqnr=1.0), path="my out/model.onnx")
     again = Reproduction("", "", "scalepoint deploy -c config.yaml --trust")
-    report = replace(example_reports.ordinary(), verification=found, reproduction=again)
+    report = replace(example_reports.ordinary(), verification=verification, reproduction=again)
     assert "scalepoint compare 'my out' -c 'my out/config.yaml' --trust" in "\n".join(report.next_steps())
 
 
@@ -453,7 +459,7 @@ def test_a_level_comes_with_a_word(sqnr, word):
 def test_the_report_says_what_to_do_next(change, step):
     report = example_reports.ordinary()
     report = replace(report, **{"verification": replace(report.verification, path="out/model.onnx"), **change})
-    assert any(step in each for each in report.next_steps())
+    assert any(step in text for text in report.next_steps())
     assert "Next: " in str(report)
     assert report.next_steps()[0] in html.unescape(to_html(report))
 
@@ -482,8 +488,8 @@ def test_a_block_that_feeds_itself_through_another_is_drawn(monkeypatch):
         GraphNode("b.y", "k"),
     ]
     monkeypatch.setattr(placement_graph, "MAX_OPENED_BOXES", 1)
-    whole = build_blocks(nodes)[0]
-    assert [box.inputs for box in whole.boxes] == [{1}, {0}]
+    whole_model = build_blocks(nodes)[0]
+    assert [box.inputs for box in whole_model.boxes] == [{1}, {0}]
     to_html(replace(example_reports.bare(), graph=tuple(nodes)))
 
 
@@ -540,13 +546,13 @@ def test_every_value_of_a_template_is_escaped_and_shows_control_characters():
         (visible("a\u202eb\nc"), "a\\u202eb\nc"), (short("ab" * 100, 10), "ab...babab"),
     ],
 )  # fmt: skip
-def test_numbers_are_never_rounded_into_something_better(found, expected):
-    assert found == expected
+def test_numbers_are_never_rounded_into_something_better(text, expected):
+    assert text == expected
 
 
 def test_what_was_raised_is_followed_back_to_the_first_file():
     report = example_reports.ordinary()
-    assert [(each.layer, each.to) for each in report.precision_changes()] == [
+    assert [(change.layer, change.to) for change in report.precision_changes()] == [
         ("", "other ranges"),
         ("layer4.1.conv2", "float"),
     ]
