@@ -41,7 +41,7 @@ def test_a_runtime_computes_what_was_simulated(llama, tmp_path, case):
     assert result.continuation.split()[:5]
     assert "generated: " in str(done.report)
     assert result.float_decode > 0
-    assert f"the float model {result.float_prefill:.0f} and {result.float_decode:.0f}, in transformers" in " ".join(
+    assert f"float model: {result.float_prefill:.0f} and {result.float_decode:.0f} in transformers" in " ".join(
         done.report.summary()
     )
 

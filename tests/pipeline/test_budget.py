@@ -69,7 +69,7 @@ def test_the_report_shows_precision_front_and_tuning(bits):
     assert errors == sorted(errors, reverse=True)
     page = (folder / "report.html").read_text()
     assert "Precision by layer" in page
-    assert "Chosen by the data" in page
+    assert "<h2>Tuning</h2>" in page
     assert "all int8" in page
     text = str(done.report)
     assert "Error against cost" in text

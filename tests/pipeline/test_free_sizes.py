@@ -180,7 +180,7 @@ def test_the_warning_of_other_sizes_names_the_setting(segments, pictures, tmp_pa
     with pytest.warns(ScalepointWarning, match="will not accept") as caught_warnings:
         scalepoint.deploy(nn.Conv2d(3, 4, 3), pictures[0], pictures, output=tmp_path / "a", **options)
     assert str(caught_warnings[-1].message).endswith(
-        "let them be free: dynamic_axes={'input': {2: 'input_2', 3: 'input_3'}}"
+        "make them dynamic: dynamic_axes={'input': {2: 'input_2', 3: 'input_3'}}"
     )
     with pytest.raises(RuntimeError) as caught:
         scalepoint.deploy(segments, pictures[0], pictures, output=tmp_path / "b", **options)

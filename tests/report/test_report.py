@@ -603,7 +603,7 @@ def test_the_page_shows_precision_by_layer_the_front_and_what_was_tuned():
     assert "its weight is shared with a layer before it" in page
     without = to_html(replace(report, allocation=None, tuning=None))
     assert "Precision by layer" not in without
-    assert "Chosen by the data" not in without
+    assert "<h2>Tuning</h2>" not in without
 
 
 def test_the_terminal_shows_the_front_and_who_differs():
