@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from scalepoint.numerics import QParams, choose_qparams, dequantize, fake_quantize, min_max, quantize
-from scalepoint.numerics.affine import PIECE
+from scalepoint.numerics.affine import PIECE_ELEMENTS
 from tests import reference
 from tests.reference import grid_of
 
 LARGEST = torch.finfo(torch.float32).max
-SIZES = pytest.mark.parametrize("size", [64, 2 * PIECE], ids=["small", "large"])
+SIZES = pytest.mark.parametrize("size", [64, 2 * PIECE_ELEMENTS], ids=["small", "large"])
 EACH_CASE = pytest.mark.parametrize("case", reference.CASES, ids=reference.case_id)
 
 # Formats with a grid fine enough to tell these values apart.
@@ -26,7 +26,7 @@ def unit(grid, *, zero_point=None):
     return QParams(torch.ones(1), torch.tensor([zero_point], dtype=torch.int32), torch.tensor([-float(zero_point)]))
 
 
-def placed(values, size):
+def embed(values, size):
     """A tensor of zeros that ends with the values, in the last piece of a large one."""
     x = torch.zeros(size)
     x[-len(values) :] = torch.tensor(values)
@@ -37,7 +37,7 @@ def placed(values, size):
 @SIZES
 def test_infinities_and_the_largest_floats_are_clamped_to_the_ends(case, size):
     grid = grid_of(*case)
-    x = placed([-torch.inf, -LARGEST, LARGEST, torch.inf], size)
+    x = embed([-torch.inf, -LARGEST, LARGEST, torch.inf], size)
     zero = 0.0 if grid.format.is_float or grid.formulation == "minval" else grid.middle
     ends = (grid.low - zero, grid.high - zero)
     if grid.formulation == "minval":
@@ -49,7 +49,7 @@ def test_infinities_and_the_largest_floats_are_clamped_to_the_ends(case, size):
 
 @EACH_CASE
 @SIZES
-def test_nan_stays_nan_and_touches_no_other_value(case, size):
+def test_nan_stays_nan_and_changes_no_other_value(case, size):
     grid = grid_of(*case)
     x = torch.linspace(-3, 3, size)
     expected = fake_quantize(x, unit(grid), grid)
@@ -74,8 +74,8 @@ def test_nan_stays_nan_as_a_float_code(case):
 
 @SIZES
 @pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
-def test_nan_and_infinities_pass_no_gradient(name, size):
-    x = placed([torch.nan, torch.inf, -torch.inf, 1.0], size).requires_grad_()
+def test_nan_and_infinities_get_no_gradient(name, size):
+    x = embed([torch.nan, torch.inf, -torch.inf, 1.0], size).requires_grad_()
     fake_quantize(x, unit(grid_of(name)), grid_of(name)).sum().backward()
     assert x.grad[-4:].tolist() == [0.0, 0.0, 0.0, 1.0]
 

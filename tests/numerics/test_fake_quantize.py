@@ -1,4 +1,4 @@
-"""Fake quantization: forward and backward, every path to them, every layout, every input dtype."""
+"""Fake quantization: forward and backward, for every code path, layout and input dtype."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ from scalepoint.numerics import (
     min_max,
     quantize,
 )
-from scalepoint.numerics.affine import MANY, PIECE, round_trip_traced
+from scalepoint.numerics.affine import MIN_INDEXED_ELEMENTS, PIECE_ELEMENTS, round_trip_traced
 from tests import reference
 from tests.reference import grid_of
 
@@ -41,16 +41,18 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def clipping(x, grid, block):
-    """Parameters of two fifths of the range, so that some values are clamped."""
+def clipping_qparams(x, grid, block):
+    """Parameters for 40 % of the range, so that some values are clamped."""
     low, high = min_max(x, block)
     return choose_qparams(low * 0.4, high * 0.4, grid)
 
 
-def same_bits(first, second):
-    """Equal in every bit; two NaN need not have the same one."""
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
-    return first.dtype == second.dtype and torch.equal(first.contiguous().view(whole), second.contiguous().view(whole))
+def is_bit_equal(first, second):
+    """Equal in every bit, also of NaN."""
+    int_dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    return first.dtype == second.dtype and torch.equal(
+        first.contiguous().view(int_dtype), second.contiguous().view(int_dtype)
+    )
 
 
 # ---- torch's own operators ----------------------------------------------------------------------------------
@@ -66,7 +68,7 @@ def near_a_tie(x, scale):
     ("name", "scale", "zero_point"),
     [("int8", 0.0173, 0), ("int8", 1 / 3, -7), ("uint8", 0.05, 128), ("uint8", 2.0**-5, 37), ("int4", 0.3, 0)],
 )
-def test_it_is_torchs_per_tensor_operator_except_on_near_ties(name, scale, zero_point):
+def test_it_equals_the_per_tensor_operator_of_torch_except_near_ties(name, scale, zero_point):
     grid = grid_of(name, "asymmetric")
     x = randn(400_000) * scale * (grid.high - grid.low) / 4
     qparams = QParams(torch.tensor([scale]), torch.tensor([zero_point], dtype=torch.int32), torch.zeros(1))
@@ -78,11 +80,11 @@ def test_it_is_torchs_per_tensor_operator_except_on_near_ties(name, scale, zero_
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("name", ["int8", "uint8", "int4"])
-def test_it_is_torchs_per_channel_operator_except_on_near_ties(name, axis):
+def test_it_equals_the_per_channel_operator_of_torch_except_near_ties(name, axis):
     grid = grid_of(name, "asymmetric")
     x = randn(40, 50, 60)
     block = tuple(1 if at == axis else size for at, size in enumerate(x.shape))
-    qparams = clipping(x, grid, block)
+    qparams = clipping_qparams(x, grid, block)
     theirs = torch.fake_quantize_per_channel_affine(
         x, qparams.scale.flatten(), qparams.zero_point.flatten(), axis, int(grid.low), int(grid.high)
     )
@@ -91,12 +93,12 @@ def test_it_is_torchs_per_channel_operator_except_on_near_ties(name, axis):
     assert differs.sum() <= 4
 
 
-@pytest.mark.parametrize("size", [1000, 3 * PIECE], ids=["small", "large"])
+@pytest.mark.parametrize("size", [1000, 3 * PIECE_ELEMENTS], ids=["small", "large"])
 @pytest.mark.parametrize("name", ["int8", "uint8", "int2"])
-def test_its_gradient_is_that_of_torchs_per_tensor_operator(name, size):
+def test_its_gradient_equals_that_of_the_per_tensor_operator_of_torch(name, size):
     grid = grid_of(name, "asymmetric")
     x = randn(size)
-    qparams = clipping(x, grid, (size,))
+    qparams = clipping_qparams(x, grid, (size,))
     gradients = []
     for run in (
         lambda v: fake_quantize(v, qparams, grid),
@@ -113,11 +115,11 @@ def test_its_gradient_is_that_of_torchs_per_tensor_operator(name, size):
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shape", [(6, 20), (300, 600)], ids=["small", "large"])
-def test_its_gradient_is_that_of_torchs_per_channel_operator(shape, axis):
+def test_its_gradient_equals_that_of_the_per_channel_operator_of_torch(shape, axis):
     grid = grid_of("int8", "asymmetric")
     x = randn(*shape)
     block = tuple(1 if at == axis else size for at, size in enumerate(shape))
-    qparams = clipping(x, grid, block)
+    qparams = clipping_qparams(x, grid, block)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     fake_quantize(ours, qparams, grid, block).sum().backward()
     torch.fake_quantize_per_channel_affine(
@@ -144,11 +146,11 @@ def test_a_float_passes_the_gradient_where_the_value_is_in_the_range():
 
 
 @EACH_GRID
-@pytest.mark.parametrize("shape", [(7, 9), (3, PIECE)], ids=["small", "large"])
+@pytest.mark.parametrize("shape", [(7, 9), (3, PIECE_ELEMENTS)], ids=["small", "large"])
 def test_the_gradient_is_one_inside_and_zero_where_clamped(grid, shape):
     x = randn(*shape)
     block = (1, shape[1])
-    qparams = clipping(x, grid, block)
+    qparams = clipping_qparams(x, grid, block)
     leaf = x.clone().requires_grad_()
     fake_quantize(leaf, qparams, grid, block).sum().backward()
     if grid.formulation == "minval":
@@ -162,33 +164,37 @@ def test_the_gradient_is_one_inside_and_zero_where_clamped(grid, shape):
     assert (leaf.grad[inside] == 1).all()
 
 
-@pytest.mark.parametrize("size", [MANY, MANY + 100, 3 * PIECE + 17], ids=["whole", "whole and a rest", "pieces"])
-@pytest.mark.parametrize("where", ["none", "one", "few", "a piece full", "many", "the last", "not a number"])
-def test_whatever_share_is_clamped_the_gradient_is_zero_there_and_one_elsewhere(size, where):
+@pytest.mark.parametrize(
+    "size",
+    [MIN_INDEXED_ELEMENTS, MIN_INDEXED_ELEMENTS + 100, 3 * PIECE_ELEMENTS + 17],
+    ids=["one table", "table and rest", "pieces"],
+)
+@pytest.mark.parametrize("where", ["none", "one", "few", "a range", "many", "first and last", "NaN"])
+def test_the_gradient_is_zero_for_clamped_values_however_many_there_are(size, where):
     x = randn(size).clamp_(-3, 3)
     generator = torch.Generator().manual_seed(1)
-    places = {
+    indices = {
         "none": torch.tensor([], dtype=torch.int64),
         "one": torch.tensor([size // 2]),
         "few": torch.randint(size, (20,), generator=generator),
-        "a piece full": torch.arange(size // 3, size // 2),
+        "a range": torch.arange(size // 3, size // 2),
         "many": torch.randint(size, (size // 2,), generator=generator),
-        "the last": torch.tensor([0, size - 1]),
-        "not a number": torch.tensor([5, size - 2]),
+        "first and last": torch.tensor([0, size - 1]),
+        "NaN": torch.tensor([5, size - 2]),
     }[where]
-    x[places] = math.nan if where == "not a number" else 9.0 * (1 - 2 * (places % 2)).float()
+    x[indices] = math.nan if where == "NaN" else 9.0 * (1 - 2 * (indices % 2)).float()
     x.requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+    saved_bytes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_bytes.append(t.nbytes) or t, lambda t: t):
         y = fake_quantize(x, QParams(torch.tensor([0.04]), torch.zeros(1, dtype=torch.int32)), grid_of("int8"))
         y.backward(torch.full((size,), 2.0))
     expected = torch.full((size,), 2.0)
-    expected[places] = 0.0
+    expected[indices] = 0.0
     assert torch.equal(x.grad, expected)
-    assert sum(kept) <= (size if size < PIECE or where in ("many", "a piece full") else 8 * len(places))
+    assert sum(saved_bytes) <= (size if size < PIECE_ELEMENTS or where in ("many", "a range") else 8 * len(indices))
 
 
-def test_nothing_flows_to_scale_zero_point_or_minval():
+def test_scale_zero_point_and_minval_get_no_gradient():
     x = randn(5, 6).requires_grad_()
     grid = grid_of("int8", "asymmetric", "minval")
     minval = torch.tensor([-1.0], requires_grad=True)
@@ -199,72 +205,74 @@ def test_nothing_flows_to_scale_zero_point_or_minval():
 
 
 def nodes_of(y):
-    """Every autograd node from y down to the leaves, AccumulateGrad left out."""
-    found, waiting = [], [y.grad_fn]
-    while waiting:
-        node = waiting.pop()
+    """Every autograd node from y down to the leaves, without AccumulateGrad."""
+    nodes, pending = [], [y.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is not None and "AccumulateGrad" not in node.name():
-            found.append(node)
-            waiting += [following for following, _ in node.next_functions]
-    return found
+            nodes.append(node)
+            pending += [following for following, _ in node.next_functions]
+    return nodes
 
 
 @EACH_GRID
 @pytest.mark.parametrize("block", [None, (8, 24), (1, 24), (8, 1)], ids=["none", "tensor", "channel_0", "channel_1"])
 def test_it_is_one_autograd_node(grid, block):
     x = randn(8, 24).requires_grad_()
-    y = fake_quantize(x, clipping(x.detach(), grid, block or (8, 24)), grid, block)
+    y = fake_quantize(x, clipping_qparams(x.detach(), grid, block or (8, 24)), grid, block)
     assert len(nodes_of(y)) == 1
     (following,) = [node for node, _ in y.grad_fn.next_functions if node is not None]
     assert following.variable is x
 
 
-def test_in_blocks_only_views_stand_around_the_one_node():
+def test_with_blocks_it_is_one_autograd_node_and_views():
     x = randn(8, 24).requires_grad_()
     grid = grid_of("int8")
-    names = [node.name() for node in nodes_of(fake_quantize(x, clipping(x.detach(), grid, (2, 8)), grid, (2, 8)))]
+    names = [
+        node.name() for node in nodes_of(fake_quantize(x, clipping_qparams(x.detach(), grid, (2, 8)), grid, (2, 8)))
+    ]
     assert len([name for name in names if "View" not in name]) == 1
 
 
 @EACH_GRID
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_name)
-@pytest.mark.parametrize("shape", [(10, 100), (3, PIECE)], ids=["small", "large"])
+@pytest.mark.parametrize("shape", [(10, 100), (3, PIECE_ELEMENTS)], ids=["small", "large"])
 @pytest.mark.parametrize("per_channel", [False, True], ids=["tensor", "channel"])
-def test_it_keeps_at_most_one_byte_an_element_for_backward(grid, dtype, shape, per_channel):
+def test_it_saves_at_most_one_byte_per_element_for_backward(grid, dtype, shape, per_channel):
     x = randn(*shape).to(dtype)
     block = (1, shape[1]) if per_channel else shape
-    qparams = clipping(x, grid, block)
+    qparams = clipping_qparams(x, grid, block)
     x.requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+    saved_bytes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_bytes.append(t.nbytes) or t, lambda t: t):
         fake_quantize(x, qparams, grid, block).sum().backward()
-    assert 0 < sum(kept) <= x.numel()
+    assert 0 < sum(saved_bytes) <= x.numel()
 
 
-def test_a_large_tensor_of_which_nothing_is_clamped_keeps_nothing():
-    x = (torch.rand(2 * PIECE) - 0.5).requires_grad_()
-    kept = []
+def test_a_large_tensor_without_clamped_values_saves_nothing():
+    x = (torch.rand(2 * PIECE_ELEMENTS) - 0.5).requires_grad_()
+    saved_bytes = []
     qparams = QParams(torch.tensor([0.01]), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_bytes.append(t.nbytes) or t, lambda t: t):
         fake_quantize(x, qparams, grid_of("int8"), fixed_zero=True).sum().backward()
-    assert kept == []
+    assert saved_bytes == []
     assert (x.grad == 1).all()
 
 
 def test_threads_do_not_write_into_each_others_scratch():
     grid = grid_of("float8_e4m3fn")
-    tensors = [randn(3 * PIECE) * (1 + number) for number in range(4)]
+    tensors = [randn(3 * PIECE_ELEMENTS) * (1 + number) for number in range(4)]
     qparams = [QParams(torch.tensor([0.01 * (1 + number)])) for number in range(4)]
-    wanted = [fake_quantize(x, own, grid) for x, own in zip(tensors, qparams, strict=True)]
+    expected_outputs = [fake_quantize(x, params, grid) for x, params in zip(tensors, qparams, strict=True)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda given: fake_quantize(*given, grid), 5 * list(zip(tensors, qparams, strict=True))))
-    assert all(torch.equal(one, other) for one, other in zip(found, 5 * wanted, strict=True))
+        outputs = list(pool.map(lambda pair: fake_quantize(*pair, grid), 5 * list(zip(tensors, qparams, strict=True))))
+    assert all(map(torch.equal, outputs, 5 * expected_outputs))
 
 
-# ---- the three paths: whole, in pieces, traced ---------------------------------------------------------------
+# ---- the three paths: at once, in pieces, traced ---------------------------------------------------------------
 
 LARGE = {
-    "per_tensor": ((2 * PIECE + 17,), (2 * PIECE + 17,)),
+    "per_tensor": ((2 * PIECE_ELEMENTS + 17,), (2 * PIECE_ELEMENTS + 17,)),
     "channel_0": ((192, 1500), (1, 1500)),
     "channel_1": ((192, 1500), (192, 1)),
     "channel_1_of_one_row": ((1, 3, 100_000), (1, 1, 100_000)),
@@ -274,7 +282,7 @@ LARGE = {
 
 
 def small_path(x, qparams, grid, block):
-    """The same on parts below the size from which tensors are cut in pieces."""
+    """Fake-quantize in parts that are too small to be processed in pieces."""
     if block == tuple(x.shape):
         flat = qparams.map(lambda value: value.reshape(1))
         return torch.cat([fake_quantize(part, flat, grid) for part in x.flatten().split(1000)]).view(x.shape)
@@ -289,27 +297,27 @@ def small_path(x, qparams, grid, block):
 @EACH_GRID
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_name)
 @pytest.mark.parametrize("layout", LARGE)
-def test_in_pieces_it_is_bit_equal_to_the_whole_and_to_the_traced_path(grid, dtype, layout):
+def test_in_pieces_it_is_bit_equal_to_small_tensors_and_to_the_traced_path(grid, dtype, layout):
     shape, block = LARGE[layout]
     x = randn(*shape).to(dtype)
-    assert x.numel() >= 2 * PIECE
-    qparams = clipping(x, grid, block)
+    assert x.numel() >= 2 * PIECE_ELEMENTS
+    qparams = clipping_qparams(x, grid, block)
     y = fake_quantize(x, qparams, grid, block)
-    assert same_bits(y, small_path(x, qparams, grid, block))
+    assert is_bit_equal(y, small_path(x, qparams, grid, block))
 
     view = block_view(shape, block)
     steps = make_steps(qparams.map(lambda value: value.view(view.params)), grid)
     traced, inside = round_trip_traced(x.to(torch.float32).view(view.tensor), steps, grid.format)
-    assert same_bits(y, traced.view(shape).to(dtype))
+    assert is_bit_equal(y, traced.view(shape).to(dtype))
 
     leaf = x.clone().requires_grad_()
     with_gradient = fake_quantize(leaf, qparams, grid, block)
     with_gradient.sum().backward()
-    assert same_bits(with_gradient.detach(), y)
+    assert is_bit_equal(with_gradient.detach(), y)
     assert torch.equal(leaf.grad, inside.view(shape).to(dtype))
 
 
-def test_parameters_of_lower_rank_broadcast_alike_in_a_small_and_in_a_large_tensor():
+def test_parameters_of_lower_rank_broadcast_the_same_in_small_and_large_tensors():
     grid = grid_of("int8")
     x = randn(512, 512)
     qparams = QParams(torch.linspace(0.01, 0.03, 512), torch.zeros(512, dtype=torch.int32), torch.zeros(512))
@@ -319,10 +327,10 @@ def test_parameters_of_lower_rank_broadcast_alike_in_a_small_and_in_a_large_tens
 
 @EACH_GRID
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
-def test_while_compiling_values_and_gradients_are_the_same(grid, layout, monkeypatch):
+def test_values_and_gradients_are_the_same_while_compiling(grid, layout, monkeypatch):
     shape, block = reference.LAYOUTS[layout]
     x = randn(*shape)
-    qparams = clipping(x, grid, block)
+    qparams = clipping_qparams(x, grid, block)
     results = []
     for compiling in (False, True):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda answer=compiling: answer)
@@ -337,10 +345,10 @@ def test_while_compiling_values_and_gradients_are_the_same(grid, layout, monkeyp
 
 @EACH_GRID
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
-def test_it_is_dequantize_of_quantize(grid, layout):
+def test_it_equals_dequantize_of_quantize(grid, layout):
     shape, block = reference.LAYOUTS[layout]
     x = randn(*shape)
-    qparams = clipping(x, grid, block)
+    qparams = clipping_qparams(x, grid, block)
     codes = quantize(x, qparams, grid, block)
     assert torch.equal(dequantize(codes, qparams, grid, block), fake_quantize(x, qparams, grid, block))
 
@@ -349,9 +357,9 @@ def test_it_is_dequantize_of_quantize(grid, layout):
 def test_a_fixed_zero_point_changes_nothing_for_a_symmetric_grid(name):
     grid = grid_of(name)
     x = randn(40, 50)
-    qparams = clipping(x, grid, (1, 50))
+    qparams = clipping_qparams(x, grid, (1, 50))
     plain = fake_quantize(x, qparams, grid, (1, 50))
-    assert same_bits(fake_quantize(x, qparams, grid, (1, 50), fixed_zero=True), plain)
+    assert is_bit_equal(fake_quantize(x, qparams, grid, (1, 50), fixed_zero=True), plain)
 
 
 # ---- out= ----------------------------------------------------------------------------------------------------
@@ -363,20 +371,20 @@ def test_a_fixed_zero_point_changes_nothing_for_a_symmetric_grid(name):
 def test_the_result_is_written_to_out(grid, dtype, layout):
     shape, block = reference.LAYOUTS[layout] if layout in reference.LAYOUTS else LARGE[layout.removeprefix("large_")]
     x = randn(*shape).to(dtype)
-    qparams = clipping(x, grid, block)
+    qparams = clipping_qparams(x, grid, block)
     expected = fake_quantize(x, qparams, grid, block)
     out = torch.full_like(x, 77.0)
     y = fake_quantize(x, qparams, grid, block, out=out)
     assert y.data_ptr() == out.data_ptr()
-    assert same_bits(out, expected)
+    assert is_bit_equal(out, expected)
 
 
 @TWO_GRIDS
-@pytest.mark.parametrize("size", [100, 2 * PIECE], ids=["small", "large"])
+@pytest.mark.parametrize("size", [100, 2 * PIECE_ELEMENTS], ids=["small", "large"])
 def test_the_input_is_never_written_to(grid, size):
     x = randn(size)
     before = x.clone()
-    qparams = clipping(x, grid, (size,))
+    qparams = clipping_qparams(x, grid, (size,))
     fake_quantize(x, qparams, grid)
     fake_quantize(x.requires_grad_(), qparams, grid)
     assert torch.equal(x, before)
@@ -388,14 +396,14 @@ def test_the_input_is_never_written_to(grid, size):
 
 @EACH_GRID
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=dtype_name)
-@pytest.mark.parametrize("shape", [(10, 100), (3, PIECE)], ids=["small", "large"])
+@pytest.mark.parametrize("shape", [(10, 100), (3, PIECE_ELEMENTS)], ids=["small", "large"])
 def test_the_arithmetic_is_float32_and_the_result_has_the_dtype_of_the_input(grid, dtype, shape):
     x = (randn(*shape).double() * 1.1).to(dtype)
     block = (1, shape[1])
-    qparams = clipping(x, grid, block)
+    qparams = clipping_qparams(x, grid, block)
     assert qparams.scale.dtype == torch.float32
     y = fake_quantize(x, qparams, grid, block)
-    assert same_bits(y, fake_quantize(x.to(torch.float32), qparams, grid, block).to(dtype))
+    assert is_bit_equal(y, fake_quantize(x.to(torch.float32), qparams, grid, block).to(dtype))
     leaf = x.clone().requires_grad_()
     fake_quantize(leaf, qparams, grid, block).sum().backward()
     assert leaf.grad.dtype == dtype
@@ -439,11 +447,11 @@ def test_strides_change_no_bit_and_a_dense_layout_is_kept(grid, grad, cut, arran
     x = ARRANGEMENTS[arrangement]()
     extents = CUTS[cut] or (-1, -1, -1, -1)
     block = tuple(size if extent == -1 else extent for size, extent in zip(x.shape, extents, strict=True))
-    qparams = clipping(x.contiguous(), grid, block)
+    qparams = clipping_qparams(x.contiguous(), grid, block)
     given = None if cut == "none" else block
     expected = fake_quantize(x.contiguous(), qparams, grid, given)
     y = fake_quantize(x.detach().requires_grad_(grad), qparams, grid, given)
-    assert same_bits(y.detach(), expected)
+    assert is_bit_equal(y.detach(), expected)
     if arrangement not in ("strided", "expanded"):
         assert y.stride() == x.stride()
 
@@ -467,7 +475,7 @@ def test_tiny_and_empty_tensors_keep_their_shape(grid, shape):
 def test_vmap_and_func_grad_give_what_a_loop_and_backward_give(grid, layout):
     shape, block = reference.LAYOUTS[layout]
     batch = randn(3, *shape)
-    qparams = clipping(batch[0], grid, block)
+    qparams = clipping_qparams(batch[0], grid, block)
 
     def run(x):
         return fake_quantize(x, qparams, grid, block)
@@ -525,7 +533,7 @@ def test_a_learned_scale_gets_the_gradient_of_lsq(row, compiling, monkeypatch):
 
 
 @pytest.mark.parametrize("row", LEARNED.values(), ids=LEARNED.keys())
-@pytest.mark.parametrize("shape", [(40, 30), (5, PIECE), (3 * PIECE + 17,)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 30), (5, PIECE_ELEMENTS), (3 * PIECE_ELEMENTS + 17,)], ids=str)
 @pytest.mark.parametrize("by_row", [False, True], ids=["one", "a row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_name)
 def test_one_pass_in_pieces_gives_the_sums_of_the_formula(row, shape, by_row, dtype):
@@ -558,7 +566,7 @@ def test_one_pass_in_pieces_gives_the_sums_of_the_formula(row, shape, by_row, dt
     assert torch.equal(x.grad, torch.where(inside, upstream, 0.0))
 
 
-@pytest.mark.parametrize("size", [500, 4 * PIECE])
+@pytest.mark.parametrize("size", [500, 4 * PIECE_ELEMENTS])
 def test_the_gradient_of_a_learned_scale_can_be_differentiated_again(size):
     """L = sum y^2 / 2: dL/ds = sum y d, with d = dy/ds and dd/ds = t / s inside the range, so the second is
     sum d^2 + y t / s."""
@@ -579,11 +587,11 @@ def test_the_gradient_of_a_learned_scale_can_be_differentiated_again(size):
 def test_a_learned_scale_changes_no_value_and_sums_its_gradient_over_the_block(row):
     grid = grid_of(*row)
     x = randn(4, 50)
-    qparams = clipping(x, grid, (1, 50))
+    qparams = clipping_qparams(x, grid, (1, 50))
     frozen = fake_quantize(x, qparams, grid, (1, 50))
     scale = qparams.scale.clone().requires_grad_()
     y = fake_quantize(x, qparams._replace(scale=scale), grid, (1, 50))
-    assert same_bits(y.detach(), frozen)
+    assert is_bit_equal(y.detach(), frozen)
     y.sum().backward()
     each = qparams.map(lambda value: value.expand(4, 50))
     own = each.scale.clone().requires_grad_()

@@ -41,7 +41,7 @@ def spread_rows(seed=0):
 
 
 @pytest.mark.parametrize("parts", [2, 7, 400])
-def test_parts_merged_are_the_whole_bit_for_bit(parts):
+def test_merged_parts_equal_the_histogram_of_all_data(parts):
     rows = spread_rows()
     assert same(merged(rows.chunk(parts, dim=1)), compute_histogram(rows, BINS))
 
@@ -69,12 +69,12 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 @example([-1e-38], [1e8])
 @example([-1e-45], [1.0])
 @example([0.0, -0.0], [3.4e38])
-def test_any_two_sets_of_finite_values_merge_to_the_histogram_of_both(first, second):
+def test_merging_equals_the_histogram_of_both_data_sets(first, second):
     first, second = torch.tensor([first]), torch.tensor([second])
     assert same(merged([first, second], 64), compute_histogram(torch.cat([first, second], 1), 64))
 
 
-def test_every_value_falls_into_the_bin_that_holds_it():
+def test_every_value_is_counted_in_its_bin():
     rows = spread_rows()
     histogram = compute_histogram(rows, BINS)
     for row, counts, width in zip(rows, histogram.counts, bin_width(histogram), strict=True):
@@ -85,7 +85,7 @@ def test_every_value_falls_into_the_bin_that_holds_it():
 @pytest.mark.parametrize("shape", [(1, 200_000), (3, 70_000), (40_000, 9), (2, 65_536)], ids=str)
 @pytest.mark.parametrize("size", [1e-37, 1e-3, 1.0, 1e5, 1e38], ids=str)
 @pytest.mark.parametrize("bins", [16, 100, 256])
-def test_counting_in_pieces_gives_the_counts_of_all_at_once(shape, size, bins):
+def test_counting_in_pieces_gives_the_same_counts(shape, size, bins):
     rows = randn(*shape).clamp(-3, 3) * size
     with torch.autograd.forward_ad.dual_level():  # somebody transforms: the operations run whole
         whole = compute_histogram(rows, bins)
@@ -100,7 +100,7 @@ def test_centres_lie_in_the_middle_of_equal_bins_around_zero():
     assert histogram.counts.tolist() == [[0, 0, 0, 1, 0, 0, 0, 1]]
 
 
-def test_memory_is_fixed_and_the_count_is_kept_however_much_is_added():
+def test_memory_is_fixed_and_no_count_is_lost():
     total = compute_histogram(randn(2, 100), BINS)
     for seed in range(20):
         total = merge_histograms(total, compute_histogram(randn(2, 100, seed=seed) * 10.0**seed, BINS))
@@ -118,7 +118,7 @@ def test_a_larger_value_doubles_the_range_until_it_fits():
     assert at == [BINS // 2 - 1, BINS // 2, BINS // 2 + int(1000 // width)]
 
 
-def test_each_row_has_a_range_of_its_own():
+def test_each_row_has_its_own_range():
     assert compute_histogram(torch.tensor([[0.9], [100.0], [1e-3]]), BINS).power.tolist() == [0, 7, -9]
 
 
@@ -142,7 +142,7 @@ PERCENTILES = pytest.mark.parametrize("percentile", [90.0, 99.0, 99.9, 100.0], i
 
 
 @PERCENTILES
-def test_the_percentile_of_rows_is_numpys(percentile):
+def test_the_percentile_of_rows_equals_numpy(percentile):
     rows = randn(4, 3001)
     low, high = percentile_of_rows(rows, percentile)
     np.testing.assert_allclose(low.numpy(), np.percentile(rows.numpy(), 100 - percentile, axis=1), rtol=1e-5)
@@ -150,7 +150,7 @@ def test_the_percentile_of_rows_is_numpys(percentile):
 
 
 @PERCENTILES
-def test_the_percentile_of_a_histogram_is_numpys_within_a_bin(percentile):
+def test_the_percentile_of_a_histogram_equals_numpy_within_a_bin(percentile):
     rows = randn(4, 30_000) * torch.tensor([[1.0], [0.1], [50.0], [1e-6]])
     histogram = compute_histogram(rows, 2048)
     width = bin_width(histogram).squeeze(1).numpy()
@@ -187,10 +187,10 @@ def squared_error(rows, low, high, grid):
 def test_the_range_of_least_squares_is_never_worse_than_min_and_max(grid, data):
     rows = DATA[data]()
     low, high = rows.amin(1), rows.amax(1)
-    found = least_squares(rows, None, low, high, grid)
-    assert (squared_error(rows, *found, grid) <= squared_error(rows, low, high, grid) * (1 + 1e-5)).all()
-    assert (found[0] >= low.clamp(max=0)).all()
-    assert (found[1] <= high.clamp(min=0)).all()
+    searched = least_squares(rows, None, low, high, grid)
+    assert (squared_error(rows, *searched, grid) <= squared_error(rows, low, high, grid) * (1 + 1e-5)).all()
+    assert (searched[0] >= low.clamp(max=0)).all()
+    assert (searched[1] <= high.clamp(min=0)).all()
 
 
 @pytest.mark.parametrize("name", ["int4", "uint4"])
@@ -198,12 +198,12 @@ def test_the_range_of_least_squares_clips_a_heavy_tail(name):
     rows = DATA["heavy_tail"]()
     grid = grid_of(name, "asymmetric")
     low, high = rows.amin(1), rows.amax(1)
-    found = least_squares(rows, None, low, high, grid)
-    assert (squared_error(rows, *found, grid) < 0.9 * squared_error(rows, low, high, grid)).all()
+    searched = least_squares(rows, None, low, high, grid)
+    assert (squared_error(rows, *searched, grid) < 0.9 * squared_error(rows, low, high, grid)).all()
 
 
 @pytest.mark.parametrize("data", ["normal", "heavy_tail", "one_outlier", "positive"])
-def test_least_squares_of_a_histogram_finds_nearly_what_the_values_give(data):
+def test_least_squares_of_a_histogram_is_close_to_that_of_the_values(data):
     rows = DATA[data]()
     grid = grid_of("int4", "asymmetric")
     low, high = rows.amin(1), rows.amax(1)
@@ -230,16 +230,16 @@ def test_least_divergence_clips_a_heavy_tail():
     assert -25 < low.item() < -2
 
 
-def test_least_divergence_keeps_a_uniform_distribution_nearly_whole():
+def test_least_divergence_hardly_clips_a_uniform_distribution():
     rows = torch.rand(1, 100_000, generator=torch.Generator().manual_seed(0)) * 2 - 1
     low, high = least_divergence(compute_histogram(rows, 4096), rows.amin(1), rows.amax(1), 256)
     assert high.item() > 0.95
     assert low.item() < -0.95
 
 
-def test_least_divergence_stays_within_what_was_observed():
+def test_least_divergence_stays_within_the_observed_range():
     rows = torch.cat([randn(3, 2000).abs(), torch.zeros(1, 2000)])
     low, high = rows.amin(1), rows.amax(1)
-    found_low, found_high = least_divergence(compute_histogram(rows, 1024), low, high, 256)
-    assert (found_low >= low).all()
-    assert (found_high <= high).all()
+    searched_low, searched_high = least_divergence(compute_histogram(rows, 1024), low, high, 256)
+    assert (searched_low >= low).all()
+    assert (searched_high <= high).all()

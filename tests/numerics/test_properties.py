@@ -63,7 +63,7 @@ def test_it_is_monotone(x, calibration, case):
 
 @FEW
 @given(vectors, vectors, cases)
-def test_twice_is_once(x, calibration, case):
+def test_it_is_idempotent(x, calibration, case):
     grid = grid_of(*case)
     qparams = fitted(calibration, grid)
     once = fake_quantize(x, qparams, grid)
@@ -101,7 +101,7 @@ def test_the_scale_is_positive_and_finite_and_the_zero_point_is_a_code(low, widt
 
 @FEW
 @given(vectors, cases)
-def test_zero_is_kept_by_every_zero_point(x, case):
+def test_zero_stays_zero_for_every_zero_point(x, case):
     name, scheme, _, scale_dtype = case
     grid = grid_of(name, scheme, "zp", scale_dtype)
     assert fake_quantize(torch.zeros(3), fitted(x, grid), grid).tolist() == [0.0, 0.0, 0.0]
@@ -119,7 +119,7 @@ def test_blocks_are_the_channels_of_the_tensor_folded_by_them(x, case):
 
 @FEW
 @given(matrices(10), cases)
-def test_a_ragged_block_is_quantized_as_if_it_stood_alone(x, case):
+def test_a_ragged_block_is_quantized_like_a_tensor_of_its_own(x, case):
     grid = grid_of(*case)
     together = fake_quantize(x, choose_qparams(*min_max(x, (1, 8)), grid), grid, (1, 8))
     alone = [

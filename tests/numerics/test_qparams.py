@@ -29,7 +29,7 @@ from tests.reference import grid_of
 TINY = torch.finfo(torch.float32).tiny
 
 
-def chosen(low, high, grid):
+def choose(low, high, grid):
     return choose_qparams(torch.tensor([low]), torch.tensor([high]), grid)
 
 
@@ -54,9 +54,9 @@ TABLE = {
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=TABLE.keys())
-def test_the_parameters_are_those_of_the_contracts_table(row):
+def test_the_parameters_follow_the_table_of_the_contract(row):
     name, scheme, low, high, scale, zero_point, minval = row
-    got = chosen(low, high, grid_of(name, scheme))
+    got = choose(low, high, grid_of(name, scheme))
     assert got.scale.item() == pytest.approx(scale, rel=1e-7)
     assert got.zero_point.tolist() == [zero_point]
     assert got.minval.tolist() == [minval]
@@ -64,7 +64,7 @@ def test_the_parameters_are_those_of_the_contracts_table(row):
 
 @pytest.mark.parametrize(("name", "largest"), [("float8_e4m3fn", 448), ("float8_e5m2", 57344)])
 def test_a_float_scale_maps_the_largest_value_to_the_largest_code(name, largest):
-    got = chosen(-3.0, 2.0, grid_of(name))
+    got = choose(-3.0, 2.0, grid_of(name))
     assert got.scale.item() == pytest.approx(3 / largest, rel=1e-7)
     assert got.zero_point is None
     assert got.minval is None
@@ -102,7 +102,7 @@ ONE_CODE = ("int1", "symmetric_with_clipping")
 @pytest.mark.parametrize("name", reference.INTEGERS)
 def test_every_integer_has_a_finite_positive_scale_in_every_scheme(name, scheme):
     if (name, scheme) == ONE_CODE:
-        pytest.skip("one code only: refused, see below")
+        pytest.skip("only one code: refused, see below")
     grid = grid_of(name, scheme)
     scale = choose_qparams(torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 0.0]), grid).scale
     assert scale.isfinite().all()
@@ -113,14 +113,14 @@ def test_every_integer_has_a_finite_positive_scale_in_every_scheme(name, scheme)
 @pytest.mark.parametrize("dtype", FORMATS, ids=dtype_name)
 def test_a_format_has_the_limits_of_the_contract(dtype, scheme):
     if (dtype_name(dtype), scheme) == ONE_CODE:
-        with pytest.raises(SpecError, match="one code only"):
+        with pytest.raises(SpecError, match="only one code"):
             get_format(dtype).limits(scheme)
     else:
         assert get_format(dtype).limits(scheme) == reference.limits(dtype_name(dtype), scheme)
 
 
 def test_a_dtype_without_a_format_is_refused_with_the_known_ones():
-    with pytest.raises(SpecError, match=r"no arithmetic for complex64.*int8"):
+    with pytest.raises(SpecError, match=r"dtype complex64 is not supported.*int8"):
         get_format(torch.complex64)
 
 
@@ -136,7 +136,7 @@ def test_the_scale_never_falls_below_epsilon(case):
 @pytest.mark.parametrize("case", reference.CASES, ids=reference.case_id)
 def test_a_block_of_zeros_comes_back_as_zeros(case):
     grid = grid_of(*case)
-    qparams = chosen(0.0, 0.0, grid)
+    qparams = choose(0.0, 0.0, grid)
     assert qparams.scale.isfinite().all()
     assert (qparams.scale > 0).all()
     assert fake_quantize(torch.zeros(9), qparams, grid).tolist() == [0.0] * 9
@@ -145,7 +145,7 @@ def test_a_block_of_zeros_comes_back_as_zeros(case):
 @pytest.mark.parametrize("case", reference.CASES, ids=reference.case_id)
 def test_a_range_of_1e38_keeps_everything_finite(case):
     grid = grid_of(*case)
-    qparams = chosen(-1e38, 1e38, grid)
+    qparams = choose(-1e38, 1e38, grid)
     assert qparams.scale.isfinite().all()
     assert fake_quantize(torch.tensor([-1e38, -1.0, 0.0, 1e37, 1e38]), qparams, grid).isfinite().all()
 
@@ -154,7 +154,7 @@ def test_a_range_of_1e38_keeps_everything_finite(case):
 def test_a_range_as_wide_as_float32_keeps_everything_finite_and_in_order(case):
     grid = grid_of(*case)
     largest = torch.finfo(torch.float32).max
-    qparams = chosen(-largest, largest, grid)
+    qparams = choose(-largest, largest, grid)
     assert qparams.scale.isfinite().all()
     assert (qparams.scale > 0).all()
     y = fake_quantize(torch.tensor([-largest, -1e38, 0.0, 1e38, largest]), qparams, grid)
@@ -221,7 +221,7 @@ def test_two_level_scales_are_an_e4m3_number_times_the_scale_of_the_tensor():
     assert torch.equal(scale, inner * outer)
 
 
-def test_two_level_scales_take_the_whole_tensor_into_the_outer_one():
+def test_the_outer_one_of_two_level_scales_covers_the_tensor():
     fmt = get_format(FP4)
     alone = tensor_scale(torch.tensor([[1.0]]), fmt)
     assert torch.equal(tensor_scale(torch.tensor([[1.0], [0.25]]), fmt), alone)
@@ -252,7 +252,7 @@ def test_exact_zero_moves_minval_to_the_grid_so_that_zero_is_a_code(name, scheme
 
 
 def test_without_exact_zero_minval_is_the_low_end_itself():
-    assert chosen(-1.0, 2.3, grid_of("int8", "asymmetric", "minval")).minval.tolist() == [-1.0]
+    assert choose(-1.0, 2.3, grid_of("int8", "asymmetric", "minval")).minval.tolist() == [-1.0]
 
 
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
@@ -267,7 +267,7 @@ def test_the_extremes_of_every_block_are_found(layout, dtype):
     np.testing.assert_array_equal(got_high.numpy(), high)
 
 
-def test_a_nan_shows_in_the_extremes_of_its_own_block_only():
+def test_a_nan_appears_only_in_the_extremes_of_its_own_block():
     x = torch.ones(2, 4)
     x[1, 2] = torch.nan
     low, high = min_max(x, (1, 4))

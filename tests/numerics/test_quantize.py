@@ -1,4 +1,4 @@
-"""Codes: held against the contract written out, against ONNX Runtime, and against ONNX's own node tests."""
+"""Codes, compared with the formulas of the contract, with ONNX Runtime and with ONNX's node tests."""
 
 import functools
 import warnings
@@ -47,7 +47,7 @@ def ours(params):
 
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
 @pytest.mark.parametrize("case", reference.CASES, ids=reference.case_id)
-def test_codes_and_values_are_the_contracts(case, layout):
+def test_codes_and_values_follow_the_contract(case, layout):
     shape, block = reference.LAYOUTS[layout]
     x, params = values_and_parameters(case, shape, block)
     name, scheme, formulation, _ = case
@@ -74,7 +74,7 @@ def test_the_data_of_these_tests_reach_both_ends_of_the_range(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_codes_of_another_input_dtype_are_those_of_its_float32_values(dtype):
+def test_codes_of_other_input_dtypes_equal_those_of_float32(dtype):
     x = torch.linspace(-3, 3, 1001).to(dtype)
     qparams = QParams(torch.tensor([0.017]), torch.tensor([5], dtype=torch.int32), torch.tensor([-2.0]))
     grid = grid_of("int8", "asymmetric")
@@ -91,23 +91,23 @@ LARGE = {
 
 @pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
-def test_codes_of_a_large_tensor_are_those_of_its_rows(case, dtype):
+def test_codes_of_a_large_tensor_equal_those_of_its_rows(case, dtype):
     fmt, scheme, scale, zero = case
     x = torch.randn(600, 500, generator=torch.Generator().manual_seed(0))
     x[3, 4], x[5, 6], x[7, 8] = float("nan"), float("inf"), -1e-9
     grid = grid_of(fmt, scheme)
 
     def codes(rows):
-        own = [None if each is None else each[rows] if len(each) > 1 else each for each in (scale, zero)]
-        return quantize(x[rows], QParams(*own, None), grid, dtype=dtype)
+        params = [None if value is None else value[rows] if len(value) > 1 else value for value in (scale, zero)]
+        return quantize(x[rows], QParams(*params, None), grid, dtype=dtype)
 
-    found = codes(slice(None))
-    assert found.dtype == dtype
-    assert torch.equal(found, torch.cat([codes(slice(row, row + 1)) for row in range(600)]))
+    all_codes = codes(slice(None))
+    assert all_codes.dtype == dtype
+    assert torch.equal(all_codes, torch.cat([codes(slice(row, row + 1)) for row in range(600)]))
 
 
 @pytest.mark.parametrize("layout", [name for name in reference.LAYOUTS if name not in reference.RAGGED])
-def test_blocks_as_rows_stand_in_the_order_of_their_parameters(layout):
+def test_blocks_as_rows_have_the_order_of_their_parameters(layout):
     shape, block = reference.LAYOUTS[layout]
     x = np.random.default_rng(2).normal(0, 1, shape).astype(np.float32)
     rows = as_blocks(torch.from_numpy(x), block)
@@ -129,7 +129,7 @@ def test_a_ragged_block_counts_as_a_block_and_is_refused_where_blocks_must_divid
 
 
 @pytest.mark.parametrize("name", ONNX_TYPES)
-def test_codes_are_those_of_onnx_runtime(name):
+def test_codes_equal_those_of_onnx_runtime(name):
     assert differing_codes(name, 200_000, np.random.default_rng(7)) == 0
 
 
@@ -191,7 +191,7 @@ def node_cases():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # onnx computes its expected infinities with numpy
         for path in Path(node_tests.__file__).parent.glob("*.py"):
-            if any(each in path.read_text() for each in ('"QuantizeLinear"', '"DequantizeLinear"', '"Cast"')):
+            if any(operator in path.read_text() for operator in ('"QuantizeLinear"', '"DequantizeLinear"', '"Cast"')):
                 import_module(f"{node_tests.__name__}.{path.stem}")
         cases = node_tests._NodeTestCases
     return {

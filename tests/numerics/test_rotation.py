@@ -1,4 +1,4 @@
-"""Rotations: orthogonal, flat where a Hadamard matrix is there, and with the mean kept where asked."""
+"""Rotations are orthogonal, have entries of one magnitude for Hadamard sizes, and keep the mean on request."""
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ WITHOUT = [3, 6, 10, 25, 33]
 
 @pytest.mark.parametrize("size", WITH_HADAMARD)
 def test_a_hadamard_matrix_has_signs_and_orthogonal_rows(size):
-    found = make_hadamard(size)
-    assert found is not None
-    assert torch.equal(found.abs(), torch.ones(size, size, dtype=torch.float64))
-    assert torch.equal(found @ found.T, size * torch.eye(size, dtype=torch.float64))
+    hadamard = make_hadamard(size)
+    assert hadamard is not None
+    assert torch.equal(hadamard.abs(), torch.ones(size, size, dtype=torch.float64))
+    assert torch.equal(hadamard @ hadamard.T, size * torch.eye(size, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("size", WITHOUT)

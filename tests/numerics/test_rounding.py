@@ -50,7 +50,7 @@ SOURCES = {
 
 @FP8
 @pytest.mark.parametrize("source", SOURCES)
-def test_rounding_to_fp8_is_torchs_cast_bit_for_bit(dtype, source):
+def test_rounding_to_fp8_equals_the_cast_of_torch_bit_for_bit(dtype, source):
     fmt = get_format(dtype)
     x = within(SOURCES[source](dtype_name(dtype)), fmt)
     assert x.numel() > 5
@@ -100,13 +100,13 @@ def test_the_values_of_fp6_are_those_of_the_standard_and_their_storage_holds_the
 
 
 @FP6
-def test_all_that_lies_between_two_values_of_fp6_goes_to_the_nearer_and_the_middle_to_the_even_code(dtype, table):
+def test_fp6_rounds_to_the_nearer_value_and_ties_to_the_even_code(dtype, table):
     for code, (below, above) in enumerate(pairwise(table)):
         middle = torch.tensor((below + above) / 2)
         x = torch.stack([middle.nextafter(torch.tensor(-torch.inf)), middle, middle.nextafter(torch.tensor(torch.inf))])
-        wanted = [below, above if code % 2 else below, above]
-        assert round_to_float(x, get_format(dtype)).tolist() == wanted
-        assert round_to_float(-x, get_format(dtype)).tolist() == [-value for value in wanted]
+        expected = [below, above if code % 2 else below, above]
+        assert round_to_float(x, get_format(dtype)).tolist() == expected
+        assert round_to_float(-x, get_format(dtype)).tolist() == [-value for value in expected]
         inner = torch.linspace(below, above, 101)[1:-1]
         rounded = round_to_float(inner, get_format(dtype))
         assert torch.equal((rounded - inner).abs(), torch.minimum(inner - below, above - inner))

@@ -1,4 +1,4 @@
-"""Backward reads codes: gradients are the same bit for bit, and what is kept is a byte an element."""
+"""With saved codes gradients are the same bit for bit, and one byte per element is saved for backward."""
 
 import pytest
 import torch
@@ -22,12 +22,12 @@ def quantized(x, name="uint8", scale=0.037, zero=100, learns=False):
     return fake_quantize(x, qparams, grid_of(name)), qparams.scale
 
 
-def run(dtype, keeps, name="uint8", zero=100, learns=False):
+def run(dtype, saves_codes, name="uint8", zero=100, learns=False):
     torch.manual_seed(0)
     x = torch.randn(64, 32).mul(2).to(dtype).requires_grad_()
     weight = torch.randn(16, 32).to(dtype).requires_grad_()
     y, scale = quantized(x, name, zero=zero, learns=learns)
-    if keeps:
+    if saves_codes:
         with save_codes_for_backward(y):
             z = F.linear(y, weight)
     else:
@@ -40,23 +40,23 @@ def run(dtype, keeps, name="uint8", zero=100, learns=False):
 @pytest.mark.parametrize(("name", "zero"), [("uint8", 100), ("int8", 0), ("int4", -3)])
 @pytest.mark.parametrize("learns", [False, True])
 def test_the_gradients_are_the_same(dtype, name, zero, learns):
-    kept, plain = run(dtype, True, name, zero, learns), run(dtype, False, name, zero, learns)
-    assert all(a is None or torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
+    with_codes, plain = run(dtype, True, name, zero, learns), run(dtype, False, name, zero, learns)
+    assert all(a is None or torch.equal(a, b) for a, b in zip(with_codes, plain, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(3, 70_000), (2, 5, 181, 97)], ids=str)  # what goes through the cache in pieces
+@pytest.mark.parametrize("shape", [(3, 70_000), (2, 5, 181, 97)], ids=str)  # processed in pieces
 def test_large_tensors_come_back_bit_for_bit(shape):
     y, _ = quantized(torch.randn(shape, requires_grad=True).mul(2))
-    found = getattr(y, saved_codes._MARK).to_saved_codes(y.detach())
-    assert found.codes.dtype == torch.int8
-    assert torch.equal(saved_codes._unpack(found), y.detach())
+    saved = getattr(y, saved_codes._MARK_ATTRIBUTE).to_saved_codes(y.detach())
+    assert saved.codes.dtype == torch.int8
+    assert torch.equal(saved_codes._unpack(saved), y.detach())
 
 
-def test_a_byte_an_element_is_kept_in_a_training_net(monkeypatch):
+def test_one_byte_per_element_is_saved_in_a_training_net(monkeypatch):
     packed = []
     original = saved_codes._QuantizationMark.to_saved_codes
     monkeypatch.setattr(
-        saved_codes._QuantizationMark, "to_saved_codes", lambda *given: packed.append(original(*given)) or packed[-1]
+        saved_codes._QuantizationMark, "to_saved_codes", lambda *args: packed.append(original(*args)) or packed[-1]
     )
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
     x = torch.randn(2, 3, 12, 12)
@@ -64,11 +64,11 @@ def test_a_byte_an_element_is_kept_in_a_training_net(monkeypatch):
     model = prepare_qat(quantize(net, x, config, forward_loop=[x], freeze_weights=False, progress=False))
     model.train()
     model(x).sum().backward()
-    assert [tuple(each.codes.shape) for each in packed] == [(2, 4, 10, 10)]
-    assert all(each.codes.dtype == torch.int8 for each in packed)
+    assert [tuple(saved.codes.shape) for saved in packed] == [(2, 4, 10, 10)]
+    assert all(saved.codes.dtype == torch.int8 for saved in packed)
 
 
-def test_a_scale_that_changes_before_backward_does_no_harm():
+def test_a_scale_may_change_before_backward():
     x = torch.randn(64, 32, requires_grad=True)
     weight = torch.randn(16, 32, requires_grad=True)
     scale = torch.tensor(0.05)
@@ -80,17 +80,17 @@ def test_a_scale_that_changes_before_backward_does_no_harm():
     torch.testing.assert_close(weight.grad, y.detach().sum(0).expand(16, -1), rtol=1e-5, atol=1e-4)
 
 
-def test_a_quantized_tensor_that_is_written_to_is_kept_as_it_is():
+def test_a_quantized_tensor_that_was_written_to_is_saved_as_floats():
     x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     y, _ = quantized(x)
-    y.add_(0.011)  # no multiple of the scale any more
+    y.add_(0.011)  # not a multiple of the scale any more
     with save_codes_for_backward(y):
         z = F.linear(y, weight)
     z.sum().backward()
     torch.testing.assert_close(weight.grad, y.detach().sum(0).expand(16, -1), rtol=1e-5, atol=1e-4)
 
 
-def test_codes_are_those_of_the_forward_pass():
+def test_codes_are_computed_in_the_forward_pass():
     x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     y, _ = quantized(x)
     before = y.detach().clone()
@@ -115,7 +115,7 @@ def test_any_other_tensor_that_is_written_to_before_backward_is_an_error():
 def test_layers_that_read_one_tensor_share_its_codes(monkeypatch):
     packed, original = [], saved_codes._QuantizationMark.to_saved_codes
     monkeypatch.setattr(
-        saved_codes._QuantizationMark, "to_saved_codes", lambda *given: packed.append(original(*given)) or packed[-1]
+        saved_codes._QuantizationMark, "to_saved_codes", lambda *args: packed.append(original(*args)) or packed[-1]
     )
     x = torch.randn(64, 32, requires_grad=True)
     weights = [torch.randn(16, 32, requires_grad=True) for _ in range(3)]
@@ -125,13 +125,13 @@ def test_layers_that_read_one_tensor_share_its_codes(monkeypatch):
         with save_codes_for_backward(y):
             total = total + F.linear(y, weight).sum()
     assert len(packed) == 3
-    assert all(each.codes is packed[0].codes for each in packed)
+    assert all(saved.codes is packed[0].codes for saved in packed)
     total.backward()
     for weight in weights:
         torch.testing.assert_close(weight.grad, y.detach().sum(0).expand(16, -1), rtol=1e-5, atol=1e-4)
 
 
-def test_a_square_weight_is_not_taken_for_its_transpose():
+def test_a_square_weight_is_not_confused_with_its_transpose():
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
     with save_codes_for_backward(None, weight, weight.detach):
         z = F.linear(x, weight, torch.zeros(8))
@@ -140,23 +140,23 @@ def test_a_square_weight_is_not_taken_for_its_transpose():
 
 
 def test_a_second_derivative_is_the_same():
-    found = []
-    for keeps in (True, False):
+    gradients = []
+    for saves_codes in (True, False):
         torch.manual_seed(0)
         x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
         y, _ = quantized(x)
-        if keeps:
+        if saves_codes:
             with save_codes_for_backward(y):
                 z = F.linear(y, weight)
         else:
             z = F.linear(y, weight)
-        (slope,) = torch.autograd.grad(z.square().sum(), weight, create_graph=True)
-        slope.square().sum().backward()
-        found.append((x.grad, weight.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        (gradient,) = torch.autograd.grad(z.square().sum(), weight, create_graph=True)
+        gradient.square().sum().backward()
+        gradients.append((x.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_under_torch_func_and_where_hooks_are_forbidden_nothing_is_changed():
+def test_nothing_changes_under_torch_func_and_when_hooks_are_forbidden():
     weight = torch.randn(16, 32)
 
     def loss(x):
@@ -172,7 +172,7 @@ def test_under_torch_func_and_where_hooks_are_forbidden_nothing_is_changed():
         loss(x)
 
 
-def test_other_tensors_are_kept_as_they_are():
+def test_tensors_that_are_not_quantized_are_saved_as_they_are():
     x = torch.randn(8, 8, requires_grad=True)
     with save_codes_for_backward(x):
         z = (x * x).sum()
@@ -186,27 +186,27 @@ def test_with_activation_checkpointing_the_gradients_are_the_same():
         with save_codes_for_backward(y):
             return F.linear(y, weight).relu()
 
-    found = []
+    gradients = []
     for is_checkpointed in (True, False):
         torch.manual_seed(0)
         x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
         z = checkpoint(block, x, weight, use_reentrant=False) if is_checkpointed else block(x, weight)
         z.square().mean().backward()
-        found.append((x.grad, weight.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        gradients.append((x.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo asks every input for it
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it of every input
 def test_a_compiled_layer_that_reads_a_quantized_tensor_gives_the_same_gradients():
     def layer(y, weight):
         with save_codes_for_backward(y, weight, weight.detach):
             return F.linear(y, weight).square().mean()
 
-    found = []
+    gradients = []
     for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         torch.manual_seed(0)
         x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
         run(quantized(x)[0], weight).backward()
-        found.append((x.grad, weight.grad))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+        gradients.append((x.grad, weight.grad))
+    for ours, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, reference)

@@ -19,11 +19,11 @@ def test_a_share_takes_the_smallest_and_exactly_so_many(out, inner, share, block
     weight = torch.randn(out * block, inner, 3, generator=torch.Generator().manual_seed(seed))
     mask = mask_by_share(weight, share, block)
     assert mask.shape == weight.shape
-    blocks, kept = weight.square().view(out, block, -1).sum(1), mask.view(out, block, -1)
-    assert bool((kept == kept[:, :1]).all())  # channels of a block go together
-    assert int((~kept[:, 0]).sum()) == round(share * out * inner * 3)
-    if 0 < int(kept[:, 0].sum()) < out * inner * 3:
-        assert blocks[kept[:, 0]].min() >= blocks[~kept[:, 0]].max()
+    blocks, kept_weights = weight.square().view(out, block, -1).sum(1), mask.view(out, block, -1)
+    assert bool((kept_weights == kept_weights[:, :1]).all())  # channels of a block go together
+    assert int((~kept_weights[:, 0]).sum()) == round(share * out * inner * 3)
+    if 0 < int(kept_weights[:, 0].sum()) < out * inner * 3:
+        assert blocks[kept_weights[:, 0]].min() >= blocks[~kept_weights[:, 0]].max()
 
 
 @settings(max_examples=30, deadline=None)
@@ -32,11 +32,11 @@ def test_of_every_m_along_the_inputs_the_n_largest_stay(out, groups, ratio, seed
     keep, of = ratio
     weight = torch.randn(out, groups * of, 3, 3, generator=torch.Generator().manual_seed(seed))
     mask = mask_n_of_m(weight, keep, of)
-    kept = mask.view(out, groups, of, 9)
-    assert bool((kept.sum(2) == keep).all())
+    kept_weights = mask.view(out, groups, of, 9)
+    assert bool((kept_weights.sum(2) == keep).all())
     size = weight.abs().view(out, groups, of, 9)
-    least = torch.where(kept, size, torch.inf).amin(2)
-    assert bool((least >= torch.where(kept, 0.0, size).amax(2)).all())
+    least = torch.where(kept_weights, size, torch.inf).amin(2)
+    assert bool((least >= torch.where(kept_weights, 0.0, size).amax(2)).all())
 
 
 def test_equal_weights_go_by_place() -> None:

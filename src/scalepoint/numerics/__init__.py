@@ -1,4 +1,4 @@
-"""Pure functions on tensors: the one implementation of the arithmetic that everything else calls."""
+"""The arithmetic of quantization as pure functions on tensors. All other packages call it."""
 
 from scalepoint.numerics.affine import Steps, make_steps
 from scalepoint.numerics.blocks import as_blocks, block_counts, block_view, check_divides

@@ -1,15 +1,15 @@
-"""The arithmetic itself: one sequence of steps, run whole when traced and in cache-sized pieces when eager.
+"""The arithmetic of quantization: one sequence of steps, run on the whole tensor when traced, in pieces when eager.
 
     t = (x - shift) / scale, rounded when the codes are integers
     c = clamp(t, low, high), rounded to the format when the codes are floats      the centred code
-    y = c * scale + shift                                                        what the code stands for
+    y = c * scale + shift                                                        the dequantized value
 
     ZP      shift = 0        low, high = limits - zero_point     code = c + zero_point
     MINVAL  shift = minval   low, high = 0, high - low           code = c + low
     float   shift = 0        low, high = limits                  code = c
 
 A true division and a zero point added after rounding give ONNX Runtime's QuantizeLinear in every code;
-multiplying by 1/scale does not. NaN stays NaN, so that a broken activation shows.
+multiplying by 1/scale does not. NaN stays NaN, so that a broken activation is visible in the output.
 """
 
 import threading
@@ -23,15 +23,16 @@ from scalepoint.numerics.formats import Format, Grid, QuantizationFormulation
 from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.rounding import round_to_float
 
-SMALL = 1024
+FEW_ELEMENTS = 1024  # for so few elements, fewer calls matter more than faster ones
 HALF_MAX = torch.finfo(torch.float16).max
-PIECE = 131072  # float32 elements: a piece, its result and one scratch stay in a core's L2 cache, calls weigh little
-MANY = 4096  # elements, below which a mask costs nothing
-LINE = 16  # elements that are looked at together for a clamped one
+# A piece of float32 values, its result and one scratch buffer fit into the L2 cache of a core.
+PIECE_ELEMENTS = 131072
+MIN_INDEXED_ELEMENTS = 4096  # in smaller tensors a mask of the clamped elements costs nothing
+COLUMN_ELEMENTS = 16  # elements whose extremes are checked before the elements themselves
 
 
 class Steps(NamedTuple):
-    """The numbers the steps use; tensors among them broadcast against the blocked view of the input."""
+    """The operands of the steps. Tensors broadcast against the blocked view of the input."""
 
     scale: Tensor
     shift: Tensor | None
@@ -48,23 +49,23 @@ class Steps(NamedTuple):
 
 
 class ScratchBuffers:
-    """Memory that pieces share: what one has used, the next finds in cache.
+    """Scratch memory for pieces. All pieces use the same memory, so it stays in cache.
 
-    A piece on a CPU has it from its thread, which keeps it: new memory is slow where the system must clear it first. So
-    one loop at a time uses it.
+    On a CPU the buffers belong to the thread and are reused by later calls: the system clears new memory, which is
+    slow. A thread must not use them in two nested loops.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[int, Tensor] = {}
 
     def __call__(self, piece: Tensor, number: int = 0) -> Tensor:
-        """A float32 tensor of the shape of a piece; each number has memory of its own."""
-        is_usual = piece.device.type == "cpu" and piece.numel() <= PIECE
-        buffers = _THREAD_LOCAL.scratch if is_usual else self._buffers
+        """Return a float32 tensor shaped like a piece. Different numbers give different memory."""
+        is_shared = piece.device.type == "cpu" and piece.numel() <= PIECE_ELEMENTS
+        buffers = _THREAD_LOCAL.scratch if is_shared else self._buffers
         buffer = buffers.get(number)
         if buffer is None or buffer.numel() < piece.numel():
             with torch.inference_mode(False):
-                size = PIECE if is_usual else piece.numel()
+                size = PIECE_ELEMENTS if is_shared else piece.numel()
                 buffer = buffers[number] = torch.empty(size, dtype=torch.float32, device=piece.device)
         return buffer[: piece.numel()].view(piece.shape)
 
@@ -78,7 +79,7 @@ _THREAD_LOCAL = _ThreadLocal()
 
 
 def make_steps(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Steps:
-    """Precompute what `straight_through` needs from quantization parameters.
+    """Precompute the operands of `fake_quantize_by_steps` from quantization parameters.
 
     Args:
         qparams: Scale, zero point and minval.
@@ -96,7 +97,7 @@ def make_steps(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Ste
 
 
 def code_offset(qparams: QParams, grid: Grid) -> Tensor | float:
-    """What is added to a centred code to make it a code."""
+    """Return code - centred code."""
     if grid.format.is_float:
         return 0.0
     if grid.formulation == QuantizationFormulation.MINVAL or qparams.zero_point is None:
@@ -105,7 +106,7 @@ def code_offset(qparams: QParams, grid: Grid) -> Tensor | float:
 
 
 def divide(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None, *, in_place: bool = True) -> Tensor:
-    """t of the steps: not yet clamped. The first operation makes a new tensor, or fills `out`; others reuse it."""
+    """Compute t. The first operation makes a new tensor, or fills `out`; the others work in place."""
     if steps.shift is not None:
         x = torch.sub(x, steps.shift, out=out)
         out = x if in_place else None
@@ -116,7 +117,7 @@ def divide(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None, *, i
 
 
 def clamp(t: Tensor, steps: Steps, out: Tensor | None = None) -> Tensor:
-    """c of the steps, before a float format rounds it; into `out`, which may be t."""
+    """Compute c from t, without the rounding of float formats. `out` may be t."""
     if isinstance(steps.low, Tensor) and isinstance(steps.high, Tensor):
         # Two vectorized passes: torch.clamp with broadcast tensor bounds runs a scalar loop.
         t = torch.maximum(t, steps.low, out=out)
@@ -126,7 +127,7 @@ def clamp(t: Tensor, steps: Steps, out: Tensor | None = None) -> Tensor:
 
 
 def restore(c: Tensor, steps: Steps, *, in_place: bool = False) -> Tensor:
-    """y of the steps, from the centred code."""
+    """Compute y from c."""
     y = c.mul_(steps.scale) if in_place else c * steps.scale
     if steps.shift is not None:
         y = y.add_(steps.shift) if in_place else y + steps.shift
@@ -134,20 +135,20 @@ def restore(c: Tensor, steps: Steps, *, in_place: bool = False) -> Tensor:
 
 
 def cast_to_input_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """y in the input's dtype; rounding to a code near the end of float16 must not become infinity."""
+    """Cast y to the dtype of the input. In float16 a code beyond the largest value is clamped, not infinite."""
     if y.dtype == dtype:
         return y
     return y.clamp(-HALF_MAX, HALF_MAX).to(dtype) if dtype == torch.float16 else y.to(dtype)
 
 
 def compute_centred_code(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
-    """c of the steps as float32."""
+    """Compute c as float32."""
     c = clamp(divide(x, steps, fmt, in_place=False), steps)
     return round_to_float(c, fmt) if fmt.is_float else c
 
 
 def round_trip_traced(x: Tensor, steps: Steps, fmt: Format) -> tuple[Tensor, Tensor]:
-    """(y, inside) with functional operations only, for export, compile, vmap and fake tensors."""
+    """Compute (y, mask of values inside the range) without in-place operations, for export, compile and vmap."""
     t = divide(x, steps, fmt, in_place=False)
     c = clamp(t, steps)
     inside = t == c
@@ -157,71 +158,80 @@ def round_trip_traced(x: Tensor, steps: Steps, fmt: Format) -> tuple[Tensor, Ten
 
 
 class ClampRecorder:
-    """Which values were clamped (or are NaN), as the pieces of a tensor pass: nothing where there is none, their places
-    where they are few, else a mask of the others."""
+    """Records which values of a tensor are clamped (or NaN), piece by piece.
+
+    Stores their indices if they are few, else a mask.
+
+    Attributes:
+        inside: Mask of the values that are not clamped; None if `indices` tells, or if nothing is clamped.
+    """
 
     def __init__(self, x: Tensor) -> None:
         self._shape, self._device = x.shape, x.device
-        self._seen = 0
-        self._places: list[Tensor] = []
+        self._next_index = 0
+        self._indices: list[Tensor] = []
         self.inside: Tensor | None = None
 
     def add_piece(self, t: Tensor, steps: Steps) -> None:
-        """At the next piece, with t of the steps as it is before the clamp."""
-        start, self._seen = self._seen, self._seen + t.numel()
+        """Record the next piece, by its t before the clamp."""
+        start = self._next_index
+        self._next_index += t.numel()
         has_limits = not isinstance(steps.low, Tensor) or steps.is_uniform
         outside = _find_outside(t.view(-1), float(steps.low), float(steps.high)) if has_limits else None
-        if outside is not None and 64 * outside.numel() <= max(t.numel(), MANY):
-            self._places.append(outside.add_(start))
+        if outside is not None and 64 * outside.numel() <= max(t.numel(), MIN_INDEXED_ELEMENTS):
+            self._indices.append(outside.add_(start))
             return
         if self.inside is None:
             self.inside = torch.ones(self._shape, dtype=torch.bool, device=self._device)
-        torch.eq(t, clamp(t, steps), out=self.inside.view(-1)[start : self._seen].view(t.shape))
+        torch.eq(t, clamp(t, steps), out=self.inside.view(-1)[start : self._next_index].view(t.shape))
 
     @property
-    def places(self) -> Tensor | None:
-        """Of the flat tensor; None where the mask tells, or nothing was clamped."""
-        places = [positions for positions in self._places if positions.numel()]
-        if not places:
+    def indices(self) -> Tensor | None:
+        """Indices of clamped values in the flat tensor; None if `inside` tells, or if nothing is clamped."""
+        parts = [part for part in self._indices if part.numel()]
+        if not parts:
             return None
-        together = torch.cat(places)
+        indices = torch.cat(parts)
         if self.inside is None:
-            return together
-        self.inside.view(-1)[together] = False
+            return indices
+        self.inside.view(-1)[indices] = False
         return None
 
 
 def _find_outside(t: Tensor, low: float, high: float) -> Tensor | None:
-    """Places in a piece, None for too many. The extremes say where to look; a mask of all takes far longer."""
+    """Return the indices of values outside of the limits; None if there are many.
+
+    Compares only the columns whose extremes are outside: comparing all values takes far longer.
+    """
     if float(t.amin()) >= low and float(t.amax()) <= high:
         return t.new_empty(0, dtype=torch.int64)
-    end = len(t) - len(t) % LINE if len(t) >= MANY else 0
-    lines = t[:end].view(LINE, -1)
-    columns = is_outside(lines.amin(0), low, high).logical_or_(is_outside(lines.amax(0), low, high)).nonzero().view(-1)
-    if 4 * len(columns) > lines.shape[1]:
+    end = len(t) - len(t) % COLUMN_ELEMENTS if len(t) >= MIN_INDEXED_ELEMENTS else 0
+    table = t[:end].view(COLUMN_ELEMENTS, -1)
+    is_column_outside = is_outside(table.amin(0), low, high).logical_or_(is_outside(table.amax(0), low, high))
+    columns = is_column_outside.nonzero().view(-1)
+    if 4 * len(columns) > table.shape[1]:
         return None
-    row, column = is_outside(lines[:, columns], low, high).nonzero().unbind(1)
-    positions = row.mul_(lines.shape[1]).add_(columns[column])
-    return (
-        positions
-        if end == len(t)
-        else torch.cat((positions, is_outside(t[end:], low, high).nonzero().view(-1).add_(end)))
-    )
+    row, column = is_outside(table[:, columns], low, high).nonzero().unbind(1)
+    indices = row.mul_(table.shape[1]).add_(columns[column])
+    if end == len(t):
+        return indices
+    rest = is_outside(t[end:], low, high).nonzero().view(-1).add_(end)
+    return torch.cat((indices, rest))
 
 
 def is_outside(t: Tensor, low: float, high: float) -> Tensor:
-    """Where t is not within these limits."""
+    """Return a mask of the values outside of the limits. NaN is outside."""
     return t.clamp(low, high).ne(t)
 
 
 def round_trip(
     x: Tensor, steps: Steps, fmt: Format, *, out: Tensor | None = None, clamped: ClampRecorder | None = None
 ) -> Tensor:
-    """y in the dtype of x; `clamped` is told what was.
+    """Compute y in the dtype of x; `clamped` records what is clamped.
 
-    One output, in-place vector operations on it, in pieces that stay in cache when the tensor is large.
+    Works in place on the output, in pieces that fit into the cache if the tensor is large.
     """
-    if x.numel() >= 2 * PIECE and x.device.type == "cpu" and x.is_contiguous():
+    if x.numel() >= 2 * PIECE_ELEMENTS and x.device.type == "cpu" and x.is_contiguous():
         out = torch.empty_like(x) if out is None else out
         _round_trip_in_pieces(x, steps, fmt, out, clamped)
         return out
@@ -231,62 +241,66 @@ def round_trip(
 def _round_trip_whole(
     x: Tensor, steps: Steps, fmt: Format, out: Tensor | None, clamped: ClampRecorder | None
 ) -> Tensor:
-    """All at once; the first step makes the output, in the memory format of x, and the others reuse it."""
+    """Compute y at once. The first step makes the output, in the memory format of x; the others work in place."""
     if out is None and not x.is_contiguous():
         out = torch.empty_like(x, dtype=torch.float32)
     work = out if out is None or out.dtype == torch.float32 else None
     t = divide(_as_float32(x), steps, fmt, work)
-    if clamped is not None and (x.numel() < MANY or x.device.type != "cpu" or not t.is_contiguous()):
+    if clamped is not None and (x.numel() < MIN_INDEXED_ELEMENTS or x.device.type != "cpu" or not t.is_contiguous()):
         clamped.inside = torch.eq(t, clamp(t, steps))
     elif clamped is not None:
         clamped.add_piece(t, steps)
     c = clamp(t, steps, t)
     if fmt.is_float:
-        # For a few elements the cast's one slow kernel is still quicker than six fast ones; the values are the same.
-        c = c.to(fmt.cast).to(torch.float32) if fmt.cast and c.numel() <= SMALL else round_to_float(c, fmt, out=c)
+        # For a few elements one slow kernel (the cast) is faster than six fast ones; the values are the same.
+        c = (
+            c.to(fmt.cast).to(torch.float32)
+            if fmt.cast and c.numel() <= FEW_ELEMENTS
+            else round_to_float(c, fmt, out=c)
+        )
     y = restore(c, steps, in_place=True)
     return y if out is None or y is out else out.copy_(cast_to_input_dtype(y, out.dtype))
 
 
 def _round_trip_in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, clamped: ClampRecorder | None) -> None:
-    """The same into `out`, piece by piece."""
-    like = ScratchBuffers()
-    for part, target, piece_steps in _pieces(x, out, steps):
-        work = target if target.dtype == torch.float32 else like(part, 1)
+    """Compute y into `out`, piece by piece."""
+    scratch = ScratchBuffers()
+    for part, target, piece_steps in _iterate_pieces(x, out, steps):
+        work = target if target.dtype == torch.float32 else scratch(part, 1)
         t = divide(_as_float32(part), piece_steps, fmt, work)
         if clamped is not None:
             clamped.add_piece(t, piece_steps)
         c = clamp(t, piece_steps, work)
         if fmt.is_float:
-            round_to_float(c, fmt, out=c, scratch=like(part))
+            round_to_float(c, fmt, out=c, scratch=scratch(part))
         restore(c, piece_steps, in_place=True)
         if c is not target:
             target.copy_(cast_to_input_dtype(c, target.dtype))
 
 
 def quantize_in_pieces(x: Tensor, qparams: QParams, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """The codes of integers with one zero point for all, in `dtype`, piece by piece."""
-    zero = None if qparams.zero_point is None else qparams.zero_point.reshape(-1)[:1]
-    single = qparams._replace(zero_point=zero)
-    steps, base = make_steps(single, grid), float(code_offset(single, grid))
+    """Quantize to an integer format with one zero point, piece by piece. Returns codes in `dtype`."""
+    zero_point = None if qparams.zero_point is None else qparams.zero_point.reshape(-1)[:1]
+    single = qparams._replace(zero_point=zero_point)
+    steps, offset = make_steps(single, grid), float(code_offset(single, grid))
     steps = steps._replace(low=float(steps.low), high=float(steps.high))
-    out, like = torch.empty(x.shape, dtype=dtype, device=x.device), ScratchBuffers()
-    for part, target, piece_steps in _pieces(x, out, steps):
-        c = divide(_as_float32(part), piece_steps, grid.format, like(part))
-        clamp(c, piece_steps, c).add_(base)
+    out, scratch = torch.empty(x.shape, dtype=dtype, device=x.device), ScratchBuffers()
+    for part, target, piece_steps in _iterate_pieces(x, out, steps):
+        c = divide(_as_float32(part), piece_steps, grid.format, scratch(part))
+        clamp(c, piece_steps, c).add_(offset)
         target.copy_(torch.nan_to_num(c, nan=grid.low, out=c))
     return out
 
 
-def _pieces(x: Tensor, out: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tensor, Steps]]:
-    """Matching rows of the input, the output and the parameters, about PIECE elements a thread."""
+def _iterate_pieces(x: Tensor, out: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tensor, Steps]]:
+    """Yield matching rows of input, output and parameters, about PIECE_ELEMENTS for each thread."""
     if steps.is_uniform:
         x, out, steps = x.view(-1), out.view(-1), steps.map(lambda value: value.reshape(1))
     else:
         steps = steps.map(lambda value: value.reshape((1,) * (x.ndim - value.ndim) + value.shape))
     while x.shape[0] == 1:
         x, out, steps = x[0], out[0], steps.map(lambda value: value[0])
-    rows = max(1, PIECE * torch.get_num_threads() // (x.numel() // x.shape[0]))
+    rows = max(1, PIECE_ELEMENTS * torch.get_num_threads() // (x.numel() // x.shape[0]))
     for start in range(0, x.shape[0], rows):
         stop = start + rows
         part = steps.map(lambda value: value if value.shape[0] == 1 else value[start:stop])  # noqa: B023  # used at once

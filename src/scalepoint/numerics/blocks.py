@@ -1,8 +1,8 @@
-"""Blocks are views. A tensor cut in blocks is the same memory with every cut axis split in two:
+"""Block views: a tensor divided into blocks is the same memory, with every divided axis split in two.
 
-    shape (N, K), block (1, 32)  ->  view (N, K/32, 32), one parameter each in (N, K/32, 1)
+    shape (N, K), block (1, 32)  ->  view (N, K/32, 32), parameters (N, K/32, 1)
 
-An axis whose block is 1 or the whole axis is not split. A ragged last block is a second, smaller segment.
+An axis with blocks of size 1 or of the size of the axis is not split. A shorter last block is a second, smaller view.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,14 @@ from scalepoint.errors import BlockSizeMismatchError
 
 @dataclass(frozen=True)
 class BlockView:
-    """How to view a tensor and its parameters so that they broadcast, and which axes a block spans."""
+    """Shapes in which a tensor and its parameters broadcast.
+
+    Attributes:
+        tensor: Shape of the view of the tensor.
+        params: Shape of the view of the parameters.
+        spans: The axes of the view that lie inside a block.
+        counts: Number of blocks along each axis of the tensor.
+    """
 
     tensor: tuple[int, ...]
     params: tuple[int, ...]
@@ -85,13 +92,14 @@ Slices = tuple[slice, ...]
 
 
 def split_ragged(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[Slices, Slices, tuple[int, ...]]]:
-    """The parts of a ragged tensor in which blocks divide: (slices of it, slices of its parameters, block)."""
+    """Yield the parts of a tensor that their block sizes divide: (slices of tensor, slices of parameters, block)."""
     axes: list[list[tuple[slice, slice, int]]] = []
     for size, extent in zip(shape, block, strict=True):
-        whole = size // extent
-        parts = [(slice(0, whole * extent), slice(0, whole), extent)] if whole else []
+        full_blocks = size // extent
+        covered = full_blocks * extent
+        parts = [(slice(0, covered), slice(0, full_blocks), extent)] if full_blocks else []
         if size % extent:
-            parts.append((slice(whole * extent, size), slice(whole, whole + 1), size % extent))
+            parts.append((slice(covered, size), slice(full_blocks, full_blocks + 1), size % extent))
         axes.append(parts)
     for parts_of_axes in product(*axes):
         tensor, params, extents = zip(*parts_of_axes, strict=True)
@@ -119,7 +127,7 @@ def as_blocks(tensor: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def as_memory_order(tensor: Tensor) -> Tensor:
-    """All values in the order of memory, where that needs no copy (channels last), else as they are read."""
+    """Flatten a tensor in the order of its memory if that needs no copy (channels last), else in the usual order."""
     if tensor.is_contiguous() or tensor.ndim < 2:
         return tensor.reshape(-1)
     strides, sizes = tensor.stride(), tensor.shape

@@ -2,8 +2,8 @@
 
     y = dequantize(quantize(x)) in the dtype of x        dy/dx = 1 inside the range, 0 where x was clamped
 
-Eager, it is one autograd node over the piecewise kernel. Traced (export, compile, vmap, func.grad), the
-same steps run as plain operations, and y + where(inside, x - x.detach(), 0) carries the gradient.
+In eager mode this is one autograd node that works in pieces. Traced (export, compile, vmap, func.grad), the same steps
+run as plain operations, and the gradient comes from y + where(inside, x - x.detach(), 0).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scalepoint.compat.torch_names import is_functorch_active
 from scalepoint.numerics.affine import (
-    PIECE,
+    PIECE_ELEMENTS,
     ClampRecorder,
     ScratchBuffers,
     Steps,
@@ -51,7 +51,7 @@ def fake_quantize(
         qparams: Scale, zero point and minval.
         grid: dtype, scheme and formulation.
         block: Size of a block along each axis. None: the parameters broadcast.
-        fixed_zero: The zero point is the middle of a symmetric grid, as `choose_qparams` makes it. This saves one pass.
+        fixed_zero: The zero point is the middle of a symmetric grid, as from `choose_qparams`. This saves one pass.
         out: Receives the result if no gradient is needed; contiguous and shaped like x.
     """
 
@@ -70,24 +70,25 @@ def fake_quantize_by_steps(x: Tensor, steps: Steps, fmt: Format, out: Tensor | N
 
     Args:
         x: The tensor.
-        steps: What `steps_of` returned; it broadcasts against x.
+        steps: From `make_steps`; they broadcast against x.
         fmt: The element format.
         out: Receives the result if no gradient is needed.
     """
-    learns = steps.scale.requires_grad
-    needs_grad = (x.requires_grad or learns) and torch.is_grad_enabled()
+    learns_scale = steps.scale.requires_grad
+    needs_grad = (x.requires_grad or learns_scale) and torch.is_grad_enabled()
     if is_traced(x):
-        return _fake_quantize_traced(x, steps, fmt, learns=learns, needs_grad=needs_grad or is_functorch_active())
+        needs_grad = needs_grad or is_functorch_active()
+        return _fake_quantize_traced(x, steps, fmt, learns_scale=learns_scale, needs_grad=needs_grad)
     if not needs_grad:
         return round_trip(x, steps, fmt, out=out)
     x = x.clone() if x.is_inference() else x
-    node, inputs = (_LearnedScale, (x, steps.scale)) if learns else (_StraightThrough, (x,))
+    node, inputs = (_LearnedScale, (x, steps.scale)) if learns_scale else (_StraightThrough, (x,))
     y: Tensor = node.apply(*inputs, steps, fmt)  # type: ignore[no-untyped-call]
     return mark_quantized(y, steps, fmt)
 
 
-def _fake_quantize_traced(x: Tensor, steps: Steps, fmt: Format, *, learns: bool, needs_grad: bool) -> Tensor:
-    if learns:
+def _fake_quantize_traced(x: Tensor, steps: Steps, fmt: Format, *, learns_scale: bool, needs_grad: bool) -> Tensor:
+    if learns_scale:
         return _learn_scale_traced(x, steps, fmt)
     y, inside = round_trip_traced(x.detach().to(torch.float32), steps, fmt)
     y = cast_to_input_dtype(y, x.dtype)
@@ -95,28 +96,28 @@ def _fake_quantize_traced(x: Tensor, steps: Steps, fmt: Format, *, learns: bool,
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Keeps one byte an element for backward, the places of the clamped where they are few, or nothing for none."""
+    """Saves for backward the indices of clamped elements if they are few, else a mask of one byte per element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, steps: Steps, fmt: Format) -> Tensor:
         clamped = ClampRecorder(x)
         y = round_trip(x, steps, fmt, clamped=clamped)
-        places = clamped.places
-        ctx.save_for_backward(clamped.inside, places)
+        indices = clamped.indices  # read first: it may change `inside`
+        ctx.save_for_backward(clamped.inside, indices)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inside, places = ctx.saved_tensors
-        if places is not None:
+        inside, indices = ctx.saved_tensors
+        if indices is not None:
             grad = grad.clone(memory_format=torch.contiguous_format)
-            grad.view(-1)[places] = 0.0
+            grad.view(-1)[indices] = 0.0
             return grad, None, None
         return grad if inside is None else torch.where(inside, grad, 0.0), None, None
 
 
 class _LearnedScale(torch.autograd.Function):
-    """The same with a gradient for the scale; x is kept instead of a mask, and the steps run again in backward."""
+    """Fake quantization with a gradient for the scale. Saves x, and runs the steps again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, steps: Steps, fmt: Format) -> Tensor:
@@ -128,52 +129,58 @@ class _LearnedScale(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         steps, fmt = ctx.steps, ctx.fmt
-        ends = get_code_limits(steps, fmt)
+        limits = get_code_limits(steps, fmt)
         is_plain = x.dtype == grad.dtype == torch.float32 and x.device.type == "cpu"
-        if (
-            torch.is_grad_enabled() or ends is None or not is_plain
-        ):  # to be differentiated again: the formula as a whole
-            of_x, by_element = compute_gradients(x, grad, scale, steps, fmt)
-            return of_x, by_element.sum_to_size(scale.shape), None, None
-        of_x, sums, like = torch.empty_like(grad), [], ScratchBuffers()
-        for own, part, target, by in _iterate_rows(x, grad, of_x, steps):  # in cache, and nothing as large as x is made
-            t = torch.div(own if by.shift is None else own - by.shift, by.scale, out=like(own))
-            rounded = like(own, 1).copy_(t) if fmt.is_float else torch.round(t, out=like(own, 1))
-            mask_gradient(part, rounded, ends, target)
-            sums.append(scale_slope(t, rounded, ends, fmt).mul_(part).sum_to_size(by.scale.shape))
-        total = torch.stack(sums).sum(0) if steps.is_uniform else torch.cat(sums)
-        return of_x, total.reshape(scale.shape), None, None
+        # With create_graph=True backward itself must be differentiable.
+        if torch.is_grad_enabled() or limits is None or not is_plain:
+            x_grad, element_grads = compute_gradients(x, grad, scale, steps, fmt)
+            return x_grad, element_grads.sum_to_size(scale.shape), None, None
+        x_grad, sums, scratch = torch.empty_like(grad), [], ScratchBuffers()
+        # In pieces, so that no other tensor as large as x is allocated.
+        for part, upstream, target, part_steps in _iterate_pieces(x, grad, x_grad, steps):
+            shifted = part if part_steps.shift is None else part - part_steps.shift
+            t = torch.div(shifted, part_steps.scale, out=scratch(part))
+            rounded = scratch(part, 1).copy_(t) if fmt.is_float else torch.round(t, out=scratch(part, 1))
+            mask_gradient(upstream, rounded, limits, target)
+            element_grads = scale_slope(t, rounded, limits, fmt).mul_(upstream)
+            sums.append(element_grads.sum_to_size(part_steps.scale.shape))
+        scale_grad = torch.stack(sums).sum(0) if steps.is_uniform else torch.cat(sums)
+        return x_grad, scale_grad.reshape(scale.shape), None, None
 
 
-def _iterate_rows(
-    x: Tensor, grad: Tensor, of_x: Tensor, steps: Steps
+def _iterate_pieces(
+    x: Tensor, grad: Tensor, x_grad: Tensor, steps: Steps
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Steps]]:
-    """All three and the steps in pieces, where one scale serves all or each of the first axis; else whole."""
-    is_plain = x.numel() > PIECE and all(each.is_contiguous() for each in (x, grad, of_x))
+    """Yield matching pieces of the tensors and the steps.
+
+    Cuts the tensors if there is one scale, or one for each index of the first axis. Otherwise yields them as they are.
+    """
+    tensors = (x, grad, x_grad)
+    is_plain = x.numel() > PIECE_ELEMENTS and all(tensor.is_contiguous() for tensor in tensors)
     if is_plain and steps.is_uniform:
-        flat = steps.map(lambda value: value.reshape(1))
-        for parts in zip(*(torch.split(each.view(-1), PIECE) for each in (x, grad, of_x)), strict=True):
-            yield *parts, flat
+        flat_steps = steps.map(lambda value: value.reshape(1))
+        for parts in zip(*(torch.split(tensor.view(-1), PIECE_ELEMENTS) for tensor in tensors), strict=True):
+            yield *parts, flat_steps
         return
-    is_by_first = steps.scale.ndim == x.ndim and steps.scale.numel() == steps.scale.shape[0] == x.shape[0]
-    if not (is_plain and is_by_first and len(x) > 1):
-        yield x, grad, of_x, steps
+    has_scale_per_row = steps.scale.ndim == x.ndim and steps.scale.numel() == steps.scale.shape[0] == x.shape[0]
+    if not (is_plain and has_scale_per_row and len(x) > 1):
+        yield x, grad, x_grad, steps
         return
-    rows = max(1, PIECE * len(x) // x.numel())
+    rows = max(1, PIECE_ELEMENTS * len(x) // x.numel())
     for start in range(0, len(x), rows):
         part = slice(start, start + rows)
-        own = [
+        part_steps = [
             value[part] if isinstance(value, Tensor) and value.shape == steps.scale.shape else value for value in steps
         ]
-        yield x[part], grad[part], of_x[part], Steps(*own)  # type: ignore[arg-type]
+        yield x[part], grad[part], x_grad[part], Steps(*part_steps)  # type: ignore[arg-type]
 
 
 def _learn_scale_traced(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
-    """LSQ (Esser et al. 2020): dy/dscale = c - t inside the range, c where clamped; dy/dx as ever."""
-    wide = x.to(torch.float32)
-    t = (wide if steps.shift is None else wide - steps.shift) / steps.scale
+    """LSQ (Esser et al. 2020): dy/dscale = c - t inside the range, c where clamped. dy/dx is straight-through."""
+    x_float32 = x.to(torch.float32)
+    t = (x_float32 if steps.shift is None else x_float32 - steps.shift) / steps.scale
     with torch.no_grad():
-        c = compute_centred_code(wide, steps, fmt)
+        c = compute_centred_code(x_float32, steps, fmt)
         rounded = t if fmt.is_float else torch.round(t)
         inside = (rounded >= steps.low) & (rounded <= steps.high)
     y = torch.where(inside, t + (c - t.detach()), c) * steps.scale

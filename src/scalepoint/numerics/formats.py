@@ -1,7 +1,7 @@
-"""Number formats: one row a dtype. A new dtype is a new row; nothing else in the arithmetic changes.
+"""Number formats: a new dtype is a new row of FORMATS, nothing else in the arithmetic changes.
 
 integer   n bits, signed [-2^(n-1), 2^(n-1) - 1] or unsigned [0, 2^n - 1]
-float     m mantissa bits, exponents from min_exponent to max_exponent, largest value `high`, no infinities used
+float     m mantissa bits, exponents from min_exponent to max_exponent, largest value `high`, infinities are not used
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from scalepoint.errors import SpecError
 
 
 class QuantizationScheme(StrEnum):
-    """How a range becomes a scale: symmetric around zero, symmetric with clipped limits, or affine."""
+    """How a scale is computed from a range: symmetric around zero, symmetric with clipped limits, or affine."""
 
     SYMMETRIC = "symmetric"
     SYMMETRIC_WITH_CLIPPING = "symmetric_with_clipping"
@@ -21,7 +21,7 @@ class QuantizationScheme(StrEnum):
 
 
 class QuantizationFormulation(StrEnum):
-    """What a code is relative to: an integer zero point, or the float minimum (minval)."""
+    """Whether codes are relative to an integer zero point or to the float minimum (minval)."""
 
     ZP = "zp"
     MINVAL = "minval"
@@ -38,7 +38,7 @@ class ScaleRounding(StrEnum):
 
 
 class Float6(Enum):
-    """The 6-bit floats of OCP MX v1.0, which torch has no dtype for: sign, exponent and mantissa bits, no infinity."""
+    """The 6-bit floats of OCP MX v1.0, for which torch has no dtype. They have no infinity."""
 
     E2M3 = "float6_e2m3fn"
     E3M2 = "float6_e3m2fn"
@@ -47,12 +47,15 @@ class Float6(Enum):
         return self.value
 
 
-CodeType = torch.dtype | Float6  # what codes can be
+CodeType = torch.dtype | Float6  # the dtype of codes
 
 
 @dataclass(frozen=True)
 class Format:
-    """A number format: its width, its limits, and the torch dtype that stores its codes."""
+    """A number format: its width, its limits, and the torch dtype that stores its codes.
+
+    `mantissa` is the number of mantissa bits, None for integers.
+    """
 
     name: str
     bits: int
@@ -77,10 +80,10 @@ class Format:
         return self.storage if self.is_float and self.bits == 8 else None
 
     def limits(self, scheme: QuantizationScheme) -> tuple[float, float]:
-        """The codes in use; clipping drops the lowest one of a signed integer, so that both ends weigh the same."""
+        """Return lowest and highest code. SYMMETRIC_WITH_CLIPPING does not use the lowest code of a signed integer."""
         if scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING and self.is_signed:
             if not self.high:
-                raise SpecError(f"{self.name} with {scheme} has one code only: use qscheme='symmetric'")
+                raise SpecError(f"{self.name} with {scheme} has only one code: use qscheme='symmetric'")
             return -self.high, self.high
         return self.low, self.high
 
@@ -141,13 +144,20 @@ def get_format(dtype: CodeType) -> Format:
     try:
         return FORMATS[dtype]
     except KeyError:
-        known = ", ".join(dtype_name(known) for known in FORMATS)
-        raise SpecError(f"no arithmetic for {dtype_name(dtype)}. Formats: {known}") from None
+        names = ", ".join(dtype_name(supported) for supported in FORMATS)
+        raise SpecError(f"dtype {dtype_name(dtype)} is not supported: use one of {names}") from None
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What the arithmetic needs of a spec, without the blocks: format, limits, scheme, formulation, scale type."""
+    """The part of a spec that the arithmetic needs, apart from the blocks.
+
+    Attributes:
+        low: Lowest code.
+        high: Highest code.
+        exact_zero: With minval, round minval to a multiple of the scale, so that 0 is exact.
+        least_range: The narrowest range. None: the scale is at least float32 epsilon.
+    """
 
     format: Format
     low: float
@@ -157,7 +167,7 @@ class Grid:
     scale_dtype: torch.dtype | None = None
     scale_rounding: ScaleRounding = ScaleRounding.FLOOR
     exact_zero: bool = False
-    least_range: float | None = None  # the narrowest range; None floors the scale at float32 epsilon instead
+    least_range: float | None = None
 
     @property
     def is_symmetric(self) -> bool:

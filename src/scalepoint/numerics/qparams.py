@@ -1,6 +1,6 @@
-"""From a range to scale, zero point and minval (one value a block, float32 and int32).
+"""Compute scale (float32), zero point (int32) and minval (float32) of each block from its range.
 
-symmetric    scale = max_abs / ((high - low) / 2)   zero_point = the middle code   minval = -max_abs
+symmetric    scale = max_abs / ((high - low) / 2)   zero_point = middle code   minval = -max_abs
 asymmetric   scale = (hi - lo) / (high - low)       zero_point = clip(low - round(lo / scale))   minval = lo
 float        scale = max_abs / high                 e8m0: a power of two           e4m3: two levels (NVFP4)
 """
@@ -37,7 +37,7 @@ class QParams(NamedTuple):
     minval: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "QParams":
-        """The same with every tensor changed."""
+        """Return parameters with every tensor changed."""
         values: list[Any] = [None if value is None else change(value) for value in self]
         return QParams(*values)
 
@@ -52,18 +52,18 @@ def min_max(tensor: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     if is_ragged(tensor.shape, block):
         low = tensor.new_empty(block_counts(tensor.shape, block), dtype=torch.float32)
         high = torch.empty_like(low)
-        for where, params, extents in split_ragged(tensor.shape, block):
-            low[params], high[params] = min_max(tensor[where], extents)
+        for region, params, extents in split_ragged(tensor.shape, block):
+            low[params], high[params] = min_max(tensor[region], extents)
         return low, high
     view = block_view(tensor.shape, block)
     if len(view.spans) == len(view.tensor):
-        pair = torch.aminmax(tensor if torch.compiler.is_compiling() else as_memory_order(tensor))
-        low, high = pair.min, pair.max
+        extremes = torch.aminmax(tensor if torch.compiler.is_compiling() else as_memory_order(tensor))
+        low, high = extremes.min, extremes.max
     elif not view.spans:
         low, high = tensor.clone(), tensor.clone()
     else:
-        cut = tensor.view(view.tensor)
-        low, high = cut.amin(view.spans), cut.amax(view.spans)
+        blocks = tensor.view(view.tensor)
+        low, high = blocks.amin(view.spans), blocks.amax(view.spans)
     return low.to(torch.float32).reshape(view.counts), high.to(torch.float32).reshape(view.counts)
 
 
@@ -74,7 +74,7 @@ def choose_qparams(low: Tensor, high: Tensor, grid: Grid, outer: Tensor | None =
         low: Lower end, one value per block.
         high: Upper end, one value per block.
         grid: dtype, scheme and formulation.
-        outer: Scale of the whole tensor, for two-level formats.
+        outer: Scale of the tensor, for two-level formats.
 
     Returns:
         The quantization parameters.
@@ -89,12 +89,12 @@ def choose_qparams(low: Tensor, high: Tensor, grid: Grid, outer: Tensor | None =
         minval = -max_abs
     else:
         width = high - low
-        # A range wider than float32 itself: divide first, so that the scale stays finite.
+        # high - low may overflow float32: divide first, then the scale is finite.
         scale = torch.where(width.isinf(), high / grid.span - low / grid.span, width / grid.span)
         scale = scale.clamp(min=_smallest_scale(grid, grid.span))
         zero_point = (grid.low - (low / scale).round()).clamp(grid.low, grid.high).to(torch.int32)
         minval = low
-    # A range at the very end of float32: no code may stand for infinity.
+    # Near the largest float32: no code may dequantize to infinity.
     farthest = torch.maximum(zero_point - grid.low, grid.high - zero_point).to(torch.float32)
     if grid.formulation == QuantizationFormulation.MINVAL:
         farthest = torch.full_like(farthest, grid.span)
@@ -105,12 +105,11 @@ def choose_qparams(low: Tensor, high: Tensor, grid: Grid, outer: Tensor | None =
 
 
 def _smallest_scale(grid: Grid, steps: float) -> float:
-    """The smallest scale of a grid."""
     return EPS if grid.least_range is None else grid.least_range / steps
 
 
 def float_scale(max_abs: Tensor, grid: Grid, outer: Tensor | None = None) -> Tensor:
-    """The scale of a float format, by the type that the scale itself is stored in."""
+    """Return the scale of a float format, rounded to the dtype of scales."""
     if grid.scale_dtype == E8M0:
         rounded = power_of_two_scale(max_abs, grid.format, grid.scale_rounding)
         return _with_exact_gradient(rounded, max_abs / grid.format.high) if max_abs.requires_grad else rounded
@@ -121,7 +120,7 @@ def float_scale(max_abs: Tensor, grid: Grid, outer: Tensor | None = None) -> Ten
 
 
 def _with_exact_gradient(rounded: Tensor, exact: Tensor) -> Tensor:
-    """The rounded value with the gradient of the exact one: straight through the rounding of a scale."""
+    """Return the rounded value with the gradient of the exact one (straight-through)."""
     return rounded.detach() + (exact - exact.detach())
 
 
@@ -130,7 +129,7 @@ def power_of_two_scale(max_abs: Tensor, fmt: Format, rounding: ScaleRounding) ->
 
     With p the largest exponent of the element format and M its largest value:
 
-        floor  e = floor(log2 max_abs) - p                    the standard's rule; the largest values may saturate
+        floor  e = floor(log2 max_abs) - p                    the rule of the standard; the largest values may saturate
         ceil   e = ceil(log2 max_abs) - p
         even   floor, after max_abs is rounded to the element's mantissa
         rne    2^e nearest to max_abs / M, a tie to the even exponent
@@ -174,7 +173,7 @@ def block_scale(max_abs: Tensor, outer: Tensor, fmt: Format) -> Tensor:
 
     Args:
         max_abs: Largest magnitude of each block.
-        outer: Scale of the whole tensor.
+        outer: Scale of the tensor.
         fmt: The element format.
     """
     inner = FORMATS[E4M3]

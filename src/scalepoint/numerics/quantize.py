@@ -1,7 +1,7 @@
-"""Quantize and dequantize a tensor whose parameters are known.
+"""Quantize and dequantize a tensor with given parameters.
 
-`block` is the extent of a block on every axis (`granularity.get_block_size(shape)`); None says that the
-parameters broadcast as they are, which is so per tensor and per channel.
+`block` is the size of a block along each axis (`granularity.get_block_size(shape)`). None means that the parameters
+broadcast as they are, which they do per tensor and per channel.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,14 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.affine import PIECE, code_offset, compute_centred_code, make_steps, quantize_in_pieces, restore
+from scalepoint.numerics.affine import (
+    PIECE_ELEMENTS,
+    code_offset,
+    compute_centred_code,
+    make_steps,
+    quantize_in_pieces,
+    restore,
+)
 from scalepoint.numerics.blocks import block_view, is_ragged, split_ragged
 from scalepoint.numerics.formats import Grid
 from scalepoint.numerics.qparams import QParams
@@ -41,22 +48,22 @@ def quantize(
         if _can_quantize_in_pieces(part, params, grid):
             return quantize_in_pieces(part, params, grid, dtype)
         c = compute_centred_code(part.to(torch.float32), make_steps(params, grid), grid.format)
-        whole = c if grid.format.is_float else torch.nan_to_num(c + code_offset(params, grid), nan=grid.low)
-        return whole.to(dtype)
+        if not grid.format.is_float:
+            c = torch.nan_to_num(c + code_offset(params, grid), nan=grid.low)
+        return c.to(dtype)
 
     return apply_by_block(codes, x, qparams, block)
 
 
 def _can_quantize_in_pieces(x: Tensor, qparams: QParams, grid: Grid) -> bool:
-    """Large and plain, integers, and one whole zero point for all: then the limits are two numbers."""
-    if grid.format.is_float or x.numel() < 2 * PIECE or x.device.type != "cpu" or not x.is_contiguous():
+    """Whether x is large and plain, the format an integer, and the zero point the same integer for all blocks."""
+    if grid.format.is_float or x.numel() < 2 * PIECE_ELEMENTS or x.device.type != "cpu" or not x.is_contiguous():
         return False
-    if is_traced(x) or (
-        torch.is_grad_enabled() and any(each.requires_grad for each in (x, *qparams) if each is not None)
-    ):
+    needs_grad = any(tensor.requires_grad for tensor in (x, *qparams) if tensor is not None)
+    if is_traced(x) or (torch.is_grad_enabled() and needs_grad):
         return False
-    zero = qparams.zero_point
-    return zero is None or bool((zero == zero.reshape(-1)[0].round()).all())
+    zero_point = qparams.zero_point
+    return zero_point is None or bool((zero_point == zero_point.reshape(-1)[0].round()).all())
 
 
 def dequantize(codes: Tensor, qparams: QParams, grid: Grid, block: Block = None) -> Tensor:
@@ -76,17 +83,17 @@ def dequantize(codes: Tensor, qparams: QParams, grid: Grid, block: Block = None)
 
 
 def apply_by_block(run: Callable[[Tensor, QParams], Tensor], x: Tensor, qparams: QParams, block: Block) -> Tensor:
-    """Run an elementwise function on the view in which the parameters broadcast; segment by segment if ragged."""
+    """Run an elementwise function on the view in which the parameters broadcast; part by part if blocks are ragged."""
     if block is None:
         return run(x, qparams)
     if is_ragged(x.shape, block):
         results = [
-            (at, apply_by_block(run, x[at], qparams.map(itemgetter(cut)), extents))
-            for at, cut, extents in split_ragged(x.shape, block)
+            (region, apply_by_block(run, x[region], qparams.map(itemgetter(params)), extents))
+            for region, params, extents in split_ragged(x.shape, block)
         ]
         y = torch.empty_like(x, dtype=results[0][1].dtype)
-        for at, result in results:
-            y[at] = result
+        for region, result in results:
+            y[region] = result
         return y
     view = block_view(x.shape, block)
     if len(view.tensor) == x.ndim:

@@ -1,6 +1,6 @@
-"""Ranges narrower than min and max, where clipping a few values makes the rest more precise.
+"""Search for ranges narrower than min and max: clipping a few values makes the others more precise.
 
-All functions take one row a block and give (low, high), one value a row.
+All functions take one row per block and return (low, high), one value per row.
 """
 
 import torch
@@ -12,11 +12,12 @@ from scalepoint.numerics.histogram import Histogram, bin_centres, bin_width
 from scalepoint.numerics.qparams import choose_qparams
 
 Range = tuple[Tensor, Tensor]
-AT_ONCE = 65536  # values that a search quantizes in one go: they stay in a core's L2 cache
+# Values that a search quantizes at a time: they fit into the L2 cache of a core.
+VALUES_PER_STEP = 65536
 
 
 def percentile_of_rows(rows: Tensor, percentile: float) -> Range:
-    """The (100 - p)-th and p-th percentile of each row, interpolated between neighbours as numpy does."""
+    """Return the (100 - p)-th and p-th percentile of each row, interpolated between neighbours like in numpy."""
     return _quantile(rows, 1 - percentile / 100), _quantile(rows, percentile / 100)
 
 
@@ -29,7 +30,7 @@ def _quantile(rows: Tensor, share: float) -> Tensor:
 
 
 def percentile_of_histogram(histogram: Histogram, percentile: float) -> Range:
-    """The same from a histogram, interpolated inside the bin."""
+    """Return the percentiles of a histogram, interpolated inside the bin."""
     return _histogram_quantile(histogram, 1 - percentile / 100), _histogram_quantile(histogram, percentile / 100)
 
 
@@ -37,7 +38,7 @@ def _histogram_quantile(histogram: Histogram, share: float) -> Tensor:
     counts = histogram.counts.to(torch.float64)
     total = counts.cumsum(1)
     rank = total[:, -1:] * share
-    # From below the first bin that holds something, from above the last one.
+    # Skip empty bins: for a low share take the first bin that is not empty, for a high share the last one.
     index = torch.searchsorted(total, rank, right=share < 0.5).clamp(max=counts.shape[1] - 1)
     inside = counts.gather(1, index)
     before = total.gather(1, index) - inside
@@ -56,10 +57,10 @@ def least_squares(
     steps: int = 80,
     least: float = 0.02,
 ) -> Range:
-    """The range inside [low, high] whose quantization error sum(w * (fq(x) - x)^2) is smallest.
+    """Return the range inside [low, high] with the smallest quantization error sum(w * (fq(x) - x)^2).
 
-    Tries `steps` shrinkings of both ends down to `least`, each by the same factor; an asymmetric grid then tries each
-    end alone.
+    Tries to shrink both ends by the same factor, with `steps` factors from 1 down to `least`. An asymmetric grid then
+    tries to shrink each end alone.
     """
     powers = torch.linspace(0.0, 1.0, steps, dtype=torch.float32, device=values.device)
     shrink = torch.pow(least, powers).unbind()
@@ -72,33 +73,33 @@ def least_squares(
 
 
 def _find_best_range(values: Tensor, weights: Tensor | None, ranges: list[Range], grid: Grid) -> Range:
-    """The range of the least error, the first of equals; few values are quantized by many ranges at once."""
+    """Return the range with the smallest error, the first one of equals. Tries many ranges at once for few values."""
     lows, highs = (torch.stack(ends, 1) for ends in zip(*ranges, strict=True))  # (rows, ranges)
-    values = values.detach()  # an error only judges: gradients go through the ends that are chosen
-    together = max(1, AT_ONCE // max(values.numel(), 1))
+    values = values.detach()  # no gradient of the error: gradients go through the chosen ends
+    ranges_per_step = max(1, VALUES_PER_STEP // max(values.numel(), 1))
     errors = []
-    for low, high in zip(*(torch.split(each.detach(), together, 1) for each in (lows, highs)), strict=True):
+    for low, high in zip(*(torch.split(ends.detach(), ranges_per_step, 1) for ends in (lows, highs)), strict=True):
         qparams = choose_qparams(low[..., None], high[..., None], grid)
-        wide = values[:, None].expand(-1, low.shape[1], -1).contiguous()
-        error = (fake_quantize(wide, qparams, grid) - wide).square_()
+        repeated = values[:, None].expand(-1, low.shape[1], -1).contiguous()
+        error = (fake_quantize(repeated, qparams, grid) - repeated).square_()
         errors.append((error if weights is None else error.mul_(weights[:, None])).sum(2))
-    least = torch.cat(errors, 1).nan_to_num(torch.inf, posinf=torch.inf).argmin(1, keepdim=True)
-    return lows.gather(1, least).squeeze(1), highs.gather(1, least).squeeze(1)
+    best = torch.cat(errors, 1).nan_to_num(torch.inf, posinf=torch.inf).argmin(1, keepdim=True)
+    return lows.gather(1, best).squeeze(1), highs.gather(1, best).squeeze(1)
 
 
 def least_squares_of_histogram(
     histogram: Histogram, low: Tensor, high: Tensor, grid: Grid, *, steps: int = 80
 ) -> Range:
-    """The same over the bins of a histogram, each at its centre."""
+    """Run `least_squares` on the centres of the bins of a histogram, weighted by their counts."""
     centres = torch.maximum(torch.minimum(bin_centres(histogram), high[:, None]), low[:, None])
     return least_squares(centres, histogram.counts.to(torch.float32), low, high, grid, steps=steps)
 
 
 def least_divergence(histogram: Histogram, low: Tensor, high: Tensor, levels: int, *, steps: int = 80) -> Range:
-    """The clipping that keeps the distribution best: least KL(P || Q) (Migacz, GTC 2017, as in TensorRT).
+    """Return the range with the smallest KL divergence KL(P || Q) (Migacz, GTC 2017, as in TensorRT).
 
-    P is the histogram with all beyond the clip moved into its last bins; Q is what `levels` equal cells inside
-    the clip keep of it, each cell's mass spread evenly over its bins that are not empty.
+    P is the histogram with all counts outside of the range moved into the last bins inside. Q divides the range into
+    `levels` equal cells and spreads the counts of each cell evenly over its bins that are not empty.
     """
     bins = histogram.counts.shape[1]
     counts = histogram.counts.to(torch.float32)
@@ -106,33 +107,34 @@ def least_divergence(histogram: Histogram, low: Tensor, high: Tensor, levels: in
     ends = torch.maximum(low.abs(), high.abs())
     smallest = bin_width(histogram).squeeze(1) * (levels // 2)
     smallest = torch.minimum(smallest, ends)
-    best, least = ends, torch.full_like(ends, torch.inf)
-    for part in torch.linspace(1.0, 0.0, steps, dtype=torch.float32, device=ends.device).unbind():
-        clip = torch.lerp(smallest, ends, part)[:, None]
+    best, least_divergence_so_far = ends, torch.full_like(ends, torch.inf)
+    for fraction in torch.linspace(1.0, 0.0, steps, dtype=torch.float32, device=ends.device).unbind():
+        clip = torch.lerp(smallest, ends, fraction)[:, None]
         inside = (centres.abs() <= clip).to(torch.float32)
-        divergence = _divergence(counts, inside, _cells(centres, clip.detach(), levels), levels, bins)
-        better = divergence < least
-        best, least = torch.where(better, clip.squeeze(1), best), torch.where(better, divergence, least)
+        divergence = _divergence(counts, inside, _cell_indices(centres, clip.detach(), levels), levels, bins)
+        is_better = divergence < least_divergence_so_far
+        best = torch.where(is_better, clip.squeeze(1), best)
+        least_divergence_so_far = torch.where(is_better, divergence, least_divergence_so_far)
     return torch.maximum(-best, low), torch.minimum(best, high)
 
 
-def _cells(centres: Tensor, clip: Tensor, levels: int) -> Tensor:
+def _cell_indices(centres: Tensor, clip: Tensor, levels: int) -> Tensor:
     width = (2 * clip / levels).clamp(min=torch.finfo(torch.float32).tiny)
     return ((centres + clip) / width).floor().nan_to_num(0.0).clamp(0, levels - 1).to(torch.int64)
 
 
 def _divergence(counts: Tensor, inside: Tensor, cells: Tensor, levels: int, bins: int) -> Tensor:
-    kept_counts = counts * inside
-    used = (kept_counts > 0).to(torch.float32)
+    inside_counts = counts * inside
+    used = (inside_counts > 0).to(torch.float32)
     zeros = counts.new_zeros(counts.shape[0], levels)
-    mass, occupied = zeros.scatter_add(1, cells, kept_counts), zeros.scatter_add(1, cells, used)
+    mass, occupied = zeros.scatter_add(1, cells, inside_counts), zeros.scatter_add(1, cells, used)
     q = (mass / occupied.clamp(min=1)).gather(1, cells) * used
     half = torch.arange(bins, device=counts.device) >= bins // 2
     outside = counts * (1 - inside)
     index = torch.arange(bins, device=counts.device).expand_as(counts)
     last = torch.where(inside > 0, index, -1).amax(1, keepdim=True)
     first = torch.where(inside > 0, index, bins).amin(1, keepdim=True)
-    p = kept_counts.scatter_add(1, last.clamp(0, bins - 1), (outside * half).sum(1, keepdim=True))
+    p = inside_counts.scatter_add(1, last.clamp(0, bins - 1), (outside * half).sum(1, keepdim=True))
     p = p.scatter_add(1, first.clamp(0, bins - 1), (outside * ~half).sum(1, keepdim=True))
     p, q = p / p.sum(1, keepdim=True).clamp(min=1e-30), q / q.sum(1, keepdim=True).clamp(min=1e-30)
     terms = torch.where(p > 0, p * (p.clamp(min=1e-30).log() - q.clamp(min=1e-8).log()), 0.0)

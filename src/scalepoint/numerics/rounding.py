@@ -1,7 +1,7 @@
-"""Rounding to a float format with a few vector operations, and the bit tricks that powers of two need.
+"""Rounding to a float format with a few vector operations, and powers of two by their bits.
 
-With e the exponent of |x|, at least the smallest normal one, the format's step at x is 2^(e - m), so
-round(x / step) * step is the nearest value of the format, ties to even, subnormals included.
+With e the exponent of |x| (at least the smallest normal exponent) and m mantissa bits, values of the format near x have
+the distance step = 2^(e - m). So round(x / step) * step is the nearest one, ties to even, including subnormals.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scalepoint.numerics.formats import Format
 
-EXPONENT = 0x7F800000
+EXPONENT_BITS = 0x7F800000
 
 
 def round_to_float(x: Tensor, fmt: Format, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
@@ -22,7 +22,7 @@ def round_to_float(x: Tensor, fmt: Format, *, out: Tensor | None = None, scratch
         scratch: Memory for the intermediate values, shaped like x.
     """
     bits = None if scratch is None else scratch.view(torch.int32)
-    step = torch.bitwise_and(x.view(torch.int32), EXPONENT, out=bits).view(torch.float32)
+    step = torch.bitwise_and(x.view(torch.int32), EXPONENT_BITS, out=bits).view(torch.float32)
     mantissa = fmt.mantissa or 0
     step = torch.clamp(step, min=2.0**fmt.min_exponent, out=scratch)
     step = torch.mul(step, 2.0**-mantissa, out=scratch)
@@ -32,10 +32,10 @@ def round_to_float(x: Tensor, fmt: Format, *, out: Tensor | None = None, scratch
 
 
 def floor_log2(bits: Tensor) -> Tensor:
-    """floor(log2 x) from the bits of a positive float32; -127 for zero and subnormals."""
+    """Compute floor(log2 x) from the bits of a positive float32. Returns -127 for zero and subnormals."""
     return (bits >> 23) - 127
 
 
 def power_of_two(power: Tensor) -> Tensor:
-    """2^power as float32, for powers of normal numbers (-126 to 127)."""
+    """Compute 2^power as float32, for powers from -126 to 127 (normal numbers)."""
     return ((power + 127).to(torch.int32) << 23).view(torch.float32)

@@ -1,9 +1,9 @@
-"""Masks by magnitude: which weights stay, the others are zero.
+"""Sparsity masks by magnitude. A mask is True for weights that are kept, the others become zero.
 
-    share           the smallest |w| of the whole tensor go, or the smallest blocks of neighbouring output channels
-    n of m          of every m weights along the input channels the n largest stay
+    share      remove the smallest |w| of a tensor, or the smallest blocks of neighbouring output channels
+    n of m     keep the n largest of every m weights along the input channels
 
-Ties go by place, so a mask depends on the weight alone.
+Ties are decided by index, so a mask depends only on the weight.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def mask_by_share(weight: Tensor, share: float, block: int = 1) -> Tensor:
-    """A mask without `share` of a weight (out, in, ..); `block` output channels stay or go together."""
+    """Return a mask that removes `share` of a weight (out, in, ...), in blocks of `block` output channels."""
     size = weight.detach().to(torch.float32).square()
     size = size.reshape(size.shape[0] // block, block, -1).sum(1)
     mask = torch.ones(size.numel(), dtype=torch.bool, device=weight.device)
@@ -21,7 +21,7 @@ def mask_by_share(weight: Tensor, share: float, block: int = 1) -> Tensor:
 
 
 def mask_n_of_m(weight: Tensor, keep: int, of: int) -> Tensor:
-    """A mask with `keep` of every `of` weights along axis 1."""
+    """Return a mask that keeps `keep` of every `of` weights along axis 1."""
     size = weight.detach().to(torch.float32).abs().movedim(1, -1)
     groups = size.reshape(-1, of)
     order = groups.argsort(dim=-1, descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""Who is at work besides us: a tracer that records operations, or a transformation of them."""
+"""Detects tracers and function transformations."""
 
 import torch
 from torch import Tensor

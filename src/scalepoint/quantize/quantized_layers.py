@@ -150,7 +150,7 @@ class QuantizedLayer(Stateful):
         if found is not None:
             steps, places = found
             fmt, held = self.weight_quant.quantizer.grid.format, steps.map(Tensor.detach)
-            made = fake_quantize_folded(self.weight, s, steps, fmt, places=places, owns_grad=True)
+            made = fake_quantize_folded(self.weight, s, steps, fmt, clamped_indices=places, owns_grad=True)
             return made, self._make_recompute(lambda weight: round_trip_folded(weight, s, held, fmt))
         wide = self._scale_channels(self.weight, s)
         with save_codes_for_backward(None, wide, self._make_recompute(lambda weight: self._scale_channels(weight, s))):

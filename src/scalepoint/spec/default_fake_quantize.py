@@ -16,7 +16,7 @@ from scalepoint.numerics import (
     make_steps,
     quantize,
 )
-from scalepoint.numerics.affine import SMALL
+from scalepoint.numerics.affine import FEW_ELEMENTS
 from scalepoint.numerics.blocks import block_view, is_ragged
 from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeImplBase
 
@@ -40,7 +40,7 @@ class _StepsCache(NamedTuple):
             blocks = block_view(tensor.shape, block)
             shape, view = tensor.shape, blocks.tensor
             viewed = qparams.map(lambda value: value.view(blocks.params))
-            if tensor.numel() <= SMALL:  # one value an element costs nothing here, and saves two views a call
+            if tensor.numel() <= FEW_ELEMENTS:  # one value an element costs nothing here, and saves two views a call
                 view = None
                 viewed = viewed.map(lambda value: value.expand(blocks.tensor).reshape(tensor.shape))
         return _StepsCache(*qparams, _versions(*qparams), shape, make_steps(viewed, grid, fixed_zero=True), view)
