@@ -41,13 +41,13 @@ def test_the_extent_of_a_block_on_every_axis(granularity, shape, block):
 @pytest.mark.parametrize(
     ("granularity", "shape", "message"),
     [
-        (PerChannelGranularity(), (4, 4), "no axis yet"),
-        (PerBlockGranularity(block_size=4), (4, 4), "no axis yet"),
+        (PerChannelGranularity(), (4, 4), "has no axis"),
+        (PerBlockGranularity(block_size=4), (4, 4), "has no axis"),
         (PerChannelGranularity(axis=1), (5,), "axis 1 .*outside"),
         (PerChannelGranularity(axis=-3), (5, 10), "axis -3 .*outside"),
         (PerChannelGranularity(axis=0), (), "outside shape"),
         (PerBlockGranularity(axis=1, block_size=3), (6,), "axis 1 .*outside"),
-        (PerBlockGranularity(axis=1, block_size=(2, 2)), (4, 4), "leave axis None"),
+        (PerBlockGranularity(axis=1, block_size=(2, 2)), (4, 4), "leave out axis="),
         (PerBlockGranularity(block_size=(2, 4)), (4, 4, 4), "tensors of 2 axes"),
         (PerTokenGranularity(), (), "PerTensorGranularity"),
     ],

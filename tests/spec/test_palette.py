@@ -33,7 +33,7 @@ def test_widths_and_components_that_no_palette_has_are_refused() -> None:
     with raises(SpecError, "n_bits=5", "1, 2, 3, 4, 6, 8"):
         palette_spec(5)
     wrong = palette_spec(4).replace(qparam_calculator_cls="static")
-    with pytest.raises(SpecError, match="both 'palette'"):
+    with pytest.raises(SpecError, match="fake_quantize_cls='palette'"):
         QuantizationComponentFactory.create_fake_quantizer(wrong, "weight")
     with pytest.raises(TargetError, match="granularity per_grouped_channel"):
         quantize(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8), QuantConfig.palettes(4), target="onnxruntime")

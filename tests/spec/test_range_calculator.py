@@ -107,7 +107,7 @@ def test_a_wrong_number_of_values_names_the_calculator():
         def _generate_min_max(self, tensor):
             return torch.zeros(3), torch.zeros(3)
 
-    with pytest.raises(ValueError, match=r"Wrong\._generate_min_max gave shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"Wrong\._generate_min_max returned shape \(3,\)"):
         Wrong(PerTensorGranularity())(torch.randn(4, 4))
 
 

@@ -423,7 +423,7 @@ def explain_dense_weight(site: QuantizationSite, spec: QuantizationSpec | None) 
     shape = get_weight_shape(site.part)
     if isinstance(site.part, Operation) and site.part.has_transposed_weight:
         shape = shape[::-1]
-    return sparsity.why_unfit(shape, is_transposed=site.kind == "conv_transpose")
+    return sparsity.reason_unsupported(shape, is_transposed=site.kind == "conv_transpose")
 
 
 def _get_points(site: QuantizationSite, config: QuantConfig, target: Target | None) -> list[tuple[Point, fx.Node]]:

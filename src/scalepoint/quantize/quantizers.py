@@ -309,7 +309,7 @@ class QuantStub(QuantizerBase):
     @property
     def is_fixed(self) -> bool:
         """Whether calibration has nothing to find: the parameters are given, or made anew for every tensor."""
-        return self.fixed_calibration is not None or not self.calculator.observes
+        return self.fixed_calibration is not None or not self.calculator.needs_calibration
 
     @property
     def has_observed(self) -> bool:
@@ -320,7 +320,7 @@ class QuantStub(QuantizerBase):
         observing = calibrating or (following and self.training)
         if not enabled and not self.skip_reason:
             warn_if_exported_disabled()
-        if not (observing or enabled) or self.quantizer.passes(tensor, observing):
+        if not (observing or enabled) or self.quantizer.passes_through(tensor, observing):
             return tensor
         if observing and self.fixed_calibration is None:
             self.quantizer(tensor)

@@ -1,4 +1,4 @@
-"""The tensor layer: how one tensor is quantized, described by a spec and simulated by a module."""
+"""The tensor layer: a spec describes how one tensor is quantized, and modules simulate it."""
 
 from scalepoint.errors import BlockSizeMismatchError
 from scalepoint.numerics import QParams, QuantizationFormulation, QuantizationScheme, ScaleRounding

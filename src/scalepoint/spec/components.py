@@ -1,4 +1,4 @@
-"""From a spec to its modules: range calculator -> qparams calculator -> fake quantizer."""
+"""Builds the modules of a spec: range calculator -> qparams calculator -> fake quantizer."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,6 +24,7 @@ class QuantizationComponentFactory:
 
     @staticmethod
     def create_range_calculator(spec: QuantizationSpec) -> RangeCalculatorBase:
+        """Build the range calculator of a spec. It gets the fields of the spec that its constructor takes."""
         kind = spec.range_calculator_cls
         parameters = constructor_parameters(kind)
         fields = {name: value for name, value in _grid_fields(spec).items() if name in parameters}
@@ -34,6 +35,7 @@ class QuantizationComponentFactory:
     def create_qparams_calculator(
         spec: QuantizationSpec, target: CompressionTargetTensor | str
     ) -> QParamsCalculatorBase:
+        """Build the qparams calculator of a spec, for a weight or an activation."""
         return _create_qparams_calculator(spec, target, {})
 
     @staticmethod
@@ -45,9 +47,9 @@ class QuantizationComponentFactory:
         Args:
             spec: How the tensor is quantized.
             target: Whether it is a weight or an activation.
-            overrides: Arguments of the quantizer's constructor. `dtype`, `qscheme` (a torch.qscheme too), `quant_min`,
-                `quant_max`, `ch_axis` and `is_dynamic` are those of a torchao QuantizationSpec, which prepare_pt2e
-                passes: they change the spec, None leaves it as it is.
+            overrides: Arguments of the quantizer's constructor. torchao's prepare_pt2e also passes fields of its own
+                QuantizationSpec: `dtype`, `qscheme` (may be a torch.qscheme), `quant_min`, `quant_max`, `ch_axis` and
+                `is_dynamic`. They change the spec unless they are None.
         """
         spec, limits = _with_torchao_fields(spec, overrides)
         fields = _grid_fields(spec) | limits
@@ -70,12 +72,11 @@ class QuantizationComponentFactory:
     def create_fake_quantizer_partial(
         spec: QuantizationSpec, target: CompressionTargetTensor | str
     ) -> PartialConstructor:
-        """A constructor without arguments, as PT2E wants one."""
+        """Build a constructor without arguments, as PT2E expects one."""
         constructor = PartialConstructor(partial(QuantizationComponentFactory.create_fake_quantizer, spec, target))
         if isinstance(spec.granularity, PerChannelGranularity):
-            constructor.__name__ = (
-                "PerChannelFakeQuantize"  # torchao 0.18 passes ch_axis only to names with "PerChannel"
-            )
+            # torchao 0.18 passes ch_axis only to constructors with "PerChannel" in their name.
+            constructor.__name__ = "PerChannelFakeQuantize"
         return constructor
 
 
@@ -97,7 +98,10 @@ def _create_qparams_calculator(
 
 
 def _with_torchao_fields(spec: QuantizationSpec, overrides: dict[str, Any]) -> tuple[QuantizationSpec, dict[str, Any]]:
-    """Take the fields of a torchao QuantizationSpec out of `overrides`; the limits of the codes are returned apart."""
+    """Remove the fields of a torchao QuantizationSpec from `overrides` and apply them.
+
+    Returns the changed spec, and the limits of the codes, which a spec cannot contain.
+    """
     fields = {name: overrides.pop(name, None) for name in ("dtype", "qscheme", "ch_axis", "is_dynamic")}
     limits = {name: overrides.pop(name, None) for name in ("quant_min", "quant_max")}
     dtype, qscheme = fields["dtype"], fields["qscheme"]
@@ -117,7 +121,7 @@ def _with_torchao_fields(spec: QuantizationSpec, overrides: dict[str, Any]) -> t
 
 
 def _check_granularity(spec: QuantizationSpec, qscheme: torch.qscheme) -> None:
-    """Refuse a torch.qscheme whose granularity is not that of the spec; torch has none for blocks."""
+    """Raise SpecError if the granularity of a torch.qscheme contradicts the spec. Blocks have no torch.qscheme."""
     is_per_channel = qscheme in (torch.per_channel_affine, torch.per_channel_symmetric)
     opposite = PerTensorGranularity if is_per_channel else PerChannelGranularity
     if isinstance(spec.granularity, opposite):

@@ -1,4 +1,4 @@
-"""The fake quantizer that is used unless another is named: scalepoint's arithmetic, and memory for what is frozen."""
+"""The default fake quantizer: the arithmetic of `scalepoint.numerics`, with caches for frozen tensors."""
 
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +22,13 @@ from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeI
 
 
 class _StepsCache(NamedTuple):
-    """The steps made from parameters, and what tells that they changed; a frozen quantizer makes them once."""
+    """Steps, and the parameters they were computed from. A frozen quantizer computes them once.
+
+    Attributes:
+        versions: Sum of the version counters of the parameters: a write to one of them invalidates the cache.
+        shape: Shape of the tensor, if the steps depend on it.
+        view: Shape in which the tensor and the steps broadcast, if it differs from that of the tensor.
+    """
 
     scale: Tensor
     zero_point: Tensor | None
@@ -40,7 +46,7 @@ class _StepsCache(NamedTuple):
             blocks = block_view(tensor.shape, block)
             shape, view = tensor.shape, blocks.tensor
             viewed = qparams.map(lambda value: value.view(blocks.params))
-            if tensor.numel() <= FEW_ELEMENTS:  # one value an element costs nothing here, and saves two views a call
+            if tensor.numel() <= FEW_ELEMENTS:  # expand the parameters once: that saves two views in every call
                 view = None
                 viewed = viewed.map(lambda value: value.expand(blocks.tensor).reshape(tensor.shape))
         return _StepsCache(*qparams, _versions(*qparams), shape, make_steps(viewed, grid, fixed_zero=True), view)
@@ -56,14 +62,17 @@ class _StepsCache(NamedTuple):
 
 
 def _can_cache_steps(tensor: Tensor, qparams: QParams, block: tuple[int, ...] | None) -> bool:
-    """Whether steps can be told to be still right: not inside a graph, a training scale, or ragged blocks."""
+    """Whether a later call can tell that steps are still valid.
+
+    Not inside a traced graph, for a scale in training, or with ragged blocks.
+    """
     if is_traced(tensor) or qparams.scale.requires_grad or (block is not None and is_ragged(tensor.shape, block)):
         return False
     return not any(value.is_inference() for value in qparams if value is not None)
 
 
 def _versions(scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> int:
-    """A number that grows with every write to one of the three."""
+    """Return a number that grows with every write to one of the parameters."""
     return (
         scale._version
         + (zero_point._version if zero_point is not None else 0)
@@ -72,7 +81,10 @@ def _versions(scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -
 
 
 class _WeightCache(NamedTuple):
-    """A weight's fake-quantized form, and what it was made from."""
+    """A fake-quantized weight, and what it was computed from.
+
+    `versions` are those of the weight and its parameters, `version` is that of the result when it was returned.
+    """
 
     weight: Tensor
     versions: tuple[int, ...]
@@ -81,7 +93,7 @@ class _WeightCache(NamedTuple):
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nobody has written to what was handed out."""
+        """Whether the result was not written to since it was returned."""
         return self.result._version == self.version
 
 
@@ -89,8 +101,8 @@ class _WeightCache(NamedTuple):
 class DefaultFakeQuantize(FakeQuantizeImplBase):
     """The default fake quantizer, on the arithmetic of `scalepoint.numerics`.
 
-    A frozen weight in eval mode is computed once and cached. The cache notices in-place changes by version counters.
-    Writes through `weight.data` and torch's fused optimizers bypass these: call `clear_cache()` after one. Set
+    A frozen weight in eval mode is computed once and cached. Version counters tell when the weight changes in place.
+    Writes through `weight.data` and torch's fused optimizers do not change these: call `clear_cache()` after one. Set
     `cache_weights` to False to save the memory.
     """
 
@@ -177,4 +189,4 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
 
 def _versions_and_pointers(tensor: Tensor, qparams: QParams) -> tuple[int, ...]:
     values = (tensor, *(value for value in qparams if value is not None))
-    return tuple(mark for value in values for mark in (value._version, value.data_ptr()))
+    return tuple(number for value in values for number in (value._version, value.data_ptr()))

@@ -1,4 +1,4 @@
-"""Parameters made anew for every call, as a runtime with dynamic quantization does: per tensor, token or block."""
+"""Dynamic quantization: parameters are computed again in every call, per tensor, token or block."""
 
 from typing import Any
 
@@ -26,14 +26,16 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
         self._last: QParams | None = None
 
     def forward(self, tensor: Tensor) -> QParams:
-        if self.observes and not self.is_on("export_mode"):
+        if self.needs_calibration and not self.is_on("export_mode"):
             low, high = self._range(tensor.detach())
-            outer = tensor_scale(torch.maximum(-low, high), self.grid.format)
-            largest = self.tensor_scale
-            self.keep(
-                "tensor_scale", outer if largest is None or not largest.numel() else torch.maximum(outer, largest)
-            )
+            self._raise_tensor_scale(tensor_scale(torch.maximum(-low, high), self.grid.format))
         return self._compute(tensor)
+
+    def _raise_tensor_scale(self, scale: Tensor) -> None:
+        """Store the scale of a tensor if it is the largest so far."""
+        largest = self.tensor_scale
+        is_first = largest is None or not largest.numel()
+        self.set_buffer("tensor_scale", scale if is_first else torch.maximum(scale, largest))  # type: ignore[arg-type]
 
     def compute_for(self, tensor: Tensor) -> QParams:
         with torch.no_grad():
@@ -47,7 +49,7 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
         return qparams
 
     def _range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """That of the tensor, but for ends that are fixed."""
+        """Return the range of a tensor, with the fixed ends of `float_range`."""
         fixed = self.float_range
         observed = self._zero_range(tensor) if None not in fixed else self.range_calculator(tensor)
         low, high = (
@@ -56,7 +58,7 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
         return low.clamp(max=0.0), high.clamp(min=0.0)
 
     @property
-    def observes(self) -> bool:
+    def needs_calibration(self) -> bool:
         return self.tensor_scale is not None
 
     @property
@@ -68,18 +70,14 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
         return super().stored if self._last is None else self._last
 
     def finalize(self) -> QParams:
-        """What is constant: the scale of the tensor."""
+        """Return the parameters that are constant in a file: the scale of the tensor, for two-level formats."""
         return self.stored if self.tensor_scale is None else QParams(self.tensor_scale)
 
     def merge(self, other: QParamsCalculatorBase) -> None:
-        """The scale of the tensor is the largest of both; all else is made anew."""
+        """Use the larger scale of the tensor. The other parameters are computed again in every call."""
         check_same_kind(self, other)
-        other_scale, own_scale = other.tensor_scale, self.tensor_scale
-        if other_scale is not None and other_scale.numel():
-            self.keep(
-                "tensor_scale",
-                other_scale if own_scale is None or not own_scale.numel() else torch.maximum(own_scale, other_scale),
-            )
+        if other.tensor_scale is not None and other.tensor_scale.numel():
+            self._raise_tensor_scale(other.tensor_scale)
 
     def reset(self) -> None:
         super().reset()

@@ -1,6 +1,6 @@
-"""The fields beyond the base spec: more widths, scale roundings, and the settings of our own components.
+"""ExtendedQuantizationSpec: more dtypes, scale roundings, and the options of scalepoint's components.
 
-It uses the way open to every user: a subclass of QuantizationSpec whose added fields reach the components.
+Users can do the same: subclass QuantizationSpec, and the added fields are passed to the components.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from scalepoint.spec.spec import QuantizationSpec, to_code_type
 class ExtendedQuantizationSpec(QuantizationSpec):
     """QuantizationSpec with every dtype that has arithmetic (int3, int7, uint16, ...) and the options below.
 
-    An option that none of the chosen components takes is refused: it would be silently without effect.
+    An option that none of the chosen components takes is an error, because it would have no effect.
     """
 
     SUPPORTED_DTYPES: ClassVar[set[CodeType]] = set(FORMATS)
@@ -34,7 +34,7 @@ class ExtendedQuantizationSpec(QuantizationSpec):
     percentile: float = Field(99.99, gt=50, le=100)
     search_steps: int = Field(80, ge=2)
     bins: int = Field(4096, ge=16, multiple_of=2)
-    sparsity: SparsityField = None  # of a weight: the stub that stands on it takes it
+    sparsity: SparsityField = None  # read by the quantizer of a weight
 
     @model_validator(mode="after")
     def _check_fields_take_effect(self) -> Self:
@@ -47,29 +47,33 @@ class ExtendedQuantizationSpec(QuantizationSpec):
         for name in self.model_fields_set & (set(type(self).model_fields) - set(QuantizationSpec.model_fields)):
             unused = name in ExtendedQuantizationSpec.model_fields and name not in (*used, "sparsity")
             if unused and getattr(self, name) != type(self).model_fields[name].default:
-                raise SpecError(f"{name}={getattr(self, name)!r} has no effect: none of the chosen components takes it")
+                raise SpecError(
+                    f"{name}={getattr(self, name)!r} has no effect: no chosen component takes it, leave it out"
+                )
         if self.scale_rounding != ScaleRounding.FLOOR and self.scale_dtype != E8M0:
-            raise SpecError(f"scale_rounding={self.scale_rounding} is for float8_e8m0fnu scales: give scale_dtype")
+            raise SpecError(
+                f"scale_rounding={self.scale_rounding} is for float8_e8m0fnu scales: set scale_dtype='float8_e8m0fnu'"
+            )
         if self.sparsity is not None and self.qformulation == QuantizationFormulation.MINVAL and not self.exact_zero:
             raise SpecError("sparsity needs a code for zero: use qformulation='zp'")
         if self.exact_zero and self.qformulation != QuantizationFormulation.MINVAL:
-            raise SpecError("exact_zero is for qformulation='minval'; a zero point represents 0 exactly anyway")
+            raise SpecError("exact_zero is for qformulation='minval': leave it out, a zero point represents 0 exactly")
         return self
 
 
 def choose_spec_class(dtype: CodeType, names: Iterable[str] = ()) -> type[QuantizationSpec]:
-    """QuantizationSpec, unless the dtype or a field with one of these names is only in the extended one."""
+    """Return QuantizationSpec, or ExtendedQuantizationSpec if the dtype or one of the fields needs it."""
     extra_fields = set(ExtendedQuantizationSpec.model_fields) - set(QuantizationSpec.model_fields)
     is_base = dtype in QuantizationSpec.SUPPORTED_DTYPES or dtype not in ExtendedQuantizationSpec.SUPPORTED_DTYPES
     return QuantizationSpec if is_base and not extra_fields & set(names) else ExtendedQuantizationSpec
 
 
 def get_sparsity(spec: QuantizationSpec) -> Sparsity | None:
-    """What is asked of a weight beside its quantization."""
+    """Return the sparsity of a spec; None if the weight is not pruned."""
     return spec.sparsity if isinstance(spec, ExtendedQuantizationSpec) else None
 
 
 def spec_from_dict(fields: dict[str, Any]) -> QuantizationSpec:
-    """The spec that a dump or a file describes, of the class that has its dtype and fields."""
+    """Build a spec from a dump or a file, of the class that has its dtype and fields."""
     dtype = to_code_type(fields.get("dtype", QuantizationSpec.model_fields["dtype"].default))
     return choose_spec_class(dtype, fields).from_dict(fields)

@@ -1,6 +1,6 @@
-"""The module that stands on a tensor: observe, then simulate what the deployed integer or float code keeps.
+"""The base class of fake quantizers: they observe a tensor, then simulate its quantization.
 
-A new kind of rounding derives from DefaultFakeQuantize, or implements quantize and dequantize on the base.
+For a new kind of rounding derive from DefaultFakeQuantize, or implement `quantize` and `dequantize` on this base.
 """
 
 import sys
@@ -35,7 +35,7 @@ _SWITCHES = ("observer_enabled", "fake_quant_enabled", "disabled")
 
 
 class CompressionTargetTensor(StrEnum):
-    """What kind of tensor a quantizer is for: weight or activation."""
+    """Whether a quantizer is for a weight or for an activation."""
 
     WEIGHT = "weight"
     ACTIVATION = "activation"
@@ -44,9 +44,9 @@ class CompressionTargetTensor(StrEnum):
 class FakeQuantizeImplBase(Registry, Stateful):
     """Observes when `observer_enabled`, quantizes and dequantizes when `fake_quant_enabled`.
 
-    Both switches are one-byte buffers with methods; a write to either is noticed. A tensor that cannot be
-    quantized (integers, an empty one) passes through, with why in `reason`; one whose blocks do not fit
-    disables the quantizer with a warning, or with strict=True is an error.
+    Both switches are one-byte buffers, which may also be written to directly. A tensor that cannot be quantized
+    (integers, an empty one) passes through, and `reason` says why. If blocks do not divide a tensor, the quantizer is
+    disabled with a warning; with strict=True that is an error.
     """
 
     _registry: ClassVar[dict[str, Any]] = {}
@@ -91,7 +91,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
 
     @property
     def name(self) -> str:
-        """Where it stands, as errors and reports say it: "layer1.0.conv1.weight"."""
+        """The name of the tensor in errors and reports, such as "layer1.0.conv1.weight"."""
         return self.qparams_calculator.name
 
     @name.setter
@@ -110,7 +110,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
 
     def forward(self, tensor: Tensor) -> Tensor:
         observing, quantizing, disabled = self.are_on(_SWITCHES)
-        if disabled or not (observing or quantizing) or self.passes(tensor, observing):
+        if disabled or not (observing or quantizing) or self.passes_through(tensor, observing):
             return tensor
         calculator: Any = self._modules["qparams_calculator"]
         try:
@@ -130,12 +130,12 @@ class FakeQuantizeImplBase(Registry, Stateful):
 
     def _missing_parameters_error(self) -> str:
         return (
-            f"{self._where()} has no parameters: nothing was observed, and now it is frozen. "
+            f"{self._where()} has no parameters: it is frozen and has observed nothing. "
             "Run calibration data through the model with the observer on, or load a calibrated state"
         )
 
     def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
-        """The tensor as its codes keep it, whatever the switches say; in an ONNX export, the Q/DQ nodes that do it."""
+        """Quantize and dequantize a tensor, independent of the switches. An ONNX export gets Q/DQ nodes."""
         if in_onnx_export():
             return quantize_linear(tensor, qparams, self.grid, self.granularity, self._where())
         if qparams.scale.ndim != tensor.ndim or qparams.scale.device != tensor.device:
@@ -143,7 +143,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
         return self.fake_quantize(tensor, *qparams)
 
     def fake_quantize(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> Tensor:
-        """dequantize(quantize(tensor)) with a gradient of 1 everywhere; DefaultFakeQuantize does better."""
+        """Compute dequantize(quantize(tensor)). The gradient is 1, also for clamped values."""
         codes = self.quantize(tensor.detach(), scale, zero_point, minval, cast_to_target_dtype=False)
         values = self.dequantize(codes, scale, zero_point, minval).to(tensor.dtype)
         return values + (tensor - tensor.detach()) if torch.is_grad_enabled() and tensor.requires_grad else values
@@ -157,7 +157,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
         minval: Tensor | None,
         cast_to_target_dtype: bool = True,
     ) -> Tensor:
-        """The codes, in the storage dtype or as float32."""
+        """Return the codes, in the storage dtype or as float32."""
         raise SpecError(f"{type(self).__name__} must implement quantize")
 
     @abstractmethod
@@ -169,11 +169,11 @@ class FakeQuantizeImplBase(Registry, Stateful):
         minval: Tensor | None,
         output_dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """What the codes stand for."""
+        """Return the values of codes."""
         raise SpecError(f"{type(self).__name__} must implement dequantize")
 
     def calculate_qparams(self) -> QParams:
-        """The stored scale, zero point and minval."""
+        """Return the stored scale, zero point and minval."""
         return self.qparams_calculator.get_qparams()
 
     def enable_observer(self, enabled: bool = True) -> None:
@@ -194,20 +194,20 @@ class FakeQuantizeImplBase(Registry, Stateful):
         return super().apply(fn)
 
     def is_disabled(self) -> bool:
-        """Whether the quantizer gave up because its blocks do not fit the tensor; `reason` says why."""
+        """Whether the quantizer disabled itself because its blocks do not divide the tensor; see `reason`."""
         return self.is_on("disabled")
 
     def set_export_mode(self, enabled: bool = True) -> None:
-        """Make the stored parameters final."""
+        """In export mode the stored parameters do not change."""
         self.qparams_calculator.set_export_mode(enabled)
 
     @classmethod
     def with_args(cls, **kwargs: Any) -> "PartialConstructor":
-        """A constructor with some arguments given, as PT2E wants one."""
+        """Return a constructor with some arguments bound, as PT2E expects one."""
         return PartialConstructor(partial(cls, **kwargs))
 
     def convert(self, model: nn.Module, node: Any) -> None:
-        """PT2E asks a quantizer to replace its node; ours stays where it is."""
+        """Do nothing. PT2E calls this method to let a quantizer replace its node."""
 
     def extra_repr(self) -> str:
         name = f"{self.name!r}, " if self.name else ""
@@ -227,32 +227,32 @@ class FakeQuantizeImplBase(Registry, Stateful):
     def _where(self) -> str:
         return self.name or f"an unnamed {self.quantization_target} quantizer"
 
-    def passes(self, tensor: Tensor, observing: bool) -> bool:
-        """Whether a tensor is returned as it came: it holds no values to quantize."""
+    def passes_through(self, tensor: Tensor, observing: bool) -> bool:
+        """Whether a tensor is returned unchanged because it has no values to quantize."""
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             _check_type(tensor, self._where())
         if not tensor.is_floating_point() or tensor.itemsize < 2 or tensor.is_nested or tensor.layout != torch.strided:
             _check_type(tensor, self._where())
             if not torch.compiler.is_compiling():
-                self.reason = f"it got a tensor of {dtype_name(tensor.dtype)}, which has nothing to quantize"
+                self.reason = f"a tensor of {dtype_name(tensor.dtype)} cannot be quantized"
             return True
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # torch does not annotate it
             return False
         if torch.compiler.is_compiling():
             return tensor.numel() == 0
         if tensor.numel() == 0:
-            self.reason = "it got an empty tensor"
+            self.reason = "the tensor is empty"
             return True
         if tensor.is_meta:
             if observing:
                 raise TensorError(
-                    f"{self._where()} cannot observe a meta tensor, it has no values: materialize it first"
+                    f"{self._where()} cannot observe a meta tensor, which has no values: materialize it first"
                 )
             return True
         return False
 
     def _observe(self, tensor: Tensor, calculator: QParamsCalculatorBase) -> QParams | None:
-        """New parameters, or None when this tensor is left alone."""
+        """Observe a tensor and return its parameters; None if the tensor is passed through."""
         if calculator.scale.device != tensor.device and calculator.is_initialized:
             self._fit_rank(tensor, calculator.stored)
         if not calculator.is_initialized and calculator.is_on("export_mode"):
@@ -262,7 +262,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
         return qparams if qparams.scale.numel() else None
 
     def disable(self, tensor: Tensor, error: BlockSizeMismatchError) -> Tensor:
-        """Pass the tensor through from now on, and say so once."""
+        """Pass tensors through from now on, with a warning."""
         if self.strict:
             raise BlockSizeMismatchError(f"{self._where()}: {Exception.__str__(error)}") from error
         if not torch.compiler.is_compiling():
@@ -272,19 +272,19 @@ class FakeQuantizeImplBase(Registry, Stateful):
         return tensor
 
     def _fit_rank(self, tensor: Tensor, qparams: QParams) -> QParams:
-        """The parameters in the tensor's rank; one scale for all fits every rank."""
+        """Reshape a single scale to the rank of the tensor. Raises TensorError for another device or shape."""
         scale = qparams.scale
         if scale.device != tensor.device:
             raise TensorError(
-                f"{self._where()}: the tensor is on {tensor.device}, the parameters are on {scale.device}. "
-                f"Move the quantizer: .to({str(tensor.device)!r})"
+                f"{self._where()}: the tensor is on {tensor.device}, the parameters are on {scale.device}: "
+                f"move the quantizer with .to({str(tensor.device)!r})"
             )
         if scale.numel() > 1:
             self._check_shape(tensor, scale)
         return qparams.map(lambda value: value.reshape((1,) * tensor.ndim))
 
     def _check_shape(self, tensor: Tensor, scale: Tensor) -> None:
-        """Refuse a tensor whose blocks are not those that the parameters are for."""
+        """Raise TensorError if a tensor has other blocks than the parameters."""
         counts = block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))
         if tuple(scale.shape) != counts:
             raise TensorError(
@@ -296,10 +296,10 @@ class FakeQuantizeImplBase(Registry, Stateful):
 
 
 def _register_with_torchao() -> None:
-    """Make our quantizers instances of torchao's and torch's FakeQuantizeBase, once one of them is imported.
+    """Register our quantizers as instances of FakeQuantizeBase of torchao and torch, if one of them is imported.
 
-    Their functions `enable_observer`, `disable_observer`, `enable_fake_quant` and `disable_fake_quant` skip every other
-    module (torchao 0.18, torch 2.13). The switches that they write are ours.
+    Their functions `enable_observer`, `disable_observer`, `enable_fake_quant` and `disable_fake_quant` skip modules of
+    other classes (torchao 0.18, torch 2.13). They write to our switches.
     """
     for name in ("torchao.quantization.pt2e.fake_quantize", "torch.ao.quantization.fake_quantize"):
         base = getattr(sys.modules.get(name), "FakeQuantizeBase", None)
@@ -308,7 +308,7 @@ def _register_with_torchao() -> None:
 
 
 class PartialConstructor:
-    """A class with some constructor arguments given; `with_args` gives more."""
+    """A class with some constructor arguments bound; `with_args` binds more."""
 
     def __init__(self, constructor: "partial[Any]") -> None:
         self.constructor = constructor
@@ -325,12 +325,12 @@ class PartialConstructor:
 
 
 def _check_type(tensor: Any, where: str) -> None:
-    """Refuse what has no plain float values: sparse, nested, quantized, complex and wrapped tensors."""
+    """Raise TensorError for sparse, nested, quantized, complex and wrapped tensors."""
     if not isinstance(tensor, Tensor):
         raise TensorError(f"{where} got {short_repr(tensor)}: pass a torch.Tensor")
     kind = ""
     if tensor.is_nested:
-        kind = "a nested one"
+        kind = "nested"
     elif tensor.layout != torch.strided:
         kind = f"of layout {str(tensor.layout).removeprefix('torch.')}"
     elif tensor.is_quantized:
@@ -346,5 +346,5 @@ def _check_type(tensor: Any, where: str) -> None:
 
 
 def _is_tracing_tensor(tensor: Tensor) -> bool:
-    """The stand-ins that torch itself uses while it records a graph."""
+    """Whether a tensor is one of the classes without values that torch uses while it traces."""
     return type(tensor).__module__.startswith("torch._subclasses")

@@ -1,6 +1,6 @@
-"""Which elements share a scale: the whole tensor, a channel, a block, a token.
+"""Which elements share a scale: a tensor, a channel, a block or a token.
 
-`get_block_size(shape)` is the extent of a block on every axis; that tuple is all the arithmetic sees.
+`get_block_size(shape)` is the size of a block along each axis. The arithmetic only needs this tuple.
 """
 
 from collections.abc import Sequence
@@ -25,28 +25,28 @@ class QuantizationGranularity(CheckedModel, Registry):
     _registry: ClassVar[dict[str, Any]] = {}
 
     def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The extent of a block on every axis of a tensor of this shape."""
-        raise SpecError(f"{type(self).__name__} does not say its block size: implement get_block_size(shape)")
+        """Return the size of a block along each axis of a tensor of this shape."""
+        raise SpecError(f"{type(self).__name__} must implement get_block_size(shape)")
 
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
-        """The same with an axis that was left None taken from the layer whose weight is quantized."""
+        """Return a granularity whose axis, if it is None, is that of the layer whose weight is quantized."""
         return self
 
     @property
     def broadcasts(self) -> bool:
-        """Whether parameters of a block each broadcast against the tensor as they are."""
+        """Whether parameters with one value per block broadcast against the tensor."""
         return True
 
     @classmethod
     def build(cls, value: Any) -> "QuantizationGranularity":
-        """A granularity from itself or from its dict."""
+        """Return a granularity as it is, or build it from a dict."""
         if isinstance(value, QuantizationGranularity):
             QuantizationGranularity.key_of(type(value))
             return value
         if not isinstance(value, dict) or "type" not in value:
             keys = ", ".join(QuantizationGranularity._registry)
             raise SpecError(
-                f"a granularity is an object or a dict with 'type' (one of {keys}), not {short_repr(value)}"
+                f"granularity must be an object or a dict with 'type' (one of {keys}), got {short_repr(value)}"
             )
         fields = dict(value)
         built: QuantizationGranularity = QuantizationGranularity.get_class(fields.pop("type"))(**fields)
@@ -71,7 +71,7 @@ class QuantizationGranularity(CheckedModel, Registry):
 
 @QuantizationGranularity.register("per_tensor")
 class PerTensorGranularity(QuantizationGranularity):
-    """One scale for the whole tensor."""
+    """One scale per tensor."""
 
     def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(shape)
@@ -140,7 +140,7 @@ class PerBlockGranularity(QuantizationGranularity):
     @classmethod
     def _first_two_axes(cls, axis: int | None) -> int | None:
         if axis not in (None, 0, 1):
-            raise SpecError(f"axis={axis}: blocks run along axis 0 or 1; give a tuple block_size for other axes")
+            raise SpecError(f"axis={axis}: must be 0 or 1; for blocks along other axes pass block_size as a tuple")
         return axis
 
     @field_validator("block_size")
@@ -148,13 +148,13 @@ class PerBlockGranularity(QuantizationGranularity):
     def _positive(cls, block_size: int | tuple[int, ...]) -> int | tuple[int, ...]:
         extents = block_size if isinstance(block_size, tuple) else (block_size,)
         allowed = "a positive number of elements" + (
-            ", or -1 for a whole axis" if isinstance(block_size, tuple) else ""
+            ", or -1 for all of an axis" if isinstance(block_size, tuple) else ""
         )
         for extent in extents:
             if extent < 1 and not (extent == -1 and isinstance(block_size, tuple)):
-                raise SpecError(f"block_size={block_size}: each extent is {allowed}")
+                raise SpecError(f"block_size={block_size}: each size must be {allowed}")
         if not extents:
-            raise SpecError("block_size=(): give one extent an axis")
+            raise SpecError("block_size=(): give one size per axis")
         return block_size
 
     @model_serializer(mode="wrap")
@@ -178,17 +178,19 @@ class PerBlockGranularity(QuantizationGranularity):
     def _tile(self, shape: Sequence[int]) -> tuple[int, ...]:
         assert isinstance(self.block_size, tuple)  # noqa: S101  # the caller checked
         if self.axis is not None:
-            raise SpecError(f"block_size={self.block_size} says the extent on every axis: leave axis None")
+            raise SpecError(f"block_size={self.block_size} contains the size along every axis: leave out axis=")
         if len(self.block_size) != len(shape):
             raise SpecError(
-                f"block_size={self.block_size} is for tensors of {len(self.block_size)} axes, this one is "
-                f"{tuple(shape)}: give one extent an axis, -1 for a whole axis"
+                f"block_size={self.block_size} is for tensors of {len(self.block_size)} axes, got shape "
+                f"{tuple(shape)}: give one size per axis, -1 for all of it"
             )
         return tuple(size if extent == -1 else extent for extent, size in zip(self.block_size, shape, strict=True))
 
     def _along_axis(self, block_size: int, shape: Sequence[int]) -> tuple[int, ...]:
         axis = _normalize_axis(self, self.axis, shape)
-        return tuple(block_size if i == axis else 1 if i < 2 else size for i, size in enumerate(shape))
+        block = [1 if index < 2 else size for index, size in enumerate(shape)]
+        block[axis] = block_size
+        return tuple(block)
 
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
         if self.axis is not None or isinstance(self.block_size, tuple):
@@ -197,13 +199,11 @@ class PerBlockGranularity(QuantizationGranularity):
 
 
 def _normalize_axis(granularity: QuantizationGranularity, axis: int | None, shape: Sequence[int]) -> int:
-    """The axis counted from the front."""
+    """Return the axis as a number from 0."""
     if axis is None:
-        raise SpecError(
-            f"{granularity!r} has no axis yet: give axis=, or take it from the layer with granularity.resolve(layer)"
-        )
+        raise SpecError(f"{granularity!r} has no axis: pass axis=, or call granularity.resolve(layer)")
     if not -len(shape) <= axis < len(shape):
-        raise SpecError(f"axis {axis} is outside shape {tuple(shape)}: {granularity!r} needs another axis")
+        raise SpecError(f"axis {axis} is outside shape {tuple(shape)}: pass another axis to {granularity!r}")
     return axis % len(shape)
 
 

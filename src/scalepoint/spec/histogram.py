@@ -1,6 +1,6 @@
-"""Calculators that remember the distribution: a histogram of fixed size, whatever the number of batches.
+"""Qparams calculators with a histogram of all batches, whose size does not depend on the number of batches.
 
-The same data in another order, or observed in parts and merged, gives the same histogram bit for bit.
+The same data in another order, or in parts that are merged, gives the same histogram bit for bit.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same
 from scalepoint.spec.range_calculator import check_bins, check_percentile, count_levels
 from scalepoint.spec.running import Range, add_range, merge_extremes, merge_range, seed_range, update_range
 
-LARGEST_BIN = 2.0**127
+MAX_BINNED_VALUE = 2.0**127
 
 
 class HistogramQParamsCalculator(QParamsCalculatorBase):
@@ -32,31 +32,37 @@ class HistogramQParamsCalculator(QParamsCalculatorBase):
         super().__init__(*args, **kwargs)
         self.bins = check_bins(bins)
         self.search_steps = search_steps
-        self.is_deferred = False  # True: batches are only counted, and settle() chooses the range once
+        self.is_deferred = False  # True: batches only update the histogram, and finalize() chooses the range
         add_range(self)
         self.add_empty("counts", torch.int64)
         self.add_empty("power", torch.int32)
 
     @abstractmethod
     def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> Range:
-        """(low, high), one value a block, from the histogram and the extremes seen."""
+        """Return (low, high), one value per block.
+
+        Args:
+            histogram: Histogram of all batches.
+            low: Smallest value of all batches.
+            high: Largest value of all batches.
+        """
         raise SpecError(f"{type(self).__name__} must implement choose_range(histogram, low, high)")
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
         self.check_shape(min_val.shape)
         if torch.compiler.is_compiling():
-            tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; the running range counts the batch
+            tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; update_range counts the batch
         self._add_histogram(
             compute_block_histograms(tensor.detach(), self.granularity.get_block_size(tensor.shape), self.bins)
         )
-        seen = update_range(self, (min_val, max_val), merge_extremes)
-        return self.choose(*seen) if self.is_deferred else self._from_histogram()
+        observed_range = update_range(self, (min_val, max_val), merge_extremes)
+        return self.choose(*observed_range) if self.is_deferred else self._from_histogram()
 
     def _add_histogram(self, histogram: Histogram) -> None:
         if self.counts.numel():
             histogram = merge_histograms(Histogram(self.counts, self.power), histogram)
-        self.keep("counts", histogram.counts)
-        self.keep("power", histogram.power)
+        self.set_buffer("counts", histogram.counts)
+        self.set_buffer("power", histogram.power)
 
     def seed(self, qparams: QParams) -> None:
         super().seed(qparams)
@@ -69,10 +75,11 @@ class HistogramQParamsCalculator(QParamsCalculatorBase):
 
     def _from_histogram(self) -> QParams:
         histogram = Histogram(self.counts, self.power)
-        least, most = self.running_min.flatten(), self.running_max.flatten()
-        low, high = self.choose_range(histogram, least, most)
-        beyond = torch.maximum(-least, most) > LARGEST_BIN  # such values have no bin: nothing is cut
-        low, high = torch.where(beyond, least, low), torch.where(beyond, most, high)
+        smallest, largest = self.running_min.flatten(), self.running_max.flatten()
+        low, high = self.choose_range(histogram, smallest, largest)
+        # Values beyond the last bin are not in the histogram: do not clip.
+        is_beyond = torch.maximum(-smallest, largest) > MAX_BINNED_VALUE
+        low, high = torch.where(is_beyond, smallest, low), torch.where(is_beyond, largest, high)
         return self.choose(low.reshape(self.running_min.shape), high.reshape(self.running_min.shape))
 
     def merge(self, other: QParamsCalculatorBase) -> None:

@@ -1,7 +1,7 @@
-"""A scale that training learns: LSQ, learned step size quantization (Esser et al., ICLR 2020).
+"""A learned scale: LSQ, learned step size quantization (Esser et al., ICLR 2020).
 
 dy/dscale = round(x / scale) - x / scale   inside the range, the limit where clamped,
-times 1 / sqrt(elements a scale * largest code), so that scales and weights learn at the same pace
+times 1 / sqrt(elements per scale * largest code), so that scales and weights learn at the same rate
 """
 
 from typing import Any
@@ -16,9 +16,9 @@ from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same
 
 
 class _PositiveScale(torch.autograd.Function):
-    """A scale, at least the smallest one, and its gradient times a factor.
+    """Clamp a scale to at least float32 epsilon, and multiply its gradient by a factor.
 
-    One that a step took below zero counts as the smallest, and its gradient still reaches it.
+    The gradient also reaches a scale that an optimizer step made negative, so that it can grow again.
     """
 
     @staticmethod
@@ -46,7 +46,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
         super().__init__(*args, **kwargs)
         if self.grid.scale_dtype is not None:
             kind = "a power of two" if self.grid.scale_dtype == E8M0 else "an 8-bit float"
-            raise SpecError(f"a learned scale is float32, scale_dtype makes it {kind}: leave scale_dtype None")
+            raise SpecError(f"a learned scale is float32, but scale_dtype makes it {kind}: leave out scale_dtype=")
         empty = self._buffers.pop("scale")
         assert empty is not None  # noqa: S101  # the base registers it
         self.scale = nn.Parameter(empty)
@@ -56,14 +56,14 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
             super().forward(tensor.detach())
         return self._with_scaled_gradient(tensor) if self.is_initialized else self.stored
 
-    def keep(self, name: str, value: Tensor) -> None:
+    def set_buffer(self, name: str, value: Tensor) -> None:
         if name == "scale":
             self.scale.data = value.detach().clone()
         else:
-            super().keep(name, value)
+            super().set_buffer(name, value)
 
     def _with_scaled_gradient(self, tensor: Tensor) -> QParams:
-        """The scale, kept positive, with its gradient made small as the paper says."""
+        """Return the scale, clamped to be positive, with the gradient factor of the paper."""
         self.check_shape(torch.Size(block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))))
         _, zero_point, minval = self.stored
         if not torch.is_grad_enabled() or not self.scale.requires_grad or self.is_on("export_mode"):
@@ -71,8 +71,8 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
         elements = tensor.numel() * self.replicas / self.scale.numel()
         factor = (elements * max(abs(self.grid.low), abs(self.grid.high))) ** -0.5
         if is_traced(tensor):
-            wide = self.scale + (self.scale.clamp(min=EPS) - self.scale).detach()
-            return QParams((wide - wide * factor).detach() + wide * factor, zero_point, minval)
+            clamped = self.scale + (self.scale.clamp(min=EPS) - self.scale).detach()
+            return QParams((clamped - clamped * factor).detach() + clamped * factor, zero_point, minval)
         scale: Tensor = _PositiveScale.apply(self.scale, factor)  # type: ignore[no-untyped-call]
         return QParams(scale, zero_point, minval)
 
@@ -84,7 +84,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
         return {**super().statistics(), "scale": self.scale.detach()}
 
     def merge(self, other: QParamsCalculatorBase) -> None:
-        """The first tensor of all sets the scale: what comes later changes nothing."""
+        """Take the scale of `other` if this calculator has none. The first tensor sets the scale, later ones do not."""
         check_same_kind(self, other)
         if not self.is_initialized:
             self.store(other.stored)

@@ -34,24 +34,26 @@ def quantize_linear(
         axis = granularity.axis % tensor.ndim
     is_single = isinstance(granularity, PerTensorGranularity)
     scale = qparams.scale.detach().reshape(() if is_single else (-1,))
-    zero = torch.zeros_like(scale) if qparams.zero_point is None else qparams.zero_point.reshape(scale.shape)
-    least = qparams.minval if grid.formulation == QuantizationFormulation.MINVAL else None
-    if least is not None:  # x' = (codes - lowest code) * scale + minval
-        least = least.detach().reshape(()) if is_single else least.detach()
-        zero = torch.full_like(scale, grid.low)
-        return _quantize_dequantize((tensor - least).clamp(min=0), scale, zero, axis, grid, where) + least
+    zero_point = torch.zeros_like(scale) if qparams.zero_point is None else qparams.zero_point.reshape(scale.shape)
+    minval = qparams.minval if grid.formulation == QuantizationFormulation.MINVAL else None
+    if minval is not None:  # x' = (codes - lowest code) * scale + minval
+        minval = minval.detach().reshape(()) if is_single else minval.detach()
+        zero_point = torch.full_like(scale, grid.low)
+        return _quantize_dequantize((tensor - minval).clamp(min=0), scale, zero_point, axis, grid, where) + minval
     if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING and not grid.format.is_float:
         tensor = _clip(tensor, scale if is_single else qparams.scale, grid)
-    return _quantize_dequantize(tensor, scale, zero, axis, grid, where)
+    return _quantize_dequantize(tensor, scale, zero_point, axis, grid, where)
 
 
-def _quantize_dequantize(tensor: Tensor, scale: Tensor, zero: Tensor, axis: int, grid: Grid, where: str) -> Tensor:
+def _quantize_dequantize(
+    tensor: Tensor, scale: Tensor, zero_point: Tensor, axis: int, grid: Grid, where: str
+) -> Tensor:
     dtype = grid.format.storage
     if torch.compiler.is_exporting() or not in_onnx_export():
-        return _quantize_in_dynamo(tensor, scale, zero.to(dtype), axis, dtype)
+        return _quantize_in_dynamo(tensor, scale, zero_point.to(dtype), axis, dtype)
     if grid.format.is_float:
-        raise SpecError(f"{where}: torch's older exporter has no {grid.format.name}: use dynamo=True")
-    result: Tensor = _QuantizeInTorchScript.apply(tensor, scale, zero.to(dtype), axis)  # type: ignore[no-untyped-call]
+        raise SpecError(f"{where}: torch's TorchScript exporter does not support {grid.format.name}: use dynamo=True")
+    result: Tensor = _QuantizeInTorchScript.apply(tensor, scale, zero_point.to(dtype), axis)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -68,28 +70,28 @@ def check_expressible(grid: Grid, granularity: QuantizationGranularity, where: s
 
 
 def _clip(tensor: Tensor, scale: Tensor, grid: Grid) -> Tensor:
-    """Clip to the codes in use: the scheme leaves out the lowest code of the dtype, QuantizeLinear does not."""
+    """Clip to the codes in use. The scheme does not use the lowest code of the dtype, but QuantizeLinear does."""
     middle = grid.middle
     return torch.maximum(torch.minimum(tensor, scale * (grid.high - middle)), scale * (grid.low - middle))
 
 
-def _quantize_in_dynamo(tensor: Tensor, scale: Tensor, zero: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
-    def node(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+def _quantize_in_dynamo(tensor: Tensor, scale: Tensor, zero_point: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
+    def add_node(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         attributes: dict[str, Any] = {"axis": axis} if scale.ndim else {}
         result: Tensor = torch.onnx.ops.symbolic(
-            name, (value, scale, zero), attributes, dtype=dtype, shape=tensor.shape, version=None
+            name, (value, scale, zero_point), attributes, dtype=dtype, shape=tensor.shape, version=None
         )
         return result
 
-    return node("DequantizeLinear", node("QuantizeLinear", tensor, dtype), tensor.dtype)
+    return add_node("DequantizeLinear", add_node("QuantizeLinear", tensor, dtype), tensor.dtype)
 
 
 class _QuantizeInTorchScript(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, scale: Tensor, zero: Tensor, axis: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
         return tensor.clone()
 
     @staticmethod
-    def symbolic(g: Any, tensor: Any, scale: Any, zero: Any, axis: int) -> Any:
-        codes = g.op("QuantizeLinear", tensor, scale, zero, axis_i=axis)
-        return g.op("DequantizeLinear", codes, scale, zero, axis_i=axis)
+    def symbolic(g: Any, tensor: Any, scale: Any, zero_point: Any, axis: int) -> Any:
+        codes = g.op("QuantizeLinear", tensor, scale, zero_point, axis_i=axis)
+        return g.op("DequantizeLinear", codes, scale, zero_point, axis_i=axis)

@@ -1,8 +1,8 @@
-"""Palettized weights: every weight is one of 2^n values of a table, which neighbouring output channels share.
+"""Palettized weights: each weight is one of 2^n values of a table, which neighbouring output channels share.
 
-    palette_spec(n_bits=4, group_size=16)      16 channels a table of 16 values; None: one table for all
+    palette_spec(n_bits=4, group_size=16)      a table of 16 values for 16 channels; group_size=None: one table
 
-Core ML runs them (constexpr_lut_to_dense). The tables stand where other quantizers have their scales: (groups, 2^n).
+Core ML runs them (constexpr_lut_to_dense). The tables are stored as the scale: (groups, 2^n).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from scalepoint.spec.onnx_export import in_onnx_export
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
 from scalepoint.spec.spec import QuantizationSpec
 
-WIDTHS = (1, 2, 3, 4, 6, 8)
+INDEX_BITS = (1, 2, 3, 4, 6, 8)
 
 
 @QuantizationGranularity.register("per_grouped_channel")
@@ -42,8 +42,8 @@ class PerGroupedChannelGranularity(QuantizationGranularity):
         check_divides(shape, block)
         return block
 
-    def groups(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The axis, and how many groups a tensor has along it."""
+    def count_groups(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the axis, and the number of groups along it."""
         axis = _normalize_axis(self, self.axis, shape)
         return axis, shape[axis] // self.get_block_size(shape)[axis]
 
@@ -53,27 +53,27 @@ class PerGroupedChannelGranularity(QuantizationGranularity):
 
 @QParamsCalculatorBase.register("palette")
 class PaletteQParamsCalculator(QParamsCalculatorBase):
-    """The tables of the live weight, by k-means; no zero point."""
+    """Computes the tables of the current weight by k-means. There is no zero point."""
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
         granularity = self.granularity
-        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # the quantizer has asked
-        rows = to_groups(tensor, *granularity.groups(tensor.shape))
+        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # PaletteFakeQuantize has checked
+        rows = to_groups(tensor, *granularity.count_groups(tensor.shape))
         tables = make_tables(rows, 2**self.grid.format.bits)
         return QParams(tables, torch.zeros((), dtype=torch.int32, device=tensor.device))
 
 
 @FakeQuantizeImplBase.register("palette")
 class PaletteFakeQuantize(FakeQuantizeImplBase):
-    """Codes are indices into the table of their group; the gradient passes as it is."""
+    """Codes are indices into the table of their group. The gradient is 1 everywhere."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         is_palette = isinstance(self.qparams_calculator, PaletteQParamsCalculator)
         if not is_palette or not isinstance(self.granularity, PerGroupedChannelGranularity):
             raise SpecError(
-                "a palette has tables: fake_quantize_cls and qparam_calculator_cls are both 'palette', the granularity "
-                "is per_grouped_channel. palette_spec(n_bits, group_size) says so"
+                "a palette needs fake_quantize_cls='palette', qparam_calculator_cls='palette' and the granularity "
+                "per_grouped_channel: build the spec with palette_spec(n_bits, group_size)"
             )
 
     def quantize(
@@ -102,18 +102,18 @@ class PaletteFakeQuantize(FakeQuantizeImplBase):
 
     def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
         if in_onnx_export():
-            raise ExportError(f"{self._where()}: ONNX has no palettes, Core ML has: target='coreml'")
+            raise ExportError(f"{self._where()}: ONNX does not support palettes: use target='coreml'")
         return self.fake_quantize(tensor, *qparams)
 
     def _count_groups(self, tensor: Tensor) -> tuple[int, int]:
         granularity = self.granularity
-        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # asked when it was made
-        return granularity.groups(tensor.shape)
+        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # checked in __init__
+        return granularity.count_groups(tensor.shape)
 
     def _check_shape(self, tensor: Tensor, scale: Tensor) -> None:
         if self._count_groups(tensor)[1] != scale.shape[0]:
             raise SpecError(
-                f"{self._where()} has {scale.shape[0]} tables, a tensor of shape {tuple(tensor.shape)} has "
+                f"{self._where()} has {scale.shape[0]} tables, but a tensor of shape {tuple(tensor.shape)} has "
                 f"{self._count_groups(tensor)[1]} groups of channels"
             )
 
@@ -123,10 +123,10 @@ def palette_spec(n_bits: int = 4, group_size: int | None = None) -> Quantization
 
     Args:
         n_bits: Bits of an index.
-        group_size: Output channels that share a table. None: one table for the whole weight.
+        group_size: Output channels that share a table. None: one table for the weight.
     """
-    if n_bits not in WIDTHS:
-        raise SpecError(f"n_bits={n_bits}: palettes have indices of {', '.join(map(str, WIDTHS))} bits")
+    if n_bits not in INDEX_BITS:
+        raise SpecError(f"n_bits={n_bits}: must be one of {', '.join(map(str, INDEX_BITS))} for a palette")
     dtype = getattr(torch, f"uint{n_bits}")
     return choose_spec_class(dtype)(
         dtype=dtype,

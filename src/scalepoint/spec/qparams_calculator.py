@@ -1,4 +1,6 @@
-"""From a range to parameters, and where they are kept. A new rule overrides `compute_qparams`.
+"""The base class of qparams calculators: they compute scale, zero point and minval, and store them.
+
+For a new rule override `compute_qparams`.
 
 tensor -> range_calculator -> (min, max) -> compute_qparams -> scale, zero_point, minval -> buffers
 """
@@ -38,15 +40,19 @@ class QParamsCalculatorBase(Registry, Stateful):
     """Base of the components that compute scale, zero point and minval of a tensor.
 
     A call returns (scale, zero_point, minval) and stores them as buffers, which are empty before the first call. For
-    float
-    dtypes `zero_point` and `minval` are None. Statistics and scales are float32 for every dtype of the tensor. A batch
-    with NaN or infinity raises an error, or with on_nan="skip" is left out and counted in `skipped_batches`. Returned
-    values keep the gradient to the tensor, stored ones do not.
+    float dtypes `zero_point` and `minval` are None. Statistics and scales are float32 for every dtype of the tensor. A
+    batch with NaN or infinity raises an error; with on_nan="skip" it is skipped and counted in `skipped_batches`.
+    Returned values keep the gradient to the tensor, stored ones do not.
+
+    Attributes:
+        always_called: Whether a fake quantizer also calls it when its observer is off.
+        learns: Whether a fake quantizer lets gradients reach the scale.
+        replicas: In training, number of ranks that each see a part of a batch. The range is that of all parts.
     """
 
     _registry: ClassVar[dict[str, Any]] = {}
-    always_called: ClassVar[bool] = False  # also when the observer is off: its parameters are not just stored ones
-    learns: ClassVar[bool] = False  # whether a fake quantizer lets gradients reach its scale
+    always_called: ClassVar[bool] = False
+    learns: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class QParamsCalculatorBase(Registry, Stateful):
         if on_nan not in get_args(OnNan):
             raise SpecError(f"on_nan={on_nan!r}: use 'error' or 'skip'")
         self.name = ""
-        self.replicas = 1  # ranks that each see a part of one batch, in training: the range is that of all parts
+        self.replicas = 1
         self.grid = Grid(
             fmt,
             quant_min,
@@ -119,8 +125,8 @@ class QParamsCalculatorBase(Registry, Stateful):
     def granularity(self, granularity: QuantizationGranularity) -> None:
         if self.is_initialized:
             raise FrozenError(
-                f"cannot change granularity after the first use, {self._where()} is initialized with "
-                f"{self._granularity!r}: call reset() first, or build a new one"
+                f"cannot change granularity after the first use: {self._where()} has parameters for "
+                f"{self._granularity!r}; call reset() first"
             )
         self._granularity = QuantizationGranularity.build(granularity)
         self.range_calculator.granularity = self._granularity
@@ -133,21 +139,21 @@ class QParamsCalculatorBase(Registry, Stateful):
                 self.store(self.choose(*self._zero_range(tensor)))
             return self.stored
         self._check_observable(tensor)
-        observed = self._range_of(tensor)
-        if observed is None:
+        observed_range = self._compute_range(tensor)
+        if observed_range is None:  # a skipped batch
             return self.stored
-        qparams = to_qparams(self.compute_qparams(tensor, *observed), type(self).__name__)
+        qparams = to_qparams(self.compute_qparams(tensor, *observed_range), type(self).__name__)
         self.store(qparams)
         self.observed_batches.add_(1)
         return qparams
 
     def compute_for(self, tensor: Tensor) -> QParams:
-        """The parameters of this very tensor, for calculators that are always called; nothing is observed."""
+        """Return the parameters of this tensor, without observing it. For calculators with `always_called`."""
         return to_qparams(self(tensor), type(self).__name__)
 
     @property
-    def observes(self) -> bool:
-        """Whether calibration has something to find."""
+    def needs_calibration(self) -> bool:
+        """Whether the parameters depend on calibration data."""
         return True
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
@@ -155,92 +161,101 @@ class QParamsCalculatorBase(Registry, Stateful):
         return self.choose(min_val, max_val)
 
     def choose(self, min_val: Tensor, max_val: Tensor) -> QParams:
-        """The formulas of the grid; a fixed end of float_range replaces the observed one."""
+        """Compute the parameters of a range. Fixed ends of float_range replace the observed ones."""
         low, high = self.float_range
         min_val = min_val if low is None else torch.full_like(min_val, low)
         max_val = max_val if high is None else torch.full_like(max_val, high)
         if self.tensor_scale is not None:
             largest = torch.maximum(min_val.clamp(max=0.0).abs(), max_val.clamp(min=0.0))
-            self.keep("tensor_scale", tensor_scale(largest, self.grid.format))
+            self.set_buffer("tensor_scale", tensor_scale(largest, self.grid.format))
         return choose_qparams(min_val, max_val, self.grid)
 
     def store(self, qparams: QParams) -> None:
-        """Keep the parameters."""
+        """Store the parameters in the buffers."""
         for name, value in zip(QParams._fields, qparams, strict=True):
             if value is not None and getattr(self, name) is not None:
-                self.keep(name, value)
+                self.set_buffer(name, value)
 
-    def keep(self, name: str, value: Tensor) -> None:
-        """Set a buffer: in place where it fits (a graph, a compiler or DDP holds on to it), else as a new tensor.
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        """Set a buffer: in place if shape and device are equal, because a graph, a compiler or DDP may hold it.
 
-        The value alone is kept, never the graph behind it; that graph may need the old one, which is then not written.
+        Otherwise, and if the value has a gradient whose graph may read the old buffer, the buffer becomes a new tensor.
+        The stored value has no gradient.
         """
         buffer = self._buffers[name]
-        fits = (
+        can_copy = (
             buffer is not None
             and buffer.shape == value.shape
             and buffer.device == value.device
             and not value.requires_grad
         )
-        if buffer is not None and fits and (torch.compiler.is_compiling() or not buffer.is_inference()):
+        if buffer is not None and can_copy and (torch.compiler.is_compiling() or not buffer.is_inference()):
             buffer.copy_(value)
             return
-        with torch.inference_mode(False):  # a state that can be written and trained on later
+        with torch.inference_mode(False):  # tensors of inference mode cannot be written to later
             setattr(self, name, value.detach().clone())
 
     @property
     def stored(self) -> QParams:
-        buffers = self._buffers  # not by attribute: nn.Module looks those up slowly
+        buffers = self._buffers  # attribute access of nn.Module is slow
         return QParams(buffers["scale"], buffers["zero_point"], buffers["minval"])  # type: ignore[arg-type]
 
     def get_qparams(self) -> QParams:
-        """The stored parameters; empty, with a warning, before the first use."""
+        """Return the stored parameters. Before the first use they are empty, with a warning."""
         if not self.is_initialized:
             warnings.warn(f"{self._where()} has observed nothing yet: its parameters are empty", stacklevel=2)
         return self.stored
 
     def seed(self, qparams: QParams) -> None:
-        """Start from parameters that were found elsewhere, as if their range had been observed."""
+        """Start with given parameters, as if their range had been observed."""
         self.store(qparams)
 
     def finalize(self) -> QParams:
-        """The parameters for all that was observed; what a calculator put off, it does now."""
+        """Return the parameters for all observed data. A calculator with deferred work does it here."""
         return self.get_qparams()
 
     def set_export_mode(self, enabled: bool = True) -> None:
-        """In export mode the stored parameters are final."""
+        """In export mode the stored parameters do not change."""
         self.switch("export_mode", enabled)
 
     def reset(self) -> None:
-        """Forget everything observed, as before the first use."""
+        """Delete everything observed, as before the first use."""
         for name, buffer in list(self._buffers.items()):
-            if buffer is not None and name not in self._mirror:
-                fresh = torch.zeros_like(buffer) if name.endswith("_batches") else buffer.new_empty(0)
-                setattr(self, name, fresh)
+            if buffer is not None and name not in self._switch_values:
+                is_counter = name.endswith("_batches")
+                setattr(self, name, torch.zeros_like(buffer) if is_counter else buffer.new_empty(0))
 
     def merge(self, other: "QParamsCalculatorBase") -> None:
-        """Take in what another calculator of the same spec observed on other data."""
+        """Add what another calculator of the same spec observed on other data."""
         raise UsageError(
-            f"{type(self).__name__} cannot be merged, it has no memory of the data: "
+            f"{type(self).__name__} cannot be merged, because it stores no statistics of the data: "
             "use moving_average, global_minmax or a histogram calculator"
         )
 
     def statistics(self) -> dict[str, Tensor]:
-        """What was observed, as tensors that another process can take in."""
-        return {name: value for name, value in self._buffers.items() if value is not None and name not in self._mirror}
+        """Return what was observed, as tensors that can be sent to another process."""
+        return {
+            name: value
+            for name, value in self._buffers.items()
+            if value is not None and name not in self._switch_values
+        }
 
     def merge_all(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        """Be what would have observed the data of all these parts (`statistics`), in their order."""
+        """Replace the state by that of a calculator that observed the data of all parts, in their order.
+
+        Args:
+            parts: `statistics()` of each part.
+        """
         other = deepcopy(self)
-        counted = [int(part["skipped_batches"]) for part in parts]
+        skipped = sum(int(part["skipped_batches"]) for part in parts)
         self.reset()
         for part in parts:
             other.reset()
             for name, value in part.items():
-                other.keep(name, value.to(self.scale.device))
+                other.set_buffer(name, value.to(self.scale.device))
             if other.is_initialized:
                 self.merge(other)
-        self.skipped_batches.fill_(sum(counted))
+        self.skipped_batches.fill_(skipped)
 
     def extra_repr(self) -> str:
         values = [f"{name}={_shorten(getattr(self, name))}" for name in QParams._fields]
@@ -251,7 +266,7 @@ class QParamsCalculatorBase(Registry, Stateful):
         return self.is_on("export_mode")
 
     def _zero_range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Zeros in the place of observed ends: both are fixed."""
+        """Return a range of zeros, for a float_range with two fixed ends."""
         counts = block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))
         zeros = torch.zeros(counts, dtype=torch.float32, device=tensor.device)
         return zeros, zeros
@@ -262,11 +277,12 @@ class QParamsCalculatorBase(Registry, Stateful):
         if is_traced(tensor) and not torch.compiler.is_compiling():
             raise TensorError(
                 f"{self._where()} cannot observe inside vmap, torch.func or forward-mode AD, nor a "
-                f"{type(tensor).__name__} outside a graph: its state would outlive them. Call disable_observer() first"
+                f"{type(tensor).__name__} outside of a graph, because its state lives longer: call disable_observer() "
+                "first"
             )
 
     def check_shape(self, counts: torch.Size) -> None:
-        """Refuse a tensor whose blocks are not those observed before; one range for all takes every shape."""
+        """Raise TensorError if a tensor has other blocks than earlier ones. Per tensor, every shape is allowed."""
         if (
             self.is_initialized
             and counts != self.scale.shape
@@ -274,11 +290,14 @@ class QParamsCalculatorBase(Registry, Stateful):
         ):
             raise TensorError(
                 f"{self._where()} observed tensors with {tuple(self.scale.shape)} blocks before, this one has "
-                f"{tuple(counts)}: {self.granularity!r} needs one shape, or reset()"
+                f"{tuple(counts)}: with {self.granularity!r} use one shape, or call reset()"
             )
 
-    def _range_of(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What the range calculator finds; None for a batch that is left out. Min and max show NaN: one pass does."""
+    def _compute_range(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the range of a batch; None if the batch is skipped.
+
+        Min and max are NaN if any value is, so no extra pass is needed to find NaN.
+        """
         if torch.compiler.is_compiling():
             low, high = self.range_calculator(tensor)
             return low, high
@@ -292,7 +311,7 @@ class QParamsCalculatorBase(Registry, Stateful):
         return self._reduce_over_replicas(*self.range_calculator(tensor))
 
     def _reduce_over_replicas(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and the most of all ranks; what is no number on one is infinite on all, so that all do the same."""
+        """Return minimum and maximum of all ranks. NaN on one rank becomes infinity on all ranks."""
         if self.replicas == 1:
             return low, high
         ends = torch.stack((-low.detach(), high.detach())).nan_to_num(nan=torch.inf)
@@ -300,22 +319,23 @@ class QParamsCalculatorBase(Registry, Stateful):
         return -ends[0], ends[1]
 
     def _is_finite(self, tensor: Tensor, low: Tensor, high: Tensor) -> bool:
-        """False when the batch with these extremes is to be skipped, an error when it may not be."""
+        """Return False if the batch with these extremes is skipped; NonFiniteError with on_nan="error"."""
         if bool(torch.isfinite(low + 0 * high).all()):
             return True
         nans, infs = int(tensor.isnan().sum()), int(tensor.isinf().sum())
-        elsewhere = "some, outside the range of float32," if self.replicas == 1 else "some on another rank, none here"
-        bad = f"{nans} NaN and {infs} infinite" if nans + infs else elsewhere
+        if nans + infs:
+            problem = f"{nans} NaN and {infs} infinite"
+        else:
+            is_alone = self.replicas == 1
+            problem = "some, outside the range of float32," if is_alone else "some on another rank, none here"
         batch = int(self.observed_batches) + int(self.skipped_batches)
-        message = f"{self._where()}, batch {batch}: {bad} of {tensor.numel()} values of shape {tuple(tensor.shape)}"
+        message = f"{self._where()}, batch {batch}: {problem} of {tensor.numel()} values of shape {tuple(tensor.shape)}"
         if self.on_nan == "error":
             raise NonFiniteError(
-                f"{message}. Nothing was changed. Mend the data or the model, or leave such batches out: on_nan='skip'"
+                f"{message}. Nothing was changed. Fix the data or the model, or skip such batches with on_nan='skip'"
             )
         if not int(self.skipped_batches):
-            warnings.warn(
-                f"{message}. The batch is left out, as further ones will be: see skipped_batches", stacklevel=2
-            )
+            warnings.warn(f"{message}. This batch and all such batches are skipped: see skipped_batches", stacklevel=2)
         self.skipped_batches.add_(1)
         return False
 
@@ -324,7 +344,7 @@ class QParamsCalculatorBase(Registry, Stateful):
 
 
 def to_qparams(value: Any, source: str) -> QParams:
-    """Make QParams of what a calculator gave: (scale, zero_point, minval), the last two may be None."""
+    """Convert the result of a calculator to QParams: (scale, zero_point, minval), the last two may be None."""
     if isinstance(value, QParams):
         return value
     if not isinstance(value, tuple | list) or not 1 <= len(value) <= 3 or not isinstance(value[0], Tensor):
@@ -342,8 +362,8 @@ class DefaultQParamsCalculator(QParamsCalculatorBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UsageError(
-            "DefaultQParamsCalculator is a marker class: build through QuantizationComponentFactory, which knows "
-            "whether this is a weight or an activation, or name 'static' or 'moving_average'"
+            "DefaultQParamsCalculator is a marker class: build it with QuantizationComponentFactory, which replaces "
+            "it for weights and activations, or use 'static' or 'moving_average'"
         )
 
 
@@ -352,7 +372,8 @@ class StaticQParamsCalculator(QParamsCalculatorBase):
     """Computes parameters from the current tensor only. The default for weights."""
 
 
-def check_same_kind(one: QParamsCalculatorBase, other: QParamsCalculatorBase) -> None:
-    """Two calculators can be merged only if they count the same thing."""
-    if type(one) is not type(other) or one.grid != other.grid or one.granularity != other.granularity:
-        raise SpecError(f"cannot merge {other!r} into {one!r}: both must come from the same spec")
+def check_same_kind(calculator: QParamsCalculatorBase, other: QParamsCalculatorBase) -> None:
+    """Raise SpecError if two calculators cannot be merged, because they come from different specs."""
+    is_same = type(calculator) is type(other) and calculator.grid == other.grid
+    if not is_same or calculator.granularity != other.granularity:
+        raise SpecError(f"cannot merge {other!r} into {calculator!r}: both must come from the same spec")

@@ -1,4 +1,4 @@
-"""From a tensor to a range: (min, max), one value a block. Ten lines make a new one:
+"""Range calculators: tensor -> (min, max), one value per block. A new one takes a few lines:
 
 @RangeCalculatorBase.register("three_sigma")
 class ThreeSigma(RangeCalculatorBase):
@@ -33,11 +33,11 @@ class RangeCalculatorBase(Registry, nn.Module):
 
     @abstractmethod
     def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """(min, max) of a tensor that its blocks divide; any shape with one value a block, in their order."""
+        """Return (min, max) of a tensor that the blocks divide, with one value per block, in their order."""
         raise SpecError(f"{type(self).__name__} must implement _generate_min_max(tensor)")
 
     def blocks(self, tensor: Tensor) -> Tensor:
-        """One row a block, float32: what most calculators want to look at."""
+        """Return the tensor as float32 with one row per block."""
         return as_blocks(tensor.to(torch.float32), self.granularity.get_block_size(tensor.shape))
 
     def forward(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,8 +47,8 @@ class RangeCalculatorBase(Registry, nn.Module):
             low, high = self._generate_min_max(tensor)
             return self._reshape(low, counts), self._reshape(high, counts)
         low, high = (tensor.new_empty(counts, dtype=torch.float32) for _ in range(2))
-        for at, params, _ in split_ragged(tensor.shape, block):
-            low[params], high[params] = self(tensor[at])
+        for region, params, _ in split_ragged(tensor.shape, block):
+            low[params], high[params] = self(tensor[region])
         return low, high
 
     def _reshape(self, value: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -56,8 +56,8 @@ class RangeCalculatorBase(Registry, nn.Module):
             return value.to(torch.float32).reshape(counts)
         except RuntimeError:
             raise SpecError(
-                f"{type(self).__name__}._generate_min_max gave shape {tuple(value.shape)}; "
-                f"one value a block is {counts} for {self.granularity!r}"
+                f"{type(self).__name__}._generate_min_max returned shape {tuple(value.shape)}: "
+                f"{self.granularity!r} needs one value per block, shape {counts}"
             ) from None
 
 
@@ -82,7 +82,7 @@ class PercentileRangeCalculator(RangeCalculatorBase):
 
 
 class _GridRangeCalculator(RangeCalculatorBase):
-    """A calculator that must know the codes to choose well; the factory hands it the spec's fields."""
+    """Base of calculators that need the codes. The factory passes these fields of the spec."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class MseRangeCalculator(_GridRangeCalculator):
 
 @RangeCalculatorBase.register("entropy")
 class EntropyRangeCalculator(_GridRangeCalculator):
-    """Clips so that the distribution of the values changes least (smallest KL divergence)."""
+    """Range for which the distribution of the values changes least (smallest KL divergence)."""
 
     def __init__(self, granularity: QuantizationGranularity, bins: int = 4096, **extra: Any) -> None:
         super().__init__(granularity, **extra)
@@ -132,17 +132,17 @@ class EntropyRangeCalculator(_GridRangeCalculator):
 
 
 def count_levels(grid: Grid) -> int:
-    """How many cells the entropy method compares with."""
+    """Return the number of levels for `least_divergence`."""
     return 2**grid.format.bits if grid.format.is_float else int(grid.span) + 1
 
 
 def check_percentile(percentile: float) -> float:
     if not 50 < percentile <= 100:
-        raise SpecError(f"percentile={percentile}: it is above 50 and at most 100; 99.99 clips one value in 10,000")
+        raise SpecError(f"percentile={percentile}: must be above 50 and at most 100; 99.99 clips one value in 10,000")
     return float(percentile)
 
 
 def check_bins(bins: int) -> int:
     if bins < 16 or bins % 2:
-        raise SpecError(f"bins={bins}: an even number, at least 16; 2048 is usual")
+        raise SpecError(f"bins={bins}: must be an even number, at least 16; 2048 is usual")
     return int(bins)

@@ -1,4 +1,4 @@
-"""A class that is also a registry of its subclasses: what a config file can name by a key."""
+"""A base class that registers its subclasses by key, so that a config file can refer to them."""
 
 import inspect
 import warnings
@@ -12,35 +12,35 @@ import torch
 from scalepoint.errors import SpecError, UnknownKeyError, did_you_mean
 from scalepoint.numerics import QuantizationScheme
 
-C = TypeVar("C", bound=type)
-E = TypeVar("E", bound=Enum)
+ClassType = TypeVar("ClassType", bound=type)
+EnumType = TypeVar("EnumType", bound=Enum)
 
 
 class Registry:
-    """Mixin. The base of a family sets `_registry = {}`; keys keep the order of registration."""
+    """Mixin. A base class sets `_registry = {}`. Keys have the order of registration."""
 
     _registry: ClassVar[dict[str, Any]]
 
     @classmethod
-    def register(cls, key: str) -> Callable[[C], C]:
-        """A class decorator that makes the class known under `key`. An existing key is replaced, with a warning."""
+    def register(cls, key: str) -> Callable[[ClassType], ClassType]:
+        """Return a class decorator that registers a class. An existing key is replaced, with a warning."""
 
-        def add(subclass: C) -> C:
+        def add(subclass: ClassType) -> ClassType:
             if not (isinstance(subclass, type) and issubclass(subclass, cls)):
                 raise SpecError(f"{subclass!r} cannot be registered as {key!r}: derive it from {cls.__name__}")
             if key in cls._registry:
-                old = cls._registry[key].__name__
-                warnings.warn(f"{cls.__name__} {key!r} was {old}, is now {subclass.__name__}", stacklevel=2)
+                old_name = cls._registry[key].__name__
+                warnings.warn(f"{cls.__name__} {key!r} was {old_name}, is now {subclass.__name__}", stacklevel=2)
             cls._registry[key] = subclass
             return subclass
 
         if not (isinstance(key, str) and key):
-            raise SpecError(f"a registry key is a non-empty string, not {key!r}")
+            raise SpecError(f"a registry key must be a non-empty string, got {key!r}")
         return add
 
     @classmethod
     def get_class(cls, key: str) -> Any:
-        """The class registered under `key`."""
+        """Return the class registered under `key`."""
         if not isinstance(key, str) or key not in cls._registry:
             raise UnknownKeyError(
                 f"no {cls.__name__} is registered as {key!r}: {did_you_mean(str(key), cls._registry)}"
@@ -57,22 +57,22 @@ class Registry:
 
     @classmethod
     def key_of(cls, subclass: type) -> str:
-        """The key a class is registered under; its own way into a file."""
+        """Return the key of a registered class."""
         for key, registered in cls._registry.items():
             if registered is subclass:
                 return key
         raise UnknownKeyError(
-            f"{subclass.__name__} is not registered: put @{cls.__name__}.register('a_key') above it. "
-            f"Known: {', '.join(cls._registry)}"
+            f"{subclass.__name__} is not registered: decorate it with @{cls.__name__}.register('a_key'). "
+            f"Registered keys: {', '.join(cls._registry)}"
         )
 
 
-def parse_enum(kind: type[E], value: object) -> E:
-    """An enum's member by value, with the allowed ones in the error."""
+def parse_enum(kind: type[EnumType], value: object) -> EnumType:
+    """Return the member of an enum with this value. The error lists the allowed values."""
     try:
         return kind(value)
     except ValueError:
-        allowed = ", ".join(repr(str(known.value)) for known in kind)
+        allowed = ", ".join(repr(str(member.value)) for member in kind)
         raise SpecError(f"{value!r} is not a {kind.__name__}: use {allowed}") from None
 
 
@@ -85,7 +85,7 @@ _TORCH_SCHEMES = {
 
 
 def to_scheme(value: object) -> QuantizationScheme:
-    """Our scheme, from itself, its name, or the torch.qscheme that torchao uses."""
+    """Convert a scheme, its name, or a torch.qscheme (from torchao)."""
     if isinstance(value, torch.qscheme) and value in _TORCH_SCHEMES:
         return _TORCH_SCHEMES[value]
     return parse_enum(QuantizationScheme, value)
@@ -93,7 +93,7 @@ def to_scheme(value: object) -> QuantizationScheme:
 
 @cache
 def constructor_parameters(component: type) -> frozenset[str]:
-    """What a class takes by name when it is built, through bases that `**extra` is passed on to."""
+    """Return the parameters of a constructor, including those of base classes that `**extra` is passed to."""
     names: set[str] = set()
     for base in component.__mro__:
         if "__init__" in vars(base):

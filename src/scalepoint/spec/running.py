@@ -1,7 +1,7 @@
-"""Calculators that remember a range over batches: a moving average, or the extremes.
+"""Qparams calculators with a running range over batches: a moving average, or the extremes.
 
-The memory itself is two buffers of the calculator, `running_min` and `running_max`, and the functions below on them;
-histograms have the same one.
+The range is stored in two buffers of the calculator, `running_min` and `running_max`. The functions below work on these
+buffers. Histogram calculators use them too.
 """
 
 from abc import abstractmethod
@@ -19,83 +19,88 @@ from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same
 Range = tuple[Tensor, Tensor]
 
 
-def add_range(owner: QParamsCalculatorBase) -> None:
-    owner.add_empty("running_min")
-    owner.add_empty("running_max")
+def add_range(calculator: QParamsCalculatorBase) -> None:
+    calculator.add_empty("running_min")
+    calculator.add_empty("running_max")
 
 
-def get_range(owner: QParamsCalculatorBase) -> Range:
-    low, high = owner._buffers["running_min"], owner._buffers["running_max"]
-    assert low is not None and high is not None  # noqa: S101, PT018  # add_range made them
+def get_range(calculator: QParamsCalculatorBase) -> Range:
+    low, high = calculator._buffers["running_min"], calculator._buffers["running_max"]
+    assert low is not None and high is not None  # noqa: S101, PT018  # add_range has added them
     return low, high
 
 
-def set_range(owner: QParamsCalculatorBase, low: Tensor, high: Tensor) -> None:
-    owner.keep("running_min", low)
-    owner.keep("running_max", high)
+def set_range(calculator: QParamsCalculatorBase, low: Tensor, high: Tensor) -> None:
+    calculator.set_buffer("running_min", low)
+    calculator.set_buffer("running_max", high)
 
 
 def merge_extremes(old: Range, new: Range) -> Range:
     return torch.minimum(old[0], new[0]), torch.maximum(old[1], new[1])
 
 
-def update_range(owner: QParamsCalculatorBase, new: Range, update: Callable[[Range, Range], Range]) -> Range:
-    """The range after a batch with this one, which is kept; the first is taken as it is."""
-    owner.check_shape(new[0].shape)
-    old = get_range(owner)
+def update_range(calculator: QParamsCalculatorBase, new: Range, update: Callable[[Range, Range], Range]) -> Range:
+    """Update the running range with the range of a batch, store it and return it. The first range is taken as it is."""
+    calculator.check_shape(new[0].shape)
+    old = get_range(calculator)
     is_first = not old[0].numel()
-    if not is_first and isinstance(owner.granularity, PerTensorGranularity):
-        new = new[0].view_as(old[0]), new[1].view_as(old[0])  # ranks may differ
+    if not is_first and isinstance(calculator.granularity, PerTensorGranularity):
+        new = new[0].view_as(old[0]), new[1].view_as(old[0])  # tensors of another rank: (1, 1) or (1, 1, 1)
     low, high = new if is_first else update(old, new)
     if torch.compiler.is_compiling():
-        # A graph cannot raise, so a batch with NaN or infinity is left out here and counted.
-        finite = torch.isfinite(new[0] + 0 * new[1]).all()
-        low = torch.where(finite, low, torch.zeros_like(low) if is_first else old[0])
-        high = torch.where(finite, high, torch.zeros_like(high) if is_first else old[1])
-        owner.skipped_batches.add_(~finite)
-    set_range(owner, low, high)
+        # A graph cannot raise: a batch with NaN or infinity is skipped here and counted.
+        is_finite = torch.isfinite(new[0] + 0 * new[1]).all()
+        low = torch.where(is_finite, low, torch.zeros_like(low) if is_first else old[0])
+        high = torch.where(is_finite, high, torch.zeros_like(high) if is_first else old[1])
+        calculator.skipped_batches.add_(~is_finite)
+    set_range(calculator, low, high)
     return low, high
 
 
-def seed_range(owner: QParamsCalculatorBase, qparams: QParams) -> None:
-    """As if the whole range of these parameters had been observed."""
+def seed_range(calculator: QParamsCalculatorBase, qparams: QParams) -> None:
+    """Set the running range to the range of given parameters."""
     zero_point = 0 if qparams.zero_point is None else qparams.zero_point
-    grid = owner.grid
-    set_range(owner, (grid.low - zero_point) * qparams.scale, (grid.high - zero_point) * qparams.scale)
+    grid = calculator.grid
+    set_range(calculator, (grid.low - zero_point) * qparams.scale, (grid.high - zero_point) * qparams.scale)
 
 
 def merge_range(
-    owner: QParamsCalculatorBase, other: QParamsCalculatorBase, merged: Callable[[Range, Range], Range]
+    calculator: QParamsCalculatorBase, other: QParamsCalculatorBase, merge: Callable[[Range, Range], Range]
 ) -> None:
-    """Take in the range that another observed, and its batches; one that saw nothing changes nothing."""
-    check_same_kind(owner, other)
-    theirs = get_range(other)
-    if not theirs[0].numel():
+    """Merge the range and the number of batches of another calculator. One without data changes nothing."""
+    check_same_kind(calculator, other)
+    other_range = get_range(other)
+    if not other_range[0].numel():
         return
-    low, high = (value.to(owner.scale.device) for value in theirs)
-    own = get_range(owner)
-    if own[0].numel():
-        owner.check_shape(low.shape)
-        low, high = merged(own, (low, high))
-    set_range(owner, low, high)
-    owner.store(owner.choose(low, high))
-    owner.observed_batches.add_(other.observed_batches.to(owner.observed_batches.device))
+    low, high = (value.to(calculator.scale.device) for value in other_range)
+    current_range = get_range(calculator)
+    if current_range[0].numel():
+        calculator.check_shape(low.shape)
+        low, high = merge(current_range, (low, high))
+    set_range(calculator, low, high)
+    calculator.store(calculator.choose(low, high))
+    calculator.observed_batches.add_(other.observed_batches.to(calculator.observed_batches.device))
 
 
 class RunningRangeMixin(QParamsCalculatorBase):
-    """Keeps `running_min` and `running_max` over batches; a subclass decides how a new range changes them."""
+    """Stores `running_min` and `running_max` over batches. A subclass decides how the range of a batch changes them.
+
+    Attributes:
+        is_ordered: Whether the range depends on the order of the batches.
+        history: The range of each batch, for `merge_all`; None if they are not recorded.
+    """
 
     running_min: Tensor
     running_max: Tensor
-    is_ordered: ClassVar[bool] = True  # whether batches in another order give another range
-    history: list[Tensor] | None = None  # a list: every range is kept, so that parts can be put in order later
+    is_ordered: ClassVar[bool] = True
+    history: list[Tensor] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         add_range(self)
 
     def record(self, on: bool = True) -> None:
-        """Keep the range of every batch, where their order matters: see `merge_all`."""
+        """Record the range of each batch if their order matters; see `merge_all`."""
         self.history = [] if on and self.is_ordered else None
 
     @abstractmethod
@@ -103,8 +108,8 @@ class RunningRangeMixin(QParamsCalculatorBase):
         """Return (running_min, running_max) after a later batch.
 
         Args:
-            min_val: The least value of the batch per block, at most 0.
-            max_val: The largest value of the batch per block, at least 0.
+            min_val: Smallest value of the batch per block, at most 0.
+            max_val: Largest value of the batch per block, at least 0.
 
         The range of the first batch becomes the running range without a call of this method.
         """
@@ -131,11 +136,11 @@ class RunningRangeMixin(QParamsCalculatorBase):
         return super().statistics() | history
 
     def merge_all(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        """Where the order matters: batch after batch, the first of every part, then the second of every part, ..."""
+        """Merge parts. If the order matters: the first batch of each part, then the second batch of each part, ..."""
         if self.history is None:
             super().merge_all(parts)
             return
-        counted = [sum(int(part[name]) for part in parts) for name in ("observed_batches", "skipped_batches")]
+        observed, skipped = (sum(int(part[name]) for part in parts) for name in ("observed_batches", "skipped_batches"))
         shape = next((part["running_min"].shape for part in parts if "history" in part), None)
         histories = [part["history"].to(self.scale.device) for part in parts if "history" in part]
         self.reset()
@@ -143,8 +148,8 @@ class RunningRangeMixin(QParamsCalculatorBase):
             for history in histories:
                 if index < len(history) and shape is not None:
                     self.store(self.choose(*self._update_range(*history[index].view(2, *shape))))
-        self.observed_batches.fill_(counted[0])
-        self.skipped_batches.fill_(counted[1])
+        self.observed_batches.fill_(observed)
+        self.skipped_batches.fill_(skipped)
 
     def seed(self, qparams: QParams) -> None:
         super().seed(qparams)
@@ -152,11 +157,11 @@ class RunningRangeMixin(QParamsCalculatorBase):
 
     def merge(self, other: QParamsCalculatorBase) -> None:
         share = other.observed_batches / (self.observed_batches + other.observed_batches)
-        merge_range(self, other, lambda own, theirs: self._merged(own, theirs, share))
+        merge_range(self, other, lambda first, second: self._merge_ranges(first, second, share))
 
-    def _merged(self, own: Range, theirs: Range, share: Tensor) -> Range:
-        """The range of both; `share` is the other's of the batches."""
-        return merge_extremes(own, theirs)
+    def _merge_ranges(self, first: Range, second: Range, share: Tensor) -> Range:
+        """Merge two ranges. `share` is the share of the second one in all batches."""
+        return merge_extremes(first, second)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, running_min={self.running_min}, running_max={self.running_max}"
@@ -169,16 +174,16 @@ class MovingAverageQParamsCalculator(RunningRangeMixin):
     def __init__(self, *args: Any, averaging_constant: float = 0.01, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not 0 < averaging_constant <= 1:
-            raise SpecError(f"averaging_constant={averaging_constant}: it is above 0 and at most 1")
+            raise SpecError(f"averaging_constant={averaging_constant}: must be above 0 and at most 1")
         self.averaging_constant = averaging_constant
 
     def update_running_range(self, min_val: Tensor, max_val: Tensor) -> Range:
         c = self.averaging_constant
         return c * min_val + (1 - c) * self.running_min, c * max_val + (1 - c) * self.running_max
 
-    def _merged(self, own: Range, theirs: Range, share: Tensor) -> Range:
-        weight = share.to(own[0])
-        return torch.lerp(own[0], theirs[0], weight), torch.lerp(own[1], theirs[1], weight)
+    def _merge_ranges(self, first: Range, second: Range, share: Tensor) -> Range:
+        weight = share.to(first[0])
+        return torch.lerp(first[0], second[0], weight), torch.lerp(first[1], second[1], weight)
 
 
 @QParamsCalculatorBase.register("global_minmax")

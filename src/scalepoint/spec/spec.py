@@ -1,4 +1,4 @@
-"""QuantizationSpec: how one tensor is quantized, as plain frozen data."""
+"""QuantizationSpec: how one tensor is quantized, as frozen data."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
@@ -41,11 +41,11 @@ from scalepoint.spec.range_calculator import RangeCalculatorBase
 from scalepoint.spec.registry import Registry, parse_enum
 from scalepoint.support.validation_errors import CheckedModel
 
-DERIVED = ("n_bits", "target_dtype", "quant_min", "quant_max")
+DERIVED_FIELDS = ("n_bits", "target_dtype", "quant_min", "quant_max")
 
 
 class FloatRange(tuple[float | None, float | None]):
-    """(low, high), hashable; equal to the list of the same two."""
+    """(low, high): hashable, and equal to a list of the same two values."""
 
     __slots__ = ()
 
@@ -62,43 +62,43 @@ class FloatRange(tuple[float | None, float | None]):
 
 
 def _parse_float_range(value: Any) -> FloatRange:
-    got = f"float_range={short_repr(value)}"
+    prefix = f"float_range={short_repr(value)}"
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise SpecError(f"{got}: give [low, high], each a number or None")
+        raise SpecError(f"{prefix}: must be [low, high], each a number or None")
     for end in value:
         if isinstance(end, bool) or not (end is None or isinstance(end, int | float)):
-            raise SpecError(f"{got}: {short_repr(end)} is not a number or None")
+            raise SpecError(f"{prefix}: {short_repr(end)} is not a number or None")
         if end is not None and not -HUGE <= end <= HUGE:
-            raise SpecError(f"{got}: both ends are finite float32 numbers")
+            raise SpecError(f"{prefix}: both ends must be finite float32 numbers")
     low, high = (None if end is None else float(end) for end in value)
     if low is not None and low > 0:
-        raise SpecError(f"{got}: low is at most 0, so that zero is representable")
+        raise SpecError(f"{prefix}: low must be at most 0, so that 0 can be represented")
     if high is not None and high < 0:
-        raise SpecError(f"{got}: high is at least 0, so that zero is representable")
+        raise SpecError(f"{prefix}: high must be at least 0, so that 0 can be represented")
     if low is not None and high is not None and low >= high:
-        raise SpecError(f"{got}: low must be below high")
+        raise SpecError(f"{prefix}: low must be below high")
     return FloatRange((low, high))
 
 
 def to_code_type(value: Any) -> CodeType:
-    """What codes can be, from itself or from its name or alias."""
+    """Convert a dtype of codes, its name or its alias."""
     if isinstance(value, torch.dtype | Float6):
         return value
     name = _to_dtype_name(value) if isinstance(value, str) else ""
     dtype = _FLOAT6_BY_NAME.get(name) or (getattr(torch, name, None) if name else None)
     if not isinstance(dtype, torch.dtype | Float6):
-        known = [*(row.name for row in FORMATS.values()), dtype_name(E8M0), *ALIASES]
+        names = [*(row.name for row in FORMATS.values()), dtype_name(E8M0), *ALIASES]
         raise SpecError(
-            f"Unsupported dtype: {short_repr(value)} is not a dtype that can be meant: {did_you_mean(name, known)}"
+            f"Unsupported dtype: {short_repr(value)} is not the name of a dtype: {did_you_mean(name, names)}"
         )
     return dtype
 
 
 def to_dtype(value: Any) -> torch.dtype:
-    """A torch.dtype from itself or from its name or alias."""
+    """Convert a torch.dtype, its name or its alias."""
     dtype = to_code_type(value)
     if not isinstance(dtype, torch.dtype):
-        raise SpecError(f"Unsupported dtype: torch has no {dtype}, it is only for codes")
+        raise SpecError(f"Unsupported dtype: torch does not have {dtype}, it can be used for codes only")
     return dtype
 
 
@@ -109,7 +109,7 @@ CodeDtype = Annotated[CodeType, BeforeValidator(to_code_type), *_AS_DTYPE_NAME]
 
 
 def _component_field(base: type[Registry]) -> Any:
-    """A field that holds a registered class, given by key or as the class, and dumps to its key."""
+    """Return the type of a field for a registered class: it accepts the class or its key, and dumps the key."""
 
     def resolve(value: Any) -> Any:
         if isinstance(value, str):
@@ -125,7 +125,7 @@ def _component_field(base: type[Registry]) -> Any:
 
 
 class SchemaGenerator(GenerateJsonSchema):
-    """JSON Schema whose defaults are the names a file would hold."""
+    """JSON Schema whose defaults are written as in a config file."""
 
     def encode_default(self, dft: Any) -> Any:
         if isinstance(dft, torch.dtype | Float6):
@@ -134,18 +134,18 @@ class SchemaGenerator(GenerateJsonSchema):
 
 
 class QuantizationSpec(CheckedModel):
-    """How one tensor is quantized. Immutable and hashable; unknown fields are refused by name.
+    """How one tensor is quantized. Immutable and hashable. Unknown fields are an error.
 
     Attributes:
         dtype: dtype of the codes, such as torch.int8 or "int4".
-        qscheme: How a range becomes a scale: symmetric, symmetric with clipped limits, or affine.
+        qscheme: How a scale is computed from a range: symmetric, symmetric with clipped limits, or affine.
         qformulation: Codes relative to an integer zero point, or to the float minimum (minval).
-        granularity: What shares a scale: tensor, channel, block, token.
+        granularity: Which elements share a scale: tensor, channel, block or token.
         fake_quantize_cls: Component that quantizes and dequantizes.
         qparam_calculator_cls: Component that computes scale and zero point, such as "static" or "moving_average".
         range_calculator_cls: Component that computes the range of a tensor, such as "minmax".
-        float_range: Fixed lower and upper end of the range; None is observed.
-        scale_dtype: dtype of the scales; None is float32.
+        float_range: Fixed lower and upper end of the range; None: the observed one.
+        scale_dtype: dtype of the scales; None: float32.
 
     `n_bits`, `target_dtype`, `quant_min` and `quant_max` follow from the fields. They are part of a dump and may be
     given, but must agree.
@@ -186,32 +186,32 @@ class QuantizationSpec(CheckedModel):
         if not isinstance(data, dict):
             return validate(data)
         for name in data:
-            if name not in cls.model_fields and name not in DERIVED:
+            if name not in cls.model_fields and name not in DERIVED_FIELDS:
                 raise SpecError(f"{cls.__name__} has no field {name!r}: {did_you_mean(str(name), cls.model_fields)}")
-        spec = validate({name: value for name, value in data.items() if name not in DERIVED})
-        for name in DERIVED:
+        spec = validate({name: value for name, value in data.items() if name not in DERIVED_FIELDS})
+        for name in DERIVED_FIELDS:
             if name in data:
                 spec._check_derived(name, data[name])
         return spec
 
-    def _check_derived(self, name: str, given: Any) -> None:
+    def _check_derived(self, name: str, value: Any) -> None:
         derived = getattr(self, name)
-        agrees = _to_dtype_name(given) == dtype_name(derived) if name == "target_dtype" else given == derived
-        if agrees and not isinstance(given, bool):
+        is_equal = _to_dtype_name(value) == dtype_name(derived) if name == "target_dtype" else value == derived
+        if is_equal and not isinstance(value, bool):
             return
         derived = dtype_name(derived) if name == "target_dtype" else derived
         source = f"dtype={dtype_name(self.dtype)!r}"
         source += f" with qscheme={self.qscheme.value!r}" if name.startswith("quant_") else ""
         raise SpecError(
-            f"{name}={short_repr(given)} contradicts {source}, from which {name}={short_repr(derived)} follows: leave "
-            f"{name} away" + (_dtype_of_width(self.dtype, given) if name == "n_bits" else "")
+            f"{name}={short_repr(value)} contradicts {source}, from which {name}={short_repr(derived)} follows: "
+            f"leave out {name}=" + (_suggest_dtype(self.dtype, value) if name == "n_bits" else "")
         )
 
     @field_validator("dtype")
     @classmethod
     def _supported(cls, dtype: CodeType) -> CodeType:
         if dtype not in cls.SUPPORTED_DTYPES:
-            allowed = ", ".join(sorted(dtype_name(known) for known in cls.SUPPORTED_DTYPES))
+            allowed = ", ".join(sorted(dtype_name(supported) for supported in cls.SUPPORTED_DTYPES))
             raise SpecError(f"Unsupported dtype: {dtype_name(dtype)!r}. Allowed dtypes: {allowed}")
         get_format(dtype)
         return dtype
@@ -238,22 +238,22 @@ class QuantizationSpec(CheckedModel):
     def _scale_rules(self) -> Self:
         allowed = _allowed_scale_dtypes(self.dtype)
         if self.scale_dtype not in allowed:
-            got = "None" if self.scale_dtype is None else dtype_name(self.scale_dtype)
-            names = " or ".join("None" if kind is None else dtype_name(kind) for kind in allowed)
-            raise SpecError(f"scale_dtype={got}: the scale of {dtype_name(self.dtype)} may be {names}")
+            value = "None" if self.scale_dtype is None else dtype_name(self.scale_dtype)
+            names = " or ".join("None" if dtype is None else dtype_name(dtype) for dtype in allowed)
+            raise SpecError(f"scale_dtype={value}: must be {names} for {dtype_name(self.dtype)}")
         return self
 
     @model_validator(mode="before")
     @classmethod
     def _default_scale(cls, data: Any) -> Any:
-        """fp4 and fp6 without a scale type have e8m0 scales (MX)."""
+        """Set scale_dtype to e8m0 for fp4 and fp6 if it is not given (MX formats)."""
         if isinstance(data, dict) and data.get("scale_dtype") is None:
             dtype = data.get("dtype", cls.model_fields["dtype"].default)
             if _to_dtype_name(dtype) in (dtype_name(FP4), *_FLOAT6_BY_NAME):
                 return {**data, "scale_dtype": E8M0}
         return data
 
-    @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
+    @computed_field  # type: ignore[prop-decorator]  # pydantic documents this order
     @property
     def n_bits(self) -> int:
         """Width of a code."""
@@ -292,34 +292,34 @@ class QuantizationSpec(CheckedModel):
         return get_format(to_code_type(dtype)).limits(parse_enum(QuantizationScheme, qscheme))
 
     def get_extra_args(self) -> dict[str, Any]:
-        """The fields a subclass adds; they reach every component's constructor."""
+        """Return the fields that a subclass adds. They are passed to the constructors of the components."""
         fields = type(self).model_fields
         return {name: getattr(self, name) for name in fields if name not in QuantizationSpec.model_fields}
 
     def replace(self, **changes: Any) -> Self:
-        """The same spec with some fields changed, checked anew."""
+        """Return a copy with some fields changed, and validate it."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         if "dtype" in changes and "scale_dtype" not in changes:
             fields["scale_dtype"] = None
         return type(self)(**{**fields, **changes})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copy the spec; `update` is checked as `replace` checks it. Pydantic's own method would take any value."""
+        """Copy the spec. `update` is validated like in `replace`; pydantic's method would accept any value."""
         return self.replace(**update) if update else super().model_copy(deep=deep)
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """JSON Schema, for editors that complete config files."""
+        """Return a JSON Schema, for editors that complete config files."""
         return super().model_json_schema(*args, **{"schema_generator": SchemaGenerator, **kwargs})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: names and keys, ready for any file format."""
+        """Return the fields as strings, numbers, lists and dicts."""
         return self.model_dump(mode="json")
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         if not isinstance(fields, dict):
-            raise DocumentError(f"a {cls.__name__} is a mapping of its fields, not {type(fields).__name__}")
+            raise DocumentError(f"a {cls.__name__} must be a mapping of its fields, got {type(fields).__name__}")
         return cls.model_validate(fields)
 
     def to_json(self) -> str:
@@ -327,31 +327,30 @@ class QuantizationSpec(CheckedModel):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        from scalepoint.support.documents import parse_json  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
+        from scalepoint.support.documents import parse_json  # noqa: PLC0415  # imports yaml
 
         return cls.from_dict(parse_json(text))
 
     def to_yaml(self) -> str:
-        from scalepoint.support.documents import dump_yaml  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
+        from scalepoint.support.documents import dump_yaml  # noqa: PLC0415  # imports yaml
 
         return dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        from scalepoint.support.documents import parse_yaml  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
+        from scalepoint.support.documents import parse_yaml  # noqa: PLC0415  # imports yaml
 
         return cls.from_dict(parse_yaml(text))
 
 
-def _dtype_of_width(dtype: CodeType, bits: Any) -> str:
-    """What to write instead for another width of the same kind of number."""
-    kind = dtype_name(dtype).rstrip("0123456789")
-    named = next((row.name for row in FORMATS.values() if row.name == f"{kind}{bits}"), None)
-    return f", or give dtype={named!r}" if named else ""
+def _suggest_dtype(dtype: CodeType, bits: Any) -> str:
+    """Return a hint to use the dtype of the same kind with another number of bits, if there is one."""
+    name = dtype_name(dtype).rstrip("0123456789") + str(bits)
+    return f", or pass dtype={name!r}" if any(row.name == name for row in FORMATS.values()) else ""
 
 
 def _to_dtype_name(dtype: Any) -> str:
-    """The name of a dtype, given as itself, by name or by alias."""
+    """Return the name of a dtype, of a name or of an alias."""
     name = str(dtype).removeprefix("torch.")
     return ALIASES.get(name, name)
 
@@ -365,10 +364,10 @@ def _allowed_scale_dtypes(dtype: CodeType) -> tuple[torch.dtype | None, ...]:
 
 
 def default_weight_quantization_spec() -> QuantizationSpec:
-    """int8, symmetric, per channel along axis 0, from the live weight."""
+    """Return the default for weights: int8, symmetric, per channel along axis 0, from the current weight."""
     return QuantizationSpec(granularity=PerChannelGranularity(axis=0), qparam_calculator_cls="static")
 
 
 def default_activation_quantization_spec() -> QuantizationSpec:
-    """int8, symmetric, per tensor, moving average of the range."""
+    """Return the default for activations: int8, symmetric, per tensor, moving average of the range."""
     return QuantizationSpec(qparam_calculator_cls="moving_average")

@@ -16,7 +16,7 @@ from scalepoint.patterns.base import BATCH_NORM, CONV, GATED_LINEAR, LINEAR, LIN
 from scalepoint.patterns.fused import FusedConvBN, FusedConvBNReLU, FusedLinearReLU
 from scalepoint.patterns.language import optional
 from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
-from scalepoint.spec.palette import WIDTHS
+from scalepoint.spec.palette import INDEX_BITS
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.onnxruntime import BOTH, COPIES, PATTERNS, onnxruntime_target
 from scalepoint.targets.rules import small_tables
@@ -24,7 +24,7 @@ from scalepoint.targets.target import Accepted, OperationFacts, Target
 
 FOLDED = op("activation", "relu", "relu6", "leaky_relu", "tanh", "sigmoid", "hardsigmoid")
 OWN = ("ConvBNReLUPattern", "ConvBNPattern", "MHAInProjectionPattern")
-INDICES = tuple(to_dtype(f"uint{bits}") for bits in WIDTHS)
+INDICES = tuple(to_dtype(f"uint{bits}") for bits in INDEX_BITS)
 NARROW = tuple(map(to_dtype, ("int4", "uint4", "int8", "uint8")))
 
 COREML_PATTERNS = (

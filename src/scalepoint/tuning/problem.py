@@ -12,7 +12,7 @@ from scalepoint import distributed
 from scalepoint.numerics import Format, QParams, round_to_float
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, RangeCalculatorBase
-from scalepoint.spec.pair_safe import LARGEST_SUM
+from scalepoint.spec.pair_safe import MAX_PAIR_SUM
 from scalepoint.tuning.moments import ErrorAroundWeight, Moments, float32_covariance, split_outputs
 from scalepoint.tuning.rows import Geometry
 
@@ -77,7 +77,7 @@ class CodeGrid:
         for row in () if self.partners is None else self.partners:
             other = codes[..., row]
             is_pair = (row != torch.arange(len(row))) & (codes.sign() == other.sign())
-            excess = torch.where(is_pair, (codes.abs() + other.abs() - LARGEST_SUM).clamp(min=0), 0)
+            excess = torch.where(is_pair, (codes.abs() + other.abs() - MAX_PAIR_SUM).clamp(min=0), 0)
             first = row > torch.arange(len(row))
             codes = codes - codes.sign() * torch.where(first, (excess / 2).ceil(), (excess / 2).floor())
         return codes
@@ -103,8 +103,8 @@ class CodeGrid:
         for row in () if self.partners is None else self.partners:
             if int(row[column]) != column:
                 other = codes[..., int(row[column])]
-                high = torch.minimum(high, LARGEST_SUM - other.clamp(min=0))
-                low = torch.maximum(low, -LARGEST_SUM - other.clamp(max=0))
+                high = torch.minimum(high, MAX_PAIR_SUM - other.clamp(min=0))
+                low = torch.maximum(low, -MAX_PAIR_SUM - other.clamp(max=0))
         return low, high
 
 
