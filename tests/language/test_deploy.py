@@ -261,7 +261,7 @@ def test_targets_of_language_models_are_a_list_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "says"),
     [
         ({"length": 1}, "length must be at least 2"),
         ({"samples": 0}, "samples at least 1"),

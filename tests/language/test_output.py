@@ -40,7 +40,7 @@ def source(llama, tmp_path):
 @pytest.mark.parametrize("target", [*FOLDERS, "gguf"])
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize(
-    ("place", "says"), [("..", "contains the checkpoint"), ("", "the checkpoint itself"), ("out", "lies inside")]
+    ("output", "says"), [("..", "contains the checkpoint"), ("", "the checkpoint itself"), ("out", "lies inside")]
 )
 def test_an_output_around_or_in_the_checkpoint_is_refused(source, target, force, output, says):
     before = contents(source.parent)

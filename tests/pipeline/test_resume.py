@@ -123,7 +123,7 @@ def run_and_list_warnings(run, **changes):
 
 
 @pytest.mark.parametrize(
-    "place",
+    "stage_index",
     [
         pytest.param(stage_index, id=STAGES[stage_index], marks=() if stage_index == 2 else pytest.mark.slow)
         for stage_index in (1, 2, 3)
@@ -196,7 +196,7 @@ DATA_CHANGED = "the calibration data changed"
 
 
 @pytest.mark.parametrize(
-    ("change", "named", "again"),
+    ("change", "expected_text", "again"),
     [
         pytest.param(*case, id=name, marks=() if name in ("model", "config", "metric") else pytest.mark.slow)
         for name, case in {

@@ -231,7 +231,7 @@ def test_the_cheapest_file_that_holds_is_kept_and_the_best_where_none_does():
 
 class TestRanges:
     @pytest.mark.parametrize(
-        ("given", "other"),
+        ("method", "other"),
         [("mse", "global_minmax"), ("percentile", "global_minmax"), ("minmax", "histogram_mse")],
     )
     def test_of_activations(self, method, other):

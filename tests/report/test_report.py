@@ -202,7 +202,7 @@ def test_summary_of_an_ordinary_run():
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("verification", "words"),
     [
         (None, "Not verified in a runtime"),
         (Verification("m.onnx", "openvino", Status.CRASHED, "exit -11"), "Not verified: openvino: crashed. exit -11"),
@@ -535,7 +535,7 @@ def test_every_value_of_a_template_is_escaped_and_shows_control_characters():
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("text", "expected"),
     [
         (count(None), "?"), (count(999), "999"), (count(1_500_000), "1.5M"),
         (value_of(0.69763), "0.6976"), (value_of(76.131), "76.13"), (value_of(math.nan), "nan"),
