@@ -11,7 +11,7 @@ from scalepoint.checkpoints.skeleton import build_skeleton
 from scalepoint.checkpoints.source import Source
 from scalepoint.errors import ScalepointError, StoreError
 from scalepoint.pipeline.checkpoint_job import prepare_checkpoint_job
-from tests.formats.gguf.checkpoints import make
+from tests.formats.gguf.checkpoints import save_checkpoint
 
 TARGETS = ("gguf", "compressed-tensors", "ort-genai")
 VALUES = (
@@ -32,7 +32,7 @@ def is_accepted(folder: Path, config: Any, target: str) -> bool:
 
 
 def test_any_value_for_any_key_of_config_json_gives_a_model_or_our_error(tmp_path: Path) -> None:
-    folder = make("llama, tied", tmp_path / "m").folder
+    folder = save_checkpoint("llama, tied", tmp_path / "m").folder
     config = json.loads((folder / "config.json").read_text())
     rng = random.Random(0)  # noqa: S311  # no secret
     accepted = 0
@@ -44,7 +44,7 @@ def test_any_value_for_any_key_of_config_json_gives_a_model_or_our_error(tmp_pat
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "num_local_experts"])
 def test_more_layers_than_the_checkpoint_has_weights_for_are_rejected(key: str, tmp_path: Path) -> None:
-    folder = make("llama, tied", tmp_path / "m").folder
+    folder = save_checkpoint("llama, tied", tmp_path / "m").folder
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: 2**31}))
     with pytest.raises(StoreError, match=f"{key} is {2**31}"):

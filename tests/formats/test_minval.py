@@ -11,7 +11,7 @@ from scalepoint import deploy, deploy_checkpoint, export, transform
 from scalepoint.errors import TargetError
 from scalepoint.quantize import Override, QuantConfig, calibrate, insert_qdq
 from scalepoint.spec import ExtendedQuantizationSpec, PerBlockGranularity, PerChannelGranularity, QuantizationSpec
-from tests.formats.gguf.checkpoints import WORDS, byte_level
+from tests.formats.gguf.checkpoints import VOCABULARY_SIZE, save_byte_level_tokenizer
 from tests.language.conftest import text, write_llama
 
 FILES = ("onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml")
@@ -73,8 +73,8 @@ def test_insert_qdq_refuses_minval_as_deploy_does(target):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     source_folder = tmp_path_factory.mktemp("minval")
-    tokens = byte_level(source_folder).encode(text(60)).ids
-    write_llama(source_folder, tokens, words=WORDS, hidden=256, inner=256, steps=2)
+    tokens = save_byte_level_tokenizer(source_folder).encode(text(60)).ids
+    write_llama(source_folder, tokens, words=VOCABULARY_SIZE, hidden=256, inner=256, steps=2)
     return source_folder
 
 

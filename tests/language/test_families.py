@@ -16,14 +16,14 @@ from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import find_target
 from tests.checkpoints.test_skeleton import KINDS, save_model
-from tests.formats.gguf.checkpoints import WORDS, byte_level
+from tests.formats.gguf.checkpoints import VOCABULARY_SIZE, save_byte_level_tokenizer
 
 FOUR = {"weight": {"n_bits": 4, "block_size": 8}, "activation": "float"}
 FAST = ("qwen3_moe",)
 BYTES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": WORDS, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
-    "pad_token_id": 0,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY_SIZE, "max_position_embeddings": 64, "bos_token_id": 0,
+    "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def write_model(kind, folder, **more):
             for value in model.parameters():
                 value.add_(0.1 * torch.randn_like(value))
         model.save_pretrained(folder)
-    byte_level(folder)
+    save_byte_level_tokenizer(folder)
     return model
 
 

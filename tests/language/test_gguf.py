@@ -12,7 +12,7 @@ from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.text import load_sequences
 from scalepoint.quantize import QuantConfig
 from scalepoint.runtimes import find_runtime
-from tests.formats.gguf.checkpoints import WORDS, byte_level
+from tests.formats.gguf.checkpoints import VOCABULARY_SIZE, save_byte_level_tokenizer
 from tests.language.conftest import text, write_llama
 
 gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
@@ -20,8 +20,8 @@ LLAMACPP = find_runtime("llamacpp")
 
 
 def write_model(folder, **sizes):
-    tokens = byte_level(folder).encode(text(200)).ids
-    write_llama(folder, tokens, words=WORDS, **sizes)
+    tokens = save_byte_level_tokenizer(folder).encode(text(200)).ids
+    write_llama(folder, tokens, words=VOCABULARY_SIZE, **sizes)
     return folder
 
 

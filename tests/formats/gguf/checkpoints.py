@@ -1,4 +1,4 @@
-"""Tiny language models in folders, quantized to the nearest codes, and the simulation of the result."""
+"""Tiny language models in folders, their rounding to nearest, and the simulation of the result."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,10 +15,10 @@ from scalepoint.formats.gguf import round_to_block_type
 from scalepoint.numerics import get_format
 from scalepoint.spec import ExtendedQuantizationSpec
 
-WORDS = 320
+VOCABULARY_SIZE = 320
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": WORDS, "max_position_embeddings": 128, "bos_token_id": 0,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY_SIZE, "max_position_embeddings": 128, "bos_token_id": 0,
     "eos_token_id": 0, "pad_token_id": None, "initializer_range": 0.1, "tie_word_embeddings": False,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}
@@ -49,7 +49,7 @@ FAMILIES = {
     "phi": {**SIZES, "num_key_value_heads": 4, "partial_rotary_factor": 0.5},
     "phi3": SIZES,
     "gpt2": {
-        "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": WORDS, "bos_token_id": 0,
+        "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": VOCABULARY_SIZE, "bos_token_id": 0,
         "eos_token_id": 0, "initializer_range": 0.1,
     },
     "gpt_neox": {**without(SIZES, "num_key_value_heads"), "hidden_act": "gelu_new"},
@@ -59,31 +59,36 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def byte_level(folder):
-    """A tokenizer of bytes and a few merges, as GPT-2 cuts text."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+def save_byte_level_tokenizer(folder):
+    """Save a byte-level BPE tokenizer with a few merges, which splits text like GPT-2."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=WORDS - 10,
+        vocab_size=VOCABULARY_SIZE - 10,
         special_tokens=["<|end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(["the cat and the dog and the other cat, that they then had"] * 20, trainer)
-    made.save(str(folder / "tokenizer.json"))
-    about = {"bos_token": "<|end|>", "eos_token": "<|end|>", "add_bos_token": False, "chat_template": "{{ messages }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    return made
+    tokenizer.train_from_iterator(["the cat and the dog and the other cat, that they then had"] * 20, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "bos_token": "<|end|>",
+        "eos_token": "<|end|>",
+        "add_bos_token": False,
+        "chat_template": "{{ messages }}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer
 
 
-def make(family, folder, *, dtype=torch.float32, **fields):
-    """A checkpoint of random weights, whose norms and biases are not trivial."""
+def save_checkpoint(family, folder, *, dtype=torch.float32, **fields):
+    """Save a model with random weights, norms and biases."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    given = {**FAMILIES[family], **fields}
-    config = AutoConfig.for_model(given.pop("model_type", family), **given)
+    settings = {**FAMILIES[family], **fields}
+    config = AutoConfig.for_model(settings.pop("model_type", family), **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -93,66 +98,70 @@ def make(family, folder, *, dtype=torch.float32, **fields):
                 value.mul_(5 if "gemma" not in family else 1)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(folder)
-    byte_level(folder)
+    save_byte_level_tokenizer(folder)
     return Source.open(folder)
 
 
-def spec_of(dtype, block, **fields):
+def block_spec(dtype, block_size, **fields):
+    """The spec of a weight in blocks."""
     return ExtendedQuantizationSpec(
         dtype=dtype,
-        granularity={"type": "per_block", "block_size": block, "axis": 1},
+        granularity={"type": "per_block", "block_size": block_size, "axis": 1},
         **{"qscheme": "symmetric", **fields},
     )
 
 
-def nearest(weight, spec, block):
-    """The nearest codes with scales that GGUF can hold."""
-    row = get_format(spec.dtype)
-    low, high = int(row.low), int(row.high)
-    values = weight.float().reshape(weight.shape[0], -1, block)
-    least, most = values.amin(2).clamp(max=0), values.amax(2).clamp(min=0)
+def round_to_nearest(weight, spec, block_size):
+    """Quantize by rounding to nearest, with scales that GGUF can store."""
+    number_format = get_format(spec.dtype)
+    low, high = int(number_format.low), int(number_format.high)
+    values = weight.float().reshape(weight.shape[0], -1, block_size)
+    minimum, maximum = values.amin(2).clamp(max=0), values.amax(2).clamp(min=0)
     if spec.qscheme == "symmetric":
-        scale, _ = round_to_block_type(spec, weight.shape[1], torch.maximum(-least, most) / max(high, 1))
+        scale, _ = round_to_block_type(spec, weight.shape[1], torch.maximum(-minimum, maximum) / max(high, 1))
         codes = (values / scale[..., None]).round().clamp(low, high)
-        return QuantizedWeight(codes.reshape(weight.shape).to(row.storage), scale, spec)
+        return QuantizedWeight(codes.reshape(weight.shape).to(number_format.storage), scale, spec)
     if spec.qformulation == "minval":
-        scale, minval = round_to_block_type(spec, weight.shape[1], (most - least) / (high - low), least)
+        scale, minval = round_to_block_type(spec, weight.shape[1], (maximum - minimum) / (high - low), minimum)
         codes = ((values - minval[..., None]) / scale[..., None]).round().clamp(0, high - low) + low
-        return QuantizedWeight(codes.reshape(weight.shape).to(row.storage), scale, spec, minval=minval)
-    scale, _ = round_to_block_type(spec, weight.shape[1], (most - least) / (high - low))
-    zero = (-least / scale).round().clamp(0, high)
-    codes = (values / scale[..., None] + zero[..., None]).round().clamp(low, high)
-    return QuantizedWeight(codes.reshape(weight.shape).to(row.storage), scale, spec, zero.int())
+        return QuantizedWeight(codes.reshape(weight.shape).to(number_format.storage), scale, spec, minval=minval)
+    scale, _ = round_to_block_type(spec, weight.shape[1], (maximum - minimum) / (high - low))
+    zero_point = (-minimum / scale).round().clamp(0, high)
+    codes = (values / scale[..., None] + zero_point[..., None]).round().clamp(low, high)
+    return QuantizedWeight(codes.reshape(weight.shape).to(number_format.storage), scale, spec, zero_point.int())
 
 
-def quantized(source, spec, block, *, but=("embed", "wte", "wpe", "lm_head", "mlp.gate.", "moe.gate.", "expert_gate")):
-    """Every matrix but those whose names have one of `but`."""
-    packed = {}
+FLOAT_PARTS = ("embed", "wte", "wpe", "lm_head", "mlp.gate.", "moe.gate.", "expert_gate")
+
+
+def quantize_checkpoint(source, spec, block_size):
+    """Round every matrix to nearest, except those whose names contain one of FLOAT_PARTS."""
+    weights = {}
     for name, stored in source.tensors.items():
-        if len(stored.shape) == 2 and not any(each in name for each in but):
+        if len(stored.shape) == 2 and not any(part in name for part in FLOAT_PARTS):
             weight = source.tensor(name, torch.float32)
-            packed[name] = nearest(weight.T.contiguous() if is_turned(source, name) else weight, spec, block)
-    return QuantizedCheckpoint(source, packed)
+            weight = weight.T.contiguous() if is_transposed(source, name) else weight
+            weights[name] = round_to_nearest(weight, spec, block_size)
+    return QuantizedCheckpoint(source, weights)
 
 
-def is_turned(source, name):
+def is_transposed(source, name):
     return source.model_type == "gpt2" and ".c_" in name
 
 
-def simulation(checkpoint, folder):
-    """The transformers model with what the codes stand for, in float32."""
+def simulate(checkpoint, folder):
+    """Load the transformers model with the dequantized weights in float32."""
     source = checkpoint.source
     state = {name: source.tensor(name, torch.float32) for name in source.tensors}
-    for name, packed in checkpoint.quantized.items():
-        state[name] = packed.dequantize().T.contiguous() if is_turned(source, name) else packed.dequantize()
+    for name, weight in checkpoint.quantized.items():
+        values = weight.dequantize()
+        state[name] = values.T.contiguous() if is_transposed(source, name) else values
     shutil.copytree(source.folder, folder)
     save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
-def decibels(found, wanted):
-    noise = (found.double() - wanted.double()).square().sum()
-    return float(10 * torch.log10(wanted.double().square().sum() / noise.clamp(min=1e-30)))
-
-
-__all__ = ["FAMILIES", "decibels", "load_file", "make", "nearest", "quantized", "simulation", "spec_of"]
+def sqnr(actual, expected):
+    """The signal to quantization noise ratio in dB."""
+    noise = (actual.double() - expected.double()).square().sum()
+    return float(10 * torch.log10(expected.double().square().sum() / noise.clamp(min=1e-30)))

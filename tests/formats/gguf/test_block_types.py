@@ -1,4 +1,4 @@
-"""Block types: what they hold is read back bit by bit by the gguf package."""
+"""Block types: the gguf package reads back the values that were packed, bit by bit."""
 
 import pytest
 import torch
@@ -14,136 +14,137 @@ from scalepoint.formats.gguf.block_types import (
     round_to_block_type,
 )
 from tests.errors import raises
-from tests.formats.gguf.checkpoints import nearest, spec_of
+from tests.formats.gguf.checkpoints import block_spec, round_to_nearest
 
 gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
 
 MINVAL = {"qscheme": "asymmetric", "qformulation": "minval"}
 ZERO = {"qscheme": "asymmetric"}
 CASES = {
-    "int8": ("Q8_0", spec_of("int8", 32), 32, 96),
-    "int8 in blocks of 64": ("Q8_0", spec_of("int8", 64), 64, 128),
-    "int8 a channel": ("Q8_0", spec_of("int8", 96), 96, 96),
-    "int7": ("Q8_0", spec_of("int7", 32), 32, 96),
-    "int6": ("Q6_K", spec_of("int6", 16), 16, 512),
-    "int6 where super-blocks do not fit": ("Q8_0", spec_of("int6", 32), 32, 96),
-    "int5": ("Q5_0", spec_of("int5", 32), 32, 96),
-    "int4": ("Q4_0", spec_of("int4", 32), 32, 96),
-    "int4 in blocks of 128": ("Q4_0", spec_of("int4", 128), 128, 256),
-    "int3": ("Q3_K", spec_of("int3", 16), 16, 512),
-    "int3 in blocks of 64": ("Q3_K", spec_of("int3", 64), 64, 512),
-    "int3 a channel": ("Q3_K", spec_of("int3", 512), 512, 512),
-    "int3 where super-blocks do not fit": ("Q4_0", spec_of("int3", 32), 32, 96),
-    "int2": ("Q2_K", spec_of("int2", 16), 16, 512),
-    "uint5 with least values": ("Q5_K", spec_of("uint5", 32, **MINVAL), 32, 512),
-    "uint5 with least values, short": ("Q5_1", spec_of("uint5", 32, **MINVAL), 32, 96),
-    "uint5 with zero points": ("Q5_1", spec_of("uint5", 32, **ZERO), 32, 96),
-    "uint4 with least values": ("Q4_K", spec_of("uint4", 32, **MINVAL), 32, 512),
-    "uint4 with least values in blocks of 128": ("Q4_K", spec_of("uint4", 128, **MINVAL), 128, 512),
-    "uint4 with least values, short": ("Q4_1", spec_of("uint4", 32, **MINVAL), 32, 96),
-    "uint4 with zero points": ("Q4_1", spec_of("uint4", 32, **ZERO), 32, 96),
-    "uint3 with least values": ("Q4_K", spec_of("uint3", 32, **MINVAL), 32, 512),
-    "uint2 with least values": ("Q2_K", spec_of("uint2", 16, **MINVAL), 16, 512),
-    "int4 with least values": ("Q4_K", spec_of("int4", 32, **MINVAL), 32, 512),
+    "int8": ("Q8_0", block_spec("int8", 32), 32, 96),
+    "int8 in blocks of 64": ("Q8_0", block_spec("int8", 64), 64, 128),
+    "int8 per channel": ("Q8_0", block_spec("int8", 96), 96, 96),
+    "int7": ("Q8_0", block_spec("int7", 32), 32, 96),
+    "int6": ("Q6_K", block_spec("int6", 16), 16, 512),
+    "int6 where super-blocks do not fit": ("Q8_0", block_spec("int6", 32), 32, 96),
+    "int5": ("Q5_0", block_spec("int5", 32), 32, 96),
+    "int4": ("Q4_0", block_spec("int4", 32), 32, 96),
+    "int4 in blocks of 128": ("Q4_0", block_spec("int4", 128), 128, 256),
+    "int3": ("Q3_K", block_spec("int3", 16), 16, 512),
+    "int3 in blocks of 64": ("Q3_K", block_spec("int3", 64), 64, 512),
+    "int3 per channel": ("Q3_K", block_spec("int3", 512), 512, 512),
+    "int3 where super-blocks do not fit": ("Q4_0", block_spec("int3", 32), 32, 96),
+    "int2": ("Q2_K", block_spec("int2", 16), 16, 512),
+    "uint5 with minima": ("Q5_K", block_spec("uint5", 32, **MINVAL), 32, 512),
+    "uint5 with minima, short": ("Q5_1", block_spec("uint5", 32, **MINVAL), 32, 96),
+    "uint5 with zero points": ("Q5_1", block_spec("uint5", 32, **ZERO), 32, 96),
+    "uint4 with minima": ("Q4_K", block_spec("uint4", 32, **MINVAL), 32, 512),
+    "uint4 with minima in blocks of 128": ("Q4_K", block_spec("uint4", 128, **MINVAL), 128, 512),
+    "uint4 with minima, short": ("Q4_1", block_spec("uint4", 32, **MINVAL), 32, 96),
+    "uint4 with zero points": ("Q4_1", block_spec("uint4", 32, **ZERO), 32, 96),
+    "uint3 with minima": ("Q4_K", block_spec("uint3", 32, **MINVAL), 32, 512),
+    "uint2 with minima": ("Q2_K", block_spec("uint2", 16, **MINVAL), 16, 512),
+    "int4 with minima": ("Q4_K", block_spec("int4", 32, **MINVAL), 32, 512),
 }
 
 
-def read_back(packed, kind):
-    data = pack_weight(packed, kind)
-    return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind.name]))
+def read_back(weight, block_type):
+    """Pack a weight and dequantize it with the gguf package."""
+    data = pack_weight(weight, block_type)
+    return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[block_type.name]))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_packed_is_what_is_read(case):
-    name, spec, block, columns = CASES[case]
-    weight = torch.randn(8, columns, generator=torch.Generator().manual_seed(0)) * 0.05
-    packed = nearest(weight, spec, block)
-    kind = choose_block_type([packed], "w")
-    assert kind.name == name == plan_block_type(spec, columns, block).name
-    assert torch.equal(read_back(packed, kind), packed.dequantize())
+def test_packed_weights_are_read_back_unchanged(case):
+    name, spec, block_size, columns = CASES[case]
+    values = torch.randn(8, columns, generator=torch.Generator().manual_seed(0)) * 0.05
+    weight = round_to_nearest(values, spec, block_size)
+    block_type = choose_block_type([weight], "w")
+    assert block_type.name == name == plan_block_type(spec, columns, block_size).name
+    assert torch.equal(read_back(weight, block_type), weight.dequantize())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_extreme_codes_are_held_too(case):
-    _, spec, block, columns = CASES[case]
-    packed = nearest(torch.randn(4, columns, generator=torch.Generator().manual_seed(1)), spec, block)
-    row = torch.iinfo(packed.codes.dtype)
-    edge = packed.codes.clone()
-    low, high = packed.spec.quant_min, packed.spec.quant_max
-    edge[:, ::2], edge[:, 1::2] = int(low), int(high)
-    assert row.min <= low
-    packed = QuantizedWeight(edge, packed.scale, spec, packed.zero_point, minval=packed.minval)
-    assert torch.equal(read_back(packed, choose_block_type([packed], "w")), packed.dequantize())
+def test_the_lowest_and_highest_codes_are_stored_too(case):
+    _, spec, block_size, columns = CASES[case]
+    values = torch.randn(4, columns, generator=torch.Generator().manual_seed(1))
+    rounded = round_to_nearest(values, spec, block_size)
+    low, high = rounded.spec.quant_min, rounded.spec.quant_max
+    assert torch.iinfo(rounded.codes.dtype).min <= low
+    codes = rounded.codes.clone()
+    codes[:, ::2], codes[:, 1::2] = int(low), int(high)
+    weight = QuantizedWeight(codes, rounded.scale, spec, rounded.zero_point, minval=rounded.minval)
+    assert torch.equal(read_back(weight, choose_block_type([weight], "w")), weight.dequantize())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_of_nothing_but_zero_are_held(case):
-    _, spec, block, columns = CASES[case]
-    weight = torch.zeros(4, columns)
-    weight[1, 0] = 1e-9
-    packed = nearest(weight, spec, block)
-    values = packed.dequantize()
-    if torch.isfinite(values).all():
-        assert torch.equal(read_back(packed, choose_block_type([packed], "w")), values)
+def test_rows_of_zeros_are_stored(case):
+    _, spec, block_size, columns = CASES[case]
+    values = torch.zeros(4, columns)
+    values[1, 0] = 1e-9
+    weight = round_to_nearest(values, spec, block_size)
+    dequantized = weight.dequantize()
+    if torch.isfinite(dequantized).all():
+        assert torch.equal(read_back(weight, choose_block_type([weight], "w")), dequantized)
 
 
-def test_snapping_moves_scales_little_and_is_done_once():
-    spec = spec_of("uint4", 32, **MINVAL)
+def test_rounding_scales_changes_them_little_and_is_idempotent():
+    spec = block_spec("uint4", 32, **MINVAL)
     scale = torch.rand(16, 16, generator=torch.Generator().manual_seed(0)) * 0.01 + 0.005
-    found, minval = round_to_block_type(spec, 512, scale, -8 * scale)
-    assert ((found - scale).abs() / scale).max() < 0.5 / 63 * 3 + 1e-3
-    again, least = round_to_block_type(spec, 512, found, minval)
-    assert torch.equal(again, found)
-    assert torch.equal(least, minval)
+    rounded, minval = round_to_block_type(spec, 512, scale, -8 * scale)
+    assert ((rounded - scale).abs() / scale).max() < 0.5 / 63 * 3 + 1e-3
+    rounded_twice, minval_twice = round_to_block_type(spec, 512, rounded, minval)
+    assert torch.equal(rounded_twice, rounded)
+    assert torch.equal(minval_twice, minval)
 
 
-def test_a_format_moves_scales_by_spec_and_shape():
+def test_the_format_rounds_scales_by_spec_and_shape():
     scale = torch.rand(4, 16, generator=torch.Generator().manual_seed(0)) + 0.5
-    assert torch.equal(GGUF.round_scales(spec_of("int4", 32), 512, scale), scale.half().float())
+    assert torch.equal(GGUF.round_scales(block_spec("int4", 32), 512, scale), scale.half().float())
     assert torch.equal(
-        GGUF.round_scales(spec_of("int3", 32), 512, scale), round_to_block_type(spec_of("int3", 32), 512, scale)[0]
+        GGUF.round_scales(block_spec("int3", 32), 512, scale),
+        round_to_block_type(block_spec("int3", 32), 512, scale)[0],
     )
-    few = GGUF.round_scales(spec_of("uint4", 32, **ZERO), 512, scale)
-    assert torch.equal((few * 15).half().float(), few * 15)
-    assert torch.equal(
-        GGUF.round_scales(spec_of("int4", 8), 128, scale), scale.half().float()
-    )  # no type holds blocks of 8
+    rounded = GGUF.round_scales(block_spec("uint4", 32, **ZERO), 512, scale)
+    assert torch.equal((rounded * 15).half().float(), rounded * 15)
+    # No type stores blocks of 8.
+    assert torch.equal(GGUF.round_scales(block_spec("int4", 8), 128, scale), scale.half().float())
 
 
-def test_scales_that_are_not_snapped_take_a_wider_type_or_none():
+def test_a_weight_whose_scales_are_not_rounded_gets_a_wider_type_or_none():
     codes = torch.randint(-4, 4, (4, 512), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     scale = (torch.rand(4, 16) + 0.5).half().float()
-    packed = QuantizedWeight(codes, scale, spec_of("int3", 32))
-    assert choose_block_type([packed], "w").name == "Q4_0"
-    assert torch.equal(read_back(packed, choose_block_type([packed], "w")), packed.dequantize())
+    weight = QuantizedWeight(codes, scale, block_spec("int3", 32))
+    assert choose_block_type([weight], "w").name == "Q4_0"
+    assert torch.equal(read_back(weight, choose_block_type([weight], "w")), weight.dequantize())
     with raises(ExportError, "proj", "torch.int3", "blocks of 32"):
-        choose_block_type([QuantizedWeight(codes, scale + 1e-6, spec_of("int3", 32))], "proj")
+        choose_block_type([QuantizedWeight(codes, scale + 1e-6, block_spec("int3", 32))], "proj")
 
 
-def test_a_zero_point_whose_product_is_no_float16_takes_a_bit_more():
-    spec = spec_of("uint4", 32, **ZERO)
+def test_a_weight_gets_a_wider_type_if_scale_times_zero_point_is_not_a_float16():
+    spec = block_spec("uint4", 32, **ZERO)
     codes = torch.randint(0, 16, (2, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     scale = torch.full((2, 2), 2047 / 2048)
-    packed = QuantizedWeight(codes, scale, spec, torch.full((2, 2), 7, dtype=torch.int32))
-    kind = choose_block_type([packed], "w")
-    assert kind.name == "Q5_0"
-    assert torch.equal(read_back(packed, kind), packed.dequantize())
+    weight = QuantizedWeight(codes, scale, spec, torch.full((2, 2), 7, dtype=torch.int32))
+    block_type = choose_block_type([weight], "w")
+    assert block_type.name == "Q5_0"
+    assert torch.equal(read_back(weight, block_type), weight.dequantize())
 
 
-def test_experts_of_a_layer_share_the_type_that_holds_all():
-    spec = spec_of("int3", 32)
+def test_experts_of_a_layer_get_the_type_that_stores_all_of_them():
+    spec = block_spec("int3", 32)
     codes = torch.zeros(4, 512, dtype=torch.int8)
-    snug = QuantizedWeight(codes, torch.full((4, 16), 0.5), spec)
+    narrow = QuantizedWeight(codes, torch.full((4, 16), 0.5), spec)
     wide = QuantizedWeight(codes, (torch.rand(4, 16) + 0.5).half().float(), spec)
-    assert choose_block_type([snug], "w").name == "Q3_K"
-    assert choose_block_type([snug, wide], "w").name == "Q4_0"
+    assert choose_block_type([narrow], "w").name == "Q3_K"
+    assert choose_block_type([narrow, wide], "w").name == "Q4_0"
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
-        ({"spec": spec_of("float8_e4m3fn", 32)}, "integer codes.*float8_e4m3fn"),
-        ({"activation": spec_of("int8", 32)}, "GGUF holds weights alone"),
+        ({"spec": block_spec("float8_e4m3fn", 32)}, "integer codes.*float8_e4m3fn"),
+        ({"activation": block_spec("int8", 32)}, "GGUF cannot store quantized activations"),
         (
             {"codes": torch.zeros(2, 48, dtype=torch.int8), "scale": torch.ones(2, 3)},
             "multiple of 32",
@@ -151,14 +152,14 @@ def test_experts_of_a_layer_share_the_type_that_holds_all():
         ({"codes": torch.zeros(2, 64, dtype=torch.int8), "scale": torch.ones(2, 8)}, "16 or 32"),
     ],
 )
-def test_what_no_block_holds_is_refused(fields, says):
-    given = {"codes": torch.zeros(2, 64, dtype=torch.int8), "scale": torch.ones(2, 2), "spec": spec_of("int4", 32)}
-    with pytest.raises(ExportError, match=says):
-        choose_block_type([QuantizedWeight(**(given | fields))], "w")
+def test_weights_that_no_block_type_stores_are_rejected(fields, message):
+    valid = {"codes": torch.zeros(2, 64, dtype=torch.int8), "scale": torch.ones(2, 2), "spec": block_spec("int4", 32)}
+    with pytest.raises(ExportError, match=message):
+        choose_block_type([QuantizedWeight(**(valid | fields))], "w")
 
 
-def test_the_table_grows_by_bits():
-    bits = [gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.name]] for kind in BLOCK_TYPES]
-    sizes = [size * 8 / block for block, size in bits]
-    assert sizes == sorted(sizes)
-    assert [block for block, _ in bits] == [kind.columns for kind in BLOCK_TYPES]
+def test_the_table_is_sorted_by_bits_per_value():
+    blocks = [gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type.name]] for block_type in BLOCK_TYPES]
+    bits_per_value = [block_bytes * 8 / columns for columns, block_bytes in blocks]
+    assert bits_per_value == sorted(bits_per_value)
+    assert [columns for columns, _ in blocks] == [block_type.columns for block_type in BLOCK_TYPES]

@@ -1,4 +1,4 @@
-"""Tokenizer files with any value in any place: written, or refused as ExportError at once; never another error."""
+"""Tokenizer files with arbitrary values are written or rejected with an ExportError at once; nothing else is raised."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf.tokenizer import add_tokenizer, read_vocabulary
-from tests.formats.gguf.test_tokenizer import sentencepiece
+from tests.formats.gguf.test_tokenizer import sentencepiece_model
 
 pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
 SIZE = 12
@@ -22,21 +22,23 @@ VALUES = (
 )  # fmt: skip
 
 
-def byte_level() -> dict[str, Any]:
-    made = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "c": 3}, [("a", "b")]))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+def byte_level_document() -> dict[str, Any]:
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "c": 3}, [("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<s>"])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 4)])
-    return dict(json.loads(made.to_str()))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 4)])
+    return dict(json.loads(tokenizer.to_str()))
 
 
-def pieces() -> dict[str, Any]:
-    made = Tokenizer(models.BPE({"<unk>": 0, "<0x00>": 1, "a": 2, "b": 3, "ab": 4}, [("a", "b")], byte_fallback=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return dict(json.loads(made.to_str()))
+def sentencepiece_document() -> dict[str, Any]:
+    tokenizer = Tokenizer(
+        models.BPE({"<unk>": 0, "<0x00>": 1, "a": 2, "b": 3, "ab": 4}, [("a", "b")], byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return dict(json.loads(tokenizer.to_str()))
 
 
 SETTINGS = {
@@ -47,88 +49,91 @@ SETTINGS = {
 }
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def iterate_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value in a document."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in items:
-        yield from places(each, (*path, key))
+    for key, item in items:
+        yield from iterate_paths(item, (*path, key))
 
 
-def changed(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+def replace_at(value: Any, path: tuple[Any, ...], replacement: Any) -> Any:
+    """A copy of a document with another value at this path."""
     if not path:
-        return other
+        return replacement
     copied = dict(value) if isinstance(value, dict) else list(value)
-    copied[path[0]] = changed(value[path[0]], path[1:], other)
+    copied[path[0]] = replace_at(value[path[0]], path[1:], replacement)
     return copied
 
 
-class Writer:
-    """Takes what a GGUFWriter takes, and encodes texts as it does."""
+class FakeWriter:
+    """Accepts all calls of a GGUFWriter, and encodes texts as it does."""
 
     def __getattr__(self, name: str) -> Any:
         def add(value: Any) -> None:
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, str):
-                    each.encode()
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, str):
+                    item.encode()
 
         return add
 
 
-def write(folder: Path, documents: dict[str, Any]) -> bool:
-    """Whether the tokenizer is taken; anything but ExportError fails the test."""
+def is_accepted(folder: Path, documents: dict[str, Any]) -> bool:
+    """Whether the tokenizer can be written; any exception other than ExportError fails the test."""
     for name, document in documents.items():
         (folder / name).write_text(json.dumps(document))
     try:
-        add_tokenizer(Writer(), folder, {"vocab_size": SIZE, "bos_token_id": [0]})
+        add_tokenizer(FakeWriter(), folder, {"vocab_size": SIZE, "bos_token_id": [0]})
     except ExportError:
         return False
     return True
 
 
-@pytest.mark.parametrize("make", [byte_level, pieces])
-def test_any_value_in_any_place_of_tokenizer_json(make: Any, tmp_path: Path) -> None:
-    document, chance = make(), random.Random(0)  # noqa: S311  # no secret
-    everywhere = list(places(document))
-    assert write(tmp_path, {"tokenizer.json": document, "tokenizer_config.json": SETTINGS})
-    taken = 0
+@pytest.mark.parametrize("make", [byte_level_document, sentencepiece_document])
+def test_tokenizer_json_with_any_value_changed(make: Any, tmp_path: Path) -> None:
+    document, rng = make(), random.Random(0)  # noqa: S311  # no secret
+    paths = list(iterate_paths(document))
+    assert is_accepted(tmp_path, {"tokenizer.json": document, "tokenizer_config.json": SETTINGS})
+    accepted = 0
     for _ in range(400):
-        mutated = changed(document, chance.choice(everywhere), chance.choice(VALUES))
-        taken += write(tmp_path, {"tokenizer.json": mutated, "tokenizer_config.json": SETTINGS})
-    assert 0 < taken < 400
+        mutated = replace_at(document, rng.choice(paths), rng.choice(VALUES))
+        accepted += is_accepted(tmp_path, {"tokenizer.json": mutated, "tokenizer_config.json": SETTINGS})
+    assert 0 < accepted < 400
 
 
-def test_any_value_in_any_place_of_tokenizer_config_json(tmp_path: Path) -> None:
-    document = byte_level()
-    for path in places(SETTINGS):
+def test_tokenizer_config_json_with_any_value_changed(tmp_path: Path) -> None:
+    document = byte_level_document()
+    for path in iterate_paths(SETTINGS):
         for value in VALUES:
-            write(tmp_path, {"tokenizer.json": document, "tokenizer_config.json": changed(SETTINGS, path, value)})
+            settings = replace_at(SETTINGS, path, value)
+            is_accepted(tmp_path, {"tokenizer.json": document, "tokenizer_config.json": settings})
 
 
 def test_a_sentencepiece_model_with_any_byte_changed(tmp_path: Path) -> None:
-    whole, chance = sentencepiece(2), random.Random(0)  # noqa: S311  # no secret
+    original, rng = sentencepiece_model(2), random.Random(0)  # noqa: S311  # no secret
     for _ in range(500):
-        content = bytearray(whole)
-        content[chance.randrange(len(whole))] = chance.randrange(256)
-        (tmp_path / "tokenizer.model").write_bytes(bytes(content[: chance.choice((len(whole), chance.randrange(200)))]))
-        write(tmp_path, {})
+        content = bytearray(original)
+        content[rng.randrange(len(original))] = rng.randrange(256)
+        size = rng.choice((len(original), rng.randrange(200)))
+        (tmp_path / "tokenizer.model").write_bytes(bytes(content[:size]))
+        is_accepted(tmp_path, {})
 
 
 @pytest.mark.parametrize("size", [2**63, -1])
-def test_a_vocabulary_of_no_sane_size_is_refused(size: int, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_level()))
+def test_a_vocabulary_of_absurd_size_is_rejected(size: int, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_level_document()))
     with pytest.raises(ExportError, match="a vocabulary of"):
         read_vocabulary(tmp_path, size)
 
 
-def test_a_number_without_end_in_a_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+def test_an_endless_number_in_a_sentencepiece_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\xff" * 1_000_000)
     with pytest.raises(ExportError, match="64 bits"):
         read_vocabulary(tmp_path, SIZE)
 
 
-def test_a_token_id_far_beyond_the_vocabulary_is_refused_before_a_list_is_made(tmp_path: Path) -> None:
-    document = byte_level()
+def test_a_huge_token_id_is_rejected_before_a_list_is_allocated(tmp_path: Path) -> None:
+    document = byte_level_document()
     document["model"]["vocab"]["c"] = 2**63
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(ExportError, match=f"the model {SIZE}"):

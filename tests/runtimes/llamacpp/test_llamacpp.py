@@ -11,7 +11,7 @@ from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.llamacpp.child import DEFAULT_FOLDER, FOLDER_VARIABLE, File, Llama, find_library
 from scalepoint.runtimes.process import Status, run_task
 from scalepoint.runtimes.serving import RuntimeSession
-from tests.formats.gguf.checkpoints import make, quantized, simulation, spec_of
+from tests.formats.gguf.checkpoints import block_spec, quantize_checkpoint, save_checkpoint, simulate
 
 LLAMACPP = find_runtime("llamacpp")
 needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_installed, reason=f"needs llama.cpp: {LLAMACPP.install}")
@@ -21,9 +21,9 @@ needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_installed, reason=f"needs ll
 def model_files(tmp_path_factory):
     pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
     folder = tmp_path_factory.mktemp("llamacpp")
-    checkpoint = QuantizedCheckpoint(make("llama", folder / "m"), {})
+    checkpoint = QuantizedCheckpoint(save_checkpoint("llama", folder / "m"), {})
     GGUF.write(checkpoint, folder / "m.gguf")
-    return folder / "m.gguf", simulation(checkpoint, folder / "s")
+    return folder / "m.gguf", simulate(checkpoint, folder / "s")
 
 
 def test_a_folder_without_the_library_counts_as_not_installed(tmp_path, monkeypatch):
@@ -57,8 +57,8 @@ def test_rows_of_tokens_give_logits_for_every_token(model_files):
 def test_the_generated_text_is_that_of_the_simulation(model_files, dtype, tmp_path):
     path, model = model_files
     if dtype is not None:
-        checkpoint = quantized(Source.open(path.parent / "m"), spec_of(dtype, 32), 32)
-        path, model = tmp_path / "m.gguf", simulation(checkpoint, tmp_path / "s")
+        checkpoint = quantize_checkpoint(Source.open(path.parent / "m"), block_spec(dtype, 32), 32)
+        path, model = tmp_path / "m.gguf", simulate(checkpoint, tmp_path / "s")
         GGUF.write(checkpoint, path)
     prompt = [5, 80, 123, 7]
     result = File(str(path), {"threads": 1, "exact": True}).generate(prompt, 50)

@@ -1,4 +1,4 @@
-"""GGUF, the files of llama.cpp: our own codes and scales in its block types, with the tokenizer and all metadata."""
+"""GGUF, the files of llama.cpp: our codes and scales in its block types, with the tokenizer and all metadata."""
 
 import torch
 
@@ -23,7 +23,7 @@ GGUF = CheckpointFormat(
     can_quantize=can_quantize,
     tensor_bytes=tensor_bytes,
     describe_wider_type=describe_wider_type,
-    summary="GGUF, for llama.cpp and what is built on it",
+    summary="GGUF, for llama.cpp and programs built on it",
 )
 
 __all__ = ["GGUF", "plan_block_type", "round_to_block_type"]

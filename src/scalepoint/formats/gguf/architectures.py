@@ -1,7 +1,7 @@
-"""What llama.cpp must know of an architecture, as a table: its name there, how its tensors differ, what it cannot run.
+"""The architectures of llama.cpp: their names, how their tensors differ, and which configs llama.cpp cannot run.
 
-Names of tensors come from the gguf package. The rows of q and k turn where llama.cpp rotates neighbours and
-transformers halves; rows of a fused q, k, v stand head by head in GPT-NeoX and are sorted. The rest is refused.
+Names of tensors come from the gguf package. Rows of q and k are reordered where llama.cpp rotates neighbouring channels
+and transformers rotates halves. GPT-NeoX stores q, k, v head by head; llama.cpp expects all of q, then k, then v.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from scalepoint.errors import ExportError
 
 Config = Mapping[str, Any]
 RowOrder = Callable[[Config, int], Tensor]
-SILU, GELU = ("silu", "swish"), ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+SILU, GELU = ("silu", "swish"), ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # names in config.json
 
 
 def count_heads(config: Config) -> int:
@@ -27,43 +27,56 @@ def head_size(config: Config) -> int:
 
 
 def require_key(config: Config, *names: str) -> Any:
-    """The first of the keys that the config has."""
-    found = next((config[name] for name in names if config.get(name) is not None), None)
-    if found is None:
-        raise ExportError(f"config.json has no {names[0]}, which a GGUF file must tell")
-    return found
+    """Return the value of the first of these keys that the config has."""
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    raise ExportError(f"config.json has no {names[0]}, which a GGUF file needs")
 
 
 def interleave_halves(config: Config, rows: int) -> Tensor:
-    """Rows of a head from halves (0 1 2 .. | n n+1 ..) to neighbours (0 n 1 n+1 ..)."""
+    """Return the row order that interleaves the two halves of each head: 0, n, 1, n+1, ..."""
     size = head_size(config)
     return torch.arange(rows).reshape(-1, 2, size // 2).transpose(1, 2).flatten()
 
 
 def split_qkv_rows(config: Config, rows: int) -> Tensor:
-    """Rows from (head, q k v) to (q k v, head)."""
+    """Return the row order that turns (head, q k v) into (q k v, head)."""
     return torch.arange(rows).reshape(count_heads(config), 3, -1).transpose(0, 1).flatten()
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model type of transformers."""
+    """How llama.cpp runs one model type of transformers.
 
-    name: str  # of MODEL_ARCH
-    rows: Mapping[str, RowOrder]  # how the rows of layers are ordered, by the end of their names
+    Attributes:
+        name: The name in gguf.MODEL_ARCH.
+        row_orders: Reordering of a layer's rows, by the last part of the layer's path.
+        activations: The activation, by its names in config.json.
+        norm_offset: Added to the weights of norms.
+        transposed: Layers that the checkpoint stores as (in, out).
+        is_tied: Whether the head is the embedding: True: always; False: never, llama.cpp needs a head; None: either.
+        normalizes_experts: Whether llama.cpp scales the weights of the chosen experts to sum 1; None: no experts.
+        has_layer_norm: Whether norms are layer norms; else they are RMS norms.
+        writes_rope_dimensions: Whether the number of rotated channels is written to the file.
+        check: Returns why llama.cpp cannot run a config, or None.
+    """
+
+    name: str
+    row_orders: Mapping[str, RowOrder]
     activations: tuple[str, ...] = SILU
-    norm_shift: float = 0.0
-    transposed: tuple[str, ...] = ()  # layers that keep (in, out)
-    is_tied: bool | None = None  # True: always tied in llama.cpp; False: it wants a head of its own; None: both
-    norms_experts: bool | None = None  # whether llama.cpp makes the weights of the chosen experts sum to 1
+    norm_offset: float = 0.0
+    transposed: tuple[str, ...] = ()
+    is_tied: bool | None = None
+    normalizes_experts: bool | None = None
     has_layer_norm: bool = False
-    says_rope: bool = False  # the rotated part of a head
-    check: Callable[[Config], str | None] = lambda config: None  # why llama.cpp cannot run a config
+    writes_rope_dimensions: bool = False
+    check: Callable[[Config], str | None] = lambda config: None
 
 
 def _check_no_window(config: Config) -> str | None:
     if config.get("use_sliding_window"):
-        return "use_sliding_window is on, which llama.cpp does not know for this architecture"
+        return "use_sliding_window is on, which llama.cpp does not support for this architecture"
     return None
 
 
@@ -73,17 +86,17 @@ def _check_no_dense_layers(config: Config) -> str | None:
     return _check_no_window(config)
 
 
-def _check_gemma(every: int) -> Callable[[Config], str | None]:
+def _check_gemma(full_attention_period: int) -> Callable[[Config], str | None]:
     def check(config: Config) -> str | None:
-        scalar, size = config.get("query_pre_attn_scalar"), head_size(config)
-        layers = int(config["num_hidden_layers"])
-        if layers in (46, 62):  # the models of 27 billion parameters, which it knows by their depth
-            size = config["hidden_size"] // count_heads(config)
-        if scalar is not None and scalar != size:
-            return f"query_pre_attn_scalar={scalar}: llama.cpp divides by the root of {size}"
-        kinds = config.get("layer_types") or []
-        if any((kind == "full_attention") != ((at + 1) % every == 0) for at, kind in enumerate(kinds)):
-            return f"layer_types: llama.cpp takes every {every}th layer as one of full attention"
+        scalar, divisor = config.get("query_pre_attn_scalar"), head_size(config)
+        if int(config["num_hidden_layers"]) in (46, 62):  # llama.cpp recognizes the 27B models by their depth
+            divisor = config["hidden_size"] // count_heads(config)
+        if scalar is not None and scalar != divisor:
+            return f"query_pre_attn_scalar={scalar}: llama.cpp divides by the root of {divisor}"
+        for index, layer_type in enumerate(config.get("layer_types") or []):
+            has_full_attention = (index + 1) % full_attention_period == 0
+            if (layer_type == "full_attention") != has_full_attention:
+                return f"layer_types: in llama.cpp every {full_attention_period}th layer has full attention"
         return None
 
     return check
@@ -91,71 +104,81 @@ def _check_gemma(every: int) -> Callable[[Config], str | None]:
 
 def _check_olmoe(config: Config) -> str | None:
     if (config.get("num_key_value_heads") or count_heads(config)) != count_heads(config):
-        return "its queries share keys (num_key_value_heads), which llama.cpp does not know for this architecture"
+        return "its queries share keys (num_key_value_heads), which llama.cpp does not support for this architecture"
     return None
 
 
 def _check_gpt2(config: Config) -> str | None:
     if not config.get("scale_attn_weights", True) or config.get("scale_attn_by_inverse_layer_idx"):
-        return "attention scores are scaled in another way"
+        return "attention scores are scaled differently (scale_attn_weights, scale_attn_by_inverse_layer_idx)"
     return None
 
 
 def _check_phi(config: Config) -> str | None:
-    return (
-        "qk_layernorm is on, which llama.cpp does not know for this architecture"
-        if config.get("qk_layernorm")
-        else None
-    )
+    if config.get("qk_layernorm"):
+        return "qk_layernorm is on, which llama.cpp does not support for this architecture"
+    return None
 
 
 INTERLEAVED_QK = {"q_proj": interleave_halves, "k_proj": interleave_halves}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("LLAMA", INTERLEAVED_QK, says_rope=True),
-    "mistral": Architecture("LLAMA", INTERLEAVED_QK, says_rope=True),
-    "mixtral": Architecture("LLAMA", INTERLEAVED_QK, says_rope=True, norms_experts=True),
+    "llama": Architecture("LLAMA", INTERLEAVED_QK, writes_rope_dimensions=True),
+    "mistral": Architecture("LLAMA", INTERLEAVED_QK, writes_rope_dimensions=True),
+    "mixtral": Architecture("LLAMA", INTERLEAVED_QK, writes_rope_dimensions=True, normalizes_experts=True),
     "qwen2": Architecture("QWEN2", {}, check=_check_no_window),
     "qwen3": Architecture("QWEN3", {}, check=_check_no_window),
-    "qwen2_moe": Architecture("QWEN2MOE", {}, is_tied=False, norms_experts=False, check=_check_no_dense_layers),
-    "qwen3_moe": Architecture("QWEN3MOE", {}, norms_experts=True, check=_check_no_dense_layers),
+    "qwen2_moe": Architecture("QWEN2MOE", {}, is_tied=False, normalizes_experts=False, check=_check_no_dense_layers),
+    "qwen3_moe": Architecture("QWEN3MOE", {}, normalizes_experts=True, check=_check_no_dense_layers),
     "gemma": Architecture("GEMMA", {}, GELU, 1.0, is_tied=True),
     "gemma2": Architecture("GEMMA2", {}, GELU, 1.0, is_tied=True, check=_check_gemma(2)),
     "gemma3_text": Architecture("GEMMA3", {}, GELU, 1.0, check=_check_gemma(6)),
-    "phi": Architecture("PHI2", {}, GELU, is_tied=False, has_layer_norm=True, says_rope=True, check=_check_phi),
-    "phi3": Architecture("PHI3", {}, says_rope=True),
+    "phi": Architecture(
+        "PHI2", {}, GELU, is_tied=False, has_layer_norm=True, writes_rope_dimensions=True, check=_check_phi
+    ),
+    "phi3": Architecture("PHI3", {}, writes_rope_dimensions=True),
     "gpt2": Architecture(
         "GPT2", {}, GELU, transposed=("c_attn", "c_proj", "c_fc"), has_layer_norm=True, check=_check_gpt2
     ),
     "gpt_neox": Architecture(
-        "GPTNEOX", {"query_key_value": split_qkv_rows}, GELU, is_tied=False, has_layer_norm=True, says_rope=True
+        "GPTNEOX",
+        {"query_key_value": split_qkv_rows},
+        GELU,
+        is_tied=False,
+        has_layer_norm=True,
+        writes_rope_dimensions=True,
     ),
     "olmo": Architecture("OLMO", INTERLEAVED_QK, has_layer_norm=True),
     "olmo2": Architecture("OLMO2", {}, is_tied=False),
-    "olmoe": Architecture("OLMOE", {}, is_tied=False, norms_experts=False, check=_check_olmoe),
+    "olmoe": Architecture("OLMOE", {}, is_tied=False, normalizes_experts=False, check=_check_olmoe),
 }
 
 
 def find_architecture(config: Config) -> Architecture:
-    """By the model type, or a refusal that says what is known or what stands against it."""
-    kind = str(config.get("model_type", ""))
-    found = ARCHITECTURES.get(kind)
-    if found is None:
+    """Return the architecture of a model; raise ExportError if llama.cpp cannot run the model."""
+    model_type = str(config.get("model_type", ""))
+    architecture = ARCHITECTURES.get(model_type)
+    if architecture is None:
         raise ExportError(
-            f"target gguf does not write models of the type {kind!r} (model_type in config.json): it writes "
-            f"{', '.join(sorted(ARCHITECTURES))}. The targets compressed-tensors and gptq take more families"
+            f"target gguf does not support models of type {model_type!r} (model_type in config.json), only "
+            f"{', '.join(sorted(ARCHITECTURES))}. The targets compressed-tensors and gptq support more families"
         )
+    reason = _find_difference(config, model_type, architecture)
+    if reason:
+        raise ExportError(f"llama.cpp cannot run this {model_type}: {reason}")
+    return architecture
+
+
+def _find_difference(config: Config, model_type: str, architecture: Architecture) -> str | None:
+    """Return what llama.cpp would compute differently from the model, or None."""
+    if architecture.is_tied and config.get("tie_word_embeddings") is False:
+        return "its head is not the embedding, llama.cpp always uses the embedding"
+    normalizes_experts = config.get("norm_topk_prob")
+    if normalizes_experts is None and model_type != "mixtral" and architecture.normalizes_experts is not None:
+        normalizes_experts = False  # the default of transformers
+    if normalizes_experts not in (None, architecture.normalizes_experts):
+        return f"norm_topk_prob={normalizes_experts}, llama.cpp always uses {architecture.normalizes_experts}"
     activation = config.get("hidden_activation") or config.get("hidden_act") or config.get("activation_function")
-    why = found.check(config)
-    if activation is not None and activation not in found.activations:
-        why = f"its activation is {activation}, llama.cpp computes {found.activations[0]}"
-    norms = config.get("norm_topk_prob")
-    if norms is None and kind != "mixtral" and found.norms_experts is not None:
-        norms = False  # what transformers takes where config.json leaves it out
-    if norms not in (None, found.norms_experts):
-        why = f"norm_topk_prob={norms}, llama.cpp always takes {found.norms_experts}"
-    if found.is_tied and config.get("tie_word_embeddings") is False:
-        why = "its head is not the embedding, llama.cpp takes the embedding"
-    if why:
-        raise ExportError(f"llama.cpp cannot run this {kind}: {why}")
-    return found
+    if activation is not None and activation not in architecture.activations:
+        return f"its activation is {activation}, llama.cpp computes {architecture.activations[0]}"
+    return architecture.check(config)

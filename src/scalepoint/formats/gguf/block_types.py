@@ -1,6 +1,7 @@
-"""The block types as a table, from the smallest to the largest, and which one a weight takes: the first that holds it.
+"""The block types of GGUF, from the smallest to the largest, and the choice of a type for a weight.
 
-Nothing is rounded here. `snapped` moves scales to where a type can hold them, for those who choose codes after it.
+A weight gets the smallest type that stores it exactly: packing never rounds. `round_to_block_type` moves scales to
+values that a type can store, before codes are chosen.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,45 +13,60 @@ from torch import Tensor
 from scalepoint.checkpoints import QuantizedWeight
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf import blocks, superblocks
-from scalepoint.formats.gguf.layer_types import BlockCodes, Bytes, list_block_codes
+from scalepoint.formats.gguf.block_codes import BlockCodes, Bytes, list_block_codes
 from scalepoint.numerics import QuantizationFormulation, get_format
 from scalepoint.spec import QuantizationSpec
 
-FLOAT16_DIGITS = 11  # significant bits of a float16
+FLOAT16_SIGNIFICANT_BITS = 11
+SMALLEST_FLOAT16 = 2.0**-24
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """One block type."""
+    """One block type of GGUF.
 
-    name: str  # as the gguf package has it
-    columns: int  # that a block has
-    size: int  # columns that share a scale
+    Attributes:
+        name: The name in the gguf package.
+        columns: Columns of a block.
+        columns_per_scale: Columns that share a scale.
+        low: The lowest code.
+        high: The highest code.
+        has_minimum: Whether a minimum is stored next to each scale.
+        pack: Packs codes; returns None if the scales cannot be stored exactly.
+        max_factor: In super-blocks a scale is an integer up to `max_factor` times a float16; 0: a scale is a float16.
+    """
+
+    name: str
+    columns: int
+    columns_per_scale: int
     low: int
     high: int
-    has_least: bool
+    has_minimum: bool
     pack: Callable[[BlockCodes], Bytes | None]
-    steps: int = 0  # of the integer that a scale is in a super-block; 0: a scale is a float16
+    max_factor: int = 0
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """The bits of a code."""
         return (self.high - self.low).bit_length()
 
-    def takes(self, low: int, high: int, columns: int, block: int) -> bool:
-        """By its type and shape, whatever the scales are."""
-        fits = self.low <= low and high <= self.high and columns % self.columns == 0
-        return fits and block % self.size == 0 and (self.columns % block == 0 or block % self.columns == 0)
+    def fits(self, low: int, high: int, columns: int, block_size: int) -> bool:
+        """Whether codes of this range and shape can be stored, if their scales can."""
+        if not (self.low <= low and high <= self.high) or columns % self.columns:
+            return False
+        if block_size % self.columns_per_scale:
+            return False
+        return self.columns % block_size == 0 or block_size % self.columns == 0
 
-    def bytes_of(self, form: BlockCodes) -> Bytes | None:
-        """None where this type cannot hold the weight."""
-        columns = form.codes.shape[1]
-        if self.has_least != (form.least is not None):
+    def try_pack(self, codes: BlockCodes) -> Bytes | None:
+        """Return the packed rows, or None if this type cannot store the weight exactly."""
+        columns = codes.codes.shape[1]
+        if self.has_minimum != (codes.minimum is not None):
             return None
-        if not self.takes(form.low, form.high, columns, columns // form.scale.shape[1]):
+        if not self.fits(codes.low, codes.high, columns, columns // codes.scale.shape[1]):
             return None
-        cut = form.per(self.size)
-        return None if cut is None else self.pack(cut)
+        split = codes.split_blocks(self.columns_per_scale)
+        return None if split is None else self.pack(split)
 
 
 BLOCK_TYPES = (
@@ -68,110 +84,159 @@ BLOCK_TYPES = (
 
 
 def choose_block_type(weights: Iterable[QuantizedWeight], name: str) -> BlockType:
-    """The smallest type that holds all of them exactly, read one at a time; experts of one layer share theirs."""
-    left, seen = list(BLOCK_TYPES), ""
-    for packed in weights:
-        forms = list_block_codes(packed)
-        left = [kind for kind in left if any(kind.bytes_of(form) is not None for form in forms)]
-        seen = f"{packed.spec.dtype} in blocks of {packed.block_size} of {packed.codes.shape[1]} columns"
-    if left:
-        return left[0]
+    """Return the smallest type that stores all weights exactly; experts of a layer share one tensor and one type.
+
+    Args:
+        weights: The weights; one is in memory at a time.
+        name: The name of the tensor, for the error.
+
+    Raises:
+        ExportError: No type stores all of them.
+    """
+    candidates, description = list(BLOCK_TYPES), ""
+    for weight in weights:
+        alternatives = list_block_codes(weight)
+        candidates = [
+            candidate
+            for candidate in candidates
+            if any(candidate.try_pack(codes) is not None for codes in alternatives)
+        ]
+        columns = weight.codes.shape[1]
+        description = f"{weight.spec.dtype} in blocks of {weight.block_size} of {columns} columns"
+    if candidates:
+        return candidates[0]
     raise ExportError(
-        f"{name}: no block type of GGUF holds {seen}: columns must be a multiple of 32, blocks of 16 or 32, scales "
-        "float16 (or, of super-blocks, snapped); leave it float, or give it other blocks"
+        f"{name}: no block type of GGUF stores {description}: columns must be a multiple of 32, blocks must have 16 or "
+        "32 columns, scales must be float16 (or rounded for super-blocks); leave it float, or use other blocks"
     )
 
 
-def pack_weight(packed: QuantizedWeight, kind: BlockType) -> Bytes:
-    """(rows, bytes of a row)."""
-    found = next((data for form in list_block_codes(packed) if (data := kind.bytes_of(form)) is not None), None)
-    if found is None:
-        raise ExportError(f"{kind.name} cannot hold a weight of {packed.spec.dtype} in blocks of {packed.block_size}")
-    return found
+def pack_weight(weight: QuantizedWeight, block_type: BlockType) -> Bytes:
+    """Pack a weight as bytes of shape (rows, bytes of a row)."""
+    for codes in list_block_codes(weight):
+        packed = block_type.try_pack(codes)
+        if packed is not None:
+            return packed
+    raise ExportError(
+        f"{block_type.name} cannot store a weight of {weight.spec.dtype} in blocks of {weight.block_size}"
+    )
 
 
 def plan_block_type(spec: QuantizationSpec, columns: int, block: int) -> BlockType | None:
-    """The type that a weight takes once its scales are `snapped`; None: there is none."""
-    row = get_format(spec.dtype)
-    low, high = int(row.low), int(row.high)
-    if row.is_float:
+    """Return the type that a weight will get once its scales are rounded for it.
+
+    Args:
+        spec: The spec of the weight.
+        columns: The columns of the weight.
+        block: The columns that share a scale.
+
+    Returns:
+        The block type, or None if no type fits.
+    """
+    number_format = get_format(spec.dtype)
+    low, high = int(number_format.low), int(number_format.high)
+    if number_format.is_float:
         return None
     if spec.qformulation == QuantizationFormulation.MINVAL:
-        return _first_fitting_type(columns, block, low=0, high=high - low, has_least=True)
-    if low == 0:  # zero points: of super-blocks only those of 2 bits could be held, and not all
-        tries = (kind for kind in BLOCK_TYPES if not kind.steps and kind.has_least)
-        return next((kind for kind in tries if kind.takes(0, high, columns, block)), None)
-    if (low, high) == (-2, 1) and (found := _first_fitting_type(columns, block, low=0, high=3, has_least=True)):
-        return found
-    return _first_fitting_type(columns, block, low=low, high=high, has_least=False)
+        return _first_fitting_type(columns, block, low=0, high=high - low, has_minimum=True)
+    if low == 0:
+        # Zero points. A super-block stores scale and minimum as integers, and their ratio is seldom a zero point.
+        simple_types = (candidate for candidate in BLOCK_TYPES if not candidate.max_factor and candidate.has_minimum)
+        return next((candidate for candidate in simple_types if candidate.fits(0, high, columns, block)), None)
+    if (low, high) == (-2, 1):  # int2: no type without a minimum has 2 bits
+        q2_k = _first_fitting_type(columns, block, low=0, high=3, has_minimum=True)
+        if q2_k:
+            return q2_k
+    return _first_fitting_type(columns, block, low=low, high=high, has_minimum=False)
 
 
 def describe_wider_type(spec: QuantizationSpec, columns: int) -> str:
-    """Why the codes of a weight take more bits in the file than their type has; "": they do not."""
-    block = getattr(spec.granularity, "block_size", None)
-    block = block if isinstance(block, int) else columns
-    kind, bits = plan_block_type(spec, columns, block), get_format(spec.dtype).bits
-    if kind is None or kind.bits <= bits:
+    """Say why the codes of a weight take more bits in the file than in the spec; "" if they do not."""
+    block_size = getattr(spec.granularity, "block_size", None)
+    if not isinstance(block_size, int):
+        block_size = columns
+    block_type, bits = plan_block_type(spec, columns, block_size), get_format(spec.dtype).bits
+    if block_type is None or block_type.bits <= bits:
         return ""
-    whole = plan_block_type(spec, superblocks.SUPERBLOCK_COLUMNS * block, block)
-    if whole is not None and whole.bits < kind.bits:
-        why = f"their rows are not a multiple of {superblocks.SUPERBLOCK_COLUMNS} columns, which {whole.name} needs"
+    with_superblocks = plan_block_type(spec, superblocks.SUPERBLOCK_COLUMNS * block_size, block_size)
+    if with_superblocks is not None and with_superblocks.bits < block_type.bits:
+        reason = (
+            f"their rows are not a multiple of {superblocks.SUPERBLOCK_COLUMNS} columns, which "
+            f"{with_superblocks.name} needs"
+        )
     else:
-        why = f"GGUF has no smaller type for blocks of {block}"
-    return f"{kind.name}, which has {kind.bits} bits for each code: {why}"
+        reason = f"GGUF has no smaller type for blocks of {block_size}"
+    return f"{block_type.name}, which has {block_type.bits} bits for each code: {reason}"
 
 
-def _first_fitting_type(columns: int, block: int, *, low: int, high: int, has_least: bool) -> BlockType | None:
-    tries = (kind for kind in BLOCK_TYPES if kind.has_least == has_least)
-    return next((kind for kind in tries if kind.takes(low, high, columns, block)), None)
+def _first_fitting_type(columns: int, block_size: int, *, low: int, high: int, has_minimum: bool) -> BlockType | None:
+    for block_type in BLOCK_TYPES:
+        if block_type.has_minimum == has_minimum and block_type.fits(low, high, columns, block_size):
+            return block_type
+    return None
 
 
 def round_to_block_type(
     spec: QuantizationSpec, columns: int, scale: Tensor, minval: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales (rows, blocks), and least values where there are any, moved to what the planned type can hold.
+    """Round scales and minima to values that the planned block type can store.
 
-    Zero points: scales keep so few bits that their product with a zero point is a float16. Least values above zero
-    become zero in super-blocks, which cannot hold them.
+    With zero points, scales keep so few bits that scale times zero point is a float16. In super-blocks a minimum above
+    zero becomes zero, because they store its negative as an unsigned integer.
+
+    Args:
+        spec: The spec of the weight.
+        columns: The columns of the weight.
+        scale: Scales (rows, blocks).
+        minval: Minima (rows, blocks), if the weight has them.
+
+    Returns:
+        The rounded scales and minima.
+
+    Raises:
+        ExportError: No block type fits.
     """
-    block = columns // scale.shape[1]
-    kind = plan_block_type(spec, columns, block)
-    if kind is None:
-        raise ExportError(f"no block type of GGUF holds {spec.dtype} in blocks of {block} of {columns} columns")
-    if not kind.steps:
-        if kind.has_least and minval is None:
-            return _round_to_bits(scale, FLOAT16_DIGITS - get_format(spec.dtype).bits), None
+    block_size = columns // scale.shape[1]
+    block_type = plan_block_type(spec, columns, block_size)
+    if block_type is None:
+        raise ExportError(f"no block type of GGUF stores {spec.dtype} in blocks of {block_size} of {columns} columns")
+    if not block_type.max_factor:
+        if block_type.has_minimum and minval is None:
+            return _round_to_bits(scale, FLOAT16_SIGNIFICANT_BITS - get_format(spec.dtype).bits), None
         return _to_float16(scale), None if minval is None else _to_float16(minval)
-    found = _round_in_super_blocks(scale, block, kind.steps)
-    return found, None if minval is None else -_round_in_super_blocks((-minval).clamp(min=0), block, kind.steps)
+    rounded_scale = _round_in_superblocks(scale, block_size, block_type.max_factor)
+    if minval is None:
+        return rounded_scale, None
+    return rounded_scale, -_round_in_superblocks((-minval).clamp(min=0), block_size, block_type.max_factor)
 
 
 def round_scales(spec: QuantizationSpec, columns: int, scale: Tensor) -> Tensor:
-    """Scales as `snapped` has them; as float16 where no type holds the weight, which is told when it is written."""
-    block = columns // scale.shape[1]
-    kind = plan_block_type(spec, columns, block)
-    small = scale.to(torch.float32).abs().clamp(min=2.0**-24)
-    if kind is None or not (kind.steps or kind.has_least):
-        small = torch.where(scale < 0, -small, small)  # a float16 of its own may be negative
-    return _to_float16(small) if kind is None else round_to_block_type(spec, columns, small)[0]
+    """Round scales for the planned type; to float16 if no type fits, which raises an error when the file is written."""
+    block_type = plan_block_type(spec, columns, columns // scale.shape[1])
+    nonzero = scale.to(torch.float32).abs().clamp(min=SMALLEST_FLOAT16)
+    if block_type is None or not (block_type.max_factor or block_type.has_minimum):
+        nonzero = torch.where(
+            scale < 0, -nonzero, nonzero
+        )  # only types without factor and minimum have negative scales
+    return _to_float16(nonzero) if block_type is None else round_to_block_type(spec, columns, nonzero)[0]
 
 
 def round_scales_and_minima(
     spec: QuantizationSpec, columns: int, scale: Tensor, minval: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scales and minima as `snapped` has them; as float16 where no type holds the weight."""
-    small = scale.to(torch.float32).clamp(min=2.0**-24)
+    """Round scales and minima for the planned type; to float16 if no type fits."""
+    nonzero = scale.to(torch.float32).clamp(min=SMALLEST_FLOAT16)
     if plan_block_type(spec, columns, columns // scale.shape[1]) is None:
-        return _to_float16(small), _to_float16(minval)
-    found, least = round_to_block_type(spec, columns, small, minval)
-    assert least is not None  # noqa: S101  # given
-    return found, least
+        return _to_float16(nonzero), _to_float16(minval)
+    rounded_scale, rounded_minval = round_to_block_type(spec, columns, nonzero, minval)
+    assert rounded_minval is not None  # noqa: S101  # minval was passed
+    return rounded_scale, rounded_minval
 
 
-def _round_in_super_blocks(values: Tensor, block: int, steps: int) -> Tensor:
-    each = superblocks.SUPERBLOCK_COLUMNS // block if block < superblocks.SUPERBLOCK_COLUMNS else 1
-    parts = values.to(torch.float32).reshape(values.shape[0], -1, each)
-    return superblocks.round_to_factors(parts, steps).reshape(values.shape)
+def _round_in_superblocks(values: Tensor, block_size: int, max_factor: int) -> Tensor:
+    blocks_per_superblock = max(1, superblocks.SUPERBLOCK_COLUMNS // block_size)
+    parts = values.to(torch.float32).reshape(values.shape[0], -1, blocks_per_superblock)
+    return superblocks.round_to_factors(parts, max_factor).reshape(values.shape)
 
 
 def _to_float16(values: Tensor) -> Tensor:
@@ -179,7 +244,7 @@ def _to_float16(values: Tensor) -> Tensor:
 
 
 def _round_to_bits(values: Tensor, bits: int) -> Tensor:
-    """The nearest float16 of so many significant bits, above zero."""
+    """Round to the nearest float16 with so many significant bits, at least the smallest positive one."""
     mantissa, exponent = torch.frexp(values.to(torch.float32))
-    few = torch.ldexp((mantissa * 2**bits).round(), exponent - bits)
-    return _to_float16(few.clamp(min=2.0**-24))
+    rounded = torch.ldexp((mantissa * 2**bits).round(), exponent - bits)
+    return _to_float16(rounded.clamp(min=SMALLEST_FLOAT16))

@@ -1,4 +1,4 @@
-"""Block types with a scale of their own for 32 columns; d and m are float16.
+"""Pack the block types that have 32 columns and one float16 scale d, and in some types one float16 minimum m.
 
     Q8_0   d, 32 int8                              w = d q
     Q4_0   d, 16 bytes                             w = d (q - 8)
@@ -6,62 +6,64 @@
     Q5_0   d, 4 bytes of fifth bits, 16 bytes      w = d (q - 16)
     Q5_1   d, m, 4 bytes of fifth bits, 16 bytes   w = d q + m
 
-A byte j of codes has element j in its low half and element j + 16 in its high half.
+Byte j of the codes has element j in its low half and element j + 16 in its high half. All functions return None if a
+scale or minimum is not exactly a float16.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.gguf.layer_types import BlockCodes, Bytes
+from scalepoint.formats.gguf.block_codes import BlockCodes, Bytes
 
 BLOCK_COLUMNS = 32
 
 
-def pack_q8_0(form: BlockCodes) -> Bytes | None:
-    return _join_fields(
-        form, _float16_bytes(form.scale), form.codes.to(torch.int8).numpy().view(np.uint8).reshape(-1, BLOCK_COLUMNS)
-    )
+def pack_q8_0(block_codes: BlockCodes) -> Bytes | None:
+    codes = block_codes.codes.to(torch.int8).numpy().view(np.uint8).reshape(-1, BLOCK_COLUMNS)
+    return _join_fields(block_codes, _float16_bytes(block_codes.scale), codes)
 
 
-def pack_q4_0(form: BlockCodes) -> Bytes | None:
-    return _join_fields(form, _float16_bytes(form.scale), _pack_nibbles(_shift_codes(form, 8)))
+def pack_q4_0(block_codes: BlockCodes) -> Bytes | None:
+    codes = _shift_codes(block_codes, 8)
+    return _join_fields(block_codes, _float16_bytes(block_codes.scale), _pack_nibbles(codes))
 
 
-def pack_q4_1(form: BlockCodes) -> Bytes | None:
-    return _join_fields(
-        form, _float16_bytes(form.scale), _float16_bytes(form.least), _pack_nibbles(_shift_codes(form, 0))
-    )
+def pack_q4_1(block_codes: BlockCodes) -> Bytes | None:
+    scale, minimum = _float16_bytes(block_codes.scale), _float16_bytes(block_codes.minimum)
+    return _join_fields(block_codes, scale, minimum, _pack_nibbles(_shift_codes(block_codes, 0)))
 
 
-def pack_q5_0(form: BlockCodes) -> Bytes | None:
-    codes = _shift_codes(form, 16)
-    return _join_fields(form, _float16_bytes(form.scale), _pack_fifth_bits(codes), _pack_nibbles(codes))
+def pack_q5_0(block_codes: BlockCodes) -> Bytes | None:
+    codes = _shift_codes(block_codes, 16)
+    return _join_fields(block_codes, _float16_bytes(block_codes.scale), _pack_fifth_bits(codes), _pack_nibbles(codes))
 
 
-def pack_q5_1(form: BlockCodes) -> Bytes | None:
-    codes = _shift_codes(form, 0)
-    return _join_fields(
-        form, _float16_bytes(form.scale), _float16_bytes(form.least), _pack_fifth_bits(codes), _pack_nibbles(codes)
-    )
+def pack_q5_1(block_codes: BlockCodes) -> Bytes | None:
+    scale, minimum = _float16_bytes(block_codes.scale), _float16_bytes(block_codes.minimum)
+    codes = _shift_codes(block_codes, 0)
+    return _join_fields(block_codes, scale, minimum, _pack_fifth_bits(codes), _pack_nibbles(codes))
 
 
-def _join_fields(form: BlockCodes, *parts: Bytes | None) -> Bytes | None:
-    """Rows of blocks; None where a scale is not a float16."""
-    known = [each for each in parts if each is not None]
-    return None if len(known) < len(parts) else np.concatenate(known, 1).reshape(form.codes.shape[0], -1)
+def _join_fields(block_codes: BlockCodes, *fields: Bytes | None) -> Bytes | None:
+    """Concatenate the fields of each block, and the blocks of each row; None if a field is None."""
+    known_fields = [field for field in fields if field is not None]
+    if len(known_fields) < len(fields):
+        return None
+    return np.concatenate(known_fields, 1).reshape(block_codes.codes.shape[0], -1)
 
 
 def _float16_bytes(values: Tensor | None) -> Bytes | None:
-    """Two bytes for each, where all are float16 exactly."""
+    """Return two bytes for each value, or None if a value is not exactly a float16."""
     if values is None:
         return None
     narrow = values.to(torch.float16)
     return narrow.numpy().view(np.uint8).reshape(-1, 2) if torch.equal(narrow.to(torch.float32), values) else None
 
 
-def _shift_codes(form: BlockCodes, shift: int) -> Bytes:
-    return (form.codes + shift).to(torch.uint8).numpy().reshape(-1, BLOCK_COLUMNS)
+def _shift_codes(block_codes: BlockCodes, shift: int) -> Bytes:
+    """Return unsigned codes of shape (blocks, 32)."""
+    return (block_codes.codes + shift).to(torch.uint8).numpy().reshape(-1, BLOCK_COLUMNS)
 
 
 def _pack_nibbles(codes: Bytes) -> Bytes:

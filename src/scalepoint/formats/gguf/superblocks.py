@@ -1,4 +1,4 @@
-"""Block types of 256 columns, whose scales are small integers times one float16 (K-quants).
+"""Pack the block types of 256 columns (K-quants), whose scales are small integers times one float16.
 
     Q2_K   16 blocks of 16, 4-bit sc and m      w = d sc q - dmin m     q 0..3
     Q3_K   16 blocks of 16, 6-bit sc            w = d sc q              q -4..3, sc -32..31
@@ -6,128 +6,157 @@
     Q5_K   as Q4_K                                                      q 0..31
     Q6_K   16 blocks of 16, 8-bit sc            w = d sc q              q -32..31, sc -128..127
 
-`nearest` gives values that such a type can hold, before codes are chosen; `factors` finds their integers again.
+`round_to_factors` rounds scales to such products before codes are chosen; `split_into_factors` finds d and sc again.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.gguf.layer_types import BlockCodes, Bytes
+from scalepoint.formats.gguf.block_codes import BlockCodes, Bytes
 
 SUPERBLOCK_COLUMNS = 256
+_TWO_BIT_SHIFTS = np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)  # of four 2-bit codes in a byte
 
 
-def round_to_factors(values: Tensor, most: int) -> Tensor:
-    """(.., blocks of a super-block), not negative: the nearest d i, where d is a float16 and i at most `most`.
+def round_to_factors(values: Tensor, max_factor: int) -> Tensor:
+    """Round non-negative values (.., blocks of a super-block) to d i with a float16 d and integers i <= max_factor.
 
-    A value above zero stays above zero. The largest one fixes d.
+    d is chosen for the largest value. A value above zero stays above zero.
     """
-    d = (values.amax(-1, keepdim=True) / most).to(torch.float16).to(torch.float32)
-    d = torch.where((d == 0) & (values.amax(-1, keepdim=True) > 0), 2.0**-24, d)
-    steps = (values / torch.where(d > 0, d, 1.0)).round().clamp(0, most)
-    return d * torch.where((steps == 0) & (values > 0), 1.0, steps)
+    largest = values.amax(-1, keepdim=True)
+    d = (largest / max_factor).to(torch.float16).to(torch.float32)
+    d = torch.where((d == 0) & (largest > 0), 2.0**-24, d)
+    factors = (values / torch.where(d > 0, d, 1.0)).round().clamp(0, max_factor)
+    return d * torch.where((factors == 0) & (values > 0), 1.0, factors)
 
 
-def split_into_factors(values: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
-    """(rows, blocks), not negative -> float16 d (rows) and integers up to `most` (rows, blocks) with d i = values.
+def split_into_factors(values: Tensor, max_factor: int) -> tuple[Tensor, Tensor] | None:
+    """Split non-negative values (rows, blocks) into float16 d (rows) and integers <= max_factor (rows, blocks).
 
-    None where there are none.
+    Tries for each row all d for which the largest value of the row is an integer multiple. Returns None if a row has no
+    exact split.
     """
     largest = values.amax(1)
-    d, whole = torch.zeros_like(largest), torch.zeros_like(values)
-    left = largest.nonzero().flatten()
-    for step in range(most, 0, -1):
-        if not len(left):
+    d, factors = torch.zeros_like(largest), torch.zeros_like(values)
+    open_rows = largest.nonzero().flatten()
+    for factor_of_largest in range(max_factor, 0, -1):
+        if not len(open_rows):
             break
-        tried = (largest[left] / step).to(torch.float16).to(torch.float32)
-        found = (values[left] / torch.where(tried > 0, tried, 1.0)[:, None]).round()
-        fits = ((found * tried[:, None] == values[left]) & (found <= most)).all(1)
-        d[left[fits]], whole[left[fits]] = tried[fits], found[fits]
-        left = left[~fits]
-    return None if len(left) else (d.to(torch.float16), whole.to(torch.uint8))
+        candidate = (largest[open_rows] / factor_of_largest).to(torch.float16).to(torch.float32)
+        divisor = torch.where(candidate > 0, candidate, 1.0)[:, None]
+        integers = (values[open_rows] / divisor).round()
+        is_exact = ((integers * candidate[:, None] == values[open_rows]) & (integers <= max_factor)).all(1)
+        d[open_rows[is_exact]], factors[open_rows[is_exact]] = candidate[is_exact], integers[is_exact]
+        open_rows = open_rows[~is_exact]
+    return None if len(open_rows) else (d.to(torch.float16), factors.to(torch.uint8))
 
 
-def pack_q2_k(form: BlockCodes) -> Bytes | None:
-    found = _pack_scales(form, 16, 15)
-    if found is None:
+def pack_q2_k(block_codes: BlockCodes) -> Bytes | None:
+    scales = _split_scales_and_minima(block_codes, 16, 15)
+    if scales is None:
         return None
-    d, steps, least, more = found
-    quarter = _shift_codes(form, 0).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
-    codes = np.bitwise_or.reduce(quarter, 2).reshape(-1, 64)
-    return _code_rows(form, steps | more << 4, codes, d, least)
+    codes = _pack_two_bits(_shift_codes(block_codes, 0))
+    return _join_rows(block_codes, scales.scale_factors | scales.min_factors << 4, codes, scales.d, scales.d_min)
 
 
-def pack_q3_k(form: BlockCodes) -> Bytes | None:
-    found = split_into_factors(form.scale.reshape(-1, 16), 31)
-    if found is None:
+def pack_q3_k(block_codes: BlockCodes) -> Bytes | None:
+    split = split_into_factors(block_codes.scale.reshape(-1, 16), 31)
+    if split is None:
         return None
-    d, steps = found[0].numpy().view(np.uint8).reshape(-1, 2), found[1].numpy() + np.uint8(32)
-    codes = _shift_codes(form, 4)
-    quarter = (codes & 3).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
-    low = np.bitwise_or.reduce(quarter, 2).reshape(-1, 64)
-    high = np.packbits((codes >> 2).reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
-    short = (steps[:, :8] & 15) | (steps[:, 8:] & 15) << 4
-    upper = (steps >> 4).reshape(-1, 4, 4) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
-    return _code_rows(form, high, low, short, np.bitwise_or.reduce(upper, 1), d)
+    d, factors = _to_bytes(split[0]), split[1].numpy() + np.uint8(32)
+    codes = _shift_codes(block_codes, 4)
+    low_bits = _pack_two_bits(codes & 3)
+    third_bits = np.packbits((codes >> 2).reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
+    low_factor_bits = (factors[:, :8] & 15) | (factors[:, 8:] & 15) << 4
+    high_factor_bits = np.bitwise_or.reduce((factors >> 4).reshape(-1, 4, 4) << _TWO_BIT_SHIFTS, 1)
+    return _join_rows(block_codes, third_bits, low_bits, low_factor_bits, high_factor_bits, d)
 
 
-def pack_q4_k(form: BlockCodes) -> Bytes | None:
-    found = _pack_scales(form, 8, 63)
-    if found is None:
+def pack_q4_k(block_codes: BlockCodes) -> Bytes | None:
+    scales = _split_scales_and_minima(block_codes, 8, 63)
+    if scales is None:
         return None
-    d, steps, least, more = found
-    return _code_rows(form, d, least, _pack_six_bits(steps, more), _pack_halves(_shift_codes(form, 0)))
+    factors = _pack_six_bits(scales.scale_factors, scales.min_factors)
+    return _join_rows(block_codes, scales.d, scales.d_min, factors, _pack_nibbles(_shift_codes(block_codes, 0)))
 
 
-def pack_q5_k(form: BlockCodes) -> Bytes | None:
-    found = _pack_scales(form, 8, 63)
-    if found is None:
+def pack_q5_k(block_codes: BlockCodes) -> Bytes | None:
+    scales = _split_scales_and_minima(block_codes, 8, 63)
+    if scales is None:
         return None
-    d, steps, least, more = found
-    codes = _shift_codes(form, 0)
-    fifth = np.packbits((codes >> 4).reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
-    return _code_rows(form, d, least, _pack_six_bits(steps, more), fifth, _pack_halves(codes & 15))
+    codes = _shift_codes(block_codes, 0)
+    factors = _pack_six_bits(scales.scale_factors, scales.min_factors)
+    fifth_bits = np.packbits((codes >> 4).reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
+    return _join_rows(block_codes, scales.d, scales.d_min, factors, fifth_bits, _pack_nibbles(codes & 15))
 
 
-def pack_q6_k(form: BlockCodes) -> Bytes | None:
-    found = split_into_factors(form.scale.reshape(-1, 16), 127)
-    if found is None:
+def pack_q6_k(block_codes: BlockCodes) -> Bytes | None:
+    split = split_into_factors(block_codes.scale.reshape(-1, 16), 127)
+    if split is None:
         return None
-    codes = _shift_codes(form, 32).reshape(-1, 2, 4, 32)
-    low = (codes[:, :, :2] & 15 | (codes[:, :, 2:] & 15) << 4).reshape(-1, 128)
-    high = np.bitwise_or.reduce((codes >> 4) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1), 2).reshape(-1, 64)
-    return _code_rows(form, low, high, found[1].numpy(), found[0].numpy().view(np.uint8).reshape(-1, 2))
+    d, factors = split
+    codes = _shift_codes(block_codes, 32)
+    quarters = codes.reshape(-1, 2, 4, 32)
+    low_bits = (quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4).reshape(-1, 128)
+    return _join_rows(block_codes, low_bits, _pack_two_bits(codes >> 4), factors.numpy(), _to_bytes(d))
 
 
-def _pack_scales(form: BlockCodes, blocks: int, most: int) -> tuple[Bytes, Bytes, Bytes, Bytes] | None:
-    """d and its integers, dmin and its integers; None where they cannot be held."""
-    assert form.least is not None  # noqa: S101  # only forms with least values come here
-    first = split_into_factors(form.scale.reshape(-1, blocks), most)
-    second = split_into_factors(-form.least.reshape(-1, blocks), most)
-    if first is None or second is None:
+@dataclass(frozen=True)
+class _ScalesAndMinima:
+    """d and dmin as two bytes each, with their integer factors (super-blocks, blocks)."""
+
+    d: Bytes
+    scale_factors: Bytes
+    d_min: Bytes
+    min_factors: Bytes
+
+
+def _split_scales_and_minima(block_codes: BlockCodes, blocks: int, max_factor: int) -> _ScalesAndMinima | None:
+    """Split scales and minima into factors; None if they cannot be stored exactly."""
+    assert block_codes.minimum is not None  # noqa: S101  # BlockType.try_pack checks it
+    scales = split_into_factors(block_codes.scale.reshape(-1, blocks), max_factor)
+    minima = split_into_factors(-block_codes.minimum.reshape(-1, blocks), max_factor)
+    if scales is None or minima is None:
         return None
-    d, least = (each[0].numpy().view(np.uint8).reshape(-1, 2) for each in (first, second))
-    return d, first[1].numpy(), least, second[1].numpy()
+    return _ScalesAndMinima(_to_bytes(scales[0]), scales[1].numpy(), _to_bytes(minima[0]), minima[1].numpy())
 
 
-def _pack_six_bits(steps: Bytes, more: Bytes) -> Bytes:
-    """Twelve bytes of eight pairs of 6 bits: the first four as they are, the others in halves and upper bits."""
-    first = steps[:, :4] | (steps[:, 4:] >> 4) << 6
-    second = more[:, :4] | (more[:, 4:] >> 4) << 6
-    return np.concatenate((first, second, steps[:, 4:] & 15 | (more[:, 4:] & 15) << 4), 1)
+def _to_bytes(values: Tensor) -> Bytes:
+    """Return two bytes for each float16."""
+    return values.numpy().view(np.uint8).reshape(-1, 2)
 
 
-def _pack_halves(codes: Bytes) -> Bytes:
-    """Of 64 codes the first 32 in the low halves of bytes, the others in the high ones."""
+def _pack_two_bits(codes: Bytes) -> Bytes:
+    """Pack 256 2-bit codes into 64 bytes: byte j of each half has elements j, j + 32, j + 64 and j + 96 of 128."""
+    return np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << _TWO_BIT_SHIFTS, 2).reshape(-1, 64)
+
+
+def _pack_six_bits(scale_factors: Bytes, min_factors: Bytes) -> Bytes:
+    """Pack eight pairs of 6-bit factors into twelve bytes.
+
+    The first eight bytes have the first four scale factors, then the first four min factors, and in their two upper
+    bits the upper bits of the other factors. The last four bytes have the low halves of the other factors.
+    """
+    first = scale_factors[:, :4] | (scale_factors[:, 4:] >> 4) << 6
+    second = min_factors[:, :4] | (min_factors[:, 4:] >> 4) << 6
+    return np.concatenate((first, second, scale_factors[:, 4:] & 15 | (min_factors[:, 4:] & 15) << 4), 1)
+
+
+def _pack_nibbles(codes: Bytes) -> Bytes:
+    """Pack 4-bit codes: of every 64 codes the first 32 are in the low halves of bytes, the rest in the high halves."""
     pairs = codes.reshape(-1, 4, 2, 32)
-    found: Bytes = pairs[:, :, 0] | pairs[:, :, 1] << 4
-    return found.reshape(-1, 128)
+    packed: Bytes = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    return packed.reshape(-1, 128)
 
 
-def _shift_codes(form: BlockCodes, shift: int) -> Bytes:
-    return (form.codes + shift).to(torch.uint8).numpy().reshape(-1, SUPERBLOCK_COLUMNS)
+def _shift_codes(block_codes: BlockCodes, shift: int) -> Bytes:
+    """Return unsigned codes of shape (super-blocks, 256)."""
+    return (block_codes.codes + shift).to(torch.uint8).numpy().reshape(-1, SUPERBLOCK_COLUMNS)
 
 
-def _code_rows(form: BlockCodes, *parts: Bytes) -> Bytes:
-    return np.concatenate(parts, 1).reshape(form.codes.shape[0], -1)
+def _join_rows(block_codes: BlockCodes, *fields: Bytes) -> Bytes:
+    """Concatenate the fields of each super-block, and the super-blocks of each row."""
+    return np.concatenate(fields, 1).reshape(block_codes.codes.shape[0], -1)

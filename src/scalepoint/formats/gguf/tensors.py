@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file: under its names, in its order of rows, each made when it is written.
+"""List the tensors of a GGUF file: names, types and shapes first; values are computed when they are written.
 
-weights of one expert each  ->  one tensor (experts, out, in)
-tied heads                  ->  the embedding alone, or again where llama.cpp wants a head
+The weights of single experts become one tensor (experts, out, in). A tied head is omitted, or written as a copy of the
+embedding if llama.cpp needs a head.
 """
 
 import re
@@ -15,44 +15,51 @@ from torch import Tensor
 from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf.architectures import Architecture, find_architecture
+from scalepoint.formats.gguf.block_codes import Bytes
 from scalepoint.formats.gguf.block_types import BlockType, choose_block_type, pack_weight
-from scalepoint.formats.gguf.layer_types import Bytes
 from scalepoint.formats.gguf.metadata import count_blocks, rope_factors
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 SKIPPED = re.compile(r"rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$")
-FLOAT32_TENSORS = re.compile(r"_norm\.weight$|\.ffn_gate_inp|^position_embd")  # float32 in llama.cpp
+FLOAT32_TENSORS = re.compile(r"_norm\.weight$|\.ffn_gate_inp|^position_embd")  # llama.cpp needs these in float32
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of the file."""
+    """One tensor of the file.
+
+    Attributes:
+        name: The name in the file.
+        type: The name of the type in the gguf package.
+        shape: The shape of the values.
+        compute: Returns the values, or the packed bytes of rows for a quantized tensor.
+    """
 
     name: str
-    type: str  # as the gguf package has it
-    shape: tuple[int, ...]  # of values
-    make: Callable[[], Bytes]  # bytes of rows where it is quantized
+    type: str
+    shape: tuple[int, ...]
+    compute: Callable[[], Bytes]
 
 
 def list_entries(checkpoint: QuantizedCheckpoint) -> list[TensorEntry]:
-    """All tensors, in the order of the source; a name that llama.cpp does not know is refused."""
+    """List all tensors in the order of the source; raise ExportError for one that llama.cpp does not have."""
     config = checkpoint.source.config
     architecture = find_architecture(config)
-    names = _name_translator(architecture, count_blocks(config))
-    found: list[TensorEntry] = []
-    for key, sources in _group_sources(checkpoint).items():
-        name = names(key)
+    to_gguf_name = _name_translator(architecture, count_blocks(config))
+    entries: list[TensorEntry] = []
+    for key, source_names in _group_source_names(checkpoint).items():
+        name = to_gguf_name(key)
         if name == "output.weight" and architecture.is_tied:
             continue
-        found.append(_make_entry(checkpoint, architecture, name, sources))
-    written = {each.name: each for each in found}
-    if architecture.is_tied is False and "output.weight" not in written:
-        found.append(replace(written["token_embd.weight"], name="output.weight"))
+        entries.append(_make_entry(checkpoint, architecture, name, source_names))
+    by_name = {entry.name: entry for entry in entries}
+    if architecture.is_tied is False and "output.weight" not in by_name:
+        entries.append(replace(by_name["token_embd.weight"], name="output.weight"))
     for name, value in rope_factors(config).items():
-        found.append(TensorEntry(name, "F32", tuple(value.shape), value.numpy))
-    return found
+        entries.append(TensorEntry(name, "F32", tuple(value.shape), value.numpy))
+    return entries
 
 
 def _name_translator(architecture: Architecture, blocks: int) -> Callable[[str], str]:
@@ -60,104 +67,118 @@ def _name_translator(architecture: Architecture, blocks: int) -> Callable[[str],
 
     table = get_tensor_name_map(MODEL_ARCH[architecture.name], blocks)
 
-    def name(key: str) -> str:
-        found: str | None = table.get_name(key, try_suffixes=(".weight", ".bias"))
-        if found is None:
-            raise ExportError(f"{key}: llama.cpp knows no such tensor of {architecture.name}")
-        return found
+    def to_gguf_name(key: str) -> str:
+        name: str | None = table.get_name(key, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise ExportError(f"{key}: llama.cpp has no such tensor in the architecture {architecture.name}")
+        return name
 
-    return name
+    return to_gguf_name
 
 
-def _group_sources(checkpoint: QuantizedCheckpoint) -> dict[str, list[str]]:
-    """A name as the table of gguf has it -> the tensors of the source that it takes, experts in their order."""
-    every = {*checkpoint.source.tensors, *checkpoint.quantized, *checkpoint.changed}
-    order = [*checkpoint.source.tensors, *sorted(every - checkpoint.source.tensors.keys())]
-    found: dict[str, list[tuple[int, str]]] = {}
-    for name in order:
+def _group_source_names(checkpoint: QuantizedCheckpoint) -> dict[str, list[str]]:
+    """Map names that the gguf package can translate to tensors of the source: one, or those of all experts in order."""
+    all_names = {*checkpoint.source.tensors, *checkpoint.quantized, *checkpoint.changed}
+    ordered_names = [*checkpoint.source.tensors, *sorted(all_names - checkpoint.source.tensors.keys())]
+    groups: dict[str, list[tuple[int, str]]] = {}  # (expert, name)
+    for name in ordered_names:
         if SKIPPED.search(name):
             continue
         match = EXPERT.fullmatch(name)
         if match is None:
-            found.setdefault(name, []).append((0, name))
+            groups.setdefault(name, []).append((0, name))
             continue
-        layer, number, rest = match.groups()
-        kind, _, end = rest.partition(".")
-        layer = layer.replace(".block_sparse_moe.", ".mlp.")
-        found.setdefault(f"{layer}.{MIXTRAL.get(kind, kind)}.{end}", []).append((int(number), name))
-    return {key: [name for _, name in sorted(each)] for key, each in found.items()}
+        prefix, expert, rest = match.groups()
+        layer, _, suffix = rest.partition(".")
+        prefix = prefix.replace(".block_sparse_moe.", ".mlp.")
+        groups.setdefault(f"{prefix}.{MIXTRAL.get(layer, layer)}.{suffix}", []).append((int(expert), name))
+    return {key: [name for _, name in sorted(members)] for key, members in groups.items()}
 
 
 def _make_entry(
-    checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, sources: Sequence[str]
+    checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, source_names: Sequence[str]
 ) -> TensorEntry:
-    quantized = [each in checkpoint.quantized for each in sources]
-    if any(quantized) and not all(quantized):
-        raise ExportError(f"{sources[quantized.index(False)]} is float, other experts of its layer are quantized: "
-                          "a GGUF file has one type for all")  # fmt: skip
-    if not any(quantized):
-        return _make_float_entry(checkpoint, architecture, name, sources)
-    kind = choose_block_type((checkpoint.quantized[each] for each in sources), sources[0])
-    rows, columns = checkpoint.quantized[sources[0]].codes.shape
-    shape = (rows, columns) if len(sources) == 1 else (len(sources), rows, columns)
-    return TensorEntry(name, kind.name, shape, lambda: _pack_sources(checkpoint, architecture, sources, kind))
+    is_quantized = [source_name in checkpoint.quantized for source_name in source_names]
+    if any(is_quantized) and not all(is_quantized):
+        raise ExportError(
+            f"{source_names[is_quantized.index(False)]} is float, other experts of its layer are quantized: a GGUF "
+            "file has one type for all of them"
+        )
+    if not any(is_quantized):
+        return _make_float_entry(checkpoint, architecture, name, source_names)
+    weights = (checkpoint.quantized[source_name] for source_name in source_names)
+    block_type = choose_block_type(weights, source_names[0])
+    rows, columns = checkpoint.quantized[source_names[0]].codes.shape
+    shape = (rows, columns) if len(source_names) == 1 else (len(source_names), rows, columns)
+
+    def compute() -> Bytes:
+        return _pack_weights(checkpoint, architecture, source_names, block_type)
+
+    return TensorEntry(name, block_type.name, shape, compute)
 
 
-def _pack_sources(
-    checkpoint: QuantizedCheckpoint, architecture: Architecture, sources: Sequence[str], kind: BlockType
+def _pack_weights(
+    checkpoint: QuantizedCheckpoint, architecture: Architecture, source_names: Sequence[str], block_type: BlockType
 ) -> Bytes:
-    parts = []
-    for each in sources:
-        packed = checkpoint.quantized[each]
-        order = _row_order(checkpoint, architecture, each, packed.codes.shape[0])
-        parts.append(pack_weight(packed if order is None else _reorder_rows(packed, order), kind))
-    return parts[0] if len(parts) == 1 else np.stack(parts)
+    packed = []
+    for source_name in source_names:
+        weight = checkpoint.quantized[source_name]
+        order = _row_order(checkpoint, architecture, source_name, weight.codes.shape[0])
+        packed.append(pack_weight(weight if order is None else _reorder_rows(weight, order), block_type))
+    return packed[0] if len(packed) == 1 else np.stack(packed)
 
 
-def _reorder_rows(packed: QuantizedWeight, order: Tensor) -> QuantizedWeight:
-    def rows(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[order]
-
+def _reorder_rows(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
     return replace(
-        packed,
-        codes=packed.codes[order],
-        scale=packed.scale[order],
-        zero_point=rows(packed.zero_point),
-        minval=rows(packed.minval),
+        weight,
+        codes=weight.codes[order],
+        scale=weight.scale[order],
+        zero_point=None if weight.zero_point is None else weight.zero_point[order],
+        minval=None if weight.minval is None else weight.minval[order],
     )
 
 
 def _row_order(checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, rows: int) -> Tensor | None:
-    layer = name.rpartition(".")[0].rpartition(".")[2]
-    order = architecture.rows.get(layer)
-    return None if order is None else order(checkpoint.source.config, rows)
+    order_rows = architecture.row_orders.get(_layer_name(name))
+    return None if order_rows is None else order_rows(checkpoint.source.config, rows)
+
+
+def _layer_name(tensor: str) -> str:
+    """Return the last part of a layer's path: q_proj for model.layers.0.self_attn.q_proj.weight."""
+    return tensor.rpartition(".")[0].rpartition(".")[2]
 
 
 def _make_float_entry(
-    checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, sources: Sequence[str]
+    checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, source_names: Sequence[str]
 ) -> TensorEntry:
-    """As the source has it; norms, biases and routers in float32."""
-    stored = checkpoint.source.tensors.get(sources[0])
-    first = checkpoint.tensor(sources[0]) if sources[0] in checkpoint.changed or stored is None else None
-    shape, dtype = (stored.shape, stored.dtype) if first is None and stored else (first.shape, first.dtype)  # type: ignore[union-attr]
-    is_wide = len(shape) == 1 or FLOAT32_TENSORS.search(name) is not None or dtype not in FLOAT_TYPES
-    layer = sources[0].rpartition(".")[0].rpartition(".")[2]
-    is_turned = layer in architecture.transposed and len(shape) == 2
-    shape = tuple(shape[::-1]) if is_turned else tuple(shape)
-    if name.endswith("ffn_gate_inp_shexp.weight"):
+    """Describe a float tensor, in the dtype of the source; norms, biases and routers in float32."""
+    first = source_names[0]
+    stored = checkpoint.source.tensors.get(first)
+    if first in checkpoint.changed or stored is None:
+        value = checkpoint.tensor(first)
+        shape, source_dtype = tuple(value.shape), value.dtype
+    else:
+        shape, source_dtype = tuple(stored.shape), stored.dtype
+    needs_float32 = len(shape) == 1 or FLOAT32_TENSORS.search(name) is not None or source_dtype not in FLOAT_TYPES
+    dtype = torch.float32 if needs_float32 else source_dtype
+    is_transposed = _layer_name(first) in architecture.transposed and len(shape) == 2
+    if is_transposed:
+        shape = shape[::-1]
+    if name.endswith("ffn_gate_inp_shexp.weight"):  # llama.cpp has this gate as a vector
         shape = shape[-1:]
-    kind = torch.float32 if is_wide else dtype
 
-    def make() -> Bytes:
+    def compute() -> Bytes:
         parts = []
-        for each in sources:
-            value = checkpoint.tensor(each)
-            order = _row_order(checkpoint, architecture, each, value.shape[0])
-            value = value if order is None else value[order]
-            parts.append(value.T if is_turned else value)
+        for source_name in source_names:
+            part = checkpoint.tensor(source_name)
+            order = _row_order(checkpoint, architecture, source_name, part.shape[0])
+            part = part if order is None else part[order]
+            parts.append(part.T if is_transposed else part)
         value = torch.stack(parts) if len(parts) > 1 else parts[0].reshape(shape)
-        value = value.to(torch.float32) + architecture.norm_shift if name.endswith("_norm.weight") else value.to(kind)
-        whole = value.contiguous()
-        return whole.view(torch.uint8).numpy() if kind is torch.bfloat16 else whole.numpy()
+        if name.endswith("_norm.weight"):
+            value = value.to(torch.float32) + architecture.norm_offset
+        value = value.to(dtype).contiguous()
+        return value.view(torch.uint8).numpy() if dtype is torch.bfloat16 else value.numpy()
 
-    return TensorEntry(name, FLOAT_TYPES[kind], (len(sources), *shape) if len(sources) > 1 else shape, make)
+    file_shape = (len(source_names), *shape) if len(source_names) > 1 else shape
+    return TensorEntry(name, FLOAT_TYPES[dtype], file_shape, compute)

@@ -1,10 +1,10 @@
-"""The tokenizer files of a checkpoint, with every field checked for its type.
+"""Read the tokenizer files of a checkpoint, and check the type of every field.
 
-tokenizer.json         Document: the model, steps before and after it, added tokens
-tokenizer_config.json  Settings: special tokens and the chat template
-tokenizer.model        the fields of SentencePiece's protocol buffer
+    tokenizer.json         TokenizerDocument: the model, steps before and after it, added tokens
+    tokenizer_config.json  TokenizerSettings: special tokens and the chat template
+    tokenizer.model        the fields of SentencePiece's protocol buffer
 
-A field of another type is an ExportError that names the file and the field.
+A field of the wrong type raises an ExportError that names the file and the field.
 """
 
 import io
@@ -18,7 +18,7 @@ from scalepoint.errors import DocumentError, ExportError
 from scalepoint.support.formatting import one_line
 from scalepoint.support.untrusted import read_json, read_text
 
-MAX_FILE_BYTES = 256_000_000  # bytes
+MAX_FILE_BYTES = 256_000_000
 NonNegativeInt = Annotated[int, Field(ge=0)]
 T = TypeVar("T", bound=BaseModel)
 
@@ -28,7 +28,7 @@ class _TokenizerModel(BaseModel):
 
 
 class TokenizerStep(_TokenizerModel):
-    """A normalizer, pre-tokenizer or post-processor, or a sequence of such."""
+    """A normalizer, pre-tokenizer or post-processor, or a sequence of them."""
 
     type: str | None = None
     pretokenizers: list["TokenizerStep"] | None = None
@@ -42,9 +42,9 @@ class TokenizerStep(_TokenizerModel):
     single: list[dict[str, Any]] | list[str] | None = None
 
     def parts(self) -> list["TokenizerStep"]:
-        """The steps of a sequence, or the one step."""
-        inner = self.pretokenizers or self.normalizers or self.processors
-        return [part for each in inner for part in each.parts()] if inner else [self]
+        """Return the steps of a sequence, or this step alone."""
+        steps = self.pretokenizers or self.normalizers or self.processors
+        return [part for step in steps for part in step.parts()] if steps else [self]
 
 
 class AddedToken(_TokenizerModel):
@@ -62,12 +62,12 @@ class BpeModel(_TokenizerModel):
     ignore_merges: bool | None = False
 
     def pairs(self) -> list[list[str]]:
-        """The merges, each of two tokens."""
-        return [each if isinstance(each, list) else each.split(" ") for each in self.merges]
+        """Return the merges as lists of tokens; older files separate the two tokens by a space."""
+        return [merge if isinstance(merge, list) else merge.split(" ") for merge in self.merges]
 
 
 class TokenizerDocument(_TokenizerModel):
-    """tokenizer.json; its model has a type of its own for each kind."""
+    """tokenizer.json; the model is validated later, because its fields depend on its type."""
 
     model: dict[str, Any] = {}
     added_tokens: list[AddedToken] | None = None
@@ -89,11 +89,12 @@ class TokenizerSettings(_TokenizerModel):
     pad_token: str | SpecialToken | None = None
     add_bos_token: bool | None = None
     add_eos_token: bool | None = None
-    chat_template: Any = None  # a text, or several by name
+    chat_template: Any = None  # one text, or several with names
 
     def special(self, role: str) -> str | None:
-        given: str | SpecialToken | None = getattr(self, f"{role}_token")
-        return given.content if isinstance(given, SpecialToken) else given
+        """Return the text of a special token: bos, eos, unk or pad."""
+        token: str | SpecialToken | None = getattr(self, f"{role}_token")
+        return token.content if isinstance(token, SpecialToken) else token
 
 
 def read_document(path: Path) -> TokenizerDocument:
@@ -105,29 +106,29 @@ def read_settings(path: Path) -> TokenizerSettings:
 
 
 def read_template(path: Path) -> str:
-    """A chat template, with line ends as Python's text files have them."""
+    """Read a chat template, with line ends converted to \\n."""
     try:
         return io.StringIO(read_text(path, folder=path.parent), newline=None).read()
     except (OSError, DocumentError) as error:
-        raise ExportError(f"the chat template cannot be used: {error}") from error
+        raise ExportError(f"the chat template cannot be read: {error}") from error
 
 
-def validate_as(kind: type[T], value: Any, path: Path) -> T:
-    """A value of a file as one of the classes here."""
+def validate_as(model: type[T], value: Any, path: Path) -> T:
+    """Validate a value of a file as one of the classes of this module."""
     try:
-        return kind.model_validate(value)
+        return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = one_line(".".join(map(str, first["loc"][:4])))[:80]
-        raise ExportError(f"{path} is not as tokenizers writes it: {where}: {first['msg']}") from error
+        field = one_line(".".join(map(str, first["loc"][:4])))[:80]
+        raise ExportError(f"{path} is not a valid tokenizer file: {field}: {first['msg']}") from error
 
 
 def check_text(texts: list[str], path: Path) -> None:
-    """Refuse half characters (lone surrogates): JSON can hold them, UTF-8 cannot."""
+    """Raise ExportError for lone surrogates, which JSON allows and UTF-8 does not."""
     try:
         "\n".join(texts).encode()
     except UnicodeEncodeError as error:
-        raise ExportError(f"{path} has half a character in it: {error.object[error.start]!r}") from error
+        raise ExportError(f"{path} contains half a character: {error.object[error.start]!r}") from error
 
 
 def _read_json(path: Path) -> Any:
@@ -140,32 +141,42 @@ def _read_json(path: Path) -> Any:
 
 
 def iterate_fields(data: Any) -> Iterator[tuple[int, Any]]:
-    """The fields of a protocol buffer by number: integers, or bytes; ValueError for what is none."""
+    """Yield number and value (an integer or bytes) of every field of a protocol buffer message.
+
+    Raises:
+        ValueError: The data is not a message.
+    """
     if not isinstance(data, bytes):
         raise ValueError("a field is a number instead of a message")
-    at = 0
-    while at < len(data):
-        key, at = _read_varint(data, at)
-        if key & 7 == 0:
-            value, at = _read_varint(data, at)
-            yield key >> 3, value
+    position = 0
+    while position < len(data):
+        key, position = _read_varint(data, position)
+        number, wire_type = key >> 3, key & 7
+        if wire_type == 0:
+            value, position = _read_varint(data, position)
+            yield number, value
             continue
-        if key & 7 not in (1, 2, 5):
+        if wire_type == 2:
+            size, position = _read_varint(data, position)
+        elif wire_type in (1, 5):
+            size = 8 if wire_type == 1 else 4
+        else:
             raise ValueError("a field has an unknown type")
-        size, at = _read_varint(data, at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
-        if at + size > len(data):
+        if position + size > len(data):
             raise ValueError("it ends too early")
-        yield key >> 3, data[at : at + size]
-        at += size
+        yield number, data[position : position + size]
+        position += size
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    found = 0
-    for shift in range(0, 70, 7):  # at most 64 bits, seven in a byte
-        if at >= len(data):
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return an integer and the position after it. Each byte has seven bits, and a flag that another byte follows."""
+    number = 0
+    for shift in range(0, 70, 7):
+        if position >= len(data):
             raise ValueError("it ends too early")
-        found |= (data[at] & 127) << shift
-        at += 1
-        if data[at - 1] < 128:
-            return found, at
+        byte = data[position]
+        number |= (byte & 127) << shift
+        position += 1
+        if byte < 128:
+            return number, position
     raise ValueError("a number has more than 64 bits")

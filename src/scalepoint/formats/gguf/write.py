@@ -1,4 +1,4 @@
-"""A quantized checkpoint as one GGUF file: what it is, its tokenizer, its tensors one after another."""
+"""Write a quantized checkpoint as one GGUF file: metadata, tokenizer, then one tensor after another."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ from scalepoint.numerics import get_format
 from scalepoint.spec import QuantizationFormulation, QuantizationSpec
 from scalepoint.support.files import replace_file
 
-FILE_TYPES = {
+FILE_TYPES = {  # general.file_type by the type of most values
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15,
     "Q5_K": 17, "Q6_K": 18, "BF16": 32,
 }  # fmt: skip
@@ -28,98 +28,101 @@ PHI3_TOKENS = ("</s>", "<unk>", "<s>", "<|endoftext|>")
 
 
 def check(source: Source, weight: QuantizationSpec | None, activation: QuantizationSpec | None) -> None:
-    """Refuse before any work what a GGUF file cannot hold."""
+    """Raise ExportError, before any work starts, if GGUF cannot store this model or precision."""
     _check_installed()
     find_architecture(source.config)
     read_vocabulary(source.folder, vocabulary_size(source.config))
     if activation is not None:
         raise ExportError(
-            "GGUF holds weights alone: llama.cpp rounds activations to 8 bits by itself; leave activations float"
+            "GGUF cannot store quantized activations, llama.cpp rounds them to 8 bits itself: leave activations float"
         )
     if weight is None:
         return
-    row = get_format(weight.dtype)
-    if row.is_float or row.bits > 8 or (row.low == 0 and row.bits > 5):
-        raise ExportError(f"GGUF cannot hold weights of {row.name}: take int2 to int8, or uint2 to uint5")
-    if weight.qformulation == QuantizationFormulation.MINVAL and row.bits > 5:
+    number_format = get_format(weight.dtype)
+    is_unsigned = number_format.low == 0
+    if number_format.is_float or number_format.bits > 8 or (is_unsigned and number_format.bits > 5):
+        raise ExportError(f"GGUF cannot store weights of {number_format.name}: use int2 to int8, or uint2 to uint5")
+    if weight.qformulation == QuantizationFormulation.MINVAL and number_format.bits > 5:
         raise ExportError(
-            f"GGUF cannot hold weights of {row.name} with a minimum: take 2 to 5 bits, or qformulation='zp'"
+            f"GGUF cannot store weights of {number_format.name} with a minimum: use 2 to 5 bits, or qformulation='zp'"
         )
 
 
 def can_quantize(source: Source, name: str) -> bool:
-    """Rows of whole blocks; not what llama.cpp adds, or routes by."""
+    """Whether llama.cpp multiplies with this weight, and its rows are a multiple of 32 columns.
+
+    Learned positions are added, and routers are float32 in llama.cpp.
+    """
     shape = source.tensors[name].shape
     layer = name.rpartition(".")[0].rpartition(".")[2]
-    is_turned = layer in find_architecture(source.config).transposed
-    is_kept = layer in ("wpe", "gate", "shared_expert_gate")
-    return len(shape) == 2 and not is_kept and shape[0 if is_turned else 1] % 32 == 0
+    is_transposed = layer in find_architecture(source.config).transposed
+    must_be_float = layer in ("wpe", "gate", "shared_expert_gate")
+    return len(shape) == 2 and not must_be_float and shape[0 if is_transposed else 1] % 32 == 0
 
 
 def tensor_bytes(path: Path) -> int:
-    """Bytes of all tensors in a file, without metadata and tokenizer."""
+    """Return the size in bytes of all tensors of a file, without metadata and tokenizer."""
     from gguf import GGUFReader  # noqa: PLC0415  # an extra
 
     return sum(int(tensor.n_bytes) for tensor in GGUFReader(path).tensors)
 
 
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
-    """The file, whole or not at all."""
+    """Write the file; a failed write leaves nothing behind."""
     check(checkpoint.source, None, None)
-    found = list_entries(checkpoint)
-    replace_file(path, lambda temporary: _write_entries(checkpoint, found, temporary))
+    entries = list_entries(checkpoint)
+    replace_file(path, lambda temporary: _write_entries(checkpoint, entries, temporary))
 
 
-def _write_entries(checkpoint: QuantizedCheckpoint, found: list[TensorEntry], path: Path) -> None:
+def _write_entries(checkpoint: QuantizedCheckpoint, entries: list[TensorEntry], path: Path) -> None:
     from gguf import GGML_QUANT_VERSION, MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter  # noqa: PLC0415
 
     source, architecture = checkpoint.source, find_architecture(checkpoint.source.config)
     writer: Any = GGUFWriter(None, MODEL_ARCH_NAMES[MODEL_ARCH[architecture.name]])
     writer.add_type("model")
     writer.add_name(_model_name(source))
-    writer.add_file_type(FILE_TYPES[_most_common_type(found)])
+    writer.add_file_type(FILE_TYPES[_most_common_type(entries)])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     add_metadata(writer, source.config, architecture)
     add_tokenizer(writer, source.folder, source.config)
-    for each in found:
-        kind = GGMLQuantizationType[each.type]
-        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), _entry_bytes(each), raw_dtype=kind)
+    for entry in entries:
+        raw_dtype = GGMLQuantizationType[entry.type]
+        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), _entry_bytes(entry), raw_dtype=raw_dtype)
     try:
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for each in found:
-            writer.write_tensor_data(np.ascontiguousarray(each.make()))
+        for entry in entries:
+            writer.write_tensor_data(np.ascontiguousarray(entry.compute()))
     finally:
         writer.close()
 
 
 def _model_name(source: Source) -> str:
-    """The folder's name, without a word that llama.cpp takes for more than a name.
+    """Return the folder's name as the name of the model.
 
-    Where general.name holds "phi3" or "phi-3", llama.cpp (release 0.5.0) changes the attributes of four tokens, and
-    does not load a file that lacks one of them.
+    If general.name contains "phi3" or "phi-3", llama.cpp (release 0.5.0) changes the attributes of four tokens, and
+    does not load a file that lacks one of them. For such a file the name is written with a space.
     """
     name = source.folder.resolve().name
-    if PHI3.search(name) and not set(PHI3_TOKENS) <= set(
-        read_vocabulary(source.folder, vocabulary_size(source.config)).texts
-    ):
-        return PHI3.sub("phi 3", name)
-    return name
+    if not PHI3.search(name):
+        return name
+    tokens = read_vocabulary(source.folder, vocabulary_size(source.config)).texts
+    return name if set(PHI3_TOKENS) <= set(tokens) else PHI3.sub("phi 3", name)
 
 
 def _entry_bytes(entry: TensorEntry) -> int:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415
 
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[entry.type]]
-    return int(np.prod(entry.shape)) // int(block) * int(size)
+    values_per_block, bytes_per_block = GGML_QUANT_SIZES[GGMLQuantizationType[entry.type]]
+    return int(np.prod(entry.shape)) // int(values_per_block) * int(bytes_per_block)
 
 
-def _most_common_type(found: list[TensorEntry]) -> str:
-    """The type of most values."""
+def _most_common_type(entries: list[TensorEntry]) -> str:
+    """Return the type of most values."""
     counts: Counter[str] = Counter()
-    for each in found:
-        counts[each.type] += int(np.prod(each.shape))
+    for entry in entries:
+        counts[entry.type] += int(np.prod(entry.shape))
     return counts.most_common(1)[0][0]
 
 
