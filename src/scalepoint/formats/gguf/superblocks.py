@@ -131,7 +131,8 @@ def _to_bytes(values: Tensor) -> Bytes:
 
 def _pack_two_bits(codes: Bytes) -> Bytes:
     """Pack 256 2-bit codes into 64 bytes: byte j of each half has elements j, j + 32, j + 64 and j + 96 of 128."""
-    return np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << _TWO_BIT_SHIFTS, 2).reshape(-1, 64)
+    packed: Bytes = np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << _TWO_BIT_SHIFTS, 2)
+    return packed.reshape(-1, 64)
 
 
 def _pack_six_bits(scale_factors: Bytes, min_factors: Bytes) -> Bytes:
