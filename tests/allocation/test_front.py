@@ -118,9 +118,9 @@ def test_what_is_hardly_worth_its_cost_is_given_back():
 
 
 def test_what_is_no_number_has_no_place():
-    with pytest.raises(ValueError, match="an error of nan"):
+    with pytest.raises(ValueError, match="must be finite, got nan"):
         compute_front([Item("a", (PrecisionChoice("int4", math.nan, 1),))])
-    with pytest.raises(ValueError, match="no choice"):
+    with pytest.raises(ValueError, match="no choices"):
         compute_front([Item("a", ())])
-    with pytest.raises(ValueError, match="two items"):
+    with pytest.raises(ValueError, match="must be unique"):
         compute_front(made([[(1, 1)]]) * 2)

@@ -126,7 +126,7 @@ def test_a_budget_is_held_and_no_uniform_width_within_it_is_better(widths, budge
     items = widths.items(budget.unit)
     for name in ("int2", "int4", "int8", "float"):
         same = [next(each for each in item.choices if each.name == name) for item in items]
-        if sum(each.cost for each in same) <= widths.limit(budget):
+        if sum(each.cost for each in same) <= widths.to_cost_limit(budget):
             assert found.error <= 1.01 * sum(each.error for each in same)
 
 
@@ -177,7 +177,7 @@ def test_where_blocks_do_not_divide_a_weight_the_granularity_is_the_targets():
     inputs = [torch.randn(16, 6) for _ in range(2)]
     result = transform(net, inputs[0], target="reference")
     found = measured(result, inputs, ("int4", "float"), QuantConfig.weight_only("int4", block_size=4))
-    kinds = [row.widths[0].said["weight"]["granularity"]["type"] for row in found.rows]
+    kinds = [row.widths[0].override["weight"]["granularity"]["type"] for row in found.rows]
     assert kinds == ["per_channel", "per_block"]
     assert [row.widths[0].size for row in found.rows] == [32 * 3 + 4 * 32, 32 * 4 + 4 * 64]
 

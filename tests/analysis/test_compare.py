@@ -419,7 +419,7 @@ class TestBadInput:
             compare(nn.Flatten(), model, batches())
 
     def test_what_is_no_model(self, model):
-        with pytest.raises(UsageError, match="not 5"):
+        with pytest.raises(UsageError, match="got 5"):
             compare(5, model, batches())
 
 

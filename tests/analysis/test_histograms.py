@@ -58,7 +58,7 @@ def test_layers_come_in_the_order_asked_for_and_the_model_stays(model):
 
 @pytest.mark.parametrize(
     ("names", "bins", "message"),
-    [(["forth"], 64, "did you mean 'fourth'"), ("first", 64, "a list of layers"), (["first"], 0, "bins=0")],
+    [(["forth"], 64, "did you mean 'fourth'"), ("first", 64, "a list of layers"), (["first"], 0, "bins= must be")],
 )
 def test_bad_input(model, names, bins, message):
     with pytest.raises(UsageError, match=message):

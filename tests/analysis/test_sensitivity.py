@@ -232,9 +232,9 @@ class TestBadInput:
         [
             ({"how": "hessian"}, "'proxy' or 'one_at_a_time'"),
             ({"metric": len}, "metric.*one_at_a_time"),
-            ({"limit": 0}, "limit=0"),
-            ({"limit": "2"}, "limit='2'"),
-            ({"metric": lambda run: None, "how": "one_at_a_time"}, "returns a number"),
+            ({"limit": 0}, "got 0"),
+            ({"limit": "2"}, "got '2'"),
+            ({"metric": lambda run: None, "how": "one_at_a_time"}, "must return a number"),
         ],
         ids=["way", "metric", "limit", "text", "none"],
     )

@@ -21,26 +21,26 @@ def test_what_a_quantizer_gave_comes_back_from_a_byte_an_element():
         quantizer = stub(symmetric)
         value = quantizer(torch.randn(64, 32) * 2)
         for limit in (10**6, 100):
-            shelf = ActivationStore(limit)
-            shelf.put("a", value, quantizer)
-            assert torch.equal(shelf.get("a"), value)
-            assert shelf.held <= value.numel()
-            shelf.drop("a")
-            assert shelf.held == 0
-            shelf.close()
+            store = ActivationStore(limit)
+            store.put("a", value, quantizer)
+            assert torch.equal(store.get("a"), value)
+            assert store.bytes_in_memory <= value.numel()
+            store.drop("a")
+            assert store.bytes_in_memory == 0
+            store.close()
 
 
 def test_codes_keep_the_scale_that_they_were_made_with():
     quantizer = stub(False)
     value = quantizer(torch.randn(64))
-    shelf = ActivationStore(10**6)
-    shelf.put("a", value, quantizer)
+    store = ActivationStore(10**6)
+    store.put("a", value, quantizer)
     quantizer.scale.mul_(2)
-    assert torch.equal(shelf.get("a"), value)
+    assert torch.equal(store.get("a"), value)
 
 
 def test_a_value_that_is_put_again_counts_once():
-    shelf = ActivationStore(10**6)
+    store = ActivationStore(10**6)
     for _ in range(3):
-        shelf.put("a", torch.zeros(10))
-    assert shelf.held == 40
+        store.put("a", torch.zeros(10))
+    assert store.bytes_in_memory == 40

@@ -30,8 +30,14 @@ def walked(model, batches, to, config=None, **options):
     return walk, collector
 
 
+def inputs_of(walk, use):
+    """The inputs of a layer in both streams, batch by batch."""
+    for index in range(walk.batch_count):
+        yield [walk.capture_input(use.node, use.path, index, noisy=noisy) for noisy in (False, True)]
+
+
 def use_of(collector, name):
-    return next(use for use in collector.uses if name in use.place)
+    return next(use for use in collector.uses if name in use.path)
 
 
 def shape_of(use):
@@ -50,11 +56,11 @@ def test_the_other_side_of_the_add_is_in_what_the_outputs_should_be():
         other = find_changed_operand(walk, use)
         assert other is not None
         shape = shape_of(use)
-        fit, judge = collector.moments(use, shape)
+        fit, judge = collector.collect_moments(use, shape)
         total = fit.count + judge.count
-        mean = (fit.count * fit.mean_wanted + judge.count * judge.mean_wanted) / total
+        mean = (fit.count * fit.mean_target + judge.count * judge.mean_target) / total
         expected = []
-        for index, (exact, _) in enumerate(walk.inputs(use.node, use.place)):
+        for index, (exact, _) in enumerate(inputs_of(walk, use)):
             drift = walk.get_value(other, index, noisy=False) - walk.get_value(other, index, noisy=True)
             weight, _ = use.layer.fold_norm()
             expected.append(F.conv2d(exact, weight, padding=1) + drift)
@@ -90,12 +96,12 @@ def test_a_layer_with_a_product_in_its_group_shares_the_pass(monkeypatch):
     uses = collector.uses[:2]
     assert max(len(use.node.all_input_nodes) for use in uses) == 2
     passes = []
-    original = RowCollector._parts
-    monkeypatch.setattr(RowCollector, "_parts", lambda *given: passes.append(1) or original(*given))
+    original = RowCollector._iterate_rows
+    monkeypatch.setattr(RowCollector, "_iterate_rows", lambda *given: passes.append(1) or original(*given))
     for use in uses:
-        fit, judge = collector.moments(use, shape_of(use))
-        mean = (fit.count * fit.mean_wanted + judge.count * judge.mean_wanted) / (fit.count + judge.count)
-        exact = torch.cat([each for each, _ in walk.inputs(use.node, use.place)]) @ use.layer.weight.T
+        fit, judge = collector.collect_moments(use, shape_of(use))
+        mean = (fit.count * fit.mean_target + judge.count * judge.mean_target) / (fit.count + judge.count)
+        exact = torch.cat([each for each, _ in inputs_of(walk, use)]) @ use.layer.weight.T
         torch.testing.assert_close(mean[0].float(), exact.mean(0).detach(), rtol=1e-4, atol=1e-5)
     assert len(passes) == 1
 
@@ -111,19 +117,19 @@ def test_readers_of_one_value_share_one_pass(monkeypatch):
     walk, collector = walked(Encoder(), data, "two.q", target="onnxruntime")
     use = use_of(collector, "two.q")
     passes = []
-    original = RowCollector._parts
-    monkeypatch.setattr(RowCollector, "_parts", lambda *given: passes.append(1) or original(*given))
+    original = RowCollector._iterate_rows
+    monkeypatch.setattr(RowCollector, "_iterate_rows", lambda *given: passes.append(1) or original(*given))
     found = {}
     for each in collector.uses[collector.uses.index(use) : collector.uses.index(use) + 3]:
-        found[each.place] = collector.moments(each, shape_of(each))
+        found[each.path] = collector.collect_moments(each, shape_of(each))
     assert len(passes) == 1
     fresh = RowCollector(walk, 10**6, 0.1, {})
-    monkeypatch.setattr(RowCollector, "_readers", lambda self, use, shape: [(use, shape)])
+    monkeypatch.setattr(RowCollector, "_find_readers", lambda self, use, shape: [(use, shape)])
     for each in fresh.uses[fresh.uses.index(use) : fresh.uses.index(use) + 3]:
-        alone = fresh.moments(each, shape_of(each))
-        for one, other in zip(found[each.place], alone, strict=True):
+        alone = fresh.collect_moments(each, shape_of(each))
+        for one, other in zip(found[each.path], alone, strict=True):
             torch.testing.assert_close(one.cross, other.cross, rtol=1e-4, atol=1e-6)
-            torch.testing.assert_close(one.wanted, other.wanted, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(one.target_variance, other.target_variance, rtol=1e-4, atol=1e-6)
 
 
 class Twice(nn.Module):
@@ -144,7 +150,7 @@ def test_a_weight_has_one_sum_over_all_its_uses():
     for node in fresh.graph.nodes:
         for each in collector.uses:
             if each.node is node:
-                fit, judge = collector.moments(each, shape_of(each))
+                fit, judge = collector.collect_moments(each, shape_of(each))
                 counts.append(fit.count + judge.count)
         fresh.advance(node)
     assert counts == [48, 96]
@@ -155,7 +161,7 @@ def test_a_layer_in_groups_takes_fewer_rows(groups, rows):
     model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, groups=groups))
     _, collector = walked(model, [torch.randn(16, 3, 32, 32) for _ in range(2)], "0", FOUR)
     use = next(iter(collector.uses))
-    fit, judge = collector.moments(use, shape_of(use))
+    fit, judge = collector.collect_moments(use, shape_of(use))
     assert 0.9 * rows < fit.count + judge.count < 1.1 * rows
 
 

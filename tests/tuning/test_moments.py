@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scalepoint.tuning.moments import MomentSums, ResidualSums
+from scalepoint.tuning.moments import ErrorAroundWeight, MomentSums, ResidualSums
 
 
 def rows(count=400, groups=2, size=5, seed=0):
@@ -24,14 +24,14 @@ def test_they_are_those_of_all_rows_in_any_batches():
         sums = MomentSums()
         for part, wanted in zip(noisy.split(size), outputs(exact, weight).split(size), strict=True):
             sums.add(part, wanted)
-        found.append(sums.moments())
+        found.append(sums.to_moments())
     x, z = exact.double(), noisy.double()
     y = torch.einsum("rgn,gon->rgo", x, weight)
     cy, cz = y - y.mean(0), z - z.mean(0)
     for moments in found:
         torch.testing.assert_close(moments.mean, z.mean(0), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(moments.mean_wanted, y.mean(0), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(moments.noisy, torch.einsum("rgn,rgm->gnm", cz, cz) / 400, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(moments.mean_target, y.mean(0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(moments.hessian, torch.einsum("rgn,rgm->gnm", cz, cz) / 400, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(moments.cross, torch.einsum("rgo,rgm->gom", cy, cz) / 400, rtol=1e-4, atol=1e-4)
 
 
@@ -41,10 +41,10 @@ def test_the_error_is_that_of_the_outputs():
     values = weight + 0.05 * torch.randn_like(weight)
     sums = MomentSums()
     sums.add(noisy, outputs(exact, weight))
-    moments = sums.moments()
+    moments = sums.to_moments()
     y = torch.einsum("rgn,gon->rgo", exact.double(), weight)
     found = torch.einsum("rgn,gon->rgo", noisy.double(), values)
-    mismatch = moments.mismatch(values)
+    mismatch = moments.mean_mismatch(values)
     torch.testing.assert_close(mismatch, (y - found).mean(0), rtol=1e-4, atol=1e-4)
     error = moments.error(values, mismatch)
     torch.testing.assert_close(error, (y - found).square().mean(0), rtol=1e-3, atol=1e-4)
@@ -58,11 +58,11 @@ def test_rows_count_by_their_weights():
     y, sums = outputs(exact, weight), MomentSums()
     for part in (slice(0, 150), slice(150, 400)):
         sums.add(noisy[part], y[part], counts[part])
-    moments, share = sums.moments(), (counts.double() / counts.double().sum())[:, None, None]
+    moments, share = sums.to_moments(), (counts.double() / counts.double().sum())[:, None, None]
     z, y = noisy.double(), y.double()
     cz, cy = z - (z * share).sum(0), y - (y * share).sum(0)
     torch.testing.assert_close(moments.mean, (z * share).sum(0), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(moments.noisy, torch.einsum("rgn,rgm->gnm", cz * share, cz), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(moments.hessian, torch.einsum("rgn,rgm->gnm", cz * share, cz), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(moments.cross, torch.einsum("rgo,rgm->gom", cy * share, cz), rtol=1e-4, atol=1e-4)
 
 
@@ -71,25 +71,25 @@ def test_without_a_bias_the_means_are_part_of_the_error():
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
     values, sums = weight + 0.05, MomentSums()
     sums.add(noisy, outputs(exact, weight))
-    raw = sums.moments().raw()
+    raw = sums.to_moments().around_zero()
     y, found = (torch.einsum("rgn,gon->rgo", x.double(), w) for x, w in ((exact, weight), (noisy, values)))
     torch.testing.assert_close(raw.error(values), (y - found).square().mean(0), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(raw.near(weight).error(values), raw.error(values), rtol=1e-3, atol=1e-4)
-    assert not raw.mismatch(values).any()
+    torch.testing.assert_close(ErrorAroundWeight(raw, weight).error(values), raw.error(values), rtol=1e-3, atol=1e-4)
+    assert not raw.mean_mismatch(values).any()
 
 
 def test_rows_of_zeros_are_none():
     sums = MomentSums()
     sums.add(torch.zeros(5, 1, 3), torch.zeros(5, 1, 2))
-    assert sums.moments() is None
+    assert sums.to_moments() is None
     sums.add(torch.ones(2, 1, 3), torch.ones(2, 1, 2))
-    assert sums.moments().count == 2
+    assert sums.to_moments().count == 2
 
 
 def test_nothing_seen_is_no_moments():
     sums = MomentSums()
     sums.add(torch.zeros(0, 1, 3), torch.zeros(0, 1, 2))
-    assert sums.moments() is None
+    assert sums.to_moments() is None
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
@@ -101,8 +101,8 @@ def test_inputs_give_the_moments_of_all_outputs(is_weighted):
         by = None if counts is None else counts[part]
         through.add(noisy[part], exact[part], by)
         plain.add(noisy[part], outputs(exact[part], weight), by)
-    found, wanted = through.moments(), plain.moments()
-    for name in ("mean", "noisy", "cross", "mean_wanted", "wanted"):
+    found, wanted = through.to_moments(), plain.to_moments()
+    for name in ("mean", "hessian", "cross", "mean_target", "target_variance"):
         torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-5, msg=name)
 
 
@@ -113,9 +113,9 @@ def test_some_outputs_have_the_moments_of_those_alone():
     both.add(noisy, outputs(exact, weight))
     alone.add(noisy, outputs(exact, weight[:, 1:3]))
     values = weight[:, 1:3] * 0.9
-    found, expected = both.moments().of(slice(1, 3)), alone.moments()
+    found, expected = both.to_moments().select_outputs(slice(1, 3)), alone.to_moments()
     torch.testing.assert_close(found.error(values), expected.error(values), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.mismatch(values), expected.mismatch(values), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.mean_mismatch(values), expected.mean_mismatch(values), rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_bias_takes_up_needs_no_products():

@@ -11,7 +11,7 @@ from scalepoint.tuning.piece_evaluation import PieceEvaluator
 from scalepoint.tuning.pieces import cut_into_pieces
 from scalepoint.tuning.row_weights import feeds_norm, row_weights
 from scalepoint.tuning.walk import StreamWalk
-from tests.tuning.test_collect import shape_of, use_of, walked
+from tests.tuning.test_collect import inputs_of, shape_of, use_of, walked
 
 ALONE = QuantConfig(activation="float", weight=TensorQuantConfig(n_bits=3, per_channel=True))
 WIDE = 16
@@ -64,9 +64,9 @@ def test_rows_of_a_layer_that_writes_to_the_stream_count_by_their_size(norm):
     use = use_of(collector, "down")
     other = find_normed_operand(walk, use)
     assert other is not None
-    fit, judge = collector.moments(use, shape_of(use))
+    fit, judge = collector.collect_moments(use, shape_of(use))
     sums, total = 0.0, 0.0
-    for index, (exact, noisy) in enumerate(walk.inputs(use.node, use.place)):
+    for index, (exact, noisy) in enumerate(inputs_of(walk, use)):
         whole = (walk.get_value(other, index, noisy=False) + use.layer.operation(exact)).detach()
         weights = 1 / (whole.square().mean(-1, keepdim=True) + 1e-5)
         sums, total = sums + (noisy * weights).sum((0, 1)), total + float(weights.sum())
@@ -81,7 +81,9 @@ def collector_total(collector, use, *, held):
     """What all rows of one part count."""
     shape = shape_of(use)
     weight = shape.weight().float()
-    return sum(weights.sum() for is_held, _, _, weights in collector._parts(use, shape, weight) if is_held == held)
+    return sum(
+        chunk.row_weights.sum() for chunk in collector._iterate_rows(use, shape, weight) if chunk.is_holdout == held
+    )
 
 
 def test_a_block_that_a_norm_reads_is_judged_row_by_row():
@@ -95,12 +97,14 @@ def test_a_block_that_a_norm_reads_is_judged_row_by_row():
         walk.advance(node)
     (exit_,) = [node for node in piece.exits if node not in walk.same_nodes]
     assert feeds_norm(walk, exit_)
-    held = collector.is_held(torch.arange(24)).split(4)
+    held = collector.is_held_out(torch.arange(24)).split(4)
     apart = []
     for index, mask in enumerate(held):
         exact, noisy = (walk.get_value(exit_, index, noisy=side)[mask] for side in (False, True))
         apart.append(((exact - noisy).square().mean(-1) * row_weights(exact)[..., 0]).flatten())
-    assert PieceEvaluator(walk, collector).now(piece) == pytest.approx(float(torch.cat(apart).mean()), rel=1e-3)
+    assert PieceEvaluator(walk, collector).stored_error(piece) == pytest.approx(
+        float(torch.cat(apart).mean()), rel=1e-3
+    )
 
 
 def test_huge_rows_do_not_rule_the_others():

@@ -33,15 +33,15 @@ def test_rows_times_weight_are_the_output(name):
     disable_fake_quant(model)
     weighted = next(each for each in model.modules() if isinstance(each, QuantizedLayer))
     geometry = get_geometry(weighted)
-    rows = geometry.rows(x, torch.arange(geometry.count(x.shape)))
-    weight = geometry.by_group(weighted.to_output_first(weighted.weight))
+    rows = geometry.rows(x, torch.arange(geometry.count_rows(x.shape)))
+    weight = geometry.to_groups(weighted.to_output_first(weighted.weight))
     found = torch.einsum("rgn,gon->rgo", rows, weight).flatten(1)
     with torch.no_grad():
         expected = layer(x)
     expected = expected.flatten(0, -2) if name == "linear" else expected.movedim(1, -1).flatten(0, -2)
     torch.testing.assert_close(found + layer.bias, expected, rtol=1e-4, atol=1e-4)
     stored = weighted.to_output_first(weighted.weight)
-    assert torch.equal(geometry.as_stored(weight, stored), stored)
+    assert torch.equal(geometry.from_groups(weight, stored), stored)
 
 
 def test_the_rows_do_not_depend_on_the_batch_size():

@@ -23,7 +23,7 @@ def seen(weight, count=2000, noise=0.05, seed=0, dead=False, rank=None):
         noisy[..., 0] = 0.0
     sums = MomentSums()
     sums.add(noisy, torch.einsum("rgn,gon->rgo", exact, weight.float()))
-    return sums.moments()
+    return sums.to_moments()
 
 
 def made(groups=2, outputs=6, size=12, bits=4, blocks=1, **options):
@@ -34,7 +34,7 @@ def made(groups=2, outputs=6, size=12, bits=4, blocks=1, **options):
     ends = torch.full((1, 1, 1), float(high), dtype=torch.float64)
     fit, judge = seen(weight, **options), seen(weight, **{**options, "seed": 1})
     problem = Problem("layer", weight, CodeGrid(-ends, ends), fit, judge, True, True)
-    return problem, Solution(weight, problem.nearest(weight, scale), scale)
+    return problem, Solution(weight, problem.nearest_codes(weight, scale), scale)
 
 
 CASES = {
@@ -56,7 +56,7 @@ def test_codes_stay_whole_and_in_range(case, name):
     problem, start = made(**CASES[case])
     found = find_step(name).run(problem, start)
     assert torch.equal(found.codes, found.codes.round())
-    assert float(found.codes.abs().max()) <= float(problem.codes.high.max())
+    assert float(found.codes.abs().max()) <= float(problem.grid.high.max())
     assert bool(found.scale.isfinite().all())
     assert bool((found.scale > 0).all())
     again = find_step(name).run(problem, start)
@@ -74,7 +74,7 @@ def test_rounding_beats_the_nearest_codes(case, name):
 
 def objective(problem, solution):
     apart = solution.values - solution.target
-    return float(torch.einsum("gon,gnm,gom->", apart, problem.damped().double(), apart))
+    return float(torch.einsum("gon,gnm,gom->", apart, problem.damped_hessian().double(), apart))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -88,7 +88,7 @@ def test_codes_are_rounded_as_torch_rounds_ties_to_even_too(dtype):
 def test_one_factor_of_the_ridges_is_kept():
     problem, start = made()
     find_step("target").run(problem, start)
-    assert sum(isinstance(key, tuple) for key in problem.fit.made) <= 1
+    assert sum(isinstance(key, tuple) for key in problem.fit.cache) <= 1
 
 
 def test_descent_never_raises_its_own_objective():
@@ -101,8 +101,8 @@ def test_descent_never_raises_its_own_objective():
 def test_the_target_makes_good_what_the_quantized_inputs_lack():
     problem, start = made()
     found = find_step("target").run(problem, start)
-    before = float(problem.judge.error(problem.weight).sum())
-    assert float(problem.judge.error(found.target).sum()) < 0.8 * before
+    before = float(problem.holdout.error(problem.weight).sum())
+    assert float(problem.holdout.error(found.target).sum()) < 0.8 * before
     assert isinstance(problem.notes["ridge"], float)
 
 
@@ -121,7 +121,7 @@ def test_a_ridge_that_is_given_is_used():
 
 def test_without_held_out_rows_the_ridge_grows_with_the_unknowns():
     problem, start = made(count=40)
-    problem = replace(problem, judge=problem.fit)
+    problem = replace(problem, holdout=problem.fit)
     find_step("target").run(problem, start)
     assert problem.notes["ridge"] == pytest.approx(0.3 + 2 * 12 / 40)
 
@@ -133,8 +133,8 @@ def test_codes_obey_the_rule_of_pairs(name, channels):
     along = torch.arange(channels * 4).view(4, channels).T.reshape(-1)
     partner = along.view(-1, 2).flip(1).reshape(-1)
     partners = torch.empty_like(partner).scatter_(0, along, partner)[None]
-    problem = replace(problem, codes=replace(problem.codes, partners=partners))
-    start = Solution(problem.weight, problem.nearest(problem.weight, start.scale), start.scale)
+    problem = replace(problem, grid=replace(problem.grid, partners=partners))
+    start = Solution(problem.weight, problem.nearest_codes(problem.weight, start.scale), start.scale)
     found = find_step(name).run(problem, start)
     other = found.codes[..., partners[0]]
     sums = torch.where(found.codes.sign() == other.sign(), found.codes.abs() + other.abs(), 0)
@@ -146,8 +146,8 @@ def test_codes_of_a_float_format_are_values_of_it():
     problem, start = made()
     grid = CodeGrid(torch.tensor(-448.0), torch.tensor(448.0), get_format(torch.float8_e4m3fn))
     scale = start.scale / 64
-    problem = replace(problem, codes=grid)
-    start = Solution(problem.weight, problem.nearest(problem.weight, scale), scale)
+    problem = replace(problem, grid=grid)
+    start = Solution(problem.weight, problem.nearest_codes(problem.weight, scale), scale)
     for name in ("gptq", "descend"):
         found = find_step(name).run(problem, start)
         kept = found.codes.to(torch.float32).to(torch.float8_e4m3fn).to(torch.float64)
@@ -157,6 +157,6 @@ def test_codes_of_a_float_format_are_values_of_it():
 
 def test_where_no_damping_helps_the_codes_are_left_to_descent():
     problem, start = made()
-    problem.fit.noisy.fill_(float("nan"))
+    problem.fit.hessian.fill_(float("nan"))
     assert find_step("gptq").run(problem, start) is start
     assert "left to descent" in problem.notes["damping"]

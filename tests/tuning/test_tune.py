@@ -175,7 +175,7 @@ def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypat
     whole = quantized(net, data)
     tune(whole, data, config, progress=False)
     solved = []
-    original = LayerSolver.best
+    original = LayerSolver.find_best
 
     def best(self, problem, *given, **how):
         if len(solved) == place:
@@ -184,12 +184,12 @@ def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypat
         return original(self, problem, *given, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LayerSolver, "best", best)
+        patch.setattr(LayerSolver, "find_best", best)
         with pytest.raises(Killed):
             tune(quantized(net, data), data, config, folder=tmp_path, progress=False)
     model = quantized(net, data)
     counted = []
-    monkeypatch.setattr(LayerSolver, "best", lambda *given, **how: counted.append(1) or original(*given, **how))
+    monkeypatch.setattr(LayerSolver, "find_best", lambda *given, **how: counted.append(1) or original(*given, **how))
     with warnings.catch_warnings():
         warnings.simplefilter("error" if place else "ignore")
         report = tune(model, data, config, folder=tmp_path, resume=True, progress=False)

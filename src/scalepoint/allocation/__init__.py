@@ -1,4 +1,4 @@
-"""Precision by layer under a budget: what each layer loses at each width, and who gets how much."""
+"""Chooses a precision for every layer within a budget, from the error and cost of each layer at each precision."""
 
 from scalepoint.allocation.front import (
     Allocation,

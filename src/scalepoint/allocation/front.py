@@ -1,11 +1,11 @@
-"""Who gets which precision: the least error for a cost, by a Lagrangian sweep.
+"""Which layer gets which precision: the least error for a cost, by a Lagrangian sweep.
 
     minimise  sum_i error_i(c_i) + lam sum_i cost_i(c_i)          c_i the choice of item i, for every lam at once
 
-For one lam every item decides alone; as lam falls it climbs the lower convex hull of its own (cost, error) points. So
-the rungs of all items, sorted by error removed per cost, are the front of the whole: each of its points is exactly the
-least error for its cost. Between two points `within` fills what a budget leaves, and `trimmed` gives back what is
-not worth having.
+For one lam every item can choose by itself. As lam decreases, each item moves along the lower convex hull of its (cost,
+error) points. So sorting the hull segments of all items by error removed per cost gives the Pareto front of the sums;
+each of its points has the least error for its cost. `find_best_within` also searches between two points, and
+`trim_allocation` lowers layers again that gain little.
 """
 
 import math
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-RELATIVE_TOLERANCE = 1e-9  # of a limit: what sums of floats may be off
+RELATIVE_TOLERANCE = 1e-9  # of a limit, for rounding in sums of floats
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ ChoiceTable = Mapping[str, Mapping[str, PrecisionChoice]]  # item -> name of a c
 
 @dataclass(frozen=True)
 class Item:
-    """A layer, or several that share a precision, with the choices in order of cost."""
+    """A layer, or several that must have the same precision, with the choices in order of cost."""
 
     name: str
     choices: tuple[PrecisionChoice, ...]
@@ -62,12 +62,13 @@ def compute_front(items: Sequence[Item]) -> tuple[Allocation, ...]:
     """
     _check_items(items)
     hulls = [lower_hull(item.choices) for item in items]
-    places = [0] * len(items)
-    found = [_make_allocation(items, [steps[0] for steps in hulls])]
+    levels = [0] * len(items)  # index into the hull of each item
+    front = [_make_allocation(items, [hull[0] for hull in hulls])]
     for index in _order_of_raises(hulls):
-        places[index] += 1
-        found.append(_make_allocation(items, [steps[place] for steps, place in zip(hulls, places, strict=True)]))
-    return tuple(found)
+        levels[index] += 1
+        choices = [hull[level] for hull, level in zip(hulls, levels, strict=True)]
+        front.append(_make_allocation(items, choices))
+    return tuple(front)
 
 
 def sum_choices(table: ChoiceTable, chosen: Mapping[str, str]) -> Allocation:
@@ -94,9 +95,12 @@ def thin_front(points: Sequence[Allocation], most: int) -> list[Allocation]:
     if len(points) <= most:
         return list(points)
     first, last = points[0].cost, points[-1].cost
-    wanted = [first + (last - first) * index / (most - 1) for index in range(most)]
-    places = {min(range(len(points)), key=lambda place, cost=cost: abs(points[place].cost - cost)) for cost in wanted}  # type: ignore[misc]
-    return [points[place] for place in sorted({0, *places, len(points) - 1})]
+    indices = {0, len(points) - 1}
+    for number in range(most):
+        cost = first + (last - first) * number / (most - 1)
+        distances = [abs(point.cost - cost) for point in points]
+        indices.add(distances.index(min(distances)))
+    return [points[index] for index in sorted(indices)]
 
 
 def find_best_within(items: Sequence[Item], limit: float) -> Allocation | None:
@@ -114,112 +118,120 @@ def find_best_within(items: Sequence[Item], limit: float) -> Allocation | None:
     """
     points = compute_front(items)
     limit += RELATIVE_TOLERANCE * abs(limit)
-    fitting = [point for point in points if point.cost <= limit]
-    if not fitting:
+    affordable = [point for point in points if point.cost <= limit]
+    if not affordable:
         return None
-    below = _fill_up(items, _get_choices(items, fitting[-1]), limit)
-    if len(fitting) == len(points):
-        return below
-    above = _fill_up(items, _lower_until_fits(items, _get_choices(items, points[len(fitting)]), limit), limit)
-    return min(below, above, key=lambda found: (found.error, found.cost))
+    filled = _fill_up(items, _get_choices(items, affordable[-1]), limit)
+    if len(affordable) == len(points):
+        return filled
+    next_point = points[len(affordable)]
+    lowered = _fill_up(items, _lower_until_fits(items, _get_choices(items, next_point), limit), limit)
+    return min(filled, lowered, key=lambda allocation: (allocation.error, allocation.cost))
 
 
-def trim_allocation(items: Sequence[Item], found: Allocation, share: float) -> Allocation:
+def trim_allocation(items: Sequence[Item], allocation: Allocation, share: float) -> Allocation:
     """Lower the precision of layers again where that adds least error.
 
     Args:
         items: The layers with error and cost at each precision.
-        found: The allocation to start from.
+        allocation: The allocation to start from.
         share: All changes together may add this share of its error.
 
     Returns:
         The cheaper allocation.
     """
-    picked, allowed = _get_choices(items, found), found.error * (1 + share)
+    choices, max_error = _get_choices(items, allocation), allocation.error * (1 + share)
     while True:
         steps = [
-            (other.error - now.error, index, other)
-            for index, (item, now) in enumerate(zip(items, picked, strict=True))
-            for other in item.choices
-            if other.cost < now.cost and found.error + other.error - now.error <= allowed
+            (cheaper.error - current.error, index, cheaper)
+            for index, (item, current) in enumerate(zip(items, choices, strict=True))
+            for cheaper in item.choices
+            if cheaper.cost < current.cost and allocation.error + cheaper.error - current.error <= max_error
         ]
         if not steps:
-            return found
-        _, place, other = min(steps, key=lambda step: step[:2])
-        picked[place] = other
-        found = _make_allocation(items, picked)
+            return allocation
+        _, index, choice = min(steps, key=lambda step: step[:2])
+        choices[index] = choice
+        allocation = _make_allocation(items, choices)
 
 
 def lower_hull(choices: Sequence[PrecisionChoice]) -> list[PrecisionChoice]:
-    """The lower convex hull, the cheapest first: what is worth its cost for some price of an error."""
-    kept: list[PrecisionChoice] = []
-    for each in sorted(choices, key=lambda choice: (choice.cost, choice.error)):
-        if kept and each.error >= kept[-1].error:
+    """The lower convex hull of the (cost, error) points, the cheapest first."""
+    hull: list[PrecisionChoice] = []
+    for choice in sorted(choices, key=lambda choice: (choice.cost, choice.error)):
+        if hull and choice.error >= hull[-1].error:
             continue
-        while len(kept) > 1 and _error_per_cost(kept[-2], kept[-1]) <= _error_per_cost(kept[-2], each):
-            kept.pop()
-        kept.append(each)
-    return kept
+        while len(hull) > 1 and _error_per_cost(hull[-2], hull[-1]) <= _error_per_cost(hull[-2], choice):
+            hull.pop()
+        hull.append(choice)
+    return hull
 
 
-def _error_per_cost(one: PrecisionChoice, other: PrecisionChoice) -> float:
-    """The error that is removed for each unit of cost."""
-    cost = other.cost - one.cost
-    return (one.error - other.error) / cost if cost > 0 else math.inf
+def _error_per_cost(low: PrecisionChoice, high: PrecisionChoice) -> float:
+    """The error that is removed per unit of cost, from one choice to a more expensive one."""
+    cost = high.cost - low.cost
+    return (low.error - high.error) / cost if cost > 0 else math.inf
 
 
 def _order_of_raises(hulls: Sequence[Sequence[PrecisionChoice]]) -> list[int]:
-    """The items in the order of their rungs, the most worthwhile first; of equals the earlier item."""
-    rungs = [(-_error_per_cost(low, high), index) for index, steps in enumerate(hulls) for low, high in pairwise(steps)]
-    return [index for _, index in sorted(rungs)]
+    """The index of the item to raise next, again and again: most error removed per cost first, then earlier items."""
+    raises = [(-_error_per_cost(low, high), index) for index, hull in enumerate(hulls) for low, high in pairwise(hull)]
+    return [index for _, index in sorted(raises)]
 
 
-def _make_allocation(items: Sequence[Item], picked: Sequence[PrecisionChoice]) -> Allocation:
-    chosen = {item.name: choice.name for item, choice in zip(items, picked, strict=True)}
-    return Allocation(chosen, math.fsum(each.error for each in picked), math.fsum(each.cost for each in picked))
+def _make_allocation(items: Sequence[Item], choices: Sequence[PrecisionChoice]) -> Allocation:
+    chosen = {item.name: choice.name for item, choice in zip(items, choices, strict=True)}
+    return Allocation(chosen, math.fsum(choice.error for choice in choices), _total_cost(choices))
 
 
-def _get_choices(items: Sequence[Item], found: Allocation) -> list[PrecisionChoice]:
-    return [next(each for each in item.choices if each.name == found.chosen[item.name]) for item in items]
+def _total_cost(choices: Sequence[PrecisionChoice]) -> float:
+    return math.fsum(choice.cost for choice in choices)
 
 
-def _fill_up(items: Sequence[Item], picked: list[PrecisionChoice], limit: float) -> Allocation:
-    """Raised by whatever still fits, the most worthwhile first."""
+def _get_choices(items: Sequence[Item], allocation: Allocation) -> list[PrecisionChoice]:
+    """The choices of an allocation, in the order of the items."""
+    return [next(choice for choice in item.choices if choice.name == allocation.chosen[item.name]) for item in items]
+
+
+def _fill_up(items: Sequence[Item], choices: list[PrecisionChoice], limit: float) -> Allocation:
+    """Raise items while the limit allows it, most error removed per cost first. Changes `choices`."""
     while True:
-        left = limit - math.fsum(each.cost for each in picked)
+        remaining = limit - _total_cost(choices)
         steps = [
-            (_error_per_cost(now, other), -index, other)
-            for index, (item, now) in enumerate(zip(items, picked, strict=True))
-            for other in item.choices
-            if other.error < now.error and other.cost - now.cost <= left
+            (_error_per_cost(current, better), -index, better)
+            for index, (item, current) in enumerate(zip(items, choices, strict=True))
+            for better in item.choices
+            if better.error < current.error and better.cost - current.cost <= remaining
         ]
         if not steps:
-            return _make_allocation(items, picked)
-        _, place, other = max(steps, key=lambda step: step[:2])
-        picked[-place] = other
+            return _make_allocation(items, choices)
+        _, negative_index, choice = max(steps, key=lambda step: step[:2])  # negative: of equals the earlier item
+        choices[-negative_index] = choice
 
 
-def _lower_until_fits(items: Sequence[Item], picked: list[PrecisionChoice], limit: float) -> list[PrecisionChoice]:
-    """Lowered where that costs the least error for what it saves, until it fits."""
-    while math.fsum(each.cost for each in picked) > limit:
+def _lower_until_fits(items: Sequence[Item], choices: list[PrecisionChoice], limit: float) -> list[PrecisionChoice]:
+    """Lower items until the limit holds, least error added per cost saved first. Changes `choices`."""
+    while _total_cost(choices) > limit:
         steps = [
-            (_error_per_cost(other, now), index, other)
-            for index, (item, now) in enumerate(zip(items, picked, strict=True))
-            for other in item.choices
-            if other.cost < now.cost
+            (_error_per_cost(cheaper, current), index, cheaper)
+            for index, (item, current) in enumerate(zip(items, choices, strict=True))
+            for cheaper in item.choices
+            if cheaper.cost < current.cost
         ]
-        _, place, other = min(steps, key=lambda step: step[:2])
-        picked[place] = other
-    return picked
+        _, index, choice = min(steps, key=lambda step: step[:2])
+        choices[index] = choice
+    return choices
 
 
 def _check_items(items: Sequence[Item]) -> None:
     names = [item.name for item in items]
     if len(set(names)) != len(names):
-        raise ValueError(f"two items of one name: {', '.join(names)}")
+        raise ValueError(f"names of items must be unique, got {', '.join(names)}")
     for item in items:
         if not item.choices:
-            raise ValueError(f"{item.name}: it has no choice")
-        for each in item.choices:
-            if not (math.isfinite(each.error) and math.isfinite(each.cost)):
-                raise ValueError(f"{item.name}, {each.name}: an error of {each.error} at a cost of {each.cost}")
+            raise ValueError(f"{item.name}: it has no choices")
+        for choice in item.choices:
+            if not (math.isfinite(choice.error) and math.isfinite(choice.cost)):
+                raise ValueError(
+                    f"{item.name}, {choice.name}: error and cost must be finite, got {choice.error} and {choice.cost}"
+                )

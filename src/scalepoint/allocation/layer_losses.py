@@ -1,10 +1,10 @@
-"""What a layer loses at each width: the error of its output after the solver, all widths on the same moments.
+"""The loss of a layer at each precision: the error of its output after the solver. All precisions share the moments.
 
-    loss(V) = E |W x~ - V x~ - shift|^2          x~ what reaches the layer in the quantized net, on held-out rows
+    loss(V) = E |W x~ - V x~ - shift|^2          x~ the input of the layer in the quantized model, on held-out rows
 
-H = E[x~ x~'] does not depend on bits, so one walk over the data serves every width. Scales are searched and codes
-chosen by GPTQ, as tuning will do it; the descent after that lowers all widths alike and is left away. Pair-safe codes
-are left to the descent by GPTQ, so that they get it here, too.
+H = E[x~ x~'] does not depend on the number of bits, so one walk over the data is enough. Scales are searched and codes
+chosen by GPTQ, as tuning will do. The descent that follows there lowers all precisions about equally, so it is left out
+here; only pair-safe codes get it, because GPTQ leaves them to the descent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +29,9 @@ from scalepoint.tuning.walk import StreamWalk
 QUICK_STEPS = ("scale", "gptq")
 MAX_ROWS, HOLDOUT_SHARE = 8_192, 0.1
 MEMORY_BYTES = 2_000_000_000
-LOSS_PER_BIT = 4.0  # a bit is worth 6 dB where nothing could be measured
+LOSS_PER_BIT = 4.0  # assumed if nothing could be measured: a bit is worth 6 dB
 
-Losses = dict[QuantizationSpec, float]  # each over the error of the running codes
+Losses = dict[QuantizationSpec, float]  # relative to the error of the present codes
 
 
 def measure_losses(
@@ -44,93 +44,113 @@ def measure_losses(
     skip_nan: bool,
     progress: bool | None,
 ) -> tuple[dict[str, Losses], dict[str, float]]:
-    """For each layer the error at every spec over that of the codes that the model has now, and the latter over the
-    energy of the layer's output. `steps` are those of tuning; none of them: the intercept alone; None: nearest codes,
-    as they are."""
+    """Measure the loss of layers at each of several specs of their weight.
+
+    Args:
+        model: A calibrated model.
+        specs: Layer -> the specs.
+        data: As for `calibrate`.
+        steps: Steps of tuning that choose the codes. None: the nearest codes; (): the nearest codes with the intercept.
+        max_batches: Use at most this many batches.
+        skip_nan: Leave out batches that contain NaN or infinity.
+        progress: Show a progress bar.
+
+    Returns:
+        For each layer the losses, relative to the error of the codes that the model has now; and for each layer the
+        error of these codes over the energy of the layer's output.
+    """
     walk = StreamWalk(model, memory=MEMORY_BYTES)
     names = record_of(model).names
-    found: dict[str, Losses] = {}
+    losses: dict[str, Losses] = {}
     levels: dict[str, float] = {}
-    collector = RowCollector(walk, MAX_ROWS, HOLDOUT_SHARE, names, against_itself=True)
-    layers = {use.node: use for use in collector.uses if names.get(use.node.name) in specs}
+    collector = RowCollector(walk, MAX_ROWS, HOLDOUT_SHARE, names, uses_quantized_inputs=True)
+    uses = {use.node: use for use in collector.uses if names.get(use.node.name) in specs}
     try:
         walk.read_data(model, data, max_batches=max_batches, skip_nan=skip_nan, progress=progress)
-        with phase("measuring widths", total=len(layers), unit="layers", show=progress) as running:
+        with phase("measuring widths", total=len(uses), unit="layers", show=progress) as running:
             for node in model.graph.nodes:
                 name = names.get(node.name, "")
-                if node in layers:
-                    if name not in found:
-                        found[name], levels[name] = _LayerMeasurement(collector, layers[node], steps).losses(
-                            specs[name]
-                        )
+                if node in uses:
+                    if name not in losses:
+                        measurement = _LayerMeasurement(collector, uses[node], steps)
+                        losses[name], levels[name] = measurement.measure(specs[name])
                     running.advance()
                 walk.advance(node)
     finally:
         walk.activation_store.close()
-    return found, levels
+    return losses, levels
 
 
 class _LayerMeasurement:
-    """One layer where the walk stands."""
+    """Measures one layer, when the walk is at its node."""
 
     def __init__(self, collector: RowCollector, use: LayerUse, steps: Sequence[str] | None) -> None:
         self.collector, self.use, self.steps = collector, use, steps
-        self.live = use.layer
+        self.layer = use.layer
 
-    def losses(self, specs: Sequence[QuantizationSpec]) -> tuple[Losses, float]:
-        own = self.live.weight_quant.spec
-        geometry = get_geometry(self.live)
-        shape = None if geometry is None else GroupedLayer(self.live, geometry)
-        fit, judge = (None, None) if shape is None else self.collector.moments(self.use, shape)
-        if geometry is None or shape is None or fit is None or judge is None:
-            return {spec: LOSS_PER_BIT ** (own.n_bits - spec.n_bits) for spec in specs}, 1.0
-        weight = shape.weight()
-        now = _current_error(self.live, geometry, judge)
-        found = _compute_over_ranks(
-            specs, lambda spec: self._loss(_requantize_layer(self.live, spec), geometry, weight, fit, judge)
+    def measure(self, specs: Sequence[QuantizationSpec]) -> tuple[Losses, float]:
+        """The loss at each spec relative to the present error, and the present error over the output's energy."""
+        geometry = get_geometry(self.layer)
+        fit = holdout = None
+        if geometry is not None:
+            fit, holdout = self.collector.collect_moments(self.use, GroupedLayer(self.layer, geometry))
+        if geometry is None or fit is None or holdout is None:
+            n_bits = self.layer.weight_quant.spec.n_bits
+            return {spec: LOSS_PER_BIT ** (n_bits - spec.n_bits) for spec in specs}, 1.0
+        weight = GroupedLayer(self.layer, geometry).weight()
+        present_error = _current_error(self.layer, geometry, holdout)
+        errors = _compute_over_ranks(
+            specs, lambda spec: self._solved_error(_requantize_layer(self.layer, spec), geometry, weight, fit, holdout)
         )
-        energy = float(judge.wanted.sum())
-        scale = now if now > 0 else energy or 1.0
-        return {spec: loss / scale for spec, loss in found.items()}, now / energy if now > 0 and energy else 1.0
+        variance = float(holdout.target_variance.sum())
+        unit = present_error if present_error > 0 else variance or 1.0
+        level = present_error / variance if present_error > 0 and variance else 1.0
+        return {spec: error / unit for spec, error in errors.items()}, level
 
-    def _loss(self, layer: QuantizedLayer, geometry: Geometry, weight: Tensor, fit: Moments, judge: Moments) -> float:
-        least = _current_error(layer, geometry, judge)
+    def _solved_error(
+        self, layer: QuantizedLayer, geometry: Geometry, weight: Tensor, fit: Moments, holdout: Moments
+    ) -> float:
+        """The least squared error of the nearest codes and of the steps' solutions."""
+        least_error = _current_error(layer, geometry, holdout)
         if self.steps is None or layer.weight_quant.spec.qformulation != "zp":
-            return least
-        shape = GroupedLayer(layer, geometry)
-        now, codes = shape.start(weight), shape.codes()
+            return least_error
+        grouped = GroupedLayer(layer, geometry)
+        solution, grid = grouped.current_solution(weight), grouped.code_grid()
         problem = Problem(
-            name=self.use.place, weight=weight, codes=codes, fit=fit, judge=judge,
-            has_own_scales=shape.has_own_scales, has_intercept=True,
+            name=self.use.path, weight=weight, grid=grid, fit=fit, holdout=holdout,
+            can_change_scales=grouped.can_change_scales, has_intercept=True,
         )  # fmt: skip
-        whole = float(judge.wanted.sum())
-        for step in ("", *self.steps, *(("descend",) if self.steps and codes.partners is not None else ())):
-            now = find_step(step).run(problem, now) if step else now
-            least = min(least, problem.error(now) * whole)
-        return least
+        variance = float(holdout.target_variance.sum())
+        least_error = min(least_error, problem.error(solution) * variance)
+        steps = [*self.steps, "descend"] if self.steps and grid.partners is not None else self.steps
+        for step in steps:
+            solution = find_step(step).run(problem, solution)
+            least_error = min(least_error, problem.error(solution) * variance)
+        return least_error
 
 
-def _compute_over_ranks(specs: Sequence[QuantizationSpec], loss: Callable[[QuantizationSpec], float]) -> Losses:
-    """The loss of each spec; every rank computes some of them."""
+def _compute_over_ranks(specs: Sequence[QuantizationSpec], compute: Callable[[QuantizationSpec], float]) -> Losses:
+    """Compute a value for each spec; every rank computes some of them."""
     with distributed.phase("losses") as step:
-        step.value = [loss(spec) for spec in distributed.shard(specs)]
+        step.value = [compute(spec) for spec in distributed.shard(specs)]
     return dict(zip(specs, distributed.interleave(step.values), strict=True))
 
 
-def _requantize_layer(live: QuantizedLayer, spec: QuantizationSpec) -> QuantizedLayer:
-    """The same layer with another quantizer, frozen."""
-    axis = 1 if live.kind == "conv_transpose" else 0
-    layer = QuantizedLayer(live.operation, live.norm, WeightFakeQuantize([], spec=spec, channel_axis=axis))
-    layer.weight_quant.name = live.weight_quant.name
-    layer.weight_quant.enabled = True
-    layer.module_refs["input"] = live.module_refs["input"]
-    layer.freeze()
-    layer.training = False
-    return layer
+def _requantize_layer(layer: QuantizedLayer, spec: QuantizationSpec) -> QuantizedLayer:
+    """A frozen copy of a layer with another weight quantizer."""
+    channel_axis = 1 if layer.kind == "conv_transpose" else 0
+    quant = WeightFakeQuantize([], spec=spec, channel_axis=channel_axis)
+    copy = QuantizedLayer(layer.operation, layer.norm, quant)
+    copy.weight_quant.name = layer.weight_quant.name
+    copy.weight_quant.enabled = True
+    copy.module_refs["input"] = layer.module_refs["input"]
+    copy.freeze()
+    copy.training = False
+    return copy
 
 
-def _current_error(layer: QuantizedLayer, geometry: Geometry, judge: Moments) -> float:
-    """The squared error of the codes that a layer has."""
+def _current_error(layer: QuantizedLayer, geometry: Geometry, moments: Moments) -> float:
+    """The squared error of the codes that a layer has, with the mismatch of the means."""
     quant = layer.weight_quant
-    values = geometry.by_group(quant.values(layer.get_deployed().codes).to(torch.float64))
-    return float(judge.error(values, judge.mismatch(values)).sum())
+    values = geometry.to_groups(quant.values(layer.get_deployed().codes).to(torch.float64))
+    return float(moments.error(values, moments.mean_mismatch(values)).sum())

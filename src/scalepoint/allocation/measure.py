@@ -1,4 +1,4 @@
-"""Every layer at every width, measured once on one calibrated model: what it puts on the output, and what it costs.
+"""Measures every layer at every precision on one calibrated model: the error that it adds to the output, and its cost.
 
     error  = noise to signal at the output  =  own(n) weight(n) loss(width) / loss(now)  +  the noise of its inputs
     size   = codes and scales in bytes           time = MACs * bits of the wider operand / 32
@@ -42,8 +42,8 @@ from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, Quantiza
 from scalepoint.targets import Target
 from scalepoint.transformation import TransformationResult
 
-MAX_FLOW_BATCHES = 4  # of the data: enough to see how noise flows
-BROKEN_MODEL_ERROR = 1e12  # the error of what breaks the model
+MAX_FLOW_BATCHES = 4  # batches on which the noise flow is measured
+BROKEN_MODEL_ERROR = 1e12  # the error of a layer whose measured error is not finite
 FLOAT_BITS = 32
 WIDE_WEIGHTS = "int8"
 
@@ -82,51 +82,70 @@ def measure_widths(
         for layer in layers:
             add_higher_precisions(layer, config, target)
     else:
-        layers = [each for each in layers if each.first.weight is not None and not is_weight_overridden(each, config)]
+        layers = [
+            layer for layer in layers if layer.first.weight is not None and not is_weight_overridden(layer, config)
+        ]
         add_choices(layers, choices, config, target)
     if not layers:
-        raise UsageError("no layer has a choice: the config names the weights of all that are quantized")
+        raise UsageError(
+            "no layer has a choice: overrides of the config set the weights of all layers that are quantized. Remove "
+            "some, or omit the budget"
+        )
     measured = _NoiseMeasurement(result, config, target, layers)
     measured.run(data, steps, max_batches, on_nan, progress)
     macs: dict[str, float] = dict.fromkeys((layer.name for layer in layers), 0.0)
-    fixed = []
+    fixed = []  # decisions without a choice
     for decision in decisions:
+        row = rows.get(decision.site.node)
         if decision.site.name in macs:
-            macs[decision.site.name] += _count_work(rows.get(decision.site.node), decision.site.node)
+            macs[decision.site.name] += _count_work(row, decision.site.node)
         else:
-            fixed.append((decision, rows.get(decision.site.node)))
-    made = tuple(_make_row(group, measured, macs) for group in group_layers_sharing_precision(layers))
-    others = sum(row.macs or 0 for row in coverage.operations if row.name not in macs)
-    owned = {get_weight_key(layer.first.site) for layer in layers if layer.first.weight is not None}
-    return _add_fixed_costs(made, result.model, fixed, owned, sum(macs.values()), others)
+            fixed.append((decision, row))
+    return _add_fixed_costs(
+        tuple(_make_row(group, measured, macs) for group in group_layers_sharing_precision(layers)),
+        result.model,
+        fixed,
+        chosen_weights={get_weight_key(layer.first.site) for layer in layers if layer.first.weight is not None},
+        chosen_macs=sum(macs.values()),
+        other_macs=sum(row.macs or 0 for row in coverage.operations if row.name not in macs),
+    )
 
 
 def _add_fixed_costs(
-    made: tuple[WidthRow, ...],
+    rows: tuple[WidthRow, ...],
     model: fx.GraphModule,
     fixed: Sequence[tuple[Decision, CoverageRow | None]],
-    owned: Collection[int],
-    own: float,
-    others: float,
+    *,
+    chosen_weights: Collection[int],
+    chosen_macs: float,
+    other_macs: float,
 ) -> Widths:
-    """What has no choice costs what it is: in float, or quantized as the config says."""
-    size = _float_bytes(model)
-    rest = size - sum(FLOAT_BITS / 8 * row.weights for row in made)
-    time = others
+    """Make the table: add the cost of everything without a choice, in float or quantized as the config says.
+
+    Args:
+        rows: The layers with a choice.
+        model: The transformed model.
+        fixed: Decisions without a choice, with their coverage rows.
+        chosen_weights: Addresses of the weights that are in `rows`.
+        chosen_macs, other_macs: Multiply-accumulates of the layers with a choice, and of all others.
+    """
+    float_size = _float_bytes(model)
+    size = float_size - sum(FLOAT_BITS / 8 * row.weights for row in rows)
+    time = other_macs
     for decision, row in fixed:
         bits = max((spec.n_bits for point, _, spec in decision.points if point != Point.OUTPUT), default=FLOAT_BITS)
-        if decision.weight is not None and get_weight_key(decision.site) not in owned:
+        if decision.weight is not None and get_weight_key(decision.site) not in chosen_weights:
             shape = get_weight_shape(decision.site.part)
-            rest -= FLOAT_BITS / 8 * prod(shape) - _weight_bytes(decision.weight, shape)
+            size -= FLOAT_BITS / 8 * prod(shape) - _weight_bytes(decision.weight, shape)
             bits = max(bits, decision.weight.n_bits)
         elif decision.weight is None and decision.site.role is not None:
             bits = FLOAT_BITS
         time -= (row.macs or 0) * (1 - bits / FLOAT_BITS) if row is not None else 0.0
-    return Widths(made, size, own + others, max(rest, 0.0), max(time, 0.0))
+    return Widths(rows, float_size, chosen_macs + other_macs, max(size, 0.0), max(time, 0.0))
 
 
 def _count_work(row: CoverageRow | None, node: fx.Node) -> float:
-    """MACs; of what multiplies nothing, its values."""
+    """Multiply-accumulates of an operation; for one without products, the number of its values."""
     if row is not None and row.macs:
         return float(row.macs)
     shape = get_shape(node)
@@ -134,28 +153,37 @@ def _count_work(row: CoverageRow | None, node: fx.Node) -> float:
 
 
 def _float_bytes(model: fx.GraphModule) -> float:
-    """The bytes of all parameters and float buffers in float32."""
-    tensors = {each.data_ptr(): each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()}
-    return 4.0 * sum(each.numel() for each in tensors.values())
+    """The bytes of all parameters and float buffers in float32. A shared tensor counts once."""
+    tensors = (*model.parameters(), *model.buffers())
+    sizes = {tensor.data_ptr(): tensor.numel() for tensor in tensors if tensor.is_floating_point()}
+    return 4.0 * sum(sizes.values())
 
 
 def _make_row(group: Sequence[LayerOptions], measured: "_NoiseMeasurement", macs: Mapping[str, float]) -> WidthRow:
-    """Partners together: the ways that all of them have."""
-    refused = {name: why for layer in group for name, why in layer.refused.items()}
-    names = [way.name for way in group[0].ways if all(way.name in {each.name for each in o.ways} for o in group)]
+    """The row of layers that must have the same precision, with the precisions that all of them can have."""
+    refused = {name: reason for layer in group for name, reason in layer.refused.items()}
     shapes = {layer.name: get_weight_shape(layer.first.site.part) for layer in group if layer.first.weight is not None}
-    weights = prod(next(iter(shapes.values()))) if measured.share_a_weight(group) else sum(map(prod, shapes.values()))
+    is_one_weight = measured.share_a_weight(group)
+    weights = prod(next(iter(shapes.values()))) if is_one_weight else sum(map(prod, shapes.values()))
+    options_of = [{option.name: option for option in layer.options} for layer in group]
     widths = []
-    for name in names:
-        ways = [next(way for way in layer.ways if way.name == name) for layer in group]
-        pairs = list(zip(group, ways, strict=True))
-        error = sum(measured.error(layer, way) for layer, way in pairs)
-        sizes = [_weight_bytes(way.weight, shapes[layer.name]) for layer, way in pairs if layer.name in shapes]
-        size = sizes[0] if measured.share_a_weight(group) else sum(sizes)
-        time = sum(macs[layer.name] * way.widest / FLOAT_BITS for layer, way in pairs)
-        said = {key: _to_override_value(value) for key, value in ways[0].said.items()}
-        widths.append(Width(name, float(ways[0].bits), error, size, time, said))
-    return WidthRow(tuple(each.name for each in group), group[0].first.site.kind, weights, tuple(widths), refused)
+    for name in options_of[0]:
+        if not all(name in options for options in options_of):
+            continue
+        pairs = [(layer, options[name]) for layer, options in zip(group, options_of, strict=True)]
+        first = pairs[0][1]
+        sizes = [_weight_bytes(option.weight, shapes[layer.name]) for layer, option in pairs if layer.name in shapes]
+        widths.append(
+            Width(
+                name=name,
+                bits=float(first.bits),
+                error=sum(measured.error(layer, option) for layer, option in pairs),
+                size=sizes[0] if is_one_weight else sum(sizes),
+                time=sum(macs[layer.name] * option.operand_bits / FLOAT_BITS for layer, option in pairs),
+                override={key: _to_override_value(value) for key, value in first.override.items()},
+            )
+        )
+    return WidthRow(tuple(layer.name for layer in group), group[0].first.site.kind, weights, tuple(widths), refused)
 
 
 def _to_override_value(value: Any) -> Any:
@@ -163,23 +191,22 @@ def _to_override_value(value: Any) -> Any:
 
 
 def _weight_bytes(spec: QuantizationSpec | None, shape: tuple[int, ...]) -> float:
-    """Codes, scales in float32, and zero points where they are not zero."""
+    """Bytes of the codes, of scales in float32, and of zero points if there are any."""
     count = prod(shape)
     if spec is None:
         return FLOAT_BITS / 8 * count
     granularity = spec.granularity
-    scales = 1.0
+    scale_count = 1.0
     if isinstance(granularity, PerBlockGranularity):
-        extents = granularity.get_block_size(shape)
-        scales = count / prod(extents)
+        scale_count = count / prod(granularity.get_block_size(shape))
     elif isinstance(granularity, PerChannelGranularity):
-        scales = float(shape[granularity.axis or 0])
-    zero = scales * spec.n_bits / 8 if spec.qscheme == "asymmetric" else 0.0
-    return count * spec.n_bits / 8 + 4 * scales + zero
+        scale_count = float(shape[granularity.axis or 0])
+    zero_point_bytes = scale_count * spec.n_bits / 8 if spec.qscheme == "asymmetric" else 0.0
+    return count * spec.n_bits / 8 + 4 * scale_count + zero_point_bytes
 
 
 class _NoiseMeasurement:
-    """How noise flows with wide weights, and the loss of each layer at each of its specs."""
+    """The noise that each layer adds to the output of a model with wide weights, and its loss at each spec."""
 
     def __init__(
         self, result: TransformationResult, config: QuantConfig, target: Target, layers: Sequence[LayerOptions]
@@ -190,20 +217,20 @@ class _NoiseMeasurement:
         )
 
     def _wide_config(self) -> QuantConfig:
-        """All weights that have a choice at 8 bits, or at the widest that is left."""
-        more = []
+        """The config with 8 bits for all weights that have a choice, or with their widest precision."""
+        overrides = []
         for layer in self.layers:
             if layer.first.weight is None:
                 continue
-            tried = LayerOptions(layer.name, layer.decisions)
+            wide = LayerOptions(layer.name, layer.decisions)
             try:
-                add_choices([tried], (WIDE_WEIGHTS,), self.config, self.target)
-                more.append(Override(name=layer.name, **tried.ways[0].said))
-            except ValueError:
-                own = [way for way in layer.ways if way.weight is not None] or layer.ways
-                said = max(own, key=lambda way: way.bits).said
-                more += [Override(name=layer.name, **said)] if said else []
-        return self.config.model_copy(update={"overrides": (*self.config.overrides, *more)})
+                add_choices([wide], (WIDE_WEIGHTS,), self.config, self.target)
+                overrides.append(Override(name=layer.name, **wide.options[0].override))
+            except ValueError:  # the target does not run 8-bit weights here
+                options = [option for option in layer.options if option.weight is not None] or layer.options
+                override = max(options, key=lambda option: option.bits).override
+                overrides += [Override(name=layer.name, **override)] if override else []
+        return self.config.model_copy(update={"overrides": (*self.config.overrides, *overrides)})
 
     def run(
         self,
@@ -213,21 +240,22 @@ class _NoiseMeasurement:
         on_nan: Literal["error", "skip"],
         progress: bool | None,
     ) -> None:
-        # Every width is solved with a bias of its own, from uncorrected ones.
+        """Calibrate the model and measure the noise and the losses."""
+        # Without bias correction: the codes of every precision are solved with a bias shift of their own.
         calibrate(
             self.model, data, max_batches=max_batches, on_nan=on_nan, progress=progress, freeze_weights=True,
             correct_bias=False,
         )  # fmt: skip
-        few = min(max_batches or MAX_FLOW_BATCHES, MAX_FLOW_BATCHES)
-        flow = measure_noise_flow(self.model, data, max_batches=few, progress=False)
-        self._collect(flow)
+        flow_batches = min(max_batches or MAX_FLOW_BATCHES, MAX_FLOW_BATCHES)
+        flow = measure_noise_flow(self.model, data, max_batches=flow_batches, progress=False)
+        self._collect_noise(flow)
         specs = {
-            layer.name: [*dict.fromkeys(way.weight for way in layer.ways if way.weight is not None)]
+            layer.name: list(dict.fromkeys(option.weight for option in layer.options if option.weight is not None))
             for layer in self.layers
         }
         self.losses, self.levels = measure_losses(
             self.model,
-            {name: found for name, found in specs.items() if found},
+            {name: specs_of_layer for name, specs_of_layer in specs.items() if specs_of_layer},
             data,
             steps=steps,
             max_batches=max_batches,
@@ -235,47 +263,51 @@ class _NoiseMeasurement:
             progress=progress,
         )
 
-    def _collect(self, flow: NoiseFlow) -> None:
-        """The noise of each layer's weight and of its inputs, at the output."""
+    def _collect_noise(self, flow: NoiseFlow) -> None:
+        """Collect the noise at the output that the weight of each layer causes, and the quantizers of its inputs."""
         names, weights = record_of(self.model).names, flow.weights(self.model.graph)
-        self.of_weight: dict[str, float] = {}
-        self.of_inputs: dict[str, float] = {}
-        self.silent: set[str] = set()
-        for node, own in flow.own.items():
+        self.weight_noise: dict[str, float] = {}
+        self.input_noise: dict[str, float] = {}
+        self.silent: set[str] = set()  # layers whose weights cause no noise with 8 bits, such as all-zero ones
+        for node, own_noise in flow.own_noise.items():
             module = self.model.get_submodule(str(node.target))
             if not isinstance(module, QuantStub):
                 name = names.get(node.name, "")
-                self.of_weight[name] = self.of_weight.get(name, 0.0) + own * weights[node]
-                if not own:
+                self.weight_noise[name] = self.weight_noise.get(name, 0.0) + own_noise * weights[node]
+                if not own_noise:
                     self.silent.add(name)
                 continue
-            left = own * weights[node]
+            # An activation quantizer: its noise is split over the layers that read it; the rest, if the quantizer is
+            # at the output of a layer, counts for that layer.
+            remaining = own_noise * weights[node]
             for reader in node.users:
                 if names.get(reader.name) in module.consumers:  # never the output node, which has no gain
-                    part = own * flow.gain(reader) * weights[reader]
-                    self._add_input(names[reader.name], part)
-                    left -= part
+                    part = own_noise * flow.gain(reader) * weights[reader]
+                    self._add_input_noise(names[reader.name], part)
+                    remaining -= part
             source = node.all_input_nodes[0]
             if names.get(source.name) in module.consumers:
-                self._add_input(names[source.name], max(left, 0.0))
+                self._add_input_noise(names[source.name], max(remaining, 0.0))
 
-    def _add_input(self, name: str, part: float) -> None:
-        self.of_inputs[name] = self.of_inputs.get(name, 0.0) + part
+    def _add_input_noise(self, name: str, noise: float) -> None:
+        self.input_noise[name] = self.input_noise.get(name, 0.0) + noise
 
     def share_a_weight(self, group: Sequence[LayerOptions]) -> bool:
-        parts = [getattr(layer.first.site.part, "weight", None) for layer in group]
-        return len(group) > 1 and len({None if each is None else each.data_ptr() for each in parts}) == 1
+        """Whether the layers of a group all use one weight."""
+        weights = [getattr(layer.first.site.part, "weight", None) for layer in group]
+        addresses = {None if weight is None else weight.data_ptr() for weight in weights}
+        return len(group) > 1 and len(addresses) == 1
 
-    def error(self, layer: LayerOptions, way: PrecisionOption) -> float:
-        """The noise to signal that a layer is expected to put on the output."""
-        found = 0.0
-        if way.weight is not None:
-            scale = self.of_weight.get(layer.name, 0.0)
+    def error(self, layer: LayerOptions, option: PrecisionOption) -> float:
+        """The noise to signal that a layer is expected to add to the output."""
+        error = 0.0
+        if option.weight is not None:
+            present = self.weight_noise.get(layer.name, 0.0)
             if layer.name in self.silent:
-                scale = self.levels.get(layer.name, 0.0)
-            found += scale * self.losses.get(layer.name, {}).get(way.weight, 0.0)
-        if way.inputs:
-            before = build_option(layer, UNCHANGED, {}, self.config, self.target).inputs
-            more = min(each.n_bits for each in way.inputs) - min(each.n_bits for each in before)
-            found += self.of_inputs.get(layer.name, 0.0) * 4.0**-more
-        return found if isfinite(found) else BROKEN_MODEL_ERROR
+                present = self.levels.get(layer.name, 0.0)
+            error += present * self.losses.get(layer.name, {}).get(option.weight, 0.0)
+        if option.inputs:
+            present_inputs = build_option(layer, UNCHANGED, {}, self.config, self.target).inputs
+            added_bits = min(spec.n_bits for spec in option.inputs) - min(spec.n_bits for spec in present_inputs)
+            error += self.input_noise.get(layer.name, 0.0) * 4.0**-added_bits  # 6 dB per bit
+        return error if isfinite(error) else BROKEN_MODEL_ERROR

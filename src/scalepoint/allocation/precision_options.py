@@ -1,10 +1,10 @@
-"""The ways to run a layer: what is tried at each, only what the target runs, and who has to share.
+"""The precisions that are tried for each layer: those that the target runs; and which layers must have the same.
 
     by name     int4, int8, ...: the weight in this format, everything else as configured; float: weight and inputs
-    upwards     as it is, then wider weights, inputs of 8 bits, both, float
+    upwards     as configured, then wider weights, inputs of 8 bits, both, float
 
-Layers that multiply one tensor (q, k, v; gate and up) share a way, so that a compiler can still fuse them; so do layers
-with one weight.
+Layers that multiply one tensor (q, k, v; gate and up) have the same precision, so that a compiler can still fuse them.
+So do layers with one weight.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,39 +25,54 @@ from scalepoint.spec.extended import spec_from_dict
 from scalepoint.spec.spec import to_code_type
 from scalepoint.targets import Target
 
-UNCHANGED = "as it is"
+UNCHANGED = "as it is"  # name of the configured precision
 WIDER_WEIGHTS = ("int4", "int8")
 
 
 @dataclass(frozen=True)
 class PrecisionOption:
-    """One way to run a layer: fields of an override, and what comes of them."""
+    """One precision of a layer.
+
+    Attributes:
+        name: Its name, such as "int4".
+        override: Fields of the override that asks for it.
+        weight: Spec of the weight; None if it is float, or there is none.
+        inputs: Specs of the quantized inputs.
+        has_weight: Whether the layer has a weight.
+    """
 
     name: str
-    said: dict[str, Any]
-    weight: QuantizationSpec | None  # None: float, or no weight
+    override: dict[str, Any]
+    weight: QuantizationSpec | None
     inputs: tuple[QuantizationSpec, ...]
     has_weight: bool = True
 
     @property
     def bits(self) -> int:
-        """Of a code of the weight."""
+        """Bits per weight."""
         return 32 if self.weight is None else self.weight.n_bits
 
     @property
-    def widest(self) -> int:
-        """Of the operands of a product."""
-        inputs = max((each.n_bits for each in self.inputs), default=32)
+    def operand_bits(self) -> int:
+        """Bits of the wider operand of a product."""
+        inputs = max((spec.n_bits for spec in self.inputs), default=32)
         return max(self.bits, inputs) if self.has_weight else inputs
 
 
 @dataclass
 class LayerOptions:
-    """The groups of one name, with their ways; the reasons why others are none."""
+    """The options of a layer.
+
+    Attributes:
+        name: Name of the layer.
+        decisions: What the config decides for each of its groups.
+        options: The precisions to choose from.
+        refused: Precision -> why the target does not run it.
+    """
 
     name: str
     decisions: list[Decision]
-    ways: list[PrecisionOption] = field(default_factory=list)
+    options: list[PrecisionOption] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -66,13 +81,13 @@ class LayerOptions:
 
 
 def group_by_layer(decisions: Iterable[Decision]) -> list[LayerOptions]:
-    """What is quantized, each name once, in graph order; a table of embeddings is multiplied by nothing, and has no
-    choice."""
-    found: dict[str, LayerOptions] = {}
-    for each in decisions:
-        if (each.weight is not None or each.points) and not is_embedding_table(each.site):
-            found.setdefault(each.site.name, LayerOptions(each.site.name, [])).decisions.append(each)
-    return list(found.values())
+    """The quantized layers without options, in graph order. Embedding tables are no layers: nothing multiplies them."""
+    layers: dict[str, LayerOptions] = {}
+    for decision in decisions:
+        if (decision.weight is not None or decision.points) and not is_embedding_table(decision.site):
+            name = decision.site.name
+            layers.setdefault(name, LayerOptions(name, [])).decisions.append(decision)
+    return list(layers.values())
 
 
 def check_choices(choices: Sequence[str]) -> tuple[str, ...]:
@@ -88,7 +103,10 @@ def check_choices(choices: Sequence[str]) -> tuple[str, ...]:
         UsageError: A name is not known.
     """
     if isinstance(choices, str) or not choices:
-        raise UsageError(f"choices={choices!r}: name formats of weights, as ('int4', 'int8', 'float')")
+        raise UsageError(
+            f"choices= must be a sequence with names of weight formats, such as ('int4', 'int8', 'float'), got "
+            f"{choices!r}"
+        )
     for name in choices:
         if name != FLOAT:
             try:
@@ -102,7 +120,11 @@ def check_choices(choices: Sequence[str]) -> tuple[str, ...]:
 
 
 def add_choices(layers: Sequence[LayerOptions], choices: Sequence[str], config: QuantConfig, target: Target) -> None:
-    """The ways by name; a choice that no layer can have is an error."""
+    """Add the options with these names to the layers.
+
+    Raises:
+        TargetError: No layer can have one of the choices, or one layer can have none of them.
+    """
     for layer in layers:
         for name in choices:
             _add_choice(layer, name, config, target)
@@ -110,21 +132,23 @@ def add_choices(layers: Sequence[LayerOptions], choices: Sequence[str], config: 
         refusals = [layer.refused[name] for layer in layers if name in layer.refused]
         if layers and len(refusals) == len(layers):
             raise TargetError(f"choices: no layer can have {name}: {refusals[0]}")
-    without = [layer for layer in layers if not layer.ways]
-    if without:
-        why = "; ".join(without[0].refused.values())
-        raise TargetError(f"choices: {without[0].name} can have none of {', '.join(choices)}: {why}")
+    without_options = [layer for layer in layers if not layer.options]
+    if without_options:
+        layer = without_options[0]
+        reasons = "; ".join(layer.refused.values())
+        raise TargetError(f"choices: {layer.name} can have none of {', '.join(choices)}: {reasons}")
 
 
 def _add_choice(layer: LayerOptions, name: str, config: QuantConfig, target: Target) -> None:
     if name == FLOAT:
-        layer.ways.append(build_option(layer, FLOAT, {"weight": FLOAT, "activation": FLOAT}, config, target))
+        layer.options.append(build_option(layer, FLOAT, {"weight": FLOAT, "activation": FLOAT}, config, target))
         return
+    # The target may not run the format with the granularity of the config; then its own granularity is tried.
     reasons = []
     for base in (_configured_weight(layer.first, config, target), target.weight):
         try:
             spec = _with_dtype(base, name)
-            layer.ways.append(build_option(layer, name, {"weight": spec}, config, target))
+            layer.options.append(build_option(layer, name, {"weight": spec}, config, target))
         except ValueError as error:
             reasons.append(_error_text(error))
         else:
@@ -133,26 +157,28 @@ def _add_choice(layer: LayerOptions, name: str, config: QuantConfig, target: Tar
 
 
 def add_higher_precisions(layer: LayerOptions, config: QuantConfig, target: Target) -> None:
-    """As it is, and everything that is more."""
-    layer.ways.append(build_option(layer, UNCHANGED, {}, config, target))
-    now = layer.ways[0]
-    weights = [
-        name for name in WIDER_WEIGHTS if now.weight is not None and get_format(to_code_type(name)).bits > now.bits
+    """Add the configured precision and all that are higher."""
+    present = build_option(layer, UNCHANGED, {}, config, target)
+    layer.options.append(present)
+    wider_weights = [
+        name
+        for name in WIDER_WEIGHTS
+        if present.weight is not None and get_format(to_code_type(name)).bits > present.bits
     ]
-    inputs = min((each.n_bits for each in now.inputs), default=8)
-    for weight in (None, *weights):
-        said: dict[str, Any] = {}
+    input_bits = min((spec.n_bits for spec in present.inputs), default=8)
+    for weight in (None, *wider_weights):
+        override: dict[str, Any] = {}
         if weight is not None:
-            if not (found := _find_wider_weight(layer, weight, config, target)):
+            wider = _find_wider_weight(layer, weight, config, target)
+            if not wider:
                 continue
-            said = found
-            layer.ways.append(build_option(layer, f"{weight} weights", said, config, target))
-        if inputs < 8:
-            wide = {
-                "input": _with_dtype(now.inputs[0], "uint8" if "uint" in dtype_name(now.inputs[0].dtype) else "int8")
-            }
-            words = f"{weight} weights, 8-bit inputs" if weight else "8-bit inputs"
-            _try_option(layer, words, {**said, **wide}, config, target)
+            override = wider
+            layer.options.append(build_option(layer, f"{weight} weights", override, config, target))
+        if input_bits < 8:
+            input_spec = present.inputs[0]
+            wide_input = _with_dtype(input_spec, "uint8" if "uint" in dtype_name(input_spec.dtype) else "int8")
+            name = f"{weight} weights, 8-bit inputs" if weight else "8-bit inputs"
+            _try_option(layer, name, {**override, "input": wide_input}, config, target)
     _try_option(layer, FLOAT, {"weight": FLOAT, "activation": FLOAT}, config, target)
 
 
@@ -161,86 +187,92 @@ def _error_text(error: Exception) -> str:
 
 
 def _find_wider_weight(layer: LayerOptions, name: str, config: QuantConfig, target: Target) -> dict[str, Any] | None:
-    """The weight in a wider format as the target runs it."""
-    tried = LayerOptions(layer.name, layer.decisions)
-    _add_choice(tried, name, config, target)
-    return tried.ways[0].said if tried.ways else None
+    """The override for a wider weight that the target runs; None if there is none."""
+    wider = LayerOptions(layer.name, layer.decisions)
+    _add_choice(wider, name, config, target)
+    return wider.options[0].override if wider.options else None
 
 
-def _try_option(layer: LayerOptions, name: str, said: dict[str, Any], config: QuantConfig, target: Target) -> None:
+def _try_option(layer: LayerOptions, name: str, override: dict[str, Any], config: QuantConfig, target: Target) -> None:
+    """Add an option, or note why the target does not run it."""
     try:
-        layer.ways.append(build_option(layer, name, said, config, target))
+        layer.options.append(build_option(layer, name, override, config, target))
     except ValueError as error:
         layer.refused[name] = _error_text(error)
 
 
 def build_option(
-    layer: LayerOptions, name: str, said: dict[str, Any], config: QuantConfig, target: Target
+    layer: LayerOptions, name: str, override: dict[str, Any], config: QuantConfig, target: Target
 ) -> PrecisionOption:
-    """What an override comes to; TargetError for what the target does not run."""
-    more = (Override(name=layer.name, **said),) if said else ()
-    asked = config.model_copy(update={"overrides": (*config.overrides, *more)})
-    found = [decide(each.site, asked, target) for each in layer.decisions]
-    for each in found:
-        if said and each.weight is not None:
-            each.weight.granularity.get_block_size(
-                get_operation_facts(each.site, asked, target).weight_shape
-            )  # blocks must divide
-    inputs = tuple(spec for each in found for point, _, spec in each.points if point != Point.OUTPUT)
-    return PrecisionOption(name, said, found[0].weight, inputs, layer.first.site.role is not None)
+    """Decide what an override of a layer leads to.
+
+    Raises:
+        TargetError: The target does not run it.
+    """
+    overrides = (Override(name=layer.name, **override),) if override else ()
+    new_config = config.model_copy(update={"overrides": (*config.overrides, *overrides)})
+    decisions = [decide(decision.site, new_config, target) for decision in layer.decisions]
+    for decision in decisions:
+        if override and decision.weight is not None:
+            shape = get_operation_facts(decision.site, new_config, target).weight_shape
+            decision.weight.granularity.get_block_size(shape)  # raises an error if the blocks do not divide the weight
+    inputs = tuple(spec for decision in decisions for point, _, spec in decision.points if point != Point.OUTPUT)
+    return PrecisionOption(name, override, decisions[0].weight, inputs, layer.first.site.role is not None)
 
 
 def _configured_weight(decision: Decision, config: QuantConfig, target: Target) -> QuantizationSpec:
-    """What the config says of a weight, before the target adapts it."""
-    said = config.spec_for("weight", decision.site.names, decision.site.types)
-    return said if isinstance(said, QuantizationSpec) else target.weight
+    """The spec of the weight in the config, before the target adapts it."""
+    spec = config.spec_for("weight", decision.site.names, decision.site.types)
+    return spec if isinstance(spec, QuantizationSpec) else target.weight
 
 
 def _with_dtype(spec: QuantizationSpec, name: str) -> QuantizationSpec:
     if dtype_name(spec.dtype) == name:
         return spec
-    own = type(spec).model_fields
-    fields = {key: value for key, value in spec.to_dict().items() if key in own and key != "scale_dtype"}
+    known = type(spec).model_fields
+    fields = {key: value for key, value in spec.to_dict().items() if key in known and key != "scale_dtype"}
     return spec_from_dict({**fields, "dtype": name})
 
 
 def is_weight_overridden(layer: LayerOptions, config: QuantConfig) -> bool:
-    """Whether an override of the user says what its weight is."""
+    """Whether an override of the user sets the precision of the weight."""
     site = layer.first.site
     return any(
-        each.setting_for("weight") is not None and each.matches(site.names, site.types) for each in config.overrides
+        override.setting_for("weight") is not None and override.matches(site.names, site.types)
+        for override in config.overrides
     )
 
 
 def group_layers_sharing_precision(layers: Sequence[LayerOptions]) -> list[list[LayerOptions]]:
-    """Layers that have to share a way, in the order of their first."""
-    keys: dict[object, int] = {}
-    owner = list(range(len(layers)))
+    """Group layers that must have the same precision, in the order of their first layer (union-find over keys)."""
+    first_with_key: dict[object, int] = {}
+    parent = list(range(len(layers)))
 
-    def root(index: int) -> int:
-        while owner[index] != index:
-            index = owner[index]
+    def find_root(index: int) -> int:
+        while parent[index] != index:
+            index = parent[index]
         return index
 
     for index, layer in enumerate(layers):
         for key in _sharing_keys(layer):
-            if key in keys:
-                one, other = sorted((root(keys[key]), root(index)))
-                owner[other] = one
-            keys.setdefault(key, index)
+            if key in first_with_key:
+                earlier, later = sorted((find_root(first_with_key[key]), find_root(index)))
+                parent[later] = earlier
+            first_with_key.setdefault(key, index)
     groups: dict[int, list[LayerOptions]] = {}
     for index, layer in enumerate(layers):
-        groups.setdefault(root(index), []).append(layer)
+        groups.setdefault(find_root(index), []).append(layer)
     return list(groups.values())
 
 
 def _sharing_keys(layer: LayerOptions) -> list[object]:
-    """What makes two layers partners: one weight, or, of linear layers, one input."""
+    """Layers with a common key must have the same precision: one weight, or one input of linear layers."""
     keys: list[object] = []
-    for each in layer.decisions:
-        if each.weight is None:
+    for decision in layer.decisions:
+        if decision.weight is None:
             continue
-        keys.append(get_weight_key(each.site))
-        source: fx.Node | None = next((node for point, node in each.site.operands if point == Point.INPUT), None)
-        keys += [source] if each.site.kind == "linear" and source is not None else []
+        keys.append(get_weight_key(decision.site))
+        source: fx.Node | None = next((node for point, node in decision.site.operands if point == Point.INPUT), None)
+        if decision.site.kind == "linear" and source is not None:
+            keys.append(source)
     return keys

@@ -1,4 +1,4 @@
-"""Every layer at every width: what it is expected to put on the output, and what it costs; the best within a budget."""
+"""The table of all layers at all precisions with error, size and time; and the best choice within a budget."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -24,26 +24,43 @@ from scalepoint.quantize import Override, QuantConfig
 from scalepoint.results import FrontPoint, LayerPrecision, PrecisionAllocation
 from scalepoint.support.jsonable import to_jsonable
 
-TRIM_SHARE = 0.01  # of the error: what is worth less is not raised, even where a budget allows it
+TRIM_SHARE = 0.01  # of the error: layers that gain less are not raised, even if the budget allows it
 MAX_FRONT_POINTS = 200  # of a PrecisionAllocation
 CostUnit = BudgetUnit | Literal["cost"]
 
 
 @dataclass(frozen=True)
 class Width:
-    """One way to run some layers."""
+    """One precision of some layers.
+
+    Attributes:
+        name: Its name, such as "int4".
+        bits: Bits per weight.
+        error: The noise to signal that the layers are expected to add to the output.
+        size: Bytes.
+        time: Multiply-accumulates of a float kernel that takes as long.
+        override: Fields of the override that asks for this precision; empty for the present one.
+    """
 
     name: str
-    bits: float  # of a weight
-    error: float  # the noise to signal that it is expected to put on the output
-    size: float  # bytes
-    time: float  # MACs of a float kernel
-    said: Mapping[str, Any]  # fields of the override that asks for it
+    bits: float
+    error: float
+    size: float
+    time: float
+    override: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class WidthRow:
-    """Layers that share a choice."""
+    """Layers that must have the same precision, and the precisions to choose from.
+
+    Attributes:
+        layers: Names of the layers.
+        kind: Kind of operation.
+        weights: Number of weights of all layers.
+        widths: The precisions.
+        refused: Precision -> why the target does not run it.
+    """
 
     layers: tuple[str, ...]
     kind: str
@@ -58,7 +75,15 @@ class WidthRow:
 
 @dataclass(frozen=True)
 class Widths:
-    """All layers that have a choice, and what the rest of the model costs."""
+    """All layers that have a choice, and what the rest of the model costs.
+
+    Attributes:
+        rows: The layers.
+        float_size: Bytes of the float model.
+        float_time: Multiply-accumulates of the float model.
+        rest_size: Bytes of everything that has no choice.
+        rest_time: Multiply-accumulates of everything that has no choice.
+    """
 
     rows: tuple[WidthRow, ...]
     float_size: float
@@ -67,10 +92,11 @@ class Widths:
     rest_time: float
 
     def items(self, unit: CostUnit) -> list[Item]:
+        """The rows as items of the search for the best allocation."""
         return [
             Item(
                 row.name,
-                tuple(PrecisionChoice(each.name, each.error, self._cost(row, each, unit)) for each in row.widths),
+                tuple(PrecisionChoice(width.name, width.error, self._cost(row, width, unit)) for width in row.widths),
             )
             for row in self.rows
         ]
@@ -80,7 +106,7 @@ class Widths:
         return {item.name: {choice.name: choice for choice in item.choices} for item in self.items(unit)}
 
     def _cost(self, row: WidthRow, width: Width, unit: CostUnit) -> float:
-        """What adds up: bytes, bits, MACs; "cost" is the shares of size and time together."""
+        """Cost in a unit that can be added up: bits, bytes, MACs; for "cost" the share of size plus that of time."""
         if unit == "bits":
             return width.bits * row.weights
         if unit == "size":
@@ -90,15 +116,15 @@ class Widths:
         return width.size / self.float_size + width.time / (self.float_time or 1.0)
 
     def to_unit(self, unit: CostUnit, cost: float) -> float:
-        """A sum of costs in the unit of the budget."""
+        """Convert a sum of costs to the unit of the budget."""
         if unit == "bits":
             return cost / (sum(row.weights for row in self.rows) or 1)
         if unit == "size":
             return (cost + self.rest_size) / self.float_size
         return self.float_time / max(cost + self.rest_time, 1e-30) if unit == "speed" else cost
 
-    def limit(self, budget: Budget) -> float:
-        """A budget as a sum of costs."""
+    def to_cost_limit(self, budget: Budget) -> float:
+        """Convert a budget to a limit for the sum of costs."""
         if budget.unit == "bits":
             return budget.limit * sum(row.weights for row in self.rows)
         if budget.unit == "size":
@@ -106,29 +132,37 @@ class Widths:
         return self.float_time / budget.limit - self.rest_time
 
     def find_best(self, budget: Budget) -> Allocation:
-        """The best allocation of a budget; an error says what the least is that could be reached."""
+        """Find the allocation with the least error within a budget.
+
+        Args:
+            budget: Limit of size, bits or speed.
+
+        Raises:
+            UsageError: Even the cheapest precisions exceed the budget. The message says what they cost.
+        """
         items = self.items(budget.unit)
-        found = find_best_within(items, self.limit(budget))
-        if found is not None:
-            return trim_allocation(items, found, TRIM_SHARE)
-        least = self.to_unit(budget.unit, compute_front(items)[0].cost)
+        best = find_best_within(items, self.to_cost_limit(budget))
+        if best is not None:
+            return trim_allocation(items, best, TRIM_SHARE)
+        cheapest = self.to_unit(budget.unit, compute_front(items)[0].cost)
         names = dict.fromkeys(width.name for row in self.rows for width in row.widths)
         what = {
-            "size": f"the smallest is {least:.3g} of the float file",
-            "bits": f"the fewest are {least:.3g} bits a weight",
-            "speed": f"the fastest is {least:.3g} times the float model, by MACs",
+            "size": f"the smallest is {cheapest:.3g} of the float file",
+            "bits": f"the fewest are {cheapest:.3g} bits a weight",
+            "speed": f"the fastest is {cheapest:.3g} times the float model, by MACs",
         }[budget.unit]
         raise UsageError(
-            f"budget {budget} cannot be reached with choices {', '.join(names)}: {what}. Give more, or narrower choices"
+            f"budget {budget} cannot be reached with choices {', '.join(names)}: {what}. Raise the budget, or add "
+            "choices with fewer bits"
         )
 
     def config(self, config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
-        """The config that asks for an allocation."""
-        more = []
+        """Add the overrides of an allocation to a config; `chosen` maps rows to names of widths."""
+        overrides = []
         for row in self.rows:
-            width = next(each for each in row.widths if each.name == chosen[row.name])
-            more += [Override(name=name, **width.said) for name in row.layers if width.said]
-        return config.model_copy(update={"overrides": (*config.overrides, *more)})
+            width = next(width for width in row.widths if width.name == chosen[row.name])
+            overrides += [Override(name=name, **width.override) for name in row.layers if width.override]
+        return config.model_copy(update={"overrides": (*config.overrides, *overrides)})
 
     def allocation(self, chosen: Mapping[str, str], unit: CostUnit, limit: float | None = None) -> PrecisionAllocation:
         """Describe an allocation: the precision of each layer, and the front that it was chosen from.
@@ -151,24 +185,28 @@ class Widths:
             for row in self.rows
             for name in row.layers
         )
-        uniform = {}
-        for width in dict.fromkeys(width.name for row in self.rows for width in row.widths):
-            if all(width in widths for widths in table.values()):
-                same = sum_choices(table, dict.fromkeys(table, width))
-                uniform[width] = (self.to_unit(unit, same.cost), same.error)
-        whole = sum_choices(table, chosen)
+        total = sum_choices(table, chosen)
         return PrecisionAllocation(
             unit=unit,
-            reached=self.to_unit(unit, whole.cost),
-            error=whole.error,
+            reached=self.to_unit(unit, total.cost),
+            error=total.error,
             layers=layers,
             front=tuple(
                 FrontPoint(self.to_unit(unit, point.cost), point.error, self._layer_counts(point.chosen))
                 for point in thin_front(compute_front(self.items(unit)), MAX_FRONT_POINTS)
             ),
-            uniform=uniform,
+            uniform=self._uniform_costs(table, unit),
             limit=limit,
         )
+
+    def _uniform_costs(self, table: ChoiceTable, unit: CostUnit) -> dict[str, tuple[float, float]]:
+        """Cost and error if all layers have the same width, for each width that all layers can have."""
+        uniform = {}
+        for name in dict.fromkeys(width.name for row in self.rows for width in row.widths):
+            if all(name in choices for choices in table.values()):
+                same = sum_choices(table, dict.fromkeys(table, name))
+                uniform[name] = (self.to_unit(unit, same.cost), same.error)
+        return uniform
 
     def _layer_counts(self, chosen: Mapping[str, str]) -> dict[str, int]:
         """Width -> number of layers that have it."""
@@ -178,9 +216,9 @@ class Widths:
         return dict(counts)
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = to_jsonable(self)
-        return found
+        values: dict[str, Any] = to_jsonable(self)
+        return values
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
-        return TypeAdapter(cls).validate_python(saved)
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return TypeAdapter(cls).validate_python(values)

@@ -1,10 +1,10 @@
-"""compare: where the quantized model departs from the float one, layer by layer, on streamed data.
+"""compare: where the quantized model differs from the float model, layer by layer, on streamed data.
 
-    sqnr_db        10 log10(sum x^2 / sum (x - y)^2)   x the layer's output in float, y in the running quantized model
-    local_sqnr_db  the same, when the layer alone is quantized: fed with the float input through its own stubs
+    sqnr_db        10 log10(sum x^2 / sum (x - y)^2)   x the layer's output in float, y in the quantized model
+    local_sqnr_db  the same, if the layer alone is quantized: it reads the float input through its own quantizers
     cosine         sum x y / sqrt(sum x^2 sum y^2)
 
-A layer with a good local error and a bad one in the running model only passes on what others did.
+A layer with a good local error and a bad one in the quantized model only passes on the error of earlier layers.
 """
 
 import math
@@ -51,15 +51,23 @@ class OutputError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Errors of all layers in graph order, and of the outputs."""
+    """The errors of a quantized model.
+
+    Attributes:
+        rows: Errors of all layers, in graph order.
+        outputs: Errors of the outputs.
+        graph_sqnr_db: Outputs of the graph without quantizers against the float model: the error of everything but
+            quantization.
+        batches: Number of batches.
+    """
 
     rows: tuple[LayerError, ...]
     outputs: tuple[OutputError, ...]
-    graph_sqnr_db: float  # of the same graph without quantizers against the float model: what is not quantization
+    graph_sqnr_db: float
     batches: int
 
     def worst(self, n: int = 5) -> list[LayerError]:
-        """The n layers with the largest error of their own: local where measured, else in the running model."""
+        """The n layers with the largest local error, or error in the quantized model if that was not measured."""
         return sorted(self.rows, key=lambda row: -row.badness)[:n]
 
     def table(self, rows: Iterable[LayerError] | None = None) -> Table:
@@ -77,14 +85,14 @@ class Comparison:
         return table
 
     def summary(self) -> str:
-        text = ", ".join(f"{each.name} {_format_level(each.sqnr_db)} dB" for each in self.outputs)
+        text = ", ".join(f"{output.name} {_format_level(output.sqnr_db)} dB" for output in self.outputs)
         return one_line(f"{plural(len(self.rows), 'layer')}, {plural(self.batches, 'batch')}: {text}")
 
     def __str__(self) -> str:
         return printed(self.table())
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Plain values, for JSON: a level that is not finite (no error at all, no signal) is None."""
+        """Plain values, for JSON. A ratio that is not finite (no error, no signal) is None."""
         return [{name: _finite_or_none(value) for name, value in vars(row).items()} for row in self.rows]
 
 
@@ -99,7 +107,9 @@ def _format_level(value: float | None) -> str:
 
 
 def _format_share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}" if value >= 0.01 or value == 0 else "<1%"
+    if value is None:
+        return ""
+    return f"{value:.0%}" if value >= 0.01 or value == 0 else "<1%"
 
 
 @serialized
@@ -131,136 +141,159 @@ def compare(
     """
     check_has_active_quantizers(quantized)
     if float_model is not None and not callable(float_model):
-        raise UsageError(f"the float model is a module, or None, not {short_repr(float_model)}")
+        raise UsageError(f"float_model= must be a module, another callable or None, got {short_repr(float_model)}")
     outputs = _OutputErrorSums(float_model)
-    watch = _LayerErrorSums(get_layers(quantized), outputs, local)
-    steps = FloatAndQuantizedRunner(quantized, watch)
-    watch.prepare(steps.live)
-    run = wrap_with_signature(quantized, steps)
+    layer_sums = _LayerErrorSums(get_layers(quantized), outputs, local)
+    runner = FloatAndQuantizedRunner(quantized, layer_sums)
+    layer_sums.prepare(runner.quantized_model)
+    run = wrap_with_signature(quantized, runner)
     run.register_forward_hook(outputs, with_kwargs=True)
     with eval_mode(float_model):
-        fed = feed_data(run, data, "comparing", max_batches=max_batches, progress=progress, merge=watch.merge)
-    rows = tuple(watch.row(layer, steps.live) for layer in watch.layers)
-    return Comparison(rows, outputs.rows(), outputs.graph.sqnr_db, fed.calls)
+        feed_result = feed_data(
+            run, data, "comparing", max_batches=max_batches, progress=progress, merge=layer_sums.merge
+        )
+    rows = tuple(layer_sums.row(layer, runner.quantized_model) for layer in layer_sums.layers)
+    return Comparison(rows, outputs.rows(), outputs.graph.sqnr_db, feed_result.calls)
 
 
 class _LayerErrorSums:
-    """What is added up at each node of the lockstep."""
+    """Sums at each layer and activation quantizer; the `visit` function of the runner.
+
+    Attributes:
+        layers: The layers.
+        outputs: The sums of the outputs, which get the float outputs of every batch.
+        by_node: Layer of a node.
+        total: Errors in the quantized model.
+        local: Errors if the layer alone is quantized.
+        usages: How values use the range of each activation quantizer that has one, by its target.
+    """
 
     def __init__(self, layers: list[AnalyzedLayer], outputs: "_OutputErrorSums", local: bool) -> None:
         self.layers, self.outputs = layers, outputs
         self.by_node = {layer.node: layer for layer in layers}
-        self.running = {layer.node: ErrorSums() for layer in layers}
+        self.total = {layer.node: ErrorSums() for layer in layers}
         self.local = {layer.node: ErrorSums() for layer in layers if local and layer.precision != "float"}
-        self.uses: dict[str, RangeUsage] = {}
+        self.usages: dict[str, RangeUsage] = {}
 
-    def prepare(self, live: nn.Module) -> None:
-        """A record for each stub with one fixed range."""
-        for name, module in live.named_modules():
-            found = get_code_range(module) if isinstance(module, QuantStub) and module.enabled else None
-            if isinstance(module, QuantStub) and found is not None and found[0].numel() == 1:
+    def prepare(self, quantized_model: nn.Module) -> None:
+        """Start counting for each activation quantizer with one static range."""
+        for name, module in quantized_model.named_modules():
+            if not isinstance(module, QuantStub) or not module.enabled:
+                continue
+            code_range = get_code_range(module)
+            if code_range is not None and code_range[0].numel() == 1:
                 step = 0.0 if module.quantizer.grid.format.is_float else float(module.scale)
-                self.uses[name] = RangeUsage(float(found[0]), float(found[1]), step)
+                self.usages[name] = RangeUsage(float(code_range[0]), float(code_range[1]), step)
 
-    def __call__(self, node: fx.Node, steps: FloatAndQuantizedRunner) -> None:
+    def __call__(self, node: fx.Node, runner: FloatAndQuantizedRunner) -> None:
         if node.op == "output":
-            self.outputs.take(steps.exact[node])
-        elif get_kind(node) == "quant" and str(node.target) in self.uses:
-            self.uses[str(node.target)].add(steps.noisy[node.args[0]])  # type: ignore[index]  # a stub has one input
+            self.outputs.set_reference(runner.exact[node])
+        elif get_kind(node) == "quant" and str(node.target) in self.usages:
+            source = node.all_input_nodes[0]
+            self.usages[str(node.target)].add(runner.noisy[source])
         elif node in self.by_node:
-            self.running[node].add(steps.exact[node], steps.noisy[node])
+            self.total[node].add(runner.exact[node], runner.noisy[node])
             if node in self.local:
-                self.local[node].add(steps.exact[node], _run_alone(node, steps))
+                self.local[node].add(runner.exact[node], _run_alone(node, runner))
 
     def merge(self) -> None:
-        """Take in what the other ranks have seen."""
-        outputs = self.outputs.named()
-        merge_over_ranks([*self.running.values(), *self.local.values(), *self.uses.values(), *outputs])
+        """Add the sums of the other ranks."""
+        outputs = self.outputs.sums_of_all_ranks()
+        merge_over_ranks([*self.total.values(), *self.local.values(), *self.usages.values(), *outputs])
 
-    def row(self, layer: AnalyzedLayer, live: nn.Module) -> LayerError:
-        running, own = self.running[layer.node], self.local.get(layer.node)
-        names = [str(stub.target) for stub in layer.stub_nodes]
-        uses = [self.uses[name] for name in names if name in self.uses and self.uses[name].count]
+    def row(self, layer: AnalyzedLayer, quantized_model: nn.Module) -> LayerError:
+        total, local = self.total[layer.node], self.local.get(layer.node)
+        targets = [str(stub.target) for stub in layer.stub_nodes]
+        usages = [self.usages[target] for target in targets if target in self.usages and self.usages[target].count]
         return LayerError(
-            layer.name,
-            layer.kind,
-            layer.precision,
-            running.sqnr_db,
-            running.cosine,
-            None if own is None else own.sqnr_db,
-            _weight_sqnr(layer, live),
-            max((use.saturation for use in uses), default=None),
-            max((use.end_share for use in uses), default=None),
-            min((use.used for use in uses), default=None),
-            layer.macs,
-            layer.parameters,
+            name=layer.name,
+            kind=layer.kind,
+            precision=layer.precision,
+            sqnr_db=total.sqnr_db,
+            cosine=total.cosine,
+            local_sqnr_db=None if local is None else local.sqnr_db,
+            weight_sqnr_db=_weight_sqnr(layer, quantized_model),
+            saturation=max((usage.saturation for usage in usages), default=None),
+            end_share=max((usage.end_share for usage in usages), default=None),
+            used_range=min((usage.used for usage in usages), default=None),
+            macs=layer.macs,
+            parameters=layer.parameters,
         )
 
 
-def _run_alone(node: fx.Node, steps: FloatAndQuantizedRunner) -> Any:
-    """The quantized layer on float inputs, which pass its own stubs."""
+def _run_alone(node: fx.Node, runner: FloatAndQuantizedRunner) -> Any:
+    """Run a quantized layer on float inputs, which pass its own activation quantizers."""
 
-    def fed(source: fx.Node) -> Any:
-        stubs, value = [], steps.exact[source]
+    def quantize_input(source: fx.Node) -> Any:
+        # In float an activation quantizer returns its input. The value before it may be dropped already.
+        stubs, value = [], runner.exact[source]
         while get_kind(source) == "quant":
-            stubs.append(steps.live.get_submodule(str(source.target)))
+            stubs.append(runner.quantized_model.get_submodule(str(source.target)))
             source = source.all_input_nodes[0]
         for stub in reversed(stubs):
             value = stub(value)
         return value
 
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), fed)
-    return steps.live.get_submodule(str(node.target))(*args, **kwargs)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), quantize_input)
+    return runner.quantized_model.get_submodule(str(node.target))(*args, **kwargs)
 
 
 @torch.no_grad()
-def _weight_sqnr(layer: AnalyzedLayer, live: nn.Module) -> float | None:
-    """The folded weight against its quantized form."""
-    weighted = get_quantized_part(live, layer)
-    if weighted is None or not weighted.weight_quant.enabled or weighted.weight_quant.quantizer.is_disabled():
+def _weight_sqnr(layer: AnalyzedLayer, quantized_model: nn.Module) -> float | None:
+    """The weight with the batch norm folded in, against its quantized form; None if it is not quantized."""
+    part = get_quantized_part(quantized_model, layer)
+    if part is None or not part.weight_quant.enabled or part.weight_quant.quantizer.is_disabled():
         return None
-    weight, _ = weighted.fold_norm()
-    return decibels(energy(weight), energy(weight.float() - weighted.quantize_weight(weight).float()))
+    weight, _ = part.fold_norm()
+    return decibels(energy(weight), energy(weight.float() - part.quantize_weight(weight).float()))
 
 
 class _OutputErrorSums:
-    """The outputs of a batch against those of the float model: a forward hook."""
+    """Sums over the outputs against those of the float model. A forward hook of the quantized model.
+
+    Attributes:
+        float_model: The reference; None for the graph without quantizers.
+        graph: The graph without quantizers against the reference.
+        by_output: The quantized model against the reference.
+    """
 
     def __init__(self, float_model: Callable[..., Any] | None) -> None:
         self.float_model = float_model
         self.graph = ErrorSums()
-        self.found: dict[str, ErrorSums] = {}
-        self._exact: Any = None
+        self.by_output: dict[str, ErrorSums] = {}
+        self._exact: Any = None  # outputs of the graph without quantizers, in the current batch
 
-    def take(self, exact: Any) -> None:
-        """The flat outputs of the graph without quantizers."""
+    def set_reference(self, exact: Any) -> None:
+        """Store the outputs of the graph without quantizers, for the hook that follows."""
         self._exact = [leaf for leaf in pytree.tree_leaves(exact) if isinstance(leaf, torch.Tensor)]
 
     def __call__(self, run: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         exact, self._exact = self._exact, None
-        wanted = exact if self.float_model is None else self.float_model(*args, **kwargs)
-        expected = [leaf for leaf in pytree.tree_leaves(wanted) if isinstance(leaf, torch.Tensor)]
-        found = [
+        reference_output = exact if self.float_model is None else self.float_model(*args, **kwargs)
+        references = [leaf for leaf in pytree.tree_leaves(reference_output) if isinstance(leaf, torch.Tensor)]
+        values = [
             (f"output{pytree.keystr(path)}", leaf)
             for path, leaf in pytree.tree_flatten_with_path(output)[0]
             if isinstance(leaf, torch.Tensor)
         ]
-        if [each.shape for each in expected] != [each.shape for _, each in found]:
+        reference_shapes = [tuple(reference.shape) for reference in references]
+        shapes = [tuple(value.shape) for _, value in values]
+        if reference_shapes != shapes:
             raise UsageError(
-                f"the float model gives {[tuple(each.shape) for each in expected]}, the quantized one "
-                f"{[tuple(each.shape) for _, each in found]}: they are not the same model"
+                f"outputs of the float model have shapes {reference_shapes}, of the quantized model {shapes}: they are "
+                "not the same model"
             )
-        for reference, of_graph, (name, value) in zip(expected, exact, found, strict=True):
+        for reference, of_graph, (name, value) in zip(references, exact, values, strict=True):
             if reference.is_floating_point():
-                self.found.setdefault(name, ErrorSums()).add(reference, value)
+                self.by_output.setdefault(name, ErrorSums()).add(reference, value)
                 self.graph.add(reference, of_graph)
 
-    def named(self) -> list[ErrorSums]:
-        """All sums, of every output that some rank has seen."""
-        parts = distributed.gather_values("naming outputs", list(self.found))
+    def sums_of_all_ranks(self) -> list[ErrorSums]:
+        """All sums, with empty ones for outputs that only other ranks have seen."""
+        parts = distributed.gather_values("naming outputs", list(self.by_output))
         names = dict.fromkeys(name for part in parts for name in part)
-        self.found = {name: self.found.get(name, ErrorSums()) for name in names}
-        return [self.graph, *self.found.values()]
+        self.by_output = {name: self.by_output.get(name, ErrorSums()) for name in names}
+        return [self.graph, *self.by_output.values()]
 
     def rows(self) -> tuple[OutputError, ...]:
-        return tuple(OutputError(name, each.sqnr_db, each.cosine) for name, each in self.found.items())
+        return tuple(OutputError(name, sums.sqnr_db, sums.cosine) for name, sums in self.by_output.items())

@@ -1,4 +1,4 @@
-"""histograms: the values of chosen layers and the ranges that their codes cover, for a plot."""
+"""histograms: the values of chosen layers and the ranges that their codes cover, for plots."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from scalepoint.quantize.quantizers import QuantizerBase, QuantStub
 from scalepoint.quantize.shadow_models import copy_with_shared_parameters
 from scalepoint.results import TensorHistogram
 
-FINE_BINS = 8192  # bins of the streaming histogram, which neighbours of are added up for the plot
+FINE_BINS = 8192  # bins while data streams; neighbours are added up for the plot
 
 
 @distributed.participating()
@@ -49,46 +49,56 @@ def histograms(
         One histogram per tensor: the weight with its batch norm folded in, and each float input of the layer.
     """
     if not isinstance(bins, int) or not 1 <= bins <= FINE_BINS // 4:
-        raise UsageError(f"bins={short_repr(bins)}: a number from 1 to {FINE_BINS // 4}")
+        raise UsageError(f"bins= must be a number from 1 to {FINE_BINS // 4}, got {short_repr(bins)}")
     check_has_active_quantizers(quantized)
     if isinstance(names, str):
-        raise UsageError(f"names is a list of layers, not one string: [{names!r}]")
+        raise UsageError(f"names= must be a list of layers, not one string: pass [{names!r}]")
     layers = select_layers(get_layers(quantized), list(names))
     model = copy_with_shared_parameters(quantized, quantizing=False)
-    watched = {str(node.target) for layer in layers for node in layer.stub_nodes}
-    seen: dict[str, Histogram] = {}
-    for target in watched:
-        model.get_submodule(target).register_forward_pre_hook(_make_hook(seen, target))
+    fine: dict[str, Histogram] = {}  # by target of the stub
+    for target in {str(node.target) for layer in layers for node in layer.stub_nodes}:
+        model.get_submodule(target).register_forward_pre_hook(_make_hook(fine, target))
     feed_data(
-        model, data, "histograms", max_batches=max_batches, progress=progress, merge=lambda: _merge_over_ranks(seen)
+        model, data, "histograms", max_batches=max_batches, progress=progress, merge=lambda: _merge_over_ranks(fine)
     )
-    found: list[TensorHistogram] = []
+    results: list[TensorHistogram] = []
     for layer in layers:
-        found += _weight_histogram(layer, model, bins)
+        results += _weight_histogram(layer, model, bins)
         for target in dict.fromkeys(str(node.target) for node in layer.stub_nodes):
             stub = model.get_submodule(target)
-            if target in seen and isinstance(stub, QuantStub):
-                found.append(_make_tensor_histogram(layer.name, "input", target, seen[target], stub, bins))
-    return found
+            if target in fine and isinstance(stub, QuantStub):
+                results.append(_make_tensor_histogram(layer.name, "input", target, fine[target], stub, bins))
+    return results
 
 
-def _make_hook(seen: dict[str, Histogram], target: str) -> Any:
+def _make_hook(histograms_by_stub: dict[str, Histogram], target: str) -> Any:
+    """A forward pre-hook that adds the input of a module to its histogram."""
+
     def hook(module: Any, inputs: tuple[Tensor, ...]) -> None:
-        new = _fine_histogram(inputs[0])
-        seen[target] = merge_histograms(seen[target], new) if target in seen else new
+        _add_histogram(histograms_by_stub, target, _fine_histogram(inputs[0]))
 
     return hook
 
 
-def _merge_over_ranks(seen: dict[str, Histogram]) -> None:
-    """Take in what the other ranks have seen."""
-    own = {f"{part} {name}": value for name, each in seen.items() for part, value in each._asdict().items()}
-    parts = distributed.gather_tensors(own, "merging histograms")
-    seen.clear()
+def _add_histogram(histograms_by_stub: dict[str, Histogram], target: str, histogram: Histogram) -> None:
+    if target in histograms_by_stub:
+        histogram = merge_histograms(histograms_by_stub[target], histogram)
+    histograms_by_stub[target] = histogram
+
+
+def _merge_over_ranks(histograms_by_stub: dict[str, Histogram]) -> None:
+    """Replace the histograms by those of all ranks."""
+    tensors = {
+        f"{part} {target}": value
+        for target, histogram in histograms_by_stub.items()
+        for part, value in histogram._asdict().items()
+    }
+    parts = distributed.gather_tensors(tensors, "merging histograms")
+    histograms_by_stub.clear()
     for part in parts:
-        for name in [key.removeprefix("counts ") for key in part if key.startswith("counts ")]:
-            new = Histogram(part[f"counts {name}"], part[f"power {name}"])
-            seen[name] = merge_histograms(seen[name], new) if name in seen else new
+        for target in [key.removeprefix("counts ") for key in part if key.startswith("counts ")]:
+            histogram = Histogram(part[f"counts {target}"], part[f"power {target}"])
+            _add_histogram(histograms_by_stub, target, histogram)
 
 
 def _fine_histogram(tensor: Tensor) -> Histogram:
@@ -97,31 +107,32 @@ def _fine_histogram(tensor: Tensor) -> Histogram:
 
 
 def _weight_histogram(layer: AnalyzedLayer, model: fx.GraphModule, bins: int) -> list[TensorHistogram]:
-    weighted = get_quantized_part(model, layer)
-    if weighted is None:
+    """The histogram of a layer's weight with the batch norm folded in; none for a layer without a quantized weight."""
+    part = get_quantized_part(model, layer)
+    if part is None:
         return []
     with torch.no_grad():
-        weight, _ = weighted.fold_norm()
-    return [_make_tensor_histogram(layer.name, "weight", "", _fine_histogram(weight), weighted.weight_quant, bins)]
+        weight, _ = part.fold_norm()
+    return [_make_tensor_histogram(layer.name, "weight", "", _fine_histogram(weight), part.weight_quant, bins)]
 
 
 def _make_tensor_histogram(
     name: str, role: str, stub: str, histogram: Histogram, quantizer: QuantizerBase, bins: int
 ) -> TensorHistogram:
     edges, counts = _group_bins(histogram, bins)
-    found = get_code_range(quantizer)
-    low, high = (None, None) if found is None else (float(found[0].min()), float(found[1].max()))
+    code_range = get_code_range(quantizer)
+    low, high = (None, None) if code_range is None else (float(code_range[0].min()), float(code_range[1].max()))
     return TensorHistogram(name, role, stub, edges, counts, low, high)
 
 
 def _group_bins(histogram: Histogram, bins: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Fine bins from the first to the last with a value, added up in equal groups."""
-    fine, width = histogram.counts[0], float(bin_width(histogram)[0])
-    held = fine.nonzero().view(-1)
-    first, last = (int(held[0]), int(held[-1])) if held.numel() else (FINE_BINS // 2, FINE_BINS // 2)
-    group = -(-(last - first + 1) // bins)
-    count = -(-(last - first + 1) // group)
-    part = torch.zeros(count * group, dtype=torch.int64)
-    part[: last - first + 1] = fine[first : last + 1].cpu()
-    edges = tuple((first - FINE_BINS // 2 + index * group) * width for index in range(count + 1))
-    return edges, tuple(part.view(count, group).sum(1).tolist())
+    """Edges and counts of at most `bins` groups of fine bins, from the first to the last fine bin with a value."""
+    fine_counts, width = histogram.counts[0], float(bin_width(histogram)[0])
+    filled = fine_counts.nonzero().view(-1)
+    first, last = (int(filled[0]), int(filled[-1])) if filled.numel() else (FINE_BINS // 2, FINE_BINS // 2)
+    fine_per_group = -(-(last - first + 1) // bins)
+    group_count = -(-(last - first + 1) // fine_per_group)
+    padded = torch.zeros(group_count * fine_per_group, dtype=torch.int64)
+    padded[: last - first + 1] = fine_counts[first : last + 1].cpu()
+    edges = tuple((first - FINE_BINS // 2 + index * fine_per_group) * width for index in range(group_count + 1))
+    return edges, tuple(padded.view(group_count, fine_per_group).sum(1).tolist())

@@ -1,4 +1,4 @@
-"""inspect: what a target would quantize of a model and what not, before any data."""
+"""inspect: what a target would quantize of a model, and what not. Needs no data."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def inspect(
     leave: Sequence[str] = (),
     dynamic_axes: Any = None,
 ) -> Coverage:
-    """Tell which operations of a model would be quantized for a target, and why others would not, before any work.
+    """List which operations of a model would be quantized for a target, and why others would not.
 
     The model stays unchanged. A warning is given if nothing would be quantized.
 
@@ -47,7 +47,7 @@ def inspect(
         return coverage(model)
     inputs = () if example_inputs is None and kwargs else example_inputs
     result = transform(model, inputs, target=target, kwargs=kwargs, leave=leave, dynamic_axes=dynamic_axes, copy=False)
-    _, _, found = make_decisions(result.model, result.matches, QuantConfig.build(config), find_target(target))
-    if found.is_empty:
-        warnings.warn(ScalepointWarning(found.describe_empty()), stacklevel=2)
-    return found
+    _, _, predicted = make_decisions(result.model, result.matches, QuantConfig.build(config), find_target(target))
+    if predicted.is_empty:
+        warnings.warn(ScalepointWarning(predicted.describe_empty()), stacklevel=2)
+    return predicted

@@ -1,4 +1,4 @@
-"""The layers of a quantized model: each fused group, and each operation with weights that stands alone."""
+"""The layers of a quantized model: each fused group, and each single operation with weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,16 @@ from scalepoint.quantize.record import coverage, record_of
 
 @dataclass(frozen=True)
 class AnalyzedLayer:
-    """One row of an analysis: a node of the graph under the name that coverage and overrides use."""
+    """A node of the graph under the name that coverage and overrides use.
+
+    Attributes:
+        name: The name.
+        kind: Kind of operation.
+        precision: How it is quantized.
+        macs: Multiply-accumulates of one forward.
+        parameters: Number of weights.
+        node: The node.
+    """
 
     name: str
     kind: str
@@ -28,19 +37,21 @@ class AnalyzedLayer:
 
     @property
     def stub_nodes(self) -> list[fx.Node]:
-        """The stubs that it reads."""
-        return [each for each in self.node.all_input_nodes if get_kind(each) == "quant"]
+        """The activation quantizers that it reads."""
+        return [source for source in self.node.all_input_nodes if get_kind(source) == "quant"]
 
 
 def get_layers(model: fx.GraphModule) -> list[AnalyzedLayer]:
-    """In graph order; what coverage does not count (an add, a pool) is there too when it is a group."""
+    """The layers in graph order, including groups that the coverage does not count (an add, a pool)."""
     rows, nodes = coverage(model).operations, {node.name: node for node in model.graph.nodes}
-    return [
-        _make_uncounted_layer(model, nodes[site.node], site.name)
-        if site.coverage_index is None
-        else _make_counted_layer(nodes[site.node], rows[site.coverage_index])
-        for site in record_of(model).sites
-    ]
+    layers = []
+    for site in record_of(model).sites:
+        node = nodes[site.node]
+        if site.coverage_index is None:
+            layers.append(_make_uncounted_layer(model, node, site.name))
+        else:
+            layers.append(_make_counted_layer(node, rows[site.coverage_index]))
+    return layers
 
 
 def _make_counted_layer(node: fx.Node, row: CoverageRow) -> AnalyzedLayer:
@@ -50,18 +61,18 @@ def _make_counted_layer(node: fx.Node, row: CoverageRow) -> AnalyzedLayer:
 def _make_uncounted_layer(model: fx.GraphModule, node: fx.Node, name: str) -> AnalyzedLayer:
     module = model.get_submodule(str(node.target))
     kind = get_part_kind(module.weighted_part) if isinstance(module, Fused) else get_kind(node)
-    stubs = [each for each in model.modules() if isinstance(each, QuantStub) and name in each.consumers]
-    words = sorted({str(stub.spec.to_dict()["dtype"]) for stub in stubs if stub.enabled})
-    return AnalyzedLayer(name, kind, f"x {' / '.join(words)}" if words else "float", 0, 0, node)
+    stubs = [stub for stub in model.modules() if isinstance(stub, QuantStub) and name in stub.consumers]
+    dtypes = sorted({str(stub.spec.to_dict()["dtype"]) for stub in stubs if stub.enabled})
+    return AnalyzedLayer(name, kind, f"x {' / '.join(dtypes)}" if dtypes else "float", 0, 0, node)
 
 
 def select_layers(layers: list[AnalyzedLayer], names: list[str]) -> list[AnalyzedLayer]:
-    """The layers of these names, in their order; an unknown name is an error with the nearest one."""
-    known = {layer.name: layer for layer in reversed(layers)}
+    """The layers with these names, in the order of the names. Raises UsageError for an unknown name."""
+    layers_by_name = {layer.name: layer for layer in reversed(layers)}  # of equal names the first layer
     for name in names:
-        if name not in known:
-            raise UsageError(f"no layer {name!r} in this model: {did_you_mean(name, known)[:400]}")
-    return [known[name] for name in names]
+        if name not in layers_by_name:
+            raise UsageError(f"no layer {name!r} in this model: {did_you_mean(name, layers_by_name)[:400]}")
+    return [layers_by_name[name] for name in names]
 
 
 def get_quantizers(model: nn.Module) -> list[QuantizerBase]:
@@ -78,24 +89,24 @@ def get_quantized_part(model: nn.Module, layer: AnalyzedLayer) -> QuantizedLayer
 
 
 def get_code_range(quantizer: QuantizerBase) -> tuple[Tensor, Tensor] | None:
-    """The values of the lowest and the highest code; None where each tensor gets a range of its own."""
+    """The values of the lowest and the highest code; None if each tensor gets a range of its own."""
     if quantizer.calculator.always_called and not quantizer.is_learned:
         return None
     grid = quantizer.quantizer.grid
     scale = quantizer.scale.detach()
     if quantizer.minval is not None:
         return quantizer.minval, quantizer.minval + grid.span * scale
-    zero = 0 if grid.format.is_float else quantizer.zero_point
-    low, high = (torch.as_tensor(end - zero, dtype=torch.float32) for end in (grid.low, grid.high))
+    zero_point = 0 if grid.format.is_float else quantizer.zero_point
+    low, high = (torch.as_tensor(code - zero_point, dtype=torch.float32) for code in (grid.low, grid.high))
     return low * scale, high * scale
 
 
 def check_has_active_quantizers(model: nn.Module) -> Coverage:
-    """The coverage of a model whose quantizers have ranges and are on."""
-    found = coverage(model)
+    """The coverage of a quantized model. Raises UsageError if all its quantizers are off."""
+    model_coverage = coverage(model)
     quantizers = get_quantizers(model)
-    if not any(each.enabled for each in quantizers):
+    if not any(quantizer.enabled for quantizer in quantizers):
         raise UsageError(
-            f"none of the {len(quantizers)} quantizers of this model is on: calibrate it first, or enable_fake_quant"
+            f"all {len(quantizers)} quantizers of this model are off: calibrate it first, or call enable_fake_quant"
         )
-    return found
+    return model_coverage

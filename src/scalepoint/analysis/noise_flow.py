@@ -1,7 +1,7 @@
-"""How noise flows through a quantized model: what each node adds, and how much of what reaches it it hands on.
+"""How noise flows through a quantized model: what each node adds, and how much of its inputs' noise it passes on.
 
-noise(n)   = sum |q(x') - f(x)|^2               x the inputs in float, x' in the running quantized model,
-own(n)     = sum |q(x') - f(x')|^2              f the node without its quantizers and q with them
+noise(n)   = sum |q(x') - f(x)|^2               x the float inputs, x' those in the quantized model,
+own(n)     = sum |q(x') - f(x')|^2              f the node without its quantizers, q with them
 gain(n)    = sum |f(x') - f(x)|^2 / sum_i noise(i), i the nodes it reads
 weight(n)  = sum_r gain(r) weight(r), r the nodes that read it; 1 / sum y^2 at an output y
 """
@@ -20,44 +20,54 @@ from scalepoint.quantize.shadow_models import wrap_with_signature
 
 @dataclass
 class NoiseFlow:
-    """Sums of squares at each node of the lockstep."""
+    """Sums of squares at each node; the `visit` function of a FloatAndQuantizedRunner.
+
+    Attributes:
+        graph: The graph.
+        noise: noise(n) of the formula above.
+        own_noise: own(n), of nodes with quantizers.
+        passed_noise: sum |f(x') - f(x)|^2, of nodes with quantizers; for other nodes it is their noise.
+        signal: sum y^2 of the outputs.
+        has_quantizers: Whether a node has active quantizers.
+    """
 
     graph: fx.Graph
     noise: dict[fx.Node, float] = field(default_factory=dict)
-    own: dict[fx.Node, float] = field(default_factory=dict)
-    carried: dict[fx.Node, float] = field(default_factory=dict)
-    signal: dict[fx.Node, float] = field(default_factory=dict)  # of the outputs
-    quantizing: dict[fx.Node, bool] = field(default_factory=dict)
+    own_noise: dict[fx.Node, float] = field(default_factory=dict)
+    passed_noise: dict[fx.Node, float] = field(default_factory=dict)
+    signal: dict[fx.Node, float] = field(default_factory=dict)
+    has_quantizers: dict[fx.Node, bool] = field(default_factory=dict)
 
-    def __call__(self, node: fx.Node, steps: FloatAndQuantizedRunner) -> None:
+    def __call__(self, node: fx.Node, runner: FloatAndQuantizedRunner) -> None:
         if node.op == "output":
-            for each in node.all_input_nodes:
-                _add_to(self.signal, each, sum(map(energy, float_tensors(steps.exact[each]))))
+            for source in node.all_input_nodes:
+                _add_to(self.signal, source, sum(map(energy, float_tensors(runner.exact[source]))))
             return
-        exact, noisy = steps.exact[node], steps.noisy[node]
+        exact, noisy = runner.exact[node], runner.noisy[node]
         _add_to(self.noise, node, error_energy(exact, noisy))
-        if node not in self.quantizing:
-            module = steps.live.get_submodule(str(node.target)) if node.op == "call_module" else nn.Identity()
-            self.quantizing[node] = any(each.enabled for each in get_quantizers(module))
-        if self.quantizing[node]:
-            carried = steps.carried(node)
-            _add_to(self.own, node, error_energy(carried, noisy))
-            _add_to(self.carried, node, error_energy(exact, carried))
+        if node not in self.has_quantizers:
+            is_module = node.op == "call_module"
+            module = runner.quantized_model.get_submodule(str(node.target)) if is_module else nn.Identity()
+            self.has_quantizers[node] = any(quantizer.enabled for quantizer in get_quantizers(module))
+        if self.has_quantizers[node]:
+            passed = runner.run_without_own_quantizers(node)
+            _add_to(self.own_noise, node, error_energy(passed, noisy))
+            _add_to(self.passed_noise, node, error_energy(exact, passed))
 
     def merge(self) -> None:
-        """Take in the sums of the other ranks."""
-        sums = (self.noise, self.own, self.carried, self.signal)
-        own = [{node.name: value for node, value in each.items()} for each in sums]
-        parts = distributed.gather_values("merging sums", own)
+        """Add the sums of the other ranks."""
+        sums = (self.noise, self.own_noise, self.passed_noise, self.signal)
+        by_name = [{node.name: value for node, value in sums_of_nodes.items()} for sums_of_nodes in sums]
+        parts = distributed.gather_values("merging sums", by_name)
         nodes = {node.name: node for node in self.graph.nodes}
-        for index, each in enumerate(sums):
-            each.clear()
+        for index, sums_of_nodes in enumerate(sums):
+            sums_of_nodes.clear()
             for part in parts:
                 for name, value in part[index].items():
-                    _add_to(each, nodes[name], value)
+                    _add_to(sums_of_nodes, nodes[name], value)
 
     def weights(self, graph: fx.Graph) -> dict[fx.Node, float]:
-        """How much noise at a node ends up in the outputs, as noise to signal."""
+        """weight(n): how much of a node's noise reaches the outputs, as noise to signal."""
         weights = dict.fromkeys(graph.nodes, 0.0)
         for node, signal in self.signal.items():
             weights[node] += 1 / signal if signal else 0.0
@@ -66,14 +76,14 @@ class NoiseFlow:
                 continue
             gain = self.gain(node)
             if gain:
-                for each in node.all_input_nodes:
-                    weights[each] += gain * weights[node]
+                for source in node.all_input_nodes:
+                    weights[source] += gain * weights[node]
         return weights
 
     def gain(self, node: fx.Node) -> float:
-        """How much of the noise that reaches a node it hands on."""
-        coming = sum(self.noise[each] for each in node.all_input_nodes)
-        return self.carried.get(node, self.noise[node]) / coming if coming else 0.0
+        """How much of the noise of its inputs a node passes on."""
+        input_noise = sum(self.noise[source] for source in node.all_input_nodes)
+        return self.passed_noise.get(node, self.noise[node]) / input_noise if input_noise else 0.0
 
 
 def _add_to(sums: dict[fx.Node, float], node: fx.Node, value: float) -> None:
@@ -83,7 +93,7 @@ def _add_to(sums: dict[fx.Node, float], node: fx.Node, value: float) -> None:
 def measure_noise_flow(
     quantized: fx.GraphModule, data: Data, *, max_batches: int | None = None, progress: bool | None = None
 ) -> NoiseFlow:
-    """One pass of the data."""
+    """Measure the noise flow in one pass over the data."""
     flow = NoiseFlow(quantized.graph)
     run = wrap_with_signature(quantized, FloatAndQuantizedRunner(quantized, flow))
     feed_data(run, data, "finding sensitive layers", max_batches=max_batches, progress=progress, merge=flow.merge)

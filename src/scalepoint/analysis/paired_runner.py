@@ -1,10 +1,9 @@
-"""The quantized graph run twice side by side, with and without its quantizers, node by node.
+"""Runs a quantized graph twice, with and without its quantizers, node by node.
 
     exact[n] = f_n(exact inputs)         noisy[n] = q_n(noisy inputs)
 
-Both values of a node are dropped when its last reader has run, so the memory is that of two forward passes. It all
-happens in twins of the caller's model, which share its parameters and own their switches, modes and hooks: nothing is
-to be restored.
+Both values of a node are dropped after its last reader, so the memory is that of two forward passes. It runs on copies
+of the caller's model, which share its parameters and have their own switches, modes and hooks.
 """
 
 from collections.abc import Callable
@@ -16,15 +15,20 @@ from scalepoint.quantize.shadow_models import copy_with_shared_parameters
 
 
 class FloatAndQuantizedRunner(nn.Module):
-    """`visit(node, self)` is called after each node, while the values of the node and of its inputs are at hand."""
+    """Calls `visit(node, self)` after each node, while the values of the node and of its inputs are stored.
+
+    Attributes:
+        float_model, quantized_model: The copies.
+    """
 
     def __init__(self, model: fx.GraphModule, visit: Callable[[fx.Node, "FloatAndQuantizedRunner"], None]) -> None:
         super().__init__()
-        self.plain, self.live = copy_with_shared_parameters(model, quantizing=False), copy_with_shared_parameters(model)
+        self.float_model = copy_with_shared_parameters(model, quantizing=False)
+        self.quantized_model = copy_with_shared_parameters(model)
         self.visit = visit
-        self._exact, self._noisy, self._carried = (
-            fx.Interpreter(module, graph=model.graph) for module in (self.plain, self.live, self.plain)
-        )
+        self._exact = fx.Interpreter(self.float_model, graph=model.graph)
+        self._noisy = fx.Interpreter(self.quantized_model, graph=model.graph)
+        self._propagated = fx.Interpreter(self.float_model, graph=model.graph)
 
     @property
     def exact(self) -> dict[fx.Node, Any]:
@@ -33,13 +37,13 @@ class FloatAndQuantizedRunner(nn.Module):
 
     @property
     def noisy(self) -> dict[fx.Node, Any]:
-        """The values in the running quantized model."""
+        """The values with quantizers."""
         return self._noisy.env
 
-    def carried(self, node: fx.Node) -> Any:
-        """What the node gives for the noisy inputs when its own quantizers are off."""
-        self._carried.env = self._noisy.env
-        return self._carried.run_node(node)
+    def run_without_own_quantizers(self, node: fx.Node) -> Any:
+        """The value of a node for the noisy inputs if its own quantizers are off."""
+        self._propagated.env = self._noisy.env
+        return self._propagated.run_node(node)
 
     def forward(self, *inputs: Any) -> Any:
         runners = (self._exact, self._noisy)
@@ -51,8 +55,8 @@ class FloatAndQuantizedRunner(nn.Module):
             self.visit(node, self)
             result = self._noisy.env[node]
             for runner in runners:
-                for done in runner.user_to_last_uses.get(node, []):
-                    del runner.env[done]
-        for runner in (*runners, self._carried):
+                for source in runner.user_to_last_uses.get(node, []):
+                    del runner.env[source]
+        for runner in (*runners, self._propagated):
             runner.env = {}
         return result

@@ -1,18 +1,14 @@
-"""sensitivity: how much each layer's quantization moves the output.
+"""sensitivity: how much the quantization of each layer changes the output.
 
-one_at_a_time   Only the quantizers of one layer are on: one run of the data a layer.
+one_at_a_time   Only the quantizers of one layer are on: one run of the data per layer.
                 score = metric(float) - metric(this layer quantized), or without a metric the output's noise to signal,
                 sum (x - y)^2 / sum x^2.
-proxy           One pass, without gradients. At each node n of the graph, x the inputs in float, x' in the running
-                quantized model, f the node without its quantizers and q with them:
-                    noise(n)   = sum |q(x') - f(x)|^2
-                    own(n)     = sum |q(x') - f(x')|^2              what its own quantizers add
-                    gain(n)    = sum |f(x') - f(x)|^2 / sum_i noise(i), i the nodes it reads
-                    weight(n)  = sum_r gain(r) weight(r), r the nodes that read it; 1 / sum y^2 at an output y
-                score = sum own(n) weight(n) over the layer's stubs and weight: the noise to signal that it is expected
-                to put on the output, if noises do not cancel. A stub that several layers read counts for each. A gain
-                is the same for all elements of a tensor: where a model reads one token of many, as a class token,
-                scores are within a factor of a few, and layers of nearly the same score may change places.
+proxy           One pass without gradients; see noise_flow.py for own(n) and weight(n).
+                score = sum own(n) weight(n) over the layer's activation quantizers and its weight: the noise to signal
+                that it is expected to add to the output, if noises do not cancel. An activation quantizer that several
+                layers read counts for each of them. A gain is the same for all elements of a tensor. So if a model
+                reads one token of many (a class token), scores can be wrong by a small factor, and layers with nearly
+                equal scores may swap places.
 """
 
 import math
@@ -38,22 +34,33 @@ from scalepoint.quantize.shadow_models import copy_with_shared_parameters, wrap_
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
 
-MIN_COST = 1e-4  # of a layer without products and weights, so that a gain is divided by something
+MIN_COST = 1e-4  # of a layer without products and weights, so that its gain per cost is finite
 Metric = Callable[[Callable[..., Any]], float]
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How much the quantization of one layer costs; a larger score is worse."""
+    """How much the quantization of one layer harms the output.
+
+    Attributes:
+        name: Name of the layer.
+        score: The harm; a larger score is worse.
+        kind: Kind of operation.
+        macs: Multiply-accumulates of one forward.
+        parameters: Number of weights.
+        cost: The layer's share of the MACs or of the parameters, whichever is larger.
+        gain_per_cost: score / cost.
+        metric: The caller's metric with only this layer quantized.
+    """
 
     name: str
     score: float
     kind: str
     macs: int | None
     parameters: int
-    cost: float  # the layer's share of the MACs or of the parameters, whichever is larger
-    gain_per_cost: float  # score / cost
-    metric: float | None = None  # the caller's metric with only this layer quantized
+    cost: float
+    gain_per_cost: float
+    metric: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -95,28 +102,29 @@ def sensitivity(
         One row per layer.
     """
     if how not in ("proxy", "one_at_a_time"):
-        raise UsageError(f"how={short_repr(how)}: use 'proxy' or 'one_at_a_time'")
+        raise UsageError(f"how= must be 'proxy' or 'one_at_a_time', got {short_repr(how)}")
     if metric is not None and how == "proxy":
-        raise UsageError("the proxy has no use for a metric: pass how='one_at_a_time', or leave the metric away")
+        raise UsageError("metric= is not used with how='proxy': pass how='one_at_a_time', or omit metric=")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise UsageError(f"limit={short_repr(limit)}: a number of layers, from 1")
+        raise UsageError(f"limit= must be a number of layers from 1, got {short_repr(limit)}")
+    # Calibration of a float model, the proxy, and one layer at a time each read the data once.
     passes = (not has_record(model)) + (how == "proxy" or limit is not None) + (how != "proxy")
     check_data(data, passes=passes)
     quantized = _quantize_if_float(model, data, target, config, max_batches, progress)
     check_has_active_quantizers(quantized)
     layers = _find_quantized_layers(quantized)
-    tried = list(layers)
+    names = list(layers)
     if how == "proxy" or (limit is not None and limit < len(layers)):
-        rows = _rank_layers(layers, _proxy_scores(quantized, tried, data, max_batches, progress))[:limit]
+        rows = _rank_layers(layers, _proxy_scores(quantized, names, data, max_batches, progress))[:limit]
         if how == "proxy":
             return rows
-        tried = [row.name for row in rows]
+        names = [row.name for row in rows]
     if metric is None:
-        return _rank_layers(layers, _noise_one_at_a_time(quantized, tried, data, max_batches, progress))
-    found = _metric_one_at_a_time(quantized, tried, metric)
-    base = found.pop("")
-    rows = _rank_layers(layers, {name: base - value for name, value in found.items()})
-    return [replace(row, metric=found[row.name]) for row in rows]
+        return _rank_layers(layers, _noise_one_at_a_time(quantized, names, data, max_batches, progress))
+    values = _metric_one_at_a_time(quantized, names, metric)
+    float_value = values.pop("")
+    rows = _rank_layers(layers, {name: float_value - value for name, value in values.items()})
+    return [replace(row, metric=values[row.name]) for row in rows]
 
 
 def _quantize_if_float(
@@ -127,11 +135,14 @@ def _quantize_if_float(
     max_batches: int | None,
     progress: bool | None,
 ) -> fx.GraphModule:
-    """The model itself if it is quantized; else a calibrated one of it."""
+    """Return a quantized model as it is; quantize and calibrate a float model."""
     if isinstance(model, fx.GraphModule) and has_record(model):
         return model
     if callable(data):
-        raise UsageError("a float model is captured with the first batch: pass batches, or a quantized model")
+        raise UsageError(
+            "data= must be batches if the model is a float model, because it is captured with the first batch: pass "
+            "batches, or a quantized model"
+        )
     args, kwargs = read_first_inputs(model, data)
     return quantize(
         model, args, config, forward_loop=data, target=target, kwargs=kwargs, max_batches=max_batches, progress=progress
@@ -139,59 +150,69 @@ def _quantize_if_float(
 
 
 def _find_quantized_layers(model: fx.GraphModule) -> dict[str, AnalyzedLayer]:
-    """The layers that have a quantizer which is on."""
-    switched = {name for each in get_quantizers(model) if each.enabled for name in each.consumers}
-    found: dict[str, AnalyzedLayer] = {}
+    """The layers with at least one active quantizer, by name."""
+    active = {name for quantizer in get_quantizers(model) if quantizer.enabled for name in quantizer.consumers}
+    layers: dict[str, AnalyzedLayer] = {}
     for layer in get_layers(model):
-        if layer.name in switched:
-            found.setdefault(layer.name, layer)  # one that is called twice has one place
-    return found
+        if layer.name in active:
+            layers.setdefault(layer.name, layer)  # a layer that is called twice counts once
+    return layers
 
 
 def _rank_layers(layers: dict[str, AnalyzedLayer], scores: dict[str, float]) -> list[Sensitivity]:
-    """Ranked; NaN, a model that broke, comes first, and equals stay in graph order."""
-    macs = sum(layer.macs or 0 for layer in layers.values()) or 1
-    parameters = sum(layer.parameters for layer in layers.values()) or 1
+    """Rows sorted by score. NaN, a broken model, comes first; equal scores stay in graph order."""
+    total_macs = sum(layer.macs or 0 for layer in layers.values()) or 1
+    total_parameters = sum(layer.parameters for layer in layers.values()) or 1
     rows = []
     for name, layer in layers.items():
         if name in scores:
-            cost = max((layer.macs or 0) / macs, layer.parameters / parameters, MIN_COST)
             score = scores[name]
-            rows.append(Sensitivity(name, score, layer.kind, layer.macs, layer.parameters, cost, score / cost))
+            cost = max((layer.macs or 0) / total_macs, layer.parameters / total_parameters, MIN_COST)
+            rows.append(
+                Sensitivity(
+                    name=name,
+                    score=score,
+                    kind=layer.kind,
+                    macs=layer.macs,
+                    parameters=layer.parameters,
+                    cost=cost,
+                    gain_per_cost=score / cost,
+                )
+            )
     return sorted(rows, key=lambda row: -math.inf if math.isnan(row.score) else -row.score)
 
 
 @contextmanager
 def _layer_enabled(quantizers: Sequence[QuantizerBase], name: str) -> Iterator[None]:
-    """The quantizers of one layer on; they were off and are off again."""
-    chosen = [each for each in quantizers if name in each.consumers]
-    for each in chosen:
-        each.enabled = True
+    """A context in which the quantizers of one layer are on. They are off before and after."""
+    of_layer = [quantizer for quantizer in quantizers if name in quantizer.consumers]
+    for quantizer in of_layer:
+        quantizer.enabled = True
     try:
         yield
     finally:
-        for each in chosen:
-            each.enabled = False
+        for quantizer in of_layer:
+            quantizer.enabled = False
 
 
 def _copy_with_quantizers_off(quantized: fx.GraphModule) -> tuple[fx.GraphModule, list[QuantizerBase]]:
-    """A twin with all off, and those of its quantizers that are on in the model."""
+    """A copy of the model with all quantizers off, and those of its quantizers that are on in the model."""
     model = copy_with_shared_parameters(quantized, quantizing=False)
     pairs = zip(get_quantizers(quantized), get_quantizers(model), strict=True)
-    return model, [own for given, own in pairs if given.enabled]
+    return model, [copied for original, copied in pairs if original.enabled]
 
 
-def _metric_one_at_a_time(quantized: fx.GraphModule, tried: Sequence[str], metric: Metric) -> dict[str, float]:
-    """The metric with each layer quantized alone; under "" that of the float model."""
+def _metric_one_at_a_time(quantized: fx.GraphModule, names: Sequence[str], metric: Metric) -> dict[str, float]:
+    """The metric with each layer quantized alone; under "" that of the float model. Ranks share the layers."""
     model, quantizers = _copy_with_quantizers_off(quantized)
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     with distributed.phase("one layer at a time") as step:
-        for name in distributed.shard(["", *tried]):
+        for name in distributed.shard(["", *names]):
             with _layer_enabled(quantizers, name), distributed.single_process():
-                found[name] = _run_metric(metric, model)
-        step.value = found
+                values[name] = _run_metric(metric, model)
+        step.value = values
     merged = {name: value for part in step.values for name, value in part.items()}
-    return {name: merged[name] for name in ("", *tried)}
+    return {name: merged[name] for name in ("", *names)}
 
 
 def _run_metric(metric: Metric, run: nn.Module) -> float:
@@ -202,23 +223,23 @@ def _run_metric(metric: Metric, run: nn.Module) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise UsageError(
-            f"the metric gave {short_repr(value)}: it returns a number, larger for a better model"
+            f"metric= must return a number that is larger for a better model, got {short_repr(value)}"
         ) from None
 
 
 class _OneLayerNoise(nn.Module):
-    """For each batch the float outputs, then those with each layer quantized alone; only sums are kept."""
+    """Runs each batch in float, then with each layer quantized alone, and adds up the errors of the outputs."""
 
     def __init__(self, quantized: fx.GraphModule, names: Iterable[str]) -> None:
         super().__init__()
         self.model, self.quantizers = _copy_with_quantizers_off(quantized)
-        self.found = {name: ErrorSums() for name in names}
+        self.sums = {name: ErrorSums() for name in names}
 
     def forward(self, *inputs: Any) -> Any:
         reference = self._run(inputs)
-        for name, agreement in self.found.items():
+        for name, sums in self.sums.items():
             with _layer_enabled(self.quantizers, name):
-                agreement.add(reference, self._run(inputs))
+                sums.add(reference, self._run(inputs))
         return reference
 
     def _run(self, inputs: tuple[Any, ...]) -> Any:
@@ -226,18 +247,21 @@ class _OneLayerNoise(nn.Module):
 
 
 def _noise_one_at_a_time(
-    quantized: fx.GraphModule, tried: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
+    quantized: fx.GraphModule, names: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
 ) -> dict[str, float]:
-    inner = _OneLayerNoise(quantized, tried)
+    """Noise to signal at the output with each layer quantized alone."""
+    inner = _OneLayerNoise(quantized, names)
     feed_data(
         wrap_with_signature(quantized, inner), data, "one layer at a time", max_batches=max_batches, progress=progress,
-        merge=lambda: merge_over_ranks(list(inner.found.values())),
+        merge=lambda: merge_over_ranks(list(inner.sums.values())),
     )  # fmt: skip
-    return {name: _noise_to_signal(each.noise, each.signal) for name, each in inner.found.items()}
+    return {name: _noise_to_signal(sums.noise, sums.signal) for name, sums in inner.sums.items()}
 
 
-def _noise_to_signal(part: float, whole: float) -> float:
-    return part / whole if whole else math.inf if part else 0.0
+def _noise_to_signal(noise: float, signal: float) -> float:
+    if signal:
+        return noise / signal
+    return math.inf if noise else 0.0
 
 
 def _proxy_scores(
@@ -246,9 +270,9 @@ def _proxy_scores(
     flow = measure_noise_flow(quantized, data, max_batches=max_batches, progress=progress)
     weights = flow.weights(quantized.graph)
     scores = dict.fromkeys(names, 0.0)
-    for node, own in flow.own.items():
+    for node, own_noise in flow.own_noise.items():
         module = quantized.get_submodule(str(node.target))
-        readers = {name for each in get_quantizers(module) for name in each.consumers}
+        readers = {name for quantizer in get_quantizers(module) for name in quantizer.consumers}
         for name in readers & scores.keys():
-            scores[name] += own * weights[node]
+            scores[name] += own_noise * weights[node]
     return scores

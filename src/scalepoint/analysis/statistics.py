@@ -1,4 +1,4 @@
-"""Running sums that compare two streams of tensors, and those that say how a range is used. Both merge."""
+"""Running sums that compare two streams of tensors, or count how values use a range. Sums of ranks can be merged."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from scalepoint.compat.torch_names import pytree
 
 
 def float_tensors(value: Any) -> Iterator[Tensor]:
-    """The float tensors of an output, however nested."""
+    """Iterate over the float tensors of a nested output."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             yield leaf
@@ -24,14 +24,14 @@ def energy(tensor: Tensor) -> float:
     return float(tensor.detach().to(torch.float32).square().sum(dtype=torch.float64))
 
 
-def error_energy(one: Any, other: Any) -> float:
+def error_energy(reference: Any, value: Any) -> float:
     """sum (x - y)^2 over the float tensors of two outputs"""
-    pairs = zip(float_tensors(one), float_tensors(other), strict=True)
+    pairs = zip(float_tensors(reference), float_tensors(value), strict=True)
     return sum(0.0 if x is y else energy(x.to(torch.float32) - y.to(torch.float32)) for x, y in pairs)
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise): inf without any noise, -inf for noise without a signal, NaN when one is NaN."""
+    """10 log10(signal / noise): inf without noise, -inf for noise without signal, NaN if one is NaN."""
     if math.isnan(signal) or math.isnan(noise):
         return math.nan
     if noise == 0 or signal == 0:
@@ -41,7 +41,15 @@ def decibels(signal: float, noise: float) -> float:
 
 @dataclass
 class ErrorSums:
-    """Of x, the reference, and y: sum x^2, sum y^2, sum x y, sum (x - y)^2."""
+    """Sums over the values x of a reference and y of a model.
+
+    Attributes:
+        signal: sum x^2
+        other: sum y^2
+        product: sum x y
+        noise: sum (x - y)^2
+        count: Number of values.
+    """
 
     signal: float = 0.0
     other: float = 0.0
@@ -49,18 +57,18 @@ class ErrorSums:
     noise: float = 0.0
     count: int = 0
 
-    def add(self, reference: Any, found: Any) -> None:
-        """Take in two outputs of the same structure."""
-        for x, y in zip(float_tensors(reference), float_tensors(found), strict=True):
+    def add(self, reference: Any, value: Any) -> None:
+        """Add two outputs of the same structure."""
+        for x, y in zip(float_tensors(reference), float_tensors(value), strict=True):
             self.signal += energy(x)
             self.other += energy(y)
             self.product += float((x.to(torch.float32) * y.to(torch.float32)).sum(dtype=torch.float64))
             self.noise += error_energy(x, y)
             self.count += x.numel()
 
-    def merge(self, other: "ErrorSums") -> None:
+    def merge(self, sums: "ErrorSums") -> None:
         for name in vars(self):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, getattr(self, name) + getattr(sums, name))
 
     @property
     def sqnr_db(self) -> float:
@@ -69,7 +77,7 @@ class ErrorSums:
 
     @property
     def cosine(self) -> float:
-        """sum x y / sqrt(sum x^2 sum y^2); two that are all zero agree."""
+        """sum x y / sqrt(sum x^2 sum y^2); 1 if both are all zero."""
         if not self.signal or not self.other:
             return 1.0 if self.signal == self.other else 0.0
         return self.product / math.sqrt(self.signal) / math.sqrt(self.other)
@@ -77,7 +85,16 @@ class ErrorSums:
 
 @dataclass
 class RangeUsage:
-    """How the values that reach a stub fill its range [low, high], whose codes lie `step` apart (0: a float format)."""
+    """How the values that reach an activation quantizer use its range.
+
+    Attributes:
+        low, high: The range.
+        step: Distance of two codes; 0 for a float format.
+        count: Number of values.
+        clipped: Values beyond the range.
+        at_ends: Values on the lowest or the highest code.
+        least, most: Smallest and largest value.
+    """
 
     low: float
     high: float
@@ -92,45 +109,45 @@ class RangeUsage:
         if not tensor.numel():
             return
         x = tensor.detach()
-        half = self.step / 2
+        half_step = self.step / 2
         self.count += x.numel()
-        self.clipped += int(((x < self.low - half) | (x > self.high + half)).sum())
-        self.at_ends += int(((x <= self.low + half) | (x >= self.high - half)).sum())
+        self.clipped += int(((x < self.low - half_step) | (x > self.high + half_step)).sum())
+        self.at_ends += int(((x <= self.low + half_step) | (x >= self.high - half_step)).sum())
         least, most = torch.aminmax(x)
         self.least, self.most = min(self.least, float(least)), max(self.most, float(most))
 
-    def merge(self, other: "RangeUsage") -> None:
-        self.count += other.count
-        self.clipped += other.clipped
-        self.at_ends += other.at_ends
-        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
+    def merge(self, usage: "RangeUsage") -> None:
+        self.count += usage.count
+        self.clipped += usage.clipped
+        self.at_ends += usage.at_ends
+        self.least, self.most = min(self.least, usage.least), max(self.most, usage.most)
 
     @property
     def saturation(self) -> float:
-        """The share of values that lie beyond the range, by more than rounding mends."""
+        """The share of values that are more than half a step beyond the range."""
         return self.clipped / self.count if self.count else 0.0
 
     @property
     def end_share(self) -> float:
-        """The share of values on the lowest or the highest code; the zeros after a ReLU are on the lowest."""
+        """The share of values on the lowest or the highest code. The zeros after a ReLU are on the lowest."""
         return self.at_ends / self.count if self.count else 0.0
 
     @property
     def used(self) -> float:
-        """The part of the range between the smallest and the largest value; the rest is dead. NaN: only NaN came."""
+        """The part of the range between the smallest and the largest value; NaN if all values were NaN."""
         if not self.count or self.high <= self.low:
             return 0.0
         if self.least > self.most:
             return math.nan
-        inside = min(self.most, self.high) - max(self.least, self.low)
-        return max(0.0, inside) / (self.high - self.low)
+        used_width = min(self.most, self.high) - max(self.least, self.low)
+        return max(0.0, used_width) / (self.high - self.low)
 
 
 def merge_over_ranks(sums: Sequence["ErrorSums | RangeUsage"]) -> None:
-    """Make each that of all ranks, merged in their order: the same bits everywhere."""
-    parts = distributed.gather_values("merging sums", [list(vars(each).values()) for each in sums])
-    for index, each in enumerate(sums):
-        first, *others = (type(each)(*part[index]) for part in parts)
-        for other in others:
-            first.merge(other)  # type: ignore[arg-type]  # of the same type
-        vars(each).update(vars(first))
+    """Replace all sums by those of all ranks, merged in rank order, so that every rank gets the same bits."""
+    parts = distributed.gather_values("merging sums", [list(vars(rank_sums).values()) for rank_sums in sums])
+    for index, own_sums in enumerate(sums):
+        merged, *remaining = (type(own_sums)(*part[index]) for part in parts)
+        for rank_sums in remaining:
+            merged.merge(rank_sums)  # type: ignore[arg-type]  # of the same type
+        vars(own_sums).update(vars(merged))

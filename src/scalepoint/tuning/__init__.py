@@ -1,4 +1,4 @@
-"""Accuracy below 8 bits: codes, scales and bias shifts chosen from data, all from one pass of statistics."""
+"""Accuracy below 8 bits: codes, scales and bias shifts are chosen from data, in one pass over it."""
 
 from scalepoint.results import TunedLayer, TuneReport
 from scalepoint.tuning.steps import register

@@ -1,6 +1,6 @@
-"""Where the walk keeps values: in memory as far as the limit goes, then in files of a temporary folder.
+"""Stores the values of the walk: in memory up to a limit, then in files of a temporary folder.
 
-What a quantizer gave is kept as its codes, a byte an element, and comes back bit for bit.
+The output of a quantizer is stored as its codes, one byte per element, and is restored bit for bit.
 """
 
 from pathlib import Path
@@ -16,26 +16,29 @@ from scalepoint.support.files import TemporaryFolder
 
 
 class ActivationStore:
-    """Values by key; what is no plain tensor stays in memory as it is."""
+    """Values by key. A value that is not a tensor stays in memory."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.held = limit, 0
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.bytes_in_memory = max_bytes, 0
         self.values: dict[Any, Any] = {}
         self._folder: TemporaryFolder | None = None
-        self._count = 0
+        self._file_count = 0
 
     def put(self, key: Any, value: Any, quantizer: QuantStub | None = None) -> None:
-        """Keep a value; with the quantizer that gave it, as codes."""
+        """Store a value; as codes if it is the output of `quantizer`."""
         self.drop(key)
         if isinstance(value, Tensor) and quantizer is not None and _can_store_codes(quantizer, value):
             value = _QuantizedTensor(value, quantizer)
         tensor = value.codes if isinstance(value, _QuantizedTensor) else value
         size = tensor.numel() * tensor.element_size() if isinstance(tensor, Tensor) else 0
-        if isinstance(tensor, Tensor) and size and self.held + size > self.limit:
-            on_disk = self._spilled(tensor.contiguous())
-            value = value.moved(on_disk) if isinstance(value, _QuantizedTensor) else on_disk
+        if isinstance(tensor, Tensor) and size and self.bytes_in_memory + size > self.max_bytes:
+            on_disk = self._write_to_disk(tensor.contiguous())
+            if isinstance(value, _QuantizedTensor):
+                value.codes = on_disk
+            else:
+                value = on_disk
         else:
-            self.held += size
+            self.bytes_in_memory += size
         self.values[key] = value
 
     def __contains__(self, key: Any) -> bool:
@@ -44,7 +47,7 @@ class ActivationStore:
     def get(self, key: Any) -> Any:
         value = self.values[key]
         if isinstance(value, _QuantizedTensor):
-            return value.values()
+            return value.dequantize()
         return value.read() if isinstance(value, _TensorOnDisk) else value
 
     def drop(self, key: Any) -> None:
@@ -53,13 +56,13 @@ class ActivationStore:
         if isinstance(value, _TensorOnDisk):
             value.path.unlink(missing_ok=True)
         elif isinstance(value, Tensor):
-            self.held -= value.numel() * value.element_size()
+            self.bytes_in_memory -= value.numel() * value.element_size()
 
-    def _spilled(self, value: Tensor) -> "_TensorOnDisk":
+    def _write_to_disk(self, value: Tensor) -> "_TensorOnDisk":
         if self._folder is None:
             self._folder = TemporaryFolder()
-        self._count += 1
-        path = self._folder.path / str(self._count)
+        self._file_count += 1
+        path = self._folder.path / str(self._file_count)
         value.detach().reshape(-1).view(torch.uint8).numpy().tofile(path)
         return _TensorOnDisk(path, value.dtype, value.shape)
 
@@ -70,36 +73,36 @@ class ActivationStore:
 
 
 class _TensorOnDisk:
+    """A file with the bytes of a tensor."""
+
     def __init__(self, path: Path, dtype: torch.dtype, shape: torch.Size) -> None:
         self.path, self.dtype, self.shape = path, dtype, shape
 
     def read(self) -> Tensor:
+        """Map the file into memory."""
         size = self.path.stat().st_size
         return torch.from_file(str(self.path), size=size, dtype=torch.uint8).view(self.dtype).reshape(self.shape)
 
 
 class _QuantizedTensor:
-    """A tensor as its quantizer's codes, with the parameters that it had then."""
+    """The codes of a quantizer's output, with its parameters at that time: they may change later."""
 
     def __init__(self, value: Tensor, quantizer: QuantStub) -> None:
         self.impl, self.dtype = quantizer.quantizer, value.dtype
         self.qparams = QParams(quantizer.scale.clone(), quantizer.zero_point.clone(), None)
         self.codes: Tensor | _TensorOnDisk = self.impl.quantize(value, *self.qparams)
 
-    def moved(self, place: _TensorOnDisk) -> "_QuantizedTensor":
-        self.codes = place
-        return self
-
-    def values(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         codes = self.codes.read() if isinstance(self.codes, _TensorOnDisk) else self.codes
-        found: Tensor = self.impl.dequantize(codes, *self.qparams, output_dtype=self.dtype)
-        return found
+        value: Tensor = self.impl.dequantize(codes, *self.qparams, output_dtype=self.dtype)
+        return value
 
 
 def _can_store_codes(quantizer: QuantStub, value: Tensor) -> bool:
-    """Whether one byte an element says it all."""
-    spec, on = quantizer.spec, quantizer.enabled and not quantizer.quantizer.is_disabled()
-    is_plain = isinstance(quantizer.calculator.granularity, PerTensorGranularity) and spec.qformulation == "zp"
+    """Whether one byte per element and one scale restore the value exactly."""
+    spec = quantizer.spec
+    is_on = quantizer.enabled and not quantizer.quantizer.is_disabled()
+    is_per_tensor = isinstance(quantizer.calculator.granularity, PerTensorGranularity) and spec.qformulation == "zp"
     is_static = not quantizer.calculator.always_called
-    is_small = spec.n_bits <= 8 and not quantizer.quantizer.grid.format.is_float
-    return on and is_plain and is_static and is_small and value.is_floating_point() and value.numel() > 0
+    fits_in_byte = spec.n_bits <= 8 and not quantizer.quantizer.grid.format.is_float
+    return is_on and is_per_tensor and is_static and fits_in_byte and value.is_floating_point() and value.numel() > 0

@@ -1,7 +1,7 @@
-"""What a run of tune has chosen so far, in a folder: a killed run goes on after its last piece, bit for bit.
+"""The finished pieces of a `tune` run, in a folder: an interrupted run continues after its last piece, bit for bit.
 
-tuning.json            the mark of what it was made from; an entry a finished piece; replaced whole after each
-piece-0007.safetensors what the layers and activation quantizers of one piece hold
+tuning.json            fingerprint of the run's inputs, and one entry per finished piece; replaced after each piece
+piece-0007.safetensors state of the layers and activation quantizers of one piece
 """
 
 import hashlib
@@ -33,28 +33,34 @@ _PIECE_FILE = re.compile(r"piece-\d{4,}\.safetensors$")
 
 
 class PieceEntry(BaseModel):
-    """One finished piece."""
+    """The entry of one finished piece in the journal."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     file: str
     sha256: str
-    done: dict[str, Any]
+    done: dict[str, Any]  # a PieceResult
 
 
 class TuningJournal(BaseModel):
-    """The journal as it is written."""
+    """The contents of tuning.json."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     format: int = 2
-    mark: str
+    mark: str  # fingerprint of the model, the data and the config
     pieces: dict[str, PieceEntry] = {}
 
 
 @dataclass(frozen=True)
 class PieceResult:
-    """What became of one piece."""
+    """What tuning a piece gave, for the report.
+
+    Attributes:
+        piece: The row of the piece; None if no layer of it was tuned.
+        rows: One row per tuned layer.
+        left: Layers that were not tuned -> the reason.
+    """
 
     piece: TunedPiece | None
     rows: tuple[TunedLayer, ...]
@@ -62,39 +68,40 @@ class PieceResult:
 
 
 class Checkpoint:
-    """The finished pieces of a run, kept in a folder, or nowhere when there is none."""
+    """The finished pieces of a run. Without a folder nothing is stored."""
 
-    def __init__(self, folder: Path | None, mark: str, *, resume: bool) -> None:
-        self.folder, self.journal = folder, TuningJournal(mark=mark)
+    def __init__(self, folder: Path | None, fingerprint: str, *, resume: bool) -> None:
+        self.folder, self.journal = folder, TuningJournal(mark=fingerprint)
         if folder is not None:
             distributed.run_on_main("the folder of tuning", lambda: _remove_leftovers(folder))
-            self.journal = (
-                _read_journal(folder / JOURNAL_NAME, mark) if resume and distributed.is_main() else self.journal
-            )
+            if resume and distributed.is_main():
+                self.journal = _read_journal(folder / JOURNAL_NAME, fingerprint)
 
     @classmethod
     def open_finished(cls, folder: Path) -> "Checkpoint":
-        """The checkpoint of a run that has ended. Only rank 0 reads it."""
-        pages = TuningJournal(mark="")
+        """The checkpoint of a finished run. Only rank 0 reads it."""
+        journal = TuningJournal(mark="")
         if distributed.is_main():
             try:
-                pages = _parse_journal(folder / JOURNAL_NAME)
+                journal = _parse_journal(folder / JOURNAL_NAME)
             except (OSError, DocumentError, ValidationError) as error:
-                raise StoreError(f"{folder} holds no finished tuning: {str(error).splitlines()[0]}") from error
-        found = cls(None, pages.mark, resume=False)
-        found.folder, found.journal = folder, pages
-        return found
+                raise StoreError(
+                    f"{folder} does not contain a finished tuning: {str(error).splitlines()[0]}"
+                ) from error
+        checkpoint = cls(None, journal.mark, resume=False)
+        checkpoint.folder, checkpoint.journal = folder, journal
+        return checkpoint
 
     def load_piece(self, name: str) -> tuple[States, PieceResult] | None:
-        """What was chosen in a piece; None if it is missing or damaged. Rank 0 reads it for all ranks."""
+        """Load a finished piece; None if it is missing or damaged. Rank 0 reads it and sends it to the other ranks."""
         if self.folder is None:
             return None
-        own = self._found(name) if distributed.is_main() else None
-        done = distributed.run_on_main(name, lambda: own and own[1], PieceResult | None)
-        tensors = distributed.broadcast_tensors({} if own is None else flatten_states(own[0]), name)
-        return None if done is None else (_unflatten_states(tensors), done)
+        loaded = self._read_piece(name) if distributed.is_main() else None
+        result = distributed.run_on_main(name, lambda: loaded and loaded[1], PieceResult | None)
+        tensors = distributed.broadcast_tensors({} if loaded is None else flatten_states(loaded[0]), name)
+        return None if result is None else (_unflatten_states(tensors), result)
 
-    def _found(self, name: str) -> tuple[States, PieceResult] | None:
+    def _read_piece(self, name: str) -> tuple[States, PieceResult] | None:
         entry = self.journal.pieces.get(name)
         if entry is None or self.folder is None:
             return None
@@ -102,58 +109,66 @@ class Checkpoint:
         try:
             check_file(path, folder=self.folder)
             if digest(path) != entry.sha256:
-                raise OSError("its checksum does not fit")
-            tensors, done = load_file(path), TypeAdapter(PieceResult).validate_python(entry.done)
+                raise OSError("its checksum does not match")
+            tensors, result = load_file(path), TypeAdapter(PieceResult).validate_python(entry.done)
         except (OSError, SafetensorError, DocumentError, ValidationError) as error:
             _warn(f"{path} cannot be used ({str(error).splitlines()[0]}): {name} is tuned again")
             return None
-        return _unflatten_states(tensors), done
+        return _unflatten_states(tensors), result
 
     def modules_by_file(self) -> dict[Path, list[str]]:
-        """The modules whose state is kept, by file."""
-        assert self.folder is not None  # noqa: S101  # asked only of what is in a folder
-        found: dict[Path, list[str]] = {}
+        """The paths of the modules whose state is stored, by file."""
+        assert self.folder is not None  # noqa: S101  # called only for a checkpoint in a folder
+        modules: dict[Path, list[str]] = {}
         for entry in self.journal.pieces.values():
             path = self.folder / Path(entry.file).name
             with open_tensors(path, folder=self.folder) as file:
-                found[path] = [key.partition("|")[0] for key in file.keys() if key.endswith("|")]  # noqa: SIM118
-        return found
+                modules[path] = [key.partition("|")[0] for key in file.keys() if key.endswith("|")]  # noqa: SIM118
+        return modules
 
-    def store_piece(self, name: str, states: States, done: PieceResult) -> None:
+    def store_piece(self, name: str, states: States, result: PieceResult) -> None:
         if self.folder is None or not distributed.is_main():
             return
         tensors = flatten_states(states)
         path = self.folder / f"piece-{len(self.journal.pieces):04}.safetensors"
         replace_file(path, lambda temporary: save_file(tensors, temporary))
-        said = TypeAdapter(PieceResult).dump_python(done, mode="json")
-        self.journal.pieces[name] = PieceEntry(file=path.name, sha256=digest(path), done=said)
+        entry = TypeAdapter(PieceResult).dump_python(result, mode="json")
+        self.journal.pieces[name] = PieceEntry(file=path.name, sha256=digest(path), done=entry)
+        # The journal is written last: a run that is killed before has an unlisted file, which the next run replaces.
         replace_text(self.folder / JOURNAL_NAME, json.dumps(self.journal.model_dump(), indent=1) + "\n")
 
 
 def flatten_states(states: States) -> dict[str, Tensor]:
-    """States by place and name, also those of places that have none."""
-    found = {f"{place}|": torch.zeros(1, dtype=torch.float32) for place in states}
-    return found | {
-        f"{place}|{own}": value.contiguous() for place, state in states.items() for own, value in state.items()
-    }
+    """States as tensors named "path|key". Every path has a tensor "path|" too, so a module without state is kept."""
+    tensors = {f"{path}|": torch.zeros(1, dtype=torch.float32) for path in states}
+    for path, state in states.items():
+        tensors |= {f"{path}|{key}": value.contiguous() for key, value in state.items()}
+    return tensors
 
 
 def _unflatten_states(tensors: Mapping[str, Tensor]) -> States:
     states: States = {}
-    for key, value in tensors.items():
-        place, _, own = key.partition("|")
-        states.setdefault(place, {}).update({own: value} if own else {})
+    for name, value in tensors.items():
+        path, _, key = name.partition("|")
+        states.setdefault(path, {}).update({key: value} if key else {})
     return states
 
 
 def _remove_leftovers(folder: Path) -> None:
+    """Delete temporary files of killed runs."""
     with locked(folder):
-        pieces = (_PIECE_FILE.search(each.name) for each in folder.iterdir())
-        remove_leftovers(folder, (JOURNAL_NAME, *(found[0] for found in pieces if found)))
+        matches = (_PIECE_FILE.search(path.name) for path in folder.iterdir())
+        remove_leftovers(folder, (JOURNAL_NAME, *(match[0] for match in matches if match)))
 
 
 def compute_fingerprint(model: object, walk: StreamWalk, config: str) -> str:
-    """Fingerprint of the calibrated model, the data of all ranks and the config."""
+    """Fingerprint of the calibrated model, the data of all ranks and the config.
+
+    Args:
+        model: A fingerprint of the model, as JSON values.
+        walk: The walk that has read the data.
+        config: The config as JSON.
+    """
     with distributed.phase("marking the data") as step:
         step.value = [_fingerprint_batch(walk, index) for index in range(walk.batch_count)]
     batches = distributed.interleave(step.values)
@@ -161,35 +176,36 @@ def compute_fingerprint(model: object, walk: StreamWalk, config: str) -> str:
 
 
 def _fingerprint_batch(walk: StreamWalk, index: int) -> str:
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for node in walk.placeholders:
         value = walk.get_value(node, index, noisy=False)
         if isinstance(value, Tensor):
             flat = value.detach().cpu().contiguous().reshape(-1)
-            found.update(f"{value.dtype} {list(value.shape)}".encode())
-            found.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+            sha256.update(f"{value.dtype} {list(value.shape)}".encode())
+            sha256.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
         else:
-            found.update(repr(value).encode())
-    return found.hexdigest()
+            sha256.update(repr(value).encode())
+    return sha256.hexdigest()
 
 
 def _parse_journal(path: Path) -> TuningJournal:
     return TuningJournal.model_validate(read_json(path, MAX_JOURNAL_BYTES, folder=path.parent))
 
 
-def _read_journal(path: Path, mark: str) -> TuningJournal:
+def _read_journal(path: Path, fingerprint: str) -> TuningJournal:
+    """The journal to continue with; an empty one, with a warning, if the run must start from the beginning."""
     try:
-        pages = _parse_journal(path)
+        journal = _parse_journal(path)
     except FileNotFoundError:
-        _warn(f"{path.parent} holds no unfinished tuning: starting from the beginning")
-        return TuningJournal(mark=mark)
+        _warn(f"{path.parent} does not contain an unfinished tuning: starting from the beginning")
+        return TuningJournal(mark=fingerprint)
     except (OSError, DocumentError, ValidationError) as error:
         _warn(f"{path} is damaged ({str(error).splitlines()[0]}): starting from the beginning")
-        return TuningJournal(mark=mark)
-    if pages.mark != mark:
-        _warn(f"{path}: the model, the data or the config changed since: starting from the beginning")
-        return TuningJournal(mark=mark)
-    return pages
+        return TuningJournal(mark=fingerprint)
+    if journal.mark != fingerprint:
+        _warn(f"{path}: the model, the data or the config changed since it was written: starting from the beginning")
+        return TuningJournal(mark=fingerprint)
+    return journal
 
 
 def _warn(message: str) -> None:

@@ -1,9 +1,10 @@
-"""The moments of a layer, from both streams at its place in the walk.
+"""Collects the moments of a layer from both streams, when the walk is at its node.
 
-    wanted = W x + d,   d = r - r~        r, r~ the other operand of the add that the layer feeds, where it is at hand
+    target = W x + d,   d = r - r~        r, r~: the other operand of the residual add that the layer feeds
 
-Layers that read one value (q, k, v) share one pass over it; a weight that is used at several places has one sum over
-all of them, and is solved at the last.
+d lets the layer correct what the quantized stream already lacks; it is zero if r is not computed yet, or the same in
+both streams. Layers that read one value (q, k, v) share one pass over it. A weight that is used at several nodes has
+one sum over all of them, and is solved at the last one.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -24,257 +25,318 @@ from scalepoint.tuning.row_weights import feeds_norm, row_weights
 from scalepoint.tuning.rows import Geometry, get_geometry, hash_to_uniform, limit_row_count, sample_rows
 from scalepoint.tuning.walk import StreamWalk
 
-MIN_SAMPLES_TO_SPLIT = 10  # with fewer, single rows are held out instead of whole samples
+MIN_SAMPLES_TO_SPLIT = 10  # with fewer samples, single rows are held out instead of whole samples
 ROWS_PER_CHUNK = 4096  # rows that are gathered at once
 SumsT = TypeVar("SumsT", MomentSums, ResidualSums)
 
 
 @dataclass(frozen=True)
 class LayerUse:
-    """A quantized layer at a node."""
+    """A quantized layer at one node of the graph; `path` is its path in the model."""
 
     node: fx.Node
-    place: str
+    path: str
     layer: QuantizedLayer
 
 
 @dataclass(frozen=True)
 class AddedOperand:
-    """What the other side of an add lacks at every row, and what it is there where a norm reads the sum."""
+    """The other operand of the add that a layer feeds, for all rows of a batch.
+
+    Attributes:
+        drift: What it lacks in the quantized stream; None if nothing.
+        value: Its float value, if a norm reads the sum.
+    """
 
     drift: Tensor | None
-    side: Tensor | None
+    value: Tensor | None
 
-    def of(self, wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the layer's outputs should be at these rows, and what the rows count."""
-        weights = None if self.side is None else row_weights((wanted + self.side[rows]).flatten(1)).view(-1)
-        return (wanted if self.drift is None else wanted + self.drift[rows]), weights
+    def adjust_targets(self, targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The targets of these rows with the drift added, and the weights of the rows."""
+        weights = None if self.value is None else row_weights((targets + self.value[rows]).flatten(1)).view(-1)
+        return (targets if self.drift is None else targets + self.drift[rows]), weights
+
+
+@dataclass(frozen=True)
+class RowChunk:
+    """Some rows of one layer and batch.
+
+    Attributes:
+        is_holdout: Whether they only judge.
+        noisy: Rows of the quantized stream.
+        targets: What the outputs should be; rows of the float stream if the caller passed no weight.
+        row_weights: What each row counts; 1 if None.
+    """
+
+    is_holdout: bool
+    noisy: Tensor
+    targets: Tensor
+    row_weights: Tensor | None
 
 
 @dataclass
 class RowCollector:
-    """Rows of the layers of one walk."""
+    """Collects rows of the layers of one walk.
+
+    Attributes:
+        walk: The two streams.
+        max_rows: Rows per layer.
+        holdout: Share of the samples that only judge.
+        names: Name of every node, for messages.
+        uses_quantized_inputs: Take W x~ as target instead of W x: the error of the codes alone, whatever came before.
+        uses: All quantized layers in graph order.
+        nan_hint: End of the message about non-finite inputs.
+    """
 
     walk: StreamWalk
-    rows: int
+    max_rows: int
     holdout: float
     names: dict[str, str]
-    against_itself: bool = False  # the outputs should be those of the float weight in the quantized stream
+    uses_quantized_inputs: bool = False
     uses: list[LayerUse] = field(default_factory=list)
     nan_hint: str = "Mend the data, or leave such batches out: on_nan='skip'"
-    _open: dict[int, tuple[MomentSums, MomentSums]] = field(default_factory=dict)  # of weights with uses to come
-    _shifts: dict[int, tuple[ResidualSums, ResidualSums]] = field(default_factory=dict)
-    _shared: dict[int, tuple[Moments | None, Moments | None]] = field(default_factory=dict)  # of layers to come
+    # Sums for fitting and for judging, by id of the weight quantizer, of weights that later nodes use too.
+    _unfinished_moments: dict[int, tuple[MomentSums, MomentSums]] = field(default_factory=dict)
+    _unfinished_residuals: dict[int, tuple[ResidualSums, ResidualSums]] = field(default_factory=dict)
+    # Moments of later layers that read the same value, by id of the layer.
+    _shared_moments: dict[int, tuple[Moments | None, Moments | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        found = [(node, self.walk.get_layer(node)) for node in self.walk.graph.nodes]
-        self.uses = [LayerUse(node, *layer) for node, layer in found if layer is not None]
+        layers = [(node, self.walk.get_layer(node)) for node in self.walk.graph.nodes]
+        self.uses = [LayerUse(node, *layer) for node, layer in layers if layer is not None]
 
     def uses_of(self, layer: QuantizedLayer) -> list[fx.Node]:
-        """Where the layer's weight multiplies, in graph order."""
+        """The nodes that multiply by the layer's weight, in graph order."""
         return [use.node for use in self.uses if use.layer.weight_quant is layer.weight_quant]
 
-    def is_awaited(self, use: LayerUse, nodes: Collection[fx.Node]) -> bool:
-        """Whether layers outside of these nodes need what is seen at this use."""
-        shape = get_geometry(use.layer)
-        readers = (
-            [] if shape is None else [other.node for other, _ in self._readers(use, GroupedLayer(use.layer, shape))]
-        )
+    def is_needed_later(self, use: LayerUse, nodes: Collection[fx.Node]) -> bool:
+        """Whether layers outside of `nodes` need the rows of this use."""
+        geometry = get_geometry(use.layer)
+        readers: list[fx.Node] = []
+        if geometry is not None:
+            readers = [reader.node for reader, _ in self._find_readers(use, GroupedLayer(use.layer, geometry))]
         return any(node not in nodes for node in (*self.uses_of(use.layer), *readers))
 
-    def is_held(self, numbers: Tensor) -> Tensor:
-        """Which samples judge."""
+    def is_held_out(self, numbers: Tensor) -> Tensor:
+        """Which of the samples (or rows) with these numbers only judge."""
         return hash_to_uniform(numbers, salt=1) < self.holdout
 
-    def residuals(self, use: LayerUse, shape: GroupedLayer) -> tuple[ResidualSums, ResidualSums]:
-        """What a bias can take up, of the rows that are fitted and of those that judge; no products are made."""
-        key, float_weight = id(use.layer.weight_quant), shape.weight()
-        sums, weight = self._shifts.pop(key, (ResidualSums(), ResidualSums())), float_weight.to(torch.float32)
-        values = shape.start(float_weight).values.to(torch.float32)
+    def collect_residuals(self, use: LayerUse, grouped: GroupedLayer) -> tuple[ResidualSums, ResidualSums]:
+        """What a bias can correct, on the rows to fit and on the held-out rows. Cheaper than moments: no products."""
+        key, float_weight = id(use.layer.weight_quant), grouped.weight()
+        sums = self._unfinished_residuals.pop(key, (ResidualSums(), ResidualSums()))
+        weight = float_weight.to(torch.float32)
+        values = grouped.current_solution(float_weight).values.to(torch.float32)
         with distributed.phase("residuals"):
-            for held, noisy, wanted, weights in self._parts(use, shape, weight):
-                sums[held].add(torch.einsum("rgn,gon->rgo", noisy, values), wanted, weights)
+            for chunk in self._iterate_rows(use, grouped, weight):
+                outputs = torch.einsum("rgn,gon->rgo", chunk.noisy, values)
+                sums[chunk.is_holdout].add(outputs, chunk.targets, chunk.row_weights)
         if use.node is not self.uses_of(use.layer)[-1]:
-            self._shifts[key] = sums
-        return _fit_and_holdout((sums[0].merged(), sums[1].merged()))
+            self._unfinished_residuals[key] = sums
+        return _fit_and_holdout((sums[0].merge_ranks(), sums[1].merge_ranks()))
 
-    def moments(self, use: LayerUse, shape: GroupedLayer) -> tuple[Moments | None, Moments | None]:
-        """Moments of nine tenths of the rows, and of the rest, of all uses up to this one."""
-        known = self._shared.pop(id(use.layer), None)
-        if known is not None:
-            return known
-        together = self._readers(use, shape)
-        weight = torch.cat([each.weight() for _, each in together], 1).to(torch.float32)
+    def collect_moments(self, use: LayerUse, grouped: GroupedLayer) -> tuple[Moments | None, Moments | None]:
+        """Moments of the rows to fit and of the held-out rows, over all uses of the weight up to this one."""
+        shared = self._shared_moments.pop(id(use.layer), None)
+        if shared is not None:
+            return shared
+        # Layers with one input are collected together: their weights are stacked along the outputs.
+        readers = self._find_readers(use, grouped)
+        weight = torch.cat([reader.weight() for _, reader in readers], 1).to(torch.float32)
         key = id(use.layer.weight_quant)
-        is_plain = weight.shape[1] > weight.shape[2] and not self._is_alone(use) and not self._is_added(use)
-        through = weight if is_plain else None
-        sums = self._open.pop(key, (MomentSums(through), MomentSums(through)))
+        # With more outputs than inputs, it is cheaper to add up the inputs and to multiply by the weight at the end.
+        # That needs targets that are W x alone, of one value.
+        has_more_outputs = weight.shape[1] > weight.shape[2]
+        adds_inputs = has_more_outputs and not self._has_own_input(use) and not self._depends_on_add(use)
+        sums_weight = weight if adds_inputs else None
+        sums = self._unfinished_moments.pop(key, (MomentSums(sums_weight), MomentSums(sums_weight)))
         with distributed.phase("moments"):
-            for held, noisy, wanted, weights in self._parts(use, shape, None if is_plain else weight):
-                sums[held].add(noisy, wanted, weights)
+            for chunk in self._iterate_rows(use, grouped, None if adds_inputs else weight):
+                sums[chunk.is_holdout].add(chunk.noisy, chunk.targets, chunk.row_weights)
         is_last = use.node is self.uses_of(use.layer)[-1]
         if not is_last:
-            self._open[key] = sums
-        fit, judge = _fit_and_holdout((sums[0].merged(), sums[1].merged()))
-        first = fit.moments(is_done=is_last)
-        second = first if judge is fit else judge.moments(is_done=is_last)
-        start = 0
-        for other, each in together:
-            part = slice(start, start + each.size[1])
-            start = part.stop
-            self._shared[id(other.layer)] = first and first.of(part), second and second.of(part)
-        return self._shared.pop(id(use.layer))
+            self._unfinished_moments[key] = sums
+        fit_sums, holdout_sums = _fit_and_holdout((sums[0].merge_ranks(), sums[1].merge_ranks()))
+        fit = fit_sums.to_moments(is_done=is_last)
+        holdout = fit if holdout_sums is fit_sums else holdout_sums.to_moments(is_done=is_last)
+        first_output = 0
+        for reader, reader_grouped in readers:
+            outputs = slice(first_output, first_output + reader_grouped.size[1])
+            first_output = outputs.stop
+            self._shared_moments[id(reader.layer)] = (
+                fit and fit.select_outputs(outputs),
+                holdout and holdout.select_outputs(outputs),
+            )
+        return self._shared_moments.pop(id(use.layer))
 
-    def is_shared(self, moments: Moments) -> bool:
-        """Whether layers to come have the same inputs."""
-        return any(first is not None and first.made is moments.made for first, _ in self._shared.values())
+    def has_later_readers(self, moments: Moments) -> bool:
+        """Whether later layers share these moments."""
+        return any(fit is not None and fit.cache is moments.cache for fit, _ in self._shared_moments.values())
 
-    def _readers(self, use: LayerUse, shape: GroupedLayer) -> list[tuple[LayerUse, GroupedLayer]]:
-        """The use, and those to come that read the same value in the same way."""
-        found = [(use, shape)]
-        if self._is_alone(use) or self._is_added(use):
-            return found
+    def _find_readers(self, use: LayerUse, grouped: GroupedLayer) -> list[tuple[LayerUse, GroupedLayer]]:
+        """The use, and later ones that read the same value in the same way."""
+        readers = [(use, grouped)]
+        if self._has_own_input(use) or self._depends_on_add(use):
+            return readers
         source = self.walk.find_source(use.node, use.layer)
-        for other in self.uses[self.uses.index(use) + 1 :]:
-            geometry = get_geometry(other.layer)
-            is_like = geometry == shape.geometry and self.walk.find_source(other.node, other.layer) is source
-            is_solved = is_like and not self._is_alone(other) and not self._is_added(other)
-            if geometry is not None and is_solved and not explain_refusal(other, geometry):
-                found.append((other, GroupedLayer(other.layer, geometry)))
-        return found
+        for later in self.uses[self.uses.index(use) + 1 :]:
+            geometry = get_geometry(later.layer)
+            reads_the_same = geometry == grouped.geometry and self.walk.find_source(later.node, later.layer) is source
+            if geometry is None or not reads_the_same:
+                continue
+            if (
+                not self._has_own_input(later)
+                and not self._depends_on_add(later)
+                and not explain_refusal(later, geometry)
+            ):
+                readers.append((later, GroupedLayer(later.layer, geometry)))
+        return readers
 
-    def _is_added(self, use: LayerUse) -> bool:
-        """Whether what its outputs should be, or what its rows count, depends on what it is added to."""
+    def _depends_on_add(self, use: LayerUse) -> bool:
+        """Whether the targets or the row weights of a layer depend on the other operand of an add."""
         return find_changed_operand(self.walk, use) is not None or find_normed_operand(self.walk, use) is not None
 
-    def _is_alone(self, use: LayerUse) -> bool:
+    def _has_own_input(self, use: LayerUse) -> bool:
+        """Whether a layer cannot share rows: its weight is used several times, or its input is inside of a group."""
         return len(self.uses_of(use.layer)) > 1 or self.walk.find_source(use.node, use.layer) is None
 
-    def _parts(
-        self, use: LayerUse, shape: GroupedLayer, weight: Tensor | None
-    ) -> Iterator[tuple[bool, Tensor, Tensor, Tensor | None]]:
-        """Whether rows judge, the rows in the quantized stream, what the outputs should be, and what each row counts.
+    def _iterate_rows(self, use: LayerUse, grouped: GroupedLayer, weight: Tensor | None) -> Iterator[RowChunk]:
+        """Sample the rows of a layer in both streams.
 
-        `weight` may be of several layers that read the same; without one the rows of the float stream are given.
+        Args:
+            use: The layer and its node.
+            grouped: Its shape in groups.
+            weight: Computes the targets; may be stacked of several layers. None: targets are rows of the float stream.
         """
-        geometry, walk = shape.geometry, self.walk
-        shapes = [walk.capture_input(use.node, use.place, each, noisy=True).shape for each in range(walk.batch_count)]
-        counts = [geometry.count(each) for each in shapes]
-        has_pairs = not self.against_itself and self._is_paired(use, shapes)
+        geometry, walk = grouped.geometry, self.walk
+        shapes = [walk.capture_input(use.node, use.path, index, noisy=True).shape for index in range(walk.batch_count)]
+        counts = [geometry.count_rows(shape) for shape in shapes]
+        has_pairs = not self.uses_quantized_inputs and self._has_same_shapes(use, shapes)
         parts = distributed.gather_values("rows", [counts, has_pairs])
-        befores, total = distributed.batch_offsets([counts_of_rank for counts_of_rank, _ in parts])
+        offsets, total = distributed.batch_offsets([counts_of_rank for counts_of_rank, _ in parts])
         is_paired = all(has_pairs_on_rank for _, has_pairs_on_rank in parts)
-        groups, _, size = shape.size
-        share = min(1.0, limit_row_count(self.rows, groups, size) / max(total, 1))
-        is_by_sample = walk.sample_count >= MIN_SAMPLES_TO_SPLIT
-        for index, (count, before, first) in enumerate(zip(counts, befores, walk.first_samples, strict=True)):
-            noisy, samples = walk.capture_input(use.node, use.place, index, noisy=True), walk.samples_per_batch[index]
-            exact = walk.capture_input(use.node, use.place, index, noisy=False) if is_paired else noisy
-            places = sample_rows(before, count, 1, share)
-            numbers = before + places
-            if is_by_sample and samples and count % samples == 0:
-                numbers = first + places // (count // samples)
-            beside = (
-                self._beside(use, shape, index, count) if is_paired or self.against_itself else AddedOperand(None, None)
-            )
-            is_own = is_paired and weight is not None and weight.shape[1] == shape.size[1]
-            own = self._outputs(use, shape, index, count) if is_own else None
-            held = self.is_held(numbers)
-            for is_held in (False, True):
-                chosen = places[held == is_held]
-                for start in range(0, len(chosen), ROWS_PER_CHUNK):
-                    part = chosen[start : start + ROWS_PER_CHUNK]
-                    pair = geometry.rows(exact, part), geometry.rows(noisy, part)
-                    self.check_finite(self.names.get(use.node.name, use.place), pair)
-                    wanted = pair[0]
-                    if weight is not None:
-                        wanted = torch.einsum("rgn,gon->rgo", wanted, weight) if own is None else own[part]
-                    yield is_held, pair[1], *beside.of(wanted, part)
+        groups, outputs, size = grouped.size
+        share = min(1.0, limit_row_count(self.max_rows, groups, size) / max(total, 1))
+        splits_by_sample = walk.sample_count >= MIN_SAMPLES_TO_SPLIT
+        for index, (count, offset, first_sample) in enumerate(zip(counts, offsets, walk.first_samples, strict=True)):
+            noisy = walk.capture_input(use.node, use.path, index, noisy=True)
+            exact = walk.capture_input(use.node, use.path, index, noisy=False) if is_paired else noisy
+            # A hash of the number of a row, counted over all ranks, decides whether it is used, and a hash of its
+            # sample's number whether it judges. So neither depends on the batch size or the number of ranks.
+            rows = sample_rows(offset, count, 1, share)
+            numbers, samples = offset + rows, walk.samples_per_batch[index]
+            if splits_by_sample and samples and count % samples == 0:
+                numbers = first_sample + rows // (count // samples)
+            is_held_out = self.is_held_out(numbers)
+            operand = AddedOperand(None, None)
+            if is_paired or self.uses_quantized_inputs:
+                operand = self._added_operand(use, grouped, index, count)
+            # The float stream has the outputs already, unless `weight` is stacked of several layers.
+            has_outputs = is_paired and weight is not None and weight.shape[1] == outputs
+            float_outputs = self._float_outputs(use, grouped, index, count) if has_outputs else None
+            for is_holdout in (False, True):
+                part = rows[is_held_out == is_holdout]
+                for start in range(0, len(part), ROWS_PER_CHUNK):
+                    chunk = part[start : start + ROWS_PER_CHUNK]
+                    exact_rows, noisy_rows = geometry.rows(exact, chunk), geometry.rows(noisy, chunk)
+                    self.check_finite(self.names.get(use.node.name, use.path), (exact_rows, noisy_rows))
+                    targets = exact_rows
+                    if float_outputs is not None:
+                        targets = float_outputs[chunk]
+                    elif weight is not None:
+                        targets = torch.einsum("rgn,gon->rgo", exact_rows, weight)
+                    yield RowChunk(is_holdout, noisy_rows, *operand.adjust_targets(targets, chunk))
 
-    def _outputs(self, use: LayerUse, shape: GroupedLayer, index: int, count: int) -> Tensor | None:
-        """What the float layer gives in one batch, without its bias, where that is what its node gives."""
-        layer, is_whole = use.layer, len(self.walk.get_parts(use.node)) == 1
-        value = self.walk.float_value(use.node, index) if is_whole and layer.norm is None else None
+    def _float_outputs(self, use: LayerUse, grouped: GroupedLayer, index: int, count: int) -> Tensor | None:
+        """Output rows of the float layer without its bias; None if the node's value is something else."""
+        layer, is_alone = use.layer, len(self.walk.get_parts(use.node)) == 1
+        value = self.walk.float_value(use.node, index) if is_alone and layer.norm is None else None
         if not isinstance(value, Tensor):
             return None
-        rows = shape.geometry.outputs(value, torch.arange(count), count, shape.size[1])
+        rows = grouped.geometry.output_rows(value, torch.arange(count), count, grouped.size[1])
         return rows if rows is None or layer.bias is None else rows - layer.bias.detach().reshape(rows.shape[1:])
 
-    def _is_paired(self, use: LayerUse, shapes: Sequence[torch.Size]) -> bool:
-        """Whether the rows of both streams are those of one another: an expert may be sent others when its router is
-        quantized. Then its outputs should be those of the float weight for the rows that it gets."""
-        walk = self.walk
-        return all(
-            walk.capture_input(use.node, use.place, n, noisy=False).shape == each for n, each in enumerate(shapes)
-        )
+    def _has_same_shapes(self, use: LayerUse, shapes: Sequence[torch.Size]) -> bool:
+        """Whether the rows of the two streams correspond.
 
-    def _beside(self, use: LayerUse, shape: GroupedLayer, index: int, count: int) -> "AddedOperand":
-        """What the layer is added to in one batch."""
-        walk, geometry, outputs = self.walk, shape.geometry, shape.size[1]
+        They do not where the data selects rows: a quantized router may send other tokens to an expert than the float
+        router. The targets are then W x~: the float weight for the rows that the expert gets.
+        """
+        inputs = (self.walk.capture_input(use.node, use.path, index, noisy=False) for index in range(len(shapes)))
+        return all(exact.shape == shape for exact, shape in zip(inputs, shapes, strict=True))
 
-        def rows(value: Any) -> Tensor | None:
-            return geometry.outputs(value, torch.arange(count), count, outputs) if isinstance(value, Tensor) else None
+    def _added_operand(self, use: LayerUse, grouped: GroupedLayer, index: int, count: int) -> AddedOperand:
+        """The other operand of the add that a layer feeds, in one batch."""
+        walk, geometry, outputs = self.walk, grouped.geometry, grouped.size[1]
 
-        other, stream = None if self.against_itself else find_changed_operand(walk, use), find_normed_operand(walk, use)
+        def to_rows(value: Any) -> Tensor | None:
+            if not isinstance(value, Tensor):
+                return None
+            return geometry.output_rows(value, torch.arange(count), count, outputs)
+
         drift = None
-        if other is not None and isinstance(exact := walk.get_value(other, index, noisy=False), Tensor):
-            found = walk.get_value(other, index, noisy=True)
-            drift = rows(exact - found) if found.shape == exact.shape else None
-        side = None if stream is None else rows(walk.get_value(stream, index, noisy=False))
+        changed = None if self.uses_quantized_inputs else find_changed_operand(walk, use)
+        if changed is not None and isinstance(exact := walk.get_value(changed, index, noisy=False), Tensor):
+            noisy = walk.get_value(changed, index, noisy=True)
+            drift = to_rows(exact - noisy) if noisy.shape == exact.shape else None
+        normed = find_normed_operand(walk, use)
+        value = None if normed is None else to_rows(walk.get_value(normed, index, noisy=False))
         bias = use.layer.fold_norm()[1]
-        if side is not None and bias is not None:
-            side = side + bias.detach().reshape(side.shape[1:])
-        return AddedOperand(drift, side)
+        if value is not None and bias is not None:
+            value = value + bias.detach().reshape(value.shape[1:])  # targets have no bias, what the norm reads has
+        return AddedOperand(drift, value)
 
-    def check_finite(self, name: str, values: Sequence[Tensor]) -> None:
+    def check_finite(self, name: str, inputs: Sequence[Tensor]) -> None:
         """Raise NonFiniteError if an input of this layer holds NaN or infinity."""
-        if not all(bool(rows.sum().isfinite()) or bool(rows.isfinite().all()) for rows in values):
+        # The sum is finite if all values are, except if it overflows; only then all values are looked at.
+        if not all(bool(rows.sum().isfinite()) or bool(rows.isfinite().all()) for rows in inputs):
             raise NonFiniteError(f"{name}: its input holds NaN or infinity. {self.nan_hint}")
 
 
 def explain_refusal(use: LayerUse, geometry: Geometry | None) -> str:
-    """The reason to leave a layer as it is; "" when there is none."""
+    """Why a layer cannot be tuned; "" if it can."""
     quant = use.layer.weight_quant
     reasons = (
         (quant.quantizer.is_disabled(), quant.quantizer.reason),
-        (quant.chosen is not None, "its codes were chosen before: quantize anew to choose again"),
+        (quant.chosen is not None, "its codes were chosen before: quantize the model again to choose new ones"),
         (quant.spec.qformulation != "zp", "its codes are relative to a minimum, not to a zero point"),
-        (geometry is None, "it pads with other things than zeros"),
-        (any(each.kind == EMBEDDING for each in use.layer.sharing_layers), "its weight is a table of embeddings, too"),
+        (geometry is None, "it pads with values other than zeros"),
+        (any(layer.kind == EMBEDDING for layer in use.layer.sharing_layers), "its weight is an embedding table too"),
     )
-    return next((why for is_so, why in reasons if is_so), "")
+    return next((reason for is_refused, reason in reasons if is_refused), "")
 
 
 def find_changed_operand(walk: StreamWalk, use: LayerUse) -> fx.Node | None:
-    """The other operand of the add that a layer feeds, when both streams have it already and it is not one in both."""
-    found, _ = _find_add(walk, use)
-    if found is None or found in walk.same_nodes or not walk.has_value(found):
+    """The other operand of the add that a layer feeds, if it is computed already and differs between the streams."""
+    operand, _ = _find_add(walk, use)
+    if operand is None or operand in walk.same_nodes or not walk.has_value(operand):
         return None
-    return found
+    return operand
 
 
 def find_normed_operand(walk: StreamWalk, use: LayerUse) -> fx.Node | None:
-    """The other operand of the add that a layer feeds, when it is at hand and a norm reads the sum."""
-    found, total = _find_add(walk, use)
-    if found is None or total is None or not walk.has_value(found) or not feeds_norm(walk, total):
+    """The other operand of the add that a layer feeds, if it is computed already and a norm reads the sum."""
+    operand, total = _find_add(walk, use)
+    if operand is None or total is None or not walk.has_value(operand) or not feeds_norm(walk, total):
         return None
-    return found
+    return operand
 
 
 def _find_add(walk: StreamWalk, use: LayerUse) -> tuple[fx.Node | None, fx.Node | None]:
-    """The other operand, and the sum."""
+    """The other operand of the add that a layer feeds, and the node of the sum; None without such an add."""
     return _find_add_in_group(walk, use) or _find_add_after(walk, use.node) or (None, None)
 
 
 def _find_add_in_group(walk: StreamWalk, use: LayerUse) -> tuple[fx.Node, fx.Node] | None:
-    parts = walk.get_parts(use.node)
-    is_added = len(parts) > 1 and parts[0] is use.layer and _is_add(parts[1])
-    inputs = use.node.args
-    is_found = is_added and len(inputs) == 2 and isinstance(inputs[1], fx.Node)
-    return (inputs[1], use.node) if is_found else None  # type: ignore[return-value]  # a node, as just seen
+    """An add that is fused with the layer."""
+    parts, inputs = walk.get_parts(use.node), use.node.args
+    if len(parts) < 2 or parts[0] is not use.layer or not _is_add(parts[1]) or len(inputs) != 2:
+        return None
+    return (inputs[1], use.node) if isinstance(inputs[1], fx.Node) else None
 
 
 def _find_add_after(walk: StreamWalk, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """An add that alone reads the node, directly or behind an activation quantizer."""
     if len(walk.get_parts(node)) != 1 or len(node.users) != 1:
         return None
     user = next(iter(node.users))
@@ -283,11 +345,11 @@ def _find_add_after(walk: StreamWalk, node: fx.Node) -> tuple[fx.Node, fx.Node] 
         if len(node.users) != 1:
             return None
         user = next(iter(node.users))
-    first = next(iter(walk.get_parts(user)), None) or walk.get_module(user)
-    operands = [each for each in user.args if isinstance(each, fx.Node)]
-    if not _is_add(first) or len(operands) != 2 or len(user.all_input_nodes) != 2 or node not in operands:
+    first_part = next(iter(walk.get_parts(user)), None) or walk.get_module(user)
+    operands = [operand for operand in user.args if isinstance(operand, fx.Node)]
+    if not _is_add(first_part) or len(operands) != 2 or len(user.all_input_nodes) != 2 or node not in operands:
         return None
-    return next(each for each in operands if each is not node), user
+    return next(operand for operand in operands if operand is not node), user
 
 
 def _is_add(part: Any) -> bool:
@@ -295,6 +357,6 @@ def _is_add(part: Any) -> bool:
 
 
 def _fit_and_holdout(sums: tuple[SumsT, SumsT]) -> tuple[SumsT, SumsT]:
-    """Too few to hold any out: what is fitted judges; all held out: what judges is fitted."""
-    fit, judge = sums
-    return (fit if fit.count else judge), (judge if judge.count else fit)
+    """Use one for both where the other saw no rows: too few to hold any out, or all held out."""
+    fit, holdout = sums
+    return (fit if fit.count else holdout), (holdout if holdout.count else fit)

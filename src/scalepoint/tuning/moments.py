@@ -1,11 +1,11 @@
-"""What closed forms read of the data: means and second moments of a layer's rows. They add up.
+"""Means and second moments of a layer's rows: all that the closed-form steps read of the data.
 
-    y = W x + d      what the outputs should be: x the float stream, d what the other side of a residual add lacks
-    H = cov(x~, x~),  P = cov(y, x~),  m~ = E[x~],  E[y],  var(y)                          x~ the quantized stream
+    y = W x + d      the target outputs: x the float stream, d what the other operand of a residual add lacks
+    H = cov(x~, x~),  P = cov(y, x~),  m~ = E[x~],  E[y],  var(y)                     x~ the quantized stream
     error of V x~ + shift against y  =  var(y) - 2 <P, V> + <V H, V> + (mean mismatch)^2
 
-Products of some thousand rows are made in float32 around the mean of the first, and added up in float64. Rows may have
-weights: then all of these are weighted means.
+Products of some thousand rows are computed in float32 around the mean of the first rows, and added up in float64. Rows
+may have weights: all of these are weighted means then.
 """
 
 from collections.abc import Iterator
@@ -17,305 +17,328 @@ from torch import Tensor
 
 from scalepoint import distributed
 
-COLUMNS_PER_PRODUCT = 256  # columns of H that are made together
-MIN_ROWS_PER_PRODUCT = 2048  # rows that a product is made of, at least
+COLUMNS_PER_PRODUCT = 256  # columns of H per matrix product
+MIN_ROWS_PER_PRODUCT = 2048  # smaller batches wait until so many rows are there
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the rows of one layer; (groups, n), (groups, n, n), of the outputs (groups, outputs) and (.., outputs, n)."""
+    """Moments of the rows of one layer. Shapes: n inputs of an output, o outputs per group, g groups."""
 
-    count: int  # of rows that are not zeros alone
-    mean: Tensor  # of the quantized stream
-    noisy: Tensor  # H
-    cross: Tensor  # P
-    mean_wanted: Tensor
-    wanted: Tensor  # the variance of y
-    made: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # from H alone: layers share it
+    count: int  # rows that are not all zero
+    mean: Tensor  # (g, n), of the quantized stream
+    hessian: Tensor  # H, (g, n, n)
+    cross: Tensor  # P, (g, o, n)
+    mean_target: Tensor  # E[y], (g, o)
+    target_variance: Tensor  # var(y), (g, o)
+    # Computed from H alone (factors, a float32 copy), so layers with the same inputs share one cache.
+    cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def size(self) -> int:
-        """Unknowns of an output."""
-        return int(self.noisy.shape[-1])
+        """Unknowns per output."""
+        return int(self.hessian.shape[-1])
 
     def error(self, values: Tensor, mismatch: Tensor | None = None) -> Tensor:
-        """The mean squared error of each output when `values` multiply the quantized stream; with a mismatch of the
-        means where the bias does not take it up."""
-        own = ((values @ self.noisy.to(values.dtype)) * values).sum(-1)
-        found = (self.wanted - 2 * (self.cross * values).sum(-1) + own).clamp(min=0)
-        return found if mismatch is None else found + mismatch.square()
+        """Mean squared error of each output if `values` are the weight.
 
-    def near(self, weight: Tensor) -> "ErrorAroundWeight":
-        """Errors of values near a weight."""
-        return ErrorAroundWeight(self, weight)
+        Pass the mismatch of the means if no bias takes it up.
+        """
+        energy = ((values @ self.hessian.to(values.dtype)) * values).sum(-1)
+        error = (self.target_variance - 2 * (self.cross * values).sum(-1) + energy).clamp(min=0)
+        return error if mismatch is None else error + mismatch.square()
 
-    def mismatch(self, values: Tensor) -> Tensor:
-        """What the mean of each output lacks: E[y] - V m~."""
-        return self.mean_wanted - torch.einsum("gon,gn->go", values, self.mean)
+    def mean_mismatch(self, values: Tensor) -> Tensor:
+        """E[y] - V m~: what the mean of each output lacks."""
+        return self.mean_target - torch.einsum("gon,gn->go", values, self.mean)
 
-    def raw(self) -> "Moments":
-        """Around zero instead of the means: where no bias takes up what the means lack, they are part of the error.
-        H is in float32, as the steps read it."""
-        if "raw" not in self.made:
-            self.made["raw"] = _second_moment(self.noisy, self.mean), {}
-        noisy, made = self.made["raw"]
+    def around_zero(self) -> "Moments":
+        """Moments around zero instead of the means, for layers without a bias: the means are part of their error."""
+        if "around zero" not in self.cache:
+            self.cache["around zero"] = _second_moment(self.hessian, self.mean), {}
+        hessian, cache = self.cache["around zero"]
         return Moments(
             self.count,
             torch.zeros_like(self.mean),
-            noisy,
-            self.cross + torch.einsum("go,gn->gon", self.mean_wanted, self.mean),
-            torch.zeros_like(self.mean_wanted),
-            self.wanted + self.mean_wanted.square(),
-            made,
+            hessian,
+            self.cross + torch.einsum("go,gn->gon", self.mean_target, self.mean),
+            torch.zeros_like(self.mean_target),
+            self.target_variance + self.mean_target.square(),
+            cache,
         )
 
-    def settled(self) -> "Moments":
-        """With H in float32 alone, which is what the steps read of it: of a wide layer it is most of the memory."""
-        return replace(self, noisy=float32_covariance(self))
+    def in_float32(self) -> "Moments":
+        """The same with H in float32, which is what the steps read. H of a wide layer is most of the memory."""
+        return replace(self, hessian=float32_hessian(self))
 
-    def of(self, outputs: slice) -> "Moments":
-        """Those of some of the outputs: layers that read one value share the rest."""
+    def select_outputs(self, outputs: slice) -> "Moments":
+        """The moments of some outputs. H and the mean do not depend on the outputs."""
         return replace(
             self,
             cross=self.cross[:, outputs],
-            mean_wanted=self.mean_wanted[:, outputs],
-            wanted=self.wanted[:, outputs],
+            mean_target=self.mean_target[:, outputs],
+            target_variance=self.target_variance[:, outputs],
         )
 
 
 class ErrorAroundWeight:
-    """Errors of values near one weight W, in float32 without loss: what all of them share is taken out.
+    """Errors of values near one weight W, in float32.
 
     E(V) = E(W) + 2 <W H - P, D> + <D H, D>,  D = V - W
+
+    E(V) itself is a small difference of large numbers, which float32 would lose. E(W) is computed once in float64; the
+    rest is small where D is.
     """
 
     def __init__(self, moments: Moments, weight: Tensor) -> None:
-        hessian = float32_covariance(moments)
-        if "above" not in moments.made:
-            moments.made["above"] = above = hessian.triu().mul_(2)
-            above.diagonal(dim1=-2, dim2=-1).div_(2)
-        self.weight, self.above = weight, moments.made["above"]
+        hessian = float32_hessian(moments)
+        if "upper" not in moments.cache:  # twice what is above the diagonal of H, and the diagonal once
+            upper = hessian.triu().mul_(2)
+            upper.diagonal(dim1=-2, dim2=-1).div_(2)
+            moments.cache["upper"] = upper
+        self.weight, self.upper = weight, moments.cache["upper"]
         self.slope = weight.to(torch.float32) @ hessian - moments.cross.to(torch.float32)
-        own = torch.empty_like(moments.wanted)
+        # E(W) = var(y) + <W H - P, W> - <P, W>, in float64
+        base = torch.empty_like(moments.target_variance)
         for part in split_outputs(slice(None), weight.shape[1]):
-            apart = self.slope[:, part].to(torch.float64).sub_(moments.cross[:, part])
-            own[:, part] = apart.mul_(weight[:, part]).sum(-1)
-        self.base = own.add_(moments.wanted).clamp_(min=0)
+            gradient = self.slope[:, part].to(torch.float64).sub_(moments.cross[:, part])
+            base[:, part] = gradient.mul_(weight[:, part]).sum(-1)
+        self.base = base.add_(moments.target_variance).clamp_(min=0)
 
     def error(self, values: Tensor, outputs: slice = slice(None)) -> Tensor:
-        """The mean squared error of each output, or of some, a bias taking up the means."""
-        off = (values - self.weight[:, outputs]).to(torch.float32)
-        more = (off * 2 * self.slope[:, outputs]).sum(-1, dtype=torch.float64)
-        for start in range(0, off.shape[-1], COLUMNS_PER_PRODUCT):  # D H D' from the diagonal of H and what is above it
-            part = slice(start, start + COLUMNS_PER_PRODUCT)
-            more += (off[..., part] * (off[..., : part.stop] @ self.above[:, : part.stop, part])).sum(-1)
-        return (self.base[:, outputs] + more).clamp(min=0)
+        """Mean squared error of each of the outputs, if a bias takes up the means."""
+        difference = (values - self.weight[:, outputs]).to(torch.float32)
+        added = (difference * 2 * self.slope[:, outputs]).sum(-1, dtype=torch.float64)
+        for start in range(0, difference.shape[-1], COLUMNS_PER_PRODUCT):  # D H D' from the upper triangle of H
+            columns = slice(start, start + COLUMNS_PER_PRODUCT)
+            product = difference[..., : columns.stop] @ self.upper[:, : columns.stop, columns]
+            added += (difference[..., columns] * product).sum(-1)
+        return (self.base[:, outputs] + added).clamp(min=0)
 
 
 def split_outputs(outputs: slice, count: int) -> Iterator[slice]:
-    """Some of so many outputs, a few at a time: in float64 all of a wide layer would be much memory."""
+    """Split a slice of `count` outputs: all outputs of a wide layer in float64 would take much memory."""
     start, stop, step = outputs.indices(count)
     for first in range(start, stop, step * COLUMNS_PER_PRODUCT):
         yield slice(first, min(first + step * COLUMNS_PER_PRODUCT, stop), step)
 
 
-def float32_covariance(moments: Moments) -> Tensor:
-    """H in float32, made once."""
-    if "single" not in moments.made:
-        moments.made["single"] = moments.noisy.to(torch.float32)
-    found: Tensor = moments.made["single"]
-    return found
+def float32_hessian(moments: Moments) -> Tensor:
+    """H in float32, converted once."""
+    if "float32" not in moments.cache:
+        moments.cache["float32"] = moments.hessian.to(torch.float32)
+    hessian: Tensor = moments.cache["float32"]
+    return hessian
 
 
 class MomentSums:
-    """Moments while they are added up.
+    """Sums over rows, from which `Moments` are computed.
 
-    Where there are more outputs than inputs, and y is W x alone, the inputs are added up instead of the outputs:
-    P = W cov(x, x~),  var(y) = diag(W cov(x, x) W').
+    A layer with more outputs than inputs whose target is W x alone passes `weight`: then the float inputs x are added
+    up instead of the outputs, and
+
+        P = W cov(x, x~),  var(y) = diag(W cov(x, x) W').
     """
 
-    def __init__(self, through: Tensor | None = None) -> None:
-        self.through = through  # W; None: the outputs are given
-        self.count, self.total = 0, 0.0
-        self.around: tuple[Tensor, Tensor] | None = None
-        self.waiting: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    def __init__(self, weight: Tensor | None = None) -> None:
+        self.weight = weight  # W; None: `targets` of `add` are the outputs
+        self.count, self.total = 0, 0.0  # rows that are not all zero; sum of the row weights
+        self.center: tuple[Tensor, Tensor] | None = None  # the point that sums are taken around
+        self.pending: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
-    def add(self, noisy: Tensor, wanted: Tensor, weight: Tensor | None = None) -> None:
-        """Rows (r, groups, n) of the quantized stream, and what the outputs should be, (r, groups, outputs): or the
-        rows of the float stream that they are made of. Small batches wait until a product is worth its while."""
-        self.waiting.append((noisy, wanted, weight))
-        if sum(each.shape[0] for each, *_ in self.waiting) >= MIN_ROWS_PER_PRODUCT:
+    def add(self, noisy: Tensor, targets: Tensor, row_weights: Tensor | None = None) -> None:
+        """Add rows.
+
+        Args:
+            noisy: Rows (r, g, n) of the quantized stream.
+            targets: What the outputs should be, (r, g, o); with `weight`, the rows of the float stream.
+            row_weights: What each row counts; 1 if None.
+        """
+        self.pending.append((noisy, targets, row_weights))
+        if sum(rows.shape[0] for rows, *_ in self.pending) >= MIN_ROWS_PER_PRODUCT:
             self.flush()
 
     def flush(self) -> None:
-        """Add what waits."""
-        waiting, self.waiting = self.waiting, []
-        if not any(noisy.shape[0] for noisy, *_ in waiting):
+        """Add the pending rows to the sums."""
+        pending, self.pending = self.pending, []
+        if not any(rows.shape[0] for rows, *_ in pending):
             return
-        noisy, wanted = torch.cat([each for each, _, _ in waiting]), torch.cat([each for _, each, _ in waiting])
-        weight = None
-        if any(each is not None for *_, each in waiting):
-            weight = torch.cat(
-                [torch.ones(len(rows), dtype=torch.float32) if each is None else each for rows, _, each in waiting]
+        noisy = torch.cat([rows for rows, _, _ in pending])
+        targets = torch.cat([rows for _, rows, _ in pending])
+        row_weights = None
+        if any(weights is not None for *_, weights in pending):
+            row_weights = torch.cat(
+                [
+                    torch.ones(len(rows), dtype=torch.float32) if weights is None else weights
+                    for rows, _, weights in pending
+                ]
             )
-        if self.around is None:
-            self._begin(noisy.mean(0), wanted.mean(0))
-        assert self.around is not None  # noqa: S101  # just made
-        self.count += noisy.shape[0] - int(noisy[noisy[:, 0, 0] == 0].flatten(1).eq(0).all(1).sum())
-        z, y = noisy.sub_(self.around[0]), wanted.sub_(self.around[1])  # theirs alone: just put together
-        weighted = z if weight is None else z * weight[:, None, None]
-        self.sums[0].add_(weighted.sum(0))
-        wanted = y if weight is None else y * weight[:, None, None]
-        self.sums[1].add_(wanted.sum(0))
-        by_group = weighted.transpose(0, 1)
+        if self.center is None:
+            self._allocate(noisy.mean(0), targets.mean(0))
+        assert self.center is not None  # noqa: S101  # set by _allocate
+        # Only rows whose first value is zero can be all zero, so the other rows need not be searched.
+        zero_rows = noisy[noisy[:, 0, 0] == 0].flatten(1).eq(0).all(1)
+        self.count += noisy.shape[0] - int(zero_rows.sum())
+        z, y = noisy.sub_(self.center[0]), targets.sub_(self.center[1])  # torch.cat made copies: they may be changed
+        weighted_z = z if row_weights is None else z * row_weights[:, None, None]
+        weighted_y = y if row_weights is None else y * row_weights[:, None, None]
+        self.sums[0].add_(weighted_z.sum(0))
+        self.sums[1].add_(weighted_y.sum(0))
+        by_group = weighted_z.transpose(0, 1)
         _add_upper_product_(self.products[0], z.transpose(0, 1), by_group)
         self.products[1].add_(y.transpose(0, 1).mT @ by_group)
-        if self.through is None:
-            self.energy.add_((y * wanted).sum(0))
+        if self.weight is None:
+            self.energy.add_((y * weighted_y).sum(0))
         else:
-            _add_upper_product_(self.energy, y.transpose(0, 1), wanted.transpose(0, 1))
-        self.total += noisy.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
+            _add_upper_product_(self.energy, y.transpose(0, 1), weighted_y.transpose(0, 1))
+        self.total += noisy.shape[0] if row_weights is None else float(row_weights.sum(dtype=torch.float64))
 
-    def _begin(self, noisy: Tensor, wanted: Tensor) -> None:
-        self.around = noisy, wanted
-        (groups, size), outputs = noisy.shape, wanted.shape[-1]
+    def _allocate(self, noisy: Tensor, target: Tensor) -> None:
+        """Start with empty sums around a point."""
+        self.center = noisy, target
+        (groups, size), outputs = noisy.shape, target.shape[-1]
         self.sums = _zeros(groups, size), _zeros(groups, outputs)
         self.products = _zeros(groups, size, size), _zeros(groups, outputs, size)
-        self.energy = _zeros(groups, outputs) if self.through is None else _zeros(groups, size, size)
+        self.energy = _zeros(groups, outputs) if self.weight is None else _zeros(groups, size, size)
 
-    def merged(self) -> "MomentSums":
-        """Those of all ranks: around one point, then added up."""
+    def merge_ranks(self) -> "MomentSums":
+        """Add up the sums of all ranks, moved to one center."""
         self.flush()
         if distributed.world_size() == 1:
             return self
-        own = {} if self.around is None else {"noisy": self.around[0], "wanted": self.around[1]}
-        points = [part for part in distributed.gather_tensors(own, "moments") if part]
-        if not points:
+        center = {} if self.center is None else {"noisy": self.center[0], "target": self.center[1]}
+        centers = [part for part in distributed.gather_tensors(center, "moments") if part]
+        if not centers:
             return self
-        found = self._moved(points[0]["noisy"], points[0]["wanted"])
+        merged = self._moved_to(centers[0]["noisy"], centers[0]["target"])
         counts = torch.tensor([self.count, self.total], dtype=torch.float64)
-        distributed.all_reduce_sum([counts, *found.sums, *found.products, found.energy], "moments")
-        found.count, found.total = int(counts[0]), float(counts[1])
-        return found
+        distributed.all_reduce_sum([counts, *merged.sums, *merged.products, merged.energy], "moments")
+        merged.count, merged.total = int(counts[0]), float(counts[1])
+        return merged
 
-    def _moved(self, noisy: Tensor, wanted: Tensor) -> "MomentSums":
-        """The same rows around another point, d apart: sum (z + d)(z + d)' = sum zz' + d s' + s d' + n dd'."""
-        found = MomentSums(self.through)
-        found._begin(noisy, wanted)
-        if self.around is None:
-            return found
-        d, e = (self.around[0].double() - noisy.double()), (self.around[1].double() - wanted.double())
+    def _moved_to(self, noisy: Tensor, target: Tensor) -> "MomentSums":
+        """The same sums around another center, at distance d: sum (z + d)(z + d)' = sum zz' + d s' + s d' + n dd'."""
+        moved = MomentSums(self.weight)
+        moved._allocate(noisy, target)
+        if self.center is None:
+            return moved
+        d, e = (self.center[0].double() - noisy.double()), (self.center[1].double() - target.double())
         (z, y), n = self.sums, self.total
-        found.sums = z + n * d, y + n * e
-        found.products = (
+        moved.sums = z + n * d, y + n * e
+        moved.products = (
             self.products[0] + _shifted_product(d, z, d, z, n),
-            self.products[1] + _shifted_product(e, y, d, z, n),
+            (self.products[1] + _shifted_product(e, y, d, z, n)),
         )
-        found.energy = self.energy + (
-            2 * e * y + n * e.square() if self.through is None else _shifted_product(e, y, e, y, n)
-        )
-        return found
+        added_energy = 2 * e * y + n * e.square() if self.weight is None else _shifted_product(e, y, e, y, n)
+        moved.energy = self.energy + added_energy
+        return moved
 
-    def moments(self, *, is_done: bool = False) -> Moments | None:
-        """None when nothing was seen, or only zeros. Sums that are done with become the moments, without a copy."""
+    def to_moments(self, *, is_done: bool = False) -> Moments | None:
+        """Compute the moments; None if no rows, or only zeros, were added.
+
+        With `is_done` H is computed in the memory of the sums, which cannot be used afterwards.
+        """
         self.flush()
-        if self.around is None or not self.count:
+        if self.center is None or not self.count:
             return None
         z, y = self.sums[0] / self.total, self.sums[1] / self.total
-        mean, mean_wanted = z + self.around[0].to(torch.float64), y + self.around[1].to(torch.float64)
-        noisy = _mirror_upper_(self.products[0] if is_done else self.products[0].clone())
-        noisy.div_(self.total).baddbmm_(z[:, :, None], z[:, None], alpha=-1)
+        mean, mean_target = z + self.center[0].to(torch.float64), y + self.center[1].to(torch.float64)
+        hessian = _mirror_upper_(self.products[0] if is_done else self.products[0].clone())
+        hessian.div_(self.total).baddbmm_(z[:, :, None], z[:, None], alpha=-1)
         cross = self.products[1] / self.total - torch.einsum("go,gn->gon", y, z)
-        if self.through is None:
-            energy = self.energy / self.total - y.square()
+        if self.weight is None:
+            variance = self.energy / self.total - y.square()
         else:
             exact = _mirror_upper_(self.energy.clone()).div_(self.total).baddbmm_(y[:, :, None], y[:, None], alpha=-1)
-            made = self.through @ torch.cat([cross, exact], -1).to(torch.float32)
-            cross = made[..., : cross.shape[-1]].to(torch.float64)
-            energy = (made[..., cross.shape[-1] :] * self.through).sum(-1, dtype=torch.float64)
-            mean_wanted = torch.einsum("gon,gn->go", self.through.to(torch.float64), mean_wanted)
-        return Moments(self.count, mean, noisy, cross, mean_wanted, energy.clamp(min=0))
+            products = self.weight @ torch.cat([cross, exact], -1).to(torch.float32)
+            cross = products[..., : cross.shape[-1]].to(torch.float64)
+            variance = (products[..., cross.shape[-1] :] * self.weight).sum(-1, dtype=torch.float64)
+            mean_target = torch.einsum("gon,gn->go", self.weight.to(torch.float64), mean_target)
+        return Moments(self.count, mean, hessian, cross, mean_target, variance.clamp(min=0))
 
 
 def _shifted_product(e: Tensor, y: Tensor, d: Tensor, z: Tensor, n: float) -> Tensor:
-    """What sum (y + e)(z + d)' has more than sum yz', with the sums of y and z: e z' + y d' + n e d'."""
+    """sum (y + e)(z + d)' - sum yz' = e z' + y d' + n e d', with y and z the sums."""
     return e[:, :, None] * (z + n * d)[:, None] + y[:, :, None] * d[:, None]
 
 
-def _second_moment(noisy: Tensor, mean: Tensor) -> Tensor:
+def _second_moment(covariance: Tensor, mean: Tensor) -> Tensor:
     """H + m m' in float32, some rows at a time."""
-    found = torch.empty_like(noisy, dtype=torch.float32)
-    for start in range(0, noisy.shape[-1], COLUMNS_PER_PRODUCT):
+    moment = torch.empty_like(covariance, dtype=torch.float32)
+    for start in range(0, covariance.shape[-1], COLUMNS_PER_PRODUCT):
         rows = slice(start, start + COLUMNS_PER_PRODUCT)
-        found[:, rows] = torch.baddbmm(noisy[:, rows], mean[:, rows, None], mean[:, None])
-    return found
+        moment[:, rows] = torch.baddbmm(covariance[:, rows], mean[:, rows, None], mean[:, None])
+    return moment
 
 
 def _mirror_upper_(upper: Tensor) -> Tensor:
-    """A symmetric matrix whose left is filled, in place, from what is right of its diagonal."""
+    """Fill the lower triangle of a symmetric matrix from its upper one, in place."""
     for start in range(0, upper.shape[-1], COLUMNS_PER_PRODUCT):
         rows, rest = slice(start, start + COLUMNS_PER_PRODUCT), slice(start + COLUMNS_PER_PRODUCT, None)
-        own = upper[:, rows, rows]
-        own.copy_(own.triu().add_(own.triu(1).mT))
+        block = upper[:, rows, rows]
+        block.copy_(block.triu().add_(block.triu(1).mT))
         upper[:, rest, rows] = upper[:, rows, rest].mT
     return upper
 
 
-def _add_upper_product_(into: Tensor, one: Tensor, other: Tensor) -> None:
-    """One' times other, which is symmetric, from its diagonal to the right."""
+def _add_upper_product_(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left' @ right, which is symmetric, in place: only the blocks on the diagonal and right of it."""
     for start in range(0, into.shape[-1], COLUMNS_PER_PRODUCT):
         rows = slice(start, start + COLUMNS_PER_PRODUCT)
-        into[:, rows, start:].add_(one[..., rows].mT @ other[..., start:])
+        into[:, rows, start:].add_(left[..., rows].mT @ right[..., start:])
 
 
 class ResidualSums:
-    """What a bias alone can take up: the mean of y - V x~ at the codes as they are, and its energy. No products."""
+    """Mean and energy of y - V x~ at the present codes V: all that a bias can correct. No products are needed."""
 
     def __init__(self) -> None:
-        self.count, self.total = 0, 0.0
-        self.sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self.count, self.total = 0, 0.0  # rows; sum of the row weights
+        self.sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # of r, r^2, y, y^2 with r the residual
 
-    def add(self, found: Tensor, wanted: Tensor, weight: Tensor | None = None) -> None:
-        """Outputs (r, groups, outputs) as they are, and as they should be."""
-        if not found.shape[0]:
+    def add(self, outputs: Tensor, targets: Tensor, row_weights: Tensor | None = None) -> None:
+        """Add the outputs (r, g, o) of the quantized layer, and what they should be."""
+        if not outputs.shape[0]:
             return
-        apart, counted = wanted - found, 1.0 if weight is None else weight[:, None, None]
-        parts = tuple((each * counted).sum(0) for each in (apart, apart.square(), wanted, wanted.square()))
+        residual = targets - outputs
+        counts = 1.0 if row_weights is None else row_weights[:, None, None]
+        terms = (residual, residual.square(), targets, targets.square())
+        parts = tuple((term * counts).sum(0) for term in terms)
         if self.sums is None:
-            self.sums = tuple(torch.zeros_like(each, dtype=torch.float64) for each in parts)  # type: ignore[assignment]
-        assert self.sums is not None  # noqa: S101  # just made
+            self.sums = tuple(torch.zeros_like(part, dtype=torch.float64) for part in parts)  # type: ignore[assignment]
+        assert self.sums is not None  # noqa: S101  # set above
         for total, part in zip(self.sums, parts, strict=True):
             total.add_(part)
-        self.count += found.shape[0]
-        self.total += found.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
+        self.count += outputs.shape[0]
+        self.total += outputs.shape[0] if row_weights is None else float(row_weights.sum(dtype=torch.float64))
 
-    def merged(self) -> "ResidualSums":
-        """Those of all ranks, added up in their order."""
+    def merge_ranks(self) -> "ResidualSums":
+        """Add up the sums of all ranks in rank order, so that every rank gets the same bits."""
         if distributed.world_size() == 1:
             return self
-        own = {} if self.sums is None else {str(index): each for index, each in enumerate(self.sums)}
+        tensors = {} if self.sums is None else {str(index): total for index, total in enumerate(self.sums)}
         counts = torch.tensor([self.count, self.total], dtype=torch.float64)
-        parts = [part for part in distributed.gather_tensors(own | {"counts": counts}, "residuals") if len(part) > 1]
-        found = ResidualSums()
+        gathered = distributed.gather_tensors(tensors | {"counts": counts}, "residuals")
+        parts = [part for part in gathered if len(part) > 1]  # ranks that saw rows
+        merged = ResidualSums()
         if parts:
-            found.count, found.total = (float(sum(part["counts"][at] for part in parts)) for at in (0, 1))  # type: ignore[assignment]
-            found.count = int(found.count)
+            merged.count = int(sum(float(part["counts"][0]) for part in parts))
+            merged.total = float(sum(part["counts"][1] for part in parts))
             totals = [torch.stack([part[str(index)] for part in parts]).sum(0) for index in range(4)]
-            found.sums = tuple(totals)  # type: ignore[assignment]  # four of them
-        return found
+            merged.sums = tuple(totals)  # type: ignore[assignment]  # four tensors
+        return merged
 
     @property
     def mean(self) -> Tensor:
-        assert self.sums is not None  # noqa: S101  # asked only where rows were seen
+        assert self.sums is not None  # noqa: S101  # read only if rows were added
         return self.sums[0] / self.total
 
     def error(self, shift: Tensor | None = None) -> float:
         """The squared error of the outputs over their energy, after a shift of the bias."""
         assert self.sums is not None  # noqa: S101  # as above
-        apart, square, wanted, energy = (each / self.total for each in self.sums)
-        whole = float((energy - wanted.square()).clamp(min=0).sum())
-        left = square if shift is None else square - 2 * shift * apart + shift.square()
-        return float(left.clamp(min=0).sum()) / whole if whole > 0 else 0.0
+        residual, square, target, energy = (total / self.total for total in self.sums)
+        target_variance = float((energy - target.square()).clamp(min=0).sum())
+        remaining = square if shift is None else square - 2 * shift * residual + shift.square()
+        return float(remaining.clamp(min=0).sum()) / target_variance if target_variance > 0 else 0.0
 
 
 def _zeros(*shape: int) -> Tensor:

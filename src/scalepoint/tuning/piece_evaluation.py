@@ -1,9 +1,9 @@
-"""How far a piece of the quantized net is from the float net where it ends, on held-out samples.
+"""Error of a piece of the quantized model at its exits, against the float model, on held-out samples.
 
     error = mean over the exits of  |noisy - exact|^2 / |exact - mean|^2      or, where a norm reads an exit,
             mean over its rows of   |noisy - exact|^2 / |exact|^2
 
-A layer's own error is no guarantee: what counts is what the rest of the net gets to see.
+A smaller error of single layers does not guarantee a better model. What counts is what the rest of the model reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,97 +23,108 @@ from scalepoint.tuning.walk import StreamWalk
 
 @dataclass
 class PieceEvaluator:
-    """Of the pieces of one walk."""
+    """Measures the error of the pieces of one walk."""
 
     walk: StreamWalk
     collector: RowCollector
 
-    def now(self, piece: Piece) -> float:
-        """Of what the walk has put away."""
-        exits = self._exits(piece)
-        return self._error(piece, lambda index: [self.walk.get_value(node, index, noisy=True) for node in exits])
+    def stored_error(self, piece: Piece) -> float:
+        """The error of the values that the walk has stored."""
+        exits = self._compared_exits(piece)
+        return self._mean_error(piece, lambda index: [self.walk.get_value(node, index, noisy=True) for node in exits])
 
-    def tried(self, piece: Piece) -> float:
-        """Of the piece as its modules are now; nothing is put away."""
-        chosen = [node in self._exits(piece) for node in piece.exits]
+    def rerun_error(self, piece: Piece) -> float:
+        """The error with the modules as they are now. The piece runs again; nothing is stored."""
+        is_compared = [node in self._compared_exits(piece) for node in piece.exits]
 
         def run(index: int) -> list[Any]:
-            found = self.walk.run_piece(piece, self.walk.get_entries(piece, index, noisy=True))
-            return [value for value, is_chosen in zip(found, chosen, strict=True) if is_chosen]
+            values = self.walk.run_piece(piece, self.walk.get_entries(piece, index, noisy=True))
+            return [value for value, is_used in zip(values, is_compared, strict=True) if is_used]
 
-        return self._error(piece, run)
+        return self._mean_error(piece, run)
 
-    def _exits(self, piece: Piece) -> list[fx.Node]:
+    def _compared_exits(self, piece: Piece) -> list[fx.Node]:
         return [node for node in piece.exits if node not in self.walk.same_nodes and self.walk.has_value(node)]
 
-    def _error(self, piece: Piece, noisy: Callable[[int], Sequence[Any]]) -> float:
-        exits = self._exits(piece)
+    def _mean_error(self, piece: Piece, run: Callable[[int], Sequence[Any]]) -> float:
+        """The mean error over the exits; `run` gives their values in a batch of the quantized stream."""
+        exits = self._compared_exits(piece)
         sums = [_ExitErrorSums(feeds_norm(self.walk, node)) for node in exits]
         with torch.no_grad():
             for index in range(self.walk.batch_count):
-                if not self._judges(index):
+                if not self._has_holdout(index):
                     continue
-                for total, node, found in zip(sums, exits, noisy(index), strict=True):
+                for exit_sums, node, noisy in zip(sums, exits, run(index), strict=True):
                     exact = self.walk.get_value(node, index, noisy=False)
                     if isinstance(exact, Tensor) and exact.is_floating_point():
-                        total.add(self.part(exact, index, held=True), self.part(found, index, held=True))
-        parts = distributed.gather_values("judging", [[each.count, each.apart, each.energy, each.sum] for each in sums])
-        for index, each in enumerate(sums):
-            each.count, each.apart, each.energy, each.sum = map(sum, zip(*(part[index] for part in parts), strict=True))
-        errors = [each.error() for each in sums if each.count]
+                        exit_sums.add(
+                            self.select_part(exact, index, is_holdout=True),
+                            self.select_part(noisy, index, is_holdout=True),
+                        )
+        ranks = distributed.gather_values(
+            "judging", [[part.count, part.squared_error, part.energy, part.total] for part in sums]
+        )
+        for index, exit_sums in enumerate(sums):
+            totals = map(sum, zip(*(parts[index] for parts in ranks), strict=True))
+            exit_sums.count, exit_sums.squared_error, exit_sums.energy, exit_sums.total = totals
+        errors = [exit_sums.error() for exit_sums in sums if exit_sums.count]
         return sum(errors) / len(errors) if errors else 0.0
 
     @cached_property
-    def _masks(self) -> list[Tensor] | None:
-        """Which samples of every batch judge; None where none can be told from the others."""
+    def _holdout_masks(self) -> list[Tensor] | None:
+        """Which samples of every batch are held out; None if there are too few samples to hold any out."""
         if self.walk.sample_count < MIN_SAMPLES_TO_SPLIT:
             return None
-        held = self.collector.is_held(torch.arange(self.walk.sample_count))
-        places = zip(self.walk.first_samples, self.walk.samples_per_batch, strict=True)
-        return [held[first : first + count] for first, count in places] if bool(held.any()) else None
+        mask = self.collector.is_held_out(torch.arange(self.walk.sample_count))
+        batches = zip(self.walk.first_samples, self.walk.samples_per_batch, strict=True)
+        return [mask[first : first + count] for first, count in batches] if bool(mask.any()) else None
 
-    def _judges(self, index: int) -> bool:
-        """Whether a batch has samples that judge."""
-        return self._masks is None or bool(self._masks[index].any())
+    def _has_holdout(self, index: int) -> bool:
+        """Whether a batch has samples that judge: held-out ones, or all if there are none."""
+        return self._holdout_masks is None or bool(self._holdout_masks[index].any())
 
-    def part(self, value: Tensor, index: int, *, held: bool) -> Tensor:
-        """The held-out samples of a batch, or the others; all of a tensor that has no samples, or of few."""
-        if self._masks is None:
+    def select_part(self, value: Tensor, index: int, *, is_holdout: bool) -> Tensor:
+        """The held-out samples of a batch, or the others; everything if none are held out or there is no batch axis."""
+        if self._holdout_masks is None:
             return value
-        mask = self._masks[index] == held
+        mask = self._holdout_masks[index] == is_holdout
         return value if bool(mask.all()) else select_samples(value, self.walk.samples_per_batch[index], mask)
 
-    def free(self, index: int) -> Tensor:
-        """The places of the samples of a batch that do not judge; of few samples all of them."""
-        if self._masks is None:
+    def fitted_samples(self, index: int) -> Tensor:
+        """Positions of the samples of a batch that are not held out."""
+        if self._holdout_masks is None:
             return torch.arange(self.walk.samples_per_batch[index])
-        return (~self._masks[index]).nonzero().flatten()
+        return (~self._holdout_masks[index]).nonzero().flatten()
 
 
-def select_samples(value: Any, samples: int, chosen: Tensor) -> Any:
-    """Some samples of a batch, by a mask or their places; what has no samples is as it was."""
+def select_samples(value: Any, samples: int, selection: Tensor) -> Any:
+    """Samples of a batch by a mask or positions. A value without a batch axis stays as it is.
+
+    The first axis may be a multiple of the batch, such as batch * heads.
+    """
     if not isinstance(value, Tensor) or value.ndim == 0 or not samples or value.shape[0] % samples:
         return value
-    return value.reshape(samples, -1, *value.shape[1:])[chosen].flatten(0, 1)
+    return value.reshape(samples, -1, *value.shape[1:])[selection].flatten(0, 1)
 
 
 class _ExitErrorSums:
-    """Of one exit, while batches are added up."""
+    """Sums over the batches of one exit."""
 
-    def __init__(self, by_row: bool) -> None:
-        self.by_row, self.count = by_row, 0
-        self.apart = self.energy = self.sum = 0.0
+    def __init__(self, is_by_row: bool) -> None:
+        self.is_by_row, self.count = is_by_row, 0
+        self.squared_error = self.energy = self.total = 0.0
 
-    def add(self, exact: Tensor, found: Tensor) -> None:
-        if exact.shape != found.shape:  # rows that the data picks need not be the same in both streams
+    def add(self, exact: Tensor, noisy: Tensor) -> None:
+        if exact.shape != noisy.shape:  # rows that the data selects may differ between the streams
             return
-        if self.by_row:
+        if self.is_by_row:
             root = row_weights(exact).sqrt_()
-            exact, found = exact * root, found * root
-        self.apart += float((exact - found).square_().sum(dtype=torch.float64))
+            exact, noisy = exact * root, noisy * root
+        self.squared_error += float((exact - noisy).square_().sum(dtype=torch.float64))
         self.energy += float(exact.square().sum(dtype=torch.float64))
-        self.sum += 0.0 if self.by_row else float(exact.sum(dtype=torch.float64))
+        self.total += 0.0 if self.is_by_row else float(exact.sum(dtype=torch.float64))
         self.count += exact.numel()
 
     def error(self) -> float:
-        return self.apart / max(self.energy - self.sum**2 / self.count, 1e-30)
+        variance = self.energy - self.total**2 / self.count  # the energy itself by row, where `total` stays 0
+        return self.squared_error / max(variance, 1e-30)

@@ -1,10 +1,10 @@
-"""A graph in pieces: what is solved, judged and advanced together. They come from the graph, never from class names.
+"""Cuts a graph into pieces, which are solved and judged together. Only the graph decides, never names of classes.
 
-    layer   a node with a quantized layer, and what stands before it
-    block   between two places where one value alone goes on: residual blocks, attention with its join, or a few layers
-    model   everything
+    layer   a node with a quantized layer, and the nodes before it
+    block   ends where one value alone goes on: a residual block, an attention with its join, or a few plain layers
+    model   the whole graph
 
-Values that are the same in both streams (masks, positions) may pass a cut: nothing is lost by them.
+Values that are the same in both streams (masks, positions) may cross a cut: nothing can go wrong with them.
 """
 
 from collections.abc import Callable, Collection
@@ -14,49 +14,70 @@ from typing import Literal
 from torch import fx
 
 Unit = Literal["layer", "block", "model"]
-MIN_LAYERS_PER_BLOCK = 2  # a block goes on over cuts until it has so many
+MIN_LAYERS_PER_BLOCK = 2  # a block continues over cuts until it has so many
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Nodes in their order, what they read from before, and what is read after them."""
+    """A part of the graph.
+
+    Attributes:
+        nodes: Its nodes, in order.
+        entries: Nodes before it whose values it reads.
+        exits: Its nodes whose values are read after it.
+        last_reads: Node -> values that no later node of the piece reads, and that are no exits.
+    """
 
     nodes: tuple[fx.Node, ...]
     entries: tuple[fx.Node, ...]
     exits: tuple[fx.Node, ...]
-    last_reads: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # node -> values it reads last
+    last_reads: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
 
 
 def cut_into_pieces(
     graph: fx.Graph, same: Collection[fx.Node], has_layer: Callable[[fx.Node], bool], unit: Unit
 ) -> list[Piece]:
-    """All nodes but the placeholders and the output, in pieces; the last may have no layer."""
+    """Cut all nodes between the placeholders and the output into pieces.
+
+    Args:
+        graph: The graph.
+        same: Nodes with one value for both streams.
+        has_layer: Whether a node has a quantized layer.
+        unit: What a piece is.
+
+    Returns:
+        The pieces in order. The last one may have no layer.
+    """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    parts: list[list[fx.Node]] = [[]]
-    layers, going = 0, set[fx.Node]()
     order = {node: index for index, node in enumerate(graph.nodes)}
+    parts: list[list[fx.Node]] = [[]]
+    layer_count, alive = 0, set[fx.Node]()  # alive: values that a later node reads
     for node in nodes:
         parts[-1].append(node)
-        layers += has_layer(node)
-        going.add(node)
-        going = {each for each in going if any(order[user] > order[node] for user in each.users)}
-        is_narrow = len([each for each in going if each not in same]) <= 1
-        ends = {"layer": layers >= 1, "block": layers >= MIN_LAYERS_PER_BLOCK and is_narrow, "model": False}[unit]
-        if ends:
+        layer_count += has_layer(node)
+        alive.add(node)
+        alive = {source for source in alive if any(order[user] > order[node] for user in source.users)}
+        has_one_value = len([source for source in alive if source not in same]) <= 1
+        is_end = {
+            "layer": layer_count >= 1,
+            "block": layer_count >= MIN_LAYERS_PER_BLOCK and has_one_value,
+            "model": False,
+        }[unit]
+        if is_end:
             parts.append([])
-            layers = 0
+            layer_count = 0
     return [_make_piece(part) for part in parts if part]
 
 
 def _make_piece(nodes: list[fx.Node]) -> Piece:
     inside = set(nodes)
-    entries = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)
+    entries = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
     exits = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    last: dict[fx.Node, fx.Node] = {}
+    last_reader: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        last |= dict.fromkeys(node.all_input_nodes, node)
-    reads: dict[fx.Node, list[fx.Node]] = {}
-    for value, reader in last.items():
+        last_reader |= dict.fromkeys(node.all_input_nodes, node)
+    last_reads: dict[fx.Node, list[fx.Node]] = {}
+    for value, reader in last_reader.items():
         if value not in exits:
-            reads.setdefault(reader, []).append(value)
-    return Piece(tuple(nodes), tuple(entries), exits, {node: tuple(values) for node, values in reads.items()})
+            last_reads.setdefault(reader, []).append(value)
+    return Piece(tuple(nodes), tuple(entries), exits, {node: tuple(values) for node, values in last_reads.items()})

@@ -1,4 +1,8 @@
-"""One layer to be solved: its weight by groups, the grid of its codes, what was seen; and a solution of it."""
+"""One layer to be solved: its weight in groups, the grid of its codes, its moments; and a solution.
+
+Everything here has the shape (groups, outputs, n) with n the inputs of one output. `GroupedLayer` translates between a
+layer of the model and this shape.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,22 +17,28 @@ from scalepoint.numerics import Format, QParams, round_to_float
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, RangeCalculatorBase
 from scalepoint.spec.pair_safe import MAX_PAIR_SUM
-from scalepoint.tuning.moments import ErrorAroundWeight, Moments, float32_covariance, split_outputs
+from scalepoint.tuning.moments import ErrorAroundWeight, Moments, float32_hessian, split_outputs
 from scalepoint.tuning.rows import Geometry
 
 Ridge = float | str  # a share of the mean diagonal, or "auto": chosen on held-out rows
-MAX_SAMPLED_OUTPUTS = 128  # outputs
-# Beside it a number keeps no fraction; as tensors, which need no conversion at every call.
+MAX_SAMPLED_OUTPUTS = 128  # outputs on which steps compare settings
+# x + offset - offset rounds x to a whole number: near the offset a float has no fraction bits. As tensors, because a
+# Python number is converted at every call.
 ROUNDING_OFFSETS = {
-    kind: torch.tensor(1.5 * 2.0**bits, dtype=kind) for kind, bits in ((torch.float32, 23), (torch.float64, 52))
+    dtype: torch.tensor(1.5 * 2.0**bits, dtype=dtype) for dtype, bits in ((torch.float32, 23), (torch.float64, 52))
 }
-LowHigh = tuple[Any, Any]  # the least and the largest that a code may be
+LowHigh = tuple[Any, Any]  # smallest and largest code: numbers or tensors
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Centred codes (groups, outputs, n) in float32, which holds any of them, their scales (groups, outputs, blocks),
-    and what they are to be near to."""
+    """Codes and scales of a layer, and the target weight that they approximate.
+
+    Attributes:
+        target: The weight to approximate, (groups, outputs, n).
+        codes: Codes minus their zero point, (groups, outputs, n), in float32, which represents all of them exactly.
+        scale: (groups, outputs, blocks).
+    """
 
     target: Tensor
     codes: Tensor
@@ -43,262 +53,305 @@ class Solution:
     def values(self) -> Tensor:
         return self.codes * self.steps
 
-    def of(self, outputs: slice) -> "Solution":
-        """That of some of the outputs."""
-        return Solution(*(each[:, outputs] for each in (self.target, self.codes, self.scale)))
+    def select_outputs(self, outputs: slice) -> "Solution":
+        return Solution(self.target[:, outputs], self.codes[:, outputs], self.scale[:, outputs])
 
 
 @dataclass(frozen=True)
 class CodeGrid:
-    """What codes may be: whole numbers, or values of a float format, from low to high; with `partners` the sum of two
-    of one sign is limited, as in kernels that add products in pairs of 16 bits."""
+    """The values that codes may have: whole numbers between `low` and `high`, or values of a float format.
 
-    low: Tensor  # as they broadcast against (groups, outputs, n)
+    Attributes:
+        low, high: Limits; they broadcast to (groups, outputs, n).
+        float_format: The format, if codes are floats.
+        partners: (pairings, n): the column that each column is paired with; a column without one is its own partner.
+            The kernel adds the products of a pair in 16 bits, so the sum of two codes of one sign is limited.
+    """
+
+    low: Tensor
     high: Tensor
-    floats: Format | None = None
-    partners: Tensor | None = None  # (kinds of pairs, n): the other column of each, or its own where it has none
+    float_format: Format | None = None
+    partners: Tensor | None = None
 
-    def of(self, outputs: slice) -> "CodeGrid":
-        """Those of some of the outputs."""
-        low, high = (each if each.shape[1] == 1 else each[:, outputs] for each in (self.low, self.high))
+    def select_outputs(self, outputs: slice) -> "CodeGrid":
+        low, high = (limit if limit.shape[1] == 1 else limit[:, outputs] for limit in (self.low, self.high))
         return replace(self, low=low, high=high)
 
     def round_(self, x: Tensor) -> Tensor:
-        """In place the nearest of the grid to values within its limits. Whole numbers, half to even, by a sum that has
-        no more digits: torch's round wakes all threads for some thousand values, and every column calls this."""
-        if self.floats is None:
-            whole = ROUNDING_OFFSETS[x.dtype]
-            return x.add_(whole).sub_(whole)
-        return x.copy_(round_to_float(x.to(torch.float32), self.floats))
+        """Round values within the limits to the grid, in place; whole numbers round half to even."""
+        if self.float_format is None:
+            # torch.round wakes all threads even for some thousand values, and the steps call this for every column.
+            offset = ROUNDING_OFFSETS[x.dtype]
+            return x.add_(offset).sub_(offset)
+        return x.copy_(round_to_float(x.to(torch.float32), self.float_format))
 
-    def nearest(self, x: Tensor) -> Tensor:
-        """The nearest codes; of a pair that is too large both give way."""
-        codes = self.round_(x.clamp(*self.within))
-        for row in () if self.partners is None else self.partners:
-            other = codes[..., row]
-            is_pair = (row != torch.arange(len(row))) & (codes.sign() == other.sign())
-            excess = torch.where(is_pair, (codes.abs() + other.abs() - MAX_PAIR_SUM).clamp(min=0), 0)
-            first = row > torch.arange(len(row))
-            codes = codes - codes.sign() * torch.where(first, (excess / 2).ceil(), (excess / 2).floor())
+    def nearest_codes(self, x: Tensor) -> Tensor:
+        """The nearest codes. If the sum of a pair is too large, both codes move by half of the excess."""
+        codes = self.round_(x.clamp(*self.limits))
+        for partner in () if self.partners is None else self.partners:
+            partner_codes = codes[..., partner]
+            columns = torch.arange(len(partner))
+            is_pair = (partner != columns) & (codes.sign() == partner_codes.sign())
+            excess = torch.where(is_pair, (codes.abs() + partner_codes.abs() - MAX_PAIR_SUM).clamp(min=0), 0)
+            # Of an odd excess the first of the two columns takes the larger half.
+            is_first = partner > columns
+            codes = codes - codes.sign() * torch.where(is_first, (excess / 2).ceil(), (excess / 2).floor())
         return codes
 
     @cached_property
-    def within(self) -> LowHigh:
-        """The low and the high: as numbers where they are one for all, which is five times as fast to clamp to."""
-        is_one = self.low.numel() == self.high.numel() == 1
-        return (float(self.low), float(self.high)) if is_one else (self.low, self.high)
+    def limits(self) -> LowHigh:
+        """Low and high: as numbers if all codes have the same, because clamping to numbers is five times as fast."""
+        is_uniform = self.low.numel() == self.high.numel() == 1
+        return (float(self.low), float(self.high)) if is_uniform else (self.low, self.high)
 
-    def ends(self, size: int) -> Sequence[LowHigh]:
-        """The low and the high of each column, as numbers or (groups, outputs), whatever the partners are."""
-        if isinstance(self.within[0], float):
-            return [self.within] * size
-        lows, highs = (_split_columns(each, size) for each in (self.low, self.high))
+    def column_limits(self, size: int) -> Sequence[LowHigh]:
+        """Low and high of each of `size` columns, as numbers or (groups, outputs). Partners are not considered."""
+        if isinstance(self.limits[0], float):
+            return [self.limits] * size
+        lows, highs = (_split_columns(limit, size) for limit in (self.low, self.high))
         return list(zip(lows, highs, strict=True))
 
-    def limits(self, codes: Tensor, column: int) -> tuple[Tensor, Tensor]:
-        """Between what a code may be, given the others."""
+    def paired_limits(self, codes: Tensor, column: int) -> tuple[Tensor, Tensor]:
+        """Low and high of a column, given the codes of its partners."""
         low, high = (
-            each[..., min(column, each.shape[-1] - 1)] for each in map(torch.atleast_1d, (self.low, self.high))
+            limit[..., min(column, limit.shape[-1] - 1)] for limit in map(torch.atleast_1d, (self.low, self.high))
         )
-        for row in () if self.partners is None else self.partners:
-            if int(row[column]) != column:
-                other = codes[..., int(row[column])]
-                high = torch.minimum(high, MAX_PAIR_SUM - other.clamp(min=0))
-                low = torch.maximum(low, -MAX_PAIR_SUM - other.clamp(max=0))
+        for partner in () if self.partners is None else self.partners:
+            if int(partner[column]) != column:
+                partner_codes = codes[..., int(partner[column])]
+                high = torch.minimum(high, MAX_PAIR_SUM - partner_codes.clamp(min=0))
+                low = torch.maximum(low, -MAX_PAIR_SUM - partner_codes.clamp(max=0))
         return low, high
 
 
 def _split_columns(values: Tensor, size: int) -> tuple[Tensor, ...]:
-    wide = values if values.ndim else values.reshape(1, 1, 1)
-    return wide.expand(-1, -1, size).unbind(-1)
+    values = values if values.ndim else values.reshape(1, 1, 1)
+    return values.expand(-1, -1, size).unbind(-1)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a step may know. `fit` is what it solves on, `judge` the held-out rows. Outputs do not depend on each other:
-    ranks may share those of a layer, and what is decided by a sum over outputs is decided by `added`."""
+    """What a step sees of a layer.
+
+    Outputs do not depend on each other, so ranks may share the outputs of a layer. A step that decides something for
+    all outputs must compare sums that went through `sum_over_ranks`, or ranks would decide differently.
+
+    Attributes:
+        name: Name of the layer.
+        weight: The float weight, (groups, outputs, n).
+        grid: The values that codes may have.
+        fit: Moments of the rows to solve on.
+        holdout: Moments of the rows that judge a solution; `fit` itself if there are too few rows to split.
+        can_change_scales: Whether every output has its own scales, and these may change.
+        has_intercept: Whether a shift of the bias takes up a mismatch of the means.
+        ridge: Regularization of the target.
+        notes: What the steps report.
+        is_part: Whether other ranks solve the other outputs.
+    """
 
     name: str
     weight: Tensor
-    codes: CodeGrid
+    grid: CodeGrid
     fit: Moments
-    judge: Moments
-    has_own_scales: bool  # whether every output has scales of its own, which may change
+    holdout: Moments
+    can_change_scales: bool
     has_intercept: bool
     ridge: Ridge = "auto"
-    notes: dict[str, Any] = field(default_factory=dict)  # what a step did, for the report
-    is_part: bool = False  # the other outputs are with other ranks
-    _near: dict[int, ErrorAroundWeight] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    is_part: bool = False
+    _errors: dict[int, ErrorAroundWeight] = field(default_factory=dict)  # by id of the moments
 
-    def of(self, outputs: slice) -> "Problem":
-        """Some of the outputs, where other ranks have the others."""
-        fit = self.fit.of(outputs)
-        judge = fit if self.judge is self.fit else self.judge.of(outputs)
-        weight, codes = self.weight[:, outputs], self.codes.of(outputs)
-        return replace(self, weight=weight, codes=codes, fit=fit, judge=judge, is_part=True, _near={})
+    def select_outputs(self, outputs: slice) -> "Problem":
+        """The problem of this rank, if other ranks solve the other outputs."""
+        fit = self.fit.select_outputs(outputs)
+        return replace(
+            self,
+            weight=self.weight[:, outputs],
+            grid=self.grid.select_outputs(outputs),
+            fit=fit,
+            holdout=fit if self.holdout is self.fit else self.holdout.select_outputs(outputs),
+            is_part=True,
+            _errors={},
+        )
 
-    def added(self, *sums: float) -> list[float]:
-        """Sums over outputs: over all of them, also those of other ranks."""
+    def sum_over_ranks(self, *sums: float) -> list[float]:
+        """Add up sums over outputs, including the outputs of other ranks."""
         if not self.is_part:
             return list(sums)
         parts = distributed.gather_values(f"solving {self.name}", sums)
         return [sum(values) for values in zip(*parts, strict=True)]
 
-    def near(self, moments: Moments) -> ErrorAroundWeight:
-        """Errors of values near the float weight, what they share made once."""
-        if id(moments) not in self._near:
-            self._near[id(moments)] = moments.near(self.weight)
-        return self._near[id(moments)]
+    def error_around_weight(self, moments: Moments) -> ErrorAroundWeight:
+        """Errors of values near the float weight, prepared once per moments."""
+        if id(moments) not in self._errors:
+            self._errors[id(moments)] = ErrorAroundWeight(moments, self.weight)
+        return self._errors[id(moments)]
 
-    def nearest(self, target: Tensor, scale: Tensor) -> Tensor:
-        return self.codes.nearest(target / expand_scale(scale, target.shape[-1])).to(torch.float32)
+    def nearest_codes(self, target: Tensor, scale: Tensor) -> Tensor:
+        return self.grid.nearest_codes(target / expand_scale(scale, target.shape[-1])).to(torch.float32)
 
     def error(self, solution: Solution, moments: Moments | None = None, outputs: slice = slice(None)) -> float:
-        """The squared error of the outputs, or of some, on held-out rows, over their energy; a bias takes up what the
-        means of the fitted rows lack."""
-        seen, apart = self.judge if moments is None else moments, 0.0
+        """The squared error of the outputs over their energy.
+
+        Args:
+            solution: The codes and scales.
+            moments: The rows to measure on; the held-out rows if None.
+            outputs: Measure only these outputs.
+        """
+        moments = self.holdout if moments is None else moments
+        squared_error = 0.0
         for part in split_outputs(outputs, self.weight.shape[1]):
-            values = solution.of(part).values
-            mismatch = seen.of(part).mismatch(values)
-            if self.has_intercept:
-                mismatch = mismatch - self.fit.of(part).mismatch(values)
-            apart += float((self.near(seen).error(values, part) + mismatch.square()).sum())
-        apart, whole = self.added(apart, float(seen.wanted[:, outputs].sum()))
-        return apart / whole if whole > 0 else 0.0
+            values = solution.select_outputs(part).values
+            mismatch = moments.select_outputs(part).mean_mismatch(values)
+            if self.has_intercept:  # the bias will be fitted on the fitted rows, not on those measured here
+                mismatch = mismatch - self.fit.select_outputs(part).mean_mismatch(values)
+            squared_error += float((self.error_around_weight(moments).error(values, part) + mismatch.square()).sum())
+        variance = float(moments.target_variance[:, outputs].sum())
+        squared_error, variance = self.sum_over_ranks(squared_error, variance)
+        return squared_error / variance if variance > 0 else 0.0
 
     @property
-    def some(self) -> slice:
-        """Outputs that are enough to tell by, where all would take long."""
+    def sampled_outputs(self) -> slice:
+        """Evenly spaced outputs on which to compare settings, because all outputs would take long."""
         return slice(None, None, max(1, -(-self.weight.shape[1] // MAX_SAMPLED_OUTPUTS)))
 
-    def damped(self, least: float = 0.01) -> Tensor:
-        """H with a diagonal that grows with unknowns per row: rounding, too, fits noise when rows are few. In float32,
-        which is enough for a matrix so far from singular."""
-        return with_ridge(float32_covariance(self.fit), least + self.fit.size / max(self.fit.count, 1))
+    def damped_hessian(self, min_share: float = 0.01) -> Tensor:
+        """H with a raised diagonal, in float32.
+
+        The damping grows with unknowns per row: with few rows, rounding fits noise too. With it H is so far from
+        singular that float32 is enough.
+        """
+        return with_ridge(float32_hessian(self.fit), min_share + self.fit.size / max(self.fit.count, 1))
 
 
 def with_ridge(hessian: Tensor, share: float) -> Tensor:
-    """H with a share of its mean diagonal added to the diagonal."""
+    """A copy of H with a share of its mean diagonal added to the diagonal."""
     mean = hessian.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
-    found = hessian.clone()
-    found.diagonal(dim1=-2, dim2=-1).add_(share * mean[:, None])
-    return found
+    damped = hessian.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(share * mean[:, None])
+    return damped
 
 
 def expand_scale(scale: Tensor, size: int) -> Tensor:
-    """One value an element from one value a block."""
+    """One value per element from one value per block."""
     return scale if scale.shape[-1] == 1 else scale.repeat_interleave(size // scale.shape[-1], -1)
 
 
 @dataclass(frozen=True)
 class GroupedLayer:
-    """Between a layer and the (groups, outputs, n) of its problem."""
+    """A quantized layer of the model, with its weight, codes and scales as (groups, outputs, n)."""
 
     layer: QuantizedLayer
     geometry: Geometry
 
     def weight(self) -> Tensor:
+        """The float weight in float64, with the batch norm folded in."""
         weight, _ = self.layer.fold_norm()
-        return self.geometry.by_group(self.layer.to_output_first(weight).detach().to(torch.float64))
+        return self.geometry.to_groups(self.layer.to_output_first(weight).detach().to(torch.float64))
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Groups, outputs of each, unknowns of an output."""
-        found = self.geometry.by_group(self.layer.to_output_first(self.layer.weight))
-        return found.shape[0], found.shape[1], found.shape[2]
+        """Groups, outputs per group, unknowns per output."""
+        weight = self.geometry.to_groups(self.layer.to_output_first(self.layer.weight))
+        return weight.shape[0], weight.shape[1], weight.shape[2]
 
-    def start(self, weight: Tensor) -> Solution:
-        """What is deployed now."""
+    def current_solution(self, weight: Tensor) -> Solution:
+        """The codes and scales that the layer has now, as a solution for `weight`."""
         codes = self.layer.get_deployed().codes
-        scale = self._by_group(self.layer.weight_quant.broadcast_qparams(codes).scale.to(torch.float64), codes)
-        centred = self.geometry.by_group(codes.to(torch.float32)) - self._zero().to(torch.float32)
+        scale = self._group_parameter(self.layer.weight_quant.broadcast_qparams(codes).scale.to(torch.float64), codes)
+        centred = self.geometry.to_groups(codes.to(torch.float32)) - self._zero_points().to(torch.float32)
         return Solution(weight, centred, scale)
 
-    def codes(self) -> CodeGrid:
-        """What centred codes may be."""
-        quant, zero = self.layer.weight_quant, self._zero()
-        fmt = quant.quantizer.grid.format
-        is_paired = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls) == "pair_safe"
-        partners = self._partners() if is_paired else None
-        low, high = quant.spec.quant_min - zero, quant.spec.quant_max - zero
-        if quant.mask is not None:  # what was pruned stays zero
-            kept = self.geometry.by_group(quant.mask)
-            low, high = (torch.where(kept, end, 0.0) for end in (low, high))
-        return CodeGrid(low, high, fmt if fmt.is_float else None, partners)
+    def code_grid(self) -> CodeGrid:
+        """The values that codes minus their zero points may have."""
+        quant, zero_points = self.layer.weight_quant, self._zero_points()
+        code_format = quant.quantizer.grid.format
+        is_pair_safe = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls) == "pair_safe"
+        low, high = quant.spec.quant_min - zero_points, quant.spec.quant_max - zero_points
+        if quant.mask is not None:  # pruned weights stay zero
+            mask = self.geometry.to_groups(quant.mask)
+            low, high = (torch.where(mask, limit, 0.0) for limit in (low, high))
+        return CodeGrid(
+            low, high, code_format if code_format.is_float else None, self._find_partners() if is_pair_safe else None
+        )
 
-    def _partners(self) -> Tensor:
-        """The columns whose products the kernel adds in pairs: neighbours along (positions, channels), and within each
-        position where channels are odd."""
+    def _find_partners(self) -> Tensor:
+        """The columns whose products the kernel adds in pairs.
+
+        The kernel orders products by (position, channel). Neighbours in this order are paired; if the number of
+        channels is odd, a kernel may also pair within each position, so both pairings are respected.
+        """
         channels = int(self.layer.get_deployed().codes.shape[1])
         size = self.size[2]
         positions = size // channels
-        along = torch.arange(size).view(channels, positions).T.reshape(-1)  # as the kernel has them
-        rows = [_pair_neighbours(along)]
+        kernel_order = torch.arange(size).view(channels, positions).T.reshape(-1)
+        pairings = [_pair_neighbours(kernel_order)]
         if channels % 2 and positions > 1:
-            rows.append(torch.cat([_pair_neighbours(part) for part in along.view(positions, channels)]))
-        orders = [along] * len(rows)
-        return torch.stack([torch.empty_like(row).scatter_(0, by, row) for by, row in zip(orders, rows, strict=True)])
+            pairings.append(torch.cat([_pair_neighbours(part) for part in kernel_order.view(positions, channels)]))
+        return torch.stack([torch.empty_like(partner).scatter_(0, kernel_order, partner) for partner in pairings])
 
-    def _zero(self) -> Tensor:
-        """The zero point of every code; it stays as it is."""
+    def _zero_points(self) -> Tensor:
+        """The zero point of every code, as one value if all are the same. Steps never change it."""
         codes = self.layer.get_deployed().codes
-        zero = self.layer.weight_quant.broadcast_qparams(codes).zero_point
-        size = self.geometry.by_group(codes).shape[-1]
-        if zero is None or bool((zero == zero.flatten()[0]).all()):
-            first = 0 if zero is None else zero.flatten()[0]
+        zero_point = self.layer.weight_quant.broadcast_qparams(codes).zero_point
+        size = self.geometry.to_groups(codes).shape[-1]
+        if zero_point is None or bool((zero_point == zero_point.flatten()[0]).all()):
+            first = 0 if zero_point is None else zero_point.flatten()[0]
             return torch.as_tensor(first, dtype=torch.float64).reshape(1, 1, 1)
-        return expand_scale(self._by_group(zero.to(torch.float64), codes), size)
+        return expand_scale(self._group_parameter(zero_point.to(torch.float64), codes), size)
 
-    def _by_group(self, value: Tensor, codes: Tensor) -> Tensor:
-        """A parameter as (groups, outputs, blocks)."""
+    def _group_parameter(self, value: Tensor, codes: Tensor) -> Tensor:
+        """A scale or zero point as (groups, outputs, blocks)."""
         granularity = self.layer.weight_quant.calculator.granularity
-        groups, outputs = self.geometry.by_group(codes).shape[:2]
+        groups, outputs = self.geometry.to_groups(codes).shape[:2]
         if isinstance(granularity, PerBlockGranularity):
             return value.reshape(groups, outputs, -1)
         if isinstance(granularity, PerChannelGranularity) and self.geometry.kind == "conv_transpose":
-            return value.reshape(1, outputs, 1).expand(groups, -1, -1)
+            return value.reshape(1, outputs, 1).expand(groups, -1, -1)  # all groups share the scales
         if value.numel() > 1:
             return value.reshape(groups, outputs, 1)
         return value.reshape(1, 1, 1).expand(groups, outputs, 1)
 
     @property
-    def has_own_scales(self) -> bool:
+    def can_change_scales(self) -> bool:
+        """Whether every output has its own scales, stored in float32."""
         spec = self.layer.weight_quant.spec
         granularity = self.layer.weight_quant.calculator.granularity
-        is_shared = self.geometry.kind == "conv_transpose" and self.geometry.groups > 1
-        is_free = spec.scale_dtype is None or spec.scale_dtype == torch.float32
-        return isinstance(granularity, PerChannelGranularity | PerBlockGranularity) and not is_shared and is_free
+        groups_share_scales = self.geometry.kind == "conv_transpose" and self.geometry.groups > 1
+        is_float32 = spec.scale_dtype is None or spec.scale_dtype == torch.float32
+        is_fine = isinstance(granularity, PerChannelGranularity | PerBlockGranularity)
+        return is_fine and not groups_share_scales and is_float32
 
     def apply(self, solution: Solution) -> None:
-        """Make a solution what the layer deploys; an output whose bias would not fit stays as it is."""
-        quant = self.layer.weight_quant
-        codes, solution = self.layer.get_deployed().codes, self._fitting(solution)
-        stored = self.geometry.as_stored((solution.codes + self._zero()).to(torch.float32), codes)
+        """Let the layer use a solution, except for outputs whose bias would not fit into int32 then."""
+        quant, codes = self.layer.weight_quant, self.layer.get_deployed().codes
+        solution = self._revert_small_scales(solution)
+        stored = self.geometry.from_groups((solution.codes + self._zero_points()).to(torch.float32), codes)
         scale = None
-        if self.has_own_scales:
-            own = quant.broadcast_qparams(codes).scale
-            scale = QParams(solution.scale.reshape(own.shape).to(torch.float32))
+        if self.can_change_scales:
+            shape = quant.broadcast_qparams(codes).scale.shape
+            scale = QParams(solution.scale.reshape(shape).to(torch.float32))
         self.layer.set_codes(stored, scale)
 
-    def _fitting(self, solution: Solution) -> Solution:
-        """Scales below what keeps a bias within int32 go back, with their codes."""
-        least = self.layer.min_scale()
-        if least is None or not self.has_own_scales or least.numel() != solution.scale.numel():
+    def _revert_small_scales(self, solution: Solution) -> Solution:
+        """Take the present codes and scale where the new scale is so small that the int32 bias would overflow."""
+        least_scale = self.layer.min_scale()
+        if least_scale is None or not self.can_change_scales or least_scale.numel() != solution.scale.numel():
             return solution
-        floor = least.detach().to(solution.scale.dtype).reshape(solution.scale.shape)
-        start = self.start(solution.target)
-        is_low = (solution.scale < floor) & (solution.scale < start.scale)
-        codes = torch.where(is_low, start.codes.to(solution.codes.dtype), solution.codes)
-        return Solution(solution.target, codes, torch.where(is_low, start.scale.to(floor.dtype), solution.scale))
+        floor = least_scale.detach().to(solution.scale.dtype).reshape(solution.scale.shape)
+        current = self.current_solution(solution.target)
+        is_low = (solution.scale < floor) & (solution.scale < current.scale)
+        codes = torch.where(is_low, current.codes.to(solution.codes.dtype), solution.codes)
+        return Solution(solution.target, codes, torch.where(is_low, current.scale.to(floor.dtype), solution.scale))
 
 
 def _pair_neighbours(columns: Tensor) -> Tensor:
-    """For each of a line of columns the one it is paired with; the last of an odd line with itself."""
+    """The partner of each of a row of columns. The last of an odd number is its own partner."""
     count = len(columns) // 2 * 2
     pairs = columns[:count].view(-1, 2).flip(1).reshape(-1)
     return torch.cat([pairs, columns[count:]])
 
 
 def format_notes(notes: Mapping[str, Any]) -> str:
-    said = ((name, f"{value:.3g}" if isinstance(value, float) else str(value)) for name, value in notes.items())
-    return ", ".join(f"{name} {value}" for name, value in said)
+    texts = (f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in notes.items())
+    return ", ".join(texts)

@@ -1,10 +1,10 @@
-"""Blocks by gradients: variables of the quantized layers of a piece, so that it ends where the float piece ends.
+"""Gradient steps on a piece: variables of its quantized layers move until its exits are close to the float ones.
 
-    loss = sum over exits |piece(x~) - exact|^2 / |exact|^2 + penalty      x~ with a share of its elements exact (QDrop)
-           (of an exit that a norm reads: the mean over its rows)
+    loss = sum over exits |piece(x~) - exact|^2 / |exact|^2 + penalty      x~: inputs, some elements exact (QDrop)
+           (the mean over its rows for an exit that a norm reads)
 
-One loop for all: what the variables are, and how they move, is the step's business. A few times on the way they are
-hardened and judged on held-out samples; the best of them stay.
+The loop is the same for all steps. A step decides what the variables are and how they move. A few times on the way the
+variables are hardened (rounded to what a file can hold) and judged on held-out samples; the best ones are kept.
 """
 
 from abc import ABC, abstractmethod
@@ -28,51 +28,61 @@ from scalepoint.tuning.sample_subsets import SampleSubset, choose_subset
 from scalepoint.tuning.state import copy_states, restore_states
 from scalepoint.tuning.walk import StreamWalk
 
-MAX_INITIAL_SHIFT = 0.25  # of a step
+MAX_INITIAL_SHIFT = 0.25  # in steps: how far the start may be from the chosen codes
 EVALUATION_COUNT = 4  # how often hardened variables are judged
 
 
 @dataclass
 class PieceTask:
-    """A piece, and all that a step may use of it; `uses` are the layers whose codes may move."""
+    """A piece, and all that a step may use of it.
+
+    Attributes:
+        walk: Both streams.
+        evaluator: Measures the error of the piece.
+        piece: The piece.
+        uses: The layers whose codes may change.
+        modules: All modules that may change, by path.
+        iterations: Number of gradient steps.
+        drop: Share of the elements of the inputs that are replaced by exact ones.
+        notes: What the step reports; `reconstruct` adds "gain".
+    """
 
     walk: StreamWalk
-    judge: PieceEvaluator
+    evaluator: PieceEvaluator
     piece: Piece
     uses: Sequence[LayerUse]
-    modules: Mapping[str, torch.nn.Module]  # what may change, by name
+    modules: Mapping[str, torch.nn.Module]
     iterations: int
     drop: float = 0.5
     notes: dict[str, Any] = field(default_factory=dict)
 
     def layers(self) -> list[GroupedLayer]:
-        """One for each weight."""
-        found: dict[int, GroupedLayer] = {}
+        """The layers, one for each weight."""
+        layers: dict[int, GroupedLayer] = {}
         for use in self.uses:
             geometry = get_geometry(use.layer)
             if geometry is not None:
-                found.setdefault(id(use.layer.weight_quant), GroupedLayer(use.layer, geometry))
-        return list(found.values())
+                layers.setdefault(id(use.layer.weight_quant), GroupedLayer(use.layer, geometry))
+        return list(layers.values())
 
     def stubs(self) -> list[QuantStub]:
-        """The activation quantizers with one scale that stays, and that stand nowhere else."""
-        found = [
-            module for module in self.modules.values() if isinstance(module, QuantStub) and has_static_scale(module)
-        ]
+        """The activation quantizers with one static scale that are used in this piece only."""
+        modules = self.modules.values()
+        stubs = [module for module in modules if isinstance(module, QuantStub) and has_static_scale(module)]
         inside = set(self.piece.nodes)
-        return [stub for stub in found if inside.issuperset(self.walk.stub_nodes[id(stub)])]
+        return [stub for stub in stubs if inside.issuperset(self.walk.stub_nodes[id(stub)])]
 
 
 def has_static_scale(stub: QuantStub) -> bool:
-    """Whether its scale is one number that holds for every tensor."""
+    """Whether an activation quantizer has one scale for all tensors, which may change."""
     if not stub.enabled or stub.quantizer.is_disabled() or stub.fixed_calibration is not None:
         return False
-    is_whole = not stub.quantizer.grid.format.is_float and stub.spec.qformulation == "zp"
-    return is_whole and stub.scale.numel() == 1 and not stub.calculator.always_called
+    has_integer_codes = not stub.quantizer.grid.format.is_float and stub.spec.qformulation == "zp"
+    return has_integer_codes and stub.scale.numel() == 1 and not stub.calculator.always_called
 
 
 class TrainableVariables(ABC):
-    """What moves."""
+    """The variables of a step."""
 
     @abstractmethod
     def parameters(self) -> list[Tensor]: ...
@@ -82,13 +92,15 @@ class TrainableVariables(ABC):
         """A context in which the modules compute with the variables."""
 
     @abstractmethod
-    def move(self, gradients: Sequence[Tensor | None], progress: float) -> None: ...
+    def update(self, gradients: Sequence[Tensor | None], progress: float) -> None:
+        """Move the parameters. `progress` grows from 0 to 1 over the iterations."""
 
     @abstractmethod
     def harden(self) -> None:
-        """Make them what the layers deploy."""
+        """Round the variables and let the modules use the result."""
 
     def penalty(self, progress: float) -> Tensor | float:
+        """A term that is added to the loss."""
         return 0.0
 
 
@@ -97,152 +109,168 @@ class AdamVariables(TrainableVariables):
 
     optimizer: torch.optim.Optimizer
 
-    def move(self, gradients: Sequence[Tensor | None], progress: float) -> None:
-        for value, gradient in zip(self.parameters(), gradients, strict=True):
-            value.grad = gradient
+    def update(self, gradients: Sequence[Tensor | None], progress: float) -> None:
+        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+            parameter.grad = gradient
         self.optimizer.step()
 
 
-def reconstruct(work: PieceTask, variables: TrainableVariables) -> None:
-    """Move the variables; the modules end with the best hardened ones, or as they were."""
-    best, least = copy_states(work.modules), work.judge.now(work.piece)
-    before, few = least, choose_subset(work.walk, work.judge, work.piece)
-    stops = {round((look + 1) * work.iterations / EVALUATION_COUNT) for look in range(EVALUATION_COUNT)}
-    for step in range(work.iterations):
-        progress = step / work.iterations
-        gradients = _compute_gradients(work, few, variables, step, progress)
+def reconstruct(task: PieceTask, variables: TrainableVariables) -> None:
+    """Run the gradient steps. The modules end with the best hardened variables, or as they were."""
+    best_states, best_error = copy_states(task.modules), task.evaluator.stored_error(task.piece)
+    before, subset = best_error, choose_subset(task.walk, task.evaluator, task.piece)
+    evaluations = {round((number + 1) * task.iterations / EVALUATION_COUNT) for number in range(EVALUATION_COUNT)}
+    for step in range(task.iterations):
+        progress = step / task.iterations
+        gradients = _compute_gradients(task, subset, variables, step, progress)
         with torch.no_grad():
-            variables.move(gradients, progress)
-        if step + 1 in stops:
-            start = copy_states(work.modules)
+            variables.update(gradients, progress)
+        if step + 1 in evaluations:
+            start = copy_states(task.modules)
             variables.harden()
-            error = work.judge.tried(work.piece)
-            if error < least:
-                best, least = copy_states(work.modules), error
-            restore_states(work.modules, start)
-    restore_states(work.modules, best)
-    work.notes["gain"] = f"{before:.3g} -> {least:.3g}"
+            error = task.evaluator.rerun_error(task.piece)
+            if error < best_error:
+                best_states, best_error = copy_states(task.modules), error
+            restore_states(task.modules, start)
+    restore_states(task.modules, best_states)
+    task.notes["gain"] = f"{before:.3g} -> {best_error:.3g}"
 
 
 def _compute_gradients(
-    work: PieceTask, few: SampleSubset, variables: TrainableVariables, step: int, progress: float
+    task: PieceTask, subset: SampleSubset, variables: TrainableVariables, step: int, progress: float
 ) -> list[Tensor | None]:
-    """Gradients of one batch, or of some of its samples: computed on the rank that has it, and sent to the others."""
-    owner, index = work.walk.batch_owners[_draw_batch(step, len(work.walk.batch_owners))]
-    found: list[Tensor | None] = [None] * len(variables.parameters())
-    with distributed.phase("gradients") as step_phase:
+    """Gradients of one batch, or of some samples of it.
+
+    The rank that has the batch computes them and sends them to the others: all ranks make the same steps on the same
+    gradients, so their variables stay equal.
+    """
+    owner, index = task.walk.batch_owners[_draw_batch(step, len(task.walk.batch_owners))]
+    gradients: list[Tensor | None] = [None] * len(variables.parameters())
+    with distributed.phase("gradients") as phase:
         if owner == distributed.rank():
             with torch.enable_grad(), variables.installed():
-                loss = _compute_loss(work, few, index, step) + variables.penalty(progress)
-                found = list(torch.autograd.grad(loss, variables.parameters(), allow_unused=True))
-            step_phase.value = [each is not None for each in found]
+                loss = _compute_loss(task, subset, index, step) + variables.penalty(progress)
+                gradients = list(torch.autograd.grad(loss, variables.parameters(), allow_unused=True))
+            phase.value = [gradient is not None for gradient in gradients]
     if distributed.world_size() == 1:
-        return found
-    for at, is_used in enumerate(step_phase.values[owner]):
+        return gradients
+    for position, is_used in enumerate(phase.values[owner]):
         if is_used and owner != distributed.rank():
-            found[at] = torch.zeros_like(variables.parameters()[at])
-    distributed.all_reduce_sum([each for each in found if each is not None], "gradients")
-    return found
+            gradients[position] = torch.zeros_like(variables.parameters()[position])
+    # The other ranks add zeros, so the sum is a broadcast.
+    distributed.all_reduce_sum([gradient for gradient in gradients if gradient is not None], "gradients")
+    return gradients
 
 
 def _draw_batch(step: int, count: int) -> int:
-    """A batch, the same on every machine."""
+    """The number of a batch, the same on every machine."""
     return int(hash_to_uniform(torch.tensor([step]), salt=7)[0] * count)
 
 
-def _compute_loss(work: PieceTask, few: SampleSubset, index: int, step: int) -> Tensor:
-    walk, chosen = work.walk, few.of(index, step)
-    entries = few.taken(walk.get_entries(work.piece, index, noisy=True), index, chosen)
-    if work.drop:
-        exact_entries = few.taken(walk.get_entries(work.piece, index, noisy=False), index, chosen)
-        entries = _mix_in_exact(entries, exact_entries, work.drop, step)
-    found = walk.run_piece(work.piece, entries)
+def _compute_loss(task: PieceTask, subset: SampleSubset, index: int, step: int) -> Tensor:
+    walk, positions = task.walk, subset.draw(index, step)
+    entries = subset.select(walk.get_entries(task.piece, index, noisy=True), index, positions)
+    if task.drop:
+        exact_entries = subset.select(walk.get_entries(task.piece, index, noisy=False), index, positions)
+        entries = _mix_in_exact(entries, exact_entries, task.drop, step)
+    values = walk.run_piece(task.piece, entries)
     loss = torch.zeros((), dtype=torch.float32)
-    for node, value in zip(work.piece.exits, found, strict=True):
+    for node, value in zip(task.piece.exits, values, strict=True):
         if node in walk.same_nodes or not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         exact = walk.get_value(node, index, noisy=False)
-        if chosen is None:
-            own, exact = (work.judge.part(each, index, held=False) for each in (value, exact))
+        if positions is None:  # the whole batch ran: leave the held-out samples out
+            noisy = task.evaluator.select_part(value, index, is_holdout=False)
+            exact = task.evaluator.select_part(exact, index, is_holdout=False)
         else:
-            own, exact = value, select_samples(exact, walk.samples_per_batch[index], chosen)
-        if own.shape != exact.shape:  # rows that the data picks
+            noisy, exact = value, select_samples(exact, walk.samples_per_batch[index], positions)
+        if noisy.shape != exact.shape:  # rows that the data selects may differ between the streams
             continue
-        apart = own - exact
+        difference = noisy - exact
         if feeds_norm(walk, node):
-            loss = loss + (apart.square() * row_weights(exact)).mean()
+            loss = loss + (difference.square() * row_weights(exact)).mean()
         else:
-            loss = loss + apart.square().sum() / exact.square().sum().clamp(min=1e-30)
+            loss = loss + difference.square().sum() / exact.square().sum().clamp(min=1e-30)
     return loss
 
 
 def _mix_in_exact(
     noisy: Mapping[fx.Node, Any], exact: Mapping[fx.Node, Any], share: float, step: int
 ) -> dict[fx.Node, Any]:
-    """Inputs of which a share of the elements is exact: the solution must not lean on the noise."""
+    """Replace a share of the elements by those of the float stream, so that the solution does not fit the noise."""
     generator = torch.Generator().manual_seed(step)
-    found = dict(noisy)
+    mixed = dict(noisy)
     for node, value in noisy.items():
         is_pair = isinstance(value, Tensor) and value.is_floating_point() and exact[node] is not value
         if is_pair and exact[node].shape == value.shape:
-            found[node] = torch.where(
-                torch.rand(value.shape, generator=generator, dtype=torch.float32) < share, exact[node], value
-            )
-    return found
+            mask = torch.rand(value.shape, generator=generator, dtype=torch.float32) < share
+            mixed[node] = torch.where(mask, exact[node], value)
+    return mixed
 
 
 @dataclass
 class TrainableWeight:
-    """A layer's weight in variables: codes and scales as (groups, outputs, n), the shift of its bias."""
+    """The weight of a layer in gradient steps.
 
-    shape: GroupedLayer
+    Attributes:
+        grouped: The layer.
+        start: Its present codes and scales, in float32.
+        shift: The shift of its bias, a variable.
+    """
+
+    grouped: GroupedLayer
     start: Solution = field(init=False)
     shift: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        layer, weight = self.shape.layer, self.shape.weight()
-        found = self.shape.start(weight)
-        self.start = Solution(*(each.to(torch.float32) for each in (found.target, found.codes, found.scale)))
-        own = layer.bias_shift
-        self.shift = (
-            torch.zeros(layer.out_channels, dtype=torch.float32) if own is None else own.clone()
-        ).requires_grad_()
+        layer, weight = self.grouped.layer, self.grouped.weight()
+        current = self.grouped.current_solution(weight)
+        self.start = Solution(
+            current.target.to(torch.float32), current.codes.to(torch.float32), current.scale.to(torch.float32)
+        )
+        shift = layer.bias_shift
+        shift = torch.zeros(layer.out_channels, dtype=torch.float32) if shift is None else shift.clone()
+        self.shift = shift.requires_grad_()
 
     @property
-    def place(self) -> Tensor:
-        """The chosen code, moved a little to where the float weight lies: what is undecided moves first."""
-        wanted = self.start.target / self.start.steps
-        return self.start.codes + (wanted - self.start.codes).clamp(-MAX_INITIAL_SHIFT, MAX_INITIAL_SHIFT)
+    def initial_codes(self) -> Tensor:
+        """The chosen codes, moved up to a quarter of a step towards the float weight.
+
+        Codes whose weight lies near the middle between two codes are then the first to change.
+        """
+        unrounded = self.start.target / self.start.steps
+        return self.start.codes + (unrounded - self.start.codes).clamp(-MAX_INITIAL_SHIFT, MAX_INITIAL_SHIFT)
 
     @contextmanager
-    def computing(self, codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Iterator[None]:
-        """The layer multiplies by these codes times these scales; its bias has the shift."""
-        layer = self.shape.layer
-        quant, kept = layer.weight_quant, layer.bias_shift
+    def installed(self, codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Iterator[None]:
+        """A context in which the layer multiplies by these codes times these scales, and adds the shift."""
+        layer = self.grouped.layer
+        quant, bias_shift = layer.weight_quant, layer.bias_shift
         like = layer.to_output_first(layer.weight)
 
-        def values(weight: Tensor) -> Tensor:
-            found = codes() * expand_scale(scale(), self.start.codes.shape[-1])
-            return self.shape.geometry.as_stored(found, like).to(weight.dtype)
+        def dequantize(weight: Tensor) -> Tensor:
+            values = codes() * expand_scale(scale(), self.start.codes.shape[-1])
+            return self.grouped.geometry.from_groups(values, like).to(weight.dtype)
 
-        quant.forward = values  # type: ignore[method-assign]  # taken back below
+        # An attribute of the instance hides the method of the class, until it is deleted below.
+        quant.forward = dequantize  # type: ignore[method-assign]
         layer._buffers["bias_shift"] = self.shift
         try:
             yield
         finally:
             del quant.forward
-            layer._buffers["bias_shift"] = kept
+            layer._buffers["bias_shift"] = bias_shift
 
     def harden(self, codes: Tensor, scale: Tensor) -> None:
-        limits = self.shape.codes()
-        whole = limits.nearest(codes.detach().to(torch.float64))
-        self.shape.apply(Solution(self.start.target, whole, scale.detach().to(torch.float64)))
-        self.shape.layer.set_bias_shift(self.shift)
+        """Let the layer use the nearest codes to `codes`, and the shift."""
+        nearest = self.grouped.code_grid().nearest_codes(codes.detach().to(torch.float64))
+        self.grouped.apply(Solution(self.start.target, nearest, scale.detach().to(torch.float64)))
+        self.grouped.layer.set_bias_shift(self.shift)
 
 
 def enter_all(contexts: Sequence[Any]) -> ExitStack:
-    """All of them at once."""
+    """Enter several contexts at once."""
     stack = ExitStack()
-    for each in contexts:
-        stack.enter_context(each)
+    for context in contexts:
+        stack.enter_context(context)
     return stack

@@ -1,7 +1,9 @@
-"""What a norm divides out. The stream of a transformer holds rows of a hundred times the others' size, and what reads
-it sees every row at one size: errors count relative to their row.
+"""Weights of rows whose size a norm divides out.
 
     weight of row r = 1 / (mean(x_r^2) + 1e-5)       where a layer norm or an RMS norm reads x
+
+The residual stream of a transformer has rows a hundred times as large as the others. A norm brings all rows to one
+size, so an error counts relative to the size of its row.
 """
 
 import torch
@@ -12,11 +14,11 @@ from scalepoint.quantize.operations import get_part_kind
 from scalepoint.tuning.walk import StreamWalk
 
 NORM_KINDS = ("layer_norm", "rms_norm")
-EPSILON = 1e-5  # as norms have it
+EPSILON = 1e-5  # the default of norms
 
 
 def feeds_norm(walk: StreamWalk, node: fx.Node) -> bool:
-    """Whether a norm over the last axis reads a value, at once or behind its quantizer."""
+    """Whether a norm over the last axis reads a value, directly or behind an activation quantizer."""
     return any(
         feeds_norm(walk, user) if walk.get_stub(user) is not None else _is_norm(walk, user) for user in node.users
     )
@@ -27,9 +29,9 @@ def _is_norm(walk: StreamWalk, node: fx.Node) -> bool:
     if not isinstance(module, FusedNorm):
         return False
     parts = list(module.parts.values())
-    return len(parts) > 1 or get_part_kind(parts[0]) in NORM_KINDS  # an RMS norm that is written out has several
+    return len(parts) > 1 or get_part_kind(parts[0]) in NORM_KINDS  # an RMS norm in single operations has several parts
 
 
 def row_weights(x: Tensor) -> Tensor:
-    """Of every row of (.., channels), with the last axis kept."""
+    """The weight of every row of (.., channels); the last axis has size 1."""
     return 1 / (x.to(torch.float32).square().mean(-1, keepdim=True) + EPSILON)

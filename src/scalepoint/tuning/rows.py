@@ -1,9 +1,9 @@
-"""The rows of a layer: what its weight is multiplied by, one row an output position.
+"""The rows of a layer: the vectors that its weight is multiplied by, one per output position.
 
     y[r, g, o] = sum_n  row[r, g, n] * weight[g, o, n]
 
-A linear layer has a row a vector; a convolution a patch of its padded input, group by group; a transposed convolution a
-patch of its input with zeros between. Only the rows that are asked for are gathered; nothing is padded as a whole.
+A linear layer has one row per vector. A convolution has one per patch of its padded input, in groups. A transposed
+convolution has one per patch of its input with zeros inserted. Only the requested rows are gathered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ from scalepoint.graph import Operation
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec.palette import is_palette
 
-MIN_ROWS, ROWS_PER_UNKNOWN = 4096, 128
+MIN_ROWS, ROWS_PER_UNKNOWN = 4096, 128  # of a layer with groups
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a layer walks over its input."""
+    """How a layer moves over its input: the numbers that say which inputs one output position reads."""
 
     kind: str
     groups: int = 1
@@ -32,52 +32,61 @@ class Geometry:
     dilation: tuple[int, ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
 
-    def count(self, shape: torch.Size) -> int:
-        """How many rows an input of this shape has."""
-        return prod(map(int, shape[:-1])) if self.kind == "linear" else prod(self._outputs(shape))
+    def count_rows(self, shape: torch.Size) -> int:
+        """Number of rows of an input of this shape."""
+        return prod(map(int, shape[:-1])) if self.kind == "linear" else prod(self._output_sizes(shape))
 
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
-        """Rows (r, groups, n) at these places among all of the batch, in float32."""
+        """The rows (r, groups, n) with these numbers, in float32. Only these are gathered; x is never padded."""
         if self.kind == "linear":
             return _select_rows(x.reshape(-1, x.shape[-1]), index).to(torch.float32).unsqueeze(1)
-        dims, outputs = len(self.kernel), self._outputs(x.shape)
+        dims, output_sizes = len(self.kernel), self._output_sizes(x.shape)
         x = x if x.ndim == dims + 2 else x.unsqueeze(0)
-        where = torch.unravel_index(index, outputs)
+        output_positions = torch.unravel_index(index, output_sizes)
         x = _insert_zeros(x, self.stride) if self.kind == "conv_transpose" else x
-        places: list[Any] = [where[0].view(-1, *[1] * dims), slice(None)]
-        inside = torch.ones((1,) * (dims + 1), dtype=torch.bool)
-        for axis, (along, size) in enumerate(zip(self._taps(where[1:]), x.shape[2:], strict=True)):
-            taps = along.view(-1, *[1] * axis, along.shape[1], *[1] * (dims - axis - 1))
-            inside = inside & (taps >= 0) & (taps < size)
-            places.append(taps.clamp(0, size - 1))
-        patches = x[tuple(places)].to(torch.float32).masked_fill_(~inside.unsqueeze(-1), 0.0).movedim(-1, 1)
+        # One index tensor per axis; together they broadcast to (r, *kernel).
+        indices: list[Any] = [output_positions[0].view(-1, *[1] * dims), slice(None)]
+        is_inside = torch.ones((1,) * (dims + 1), dtype=torch.bool)
+        for axis, (positions, size) in enumerate(
+            zip(self._tap_positions(output_positions[1:]), x.shape[2:], strict=True)
+        ):
+            taps = positions.view(-1, *[1] * axis, positions.shape[1], *[1] * (dims - axis - 1))
+            is_inside = is_inside & (taps >= 0) & (taps < size)
+            indices.append(taps.clamp(0, size - 1))
+        # Indices beyond the border were clamped, so what they read is replaced by the zeros of the padding.
+        patches = x[tuple(indices)].to(torch.float32).masked_fill_(~is_inside.unsqueeze(-1), 0.0).movedim(-1, 1)
         if self.kind == "conv_transpose":
             patches = patches.flip(tuple(range(2, 2 + dims)))
         return patches.reshape(patches.shape[0], self.groups, -1)
 
-    def _outputs(self, shape: torch.Size) -> tuple[int, ...]:
-        """How many samples, and how many positions on each axis."""
+    def _output_sizes(self, shape: torch.Size) -> tuple[int, ...]:
+        """Number of samples, and number of output positions on each axis."""
         dims = len(self.kernel)
-        samples, sizes = int(shape[0]) if len(shape) == dims + 2 else 1, list(map(int, shape[-dims:]))
+        samples = int(shape[0]) if len(shape) == dims + 2 else 1
+        sizes = list(map(int, shape[-dims:]))
         if self.kind == "conv_transpose":
             sizes = [(size - 1) * step + 1 for size, step in zip(sizes, self.stride, strict=True)]
-        axes = zip(sizes, self.padding, self.kernel, self.dilation, self._steps, strict=True)
-        return samples, *((size + sum(pads) - apart * (k - 1) - 1) // step + 1 for size, pads, k, apart, step in axes)
+        axes = zip(sizes, self.padding, self.kernel, self.dilation, self._strides, strict=True)
+        return samples, *(
+            (size + sum(pads) - dilation * (taps - 1) - 1) // stride + 1 for size, pads, taps, dilation, stride in axes
+        )
 
-    def _taps(self, outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-        """On each axis the places of the input that the kernel meets, (r, kernel)."""
-        axes = zip(outputs, self._steps, self.padding, self.kernel, self.dilation, strict=True)
-        for place, step, pads, size, apart in axes:
-            yield place[:, None] * step - pads[0] + torch.arange(size) * apart
+    def _tap_positions(self, output_positions: Sequence[Tensor]) -> Iterator[Tensor]:
+        """For each axis the input positions (r, kernel) that the kernel reads; negative in the padding."""
+        axes = zip(output_positions, self._strides, self.padding, self.kernel, self.dilation, strict=True)
+        for position, stride, pads, taps, dilation in axes:
+            yield position[:, None] * stride - pads[0] + torch.arange(taps) * dilation
 
     @property
-    def _steps(self) -> tuple[int, ...]:
-        """A transposed convolution walks one by one over an input with zeros between."""
+    def _strides(self) -> tuple[int, ...]:
+        """A transposed convolution moves one by one over an input with zeros inserted."""
         return self.stride if self.kind == "conv" else (1,) * len(self.kernel)
 
-    def outputs(self, y: Tensor, index: Tensor, count: int, outputs: int) -> Tensor | None:
-        """Outputs (r, groups, outputs) at the places of rows, of a tensor that has the shape of the layer's output;
-        None of another that is only spread over it."""
+    def output_rows(self, y: Tensor, index: Tensor, count: int, outputs: int) -> Tensor | None:
+        """Rows (r, groups, outputs) of a tensor that has the shape of the layer's output.
+
+        Returns None for a tensor of another shape, which is only broadcast to it.
+        """
         if self.kind != "linear":
             y = (y if y.ndim == len(self.kernel) + 2 else y.unsqueeze(0)).movedim(1, -1)
         flat = y.reshape(-1, y.shape[-1])
@@ -85,29 +94,31 @@ class Geometry:
             return None
         return _select_rows(flat, index).to(torch.float32).reshape(len(index), self.groups, outputs)
 
-    def by_group(self, weight: Tensor) -> Tensor:
-        """A weight as its quantizer sees it, as (groups, outputs, n)."""
+    def to_groups(self, weight: Tensor) -> Tensor:
+        """A weight in the shape that its quantizer sees, as (groups, outputs, n)."""
         if self.kind != "conv_transpose":
             return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
         inputs = weight.shape[0] // self.groups
         return weight.reshape(self.groups, inputs, weight.shape[1], -1).transpose(1, 2).flatten(2)
 
-    def as_stored(self, by_group: Tensor, like: Tensor) -> Tensor:
-        """(groups, outputs, n) back in the shape of the weight."""
+    def from_groups(self, grouped: Tensor, like: Tensor) -> Tensor:
+        """(groups, outputs, n) back in the shape of the weight `like`."""
         if self.kind != "conv_transpose":
-            return by_group.reshape(like.shape)
+            return grouped.reshape(like.shape)
         inputs = like.shape[0] // self.groups
-        apart = by_group.reshape(self.groups, like.shape[1], inputs, -1).transpose(1, 2)
-        return apart.reshape(like.shape)
+        return grouped.reshape(self.groups, like.shape[1], inputs, -1).transpose(1, 2).reshape(like.shape)
 
 
 def _select_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows at these places, which go up; all of them without a copy."""
+    """Rows with these ascending numbers. All rows are not copied."""
     return rows if len(index) == len(rows) else rows[index]
 
 
 def get_geometry(layer: QuantizedLayer) -> Geometry | None:
-    """How a layer walks; None where it pads with other things than zeros itself, or has tables, not steps."""
+    """The geometry of a layer; None if rows cannot describe it.
+
+    That is the case for padding other than zeros inside the layer, and for a palette, whose codes are table indices.
+    """
     if is_palette(layer.weight_quant.spec):
         return None
     if layer.kind == "linear":
@@ -116,41 +127,37 @@ def get_geometry(layer: QuantizedLayer) -> Geometry | None:
     dims = len(kernel)
     if layer.kind == "head":
         return Geometry("conv", 1, kernel, (1,) * dims, (1,) * dims, ((0, 0),) * dims)
-    stride, dilation = (
-        _get_setting_per_axis(operation, "stride", 1, dims),
-        _get_setting_per_axis(operation, "dilation", 1, dims),
-    )
+    stride = _get_setting_per_axis(operation, "stride", 1, dims)
+    dilation = _get_setting_per_axis(operation, "dilation", 1, dims)
     groups = int(_get_setting_per_axis(operation, "groups", 1, 1)[0])
     if layer.kind == "conv_transpose":
-        pads, more = (
-            _get_setting_per_axis(operation, "padding", 0, dims),
-            _get_setting_per_axis(operation, "output_padding", 0, dims),
-        )
+        padding = _get_setting_per_axis(operation, "padding", 0, dims)
+        output_padding = _get_setting_per_axis(operation, "output_padding", 0, dims)
+        reaches = [step * (taps - 1) for taps, step in zip(kernel, dilation, strict=True)]
         edges = tuple(
-            (d * (k - 1) - p, d * (k - 1) - p + o) for k, d, p, o in zip(kernel, dilation, pads, more, strict=True)
+            (reach - pad, reach - pad + extra)
+            for reach, pad, extra in zip(reaches, padding, output_padding, strict=True)
         )
         return Geometry("conv_transpose", groups, kernel, stride, dilation, edges)
     if getattr(operation, "padding_mode", "zeros") != "zeros":
         return None
-    return Geometry(
-        "conv", groups, kernel, stride, dilation, _edge_padding(_get_setting(operation, "padding", 0), kernel, dilation)
-    )
+    edges = _edge_padding(_get_setting(operation, "padding", 0), kernel, dilation)
+    return Geometry("conv", groups, kernel, stride, dilation, edges)
 
 
 def _edge_padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The padding of a convolution before and after each axis."""
     if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        totals = [step * (taps - 1) for taps, step in zip(kernel, dilation, strict=True)]
         return tuple((total // 2, total - total // 2) for total in totals)
     sizes = (0,) * len(kernel) if padding == "valid" else _to_tuple(padding, len(kernel))
     return tuple((size, size) for size in sizes)
 
 
 def _get_setting(operation: Any, name: str, default: int) -> Any:
-    return (
-        operation.arguments.get(name, default)
-        if isinstance(operation, Operation)
-        else getattr(operation, name, default)
-    )
+    if isinstance(operation, Operation):
+        return operation.arguments.get(name, default)
+    return getattr(operation, name, default)
 
 
 def _get_setting_per_axis(operation: Any, name: str, default: int, dims: int) -> tuple[int, ...]:
@@ -163,25 +170,30 @@ def _to_tuple(value: Any, dims: int) -> tuple[int, ...]:
 
 
 def _insert_zeros(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """stride - 1 zeros between neighbours, as a transposed convolution sees its input."""
+    """Insert stride - 1 zeros between neighbours, as a transposed convolution sees its input."""
     if all(step == 1 for step in stride):
         return x
     sizes = [(size - 1) * step + 1 for size, step in zip(x.shape[2:], stride, strict=True)]
-    wide = x.new_zeros((*x.shape[:2], *sizes))
-    places: Any = (..., *(slice(None, None, step) for step in stride))
-    wide[places] = x
-    return wide
+    spaced = x.new_zeros((*x.shape[:2], *sizes))
+    positions: Any = (..., *(slice(None, None, step) for step in stride))
+    spaced[positions] = x
+    return spaced
 
 
-def limit_row_count(most: int, groups: int, unknowns: int) -> int:
-    """How many rows to look at: groups make a row long, but leave few unknowns to tell by it."""
-    return most if groups == 1 else min(most, max(MIN_ROWS, ROWS_PER_UNKNOWN * unknowns))
+def limit_row_count(max_rows: int, groups: int, unknowns: int) -> int:
+    """How many rows to use. With groups every row is long but has few unknowns per output, so fewer rows are enough."""
+    return max_rows if groups == 1 else min(max_rows, max(MIN_ROWS, ROWS_PER_UNKNOWN * unknowns))
 
 
-def sample_rows(first: int, samples: int, each: int, share: float) -> Tensor:
-    """Which rows of a batch are looked at: a hash of a row's number among all decides, so batch sizes do not matter."""
-    numbers = torch.arange(first * each, (first + samples) * each)
-    return (hash_to_uniform(numbers) < share).nonzero().view(-1) if share < 1 else torch.arange(samples * each)
+def sample_rows(first: int, samples: int, rows_per_sample: int, share: float) -> Tensor:
+    """Choose a share of the rows of a batch whose first sample has the number `first`.
+
+    A hash of the row's number among all rows decides, so the choice does not depend on the batch size.
+    """
+    numbers = torch.arange(first * rows_per_sample, (first + samples) * rows_per_sample)
+    if share >= 1:
+        return torch.arange(samples * rows_per_sample)
+    return (hash_to_uniform(numbers) < share).nonzero().view(-1)
 
 
 def hash_to_uniform(numbers: Tensor, salt: int = 0) -> Tensor:
@@ -193,5 +205,5 @@ def hash_to_uniform(numbers: Tensor, salt: int = 0) -> Tensor:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """A shift to the right that brings zeros in."""
+    """A logical shift: torch has no unsigned 64-bit integers, and its shift repeats the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

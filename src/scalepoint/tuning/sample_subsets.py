@@ -1,9 +1,9 @@
-"""Some samples of a batch are enough for a step: early layers of a net for pictures have many rows in each.
+"""Some samples of a batch for one gradient step. Early layers of an image model have many rows per sample.
 
-    samples of a step = as many as hold `VALUES_PER_STEP` values of what the piece reads and gives, two at least
+    samples per step = as many as have `VALUES_PER_STEP` values in the entries and exits of the piece, at least two
 
-Only where a piece computes each sample by itself: this is tried on one batch. A graph with a batch written into it, or
-a quantizer whose scale comes from all that it sees, gets whole batches.
+That is right only if a piece computes each sample by itself, which is tried on one batch. A graph with a constant batch
+size, or a quantizer whose scale depends on the whole batch, gets whole batches.
 """
 
 from collections.abc import Sequence
@@ -20,78 +20,84 @@ from scalepoint.tuning.walk import StreamWalk
 
 VALUES_PER_STEP = 1 << 20
 MIN_SAMPLES = 2
-RELATIVE_TOLERANCE = 1e-3  # of the largest value: kernels add in another order for another batch
-MAX_DIFFERENT_SHARE = 1e-3  # of the values: a code that rounds the other way is a whole step apart
+RELATIVE_TOLERANCE = 1e-3  # of the largest value: for another batch size kernels add in another order
+MAX_DIFFERENT_SHARE = 1e-3  # of the values: if a code rounds the other way, the value differs by a whole step
 
 
 @dataclass(frozen=True)
 class SampleSubset:
-    """How many samples of a piece a step takes; None: whole batches."""
+    """How many samples of a batch each step uses; whole batches if `count` is None."""
 
     walk: StreamWalk
-    judge: PieceEvaluator
+    evaluator: PieceEvaluator
     count: int | None
 
-    def of(self, index: int, step: int) -> Tensor | None:
-        """The samples of a batch, drawn alike on every machine, of those that do not judge; None: all of it."""
-        free = self.judge.free(index)
-        if self.count is None or len(free) <= self.count:
+    def draw(self, index: int, step: int) -> Tensor | None:
+        """Positions of the samples of a batch that a step uses; None for all. Held-out samples are not among them."""
+        positions = self.evaluator.fitted_samples(index)
+        if self.count is None or len(positions) <= self.count:
             return None
-        return draw_samples(free, self.walk.first_samples[index], self.count, step)
+        return draw_samples(positions, self.walk.first_samples[index], self.count, step)
 
-    def taken(self, values: dict[fx.Node, Any], index: int, chosen: Tensor | None) -> dict[fx.Node, Any]:
-        if chosen is None:
+    def select(self, values: dict[fx.Node, Any], index: int, positions: Tensor | None) -> dict[fx.Node, Any]:
+        """The values of these samples only."""
+        if positions is None:
             return values
-        return {
-            node: select_samples(value, self.walk.samples_per_batch[index], chosen) for node, value in values.items()
-        }
+        samples = self.walk.samples_per_batch[index]
+        return {node: select_samples(value, samples, positions) for node, value in values.items()}
 
 
-def draw_samples(places: Tensor, first: int, count: int, step: int) -> Tensor:
-    """So many of the samples of a batch at these places, others at each step; `first` is the number of its first."""
-    order = hash_to_uniform(first + places, salt=1_000_003 * (step + 1)).argsort()
-    return places[order[:count]].sort().values
+def draw_samples(positions: Tensor, first: int, count: int, step: int) -> Tensor:
+    """Choose `count` of the samples at these positions of a batch, the same on every machine, others at each step.
+
+    `first` is the number of the batch's first sample among all samples.
+    """
+    order = hash_to_uniform(first + positions, salt=1_000_003 * (step + 1)).argsort()
+    return positions[order[:count]].sort().values
 
 
-def choose_subset(walk: StreamWalk, judge: PieceEvaluator, piece: Piece) -> SampleSubset:
-    """Of a piece whose inputs are there."""
-    index = next((each for each, samples in enumerate(walk.samples_per_batch) if samples > MIN_SAMPLES), None)
+def choose_subset(walk: StreamWalk, evaluator: PieceEvaluator, piece: Piece) -> SampleSubset:
+    """Choose how many samples per step a piece needs. The values of its entries must be stored."""
+    whole_batches = SampleSubset(walk, evaluator, None)
+    index = next((index for index, samples in enumerate(walk.samples_per_batch) if samples > MIN_SAMPLES), None)
     if index is None:
-        return SampleSubset(walk, judge, None)
+        return whole_batches
     entries = walk.get_entries(piece, index, noisy=True)
     with torch.no_grad():
-        whole = walk.run_piece(piece, entries)
+        outputs = walk.run_piece(piece, entries)
     samples = walk.samples_per_batch[index]
-    sizes = [each.numel() // samples for each in (*entries.values(), *whole) if isinstance(each, Tensor)]
+    sizes = [value.numel() // samples for value in (*entries.values(), *outputs) if isinstance(value, Tensor)]
     count = max(MIN_SAMPLES, VALUES_PER_STEP // max([1, *sizes]))
-    if count >= samples:
-        return SampleSubset(walk, judge, None)
-    chosen = torch.arange(count)
-    return SampleSubset(
-        walk, judge, count if _is_sample_by_sample(walk, piece, entries, samples, chosen, whole) else None
-    )
+    if count >= samples or not _is_sample_by_sample(walk, piece, entries, samples, torch.arange(count), outputs):
+        return whole_batches
+    return SampleSubset(walk, evaluator, count)
 
 
 def _is_sample_by_sample(
-    walk: StreamWalk, piece: Piece, entries: dict[fx.Node, Any], samples: int, chosen: Tensor, whole: Sequence[Any]
+    walk: StreamWalk,
+    piece: Piece,
+    entries: dict[fx.Node, Any],
+    samples: int,
+    positions: Tensor,
+    batch_outputs: Sequence[Any],
 ) -> bool:
-    """Whether some samples alone give what they give among others."""
+    """Whether some samples give the same outputs alone as within their batch."""
+    selected = {node: select_samples(value, samples, positions) for node, value in entries.items()}
     try:
         with torch.no_grad():
-            found = walk.run_piece(
-                piece, {node: select_samples(value, samples, chosen) for node, value in entries.items()}
-            )
-    except (RuntimeError, ValueError, IndexError):  # a batch is written into the graph
+            outputs = walk.run_piece(piece, selected)
+    except (RuntimeError, ValueError, IndexError):  # the graph has a constant batch size
         return False
-    pairs = zip(found, (select_samples(value, samples, chosen) for value in whole), strict=True)
-    return all(_is_close(one, two) for one, two in pairs)
+    expected = (select_samples(value, samples, positions) for value in batch_outputs)
+    return all(_is_close(value, reference) for value, reference in zip(outputs, expected, strict=True))
 
 
-def _is_close(one: Any, two: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
-        return bool(one is two or one == two)
-    if one.shape != two.shape or not one.is_floating_point():
-        return one.shape == two.shape and bool((one == two).all())
-    reach = float(two.abs().amax()) if two.numel() else 0.0
-    apart = (one - two).abs()
-    return not apart.numel() or float((apart > RELATIVE_TOLERANCE * reach).float().mean()) < MAX_DIFFERENT_SHARE
+def _is_close(value: Any, reference: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(reference, Tensor):
+        return bool(value is reference or value == reference)
+    if value.shape != reference.shape or not value.is_floating_point():
+        return value.shape == reference.shape and bool((value == reference).all())
+    largest = float(reference.abs().amax()) if reference.numel() else 0.0
+    difference = (value - reference).abs()
+    is_different = difference > RELATIVE_TOLERANCE * largest
+    return not difference.numel() or float(is_different.float().mean()) < MAX_DIFFERENT_SHARE

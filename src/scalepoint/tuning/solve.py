@@ -1,4 +1,4 @@
-"""One layer: the steps one after another, judged on held-out rows; the best is what it deploys from then on."""
+"""Solves one layer: the steps run one after another, and the solution that is best on held-out rows is applied."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -15,142 +15,211 @@ from scalepoint.tuning.rows import get_geometry
 from scalepoint.tuning.steps import INTERCEPT, LayerStep, find_step
 from scalepoint.tuning.walk import StreamWalk
 
-ALWAYS_JUDGED_STEPS = 2  # steps that are always judged
-MIN_ROWS = 8  # rows below which nothing is chosen by them
-MIN_SHARED_PRODUCTS = 3e7  # products of a sweep over a layer from which on ranks share its outputs
+ALWAYS_JUDGED_STEPS = 2  # the last ones; the steps before them are judged only if these do not improve the layer
+MIN_ROWS = 8  # with fewer rows a layer is not tuned
+MIN_SHARED_PRODUCTS = 3e7  # products per sweep from which ranks share the outputs of a layer
+
+
+@dataclass(frozen=True)
+class _BestSolution:
+    """The best solution of a layer.
+
+    Attributes:
+        solution: The codes and scales.
+        step: The step that it is from; "" if nothing was better than the nearest codes.
+        before, after: Error on held-out rows with the nearest codes, and with the solution.
+    """
+
+    solution: Solution
+    step: str
+    before: float
+    after: float
 
 
 @dataclass
 class LayerSolver:
-    """Solves the layers that a walk comes to."""
+    """Solves the layers of a walk.
+
+    Attributes:
+        collector: Collects the rows.
+        steps: Names of the steps, in order.
+        ridge: Regularization of the target.
+        left: Layers that were not solved -> the reason.
+    """
 
     collector: RowCollector
     steps: tuple[str, ...]
     ridge: Ridge
-    left: dict[str, str] = field(default_factory=dict)  # layer -> why it is not solved
+    left: dict[str, str] = field(default_factory=dict)
 
     def solve(self, use: LayerUse, name: str) -> TunedLayer | None:
-        """Choose for the layer of a node; None when it is left as it is."""
+        """Choose codes, scales and bias of the layer at a node. Returns None if it stays as it is."""
         geometry = get_geometry(use.layer)
-        why = explain_refusal(use, geometry)
-        if why or geometry is None:
-            self.left[name] = why
+        refusal = explain_refusal(use, geometry)
+        if refusal or geometry is None:
+            self.left[name] = refusal
             return None
-        shape = GroupedLayer(use.layer, geometry)
-        row = self._chosen(use, shape, name) if self._wants_products else self._shifted(use, shape, name)
+        grouped = GroupedLayer(use.layer, geometry)
+        row = self._choose_codes(use, grouped, name) if self._needs_moments else self._correct_bias(use, grouped, name)
         is_last = use.node is self.collector.uses_of(use.layer)[-1]
         if row is None and is_last and name not in self.left:
-            self.left[name] = "no rows reached it: it is rounded to nearest; data that does would choose"
+            self.left[name] = "no rows reached it: rounded to nearest. Add data that reaches it"
         return row
 
-    def look(self, use: LayerUse) -> None:
-        """Only see what a layer to come needs of this use, as `solve` does before it chooses."""
+    def collect_only(self, use: LayerUse) -> None:
+        """Collect the rows of a finished layer, because a later one shares its weight or its input."""
         geometry = get_geometry(use.layer)
-        if geometry is not None:
-            collect = self.collector.moments if self._wants_products else self.collector.residuals
-            collect(use, GroupedLayer(use.layer, geometry))
+        if geometry is None:
+            return
+        grouped = GroupedLayer(use.layer, geometry)
+        if self._needs_moments:
+            self.collector.collect_moments(use, grouped)
+        else:
+            self.collector.collect_residuals(use, grouped)
 
     @property
-    def _wants_products(self) -> bool:
+    def _needs_moments(self) -> bool:
+        """Whether a step reads products of the rows; the intercept alone needs only means."""
         return any(isinstance(find_step(name), LayerStep) for name in self.steps if name != INTERCEPT)
 
-    def _shifted(self, use: LayerUse, shape: GroupedLayer, name: str) -> TunedLayer | None:
-        """The bias takes up what the means lack; codes stay."""
+    def _correct_bias(self, use: LayerUse, grouped: GroupedLayer, name: str) -> TunedLayer | None:
+        """Shift the bias by the mean of the residual. The codes stay."""
         if not can_shift_bias(self.collector.walk, use):
-            self.left[name] = "it has no bias, and floats go in"
+            self.left[name] = "it has no bias, and its input is not quantized"
             return None
         start = time.perf_counter()
-        fit, judge = self.collector.residuals(use, shape)
+        fit, holdout = self.collector.collect_residuals(use, grouped)
         if not fit.count or use.node is not self.collector.uses_of(use.layer)[-1]:
             return None
-        before, after = judge.error(), judge.error(fit.mean)
+        before, after = holdout.error(), holdout.error(fit.mean)
         is_better = after < before
         if is_better:
-            for each in use.layer.sharing_layers:
-                each.set_bias_shift(fit.mean.reshape(-1))
-        errors = (before, min(before, after), fit.error(), fit.error(fit.mean if is_better else None))
-        count = fit.count + (judge.count if judge is not fit else 0)
-        step = INTERCEPT if is_better else ""
-        seconds = time.perf_counter() - start
-        return TunedLayer(name, use.layer.kind, count, shape.size[2], *errors, 0.0, step, "", seconds)
+            for layer in use.layer.sharing_layers:
+                layer.set_bias_shift(fit.mean.reshape(-1))
+        return TunedLayer(
+            name=name,
+            kind=use.layer.kind,
+            rows=fit.count + (holdout.count if holdout is not fit else 0),
+            unknowns=grouped.size[2],
+            before=before,
+            after=min(before, after),
+            fitted_before=fit.error(),
+            fitted_after=fit.error(fit.mean if is_better else None),
+            moved=0.0,
+            step=INTERCEPT if is_better else "",
+            notes="",
+            seconds=time.perf_counter() - start,
+        )
 
-    def _chosen(self, use: LayerUse, shape: GroupedLayer, name: str) -> TunedLayer | None:
-        """The best solution on held-out rows, or what there was when nothing is better."""
+    def _choose_codes(self, use: LayerUse, grouped: GroupedLayer, name: str) -> TunedLayer | None:
+        """Apply the solution that is best on held-out rows, if it is better than the nearest codes."""
         start = time.perf_counter()
-        weight = shape.weight()
-        fit, judge = self.collector.moments(use, shape)
+        weight = grouped.weight()
+        fit, holdout = self.collector.collect_moments(use, grouped)
         uses = self.collector.uses_of(use.layer)
-        if fit is None or judge is None or use.node is not uses[-1]:
+        if fit is None or holdout is None or use.node is not uses[-1]:
             return None
         if fit.count < MIN_ROWS:
-            self.left[name] = f"only {fit.count} rows reached it: it is rounded to nearest; more data would choose"
+            self.left[name] = f"only {fit.count} rows reached it: rounded to nearest. Add data that reaches it"
             return None
-        is_alone = not self.collector.is_shared(fit)
-        first, has_bias = shape.start(weight), INTERCEPT in self.steps and can_shift_bias(self.collector.walk, use)
-        fit, judge = _as_steps_read(fit, judge, has_bias)
-        problem = Problem(name, weight, shape.codes(), fit, judge, shape.has_own_scales, has_bias, self.ridge)
+        is_cache_shared = self.collector.has_later_readers(fit)
+        nearest = grouped.current_solution(weight)
+        has_bias = INTERCEPT in self.steps and can_shift_bias(self.collector.walk, use)
+        fit, holdout = _as_steps_read(fit, holdout, has_bias)
+        problem = Problem(
+            name=name,
+            weight=weight,
+            grid=grouped.code_grid(),
+            fit=fit,
+            holdout=holdout,
+            can_change_scales=grouped.can_change_scales,
+            has_intercept=has_bias,
+            ridge=self.ridge,
+        )
         if len(uses) > 1:
             problem.notes["uses"] = len(uses)
-        best, step, errors = self._solved(problem, first, is_alone=is_alone)
-        if step:
-            shape.apply(best)
+        best, fitted_before, fitted_after = self._solve_over_ranks(problem, nearest, is_cache_shared=is_cache_shared)
+        if best.step:
+            grouped.apply(best.solution)
             if has_bias:
-                for each in use.layer.sharing_layers:
-                    each.set_bias_shift(_compute_bias_shift(fit, judge, best).reshape(-1))
-        moved = float((best.codes != first.codes).to(torch.float64).mean())
-        seen = fit.count + (judge.count if judge is not fit else 0)
-        seconds, notes = time.perf_counter() - start, format_notes(problem.notes)
-        return TunedLayer(name, use.layer.kind, seen, fit.size, *errors, moved, step, notes, seconds)
+                for layer in use.layer.sharing_layers:
+                    layer.set_bias_shift(_compute_bias_shift(fit, holdout, best.solution).reshape(-1))
+        return TunedLayer(
+            name=name,
+            kind=use.layer.kind,
+            rows=fit.count + (holdout.count if holdout is not fit else 0),
+            unknowns=fit.size,
+            before=best.before,
+            after=best.after,
+            fitted_before=fitted_before,
+            fitted_after=fitted_after,
+            moved=float((best.solution.codes != nearest.codes).to(torch.float64).mean()),
+            step=best.step,
+            notes=format_notes(problem.notes),
+            seconds=time.perf_counter() - start,
+        )
 
-    def _solved(
-        self, problem: Problem, first: Solution, *, is_alone: bool
-    ) -> tuple[Solution, str, tuple[float, float, float, float]]:
-        """The best, its step, and the errors before and after, on held-out and on fitted rows. Ranks share outputs."""
+    def _solve_over_ranks(
+        self, problem: Problem, nearest: Solution, *, is_cache_shared: bool
+    ) -> tuple[_BestSolution, float, float]:
+        """Find the best solution, outputs shared over ranks; and the errors on fitted rows before and after."""
         outputs = outputs_of_rank(problem.weight)
-        own, start = (problem, first) if outputs is None else (problem.of(outputs), first.of(outputs))
-        plain = replace(own, has_intercept=False)
-        best, step, before, least = self.best(own, plain, start, is_alone=is_alone)
-        after = own if step else plain
-        fitted = (plain.error(start, own.fit, own.some), after.error(best, own.fit, own.some))
+        part, start = problem, nearest
         if outputs is not None:
-            best = _gather_outputs(best, first) if step else first
-        return best, step, (before, least, *fitted)
+            part, start = problem.select_outputs(outputs), nearest.select_outputs(outputs)
+        best = self.find_best(part, start, is_cache_shared=is_cache_shared)
+        without_intercept = replace(part, has_intercept=False)
+        fitted_before = without_intercept.error(start, part.fit, part.sampled_outputs)
+        after_problem = part if best.step else without_intercept
+        fitted_after = after_problem.error(best.solution, part.fit, part.sampled_outputs)
+        if outputs is not None:
+            solution = _gather_outputs(best.solution, nearest) if best.step else nearest
+            best = replace(best, solution=solution)
+        return best, fitted_before, fitted_after
 
-    def best(
-        self, problem: Problem, plain: Problem, first: Solution, *, is_alone: bool = False
-    ) -> tuple[Solution, str, float, float]:
-        """The best on held-out rows of the start, the last two steps, and, where these are no better, the others; ""
-        as its step when that is the first. Then the errors there of the start and of the best. What the steps made of H
-        goes before, where no other layer reads it."""
-        tried: list[tuple[Solution, str]] = [(first, INTERCEPT)] if problem.has_intercept else []
-        now = first
+    def find_best(self, problem: Problem, nearest: Solution, *, is_cache_shared: bool = True) -> _BestSolution:
+        """Run the steps and judge their solutions on held-out rows.
+
+        Args:
+            problem: The layer.
+            nearest: The nearest codes, which the steps start from.
+            is_cache_shared: Whether later layers read what the steps store in the cache of the moments. If not, it is
+                dropped before the solutions are judged.
+        """
+        candidates: list[tuple[Solution, str]] = [(nearest, INTERCEPT)] if problem.has_intercept else []
+        solution = nearest
         for name in self.steps:
-            found = None if name == INTERCEPT else find_step(name)
-            if isinstance(found, LayerStep):
-                now = found.run(problem, now)
-                tried.append((now, name))
-        if is_alone:
-            problem.fit.made.clear()
-        best, step, before = first, "", plain.error(first)
-        least = before
-        for place, (solution, name) in enumerate(reversed(tried)):
-            if place >= ALWAYS_JUDGED_STEPS and step:
-                break
+            step = None if name == INTERCEPT else find_step(name)
+            if isinstance(step, LayerStep):
+                solution = step.run(problem, solution)
+                candidates.append((solution, name))
+        if not is_cache_shared:
+            problem.fit.cache.clear()
+        # The nearest codes are judged without a shift of the bias: that is the model before tuning.
+        before = replace(problem, has_intercept=False).error(nearest)
+        best = _BestSolution(nearest, "", before, before)
+        for position, (solution, name) in enumerate(reversed(candidates)):
+            if position >= ALWAYS_JUDGED_STEPS and best.step:
+                break  # later steps start from earlier ones and are nearly always better
             error = problem.error(solution)
-            if error < least:
-                best, step, least = solution, name, error
-        return best, step, before, least
+            if error < best.after:
+                best = _BestSolution(solution, name, before, error)
+        return best
 
 
-def _as_steps_read(fit: Moments, judge: Moments, has_bias: bool) -> tuple[Moments, Moments]:
-    """As the steps read them: around zero where no bias takes up the means."""
-    first, second = (each.settled() if has_bias else each.raw().settled() for each in (fit, judge))
-    return first, first if judge is fit else second
+def _as_steps_read(fit: Moments, holdout: Moments, has_bias: bool) -> tuple[Moments, Moments]:
+    """Convert H to float32, and take moments around zero if no bias takes up the means."""
+    fit_read, holdout_read = (
+        moments.in_float32() if has_bias else moments.around_zero().in_float32() for moments in (fit, holdout)
+    )
+    return fit_read, fit_read if holdout is fit else holdout_read
 
 
 def outputs_of_rank(weight: Tensor) -> slice | None:
-    """The outputs that this rank solves, where the ranks share those of a layer; None where each solves all: what they
-    have to tell each other takes longer than a small layer."""
+    """The outputs that this rank solves; None if every rank solves all outputs.
+
+    For a small layer, exchanging the solutions takes longer than solving it.
+    """
     groups, outputs, size = weight.shape
     rank, count = distributed.rank(), distributed.world_size()
     if count == 1 or outputs < count or groups * outputs * size**2 < MIN_SHARED_PRODUCTS:
@@ -158,24 +227,27 @@ def outputs_of_rank(weight: Tensor) -> slice | None:
     return slice(outputs * rank // count, outputs * (rank + 1) // count)
 
 
-def _gather_outputs(found: Solution, first: Solution) -> Solution:
-    """The solution of all outputs, from those of all ranks."""
-    parts = distributed.gather_tensors({"codes": found.codes.to(torch.float32), "scale": found.scale}, "solved")
-    codes, scale = (torch.cat([part[name] for part in parts], 1) for name in ("codes", "scale"))
-    return Solution(first.target, codes, scale.to(torch.float64))
+def _gather_outputs(part: Solution, nearest: Solution) -> Solution:
+    """The solution of all outputs, from the parts of all ranks."""
+    parts = distributed.gather_tensors({"codes": part.codes.to(torch.float32), "scale": part.scale}, "solved")
+    codes, scale = (torch.cat([tensors[name] for tensors in parts], 1) for name in ("codes", "scale"))
+    return Solution(nearest.target, codes, scale.to(torch.float64))
 
 
 def can_shift_bias(walk: StreamWalk, use: LayerUse) -> bool:
-    """Whether a shift of the bias costs nothing: it has one, or its kernel adds one to its integers anyway. A layer of
-    floats without a bias is left without."""
+    """Whether a shift of the bias adds no operation.
+
+    That holds for a layer with a bias, and for one with a quantized input, whose integer kernel adds one anyway. A
+    float layer without a bias stays without.
+    """
     layer, source = use.layer, walk.find_source(use.node, use.layer)
-    has_own = layer.bias is not None or layer.norm is not None
-    return has_own or source is None or walk.get_stub(source) is not None
+    has_bias = layer.bias is not None or layer.norm is not None
+    return has_bias or source is None or walk.get_stub(source) is not None
 
 
-def _compute_bias_shift(fit: Moments, judge: Moments, best: Solution) -> Tensor:
-    """What the bias takes up, from all rows."""
-    if judge is fit:
-        return fit.mismatch(best.values)
-    parts = [(each.count, each.mismatch(best.values)) for each in (fit, judge)]
+def _compute_bias_shift(fit: Moments, holdout: Moments, solution: Solution) -> Tensor:
+    """The mean mismatch over all rows, fitted and held out."""
+    if holdout is fit:
+        return fit.mean_mismatch(solution.values)
+    parts = [(moments.count, moments.mean_mismatch(solution.values)) for moments in (fit, holdout)]
     return torch.stack([count * part for count, part in parts]).sum(0) / sum(count for count, _ in parts)

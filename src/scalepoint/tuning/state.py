@@ -1,23 +1,21 @@
-"""What tuning changes, as values: the state of quantized layers and activation quantizers by their names."""
+"""Copies of what tuning changes: the state of quantized layers and activation quantizers, by module path."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-States = dict[str, dict[str, Tensor]]
+States = dict[str, dict[str, Tensor]]  # module path -> its state_dict
 
 
 def copy_states(modules: Mapping[str, nn.Module]) -> States:
-    """A copy of what the modules hold now."""
     return {
-        name: {key: value.detach().clone() for key, value in module.state_dict().items()}
-        for name, module in modules.items()
+        path: {key: value.detach().clone() for key, value in module.state_dict().items()}
+        for path, module in modules.items()
     }
 
 
 def restore_states(modules: Mapping[str, nn.Module], states: States) -> None:
-    """Make it what they hold."""
     with torch.inference_mode(False):
-        for name, module in modules.items():
-            module.load_state_dict(states[name])
+        for path, module in modules.items():
+            module.load_state_dict(states[path])

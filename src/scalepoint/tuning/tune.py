@@ -1,9 +1,9 @@
-"""tune: codes, scales and bias shifts of the quantized weights, so that the quantized net computes what the float does.
+"""Chooses codes, scales and bias shifts of the quantized weights, so that the model computes what the float model does.
 
-    walk both streams to a layer -> moments of its rows -> steps, judged on held-out rows -> choose -> walk on
-    where a piece ends: judged against the nearest codes by what the rest of the net gets; then the steps over pieces
+    walk both streams to a layer -> moments of its rows -> steps, judged on held-out rows -> apply the best -> walk on
+    at the end of a piece: compare with the nearest codes at the exits of the piece; then run the steps over pieces
 
-One walk over the graph, node after node: no prefix is run twice. The float parameters are never written.
+One walk over the graph, node by node: no part of the model runs twice. The float parameters are never written.
 """
 
 import time
@@ -47,13 +47,15 @@ PROVIDED_WEIGHTS_NAN_HINT = (
     "Its weights are finite, so values overflow before it: check the checkpoint and its config.json by running it in "
     "transformers"
 )
-MAX_ERROR_RATIO = 0.9  # what the error of a piece must fall to before a range of 8 bits leaves min-max
-RangeProposal = tuple[str, QuantStub, QParams]  # an activation quantizer under its name, and other parameters
+# A range of 8 bits replaces min-max only if the error of the piece falls below this share: rare large values may carry
+# the signal, and the held-out samples may have too few of them to show it.
+MAX_ERROR_RATIO = 0.9
+RangeProposal = tuple[str, QuantStub, QParams]  # name of an activation quantizer, the quantizer, other parameters
 _BYTES_PER_UNIT = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def _parse_bytes(value: Any) -> Any:
-    """2_000_000_000, or "2GB"."""
+    """Convert a size with a unit, such as "2GB", to bytes; anything else is left to pydantic."""
     text = str(value).strip().upper().replace(" ", "")
     for unit, size in _BYTES_PER_UNIT.items():
         if text.endswith(unit):
@@ -82,12 +84,12 @@ class TuneConfig(Config):
     iterations: Annotated[int, Field(ge=1)] = 200
     memory: Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1_000_000)] = 2_000_000_000
 
-    def check(self, *, is_lent: bool = False) -> None:
-        """Of lent weights nearest codes alone are work enough."""
+    def check(self, *, has_weight_provider: bool = False) -> None:
+        """Check the names of the steps. With a weight provider there may be none: codes are rounded to nearest."""
         for name in self.steps:
             if name != INTERCEPT:
                 find_step(name)
-        if not self.steps and not is_lent:
+        if not self.steps and not has_weight_provider:
             raise ConfigError(f"steps=() tunes nothing: choose from {', '.join(step_names())}")
 
 
@@ -114,19 +116,23 @@ def tune(
         model: A calibrated model with frozen weights.
         data: As for `calibrate`.
         config: Which steps to run, and their settings.
-        folder: Keep every finished piece here, so that an interrupted run can be resumed.
+        folder: Store every finished piece here, so that an interrupted run can be resumed.
         resume: Continue after the last finished piece in `folder`.
         max_batches: Use at most this many batches.
         on_nan: What to do with batches that contain NaN or infinity.
         progress: Show a progress bar. None shows it on a terminal only.
-        lender: Loads the weights of one piece at a time, for models that do not fit into memory. Ranges are then
-            observed on the way, and the codes are only in `folder`.
+        weight_provider: Loads the weights of one piece at a time, for models that do not fit into memory. Ranges of
+            activations are then observed during the walk, and the codes are only in `folder`.
 
     Returns:
         What was done to each layer.
+
+    Example:
+        >>> report = tune(model, batches, TuneConfig(steps=("intercept", "gptq")))  # doctest: +SKIP
     """
-    config = TuneConfig() if config is None else config if isinstance(config, TuneConfig) else TuneConfig(**config)
-    config.check(is_lent=weight_provider is not None)
+    if not isinstance(config, TuneConfig):
+        config = TuneConfig(**(config or {}))
+    config.check(has_weight_provider=weight_provider is not None)
     if folder is not None:
         check_path(Path(folder), "folder")
     names = record_of(model).names
@@ -140,19 +146,24 @@ def tune(
         if config.steps or any(_needs_range(walk, nodes[0]) for nodes in walk.stub_nodes.values()):
             _check_has_data(data, config)
             walk.read_data(model, data, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
-        mark = (
-            ""
-            if folder is None
-            else compute_fingerprint(_fingerprint_model(model, weight_provider), walk, config.model_dump_json())
-        )
-        checkpoint = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
+        inputs_fingerprint = ""
+        if folder is not None:
+            model_fingerprint = _fingerprint_model(model, weight_provider)
+            inputs_fingerprint = compute_fingerprint(model_fingerprint, walk, config.model_dump_json())
+        checkpoint = Checkpoint(None if folder is None else Path(folder), inputs_fingerprint, resume=resume)
         run = _TuningRun(model, walk, config, checkpoint, names, weight_provider)
         run.run(progress)
     finally:
         walk.activation_store.close()
-    layers, pieces = tuple(run.rows), tuple(run.pieces)
     update_record(model, tuned_threads=torch.get_num_threads())
-    return TuneReport(layers, run.left, len(walk.batch_owners), walk.sample_count, time.perf_counter() - start, pieces)
+    return TuneReport(
+        layers=tuple(run.rows),
+        left=run.left,
+        batches=len(walk.batch_owners),
+        samples=walk.sample_count,
+        seconds=time.perf_counter() - start,
+        pieces=tuple(run.pieces),
+    )
 
 
 def _remove_bias_correction(model: fx.GraphModule) -> None:
@@ -163,7 +174,7 @@ def _remove_bias_correction(model: fx.GraphModule) -> None:
 
 
 def _needs_range(walk: StreamWalk, node: fx.Node) -> bool:
-    """Whether the range of an activation quantizer is still to be found from data.
+    """Whether a node is an activation quantizer without a range.
 
     Dynamic quantizers are fixed, except those of two-level formats (NVFP4): the scale of the whole tensor is stored.
     """
@@ -172,24 +183,36 @@ def _needs_range(walk: StreamWalk, node: fx.Node) -> bool:
 
 
 def _check_has_data(data: Data, config: TuneConfig) -> None:
-    """Of lent weights data may have been left out, where rounding is all there is to do."""
+    """Raise CalibrationError if ranges must be observed and there is no data: without steps data may be missing."""
     if not config.steps and isinstance(data, Sequence) and not data:
         raise CalibrationError(
-            "no calibration data: activations with stored scales have their ranges from it. Give data=, or choose a "
-            "scale a token, which needs none"
+            "no calibration data: it is needed for the ranges of activations with stored scales. Pass data=, or choose "
+            "one scale per token, which needs none"
         )
 
 
 @dataclass
 class _TuningRun:
-    """One run of tune."""
+    """One run of `tune`.
+
+    Attributes:
+        model: The calibrated model.
+        walk: Its two streams.
+        config: The settings.
+        checkpoint: Stores the finished pieces.
+        names: Name of every node.
+        weight_provider: Loads weights piece by piece; None if they are in memory.
+        rows, pieces: Rows of the report.
+        left: Layers that were not tuned -> the reason.
+        passed: Nodes that the walk has passed.
+    """
 
     model: fx.GraphModule
     walk: StreamWalk
     config: TuneConfig
     checkpoint: Checkpoint
     names: dict[str, str]
-    lender: WeightProvider | None = None
+    weight_provider: WeightProvider | None = None
     rows: list[TunedLayer] = field(default_factory=list)
     pieces: list[TunedPiece] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
@@ -197,74 +220,87 @@ class _TuningRun:
 
     def __post_init__(self) -> None:
         self.collector = RowCollector(self.walk, self.config.rows, self.config.holdout, self.names)
-        if self.lender is not None:
+        if self.weight_provider is not None:
             self.collector.nan_hint = PROVIDED_WEIGHTS_NAN_HINT
-        self.judge = PieceEvaluator(self.walk, self.collector)
+        self.evaluator = PieceEvaluator(self.walk, self.collector)
         self.solver = LayerSolver(self.collector, self.config.steps, self.config.ridge)
-        found = [find_step(name) for name in self.config.steps if name != INTERCEPT]
-        self.piece_steps = [step for step in found if isinstance(step, PieceStep)]
-        self.stub_steps = [step for step in found if isinstance(step, StubStep)]
+        steps = [find_step(name) for name in self.config.steps if name != INTERCEPT]
+        self.piece_steps = [step for step in steps if isinstance(step, PieceStep)]
+        self.stub_steps = [step for step in steps if isinstance(step, StubStep)]
         self.uses = {use.node: use for use in self.collector.uses}
 
     def _name(self, node: fx.Node) -> str:
         return self.names.get(node.name, str(node.target))
 
     def run(self, progress: bool | None) -> None:
-        """All pieces; then the whole net at once, where a step asks for that."""
-        at_end = [step for step in self.piece_steps if step.over == "model"]
-        if at_end:
-            self.walk.pin(self.walk.placeholders)
-        pieces = cut_into_pieces(self.walk.graph, self.walk.same_nodes, self.uses.__contains__, self.config.unit)
-        is_read = self.lender is not None or bool(self.uses.keys() & set(pieces[-1].nodes))
-        tail = [] if is_read else [pieces.pop()]  # nothing that is tuned reads it
+        """Tune all pieces; then the whole model at once, if a step asks for that."""
+        model_steps = [step for step in self.piece_steps if step.over == "model"]
+        if model_steps:
+            self.walk.pin(self.walk.placeholders)  # read again at the end
+        pieces = self._cut(self.config.unit)
+        # Nodes after the last layer change nothing, so they run only for steps over the whole model. With a weight
+        # provider they count as a piece too: it may have embedding tables and quantizers, which must be stored.
+        must_finish_last = self.weight_provider is not None or bool(self.uses.keys() & set(pieces[-1].nodes))
+        tail = [] if must_finish_last else [pieces.pop()]
         with phase("tuning", total=len(self.uses), unit="layers", show=progress) as running:
             for index, piece in enumerate(pieces):
-                self._finish(f"{index:04}", piece, [step for step in self.piece_steps if step.over == "piece"])
+                steps = [step for step in self.piece_steps if step.over == "piece"]
+                self._finish_piece(f"{index:04}", piece, steps)
                 running.advance(len(self.uses.keys() & set(piece.nodes)))
-        if at_end:
+        if model_steps:
             for piece in tail:
-                self._pass(piece)
+                self._pass_piece(piece)
             with phase("tuning the whole net", show=progress):
-                (whole,) = cut_into_pieces(self.walk.graph, self.walk.same_nodes, self.uses.__contains__, "model")
-                self._finish("all", whole, at_end, is_solved=True)
+                (whole_model,) = self._cut("model")
+                self._finish_piece("all", whole_model, model_steps, is_solved=True)
 
-    def _finish(self, name: str, piece: Piece, steps: list[PieceStep], *, is_solved: bool = False) -> None:
-        """One piece: found in the folder, or chosen."""
-        modules = self._modules(piece)
-        if self.lender is not None:
-            load_weights(self.walk, piece, self.lender)
+    def _cut(self, unit: Unit) -> list[Piece]:
+        return cut_into_pieces(self.walk.graph, self.walk.same_nodes, self.uses.__contains__, unit)
+
+    def _finish_piece(self, name: str, piece: Piece, steps: list[PieceStep], *, is_solved: bool = False) -> None:
+        """Tune one piece, or load it from the checkpoint. `is_solved`: its layers are solved, only `steps` run."""
+        modules = self._changeable_modules(piece)
+        if self.weight_provider is not None:
+            load_weights(self.walk, piece, self.weight_provider)
             for layer in (layer for node in piece.nodes for layer in self.walk.get_quantized_layers(node)):
                 layer.freeze()
-        found = self.checkpoint.load_piece(name)
-        if found is not None:
-            states, done = found
+        stored = self.checkpoint.load_piece(name)
+        if stored is not None:
+            states, result = stored
             restore_states(modules, states)
             if not is_solved:
-                self._pass(piece)
+                self._pass_piece(piece)
         else:
-            done = self._again(piece, modules, steps) if is_solved else self._chosen(piece, modules, steps)
-            if self.lender is not None:
+            result = (
+                self._tune_whole_model(piece, modules, steps) if is_solved else self._tune_piece(piece, modules, steps)
+            )
+            if self.weight_provider is not None:
                 _choose_nearest(modules)
             states = copy_states(modules)
-            self.checkpoint.store_piece(name, states, done)
-        if self.lender is None:
-            restore_states({place: self.model.get_submodule(place) for place in modules}, states)
+            self.checkpoint.store_piece(name, states, result)
+        if self.weight_provider is None:
+            # The walk works on a copy of the model, so the user's model gets the result here.
+            restore_states({path: self.model.get_submodule(path) for path in modules}, states)
         else:
-            release_weights(self.walk, piece, self.lender)
-        self.rows += done.rows
-        self.left |= done.left
-        self.pieces += [done.piece] if done.piece is not None else []
+            release_weights(self.walk, piece, self.weight_provider)
+        self.rows += result.rows
+        self.left |= result.left
+        self.pieces += [result.piece] if result.piece is not None else []
 
-    def _observe(self, node: fx.Node) -> dict[str, nn.Module]:
-        """Find the range of an activation quantizer from the float stream; the one that has its range now, by name."""
+    def _observe_range(self, node: fx.Node) -> dict[str, nn.Module]:
+        """Observe the range of an activation quantizer in the float stream, if it has none.
+
+        Returns the quantizer by its path, or nothing.
+        """
         stub = self.walk.get_stub(node)
-        if self.lender is None or stub is None or not _needs_range(self.walk, node):
+        if self.weight_provider is None or stub is None or not _needs_range(self.walk, node):
             return {}
         set_batch_recording([stub], True)
         with distributed.phase("observing"):
-            for where in self.walk.stub_nodes[id(stub)]:
-                for index in range(self.walk.batch_count if self.walk.has_value(where.all_input_nodes[0]) else 0):
-                    value = self.walk.get_value(where.all_input_nodes[0], index, noisy=False)
+            for stub_node in self.walk.stub_nodes[id(stub)]:
+                source = stub_node.all_input_nodes[0]
+                for index in range(self.walk.batch_count if self.walk.has_value(source) else 0):
+                    value = self.walk.get_value(source, index, noisy=False)
                     self.collector.check_finite(self._name(node), [value])
                     stub.quantizer(value)
         if distributed.world_size() > 1:
@@ -273,152 +309,180 @@ class _TuningRun:
         stub.compute_parameters()
         return {str(node.target): stub}
 
-    def _pass(self, piece: Piece) -> None:
-        """Go past a piece that is finished; what layers after it share with it is seen again."""
+    def _pass_piece(self, piece: Piece) -> None:
+        """Walk past a finished piece. Rows that later layers share with its layers are collected again."""
         inside = set(piece.nodes)
         for node in piece.nodes:
-            if node in self.uses and self.collector.is_awaited(self.uses[node], inside):
-                self.solver.look(self.uses[node])
+            if node in self.uses and self.collector.is_needed_later(self.uses[node], inside):
+                self.solver.collect_only(self.uses[node])
             self._advance(node)
 
     def _advance(self, node: fx.Node) -> None:
         self.walk.advance(node)
         self.passed.add(node)
 
-    def _chosen(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> PieceResult:
-        start, first = time.perf_counter(), copy_states(modules)
+    def _tune_piece(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> PieceResult:
+        """Solve the layers of a piece one by one, judge them together, and run the steps over the piece."""
+        start, nearest = time.perf_counter(), copy_states(modules)
         entries = [node for node in piece.entries if node not in self.walk.pinned]
-        self.walk.pin(entries)
-        rows: list[tuple[LayerUse, TunedLayer]] = []
-        wider: list[RangeProposal] = []
+        self.walk.pin(entries)  # the piece is run again below
+        tuned: list[tuple[LayerUse, TunedLayer]] = []
+        proposals: list[RangeProposal] = []
         self.solver.left = {}
         for node in piece.nodes:
-            first |= copy_states(self._observe(node))  # nearest codes are judged with ranges, too
-            wider += self._ranged(node)
+            nearest |= copy_states(self._observe_range(node))  # the nearest codes are judged with these ranges too
+            proposals += self._propose_ranges(node)
             if node in self.uses and self.config.steps:
                 row = self.solver.solve(self.uses[node], self._name(node))
-                rows += [] if row is None else [(self.uses[node], row)]
+                tuned += [] if row is None else [(self.uses[node], row)]
             self._advance(node)
-        layers = tuple(row.name for _, row in rows)
-        done = PieceResult(None, tuple(row for _, row in rows), self.solver.left)
-        if rows:
-            before, after, how = self._judged(piece, modules, first)
-            done = (
-                done if how == "as solved" else replace(done, rows=tuple(_reverted_row(row, how) for row in done.rows))
+        rows = tuple(row for _, row in tuned)
+        result = PieceResult(None, rows, self.solver.left)
+        if tuned:
+            before, after, variant = self._choose_variant(piece, modules, nearest)
+            if variant != "as solved":
+                rows = tuple(_reverted_row(row, variant) for row in rows)
+            notes = self._run_piece_steps(piece, modules, [use for use, _ in tuned], steps, proposals, after)
+            summary = TunedPiece(
+                layers=tuple(row.name for row in rows),
+                before=before,
+                after=self.evaluator.stored_error(piece),
+                how=variant,
+                notes=notes,
+                seconds=time.perf_counter() - start,
             )
-            notes = self._reconstructed(piece, modules, [use for use, _ in rows], steps, wider, after)
-            after = self.judge.now(piece)
-            seconds = time.perf_counter() - start
-            done = replace(done, piece=TunedPiece(layers, before, after, how, notes, seconds))
+            result = PieceResult(summary, rows, self.solver.left)
         self.walk.unpin(entries, self.passed)
-        return done
+        return result
 
-    def _again(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> PieceResult:
-        """Steps over the whole net, after all its pieces."""
-        start, before = time.perf_counter(), self.judge.now(piece)
+    def _tune_whole_model(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> PieceResult:
+        """Run the steps over the whole model, after all its pieces."""
+        start, before = time.perf_counter(), self.evaluator.stored_error(piece)
         names = {row.name for row in self.rows}
         uses = [use for use in self.collector.uses if self._name(use.node) in names]
-        notes = self._reconstructed(piece, modules, uses, steps, [], before)
-        after = self.judge.now(piece)
+        notes = self._run_piece_steps(piece, modules, uses, steps, [], before)
+        after = self.evaluator.stored_error(piece)
         seconds = time.perf_counter() - start
         return PieceResult(TunedPiece(("the whole net",), before, after, "as solved", notes, seconds), (), {})
 
-    def _modules(self, piece: Piece) -> dict[str, nn.Module]:
-        """What may change in a piece, by its name in the model."""
-        found: dict[str, nn.Module] = {}
+    def _changeable_modules(self, piece: Piece) -> dict[str, nn.Module]:
+        """The quantized layers and activation quantizers of a piece, by path."""
+        modules: dict[str, nn.Module] = {}
         for node in piece.nodes:
             stub = self.walk.get_stub(node)
             if stub is not None:
-                found[str(node.target)] = stub
+                modules[str(node.target)] = stub
             for layer in self.walk.get_quantized_layers(node):
-                if layer.kind != EMBEDDING or self.lender is not None:
-                    found |= {self.walk.names[id(each)]: each for each in layer.sharing_layers}
-        return found
+                if layer.kind != EMBEDDING or self.weight_provider is not None:
+                    modules |= {self.walk.names[id(sharing)]: sharing for sharing in layer.sharing_layers}
+        return modules
 
-    def _ranged(self, node: fx.Node) -> list[RangeProposal]:
-        """Another range for the activation quantizer of a node: taken below 8 bits, else proposed."""
+    def _propose_ranges(self, node: fx.Node) -> list[RangeProposal]:
+        """Run the steps over activation quantizers. Below 8 bits their range is applied, otherwise returned."""
         stub = self.walk.get_stub(node)
         if stub is None or len(self.walk.stub_nodes[id(stub)]) > 1 or not has_static_scale(stub):
             return []
-        found: list[RangeProposal] = []
+        proposals: list[RangeProposal] = []
         for step in self.stub_steps:
             qparams = step.run(self.walk, node, stub)
             if qparams is not None and stub.spec.n_bits < 8:
                 stub.set_parameters(qparams)
             elif qparams is not None:
-                found.append((self._name(node), stub, qparams))
-        return found
+                proposals.append((self._name(node), stub, qparams))
+        return proposals
 
-    def _judged(self, piece: Piece, modules: Mapping[str, nn.Module], first: States) -> tuple[float, float, str]:
-        """The error with the nearest codes and with the best of: as solved, without shifts of biases, nearest."""
-        chosen, after = copy_states(modules), self.judge.now(piece)
-        restore_states(modules, first)
-        before = self.judge.tried(piece)
+    def _choose_variant(
+        self, piece: Piece, modules: Mapping[str, nn.Module], nearest: States
+    ) -> tuple[float, float, str]:
+        """Compare the solved layers with the nearest codes at the exits of the piece, and apply the better ones.
+
+        Returns the error with the nearest codes, the error of the chosen variant, and the variant: "as solved",
+        "without bias shifts" or "nearest".
+        """
+        solved, after = copy_states(modules), self.evaluator.stored_error(piece)
+        restore_states(modules, nearest)
+        before = self.evaluator.rerun_error(piece)
         if after <= before:
-            restore_states(modules, chosen)
+            restore_states(modules, solved)
             return before, after, "as solved"
-        plain: States = {
-            place: {key: value for key, value in state.items() if key != "bias_shift"}
-            for place, state in chosen.items()
+        unshifted: States = {
+            path: {key: value for key, value in state.items() if key != "bias_shift"} for path, state in solved.items()
         }
-        restore_states(modules, plain)
-        without = self.judge.tried(piece)
-        how = "without bias shifts" if without < before else "nearest"
-        restore_states(modules, plain if how == "without bias shifts" else first)
-        self.walk.rerun_piece(piece)
-        return before, min(without, before), how
+        restore_states(modules, unshifted)
+        error = self.evaluator.rerun_error(piece)
+        variant = "without bias shifts" if error < before else "nearest"
+        restore_states(modules, unshifted if variant == "without bias shifts" else nearest)
+        self.walk.rerun_piece(piece)  # the stored values are those of the solved layers
+        return before, min(error, before), variant
 
-    def _reconstructed(
+    def _run_piece_steps(
         self,
         piece: Piece,
         modules: Mapping[str, nn.Module],
         uses: list[LayerUse],
         steps: list[PieceStep],
-        wider: list[RangeProposal],
+        proposals: list[RangeProposal],
         error: float,
     ) -> str:
-        """The steps over a piece, each kept only when it ends better."""
-        said: list[str] = []
+        """Try the proposed ranges, then run the steps over the piece. Each result is kept only if it is better.
+
+        Args:
+            piece: The piece.
+            modules: What may change.
+            uses: The tuned layers of the piece.
+            steps: The steps.
+            proposals: Ranges of activation quantizers.
+            error: The present error of the piece.
+
+        Returns:
+            What was done, for the report.
+        """
+        notes: list[str] = []
         inside = set(piece.nodes)
-        own = [use for use in uses if all(node in inside for node in self.collector.uses_of(use.layer))]
-        for name, stub, qparams in wider:
-            start = copy_states(modules)
+        # A weight that another piece uses too is not changed: its other uses are judged elsewhere.
+        own_uses = [use for use in uses if all(node in inside for node in self.collector.uses_of(use.layer))]
+        for name, stub, qparams in proposals:
+            current = copy_states(modules)
             stub.set_parameters(qparams)
-            tried = self.judge.tried(piece)
-            if tried < MAX_ERROR_RATIO * error:
-                error = tried
-                said.append(f"range of {name}")
+            new_error = self.evaluator.rerun_error(piece)
+            if new_error < MAX_ERROR_RATIO * error:
+                error = new_error
+                notes.append(f"range of {name}")
                 self.walk.rerun_piece(piece)
             else:
-                restore_states(modules, start)
+                restore_states(modules, current)
         for step in steps:
-            work = PieceTask(self.walk, self.judge, piece, own, modules, self.config.iterations)
-            step.run(work)
+            task = PieceTask(self.walk, self.evaluator, piece, own_uses, modules, self.config.iterations)
+            step.run(task)
             self.walk.rerun_piece(piece)
-            said.append(f"{step.name} {work.notes.get('gain', '')}".strip())
-        return "; ".join(said)
+            notes.append(f"{step.name} {task.notes.get('gain', '')}".strip())
+        return "; ".join(notes)
 
 
-def _fingerprint_model(model: fx.GraphModule, lender: WeightProvider | None) -> object:
-    """Fingerprint of the model and its quantizers. Only rank 0 computes it, as only rank 0 reads the folder."""
+def _fingerprint_model(model: fx.GraphModule, weight_provider: WeightProvider | None) -> object:
+    """Fingerprint of the model and its quantizers. Only rank 0 computes it, because only rank 0 reads the folder."""
     if not distributed.is_main():
         return None
-    if lender is None:
+    if weight_provider is None:
         return fingerprint_model(model)
-    known = record_of(model)
-    return [lender.mark, known.config.to_dict(), None if known.target is None else known.target.labels]
+    metadata = record_of(model)
+    return [
+        weight_provider.mark,
+        metadata.config.to_dict(),
+        None if metadata.target is None else metadata.target.labels,
+    ]
 
 
 def _choose_nearest(modules: Mapping[str, nn.Module]) -> None:
-    """Codes that nobody chose are the nearest: they are kept too."""
+    """Store the nearest codes of layers without chosen ones: the weights will be released, so codes must be there."""
     for layer in modules.values():
         if isinstance(layer, QuantizedLayer) and layer.weight_quant.chosen is None:
             layer.set_codes(layer.get_deployed().codes)
 
 
-def _reverted_row(row: TunedLayer, how: str) -> TunedLayer:
-    """A row of a layer whose block was better otherwise."""
-    notes = f"{row.notes}; block: {how}".strip("; ")
-    if how != "nearest":
+def _reverted_row(row: TunedLayer, variant: str) -> TunedLayer:
+    """The row of a layer whose piece was better without its bias shift, or with the nearest codes."""
+    notes = f"{row.notes}; block: {variant}".strip("; ")
+    if variant != "nearest":
         return replace(row, notes=notes)
     return replace(row, after=row.before, fitted_after=row.fitted_before, moved=0.0, step="", notes=notes)

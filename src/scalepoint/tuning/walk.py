@@ -1,8 +1,9 @@
-"""Both streams of a model, node after node: all batches up to a node, then the next one.
+"""The float stream and the quantized stream of a model, node by node: all batches pass a node, then the next node.
 
-    exact[n] = f_n(exact inputs)         noisy[n] = q_n(noisy inputs), with what was chosen so far
+    exact[n] = f_n(exact inputs)         noisy[n] = q_n(noisy inputs), with the codes that were chosen so far
 
-A value goes when its last reader has run. Until the first quantizer both streams are one.
+So when a layer is solved, its inputs in both streams are there, and no part of the model runs twice. A value is dropped
+after its last reader. Nodes before the first quantizer have one value for both streams.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,32 +25,43 @@ from scalepoint.tuning.pieces import Piece
 
 
 class _InputReached(BaseException):
-    """The input of the layer is at hand: what comes after it need not run."""
+    """Ends a forward at the input of a layer. A BaseException, so that no `except Exception` of a module catches it."""
 
 
 class StreamWalk:
-    """The two streams of one model over some batches."""
+    """Both streams of a model over the batches of this rank.
+
+    Attributes:
+        float_model, quantized_model: Copies that share the parameters; the first has no active quantizers.
+        names: Path of every module of the quantized copy, by id.
+        samples_per_batch: Number of samples in each batch of this rank.
+        first_samples: Number of the first sample of each batch, counted over all ranks.
+        sample_count: Samples of all ranks.
+        batch_owners: (rank, index there) of every batch of all ranks.
+        placeholders: The input nodes.
+        same_nodes: Nodes with one value for both streams.
+        stored_nodes: Nodes whose values are stored now.
+        pinned: Nodes whose values are kept after their last reader.
+        stub_nodes: The nodes of every activation quantizer, by id.
+    """
 
     def __init__(self, model: fx.GraphModule, *, memory: int, keeps_outputs: bool = True) -> None:
         self.graph, self.keeps_outputs = model.graph, keeps_outputs
-        self.float_model, self.quantized_model = (
-            copy_with_shared_parameters(model, quantizing=False),
-            copy_with_shared_parameters(model, quantizing=True),
-        )
-        self._exact, self._noisy = (
-            fx.Interpreter(each, graph=model.graph) for each in (self.float_model, self.quantized_model)
-        )
+        self.float_model = copy_with_shared_parameters(model, quantizing=False)
+        self.quantized_model = copy_with_shared_parameters(model, quantizing=True)
+        self._exact = fx.Interpreter(self.float_model, graph=model.graph)
+        self._noisy = fx.Interpreter(self.quantized_model, graph=model.graph)
         self.names = {id(module): name for name, module in self.quantized_model.named_modules()}
-        self.samples_per_batch: list[int] = []  # in each batch of this rank
-        self.first_samples: list[int] = []  # the number of the first sample of each, over all ranks
-        self.sample_count = 0  # over all ranks
-        self.batch_owners: list[tuple[int, int]] = []  # of every batch of all: its rank, and its number there
+        self.samples_per_batch: list[int] = []
+        self.first_samples: list[int] = []
+        self.sample_count = 0
+        self.batch_owners: list[tuple[int, int]] = []
         self.activation_store = ActivationStore(memory)
         self.placeholders = [node for node in model.graph.nodes if node.op == "placeholder"]
-        self.same_nodes = self._same()
-        self.stored_nodes = set(self.placeholders)  # whose values are kept
+        self.same_nodes = self._find_same_nodes()
+        self.stored_nodes = set(self.placeholders)
         self.pinned: set[fx.Node] = set()
-        self.stub_nodes: dict[int, list[fx.Node]] = {}  # where each activation quantizer stands
+        self.stub_nodes: dict[int, list[fx.Node]] = {}
         for node in model.graph.nodes:
             if (stub := self.get_stub(node)) is not None:
                 self.stub_nodes.setdefault(id(stub), []).append(node)
@@ -59,10 +71,10 @@ class StreamWalk:
         """Batches of this rank."""
         return len(self.samples_per_batch)
 
-    def read_data(self, model: fx.GraphModule, data: Data, **how: Any) -> None:
-        """Take the flat inputs of every batch that the data gives; each is put away as it comes."""
-        taker = wrap_with_signature(model, _BatchReceiver(self), gives_outputs=False)
-        feed_data(taker, data, "reading the data", merge=lambda: None, **how)
+    def read_data(self, model: fx.GraphModule, data: Data, **options: Any) -> None:
+        """Store the inputs of every batch. `options` are those of `feed`."""
+        receiver = wrap_with_signature(model, _BatchReceiver(self), gives_outputs=False)
+        feed_data(receiver, data, "reading the data", merge=lambda: None, **options)
         samples = distributed.gather_values("reading the data", self.samples_per_batch)
         self.first_samples, self.sample_count = distributed.batch_offsets(samples)
         self.batch_owners = distributed.interleave(
@@ -70,63 +82,65 @@ class StreamWalk:
         )
 
     def add_batch(self, inputs: Sequence[Any]) -> None:
+        """Store the flat inputs of one batch."""
         index = len(self.samples_per_batch)
         for node, value in zip(self.placeholders, inputs, strict=True):
             self.activation_store.put((False, node, index), value.detach() if isinstance(value, Tensor) else value)
-        tensors = [each for each in inputs if isinstance(each, Tensor) and each.ndim]
+        tensors = [value for value in inputs if isinstance(value, Tensor) and value.ndim]
         self.samples_per_batch.append(int(tensors[0].shape[0]) if tensors else 1)
 
+    # -- what the graph has at a node ---------------------------------------------------------------------------------
+
     def get_layer(self, node: fx.Node) -> tuple[str, QuantizedLayer] | None:
-        """The quantized layer of a node with its name in the model, when its quantizer is on."""
+        """The quantized layer of a node and its path, if its quantizer is on."""
         for part in self.get_parts(node):
             if isinstance(part, QuantizedLayer) and part.kind != EMBEDDING and part.weight_quant.enabled:
                 return self.names[id(part)], part
         return None
 
     def get_stub(self, node: fx.Node) -> QuantStub | None:
-        """The quantizer that a node is."""
-        found = self.get_module(node)
-        return found if isinstance(found, QuantStub) else None
+        """The activation quantizer of a node, if it is one."""
+        module = self.get_module(node)
+        return module if isinstance(module, QuantStub) else None
 
     def get_module(self, node: fx.Node) -> nn.Module | None:
         return self.quantized_model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def get_parameters(self, node: fx.Node) -> list[Tensor]:
-        """The parameters that a node computes with."""
+        """The tensors that a node computes with."""
         if node.op == "get_attr":
-            place, _, name = str(node.target).rpartition(".")
-            found = getattr(self.quantized_model.get_submodule(place), name)
-            return [found] if isinstance(found, Tensor) else []
-        parts = [each for each in (self.get_module(node), *self.get_parts(node)) if each is not None]
-        inner = [each for part in parts if isinstance(part, QuantizedLayer) for each in part.module_refs.values()]
-        return [tensor for part in (*parts, *inner) if part is not None for tensor in get_tensors(part)]
+            path, _, name = str(node.target).rpartition(".")
+            value = getattr(self.quantized_model.get_submodule(path), name)
+            return [value] if isinstance(value, Tensor) else []
+        modules = [module for module in (self.get_module(node), *self.get_parts(node)) if module is not None]
+        layers = [module for module in modules if isinstance(module, QuantizedLayer)]
+        inner = [module for layer in layers for module in layer.module_refs.values() if module is not None]
+        return [tensor for module in (*modules, *inner) for tensor in get_tensors(module)]
 
     def get_quantized_layers(self, node: fx.Node) -> list[QuantizedLayer]:
-        """The layers and tables with codes at a node."""
-        return [each for each in self.get_parts(node) if isinstance(each, QuantizedLayer) and each.weight_quant.enabled]
+        """The layers and embedding tables with codes at a node."""
+        return [part for part in self.get_parts(node) if isinstance(part, QuantizedLayer) and part.weight_quant.enabled]
 
     def get_parts(self, node: fx.Node) -> list[nn.Module]:
-        """The parts of a group in their order."""
+        """The parts of a fused group, in order; none for other nodes."""
         return list(getattr(self.get_module(node), "parts", {}).values())
 
     def find_source(self, node: fx.Node, layer: QuantizedLayer) -> fx.Node | None:
-        """The node whose value the layer of a node reads; None where it is what another part of its group gives."""
+        """The node whose value a layer reads; None if it reads the result of another part of its group."""
         if self.get_parts(node)[0] is not layer:
             return None
-        place = getattr(self.get_module(node), "wiring", [[0]])[0][0]
-        found = None if place is None else node.args[place]
-        return found if isinstance(found, fx.Node) else None
+        argument = getattr(self.get_module(node), "wiring", [[0]])[0][0]
+        source = None if argument is None else node.args[argument]
+        return source if isinstance(source, fx.Node) else None
 
-    def inputs(self, node: fx.Node, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """What reaches the layer of a node, batch by batch, in both streams; nothing is advanced."""
-        for index in range(self.batch_count):
-            yield self.capture_input(node, name, index, noisy=False), self.capture_input(node, name, index, noisy=True)
+    # -- values -------------------------------------------------------------------------------------------------------
 
     def advance(self, node: fx.Node) -> None:
-        """Run a node on all batches in both streams."""
+        """Run a node on all batches in both streams, and drop the values that it was the last to read."""
         if node.op in ("placeholder", "output"):
             return
-        if node.op == "get_attr":  # read from the model whenever it is wanted: lent weights come and go
+        if node.op == "get_attr":
+            # Not stored but read from the model at every use: weights of a provider are loaded and released.
             self.stored_nodes.add(node)
             return
         stub, is_same = self.get_stub(node), node in self.same_nodes
@@ -138,35 +152,35 @@ class StreamWalk:
                 self.float_value(node, index)
                 if not is_same:
                     self.activation_store.put(
-                        (True, node, index), self._run(self._noisy, node, index, noisy=True), stub
+                        (True, node, index), self._run_node(self._noisy, node, index, noisy=True), stub
                     )
-        for done in self._exact.user_to_last_uses.get(node, []):
-            if done not in self.pinned:
-                self._drop(done)
+        for source in self._exact.user_to_last_uses.get(node, []):
+            if source not in self.pinned:
+                self._drop(source)
 
     def float_value(self, node: fx.Node, index: int) -> Any:
-        """What a node gives in one batch of the float stream: of the shelf, or run now and put there."""
+        """The value of a node in one batch of the float stream; run and stored if it is not stored yet."""
         if node.op == "get_attr":
             return self.get_value(node, index, noisy=False)
         key = (False, node, index)
         if key in self.activation_store:
             return self.activation_store.get(key)
         with torch.no_grad():
-            value = self._run(self._exact, node, index, noisy=False)
+            value = self._run_node(self._exact, node, index, noisy=False)
         if self._is_read(node):
             self.activation_store.put(key, value)
         return value
 
     def _is_read(self, node: fx.Node) -> bool:
-        """Whether anybody will want the values of a node."""
+        """Whether the values of a node are needed later."""
         return self.keeps_outputs or any(user.op != "output" for user in node.users)
 
     def pin(self, nodes: Sequence[fx.Node]) -> None:
-        """Keep the values of nodes beyond their last reader."""
+        """Keep the values of nodes after their last reader."""
         self.pinned.update(nodes)
 
     def unpin(self, nodes: Sequence[fx.Node], passed: set[fx.Node]) -> None:
-        """Let go of them, where every reader is among those passed."""
+        """Undo `pin`, and drop the values whose readers have all passed."""
         for node in nodes:
             self.pinned.discard(node)
             if all(user in passed for user in node.users):
@@ -179,7 +193,7 @@ class StreamWalk:
             self.activation_store.drop((True, node, index))
 
     def has_value(self, node: fx.Node) -> bool:
-        """Whether the walk has come past a node, and somebody will read it still."""
+        """Whether the values of a node are there: the walk has passed it, and a later node reads it."""
         return node in self.stored_nodes
 
     def get_value(self, node: fx.Node, index: int, *, noisy: bool) -> Any:
@@ -187,89 +201,93 @@ class StreamWalk:
             return (self._noisy if noisy else self._exact).fetch_attr(str(node.target))
         return self.activation_store.get((noisy and node not in self.same_nodes, node, index))
 
-    def get_entries(self, piece: Piece, index: int, *, noisy: bool) -> dict[fx.Node, Any]:
-        """What a piece reads."""
-        return {node: self.get_value(node, index, noisy=noisy) for node in piece.entries}
+    def capture_input(self, node: fx.Node, path: str, index: int, *, noisy: bool) -> Tensor:
+        """The input of the layer at `path`, which is a part of `node`, in one batch of one stream.
 
-    def run_piece(self, piece: Piece, entries: Mapping[fx.Node, Any], *, noisy: bool = True) -> list[Any]:
-        """What the piece, quantized or not, gives for these inputs, of each of its exits."""
-        runner, readers = self._noisy if noisy else self._exact, piece.last_reads
-        with _node_environment(runner, dict(entries)) as env:
-            for node in piece.nodes:
-                env[node] = runner.run_node(node)
-                for done in readers.get(node, ()):
-                    env.pop(done, None)
-            return [env[node] for node in piece.exits]
-
-    def rerun_piece(self, piece: Piece) -> None:
-        """Put the exits of a piece away anew, after what was chosen in it changed."""
-        with torch.no_grad():
-            for index in range(self.batch_count):
-                found = self.run_piece(piece, self.get_entries(piece, index, noisy=True))
-                for node, value in zip(piece.exits, found, strict=True):
-                    if node not in self.same_nodes:
-                        self.activation_store.put((True, node, index), value, self.get_stub(node))
-
-    def _same(self) -> set[fx.Node]:
-        """Nodes whose value is one in both streams."""
-        found = set(self.placeholders)
-        for node in self.graph.nodes:
-            if all(each in found for each in node.all_input_nodes) and not self._quantizes(node):
-                found.add(node)
-        return found
-
-    def _quantizes(self, node: fx.Node) -> bool:
-        parts = [each for each in (self.get_module(node), *self.get_parts(node)) if each is not None]
-        return any(isinstance(each, QuantizerBase) and each.enabled for part in parts for each in part.modules())
-
-    def _run(self, runner: fx.Interpreter, node: fx.Node, index: int, *, noisy: bool) -> Any:
-        with _node_environment(
-            runner, {each: self.get_value(each, index, noisy=noisy) for each in node.all_input_nodes}
-        ) as env:
-            weights = [env[each] for each in node.all_input_nodes if each.op == "get_attr"]
-            return _copy_if_view(runner.run_node(node), weights)
-
-    def capture_input(self, node: fx.Node, name: str, index: int, *, noisy: bool) -> Tensor:
-        """What reaches the layer of a node in one batch of one stream."""
-        runner, owner = (self._noisy, self.quantized_model) if noisy else (self._exact, self.float_model)
-        seen: list[Tensor] = []
+        The layer may be in the middle of a fused group, so the node runs until a hook of the layer stops it.
+        """
+        runner, model = (self._noisy, self.quantized_model) if noisy else (self._exact, self.float_model)
+        captured: list[Tensor] = []
 
         def stop(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            seen.append(inputs[0])
+            captured.append(inputs[0])
             raise _InputReached
 
-        handle = owner.get_submodule(name).register_forward_pre_hook(stop)
+        handle = model.get_submodule(path).register_forward_pre_hook(stop)
         try:
             with torch.no_grad():
-                self._run(runner, node, index, noisy=noisy)
+                self._run_node(runner, node, index, noisy=noisy)
         except _InputReached:
             pass
         finally:
             handle.remove()
-        return seen[0]
+        return captured[0]
+
+    # -- pieces -------------------------------------------------------------------------------------------------------
+
+    def get_entries(self, piece: Piece, index: int, *, noisy: bool) -> dict[fx.Node, Any]:
+        """The values that a piece reads."""
+        return {node: self.get_value(node, index, noisy=noisy) for node in piece.entries}
+
+    def run_piece(self, piece: Piece, entries: Mapping[fx.Node, Any], *, noisy: bool = True) -> list[Any]:
+        """Run a piece, quantized or not, on these inputs. Returns the values of its exits; stores nothing."""
+        runner = self._noisy if noisy else self._exact
+        with _node_environment(runner, dict(entries)) as env:
+            for node in piece.nodes:
+                env[node] = runner.run_node(node)
+                for source in piece.last_reads.get(node, ()):
+                    env.pop(source, None)
+            return [env[node] for node in piece.exits]
+
+    def rerun_piece(self, piece: Piece) -> None:
+        """Store the exits of a piece again, after its modules were changed."""
+        with torch.no_grad():
+            for index in range(self.batch_count):
+                values = self.run_piece(piece, self.get_entries(piece, index, noisy=True))
+                for node, value in zip(piece.exits, values, strict=True):
+                    if node not in self.same_nodes:
+                        self.activation_store.put((True, node, index), value, self.get_stub(node))
+
+    def _find_same_nodes(self) -> set[fx.Node]:
+        same = set(self.placeholders)
+        for node in self.graph.nodes:
+            if all(source in same for source in node.all_input_nodes) and not self._has_active_quantizer(node):
+                same.add(node)
+        return same
+
+    def _has_active_quantizer(self, node: fx.Node) -> bool:
+        parts = [part for part in (self.get_module(node), *self.get_parts(node)) if part is not None]
+        modules = (module for part in parts for module in part.modules())
+        return any(isinstance(module, QuantizerBase) and module.enabled for module in modules)
+
+    def _run_node(self, runner: fx.Interpreter, node: fx.Node, index: int, *, noisy: bool) -> Any:
+        inputs = {source: self.get_value(source, index, noisy=noisy) for source in node.all_input_nodes}
+        with _node_environment(runner, inputs) as env:
+            weights = [env[source] for source in node.all_input_nodes if source.op == "get_attr"]
+            return _copy_if_view(runner.run_node(node), weights)
 
 
 class _BatchReceiver(nn.Module):
-    """Hands the flat inputs of every batch to a walk."""
+    """Passes the flat inputs of every batch to a walk."""
 
     def __init__(self, walk: StreamWalk) -> None:
         super().__init__()
-        self.walk = [walk]  # in a list: no state of this module
+        self.walk = [walk]  # in a list, so that torch does not see the walk as state of this module
 
     def forward(self, *inputs: Any) -> Any:
         self.walk[0].add_batch(inputs)
 
 
 def _copy_if_view(value: Any, weights: Sequence[Any]) -> Any:
-    """The value, copied where it is a view of a weight: the memory of lent weights is taken away after their piece."""
-    storages = {each.untyped_storage().data_ptr() for each in weights if isinstance(each, Tensor)}
+    """Copy a value that is a view of a weight: the memory of provided weights is released after their piece."""
+    storages = {weight.untyped_storage().data_ptr() for weight in weights if isinstance(weight, Tensor)}
     is_view = isinstance(value, Tensor) and value.untyped_storage().data_ptr() in storages
     return value.clone() if is_view else value
 
 
 @contextmanager
 def _node_environment(runner: fx.Interpreter, values: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
-    """What an interpreter knows while it runs single nodes."""
+    """The values that an interpreter reads while it runs single nodes."""
     runner.env = values
     try:
         yield values

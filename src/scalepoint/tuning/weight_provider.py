@@ -1,4 +1,4 @@
-"""Weights that are lent a piece at a time, where the whole model does not fit into memory."""
+"""Weights that are loaded one piece at a time, for models that do not fit into memory."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -11,35 +11,35 @@ from scalepoint.tuning.walk import StreamWalk
 
 
 class WeightProvider(Protocol):
-    """Who has the weights of a model that is larger than memory."""
+    """Has the weights of a model whose parameters have no values yet."""
 
     @property
     def mark(self) -> str:
-        """What tells these weights from others."""
+        """Fingerprint of the weights."""
         ...
 
     def load(self, tensors: Iterable[Tensor]) -> None:
-        """Write the values of parameters into them."""
+        """Write the values of these parameters into them."""
         ...
 
     def drop(self) -> None:
-        """Take the memory of all back."""
+        """Release the memory of all loaded parameters."""
         ...
 
 
-def load_weights(walk: StreamWalk, piece: Piece, lender: WeightProvider) -> None:
-    """Load the weights of a piece, also those that the graph names before it."""
+def load_weights(walk: StreamWalk, piece: Piece, provider: WeightProvider) -> None:
+    """Load the weights of a piece, including those that `get_attr` nodes before it refer to."""
     nodes = [*piece.nodes, *(node for node in piece.entries if node.op == "get_attr")]
-    lender.load(tensor for node in nodes for tensor in walk.get_parameters(node))
+    provider.load(tensor for node in nodes for tensor in walk.get_parameters(node))
 
 
-def release_weights(walk: StreamWalk, piece: Piece, lender: WeightProvider) -> None:
-    """Neither its weights nor what was made of them is here any more."""
+def release_weights(walk: StreamWalk, piece: Piece, provider: WeightProvider) -> None:
+    """Drop the weights of a piece, and what its layers have computed from them."""
     for node in piece.nodes:
         for layer in walk.get_quantized_layers(node):
-            for name in (walk.names[id(each)] for each in layer.sharing_layers):
-                for owner in (walk.quantized_model, walk.float_model):
-                    kept = owner.get_submodule(name)
-                    assert isinstance(kept, QuantizedLayer)  # noqa: S101  # the same place in both
-                    kept.discard_codes()
-    lender.drop()
+            for path in (walk.names[id(sharing)] for sharing in layer.sharing_layers):
+                for model in (walk.quantized_model, walk.float_model):
+                    module = model.get_submodule(path)
+                    assert isinstance(module, QuantizedLayer)  # noqa: S101  # both models have the same modules
+                    module.discard_codes()
+    provider.drop()

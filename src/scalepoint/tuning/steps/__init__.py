@@ -1,4 +1,4 @@
-"""The steps of tuning, one file each."""
+"""The steps of tuning. Importing this package registers them."""
 
 from scalepoint.tuning.steps import ada_round, descend, gptq, learned_scales, ranges, scale, sign_round, target
 from scalepoint.tuning.steps.registry import (

@@ -1,10 +1,10 @@
-"""AdaRound: every code is floor or ceiling by a soft choice that hardens on the way; the block's output is the loss.
+"""AdaRound: learns for every code whether it is rounded up or down. The loss is the error at the end of the block.
 
     q = floor(p) + h(V),   h = clip(1.2 sigmoid(V) - 0.1, 0, 1)        penalty = lam sum(1 - |2 h - 1|^beta)
 
-beta falls from 20 to 2 and the penalty starts after a fifth of the iterations (Nagel et al. 2020; over blocks, BRECQ;
-with inputs that are exact in part, QDrop). p is the code that was
-chosen before, moved a quarter of a step at most to where the float weight lies.
+V is learned. p is the present code, moved up to a quarter of a step towards the float weight. The penalty pushes h to 0
+or 1: it starts after a fifth of the iterations, and beta falls from 20 to 2. Nagel et al. 2020; over blocks as in
+BRECQ, with partly exact inputs as in QDrop.
 """
 
 from collections.abc import Sequence
@@ -17,52 +17,59 @@ from torch import Tensor
 from scalepoint.tuning.reconstruct import AdamVariables, PieceTask, TrainableWeight, enter_all, reconstruct
 from scalepoint.tuning.steps.registry import register
 
-TOTAL_LEARNING_RATE, PENALTY_WEIGHT, WARM_UP_SHARE = 10.0, 1e-2, 0.2  # the rate is such that a choice can go so far
+TOTAL_LEARNING_RATE = 10.0  # over all iterations: far enough for V to change from one side to the other
+BIAS_LEARNING_RATE = 1e-4
+PENALTY_WEIGHT = 1e-2
+WARM_UP_SHARE = 0.2  # of the iterations, without penalty
 FIRST_BETA, LAST_BETA = 20.0, 2.0
 
 
 @register("ada_round", over="piece")
-def ada_round(work: PieceTask) -> None:
-    """Codes and biases of a piece."""
-    layers = [TrainableWeight(shape) for shape in work.layers() if shape.codes().floats is None]
+def ada_round(task: PieceTask) -> None:
+    """Learn codes and biases of a piece."""
+    layers = [TrainableWeight(grouped) for grouped in task.layers() if grouped.code_grid().float_format is None]
     if layers:
-        reconstruct(work, SoftRounding(layers, TOTAL_LEARNING_RATE / work.iterations))
+        reconstruct(task, SoftRounding(layers, TOTAL_LEARNING_RATE / task.iterations))
 
 
 class SoftRounding(AdamVariables):
-    """Soft choices between floor and ceiling."""
+    """Continuous choices between floor and ceiling: V of the formula above."""
 
-    def __init__(self, layers: Sequence[TrainableWeight], rate: float) -> None:
+    def __init__(self, layers: Sequence[TrainableWeight], learning_rate: float) -> None:
         self.layers = layers
-        self.floors = [each.place.floor() for each in layers]
-        self.ends = [(each.shape.codes().low.float(), each.shape.codes().high.float()) for each in layers]
-        shares = [each.place - floor for each, floor in zip(layers, self.floors, strict=True)]
+        self.floors = [layer.initial_codes.floor() for layer in layers]
+        grids = [layer.grouped.code_grid() for layer in layers]
+        self.limits = [(grid.low.float(), grid.high.float()) for grid in grids]
+        shares = [layer.initial_codes - floor for layer, floor in zip(layers, self.floors, strict=True)]
         self.choices = [_inverse_of_share(share).requires_grad_() for share in shares]
         self.optimizer = torch.optim.Adam(
-            [{"params": self.choices, "lr": rate}, {"params": [each.shift for each in layers], "lr": 1e-4}]
+            [
+                {"params": self.choices, "lr": learning_rate},
+                {"params": [layer.shift for layer in layers], "lr": BIAS_LEARNING_RATE},
+            ]
         )
-        self.count = sum(each.numel() for each in self.choices)
+        self.count = sum(choice.numel() for choice in self.choices)
 
     def parameters(self) -> list[Tensor]:
-        return [*self.choices, *(each.shift for each in self.layers)]
+        return [*self.choices, *(layer.shift for layer in self.layers)]
 
     def installed(self) -> Any:
         return enter_all(
             [
-                each.computing(partial(self._codes, index), partial(getattr, each.start, "scale"))
-                for index, each in enumerate(self.layers)
+                layer.installed(partial(self._codes, index), partial(getattr, layer.start, "scale"))
+                for index, layer in enumerate(self.layers)
             ]
         )
 
     def _codes(self, index: int) -> Tensor:
-        return (self.floors[index] + _round_up_share(self.choices[index])).clamp(*self.ends[index])
+        return (self.floors[index] + _round_up_share(self.choices[index])).clamp(*self.limits[index])
 
     def penalty(self, progress: float) -> Tensor | float:
         if progress < WARM_UP_SHARE:
             return 0.0
         beta = LAST_BETA + (FIRST_BETA - LAST_BETA) * (1 - (progress - WARM_UP_SHARE) / (1 - WARM_UP_SHARE))
-        parts = [(1 - (2 * _round_up_share(each) - 1).abs().pow(beta)).sum() for each in self.choices]
-        return PENALTY_WEIGHT * torch.stack(parts).sum() / self.count
+        sums = [(1 - (2 * _round_up_share(choice) - 1).abs().pow(beta)).sum() for choice in self.choices]
+        return PENALTY_WEIGHT * torch.stack(sums).sum() / self.count
 
     def harden(self) -> None:
         for index, layer in enumerate(self.layers):
@@ -71,10 +78,11 @@ class SoftRounding(AdamVariables):
 
 
 def _round_up_share(choice: Tensor) -> Tensor:
+    """h of the formula above: 0 rounds down, 1 rounds up."""
     return (1.2 * torch.sigmoid(choice) - 0.1).clamp(0, 1)
 
 
 def _inverse_of_share(share: Tensor) -> Tensor:
-    """The choice that gives a share."""
+    """The V whose h is this share."""
     inner = ((share + 0.1) / 1.2).clamp(0.01, 0.99)
     return torch.log(inner / (1 - inner))

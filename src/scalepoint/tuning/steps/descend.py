@@ -1,9 +1,9 @@
-"""Descent: one code after another moves to where it costs least, given all others; then the scales given the codes.
+"""Descent: codes move one by one to where they cost least given all others; then the scales, given the codes.
 
     q_j <- round(q_j - R_j / (s_j H_jj)),  R = (s q - W*) H            s <- s - <q, R> / <q, q H>
 
-Every move lowers tr[(s q - W*) H (s q - W*)'], from any start and for any H: it needs no inverse, so it never fails.
-Each move is a choice in one dimension, so limits that depend on other codes (pairs) are kept on the way.
+Every move lowers tr[(s q - W*) H (s q - W*)'], from any start and for any H. No inverse is needed, so it cannot fail.
+Each move is a choice in one dimension, so limits that depend on other codes (pairs) can be respected.
 """
 
 from dataclasses import replace
@@ -20,12 +20,13 @@ COLUMNS_PER_BLOCK = 32
 
 @register("descend")
 def descend(problem: Problem, solution: Solution) -> Solution:
-    """The solution after a few sweeps; it stops when no code moves."""
-    if "damped" not in problem.fit.made:
-        problem.fit.made["damped"] = problem.damped()
-    state = _Descent(problem, solution, problem.fit.made["damped"])
+    """Run a few sweeps over the codes; stop when no code moves."""
+    cache = problem.fit.cache
+    if "damped" not in cache:
+        cache["damped"] = problem.damped_hessian()
+    state = _Descent(problem, solution, cache["damped"])
     for sweep in range(MAX_SWEEPS):
-        (moved,) = problem.added(state.sweep(is_last=sweep + 1 == MAX_SWEEPS))
+        (moved,) = problem.sum_over_ranks(state.sweep(is_last=sweep + 1 == MAX_SWEEPS))
         problem.notes["sweeps"] = sweep + 1
         if not moved:
             break
@@ -33,70 +34,96 @@ def descend(problem: Problem, solution: Solution) -> Solution:
 
 
 class _Descent:
-    """Codes (groups, n, outputs), so that a column lies in one piece, and their slope R, kept up to date."""
+    """Codes (groups, n, outputs) and R of the formula above, which is kept up to date.
+
+    Codes are transposed, so that a column is contiguous.
+    """
 
     def __init__(self, problem: Problem, solution: Solution, hessian: Tensor) -> None:
         self.hessian, self.scale = hessian, solution.scale.to(torch.float32).clone()
         self.codes = solution.codes.mT.clone(memory_format=torch.contiguous_format)
-        codes = problem.codes
-        self.grid: CodeGrid = replace(codes, low=codes.low.to(torch.float32), high=codes.high.to(torch.float32))
-        self.ends = self.grid.ends(self.codes.shape[1])
-        self.refits, self.blocks = problem.has_own_scales, self.scale.shape[-1]
+        grid = problem.grid
+        self.grid: CodeGrid = replace(grid, low=grid.low.to(torch.float32), high=grid.high.to(torch.float32))
+        self.column_limits = self.grid.column_limits(self.codes.shape[1])
+        self.can_change_scales, self.block_count = problem.can_change_scales, self.scale.shape[-1]
         target = solution.target.mT.to(torch.float32)
         steps = expand_scale(self.scale, self.codes.shape[1]).mT
         self.slope = hessian @ (self.codes * steps - target)
 
     def sweep(self, *, is_last: bool) -> int:
-        """All codes once, and the scales; how many codes moved. Where an output has several scales, each follows the
-        codes of its block at once, and both changes are one product; in the last sweep only for blocks to come."""
-        size, moved, has_blocks = self.codes.shape[1], 0, self.blocks > 1
-        width = size // self.blocks if has_blocks else COLUMNS_PER_BLOCK
+        """Move all codes once, then the scales. Returns the number of codes that moved.
+
+        If an output has several scales, each follows right after the codes of its block, and one product updates R for
+        both changes.
+        """
+        size, moved, has_scale_blocks = self.codes.shape[1], 0, self.block_count > 1
+        width = size // self.block_count if has_scale_blocks else COLUMNS_PER_BLOCK
         for start in range(0, size, width):
-            part = slice(start, min(start + width, size))
-            before, change = self.codes[:, part].clone(), self._moved(part)
-            moved += int(torch.count_nonzero(before != self.codes[:, part]))
-            if has_blocks and self.refits:
-                change = self._rescaled(part, change)
-            rows = slice(part.stop if is_last and has_blocks else 0, None)
-            self.slope[:, rows].baddbmm_(self.hessian[:, rows, part], change)
-        if self.refits and not has_blocks:
-            self._refit()
+            block = slice(start, min(start + width, size))
+            before = self.codes[:, block].clone()
+            change = self._move_codes(block)
+            moved += int(torch.count_nonzero(before != self.codes[:, block]))
+            if has_scale_blocks and self.can_change_scales:
+                change = self._move_block_scales(block, change)
+            # In the last sweep nothing reads R of finished blocks, except the scales if they come after all codes.
+            rows = slice(block.stop if is_last and has_scale_blocks else 0, None)
+            self.slope[:, rows].baddbmm_(self.hessian[:, rows, block], change)
+        if self.can_change_scales and not has_scale_blocks:
+            self._move_output_scales()
         return moved
 
-    def _moved(self, part: slice) -> Tensor:
-        """Codes of some columns one after another; what that changes of their values."""
-        codes, slope = self.codes[:, part], self.slope[:, part]
-        steps = self.scale[:, :, part.start * self.blocks // self.codes.shape[1]]
-        own, is_paired = self.hessian[:, part, part], self.grid.partners is not None
-        curves = (steps[:, None] * own.diagonal(dim1=-2, dim2=-1)[..., None]).clamp_(min=1e-30).reciprocal_()
-        changes = (codes * steps[:, None]).neg_()  # less the old values
-        lines = (each.unsqueeze(2).unbind(1) for each in (slope, own))  # each with an axis for the product
-        columns = zip(*lines, *(each.unbind(1) for each in (codes, curves, changes)), self.ends[part], strict=True)
-        now = torch.empty_like(slope[:, :1])
-        for column, (line, row, code, curve, change, limits) in enumerate(columns):
-            torch.baddbmm(line, row[..., :column], changes[:, :column], out=now)
-            ends = self.grid.limits(self.codes.mT, part.start + column) if is_paired else limits
-            self.grid.round_(code.addcmul_(now[:, 0], curve, value=-1).clamp_(*ends))
+    def _move_codes(self, block: slice) -> Tensor:
+        """Move the codes of some columns one by one. Returns the change of their values."""
+        codes, slope = self.codes[:, block], self.slope[:, block]
+        steps = self.scale[:, :, block.start * self.block_count // self.codes.shape[1]]
+        hessian, is_paired = self.hessian[:, block, block], self.grid.partners is not None
+        # 1 / (s_j H_jj)
+        inverse_curves = (
+            (steps[:, None] * hessian.diagonal(dim1=-2, dim2=-1)[..., None]).clamp_(min=1e-30).reciprocal_()
+        )
+        changes = (codes * steps[:, None]).neg_()  # minus the old values; the new ones are added below
+        # unbind gives views of all columns at once; indexing each column of each tensor would take longer than the
+        # arithmetic. Slopes and rows of H have one more axis, which baddbmm needs.
+        slope_rows, hessian_rows = (tensor.unsqueeze(2).unbind(1) for tensor in (slope, hessian))
+        views = (tensor.unbind(1) for tensor in (codes, inverse_curves, changes))
+        columns = zip(slope_rows, hessian_rows, *views, self.column_limits[block], strict=True)
+        current_slope = torch.empty_like(slope[:, :1])
+        for column, (slope_row, hessian_row, code, inverse_curve, change, limits) in enumerate(columns):
+            # R of this column after the moves of the columns before it in this block
+            torch.baddbmm(slope_row, hessian_row[..., :column], changes[:, :column], out=current_slope)
+            if is_paired:  # the partner may have moved
+                low, high = self.grid.paired_limits(self.codes.mT, block.start + column)
+            else:
+                low, high = limits
+            self.grid.round_(code.addcmul_(current_slope[:, 0], inverse_curve, value=-1).clamp_(low, high))
             change.addcmul_(code, steps)
         return changes
 
-    def _rescaled(self, part: slice, change: Tensor) -> Tensor:
-        """The best scales of a block given its codes; what both changed of its values."""
-        own = self.hessian[:, part, part]
-        codes, slope = self.codes[:, part], torch.baddbmm(self.slope[:, part], own, change)
-        more = self._better(part.start * self.blocks // self.codes.shape[1], codes, slope, own @ codes)
-        return change.addcmul_(codes, more[:, None])
+    def _move_block_scales(self, block: slice, change: Tensor) -> Tensor:
+        """Choose the best scales of a block given its codes. Returns the change of its values by codes and scales."""
+        hessian, codes = self.hessian[:, block, block], self.codes[:, block]
+        slope = torch.baddbmm(self.slope[:, block], hessian, change)
+        scale_index = block.start * self.block_count // self.codes.shape[1]
+        scale_change = self._move_scale(scale_index, codes, slope, hessian @ codes)
+        return change.addcmul_(codes, scale_change[:, None])
 
-    def _refit(self) -> None:
-        """The best scale of each output given its codes."""
+    def _move_output_scales(self) -> None:
+        """Choose the best scale of each output given its codes."""
         product = self.hessian @ self.codes
-        more = self._better(0, self.codes, self.slope, product)
-        self.slope.addcmul_(product, more[:, None])
+        scale_change = self._move_scale(0, self.codes, self.slope, product)
+        self.slope.addcmul_(product, scale_change[:, None])
 
-    def _better(self, block: int, codes: Tensor, slope: Tensor, product: Tensor) -> Tensor:
-        """Change the scales of a block to the best ones; by how much."""
-        curve, before = (codes * product).sum(1), self.scale[..., block]
+    def _move_scale(self, index: int, codes: Tensor, slope: Tensor, product: Tensor) -> Tensor:
+        """Set one scale of all outputs to the best value. Returns the change.
+
+        Args:
+            index: Number of the block of the scale.
+            codes: The codes of the block.
+            slope: R of the block.
+            product: H times the codes.
+        """
+        curve, before = (codes * product).sum(1), self.scale[..., index]
         change = torch.where(curve > 0, -(codes * slope).sum(1) / curve.clamp(min=1e-30), 0.0)
-        change = torch.where(before + change > 0.1 * before, change, 0.0)
-        self.scale[..., block] = before + change
+        change = torch.where(before + change > 0.1 * before, change, 0.0)  # a scale stays positive
+        self.scale[..., index] = before + change
         return change

@@ -1,10 +1,10 @@
-"""Steps by name.
+"""The kinds of tuning steps, and the registry of steps by name.
 
-layer   takes a problem and a solution, gives another solution: pure and deterministic, output by output. What is one
-        for all outputs is decided by sums that went through `problem.added`, as ranks may share the outputs
-stub    proposes another range of an activation
-piece   changes the modules of a piece; taken back when it does not end better on held-out samples
-model   the same, once, on the whole net after all its pieces
+layer   takes a problem and a solution, and returns another solution. It must be deterministic and treat every output by
+        itself. What it decides for all outputs it decides by `problem.sum_over_ranks`, because ranks share the outputs
+stub    proposes another range of an activation quantizer
+piece   changes the modules of a piece; undone if the error on held-out samples is not smaller
+model   the same, once, on the whole model after all its pieces
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from scalepoint.tuning.reconstruct import PieceTask
     from scalepoint.tuning.walk import StreamWalk
 
-INTERCEPT = "intercept"  # no step of its own: the bias takes up what the mean of every output lacks
+INTERCEPT = "intercept"  # not a registered step: the bias takes up the mean error of every output
 
 
 @dataclass(frozen=True)
 class TuningStep:
-    """A step under its name."""
+    """A step and its name."""
 
     name: str
     run: Callable[..., Any]
@@ -43,14 +43,14 @@ class LayerStep(TuningStep):
 
 @dataclass(frozen=True)
 class StubStep(TuningStep):
-    """Looks at what reaches an activation quantizer: walk, node, stub -> parameters, or None."""
+    """Reads what reaches an activation quantizer, and returns other parameters for it, or None."""
 
     run: "Callable[[StreamWalk, fx.Node, QuantStub], QParams | None]"
 
 
 @dataclass(frozen=True)
 class PieceStep(TuningStep):
-    """Works on a piece, or with over="model" once on all of them at the end."""
+    """Works on a piece; with over="model" once on the whole model at the end."""
 
     run: "Callable[[PieceTask], None]"
     over: Literal["piece", "model"] = "piece"
@@ -67,9 +67,15 @@ def register(
     Args:
         name: The name in TuneConfig.
         over: What the step is called with: one layer, one activation quantizer, one piece of the model, or the model.
+
+    Example:
+        >>> @register("nearest")
+        ... def nearest(problem, solution):
+        ...     codes = problem.nearest_codes(solution.target, solution.scale)
+        ...     return Solution(solution.target, codes, solution.scale)
     """
 
-    def known(step: Callable[..., Any]) -> Callable[..., Any]:
+    def add(step: Callable[..., Any]) -> Callable[..., Any]:
         if over == "layer":
             _STEPS.builtin[name] = LayerStep(name, step)
         elif over == "stub":
@@ -78,11 +84,11 @@ def register(
             _STEPS.builtin[name] = PieceStep(name, step, over)
         return step
 
-    return known
+    return add
 
 
 def find_step(name: str) -> TuningStep:
-    """By name: ours, registered, or of another package."""
+    """Find a step by name: built in, registered, or from the entry point of another package."""
     return _STEPS.find(name)
 
 

@@ -1,74 +1,83 @@
-"""Target: the weight that gives the float outputs for the inputs that the quantized net really has.
+"""Target: the weight that gives the float outputs for the inputs that the quantized model really has.
 
     W* = W + (P - W H) (H + lam I)^-1          P = cov(W x + d, x~)
 
-The exact form of asymmetric calibration (GPTAQ, Qronos); with d, what the other side of a residual add lacks, it makes
-good that, too. What limits it is overfitting: the ridge lam is chosen on the held-out rows among 0.01 .. 10 of the mean
-diagonal and "no change", before anything is rounded, from 0.3 on to the side that is better. Where none are held out it
-is 0.3 + 2 n/N.
+The exact form of asymmetric calibration (GPTAQ, Qronos). With d, what the other operand of a residual add lacks, it
+corrects that too. W* overfits if rows are few, so the ridge lam is chosen on held-out rows before anything is rounded,
+among 0.01 .. 10 of the mean diagonal and "no change": from 0.3 on, in the direction that improves. If no rows are held
+out it is 0.3 + 2 n/N.
 """
 
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.moments import float32_covariance
+from scalepoint.tuning.moments import float32_hessian
 from scalepoint.tuning.problem import Problem, Solution, with_ridge
 from scalepoint.tuning.steps.registry import register
 
-RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-FIRST_RIDGE = 3
+RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # shares of the mean diagonal
+FIRST_RIDGE = 3  # index of the one that is tried first
 
 
 @register("target")
 def target(problem: Problem, solution: Solution) -> Solution:
-    """The solution with another target, and the nearest codes to it."""
-    seen, weight = problem.fit, problem.weight
-    if seen.count < 2 * seen.size:
+    """Choose another target, and the nearest codes to it."""
+    fit = problem.fit
+    if fit.count < 2 * fit.size:
         problem.notes["ridge"] = "none: fewer than two rows an unknown"
         return solution
-    share: float | None = None if problem.ridge == "auto" else float(problem.ridge)
-    if share is None:
-        share = _choose_ridge(problem) if problem.judge is not seen else 0.3 + 2 * seen.size / seen.count
-    found = None if share is None else _solve_with_ridge(problem, share)
-    problem.notes["ridge"] = "none" if found is None else share
-    best = weight if found is None else found
-    return Solution(best, problem.nearest(best, solution.scale), solution.scale)
+    share: float | None
+    if problem.ridge != "auto":
+        share = float(problem.ridge)
+    elif problem.holdout is fit:
+        share = 0.3 + 2 * fit.size / fit.count
+    else:
+        share = _choose_ridge(problem)
+    solved = None if share is None else _solve_with_ridge(problem, share)
+    problem.notes["ridge"] = "none" if solved is None else share
+    best = problem.weight if solved is None else solved
+    return Solution(best, problem.nearest_codes(best, solution.scale), solution.scale)
 
 
 def _choose_ridge(problem: Problem) -> float | None:
-    """The ridge that is best on held-out rows; None where no change is. Some outputs are enough to tell by."""
-    judge = problem.near(problem.judge)
-    some = problem.some
-    (least,) = problem.added(float(judge.base[:, some].sum()))
-    ridge: float | None = None
-    for rungs in (RIDGES[FIRST_RIDGE:], RIDGES[FIRST_RIDGE - 1 :: -1]):
-        for share in rungs:
-            found = _solve_with_ridge(problem, share, some)
-            (error,) = problem.added(float("inf") if found is None else float(judge.error(found, some).sum()))
-            is_better = error < least
-            least, ridge = (error, share) if is_better else (least, ridge)
-            _drop_other_factors(problem, ridge)
+    """The ridge that is best on held-out rows; None if no change is best. Compares some of the outputs."""
+    holdout_error = problem.error_around_weight(problem.holdout)
+    outputs = problem.sampled_outputs
+    (best_error,) = problem.sum_over_ranks(float(holdout_error.base[:, outputs].sum()))
+    best: float | None = None
+    # First 0.3 and larger ones until the error rises; then, unless a larger one was better, smaller ones.
+    for shares in (RIDGES[FIRST_RIDGE:], RIDGES[FIRST_RIDGE - 1 :: -1]):
+        for share in shares:
+            solved = _solve_with_ridge(problem, share, outputs)
+            error = float("inf") if solved is None else float(holdout_error.error(solved, outputs).sum())
+            (error,) = problem.sum_over_ranks(error)
+            is_better = error < best_error
+            if is_better:
+                best_error, best = error, share
+            _drop_other_factors(problem, best)
             if not is_better:
                 break
-        if ridge is not None and ridge > RIDGES[FIRST_RIDGE]:
+        if best is not None and best > RIDGES[FIRST_RIDGE]:
             break
-    return ridge
+    return best
 
 
 def _solve_with_ridge(problem: Problem, share: float, outputs: slice = slice(None)) -> Tensor | None:
-    """None where the moments allow no factor; layers with the same inputs share it."""
-    seen = problem.fit
-    if ("ridge", share) not in seen.made:
-        factor, failed = torch.linalg.cholesky_ex(with_ridge(float32_covariance(seen), share))
-        seen.made["ridge", share] = None if bool(failed.any()) else factor
-    factor = seen.made["ridge", share]
+    """W* of some outputs; None if H is singular. The factor of H is shared by layers with the same inputs."""
+    cache = problem.fit.cache
+    if ("ridge", share) not in cache:
+        factor, failed = torch.linalg.cholesky_ex(with_ridge(float32_hessian(problem.fit), share))
+        cache["ridge", share] = None if bool(failed.any()) else factor
+    factor = cache["ridge", share]
     if factor is None:
         return None
-    change = torch.cholesky_solve(problem.near(seen).slope[:, outputs].mT, factor).mT
+    slope = problem.error_around_weight(problem.fit).slope
+    change = torch.cholesky_solve(slope[:, outputs].mT, factor).mT
     return problem.weight[:, outputs] - change.to(torch.float64)
 
 
 def _drop_other_factors(problem: Problem, share: float | None) -> None:
     """Keep only the factor of the best ridge so far: each is as large as H."""
-    for key in [key for key in problem.fit.made if isinstance(key, tuple) and key[0] == "ridge" and key[1] != share]:
-        del problem.fit.made[key]
+    for key in list(problem.fit.cache):
+        if isinstance(key, tuple) and key[0] == "ridge" and key[1] != share:
+            del problem.fit.cache[key]
