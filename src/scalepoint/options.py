@@ -163,7 +163,10 @@ class DeployOptions(CommonOptions):
 
     max_drop: Annotated[
         Annotated[float, Field(ge=0)] | None,
-        Option("Largest allowed drop of the metric. Layers get more precision until a file holds it.", LIMITS_GROUP),
+        Option(
+            "Largest allowed drop of the metric. Layers get more precision until a file is within the limit.",
+            LIMITS_GROUP,
+        ),
     ] = None
     min_speed: Annotated[
         Annotated[float, Field(gt=0)] | None,
@@ -191,7 +194,11 @@ class DeployOptions(CommonOptions):
     ] = None
     on_nan: Annotated[
         Literal["error", "skip"],
-        Option("What to do with a batch that holds NaN or infinity: error, or skip it.", DATA_GROUP, ("quantize",)),
+        Option(
+            "What to do with a batch that contains NaN or infinity: error, or skip to leave it out.",
+            DATA_GROUP,
+            ("quantize",),
+        ),
     ] = "error"
     leave: Annotated[
         tuple[str, ...],
@@ -205,7 +212,7 @@ class DeployOptions(CommonOptions):
     dynamic_axes: Annotated[
         FreeAxes,
         Option(
-            "Input axes whose size may change, as x:2=height,3=width or x:2,3. May be repeated.",
+            "Input axes whose size may change, such as x:2=height,3=width or x:2,3. May be repeated.",
             FILE_GROUP,
             ("quantize", "export float"),
             metavar="<axes>",
@@ -310,7 +317,7 @@ class DeployConfig(DeployOptions, CheckpointOptions):
     data: Annotated[
         str | None,
         Option(
-            "Data: a .npz or .safetensors file (samples along the first axis), a folder of pictures with --size, "
+            "Data: a .npz or .safetensors file (samples along the first axis), a folder of images with --size, "
             "--mean and --std, or package.module:function that returns batches. For language models a text file, a "
             ".jsonl file, or a folder of such files.",
             flags=("--data", "-d"),
@@ -319,16 +326,16 @@ class DeployConfig(DeployOptions, CheckpointOptions):
     evaluate: Annotated[
         str | None, Option("package.module:function(run) -> float, your metric; higher is better.", LIMITS_GROUP)
     ] = None
-    batch_size: Annotated[Count, Option("Samples per batch, for files and pictures; 8 if not given.", DATA_GROUP)] = 8
+    batch_size: Annotated[Count, Option("Samples per batch, for files and images; 8 if not given.", DATA_GROUP)] = 8
     size: Annotated[
         Count | None,
-        Option("Pictures: the shorter side is scaled to this length, then the middle square is cut out.", DATA_GROUP),
+        Option("Images: the shorter side is scaled to this length, then the central square is used.", DATA_GROUP),
     ] = None
     mean: Annotated[
-        Channels | None, Option("Pictures: mean of each channel of values in 0..1, as 0.5,0.5,0.5.", DATA_GROUP)
+        Channels | None, Option("Images: mean of each channel of values in 0..1, such as 0.5,0.5,0.5.", DATA_GROUP)
     ] = None
     std: Annotated[
-        Channels | None, Option("Pictures: standard deviation of each channel, as 0.25,0.25,0.25.", DATA_GROUP)
+        Channels | None, Option("Images: standard deviation of each channel, such as 0.25,0.25,0.25.", DATA_GROUP)
     ] = None
     weights: Annotated[
         str | None,

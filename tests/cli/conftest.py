@@ -1,4 +1,4 @@
-"""A folder with a small model, its data and its metric, as a user has them; and the commands as child processes."""
+"""A folder with the model, data and metric of a user, and helpers that run commands."""
 
 import os
 import re
@@ -50,11 +50,11 @@ def batches():
         yield torch.randn(2, 3, 8, 8)
 
 def same():
-    made = torch.Generator().manual_seed(1)
-    return [torch.randn(2, 3, 8, 8, generator=made) for _ in range(3)]
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 3, 8, 8, generator=generator) for _ in range(3)]
 
 def waiting(run):
-    """A metric that takes long on the file, the first time."""
+    """A metric that takes a minute on the file in the first run."""
     if type(run).__name__ == "RuntimeModel" and not Path("judging").exists():
         Path("judging").touch()
         time.sleep(60)
@@ -100,7 +100,7 @@ number = 3
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with nets.py in it; what is imported from it goes with it."""
+    """The current folder, with nets.py in it. Modules imported from it are removed afterwards."""
     (tmp_path / "nets.py").write_text(NETS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -114,7 +114,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """A real deployment, made by a real process; its folder is `.folder`."""
+    """A deployment by a child process; the attribute `folder` is its current folder."""
     folder = tmp_path_factory.mktemp("deployed")
     (folder / "nets.py").write_text(NETS)
     arguments = ("--data", "nets:batches", "--evaluate", "nets:score", "--max-drop", "0.1", "--json", "-o", "out")
@@ -124,39 +124,39 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPr
 
 
 @pytest.fixture
-def made(deployed: subprocess.CompletedProcess[str], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder with the deployment in out/, as the current one."""
+def output_folder(deployed: subprocess.CompletedProcess[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The output folder of the deployment, relative to the current folder."""
     monkeypatch.chdir(deployed.folder)  # type: ignore[attr-defined]
     return Path("out")
 
 
 @pytest.fixture
 def call(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """A command in this process: exit code, stdout, stderr."""
+    """Function that runs a command in this process and returns exit code, stdout and stderr."""
 
-    def called(*arguments: object, trust: bool = True) -> tuple[int, str, str]:
+    def run_command(*arguments: object, trust: bool = True) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = run(trusting(*arguments) if trust else [str(each) for each in arguments])
-        found = capsys.readouterr()
-        return code, found.out, found.err
+        code = run(add_trust(*arguments) if trust else list(map(str, arguments)))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
-    return called
+    return run_command
 
 
-def trusting(*arguments: object) -> list[str]:
-    """The arguments, with --trust where a command is given a name of a module or a config that may hold one."""
-    texts = [str(each) for each in arguments]
-    takes = bool(texts) and texts[0] in ("deploy", "sweep", "verify", "inspect", "compare")
-    names = any(text == "-c" or re.fullmatch(r"[\w./ ]+:[\w.]+", text) for text in texts)
-    return [*texts, "--trust"] if takes and names and "--trust" not in texts else texts
+def add_trust(*arguments: object) -> list[str]:
+    """Add --trust if an argument is the name of an object or a config."""
+    texts = [str(argument) for argument in arguments]
+    has_flag = bool(texts) and texts[0] in ("deploy", "sweep", "verify", "inspect", "compare")
+    needs_trust = any(text == "-c" or re.fullmatch(r"[\w./ ]+:[\w.]+", text) for text in texts)
+    return [*texts, "--trust"] if has_flag and needs_trust and "--trust" not in texts else texts
 
 
 def child(
     *arguments: object, cwd: Path | None = None, python: Sequence[str] = (sys.executable,), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own; of one that loads torch, `python` may be `warm()`."""
+    """Run a command in a child process. For a command that loads torch, `python` may be `warm()`."""
     return subprocess.run(
-        [*python, "-m", "scalepoint.cli", *trusting(*arguments)],
+        [*python, "-m", "scalepoint.cli", *add_trust(*arguments)],
         capture_output=True,
         text=True,
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""Every command with every kind of bad input: the exit code, a message that helps, and nothing half-written."""
+"""Every command with invalid input: the exit code, a helpful message, and no partly written files."""
 
 import json
 from pathlib import Path
@@ -8,36 +8,40 @@ import pytest
 from scalepoint.cli.app import COMMANDS
 from scalepoint.cli.exit_codes import Code
 
-GIVEN = ("nets:net", "--data", "nets:batches")
+NET = (  # a model and its data
+    "nets:net",
+    "--data",
+    "nets:batches",
+)
 USAGE, MODEL = Code.USAGE, Code.MODEL
-# command, kind, arguments ({out} is a folder that deploy wrote), exit code, what the message says
-BAD = (
+# command, kind of error, arguments ({out} is an output folder of deploy), exit code, part of the message
+CASES = (
     ("deploy", "missing file", ["nets:net", "--data", "nowhere.npz"], USAGE, "there is no such file"),
     ("deploy", "wrong shape", ["nets:Net", "--data", "nets:wrong_shape"], MODEL, "5 channels"),
     ("deploy", "unlike the example", ["nets:net", "--data", "nets:wrong_shape"], USAGE, "captured with x (*, 3, 8, 8)"),
     ("deploy", "misspelt key", ["-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
-    ("deploy", "misspelt flag", [*GIVEN, "--evaluat", "nets:score"], USAGE, "Did you mean '--evaluate'?"),
-    ("deploy", "unknown target", [*GIVEN, "--target", "tensort"], USAGE, "did you mean 'tensorrt'?"),
+    ("deploy", "misspelt flag", [*NET, "--evaluat", "nets:score"], USAGE, "Did you mean '--evaluate'?"),
+    ("deploy", "unknown target", [*NET, "--target", "tensort"], USAGE, "did you mean 'tensorrt'?"),
     ("deploy", "no capture", ["nets:Branching", "--data", "nets:batches"], MODEL, "--leave"),
-    ("deploy", "unknown submodule", [*GIVEN, "--leave", "haed"], USAGE, "did you mean 'head'?"),
-    ("deploy", "a type that the target lacks", [*GIVEN, "--float-dtype", "float16"], MODEL, "in float32"),
-    ("deploy", "the same, dry", [*GIVEN, "--float-dtype", "float16", "--dry-run"], MODEL, "in float32"),
+    ("deploy", "unknown submodule", [*NET, "--leave", "haed"], USAGE, "did you mean 'head'?"),
+    ("deploy", "a type that the target lacks", [*NET, "--float-dtype", "float16"], MODEL, "in float32"),
+    ("deploy", "the same, dry", [*NET, "--float-dtype", "float16", "--dry-run"], MODEL, "in float32"),
     ("deploy", "nothing to quantize", ["nets:Idle", "--data", "nets:batches"], MODEL, "nothing of this model"),
     ("deploy", "nothing, in a dry run", ["nets:Idle", "--data", "nets:batches", "--dry-run"], MODEL, "nothing of this"),
-    ("deploy", "no metric, dry", [*GIVEN, "--evaluate", "nets:scor", "--dry-run"], USAGE, "did you mean 'score'?"),
+    ("deploy", "no metric, dry", [*NET, "--evaluate", "nets:scor", "--dry-run"], USAGE, "did you mean 'score'?"),
     ("deploy", "NaN in the data", ["nets:net", "--data", "nets:holed"], USAGE, "--on-nan skip"),
-    ("deploy", "a metric of NaN", [*GIVEN, "--evaluate", "nets:undefined"], USAGE, "evaluate returned NaN for"),
-    ("deploy", "a metric that is none", [*GIVEN, "--evaluate", "nets:says_nothing"], USAGE, "must return one number"),
-    ("deploy", "unknown policy", [*GIVEN, "--on-nan", "skp"], USAGE, "--on-nan: must be 'error' or 'skip', not 'skp'"),
+    ("deploy", "a metric of NaN", [*NET, "--evaluate", "nets:undefined"], USAGE, "evaluate returned NaN for"),
+    ("deploy", "a metric that is none", [*NET, "--evaluate", "nets:says_nothing"], USAGE, "must return one number"),
+    ("deploy", "unknown policy", [*NET, "--on-nan", "skp"], USAGE, "--on-nan: must be 'error' or 'skip', not 'skp'"),
     ("deploy", "wrong number", ["nets:net", "--data", "photos", "--size", "8", "--mean", "a"], USAGE, "mean"),
-    ("deploy", "metric that fails", [*GIVEN, "--evaluate", "nets:breaks_metric"], USAGE, "no labels"),
-    ("deploy", "a target by its brand", [*GIVEN, "--target", "OpenVINO"], USAGE, "did you mean 'openvino'?"),
-    ("deploy", "of language models", [*GIVEN, "--cache", "int8"], USAGE, "--cache is for checkpoints of language"),
-    ("deploy", "of pictures", [*GIVEN, "--mean", "0.5,0.5,0.5"], USAGE, "--mean is for data that is a folder of"),
-    ("deploy", "of libraries", [*GIVEN, "--random"], USAGE, "--random is for timm:NAME"),
-    ("deploy", "of no checkpoint", ["{out}", "--target", "gguf", "--smoke"], USAGE, "--smoke is not for checkpoints"),
-    ("deploy", "not used", ["{out}", "--target", "gguf", "--threads", "2"], USAGE, "--threads is not for"),
-    ("deploy", "not used", ["{out}", "--target", "gguf", "--on-nan", "skip"], USAGE, "--on-nan is not for"),
+    ("deploy", "metric that fails", [*NET, "--evaluate", "nets:breaks_metric"], USAGE, "no labels"),
+    ("deploy", "a target by its brand", [*NET, "--target", "OpenVINO"], USAGE, "did you mean 'openvino'?"),
+    ("deploy", "of language models", [*NET, "--cache", "int8"], USAGE, "--cache is for checkpoints of language"),
+    ("deploy", "of pictures", [*NET, "--mean", "0.5,0.5,0.5"], USAGE, "--mean is for data that is a folder of"),
+    ("deploy", "of libraries", [*NET, "--random"], USAGE, "--random is for timm:NAME"),
+    ("deploy", "of no checkpoint", ["{out}", "--target", "gguf", "--smoke"], USAGE, "--smoke cannot be used with"),
+    ("deploy", "not used", ["{out}", "--target", "gguf", "--threads", "2"], USAGE, "--threads cannot be used with"),
+    ("deploy", "not used", ["{out}", "--target", "gguf", "--on-nan", "skip"], USAGE, "--on-nan cannot be used with"),
     ("sweep", "no grid", [], USAGE, "which grid?"),
     ("sweep", "missing file", ["-c", "nowhere.yaml"], USAGE, "nowhere.yaml"),
     ("sweep", "misspelt key", ["-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
@@ -47,19 +51,19 @@ BAD = (
     ("inspect", "unknown target", ["nets:net", "--target", "tensort"], USAGE, "did you mean 'tensorrt'?"),
     ("inspect", "no capture", ["nets:Branching", "--shape", "2,3,8,8"], MODEL, "--leave"),
     ("inspect", "unknown submodule", ["nets:net", "--leave", "haed"], USAGE, "did you mean 'head'?"),
-    ("verify", "missing file", ["nowhere", *GIVEN], USAGE, "scalepoint deploy"),
+    ("verify", "missing file", ["nowhere", *NET], USAGE, "scalepoint deploy"),
     ("verify", "no such file", ["missing.onnx"], USAGE, "'missing.onnx': there is no such file or folder"),
     ("compare", "no such folder", ["nosuch"], USAGE, "'nosuch': there is no such file or folder"),
     ("compare", "no such second", ["{out}", "nosuch"], USAGE, "'nosuch' is not a folder"),
     ("verify", "wrong shape", ["{out}", "nets:Net", "--data", "nets:wrong_shape"], MODEL, "5 channels"),
     ("verify", "misspelt key", ["{out}", "-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
-    ("verify", "unknown runtime", ["{out}", *GIVEN, "--runtime", "onxruntime"], USAGE, "onnxruntime"),
+    ("verify", "unknown runtime", ["{out}", *NET, "--runtime", "onxruntime"], USAGE, "onnxruntime"),
     ("verify", "no capture", ["{out}", "nets:Branching", "--data", "nets:batches"], MODEL, "--leave"),
     ("verify", "another model", ["{out}", "nets:Other", "--data", "nets:batches"], USAGE, "not the float model"),
-    ("compare", "missing file", ["nowhere", *GIVEN], USAGE, "scalepoint deploy"),
+    ("compare", "missing file", ["nowhere", *NET], USAGE, "scalepoint deploy"),
     ("compare", "wrong shape", ["{out}", "nets:Net", "--data", "nets:wrong_shape"], MODEL, "5 channels"),
     ("compare", "misspelt key", ["{out}", "-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
-    ("compare", "misspelt flag", ["{out}", *GIVEN, "--max-batch", "1"], USAGE, "Did you mean '--max-batches'?"),
+    ("compare", "misspelt flag", ["{out}", *NET, "--max-batch", "1"], USAGE, "Did you mean '--max-batches'?"),
     ("compare", "no capture", ["{out}", "nets:Branching", "--data", "nets:batches"], MODEL, "--leave"),
     ("check", "missing file", ["nowhere.onnx"], USAGE, "there is no such file"),
     ("check", "no model", ["broken.onnx"], USAGE, "broken.onnx"),
@@ -89,40 +93,42 @@ BAD = (
 
 
 def test_every_command_is_in_the_table() -> None:
-    assert {row[0] for row in BAD} == {name for _, name, _ in COMMANDS}
-    kinds = {name: {row[1] for row in BAD if row[0] == name} for _, name, _ in COMMANDS}
+    assert {case[0] for case in CASES} == {name for _, name, _ in COMMANDS}
+    kinds = {name: {case[1] for case in CASES if case[0] == name} for _, name, _ in COMMANDS}
     assert all(len(kinds[name]) >= 5 for name in ("deploy", "inspect", "verify", "compare", "check", "bench", "report"))
 
 
 @pytest.mark.parametrize(
-    ("command", "kind", "arguments", "code", "message"), BAD, ids=[" ".join(row[:2]) for row in BAD]
+    ("command", "kind", "arguments", "code", "message"), CASES, ids=[" ".join(case[:2]) for case in CASES]
 )
-def test_bad_input(call, here, deployed, command, kind, arguments, code, message) -> None:
-    _prepare(here, (deployed.folder / "out" / "model.onnx").read_bytes())
+def test_invalid_input_is_refused_with_a_helpful_message(
+    call, here, deployed, command, kind, arguments, code, message
+) -> None:
+    _write_broken_files(here, (deployed.folder / "out" / "model.onnx").read_bytes())
     before = _files(here)
-    given = [each.replace("{out}", str(deployed.folder / "out")) for each in arguments]
-    found, out, err = call(command, *given, "--json")
-    said = " ".join(err.split())
-    assert found == code, said
-    assert message in said
+    arguments = [argument.replace("{out}", str(deployed.folder / "out")) for argument in arguments]
+    exit_code, out, err = call(command, *arguments, "--json")
+    text = " ".join(err.split())
+    assert exit_code == code, text
+    assert message in text
     assert "Traceback" not in err
     assert err.startswith("error SP-") or "\nerror SP-" in err
     assert json.loads(out)["exit_code"] == code
-    assert _files(here) - before <= {Path("out"), Path("out/.scalepoint")} | _kept(here)
+    assert _files(here) - before <= {Path("out"), Path("out/.scalepoint")} | _resumable_files(here)
 
 
-def _kept(here: Path) -> set[Path]:
-    """What a run that failed at the metric has done is there to be resumed; nothing else, and nothing half-written."""
-    found = {path for path in _files(here) if path.parts[:2] == ("out", ".scalepoint")}
-    assert not any(path.name.startswith(".tmp-") for path in found)
-    return found
+def _resumable_files(here: Path) -> set[Path]:
+    """Return the cached files of a run that failed at the metric. They allow to resume it; none is partly written."""
+    cached = {path for path in _files(here) if path.parts[:2] == ("out", ".scalepoint")}
+    assert not any(path.name.startswith(".tmp-") for path in cached)
+    return cached
 
 
 def _files(folder: Path) -> set[Path]:
     return {path.relative_to(folder) for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
-def _prepare(here: Path, model: bytes) -> None:
+def _write_broken_files(here: Path, model: bytes) -> None:
     import onnx
     from PIL import Image
 

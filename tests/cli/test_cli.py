@@ -1,4 +1,4 @@
-"""The command line as its users meet it: exit codes, streams, refusals, terminals of all kinds."""
+"""The command line: exit codes, output streams, error messages, and terminals of all kinds."""
 
 import inspect
 import json
@@ -22,16 +22,16 @@ from scalepoint.cli.exit_codes import Code, report_error
 from tests.cli.conftest import child
 from tests.warm import warm
 
-HEAVY = ("torch", "numpy", "onnx", "onnxruntime", "PIL")
+HEAVY_PACKAGES = ("torch", "numpy", "onnx", "onnxruntime", "PIL")
 NAMES = [name for _, name, _ in COMMANDS]
 
 
-def test_help_of_every_command_loads_nothing_heavy() -> None:
+def test_help_of_every_command_loads_no_heavy_package() -> None:
     program = (
         "import sys, json\n"
         "from scalepoint.cli.app import run\n"
         f"codes = [run([*name.split(), '--help']) for name in {['', *NAMES, 'config', 'config schema']!r}]\n"
-        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        f"heavy = [name for name in {HEAVY_PACKAGES!r} if name in sys.modules]\n"
         "sys.stderr.write(json.dumps([codes, heavy, len(sys.modules)]))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -43,7 +43,7 @@ def test_help_of_every_command_loads_nothing_heavy() -> None:
     assert "Exit codes: 0" in done.stdout
 
 
-def test_no_command_at_all_shows_the_help_and_is_a_usage_error(call) -> None:
+def test_a_call_without_a_command_shows_the_help_and_is_a_usage_error(call) -> None:
     code, out, _ = call()
     assert code == Code.USAGE
     assert "deploy" in out
@@ -60,23 +60,23 @@ def test_no_command_at_all_shows_the_help_and_is_a_usage_error(call) -> None:
         (["deploy", "nets:net", "--data", "nets:batches", "--target", "onxruntime"], "did you mean 'onnxruntime'?"),
         (["deploy", "nets:nett", "--data", "nets:batches"], "did you mean 'net'?"),
         (["deploy", "netz:net", "--data", "nets:batches"], "did you mean 'nets'?"),
-        (["check", "there.onnx", "--target", "tensorr"], "did you mean 'tensorrt'?"),
+        (["check", "exists.onnx", "--target", "tensorr"], "did you mean 'tensorrt'?"),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else None,
 )
 def test_unknown_names_get_the_nearest_one(call, here, arguments, suggested) -> None:
-    (here / "there.onnx").write_bytes(b"")
+    (here / "exists.onnx").write_bytes(b"")
     code, out, err = call(*arguments, "--json")
     assert code == Code.USAGE
     assert suggested in " ".join(err.split())
-    found = json.loads(out)
-    assert found["exit_code"] == code
-    assert found["error"]["code"].startswith("SP-")
+    document = json.loads(out)
+    assert document["exit_code"] == code
+    assert document["error"]["code"].startswith("SP-")
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.pt2", "model.pth", "model.pkl"])
-def test_pickles_are_refused_without_a_look(call, here, name) -> None:
+def test_pickle_files_are_refused_and_not_opened(call, here, name) -> None:
     (here / name).write_bytes(b"anything")
     for arguments in ([name, "--data", "nets:batches"], ["nets:net", "--data", name]):
         code, _, err = call("deploy", *arguments)
@@ -91,15 +91,15 @@ def test_pickles_are_refused_without_a_look(call, here, name) -> None:
         ("nets", "is not package.module:name"),
         ("nets:", "is not package.module:name"),
         ("nets:net()", "is not package.module:name"),
-        ("nets:number", "not a model nor a function"),
+        ("nets:number", "must be a model or a function"),
         ("nets:score", "missing 1 required positional argument"),
-        ("nets:batches", "gave a generator"),
+        ("nets:batches", "got a generator"),
         ("nets:leaves", "ended the process"),
         ("nets:breaks", r"no \x1b[31mweights"),
         ("bad:net", "SyntaxError"),
     ],
 )
-def test_what_is_no_model_is_told_in_one_screen(call, here, model, message) -> None:
+def test_an_invalid_model_is_reported_in_a_few_lines(call, here, model, message) -> None:
     (here / "bad.py").write_text("def net(:\n")
     code, out, err = call("inspect", model)
     assert code == Code.USAGE
@@ -110,7 +110,7 @@ def test_what_is_no_model_is_told_in_one_screen(call, here, model, message) -> N
     assert len(err.splitlines()) < 12
 
 
-def test_the_place_in_the_users_code_is_named_and_debug_shows_the_traceback(call) -> None:
+def test_the_line_in_the_users_code_is_named_and_debug_shows_the_traceback(call) -> None:
     _, _, err = call("inspect", "nets:breaks")
     assert "nets.py, line" in " ".join(err.split())
     code, _, err = call("inspect", "nets:breaks", "--debug")
@@ -163,7 +163,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(call, here) -> None:
     assert [path for path in sorted(here.iterdir()) if path.name != "__pycache__"] == before
 
 
-def test_strict_and_leave_are_heard_in_a_dry_run(call) -> None:
+def test_leave_applies_in_a_dry_run(call) -> None:
     code, out, _ = call("deploy", "nets:net", "--data", "nets:batches", "--dry-run", "--leave", "head", "--json")
     assert code == 0
     states = {row["name"]: row["state"] for row in json.loads(out)["coverage"]}
@@ -173,9 +173,9 @@ def test_strict_and_leave_are_heard_in_a_dry_run(call) -> None:
 
 def test_inspect_needs_no_data(call) -> None:
     code, out, _ = call("inspect", "nets:instance", "--shape", "1,3,8,8", "--target", "tensorrt", "--json")
-    found = json.loads(out)
-    assert (code, found["schema"], found["command"]) == (0, 1, "inspect")
-    assert {row["name"] for row in found["coverage"]} == {"conv", "head"}
+    document = json.loads(out)
+    assert (code, document["schema"], document["command"]) == (0, 1, "inspect")
+    assert {row["name"] for row in document["coverage"]} == {"conv", "head"}
     assert call("inspect", "nets:Net", "--shape", "1,x")[0] == Code.USAGE
     assert call("inspect", "nets:Net", "--shape", "1,0,3")[0] == Code.USAGE
 
@@ -206,7 +206,7 @@ def test_inspect_needs_no_data(call) -> None:
         ),
         ("- a list", "a mapping of keys"),
         ("{", "config.yaml: not valid YAML"),
-        ("target: nowhere\nmodel: nets:net\ndata: nets:batches", "no target 'nowhere'"),
+        ("target: nowhere\nmodel: nets:net\ndata: nets:batches", "there is no target 'nowhere'"),
         ("model: nets:net", "--data"),
         ("data: nets:batches", "which model?"),
         ("model: nets:net\ndata: nets:batches\nmax_drop: 1", "--evaluate"),
@@ -215,7 +215,7 @@ def test_inspect_needs_no_data(call) -> None:
         ("choices: [int4, int9]", "'int9' is no format of a weight"),
     ],
 )
-def test_a_config_that_makes_no_sense_ends_with_2(call, here, text, message) -> None:
+def test_an_invalid_config_ends_with_2(call, here, text, message) -> None:
     (here / "config.yaml").write_text(text)
     code, _, err = call("deploy", "-c", "config.yaml")
     assert code == Code.USAGE
@@ -231,8 +231,8 @@ def test_a_missing_config_ends_with_2(call) -> None:
     assert "nowhere.yaml" in err
 
 
-class _Deployed:
-    """What deploy would return."""
+class _Deployment:
+    """Replacement for the result of scalepoint.deploy."""
 
     def __init__(self, *, status="ok", holds=True, score=None, float_score=None, verified=True, speed=1.5) -> None:
         self.path, self.float_path = Path("out/model.onnx"), Path("out/float.onnx")
@@ -243,7 +243,7 @@ class _Deployed:
             table=lambda: "the table", summary=list, next_steps=list, reproduction=None, findings=None
         )
         state = SimpleNamespace(value=status)
-        about = {"sqnr": float("inf"), "name": "\x1b[31m"}
+        fields = {"sqnr": float("inf"), "name": "\x1b[31m"}
         self.verification = SimpleNamespace(
             status=state,
             holds=holds,
@@ -254,14 +254,14 @@ class _Deployed:
             sqnr=12.0,
             bound=30.0,
             latency=SimpleNamespace(ratio=speed),
-            to_dict=lambda: about,
+            to_dict=lambda: fields,
         )
         if not verified:
             self.verification = None
 
 
 @pytest.mark.parametrize(
-    ("made", "arguments", "code"),
+    ("result_fields", "arguments", "code"),
     [
         ({}, [], Code.DONE),
         ({"verified": False}, [], Code.DONE),
@@ -277,45 +277,57 @@ class _Deployed:
         ({"speed": 1.2}, ["--min-speed", "1.2"], Code.DONE),
     ],
 )
-def test_the_result_is_judged_by_the_exit_code(call, here, monkeypatch, made, arguments, code) -> None:
+def test_the_exit_code_tells_whether_the_result_is_within_the_limits(
+    call, here, monkeypatch, result_fields, arguments, code
+) -> None:
     (here / "out").mkdir()
-    given = {}
-    monkeypatch.setattr(scalepoint, "deploy", lambda *_, **more: given.update(more) or _Deployed(**made), raising=False)
+    options = {}
+
+    def deploy(*_, **keywords):
+        options.update(keywords)
+        return _Deployment(**result_fields)
+
+    monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
     command = ["deploy", "nets:net", "--data", "nets:batches", "--evaluate", "nets:score", "-o", "out", *arguments]
-    found, out, err = call(*command, "--force", "--quiet", "--json")
+    exit_code, out, err = call(*command, "--force", "--quiet", "--json")
     result = json.loads(out)
-    assert found == code == result["exit_code"]
-    is_verified = made.get("verified", True) and made.get("status") != "not verified here"
+    assert exit_code == code == result["exit_code"]
+    is_verified = result_fields.get("verified", True) and result_fields.get("status") != "not verified here"
     assert bool(result["why"]) == (code != 0 or not is_verified)
     assert ("failed:" in err) == (code != 0)
     assert "\x1b" not in out
-    found, out, _ = call(*command, "--force")
-    assert (found, "the table" in out) == (code, True)
-    assert given["evaluate"](None) == 0.5
+    exit_code, out, _ = call(*command, "--force")
+    assert (exit_code, "the table" in out) == (code, True)
+    assert options["evaluate"](None) == 0.5
 
 
-def test_flags_win_over_the_config_and_what_was_meant_is_kept(call, here, monkeypatch) -> None:
-    seen = {}
+def test_flags_override_the_config_and_the_written_config_contains_them(call, here, monkeypatch) -> None:
+    received = {}
 
     def deploy(model, inputs, data, **options):
-        seen.update(options, again=[len(list(data)), len(list(data))])
+        received.update(options, batch_counts=[len(list(data)), len(list(data))])
         options["output"].mkdir()
-        return _Deployed()
+        return _Deployment()
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
-    (here / "c.yaml").write_text("model: nets:Net\ndata: nets:batches\nthreads: 2\nmax_trials: 4\noutput: made\n")
+    (here / "c.yaml").write_text("model: nets:Net\ndata: nets:batches\nthreads: 2\nmax_trials: 4\noutput: result\n")
     flags = ("--max-batches", "2", "--threads", "3", "--strict", "--leave", "head", "--choices", "int4,int8")
     assert call("deploy", "-c", "c.yaml", *flags)[0] == 0
-    assert (seen["max_batches"], seen["again"]) == (2, [3, 3])
-    assert (seen["threads"], seen["max_trials"], seen["strict"], seen["leave"]) == (3, 4, True, ("head",))
-    assert "threads: 3" in (here / "made" / "config.yaml").read_text()
-    assert "choices: [int4, int8]" in (here / "made" / "config.yaml").read_text()
-    assert call("deploy", "-c", "made/config.yaml", "-o", "again", "--smoke")[0] == 0
-    assert (seen["smoke"], seen["resume"], seen["threads"]) == (True, False, 3)
+    assert (received["max_batches"], received["batch_counts"]) == (2, [3, 3])
+    assert (received["threads"], received["max_trials"], received["strict"], received["leave"]) == (
+        3,
+        4,
+        True,
+        ("head",),
+    )
+    assert "threads: 3" in (here / "result" / "config.yaml").read_text()
+    assert "choices: [int4, int8]" in (here / "result" / "config.yaml").read_text()
+    assert call("deploy", "-c", "result/config.yaml", "-o", "again", "--smoke")[0] == 0
+    assert (received["smoke"], received["resume"], received["threads"]) == (True, False, 3)
 
 
-FOR_THE_SCREEN = {"context", "config", "trust", "dry_run", "quiet", "verbose", "json", "debug"}
-BY_NAME = {
+OUTPUT_FLAGS = {"context", "config", "trust", "dry_run", "quiet", "verbose", "json", "debug"}
+NAMES_OF_OBJECTS = {
     "model",
     "weights",
     "random",
@@ -325,9 +337,9 @@ BY_NAME = {
     "size",
     "mean",
     "std",
-}  # what Python gives as objects
-MODES = {"smoke", "resume", "force"}  # of one run, not of a config
-OF_ONE_COMMAND = {
+}  # Python passes objects instead
+RUN_FLAGS = {"smoke", "resume", "force"}  # for one run, not in a config
+FLAGS_OF_ONE_COMMAND = {
     "folder",
     "path",
     "first",
@@ -343,22 +355,27 @@ OF_ONE_COMMAND = {
 }
 
 
-def test_a_flag_is_a_keyword_is_a_key() -> None:
+def test_flags_keywords_and_config_keys_have_the_same_names() -> None:
     from scalepoint import DeployConfig, deploy, deploy_checkpoint
 
     flags = set(inspect.signature(deploy_command).parameters)
-    keys = set(DeployConfig.model_fields) - {"quantization"}  # as a keyword: config
-    keywords = {name for name, each in inspect.signature(deploy).parameters.items() if each.kind == each.KEYWORD_ONLY}
-    assert flags - FOR_THE_SCREEN - MODES == keys
-    of_folders = set(inspect.signature(deploy_checkpoint).parameters) - {"source", "verify"} - BY_NAME
-    assert keys - BY_NAME == (keywords | of_folders) - {"config", "kwargs", "progress", "callback"} - MODES
-    assert flags >= MODES
-    assert keywords >= MODES
+    keys = set(DeployConfig.model_fields) - {"quantization"}  # the keyword is called config
+    keywords = {
+        name for name, value in inspect.signature(deploy).parameters.items() if value.kind == value.KEYWORD_ONLY
+    }
+    assert flags - OUTPUT_FLAGS - RUN_FLAGS == keys
+    checkpoint_keywords = set(inspect.signature(deploy_checkpoint).parameters) - {"source", "verify"} - NAMES_OF_OBJECTS
+    assert (
+        keys - NAMES_OF_OBJECTS
+        == (keywords | checkpoint_keywords) - {"config", "kwargs", "progress", "callback"} - RUN_FLAGS
+    )
+    assert flags >= RUN_FLAGS
+    assert keywords >= RUN_FLAGS
 
 
 @pytest.mark.parametrize(("command", "name"), [(command, name) for command, name, _ in COMMANDS], ids=NAMES)
 def test_an_option_has_one_name_in_all_commands(command, name) -> None:
-    known = set(inspect.signature(deploy_command).parameters) | OF_ONE_COMMAND | {"runtime"}
+    known = set(inspect.signature(deploy_command).parameters) | FLAGS_OF_ONE_COMMAND | {"runtime"}
     assert set(inspect.signature(command).parameters) <= known
     function = {"bench": "benchmark", "report": "", "targets": "", "doctor": "", "init": ""}.get(name, name)
     if function:
@@ -367,9 +384,9 @@ def test_an_option_has_one_name_in_all_commands(command, name) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [each for each in vars(errors).values() if inspect.isclass(each) and hasattr(each, "code")]
+    "kind", [value for value in vars(errors).values() if inspect.isclass(value) and hasattr(value, "code")]
 )
-def test_every_error_has_an_ending(kind, capsys) -> None:
+def test_every_error_has_an_exit_code(kind, capsys) -> None:
     code = report_error(kind("a [bold]name[/bold] \x1b[31m"), "deploy", is_json=True, is_debug=False)
     out, err = capsys.readouterr()
     assert code in (Code.INTERNAL, Code.USAGE, Code.MODEL, Code.UNVERIFIED)
@@ -380,7 +397,7 @@ def test_every_error_has_an_ending(kind, capsys) -> None:
     assert json.loads(out)["exit_code"] == code
 
 
-def test_an_error_of_ours_ends_with_1_and_says_so(call, monkeypatch) -> None:
+def test_an_internal_error_ends_with_1_and_asks_for_a_report(call, monkeypatch) -> None:
     monkeypatch.setattr(scalepoint, "inspect", lambda *_, **__: 1 / 0, raising=False)
     code, _, err = call("inspect", "nets:net")
     assert code == Code.INTERNAL
@@ -391,22 +408,22 @@ def test_an_error_of_ours_ends_with_1_and_says_so(call, monkeypatch) -> None:
     assert len(call("inspect", "nets:net")[2]) < 3000
 
 
-def _heed_interrupts() -> None:
-    """What a shell starts behind ignores Ctrl-C, and hands that down."""
+def _restore_interrupts() -> None:
+    """Handle Ctrl-C: a shell lets background processes and their children ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def interrupted(here: Path, sign: str, *arguments: str) -> tuple[int, str, str]:
-    """A deployment that gets Ctrl-C once a file is there."""
+def interrupt_deployment(here: Path, marker: str, *arguments: str) -> tuple[int, str, str]:
+    """Start a deployment and send Ctrl-C when the marker file exists."""
     process = subprocess.Popen(
         [*warm(), "-m", "scalepoint.cli", "deploy", "nets:net", "--trust", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_heed_interrupts,  # noqa: PLW1509  # there are no threads here
+        preexec_fn=_restore_interrupts,  # noqa: PLW1509  # there are no threads here
     )
     end = time.monotonic() + 300  # a machine may be busy
-    while not (here / sign).exists() and process.poll() is None and time.monotonic() < end:
+    while not (here / marker).exists() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -414,22 +431,22 @@ def interrupted(here: Path, sign: str, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_ctrl_c_ends_with_130_and_leaves_nothing(here) -> None:
-    code, out, err = interrupted(here, "started", "--data", "nets:sleeping")
+    code, out, err = interrupt_deployment(here, "started", "--data", "nets:sleeping")
     assert (code, out) == (Code.INTERRUPTED, "")
     assert "interrupted: nothing was written" in err
     assert "Traceback" not in err
     assert not (here / "out").exists()
 
 
-def test_after_ctrl_c_a_run_goes_on(call, here) -> None:
-    given = ("--data", "nets:same", "--evaluate", "nets:waiting")
-    code, out, err = interrupted(here, "judging", *given)
+def test_a_run_can_be_resumed_after_ctrl_c(call, here) -> None:
+    flags = ("--data", "nets:same", "--evaluate", "nets:waiting")
+    code, out, err = interrupt_deployment(here, "judging", *flags)
     assert (code, out) == (Code.INTERRUPTED, "")
     assert "trial-0 quantized" in err
     assert "trial-0 verified; the same command with --resume" in err
     assert not [path for path in (here / "out").rglob("*") if path.name.startswith(".tmp-")]
     assert [path.name for path in (here / "out").iterdir()] == [".scalepoint"]
-    code, _, err = call("deploy", "nets:net", *given, "--resume")
+    code, _, err = call("deploy", "nets:net", *flags, "--resume")
     assert code == 0, err
     assert "exporting: from the cache" in err
     assert "warning" not in err
@@ -446,9 +463,11 @@ def test_ctrl_c_in_any_other_command_ends_with_130(call, monkeypatch) -> None:
     assert (code, out, err.split()) == (Code.INTERRUPTED, "", ["interrupted"])
 
 
-def test_only_a_named_module_puts_the_current_folder_on_the_path(here) -> None:
+def test_the_current_folder_is_importable_only_for_a_named_module(here) -> None:
     (here / "rich.py").write_text("raise SystemExit('run from the folder')")
-    program = "import sys; sys.path[:] = [each for each in sys.path if each]; from scalepoint.cli import main; main()"
+    program = (
+        "import sys; sys.path[:] = [folder for folder in sys.path if folder]; from scalepoint.cli import main; main()"
+    )
     for arguments, code in ((["--version"], 0), (["check", "nowhere.onnx"], 2)):
         done = subprocess.run(
             [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, cwd=here
@@ -456,13 +475,13 @@ def test_only_a_named_module_puts_the_current_folder_on_the_path(here) -> None:
         assert done.returncode == code, done.stderr
 
 
-def test_an_interrupted_deployment_says_what_is_there(call, here, monkeypatch) -> None:
+def test_an_interrupted_deployment_lists_the_finished_stages(call, here, monkeypatch) -> None:
     def deploy(*_, output, **__):
         (output / ".scalepoint").mkdir(parents=True, exist_ok=True)
-        (output / ".scalepoint" / "journal.json").write_text(written)
+        (output / ".scalepoint" / "journal.json").write_text(journal)
         raise KeyboardInterrupt
 
-    written = '{"stages": {"trial-0 quantized": {"marks": {}, "result": {}, "files": {}}}}'
+    journal = '{"stages": {"trial-0 quantized": {"marks": {}, "result": {}, "files": {}}}}'
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
     code, _, err = call("deploy", "nets:net", "--data", "nets:batches")
@@ -471,7 +490,7 @@ def test_an_interrupted_deployment_says_what_is_there(call, here, monkeypatch) -
     assert "--resume" in err
     code, _, err = call("deploy", "nets:net", "--data", "nets:batches")
     assert (code, "--resume" in err) == (Code.USAGE, True)
-    written = "{"
+    journal = "{"
     code, _, err = call("deploy", "nets:net", "--data", "nets:batches", "--resume")
     assert (code, "nothing was written" in err) == (Code.INTERRUPTED, True)
 
@@ -493,14 +512,14 @@ def test_resume_needs_something_to_resume(call, here) -> None:
         ("deply 2>&-", 2),
     ],
 )
-def test_nobody_has_to_read(line, code, tmp_path) -> None:
+def test_a_closed_output_stream_is_no_error(line, code, tmp_path) -> None:
     line = f"set -o pipefail; {sys.executable} -m scalepoint.cli {line}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd=tmp_path)  # noqa: S607
     assert done.stderr == ""
     assert done.returncode == code
 
 
-def test_forty_columns_no_colour_ascii(call, here, monkeypatch) -> None:
+def test_output_fits_into_forty_columns_without_colour_in_ascii(call, here, monkeypatch) -> None:
     for command in (["doctor"], ["deploy", "--help"]):
         done = child(*command, COLUMNS="40", NO_COLOR="1", PYTHONIOENCODING="ascii", TERM="dumb", cwd=here)
         assert done.returncode == 0
@@ -519,16 +538,16 @@ def test_forty_columns_no_colour_ascii(call, here, monkeypatch) -> None:
         assert all(len(line) <= 40 for line in (out + err).splitlines())
 
 
-def test_on_a_narrow_screen_the_lines_of_a_row_stand_below_its_name(call, monkeypatch) -> None:
+def test_on_a_narrow_screen_the_cells_of_a_row_are_lines_below_its_name(call, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     _, out, _ = call("targets")
     first, *lines = out[: out.index("openvino")].splitlines()
     assert first == "onnxruntime"
-    assert len(lines) > 3  # one of them goes on in the next line
+    assert len(lines) > 3  # one cell needs two lines
     assert all(line.startswith("  ") for line in lines)
 
 
-def test_names_of_any_kind_are_shown_inert_in_any_locale(here) -> None:
+def test_control_characters_in_names_are_escaped_in_any_locale(here) -> None:
     names = "héad", "\N{PILE OF POO}", "\u202etxet"
     lines = [f"net.add_module({name!r}, nn.Linear(16, 16))" for name in names[:2]]
     (here / "odd.py").write_text("from torch import nn\nnet = nn.Sequential()\n" + "\n".join(lines), encoding="utf-8")
@@ -541,8 +560,8 @@ def test_names_of_any_kind_are_shown_inert_in_any_locale(here) -> None:
     assert "\\u202e" in done.stderr
 
 
-def test_neither_a_home_nor_a_user_by_name_is_needed(here) -> None:
-    """As in a container whose user has a number alone."""
+def test_commands_run_without_a_home_and_a_user_name(here) -> None:
+    """As in a container whose user has only a number."""
     program = (
         "import pwd, sys\n"
         "def unknown(number): raise KeyError(number)\n"
@@ -550,7 +569,7 @@ def test_neither_a_home_nor_a_user_by_name_is_needed(here) -> None:
         "from scalepoint.cli.app import run\n"
         "sys.exit(run(['doctor', '--json']) or run(['inspect', 'nets:net', '--trust', '--json']))"
     )
-    bare = {
+    environment = {
         name: value for name, value in os.environ.items() if name not in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME")
     }
     done = subprocess.run(
@@ -559,7 +578,7 @@ def test_neither_a_home_nor_a_user_by_name_is_needed(here) -> None:
         text=True,
         check=False,
         cwd=here,
-        env={**bare, "LC_ALL": "C"},
+        env={**environment, "LC_ALL": "C"},
     )
     assert done.returncode == 0, done.stderr
 
@@ -568,51 +587,51 @@ def test_targets_are_listed(call) -> None:
     from scalepoint.targets import list_targets
 
     code, out, _ = call("targets", "--json")
-    found = json.loads(out)["targets"]
+    rows = json.loads(out)["targets"]
     assert code == 0
-    assert [row["name"] for row in found] == [*list_targets(), *list_targets(language=True)]
+    assert [row["name"] for row in rows] == [*list_targets(), *list_targets(language=True)]
     assert "onnxruntime" in call("targets")[1]
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml", "reference"])
-def test_one_target_is_told_whole(call, name: str) -> None:
+def test_a_target_is_described_completely(call, name: str) -> None:
     from scalepoint.targets import find_target
 
     target = find_target(name)
     code, out, _ = call("targets", name, "--json")
-    found = {section["title"]: section for section in json.loads(out)["sections"]}
+    sections = {section["title"]: section for section in json.loads(out)["sections"]}
     assert code == 0
-    assert [row[0] for row in found["Patterns"]["rows"]] == list(target.pattern_names)
-    assert [row[2] for row in found["Patterns"]["rows"]] == [
+    assert [row[0] for row in sections["Patterns"]["rows"]] == list(target.pattern_names)
+    assert [row[2] for row in sections["Patterns"]["rows"]] == [
         ", ".join(point.value for point in pattern.qdq_points) or f"none: {pattern.why_float or 'stays float'}"
         for pattern in target.patterns
     ]
-    assert len(found["Accepts"]["rows"]) == len(target.accepts)
-    assert ("Left float" in found) == bool(target.rules)
-    assert ("Static checks" in found) == (name == "tensorrt")
+    assert len(sections["Accepts"]["rows"]) == len(target.accepts)
+    assert ("Left float" in sections) == bool(target.rules)
+    assert ("Static checks" in sections) == (name == "tensorrt")
     code, out, _ = call("targets", name)
     assert code == 0
     assert "LinearReLUPattern" in out
 
 
-def test_every_field_of_a_target_is_told() -> None:
-    """A new field of a target needs its place in the description, or its page is silent of it."""
+def test_every_field_of_a_target_is_described() -> None:
+    """A new field of Target must be added to describe_target."""
     from dataclasses import fields
     from inspect import getsource
 
     from scalepoint.targets import Target, describe_target
 
-    untold = [each.name for each in fields(Target) if f"target.{each.name}" not in getsource(describe_target)]
-    assert untold == ["name", "summary"]  # the title
+    missing = [field.name for field in fields(Target) if f"target.{field.name}" not in getsource(describe_target)]
+    assert missing == ["name", "summary"]  # the title
 
 
 def test_an_unknown_target_is_a_usage_error_with_the_nearest_name(call) -> None:
-    code, _, talk = call("targets", "tensort")
+    code, _, err = call("targets", "tensort")
     assert code == 2
-    assert "did you mean 'tensorrt'" in talk
+    assert "did you mean 'tensorrt'" in err
 
 
-def test_the_doctor_tells_what_is_missing_and_the_way_out(call, monkeypatch) -> None:
+def test_doctor_reports_what_is_missing_and_how_to_install_it(call, monkeypatch) -> None:
     code, out, _ = call("doctor", "--json")
     lines = {line["name"]: line for line in json.loads(out)["lines"]}
     assert code == 0
@@ -627,29 +646,29 @@ def test_the_doctor_tells_what_is_missing_and_the_way_out(call, monkeypatch) -> 
     assert "failed" in err
 
 
-def test_doctor_lists_every_optional_part_with_the_extra_that_brings_it(call, monkeypatch) -> None:
+def test_doctor_lists_every_optional_package_with_its_extra(call, monkeypatch) -> None:
     extras = metadata("scalepoint").get_all("Provides-Extra")
     monkeypatch.setattr("scalepoint.cli.setup_commands.find_spec", lambda name: None)
     lines = {line["name"]: line for line in json.loads(call("doctor", "--json")[1])["lines"]}
     optional = {name: line["way_out"] for name, line in lines.items() if "(optional)" in line["detail"]}
     assert {"openvino", "transformers", "compressed-tensors", "onnxruntime-genai", "gguf"} <= set(optional)
     hints = [
-        re.fullmatch(r"pip install (?:'scalepoint\[(\w+)\]'|pillow)|npm install .*", each) for each in optional.values()
+        re.fullmatch(r"pip install (?:'scalepoint\[(\w+)\]'|pillow)|npm install .*", hint) for hint in optional.values()
     ]
     assert all(hints), optional
-    assert {found[1] for found in hints if found[1]} <= set(extras)
+    assert {match[1] for match in hints if match[1]} <= set(extras)
 
 
-def test_init_writes_what_deploy_takes_and_overwrites_nothing(call, here) -> None:
+def test_init_writes_a_config_for_deploy_and_overwrites_nothing(call, here) -> None:
     from scalepoint.options import DeployConfig
 
     code, out, err = call("init", "new")
     assert code == 0
     assert out.split() == ["new/scalepoint.yaml", "new/deploy.py"]
     assert "--dry-run" in err
-    written = (here / "new" / "scalepoint.yaml").read_text()
+    config = (here / "new" / "scalepoint.yaml").read_text()
     assert DeployConfig.from_file(here / "new" / "scalepoint.yaml").model == "deploy:model"
-    assert all(f"\n{name}:" in written for name in DeployConfig.model_fields)
+    assert all(f"\n{name}:" in config for name in DeployConfig.model_fields)
     (here / "new" / "scalepoint.yaml").unlink()
     (here / "new" / "deploy.py").write_text("mine")
     assert call("init", "new")[0] == Code.USAGE
@@ -658,17 +677,17 @@ def test_init_writes_what_deploy_takes_and_overwrites_nothing(call, here) -> Non
     assert call("init", "nets.py")[0] == Code.USAGE
 
 
-def test_what_init_writes_runs(call, here) -> None:
+def test_the_files_of_init_can_be_deployed(call, here) -> None:
     assert call("init")[0] == 0
     code, out, _ = call("deploy", "-c", "scalepoint.yaml", "--dry-run")
     assert code == 0
-    quantized, left = re.search(r"\b(\d) quantized", out), re.search(r"\b(\d) left float for speed", out)
+    quantized, float_for_speed = re.search(r"\b(\d) quantized", out), re.search(r"\b(\d) left float for speed", out)
     assert quantized is not None
-    assert int(quantized[1]) >= 2  # its first layer, of three channels, does not pay on every CPU
-    assert int(quantized[1]) + (int(left[1]) if left else 0) == 3
+    assert int(quantized[1]) >= 2  # the first layer, with three channels, is not faster in int8 on every CPU
+    assert int(quantized[1]) + (int(float_for_speed[1]) if float_for_speed else 0) == 3
 
 
-def test_the_schema_knows_every_key(call) -> None:
+def test_the_schema_has_every_key(call) -> None:
     from scalepoint.options import DeployConfig
 
     code, out, _ = call("config", "schema")
@@ -677,7 +696,7 @@ def test_the_schema_knows_every_key(call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("variables", "suggestions"),
     [
         ({"COMP_WORDS": "scalepoint de", "COMP_CWORD": "1"}, ["deploy"]),
         ({"COMP_WORDS": "scalepoint deploy --re", "COMP_CWORD": "2"}, ["--resume"]),
@@ -685,12 +704,12 @@ def test_the_schema_knows_every_key(call) -> None:
     ],
     ids=["command", "flag", "flag of inspect"],
 )
-def test_shell_completion_knows_commands_and_flags(given, found) -> None:
-    done = child(_SCALEPOINT_COMPLETE="complete_bash", **given)
-    assert (done.returncode, done.stdout.split()) == (0, found)
-    words = given["COMP_WORDS"]
+def test_shell_completion_suggests_commands_and_flags(variables, suggestions) -> None:
+    done = child(_SCALEPOINT_COMPLETE="complete_bash", **variables)
+    assert (done.returncode, done.stdout.split()) == (0, suggestions)
+    words = variables["COMP_WORDS"]
     done = child(_SCALEPOINT_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS=words)
-    assert found[0] in done.stdout
+    assert suggestions[0] in done.stdout
 
 
 def test_the_version_is_the_packages() -> None:
@@ -698,22 +717,22 @@ def test_the_version_is_the_packages() -> None:
     assert (done.returncode, done.stdout) == (0, f"scalepoint {scalepoint.__version__}\n")
 
 
-def test_what_a_config_names_is_looked_for_beside_it(call, here) -> None:
-    there = here / "project"
-    there.mkdir()
-    (there / "mine.py").write_text((here / "nets.py").read_text())
-    (there / "c.yaml").write_text("model: mine:net\ndata: mine:batches\n")
+def test_modules_that_a_config_names_are_searched_next_to_it(call, here) -> None:
+    project = here / "project"
+    project.mkdir()
+    (project / "mine.py").write_text((here / "nets.py").read_text())
+    (project / "c.yaml").write_text("model: mine:net\ndata: mine:batches\n")
     sys.modules.pop("mine", None)
     code, out, err = call("deploy", "-c", "project/c.yaml", "--dry-run", "--json")
     assert (code, json.loads(out)["exit_code"]) == (0, 0), err
     sys.modules.pop("mine", None)
-    sys.path[:] = [each for each in sys.path if each != str(there)]
-    code, _, err = call("inspect", "mine:net")  # from the current folder on it is not there
+    sys.path[:] = [folder for folder in sys.path if folder != str(project)]
+    code, _, err = call("inspect", "mine:net")  # the current folder does not contain it
     assert (code, "no module 'mine'" in " ".join(err.split())) == (Code.USAGE, True)
     assert call("inspect", "mine:net", "--root", "project", "--json")[0] == 0
 
 
-def test_data_that_a_config_names_is_looked_for_beside_it(call, here) -> None:
+def test_data_that_a_config_names_is_searched_next_to_it(call, here) -> None:
     import numpy as np
 
     (here / "project").mkdir()
@@ -722,7 +741,7 @@ def test_data_that_a_config_names_is_looked_for_beside_it(call, here) -> None:
     assert call("deploy", "-c", "project/c.yaml", "--dry-run", "--json")[0] == 0
 
 
-def test_a_file_is_run_only_when_it_is_trusted(call, here) -> None:
+def test_a_file_runs_only_with_trust(call, here) -> None:
     (here / "sub").mkdir()
     (here / "sub" / "my net.py").write_text("from beside import make\nprint('run')\n")
     (here / "sub" / "beside.py").write_text("from nets import net as make\n")
@@ -734,7 +753,7 @@ def test_a_file_is_run_only_when_it_is_trusted(call, here) -> None:
     assert (code, "there is no file sub/other.py" in " ".join(err.split())) == (Code.USAGE, True)
 
 
-def test_inspect_says_where_sizes_are_not_known(call) -> None:
+def test_inspect_notes_that_the_input_sizes_are_unknown(call) -> None:
     code, out, err = call("inspect", "nets:Net", "--json")
     assert (code, json.loads(out)["has_sizes"], "--shape" in err) == (0, False, True)
     code, out, err = call("inspect", "nets:Net", "--shape", "1,3,8,8", "--json")
@@ -761,76 +780,79 @@ LOCAL = "from pathlib import Path\nPath('ran').touch()\nfrom nets import net as 
     ],
     ids=" ".join,
 )
-def test_code_of_the_current_folder_or_of_the_configs_needs_trust_in_every_spelling(call, here, arguments) -> None:
-    places = ("local.py", "package/__init__.py", "package/inner.py", "plain/inner.py", "project/helper.py")
-    for name in places:
+def test_code_of_the_current_folder_or_the_config_folder_always_needs_trust(call, here, arguments) -> None:
+    files = ("local.py", "package/__init__.py", "package/inner.py", "plain/inner.py", "project/helper.py")
+    for name in files:
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text(LOCAL)
     (here / "project" / "named.yaml").write_text("model: helper:make\ndata: helper:batches\n")
     (here / "project" / "file.yaml").write_text("model: helper.py:make\ndata: helper.py:batches\n")
     (here / "project" / "grid.yaml").write_text("model: helper:make\ndata: helper:batches\ngrid: {seed: [0, 1]}\n")
     code, _, err = call(*arguments, trust=False)
-    said = " ".join(err.split())
-    assert (code, "add --trust" in said, (here / "ran").exists()) == (Code.USAGE, True, False), said
-    assert "or name" not in said  # no way around it is advised
+    text = " ".join(err.split())
+    assert (code, "add --trust" in text, (here / "ran").exists()) == (Code.USAGE, True, False), text
+    assert "or name" not in text  # no other way is suggested
 
 
-def test_installed_code_needs_no_trust_beside_folders_of_the_same_name(call, here) -> None:
-    (here / "torch").mkdir()  # no module: it has no __init__.py
+def test_installed_code_needs_no_trust_next_to_a_folder_of_the_same_name(call, here) -> None:
+    (here / "torch").mkdir()  # without __init__.py it is no module
     assert call("inspect", "torch.nn:ReLU", "--shape", "1,4", trust=False)[0] == 0
     code, out, _ = call("inspect", "local:make", "--trust", trust=False)
     assert (code, out) == (Code.USAGE, "")
 
 
-def test_the_command_under_how_to_reproduce_makes_the_same_file(deployed, tmp_path) -> None:
+def test_the_reproduction_command_writes_the_same_file(deployed, tmp_path) -> None:
     import shlex
 
     out = deployed.folder / "out"
     command = shlex.split(json.loads((out / "report.json").read_text())["reproduction"]["command"])
     assert command[0] == "scalepoint"
-    done = child(*command[1:], cwd=tmp_path)  # from a folder that knows nothing of it
+    done = child(*command[1:], cwd=tmp_path)  # from an unrelated folder
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "again" / "model.onnx").read_bytes() == (out / "model.onnx").read_bytes()
 
 
-def test_after_a_search_the_command_makes_the_kept_file_without_one(call, here, monkeypatch) -> None:
+def test_after_a_search_the_reproduction_command_needs_no_search(call, here, monkeypatch) -> None:
     def deploy(model, inputs, data, **options):
         options["output"].mkdir()
-        made = _Deployed()
-        made.report.trials, made.report.config = (1, 2), {"overrides": [{"name": "head", "weight": "float"}]}
-        return made
+        deployment = _Deployment()
+        deployment.report.trials, deployment.report.config = (
+            (1, 2),
+            {"overrides": [{"name": "head", "weight": "float"}]},
+        )
+        return deployment
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
     flags = ("--data", "nets:batches", "--evaluate", "nets:score", "--max-drop", "1")
-    assert call("deploy", "nets:net", *flags, "-o", "made")[0] == 0
-    kept = DeployConfig.from_file(here / "made" / "kept.yaml")
-    asked = DeployConfig.from_file(here / "made" / "config.yaml")
-    assert (kept.max_drop, asked.max_drop) == (None, 1.0)
-    assert [each.name for each in kept.quantization.overrides] == ["head"]
-    assert asked.quantization.overrides == ()
+    assert call("deploy", "nets:net", *flags, "-o", "result")[0] == 0
+    best = DeployConfig.from_file(here / "result" / "kept.yaml")
+    config = DeployConfig.from_file(here / "result" / "config.yaml")
+    assert (best.max_drop, config.max_drop) == (None, 1.0)
+    assert [override.name for override in best.quantization.overrides] == ["head"]
+    assert config.quantization.overrides == ()
 
 
-def test_a_budget_is_written_as_it_is_said_and_the_command_makes_the_file_without_one(call, here, monkeypatch) -> None:
-    given = {}
+def test_a_budget_is_written_to_the_config_and_reproduction_needs_no_budget(call, here, monkeypatch) -> None:
+    received = {}
 
     def deploy(model, inputs, data, **options):
-        given.update(options)
+        received.update(options)
         options["output"].mkdir()
-        made = _Deployed()
-        made.report.trials, made.report.config = (1,), {"overrides": [{"name": "head", "weight": "float"}]}
-        return made
+        deployment = _Deployment()
+        deployment.report.trials, deployment.report.config = (1,), {"overrides": [{"name": "head", "weight": "float"}]}
+        return deployment
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
     flags = ("--data", "nets:batches", "--budget", "bits=4.5", "--choices", "int4,float")
-    assert call("deploy", "nets:net", *flags, "-o", "made")[0] == 0
-    assert (str(given["budget"]), given["choices"]) == ("bits=4.5", ("int4", "float"))
-    asked, kept = (DeployConfig.from_file(here / "made" / name) for name in ("config.yaml", "kept.yaml"))
-    assert (asked.budget, kept.budget) == (given["budget"], None)
-    assert [each.name for each in kept.quantization.overrides] == ["head"]
+    assert call("deploy", "nets:net", *flags, "-o", "result")[0] == 0
+    assert (str(received["budget"]), received["choices"]) == ("bits=4.5", ("int4", "float"))
+    config, best = (DeployConfig.from_file(here / "result" / name) for name in ("config.yaml", "kept.yaml"))
+    assert (config.budget, best.budget) == (received["budget"], None)
+    assert [override.name for override in best.quantization.overrides] == ["head"]
 
 
 @pytest.mark.parametrize("budget", ["small", "size=2", "size=none", "speed=0.5", "bits=4,size=0.2"])
-def test_a_budget_that_makes_no_sense_ends_with_2(call, budget) -> None:
+def test_an_invalid_budget_ends_with_2(call, budget) -> None:
     code, _, err = call("deploy", "nets:net", "--data", "nets:batches", "--budget", budget)
     assert code == Code.USAGE
     assert "--budget" in err

@@ -1,4 +1,4 @@
-"""Flags, config keys, cache keys and calls are made from the declarations of options; looking up loads no torch."""
+"""Flags, config keys, cache keys and calls follow the declarations of options; cheap commands do not load torch."""
 
 import inspect
 import subprocess
@@ -32,7 +32,7 @@ from scalepoint.quantize import QuantConfig
 from scalepoint.targets import describe, find_target
 from tests.cli.conftest import child
 
-CHEAP = ("--help", "deploy --help", "report out", "report out --json", "doctor")
+COMMANDS_WITHOUT_TORCH = ("--help", "deploy --help", "report out", "report out --json", "doctor")
 PROGRAM = """
 import sys
 from scalepoint.cli.app import run
@@ -44,21 +44,21 @@ RENAMED = {"quantization": "config"}  # key of a config file -> keyword in Pytho
 
 
 def keywords(*classes):
-    return {RENAMED.get(name, name): field for each in classes for name, field in each.model_fields.items()}
+    return {RENAMED.get(name, name): field for options in classes for name, field in options.model_fields.items()}
 
 
-def test_commands_that_only_look_something_up_do_not_load_torch(deployed) -> None:
-    command = [sys.executable, "-c", PROGRAM, *CHEAP]
+def test_commands_that_only_read_files_do_not_load_torch(deployed) -> None:
+    command = [sys.executable, "-c", PROGRAM, *COMMANDS_WITHOUT_TORCH]
     done = subprocess.run(command, cwd=deployed.folder, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stderr.splitlines()[-1] == f"{[0] * len(CHEAP)} False"
+    assert done.stderr.splitlines()[-1] == f"{[0] * len(COMMANDS_WITHOUT_TORCH)} False"
 
 
 @pytest.mark.parametrize("cpu", ["vnni", "avx2"])
-def test_a_target_says_which_processor_it_was_made_for(cpu) -> None:
+def test_the_description_of_a_target_names_its_cpu(cpu) -> None:
     assert ("made with cpu=", cpu) in describe(find_target("onnxruntime", cpu))[0].rows
 
 
-def test_a_package_still_gives_all_its_names() -> None:
+def test_every_name_of_a_lazy_package_can_be_imported() -> None:
     done = child("targets", "nowhere")
     known = "onnxruntime, openvino, ort-genai, reference, tensorrt"
     assert (done.returncode, known in " ".join(done.stderr.split())) == (2, True)
@@ -96,14 +96,14 @@ def test_every_option_of_deploy_can_be_swept_or_is_an_option_of_the_sweep() -> N
     assert all(name in str(error.value) for name in known if name not in ("output", "resume", "force"))
 
 
-def test_every_key_of_a_config_file_is_a_flag_of_deploy_and_the_other_way_round() -> None:
+def test_the_keys_of_a_config_file_are_the_flags_of_deploy() -> None:
     command = typer.main.get_command(app).commands["deploy"]
-    own = {"config", "trust", "dry_run", "quiet", "verbose", "json", "debug", "help"}
-    flags = {parameter.name for parameter in command.params} - own
+    other_flags = {"config", "trust", "dry_run", "quiet", "verbose", "json", "debug", "help"}
+    flags = {parameter.name for parameter in command.params} - other_flags
     assert flags == {*DeployConfig.model_fields, *RunOptions.model_fields} - {"quantization"}
 
 
-def test_every_option_has_a_help_text_that_fits_its_group() -> None:
+def test_every_option_has_a_help_text_and_language_options_a_group() -> None:
     for options in (DeployConfig, RunOptions):
         for name, field in options.model_fields.items():
             assert get_option(field).help.endswith("."), name
@@ -112,26 +112,26 @@ def test_every_option_has_a_help_text_that_fits_its_group() -> None:
 
 
 class TestAnAddedOption:
-    """An option that is declared once is everywhere."""
+    """An option that is declared once is a flag, a config key, a cache key and a keyword."""
 
     class Config(DeployConfig):
         flavour: Annotated[str | None, Option("How it tastes.", "Data", ("quantize", "verify"))] = None
 
     def test_is_a_flag_with_its_help(self) -> None:
-        seen = {}
+        parameters = {}
 
         @takes("model", "flavour", options=self.Config)
         def command(context: typer.Context) -> int:
-            seen.update(context.params)
+            parameters.update(context.params)
             return 0
 
-        runner, own = CliRunner(), typer.Typer()
-        own.command()(command)
-        text = runner.invoke(own, ["--help"]).stdout
+        runner, test_app = CliRunner(), typer.Typer()
+        test_app.command()(command)
+        text = runner.invoke(test_app, ["--help"]).stdout
         assert "--flavour" in text
         assert "How it tastes." in text
-        runner.invoke(own, ["net", "--flavour", "sweet"], catch_exceptions=False)
-        assert seen == {"model": "net", "flavour": "sweet"}
+        runner.invoke(test_app, ["net", "--flavour", "sweet"], catch_exceptions=False)
+        assert parameters == {"model": "net", "flavour": "sweet"}
 
     def test_is_a_key_of_config_files_and_of_their_schema(self, tmp_path) -> None:
         path = tmp_path / "config.yaml"

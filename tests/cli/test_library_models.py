@@ -1,4 +1,4 @@
-"""Models by name of a library, weights beside a factory, and folders that need no model."""
+"""Models of libraries by name, weights from a file, `init --ask`, and folders that contain their graph."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def rows(out: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "pt"])
-def test_weights_go_into_what_the_factory_makes(call, here, net, ending) -> None:
+def test_weights_are_loaded_into_the_model_of_the_factory(call, here, net, ending) -> None:
     state = {name: value + 1 for name, value in net.state_dict().items()}
     path = here / f"w.{ending}"
     save_file(state, path) if ending == "safetensors" else torch.save(state, path)
@@ -41,27 +41,27 @@ def test_weights_go_into_what_the_factory_makes(call, here, net, ending) -> None
     assert (code, rows(out)) == (0, ["conv", "head"]), err
 
 
-class Evil:
+class Malicious:
     def __reduce__(self):
         return (Path.touch, (Path("owned"),))
 
 
-def test_weights_that_are_none_are_refused_and_do_nothing(call, here, net) -> None:
-    torch.save({"conv.weight": Evil()}, here / "evil.pt")
-    (here / "plain.pt").write_bytes(pickle.dumps(Evil()))
+def test_files_without_weights_are_refused_and_run_no_code(call, here, net) -> None:
+    torch.save({"conv.weight": Malicious()}, here / "evil.pt")
+    (here / "plain.pt").write_bytes(pickle.dumps(Malicious()))
     (here / "half.safetensors").write_bytes(b"\x08\x00\x00\x00")
     save_file({"other": torch.ones(1)}, here / "other.safetensors")
     torch.save([1, 2], here / "list.pt")
-    said = {
+    messages = {
         "evil.pt": "could run code",
         "plain.pt": "plain.pt",
         "half.safetensors": "cannot be read",
         "other.safetensors": "does not fit",
         "list.pt": "no state_dict",
         "nowhere.pt": "no such file",
-        "net.onnx": "is expected",
+        "net.onnx": "must be a",
     }
-    for name, message in said.items():
+    for name, message in messages.items():
         code, _, err = call("inspect", "nets:net", "--weights", name)
         assert (code, message in " ".join(err.split())) == (Code.USAGE, True), (name, err)
     assert not (here / "owned").exists()
@@ -69,7 +69,7 @@ def test_weights_that_are_none_are_refused_and_do_nothing(call, here, net) -> No
 
 @pytest.mark.slow
 def test_a_model_of_timm_with_random_weights_is_the_same_at_every_call(call, here) -> None:
-    pytest.importorskip("timm") if "timm" in sys.modules else _timm()
+    pytest.importorskip("timm") if "timm" in sys.modules else _require_timm()
     code, out, err = call("inspect", "timm:test_resnet", "--random", "--json")
     assert code == 0, err
     assert len(rows(out)) > 5
@@ -79,14 +79,14 @@ def test_a_model_of_timm_with_random_weights_is_the_same_at_every_call(call, her
     assert (code, "did you mean 'test_resnet'" in err) == (Code.USAGE, True)
 
 
-def _timm() -> None:
+def _require_timm() -> None:
     try:
         timm_models()
     except ImportError:
-        pytest.skip("no timm here")
+        pytest.skip("timm is not installed")
 
 
-def test_a_folder_of_transformers(call, here) -> None:
+def test_a_folder_of_transformers_is_a_model(call, here) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=32
@@ -100,7 +100,7 @@ def test_a_folder_of_transformers(call, here) -> None:
 
 
 def test_the_example_of_a_folder_of_transformers_is_the_first_batch_of_the_data(call, here) -> None:
-    """Its inputs, its length; labels are left out, and named."""
+    """The batch gives the names and the length of the inputs. Labels are left out with a note."""
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.BertConfig(vocab_size=32, attn_implementation="eager", **small)
@@ -113,23 +113,25 @@ def test_the_example_of_a_folder_of_transformers_is_the_first_batch_of_the_data(
     assert code == 0, err
     assert "'labels'" in err
     file = onnxruntime.InferenceSession(json.loads(out)["path"])
-    assert {each.name for each in file.get_inputs()} == {"input_ids", "attention_mask"}
+    assert {node.name for node in file.get_inputs()} == {"input_ids", "attention_mask"}
     feeds = {"input_ids": ids, "attention_mask": mask}
-    masked, unmasked = (file.run(None, {**feeds, "attention_mask": each})[0] for each in (mask, np.ones_like(mask)))
+    masked, unmasked = (
+        file.run(None, {**feeds, "attention_mask": attention_mask})[0] for attention_mask in (mask, np.ones_like(mask))
+    )
     assert abs(masked - unmasked).max() > 1e-6  # random weights attend nearly evenly
 
 
-def test_a_library_that_is_not_there_is_named(call, monkeypatch) -> None:
+def test_a_missing_library_is_named(call, monkeypatch) -> None:
     monkeypatch.setattr("scalepoint.cli.library_models.find_spec", lambda name: None)
     code, _, err = call("inspect", "timm:resnet18")
     assert (code, "pip install timm" in err) == (Code.USAGE, True)
 
 
-def test_verify_and_compare_need_no_model_where_the_folder_holds_the_graph(call, made) -> None:
-    for given in (made, made / "model.onnx"):
-        code, out, err = call("verify", given, "--json")
+def test_verify_and_compare_need_no_model_if_the_folder_contains_the_graph(call, output_folder) -> None:
+    for path in (output_folder, output_folder / "model.onnx"):
+        code, out, err = call("verify", path, "--json")
         assert (code, json.loads(out)["holds"]) == (0, True), err
-    code, out, err = call("compare", made, "--json")
+    code, out, err = call("compare", output_folder, "--json")
     assert code == 0, err
     assert {row["name"] for row in json.loads(out)["layers"]} >= {"conv", "head"}
 
@@ -140,38 +142,40 @@ def test_a_state_dict_of_another_shape_is_refused(net, tmp_path) -> None:
         load_weights(net, tmp_path / "w.safetensors")
 
 
-def test_init_asks_again_for_what_cannot_be_looks_and_writes_the_answers(call, here, monkeypatch) -> None:
+def test_init_repeats_questions_after_invalid_answers_and_writes_the_config(call, here, monkeypatch) -> None:
     answers = "nets.pt\nnets:net\nnets:same\ntensort\nonnxruntime\nnets:score\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
     code, out, err = call("init", "--ask", "--trust")
     assert (code, out.split()) == (0, ["scalepoint.yaml"]), err
-    said = " ".join(err.split())
-    assert "can run code" in said
-    assert "did you mean 'tensorrt'?" in said
-    assert "Next: scalepoint deploy -c scalepoint.yaml --trust" in said
-    assert all(line.count("]:") <= 1 for line in err.splitlines())  # a question a line, also where nobody types
+    text = " ".join(err.split())
+    assert "can run code" in text
+    assert "did you mean 'tensorrt'?" in text
+    assert "Next: scalepoint deploy -c scalepoint.yaml --trust" in text
+    assert all(line.count("]:") <= 1 for line in err.splitlines())  # one question per line, also without a terminal
     planned = call("deploy", "-c", "scalepoint.yaml", "--dry-run")[1]
-    assert " ".join(planned.partition("onnxruntime: ")[2].split()) in said  # what deploy will do
+    assert " ".join(planned.partition("onnxruntime: ")[2].split()) in text  # as deploy shows it
     code, out, err = call("deploy", "-c", "scalepoint.yaml", "--dry-run", "--json")
     assert (code, rows(out)) == (0, ["conv", "head"]), err
     assert "nets:score" in (here / "scalepoint.yaml").read_text()
 
 
-@pytest.mark.parametrize("answers", ["nets:net\ncalibration.npz\n\n\n", "\n\n\n\n"], ids=["own", "usual"])
+@pytest.mark.parametrize(
+    "answers", ["nets:net\ncalibration.npz\n\n\n", "\n\n\n\n"], ids=["own answers", "default answers"]
+)
 def test_the_command_that_init_prints_works_from_where_it_is_printed(call, here, monkeypatch, answers) -> None:
-    """In a folder with a blank in its name; files and modules of the answers lie in the current one."""
+    """The folder has a space in its name. Files and modules of the answers are in the current folder."""
     np.savez(here / "calibration.npz", x=np.ones((4, 3, 8, 8), np.float32))
     monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
     code, _, err = call("init", "a folder", "--ask", trust=False)
     assert code == 0, err
-    assert "net looked at" not in err
+    assert "the model was not inspected" in " ".join(err.split())  # --trust is missing
     command = shlex.split(" ".join(err.split()).partition("Next: scalepoint ")[2].partition(" scalepoint ")[0])
     assert {"--dry-run", "--trust"} < set(command)
     code, _, err = call(*command, trust=False)
     assert code == 0, err
 
 
-def test_a_library_that_does_not_load_is_no_fault_of_ours(call, here) -> None:
+def test_a_library_that_cannot_be_imported_is_a_usage_error(call, here) -> None:
     (here / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     code, _, err = call("inspect", "timm:resnet18", trust=False)
     assert (code, "add --trust" in " ".join(err.split())) == (Code.USAGE, True)  # it lies in the current folder

@@ -1,4 +1,4 @@
-"""sweep on the command line: a grid in a config, a folder a run, and what is wrong with it."""
+"""The command sweep: a grid in a config, and a folder for each run."""
 
 import json
 
@@ -13,12 +13,12 @@ grid:
 """
 
 
-def test_a_sweep_makes_a_folder_a_run_and_goes_on(call, here) -> None:
+def test_a_sweep_writes_a_folder_per_run_and_can_be_resumed(call, here) -> None:
     (here / "sweep.yaml").write_text(GRID)
     code, out, err = call("sweep", "-c", "sweep.yaml", "-o", "all", "--json", "-q")
     assert code == 0, err
-    found = json.loads(out)
-    assert [row["name"] for row in found["rows"]] == ["config1", "config2"]
+    result = json.loads(out)
+    assert [row["name"] for row in result["rows"]] == ["config1", "config2"]
     assert (here / "all" / "sweep.html").is_file()
     code, _, err = call("deploy", "-c", "all/config2/config.yaml", "--dry-run")
     assert code == 0, err

@@ -1,17 +1,17 @@
-"""What the fenced blocks of the README and the docs are, and how each is put to the test.
+"""Runs the fenced blocks of the README and the docs as tests. The language of a block says how it is tested:
 
-    python               run, in the one Python process of its page
-    text                 what the block before it printed; `...` stands for anything
-    console              `$ command` lines, run in the page's folder; lines after one are what it printed
-    any, title="name"    a file of that name in the page's folder
-    shell                not run (it installs, or takes minutes): a `make` target must be there
+    python               run, in one Python process per page
+    text                 compared with the output of the block before it; `...` matches any text
+    console              `$ command` lines, run in the folder of the page; the lines after a command are its output
+    any, title="name"    written as a file of that name into the folder of the page
+    shell                not run (it installs or takes minutes); `make` targets in it must exist
     formula              not code
 
-`<!-- needs package -->` on the first line: the page is skipped where that package is not installed.
-`<!-- slow -->` on the first line: the page is read by `make test-all`; faster tests or pages show the same.
-`<!-- numbers vary -->` before a text or console block: figures are compared as "a number", words as they are.
-Each page is run as a reader runs it: a folder of its own, a Python process of its own that starts there, the package
-as it is installed, and nothing of the tests. `pip install` goes into an environment that the page alone has.
+`<!-- needs package -->` on the first line: the page is skipped if the package is not installed.
+`<!-- slow -->` on the first line: the page is run only by `make test-all`.
+`<!-- numbers vary -->` before a text or console block: any number matches any number; words must be equal.
+A page is run as a reader runs it: in its own empty folder and Python process, with the package as it is installed and
+without the tests. `pip install` installs into an environment of that page.
 """
 
 import doctest
@@ -42,78 +42,78 @@ VARYING = "<!-- numbers vary -->"
 NEEDS = re.compile(r"<!-- needs (\w+) -->")
 SLOW = "<!-- slow -->"
 NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
-TIME = re.compile(r"(\d) (us|ms|s)\b")  # another CPU, another unit
-# What another CPU may compute with a last rounding of its own; and the word that goes with that number.
+TIME = re.compile(r"(\d) (us|ms|s)\b")  # the unit depends on the CPU
+# Agreement depends on the rounding of the CPU, and so does the word that describes it.
 EXACT = re.compile(r"\bexactly\b|([\d.]+|\binf) dB(, (very good|good|fair|poor)\b)?")
 SPACES = re.compile(r"[ \t]+")
-SECONDS = 600
-WIDTH = "100"  # of the terminal
-OFFLINE = ("--no-index", "--no-deps", "--no-build-isolation")  # all that is needed is here
+TIMEOUT_SECONDS = 600
+TERMINAL_WIDTH = "100"
+OFFLINE = ("--no-index", "--no-deps", "--no-build-isolation")  # dependencies are installed already
 READING = Path(__file__).with_name("reading.py")
 
 
 class Blocks:
-    """Finds every fenced block of a page and says what becomes of it."""
+    """Parser that finds the fenced blocks of a page and chooses how each is tested."""
 
     lexer = RawFencedCodeBlockLexer(INFO)
 
     def __call__(self, document: Document) -> Iterator[Region]:
         for region in self.lexer(document):
             region.parsed = region.lexemes["source"]
-            region.evaluator = self.saved if region.lexemes["title"] else self.by_language(region.lexemes["language"])
+            title, language = region.lexemes["title"], region.lexemes["language"]
+            region.evaluator = self.save if title else self.by_language(language)
             yield region
 
     def by_language(self, language: str) -> Any:
-        known = {
+        evaluators = {
             "python": self.run,
-            "text": self.compared,
-            "console": self.commanded,
-            "shell": self.made,
+            "text": self.compare_output,
+            "console": self.run_commands,
+            "shell": self.check_make_targets,
             "formula": None,
         }
-        return known.get(language, self.unknown)
+        return evaluators.get(language, self.fail_unknown)
 
-    def saved(self, example: Example) -> None:
+    def save(self, example: Example) -> None:
         path = page_of(example).folder / example.region.lexemes["title"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(example.parsed)
 
     def run(self, example: Example) -> None:
-        """With the lines of the page before it, so that tracebacks and sources are those of the page."""
+        """Run the block after as many empty lines as precede it in the page, so that line numbers are right."""
         source = "\n" * (example.line + example.parsed.line_offset) + example.parsed
         page_of(example).run(source, example.path)
 
-    def compared(self, example: Example) -> None:
+    def compare_output(self, example: Example) -> None:
         compare(example.parsed, page_of(example).printed, _varies(example))
 
-    def commanded(self, example: Example) -> None:
+    def run_commands(self, example: Example) -> None:
         for command, expected in commands(example.parsed):
             done = page_of(example).command(command)
             assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"
             if expected.strip():
                 compare(expected, done.stdout, _varies(example))
 
-    def made(self, example: Example) -> None:
+    def check_make_targets(self, example: Example) -> None:
         rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        wanted = [line.split()[1] for line in example.parsed.splitlines() if line.startswith("make ")]
-        assert set(wanted) <= set(rules), f"no such make target: {set(wanted) - set(rules)}"
+        targets = [line.split()[1] for line in example.parsed.splitlines() if line.startswith("make ")]
+        assert set(targets) <= set(rules), f"no such make target: {set(targets) - set(rules)}"
 
-    def unknown(self, example: Example) -> None:
-        raise AssertionError(f"line {example.line}: a block says what it is: {__doc__}")
+    def fail_unknown(self, example: Example) -> None:
+        raise AssertionError(f"line {example.line}: the block needs one of these languages: {__doc__}")
 
 
 def commands(text: str) -> Iterator[tuple[str, str]]:
-    """Each `$ command` with the lines after it."""
+    """Yield each `$ command` with the lines after it."""
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, expected = part.partition("\n")
         yield command, expected
 
 
-def compare(expected: str, found: str, varies: bool) -> None:
-    """The same words; the width of columns may differ."""
-    wanted, seen = (_tidy(text, varies) for text in (expected, found))
-    same = doctest.OutputChecker().check_output(wanted, seen, doctest.ELLIPSIS)
-    assert same, f"the page says\n{expected}\nbut this was printed\n{found}"
+def compare(expected: str, printed: str, varies: bool) -> None:
+    """Check that the words are equal. The width of columns may differ."""
+    is_equal = doctest.OutputChecker().check_output(_tidy(expected, varies), _tidy(printed, varies), doctest.ELLIPSIS)
+    assert is_equal, f"the page says\n{expected}\nbut this was printed\n{printed}"
 
 
 def _tidy(text: str, varies: bool) -> str:
@@ -127,7 +127,7 @@ def _varies(example: Example) -> bool:
 
 
 class Page:
-    """What a page has while it is read."""
+    """Folder and Python process of a page while its blocks run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -136,7 +136,7 @@ class Page:
 
     @cached_property
     def reader(self) -> subprocess.Popen[str]:
-        """Like `python` in the page's folder, which therefore is the first place of its modules."""
+        """Python process in the folder of the page. It imports modules from there first."""
         return subprocess.Popen(
             [self.python, "-c", READING.read_text()],
             cwd=self.folder,
@@ -148,7 +148,7 @@ class Page:
         )
 
     def run(self, source: str, path: str) -> None:
-        limit = threading.Timer(SECONDS, self.reader.kill)
+        limit = threading.Timer(TIMEOUT_SECONDS, self.reader.kill)
         limit.start()
         assert self.reader.stdin is not None
         assert self.reader.stdout is not None
@@ -156,48 +156,44 @@ class Page:
         answer = self.reader.stdout.readline()
         limit.cancel()
         assert answer, f"python ended: {signal_name(self.reader.wait()) or self.reader.returncode}"
-        found = json.loads(answer)
-        assert "failed" not in found, found["failed"]
-        self.printed = found["printed"]
+        result = json.loads(answer)
+        assert "failed" not in result, result["failed"]
+        self.printed = result["printed"]
 
     def command(self, text: str) -> subprocess.CompletedProcess[str]:
-        """scalepoint, python, torchrun and pip of this environment; nothing goes through a shell."""
+        """Run scalepoint, python, torchrun or pip of this environment, without a shell."""
         name, *arguments = shlex.split(text)
         if name == "pip":
-            self._own_environment()
+            self._create_environment()
             arguments += OFFLINE
-        known = {
+        programs = {
             "python": [self.python],
-            "scalepoint": [
-                self.python,
-                "-P",
-                "-m",
-                "scalepoint.cli",
-            ],  # as installed: no modules from here
+            "scalepoint": [self.python, "-P", "-m", "scalepoint.cli"],  # -P: no modules of the folder, as installed
             "pip": [sys.executable, "-m", "pip", "--quiet", "--python", self.python],
             "torchrun": [self.python, "-m", "torch.distributed.run"],
         }
-        if name not in known:
-            raise AssertionError(f"$ {text}: only {', '.join(known)} are run; use ```shell for the rest")
+        if name not in programs:
+            raise AssertionError(f"$ {text}: only {', '.join(programs)} are run; use ```shell for the rest")
         return subprocess.run(
-            [*known[name], *arguments],
+            [*programs[name], *arguments],
             cwd=self.folder,
             capture_output=True,
             text=True,
             env=_environment(),
-            timeout=SECONDS,
+            timeout=TIMEOUT_SECONDS,
             check=False,
         )
 
-    def _own_environment(self) -> None:
-        """One that sees all that is installed here; what is installed into it goes with the page."""
+    def _create_environment(self) -> None:
+        """Create an environment for this page that also sees the packages of the current environment."""
         if self.python != sys.executable:
             return
         folder = self.folder.with_name(f"{self.folder.name}-venv")
         venv.create(folder, with_pip=False)
-        here = [each for each in sys.path if each.endswith("site-packages")]
+        site_packages = [path for path in sys.path if path.endswith("site-packages")]
         for packages in folder.glob("lib/*/site-packages"):
-            (packages / "here.pth").write_text("".join(f"import site; site.addsitedir({each!r})\n" for each in here))
+            lines = [f"import site; site.addsitedir({path!r})\n" for path in site_packages]
+            (packages / "parent.pth").write_text("".join(lines))
         self.python = str(folder / "bin" / "python")
 
     def close(self) -> None:
@@ -207,8 +203,8 @@ class Page:
 
 
 def _environment() -> dict[str, str]:
-    """One thread, and the package from this folder, as `pip install -e .` has it: not the tests."""
-    return {**os.environ, "COLUMNS": WIDTH, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    """Return environment variables: one thread, and the package as after `pip install -e .`, without the tests."""
+    return {**os.environ, "COLUMNS": TERMINAL_WIDTH, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
 
 def page_of(example: Example) -> Page:
@@ -217,7 +213,7 @@ def page_of(example: Example) -> Page:
 
 
 def read(path: Path) -> None:
-    """All blocks of a page, in order; its process and all that it wrote go with it."""
+    """Run all blocks of a page in order. Its process and its folder are removed afterwards."""
     document = Sybil(parsers=[Blocks()], patterns=["*.md"]).parse(path)
     with tempfile.TemporaryDirectory(prefix="page-") as outer:
         page = document.namespace["_page"] = Page(Path(outer) / "page")
@@ -233,7 +229,7 @@ def read(path: Path) -> None:
 
 
 class PageTest(pytest.Item):
-    """A page is one test: it is read as a whole."""
+    """One page as a test."""
 
     def runtest(self) -> None:
         needed = NEEDS.match(self.path.read_text())
@@ -249,6 +245,8 @@ class PageTest(pytest.Item):
 
 
 class PageFile(pytest.File):
+    """Collector of the test of a page."""
+
     def collect(self) -> Iterator[PageTest]:
         page = PageTest.from_parent(self, name="page")
         if SLOW in self.path.read_text().partition("\n")[0]:

@@ -1,6 +1,6 @@
-"""The Python in which a page is read: blocks come in as lines of JSON, what each printed goes out. Started by `blocks`.
+"""Child program that runs the Python blocks of a page. blocks.py starts it, and sends and receives lines of JSON.
 
-Nothing of ours is imported here, and nothing is made ready: what a block needs, its page must say.
+It imports nothing of scalepoint and prepares nothing: a page must contain everything that its blocks need.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import types
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library writes there by itself is not an answer
+    os.dup2(2, 1)  # some libraries print to stdout, which would mix with the answers
     reader = types.ModuleType("__main__")
     sys.modules["__main__"] = reader
     for line in sys.stdin:
@@ -26,7 +26,7 @@ def main() -> None:
 def _run(block: dict[str, str], namespace: dict[str, object]) -> dict[str, str]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
-            exec(compile(block["source"], block["path"], "exec", dont_inherit=True), namespace)  # noqa: S102  # the page's
+            exec(compile(block["source"], block["path"], "exec", dont_inherit=True), namespace)  # noqa: S102  # code of our own pages
         except Exception:
             return {"failed": traceback.format_exc()}
     return {"printed": printed.getvalue()}

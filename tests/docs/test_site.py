@@ -1,4 +1,4 @@
-"""The documentation as a whole: generated pages, the strict build, links, and that nothing public is missing."""
+"""The documentation as a whole: generated pages, the strict build, links, and all public names."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ from scalepoint.targets import list_targets
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-OUTSIDE = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES_OUTSIDE_THE_SITE = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
 @cache
@@ -32,24 +32,24 @@ def generator() -> ModuleType:
     return module
 
 
-def test_generated_pages_are_what_the_code_says() -> None:
-    made = generator().pages()
-    stale = [str(path) for path, text in made.items() if (DOCS / path).read_text(encoding="utf-8") != text]
+def test_generated_pages_are_up_to_date() -> None:
+    pages = generator().pages()
+    stale = [str(path) for path, text in pages.items() if (DOCS / path).read_text(encoding="utf-8") != text]
     assert not stale, f"run: python docs/generate.py ({stale})"
     marked = {path.relative_to(DOCS) for path in DOCS.rglob("*.md") if generator().MADE in path.read_text()}
-    assert marked == set(made), "a page that nothing makes any more"
+    assert marked == set(pages), "a page is no longer generated"
 
 
-def test_the_readme_compares_with_what_was_measured() -> None:
+def test_the_table_of_the_readme_is_up_to_date() -> None:
     assert (ROOT / "README.md").read_text(encoding="utf-8") == generator().readme(), "run: python docs/generate.py"
 
 
-def test_the_recipes_have_rows_of_what_was_measured() -> None:
+def test_the_tables_of_the_recipes_are_up_to_date() -> None:
     page = generator().recipes()
     assert (DOCS / "guides" / "recipes.md").read_text(encoding="utf-8") == page, "run: python docs/generate.py"
     tables = re.findall(r"<!-- begin [^>]*: [^>]*-->\n(.*?)<!-- end -->", page, re.DOTALL)
     assert len(tables) >= 5
-    assert all(len(each.splitlines()) > 3 for each in tables)
+    assert all(len(table.splitlines()) > 3 for table in tables)
 
 
 MEASURED = """<!-- begin deployed -->
@@ -61,32 +61,32 @@ MEASURED = """<!-- begin deployed -->
 <!-- end deployed -->"""
 
 
-def test_the_table_of_the_readme_has_only_rows_of_the_page() -> None:
+def test_the_table_of_the_readme_has_one_row_per_model() -> None:
     assert list(generator().compared(MEASURED)) == [("Net", "scalepoint", "30.1", "1.5x", "0.3x")]
     assert list(generator().compared("<!-- begin deployed -->\n<!-- end deployed -->")) == []
 
 
-def test_every_target_has_its_page() -> None:
-    own = [name for name in list_targets() if (DOCS / "targets" / f"{name}.md").is_file()]
-    assert own == list(generator().PROOF)
-    assert {"onnxruntime", "openvino", "tensorrt", "reference"} <= set(own)
+def test_every_target_has_a_page() -> None:
+    documented = [name for name in list_targets() if (DOCS / "targets" / f"{name}.md").is_file()]
+    assert documented == list(generator().PROOF)
+    assert {"onnxruntime", "openvino", "tensorrt", "reference"} <= set(documented)
 
 
-def test_every_way_to_find_a_range_is_explained() -> None:
+def test_every_calculator_is_explained() -> None:
     page = "".join(path.read_text() for path in (DOCS / "algorithms").glob("*.md"))
     page += (DOCS / "explained" / "tensor-layer.md").read_text()
-    ours = [
+    built_in = [
         key
         for base in (RangeCalculatorBase, QParamsCalculatorBase)
         for key in base.list_registry_keys()
         if base.get_class(key).__module__.startswith("scalepoint.")
     ]
-    missing = [key for key in (*ours, *CalibrationMethod) if f"`{key}`" not in page and f'"{key}"' not in page]
+    missing = [key for key in (*built_in, *CalibrationMethod) if f"`{key}`" not in page and f'"{key}"' not in page]
     assert not missing
 
 
 class _Page(HTMLParser):
-    """The links and the anchors of a page."""
+    """Links and anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, _Page]:
-    """The pages of a strict build, as a user has them on disk."""
+    """Pages of a strict build by path."""
     folder = tmp_path_factory.mktemp("site").resolve()
     done = run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
@@ -117,41 +117,40 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, _Page]:
     return {path: _Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
 
 
-def test_the_site_builds_strictly_and_every_link_and_anchor_is_there(site: dict[Path, _Page]) -> None:
+def test_the_site_builds_strictly_and_every_link_and_anchor_exists(site: dict[Path, _Page]) -> None:
     broken = []
     for path, page in site.items():
-        if path.name == "404.html":  # its links are from the root of wherever the site is served
+        if path.name == "404.html":  # its links are relative to the root of the web server
             continue
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
                 continue
-            there = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            there = there / "index.html" if there.is_dir() else there
-            known = not parts.fragment or (there in site and unquote(parts.fragment) in site[there].anchors)
-            if not there.is_file() or not (known or parts.fragment in ("", "__skip")):
+            linked = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            linked = linked / "index.html" if linked.is_dir() else linked
+            has_anchor = not parts.fragment or (linked in site and unquote(parts.fragment) in site[linked].anchors)
+            if not linked.is_file() or not (has_anchor or parts.fragment in ("", "__skip")):
                 broken.append(f"{path.name}: {link}")
     assert not broken
     assert len(site) > 40
 
 
 def test_the_site_needs_no_network(site: dict[Path, _Page]) -> None:
-    fetched = {link for page in site.values() for link in page.links if urlsplit(link).scheme in ("http", "https")}
-    assert not fetched
+    external = {link for page in site.values() for link in page.links if urlsplit(link).scheme in ("http", "https")}
+    assert not external
 
 
 def test_every_public_name_is_in_the_reference(site: dict[Path, _Page]) -> None:
     anchors = {anchor for path, page in site.items() if path.parent.name == "api" for anchor in page.anchors}
     missing = []
     for module in generator().MODULES:
-        found = import_module(f"scalepoint.{module}")
-        names = getattr(found, "__all__", ())
+        names = getattr(import_module(f"scalepoint.{module}"), "__all__", ())
         missing += [f"{module}.{name}" for name in names if generator().anchor(module, name) not in anchors]
     assert not missing
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_links_of_the_pages_outside_the_site_lead_somewhere(name: str) -> None:
+@pytest.mark.parametrize("name", PAGES_OUTSIDE_THE_SITE)
+def test_links_of_the_pages_outside_the_site_exist(name: str) -> None:
     text = (ROOT / name).read_text()
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not urlsplit(link).scheme]
     assert [link for link in links if not (ROOT / urlsplit(link).path).exists()] == []

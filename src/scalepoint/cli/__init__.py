@@ -1,4 +1,4 @@
-"""The command line. Nothing here imports torch until a command needs it."""
+"""The command line. torch is imported only by commands that need it."""
 
 import os
 import sys
@@ -7,15 +7,15 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """The entry point `scalepoint`."""
+    """Run the command in sys.argv and exit. Entry point of the program `scalepoint`."""
     try:
-        from scalepoint.cli.app import run  # noqa: PLC0415  # so that Ctrl-C while loading is caught too
+        from scalepoint.cli.app import run  # noqa: PLC0415  # inside try: Ctrl-C can also come during this import
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == INTERRUPTED:
-        os._exit(code)  # all is said and flushed; taking torch down in order may take seconds
+        os._exit(code)  # output is flushed already; the shutdown of torch can take seconds
     sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""python -m scalepoint.cli"""
+"""Entry point of `python -m scalepoint.cli`."""
 
 from scalepoint.cli import main
 

@@ -1,4 +1,4 @@
-"""The commands by name, with their help."""
+"""The table of commands, and `run`, which runs one of them and returns its exit code."""
 
 import os
 import sys
@@ -15,27 +15,27 @@ from scalepoint.cli.output import NARROW_WIDTH, discard_output, prepare_streams,
 from scalepoint.errors import ScalepointWarning
 from scalepoint.support.interrupts import remembering_interrupts
 
-_USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, under whichever name typer brings it
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, from click or from the copy of click inside typer
 EXIT_CODES = (
     "Exit codes: 0 done and verified; 1 internal error; 2 usage or config; 3 the model cannot be captured or the "
-    "target cannot run it; 4 verification failed or the runtime is missing; 5 accuracy or latency below the asked "
+    "target cannot run it; 4 verification failed or the runtime is missing; 5 accuracy or latency below the given "
     "limit; 130 interrupted."
 )
 
 
 def format_examples(*lines: str) -> str:
-    """Blank lines between: the help keeps them apart."""
+    """Return the examples of a help text. Blank lines keep typer from joining them into one paragraph."""
     return "\n\n".join(("Examples:", *(f"  {line}" for line in lines)))
 
 
-# typer's panels cut option names off on a narrow screen, and need letters that not every locale has
+# typer's panels cut off option names on a narrow screen, and they need characters that not every locale has.
 _WIDTH = get_terminal_size().columns
 _HAS_PANELS = _WIDTH >= NARROW_WIDTH and "utf" in str(getattr(sys.stdout, "encoding", "")).lower()
 
 app = typer.Typer(
     name="scalepoint",
     rich_markup_mode="rich" if _HAS_PANELS else None,
-    help="A trained PyTorch model in, a quantized one that is really deployed out.",
+    help="Quantize a trained PyTorch model for a target runtime, write the file, and verify it in that runtime.",
     epilog=format_examples(
         "scalepoint init",
         "scalepoint deploy deploy:model --data deploy:data --target onnxruntime -o out/ --trust",
@@ -46,11 +46,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], **({} if _HAS_PANELS else {"terminal_width": _WIDTH})},
 )
-config = typer.Typer(rich_markup_mode=app.rich_markup_mode, help="Config files.", no_args_is_help=True)
+config = typer.Typer(rich_markup_mode=app.rich_markup_mode, help="Commands for config files.", no_args_is_help=True)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_set: bool) -> None:
+    if is_set:
         show(f"scalepoint {scalepoint.__version__}")
         raise typer.Exit
 
@@ -58,7 +58,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _start(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -125,15 +125,17 @@ app.add_typer(config, name="config")
 
 
 def run(arguments: list[str]) -> int:
-    """One command; returns its exit code."""
+    """Run one command and return its exit code. All exceptions become messages on stderr."""
     prepare_streams()
     is_json, is_debug = "--json" in arguments, "--debug" in arguments
-    name = next((each for each in arguments if not each.startswith("-")), "scalepoint")
+    name = next((argument for argument in arguments if not argument.startswith("-")), "scalepoint")
     with warnings.catch_warnings(), remembering_interrupts():
         _quiet_warnings(is_debug)
         try:
             code = app(arguments, standalone_mode=False, prog_name="scalepoint")
-            if code == Code.INTERRUPTED and not isinstance(code, Code):  # typer's, without a word
+            if code == Code.INTERRUPTED and not isinstance(
+                code, Code
+            ):  # typer returns 130 after Ctrl-C without a message
                 code = report_interrupt()
         except _USAGE_ERROR as error:
             code = report_usage_error(error, name, is_json=is_json)
@@ -143,8 +145,8 @@ def run(arguments: list[str]) -> int:
             code = _ignore_closed_pipe()
         except KeyboardInterrupt:
             code = report_interrupt()
-        except SystemExit as ended:  # by typer: completion is done, or the reader of the help has gone
-            code = ended.code if "_SCALEPOINT_COMPLETE" in os.environ else _ignore_closed_pipe()
+        except SystemExit as exit_:  # by typer: shell completion is done, or the reader of the help closed the pipe
+            code = exit_.code if "_SCALEPOINT_COMPLETE" in os.environ else _ignore_closed_pipe()
         except Exception as error:
             code = report_error(error, name, is_json=is_json, is_debug=is_debug)
     return flush_and_exit_code(int(code or 0))
@@ -156,7 +158,7 @@ def _ignore_closed_pipe() -> Code:
 
 
 def _quiet_warnings(is_debug: bool) -> None:
-    """Our own warnings in one line each, once; those of other packages only when debugging."""
+    """Show warnings of scalepoint once and on one line each. Other warnings are shown only with --debug."""
     if is_debug:
         return
     warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
-"""Calibration data by name: a .npz or .safetensors file, a folder of pictures, or package.module:function.
+"""Loads calibration data by name: a .npz or .safetensors file, a folder of images, or package.module:function.
 
-All give batches that can be read again and again; nothing is ever unpickled.
+The result can be iterated several times. No file is unpickled.
 """
 
 # ruff: noqa: PLC0415  # numpy, torch and pillow are imported when data is read
@@ -19,25 +19,25 @@ from scalepoint.support.untrusted import check_file
 
 FILE_SUFFIXES = (".npz", ".safetensors")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
-MAX_DATA_BYTES = 2**34  # bytes of a .npz once unpacked
+MAX_DATA_BYTES = 2**34  # of a .npz file after decompression
 PREPROCESSING_EXAMPLE = "--size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225"
-KINDS = "a .npz or .safetensors file, a folder of pictures, or package.module:function"
+DATA_KINDS = "a .npz or .safetensors file, a folder of images, or package.module:function"
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How files become batches."""
+    """How files and images become batches. Images need size (pixels), mean and std (of values in 0..1)."""
 
     batch_size: int = 8
     max_batches: int | None = None
     size: int | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    finder: ObjectLoader = field(default_factory=ObjectLoader)
+    loader: ObjectLoader = field(default_factory=ObjectLoader)
 
 
 class Batches:
-    """An iterable that begins anew each time, and stops after the batches that were asked for."""
+    """Iterable of batches that starts again at each iteration and stops after `limit` batches."""
 
     def __init__(self, name: str, start: Callable[[], Iterable[Any]], limit: int | None) -> None:
         self.name = name
@@ -56,47 +56,50 @@ class Batches:
             yield batch
 
     def first(self) -> Any:
+        """Return the first batch."""
         for batch in islice(self, 1):
             return batch
-        raise usage_error(f"data {self.name!r} holds no batch")
+        raise usage_error(f"data {self.name!r} is empty: at least one batch is needed")
 
 
-def check_data(text: str, reading: DataOptions) -> None:
-    """Refuse what cannot be data, before anything slow happens."""
-    path = reading.finder.path(text)
+def check_data(text: str, options: DataOptions) -> None:
+    """Refuse a name that cannot be data, before anything slow happens."""
+    path = options.loader.resolve(text)
     suffix = path.suffix.lower()
     if suffix in PICKLE_SUFFIXES and ":" not in text:
         raise usage_error(
-            f"data {text!r}: a {suffix} file can run code when it is loaded, so it is never opened here: save {KINDS}"
+            f"data {text!r}: a {suffix} file can run code when it is loaded, so it is never opened: use {DATA_KINDS}"
         )
     if suffix in FILE_SUFFIXES or path.exists():
         if not path.exists():
-            raise usage_error(f"data {text!r}: there is no such file ({Path.cwd()})")
+            raise usage_error(f"data {text!r}: there is no such file in {Path.cwd()}")
         if path.is_dir():
-            _require_preprocessing(text, reading)
+            _require_preprocessing(text, options)
         elif suffix not in FILE_SUFFIXES:
-            raise usage_error(f"data {text!r}: {suffix or 'this kind of file'} is not read. Data is {KINDS}")
+            kind = suffix or "a file without a suffix"
+            raise usage_error(f"data {text!r}: {kind} cannot be used as data: use {DATA_KINDS}")
     elif ":" not in text:
-        raise usage_error(f"data {text!r}: there is no such file or folder ({Path.cwd()}). Data is {KINDS}")
+        raise usage_error(f"data {text!r}: there is no such file or folder in {Path.cwd()}: use {DATA_KINDS}")
     else:
-        check_name(text, "data", reading.finder)
+        check_name(text, "data", options.loader)
 
 
-def load_data(text: str, reading: DataOptions) -> Batches:
-    """Batches by name."""
-    check_data(text, reading)
-    path = reading.finder.path(text)
+def load_data(text: str, options: DataOptions) -> Batches:
+    """Load the data that `text` names."""
+    check_data(text, options)
+    path = options.loader.resolve(text)
     if path.is_dir():
-        return _image_batches(path, reading)
+        return _image_batches(path, options)
     if path.suffix.lower() in FILE_SUFFIXES:
         arrays = _read_npz(path) if path.suffix.lower() == ".npz" else _read_safetensors(path)
-        return Batches(text, lambda: _slice_batches(arrays, reading.batch_size), reading.max_batches)
-    found = load_object(text, "data", reading.finder)
-    if not callable(found) and not isinstance(found, Iterable):
+        return Batches(text, lambda: _slice_batches(arrays, options.batch_size), options.max_batches)
+    source = load_object(text, "data", options.loader)
+    if not callable(source) and not isinstance(source, Iterable):
         raise usage_error(
-            f"data {text!r} is a {type(found).__name__}: give an iterable of batches, or a function that returns one"
+            f"data {text!r} must be an iterable of batches or a function that returns one, got a "
+            f"{type(source).__name__}"
         )
-    return Batches(text, found if callable(found) else lambda: found, reading.max_batches)
+    return Batches(text, source if callable(source) else lambda: source, options.max_batches)
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
@@ -106,16 +109,16 @@ def _read_npz(path: Path) -> dict[str, Any]:
     _check_file(path)
     try:
         with zipfile.ZipFile(path) as file:
-            unpacked = sum(each.file_size for each in file.infolist())
-        if unpacked > MAX_DATA_BYTES:
-            raise usage_error(f"{path}: {unpacked} bytes once unpacked, at most {MAX_DATA_BYTES} are read")
+            size = sum(entry.file_size for entry in file.infolist())
+        if size > MAX_DATA_BYTES:
+            raise usage_error(f"{path}: {size} bytes once unpacked, at most {MAX_DATA_BYTES} can be read")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         return _check_samples(path, {name: torch.from_numpy(array) for name, array in arrays.items()})
     except ScalepointError:
         raise
-    except Exception as error:  # what is wrong in an archive is told by every kind
-        raise usage_error(f"{path} is not a .npz of plain arrays: {error}") from error
+    except Exception as error:  # a damaged archive raises many types
+        raise usage_error(f"{path} is not a .npz file of plain arrays: {error}") from error
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -139,14 +142,15 @@ def _check_file(path: Path) -> None:
 
 
 def _check_samples(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Samples lie along the first axis, as many in each."""
+    """Check that all arrays have the same number of samples along the first axis. Convert float64 to float32."""
     import torch
 
     lengths = {name: len(tensor) if tensor.ndim else 0 for name, tensor in tensors.items()}
     if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
-        found = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()) or "nothing"
+        arrays = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()) or "no arrays"
         raise usage_error(
-            f"{path}: each array holds the samples of one input along its first axis, as many in each; found {found}"
+            f"{path}: each array must have the samples of one input along its first axis, and all arrays the same "
+            f"number of samples, got {arrays}"
         )
     doubles = [name for name, tensor in tensors.items() if tensor.dtype == torch.float64]
     if doubles:
@@ -155,7 +159,8 @@ def _check_samples(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _slice_batches(arrays: Mapping[str, Any], size: int) -> Iterator[Any]:
-    """One array is one input; several are inputs by name, or by place when numpy named them arr_0, arr_1, ..."""
+    """Yield batches: a tensor for one array, a tuple for arrays arr_0, arr_1, ... (the names that np.savez gives to
+    positional arrays), else a dict by name."""
     names = sorted(arrays, key=lambda name: (len(name), name)) if all(map(_is_numbered, arrays)) else list(arrays)
     for start in range(0, len(arrays[names[0]]), size):
         parts = {name: arrays[name][start : start + size] for name in names}
@@ -169,31 +174,31 @@ def _is_numbered(name: str) -> bool:
     return name.startswith("arr_") and name[4:].isdecimal()
 
 
-def _require_preprocessing(text: str, reading: DataOptions) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
-    """The preprocessing is the model's own: it is never guessed."""
-    if reading.size is None or reading.mean is None or reading.std is None:
+def _require_preprocessing(text: str, options: DataOptions) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
+    """Return size, mean and std of images. They belong to the model, so there are no defaults."""
+    if options.size is None or options.mean is None or options.std is None:
         raise usage_error(
-            f"data {text!r} is a folder of pictures: say how the model wants them, such as {PREPROCESSING_EXAMPLE}"
+            f"data {text!r} is a folder of images: pass the preprocessing of the model, such as {PREPROCESSING_EXAMPLE}"
         )
-    mean, std = reading.mean, reading.std
-    if len(mean) != len(std) or len(mean) not in (1, 3) or not all(each > 0 for each in std):
+    mean, std = options.mean, options.std
+    if len(mean) != len(std) or len(mean) not in (1, 3) or not all(value > 0 for value in std):
         raise usage_error(
-            f"--mean and --std have 3 numbers each (colour) or 1 (grey), and --std is above 0, as in "
+            f"--mean and --std must have 3 numbers each (colour) or 1 (grey), and --std must be above 0, as in "
             f"{PREPROCESSING_EXAMPLE}"
         )
-    return reading.size, mean, std
+    return options.size, mean, std
 
 
-def _image_batches(folder: Path, reading: DataOptions) -> Batches:
+def _image_batches(folder: Path, options: DataOptions) -> Batches:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise usage_error("pictures need pillow: pip install pillow") from error
-    size, mean, std = _require_preprocessing(str(folder), reading)
+        raise usage_error("images need the package pillow: pip install pillow") from error
+    size, mean, std = _require_preprocessing(str(folder), options)
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
     if not paths:
-        raise usage_error(f"data '{folder}': no pictures ({', '.join(IMAGE_SUFFIXES)}) in this folder")
-    groups = [paths[start : start + reading.batch_size] for start in range(0, len(paths), reading.batch_size)]
+        raise usage_error(f"data '{folder}': no images ({', '.join(IMAGE_SUFFIXES)}) in this folder")
+    groups = [paths[start : start + options.batch_size] for start in range(0, len(paths), options.batch_size)]
 
     def start() -> Iterator[Any]:
         import torch
@@ -201,11 +206,11 @@ def _image_batches(folder: Path, reading: DataOptions) -> Batches:
         for group in groups:
             yield torch.stack([_read_image(path, size, mean, std) for path in group])
 
-    return Batches(str(folder), start, reading.max_batches)
+    return Batches(str(folder), start, options.max_batches)
 
 
 def _read_image(path: Path, size: int, mean: Sequence[float], std: Sequence[float]) -> Any:
-    """(pixel / 255 - mean) / std of the middle square, channels first."""
+    """Return (pixel / 255 - mean) / std of the central square, channels first."""
     import numpy as np
     import torch
     from PIL import Image
@@ -218,7 +223,7 @@ def _read_image(path: Path, size: int, mean: Sequence[float], std: Sequence[floa
         left, top = (width - size) // 2, (height - size) // 2
         image = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
     except (OSError, ValueError, SyntaxError, ZeroDivisionError, Image.DecompressionBombError) as error:
-        raise usage_error(f"{path} cannot be read as a picture: {error}") from error
+        raise usage_error(f"{path} cannot be read as an image: {error}") from error
     pixels = np.asarray(image, dtype=np.float32).reshape(size, size, len(mean)) / 255
     values = (pixels - np.asarray(mean, dtype=np.float32)) / np.asarray(std, dtype=np.float32)
     return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1)))

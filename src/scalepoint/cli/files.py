@@ -1,4 +1,4 @@
-"""check, bench and report: commands on files that are already there."""
+"""The commands `scalepoint check`, `bench` and `report`, which work on existing files."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from collections import Counter
@@ -15,81 +15,88 @@ from scalepoint.cli.load_objects import load_public
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.errors import TargetError, UsageError
 from scalepoint.support.formatting import one_line, ratio, time_of
-from scalepoint.support.formatting import size_of as written_size
+from scalepoint.support.formatting import size_of as format_size
 
-MAX_PLACES = 3  # places of one finding
-MAX_SLOWEST = 10
+MAX_SHOWN_NODES = 3  # nodes of one finding
+MAX_SLOWEST_LAYERS = 10
 OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")]
 
 
 def check(
     path: OnnxFile,
-    target: Annotated[str, typer.Option("--target", "-t", help="Whose compiler's rules.")] = "tensorrt",
-    target_version: Annotated[str, typer.Option(help="Version of the compiler: 10.9, or 10 for the newest.")] = "10",
+    target: Annotated[str, typer.Option("--target", "-t", help="The target whose rules are applied.")] = "tensorrt",
+    target_version: Annotated[
+        str, typer.Option(help="Version of the target's compiler, such as 10.9; 10 is the newest 10.x.")
+    ] = "10",
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """What a target's compiler would refuse or run badly, by its rules; the compiler is not needed."""
+    """Check an ONNX file against the rules of a target's compiler: what it would refuse or run slowly. The compiler
+    itself is not needed."""
     _check_file(path)
     try:
-        found = load_public("check")(path, target=target, version=target_version)
-    except TargetError as error:  # a name or a version that is none
+        findings = load_public("check")(path, target=target, version=target_version)
+    except TargetError as error:  # an unknown target or version
         raise usage_error(str(error.args[0])) from error
     from scalepoint.formats import find_format
 
     origin = find_format("onnx").about(path).made_for
-    counts = Counter(each.severity.value for each in found)
+    counts = Counter(finding.severity.value for finding in findings)
     code = Code.MODEL if counts["error"] else Code.DONE
     if json:
-        findings = [{**vars(each), "severity": each.severity.value} for each in found]
-        told = {"target": target, "version": target_version, "made_for": origin, "findings": findings}
-        show_json("check", {"exit_code": int(code), **told})
+        rows = [{**vars(finding), "severity": finding.severity.value} for finding in findings]
+        fields = {"target": target, "version": target_version, "made_for": origin, "findings": rows}
+        show_json("check", {"exit_code": int(code), **fields})
     else:
         summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing found"
-        other = origin.get("target", target) != target
-        made = f" (it was made for {origin['target']}, not for {target})" if other else ""
-        show(_list_findings(found), Text(one_line(f"{path}: {summary}{made}")))
+        is_other_target = origin.get("target", target) != target
+        note = f" (it was made for {origin['target']}, not for {target})" if is_other_target else ""
+        show(_list_findings(findings), Text(one_line(f"{path}: {summary}{note}")))
     if code:
         say(f"failed: {target} {target_version} would refuse this file", "red")
     return code
 
 
-def _list_findings(found: Sequence[Any]) -> Listing:
-    """One row a rule and reason, with the first places where it is broken; --json has them all."""
-    places: dict[tuple[str, ...], list[str]] = {}
-    for each in found:
-        reason = (each.rule, each.severity.value, each.why, each.way_out)
-        places.setdefault(reason, []).append(each.node or each.tensor)
+def _list_findings(findings: Sequence[Any]) -> Listing:
+    """List one row per rule and reason, with the first nodes that break it. --json lists all nodes."""
+    nodes_by_reason: dict[tuple[str, ...], list[str]] = {}
+    for finding in findings:
+        reason = (finding.rule, finding.severity.value, finding.why, finding.way_out)
+        nodes_by_reason.setdefault(reason, []).append(finding.node or finding.tensor)
     rows = []
-    for (rule, severity, why, way_out), nodes in places.items():
-        more = f" and {len(nodes) - MAX_PLACES} more" if len(nodes) > MAX_PLACES else ""
-        rows.append((f"{rule} {severity}", ", ".join(nodes[:MAX_PLACES]) + more, why, way_out))
-    return Listing(("rule", "where", "why", "way out"), rows)
+    for (rule, severity, why, hint), nodes in nodes_by_reason.items():
+        more = f" and {len(nodes) - MAX_SHOWN_NODES} more" if len(nodes) > MAX_SHOWN_NODES else ""
+        rows.append((f"{rule} {severity}", ", ".join(nodes[:MAX_SHOWN_NODES]) + more, why, hint))
+    return Listing(("rule", "where", "why", "what to do"), rows)
 
 
 def bench(
-    first: Annotated[Path, typer.Argument(metavar="A.onnx", help="The file to compare with, such as float.onnx.")],
+    first: Annotated[Path, typer.Argument(metavar="A.onnx", help="The file to compare with, such as out/float.onnx.")],
     second: Annotated[Path, typer.Argument(metavar="B.onnx", help="The file that should be faster.")],
     runtime: flags.Runtime = None,
     threads: Annotated[
-        str | None, typer.Option(help="Threads of the runtime; several, as 1,2,4, show how many samples a second.")
+        str | None,
+        typer.Option(help="Threads of the runtime. A list such as 1,2,4 shows the samples per second for each."),
     ] = None,
     batches: Annotated[
-        str | None, typer.Option(help="Sizes of batches, as 1,8,32: how many samples a second at each.")
+        str | None, typer.Option(help="Batch sizes such as 1,8,32: shows the samples per second for each.")
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=1, help="Size of free axes other than the batch, such as tokens; 1 unless given."),
+        typer.Option(
+            min=1, help="Size of free axes that are not the batch, such as the number of tokens; 1 by default."
+        ),
     ] = None,
     min_ratio: Annotated[
-        float | None, typer.Option(min=0, help="Exit with 5 when B is not so many times as fast.")
+        float | None, typer.Option(min=0, help="Exit with code 5 if B is less than this many times as fast as A.")
     ] = None,
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """The speed of two files in one process, in turns: the ratio of medians, and the time of their layers.
+    """Compare the speed of two files in one process, with interleaved runs: the ratio of the median times, and the time
+    of each layer.
 
-    If B is in a folder that deploy wrote, the inputs are those that deploy measured with. Otherwise, and with --batches
+    If B is in an output folder of deploy, the inputs are those that deploy measured with. Otherwise, and with --batches
     or --length, they are random."""
     _check_file(first, None)
     _check_file(second, None)
@@ -97,51 +104,55 @@ def bench(
     from scalepoint.verification.file_formats import find_runtime_for, read_file_info
 
     try:
-        chosen = find_runtime_for(second) if runtime is None else find_runtime(runtime)
+        found_runtime = find_runtime_for(second) if runtime is None else find_runtime(runtime)
     except UsageError as error:
         raise usage_error(str(error.args[0])) from error
-    sizes = [
-        read_file_info(path, chosen).size for path in (first, second)
-    ]  # what is no model is told before anything runs
-    counts, sizes_of = _parse_counts("--threads", threads), _parse_counts("--batches", batches)
+    # Reading both files first reports a file that is not a model before anything runs.
+    file_sizes = [read_file_info(path, found_runtime).size for path in (first, second)]
+    thread_counts, batch_sizes = _parse_counts("--threads", threads), _parse_counts("--batches", batches)
     from scalepoint.verification.benchmarking import make_random_inputs, throughput
 
-    kept = (
-        _load_saved_inputs(first, second, chosen) if batches is None and length is None and len(counts) == 1 else None
-    )
+    feeds = None
+    if batches is None and length is None and len(thread_counts) == 1:
+        feeds = _load_saved_inputs(first, second, found_runtime)
+    results: Sequence[Any] = ()  # one per combination, if there are several
     try:
-        feeds = make_random_inputs(first, chosen, sizes_of[0], length or 1) if kept is None else kept
-        more: Sequence[Any] = ()
-        if len(counts) * len(sizes_of) > 1:
-            more = throughput(first, second, batches=sizes_of, threads=counts, length=length or 1, runtime=chosen)
+        if feeds is None:
+            feeds = make_random_inputs(first, found_runtime, batch_sizes[0], length or 1)
+        if len(thread_counts) * len(batch_sizes) > 1:
+            results = throughput(
+                first, second, batches=batch_sizes, threads=thread_counts, length=length or 1, runtime=found_runtime
+            )
     except UsageError as error:
         raise usage_error(str(error.args[0])) from error
-    found = more[0] if more else load_public("benchmark")(first, second, feeds, runtime=chosen, threads=counts[0])
-    by_layer = _with_layer_names(first)
-    layers = _profile_layers(by_layer, second, feeds, chosen, counts[0])
-    code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
+    options = {"runtime": found_runtime, "threads": thread_counts[0]}
+    result = results[0] if results else load_public("benchmark")(first, second, feeds, **options)
+    profiled_file = _with_layer_names(first)
+    layers = _profile_layers(profiled_file, second, feeds, found_runtime, thread_counts[0])
+    code = Code.LIMIT if min_ratio is not None and not result.ratio >= min_ratio else Code.DONE
     if json:
-        about = {"exit_code": int(code), "files": [first, second], "bytes": sizes}
-        show_json("bench", {**about, **vars(found), "layers": list(map(vars, layers)), "throughput": _list_rates(more)})
+        fields = {"exit_code": int(code), "files": [first, second], "bytes": file_sizes, **vars(result)}
+        rates = _list_rates(results)
+        show_json("bench", {**fields, "layers": [vars(layer) for layer in layers], "throughput": rates})
     else:
         rows = [
-            (path, time_of(seconds), written_size(size))
-            for path, seconds, size in zip((first, second), found.seconds, sizes, strict=True)
+            (path, time_of(seconds), format_size(size))
+            for path, seconds, size in zip((first, second), result.seconds, file_sizes, strict=True)
         ]
-        speed = f"{'' if found.ratio >= 1 else 'SLOWER: '}{ratio(found.ratio)} the speed"
+        speed = f"{'' if result.ratio >= 1 else 'SLOWER: '}{ratio(result.ratio)} the speed"
         show(
             Listing(("file", "median", "size"), rows, numbers=(1, 2)),
-            Text(one_line(f"{second.name}: {speed} of {first.name} ({found.how})")),
-            *_show_throughput(more, first, second),
-            *_show_slowest(layers, by_layer, second),
+            Text(one_line(f"{second.name}: {speed} of {first.name} ({result.conditions})")),
+            *_show_throughput(results, first, second),
+            *_show_slowest(layers, profiled_file, second),
         )
     if code:
-        say(f"failed: {ratio(found.ratio)} is less than the {min_ratio} asked for", "red")
+        say(f"failed: {ratio(result.ratio)} is less than the {min_ratio} of --min-ratio", "red")
     return code
 
 
 def _load_saved_inputs(first: Path, second: Path, runtime: Any) -> dict[str, Any] | None:
-    """Load the inputs that deploy measured the second file with; None if there are none, or the files take others."""
+    """Load the inputs that deploy saved next to the second file; None if there are none or the names differ."""
     from scalepoint.verification.file_formats import read_file_info
     from scalepoint.verification.inputs import INPUTS_FILE, load_inputs
 
@@ -149,97 +160,99 @@ def _load_saved_inputs(first: Path, second: Path, runtime: Any) -> dict[str, Any
     if not path.is_file():
         return None
     feeds = load_inputs(path)
-    if any({each.name for each in read_file_info(file, runtime).inputs} != set(feeds) for file in (first, second)):
-        return None
+    for file in (first, second):
+        if {info.name for info in read_file_info(file, runtime).inputs} != set(feeds):
+            return None
     say(f"inputs: {path}")
     return feeds
 
 
-def _list_rates(more: Sequence[Any]) -> list[dict[str, Any]]:
+def _list_rates(results: Sequence[Any]) -> list[dict[str, Any]]:
     return [
-        {"batch": each.batch, "threads": each.threads, "per_second": each.per_second, "ratio": each.ratio}
-        for each in more
+        {"batch": result.batch, "threads": result.threads, "per_second": result.per_second, "ratio": result.ratio}
+        for result in results
     ]
 
 
-def _parse_counts(name: str, given: str | None) -> list[int]:
-    """1,8,32 as numbers; 1 unless given."""
-    parts = [part.strip() for part in (given or "1").split(",")]
+def _parse_counts(flag: str, text: str | None) -> list[int]:
+    """Parse numbers such as "1,8,32"; [1] without a text."""
+    parts = [part.strip() for part in (text or "1").split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise usage_error(f"{name} {given!r}: whole numbers above 0, as 1,8,32")
+        raise usage_error(f"{flag} {text!r}: must be whole numbers above 0, such as 1,8,32")
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _show_throughput(more: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
-    """Samples a second, where several batches or numbers of threads were asked for."""
-    if more:
-        rows = [
-            (str(each.batch), str(each.threads), *(f"{rate:,.1f}" for rate in each.per_second), ratio(each.ratio))
-            for each in more
-        ]
-        columns = ("batch", "threads", f"{first.name}, a second", f"{second.name}, a second", "speed")
-        yield Listing(columns, rows, numbers=(0, 1, 2, 3, 4))
+def _show_throughput(results: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
+    """Yield a table of samples per second, if several batch sizes or numbers of threads were measured."""
+    if not results:
+        return
+    rows = [
+        (str(result.batch), str(result.threads), *(f"{rate:,.1f}" for rate in result.per_second), ratio(result.ratio))
+        for result in results
+    ]
+    columns = ("batch", "threads", f"{first.name}, per second", f"{second.name}, per second", "speed")
+    yield Listing(columns, rows, numbers=(0, 1, 2, 3, 4))
 
 
 def _profile_layers(first: Path, second: Path, feeds: Any, runtime: Any, threads: int) -> Sequence[Any]:
-    """By layer, where the runtime tells."""
+    """Measure the time of every layer; () if the runtime has no profiler."""
     from scalepoint.verification import profile
 
     return profile(first, second, feeds, runtime=runtime, threads=threads) if runtime.profiles else ()
 
 
 def _with_layer_names(path: Path) -> Path:
-    """The float file whose nodes have the names of layers: torch.onnx.export gives those of float_plain other names."""
-    own = path.with_name(f"float{path.suffix}")
-    return own if path.stem == "float_plain" and own.is_file() else path
+    """Return float.onnx instead of float_plain.onnx, whose nodes torch.onnx.export does not name after layers."""
+    float_file = path.with_name(f"float{path.suffix}")
+    return float_file if path.stem == "float_plain" and float_file.is_file() else path
 
 
 def _show_slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
-    """The slowest rows of the second file, and what loses time against the first."""
+    """Yield the slowest layers of the second file, and the layers that are slower than in the first file."""
     from scalepoint.verification.layer_times import describe_slower_layers
 
     if not layers:
         return
     rows = [
         (
-            one_line(each.name),
-            "" if each.float_seconds is None else time_of(each.float_seconds),
-            "" if each.seconds is None else time_of(each.seconds),
-            ratio(each.float_seconds / each.seconds) if each.float_seconds and each.seconds else "",
-            one_line(" + ".join(each.kernels[:2])),
+            one_line(layer.name),
+            "" if layer.float_seconds is None else time_of(layer.float_seconds),
+            "" if layer.seconds is None else time_of(layer.seconds),
+            ratio(layer.float_seconds / layer.seconds) if layer.float_seconds and layer.seconds else "",
+            one_line(" + ".join(layer.kernels[:2])),
         )
-        for each in layers[:MAX_SLOWEST]
+        for layer in layers[:MAX_SLOWEST_LAYERS]
     ]
     yield Listing(("slowest layer", first.name, second.name, "speed", "kernels"), rows, numbers=(1, 2, 3))
-    if why := describe_slower_layers(layers):
-        yield Text(one_line(f"{second.name} loses time in {why}"))
+    if slower_layers := describe_slower_layers(layers):
+        yield Text(one_line(f"{second.name} loses time in {slower_layers}"))
 
 
 def report(
     folder: flags.Folder,
-    html: Annotated[Path | None, typer.Option(help="Write the page anew to this file.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="At most so many layers and reasons.")] = 10,
+    html: Annotated[Path | None, typer.Option(help="Write the report as an HTML page to this file.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Largest number of layers and reasons to show.")] = 10,
     force: flags.Force = False,
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Show the report of a deployment; the page is report.html in the folder."""
+    """Show the report of a deployment. The same report as a page is report.html in the folder."""
     path = folder / "report.json" if folder.is_dir() else folder
     if not path.is_file() or path.suffix != ".json":
-        raise usage_error(f"{path} is not there or no report: give the folder that `scalepoint deploy` wrote")
+        raise usage_error(f"{path} is not a report: pass the output folder of `scalepoint deploy`")
     if html is not None and html.exists() and not force:
-        raise usage_error(f"{html} is there already: choose another name, or overwrite it with --force")
+        raise usage_error(f"{html} exists already: choose another name, or overwrite it with --force")
     from scalepoint.report import Report, to_html
     from scalepoint.support.files import replace_text
 
-    found = Report.from_file(path, folder=path.parent if folder.is_dir() else None)
+    loaded = Report.from_file(path, folder=path.parent if folder.is_dir() else None)
     if html is not None:
-        replace_text(html, to_html(found))
+        replace_text(html, to_html(loaded))
         say(f"written: {html}")
     if json:
-        show_json("report", {"exit_code": 0, "report": found.to_dict()})
+        show_json("report", {"exit_code": 0, "report": loaded.to_dict()})
         return Code.DONE
-    show(found.table(rows))
+    show(loaded.table(rows))
     page = html or path.with_name("report.html")
     if page.is_file():
         say(f"page: {page}")
@@ -248,6 +261,6 @@ def report(
 
 def _check_file(path: Path, suffix: str | None = ".onnx") -> None:
     if not path.is_file():
-        raise usage_error(f"{str(path)!r}: there is no such file ({Path.cwd()})")
+        raise usage_error(f"{str(path)!r}: there is no such file in {Path.cwd()}")
     if suffix is not None and path.suffix != suffix:
-        raise usage_error(f"{str(path)!r} is not an {suffix} file")
+        raise usage_error(f"{str(path)!r} is not an {suffix} file: pass an {suffix} file")

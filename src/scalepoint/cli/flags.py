@@ -1,4 +1,4 @@
-"""Command line flags. Those of options are made from the declarations in `scalepoint/options.py`.
+"""Command line flags. Flags of options are generated from the declarations in `scalepoint/options.py`.
 
     @takes("model", "data", "target")            # flags of these options
     def inspect(context: typer.Context, json: Json = False) -> int:
@@ -18,36 +18,48 @@ from pydantic.fields import FieldInfo
 
 from scalepoint.options import FILE_GROUP, RUN_GROUP, DeployConfig, RunOptions, get_option
 
-OUTPUT = "What is shown"
-Folder = Annotated[Path, typer.Argument(metavar="OUT", help="The folder that deploy wrote.")]
+OUTPUT_GROUP = "Output of the command"
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="Output folder of `scalepoint deploy`.")]
 Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="A YAML or JSON config; flags given here win over it.")
+    Path | None, typer.Option("--config", "-c", help="A YAML or JSON config file. Flags override its values.")
 ]
 Runtime = Annotated[
     str | None,
-    typer.Option(help="The runtime, such as onnxruntime or openvino; that of the file by default.", show_default=False),
+    typer.Option(
+        help="The runtime, such as onnxruntime or openvino; by default the runtime of the file.", show_default=False
+    ),
 ]
 Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Run code that is not installed: from the folder of the config file or the current directory.",
+        help="Allow code that is not installed to run: from the folder of the config file or the current folder.",
         rich_help_panel=FILE_GROUP,
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Capture and show the plan; write nothing.", rich_help_panel=RUN_GROUP)
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Capture the model and show what would be quantized; write nothing.",
+        rich_help_panel=RUN_GROUP,
+    ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only errors on stderr.", rich_help_panel=OUTPUT)]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print only errors on stderr.", rich_help_panel=OUTPUT_GROUP)
+]
 Verbose = Annotated[
     bool,
-    typer.Option("--verbose", "-v", help="Also show starts of phases, numbers and files.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--verbose", "-v", help="Also print starts of phases, metrics and written files.", rich_help_panel=OUTPUT_GROUP
+    ),
 ]
 Json = Annotated[
-    bool, typer.Option("--json", help="One JSON document on stdout, for programs.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--json", help="Print the result as one JSON document on stdout.", rich_help_panel=OUTPUT_GROUP)
 ]
 Debug = Annotated[
-    bool, typer.Option("--debug", help="Show the traceback of an error, and all warnings.", rich_help_panel=OUTPUT)
+    bool,
+    typer.Option("--debug", help="Print the traceback of an error, and all warnings.", rich_help_panel=OUTPUT_GROUP),
 ]
 Force = Annotated[
     bool,
@@ -58,33 +70,34 @@ Force = Annotated[
 def takes(
     *names: str, options: type[DeployConfig] = DeployConfig
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorator: add the flags of these options to a command, which finds their values in `context.params`.
+    """Return a decorator that adds the flags of these options to a command. Their values are in `context.params`.
 
     Args:
         names: Fields of `options` or of RunOptions.
         options: The class that declares them.
     """
     fields = {**options.model_fields, **RunOptions.model_fields}
-    generated = [parameter(name, fields[name]) for name in names]
+    generated = [build_parameter(name, fields[name]) for name in names]
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
-        own = inspect.signature(function).parameters
+        declared = inspect.signature(function).parameters
 
         @wraps(function)
         def command(**values: Any) -> int:
-            return function(**{name: values[name] for name in own})
+            return function(**{name: values[name] for name in declared})
 
-        keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values()]
-        required = [each for each in keyword if each.default is inspect.Parameter.empty]
-        optional = [each for each in keyword if each.default is not inspect.Parameter.empty]
+        # A signature must have parameters without a default first.
+        keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in declared.values()]
+        required = [parameter for parameter in keyword_only if parameter.default is inspect.Parameter.empty]
+        optional = [parameter for parameter in keyword_only if parameter.default is not inspect.Parameter.empty]
         vars(command)["__signature__"] = inspect.Signature([*required, *generated, *optional])
         return command
 
     return decorate
 
 
-def parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-    """The parameter of a typer command for one option; None means that the flag was not given."""
+def build_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """Build the parameter of a typer command for one option. Its value is None if the flag was not given."""
     option = get_option(field)
     panel = {"rich_help_panel": option.group} if option.group else {}
     common: dict[str, Any] = {"help": option.help, "show_default": False, "metavar": option.metavar, **panel}
@@ -98,17 +111,18 @@ def parameter(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _flag_type(field: FieldInfo) -> Any:
-    """The type that the command line reads; the config checks the value."""
+    """Return the type of the flag's value. DeployConfig checks the value itself later."""
     if get_option(field).is_repeated:
         return list[str]
     types = _plain_types(field.annotation)
-    return next((each for each in (bool, int, float) if types == {each}), str)
+    return next((kind for kind in (bool, int, float) if types == {kind}), str)
 
 
 def _plain_types(annotation: Any) -> set[Any]:
-    """The types of an annotation, without None and without metadata."""
+    """Return the types in an annotation, without None and without metadata."""
     if get_origin(annotation) is Annotated:
         return _plain_types(get_args(annotation)[0])
     if type(None) in get_args(annotation):
-        return {kind for each in get_args(annotation) if each is not type(None) for kind in _plain_types(each)}
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        return {kind for member in members for kind in _plain_types(member)}
     return {annotation}

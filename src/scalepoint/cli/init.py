@@ -1,4 +1,4 @@
-"""init: files to start from. config schema: for editors that complete config files."""
+"""The commands `scalepoint init`, which writes files to start from, and `scalepoint config schema`."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 import json as writer
@@ -19,35 +19,37 @@ from scalepoint.errors import ScalepointError, UsageError, did_you_mean
 from scalepoint.options import DeployConfig
 
 Check = Callable[[str], None]
-KEY = re.compile(r"(\w+): \S+ *(#.*)?$")
+KEY_LINE = re.compile(r"(\w+): \S+ *(#.*)?$")
 TEMPLATES = Path(__file__).with_name("templates")
 TEMPLATE_FILES = {"scalepoint.yaml": "scalepoint.yaml.txt", "deploy.py": "deploy.py.txt"}
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write.")] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder to write into; the current folder by default.")
+    ] = Path(),
     ask: Annotated[
-        bool, typer.Option("--ask", help="Ask for model, data, target and metric, and look at the model.")
+        bool, typer.Option("--ask", help="Ask for model, data, target and metric, and show what would be quantized.")
     ] = False,
     trust: flags.Trust = False,
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Write a commented scalepoint.yaml and a deploy.py to start from; nothing is overwritten. With --ask, a
-    scalepoint.yaml of your answers."""
+    """Write a commented scalepoint.yaml and an example deploy.py to start from. With --ask, write a scalepoint.yaml
+    with your answers. Existing files are not overwritten."""
     if folder.exists() and not folder.is_dir():
-        raise usage_error(f"{str(folder)!r} is a file, not a folder")
+        raise usage_error(f"{str(folder)!r} is a file: pass the path of a folder")
     names = ["scalepoint.yaml"] if ask else list(TEMPLATE_FILES)
-    there = [name for name in names if (folder / name).exists() or (folder / name).is_symlink()]
-    if there:
+    existing = [name for name in names if (folder / name).exists() or (folder / name).is_symlink()]
+    if existing:
         raise usage_error(
-            f"{' and '.join(there)} in {str(folder)!r} is there already, nothing was written: choose another folder"
+            f"{' and '.join(existing)} exists already in {str(folder)!r}, nothing was written: choose another folder"
         )
     from scalepoint.support.files import replace_text
 
     answers = ask_for_settings(folder) if ask else {}
     if any(text.startswith("deploy:") for text in answers.values()) and not _has_module(folder):
-        names.append("deploy.py")  # what the usual answers name
+        names.append("deploy.py")  # the default answers name objects in deploy.py
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         replace_text(
@@ -58,7 +60,7 @@ def init(
         show_json("init", {"exit_code": 0, "written": paths})
     else:
         show(Text("\n".join(map(str, paths))))
-    # From here, not from the folder: the answers are names of files and modules as they are found from here.
+    # The command is for the current folder, because file and module names in the answers are relative to it.
     command = shlex.join(["scalepoint", "deploy", "-c", str(folder / "scalepoint.yaml")])
     if ask:
         preview_model(folder, trust)
@@ -69,37 +71,37 @@ def init(
 
 
 def fill_template(template: str, answers: Mapping[str, str]) -> str:
-    """The template with the answers in the places of its values; comments stay."""
+    """Replace the values of the template by the answers. Comments stay."""
     lines = []
     for line in template.splitlines():
-        found = KEY.match(line)
-        key, comment = found.groups() if found else ("", "")
+        match = KEY_LINE.match(line)
+        key, comment = match.groups() if match else ("", "")
         value = writer.dumps(answers[key]) if answers.get(key) else "null"
         lines.append(f"{key}: {value}  {comment}".rstrip() if key in answers else line)
     return "\n".join(lines) + "\n"
 
 
 def ask_for_settings(folder: Path) -> dict[str, str]:
-    """One question after the other; what cannot be is said, and asked again."""
+    """Ask the questions. An invalid answer prints an error, and the question is asked again."""
     from scalepoint.cli.data import DataOptions, check_data
     from scalepoint.cli.load_objects import ObjectLoader, check_name
 
-    finder = ObjectLoader(folder, trust=True)  # nothing is run here: whether names can be is checked
+    loader = ObjectLoader(folder, trust=True)  # names are only checked here, no code runs
     targets = ", ".join(_list_model_targets())
     questions: tuple[tuple[str, str, str, Check], ...] = (
         ("model", "The model (package.module:name, timm:NAME, hf:FOLDER)", "deploy:model",
-         lambda text: check_name(text, "model", finder)),
-        ("data", "Data to calibrate with (.npz, .safetensors, package.module:name)", "deploy:data",
-         lambda text: check_data(text, DataOptions(finder=finder))),
-        ("target", f"Where it will run ({targets})", "onnxruntime", _check_known_target),
+         lambda text: check_name(text, "model", loader)),
+        ("data", "Calibration data (.npz, .safetensors, package.module:name)", "deploy:data",
+         lambda text: check_data(text, DataOptions(loader=loader))),
+        ("target", f"Target runtime ({targets})", "onnxruntime", _check_known_target),
         ("evaluate", "Your metric, package.module:name; empty for none", "",
-         lambda text: check_name(text, "evaluate", finder) if text else None),
+         lambda text: check_name(text, "evaluate", loader) if text else None),
     )  # fmt: skip
-    return {key: _ask(question, usual, check) for key, question, usual, check in questions}
+    return {key: _ask(question, default, check) for key, question, default, check in questions}
 
 
 def _list_model_targets() -> list[str]:
-    """Targets for models; those for language models take the folder of a checkpoint."""
+    """Return the targets for models. Targets for language models need the folder of a checkpoint."""
     from scalepoint.targets import list_targets
 
     return list_targets()
@@ -110,10 +112,11 @@ def _check_known_target(text: str) -> None:
         raise usage_error(f"no target {text!r}: {did_you_mean(text, _list_model_targets())}")
 
 
-def _ask(question: str, usual: str, check: Check) -> str:
+def _ask(question: str, default: str, check: Check) -> str:
+    """Ask until the answer passes the check."""
     while True:
-        text: str = typer.prompt(question, default=usual, err=True).strip()
-        if not sys.stdin.isatty():  # nobody pressed Enter: what is said next would stand on the same line
+        text: str = typer.prompt(question, default=default, err=True).strip()
+        if not sys.stdin.isatty():  # input from a pipe is not echoed, so the line of the question has not ended
             say("")
         try:
             check(text)
@@ -124,40 +127,40 @@ def _ask(question: str, usual: str, check: Check) -> str:
 
 
 def _has_module(folder: Path) -> bool:
-    return any((each / "deploy.py").exists() for each in (folder, Path()))
+    return any((parent / "deploy.py").exists() for parent in (folder, Path()))
 
 
 def _is_local(folder: Path, answers: Mapping[str, str]) -> bool:
-    """Whether an answer names code that is run only with --trust."""
+    """Whether an answer names code that needs --trust to run."""
     from scalepoint.cli.data import DataOptions, check_data
     from scalepoint.cli.load_objects import ObjectLoader, check_name
 
-    finder = ObjectLoader(folder)
+    loader = ObjectLoader(folder)
     try:
-        check_name(answers["model"], "model", finder)
-        check_data(answers["data"], DataOptions(finder=finder))
+        check_name(answers["model"], "model", loader)
+        check_data(answers["data"], DataOptions(loader=loader))
         if answers["evaluate"]:
-            check_name(answers["evaluate"], "evaluate", finder)
+            check_name(answers["evaluate"], "evaluate", loader)
     except UsageError:
         return True
     return False
 
 
 def preview_model(folder: Path, trust: bool) -> None:
-    """What the target would quantize of the model; of one that cannot be looked at yet, why."""
+    """Print what the target would quantize, or why the model cannot be captured yet."""
     from scalepoint.cli.inspect import measure_coverage
     from scalepoint.cli.run_config import load_settings, object_loader
 
     settings = load_settings({"config": folder / "scalepoint.yaml"})
     try:
-        found, _ = measure_coverage(settings, object_loader(settings, {"trust": trust}))
+        coverage, _ = measure_coverage(settings, object_loader(settings, {"trust": trust}))
     except ScalepointError as error:
-        say(f"not looked at yet: {error.args[0]}", "yellow")
+        say(f"the model was not inspected: {error.args[0]}", "yellow")
     else:
-        say(f"{settings.target}: {found.summary()}")
+        say(f"{settings.target}: {coverage.summary()}")
 
 
 def schema(json: flags.Json = True, debug: flags.Debug = False) -> int:
-    """The JSON Schema of config files."""
+    """Print the JSON Schema of config files, with which editors complete and check them."""
     write(sys.stdout, writer.dumps(DeployConfig.model_json_schema(), indent=2) + "\n")
     return Code.DONE

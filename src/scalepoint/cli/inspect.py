@@ -1,4 +1,4 @@
-"""inspect: what a target would quantize of a model and what not, before any data."""
+"""The command `scalepoint inspect`: what a target would quantize. Also loads model and data for other commands."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from pathlib import Path
@@ -19,8 +19,8 @@ from scalepoint.errors import CoverageError
 from scalepoint.support.formatting import count
 
 UNKNOWN_SIZES_NOTE = (
-    "the sizes of the inputs are not known, so MACs are not counted and no layer is left float because int8 is slower: "
-    "deploy may quantize fewer layers. Give --shape or --data, or let the factory return (model, example_inputs)"
+    "the sizes of the inputs are not known, so MACs are not counted, and layers that are slower in int8 are not left "
+    "float: deploy may quantize fewer layers. Pass --shape or --data, or let the factory return (model, example_inputs)"
 )
 
 
@@ -30,63 +30,66 @@ UNKNOWN_SIZES_NOTE = (
 def inspect(
     context: typer.Context,
     shape: Annotated[
-        list[str] | None, typer.Option(help="Shape of an input, as 1,3,224,224; repeat for more inputs.")
+        list[str] | None,
+        typer.Option(help="Shape of an input, such as 1,3,224,224; repeat the flag for further inputs."),
     ] = None,
     config: flags.Config = None,
     trust: flags.Trust = False,
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """What a target would quantize of a model and what not, and why; no data needed. Of an exported file: its inputs,
-    and what it says of itself."""
+    """Show which operations of a model a target would quantize, which stay float, and why. No data is needed. For an
+    exported file: show its inputs and its metadata."""
     model = context.params["model"]
     if is_model_file(model):
         return show_file_info(Path(str(model)), json=json)
     check_names(context.params)
     settings = load_settings(context.params)
-    finder = object_loader(settings, context.params)
-    check_settings(settings, finder, needs_data=False)
-    return preview(settings, finder, "inspect", _random_inputs(shape or []), json=json)
+    loader = object_loader(settings, context.params)
+    check_settings(settings, loader, needs_data=False)
+    return preview(settings, loader, "inspect", _random_inputs(shape or []), json=json)
 
 
-def preview(settings: Any, finder: ObjectLoader, command: str, example: Any = None, *, json: bool) -> int:
-    """Capture and coverage only; nothing is written."""
-    found, has_sizes = measure_coverage(settings, finder, example)
+def preview(settings: Any, loader: ObjectLoader, command: str, example: Any = None, *, json: bool) -> int:
+    """Capture the model and show what would be quantized. Nothing is written."""
+    coverage, has_sizes = measure_coverage(settings, loader, example)
     if settings.strict:
-        found.check()
-    if command == "deploy" and found.is_empty:  # what the run would refuse
-        raise CoverageError(found.describe_empty())
+        coverage.check()
+    if command == "deploy" and coverage.is_empty:  # deploy would refuse it
+        raise CoverageError(coverage.describe_empty())
     if json:
-        fields = {"exit_code": 0, "dry_run": True, "target": settings.target, "coverage": found.to_list()}
+        fields = {"exit_code": 0, "dry_run": True, "target": settings.target, "coverage": coverage.to_list()}
         show_json(command, {**fields, "has_sizes": has_sizes})
     else:
-        show(coverage_listing(found), f"{settings.target}: {found.summary()}")
+        show(coverage_listing(coverage), f"{settings.target}: {coverage.summary()}")
     if not has_sizes:
         say(f"note: {UNKNOWN_SIZES_NOTE}", "yellow")
     return Code.DONE
 
 
-def measure_coverage(settings: Any, finder: ObjectLoader, example: Any = None) -> tuple[Any, bool]:
-    """Return the coverage of the model, and whether the sizes of its inputs are known. If they are, it is the coverage
-    that deploy would give."""
+def measure_coverage(settings: Any, loader: ObjectLoader, example: Any = None) -> tuple[Any, bool]:
+    """Return the coverage of the model, and whether the sizes of its inputs are known.
+
+    With known sizes, it is the coverage that deploy would have.
+    """
     from scalepoint.pipeline.job import fill_speed_first
     from scalepoint.targets import find_target
 
-    model, inputs, _ = load_model_and_data(settings, finder, example)
+    model, inputs, _ = load_model_and_data(settings, loader, example)
     config = fill_speed_first(settings.quantization, strict=settings.strict, has_budget=settings.budget is not None)
     target = find_target(settings.target, settings.cpu)
-    given = {"config": config, "leave": settings.leave, "dynamic_axes": settings.dynamic_axes}
-    return load_public("inspect")(model, inputs, target=target, **given), inputs is not None
+    options = {"config": config, "leave": settings.leave, "dynamic_axes": settings.dynamic_axes}
+    return load_public("inspect")(model, inputs, target=target, **options), inputs is not None
 
 
-def load_model_and_data(settings: Any, finder: ObjectLoader, example: Any = None) -> tuple[Any, Any, Batches | None]:
+def load_model_and_data(settings: Any, loader: ObjectLoader, example: Any = None) -> tuple[Any, Any, Batches | None]:
     """Load the model, its example inputs and the data.
 
-    The example is the one that is passed, else the one that the user's factory returns, else the first batch of the
-    data. For a library's model the first batch comes before the example that we make for it.
+    The example inputs are `example`, else those that the user's factory returns, else the first batch of the data. A
+    model of a library has generated example inputs; there the first batch of the data is preferred.
     """
-    model, inputs = load_model(settings.model, finder)
-    batches = load_data(settings.data, data_options(settings, finder)) if settings.data else None
+    model, inputs = load_model(settings.model, loader)
+    batches = load_data(settings.data, data_options(settings, loader)) if settings.data else None
     if example is not None:
         inputs = example
     elif batches is not None and is_library_model(settings.model):
@@ -97,17 +100,18 @@ def load_model_and_data(settings: Any, finder: ObjectLoader, example: Any = None
 
 
 def batch_to_example(model: Any, batch: Any) -> Any:
-    """A batch as example inputs: what comes after the model's own inputs, such as labels, is left away."""
+    """Return a batch as example inputs, without values after the model's own inputs, such as labels."""
     from scalepoint.quantize.feeding import to_model_inputs
 
     args, kwargs = to_model_inputs(batch, model)
     return kwargs or args
 
 
-def coverage_listing(found: Any) -> Listing:
+def coverage_listing(coverage: Any) -> Listing:
+    """List the operations with their precision and the reason."""
     rows = [
         (row.name, row.kind, row.precision, row.explanation, count(row.macs), count(row.parameters))
-        for row in found.operations
+        for row in coverage.operations
     ]
     return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))
 
@@ -118,7 +122,7 @@ def _random_inputs(shapes: list[str]) -> Any:
     try:
         sizes = [[int(side) for side in shape.replace("x", ",").split(",")] for shape in shapes]
     except ValueError as error:
-        raise usage_error(f"--shape is whole numbers with commas between, as 1,3,224,224: {error}") from error
+        raise usage_error(f"--shape must be whole numbers such as 1,3,224,224: {error}") from error
     if any(side < 1 for size in sizes for side in size):
-        raise usage_error("--shape is made of numbers from 1 on, as 1,3,224,224")
+        raise usage_error("--shape must be whole numbers above 0, such as 1,3,224,224")
     return tuple(torch.randn(size) for size in sizes) or None

@@ -1,5 +1,7 @@
-"""Models by name of a library (timm:NAME, hf:FOLDER), and weights from a file beside a factory. Nothing is downloaded,
-nothing unpickled, no code of a checkpoint is run."""
+"""Loads models of a library by name (timm:NAME, hf:FOLDER), and weights from a file.
+
+Nothing is downloaded or unpickled, and no code of a checkpoint is run.
+"""
 
 # ruff: noqa: PLC0415  # torch and the libraries are imported when a model is
 import os
@@ -20,23 +22,23 @@ WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 def is_library_model(text: str) -> bool:
-    """Whether a name is that of a library's model."""
+    """Whether the name is timm:NAME or hf:FOLDER."""
     return text.partition(":")[0] in MAKERS and bool(text.partition(":")[2])
 
 
 def check_library_model(text: str, root: Path) -> None:
-    """What can be told wrong before the library is loaded."""
+    """Refuse a name if the library is not installed or the folder is no checkpoint. The library is not loaded."""
     library, _, name = text.partition(":")
     package = "transformers" if library == "hf" else library
     if find_spec(package) is None:
-        way_out = install_hint("transformers") if library == "hf" else f"pip install {package}"
-        raise usage_error(f"model {text!r} needs {package}, which is not installed: {way_out}")
+        command = install_hint("transformers") if library == "hf" else f"pip install {package}"
+        raise usage_error(f"model {text!r} needs {package}, which is not installed: {command}")
     if library == "hf" and not ((root / name) / "config.json").is_file():
-        raise usage_error(f"model {text!r}: {root / name} is no folder that transformers wrote: it has no config.json")
+        raise usage_error(f"model {text!r}: {root / name} is not a checkpoint of transformers: it has no config.json")
 
 
 def make_library_model(text: str, root: Path, random: bool) -> tuple[Any, Any]:
-    """The model, and example inputs for it."""
+    """Build the model and example inputs for it. With `random` its weights are random."""
     library, _, name = text.partition(":")
     with _offline():
         _import_package("transformers" if library == "hf" else library, text)
@@ -44,7 +46,7 @@ def make_library_model(text: str, root: Path, random: bool) -> tuple[Any, Any]:
 
 
 def _import_package(package: str, text: str) -> None:
-    """One that is installed and does not load, such as beside a torchvision of another torch, is no fault of ours."""
+    """Import a library. Report a failure as a usage error: it is often an incompatible torchvision."""
     try:
         import_module(package)
     except Exception as error:
@@ -56,7 +58,7 @@ def _import_package(package: str, text: str) -> None:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """A library that would fetch something fails instead."""
+    """Make the libraries fail instead of downloading."""
     before = {name: os.environ.get(name) for name in OFFLINE_VARIABLES}
     os.environ.update(dict.fromkeys(OFFLINE_VARIABLES, "1"))
     try:
@@ -79,12 +81,12 @@ def _make_timm(name: str, _: Path, random: bool) -> tuple[Any, Any]:
         raise usage_error(f"timm has no model {name!r}: {close or 'see timm.list_models()'}")
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # random weights are the same at every call
+            torch.manual_seed(0)  # so that random weights are the same in every run
             model = timm.create_model(name, pretrained=not random)
     except Exception as error:
         raise usage_error(
-            f"timm:{name}: its weights are not in the local cache, and nothing is downloaded here "
-            f"({type(error).__name__}: {one_line(error)[:200]}): fetch them with timm first, or try it with --random"
+            f"timm:{name}: its weights are not in the local cache, and scalepoint does not download "
+            f"({type(error).__name__}: {one_line(error)[:200]}): load the model with timm once, or use --random"
         ) from error
     shape = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
     return model, torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
@@ -100,13 +102,13 @@ def _make_hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
     check_files(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        kind = getattr(transformers, (config.architectures or ["?"])[0], None)
-        if kind is None:
-            raise usage_error(f"hf:{name}: transformers has no class {config.architectures}")
+        model_class = getattr(transformers, (config.architectures or ["?"])[0], None)
+        if model_class is None:
+            raise usage_error(f"hf:{name}: this version of transformers has no class {config.architectures}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            kept = {"local_files_only": True, "use_safetensors": True}
-            model = kind(config) if random else kind.from_pretrained(folder, **kept)
+            options = {"local_files_only": True, "use_safetensors": True}
+            model = model_class(config) if random else model_class.from_pretrained(folder, **options)
     except (OSError, ValueError, ImportError) as error:
         raise usage_error(f"hf:{name}: {type(error).__name__}: {one_line(error)[:300]}") from error
     if getattr(model, "main_input_name", "") == "pixel_values":
@@ -116,8 +118,8 @@ def _make_hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
 
 
 def without_labels(model: Any, inputs: Any) -> Any:
-    """Example inputs by name without the labels that a model of transformers takes to compute a loss: a file that is
-    deployed needs no loss."""
+    """Remove the labels from inputs of a transformers model. It takes labels to compute a loss; a deployed file does
+    not."""
     if not isinstance(inputs, dict) or not type(model).__module__.startswith("transformers."):
         return inputs
     from transformers.utils.generic import find_labels
@@ -130,14 +132,15 @@ MAKERS: dict[str, Callable[[str, Path, bool], tuple[Any, Any]]] = {"timm": _make
 
 
 def check_weights(path: Path) -> None:
+    """Check that the file exists and has a supported suffix."""
     if path.suffix not in WEIGHT_SUFFIXES:
-        raise usage_error(f"--weights {str(path)!r}: one of {', '.join(WEIGHT_SUFFIXES)} is expected")
+        raise usage_error(f"--weights {str(path)!r}: must be a {', '.join(WEIGHT_SUFFIXES)} file")
     if not path.is_file():
         raise usage_error(f"--weights {str(path)!r}: there is no such file")
 
 
 def load_weights(model: Any, path: Path) -> None:
-    """A state_dict from safetensors, or from what torch.save wrote of tensors alone; all of it must fit."""
+    """Load a state_dict from safetensors or torch.save into the model. All names and shapes must match."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -153,16 +156,17 @@ def load_weights(model: Any, path: Path) -> None:
         raise usage_error(error.args[0]) from error
     except (SafetensorError, OSError, EOFError, RuntimeError) as error:
         raise usage_error(f"{path} cannot be read: {one_line(error)[:300]}") from error
-    except Exception as error:  # whatever weights_only refuses with
+    except Exception as error:  # weights_only=True raises several types for a file with other objects
         raise usage_error(
-            f"{path} holds more than tensors, which could run code: save the state_dict alone ({type(error).__name__})"
+            f"{path} contains objects that are not tensors and could run code: save only the state_dict "
+            f"({type(error).__name__})"
         ) from error
     state = state["state_dict"] if isinstance(state, dict) and "state_dict" in state else state
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise usage_error(f"{path} holds no state_dict: a mapping of names to tensors is expected")
+        raise usage_error(f"{path} contains no state_dict: it must be a mapping of names to tensors")
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise usage_error(f"{path} does not fit the model: {one_line(error)[:400]}") from error
     if missing or unexpected:
-        raise usage_error(f"{path} does not fit the model: missing {missing[:3]}, too many {unexpected[:3]}")
+        raise usage_error(f"{path} does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")

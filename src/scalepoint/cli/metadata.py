@@ -1,10 +1,8 @@
-"""What a file will say of itself, from what a command was told; and what a file says of itself, shown."""
+"""Collects the metadata for an exported file, and shows the inputs and metadata of a file."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from pathlib import Path
 from typing import Any
-
-from rich.text import Text
 
 from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.load_objects import ObjectLoader
@@ -12,78 +10,79 @@ from scalepoint.cli.output import Listing, show, show_json
 from scalepoint.errors import DocumentError
 from scalepoint.support.formatting import size_of
 
-SUFFIXES = (".onnx", ".pte", ".mlpackage", ".tflite")  # files that people have lying about; others go by their format
+MODEL_SUFFIXES = (".onnx", ".pte", ".mlpackage", ".tflite")
 IMAGE_OPTIONS = ("size", "mean", "std")
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
-MAX_VALUE_LENGTH = 300  # characters of a value on a screen
+MAX_VALUE_LENGTH = 300  # characters shown without --json
 
 
-def with_metadata(settings: Any, finder: ObjectLoader) -> Any:
-    """The settings with all that the file will say: how pictures were made, and over it what is given, read if it is
-    the name of a file."""
-    given = settings.metadata
-    if isinstance(given, str):
-        given = _read_mapping(finder.path(given))
-    found = {**_read_preprocessing(settings, finder), **(given or {})}
-    return settings.updated({"metadata": found or None})
+def with_metadata(settings: Any, loader: ObjectLoader) -> Any:
+    """Return the settings with the complete metadata: the preprocessing of images, then `metadata`, which wins.
+
+    A `metadata` that is a text is the name of a YAML or JSON file.
+    """
+    metadata = settings.metadata
+    if isinstance(metadata, str):
+        metadata = _read_mapping(loader.resolve(metadata))
+    merged = {**_read_preprocessing(settings, loader), **(metadata or {})}
+    return settings.updated({"metadata": merged or None})
 
 
-def _read_preprocessing(settings: Any, finder: ObjectLoader) -> dict[str, Any]:
-    stated = {name: getattr(settings, name) for name in IMAGE_OPTIONS if getattr(settings, name) is not None}
-    if stated:
-        return {"preprocessing": stated}
+def _read_preprocessing(settings: Any, loader: ObjectLoader) -> dict[str, Any]:
+    """Return the preprocessing from the image options, else from the checkpoint of a transformers model."""
+    options = {name: getattr(settings, name) for name in IMAGE_OPTIONS if getattr(settings, name) is not None}
+    if options:
+        return {"preprocessing": options}
     library, _, name = (settings.model or "").partition(":")
-    path = finder.path(name) / PREPROCESSOR_CONFIG if library == "hf" else None
+    path = loader.resolve(name) / PREPROCESSOR_CONFIG if library == "hf" else None
     return {"preprocessing": _read_mapping(path)} if path is not None and path.is_file() else {}
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """A mapping from YAML or JSON."""
+    """Read a mapping from a YAML or JSON file."""
     from scalepoint.support.untrusted import read_json, read_yaml
 
     try:
-        found = read_json(path) if path.suffix == ".json" else read_yaml(path)
+        content = read_json(path) if path.suffix == ".json" else read_yaml(path)
     except DocumentError as error:
         raise usage_error(f"metadata: {error.args[0]}") from error
     except OSError as error:
         raise usage_error(f"metadata {str(path)!r} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise usage_error(
-            f"metadata {str(path)!r}: a mapping of keys to values is expected, not {type(found).__name__}"
-        )
-    return found
+    if not isinstance(content, dict):
+        raise usage_error(f"metadata {str(path)!r} must be a mapping of keys to values, got a {type(content).__name__}")
+    return content
 
 
 def is_model_file(name: str | None) -> bool:
-    """Whether what stands for a model is a file that some runtime reads."""
-    return bool(name) and Path(str(name)).suffix in SUFFIXES
+    """Whether the name of a model is an exported file."""
+    return bool(name) and Path(str(name)).suffix in MODEL_SUFFIXES
 
 
 def show_file_info(path: Path, *, json: bool) -> int:
-    """Inputs, size and metadata of a file; nothing of it is run."""
+    """Show inputs, size and metadata of a file. The file is not run."""
     from scalepoint.formats import find_format, list_formats, read_value
 
     if not path.exists():
-        raise usage_error(f"{str(path)!r}: there is no such file")
-    form = next(each for each in map(find_format, list_formats()) if each.suffix == path.suffix)
-    said = form.about(path)
+        raise usage_error(f"{str(path)!r}: there is no such file in {Path.cwd()}")
+    formats = map(find_format, list_formats())
+    file_format = next(candidate for candidate in formats if candidate.suffix == path.suffix)
+    info = file_format.about(path)
     if json:
-        metadata = {key: read_value(value) for key, value in said.metadata.items()}
-        inputs = [{"name": each.name, "dtype": each.dtype, "shape": each.shape} for each in said.inputs]
-        show_json("inspect", {"exit_code": 0, "path": path, "size": said.size, "inputs": inputs, "metadata": metadata})
+        metadata = {key: read_value(value) for key, value in info.metadata.items()}
+        inputs = [{"name": entry.name, "dtype": entry.dtype, "shape": entry.shape} for entry in info.inputs]
+        show_json("inspect", {"exit_code": 0, "path": path, "size": info.size, "inputs": inputs, "metadata": metadata})
         return Code.DONE
-    rows = [(f"input {each.name}", f"{each.dtype} {_format_shape(each.shape)}") for each in said.inputs]
-    rows += [(key, _shorten(value)) for key, value in said.metadata.items()]
-    show(Listing(("what", "value"), [("size", size_of(said.size)), *rows]), _metadata_listing(said.metadata))
+    rows = [("size", size_of(info.size))]
+    rows += [(f"input {entry.name}", f"{entry.dtype} {_format_shape(entry.shape)}") for entry in info.inputs]
+    rows += [(key, _shorten(value)) for key, value in info.metadata.items()]
+    has_metadata = bool(info.metadata)
+    note = "--json shows all values in full" if has_metadata else "no metadata: the file was not written by scalepoint"
+    show(Listing(("what", "value"), rows), note)
     return Code.DONE
 
 
-def _metadata_listing(metadata: Any) -> Text | str:
-    return "--json shows every value whole" if metadata else "the file says nothing of itself: others wrote it"
-
-
 def _format_shape(shape: tuple[int | None, ...]) -> str:
-    return "x".join("*" if each is None else str(each) for each in shape)
+    return "x".join("*" if size is None else str(size) for size in shape)
 
 
 def _shorten(value: str) -> str:

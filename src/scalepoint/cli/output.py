@@ -1,4 +1,7 @@
-"""What is read: the result on stdout, the talk on stderr. Names are shown inert; a closed pipe ends nothing."""
+"""Output of commands: results on stdout, messages on stderr.
+
+Control characters in names are escaped. A reader that closes the pipe is not an error.
+"""
 
 import json
 import os
@@ -18,35 +21,38 @@ from scalepoint.support.jsonable import to_jsonable
 
 JSON_SCHEMA_VERSION = 1  # of every JSON document on stdout
 NARROW_WIDTH = 72
-MAX_TEXT_LENGTH = 1500  # letters of one message: an error fits on one screen
+MAX_TEXT_LENGTH = 1500  # characters of one message, so that an error fits on one screen
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr safe: there, and able to write any name whatever the locale."""
+    """Open closed streams, and let them escape characters that the locale lacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller: >&-
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # open to the end
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # stays open until the process exits
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def shorten(text: str, longest: int = MAX_TEXT_LENGTH) -> str:
-    return text if len(text) <= longest else f"{text[:longest]} ... ({len(text) - longest} letters more: --debug)"
+def shorten(text: str, max_length: int = MAX_TEXT_LENGTH) -> str:
+    """Cut off a long text."""
+    if len(text) <= max_length:
+        return text
+    return f"{text[:max_length]} ... ({len(text) - max_length} more characters: --debug)"
 
 
 def show(*parts: RenderableType) -> None:
-    """The result, on stdout."""
+    """Print a result on stdout."""
     _print(sys.stdout, parts)
 
 
 def say(text: str, style: str = "") -> None:
-    """Talk, on stderr."""
+    """Print a message on stderr."""
     _print(sys.stderr, [Text(visible(text), style=style)])
 
 
 def show_json(command: str, fields: Mapping[str, Any]) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     document = {"schema": JSON_SCHEMA_VERSION, "command": command, **fields}
     write(sys.stdout, json.dumps(to_jsonable(document), indent=2, allow_nan=False) + "\n")
 
@@ -71,7 +77,7 @@ def write(stream: TextIO, text: str) -> None:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Nobody reads: what Python still flushes at its end goes nowhere."""
+    """Redirect a closed stream to the null device: Python flushes it again at exit, which would fail."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -81,7 +87,7 @@ def discard_output(stream: TextIO) -> None:
 
 
 class Listing:
-    """Rows under columns; on a narrow screen each row is a block of lines, so that nothing is cut off."""
+    """A table. On a narrow screen each row becomes a block of lines, so that no cell is cut off."""
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> None:
         self.columns = columns

@@ -1,4 +1,4 @@
-"""What a command was told: the config file, and over it the flags. A flag is a key of the file."""
+"""Settings of a command: the config file, overridden by the flags. Checks them before anything slow happens."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 import os
@@ -21,84 +21,100 @@ CHECKPOINT_ONLY_OPTIONS = tuple(
 IMAGE_OPTIONS = ("size", "mean", "std")
 
 
-def load_settings(given: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
-    """A DeployConfig (of a sweep one with a grid): the file that `config` names, and over it all other options that are
-    keys of it."""
-    kind = SweepConfig if is_sweep else DeployConfig
-    file = given.get("config")
-    settings: DeployConfig = kind.from_file(file) if file is not None else kind()
+def load_settings(parameters: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
+    """Return a DeployConfig, or a SweepConfig for a sweep: the config file, overridden by the flags that were given.
+
+    Args:
+        parameters: Parameters of the command, by name. A flag that was not given is None or [].
+        is_sweep: Return a SweepConfig, which also has a grid.
+    """
+    config_class = SweepConfig if is_sweep else DeployConfig
+    file = parameters.get("config")
+    settings: DeployConfig = config_class.from_file(file) if file is not None else config_class()
     if file is not None:
         settings = settings.updated({"root": str(Path(file).parent / (settings.root or ""))})
-    said = {key: value for key, value in given.items() if key in DeployConfig.model_fields and value not in (None, [])}
+    options = {key: value for key, value in parameters.items() if key in DeployConfig.model_fields}
+    flag_values = {key: value for key, value in options.items() if value not in (None, [])}
     try:
-        return settings.updated(said)
+        return settings.updated(flag_values)
     except ConfigError as error:
         if (cause := cause_of(error)) is None:
             raise
-        flags = [f"--{each.key.replace('_', '-')}: {each.message}" for each in complaints(cause, said)]
-        raise usage_error("; ".join(flags)) from error
+        problems = complaints(cause, flag_values)
+        messages = [f"--{problem.key.replace('_', '-')}: {problem.message}" for problem in problems]
+        raise usage_error("; ".join(messages)) from error
 
 
-def data_options(settings: Any, finder: ObjectLoader, max_batches: int | None = None) -> DataOptions:
-    """How files become batches."""
-    return DataOptions(settings.batch_size, max_batches, settings.size, settings.mean, settings.std, finder)
+def data_options(settings: Any, loader: ObjectLoader, max_batches: int | None = None) -> DataOptions:
+    """Return how files become batches."""
+    return DataOptions(settings.batch_size, max_batches, settings.size, settings.mean, settings.std, loader)
 
 
-def object_loader(settings: Any, given: Mapping[str, Any]) -> ObjectLoader:
-    """Where the names of the settings are looked for."""
-    return ObjectLoader(Path(settings.root or ""), bool(given.get("trust")), settings.weights, settings.random)
+def object_loader(settings: Any, parameters: Mapping[str, Any]) -> ObjectLoader:
+    """Return the loader for the names in the settings."""
+    return ObjectLoader(Path(settings.root or ""), bool(parameters.get("trust")), settings.weights, settings.random)
 
 
-def check_names(given: Mapping[str, Any]) -> None:
-    """What can be refused at once, before the seconds that torch takes to load."""
-    roots = [Path(given["root"])] if given.get("root") else []
-    roots += [Path(given["config"]).parent] if given.get("config") else []
+def check_names(parameters: Mapping[str, Any]) -> None:
+    """Check the names of model and metric in the flags, before torch is loaded, which takes seconds."""
+    root = Path()
+    if parameters.get("root"):
+        root = Path(parameters["root"])
+    elif parameters.get("config"):
+        root = Path(parameters["config"]).parent
+    loader = ObjectLoader(root, bool(parameters.get("trust")))
     for key in ("model", "evaluate"):
-        if given.get(key):
-            check_name(given[key], key, ObjectLoader(roots[0] if roots else Path(), bool(given.get("trust"))))
+        if parameters.get(key):
+            check_name(parameters[key], key, loader)
 
 
-def check_settings(settings: Any, finder: ObjectLoader, *, needs_data: bool = True) -> None:
-    """All that can be told wrong before the model is made."""
+def check_settings(settings: Any, loader: ObjectLoader, *, needs_data: bool = True) -> None:
+    """Check all settings that can be checked before the model is loaded."""
     if not settings.model:
-        raise usage_error("which model? Name it as package.module:name, or as `model:` in a config given with -c")
-    check_name(settings.model, "model", finder)
+        raise usage_error("which model? Pass package.module:name, or a config with `model:` by -c")
+    check_name(settings.model, "model", loader)
     check_target(settings.target)
     check_with_target(settings)
     if not settings.data and needs_data and settings.quantization.activation != "float":
-        raise usage_error("which data? Give --data, or `data:` in a config given with -c")
-    _check_apply(settings, finder)
+        raise usage_error("which data? Pass --data, or a config with `data:` by -c")
+    _check_options_apply(settings, loader)
     if settings.data:
-        check_data(settings.data, data_options(settings, finder))
+        check_data(settings.data, data_options(settings, loader))
     if settings.max_drop is not None and not settings.evaluate:
-        raise usage_error("--max-drop needs --evaluate: the metric that must not drop")
+        raise usage_error("--max-drop needs a metric: pass --evaluate package.module:function")
 
 
-def _check_apply(settings: Any, finder: ObjectLoader) -> None:
-    """Refuse options that this run would not use: to leave them out silently would look as if they had worked."""
+def _check_options_apply(settings: Any, loader: ObjectLoader) -> None:
+    """Refuse options that have no effect in this run, so that nobody believes that they had one."""
     for name in changed_values(settings):
         flag = f"--{name}"
         if name in CHECKPOINT_ONLY_OPTIONS:
             raise usage_error(
-                f"{flag} is for checkpoints of language models, which are folders; {settings.model!r} is none"
+                f"{flag} is for checkpoints of language models, which are folders: it cannot be used with "
+                f"{settings.model!r}"
             )
-        if name in IMAGE_OPTIONS and not (settings.data and finder.path(settings.data).is_dir()):
-            raise usage_error(f"{flag} is for data that is a folder of pictures; the data is {settings.data!r}")
+        if name in IMAGE_OPTIONS and not (settings.data and loader.resolve(settings.data).is_dir()):
+            raise usage_error(
+                f"{flag} is for data that is a folder of images: it cannot be used with {settings.data!r}"
+            )
         if name == "random" and not is_library_model(settings.model):
-            raise usage_error(f"{flag} is for timm:NAME and hf:FOLDER; {settings.model!r} makes its own weights")
+            raise usage_error(f"{flag} is for timm:NAME and hf:FOLDER: it cannot be used with {settings.model!r}")
 
 
 def check_target(name: str) -> None:
+    """Refuse an unknown target, and a target for checkpoints of language models."""
     from scalepoint.targets import list_targets
 
     if name in list_targets(language=True):
-        raise usage_error(f"target {name!r} takes the folder of a language model's checkpoint, not the name of a model")
+        raise usage_error(
+            f"target {name!r} is for checkpoints of language models: pass the folder of a checkpoint as the model"
+        )
     if name not in list_targets():
-        raise usage_error(f"no target {name!r}: {did_you_mean(name, list_targets())}")
+        raise usage_error(f"there is no target {name!r}: {did_you_mean(name, list_targets())}")
 
 
 def check_with_target(settings: Any) -> None:
-    """What a target cannot have; of one that is broken the run itself says so."""
+    """Check float_dtype and dynamic_axes against the target."""
     from scalepoint.targets import find_target
 
     target = find_target(settings.target, settings.cpu)
@@ -107,17 +123,17 @@ def check_with_target(settings: Any) -> None:
 
 
 def check_runtime(settings: Any) -> None:
-    """Refuse a target whose runtime is not installed before the model is made, unless the file may be unverified."""
+    """Refuse a target whose runtime is not installed, unless --allow-departure accepts an unverified file."""
     from scalepoint.pipeline.job import check_installed
     from scalepoint.targets import find_target
 
     target = find_target(settings.target, settings.cpu)
     if not settings.allow_departure:
-        distributed.run_on_main("looking for the runtime", lambda: check_installed(target, allow_departure=False))
+        distributed.run_on_main("checking the runtime", lambda: check_installed(target, allow_departure=False))
 
 
-def check_inputs(settings: Any, finder: ObjectLoader) -> None:
-    """Refuse an output folder that contains the checkpoint, the weights or the data, or lies inside one of them."""
+def check_inputs(settings: Any, loader: ObjectLoader) -> None:
+    """Refuse an output folder that contains, or is inside of, the checkpoint, the weights or the data."""
     from scalepoint.support import output_folder
 
     names = {
@@ -125,7 +141,6 @@ def check_inputs(settings: Any, finder: ObjectLoader) -> None:
         "weights": settings.weights,
         "data": settings.data,
     }
-    found = {what: finder.path(name) for what, name in names.items() if name}
-    output_folder.check_inputs(
-        Path(settings.output), {what: path for what, path in found.items() if os.path.exists(path)}
-    )
+    paths = {what: loader.resolve(name) for what, name in names.items() if name}
+    existing = {what: path for what, path in paths.items() if os.path.exists(path)}
+    output_folder.check_inputs(Path(settings.output), existing)

@@ -1,4 +1,4 @@
-"""targets and doctor: what is known, and what is there."""
+"""The commands `scalepoint targets` and `scalepoint doctor`."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 import os
@@ -44,70 +44,72 @@ DISTRIBUTION_NAMES = {
     "compressed_tensors": "compressed-tensors",
     "onnxruntime_genai": "onnxruntime-genai",
 }
-OPTIONAL_PACKAGES = (  # package, what it is for, the extra that brings it
-    ("openvino", "runs files of target openvino", "openvino"),
+OPTIONAL_PACKAGES = (  # package, its purpose, the extra of scalepoint that installs it
+    ("openvino", "runs files of the target openvino", "openvino"),
     ("executorch", "writes and runs .pte files", "executorch"),
     ("ai_edge_litert", "writes and runs .tflite files", "litert"),
-    ("coremltools", "writes and reads files of target coreml", "coreml"),
+    ("coremltools", "writes and reads files of the target coreml", "coreml"),
     ("transformers", "reads checkpoints of language models, hf:FOLDER, and runs packed folders", "transformers"),
-    ("compressed_tensors", "lets transformers load folders of target compressed-tensors", "transformers"),
-    ("onnxruntime_genai", "runs folders of target ort-genai", "genai"),
+    ("compressed_tensors", "lets transformers load folders of the target compressed-tensors", "transformers"),
+    ("onnxruntime_genai", "runs folders of the target ort-genai", "genai"),
     ("gguf", "writes GGUF files", "gguf"),
 )
 MIN_FREE_BYTES = 2e9
-CAP_TEXT = "".join(f"{name}={value}" for name, value in ISA_CAP.items())
+ISA_CAP_TEXT = "".join(f"{name}={value}" for name, value in ISA_CAP.items())
 
 
 def targets(
     target: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="One target, to see all that it declares.", show_default=False)
+        str | None,
+        typer.Argument(metavar="NAME", help="A target, to see everything that it declares.", show_default=False),
     ] = None,
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """The deployment targets, and whether their runtime is here; with NAME, what one fuses, accepts and refuses."""
+    """List the deployment targets, and whether their runtimes are installed. With NAME, show what a target fuses,
+    accepts and refuses."""
     return _show_all_targets(json) if target is None else _show_target(target, json)
 
 
 def _show_all_targets(json: bool) -> int:
     from scalepoint.runtimes import find_runtime
 
-    found, broken = [], []
+    descriptions, broken = [], []
     for name in list_target_names():
         try:
-            found.append(describe_target(name))
+            descriptions.append(describe_target(name))
         except TargetError as error:
             broken.append({"name": name, "why": str(error.args[0])})
     rows = []
-    for each in found:
-        runtime = each["runtime"]
-        here = "none known" if runtime is None else "ok" if find_runtime(runtime).is_installed else "missing"
-        rows.append({**{key: each[key] for key in ("name", "summary", "default", "accepts")}, "runtime": here})
+    for description in descriptions:
+        runtime = description["runtime"]
+        state = "none known" if runtime is None else "ok" if find_runtime(runtime).is_installed else "missing"
+        rows.append({**{key: description[key] for key in ("name", "summary", "default", "accepts")}, "runtime": state})
     if json:
         show_json("targets", {"exit_code": 0, "targets": rows, "broken": broken})
     else:
         cells = [(row["name"], row["summary"], row["default"], row["runtime"]) for row in rows]
-        show(Listing(("target", "what", "default", "runtime here"), cells))
-    for each in broken:
-        say(f"not usable: {each['why']}", "yellow")
+        show(Listing(("target", "description", "default", "runtime"), cells))
+    for entry in broken:
+        say(f"not usable: {entry['why']}", "yellow")
     return Code.DONE
 
 
 def list_target_names() -> list[str]:
-    """All targets: for models, for checkpoints of language models, and those of other packages."""
+    """Return the names of all targets: for models and for language models, also those of other packages."""
     from scalepoint.targets import list_targets
 
     return [*list_targets(), *list_targets(language=True)]
 
 
 def describe_target(name: str) -> dict[str, Any]:
-    """Everything that a target declares, and the rules that `scalepoint check` applies for it."""
+    """Return everything that a target declares, and the rules that `scalepoint check` applies for it."""
     from scalepoint.checking import describe_rules
     from scalepoint.quantize.coverage_rows import describe_spec
     from scalepoint.targets import describe, find_target
 
     if name not in list_target_names():
-        raise usage_error(f"no target {name!r}: {did_you_mean(name, list_target_names())}")
+        raise usage_error(f"there is no target {name!r}: {did_you_mean(name, list_target_names())}")
     target = find_target(name)
     activation = "float" if target.is_language else describe_spec(target.activation)
     return {
@@ -121,13 +123,13 @@ def describe_target(name: str) -> dict[str, Any]:
 
 
 def _show_target(name: str, json: bool) -> int:
-    found = describe_target(name)
+    description = describe_target(name)
     if json:
-        content = {key: found[key] for key in ("name", "summary", "sections")}
+        content = {key: description[key] for key in ("name", "summary", "sections")}
         show_json("targets", {"exit_code": 0, **content})
         return Code.DONE
-    show(Text(f"{name}: {found['summary']}"))
-    for section in found["sections"]:
+    show(Text(f"{name}: {description['summary']}"))
+    for section in description["sections"]:
         parts = (Listing(section["columns"], section["rows"]),) if section["rows"] else ()
         notes = (Text(section["note"]),) if section["note"] else ()
         show(Text(f"\n{section['title']}", style="bold"), *parts, *notes)
@@ -136,62 +138,64 @@ def _show_target(name: str, json: bool) -> int:
 
 @dataclass(frozen=True)
 class DoctorLine:
-    """One thing that was looked at."""
+    """Result of one check of `scalepoint doctor`. The fields are keys of its JSON output."""
 
     name: str
-    state: str  # ok, missing
+    state: str  # "ok" or "missing"
     detail: str = ""
-    way_out: str = ""
+    way_out: str = ""  # what to do if it is missing
     is_needed: bool = False
 
 
 def doctor(json: flags.Json = False, debug: flags.Debug = False) -> int:
-    """What this machine has: versions, instruction set, runtimes, disk; what is missing with the way out."""
+    """Check this machine: versions, instruction set, runtimes and disk space. For everything that is missing, show how
+    to install it."""
     lines = [
         DoctorLine("scalepoint", "ok", scalepoint.__version__),
         DoctorLine("python", "ok", f"{platform.python_version()} ({sys.executable})"),
         DoctorLine("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}"),
         *(_check_package(name, is_needed=True) for name in REQUIRED_PACKAGES),
         _check_package("onnxruntime", "runs target onnxruntime", is_needed=True),
-        *(_check_package(name, f"{what} (optional)", extra=extra) for name, what, extra in OPTIONAL_PACKAGES),
+        *(_check_package(name, f"{purpose} (optional)", extra=extra) for name, purpose, extra in OPTIONAL_PACKAGES),
         _check_llamacpp(),
-        _check_package("tensorrt", "optional: `scalepoint check` applies its rules without it"),
-        _check_package("PIL", "reads folders of pictures (optional)"),
+        _check_package("tensorrt", "optional: `scalepoint check` works without it"),
+        _check_package("PIL", "reads folders of images (optional)"),
         _check_instruction_set(),
         *_check_amx(),
         DoctorLine(
             "cores", "ok", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
         ),
         _check_disk("disk here", Path.cwd()),
-        _check_disk("disk for temporary files", Path(os.environ.get("TMPDIR", "/tmp"))),  # noqa: S108  # only looked at
+        _check_disk("disk for temporary files", Path(os.environ.get("TMPDIR", "/tmp"))),  # noqa: S108  # nothing is written
     ]
-    bad = [line for line in lines if line.state != "ok" and line.is_needed]
-    code = Code.UNVERIFIED if bad else Code.DONE
+    problems = [line for line in lines if line.state != "ok" and line.is_needed]
+    code = Code.UNVERIFIED if problems else Code.DONE
     if json:
         show_json("doctor", {"exit_code": int(code), "lines": lines})
         return code
     show(
         Listing(
-            ("what", "state", "found", "way out"),
+            ("part", "state", "details", "what to do"),
             [(line.name, line.state, line.detail, line.way_out) for line in lines],
         )
     )
-    show(Text("missing and needed: " + ", ".join(line.name for line in bad) if bad else "all that is needed is here"))
-    if bad:
-        say("failed: see the way out of each line that is missing", "red")
+    missing = ", ".join(line.name for line in problems)
+    show(Text(f"required, but missing: {missing}" if problems else "everything that is required is installed"))
+    if problems:
+        say("failed: the last column shows how to install what is missing", "red")
     return code
 
 
 def _check_package(name: str, note: str = "", is_needed: bool = False, extra: str = "") -> DoctorLine:
-    """Looked up, not imported: a broken package must not break this."""
+    """Check whether a package is installed. It is not imported, because a broken package would raise anything."""
     distribution = DISTRIBUTION_NAMES.get(name, name)
     try:
-        is_there = find_spec(name) is not None
+        is_installed = find_spec(name) is not None
     except (ImportError, ValueError):
-        is_there = False
-    if not is_there:
-        way_out = install_hint(extra) if extra else f"pip install {distribution}"
-        return DoctorLine(distribution, "missing", note, way_out, is_needed)
+        is_installed = False
+    if not is_installed:
+        command = install_hint(extra) if extra else f"pip install {distribution}"
+        return DoctorLine(distribution, "missing", note, command, is_needed)
     try:
         return DoctorLine(distribution, "ok", version(distribution), is_needed=is_needed)
     except PackageNotFoundError:
@@ -199,51 +203,49 @@ def _check_package(name: str, note: str = "", is_needed: bool = False, extra: st
 
 
 def _check_llamacpp() -> DoctorLine:
-    """No Python package: a library in a folder."""
+    """Check llama.cpp, which is a library in a folder and not a Python package."""
     from scalepoint.runtimes.llamacpp import LLAMACPP
     from scalepoint.runtimes.llamacpp.child import RELEASE, find_library
 
-    found = find_library()
-    if found is None:
+    path = find_library()
+    if path is None:
         return DoctorLine("llama.cpp", "missing", "runs GGUF files (optional)", LLAMACPP.install)
-    return DoctorLine("llama.cpp", "ok", f"{RELEASE} ({found.parent})")
+    return DoctorLine("llama.cpp", "ok", f"{RELEASE} ({path.parent})")
 
 
 def _check_instruction_set() -> DoctorLine:
     try:
         from scalepoint.support.cpu import instruction_set
 
-        found = instruction_set()
+        instructions = instruction_set()
     except Exception as error:
         return DoctorLine(
             "int8 instructions",
             "missing",
             f"not known: {type(error).__name__}: {error}",
-            "repair torch: pip install torch",
+            "reinstall torch: pip install torch",
         )
-    slow = "" if found == "vnni" else "no VNNI: int8 gains less here, and the pair-safe scale is used"
-    return DoctorLine("int8 instructions", "ok", f"{found}{'; ' + slow if slow else ''}")
+    note = "" if instructions == "vnni" else "; no VNNI: int8 gains less speed here, and the pair-safe scale is used"
+    return DoctorLine("int8 instructions", "ok", f"{instructions}{note}")
 
 
 def _check_amx() -> list[DoctorLine]:
-    """AMX, where it is announced: a virtual machine may not have what its processor says."""
-    found = amx()
-    if not found.is_announced:
+    """Check AMX if the CPU announces it: on some virtual machines announced AMX instructions fail."""
+    status = amx()
+    if not status.is_announced:
         return []
-    if found.is_mended:
-        way_out = f"none needed here; elsewhere set {CAP_TEXT} before the process starts" if found.died else ""
-        return [DoctorLine("AMX", "ok", str(found), way_out)]
-    return [DoctorLine("AMX", "missing", str(found), "another machine, or one whose system does not announce AMX")]
+    if status.is_mended:
+        hint = f"nothing here; in other programs set {ISA_CAP_TEXT} before the process starts" if status.died else ""
+        return [DoctorLine("AMX", "ok", str(status), hint)]
+    return [DoctorLine("AMX", "missing", str(status), "use another machine, or one whose system does not announce AMX")]
 
 
 def _check_disk(name: str, folder: Path) -> DoctorLine:
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return DoctorLine(name, "missing", str(error), "set TMPDIR to a folder that is there")
-    state, way_out = (
-        ("ok", "")
-        if free >= MIN_FREE_BYTES
-        else ("missing", f"free some space: at least {MIN_FREE_BYTES / 1e9:.0f} GB")
-    )
-    return DoctorLine(name, state, f"{free / 1e9:.1f} GB free in {folder}", way_out)
+        return DoctorLine(name, "missing", str(error), "set TMPDIR to an existing folder")
+    detail = f"{free / 1e9:.1f} GB free in {folder}"
+    if free >= MIN_FREE_BYTES:
+        return DoctorLine(name, "ok", detail)
+    return DoctorLine(name, "missing", detail, f"free some space: at least {MIN_FREE_BYTES / 1e9:.0f} GB")

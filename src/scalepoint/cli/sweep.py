@@ -1,4 +1,4 @@
-"""sweep: deploy over a grid of settings."""
+"""The command `scalepoint sweep`: deploy with every combination of a grid of settings."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from scalepoint.cli.run_config import (
     object_loader,
 )
 
-KEYWORD_NAMES = {"quantization": "config"}  # a key of the file that has another name in Python
+KEYWORD_NAMES = {"quantization": "config"}  # key of a config file -> keyword of scalepoint.sweep
 
 
 @takes("output", "model", "data", "evaluate", "weights", "random", "smoke", "resume")
@@ -39,46 +39,47 @@ def sweep(
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Deploy with every combination of a grid: the config's `grid:` has a list of values for each key. One folder a
-    run, one table and one page over all."""
+    """Deploy a model with every combination of a grid of settings: the key `grid:` of the config has a list of values
+    for each setting. Every run gets a folder; a table and a page compare the runs."""
     distributed.init_from_torchrun()
     if config is None:
         raise usage_error(
-            "which grid? Give a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`"
+            "which grid? Pass a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`"
         )
     check_names(context.params)
     settings = load_settings(context.params, is_sweep=True)
     grid = settings.validate_grid()
-    finder = object_loader(settings, context.params)
-    check_settings(settings, finder)
-    check_inputs(settings, finder)
-    settings = with_metadata(settings, finder)
+    loader = object_loader(settings, context.params)
+    check_settings(settings, loader)
+    check_inputs(settings, loader)
+    settings = with_metadata(settings, loader)
     for target in grid.get("target", ()):
         check_target(target)
     smoke, resume = bool(context.params["smoke"]), bool(context.params["resume"]) or distributed.is_restarted()
     folder = Path(settings.output)
-    distributed.run_on_main("looking at the output", lambda: _check_output_folder(folder, resume or force))
-    judge = load_evaluate(settings.evaluate, finder) if settings.evaluate else None
-    net, inputs, batches = load_model_and_data(settings, finder)
+    distributed.run_on_main("checking the output folder", lambda: _check_output_folder(folder, resume or force))
+    evaluate = load_evaluate(settings.evaluate, loader) if settings.evaluate else None
+    model, inputs, batches = load_model_and_data(settings, loader)
     if not quiet:
         say(f"scalepoint {scalepoint.__version__}: {settings.model} over {', '.join(grid)} into {folder}/")
 
-    def finish(done: Any, place: Path, point: Mapping[str, Any]) -> None:
-        own = {key: point[KEYWORD_NAMES.get(key, key)] for key in grid}
-        base = {key: value for key, value in dict(settings).items() if key != "grid"}
-        one = load_public("DeployConfig").model_validate({**base, **own, "output": str(place)})
-        DeployRun(one, finder, smoke, False, quiet, json).write_run_files(done)
+    def write_run_files(deployment: Any, run_folder: Path, point: Mapping[str, Any]) -> None:
+        shared_values = {key: value for key, value in dict(settings).items() if key != "grid"}
+        point_values = {key: point[KEYWORD_NAMES.get(key, key)] for key in grid}
+        values = {**shared_values, **point_values, "output": str(run_folder)}
+        run_settings = load_public("DeployConfig").model_validate(values)
+        DeployRun(run_settings, loader, smoke, False, quiet, json).write_run_files(deployment)
 
     names = {KEYWORD_NAMES.get(key, key): values for key, values in grid.items()}
     shared = {key: value for key, value in deploy_keywords(settings).items() if key not in names}
     try:
-        found = load_public("sweep")(
-            net, inputs, [] if batches is None else batches, grid=names, output=folder, resume=resume, force=force,
-            finish=finish, evaluate=judge, smoke=smoke, progress=not quiet, **shared,
+        result = load_public("sweep")(
+            model, inputs, [] if batches is None else batches, grid=names, output=folder, resume=resume, force=force,
+            finish=write_run_files, evaluate=evaluate, smoke=smoke, progress=not quiet, **shared,
         )  # fmt: skip
     except KeyboardInterrupt:
-        return report_interrupt("finished runs are kept; the same command with --resume goes on from there")
-    return _show_result(found, folder, is_json=json)
+        return report_interrupt("finished runs are kept; the same command with --resume continues from there")
+    return _show_result(result, folder, is_json=json)
 
 
 def _check_output_folder(folder: Path, may_exist: bool) -> None:
@@ -87,19 +88,19 @@ def _check_output_folder(folder: Path, may_exist: bool) -> None:
     check_path(folder)
     if folder.is_dir() and any(folder.iterdir()) and not may_exist:
         raise usage_error(
-            f"output folder {str(folder)!r} is not empty: go on with --resume, or overwrite it with --force"
+            f"output folder {str(folder)!r} is not empty: continue with --resume, or overwrite it with --force"
         )
 
 
-def _show_result(found: Any, folder: Path, *, is_json: bool) -> int:
+def _show_result(result: Any, folder: Path, *, is_json: bool) -> int:
     from scalepoint.report import SweepTable
 
-    failed = [row for row in found.rows if not row.is_done]
+    failed = [row for row in result.rows if not row.is_done]
     code = Code.UNVERIFIED if failed else Code.DONE
     if is_json:
-        show_json("sweep", {"exit_code": int(code), **found.to_dict()})
+        show_json("sweep", {"exit_code": int(code), **result.to_dict()})
     else:
-        show(SweepTable(found), f"page: {folder / 'sweep.html'}")
+        show(SweepTable(result), f"page: {folder / 'sweep.html'}")
     if failed:
-        say(f"failed: {len(failed)} of {len(found.rows)} runs", "red")
+        say(f"failed: {len(failed)} of {len(result.rows)} runs", "red")
     return code
