@@ -39,21 +39,21 @@ class Branching(Net):
 def net():
     return Net(), torch.randn(2, 3, 8, 8)
 
-def leaves():
+def exits():
     sys.exit(0)
 
-def breaks():
+def raises_error():
     raise ValueError("no \\x1b[31mweights")
 
 def batches():
     for _ in range(3):
         yield torch.randn(2, 3, 8, 8)
 
-def same():
+def fixed_batches():
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(2, 3, 8, 8, generator=generator) for _ in range(3)]
 
-def waiting(run):
+def slow_metric(run):
     """A metric that takes a minute on the file in the first run."""
     if type(run).__name__ == "RuntimeModel" and not Path("judging").exists():
         Path("judging").touch()
@@ -79,18 +79,18 @@ class Other(Net):
 def score(run):
     return 0.5
 
-def holed():
-    batches = same()
+def batches_with_nan():
+    batches = fixed_batches()
     batches[1][0, 0, 0, 0] = float("nan")
     return batches
 
-def undefined(run):
+def nan_metric(run):
     return float("nan")
 
-def says_nothing(run):
+def metric_without_result(run):
     pass
 
-def breaks_metric(run):
+def failing_metric(run):
     raise ValueError("no labels")
 
 instance = Net()

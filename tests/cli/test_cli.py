@@ -94,8 +94,8 @@ def test_pickle_files_are_refused_and_not_opened(call, here, name) -> None:
         ("nets:number", "must be a model or a function"),
         ("nets:score", "missing 1 required positional argument"),
         ("nets:batches", "got a generator"),
-        ("nets:leaves", "ended the process"),
-        ("nets:breaks", r"no \x1b[31mweights"),
+        ("nets:exits", "ended the process"),
+        ("nets:raises_error", r"no \x1b[31mweights"),
         ("bad:net", "SyntaxError"),
     ],
 )
@@ -111,9 +111,9 @@ def test_an_invalid_model_is_reported_in_a_few_lines(call, here, model, message)
 
 
 def test_the_line_in_the_users_code_is_named_and_debug_shows_the_traceback(call) -> None:
-    _, _, err = call("inspect", "nets:breaks")
+    _, _, err = call("inspect", "nets:raises_error")
     assert "nets.py, line" in " ".join(err.split())
-    code, _, err = call("inspect", "nets:breaks", "--debug")
+    code, _, err = call("inspect", "nets:raises_error", "--debug")
     assert code == Code.USAGE
     assert "Traceback" in err
 
@@ -132,7 +132,7 @@ def test_a_folder_that_is_not_empty_is_refused_before_any_work(call, here) -> No
     (here / "out").mkdir()
     (here / "out" / "mine.txt").write_text("keep")
     for more in ([], ["-o", "out"]):
-        code, _, err = call("deploy", "nets:breaks", "--data", "nets:batches", *more)
+        code, _, err = call("deploy", "nets:raises_error", "--data", "nets:batches", *more)
         assert code == Code.USAGE
         assert "--force" in err
         assert "weights" not in err
@@ -439,7 +439,7 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(here) -> None:
 
 
 def test_a_run_can_be_resumed_after_ctrl_c(call, here) -> None:
-    flags = ("--data", "nets:same", "--evaluate", "nets:waiting")
+    flags = ("--data", "nets:fixed_batches", "--evaluate", "nets:slow_metric")
     code, out, err = interrupt_deployment(here, "judging", *flags)
     assert (code, out) == (Code.INTERRUPTED, "")
     assert "trial-0 quantized" in err

@@ -40,7 +40,7 @@ def test_the_written_config_can_be_deployed_again(call, output_folder) -> None:
 
 
 def test_the_cpu_is_a_flag_and_a_config_key(call, here) -> None:
-    (here / "vnni.yaml").write_text("model: nets:net\ndata: nets:same\ncpu: vnni\n")
+    (here / "vnni.yaml").write_text("model: nets:net\ndata: nets:fixed_batches\ncpu: vnni\n")
     for name, arguments in (("file", ["-c", "vnni.yaml"]), ("flag", ["-c", "vnni.yaml", "--cpu", "avx2"])):
         code, _, err = call("deploy", *arguments, "-o", name, "--smoke", "--allow-departure")
         assert code == 0, err
@@ -54,7 +54,7 @@ def test_a_missing_runtime_is_reported_before_the_model_is_loaded(call, here, mo
     from scalepoint.runtimes import Runtime
 
     monkeypatch.setattr(Runtime, "is_installed", False)
-    code, _, err = call("deploy", "nets:sleeping", "--data", "nets:same")
+    code, _, err = call("deploy", "nets:sleeping", "--data", "nets:fixed_batches")
     assert (code, "is not installed" in err) == (Code.UNVERIFIED, True), err
     assert not (here / "started").exists()
 
@@ -98,9 +98,9 @@ def test_compare_sorts_the_layers_by_their_own_error(call, output_folder, monkey
     own_errors = [row["local_sqnr_db"] for row in result["layers"]]
     assert own_errors == sorted(own_errors)
     assert {row["name"] for row in result["layers"]} >= {"conv", "head"}
-    code, out, _ = call("compare", output_folder, "nets:net", "--data", "nets:same")
+    code, out, _ = call("compare", output_folder, "nets:net", "--data", "nets:fixed_batches")
     assert (code, "own dB" in out, "worst own error first" in out) == (0, True, True)
-    again = json.loads(call("compare", output_folder, "nets:net", "--data", "nets:same", "--json")[1])
+    again = json.loads(call("compare", output_folder, "nets:net", "--data", "nets:fixed_batches", "--json")[1])
     printed = [line.split()[0] for line in out.splitlines()[1 : 1 + len(own_errors)]]
     assert printed == [row["name"] for row in again["layers"]]
 
@@ -303,7 +303,7 @@ def test_metadata_comes_from_a_file_and_from_the_image_options(here) -> None:
 def test_a_file_without_metadata_is_refused_before_the_run(call, here, text, message) -> None:
     if text is not None:
         (here / "metadata.yaml").write_text(text)
-    code, _, err = call("deploy", "nets:net", "--data", "nets:same", "--metadata", "metadata.yaml")
+    code, _, err = call("deploy", "nets:net", "--data", "nets:fixed_batches", "--metadata", "metadata.yaml")
     assert code == 2
     assert message in " ".join(err.split())
     assert not (here / "out").exists()

@@ -6,7 +6,7 @@ from scalepoint.cli.exit_codes import Code
 
 GRID = """
 model: nets:net
-data: nets:same
+data: nets:fixed_batches
 target: reference
 grid:
   quantization: [{}, {overrides: [{name: head, weight: float, activation: float}]}]

@@ -175,7 +175,7 @@ def _is_numbered(name: str) -> bool:
 
 
 def _require_preprocessing(text: str, options: DataOptions) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
-    """Return size, mean and std of images. They belong to the model, so there are no defaults."""
+    """Return size, mean and std of images. They depend on the model: all three are required."""
     if options.size is None or options.mean is None or options.std is None:
         raise usage_error(
             f"data {text!r} is a folder of images: pass the preprocessing of the model, such as {PREPROCESSING_EXAMPLE}"

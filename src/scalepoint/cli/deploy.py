@@ -221,7 +221,7 @@ class DeployRun:
         return deployment
 
     def _write_configs(self, deployment: Any) -> tuple[Path, str]:
-        """Write the settings of this run as config.yaml, and after a search the config of the best trial as kept.yaml.
+        """Write the settings of this run as config.yaml, and after a search the config of the best trial.
 
         Returns:
             The file that reproduces the model file, and a command with it that works from any folder.

@@ -116,7 +116,7 @@ def _ask(question: str, default: str, check: Check) -> str:
     """Ask until the answer passes the check."""
     while True:
         text: str = typer.prompt(question, default=default, err=True).strip()
-        if not sys.stdin.isatty():  # input from a pipe is not echoed, so the line of the question has not ended
+        if not sys.stdin.isatty():  # input from a pipe is not echoed: end the line of the question
             say("")
         try:
             check(text)

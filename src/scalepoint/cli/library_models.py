@@ -27,7 +27,7 @@ def is_library_model(text: str) -> bool:
 
 
 def check_library_model(text: str, root: Path) -> None:
-    """Refuse a name if the library is not installed or the folder is no checkpoint. The library is not loaded."""
+    """Check that the library is installed and the folder is a checkpoint. The library is not loaded."""
     library, _, name = text.partition(":")
     package = "transformers" if library == "hf" else library
     if find_spec(package) is None:

@@ -1,7 +1,7 @@
 """Loads objects by name: package.module:name or file.py:name. Files that would be unpickled are refused.
 
 Installed modules are imported. Code from the folder of the config file or from the current folder runs only with
---trust, because a downloaded folder may contain code of somebody else.
+--trust, because a downloaded folder may contain harmful code.
 """
 
 # ruff: noqa: PLC0415  # torch is imported when a model is

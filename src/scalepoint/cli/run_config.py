@@ -85,7 +85,7 @@ def check_settings(settings: Any, loader: ObjectLoader, *, needs_data: bool = Tr
 
 
 def _check_options_apply(settings: Any, loader: ObjectLoader) -> None:
-    """Refuse options that have no effect in this run, so that nobody believes that they had one."""
+    """Refuse options that have no effect in this run."""
     for name in changed_values(settings):
         flag = f"--{name}"
         if name in CHECKPOINT_ONLY_OPTIONS:
