@@ -143,7 +143,7 @@ def test_a_state_dict_of_another_shape_is_refused(net, tmp_path) -> None:
 
 
 def test_init_repeats_questions_after_invalid_answers_and_writes_the_config(call, here, monkeypatch) -> None:
-    answers = "nets.pt\nnets:net\nnets:same\ntensort\nonnxruntime\nnets:score\n"
+    answers = "nets.pt\nnets:net\nnets:fixed_batches\ntensort\nonnxruntime\nnets:score\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
     code, out, err = call("init", "--ask", "--trust")
     assert (code, out.split()) == (0, ["scalepoint.yaml"]), err
