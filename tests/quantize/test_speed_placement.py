@@ -133,7 +133,7 @@ def test_where_nothing_wins_all_is_float_and_stored_in_int8():
     assert found.share_of_macs() == {"float": 1.0}
     assert found.share_of_parameters() == {"stored int8 per_channel": 1.0}
     assert not found.is_empty
-    assert "with weights that the file holds in int8" in found.summary()
+    assert "with weights stored in int8" in found.summary()
 
 
 def test_where_nothing_wins_and_nothing_is_unpacked_the_largest_weight_is_quantized_all_the_same():
@@ -170,14 +170,14 @@ def test_one_scale_for_a_whole_weight_is_stored_too():
 def chain(*prices, border=1.0, quantize_input=0.5):
     """Layers in a row, each (float, int8), with one price for every border."""
     cut = MinCut()
-    nodes = [cut.node() for _ in prices]
+    nodes = [cut.add_node() for _ in prices]
     for node, (before, after) in zip(nodes, prices, strict=True):
-        cut.edge(INT8_SIDE, node, before)
-        cut.edge(node, FLOAT_SIDE, after)
+        cut.add_edge(INT8_SIDE, node, before)
+        cut.add_edge(node, FLOAT_SIDE, after)
     for one, two in pairwise(nodes):
-        cut.edge(one, two, border)
-        cut.edge(two, one, border)
-    cut.edge(nodes[0], FLOAT_SIDE, quantize_input)
+        cut.add_edge(one, two, border)
+        cut.add_edge(two, one, border)
+    cut.add_edge(nodes[0], FLOAT_SIDE, quantize_input)
     paid, in_float = cut.solve()
     return paid, [node in in_float for node in nodes]
 

@@ -68,7 +68,7 @@ def test_two_ranks_share_every_kind_of_data_as_one_would_read_it(two: Results, c
     [
         ("empty", "CalibrationError", "the data is empty: 0 batches"),
         ("shuffled", "UsageError", "this loader shuffles.*DistributedSampler"),
-        ("split", "UsageError", "migrations.*look at the same data on every rank"),
+        ("split", "UsageError", "migrations.*need the same data on every rank"),
         ("nan", "NonFiniteError", "batch 2 of the data: "),
         ("raises", "CalibrationError", "to have 3 channels, but got 4"),
     ],
@@ -82,7 +82,7 @@ def test_an_error_of_one_rank_is_the_same_error_on_all(two: Results, case: str, 
 
 def test_batches_that_were_left_out_are_told_once_by_the_first_rank(two: Results) -> None:
     first, second = (result["heard"] for result in two)
-    assert [each for each in first if "2 batches hold NaN or infinity and were left out: 2, 3" in each]
+    assert [each for each in first if "2 batches contain NaN or infinity and were skipped: 2, 3" in each]
     assert len(second) < len(first)
 
 

@@ -1,12 +1,12 @@
-"""Bias correction: what the rounding of a weight adds to the mean of a layer's output is taken off its bias.
+"""Bias correction: subtracts from each bias what the rounding of the weight adds to the mean of the layer's output.
 
-    shift = mean over positions of (W - Wq) * E[x]        E[x] a value a channel, * the layer's own product
+    shift = mean over positions of (W - Wq) * E[x]        E[x]: mean of each input channel; *: the layer's own product
 
-A layer is linear, so the mean of its error is its product with the mean of its input, borders and groups counted; the
-means come from the pass that finds the ranges. Layers without a bias, and transposed convolutions, get none.
+A layer is linear, so the mean of its error is the error of its weight applied to the mean of its input. The means come
+from the pass that collects the ranges. Layers without a bias, and transposed convolutions, are not corrected.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,83 +20,86 @@ CORRECTED_KINDS = ("conv", "linear")
 
 
 def remove_bias_correction(model: nn.Module) -> None:
-    """Biases without what an earlier calibration added; what tuning added goes with the codes that it chose."""
-    for each in model.modules():
-        if isinstance(each, QuantizedLayer) and each.weight_quant.chosen is None:
-            each.set_bias_shift(None)
+    """Remove what an earlier calibration added to biases. Shifts that tuning added stay with the codes it chose."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLayer) and module.weight_quant.chosen is None:
+            module.set_bias_shift(None)
 
 
 class BiasCorrection:
-    """The means of what layers read, while `with` lasts."""
+    """Collects the mean input of each layer inside a `with` block, and corrects biases with it afterwards."""
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [each for each in model.modules() if isinstance(each, QuantizedLayer) and each.kind in CORRECTED_KINDS]
-        self.layers = [each for each in layers if each.fold_norm()[1] is not None]
-        self.sums: list[Tensor | None] = [None for _ in self.layers]
-        self.counts = [0 for _ in self.layers]
-        self.sizes: list[tuple[int, ...]] = [() for _ in self.layers]  # of the first picture
+        layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+        self.layers = [layer for layer in layers if layer.kind in CORRECTED_KINDS and layer.fold_norm()[1] is not None]
+        self.sums: list[Tensor | None] = [None for _ in self.layers]  # per channel
+        self.counts = [0 for _ in self.layers]  # positions and samples that were summed
+        self.sizes: list[tuple[int, ...]] = [() for _ in self.layers]  # spatial size of the first input
         self.hooks: list[Any] = []
 
     def __enter__(self) -> "BiasCorrection":
         for index, layer in enumerate(self.layers):
-            self.hooks.append(layer.register_forward_pre_hook(self._hook(index)))
+            self.hooks.append(layer.register_forward_pre_hook(self._make_hook(index)))
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for hook in self.hooks:
             hook.remove()
-        if error is None:  # else the model is as it was
+        if error is None:  # after an error the model must be as it was before
             for layer in self.layers:
                 layer.set_bias_shift(None)
 
-    def _hook(self, index: int) -> Any:
+    def _make_hook(self, index: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         layer = self.layers[index]
-        spatial = 0 if layer.kind == "linear" else layer.weight.ndim - 2
+        spatial_rank = 0 if layer.kind == "linear" else layer.weight.ndim - 2
 
-        def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        def add_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].detach()
-            channel = x.ndim - 1 - spatial
-            others = [axis for axis in range(x.ndim) if axis != channel]
-            found = x.sum(others, dtype=torch.float32) if others else x.to(torch.float32)  # of no axes torch sums all
-            if not x.numel() or not bool(torch.isfinite(found).all()):
-                return  # what holds NaN is told, or left out, by the stubs
-            known = self.sums[index]
-            wide = found.cpu().double()  # which gives the same float32 in any order
-            self.sums[index] = wide if known is None else known + wide
-            self.sizes[index] = self.sizes[index] or tuple(x.shape[channel + 1 :])
-            self.counts[index] += x.numel() // x.shape[channel]
+            channel_axis = x.ndim - 1 - spatial_rank
+            summed_axes = [axis for axis in range(x.ndim) if axis != channel_axis]
+            # Without the condition, torch would sum all axes of a vector: an empty list means all.
+            sums = x.sum(summed_axes, dtype=torch.float32) if summed_axes else x.to(torch.float32)
+            if not x.numel() or not bool(torch.isfinite(sums).all()):
+                return  # the quantizers raise an error or skip the batch
+            # In float64 the order of the batches does not change the result after rounding to float32.
+            sums = sums.cpu().double()
+            previous = self.sums[index]
+            self.sums[index] = sums if previous is None else previous + sums
+            self.sizes[index] = self.sizes[index] or tuple(x.shape[channel_axis + 1 :])
+            self.counts[index] += x.numel() // x.shape[channel_axis]
 
-        return see
+        return add_input
 
     def merge(self) -> None:
-        """Of all ranks, in their order."""
-        own = {f"{index} sum": each for index, each in enumerate(self.sums) if each is not None}
-        own |= {f"{index} count": torch.tensor(each) for index, each in enumerate(self.counts)}
-        own |= {f"{index} sizes": torch.tensor(each) for index, each in enumerate(self.sizes) if each}
-        parts: Sequence[dict[str, Tensor]] = distributed.gather_tensors(own, "merging means")
+        """Add up the sums of all ranks, in rank order."""
+        local = {f"{index} sum": sums for index, sums in enumerate(self.sums) if sums is not None}
+        local |= {f"{index} count": torch.tensor(count) for index, count in enumerate(self.counts)}
+        local |= {f"{index} sizes": torch.tensor(sizes) for index, sizes in enumerate(self.sizes) if sizes}
+        per_rank: Sequence[dict[str, Tensor]] = distributed.gather_tensors(local, "merging means")
         for index in range(len(self.layers)):
-            seen = [part for part in parts if f"{index} sum" in part]
-            if seen:
-                self.sums[index] = torch.stack([part[f"{index} sum"] for part in seen]).sum(0)
-                self.counts[index] = sum(int(part[f"{index} count"]) for part in seen)
-                sizes = seen[0].get(f"{index} sizes")
+            with_sum = [tensors for tensors in per_rank if f"{index} sum" in tensors]
+            if with_sum:
+                self.sums[index] = torch.stack([tensors[f"{index} sum"] for tensors in with_sum]).sum(0)
+                self.counts[index] = sum(int(tensors[f"{index} count"]) for tensors in with_sum)
+                sizes = with_sum[0].get(f"{index} sizes")
                 self.sizes[index] = () if sizes is None else tuple(map(int, sizes.tolist()))
 
     @torch.no_grad()
     def correct(self) -> None:
-        """Shift the biases of all that saw something; weights are frozen."""
-        for layer, found, count, sizes in zip(self.layers, self.sums, self.counts, self.sizes, strict=True):
-            quant = layer.weight_quant
-            if found is None or not quant.frozen or quant.quantizer.is_disabled():
+        """Shift the bias of every layer with a frozen weight that got input."""
+        for layer, sums, count, sizes in zip(self.layers, self.sums, self.counts, self.sizes, strict=True):
+            quantizer = layer.weight_quant
+            if sums is None or not quantizer.frozen or quantizer.quantizer.is_disabled():
                 continue
             weight, _ = layer.fold_norm()
-            values = layer.to_output_first(quant.values(layer.get_deployed().codes, weight.dtype))
-            mean = (found / count).to(weight)
+            quantized = layer.to_output_first(quantizer.values(layer.get_deployed().codes, weight.dtype))
+            mean = (sums / count).to(weight)
             if layer.kind == "linear":
-                shift = run_with_weight(layer.operation, mean[None], weight - values, None)[0]
+                shift = run_with_weight(layer.operation, mean[None], weight - quantized, None)[0]
             else:
-                picture = mean.view(1, -1, *(1 for _ in sizes)).expand(1, -1, *sizes)
-                shift = run_with_weight(layer.operation, picture, weight - values, None).flatten(2).mean(2)[0]
+                # A constant image of the same size: near its borders fewer taps see data, as in a real image.
+                image = mean.view(1, -1, *(1 for _ in sizes)).expand(1, -1, *sizes)
+                shift = run_with_weight(layer.operation, image, weight - quantized, None).flatten(2).mean(2)[0]
             if bool(torch.isfinite(shift).all()):
                 layer.set_bias_shift(shift)
                 layer.has_bias_correction = True

@@ -1,10 +1,10 @@
-"""Calibration: data flows through, stubs watch, and then they know their parameters.
+"""Calibration: run the data through the model, collect the range of every activation, compute scales and zero points.
 
-    migrate or smooth (passes of their own, when asked for)
-    reset -> observe every batch -> compute_parameters -> enable
+    rewrite weights (migrations, smoothing or outlier scaling, each with passes of its own, if requested)
+    reset -> observe every batch -> compute_parameters -> enable fake quantization
 
-Observers stream: memory does not depend on the number of batches. Modes, switches and the caller's batches are as
-before afterwards, also when the data raises.
+Observers keep running statistics: memory does not depend on the number of batches. If the data raises an error, modes
+and switches of the model are restored.
 """
 
 import warnings
@@ -40,6 +40,7 @@ from scalepoint.quantize.smooth import SmoothQuantObserver, find_smoothing_obser
 from scalepoint.support.torch_state import serialized
 
 OnNan = Literal["error", "skip"]
+MAX_LISTED = 5  # names and batch numbers in a message
 
 
 @serialized
@@ -79,58 +80,56 @@ def calibrate(
     stubs = [module for module in model.modules() if isinstance(module, QuantStub)]
     weights = [module for module in model.modules() if isinstance(module, WeightFakeQuantize)]
     if not stubs and not weights:
-        raise UsageError("this model has no quantizers: calibrate what insert_qdq made, not the float model")
-    for choice, name in ((on_unseen, "on_unseen"), (on_nan, "on_nan")):
-        if choice not in ("error", "skip"):
-            raise UsageError(f"{name}={choice!r}: use 'error' or 'skip'")
-    corrects = _should_correct_bias(model, correct_bias, freeze_weights)
+        raise UsageError("this model has no quantizers: pass the model that insert_qdq returned, not the float model")
+    _check_choices(on_unseen=on_unseen, on_nan=on_nan)
+    corrects_bias = _should_correct_bias(model, correct_bias, freeze_weights)
     smoothing = [observer for observer in find_smoothing_observers(model) if observer.enabled]
-    names = _get_pending_migrations(model)
-    check_data(forward_loop, passes=2 if smoothing or names else 1)
-    if names and is_split_across_ranks(forward_loop):
-        raise UsageError(
-            f"migrations ({', '.join(names)}) look at the same data on every rank, this function or loader gives each "
-            "its own: pass a list, or a loader without a DistributedSampler"
-        )
+    migrations = _get_pending_migrations(model)
+    check_data(forward_loop, passes=2 if smoothing or migrations else 1)
+    if migrations:
+        _check_same_data_on_ranks(forward_loop, migrations)
     run = partial(feed_data, model, forward_loop, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
     factors = _find_unset_factors(model, forward_loop)
     with eval_mode(model), _quantizers_disabled(stubs, weights):
-        if names or smoothing or factors:
-            _rewrite_weights(model, run, max_batches, names, smoothing, factors, on_nan)
+        if migrations or smoothing or factors:
+            _rewrite_weights(model, run, max_batches, migrations, smoothing, factors, on_nan)
             for weight in weights:
-                weight.unfreeze()  # it is another weight now
-        means = BiasCorrection(model) if stubs and corrects else None
+                weight.unfreeze()  # an earlier calibration computed its scale from the old weight
+        bias_correction = BiasCorrection(model) if stubs and corrects_bias else None
         if stubs:
-            constant = ConstantDataCheck(model, stubs)
-            with constant.observing():
-                fed = _observe_data(run, stubs, means, on_nan, on_unseen)
-            update_record(model, calibrated=(fed.calls, fed.samples), constant=_warn_constant_data(constant.warning()))
+            constant_data = ConstantDataCheck(model, stubs)
+            with constant_data.observing():
+                fed = _observe_data(run, stubs, bias_correction, on_nan, on_unseen)
+            constant = _warn_about_constant_data(constant_data)
+            update_record(model, calibrated=(fed.calls, fed.samples), constant=constant)
         elif _should_check_data(model, forward_loop):
             run("checking the data", only_first=True)
     _enable_quantizers(stubs, weights)
     if freeze_weights:
         freeze(model)
-    _update_bias_correction(model, means, correct_bias)
+    _update_bias_correction(model, bias_correction, correct_bias)
     return model
 
 
-def _warn_constant_data(message: str) -> str:
+def _check_choices(**choices: str) -> None:
+    for name, value in choices.items():
+        if value not in ("error", "skip"):
+            raise UsageError(f"{name} must be 'error' or 'skip', got {value!r}")
+
+
+def _check_same_data_on_ranks(data: Data, migrations: Sequence[str]) -> None:
+    if is_split_across_ranks(data):
+        raise UsageError(
+            f"migrations ({', '.join(migrations)}) need the same data on every rank, but this function or loader gives "
+            "each rank its own part: pass a list, or a loader without a DistributedSampler"
+        )
+
+
+def _warn_about_constant_data(constant_data: ConstantDataCheck) -> str:
+    message = constant_data.make_warning()
     if message:
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
     return message
-
-
-def _should_check_data(model: nn.Module, data: Data) -> bool:
-    """Whether data that calibrates nothing is run all the same: only weights quantized on request need none."""
-    rows = record_of(model).coverage.operations if has_record(model) else ()
-    return count_batches(data) != 0 or any(row.is_for_speed for row in rows)
-
-
-def _update_bias_correction(model: nn.Module, means: BiasCorrection | None, given: bool | None) -> None:
-    if means is not None:
-        means.correct()
-    elif given is False:
-        remove_bias_correction(model)
 
 
 def _enable_quantizers(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> None:
@@ -138,6 +137,24 @@ def _enable_quantizers(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQ
         stub.enabled = not stub.skip_reason
     for weight in weights:
         weight.enabled = True
+
+
+def _update_bias_correction(
+    model: nn.Module, bias_correction: BiasCorrection | None, correct_bias: bool | None
+) -> None:
+    if bias_correction is not None:
+        bias_correction.correct()
+    elif correct_bias is False:
+        remove_bias_correction(model)
+
+
+def _should_check_data(model: nn.Module, data: Data) -> bool:
+    """Return whether to run the first batch of data although no activation needs it.
+
+    Empty data is allowed if only weights are quantized because the user asked for that.
+    """
+    rows = record_of(model).coverage.operations if has_record(model) else ()
+    return count_batches(data) != 0 or any(row.is_for_speed for row in rows)
 
 
 @serialized
@@ -152,49 +169,63 @@ def freeze(model: nn.Module) -> None:
             module.freeze()
 
 
-def _should_correct_bias(model: nn.Module, given: bool | None, is_frozen: bool) -> bool:
-    """Weights that go on moving have no rounding to correct."""
-    if given and not is_frozen:
-        raise UsageError("correct_bias=True needs weights that no longer move: pass freeze_weights=True with it")
-    said = given
-    if said is None and has_record(model):
-        said = record_of(model).config.correct_bias is not False
-    return bool(said) and is_frozen
+def _should_correct_bias(model: nn.Module, correct_bias: bool | None, is_frozen: bool) -> bool:
+    """Return whether to correct biases. Weights that are not frozen can still change, and their rounding error too."""
+    if correct_bias and not is_frozen:
+        raise UsageError("correct_bias=True can only be used with frozen weights: pass freeze_weights=True as well")
+    if correct_bias is None and has_record(model):
+        correct_bias = record_of(model).config.correct_bias is not False
+    return bool(correct_bias) and is_frozen
 
 
 def _get_pending_migrations(model: nn.Module) -> Sequence[str]:
-    """What is still to be migrated; smooth_quant alone has a way of its own, with one pass."""
+    """Return the names of migrations to run. `smooth_quant=` alone is not one: it has a faster path with one pass."""
     record = record_of(model) if has_record(model) else None
-    return record.config.migrations if record is not None and record.config.migrate and not record.migrated else ()
+    if record is None or not record.config.migrate or record.migrated:
+        return ()
+    return record.config.migrations
 
 
 def _find_unset_factors(model: nn.Module, data: Data) -> Sequence[ChannelFactors]:
-    """Factors to be found; data that is read once has no pass for them, and ranks do not share rows."""
-    return [] if isinstance(data, Iterator) or distributed.world_size() > 1 else find_unset_factors(model)
+    """Return the outlier factors to compute.
+
+    They need a pass over the data of their own, which an iterator does not allow, and rows of all batches, which are
+    not gathered from several ranks.
+    """
+    if isinstance(data, Iterator) or distributed.world_size() > 1:
+        return []
+    return find_unset_factors(model)
 
 
 def _rewrite_weights(
     model: nn.Module,
     run: Callable[..., FeedResult],
     max_batches: int | None,
-    names: Sequence[str],
+    migration_names: Sequence[str],
     smoothing: Sequence[SmoothQuantObserver],
     factors: Sequence[ChannelFactors],
     on_nan: OnNan,
 ) -> None:
-    if factors:  # then nothing else was asked for
+    if factors:  # insert_qdq adds them only to models without migrations and smoothing
         update_record(model, migrated=scale_outlier_channels(factors, run))
         return
-    if not names:
+    if not migration_names:
         _smooth(run, smoothing, on_nan)
         return
-    from scalepoint.quantize.migrations import MAX_PROBE_BATCHES, MIGRATIONS, MigrationContext, collect_probes, migrate  # noqa: PLC0415
+    from scalepoint.quantize.migrations import (  # noqa: PLC0415
+        MAX_PROBE_BATCHES,
+        MIGRATIONS,
+        MigrationContext,
+        collect_probes,
+        migrate,
+    )
 
     assert isinstance(model, fx.GraphModule)  # noqa: S101  # it has a record
-    few = MAX_PROBE_BATCHES if max_batches is None else min(MAX_PROBE_BATCHES, max_batches)
+    probe_batches = MAX_PROBE_BATCHES if max_batches is None else min(MAX_PROBE_BATCHES, max_batches)
     with torch.inference_mode(was_created_in_inference_mode(model)), torch.no_grad():
-        scene = MigrationContext(model, run, collect_probes(model, partial(run, max_batches=few)), on_nan)
-        update_record(model, migrated=migrate(scene, [MIGRATIONS.find(name) for name in names]))
+        probes = collect_probes(model, partial(run, max_batches=probe_batches))
+        context = MigrationContext(model, run, probes, on_nan)
+        update_record(model, migrated=migrate(context, [MIGRATIONS.find(name) for name in migration_names]))
 
 
 def _smooth(run: Callable[..., FeedResult], observers: Sequence[SmoothQuantObserver], on_nan: OnNan) -> None:
@@ -209,13 +240,13 @@ def _smooth(run: Callable[..., FeedResult], observers: Sequence[SmoothQuantObser
             observer.remove_hook()
     for observer in observers:
         observer.compute_smooth_scales()
-        observer.enabled = False  # it is in the weights now
+        observer.enabled = False  # the scales are part of the weights now
 
 
 def _observe_data(
     run: Callable[..., FeedResult],
     stubs: Sequence[QuantStub],
-    means: BiasCorrection | None,
+    bias_correction: BiasCorrection | None,
     on_nan: OnNan,
     on_unseen: str,
 ) -> FeedResult:
@@ -228,19 +259,19 @@ def _observe_data(
 
     def merge() -> None:
         merge_ranges(stubs)
-        if means is not None:
-            means.merge()
+        if bias_correction is not None:
+            bias_correction.merge()
 
     try:
-        with means or nullcontext():
+        with bias_correction or nullcontext():
             fed = run("calibrating", merge=merge)
     finally:
         set_batch_recording(stubs, False)
         for stub in stubs:
             stub.calibrating = False
     if fed.skipped:
-        listed = ", ".join(map(str, fed.skipped[:5]))
-        message = f"{len(fed.skipped)} batches hold NaN or infinity and were left out: {listed}"
+        first_skipped = ", ".join(map(str, fed.skipped[:MAX_LISTED]))
+        message = f"{len(fed.skipped)} batches contain NaN or infinity and were skipped: {first_skipped}"
         warnings.warn(ScalepointWarning(message), stacklevel=3)
     _compute_parameters(fed.calls, stubs, on_unseen)
     return fed
@@ -249,12 +280,13 @@ def _observe_data(
 def _compute_parameters(calls: int, stubs: Sequence[QuantStub], on_unseen: str) -> None:
     unseen = [stub for stub in stubs if not stub.has_observed and not stub.quantizer.is_disabled()]
     if unseen and on_unseen == "error":
-        names = ", ".join(f"{stub.name} (read by {join_consumer_names(stub.consumers)})" for stub in unseen[:5])
-        more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
+        readers = (f"{stub.name} (read by {join_consumer_names(stub.consumers)})" for stub in unseen[:MAX_LISTED])
+        names = ", ".join(readers)
+        more = f" and {len(unseen) - MAX_LISTED} more" if len(unseen) > MAX_LISTED else ""
         raise CalibrationError(
             f"{len(unseen)} of {len(stubs)} quantizers observed nothing in {calls} calls: {names}{more}. "
-            f"{_explain_unseen(unseen)} Give data that reaches them, leave their layers float in the config, or pass "
-            "on_unseen='skip' to calibrate()"
+            f"{_explain_unseen(unseen)} Pass data that reaches them, leave their layers float in the config, or use "
+            "calibrate(on_unseen='skip')"
         )
     for stub in stubs:
         if stub in unseen:
@@ -264,23 +296,23 @@ def _compute_parameters(calls: int, stubs: Sequence[QuantStub], on_unseen: str) 
 
 
 def _explain_unseen(unseen: Sequence[QuantStub]) -> str:
+    skipped_batches = sum(int(stub.calculator.skipped_batches) for stub in unseen)
+    if skipped_batches:
+        return f"{skipped_batches} batches contained NaN or infinity."
     reasons = {stub.quantizer.reason for stub in unseen if stub.quantizer.reason}
-    skipped = sum(int(stub.calculator.skipped_batches) for stub in unseen)
-    if skipped:
-        return f"{skipped} batches held NaN or infinity."
-    return (
-        f"What came was nothing to observe: {'; '.join(sorted(reasons))}." if reasons else "No batch took that branch."
-    )
+    if reasons:
+        return f"They got values that cannot be observed: {'; '.join(sorted(reasons))}."
+    return "No batch reached that branch of the model."
 
 
 @contextmanager
 def _quantizers_disabled(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> Iterator[None]:
-    """Ranges are those of the float model; when something fails, the switches are as before."""
-    before = [(each, each.enabled) for each in (*stubs, *weights)]
-    for each, _ in before:
-        each.enabled = False
+    """Disable all quantizers, so that ranges are those of the float model, and restore their switches afterwards."""
+    was_enabled = [(quantizer, quantizer.enabled) for quantizer in (*stubs, *weights)]
+    for quantizer, _ in was_enabled:
+        quantizer.enabled = False
     try:
         yield
     finally:
-        for each, was in before:
-            each.enabled = was
+        for quantizer, enabled in was_enabled:
+            quantizer.enabled = enabled

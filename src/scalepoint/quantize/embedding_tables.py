@@ -1,9 +1,9 @@
-"""Embedding tables as codes with a scale a row, where the target looks rows up so.
+"""Stores embedding tables as codes with one scale per row, on targets that look up rows of codes.
 
     y = codes[x] * scale[x]        only the rows that are read are dequantized
 
-A file shrinks by the table's share; nothing is multiplied, so speed hardly changes. A head that multiplies by the same
-matrix has a scale an output channel, which is a row of the table: then both take the head's codes.
+The file shrinks by the table's share. Nothing is multiplied, so speed hardly changes. A language head that multiplies
+by the same matrix has one scale per output channel, which is a row of the table: then both use the codes of the head.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.operations import EMBEDDING
 from scalepoint.quantize.placement import (
     CONSTANT_REASON,
+    REQUESTED_REASON,
     Decision,
     PlacementContext,
     QuantizationSite,
@@ -34,17 +35,20 @@ def is_embedding_table(site: QuantizationSite) -> bool:
 
 
 def decide_embedding_table(site: QuantizationSite, config: QuantConfig, target: Target | None) -> Decision:
-    """Whether a table is stored as codes: as the config asks, else where the target says that it pays."""
-    if target is None or target.table is None or site.is_constant or site.unsupported_reason:
-        reason = CONSTANT_REASON if site.is_constant else site.unsupported_reason or explain_float_pattern(site, target)
+    """Decide whether a table is stored as codes: if the config asks for it, otherwise if the target recommends it."""
+    if site.is_constant:
+        return Decision(site, reason=CONSTANT_REASON, is_target_default=True)
+    if target is None or target.table is None or site.unsupported_reason:
+        reason = site.unsupported_reason or explain_float_pattern(site, target)
         return Decision(site, reason=reason, is_target_default=True)
-    requested = _requested_spec(site, config)
+    requested = _get_requested_spec(site, config)
     if requested == FLOAT:
-        return Decision(site, reason="asked for by the config", is_requested_float=True, is_target_default=True)
+        return Decision(site, reason=REQUESTED_REASON, is_requested_float=True, is_target_default=True)
+    if requested is None:
+        float_reason = target.why_float(get_operation_facts(site, config, target))
+        if float_reason:
+            return Decision(site, reason=float_reason, is_target_default=True)
     spec = requested if isinstance(requested, QuantizationSpec) else target.table
-    why = None if requested is not None else target.why_float(get_operation_facts(site, config, target))
-    if why:
-        return Decision(site, reason=why, is_target_default=True)
     target.check(spec, "weight", site.kind, site.name)
     if not target.is_language:
         _check_table_spec(spec, site.name)
@@ -53,42 +57,44 @@ def decide_embedding_table(site: QuantizationSite, config: QuantConfig, target: 
     return Decision(site, spec, state=OperationState.QUANTIZED)
 
 
-def _requested_spec(site: QuantizationSite, config: QuantConfig) -> QuantizationSpec | str | None:
-    """The spec of an override for this table. Without an override the config only decides whether it stays float."""
-    fits = any(each.matches(site.names, site.types) and each.weight is not None for each in config.overrides)
+def _get_requested_spec(site: QuantizationSite, config: QuantConfig) -> QuantizationSpec | str | None:
+    """Return the spec of an override for this table; without one the config only decides whether it stays float."""
+    has_override = any(
+        override.matches(site.names, site.types) and override.weight is not None for override in config.overrides
+    )
     spec = config.spec_for("weight", site.names, site.types)
-    return spec if fits or spec == FLOAT else None
+    return spec if has_override or spec == FLOAT else None
 
 
 def _check_table_spec(spec: QuantizationSpec, name: str) -> None:
     is_along_rows = not isinstance(spec.granularity, PerBlockGranularity) or spec.granularity.axis in (None, 1, -1)
     if spec.qscheme == QuantizationScheme.ASYMMETRIC or spec.qformulation != "zp" or not is_along_rows:
         raise TargetError(
-            f"{name}: the rows of a table have scales and no zero point: int8, symmetric, per channel; or leave it "
-            "float, Override(name=..., weight='float')"
+            f"{name}: rows of a table must have scales without zero points: use int8, symmetric, per channel, or leave "
+            "it float with Override(name=..., weight='float')"
         )
 
 
 def share_codes_with_heads(context: PlacementContext, decisions: Sequence[Decision]) -> Sequence[Decision]:
-    """Give a table whose matrix a linear layer multiplies by the spec of that layer, and with it its codes."""
+    """Give a table the spec of the linear layer that multiplies by the same matrix, so that both share its codes."""
     del context
-    heads = {
-        _get_weight_address(each.site): each.weight
-        for each in decisions
-        if each.site.kind == "linear" and each.weight is not None and _has_row_scales(each.weight)
-    }
-    return [
-        replace(decision, weight=heads.get(_get_weight_address(decision.site)) or decision.weight)
-        if is_embedding_table(decision.site) and decision.weight
-        else decision
+    head_specs = {
+        _get_weight_address(decision.site): decision.weight
         for decision in decisions
-    ]
+        if decision.site.kind == "linear" and decision.weight is not None and _has_row_scales(decision.weight)
+    }
+    result = []
+    for decision in decisions:
+        is_stored_table = is_embedding_table(decision.site) and decision.weight is not None
+        head_spec = head_specs.get(_get_weight_address(decision.site)) if is_stored_table else None
+        result.append(decision if head_spec is None else replace(decision, weight=head_spec))
+    return result
 
 
 def _has_row_scales(spec: QuantizationSpec) -> bool:
     granularity = spec.granularity
-    is_rows = isinstance(granularity, PerChannelGranularity) and granularity.axis == 0
-    return is_rows and spec.dtype == torch.int8 and spec.qscheme != QuantizationScheme.ASYMMETRIC
+    is_per_row = isinstance(granularity, PerChannelGranularity) and granularity.axis == 0
+    return is_per_row and spec.dtype == torch.int8 and spec.qscheme != QuantizationScheme.ASYMMETRIC
 
 
 def _get_weight_address(site: QuantizationSite) -> tuple[int, tuple[int, ...]] | None:

@@ -1,14 +1,13 @@
-"""The one way data reaches a model, whoever asks: calibration, smoothing, comparison, sensitivity.
+"""Runs data through a model, for calibration, smoothing, comparison, sensitivity and tuning.
 
-    batches     an iterable; each is a tensor, a tuple or list of inputs, or a dict of inputs by name
-    function    called with the model, runs what data it likes through it
+    batches     an iterable; each batch is a tensor, a tuple or list of inputs, or a dict of inputs by name
+    function    called with the model; it runs data of its choice through the model
 
-Either ends after `max_batches` calls of the model. What comes after the model's own inputs in a batch, such as labels,
-is left away. Data is made under the default dtype of the caller, as the caller's own loop would make it.
+Both end after `max_batches` calls of the model. Entries of a batch after the model's inputs (labels) are dropped.
+Data is read under the default dtype of the caller, as in a loop of the caller.
 
-Several ranks share the data when the caller says how their statistics are merged: batch i goes to rank i modulo the
-number of ranks, so every batch runs whole on one of them. A function, and a loader with a DistributedSampler,
-give every rank its own part already. Limits and counts are over all ranks, and so are errors.
+If the caller passes `merge`, ranks share the data: batch i goes to rank i modulo the number of ranks. A function, and a
+loader with a DistributedSampler, already give each rank its own part. Limits, counts and errors are over all ranks.
 """
 
 import inspect
@@ -44,27 +43,31 @@ from scalepoint.support.torch_state import caller_dtype, library_dtype, serializ
 
 ForwardLoop = Callable[[nn.Module], Any]
 Data = ForwardLoop | Iterable[Any]
-MAX_BATCHES = 100_000  # batches of an iterator without a length: more are taken for an endless one
+MAX_BATCHES = 100_000  # an iterator that yields more batches counts as endless
+NAN_HINT = "The model was not changed. Fix the data or the model, or skip such batches with on_nan='skip'"
 
 
 @dataclass
 class FeedResult:
-    """What reached the model."""
+    """Counts of what ran through the model."""
 
     calls: int = 0
-    samples: int = 0  # along the first axis of the first tensor
-    skipped: list[int] = field(default_factory=list)  # batches with NaN or infinity in their inputs
+    samples: int = 0  # size of the first axis of the first tensor, summed over the calls
+    skipped: list[int] = field(default_factory=list)  # indices of batches with NaN or infinity in their inputs
 
 
 class _StopFeeding(BaseException):
-    """Leaves a user's function once it has called the model often enough; no `except Exception` there holds it up."""
+    """Raised inside the user's function to stop it after `max_batches` calls.
+
+    A BaseException, so that `except Exception` in that function does not catch it.
+    """
 
 
 @serialized
 def feed_data(
     model: nn.Module,
     data: Data,
-    what: str,
+    activity: str,
     *,
     max_batches: int | None = None,
     skip_nan: bool = False,
@@ -72,80 +75,97 @@ def feed_data(
     merge: Callable[[], None] | None = None,
     only_first: bool = False,
 ) -> FeedResult:
-    """Run the data through the model, without gradients. An error tells which batch it was; no call at all is one.
+    """Run the data through the model, without gradients.
 
-    With `merge`, ranks share the data, and it is called once all have seen their part; without, each runs all of it.
-    only_first=True runs the first batch alone, to check the data: NaN in its inputs or outputs is a NonFiniteError.
+    Args:
+        model: The model to call.
+        data: Batches, or a function that gets the model.
+        activity: What the data is read for, such as "calibrating". Appears in the progress bar and in errors.
+        max_batches: Stop after this many batches.
+        skip_nan: Skip batches that contain NaN or infinity.
+        progress: Show a progress bar. None shows it on a terminal only.
+        merge: Called on every rank after each has run its part of the data. Without it every rank runs all data.
+        only_first: Run the first batch only, to check the data. NaN in its inputs or outputs is a NonFiniteError.
+
+    Returns:
+        Counts over all ranks.
+
+    Raises:
+        CalibrationError: The data is empty, or a batch does not fit the model. Errors name the batch.
     """
     if merge is None:
         progress = progress if distributed.is_main() else False
         with distributed.single_process():
-            return _feed_rank(model, data, what, max_batches, skip_nan, progress, only_first)
-    fed = _feed_rank(model, data, what, max_batches, skip_nan, progress, only_first)
+            return _feed_rank(model, data, activity, max_batches, skip_nan, progress, only_first)
+    result = _feed_rank(model, data, activity, max_batches, skip_nan, progress, only_first)
     if distributed.world_size() > 1:
         merge()
-    return fed
+    return result
 
 
 def _feed_rank(
     model: nn.Module,
     data: Data,
-    what: str,
+    activity: str,
     max_batches: int | None,
     skip_nan: bool,
     progress: bool | None,
     only_first: bool,
 ) -> FeedResult:
-    """This rank's part; counted over all."""
-    fed = FeedResult()
-    with distributed.phase(what) as step:
+    """Run this rank's part of the data; return counts over all ranks."""
+    result = FeedResult()
+    with distributed.phase(activity) as step:
         check_data(data)
         _check_same_order_on_ranks(data)
-        most = 1 if only_first else None if max_batches is None else _count_rank_batches(max_batches)
-        total = 1 if only_first else _count_expected_batches(data, max_batches)
-        with phase(what, total=total, show=progress) as running:
-            inside = _CallCounter(fed, most, running, checks=only_first)
-            _feed_with_hooks(model, data, what, inside, max_batches, skip_nan, step)
-        step.value = [fed.calls, fed.samples, fed.skipped]
+        max_calls = None if max_batches is None else _count_rank_batches(max_batches)
+        expected_calls = _count_expected_batches(data, max_batches)
+        if only_first:
+            max_calls = expected_calls = 1
+        with phase(activity, total=expected_calls, show=progress) as progress_phase:
+            counter = _CallCounter(result, max_calls, progress_phase, rejects_nan=only_first)
+            _feed_with_hooks(model, data, activity, counter, max_batches, skip_nan, step)
+        step.value = [result.calls, result.samples, result.skipped]
     calls, samples, skipped = zip(*step.values, strict=True)
-    fed = FeedResult(sum(calls), sum(samples), sorted(index for each in skipped for index in each))
-    _check_model_was_called(fed, data, what)
-    return fed
+    total = FeedResult(sum(calls), sum(samples), sorted(index for indices in skipped for index in indices))
+    _check_model_was_called(total, data, activity)
+    return total
 
 
 def _feed_with_hooks(
     model: nn.Module,
     data: Data,
-    what: str,
-    inside: "_CallCounter",
+    activity: str,
+    counter: "_CallCounter",
     max_batches: int | None,
     skip_nan: bool,
     step: distributed.Phase,
 ) -> None:
-    entered = model.register_forward_pre_hook(inside.before_call, with_kwargs=True)
-    handles = [entered, model.register_forward_hook(inside.left)]
-    handles.append(model.register_forward_hook(inside.ended, always_call=True))  # also after an error
+    handles = [
+        model.register_forward_pre_hook(counter.before_call, with_kwargs=True),
+        model.register_forward_hook(counter.after_success),
+        model.register_forward_hook(counter.after_call, always_call=True),  # also after an error
+    ]
     try:
         with torch.inference_mode(was_created_in_inference_mode(model)), torch.no_grad():
             if callable(data):
                 with caller_dtype():
                     data(model)
             else:
-                _feed_batches(model, data, inside, max_batches, skip_nan)
+                _feed_batches(model, data, counter, max_batches, skip_nan)
     except _StopFeeding:
         pass
     except NonFiniteError as error:
-        step.position = inside.batch
-        error.args = (f"batch {inside.batch} of the data: {inside.describe_nan_origin()}{error.args[0]}",)
+        step.position = counter.batch
+        error.args = (f"batch {counter.batch} of the data: {counter.describe_nan_origin()}{error.args[0]}",)
         raise
     except ScalepointError:
-        step.position = inside.batch
+        step.position = counter.batch
         raise
     except Exception as error:
-        step.position = inside.batch
-        if message := describe_ids_out_of_range(error, model, inside.given):
-            raise CalibrationError(f"batch {inside.batch} of the data: {message}") from error
-        error.add_note(BatchNote(f"{what}: batch {inside.batch}"))
+        step.position = counter.batch
+        if message := describe_ids_out_of_range(error, model, counter.inputs):
+            raise CalibrationError(f"batch {counter.batch} of the data: {message}") from error
+        error.add_note(BatchNote(f"{activity}: batch {counter.batch}"))
         raise
     finally:
         for handle in handles:
@@ -153,81 +173,93 @@ def _feed_with_hooks(
 
 
 def _count_expected_batches(data: Data, max_batches: int | None) -> int | None:
-    """How many batches this rank will see."""
-    most = None if max_batches is None else _count_rank_batches(max_batches)
+    """Return how many batches this rank will run; None if unknown."""
+    max_rank_batches = None if max_batches is None else _count_rank_batches(max_batches)
     if is_split_across_ranks(data):
-        return count_batches(data, most)
-    length = count_batches(data)
-    return most if length is None else _count_rank_batches(length if max_batches is None else min(length, max_batches))
+        return count_batches(data, max_rank_batches)
+    length = count_batches(data, max_batches)
+    return None if length is None else _count_rank_batches(length)
 
 
 def _count_rank_batches(count: int) -> int:
-    """How many of so many batches come to this rank."""
+    """Return how many of `count` batches this rank runs."""
     return len(distributed.shard(range(count)))
 
 
 def was_created_in_inference_mode(model: nn.Module) -> bool:
-    """Whether the model was made in inference mode: only there can its state be written."""
+    """Return whether the model has inference tensors. They can be written in inference mode only."""
     return any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
 
 
 class _CallCounter:
-    """Counts the calls of a model; with `checks`, NaN in the inputs or outputs of a call is an error."""
+    """Hooks that count the calls of a model, and remember the inputs of the call that runs.
 
-    def __init__(self, fed: FeedResult, most: int | None, running: Phase, *, checks: bool = False) -> None:
-        self.fed, self.most, self.running, self.checks = fed, most, running, checks
+    With `rejects_nan`, NaN in the inputs or outputs of a call is an error.
+    """
+
+    def __init__(
+        self, result: FeedResult, max_calls: int | None, progress: Phase, *, rejects_nan: bool = False
+    ) -> None:
+        self.result = result
+        self.max_calls = max_calls
+        self.progress = progress
+        self.rejects_nan = rejects_nan
         self.is_inside = False
-        self.number: int | None = None  # of the batch, where the data is batches
-        self.given: Any = ()  # the inputs of the call that runs
-        self.settings = ExitStack()  # under which the model runs inside a function for data
+        self.batch_index: int | None = None  # over all ranks; None if the data is a function
+        self.inputs: Any = ()
+        self._dtype_context = ExitStack()  # a user's function runs under the caller's default dtype, the model does not
 
     @property
     def batch(self) -> int:
-        """Which one it is, over all ranks."""
-        if self.number is not None:
-            return self.number
-        own = max(self.fed.calls - 1, 0) if self.is_inside else self.fed.calls
-        return own * distributed.world_size() + distributed.rank()
+        """Index of the current batch over all ranks."""
+        if self.batch_index is not None:
+            return self.batch_index
+        own_index = max(self.result.calls - 1, 0) if self.is_inside else self.result.calls
+        return own_index * distributed.world_size() + distributed.rank()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.max_calls is not None and self.result.calls >= self.max_calls
 
     def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.most is not None and self.fed.calls >= self.most:
+        if self.is_finished:
             raise _StopFeeding
-        self.fed.calls += 1
-        self.fed.samples += _count_samples((args, kwargs))
-        self.is_inside, self.given = True, (args, kwargs)
-        if self.checks:
-            _check_no_nan(self.given)
-        self.settings.enter_context(library_dtype())
+        self.result.calls += 1
+        self.result.samples += _count_samples((args, kwargs))
+        self.is_inside, self.inputs = True, (args, kwargs)
+        if self.rejects_nan:
+            _check_no_nan(self.inputs)
+        self._dtype_context.enter_context(library_dtype())
 
-    def ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.settings.close()
+    def after_call(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._dtype_context.close()
 
-    def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self.checks:
+    def after_success(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self.rejects_nan:
             _check_no_nan(output)
-        self.is_inside, self.given = False, ()
-        self.running.advance()
+        self.is_inside, self.inputs = False, ()
+        self.progress.advance()
 
     def describe_nan_origin(self) -> str:
-        """Where NaN or infinity first was: in the data, or in what the model made of it."""
+        """Say whether NaN or infinity is already in the inputs, or is computed by the model."""
         if not self.is_inside:
             return ""
-        floats = _get_float_tensors(self.given)
-        bad = sum(int(torch.isfinite(each).logical_not().sum()) for each in floats)
-        if not bad:
-            return "its inputs are finite, and what the model makes of them is not. "
-        return f"{bad:,} of the {sum(each.numel() for each in floats):,} values of its inputs are not finite. "
+        tensors = _get_float_tensors(self.inputs)
+        count = sum(int(torch.isfinite(tensor).logical_not().sum()) for tensor in tensors)
+        if not count:
+            return "its inputs are finite, but the model computes NaN or infinity from them. "
+        return f"{count:,} of the {sum(tensor.numel() for tensor in tensors):,} values of its inputs are not finite. "
 
 
 def _feed_batches(
-    model: nn.Module, data: Iterable[Any], inside: _CallCounter, max_batches: int | None, skip_nan: bool
+    model: nn.Module, data: Iterable[Any], counter: _CallCounter, max_batches: int | None, skip_nan: bool
 ) -> None:
-    batches, last = iterate_batches(_select_rank_batches(data)), MAX_BATCHES if max_batches is None else max_batches
-    fed = inside.fed
-    for index in distributed.shard(range(last + distributed.world_size())):
-        inside.number = index
-        if (index >= last and max_batches is not None) or (inside.most is not None and fed.calls >= inside.most):
-            return  # one more than is asked for is never made
+    batches = iterate_batches(_select_rank_batches(data))
+    limit = MAX_BATCHES if max_batches is None else max_batches
+    for index in distributed.shard(range(limit + distributed.world_size())):
+        counter.batch_index = index
+        if (index >= limit and max_batches is not None) or counter.is_finished:
+            return  # return before next(): a batch over the limit must not be read
         try:
             batch = next(batches)
         except StopIteration:
@@ -239,26 +271,26 @@ def _feed_batches(
         except TensorError as error:
             raise TensorError(f"batch {index} of the data: {error.args[0]}") from error
         if skip_nan and not _is_finite((args, kwargs)):
-            fed.skipped.append(index)
+            counter.result.skipped.append(index)
             continue
         try:
             model(*args, **kwargs)
         except ScalepointError:
             raise
         except Exception as error:
-            said = f"it was {_describe_batch(batch)}{_describe_captured_inputs(model)}"
+            description = f"it was {_describe_batch(batch)}{_describe_captured_inputs(model)}"
             if _differs_from_capture(model, args, kwargs):
-                why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                cause = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 raise CalibrationError(
-                    f"batch {index} of the data is unlike the example: {said}. {why.rstrip('. ')}. Give batches of the "
-                    "example's sizes and types"
+                    f"batch {index} of the data is unlike the example: {description}. {cause.rstrip('. ')}. Pass "
+                    "batches with the sizes and dtypes of the example"
                 ) from error
-            error.add_note(BatchNote(said))
+            error.add_note(BatchNote(description))
             raise
 
 
 def iterate_batches(data: Iterable[Any]) -> Iterator[Any]:
-    """The batches, each made under the default dtype of the caller."""
+    """Yield the batches, each read under the default dtype of the caller."""
     with caller_dtype():
         batches = iter(data)
     while True:
@@ -271,7 +303,7 @@ def iterate_batches(data: Iterable[Any]) -> Iterator[Any]:
 
 
 def _select_rank_batches(data: Iterable[Any]) -> Iterable[Any]:
-    """The batches of this rank: those that were split for it, or every n-th."""
+    """Return the batches of this rank: all of data that is split already, otherwise every n-th."""
     size = distributed.world_size()
     if size == 1 or is_split_across_ranks(data):
         return data
@@ -281,82 +313,79 @@ def _select_rank_batches(data: Iterable[Any]) -> Iterable[Any]:
 
 
 def is_split_across_ranks(data: Any) -> bool:
-    """Whether there are several ranks, and each has its own part of the data already."""
+    """Return whether there are several ranks and the data gives each its own part already."""
     if distributed.world_size() == 1:
         return False
-    samplers = _get_samplers(data)
-    return callable(data) or any(isinstance(each, DistributedSampler) for each in samplers)
+    return callable(data) or any(isinstance(sampler, DistributedSampler) for sampler in _get_samplers(data))
 
 
 def _get_samplers(data: Any) -> list[Any]:
-    batches = getattr(data, "batches", None)  # data that is watched on its way
+    batches = getattr(data, "batches", None)  # data that is fingerprinted while it is read wraps a loader
     loader = batches if isinstance(batches, DataLoader) else data
-    found = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    return [*found, *(getattr(each, "sampler", None) for each in found)]
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    return [*samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
 
 
 def _check_same_order_on_ranks(data: Any) -> None:
-    if distributed.world_size() > 1 and any(type(each) is RandomSampler for each in _get_samplers(data)):
+    if distributed.world_size() > 1 and any(type(sampler) is RandomSampler for sampler in _get_samplers(data)):
         raise UsageError(
-            "this loader shuffles, so every rank reads the batches in another order and what they share is not the "
-            "data: use a DistributedSampler, or shuffle=False"
+            "this loader shuffles, so every rank reads the batches in a different order, and their shares would "
+            "overlap: use a DistributedSampler, or shuffle=False"
         )
 
 
-def _check_model_was_called(fed: FeedResult, data: Data, what: str) -> None:
-    if fed.calls:
+def _check_model_was_called(result: FeedResult, data: Data, activity: str) -> None:
+    if result.calls:
         return
     if callable(data):
         raise CalibrationError(
-            f"{what}: the function never called the model it was given, so nothing was seen: it must run the model of "
-            "its argument, not the original"
+            f"{activity}: the function never called the model: it must call the model that it gets as its argument, "
+            "not the original"
         )
-    if fed.skipped:
-        raise CalibrationError(f"{what}: all {len(fed.skipped)} batches hold NaN or infinity: nothing is left of them")
-    raise CalibrationError(f"{what}: the data is empty: 0 batches. A generator can be read only once")
+    if result.skipped:
+        raise CalibrationError(f"{activity}: all {len(result.skipped)} batches contain NaN or infinity")
+    raise CalibrationError(f"{activity}: the data is empty: 0 batches. A generator can be read only once")
 
 
 def check_data(data: Any, *, passes: int = 1) -> None:
-    """Refuse what is no data, and what can be read only once where it has to be read more often."""
+    """Raise UsageError if the data is neither batches nor a function, or cannot be read `passes` times."""
     if isinstance(data, Tensor | Mapping):
         raise UsageError(
-            f"the data is an iterable of batches or a function, not {type(data).__name__}: wrap it in a list"
+            f"the data must be an iterable of batches or a function, got {type(data).__name__}: wrap it in a list"
         )
     if isinstance(data, str | bytes) or (not callable(data) and not isinstance(data, Iterable)):
-        way_out = ": wrap it in a DataLoader" if isinstance(data, Dataset) else ""
-        raise UsageError(f"the data is an iterable of batches or a function, not {short_repr(data)}{way_out}")
+        hint = ": wrap it in a DataLoader" if isinstance(data, Dataset) else ""
+        raise UsageError(f"the data must be an iterable of batches or a function, got {short_repr(data)}{hint}")
     if callable(data) and not _accepts_one_argument(data):
         raise UsageError(
-            f"{short_repr(data)} cannot be called with the model: a function for data runs batches through the model "
-            "that "
-            "it is given; of one that makes batches give what it makes, list(function())"
+            f"{short_repr(data)} cannot be called with the model: a function for data gets the model and calls it; if "
+            "the function returns batches, pass list(function())"
         )
     if passes > 1 and isinstance(data, Iterator):
         raise UsageError(
-            "the data is read more than once, an iterator gives it once: pass a list, a loader or a function"
+            "the data is read more than once, but an iterator can be read only once: pass a list, loader or function"
         )
 
 
 def _accepts_one_argument(function: Any) -> bool:
-    """Whether it can be called with one argument, as far as it says."""
     try:
         inspect.signature(function).bind(None)
     except TypeError:
         return False
-    except ValueError:  # written in C, without a signature
+    except ValueError:  # a function written in C has no signature
         return True
     return True
 
 
 def read_first_inputs(model: nn.Module, data: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of the first batch."""
+    """Return args and kwargs of the first batch."""
     for batch in iterate_batches(data):
         return to_model_inputs(batch, model)
     raise CalibrationError("the data is empty: 0 batches")
 
 
 def to_model_inputs(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as the model's inputs: labels and other extras that come after them are left away."""
+    """Return a batch as args and kwargs of the model. Entries after the model's inputs, such as labels, are dropped."""
     names, required = get_input_names(model)
     if isinstance(batch, Mapping):
         missing = [name for name in required if name not in batch]
@@ -375,26 +404,29 @@ def to_model_inputs(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict
 def drop_extra_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs without what comes after the model's own: a whole batch of a loader may be given as the example."""
-    own = inspect.signature(type(model).forward).parameters.values()
-    most = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in own) - 1  # without self
-    is_open = any(each.kind == each.VAR_POSITIONAL for each in own)
-    return (args if is_open else args[: max(most, 1)]), kwargs
+    """Drop positional inputs that forward does not take: an example may be a batch of a loader, with its labels."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
+        return args, kwargs
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    count = len(positional) - 1  # without self
+    return args[: max(count, 1)], kwargs
 
 
 def get_input_names(model: nn.Module) -> tuple[list[str], list[str]]:
-    """The parameters of forward that are inputs by name, and those of them that have no default."""
+    """Return the names of the inputs of forward, and of those without a default."""
     if isinstance(model, fx.GraphModule):
         signature = inspect.signature(model.forward)
     else:
-        signature = inspect.signature(MethodType(type(model).forward, model))  # without self, whatever its name
+        signature = inspect.signature(MethodType(type(model).forward, model))  # removes self, whatever its name
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = [each for each in signature.parameters.values() if each.kind in kinds]
-    return [each.name for each in found], [each.name for each in found if each.default is inspect.Parameter.empty]
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.kind in kinds]
+    required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
+    return [parameter.name for parameter in parameters], [parameter.name for parameter in required]
 
 
 def _count_samples(inputs: Any) -> int:
-    """How many there are in a batch; what has no axis is one."""
+    """Return the batch size: the size of the first axis of the first tensor. A scalar counts as one sample."""
     first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
     return 1 if first is None or not first.ndim else first.shape[0]
 
@@ -408,11 +440,9 @@ def _is_finite(inputs: Any) -> bool:
 
 
 def _check_no_nan(values: Any) -> None:
-    """Infinity is allowed here: masks contain it."""
+    """Raise NonFiniteError if a tensor contains NaN. Infinity is allowed: masks contain it."""
     if any(bool(tensor.isnan().any()) for tensor in _get_float_tensors(values)):
-        raise NonFiniteError(
-            "Nothing was changed. Mend the data or the model, or leave such batches out: on_nan='skip'"
-        )
+        raise NonFiniteError(NAN_HINT)
 
 
 def _to_tensor(value: Any) -> Any:
@@ -422,33 +452,43 @@ def _to_tensor(value: Any) -> Any:
         return tensor
     if isinstance(value, int | float | bool | type(None) | list | tuple | Mapping):
         return value
-    raise CalibrationError(f"a batch holds tensors or arrays, not {short_repr(value)}")
+    raise CalibrationError(f"a batch must contain tensors or arrays, got {short_repr(value)}")
+
+
+def _get_captured_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """Return the fake tensors of the inputs that the model was captured with, by name; {} if there are none."""
+    placeholders = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
+    fake_tensors = {str(node.target): get_fake_tensor(node) for node in placeholders}
+    return {name: tensor for name, tensor in fake_tensors.items() if tensor is not None}
 
 
 def _describe_captured_inputs(model: nn.Module) -> str:
-    """What a captured model takes; * is an axis that is free."""
-    places = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
-    found = [(node.name, get_fake_tensor(node)) for node in places]
-    told = [f"{name} {_format_shape(value)} {value.dtype}" for name, value in found if value is not None]
-    return f"; the model was captured with {', '.join(told)}" if told else ""
+    """Describe the inputs that a captured model takes; * is a dynamic axis."""
+    captured = _get_captured_inputs(model)
+    descriptions = [f"{name} {_format_shape(tensor)} {tensor.dtype}" for name, tensor in captured.items()]
+    return f"; the model was captured with {', '.join(descriptions)}" if descriptions else ""
 
 
 def _differs_from_capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a tensor has another type, number of axes or fixed extent than that which the model was captured with."""
-    places = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
-    wanted = {str(node.target): value for node in places if (value := get_fake_tensor(node)) is not None}
-    named = {**dict(zip(wanted, args, strict=False)), **kwargs}
-    pairs = [(named[name], value) for name, value in wanted.items() if isinstance(named.get(name), Tensor)]
-    return any(
-        given.dtype != value.dtype
-        or given.ndim != value.ndim
-        or any(is_concrete_int(size) and size != own for own, size in zip(given.shape, value.shape, strict=True))
-        for given, value in pairs
-    )
+    """Return whether an input has a dtype, a number of axes or a fixed size that the model was not captured with."""
+    captured = _get_captured_inputs(model)
+    inputs = {**dict(zip(captured, args, strict=False)), **kwargs}
+    for name, expected in captured.items():
+        tensor = inputs.get(name)
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.dtype != expected.dtype or tensor.ndim != expected.ndim:
+            return True
+        sizes = zip(tensor.shape, expected.shape, strict=True)
+        if any(is_concrete_int(expected_size) and expected_size != size for size, expected_size in sizes):
+            return True
+    return False
 
 
-def _format_shape(value: Tensor) -> str:
-    sizes = ["*" if isinstance(each, torch.SymInt) and not is_concrete_int(each) else str(each) for each in value.shape]
+def _format_shape(tensor: Tensor) -> str:
+    sizes = [
+        "*" if isinstance(size, torch.SymInt) and not is_concrete_int(size) else str(size) for size in tensor.shape
+    ]
     return f"({', '.join(sizes)})"
 
 
@@ -463,9 +503,11 @@ def _describe_batch(batch: Any) -> str:
 
 
 def count_batches(data: Any, max_batches: int | None = None) -> int | None:
-    """How many batches there are; None where that shows only when they are read."""
+    """Return the number of batches, at most `max_batches`; None if it is known only after reading them."""
     try:
         length = None if callable(data) else len(data)
     except TypeError:
         length = None
-    return max_batches if length is None else length if max_batches is None else min(length, max_batches)
+    if length is None or max_batches is None:
+        return max_batches if length is None else length
+    return min(length, max_batches)

@@ -1,4 +1,4 @@
-"""What a float model was: every tensor by name, so that a saved quantized model knows the one it was made from."""
+"""Fingerprint of a float model: identifies the model that a saved quantized model was made from."""
 
 import hashlib
 
@@ -9,14 +9,15 @@ from scalepoint.numerics import dtype_name
 
 
 def fingerprint_model(model: nn.Module) -> dict[str, str]:
-    """Every parameter and buffer by name: type, shape and a checksum of its values."""
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    return {name: _fingerprint_tensor(value) for name, value in sorted(named.items())}
+    """Return dtype, shape and a checksum of the values of every parameter and buffer, by name."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return {name: _fingerprint_tensor(tensor) for name, tensor in sorted(tensors.items())}
 
 
 def _fingerprint_tensor(tensor: Tensor) -> str:
+    description = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
     if tensor.is_meta:
-        return f"{dtype_name(tensor.dtype)} {list(tensor.shape)} without values"
+        return f"{description} without values"
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
-    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
+    return f"{description} {hashlib.sha256(data).hexdigest()[:16]}"

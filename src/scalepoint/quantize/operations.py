@@ -1,4 +1,4 @@
-"""The parts of a group that multiply by a weight, and the batch norms after them, however they were written."""
+"""Access to operations with a weight and to batch norms, whether they are modules or functional calls."""
 
 from typing import Any, NamedTuple
 
@@ -12,12 +12,13 @@ from scalepoint.graph.operations import BIASES, WEIGHTS, Slot
 from scalepoint.numerics import is_traced
 from scalepoint.patterns.conversions import HeadConvolution
 
-EMBEDDING = "embedding"  # looks rows of its weight up
+EMBEDDING = "embedding"  # looks up rows of its weight
 WEIGHT_PRODUCTS = frozenset(("conv", "conv_transpose", "linear", "head"))
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 def get_part_kind(part: nn.Module) -> str:
+    """Return the kind of one part of a fused group, such as "conv"; "" for other modules."""
     if isinstance(part, HeadConvolution):
         return "head"
     return part.kind if isinstance(part, Operation) else MODULE_KINDS.get(type(part), "")
@@ -37,17 +38,17 @@ class NormSettings(NamedTuple):
 
 
 def get_norm_settings(norm: nn.Module) -> NormSettings:
-    """The numbers of a batch norm, written as a module or as a function."""
+    """Return the tensors of a batch norm that is a module or a functional call."""
     if isinstance(norm, BatchNormBase):
         return NormSettings(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)  # type: ignore[arg-type]
     assert isinstance(norm, Operation)  # noqa: S101  # nothing else has the kind
-    held = {name: value.value for name, value in norm.arguments.items() if isinstance(value, Reference)}
-    mean, var = held["running_mean"], held["running_var"]
-    return NormSettings(held.get("weight"), held.get("bias"), mean, var, float(norm.arguments.get("eps", 1e-5)))
+    tensors = {name: value.value for name, value in norm.arguments.items() if isinstance(value, Reference)}
+    mean, var = tensors["running_mean"], tensors["running_var"]
+    return NormSettings(tensors.get("weight"), tensors.get("bias"), mean, var, float(norm.arguments.get("eps", 1e-5)))
 
 
 def get_parameter_owners(part: nn.Module) -> list[nn.Module]:
-    """The part, and the modules that own the parameters it refers to."""
+    """Return the part, and the modules that own the parameters it refers to."""
     if isinstance(part, HeadConvolution):
         return get_parameter_owners(part.linear.owner)
     owners = [reference.owner for reference in part.references().values()] if isinstance(part, Operation) else []
@@ -55,49 +56,49 @@ def get_parameter_owners(part: nn.Module) -> list[nn.Module]:
 
 
 def can_fold_norm(norm: nn.Module) -> bool:
-    """A batch norm without running statistics has nothing that could be folded."""
+    """Return whether a batch norm can be folded: it has running statistics, and stored weight and bias."""
     if isinstance(norm, Operation):
-        is_given = any(isinstance(norm.arguments.get(name), Slot) for name in ("weight", "bias"))
-        return {"running_mean", "running_var"} <= norm.references().keys() and not is_given
+        has_computed_affine = any(isinstance(norm.arguments.get(name), Slot) for name in ("weight", "bias"))
+        return {"running_mean", "running_var"} <= norm.references().keys() and not has_computed_affine
     return isinstance(norm, BatchNormBase) and norm.running_mean is not None
 
 
 def run_with_weight(operation: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The operation with another weight and bias."""
+    """Run the operation with another weight and bias."""
     if isinstance(operation, nn.Linear):
         return F.linear(x, weight, bias)
     if isinstance(operation, nn.Embedding):
         return F.embedding(x, weight, operation.padding_idx)
     if isinstance(operation, ConvTransposeBase):
+        conv_transpose = _CONV_TRANSPOSE[len(operation.kernel_size)]
         o = operation
-        dims = len(o.kernel_size)
-        return _CONV_TRANSPOSE[dims](x, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation)  # type: ignore[arg-type]
+        return conv_transpose(x, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation)  # type: ignore[arg-type]
     if isinstance(operation, ConvBase):
         return operation._conv_forward(x, weight, bias)
     if isinstance(operation, HeadConvolution):
         return _run_head(x, weight, bias)
-    assert isinstance(operation, Operation)  # noqa: S101  # what multiplies is one of these
+    assert isinstance(operation, Operation)  # noqa: S101  # every operation with a weight is one of these
     return _run_operation(operation, x, weight, bias)
 
 
 def _run_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In training as the linear layer that it was: a convolution on one pixel goes a slow way back."""
+    """Run the head in training as the linear layer it was: the backward pass of a one-pixel convolution is slow."""
     if x.shape[2:] == (1, 1) and x.requires_grad and not is_traced(x):
         return F.linear(x.flatten(1), weight.flatten(1), bias)[:, :, None, None]
     return F.conv2d(x, weight, bias)
 
 
 def _run_operation(operation: Operation, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    names = operation.arguments
-    holder = next(name for name in WEIGHTS if isinstance(names.get(name), Reference))
-    instead: dict[str, Any] = {holder: weight}
-    bias_name = next((name for name in BIASES if isinstance(names.get(name), Reference)), None)
-    late = None
+    arguments = operation.arguments
+    weight_name = next(name for name in WEIGHTS if isinstance(arguments.get(name), Reference))
+    replacements: dict[str, Any] = {weight_name: weight}
+    bias_name = next((name for name in BIASES if isinstance(arguments.get(name), Reference)), None)
+    added_bias = None
     if bias_name is not None:
-        instead[bias_name] = bias
-    elif bias is not None and holder == "weight":
-        instead["bias"] = bias
+        replacements[bias_name] = bias
+    elif bias is not None and weight_name == "weight":
+        replacements["bias"] = bias  # F.linear and F.conv take a bias that this call did not pass
     else:
-        late = bias
-    y: Tensor = operation.run((x,), instead)
-    return y if late is None else y + late
+        added_bias = bias  # torch.matmul and the like have no bias argument
+    y: Tensor = operation.run((x,), replacements)
+    return y if added_bias is None else y + added_bias

@@ -1,8 +1,9 @@
-"""Where Q/DQ stand: the points of the matched patterns, what the user's config says of them, what the target can run.
+"""Decides where quantizers go: the points of the matched patterns, the user's config, and what the target can run.
 
-match -> Site: its fused node, the operand of each declared point, the part with a weight
-Site x config x target -> Decision: specs by point and for the weight, or the reason to leave it float
-A pass takes all decisions and returns all decisions, some of them replaced.
+match -> QuantizationSite: the fused node, the tensor of each point of the pattern, the part with a weight
+site x config x target -> Decision: specs for the points and the weight, or the reason to leave the site float
+
+Passes take all decisions and return all decisions, some of them replaced.
 """
 
 from collections.abc import Sequence
@@ -36,21 +37,35 @@ from scalepoint.spec.extended import get_sparsity
 from scalepoint.targets import OperationFacts, Target
 
 COVERED_KINDS = (*WEIGHTED, *WEIGHTLESS_PRODUCTS, "attention", OPAQUE)
-CONSTANT_REASON = "made of constants alone: a runtime computes it once, when it loads the file"
+CONSTANT_REASON = "computed from constants only: the runtime computes it once, when it loads the file"
+REQUESTED_REASON = "asked for by the config"
+MAX_SUGGESTION_LENGTH = 400  # characters
 
 
 @dataclass
 class QuantizationSite:
-    """One fused group in the graph."""
+    """One fused group in the graph.
+
+    Attributes:
+        match: The pattern match that made the group.
+        node: The node that calls the group.
+        fused: The module of the group.
+        role: Role of the part with a weight that can be quantized; None if there is none.
+        kind: Kind of that part, otherwise of the first part.
+        operands: The tensor of each point that the pattern declares.
+        enclosing_classes: Class names of the modules that contain the group.
+        unsupported_reason: Why the weight of a product cannot be quantized; "" if it can.
+        is_constant: Whether the group reads constants only.
+    """
 
     match: PatternMatch
     node: fx.Node
     fused: Fused
-    role: str | None  # of the part with a weight
+    role: str | None
     kind: str
     operands: list[tuple[Point, fx.Node]]
-    inside: tuple[str, ...] = ()  # the classes of the modules around it
-    unsupported_reason: str = ""  # why a product has no weight that could be quantized
+    enclosing_classes: tuple[str, ...] = ()
+    unsupported_reason: str = ""
     is_constant: bool = False
 
     @property
@@ -59,15 +74,17 @@ class QuantizationSite:
 
     @property
     def name(self) -> str:
-        """As the user knows it: the path of its module."""
+        """The path of the user's module."""
         return self.match.name or self.match.fused
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names that an override can use."""
         return (self.match.name, self.match.fused)
 
     @property
     def types(self) -> set[str]:
+        """Types that an override can use: classes, kinds and pattern names."""
         parts = self.fused.parts.values()
         return {
             self.match.pattern.name,
@@ -75,28 +92,40 @@ class QuantizationSite:
             self.kind,
             *(type(part).__name__ for part in parts),
             *({"Linear"} if self.kind == "linear" else set()),
-            *self.inside,
+            *self.enclosing_classes,
         }
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is inserted at a site."""
+    """What to insert at a site.
+
+    Attributes:
+        site: The fused group.
+        weight: Spec of the weight; None leaves it float.
+        points: Point of the pattern, tensor, and spec of its quantizer.
+        state: Whether the operation runs quantized.
+        reason: Why it, or a part of it, stays float.
+        is_requested_float: The config asks for float.
+        is_target_default: The target runs operations of this kind in float.
+        float_saves_seconds: Predicted gain of an operation that stays float for speed.
+        predicted_seconds: Times in float and in int8, if they are the reason.
+    """
 
     site: QuantizationSite
     weight: QuantizationSpec | None = None
     points: tuple[tuple[Point, fx.Node, QuantizationSpec], ...] = ()
     state: OperationState = OperationState.FLOAT
     reason: str = ""
-    is_requested_float: bool = False  # by the config
-    is_target_default: bool = False  # the target runs operations of its kind in float
-    saves: float | None = None  # seconds that float wins, where it stays float for speed
-    seconds: tuple[float, float] | None = None  # in float and in int8, where those are the reason
+    is_requested_float: bool = False
+    is_target_default: bool = False
+    float_saves_seconds: float | None = None
+    predicted_seconds: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class PlacementContext:
-    """What every pass over the decisions can read."""
+    """Inputs of the passes over the decisions."""
 
     model: fx.GraphModule
     config: QuantConfig
@@ -104,33 +133,33 @@ class PlacementContext:
 
 
 def find_sites(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[QuantizationSite]:
-    """The groups of the matches, in graph order."""
-    by_target: dict[str, list[fx.Node]] = {}
+    """Return the sites of the matches, in graph order."""
+    nodes_by_target: dict[str, list[fx.Node]] = {}
     for node in model.graph.nodes:
         if node.op == "call_module":
-            by_target.setdefault(str(node.target), []).append(node)
+            nodes_by_target.setdefault(str(node.target), []).append(node)
     sites = []
-    fixed = find_constant_nodes(model.graph)
+    constant_nodes = find_constant_nodes(model.graph)
     for match in matches:
-        nodes = by_target.get(match.fused)
+        nodes = nodes_by_target.get(match.fused)
         if not nodes:
             raise PatternError(
                 f"{match.pattern.name} at {match.fused or match.name} is not in this model: pass the model and the "
-                "matches of one transform"
+                "matches of the same transform"
             )
         fused = model.get_submodule(match.fused)
-        assert isinstance(fused, Fused)  # noqa: S101  # a pattern makes nothing else
-        inside = _get_enclosing_classes(model, match.name)
-        sites += [_make_site(match, node, fused, inside, node in fixed) for node in nodes]
+        assert isinstance(fused, Fused)  # noqa: S101  # patterns only make these
+        classes = _get_enclosing_classes(model, match.name)
+        sites += [_make_site(match, node, fused, classes, node in constant_nodes) for node in nodes]
     order = {node: index for index, node in enumerate(model.graph.nodes)}
     return sorted(sites, key=lambda site: order[site.node])
 
 
 def _get_enclosing_classes(model: fx.GraphModule, name: str) -> tuple[str, ...]:
-    """The classes of the modules that a path leads through: nn.MultiheadAttention for its projections."""
+    """Return the classes of the modules on a path, such as MultiheadAttention for its projections."""
     classes, module = [], model
-    for leaf in name.split(".")[:-1]:
-        child = module._modules.get(leaf)
+    for child_name in name.split(".")[:-1]:
+        child = module._modules.get(child_name)
         if child is None:
             break
         classes.append(type(child).__name__)
@@ -139,18 +168,20 @@ def _get_enclosing_classes(model: fx.GraphModule, name: str) -> tuple[str, ...]:
 
 
 def _make_site(
-    match: PatternMatch, node: fx.Node, fused: Fused, inside: tuple[str, ...], is_constant: bool
+    match: PatternMatch, node: fx.Node, fused: Fused, enclosing_classes: tuple[str, ...], is_constant: bool
 ) -> QuantizationSite:
     kinds = {role: get_part_kind(part) for role, part in fused.parts.items()}
     role = next((role for role, kind in kinds.items() if kind in WEIGHT_PRODUCTS or kind == EMBEDDING), None)
     kind = kinds[role] if role else next(iter(kinds.values()))
-    unfit = explain_unsupported_weight(fused.parts[role], kind) if role is not None else ""
+    reason = explain_unsupported_weight(fused.parts[role], kind) if role is not None else ""
     operands = find_operands(match, node, fused)
-    return QuantizationSite(match, node, fused, None if unfit else role, kind, operands, inside, unfit, is_constant)
+    return QuantizationSite(
+        match, node, fused, None if reason else role, kind, operands, enclosing_classes, reason, is_constant
+    )
 
 
 def explain_unsupported_weight(part: nn.Module, kind: str) -> str:
-    """Why the weight of a product cannot be quantized and stored; "" if it can."""
+    """Say why the weight of a product cannot be quantized and stored; "" if it can."""
     if not isinstance(getattr(part, "weight", None), Tensor):
         return "its weight is computed from the data, not stored"
     axes = len(get_weight_shape(part))
@@ -158,48 +189,49 @@ def explain_unsupported_weight(part: nn.Module, kind: str) -> str:
     if kind == EMBEDDING and settings.get("max_norm") is not None:
         return "it scales its rows when it looks them up (max_norm)"
     if kind in ("linear", EMBEDDING) and axes != 2:
-        return f"its weight has {axes} axes, that of {'a linear layer' if kind == 'linear' else 'a table'} has two"
-    slots = (
-        [value for value in part.arguments.values() if isinstance(value, Slot)] if isinstance(part, Operation) else []
-    )
-    return "its bias is computed from the data, not stored" if len(slots) > 1 else ""
+        return f"its weight has {axes} axes, but {'a linear layer' if kind == 'linear' else 'a table'} has two"
+    if isinstance(part, Operation):
+        slots = [value for value in part.arguments.values() if isinstance(value, Slot)]
+        if len(slots) > 1:
+            return "its bias is computed from the data, not stored"
+    return ""
 
 
 def find_operands(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tuple[Point, fx.Node]]:
-    """The tensor of each point that the pattern declares.
+    """Return the tensor of each point that the pattern declares.
 
-    INPUT, KEY_INPUT and VALUE_INPUT are the first three inputs of the first part (or, where attention is written out,
-    the value is what the last part joins); RESIDUAL_INPUT is what a join takes from elsewhere, or the second input of
-    an add. The INPUT of a concat are all its inputs.
+    INPUT, KEY_INPUT and VALUE_INPUT are the first three inputs of the first part; for attention of separate matmuls the
+    value is the further input of the last part. RESIDUAL_INPUT is the further input of a later part, such as an add
+    after a convolution, otherwise the second input of the first part. INPUT of a concat is each of its inputs.
     """
-    joins = [
+    # For each part after the first that takes an input of the group: the index of that input.
+    later_inputs = [
         next(index for index in sources if index is not None)
         for sources in fused.wiring[1:]
         if any(index is not None for index in sources)
     ]
-    first = _order_inputs(next(iter(fused.parts.values())), fused.wiring[0])
-    is_concat = get_part_kind(next(iter(fused.parts.values()))) == "cat"
-    places: dict[Point, list[int]] = {
-        Point.INPUT: list(range(len(node.args))) if is_concat else first[:1],
-        Point.KEY_INPUT: first[1:2],
-        Point.VALUE_INPUT: first[2:3] or joins[-1:],
-        Point.RESIDUAL_INPUT: joins[:1] or first[1:2],
+    first_part = next(iter(fused.parts.values()))
+    first_inputs = _order_inputs(first_part, fused.wiring[0])
+    is_concat = get_part_kind(first_part) == "cat"
+    input_indices: dict[Point, list[int]] = {
+        Point.INPUT: list(range(len(node.args))) if is_concat else first_inputs[:1],
+        Point.KEY_INPUT: first_inputs[1:2],
+        Point.VALUE_INPUT: first_inputs[2:3] or later_inputs[-1:],
+        Point.RESIDUAL_INPUT: later_inputs[:1] or first_inputs[1:2],
     }
     operands: list[tuple[Point, fx.Node]] = []
     for point in match.pattern.qdq_points:
-        tensors = [node] if point == Point.OUTPUT else [node.args[place] for place in places[point]]
+        tensors = [node] if point == Point.OUTPUT else [node.args[index] for index in input_indices[point]]
         operands += [(point, tensor) for tensor in tensors if isinstance(tensor, fx.Node) and _is_float(tensor)]
     return operands
 
 
 def _order_inputs(part: nn.Module, sources: Sequence[int | None]) -> list[int]:
-    """The inputs of a part as its arguments name them: a tensor given twice is there twice."""
+    """Return the inputs of a part in the order of its arguments. A tensor that is passed twice is listed twice."""
     if isinstance(part, Operation):
         slots = [value.index for value in part.arguments.values() if isinstance(value, Slot)]
-        chosen = [sources[slot] for slot in slots if slot < len(sources)]
-    else:
-        chosen = list(sources)
-    return [source for source in chosen if source is not None]
+        sources = [sources[slot] for slot in slots if slot < len(sources)]
+    return [source for source in sources if source is not None]
 
 
 def _is_float(node: fx.Node) -> bool:
@@ -208,21 +240,30 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def get_operation_facts(site: QuantizationSite, config: QuantConfig, target: Target | None) -> OperationFacts:
+    """Return the properties of an operation that the rules of a target can use."""
     activation = _choose_spec(site, "input", config, target)
     if isinstance(site.fused, FusedAttention):
         return OperationFacts(
             site.name, "attention", site.match.pattern.name, activation=activation, **_get_attention_facts(site)
         )
     part = site.part
-    shape = get_weight_shape(part)
-    if isinstance(part, Operation) and part.has_transposed_weight:
-        shape = shape[::-1]
     groups: Any = part.arguments.get("groups", 1) if isinstance(part, Operation) else getattr(part, "groups", 1)
-    is_first = any(operand.op == "placeholder" for _, operand in site.operands)
-    weight = None if part is None else _choose_spec(site, "weight", config, target)
     return OperationFacts(
-        site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first, activation, weight
+        site.name,
+        site.kind,
+        site.match.pattern.name,
+        _get_output_first_shape(part),
+        int(groups),
+        is_first=any(operand.op == "placeholder" for _, operand in site.operands),
+        activation=activation,
+        weight=None if part is None else _choose_spec(site, "weight", config, target),
     )
+
+
+def _get_output_first_shape(part: nn.Module | None) -> tuple[int, ...]:
+    """Return the weight shape as (out, in, ...), also if the operation stores (in, out)."""
+    shape = get_weight_shape(part)
+    return shape[::-1] if isinstance(part, Operation) and part.has_transposed_weight else shape
 
 
 def _get_point_role(point: Point) -> str:
@@ -230,29 +271,28 @@ def _get_point_role(point: Point) -> str:
 
 
 def _get_attention_facts(site: QuantizationSite) -> dict[str, Any]:
-    """Whether a mask is computed, and how many tokens there are."""
+    """Return whether a mask depends on the inputs, and the number of tokens (0 if it is not fixed)."""
     operands = [operand for _, operand in site.operands]
-    others = [each for each in site.node.args if isinstance(each, fx.Node) and each not in operands]
-    first = next(iter(site.fused.parts.values()))
-    is_causal = isinstance(first, Operation) and bool(first.arguments.get("is_causal"))
-    sizes = [
-        value.shape[-2] for operand in operands if (value := get_fake_tensor(operand)) is not None and value.ndim > 1
-    ]
+    further_inputs = [node for node in site.node.args if isinstance(node, fx.Node) and node not in operands]
+    first_part = next(iter(site.fused.parts.values()))
+    is_causal = isinstance(first_part, Operation) and bool(first_part.arguments.get("is_causal"))
+    fake_tensors = [get_fake_tensor(operand) for operand in operands]
+    lengths = [tensor.shape[-2] for tensor in fake_tensors if tensor is not None and tensor.ndim > 1]
     return {
-        "is_masked": is_causal or any(map(_depends_on_inputs, others)),
-        "tokens": max((size for size in sizes if isinstance(size, int)), default=0),
+        "is_masked": is_causal or any(map(_depends_on_inputs, further_inputs)),
+        "tokens": max((length for length in lengths if isinstance(length, int)), default=0),
     }
 
 
 def _depends_on_inputs(node: fx.Node) -> bool:
     pending, seen = [node], {node}
     while pending:
-        each = pending.pop()
-        if each.op == "placeholder":
+        current = pending.pop()
+        if current.op == "placeholder":
             return True
-        behind = [source for source in each.all_input_nodes if source not in seen]
-        seen.update(behind)
-        pending += behind
+        sources = [source for source in current.all_input_nodes if source not in seen]
+        seen.update(sources)
+        pending += sources
     return False
 
 
@@ -276,42 +316,32 @@ class UnmatchedOperation:
 
 
 def find_unmatched_operations(model: fx.GraphModule, sites: Sequence[QuantizationSite]) -> list[UnmatchedOperation]:
-    """Operations that appear in the coverage and are in no group, in graph order."""
-    taken = {site.node for site in sites}
-    fixed = find_constant_nodes(model.graph)
+    """Return operations that appear in the coverage but are not in a fused group, in graph order."""
+    matched = {site.node for site in sites}
+    constant_nodes = find_constant_nodes(model.graph)
     return [
         UnmatchedOperation(
             node,
             model.get_submodule(str(node.target)) if node.op == "call_module" else None,
             get_kind(node),
             get_layer_name(node),
-            node in fixed,
+            node in constant_nodes,
         )
         for node in model.graph.nodes
-        if node not in taken and get_kind(node) in (*COVERED_KINDS, "fused") and not _is_unary_einsum(node)
+        if node not in matched and get_kind(node) in (*COVERED_KINDS, "fused") and not _is_unary_einsum(node)
     ]
 
 
 def _is_unary_einsum(node: fx.Node) -> bool:
-    """An einsum of one tensor transposes or adds up."""
+    """Return whether an einsum has one tensor: it transposes or sums, but does not multiply."""
     return get_kind(node) == "einsum" and len(node.all_input_nodes) < 2
 
 
 def decide(site: QuantizationSite, config: QuantConfig, target: Target | None) -> Decision:
-    """What is inserted at a site, and why not when nothing is."""
-    if not site.match.pattern.qdq_points or site.is_constant:
-        reason = CONSTANT_REASON if site.match.pattern.qdq_points else explain_float_pattern(site, target)
-        return Decision(site, reason=reason, is_target_default=True)
-    if site.unsupported_reason:
-        return Decision(site, reason=site.unsupported_reason)
-    is_overridden = any(override.matches(site.names, site.types) for override in config.overrides)
-    why = (
-        target.why_float(get_operation_facts(site, config, target))
-        if target is not None and not is_overridden
-        else None
-    )
-    if why:
-        return Decision(site, reason=why)
+    """Decide what to insert at a site, and why nothing if it stays float."""
+    float_decision = _decide_float(site, config, target)
+    if float_decision is not None:
+        return float_decision
     specs = [
         (point, tensor, _resolve_spec(site, _get_point_role(point), config, target))
         for point, tensor in _get_points(site, config, target)
@@ -319,20 +349,37 @@ def decide(site: QuantizationSite, config: QuantConfig, target: Target | None) -
     points = tuple((point, tensor, spec) for point, tensor, spec in specs if spec is not None)
     weight = None if site.role is None else _resolve_spec(site, "weight", config, target)
     float_roles = [_get_point_role(point) for point, _, spec in specs if spec is None]
-    float_roles += ["weight"] if site.role is not None and weight is None else []
-    if points or weight:
-        floats = f"{' and '.join(dict.fromkeys(float_roles))} float: asked for by the config" if float_roles else ""
-        dense = explain_dense_weight(site, _choose_spec(site, "weight", config, target)) if weight else ""
-        return Decision(
-            site, weight, points, OperationState.QUANTIZED, "; ".join(text for text in (floats, dense) if text)
-        )
+    if site.role is not None and weight is None:
+        float_roles.append("weight")
+    if not points and not weight:
+        if float_roles:
+            return Decision(site, reason=REQUESTED_REASON, is_requested_float=True)
+        return Decision(site, reason="its inputs are not float tensors")
+    reasons = []
     if float_roles:
-        return Decision(site, reason="asked for by the config", is_requested_float=True)
-    return Decision(site, reason="its inputs are not float tensors")
+        reasons.append(f"{' and '.join(dict.fromkeys(float_roles))} float: {REQUESTED_REASON}")
+    if weight:
+        reasons.append(explain_dense_weight(site, _choose_spec(site, "weight", config, target)))
+    return Decision(site, weight, points, OperationState.QUANTIZED, "; ".join(filter(None, reasons)))
+
+
+def _decide_float(site: QuantizationSite, config: QuantConfig, target: Target | None) -> Decision | None:
+    """Return the decision for a site that stays float whatever its specs are; None otherwise."""
+    if not site.match.pattern.qdq_points:
+        return Decision(site, reason=explain_float_pattern(site, target), is_target_default=True)
+    if site.is_constant:
+        return Decision(site, reason=CONSTANT_REASON, is_target_default=True)
+    if site.unsupported_reason:
+        return Decision(site, reason=site.unsupported_reason)
+    is_overridden = any(override.matches(site.names, site.types) for override in config.overrides)
+    if target is None or is_overridden:
+        return None
+    reason = target.why_float(get_operation_facts(site, config, target))
+    return Decision(site, reason=reason) if reason else None
 
 
 def explain_float_pattern(site: QuantizationSite, target: Target | None) -> str:
-    """Why a group whose pattern has no points stays as it is, in the pattern's own words where it has some."""
+    """Say why a group whose pattern has no points stays float."""
     where = "here" if target is None else f"on {target.name}"
     return site.match.pattern.why_float or f"a {site.kind} runs in float {where}"
 
@@ -343,16 +390,17 @@ def leave_inputs_of_float_layers_float(context: PlacementContext, decisions: Seq
         return decisions
     readers: dict[fx.Node, list[Decision]] = {}
     for decision in decisions:
-        for _, operand in decision.site.operands if decision.site.role else ():
-            readers.setdefault(_skip_value_preserving(operand), []).append(decision)
+        if decision.site.role:
+            for _, operand in decision.site.operands:
+                readers.setdefault(_skip_value_preserving(operand), []).append(decision)
     # Readers have weights, and only decisions without weights are replaced: their order does not matter.
     return [_make_float_if_readers_are(decision, readers.get(decision.site.node, [])) for decision in decisions]
 
 
 def _make_float_if_readers_are(decision: Decision, readers: Sequence[Decision]) -> Decision:
-    has_output = any(point == Point.OUTPUT for point, _, _ in decision.points)
+    has_output_point = any(point == Point.OUTPUT for point, _, _ in decision.points)
     is_read_as_float = bool(readers) and all(reader.state == OperationState.FLOAT for reader in readers)
-    if decision.site.role is not None or not has_output or not is_read_as_float:
+    if decision.site.role is not None or not has_output_point or not is_read_as_float:
         return decision
     return replace(
         decision,
@@ -365,6 +413,7 @@ def _make_float_if_readers_are(decision: Decision, readers: Sequence[Decision]) 
 
 
 def _skip_value_preserving(node: fx.Node) -> fx.Node:
+    """Return the tensor before operations that only move values."""
     while get_kind(node) in VALUE_PRESERVING and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -373,13 +422,13 @@ def _skip_value_preserving(node: fx.Node) -> fx.Node:
 def _choose_spec(
     site: QuantizationSite, role: str, config: QuantConfig, target: Target | None
 ) -> QuantizationSpec | None:
-    """What the config says, else the target's choice, else the default; None is float."""
+    """Return the spec of the config, otherwise of the target, otherwise the default; None for float."""
     spec = config.spec_for(role, site.names, site.types)
     if spec is None:
+        is_weight = role == "weight"
         if target is not None:
-            spec = target.weight if role == "weight" else target.activation_for(site.match.pattern.name)
+            spec = target.weight if is_weight else target.activation_for(site.match.pattern.name)
         else:
-            is_weight = role == "weight"
             spec = default_weight_quantization_spec() if is_weight else default_activation_quantization_spec()
     return spec if isinstance(spec, QuantizationSpec) else None
 
@@ -387,76 +436,78 @@ def _choose_spec(
 def _resolve_spec(
     site: QuantizationSite, role: str, config: QuantConfig, target: Target | None
 ) -> QuantizationSpec | None:
+    """Choose a spec, check it against the target, and fit a weight's spec to the layer."""
     spec = _choose_spec(site, role, config, target)
-    kind = "weight" if role == "weight" else "activation"
     if spec is None:
         return None
     if target is not None:
-        target.check(spec, kind, site.kind, site.name)
-    if role == "weight" and site.part is not None:
-        check_weights_are_finite(site)
-        spec = spec if target is None else target.weight_for(spec, get_operation_facts(site, config, target))
-        spec = spec.replace(granularity=spec.granularity.resolve(_get_layer_class(site)))
-        spec = spec.replace(sparsity=None) if explain_dense_weight(site, spec) else spec
-    return spec
+        target.check(spec, "weight" if role == "weight" else "activation", site.kind, site.name)
+    if role != "weight" or site.part is None:
+        return spec
+    check_weights_are_finite(site)
+    if target is not None:
+        spec = target.weight_for(spec, get_operation_facts(site, config, target))
+    spec = spec.replace(granularity=spec.granularity.resolve(_get_layer_class(site)))
+    return spec.replace(sparsity=None) if explain_dense_weight(site, spec) else spec
 
 
 def make_stored_weight_spec(site: QuantizationSite, config: QuantConfig, target: Target) -> QuantizationSpec | None:
-    """Of a weight that is stored in int8 and multiplied as float: the one it would have were its inputs float; None
-    where that has a zero point, blocks or another width."""
+    """Return the spec of a weight that is stored as int8 and multiplied as float.
+
+    It is the spec the weight would have with float inputs. None if that has a zero point, blocks or another width.
+    """
     spec = None if site.role is None else _choose_spec(site, "weight", config, target)
     if spec is None:
         return None
-    spec = target.weight_for(spec, replace(get_operation_facts(site, config, target), activation=None))
+    facts = replace(get_operation_facts(site, config, target), activation=None)
+    spec = target.weight_for(spec, facts)
     spec = spec.replace(granularity=spec.granularity.resolve(_get_layer_class(site)))
-    is_plain = isinstance(spec.granularity, PerTensorGranularity | PerChannelGranularity) and spec.qformulation == "zp"
-    is_symmetric = spec.qscheme != QuantizationScheme.ASYMMETRIC
-    fits = spec.dtype == torch.int8 and is_plain and is_symmetric and get_sparsity(spec) is None
-    return spec if fits else None
+    has_plain_scales = isinstance(spec.granularity, PerTensorGranularity | PerChannelGranularity)
+    is_symmetric = spec.qscheme != QuantizationScheme.ASYMMETRIC and spec.qformulation == "zp"
+    can_store = spec.dtype == torch.int8 and has_plain_scales and is_symmetric and get_sparsity(spec) is None
+    return spec if can_store else None
 
 
 def explain_dense_weight(site: QuantizationSite, spec: QuantizationSpec | None) -> str:
-    """Why a weight that is to be sparse cannot be; "" where it can, or need not."""
+    """Say why a weight cannot have the requested sparsity; "" if it can, or if none is requested."""
     sparsity = None if spec is None else get_sparsity(spec)
     if sparsity is None or site.part is None:
         return ""
-    shape = get_weight_shape(site.part)
-    if isinstance(site.part, Operation) and site.part.has_transposed_weight:
-        shape = shape[::-1]
-    return sparsity.reason_unsupported(shape, is_transposed=site.kind == "conv_transpose")
+    return sparsity.reason_unsupported(_get_output_first_shape(site.part), is_transposed=site.kind == "conv_transpose")
 
 
 def _get_points(site: QuantizationSite, config: QuantConfig, target: Target | None) -> list[tuple[Point, fx.Node]]:
-    """All that the pattern declares; an output whose parameters are made anew for every call is left to its readers."""
+    """Return the points of the pattern. A dynamic spec has no OUTPUT point: each reader quantizes its own input."""
     spec = _choose_spec(site, "output", config, target)
     is_dynamic = spec is not None and issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator)
-    return [each for each in site.operands if not (is_dynamic and each[0] == Point.OUTPUT)]
+    return [(point, tensor) for point, tensor in site.operands if not (is_dynamic and point == Point.OUTPUT)]
 
 
 def _get_layer_class(site: QuantizationSite) -> type[nn.Module]:
-    """The class whose layout the weight has, as granularities know it."""
+    """Return a class with the same weight layout, which granularities use to choose their default axis."""
     return nn.ConvTranspose2d if site.kind == "conv_transpose" else nn.Conv2d
 
 
 def check_weights_are_finite(site: QuantizationSite) -> None:
-    """Refuse weights that hold NaN or infinity."""
+    """Raise NonFiniteError if a weight contains NaN or infinity."""
     for role, part in site.fused.parts.items():
-        tensors = (*get_tensors(part), *part.buffers(), getattr(part, "weight", None))
-        for tensor in {id(each): each for each in tensors if isinstance(each, Tensor)}.values():
+        candidates = (*get_tensors(part), *part.buffers(), getattr(part, "weight", None))
+        tensors = {id(tensor): tensor for tensor in candidates if isinstance(tensor, Tensor)}
+        for tensor in tensors.values():
             if tensor.is_floating_point() and not tensor.is_meta and not _is_finite(tensor):
                 where = get_layer_name(site.match.nodes[role]) if role in site.match.nodes else site.name
                 raise NonFiniteError(
-                    f"{where}: its weight holds NaN or infinity. Mend the model before it is quantized"
+                    f"{where}: its weight contains NaN or infinity: fix the model before quantizing it"
                 )
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """A finite sum has finite terms, and is found several times as fast; one that is not may have run over."""
+    # A sum is several times as fast as isfinite on every value. A sum that is not finite may have overflowed.
     return bool(torch.isfinite(tensor.detach().sum())) or bool(torch.isfinite(tensor).all())
 
 
 def check_formulations(config: QuantConfig, target: Target) -> None:
-    """Raise TargetError for a formulation ('minval') that the target has for no tensor; no model is needed."""
+    """Raise TargetError for a formulation ('minval') that the target supports for no tensor. Needs no model."""
     specs: list[tuple[str, str, Any]] = [
         ("weight", "weight", config.weight),
         ("activation", "activation", config.activation),
@@ -464,8 +515,8 @@ def check_formulations(config: QuantConfig, target: Target) -> None:
     for override in config.overrides:
         where = f"override for {override.label}, "
         specs.append((f"{where}weight", "weight", override.weight))
-        inputs = {"activation": override.activation, "input": override.input, "output": override.output}
-        specs += [(f"{where}{name}", "activation", spec) for name, spec in inputs.items()]
+        activations = {"activation": override.activation, "input": override.input, "output": override.output}
+        specs += [(f"{where}{name}", "activation", spec) for name, spec in activations.items()]
     for where, role, spec in specs:
         if isinstance(spec, QuantizationSpec):
             target.check_formulation(spec, role, where)
@@ -474,20 +525,23 @@ def check_formulations(config: QuantConfig, target: Target) -> None:
 def check_overrides(
     sites: Sequence[QuantizationSite], unmatched: Sequence[UnmatchedOperation], config: QuantConfig
 ) -> None:
-    """Raise ConfigError for an override that fits nothing; one for an unmatched operation can only be float."""
+    """Raise ConfigError for an override that matches nothing. One for an unmatched operation can only be "float"."""
     for override in config.overrides:
         if any(override.matches(site.names, site.types) for site in sites):
             continue
-        wishes = {override.weight, override.activation, override.input, override.output} - {None}
-        if wishes == {FLOAT} and any(override.matches(each.names, each.types) for each in unmatched):
+        settings = {override.weight, override.activation, override.input, override.output} - {None}
+        is_unmatched = any(override.matches(operation.names, operation.types) for operation in unmatched)
+        if settings == {FLOAT} and is_unmatched:
             continue
+        name = override.type or override.name or ""
         known = {kind for site in sites for kind in site.types} if override.type else {site.name for site in sites}
-        given = override.type or override.name or ""
         raise ConfigError(
-            f"the override for {override.label} fits no operation of this model: {_shorten_suggestion(given, known)}"
+            f"the override for {override.label} fits no operation of this model: {_suggest_name(name, known)}"
         )
 
 
-def _shorten_suggestion(given: str, known: set[str]) -> str:
-    text = did_you_mean(given, known)
-    return text if len(text) < 400 else text[:400] + f" ... ({len(known)} in all)"
+def _suggest_name(name: str, known: set[str]) -> str:
+    text = did_you_mean(name, known)
+    if len(text) < MAX_SUGGESTION_LENGTH:
+        return text
+    return f"{text[:MAX_SUGGESTION_LENGTH]} ... ({len(known)} in all)"

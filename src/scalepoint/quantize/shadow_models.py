@@ -1,4 +1,4 @@
-"""Stand-ins for a quantized model: a twin with a state of its own, and a module that is called as the model is."""
+"""Copies of a quantized model with their own state, and wrappers that are called like it."""
 
 import copy
 from typing import Any
@@ -11,20 +11,31 @@ from scalepoint.quantize.quantizers import QuantizerBase
 
 
 def copy_with_shared_parameters(model: fx.GraphModule, *, quantizing: bool = True) -> fx.GraphModule:
-    """The same graph over the same parameters, in eval, with its own state; quantizing=False switches it to float."""
-    with torch.inference_mode(False):  # switches that can be written, wherever this is called
-        made: fx.GraphModule = copy.deepcopy(model, {id(each): each for each in model.parameters()})
-        if any(module.training for module in made.modules()):
-            made.eval()  # looks at every weight, which a model in eval has done
-        for module in made.modules():
+    """Copy a model in eval mode: buffers and switches are copied, parameters are shared.
+
+    Args:
+        model: A model with quantizers.
+        quantizing: False disables all quantizers of the copy, so that it computes the float model.
+    """
+    with torch.inference_mode(False):  # the caller may run in inference mode, whose tensors cannot be written later
+        shared = {id(parameter): parameter for parameter in model.parameters()}
+        shadow: fx.GraphModule = copy.deepcopy(model, shared)
+        if any(module.training for module in shadow.modules()):
+            shadow.eval()  # only if needed: eval() computes the scale of every weight again
+        for module in shadow.modules():
             if isinstance(module, QuantizerBase):
                 module.enabled = quantizing and module.enabled
-    return made
+    return shadow
 
 
 def wrap_with_signature(model: fx.GraphModule, inner: nn.Module, *, gives_outputs: bool = True) -> fx.GraphModule:
-    """A module that is called as the model is, and hands its flat inputs to `inner`, whose flat outputs it returns;
-    gives_outputs=False where `inner` gives none of the model's."""
+    """Wrap a module with flat inputs and outputs, so that it is called like the model.
+
+    Args:
+        model: The model whose signature the wrapper has.
+        inner: Called with the flat inputs of the model; its flat outputs become outputs in the structure of the model.
+        gives_outputs: False if `inner` returns something else, which the wrapper returns as it is.
+    """
     graph = fx.Graph()
     codegen: Any = copy_codegen(model.graph)
     if not gives_outputs and hasattr(codegen, "pytree_info"):

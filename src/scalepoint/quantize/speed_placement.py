@@ -1,17 +1,15 @@
-"""Does it pay? What int8 would make slower stays float: each layer has two prices, and so has every border.
+"""Leaves layers in float where int8 would make them slower, if the target has tables of measured kernel times.
 
-    least  sum of price(layer, how) + sum of price(tensor): to quantize what is read as int8, to dequantize what is not
+    minimize  seconds of every layer (float or int8)  +  seconds of every conversion between float and int8 neighbours
 
-Two labels with prices on borders are a minimum cut: exact, in one pass over the graph. Prices are predicted from the
-target's tables of measured kernels, for the shapes of the example inputs. CPUs with the same instructions differ: where
-a target has tables of several, the choice is slower than float on none of them. A layer that has no price, because its
-shape is not known or a table has nothing like it, stays as it was asked for.
+Two choices per layer and a cost for each pair of different neighbours: a minimum cut gives the exact optimum. Times are
+predicted for the shapes of the example inputs. CPUs with the same instruction set differ, so a target may have several
+tables; the result is not slower than float on any of them. A layer without a predicted time stays as requested.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import inf, prod
 
 from torch import fx
@@ -26,67 +24,86 @@ from scalepoint.quantize.placement import Decision, PlacementContext, make_store
 from scalepoint.targets import Target
 from scalepoint.targets.kernel_times import KernelTimes, ProductShape, load_kernel_times
 
-MIN_NETWORK_SECONDS = 15e-6  # seconds of all products: below, the call itself weighs more than any layer
-MIN_GAIN = 0.03  # of the predicted time: less is within what a prediction can tell
-INT8_SIDE, FLOAT_SIDE = 0, 1  # the two ends of the cut
-MIN_SECONDS = 1e-12  # seconds
+MIN_NETWORK_SECONDS = 15e-6  # below this, the cost of the call itself hides every difference between layers
+MIN_GAIN = 0.03  # share of the predicted time; predictions are not more accurate than that
+MIN_SECONDS = 1e-12  # capacities below this count as used up
 RELATIVE_TOLERANCE = 1e-6
-DEQUANTIZE_SECONDS_PER_WEIGHT = 2e-9  # seconds a weight, at each run, where a runtime fuses float over stored codes
+DEQUANTIZE_SECONDS_PER_WEIGHT = 2e-9  # per run, where a runtime computes in float from stored codes
+LAYOUT_PASSES = 2.0  # integer kernels want channels last, float ones blocked channels: a conversion also reorders
 FASTER = "faster in float, by the times of such kernels"
 NEIGHBOURS_FASTER = (
     "its neighbours are faster in float, and converting to int8 and back would cost more than int8 gains here"
 )
-LAYOUT_PASSES = 2.0  # passes over a tensor at a border: integer kernels have channels last, float ones in blocks
+
+INT8_SIDE = 0  # source of the cut
+FLOAT_SIDE = 1  # sink of the cut
 
 
 def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decision]) -> Sequence[Decision]:
-    """Turn decisions to float where the target's tables predict a gain, conversions included.
+    """Turn decisions to float where the target's kernel tables predict a gain, conversions included.
 
-    Its weight is stored in int8 all the same where the target makes it float as it loads a file: no slower than float.
+    If the target dequantizes stored weights when it loads a file, the weight of such a layer is stored as int8 all the
+    same: the file stays small and runs no slower than float.
     """
     model, config, target = context.model, context.config, context.target
-    if target is None or not config.speed_first:
+    if target is None or not config.speed_first or not target.kernel_tables:
         return decisions
     tables = [load_kernel_times(name) for name in target.kernel_tables]
-    kept = [each for each in decisions if each.weight is not None and each.weight.n_bits < 8]  # asked for, to be small
-    kept += [each for table in tables for each in _build_problem(model, decisions, table, target).unknown]
-    views = [CpuModel(model, decisions, table, target, kept) for table in tables]
-    if not views or max(view.all_float for view in views) < MIN_NETWORK_SECONDS:
+
+    # From here on layers are identified by their index in `decisions`.
+    # Weights of fewer than 8 bits were requested to make the file small, not fast.
+    must_quantize = {i for i, d in enumerate(decisions) if d.weight is not None and d.weight.n_bits < 8}
+    for table in tables:
+        must_quantize |= _build_problem(model, decisions, table, target).without_time
+    cpus = [CpuModel(model, decisions, table, target, must_quantize) for table in tables]
+    if max(cpu.all_float_seconds for cpu in cpus) < MIN_NETWORK_SECONDS:
         return decisions
-    in_float = _choose_float_layers(views)
-    if (
-        len(in_float) == len(views[0].free) and not target.dequantizes_weights_on_load
-    ):  # nothing wins: make at least one weight small
-        heaviest = max(in_float, key=lambda each: prod(get_weight_shape(each.site.part)) if each.site.role else 0)
-        in_float = _choose_float_layers(
-            [CpuModel(model, decisions, table, target, [*kept, heaviest]) for table in tables]
+
+    float_layers = _choose_float_layers(cpus, must_quantize)
+    if len(float_layers) == len(cpus[0].layers) and not target.dequantizes_weights_on_load:
+        # Nothing is faster in int8. Quantize the largest weight all the same, so that the file is smaller than float.
+        largest = max(float_layers, key=lambda i: _count_weights(decisions[i]))
+        must_quantize |= {largest}
+        float_layers = _choose_float_layers(
+            [CpuModel(model, decisions, table, target, must_quantize) for table in tables], must_quantize
         )
-    if max(1 - view.seconds(in_float) / view.seconds([]) for view in views) < MIN_GAIN:
+    best_gain = max(1 - cpu.predict_seconds(float_layers) / cpu.predict_seconds(()) for cpu in cpus)
+    if best_gain < MIN_GAIN:
         return decisions
-    replaced = {id(decision): _make_float_decision(decision, views, config, target) for decision in in_float}
-    return [replaced.get(id(decision), decision) for decision in decisions]
+    result = list(decisions)
+    for i in float_layers:
+        result[i] = _make_float_decision(decisions[i], [cpu.layer_seconds[i] for cpu in cpus], config, target)
+    return result
 
 
 def _make_float_decision(
-    decision: Decision, views: Sequence["CpuModel"], config: QuantConfig, target: Target
+    decision: Decision, seconds_per_cpu: Sequence[tuple[float, float]], config: QuantConfig, target: Target
 ) -> Decision:
     # The report shows the times of the CPU on which int8 loses most.
-    times = max((view.prices[id(decision)] for view in views), key=lambda price: price[1] - price[0])
-    is_slower = times[1] > times[0]
+    float_seconds, int8_seconds = max(seconds_per_cpu, key=lambda seconds: seconds[1] - seconds[0])
+    is_slower_in_int8 = int8_seconds > float_seconds
     return replace(
         decision,
         weight=make_stored_weight_spec(decision.site, config, target) if target.dequantizes_weights_on_load else None,
         points=(),
         state=OperationState.FLOAT,
-        reason=FASTER if is_slower else NEIGHBOURS_FASTER,
+        reason=FASTER if is_slower_in_int8 else NEIGHBOURS_FASTER,
         is_target_default=True,
-        saves=times[1] - times[0],
-        seconds=times if is_slower else None,
+        float_saves_seconds=int8_seconds - float_seconds,
+        predicted_seconds=(float_seconds, int8_seconds) if is_slower_in_int8 else None,
     )
 
 
 class CpuModel:
-    """The prices of one CPU."""
+    """Predicted times on one kind of CPU.
+
+    Attributes:
+        layers: Indices of all layers that would be quantized.
+        layer_seconds: Index -> seconds in float and in int8.
+        all_float_seconds: The sum of all layers in float.
+        best_seconds: Time of the fastest assignment.
+        best_float_layers: The layers that are float in it.
+    """
 
     def __init__(
         self,
@@ -94,120 +111,147 @@ class CpuModel:
         decisions: Sequence[Decision],
         table: KernelTimes,
         target: Target,
-        kept: Sequence[Decision],
+        must_quantize: Collection[int],
     ) -> None:
-        self.priced = partial(_build_problem, model, decisions, table, target)
-        self.kept = kept
-        first = self.priced(kept)
-        self.prices, self.free = first.prices, list(first.decisions.values())
-        self.all_float = sum(before for before, _ in first.prices.values())
-        self.least, self.best = first.solved()
+        self._model, self._decisions, self._table, self._target = model, decisions, table, target
+        self._must_quantize = frozenset(must_quantize)
+        problem = self._build(self._must_quantize, ())
+        self.layer_seconds = problem.layer_seconds
+        self.layers = list(problem.layer_seconds)
+        self.all_float_seconds = sum(float_seconds for float_seconds, _ in problem.layer_seconds.values())
+        self.best_seconds, self.best_float_layers = problem.solve()
 
-    def beside(self, left: Sequence[Decision]) -> list[Decision]:
-        """What is float for the least sum when all of these are."""
-        return self.priced(self.kept, left).solved()[1]
+    def extend(self, float_layers: Collection[int]) -> list[int]:
+        """Return the float layers of the fastest assignment in which all of these are float."""
+        return self._build(self._must_quantize, float_layers).solve()[1]
 
-    def seconds(self, left: Sequence[Decision]) -> float:
-        """The sum when these are float and nothing else."""
-        held = set(map(id, left))
-        return self.priced([each for each in self.free if id(each) not in held], left).solved()[0]
+    def predict_seconds(self, float_layers: Collection[int]) -> float:
+        """Return the predicted time if exactly these layers are float."""
+        int8_layers = [i for i in self.layers if i not in float_layers]
+        return self._build(int8_layers, float_layers).solve()[0]
+
+    def _build(self, must_quantize: Collection[int], must_be_float: Collection[int]) -> "CutProblem":
+        return _build_problem(self._model, self._decisions, self._table, self._target, must_quantize, must_be_float)
 
 
-def _choose_float_layers(views: Sequence[CpuModel]) -> list[Decision]:
-    """What is float: on no CPU slower than all in float, and nowhere much slower than the best of that CPU.
+def _choose_float_layers(cpus: Sequence[CpuModel], must_quantize: Collection[int]) -> list[int]:
+    """Choose one assignment for all CPUs: not slower than all-float on any of them, and close to the best of each.
 
-    Candidates are the best of each, none, all that may be, and what is float on any: with its neighbours, until no CPU
-    wants more.
+    Candidates: the best of each CPU, no float layer, as many float layers as allowed, and the union of the bests,
+    extended until no CPU wants further float layers next to those.
     """
-    free = views[0].free
-    joint = _in_graph_order(free, [view.best for view in views])
-    while len(more := _in_graph_order(free, [view.beside(joint) for view in views])) > len(joint):
-        joint = more
-    kept = set(map(id, views[0].kept))
-    every = [each for each in free if id(each) not in kept]
-    candidates = [view.best for view in views] + [joint, [], every]
-    floors = [max(view.least, MIN_SECONDS) for view in views]
-    plain = [view.seconds(every) for view in views]
+    layers = cpus[0].layers
+    union = _in_graph_order(layers, [cpu.best_float_layers for cpu in cpus])
+    while len(larger := _in_graph_order(layers, [cpu.extend(union) for cpu in cpus])) > len(union):
+        union = larger
+    all_allowed = [i for i in layers if i not in must_quantize]
+    candidates = [*(cpu.best_float_layers for cpu in cpus), union, [], all_allowed]
+    best_seconds = [max(cpu.best_seconds, MIN_SECONDS) for cpu in cpus]
+    all_float_seconds = [cpu.predict_seconds(all_allowed) for cpu in cpus]
 
-    def cost(left: Sequence[Decision]) -> tuple[bool, float, int]:
-        taken = [view.seconds(left) for view in views]
-        is_slower = any(own > limit * (1 + RELATIVE_TOLERANCE) for own, limit in zip(taken, plain, strict=True))
-        return is_slower, max(own / floor for own, floor in zip(taken, floors, strict=True)), len(left)
+    def cost(float_layers: Sequence[int]) -> tuple[bool, float, int]:
+        seconds = [cpu.predict_seconds(float_layers) for cpu in cpus]
+        is_slower_than_float = any(
+            own > limit * (1 + RELATIVE_TOLERANCE) for own, limit in zip(seconds, all_float_seconds, strict=True)
+        )
+        worst_ratio = max(own / best for own, best in zip(seconds, best_seconds, strict=True))
+        return is_slower_than_float, worst_ratio, len(float_layers)
 
     return min(candidates, key=cost)
 
 
-def _in_graph_order(free: Sequence[Decision], lists: Sequence[Sequence[Decision]]) -> list[Decision]:
-    """All of these, in the order of the graph."""
-    named = {id(each) for each_list in lists for each in each_list}
-    return [each for each in free if id(each) in named]
+def _in_graph_order(layers: Sequence[int], groups: Sequence[Collection[int]]) -> list[int]:
+    """Return the union of the groups, in graph order."""
+    union = {i for group in groups for i in group}
+    return [i for i in layers if i in union]
+
+
+def _count_weights(decision: Decision) -> int:
+    return prod(get_weight_shape(decision.site.part)) if decision.site.role else 0
 
 
 @dataclass
 class MinCut:
-    """Edges with capacities; 0 and 1 are the ends."""
+    """A directed graph with capacities, solved by augmenting shortest paths (Edmonds-Karp).
 
-    edges: list[dict[int, float]] = field(default_factory=lambda: [{}, {}])
+    Node 0 is the source (int8), node 1 the sink (float). Graphs have a few hundred nodes.
+    """
 
-    def node(self) -> int:
-        self.edges.append({})
-        return len(self.edges) - 1
+    capacities: list[dict[int, float]] = field(default_factory=lambda: [{}, {}])
 
-    def edge(self, source: int, end: int, price: float) -> None:
-        """Paid when `source` is int8 and `end` is float."""
-        if source != end and price > 0:
-            self.edges[source][end] = self.edges[source].get(end, 0.0) + price
-            self.edges[end].setdefault(source, 0.0)
+    def add_node(self) -> int:
+        self.capacities.append({})
+        return len(self.capacities) - 1
+
+    def add_edge(self, start: int, end: int, seconds: float) -> None:
+        """Add a cost that is paid if `start` is int8 and `end` is float."""
+        if start != end and seconds > 0:
+            self.capacities[start][end] = self.capacities[start].get(end, 0.0) + seconds
+            self.capacities[end].setdefault(start, 0.0)
 
     def solve(self) -> tuple[float, set[int]]:
-        """The least sum of edges that are cut, and what is float then; of equal cuts that with the least float."""
-        paid = 0.0
-        while True:
-            before = {INT8_SIDE: INT8_SIDE}
-            pending = deque([INT8_SIDE])
-            while pending and FLOAT_SIDE not in before:
-                node = pending.popleft()
-                for end, room in self.edges[node].items():
-                    if room > MIN_SECONDS and end not in before:
-                        before[end] = node
-                        pending.append(end)
-            if FLOAT_SIDE not in before:
-                return paid, self._reaching_float()
-            path, node = [], FLOAT_SIDE
-            while node != INT8_SIDE:
-                path.append((before[node], node))
-                node = before[node]
-            least = min(self.edges[one][two] for one, two in path)
-            paid += least
-            for one, two in path:
-                self.edges[one][two] -= least
-                self.edges[two][one] += least
+        """Consume the graph; return the cost of the cut and the nodes on the float side.
 
-    def _reaching_float(self) -> set[int]:
-        found, pending = {FLOAT_SIDE}, [FLOAT_SIDE]
-        while pending:
-            end = pending.pop()
-            for node in self.edges[end]:
-                if node not in found and self.edges[node][end] > MIN_SECONDS:
-                    found.add(node)
-                    pending.append(node)
-        return found
+        Of several minimum cuts, the one with the smallest float side is returned.
+        """
+        total = 0.0
+        while (path := self._find_augmenting_path()) is not None:
+            flow = min(self.capacities[start][end] for start, end in path)
+            total += flow
+            for start, end in path:
+                self.capacities[start][end] -= flow
+                self.capacities[end][start] += flow
+        return total, self._find_nodes_reaching_float()
+
+    def _find_augmenting_path(self) -> list[tuple[int, int]] | None:
+        """Return the edges of a shortest path with free capacity from int8 to float, last edge first."""
+        previous = {INT8_SIDE: INT8_SIDE}
+        queue = deque([INT8_SIDE])
+        while queue and FLOAT_SIDE not in previous:
+            node = queue.popleft()
+            for end, capacity in self.capacities[node].items():
+                if capacity > MIN_SECONDS and end not in previous:
+                    previous[end] = node
+                    queue.append(end)
+        if FLOAT_SIDE not in previous:
+            return None
+        path, node = [], FLOAT_SIDE
+        while node != INT8_SIDE:
+            path.append((previous[node], node))
+            node = previous[node]
+        return path
+
+    def _find_nodes_reaching_float(self) -> set[int]:
+        reached, stack = {FLOAT_SIDE}, [FLOAT_SIDE]
+        while stack:
+            end = stack.pop()
+            for node in self.capacities[end]:
+                if node not in reached and self.capacities[node][end] > MIN_SECONDS:
+                    reached.add(node)
+                    stack.append(node)
+        return reached
 
 
 @dataclass
 class CutProblem:
-    """The graph as a cut: a variable for each layer that may be either, and for what only moves values."""
+    """The network as a minimum cut for one CPU.
 
-    cut: MinCut
-    variables: dict[int, int]  # id of a decision -> its node in the cut
-    prices: dict[int, tuple[float, float]]  # id of a decision -> seconds in float, in int8
-    decisions: dict[int, Decision]
-    unknown: list[Decision] = field(default_factory=list)  # without a price
+    Attributes:
+        cut: The graph.
+        cut_nodes: Layer index -> its node in the cut.
+        layer_seconds: Layer index -> seconds in float and in int8.
+        without_time: Layers without a predicted time.
+    """
 
-    def solved(self) -> tuple[float, list[Decision]]:
-        """The least sum, and what is float then."""
-        paid, in_float = self.cut.solve()
-        return paid, [self.decisions[key] for key, node in self.variables.items() if node in in_float]
+    cut: MinCut = field(default_factory=MinCut)
+    cut_nodes: dict[int, int] = field(default_factory=dict)
+    layer_seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
+    without_time: set[int] = field(default_factory=set)
+
+    def solve(self) -> tuple[float, list[int]]:
+        """Return the smallest predicted time, and the layers that are float for it."""
+        seconds, float_side = self.cut.solve()
+        return seconds, [i for i, node in self.cut_nodes.items() if node in float_side]
 
 
 def _build_problem(
@@ -215,83 +259,96 @@ def _build_problem(
     decisions: Sequence[Decision],
     table: KernelTimes,
     target: Target,
-    kept: Sequence[Decision] = (),
-    left: Sequence[Decision] = (),
+    must_quantize: Collection[int] = (),
+    must_be_float: Collection[int] = (),
 ) -> CutProblem:
-    """The prices of all that is to be quantized, of which some is kept in int8, and some left in float."""
-    held, unheld = set(map(id, kept)), set(map(id, left))
-    cut, share = MinCut(), get_example_share(model)
-    priced = CutProblem(cut, {}, {}, {})
-    gives: dict[fx.Node, int] = {}  # what a tensor is on
-    takes: dict[fx.Node, int] = {}
-    fused: list[
-        tuple[fx.Node, fx.Node, float]
-    ] = []  # products whose ReLU makes them float where a float reader follows
-    for decision in decisions:
+    problem, share = CutProblem(), get_example_share(model)
+    cut = problem.cut
+    must_quantize, must_be_float = frozenset(must_quantize), frozenset(must_be_float)
+    written_by: dict[fx.Node, int] = {}  # tensor -> the cut node that decides its side; a missing tensor is float
+    read_by: dict[fx.Node, int] = {}  # reader -> its cut node; a missing reader reads float
+    relu_costs: list[tuple[fx.Node, fx.Node, float]] = []  # producer, reader, seconds
+
+    for i, decision in enumerate(decisions):
         if decision.state != OperationState.QUANTIZED or not decision.points:
             continue
-        known = _predict_seconds(decision, table, share)
-        price = known or (0.0, 0.0)
-        priced.unknown += [decision] if known is None else []
-        node = priced.variables[id(decision)] = takes[decision.site.node] = cut.node()
-        priced.prices[id(decision)], priced.decisions[id(decision)] = price, decision
-        cut.edge(INT8_SIDE, node, inf if known is None or id(decision) in held else price[0])
-        cut.edge(node, FLOAT_SIDE, inf if id(decision) in unheld else price[1])
+        site = decision.site
+        seconds = _predict_layer_seconds(decision, table, share)
+        if seconds is None:
+            problem.without_time.add(i)
+        float_seconds, int8_seconds = seconds or (0.0, 0.0)
+        node = cut.add_node()
+        problem.cut_nodes[i] = read_by[site.node] = node
+        problem.layer_seconds[i] = (float_seconds, int8_seconds)
+        # An infinite capacity fixes a layer to one side.
+        cut.add_edge(INT8_SIDE, node, inf if seconds is None or i in must_quantize else float_seconds)
+        cut.add_edge(node, FLOAT_SIDE, inf if i in must_be_float else int8_seconds)
         if any(point == Point.OUTPUT for point, _, _ in decision.points):
-            gives[decision.site.node] = node
-        elif "relu" in map(get_part_kind, decision.site.fused.parts.values()):
-            price_of_float = prod(get_weight_shape(decision.site.part)) * DEQUANTIZE_SECONDS_PER_WEIGHT
-            fused += [(decision.site.node, user, price_of_float) for user in decision.site.node.users]
+            written_by[site.node] = node
+        elif "relu" in map(get_part_kind, site.fused.parts.values()):
+            # ONNX Runtime fuses a ReLU whose output is not quantized into a float kernel: with a float reader it
+            # computes this product in float, and dequantizes the stored weight on every run.
+            cost = prod(get_weight_shape(site.part)) * DEQUANTIZE_SECONDS_PER_WEIGHT
+            relu_costs += [(site.node, user, cost) for user in site.node.users]
+
+    # Operations that only move values (reshape, max pool, ...) run on either side for free.
     for node in model.graph.nodes:
-        if get_kind(node) in target.same_scale_kinds and node not in takes and node.op != "placeholder":
-            gives[node] = takes[node] = cut.node()
-    for tensor, user, cost in fused:
-        cut.edge(takes[tensor], takes.get(user, FLOAT_SIDE), cost)
-    _add_conversions(model, cut, gives, takes, table, share)
-    return priced
+        if get_kind(node) in target.same_scale_kinds and node not in read_by and node.op != "placeholder":
+            written_by[node] = read_by[node] = cut.add_node()
+    for producer, user, cost in relu_costs:
+        cut.add_edge(read_by[producer], read_by.get(user, FLOAT_SIDE), cost)
+    _add_conversions(model, cut, written_by, read_by, table.move_seconds, share)
+    return problem
 
 
 def _add_conversions(
     model: fx.GraphModule,
     cut: MinCut,
-    gives: dict[fx.Node, int],
-    takes: dict[fx.Node, int],
-    table: KernelTimes,
+    written_by: dict[fx.Node, int],
+    read_by: dict[fx.Node, int],
+    conversion_seconds: Callable[[str, int], float],
     share: float,
 ) -> None:
+    """Add the cost of quantizing or dequantizing each tensor whose writer and readers may be on different sides."""
     for tensor in model.graph.nodes:
-        readers = [user for user in tensor.users if user.op != "output" or tensor in gives]
+        readers = [user for user in tensor.users if user.op != "output" or tensor in written_by]
         shape = get_shape(tensor)
-        if shape is None or not readers or (tensor not in gives and not any(user in takes for user in readers)):
+        is_always_float = tensor not in written_by and not any(user in read_by for user in readers)
+        if shape is None or not readers or is_always_float:
             continue
         elements = int(LAYOUT_PASSES * prod(shape) * share)
-        own = gives.get(tensor, FLOAT_SIDE)
-        copy = cut.node()  # the codes of the tensor: made once for all that read them
-        cut.edge(copy, own, table.move_seconds("quantize", elements))
+        writer = written_by.get(tensor, FLOAT_SIDE)
+        # A node of its own for the quantized copy: it is made once, however many int8 layers read it.
+        quantized_copy = cut.add_node()
+        cut.add_edge(quantized_copy, writer, conversion_seconds("quantize", elements))
         for user in readers:
-            end = takes.get(user, FLOAT_SIDE)
-            cut.edge(end, copy, inf if end != FLOAT_SIDE else 0.0)
-            cut.edge(own, end, table.move_seconds("dequantize", elements) if own != FLOAT_SIDE else 0.0)
+            reader = read_by.get(user, FLOAT_SIDE)
+            cut.add_edge(reader, quantized_copy, inf if reader != FLOAT_SIDE else 0.0)
+            cut.add_edge(writer, reader, conversion_seconds("dequantize", elements) if writer != FLOAT_SIDE else 0.0)
 
 
-def _predict_seconds(decision: Decision, table: KernelTimes, share: float) -> tuple[float, float] | None:
-    """Seconds in float and in int8; None where the shapes or kernels like it are not known."""
+def _predict_layer_seconds(decision: Decision, table: KernelTimes, share: float) -> tuple[float, float] | None:
+    """Return seconds in float and in int8; None if shapes are unknown or the table has no similar kernel."""
     site = decision.site
-    source, made = get_shape(site.operands[0][1]) if site.operands else None, get_shape(site.node)
-    if source is None or made is None:
+    input_shape = get_shape(site.operands[0][1]) if site.operands else None
+    output_shape = get_shape(site.node)
+    if input_shape is None or output_shape is None:
         return None
-    if site.role is None:
-        cost = table.move_seconds("add", int(prod(made) * share))
-        return cost, cost
+    if site.role is None:  # an add or another elementwise operation: the same time in both types
+        seconds = table.move_seconds("add", int(prod(output_shape) * share))
+        return seconds, seconds
     weight = get_weight_shape(site.part)
     if site.kind == "linear":
-        turned = isinstance(site.part, Operation) and site.part.has_transposed_weight
-        inputs, outputs = weight if turned else weight[::-1]
-        return table.product_seconds(ProductShape("linear", inputs, outputs, max(1, int(prod(source[:-1]) * share))))
+        is_input_first = isinstance(site.part, Operation) and site.part.has_transposed_weight
+        inputs, outputs = weight if is_input_first else weight[::-1]
+        rows = max(1, int(prod(input_shape[:-1]) * share))
+        return table.product_seconds(ProductShape("linear", inputs, outputs, rows))
     if site.kind != "conv" or len(weight) < 3:
         return None
-    groups = max(1, source[1] // weight[1])
-    pixels = max(1, int(count_output_positions(site.part, source, weight) * share))
+    channels = input_shape[1]
+    groups = max(1, channels // weight[1])
+    positions = max(1, int(count_output_positions(site.part, input_shape, weight) * share))
+    spatial_rank = len(weight) - 2
     return table.product_seconds(
-        ProductShape("conv", source[1], weight[0], pixels, max(weight[2:]), groups, len(weight) - 2)
+        ProductShape("conv", channels, weight[0], positions, max(weight[2:]), groups, spatial_rank)
     )
