@@ -117,7 +117,7 @@ class TestTheData:
         found = [quantize(model, data[0], config, forward_loop=each).state_dict() for each in (loop, data)]
         assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
-    @pytest.mark.filterwarnings("ignore:.*left out")
+    @pytest.mark.filterwarnings("ignore:.*were skipped")
     def test_batches_that_are_not_finite_are_left_out_when_asked(self):
         model, data = seeded(Chain), pictures()
         result = transform(model, data[0])
