@@ -100,7 +100,8 @@ def deploy(
             in closed form. "best": also gradient steps. Default: "balanced" for weights below 8 bits, else rounding to
             nearest.
         output: The folder to write; "out" by default. It must be empty or new, unless `resume` or `force` is set.
-        evaluate: Your metric, `evaluate(run) -> float`, higher is better. `run` is called like the model.
+        evaluate: Your metric, `evaluate(run) -> float`, higher is better. `run` is called like the model. It is the
+            float model, then the file in its runtime, or the simulation if the target has no runtime.
         max_drop: Largest allowed drop of the metric. Layers get more precision until a file is within it. The cheapest
             such file is written, or the one with the best score if there is none.
         min_speed: Smallest allowed speed relative to the float file, for example 1.5. Layers that are slower in int8
@@ -119,7 +120,8 @@ def deploy(
         float_dtype: Data type of tensors that are not quantized: "float32", "float16" or "bfloat16".
         cpu: The CPU on which the file of an onnxruntime or openvino target will run. "vnni" uses all 8 bits of the
             weights. "avx2" limits them so that CPUs without VNNI do not saturate. "auto" checks this machine.
-        metadata: Stored in the file, for example labels and preprocessing.
+        metadata: A dict that is stored in the file, for example {"labels": [...]}. Labels and preprocessing of timm and
+            transformers models are added automatically.
         threads: Threads of the runtime when the file is verified and timed.
         seed: Seed of all random numbers. The same seed and inputs give the same file.
         smoke: A quick run to find errors: 2 batches, 1 trial, no timing. The numbers mean nothing.

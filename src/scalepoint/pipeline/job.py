@@ -96,9 +96,9 @@ def prepare_job(
     """Check every argument of deploy.
 
     Args:
-        model: See deploy, as for the other arguments up to `progress`.
+        model, example_inputs, calibration_data, target, config, evaluate, kwargs, progress: See deploy.
+        smoke: Whether the job will be run as `for_smoke`, which some options exclude.
         values: The other options of deploy, by name.
-        smoke: Whether the job will be run as `for_smoke`; some options cannot be.
     """
     check_accuracy(values["accuracy"])
     _check_data_and_metric(calibration_data, evaluate, values["max_drop"])

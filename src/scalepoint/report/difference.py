@@ -139,7 +139,7 @@ class ChangedSetting:
 
 
 @dataclass(frozen=True)
-class ComparedRun:
+class RunDescription:
     """One of the two runs."""
 
     name: str
@@ -153,8 +153,8 @@ class ComparedRun:
 class Difference:
     """The comparison of two runs. Layers with a different precision come first, then by change of their error."""
 
-    first: ComparedRun
-    second: ComparedRun
+    first: RunDescription
+    second: RunDescription
     numbers: tuple[ComparedNumber, ...]
     layers: tuple[LayerPair, ...]
     settings: tuple[ChangedSetting, ...]
@@ -286,8 +286,8 @@ def _sort_key(layer: LayerPair) -> tuple[bool, bool, float]:
     return layer.is_same, layer.precision[0] == layer.precision[1], -abs(layer.change)
 
 
-def _describe_run(name: str, report: Report) -> ComparedRun:
-    return ComparedRun(name, report.title, report.target, report.created, report.verdict())
+def _describe_run(name: str, report: Report) -> RunDescription:
+    return RunDescription(name, report.title, report.target, report.created, report.verdict())
 
 
 def _run_names(first: object, second: object) -> tuple[str, str]:
