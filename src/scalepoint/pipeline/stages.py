@@ -170,7 +170,7 @@ def _quantize(
         graph = captured.model if is_only_trial else copy_graph(captured.model, config)
         model = insert_qdq(graph, captured.matches, config, strict=options.strict, copy=False)
     tuning = choose_tuning(model, options.accuracy, has_data=job.data.is_rereadable)
-    # Tuning corrects biases itself, on more data.
+    # Tuning corrects biases itself, with better statistics.
     correct_bias = tuning is None if config.correct_bias is None else config.correct_bias
     dropped.check_first_batch(job.data.data)
     with context.timed("calibrating", is_phase=False), warn_about_other_sizes(model), dropped.warn_at_end():
@@ -265,11 +265,12 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
         if needs_float:
             _write_plain_export(context, model)
 
+    def inputs() -> Inputs:
+        return export_inputs(context, folder / QUANTIZED_FOLDER)
+
     with (
         context.workspace.cache.stage("the float model exported", lambda: float_export_inputs(context)) as float_stage,
-        context.stage(
-            f"{folder.name} exported", "exporting", lambda: export_inputs(context, folder / QUANTIZED_FOLDER)
-        ) as stage,
+        context.stage(f"{folder.name} exported", "exporting", inputs) as stage,
     ):
         needs_float = float_stage.must_run and not job.is_smoke
         if stage.must_run or needs_float:

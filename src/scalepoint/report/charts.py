@@ -232,11 +232,8 @@ def _squares(points: Sequence[Point], half: float, css: str) -> SvgElement:
 
 def _drawn_decibels(error: float, least: float) -> float:
     """Convert an error to signal-to-noise in dB, after clipping the error to [least, MAX_DRAWN_ERROR]."""
-    return (
-        -10 * math.log10(min(max(error, least), MAX_DRAWN_ERROR))
-        if math.isfinite(error)
-        else -10 * math.log10(MAX_DRAWN_ERROR)
-    )
+    drawn_error = min(max(error, least), MAX_DRAWN_ERROR) if math.isfinite(error) else MAX_DRAWN_ERROR
+    return -10 * math.log10(drawn_error)
 
 
 def _least_error(errors: Iterable[float]) -> float:
@@ -323,7 +320,8 @@ def draw_histogram(values: TensorHistogram) -> Picture:
     width, height, bottom, top = 320.0, 150.0, 22.0, 16.0
     ends = [value for value in (edges[0], edges[-1], least, most) if math.isfinite(value)]
     low, high = min(ends, default=0.0), max(ends, default=1.0)
-    low, high = (low, high) if high > low else (low - 1, high + 1)
+    if not high > low:
+        low, high = low - 1, high + 1
     pad = (high - low) * 0.03
     low, high = low - pad, high + pad
 
