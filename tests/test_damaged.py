@@ -32,7 +32,7 @@ from scalepoint.pipeline.workspace import list_finished_stages
 from scalepoint.quantize import quantize
 from scalepoint.report import Report, Sweep, SweepRow, compare_runs, write
 from scalepoint.tuning.checkpoint import Checkpoint
-from tests.report.made import ordinary
+from tests.report.example_reports import ordinary
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 MANY = {"few": (40, 60), "all": (10**9, 10_000)}  # lengths and flips that are tried

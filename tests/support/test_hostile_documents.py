@@ -20,7 +20,7 @@ from scalepoint.options import DeployConfig, SweepConfig
 from scalepoint.pipeline.workspace import list_finished_stages
 from scalepoint.quantize import quantize
 from scalepoint.report import Report, Sweep, SweepRow, compare_runs, sweep_page, to_html, write
-from tests.report.made import ordinary
+from tests.report.example_reports import ordinary
 
 VALUES = (
     None, True, 0, -1, 2**63, 10**40, 10**400, 1.5, 1e308, 5e-324, float("nan"), float("inf"), "", "a", "\x1b[31m",
