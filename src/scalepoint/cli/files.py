@@ -104,31 +104,31 @@ def bench(
     from scalepoint.verification.file_formats import find_runtime_for, read_file_info
 
     try:
-        found_runtime = find_runtime_for(second) if runtime is None else find_runtime(runtime)
+        chosen_runtime = find_runtime_for(second) if runtime is None else find_runtime(runtime)
     except UsageError as error:
         raise usage_error(str(error.args[0])) from error
     # Reading both files first reports a file that is not a model before anything runs.
-    file_sizes = [read_file_info(path, found_runtime).size for path in (first, second)]
+    file_sizes = [read_file_info(path, chosen_runtime).size for path in (first, second)]
     thread_counts, batch_sizes = _parse_counts("--threads", threads), _parse_counts("--batches", batches)
     from scalepoint.verification.benchmarking import make_random_inputs, throughput
 
     feeds = None
     if batches is None and length is None and len(thread_counts) == 1:
-        feeds = _load_saved_inputs(first, second, found_runtime)
+        feeds = _load_saved_inputs(first, second, chosen_runtime)
     results: Sequence[Any] = ()  # one per combination, if there are several
     try:
         if feeds is None:
-            feeds = make_random_inputs(first, found_runtime, batch_sizes[0], length or 1)
+            feeds = make_random_inputs(first, chosen_runtime, batch_sizes[0], length or 1)
         if len(thread_counts) * len(batch_sizes) > 1:
             results = throughput(
-                first, second, batches=batch_sizes, threads=thread_counts, length=length or 1, runtime=found_runtime
+                first, second, batches=batch_sizes, threads=thread_counts, length=length or 1, runtime=chosen_runtime
             )
     except UsageError as error:
         raise usage_error(str(error.args[0])) from error
-    options = {"runtime": found_runtime, "threads": thread_counts[0]}
+    options = {"runtime": chosen_runtime, "threads": thread_counts[0]}
     result = results[0] if results else load_public("benchmark")(first, second, feeds, **options)
     profiled_file = _with_layer_names(first)
-    layers = _profile_layers(profiled_file, second, feeds, found_runtime, thread_counts[0])
+    layers = _profile_layers(profiled_file, second, feeds, chosen_runtime, thread_counts[0])
     code = Code.LIMIT if min_ratio is not None and not result.ratio >= min_ratio else Code.DONE
     if json:
         fields = {"exit_code": int(code), "files": [first, second], "bytes": file_sizes, **vars(result)}

@@ -67,7 +67,7 @@ class FollowChoices(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func not in CHOOSE_ONE and func not in CHOOSE_MANY:
             return result
-        call = _Call.of(func, args, kwargs or {}, result)
+        call = _ChoiceCall.of(func, args, kwargs or {}, result)
         candidates = [_match_choice(call, choice, index) for index, choice in enumerate(self.choices)]
         matches = [match for match in candidates if match is not None and match.sqnr >= self.bound]
         if not matches:
@@ -84,7 +84,7 @@ class FollowChoices(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ChoiceCall:
     """One call of top-k, sort or argmax in the simulation."""
 
     function: Any
@@ -95,14 +95,15 @@ class _Call:
     has_values: bool  # the operation returns (values, indices), not only indices
 
     @staticmethod
-    def of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> "_Call":
+    def of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> "_ChoiceCall":
+        """Bind the arguments of the aten operation by name, with its defaults."""
         schema = function._schema.arguments
         arguments = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
         arguments |= {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
         scores = arguments.pop("self")
         has_values = not isinstance(result, Tensor)
         indices = result[1] if has_values else result
-        return _Call(function, arguments, scores, arguments["dim"], indices, has_values)
+        return _ChoiceCall(function, arguments, scores, arguments["dim"], indices, has_values)
 
     def choose_by(self, scores: Tensor) -> Tensor:
         """Return the indices that the operation chooses for other scores."""
@@ -132,7 +133,8 @@ class _Match(NamedTuple):
     indices: Tensor
 
 
-def _match_choice(call: _Call, choice: RuntimeChoice, choice_index: int) -> _Match | None:
+def _match_choice(call: _ChoiceCall, choice: RuntimeChoice, choice_index: int) -> _Match | None:
+    """Return a match if the choice of the runtime is valid for this call, and how well the scores agree."""
     if choice.scores.size != call.scores.numel() or choice.indices.size != call.indices.numel():
         return None
     array = choice.scores.reshape(call.scores.shape)
@@ -142,9 +144,11 @@ def _match_choice(call: _Call, choice: RuntimeChoice, choice_index: int) -> _Mat
     return _Match(choice_index, compare_outputs([call.scores], {choice.name: array})[0].sqnr, indices)
 
 
-def _is_valid_choice(call: _Call, scores: Tensor, indices: Tensor) -> bool:
+def _is_valid_choice(call: _ChoiceCall, scores: Tensor, indices: Tensor) -> bool:
     """Whether the indices are in range and unique, and select the same scores as torch does."""
-    size = scores.numel() if call.axis is None else scores.shape[call.axis] if scores.ndim else 1
+    size = scores.numel()  # number of scores to choose from
+    if call.axis is not None and scores.ndim:
+        size = scores.shape[call.axis]
     if bool(((indices < 0) | (indices >= size)).any()):
         return False
     expected, selected = call.scores_at(call.choose_by(scores), scores), call.scores_at(indices, scores)
