@@ -112,7 +112,7 @@ class TestParameters:
         model = Net(torch.cdist, 16, (16, 16))
         found = covered(model, torch.randn(X))
         assert [row.reason for row in found.unrequested_float] == [
-            "reads the weight held.0 in a way that is not known: it stays float"
+            "reads the weight held.0 in an unknown way: it stays float"
         ]
         assert counted(found) == size(model)
 

@@ -90,7 +90,7 @@ def test_a_static_linear_layer_has_its_output_quantized_as_xnnpack_wants():
 def test_what_xnnpack_cannot_run_is_refused_with_the_nearest_choice(config, said):
     with pytest.raises(TargetError, match=said) as caught:
         placed(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(1, 3, 8, 8), config)
-    assert "the nearest it can: int8" in str(caught.value)
+    assert "nearest supported: int8" in str(caught.value)
 
 
 def test_groups_that_xnnpack_has_no_kernel_for_are_refused():

@@ -29,7 +29,7 @@ from scalepoint.support.documents import parse_json
 from scalepoint.support.formatting import one_line
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target
-from scalepoint.targets.target import LABEL
+from scalepoint.targets.target import METADATA_KEY
 from scalepoint.version import __version__
 
 KEY_PREFIX = "scalepoint."
@@ -43,7 +43,7 @@ def build_metadata(
 ) -> dict[str, str]:
     """Return all metadata of a model's file, in the order in which they are shown."""
     metadata = {f"{KEY_PREFIX}version": __version__, f"{KEY_PREFIX}torch": str(torch.__version__)}
-    metadata |= {} if target is None else target.labels
+    metadata |= {} if target is None else target.file_metadata
     if has_record(model):
         record = record_of(model)
         metadata[f"{KEY_PREFIX}config"] = _to_json(record.config.to_dict())
@@ -117,8 +117,12 @@ def _check_storable(key: str, value: Any) -> Any:
 
 def read_target_options(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return the target of a file and its options: {"target": "onnxruntime", "cpu": "avx2"}; {} if it has none."""
-    options = {key.removeprefix(f"{LABEL}."): value for key, value in metadata.items() if key.startswith(f"{LABEL}.")}
-    return {"target": metadata[LABEL], **options} if LABEL in metadata else {}
+    options = {
+        key.removeprefix(f"{METADATA_KEY}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{METADATA_KEY}.")
+    }
+    return {"target": metadata[METADATA_KEY], **options} if METADATA_KEY in metadata else {}
 
 
 class DescriptionInput(BaseModel):

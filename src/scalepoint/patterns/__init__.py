@@ -1,4 +1,4 @@
-"""Patterns: the public, stable path for writing your own."""
+"""Patterns of operations that compilers fuse. This is the public, stable import path for writing your own."""
 
 from scalepoint.graph.nodes import get_kind
 from scalepoint.patterns.base import (

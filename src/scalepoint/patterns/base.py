@@ -1,9 +1,9 @@
-"""The base set: what compilers fold into a convolution, a linear layer and attention, and where Q/DQ stand.
+"""The base patterns: what compilers fuse into a convolution, a linear layer or attention, and where Q/DQ go.
 
-    y = act(BN(conv(x, w) + b) + r)  ->  one kernel; Q/DQ on x and r, never in between.
+    y = act(BN(conv(x, w) + b) + r)  ->  one kernel; Q/DQ on x and r, never inside the group
 
-Layer norm has no points: no latency to win, accuracy to lose. Each pattern is a class, so that a match can be told by
-`isinstance(match.pattern, ConvBNPattern)`; its fields may be given another value: `ConvBNPattern(qdq_points=())`.
+Norms have no Q/DQ points: int8 makes them no faster and costs accuracy. Each pattern is a class, so that matches can be
+told apart with `isinstance(match.pattern, ConvBNPattern)`. Fields can be changed: `ConvBNPattern(qdq_points=())`.
 """
 
 from dataclasses import dataclass
@@ -34,56 +34,59 @@ from scalepoint.patterns.language import Element, Nodes, Pattern, Point, chain, 
 
 
 def measure_depth(node: fx.Node) -> int:
-    """How many operations the longest way from an input takes."""
-    known: dict[fx.Node, int] = {}
+    """Return the number of operations on the longest path from an input of the graph to a node."""
+    depths: dict[fx.Node, int] = {}
     pending = [node]
     while pending:
-        unknown = [source for source in pending[-1].all_input_nodes if source not in known]
-        if not unknown:
-            each = pending.pop()
-            known[each] = 1 + max((known[source] for source in each.all_input_nodes), default=0)
-        pending += unknown
-    return known[node]
+        unmeasured = [source for source in pending[-1].all_input_nodes if source not in depths]
+        if not unmeasured:
+            current = pending.pop()
+            depths[current] = 1 + max((depths[source] for source in current.all_input_nodes), default=0)
+        pending += unmeasured
+    return depths[node]
 
 
 def is_main_branch(add: fx.Node, nodes: Nodes) -> str | None:
-    """Of two convolutions that meet in an add, the one at the end of the longer way takes the add into its kernel."""
+    """If two convolutions meet in an add, the one at the end of the longer path takes the add into its kernel."""
     last = list(nodes.values())[-1]
     other = next(arg for arg in add.args if isinstance(arg, fx.Node) and arg is not last)
     if other is last:
         return "both operands of the add are this tensor"
     if get_kind(other) in ("conv", "batch_norm") and len(other.users) == 1:
-        first = add.args[0] is last
-        if (measure_depth(last), first) < (measure_depth(other), not first):
+        is_first_operand = add.args[0] is last  # breaks ties
+        if (measure_depth(last), is_first_operand) < (measure_depth(other), not is_first_operand):
             return f"the add belongs to the longer branch: {other.target}"
     return None
 
 
 def is_first(conv: fx.Node, nodes: Nodes) -> str | None:
-    """The stem reads the model's input."""
+    """The first convolution reads the model's input."""
     return None if conv.all_input_nodes[0].op == "placeholder" else "not the first convolution"
 
 
 def feeds_attention(linear: fx.Node, nodes: Nodes) -> str | None:
     """All readers, through reshapes, are attention cores."""
-    open_nodes, has_reader = [linear], False
-    seen = set()
-    while open_nodes:
-        node = open_nodes.pop()
+    pending, has_reader = [linear], False
+    visited = set()
+    while pending:
+        node = pending.pop()
         for user in node.users:
-            if get_kind(user) == "attention" or is_scores(user) or reads_probabilities(user):
+            if get_kind(user) == "attention" or is_score_product(user) or reads_probabilities(user):
                 has_reader = True
             elif get_kind(user) == "type_as" and user.args[0] is not node:
-                continue  # reads its type alone
-            elif get_kind(user) in VALUE_PRESERVING or (
-                get_kind(user) in ("mul", "div") and len(user.all_input_nodes) == 1
-            ):
-                if user not in seen:
-                    seen.add(user)
-                    open_nodes.append(user)
+                continue  # it reads only the dtype
+            elif get_kind(user) in VALUE_PRESERVING or is_scaling(user):
+                if user not in visited:
+                    visited.add(user)
+                    pending.append(user)
             else:
                 return f"also read by {user.target}"
     return None if has_reader else "feeds no attention"
+
+
+def is_scaling(node: fx.Node) -> bool:
+    """Whether a node multiplies or divides one tensor by a constant."""
+    return get_kind(node) in ("mul", "div") and len(node.all_input_nodes) == 1
 
 
 def _sole_reader(node: fx.Node, *kinds: str) -> fx.Node | None:
@@ -91,7 +94,7 @@ def _sole_reader(node: fx.Node, *kinds: str) -> fx.Node | None:
     return readers[0] if len(readers) == 1 and get_kind(readers[0]) in kinds else None
 
 
-def is_scores(node: fx.Node) -> bool:
+def is_score_product(node: fx.Node) -> bool:
     """Whether a matrix product is followed, through scaling and a mask, by a softmax."""
     following: fx.Node | None = node if get_kind(node) == "matmul" else None
     while following is not None and get_kind(following) != "softmax":
@@ -110,24 +113,27 @@ def reads_probabilities(node: fx.Node) -> bool:
 
 
 def takes_probabilities(matmul: fx.Node, nodes: Nodes) -> str | None:
+    """The first operand is a softmax."""
     return None if reads_probabilities(matmul) else "the softmax is not its first operand"
 
 
-def is_scaling(node: fx.Node, nodes: Nodes) -> str | None:
-    return None if len(node.all_input_nodes) == 1 else "not a multiplication by a constant"
+def has_one_operand(node: fx.Node, nodes: Nodes) -> str | None:
+    """The other operand is a constant."""
+    return None if len(node.all_input_nodes) == 1 else "not an operation with a constant"
 
 
 def is_square(node: fx.Node, nodes: Nodes) -> str | None:
+    """The exponent is 2."""
     return None if 2 in node.args[1:] else "not a square"
 
 
 def is_normalized_input(mul: fx.Node, nodes: Nodes) -> str | None:
-    """x * rsqrt(mean(x^2)): the other operand is what was squared."""
+    """In x * rsqrt(mean(x^2)), the other operand is the tensor that was squared."""
     squared = nodes["square"].all_input_nodes[0]
     return None if squared in mul.all_input_nodes else "multiplies another tensor"
 
 
-NORM = "a norm has little to win in low precision, and accuracy to lose"
+NORM_STAYS_FLOAT = "a norm has little to win in low precision, and accuracy to lose"
 
 CONV = op("conv")
 BATCH_NORM = op("batch_norm")
@@ -246,7 +252,7 @@ class AttentionSpelledOutPattern(Pattern):
         op("scores", "matmul"),
         optional(op("scale", "mul", "div")),
         optional(join("bias", "add")),
-        optional(op("windows", "reshape")),  # a mask for each window is added with the windows on an axis of their own
+        optional(op("windows", "reshape")),  # gives windows their own axis, to add one mask for each window
         optional(join("mask", "add")),
         optional(join("mask_again", "add")),
         optional(op("whole", "reshape")),
@@ -279,14 +285,14 @@ class RMSNormSpelledOutPattern(Pattern):
     match: tuple[Element, ...] = chain(
         op("square", "pow", where=is_square),
         op("mean"),
-        op("eps", "add", where=is_scaling),
+        op("eps", "add", where=has_one_operand),
         op("rsqrt"),
         join("normalize", "mul", where=is_normalized_input),
         optional(op("cast", *CASTS)),
-        op("weight", "mul", where=is_scaling),
+        op("weight", "mul", where=has_one_operand),
     )
     make: type[Fused] = FusedNorm
-    why_float: str = NORM
+    why_float: str = NORM_STAYS_FLOAT
 
 
 @dataclass(frozen=True)
@@ -315,7 +321,7 @@ class LayerNormPattern(Pattern):
     name: str = "LayerNormPattern"
     match: tuple[Element, ...] = chain(op("layer_norm"))
     make: type[Fused] = FusedNorm
-    why_float: str = NORM
+    why_float: str = NORM_STAYS_FLOAT
 
 
 @dataclass(frozen=True)
@@ -325,7 +331,7 @@ class RMSNormPattern(Pattern):
     name: str = "RMSNormPattern"
     match: tuple[Element, ...] = chain(op("rms_norm"))
     make: type[Fused] = FusedNorm
-    why_float: str = NORM
+    why_float: str = NORM_STAYS_FLOAT
 
 
 @dataclass(frozen=True)
@@ -335,7 +341,7 @@ class GroupNormPattern(Pattern):
     name: str = "GroupNormPattern"
     match: tuple[Element, ...] = chain(op("norm", "group_norm", "instance_norm"))
     make: type[Fused] = FusedNorm
-    why_float: str = NORM
+    why_float: str = NORM_STAYS_FLOAT
 
 
 @dataclass(frozen=True)

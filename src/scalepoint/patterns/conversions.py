@@ -1,6 +1,7 @@
-"""Conversions: what is rewritten before patterns look: things that do nothing go, a classifier becomes a convolution.
+"""Conversions: rewrites of the graph before patterns are matched, such as removing identities.
 
-Each is a function that changes the graph and says how often it did; all are repeated until nothing changes.
+Each conversion is a function that changes the graph in place and returns the number of its changes. All conversions are
+repeated until none changes anything.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from scalepoint.graph.kinds import base_name
+from scalepoint.graph.kinds import OPAQUE, base_name
 from scalepoint.graph.nodes import get_fake_tensor, get_kind, set_info
 from scalepoint.graph.operations import Operation, Reference, get_tensors
 from scalepoint.graph.tree import ModuleTree
@@ -19,7 +20,7 @@ _ASSERTS = ("assert", "assert_scalar", "assert_tensor_metadata", "assert_async",
 
 
 def remove_asserts(model: fx.GraphModule) -> int:
-    """Checks of shapes and values: they hold for the inputs that were captured."""
+    """Remove checks of shapes and values. They held for the example inputs."""
     nodes = [
         node
         for node in model.graph.nodes
@@ -31,37 +32,37 @@ def remove_asserts(model: fx.GraphModule) -> int:
 
 
 def remove_identities(model: fx.GraphModule) -> int:
-    """nn.Identity, alias, detach."""
+    """Remove nn.Identity, alias and detach."""
     nodes = [node for node in model.graph.nodes if get_kind(node) == "identity" and len(node.all_input_nodes) == 1]
     for node in nodes:
         _bypass(model, node)
     return len(nodes)
 
 
-def remove_idle_pools(model: fx.GraphModule) -> int:
-    """Pools that change no input of any size: windows of one value, or adaptive to the size that comes."""
-    nodes = [node for node in model.graph.nodes if get_kind(node) in POOLS and _is_idle(model, node)]
+def remove_pools_without_effect(model: fx.GraphModule) -> int:
+    """Remove pools that change no input: windows of one value, or adaptive pools to the size of the input."""
+    nodes = [node for node in model.graph.nodes if get_kind(node) in POOLS and _has_no_effect(model, node)]
     for node in nodes:
         _bypass(model, node)
     return len(nodes)
 
 
 def head_to_convolution(model: fx.GraphModule) -> int:
-    """linear(flatten(global pool)) becomes flatten(1x1 convolution): the classifier stays in the layout of the rest."""
+    """Replace linear(flatten(global pool)) by flatten(1x1 convolution), which keeps the layout of convolutions."""
     changed = 0
-    for node in list(model.graph.nodes):
-        pool = node.all_input_nodes[0] if get_kind(node) == "flatten" and node.all_input_nodes else None
-        linear = next(iter(node.users)) if len(node.users) == 1 else None
+    for flatten in list(model.graph.nodes):
+        pool = flatten.all_input_nodes[0] if get_kind(flatten) == "flatten" and flatten.all_input_nodes else None
+        linear = next(iter(flatten.users)) if len(flatten.users) == 1 else None
         if pool is None or linear is None or linear.op != "call_module" or get_kind(linear) != "linear":
             continue
-        if _pools_to_one(model, pool) and _joins_channels(model, node) and _is_plain_linear(model, linear):
-            _swap_flatten_and_linear(model, node, linear)
+        if _pools_to_one(model, pool) and _flattens_to_channels(model, flatten) and _is_plain_linear(model, linear):
+            _swap_flatten_and_linear(model, flatten, linear)
             changed += 1
     return changed
 
 
-def _joins_channels(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a flatten leaves (batch, channels) of (batch, channels, 1, 1)."""
+def _flattens_to_channels(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a flatten turns (batch, channels, 1, 1) into (batch, channels)."""
     value = get_fake_tensor(node.all_input_nodes[0])
     if node.op != "call_module" or (value is not None and value.ndim != 4):
         return False
@@ -71,9 +72,11 @@ def _joins_channels(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_plain_linear(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a linear layer has a stored weight of shape (out, in), and one input."""
     module = model.get_submodule(str(node.target))
-    is_own = not isinstance(module, Operation) or not (module.has_transposed_weight or module.is_computed)
-    return is_own and len(node.all_input_nodes) == 1
+    if isinstance(module, Operation) and (module.has_transposed_weight or module.is_computed):
+        return False
+    return len(node.all_input_nodes) == 1
 
 
 def _swap_flatten_and_linear(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
@@ -83,25 +86,25 @@ def _swap_flatten_and_linear(model: fx.GraphModule, flatten: fx.Node, linear: fx
         conv = model.graph.call_module(name, (flatten.all_input_nodes[0],))
         conv.meta = {"nn_module_stack": {}}
         set_info(conv, kind="head", replaced_layer=str(linear.target))
-        flat = model.graph.node_copy(flatten, lambda _: conv)
-        flat.meta = dict(flatten.meta) | {"val": linear.meta.get("val")}
-    linear.replace_all_uses_with(flat)
+        new_flatten = model.graph.node_copy(flatten, lambda _: conv)
+        new_flatten.meta = dict(flatten.meta) | {"val": linear.meta.get("val")}
+    linear.replace_all_uses_with(new_flatten)
     model.graph.erase_node(linear)
     model.graph.erase_node(flatten)
 
 
 def _pools_to_one(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node is an adaptive 2-d average pool to one value a channel."""
+    """Whether a node is an adaptive 2-d average pool to one value per channel."""
     if get_kind(node) != "adaptive_avg_pool" or node.op != "call_module":
         return False
     module = model.get_submodule(str(node.target))
     settings = module.settings.values() if isinstance(module, Operation) else [getattr(module, "output_size", None)]
-    is_planar = isinstance(module, nn.AdaptiveAvgPool2d) or "2d" in str(getattr(module, "function", ""))
-    return is_planar and any(size in (1, (1, 1), [1, 1]) for size in settings)
+    is_2d = isinstance(module, nn.AdaptiveAvgPool2d) or "2d" in str(getattr(module, "function", ""))
+    return is_2d and any(size in (1, (1, 1), [1, 1]) for size in settings)
 
 
 class HeadConvolution(nn.Module):
-    """A linear layer as a 1x1 convolution on the same weight."""
+    """A linear layer as a 1x1 convolution with the same weight."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -122,21 +125,26 @@ class HeadConvolution(nn.Module):
         return nn.functional.conv2d(x, self.weight, self.bias)
 
 
-def loosen_casts(model: fx.GraphModule) -> int:
-    """softmax(scores.float()).type_as(scores) takes its type from the product's operand: scores have one reader."""
+def shorten_type_as(model: fx.GraphModule) -> int:
+    """Let softmax(scores.float()).type_as(scores) read the dtype of q, so that the scores have one reader."""
     changed = 0
     for node in model.graph.nodes:
         if get_kind(node) != "type_as" or len(node.all_input_nodes) != 2:
             continue
-        source = like = node.all_input_nodes[1]
-        while get_kind(source) in ("matmul", "mul", "div", "add") and _get_dtype(source) == _get_dtype(
-            source.all_input_nodes[0]
-        ):
-            source = source.all_input_nodes[0]
-        if source is not like and _get_dtype(source) is not None:
-            node.replace_input_with(like, source)
+        dtype_source = node.all_input_nodes[1]
+        earlier_source = dtype_source
+        while _has_dtype_of_first_operand(earlier_source):
+            earlier_source = earlier_source.all_input_nodes[0]
+        if earlier_source is not dtype_source and _get_dtype(earlier_source) is not None:
+            node.replace_input_with(dtype_source, earlier_source)
             changed += 1
     return changed
+
+
+def _has_dtype_of_first_operand(node: fx.Node) -> bool:
+    if get_kind(node) not in ("matmul", "mul", "div", "add"):
+        return False
+    return _get_dtype(node) == _get_dtype(node.all_input_nodes[0])
 
 
 def _get_dtype(node: fx.Node) -> torch.dtype | None:
@@ -144,8 +152,8 @@ def _get_dtype(node: fx.Node) -> torch.dtype | None:
     return None if value is None else value.dtype
 
 
-def infer_one_extent(model: fx.GraphModule) -> int:
-    """view(x, [a, n, b]) with one extent that depends on the input becomes view(x, [a, -1, b]): n is not computed."""
+def infer_one_size(model: fx.GraphModule) -> int:
+    """Replace view(x, [a, n, b]) by view(x, [a, -1, b]) if n is computed in the graph, so that it need not be."""
     changed = 0
     for node in model.graph.nodes:
         sizes = node.args[1] if get_kind(node) == "reshape" and len(node.args) == 2 else None
@@ -158,7 +166,7 @@ def infer_one_extent(model: fx.GraphModule) -> int:
 
 
 def remove_dead_code(model: fx.GraphModule) -> int:
-    """What nobody reads: a shape that only an assert used, a pooler whose output the model drops."""
+    """Remove operations without readers: a shape that only an assert used, a pooler whose output is dropped."""
     nodes = [node for node in model.graph.nodes if not node.users and _is_pure(node)]
     for node in reversed(nodes):
         model.graph.erase_node(node)
@@ -169,25 +177,25 @@ Conversion = Callable[[fx.GraphModule], int]
 CONVERSIONS: tuple[Conversion, ...] = (
     remove_asserts,
     remove_identities,
-    remove_idle_pools,
+    remove_pools_without_effect,
     head_to_convolution,
     join_gelu,
-    loosen_casts,
-    infer_one_extent,
+    shorten_type_as,
+    infer_one_size,
     remove_dead_code,
 )
 
 
 def convert(model: fx.GraphModule, conversions: Sequence[Conversion] = CONVERSIONS) -> dict[str, int]:
-    """Apply all until nothing changes; how often each did something."""
-    done = dict.fromkeys((conversion.__name__ for conversion in conversions), 0)
+    """Apply all conversions until none changes the graph, and return the number of changes by conversion."""
+    totals = dict.fromkeys((conversion.__name__ for conversion in conversions), 0)
     while True:
-        changed = {conversion.__name__: conversion(model) for conversion in conversions}
-        for name, count in changed.items():
-            done[name] += count
-        if not any(changed.values()):
+        changes = {conversion.__name__: conversion(model) for conversion in conversions}
+        for name, count in changes.items():
+            totals[name] += count
+        if not any(changes.values()):
             model.recompile()
-            return {name: count for name, count in done.items() if count}
+            return {name: count for name, count in totals.items() if count}
 
 
 def _bypass(model: fx.GraphModule, node: fx.Node) -> None:
@@ -195,23 +203,28 @@ def _bypass(model: fx.GraphModule, node: fx.Node) -> None:
     model.graph.erase_node(node)
 
 
-def _is_idle(model: fx.GraphModule, node: fx.Node) -> bool:
+def _has_no_effect(model: fx.GraphModule, node: fx.Node) -> bool:
     if node.op != "call_module" or len(node.all_input_nodes) != 1:
         return False
     module = model.get_submodule(str(node.target))
     settings = module.settings if isinstance(module, Operation) else vars(module)
+    if settings.get("return_indices"):
+        return False
     if get_kind(node).startswith("adaptive"):
-        return _all_are(settings.get("output_size", 0), None) and not settings.get("return_indices")
-    windows = [settings.get("kernel_size", 0), settings.get("stride") or 1]
-    neutral = settings.get("padding") or 0, settings.get("divisor_override") or 1
-    is_plain = _all_are(neutral[0], 0) and neutral[1] == 1 and not settings.get("return_indices")
-    return is_plain and all(_all_are(value, 1) for value in windows)
+        return _all_equal(settings.get("output_size", 0), None)  # None: the size of the input
+    return (
+        _all_equal(settings.get("kernel_size", 0), 1)
+        and _all_equal(settings.get("stride") or 1, 1)
+        and _all_equal(settings.get("padding") or 0, 0)
+        and (settings.get("divisor_override") or 1) == 1
+    )
 
 
-def _all_are(value: object, expected: int | None) -> bool:
+def _all_equal(value: object, expected: int | None) -> bool:
     return all(item == expected for item in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _is_pure(node: fx.Node) -> bool:
-    is_ours = node.op in ("call_function", "get_attr") or (node.op == "call_module" and get_kind(node) != "left")
-    return is_ours and not node.is_impure()
+    """Whether a node can be removed if nothing reads it. Opaque modules may have side effects."""
+    is_removable = node.op in ("call_function", "get_attr") or (node.op == "call_module" and get_kind(node) != OPAQUE)
+    return is_removable and not node.is_impure()

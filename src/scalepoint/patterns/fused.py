@@ -1,7 +1,7 @@
-"""What a pattern makes: a module that runs the matched operations as one, and refers to them where they live.
+"""Fused modules: each runs the operations that a pattern matched, as one node of the graph.
 
-The parts keep their places and names in the model, so parameters, batch norm statistics, modes and fine-tuning stay as
-they were; the fused module adds none of its own.
+A fused module references its parts and does not register them. They keep their names in the model, so parameters, batch
+norm statistics, train mode and fine-tuning work as before.
 """
 
 import warnings
@@ -16,12 +16,16 @@ from scalepoint.graph.operations import Operation, Slot, get_tensors
 
 
 class Fused(nn.Module):
-    """The parts of a group in order. `wiring` says for each part where its inputs come from: None is the part before,
-    a number one of the group's own inputs."""
+    """The parts of a fused group in execution order.
+
+    Attributes:
+        parts: Modules by role.
+        wiring: The inputs of each part: None is the output of the part before it, a number an input of the group.
+    """
 
     def __init__(self, parts: Mapping[str, nn.Module], wiring: Sequence[Sequence[int | None]]) -> None:
         super().__init__()
-        self.parts = dict(parts)  # a plain dict: referred to, not registered; each part has its place in the model
+        self.parts = dict(parts)  # a plain dict, so that the parts are not registered twice
         self.wiring = [list(inputs) for inputs in wiring]
 
     parts: dict[str, nn.Module]
@@ -33,7 +37,7 @@ class Fused(nn.Module):
         return value
 
     def tensors(self) -> list[Tensor]:
-        """What its parts compute with."""
+        """Return the tensors that its parts compute with."""
         return [tensor for part in self.parts.values() for tensor in get_tensors(part)]
 
     def part(self, role: str) -> nn.Module | None:
@@ -41,7 +45,7 @@ class Fused(nn.Module):
 
     @property
     def weighted_part(self) -> nn.Module:
-        """The part whose weight a kernel holds."""
+        """The part with the weight of the kernel."""
         return next(iter(self.parts.values()))
 
     @property
@@ -97,7 +101,8 @@ class FusedAttention(Fused):
 
     def forward(self, *inputs: Any) -> Any:
         if torch.onnx.is_in_onnx_export() and not self.training and self._is_plain():
-            # torch's exporters multiply q and k by the root of the scale, between their quantizers and the product
+            # The exporters of torch scale q and k each by the root of the scale, between their quantizers and the
+            # product, which prevents int8 kernels. Scale the scores instead.
             query, key, value = inputs
             scale = next(iter(self.parts.values())).arguments.get("scale")  # type: ignore[union-attr,operator]
             scores = query @ key.transpose(-2, -1)
@@ -106,18 +111,18 @@ class FusedAttention(Fused):
         return super().forward(*inputs)
 
     def _is_plain(self) -> bool:
-        """Whether it is attention over q, k, v without a mask, a causal one, grouped heads or dropout."""
+        """Whether it is attention over q, k, v without mask, causal mask, grouped heads and dropout."""
         part = next(iter(self.parts.values()), None)
         if len(self.parts) != 1 or self.wiring != [[0, 1, 2]] or not isinstance(part, Operation):
             return False
         slots = [part.arguments.get(name) for name in ("query", "key", "value")]
-        others = ("attn_mask", "is_causal", "enable_gqa", "dropout_p")
-        is_bare = part.kind == "attention" and not any(part.arguments.get(name) for name in others)
-        return is_bare and slots == [Slot(0), Slot(1), Slot(2)]
+        options = ("attn_mask", "is_causal", "enable_gqa", "dropout_p")
+        has_options = any(part.arguments.get(name) for name in options)
+        return part.kind == "attention" and not has_options and slots == [Slot(0), Slot(1), Slot(2)]
 
 
 class FusedPool(Fused):
-    """y = average of x"""
+    """y = average_pool(x)"""
 
 
 class FusedEmbedding(Fused):
@@ -125,7 +130,7 @@ class FusedEmbedding(Fused):
 
 
 class FusedGatedLinear(Fused):
-    """y = act(linear(x)) * g: SwiGLU, GeGLU"""
+    """y = act(linear(x)) * g, as in SwiGLU and GeGLU"""
 
 
 class FusedAdd(Fused):
@@ -141,7 +146,7 @@ class FusedHead(Fused):
 
 
 def _default_scale(query: Tensor) -> float:
-    """1 / sqrt(head size). The older ONNX exporter warns when a traced size becomes a number; this size is fixed."""
+    """Return 1 / sqrt(head size). The TracerWarning about int() is ignored: the head size is fixed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]  # not in its __all__
         return 1 / sqrt(int(query.shape[-1]))

@@ -1,4 +1,4 @@
-"""GELU written out, as one operation again.
+"""Replace a GELU that is written as single operations by one operation.
 
 0.5 x (1 + erf(x / sqrt 2))                                gelu(x)
 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))          gelu(x, approximate="tanh")
@@ -15,32 +15,33 @@ from scalepoint.graph.tree import ModuleTree
 
 
 def join_gelu(model: fx.GraphModule) -> int:
-    """Replace every written-out GELU; how many there were."""
+    """Replace a GELU that is written as single operations by one operation."""
     changed = 0
     for node in list(model.graph.nodes):
-        if get_kind(node) in ("erf", "tanh") and len(node.users) == 1:
-            x = _find_input(model, node)
-            outer = _find_last_product(model, node, x) if x is not None else None
-            if x is not None and outer is not None:
-                _replace(model, outer, x, "tanh" if get_kind(node) == "tanh" else "none")
-                changed += 1
+        if get_kind(node) not in ("erf", "tanh") or len(node.users) != 1:
+            continue
+        x = _find_input(model, node)
+        last = None if x is None else _find_last_product(model, node, x)
+        if x is not None and last is not None:
+            _replace(model, last, x, "tanh" if get_kind(node) == "tanh" else "none")
+            changed += 1
     if changed:
         model.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.is_impure())
     return changed
 
 
 def _find_input(model: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The x of erf(x / sqrt 2) or of tanh(c (x + 0.044715 x^3))."""
+    """Return the x of erf(x / sqrt 2) or of tanh(sqrt(2 / pi) (x + 0.044715 x^3))."""
     scaled = node.all_input_nodes[0]
     if get_kind(node) == "erf":
         factor = _get_constant(model, scaled, "mul") or 1 / (_get_constant(model, scaled, "div") or math.inf)
         return scaled.all_input_nodes[0] if math.isclose(factor, math.sqrt(0.5), rel_tol=1e-4) else None
     if not _is_operation(model, scaled, "mul", math.sqrt(2 / math.pi)):
         return None
-    both = scaled.all_input_nodes[0]
-    if get_kind(both) != "add" or len(both.all_input_nodes) != 2:
+    polynomial = scaled.all_input_nodes[0]
+    if get_kind(polynomial) != "add" or len(polynomial.all_input_nodes) != 2:
         return None
-    for x, cubic in (both.all_input_nodes, reversed(both.all_input_nodes)):
+    for x, cubic in (polynomial.all_input_nodes, reversed(polynomial.all_input_nodes)):
         if _is_operation(model, cubic, "mul", 0.044715):
             power = cubic.all_input_nodes[0]
             if get_kind(power) == "pow" and 3 in power.args and power.all_input_nodes == [x]:
@@ -49,36 +50,36 @@ def _find_input(model: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 
 def _find_last_product(model: fx.GraphModule, node: fx.Node, x: fx.Node) -> fx.Node | None:
-    """The last multiplication: (1 + f) times half of x, or times x and then a half."""
-    plus = next(iter(node.users))
-    if not _is_operation(model, plus, "add", 1.0) or len(plus.users) != 1:
+    """Return the last multiplication of (1 + f) * (0.5 x) or of ((1 + f) * x) * 0.5."""
+    one_plus = next(iter(node.users))
+    if not _is_operation(model, one_plus, "add", 1.0) or len(one_plus.users) != 1:
         return None
-    product = next(iter(plus.users))
-    others = [source for source in product.all_input_nodes if source is not plus]
-    if get_kind(product) != "mul" or len(others) != 1:
+    product = next(iter(one_plus.users))
+    factors = [source for source in product.all_input_nodes if source is not one_plus]
+    if get_kind(product) != "mul" or len(factors) != 1:
         return None
-    if others[0] is x and len(product.users) == 1:
+    factor = factors[0]
+    if factor is x and len(product.users) == 1:
         last = next(iter(product.users))
         return last if _is_operation(model, last, "mul", 0.5) else None
-    halved = others[0]
-    return product if _is_operation(model, halved, "mul", 0.5) and halved.all_input_nodes == [x] else None
+    is_half_x = _is_operation(model, factor, "mul", 0.5) and factor.all_input_nodes == [x]
+    return product if is_half_x else None
 
 
 def _is_operation(model: fx.GraphModule, node: fx.Node, kind: str, value: float) -> bool:
+    """Whether a node is an operation of this kind on one tensor and this constant."""
     constant = _get_constant(model, node, kind)
     return constant is not None and math.isclose(constant, value, rel_tol=1e-4)
 
 
 def _get_constant(model: fx.GraphModule, node: fx.Node, kind: str) -> float | None:
-    """The number that an operation of this kind combines with its one input."""
+    """Return the constant operand of an operation of this kind; None if the node is another operation."""
     if get_kind(node) != kind or node.op != "call_module" or len(node.all_input_nodes) != 1:
         return None
     module = model.get_submodule(str(node.target))
-    numbers = (
-        [value for value in module.settings.values() if isinstance(value, int | float)]
-        if isinstance(module, Operation)
-        else []
-    )
+    if not isinstance(module, Operation):
+        return None
+    numbers = [value for value in module.settings.values() if isinstance(value, int | float)]
     return float(numbers[0]) if len(numbers) == 1 else None
 
 

@@ -1,10 +1,10 @@
-"""The pattern language: what a compiler fuses, said as data.
+"""The pattern language: describe as data which operations a compiler fuses.
 
     Pattern("ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), ACTIVATION), FusedConvBNReLU, (INPUT,))
 
-A pattern is a chain of elements. Each names a role and the kinds it takes (alternatives); `optional` may be absent;
-`join` has two operands, one from the chain and one from elsewhere, in either order; `where` may refuse, with a reason.
-Between two elements nobody else reads, or the compiler could not fuse them.
+A pattern is a chain of elements. Each element has a role and the kinds of operations that match. An `optional` element
+may be missing. A `join` has two operands in either order, one of them from the chain. A condition `where` can reject an
+operation with a reason. The value between two elements must have no other reader, or a compiler could not fuse them.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Point(StrEnum):
 
 
 Nodes = dict[str, fx.Node]
-Condition = Callable[[fx.Node, Nodes], str | None]  # the reason for a refusal, or None
+Condition = Callable[[fx.Node, Nodes], str | None]  # operation, nodes matched before it -> reason to reject it, or None
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def op(role: str, *kinds: str, where: Condition | None = None) -> Element:
         where: A further condition. It returns the reason for a refusal, or None.
     """
     if not role:
-        raise PatternError("an operation of a pattern has a role")
+        raise PatternError("op() needs a role, the name of the operation in the match")
     return Element(role, frozenset(kinds or (role,)), where)
 
 
@@ -105,32 +105,41 @@ class Pattern:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            raise PatternError(f"a pattern has a name, not {self.name!r}")
+            raise PatternError(f"the name of a pattern must be a text, got {self.name!r}")
         if not (isinstance(self.match, tuple) and all(isinstance(element, Element) for element in self.match)):
-            raise PatternError(f"{self.name}: match is chain(op(...), ...), not {self.match!r}")
+            raise PatternError(f"{self.name}: match must be chain(op(...), ...), got {self.match!r}")
         if not all(isinstance(point, Point) for point in self.qdq_points):
-            raise PatternError(f"{self.name}: qdq_points are members of Point, not {self.qdq_points!r}")
+            raise PatternError(f"{self.name}: qdq_points must be members of Point, got {self.qdq_points!r}")
         if not self.match or self.match[0].is_optional or self.match[0].is_join:
-            raise PatternError(f"{self.name}: a chain starts with an operation that is there and has one chain input")
+            raise PatternError(f"{self.name}: the first element of a chain must be op(...), not optional() or join()")
         roles = [element.role for element in self.match]
         if len(set(roles)) != len(roles):
-            raise PatternError(f"{self.name}: each role is named once, not {roles}")
+            raise PatternError(f"{self.name}: roles must be different, got {roles}")
         if not (isinstance(self.make, type) and issubclass(self.make, Fused)):
-            raise PatternError(f"{self.name}: make is a subclass of Fused, not {self.make!r}")
+            raise PatternError(f"{self.name}: make must be a subclass of Fused, got {self.make!r}")
 
     @property
     def anchor(self) -> Element:
+        """The first element, where matching starts."""
         return self.match[0]
 
 
-def without_points(pattern: Pattern, why: str) -> Pattern:
-    """The same for a target that has no kernel for it in low precision."""
-    return replace(pattern, qdq_points=(), why_float=pattern.why_float or why)
+def without_points(pattern: Pattern, reason: str) -> Pattern:
+    """Return the pattern without Q/DQ points, for a target that computes it in float for this reason."""
+    return replace(pattern, qdq_points=(), why_float=pattern.why_float or reason)
 
 
 @dataclass
 class PatternMatch:
-    """One place where a pattern fits. Set `apply` to False to leave it alone; `reason` tells why it was skipped."""
+    """Operations of a model that match a pattern.
+
+    Attributes:
+        pattern: The pattern.
+        nodes: The matched nodes by role, in execution order.
+        apply: Set it to False to leave the operations as they are.
+        reason: Why the match was skipped.
+        fused: Name of the fused module, once the match is applied.
+    """
 
     pattern: Pattern
     nodes: Nodes
@@ -140,7 +149,7 @@ class PatternMatch:
 
     @property
     def name(self) -> str:
-        """Where it stands in the model: the path of its first operation."""
+        """The layer name of its first operation."""
         return get_layer_name(self.nodes[self.pattern.anchor.role])
 
     @property
@@ -150,7 +159,13 @@ class PatternMatch:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A place where a pattern almost fits, and why it does not."""
+    """An operation that almost matches a pattern, or that no pattern matches.
+
+    Attributes:
+        pattern: Name of the pattern; "" if no pattern matches.
+        name: Name of the layer.
+        reason: Why it does not match.
+    """
 
     pattern: str
     name: str
@@ -158,15 +173,22 @@ class Refusal:
 
 
 def get_layer_name(node: fx.Node) -> str:
-    """Where a node stands in the model: its module, or the module that ran it and its kind."""
+    """Return the path of a node's module, or the path of the module that ran a function, and its kind.
+
+    An operation that a conversion made has the name of the layer that it replaced.
+    """
     if node.op == "call_module":
-        return get_info(node).replaced_layer or str(node.target)  # what a conversion made stands where its origin stood
+        return get_info(node).replaced_layer or str(node.target)
     path = module_path(node)
     return f"{path}.{get_kind(node)}" if path else get_kind(node)
 
 
 def match_at(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None:
-    """The longest chain of the pattern that starts here; a Refusal when a condition or a second reader forbids it."""
+    """Match the longest chain of the pattern that starts at a node.
+
+    Returns:
+        The match; a Refusal if a condition or another reader prevents it; None if the operations are others.
+    """
     if get_kind(anchor) not in pattern.anchor.kinds:
         return None
     reason = pattern.anchor.where(anchor, {}) if pattern.anchor.where else None
@@ -185,14 +207,14 @@ def match_at(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None
 
 
 def _find_next(last: fx.Node, element: Element, nodes: Nodes) -> tuple[fx.Node | None, str]:
-    """The reader of `last` that the element takes, or why there is none."""
-    fitting = [user for user in last.users if get_kind(user) in element.kinds]
-    if not fitting:
+    """Return the reader of `last` that matches the element, or None and the reason."""
+    candidates = [user for user in last.users if get_kind(user) in element.kinds]
+    if not candidates:
         return None, ""
+    following = candidates[0]
     if len(last.users) > 1:
-        others = ", ".join(get_layer_name(user) for user in last.users if user is not fitting[0])
-        return None, f"{get_layer_name(last)} has another reader: {others}"
-    following = fitting[0]
+        other_readers = ", ".join(get_layer_name(user) for user in last.users if user is not following)
+        return None, f"{get_layer_name(last)} has another reader: {other_readers}"
     if element.is_join and len([arg for arg in following.args if isinstance(arg, fx.Node)]) != 2:
         return None, f"{following.target} does not join two tensors"
     reason = element.where(following, nodes) if element.where else None

@@ -1,4 +1,4 @@
-"""The plan: every match with what is to happen to it. Look at it, switch matches off, save it, apply it."""
+"""The transformation plan: every match and whether it will be fused. It can be printed, edited, saved and applied."""
 
 import json
 from collections import Counter
@@ -11,19 +11,27 @@ from torch import fx
 
 from scalepoint.compat.torch_names import HigherOrderOperator
 from scalepoint.errors import PatternError, short_repr
-from scalepoint.graph.kinds import WEIGHTED
+from scalepoint.graph.kinds import OPAQUE, WEIGHTED
 from scalepoint.graph.nodes import get_kind
 from scalepoint.graph.weight_readers import find_unknown_readers
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, get_layer_name, match_at
 from scalepoint.support.documents import parse_json
 from scalepoint.support.formatting import one_line
 
-VERSION = 1
+PLAN_VERSION = 1
 
 
 @dataclass
 class TransformationPlan:
-    """Matches in graph order, and the places that were refused with the reason."""
+    """What `transform` will fuse.
+
+    Attributes:
+        model: The captured graph.
+        matches: Matches in graph order. Set `apply` of a match to False to leave it alone.
+        refusals: Operations that almost match a pattern, and operations with weights that no pattern matches.
+        converted: Number of changes by conversion.
+        is_applied: Whether the plan was applied. It can be applied once.
+    """
 
     model: fx.GraphModule
     matches: list[PatternMatch]
@@ -32,7 +40,7 @@ class TransformationPlan:
     is_applied: bool = False
 
     def counts(self) -> dict[str, int]:
-        """How many matches of each pattern would be applied."""
+        """Return how many matches of each pattern will be applied."""
         return dict(Counter(match.pattern.name for match in self.matches if match.apply))
 
     def table(self) -> Table:
@@ -40,8 +48,8 @@ class TransformationPlan:
         for column in ("where", "pattern", "operations", "apply", "reason"):
             table.add_column(column, overflow="fold")
         for match in self.matches:
-            answer = "yes" if match.apply else "no"
-            row = (match.name, match.pattern.name, " + ".join(match.roles), answer, match.reason)
+            applies = "yes" if match.apply else "no"
+            row = (match.name, match.pattern.name, " + ".join(match.roles), applies, match.reason)
             table.add_row(*(Text(one_line(cell)) for cell in row))
         for refusal in self.refusals:
             if not refusal.pattern:
@@ -54,35 +62,45 @@ class TransformationPlan:
             {"where": match.name, "pattern": match.pattern.name, "apply": match.apply, "reason": match.reason}
             for match in self.matches
         ]
-        return json.dumps({"version": VERSION, "matches": rows}, indent=2)
+        return json.dumps({"version": PLAN_VERSION, "matches": rows}, indent=2)
 
     def load_json(self, text: str) -> None:
-        """Take over what a saved plan says of each match: of all that are in this plan, and of no other."""
+        """Set `apply` and `reason` of all matches from a saved plan, which must have the same matches.
+
+        Args:
+            text: What `to_json` returned.
+
+        Raises:
+            PatternError: The text is not a plan, or a plan of another model.
+        """
         data = parse_json(text)
-        if not isinstance(data, dict) or data.get("version") != VERSION or not isinstance(data.get("matches"), list):
-            raise PatternError(f"not a plan of version {VERSION}")
+        is_plan = isinstance(data, dict) and data.get("version") == PLAN_VERSION
+        if not is_plan or not isinstance(data.get("matches"), list):
+            raise PatternError(f"this is not a saved plan of version {PLAN_VERSION}")
         matches_by_key: dict[tuple[str, str], list[PatternMatch]] = {}
         for match in self.matches:
             matches_by_key.setdefault((match.name, match.pattern.name), []).append(match)
         saved: list[tuple[PatternMatch, dict[str, Any]]] = []
         for row in data["matches"]:
             if not isinstance(row, dict) or not isinstance(row.get("apply"), bool):
-                raise PatternError(f"a row of a plan has 'where', 'pattern' and 'apply', not {short_repr(row)}")
-            there = matches_by_key.get((str(row.get("where", "")), str(row.get("pattern", ""))))
-            if not there:
-                raise PatternError(f"a plan of another model: {row.get('pattern')} at {row.get('where')} is not here")
-            saved.append((there.pop(0), row))
+                raise PatternError(
+                    f"a match in a saved plan must have 'where', 'pattern' and 'apply', got {short_repr(row)}"
+                )
+            matches = matches_by_key.get((str(row.get("where", "")), str(row.get("pattern", ""))))
+            if not matches:
+                raise PatternError(
+                    f"this is a plan of another model: it has {row.get('pattern')} at {row.get('where')}"
+                )
+            saved.append((matches.pop(0), row))
         missing = [f"{match.pattern.name} at {match.name}" for matches in matches_by_key.values() for match in matches]
         if missing:
-            raise PatternError(
-                f"the saved plan does not speak of {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}"
-            )
+            raise PatternError(f"the saved plan does not contain {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}")
         for match, row in saved:
             match.apply, match.reason = row["apply"], str(row.get("reason", ""))
 
 
 def make_plan(model: fx.GraphModule, patterns: tuple[Pattern, ...]) -> TransformationPlan:
-    """Match the patterns, longest first and in graph order; an operation belongs to one match."""
+    """Match the patterns, longest first and in graph order. An operation belongs to at most one match."""
     _check_patterns(patterns)
     by_kind: dict[str, list[fx.Node]] = {}
     order = {}
@@ -108,43 +126,50 @@ def make_plan(model: fx.GraphModule, patterns: tuple[Pattern, ...]) -> Transform
 
 
 def _check_patterns(patterns: tuple[Pattern, ...]) -> None:
-    strangers = [pattern for pattern in patterns if not isinstance(pattern, Pattern)]
-    if strangers:
-        stranger = strangers[0]
-        if isinstance(stranger, type) and issubclass(stranger, Pattern):
-            raise PatternError(f"patterns are Pattern values, not classes: pass {stranger.__name__}()")
-        raise PatternError(f"patterns are Pattern values, not {stranger!r}")
-    twice = [name for name, count in Counter(pattern.name for pattern in patterns).items() if count > 1]
-    if twice:
-        raise PatternError(f"two patterns are called {twice[0]!r}: plans and reports tell patterns by their names")
+    for pattern in patterns:
+        if isinstance(pattern, Pattern):
+            continue
+        if isinstance(pattern, type) and issubclass(pattern, Pattern):
+            raise PatternError(f"patterns must be Pattern instances, got a class: pass {pattern.__name__}()")
+        raise PatternError(f"patterns must be Pattern instances, got {pattern!r}")
+    repeated = [name for name, count in Counter(pattern.name for pattern in patterns).items() if count > 1]
+    if repeated:
+        raise PatternError(f"two patterns have the name {repeated[0]!r}: names must be unique in plans and reports")
 
 
-def _find_unmatched(model: fx.GraphModule, taken: set[fx.Node], refusals: list[Refusal]) -> list[Refusal]:
-    """The operations with weights that no pattern took and nobody spoke of yet."""
-    refused = {refusal.name for refusal in refusals}
-    weighted = [node for node in model.graph.nodes if get_kind(node) in (*WEIGHTED, "attention", "left")]
-    reasons = {node: f"no pattern takes a {get_kind(node)}: it stays as it is" for node in weighted}
+def _find_unmatched(model: fx.GraphModule, matched: set[fx.Node], refusals: list[Refusal]) -> list[Refusal]:
+    """Return the operations with weights that no pattern matched, without those that have a refusal already."""
+    refused_names = {refusal.name for refusal in refusals}
+    weighted = [node for node in model.graph.nodes if get_kind(node) in (*WEIGHTED, "attention", OPAQUE)]
+    reasons = {node: _explain_unmatched(get_kind(node)) for node in weighted}
     unknown = list(find_unknown_readers(model))
     for node, _ in unknown:
-        alike = dict.fromkeys(weight for other, weight in unknown if get_layer_name(other) == get_layer_name(node))
-        reasons[node] = _explain_unknown(node, list(alike))
+        name = get_layer_name(node)
+        weights = dict.fromkeys(weight for reader, weight in unknown if get_layer_name(reader) == name)
+        reasons[node] = _explain_unknown(node, list(weights))
     return [
         Refusal("", get_layer_name(node), reason)
         for node, reason in reasons.items()
-        if node not in taken and get_layer_name(node) not in refused
+        if node not in matched and get_layer_name(node) not in refused_names
     ]
+
+
+def _explain_unmatched(kind: str) -> str:
+    if kind == OPAQUE:
+        return "not captured, as leave= asks: it stays float"
+    return f"no pattern matches {kind}: it stays float"
 
 
 def _explain_unknown(node: fx.Node, weights: list[str]) -> str:
     if isinstance(node.target, HigherOrderOperator):
-        return f"stands in a branch of torch.{node.target.__name__}, which is not looked into: it stays float"
-    named = f"weight {weights[0]}" if len(weights) == 1 else f"weights {', '.join(weights)}"
-    return f"reads the {named} in a way that is not known: it stays float"
+        return f"is in a branch of torch.{node.target.__name__}, which is not transformed: it stays float"
+    names = f"weight {weights[0]}" if len(weights) == 1 else f"weights {', '.join(weights)}"
+    return f"reads the {names} in an unknown way: it stays float"
 
 
 def _try_match(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None:
-    """A match, or a refusal, also when a condition of the pattern fails."""
+    """Match a pattern, and turn an exception in one of its conditions into a refusal."""
     try:
         return match_at(pattern, anchor)
-    except Exception as error:  # a user's condition may fail in any way, and never aborts the rest
+    except Exception as error:  # a user's condition can raise any exception; the other patterns still apply
         return Refusal(pattern.name, get_layer_name(anchor), f"{type(error).__name__}: {error}")

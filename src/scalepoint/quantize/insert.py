@@ -142,7 +142,7 @@ def make_decisions(
     check_overrides(sites, unmatched, config)
     if target is not None and target.refuses:
         for site in sites:
-            target.refuse(get_operation_facts(site, config, target))
+            target.check_operation(get_operation_facts(site, config, target))
     decisions: Sequence[Decision] = [
         (decide_embedding_table if is_embedding_table(site) else decide)(site, config, target) for site in sites
     ]

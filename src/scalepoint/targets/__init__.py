@@ -1,4 +1,4 @@
-"""Deployment targets: each is one declaration; write your own as a plain value."""
+"""Deployment targets. Each target is one declarative value of the class Target; your own targets are too."""
 
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ __all__ = [
     "openvino_target",
 ]
 
-_HOMES = {
+_MODULES = {
     "Accepted": "target",
     "OperationFacts": "target",
     "CostRule": "target",
@@ -36,4 +36,4 @@ _HOMES = {
     "onnxruntime_target": "onnxruntime",
     "openvino_target": "openvino",
 }
-__getattr__ = lazy_attributes(__name__, _HOMES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

@@ -1,10 +1,10 @@
-"""Core ML on Apple's Neural Engine, GPU and CPU: int8 between Q and DQ, or narrow weights beside float activations.
+"""Core ML on Apple's Neural Engine, GPU and CPU: int8 between Q and DQ, or weight-only with 1 to 8 bits.
 
-The Neural Engine multiplies integers where a convolution, linear layer, add or pool stands between a dequantize and a
-quantize, with an activation that it folds (optimize_activation_quantization in coremltools). So outputs are quantized
-too, but for plain linear layers, whose readers are residual adds, norms and GELU: it cost a sentence encoder 9 dB.
-Weights are stored as codes whatever the activations are: the compiler unpacks them when a model is loaded, or in the
-kernel. What is not quantized is float16, which the Neural Engine computes in.
+The Neural Engine multiplies integers if a convolution, linear layer, add or pool is between a dequantize and a
+quantize, with an activation that it fuses (optimize_activation_quantization in coremltools). So outputs are quantized
+too. Plain linear layers are the exception: residual adds, norms and GELU read them, and quantizing them cost a sentence
+encoder 9 dB. Weights are stored as codes in all cases; the compiler unpacks them when it loads a model, or in the
+kernel. What is not quantized is float16, the native type of the Neural Engine.
 """
 
 from dataclasses import replace
@@ -18,28 +18,34 @@ from scalepoint.patterns.language import optional
 from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.palette import INDEX_BITS
 from scalepoint.spec.spec import to_dtype
-from scalepoint.targets.onnxruntime import BOTH, COPIES, PATTERNS, onnxruntime_target
-from scalepoint.targets.rules import small_tables
+from scalepoint.targets.onnxruntime import INPUT_AND_OUTPUT, PATTERNS, SAME_SCALE_KINDS, onnxruntime_target
+from scalepoint.targets.rules import small_embedding_table
 from scalepoint.targets.target import Accepted, OperationFacts, Target
 
-FOLDED = op("activation", "relu", "relu6", "leaky_relu", "tanh", "sigmoid", "hardsigmoid")
-OWN = ("ConvBNReLUPattern", "ConvBNPattern", "MHAInProjectionPattern")
-INDICES = tuple(to_dtype(f"uint{bits}") for bits in INDEX_BITS)
-NARROW = tuple(map(to_dtype, ("int4", "uint4", "int8", "uint8")))
+FOLDED_ACTIVATION = op("activation", "relu", "relu6", "leaky_relu", "tanh", "sigmoid", "hardsigmoid")
+REPLACED_PATTERNS = ("ConvBNReLUPattern", "ConvBNPattern", "MHAInProjectionPattern")
+PALETTE_INDEX_DTYPES = tuple(to_dtype(f"uint{bits}") for bits in INDEX_BITS)
+INTEGER_WEIGHT_DTYPES = tuple(map(to_dtype, ("int4", "uint4", "int8", "uint8")))
 
 COREML_PATTERNS = (
-    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED), make=FusedConvBNReLU, qdq_points=BOTH),
-    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=BOTH),
-    LinearReLUPattern(match=chain(LINEAR, FOLDED), make=FusedLinearReLU, qdq_points=BOTH),
-    replace(MHA_IN_PROJECTION, qdq_points=BOTH),
-    *(pattern for pattern in PATTERNS if pattern.name not in OWN and pattern not in (LINEAR_RELU, GATED_LINEAR)),
+    ConvBNReLUPattern(
+        match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), make=FusedConvBNReLU, qdq_points=INPUT_AND_OUTPUT
+    ),
+    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=INPUT_AND_OUTPUT),
+    LinearReLUPattern(match=chain(LINEAR, FOLDED_ACTIVATION), make=FusedLinearReLU, qdq_points=INPUT_AND_OUTPUT),
+    replace(MHA_IN_PROJECTION, qdq_points=INPUT_AND_OUTPUT),
+    *(
+        pattern
+        for pattern in PATTERNS
+        if pattern.name not in REPLACED_PATTERNS and pattern not in (LINEAR_RELU, GATED_LINEAR)
+    ),
 )
 
 
-def three_axes(facts: OperationFacts) -> str | None:
-    """No int8 kernel for convolutions over volumes: they are computed in float."""
+def convolution_over_three_axes(facts: OperationFacts) -> str | None:
+    """3-d convolutions have no int8 kernel and are computed in float."""
     if facts.kind.startswith("conv") and len(facts.kernel) == 3 and not facts.is_weight_only:
-        return "no int8 kernel for a convolution over three axes; narrow weights alone: QuantConfig.weight_only('int8')"
+        return "no int8 kernel for a 3-d convolution; for int8 weights only use QuantConfig.weight_only('int8')"
     return None
 
 
@@ -64,15 +70,15 @@ COREML = Target(
             ("per_tensor",),
             dynamic=False,
         ),
-        Accepted("weight", NARROW, (), ("per_tensor", "per_channel", "per_block")),
-        Accepted("weight", INDICES, (), ("per_grouped_channel",)),  # palettes
+        Accepted("weight", INTEGER_WEIGHT_DTYPES, (), ("per_tensor", "per_channel", "per_block")),
+        Accepted("weight", PALETTE_INDEX_DTYPES, (), ("per_grouped_channel",)),
     ),
-    rules=(small_tables, three_axes),
-    same_scale_kinds=COPIES,
+    rules=(small_embedding_table, convolution_over_three_axes),
+    same_scale_kinds=SAME_SCALE_KINDS,
     bias="float",
     float_dtypes=(torch.float16, torch.float32),
     has_half_scales=True,
-    fixed_shapes_reason="the Neural Engine runs fixed shapes, and the program is converted for the example's",
+    fixed_shapes_reason="the Neural Engine runs fixed shapes, and the program is converted for those of the example",
     format="coreml",
     runtime="coreml",
 )

@@ -1,4 +1,4 @@
-"""A target in words: the sections that `scalepoint targets NAME` prints and that its documentation page is made of."""
+"""Describe a target as sections of text, for `scalepoint targets NAME` and for its documentation page."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from scalepoint.patterns.language import Element
 from scalepoint.spec import QuantizationFormulation, QuantizationGranularity, QuantizationSpec
 from scalepoint.targets.target import Accepted, RewriteRule, Target
 
-MOST_KINDS = 3  # of one operation, before they are named below the table
-BIAS = {
-    "int32": "stored as int32 with the scale input x weight, as the integer kernel adds it",
+MAX_KINDS_IN_CELL = 3  # an operation with more kinds is listed below the table
+BIAS_DESCRIPTIONS = {
+    "int32": "stored as int32 with the scale input x weight, which the integer kernel adds",
     "float": "stays float: the runtime quantizes it itself, or adds it in float",
 }
 
@@ -40,16 +40,16 @@ def describe(target: Target) -> tuple[Section, ...]:
         Section("Defaults", ("tensor", "how"), tuple(_defaults(target))),
         _patterns(target.patterns),
         _accepted(target.accepts),
-        Section("Refused", ("rule", "what it says"), tuple(map(_describe_function, target.refuses))),
-        Section("Left float", ("rule", "what it says"), tuple(map(_describe_function, target.rules))),
+        Section("Refused", ("rule", "description"), tuple(map(_describe_function, target.refuses))),
+        Section("Left float", ("rule", "description"), tuple(map(_describe_function, target.rules))),
         Section(
             "Same scale in and out",
             note=_format_shared_kinds(target.same_scale_kinds) + _format_joined_kinds(target.concat_kinds),
         ),
-        Section("Written in other words", ("rule", "why"), tuple(map(_describe_rule, target.rewrites))),
+        Section("Rewritten in files", ("rule", "why"), tuple(map(_describe_rule, target.rewrites))),
         Section(
             "Before patterns are matched",
-            ("conversion", "what it says"),
+            ("conversion", "description"),
             tuple(map(_describe_function, target.conversions)),
         ),
     )
@@ -57,13 +57,13 @@ def describe(target: Target) -> tuple[Section, ...]:
 
 
 def _format_shared_kinds(kinds: Iterable[str]) -> str:
-    named = ", ".join(sorted(kinds))
-    return f"These only move values, so their output has the parameters of their input: {named}." if named else ""
+    names = ", ".join(sorted(kinds))
+    return f"These only move values, so their output has the scale of their input: {names}." if names else ""
 
 
 def _format_joined_kinds(kinds: Iterable[str]) -> str:
-    named = ", ".join(sorted(kinds))
-    return f" Inputs that nothing else reads have the parameters of the output: {named}." if named else ""
+    names = ", ".join(sorted(kinds))
+    return f" The inputs of these have the scale of their output, if nothing else reads them: {names}." if names else ""
 
 
 def _defaults(target: Target) -> Iterator[tuple[str, str]]:
@@ -71,89 +71,96 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     yield from ((f"activation, {name}", format_spec(spec, "activation")) for name, spec in target.activations.items())
     yield "weight", format_spec(target.weight, "weight")
     if target.table is not None:
-        yield "embedding table", f"{format_spec(target.table, 'weight')}: a scale a row, as rows are looked up"
+        yield "embedding table", f"{format_spec(target.table, 'weight')}: one scale per row"
     if target.head is not None:
         yield "last layer", format_spec(target.head, "weight")
     yield from _language(target)
     if target.adapt_weight is not None:
         yield f"weight, {name_to_words(target.adapt_weight)}", _docstring(target.adapt_weight)
-    yield "bias", BIAS[target.bias]
+    yield "bias", BIAS_DESCRIPTIONS[target.bias]
     if target.float_if_readers_are_float:
-        yield "what has no weights", "stays float when all that read it do"
-    yield "what stays float", " or ".join(map(dtype_name, target.float_dtypes))
+        yield "operations without weights", "stay float if all their readers are float"
+    yield "not quantized", " or ".join(map(dtype_name, target.float_dtypes))
     yield from _scales(target)
     if target.domains:
-        yield "operators beyond ONNX's", ", ".join(target.domains)
+        yield "operator domains beside ONNX", ", ".join(target.domains)
     yield from _speed(target)
     if not target.is_language:
-        yield (
-            "free axes",
-            f"the batch alone: {target.fixed_shapes_reason}"
-            if target.fixed_shapes_reason
-            else "the batch, and dynamic_axes",
-        )
+        reason = target.fixed_shapes_reason
+        yield "free axes", f"only the batch: {reason}" if reason else "the batch, and those of dynamic_axes"
     yield "file format", target.format
-    yield "runtime", target.runtime or "none that verify can start"
+    yield "runtime", target.runtime or "none: files are not run by verify"
     for name, value in target.options.items():
         yield f"made with {name}=", str(value)
 
 
 def _speed(target: Target) -> Iterator[tuple[str, str]]:
     if target.kernel_tables:
-        measured = ", ".join(target.kernel_tables)
-        yield "where int8 pays", f"by measured kernels ({measured}): deploy's files lose to float on none of these CPUs"
+        tables = ", ".join(target.kernel_tables)
+        yield "layers that are slower in int8", f"stay float, by measured kernels ({tables})"
     if target.folds_input_scaling:
-        yield "channels that stand out", "scaled before the quantizer of a linear layer's input, which takes that in"
+        yield (
+            "outlier channels",
+            "scaled before the quantizer of a linear layer's input; the quantizer absorbs the factor",
+        )
     if target.dequantizes_weights_on_load:
-        yield "weights of what stays float for speed", "stored in int8, and made float once, as the file is loaded"
+        yield (
+            "weights of layers that stay float for speed",
+            "stored in int8, and dequantized once when the file is loaded",
+        )
 
 
 def _language(target: Target) -> Iterator[tuple[str, str]]:
     if target.is_language:
         yield "made from", "the folder of a language model's checkpoint, by deploy_checkpoint"
     if target.caches:
-        yield "keys and values of earlier tokens", f"float, or with cache= in {' or '.join(target.caches)}"
+        yield "KV cache", f"float, or with cache= in {' or '.join(target.caches)}"
 
 
 def _scales(target: Target) -> Iterator[tuple[str, str]]:
     if target.has_signed_scales:
-        yield "signs of scales", "a scale of a block may be negative"
+        yield "signs of scales", "the scale of a block may be negative"
     if target.has_half_scales:
-        yield "scales", "numbers that float16 holds, in the simulation too"
+        yield "scales", "rounded to float16, in the simulation too"
     if target.block_scale_dtypes:
-        held = " and ".join(map(dtype_name, target.block_scale_dtypes))
-        yield "scales of blocks", f"numbers that {held} can hold, in the simulation too"
+        dtypes = " and ".join(map(dtype_name, target.block_scale_dtypes))
+        yield "scales of blocks", f"rounded to values of {dtypes}, in the simulation too"
 
 
 def format_spec(spec: QuantizationSpec, role: str) -> str:
-    """uint8, asymmetric, per_tensor, range: global_minmax"""
+    """Format a spec in one line: "uint8, asymmetric, per_tensor, range: global_minmax"."""
     granularity = QuantizationGranularity.key_of(type(spec.granularity))
     fields = spec.to_dict()
     calculator, search = fields["qparam_calculator_cls"], fields["range_calculator_cls"]
     if calculator == "default":
         calculator = "static" if role == "weight" else "moving_average"
-    how = search if calculator == "static" else calculator
-    return f"{fields['dtype']}, {spec.qscheme.value}, {granularity}, range: {how}"
+    range_method = search if calculator == "static" else calculator
+    return f"{fields['dtype']}, {spec.qscheme.value}, {granularity}, range: {range_method}"
 
 
 def _patterns(patterns: tuple[Pattern, ...]) -> Section:
-    """Longer chains go first, so the order is part of the declaration."""
-    many: dict[str, list[str]] = {}
+    """Describe the patterns in their order, in which they are matched."""
+    roles_by_kinds: dict[str, list[str]] = {}
     rows = []
     for pattern in patterns:
         points = ", ".join(point.value for point in pattern.qdq_points) or f"none: {pattern.why_float or 'stays float'}"
-        rows.append((pattern.name, ", ".join(_element(element, many) for element in pattern.match), points))
-    note = " ".join(f"{' and '.join(roles)}: {kinds}." for kinds, roles in many.items())
+        elements = ", ".join(_element(element, roles_by_kinds) for element in pattern.match)
+        rows.append((pattern.name, elements, points))
+    note = " ".join(f"{' and '.join(roles)}: {kinds}." for kinds, roles in roles_by_kinds.items())
     return Section("Patterns", ("pattern", "matches", "Q/DQ on"), tuple(rows), note)
 
 
-def _element(element: Element, many: dict[str, list[str]]) -> str:
-    """One operation: [optional], a + other operand, (its condition); kinds too many for a cell go into `many`."""
+def _element(element: Element, roles_by_kinds: dict[str, list[str]]) -> str:
+    """Describe an operation: "[optional]", "mul + another tensor", "(condition)".
+
+    If it has many kinds, return its role and add the kinds to `roles_by_kinds`, which becomes the note of the table.
+    """
     kinds = sorted(element.kinds)
-    if len(kinds) > MOST_KINDS:
+    if len(kinds) > MAX_KINDS_IN_CELL:
         text = element.role
-        roles = many.setdefault(", ".join(kinds), [])
-        roles += [] if text in roles else [text]
+        roles = roles_by_kinds.setdefault(", ".join(kinds), [])
+        if text not in roles:
+            roles.append(text)
     else:
         text = " or ".join(kinds)
     text += " + another tensor" if element.is_join else ""
@@ -195,10 +202,11 @@ def _to_words(name: str) -> str:
 
 
 def name_to_words(function: Callable[..., Any]) -> str:
-    """is_main_branch -> is main branch"""
+    """Turn the name of a function into words: is_main_branch -> "is main branch"."""
     return _to_words(getattr(function, "__name__", type(function).__name__))
 
 
 def _docstring(function: Callable[..., Any]) -> str:
+    """Return the first paragraph of a docstring as one line."""
     lines = (function.__doc__ or "").strip().partition("\n\n")[0].split()
     return " ".join(lines)

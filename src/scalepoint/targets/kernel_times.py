@@ -1,9 +1,9 @@
-"""How long kernels take, from a table of measured ones: what a target knows of speed before anything runs.
+"""Estimate how long kernels take from tables of measured kernels, before anything runs.
 
-    seconds = multiply-accumulates x the time of one, interpolated between the measured layers of the nearest shapes
+    seconds = MACs * seconds per MAC, interpolated between the measured layers with the nearest shapes
 
-`bench/kernels.py` makes the tables, one a runtime and instruction set. They tell which of two kernels is the faster on
-machines of their kind, not how long one takes on another.
+`bench/kernels.py` measures the tables, one for each runtime and instruction set. They predict whether float or int8 is
+faster on a CPU of that kind, not the absolute time on another machine.
 """
 
 import json
@@ -13,21 +13,21 @@ from importlib.resources import files
 from math import exp, log, log2
 from typing import Any
 
-NEAREST = 4
-CALL = 1e-6  # seconds of the smallest operation
+NEIGHBOURS = 4  # number of measured layers between which is interpolated
+MIN_CALL_SECONDS = 1e-6  # time of the smallest operation
 
 
 @dataclass(frozen=True)
 class ProductShape:
-    """What a product is made of; pixels are positions of the output, rows of a linear layer."""
+    """The shape of a convolution or linear layer."""
 
-    kind: str  # conv or linear
-    inputs: int
-    outputs: int
-    pixels: int
-    kernel: int = 1
+    kind: str  # "conv" or "linear"
+    inputs: int  # input channels
+    outputs: int  # output channels
+    pixels: int  # output positions of a convolution, rows of a linear layer
+    kernel: int = 1  # kernel size along one axis
     groups: int = 1
-    rank: int = 2  # axes that a convolution goes over: sound has one, pictures two, films three
+    rank: int = 2  # number of spatial axes of a convolution
 
     @property
     def macs(self) -> int:
@@ -35,7 +35,7 @@ class ProductShape:
 
     @property
     def family(self) -> str:
-        """Which kernels it is like."""
+        """The group of kernels that it is compared with, such as "depthwise" or "pointwise 1d"."""
         if self.kind != "conv":
             return self.kind
         if self.groups > 1:
@@ -45,57 +45,65 @@ class ProductShape:
         return kind if self.rank == 2 else f"{kind} {self.rank}d"
 
     def distance(self, other: "ProductShape") -> float:
-        """In doublings; channels tell more than positions."""
-        apart = [(self.inputs, other.inputs, 2.0), (self.outputs, other.outputs, 2.0)]
-        apart += [(self.pixels, other.pixels, 1.0), (self.kernel, other.kernel, 4.0)]
-        return sum(weight * log2(one / two) ** 2 for one, two, weight in apart)
+        """Weighted sum of the squared log2 ratios of the sizes. Channels weigh more than positions."""
+        weighted_pairs = [
+            (self.inputs, other.inputs, 2.0),
+            (self.outputs, other.outputs, 2.0),
+            (self.pixels, other.pixels, 1.0),
+            (self.kernel, other.kernel, 4.0),
+        ]
+        return sum(weight * log2(size / other_size) ** 2 for size, other_size, weight in weighted_pairs)
 
 
 class KernelTimes:
-    """One table."""
+    """One table of measured kernels.
+
+    Args:
+        rows: Measurements in microseconds: products with "float" and "int8" times, other kernels with an "int8" time.
+    """
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.products: dict[str, list[tuple[ProductShape, tuple[float, float]]]] = {}
         self.moves: dict[str, list[tuple[int, float]]] = {}
-        self.cached: dict[ProductShape, tuple[float, float] | None] = {}  # layers of a network are few shapes
+        self._cache: dict[ProductShape, tuple[float, float] | None] = {}
         for row in rows:
             if row["kind"] not in ("conv", "linear"):
                 self.moves.setdefault(row["kind"], []).append((row["elements"], row["int8"] * 1e-6))
             elif row["float"] and row["int8"]:
-                further = {key: row[key] for key in ("kernel", "groups", "rank") if key in row}
-                shape = ProductShape(row["kind"], row["in"], row["out"], row["pixels"], **further)
+                options = {key: row[key] for key in ("kernel", "groups", "rank") if key in row}
+                shape = ProductShape(row["kind"], row["in"], row["out"], row["pixels"], **options)
                 self.products.setdefault(shape.family, []).append((shape, (row["float"] * 1e-6, row["int8"] * 1e-6)))
 
     def product_seconds(self, shape: ProductShape) -> tuple[float, float] | None:
-        """Seconds in float and in int8; None for what the table has nothing like."""
-        if shape not in self.cached:
-            self.cached[shape] = self._between(shape)
-        return self.cached[shape]
+        """Return the seconds in float and in int8; None if the table has no kernel of this family."""
+        if shape not in self._cache:
+            self._cache[shape] = self._interpolate(shape)
+        return self._cache[shape]
 
-    def _between(self, shape: ProductShape) -> tuple[float, float] | None:
-        known = self.products.get(shape.family)
-        if not known or shape.macs <= 0:
+    def _interpolate(self, shape: ProductShape) -> tuple[float, float] | None:
+        measured = self.products.get(shape.family)
+        if not measured or shape.macs <= 0:
             return None
-        near = sorted((shape.distance(other), index) for index, (other, _) in enumerate(known))[:NEAREST]
-        weights = [1 / (apart + 0.05) for apart, _ in near]
-        candidates = []
-        for place in (0, 1):
-            rates = [log(known[index][1][place] / known[index][0].macs) for _, index in near]
-            mean = sum(weight * rate for weight, rate in zip(weights, rates, strict=True)) / sum(weights)
-            candidates.append(max(exp(mean) * shape.macs, CALL))
-        return candidates[0], candidates[1]
+        nearest = sorted((shape.distance(other), index) for index, (other, _) in enumerate(measured))[:NEIGHBOURS]
+        weights = [1 / (distance + 0.05) for distance, _ in nearest]
+        seconds = []
+        for precision in (0, 1):  # float, int8
+            log_rates = [log(measured[index][1][precision] / measured[index][0].macs) for _, index in nearest]
+            mean = sum(weight * rate for weight, rate in zip(weights, log_rates, strict=True)) / sum(weights)
+            seconds.append(max(exp(mean) * shape.macs, MIN_CALL_SECONDS))
+        return seconds[0], seconds[1]
 
     def move_seconds(self, kind: str, elements: int) -> float:
-        """Seconds of a conversion, or of another pass over so many values."""
+        """Return the seconds of a conversion or another elementwise pass over so many values."""
         rows = self.moves.get(kind) or self.moves.get("quantize")
         if not rows:
-            return CALL
+            return MIN_CALL_SECONDS
         largest = max(rows)
-        return max(CALL, largest[1] * elements / largest[0]) + CALL
+        return max(MIN_CALL_SECONDS, largest[1] * elements / largest[0]) + MIN_CALL_SECONDS
 
 
 @cache
 def load_kernel_times(name: str) -> KernelTimes:
-    """A table by its name."""
+    """Load the table with this name."""
     text = files("scalepoint.targets").joinpath("measured", f"{name}.json").read_text(encoding="utf-8")
     return KernelTimes(json.loads(text))

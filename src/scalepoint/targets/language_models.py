@@ -1,8 +1,7 @@
-"""Targets of language models: they are made from a checkpoint's folder, weights first, by `deploy_checkpoint`.
+"""Targets for language models, which `deploy_checkpoint` makes from the folder of a checkpoint.
 
-Only linear layers are quantized, at their inputs where activations are asked for; between them everything is float, as
-in the kernels of these runtimes. `head` and `table` say what becomes of the largest matrices, which are looked up and
-multiplied once a token.
+Only linear layers are quantized: their weights, and their inputs if activations are configured. Everything between them
+is float, as in the kernels of these runtimes. `head` and `table` are the specs of the last layer and of the embedding.
 """
 
 from dataclasses import replace
@@ -16,20 +15,23 @@ from scalepoint.spec import PerBlockGranularity, QuantizationFormulation, Quanti
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.target import Accepted, Target
 
-WHY = "language runtimes compute it in float"
+RUNTIME_COMPUTES_FLOAT = "language runtimes compute it in float"
 PATTERNS = tuple(
-    without_points(each, WHY) if each.make in (FusedAttention, FusedPool) or Point.OUTPUT in each.qdq_points else each
-    for each in BASE_PATTERNS
+    without_points(pattern, RUNTIME_COMPUTES_FLOAT)
+    if pattern.make in (FusedAttention, FusedPool) or Point.OUTPUT in pattern.qdq_points
+    else pattern
+    for pattern in BASE_PATTERNS
 )
-SIGNED = tuple(map(to_dtype, ("int8", "int4", "int3", "int2")))
-UNSIGNED = tuple(map(to_dtype, ("uint8", "uint4", "uint3", "uint2")))
-FIVE = tuple(map(to_dtype, ("int5", "uint5")))
-FLOATS = (torch.float8_e4m3fn, torch.float4_e2m1fn_x2)
+SIGNED_DTYPES = tuple(map(to_dtype, ("int8", "int4", "int3", "int2")))
+UNSIGNED_DTYPES = tuple(map(to_dtype, ("uint8", "uint4", "uint3", "uint2")))
+FIVE_BIT_DTYPES = tuple(map(to_dtype, ("int5", "uint5")))
+FLOAT_DTYPES = (torch.float8_e4m3fn, torch.float4_e2m1fn_x2)
 ZP, MINVAL = QuantizationFormulation.ZP, QuantizationFormulation.MINVAL
-TOKENS = Accepted("activation", (torch.int8, torch.uint8, *FLOATS))
-CACHED = Accepted("activation", tuple(map(to_dtype, ("int8", "int4", "float8_e4m3fn"))), kinds=("attention",))
-BY_CHANNEL = (-1, 1, -1, 1)  # of (batch, heads, tokens, channels): one scale for all tokens
-BY_TOKEN = (1, 1, 1, 32)  # blocks of 32 channels
+ACCEPTED_ACTIVATIONS = Accepted("activation", (torch.int8, torch.uint8, *FLOAT_DTYPES))
+ACCEPTED_CACHES = Accepted("activation", tuple(map(to_dtype, ("int8", "int4", "float8_e4m3fn"))), kinds=("attention",))
+# Block sizes of the KV cache, whose shape is (batch, heads, tokens, channels).
+BLOCK_PER_CHANNEL = (-1, 1, -1, 1)  # one scale per head and channel
+BLOCK_PER_TOKEN = (1, 1, 1, 32)  # one scale per token and 32 channels
 
 
 def _block_spec(dtype: str, size: int, scheme: QuantizationScheme = QuantizationScheme.SYMMETRIC) -> QuantizationSpec:
@@ -37,23 +39,23 @@ def _block_spec(dtype: str, size: int, scheme: QuantizationScheme = Quantization
     return QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity, qparam_calculator_cls="static")
 
 
-def _cache_specs(block: tuple[int, ...], how: str, scheme: QuantizationScheme) -> dict[str, QuantizationSpec]:
-    """Keys and values in 8 and in 4 bits."""
+def _cache_specs(block: tuple[int, ...], calculator: str, scheme: QuantizationScheme) -> dict[str, QuantizationSpec]:
+    """Return the specs of a KV cache in 8 and in 4 bits."""
     granularity = PerBlockGranularity(block_size=block)
     return {
-        dtype: QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity, qparam_calculator_cls=how)
+        dtype: QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity, qparam_calculator_cls=calculator)
         for dtype in ("int8", "int4")
     }
 
 
 def with_cache(target: Target) -> Target:
-    """The target with quantizers where attention reads keys and values."""
+    """Return the target with Q/DQ points on the keys and values of attention."""
     points = (Point.KEY_INPUT, Point.VALUE_INPUT)
     patterns = (
-        replace(each, qdq_points=points, why_float="") if each.make is FusedAttention else each
-        for each in target.patterns
+        replace(pattern, qdq_points=points, why_float="") if pattern.make is FusedAttention else pattern
+        for pattern in target.patterns
     )
-    return replace(target, patterns=tuple(patterns), accepts=(*target.accepts, CACHED))
+    return replace(target, patterns=tuple(patterns), accepts=(*target.accepts, ACCEPTED_CACHES))
 
 
 def _accept_weights(dtypes: tuple[torch.dtype, ...], *granularities: str, sizes: tuple[int, ...] = ()) -> Accepted:
@@ -66,7 +68,10 @@ _BASE = Target(
     patterns=PATTERNS,
     activation=QuantizationSpec(dtype="int8", qparam_calculator_cls="dynamic"),
     weight=_block_spec("int4", 128),
-    accepts=(TOKENS, _accept_weights((*SIGNED, *UNSIGNED, *FLOATS), "per_block", "per_channel", "per_tensor")),
+    accepts=(
+        ACCEPTED_ACTIVATIONS,
+        _accept_weights((*SIGNED_DTYPES, *UNSIGNED_DTYPES, *FLOAT_DTYPES), "per_block", "per_channel", "per_tensor"),
+    ),
     float_dtypes=(torch.float32, torch.float16, torch.bfloat16),
     caches={"fp8": QuantizationSpec(dtype="float8_e4m3fn", qparam_calculator_cls="global_minmax")},
     format="compressed-tensors",
@@ -77,7 +82,7 @@ GPTQ = replace(
     _BASE,
     name="gptq",
     summary="folders in the layout of GPTQ: int4, int8 (and 2, 3) in groups, no activations",
-    accepts=(TOKENS, _accept_weights((*SIGNED, *UNSIGNED), "per_block", "per_channel")),
+    accepts=(ACCEPTED_ACTIVATIONS, _accept_weights((*SIGNED_DTYPES, *UNSIGNED_DTYPES), "per_block", "per_channel")),
     caches={},
     format="gptq",
 )
@@ -86,7 +91,7 @@ AWQ = replace(
     name="awq",
     summary="folders in the layout of AWQ: 4 bits in groups with zero points, no activations",
     weight=_block_spec("uint4", 128, QuantizationScheme.ASYMMETRIC),
-    accepts=(TOKENS, _accept_weights(tuple(map(to_dtype, ("uint4", "int4"))), "per_block")),
+    accepts=(ACCEPTED_ACTIVATIONS, _accept_weights(tuple(map(to_dtype, ("uint4", "int4"))), "per_block")),
     caches={},
     format="awq",
 )
@@ -96,13 +101,16 @@ GGUF = replace(
     summary="one file for llama.cpp: weights of 2 to 8 bits in blocks",
     weight=_block_spec("int4", 32),
     accepts=(
-        TOKENS,
-        # Q2_K, Q4_1, Q4_K, Q5_1 and Q5_K hold a minimum; the format refuses it for more than 5 bits
-        replace(_accept_weights((*SIGNED, *UNSIGNED, *FIVE), "per_block", "per_channel"), formulations=(ZP, MINVAL)),
+        ACCEPTED_ACTIVATIONS,
+        # Q2_K, Q4_1, Q4_K, Q5_1 and Q5_K store a minimum; the file format refuses it for more than 5 bits.
+        replace(
+            _accept_weights((*SIGNED_DTYPES, *UNSIGNED_DTYPES, *FIVE_BIT_DTYPES), "per_block", "per_channel"),
+            formulations=(ZP, MINVAL),
+        ),
     ),
     table=_block_spec("int8", 32),
     head=_block_spec("int8", 32),
-    caches=_cache_specs(BY_TOKEN, "dynamic", QuantizationScheme.SYMMETRIC_WITH_CLIPPING),
+    caches=_cache_specs(BLOCK_PER_TOKEN, "dynamic", QuantizationScheme.SYMMETRIC_WITH_CLIPPING),
     has_signed_scales=True,
     format="gguf",
     runtime="llamacpp",
@@ -112,11 +120,14 @@ ORT_GENAI = replace(
     name="ort-genai",
     summary="a folder for ONNX Runtime GenAI: int4 or int8 in blocks, with KV cache",
     weight=_block_spec("int4", 32),
-    accepts=(TOKENS, _accept_weights((*SIGNED, *UNSIGNED), "per_block", sizes=(16, 32, 64, 128, 256))),
+    accepts=(
+        ACCEPTED_ACTIVATIONS,
+        _accept_weights((*SIGNED_DTYPES, *UNSIGNED_DTYPES), "per_block", sizes=(16, 32, 64, 128, 256)),
+    ),
     table=_block_spec("int8", 32),
     head=_block_spec("int8", 32),
-    caches=_cache_specs(BY_CHANNEL, "global_minmax", QuantizationScheme.SYMMETRIC),
+    caches=_cache_specs(BLOCK_PER_CHANNEL, "global_minmax", QuantizationScheme.SYMMETRIC),
     format="ort-genai",
     runtime="ort-genai",
 )
-LANGUAGE = (_BASE, GPTQ, AWQ, GGUF, ORT_GENAI)
+LANGUAGE_TARGETS = (_BASE, GPTQ, AWQ, GGUF, ORT_GENAI)

@@ -1,8 +1,8 @@
-"""ONNX Runtime on a CPU: u8 activations, s8 weights, Q/DQ on inputs and outputs of what runs in QLinear kernels.
+"""ONNX Runtime on CPUs: uint8 activations, int8 weights, Q/DQ on inputs and outputs of QLinear kernels.
 
-Convolutional parts are quantized throughout (inputs, outputs, residual adds, pools), so that integers flow from kernel
-to kernel. Of transformers the linear layers are: their outputs, norms, GELU, softmax, attention and residuals stay
-float, where int8 wins nothing.
+In convolutional networks everything is quantized (inputs, outputs, residual adds, pools), so that kernels pass integers
+to each other. In transformers only linear layers are quantized: their outputs, norms, GELU, softmax, attention and
+residuals stay float, because int8 does not make them faster.
 """
 
 from functools import cache
@@ -45,59 +45,67 @@ from scalepoint.patterns.language import Nodes, without_points
 from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
 from scalepoint.support.cpu import instruction_set
-from scalepoint.targets.rules import small_tables, weights_alone
+from scalepoint.targets.rules import small_embedding_table, weight_only_outside_linear
 from scalepoint.targets.target import Accepted, OperationFacts, RewriteRule, Target
 
-FOLDED = op("activation", "relu", "relu6")
-COPIES = frozenset(("max_pool", "identity", "dropout", "pad", "constant_pad_nd", *VALUE_PRESERVING))
+FOLDED_ACTIVATION = op("activation", "relu", "relu6")
+SAME_SCALE_KINDS = frozenset(("max_pool", "identity", "dropout", "pad", "constant_pad_nd", *VALUE_PRESERVING))
 
 
 def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
-    """Both operands are tensors, and one comes from a convolution: then integers flow through."""
-    tensors = add.all_input_nodes
-    if len(tensors) != 2:
+    """Both operands are tensors, and one of them comes from a convolution."""
+    operands = add.all_input_nodes
+    if len(operands) != 2:
         return "does not join two tensors"
-    return None if any(from_convolution(each) for each in tensors) else "no convolution gives one of its operands"
+    return None if any(map(comes_from_convolution, operands)) else "no operand comes from a convolution"
 
 
-def from_convolution(node: fx.Node) -> bool:
-    """Through norms, activations and moves a convolution, or an add that joins one."""
-    origin = _origin(node)
-    if get_kind(origin) == "add":
-        return any(get_kind(_origin(each)) == "conv" for each in origin.all_input_nodes)
-    return get_kind(origin) == "conv"
+def comes_from_convolution(node: fx.Node) -> bool:
+    """Whether a tensor comes, through norms, activations and moves, from a convolution or an add that reads one."""
+    source = _skip_moves(node)
+    if get_kind(source) == "add":
+        return any(get_kind(_skip_moves(operand)) == "conv" for operand in source.all_input_nodes)
+    return get_kind(source) == "conv"
 
 
-def _origin(node: fx.Node) -> fx.Node:
-    while get_kind(node) in ("batch_norm", "relu", "relu6", *COPIES) and node.all_input_nodes:
+def _skip_moves(node: fx.Node) -> fx.Node:
+    """Follow the first input through batch norms, fused activations and operations that only move values."""
+    while get_kind(node) in ("batch_norm", "relu", "relu6", *SAME_SCALE_KINDS) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
+    """All inputs come from convolutions."""
     sources = node.all_input_nodes
-    return None if sources and all(map(from_convolution, sources)) else "not all of its inputs come from convolutions"
+    return (
+        None
+        if sources and all(map(comes_from_convolution, sources))
+        else "not all of its inputs come from convolutions"
+    )
 
 
-NARROW = tuple(map(to_dtype, ("int4", "uint4", "int2", "int8")))  # weight-only: MatMulNBits
-PACKED = tuple(map(to_dtype, ("int4", "int2")))  # in 8-bit kernels
-BLOCKS = (16, 32, 64, 128, 256)
+WEIGHT_ONLY_DTYPES = tuple(map(to_dtype, ("int4", "uint4", "int2", "int8")))  # run by MatMulNBits
+SUB_BYTE_DTYPES = tuple(map(to_dtype, ("int4", "int2")))  # run by 8-bit kernels
+BLOCK_SIZES = (16, 32, 64, 128, 256)
 SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
-BOTH = (Point.INPUT, Point.OUTPUT)
+INPUT_AND_OUTPUT = (Point.INPUT, Point.OUTPUT)
 PATTERNS = (
-    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED), make=FusedConvBNReLU, qdq_points=BOTH),
-    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=BOTH),
+    ConvBNReLUPattern(
+        match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), make=FusedConvBNReLU, qdq_points=INPUT_AND_OUTPUT
+    ),
+    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=INPUT_AND_OUTPUT),
     Pattern(
         "AddReLUPattern",
-        chain(op("add", where=joins_convolutions), optional(FOLDED)),
+        chain(op("add", where=joins_convolutions), optional(FOLDED_ACTIVATION)),
         FusedAdd,
         (Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
     ),
     AdaptiveAvgPoolPattern(
-        match=chain(op("adaptive_avg_pool", where=reads_convolution)), make=FusedPool, qdq_points=BOTH
+        match=chain(op("adaptive_avg_pool", where=reads_convolution)), make=FusedPool, qdq_points=INPUT_AND_OUTPUT
     ),
-    Pattern("AvgPoolPattern", chain(op("avg_pool", where=reads_convolution)), FusedPool, BOTH),
-    ConcatPattern(match=chain(op("cat", where=reads_convolution)), make=FusedConcat, qdq_points=BOTH),
+    Pattern("AvgPoolPattern", chain(op("avg_pool", where=reads_convolution)), FusedPool, INPUT_AND_OUTPUT),
+    ConcatPattern(match=chain(op("cat", where=reads_convolution)), make=FusedConcat, qdq_points=INPUT_AND_OUTPUT),
     MHA_IN_PROJECTION,
     GATED_LINEAR,
     LINEAR_RELU,
@@ -112,7 +120,10 @@ PATTERNS = (
 
 
 def pair_safe(spec: QuantizationSpec, facts: OperationFacts) -> QuantizationSpec:
-    """int8 weights whose products cannot saturate; depthwise and weight-only kernels do not add in pairs."""
+    """Halve the range of int8 weights so that sums of two products fit into 16 bits, which CPUs without VNNI need.
+
+    Depthwise and weight-only kernels do not add in pairs and keep the full range.
+    """
     if spec.dtype != torch.int8 or facts.is_depthwise or facts.is_weight_only:
         return spec
     if spec.qscheme == QuantizationScheme.ASYMMETRIC:
@@ -120,51 +131,55 @@ def pair_safe(spec: QuantizationSpec, facts: OperationFacts) -> QuantizationSpec
     return spec.replace(range_calculator_cls="pair_safe", qscheme=QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 
 
-WIDENED = RewriteRule(
+NARROW_WEIGHTS_AS_INT8 = RewriteRule(
     "narrow_weights_as_int8",
-    "products of integers have kernels for 8 bits: weights of fewer are stored as they are, and cast when the file is "
-    "loaded",
+    "integer kernels take 8-bit weights: narrower weights are stored packed, and cast when the file is loaded",
 )
-SPELLINGS = (
+REWRITES = (
     RewriteRule(
         "sum_before_layer_norm",
-        "an Add before a layer norm is fused into SkipLayerNormalization, whose CPU kernel is slower than both; a Sum "
-        "of two is not",
+        "ONNX Runtime fuses an Add before a layer norm into SkipLayerNormalization, whose CPU kernel is slower than "
+        "the two; it does not fuse a Sum",
     ),
     RewriteRule(
         "gelu_halved_last",
-        "a GELU is fused into one kernel, with the bias before it, where the half comes last; as torch writes it, it "
-        "runs in five",
+        "a GELU that multiplies by 0.5 last is fused into one kernel with the bias; the order of torch runs in five "
+        "kernels",
     ),
-    WIDENED,
+    NARROW_WEIGHTS_AS_INT8,
     RewriteRule(
         "unpack_when_loaded",
-        "int8 weights of a float product are written as Cast and Mul, which are computed once, as the file is loaded; "
-        "a DequantizeLinear runs at each call",
+        "int8 weights of a float product are written as Cast and Mul, which are computed once when the file is loaded; "
+        "a DequantizeLinear runs in each call",
     ),
     RewriteRule(
         "float_weights_stay",
-        "a float weight between integers is quantized by ONNX Runtime itself, with one scale for all of it, unless its "
-        "input has a scale a channel",
+        "ONNX Runtime quantizes a float weight between integer tensors itself, with one scale, unless its input has "
+        "per-channel scales",
     ),
     RewriteRule(
         "pools_before_quantizers",
-        "a quantizer behind a pool of floats is moved before it, and pools of codes that come from outside an integer "
-        "kernel are slow; a Max of one tensor holds it back",
+        "ONNX Runtime moves a quantizer after a float pool before the pool, and integer pools are slow unless an "
+        "integer kernel precedes them; a Max of one tensor prevents the move",
     ),
     RewriteRule(
         "softmax_of_finite",
-        "torch checks all probabilities of an attention for NaN, which rows without any key give: two passes that find "
-        "nothing where the mask has no infinities",
+        "torch replaces NaN in the probabilities of an attention, which occur in rows without any key; if the mask has "
+        "no infinities, these two passes over the data are not needed",
     ),
 )
 
-MEASURED = {"vnni": ("onnxruntime-vnni-amd", "onnxruntime-vnni-intel"), "avx2": ("onnxruntime-avx2",)}
+KERNEL_TABLES = {"vnni": ("onnxruntime-vnni-amd", "onnxruntime-vnni-intel"), "avx2": ("onnxruntime-avx2",)}
 
 
 @cache
 def onnxruntime_target(cpu: str = "auto") -> Target:
-    """For a CPU: "vnni" uses all 8 bits of the weights, "avx2" the pair-safe scale, "auto" looks at this machine."""
+    """Build the ONNX Runtime target for a CPU.
+
+    Args:
+        cpu: "vnni" uses all 8 bits of the weights; "avx2" keeps sums of two products within 16 bits; "auto" chooses
+            for this machine.
+    """
     chosen = instruction_set(cpu)
     return Target(
         name="onnxruntime",
@@ -183,22 +198,22 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
             Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),
             Accepted(
                 "weight",
-                NARROW,
+                WEIGHT_ONLY_DTYPES,
                 (),
                 ("per_block", "per_channel"),
-                BLOCKS,
+                BLOCK_SIZES,
                 ("linear",),
             ),
-            Accepted("weight", PACKED, SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
-            Accepted("weight", PACKED[:1], SYMMETRIC, ("per_block",), BLOCKS, ("embedding",)),
+            Accepted("weight", SUB_BYTE_DTYPES, SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
+            Accepted("weight", SUB_BYTE_DTYPES[:1], SYMMETRIC, ("per_block",), BLOCK_SIZES, ("embedding",)),
         ),
         adapt_weight=None if chosen == "vnni" else pair_safe,
-        rules=(weights_alone, small_tables),
-        same_scale_kinds=COPIES,
+        rules=(weight_only_outside_linear, small_embedding_table),
+        same_scale_kinds=SAME_SCALE_KINDS,
         bias="int32",
-        rewrites=SPELLINGS,
+        rewrites=REWRITES,
         dequantizes_weights_on_load=True,
         runtime="onnxruntime",
-        kernel_tables=MEASURED[chosen],
+        kernel_tables=KERNEL_TABLES[chosen],
         options={"cpu": chosen},
     )

@@ -1,4 +1,4 @@
-"""The reference target: every format anywhere the base patterns have a point; for experiments and tests."""
+"""The reference target: it accepts every format at every point of the base patterns. For experiments and tests."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The targets by name: our own, and those that other packages bring through the entry point "scalepoint.targets"."""
+"""Find targets by name: built-in ones, and those of other packages with the entry point "scalepoint.targets"."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,7 +7,7 @@ from scalepoint.support.cpu import CPU_CHOICES
 from scalepoint.support.plugins import Registry
 from scalepoint.targets.coreml import COREML
 from scalepoint.targets.executorch import EXECUTORCH
-from scalepoint.targets.language_models import LANGUAGE
+from scalepoint.targets.language_models import LANGUAGE_TARGETS
 from scalepoint.targets.litert import LITERT
 from scalepoint.targets.onnxruntime import onnxruntime_target
 from scalepoint.targets.openvino import openvino_target
@@ -15,9 +15,12 @@ from scalepoint.targets.reference import REFERENCE
 from scalepoint.targets.target import Target
 from scalepoint.targets.tensorrt import TENSORRT
 
-_BUILTIN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, LITERT, COREML, REFERENCE, *LANGUAGE)
-BY_CPU: Mapping[str, Callable[[str], Target]] = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
-_ALL = Registry(Target, "scalepoint.targets", {target.name: target for target in _BUILTIN}, TargetError)
+_BUILTIN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, LITERT, COREML, REFERENCE, *LANGUAGE_TARGETS)
+TARGETS_WITH_CPU_OPTION: Mapping[str, Callable[[str], Target]] = {
+    "onnxruntime": onnxruntime_target,
+    "openvino": openvino_target,
+}
+_REGISTRY = Registry(Target, "scalepoint.targets", {target.name: target for target in _BUILTIN}, TargetError)
 
 
 def list_targets(*, language: bool = False) -> list[str]:
@@ -26,32 +29,41 @@ def list_targets(*, language: bool = False) -> list[str]:
     Args:
         language: List the targets of `deploy_checkpoint` instead.
     """
-    language_names = {each.name for each in LANGUAGE}
-    return [name for name in _ALL.names() if (name in language_names) == language]
+    language_names = {target.name for target in LANGUAGE_TARGETS}
+    return [name for name in _REGISTRY.names() if (name in language_names) == language]
 
 
 def has_cpu_option(target: Target) -> bool:
-    """Whether the option cpu= of `deploy` made this target. Targets of other packages may have such an option too."""
-    return target.name in BY_CPU and "cpu" in target.options
+    """Whether a target depends on the option cpu= of `deploy`. Targets of other packages may have another "cpu"."""
+    return target.name in TARGETS_WITH_CPU_OPTION and "cpu" in target.options
 
 
 def find_target(target: str | Target, cpu: str = "auto") -> Target:
-    """A target from itself or from its name.
+    """Find a target by name.
 
     Args:
-        target: A target, or the name of one.
-        cpu: For targets that run on CPUs: "vnni" uses all 8 bits of the weights, "avx2" chooses scales that are exact
-            on CPUs without VNNI too, "auto" looks at this machine, or leaves a target that was given as it is.
+        target: A target or its name.
+        cpu: For targets that run on CPUs: "vnni" uses all 8 bits of the weights, "avx2" chooses scales that are also
+            exact on CPUs without VNNI, "auto" chooses for this machine, or returns a Target unchanged.
+
+    Returns:
+        The target.
+
+    Raises:
+        TargetError: There is no target of that name.
+        UsageError: `cpu` is unknown, or contradicts the target.
     """
-    known = _ALL.find(target)
+    known = _REGISTRY.find(target)
     if cpu not in CPU_CHOICES:
         raise UsageError(f"cpu={short_repr(cpu)}: {did_you_mean(str(cpu), CPU_CHOICES)}")
     if cpu in ("auto", known.options.get("cpu")):
         return known
     if not has_cpu_option(known):
-        raise UsageError(f"cpu={cpu!r} cannot be used with target {known.name!r}: it is for {' and '.join(BY_CPU)}")
+        raise UsageError(
+            f"cpu={cpu!r} cannot be used with target {known.name!r}: it is for {' and '.join(TARGETS_WITH_CPU_OPTION)}"
+        )
     if not isinstance(target, str):
         raise UsageError(
             f"cpu={cpu!r} contradicts the target, which was made with cpu={known.options['cpu']!r}: omit one of them"
         )
-    return BY_CPU[known.name](cpu)
+    return TARGETS_WITH_CPU_OPTION[known.name](cpu)

@@ -1,21 +1,21 @@
-"""Rules that several targets share: what is better left float, and why."""
+"""Cost rules that several targets share. A rule returns the reason why an operation is better left float, or None."""
 
 from math import prod
 
 from scalepoint.targets.target import OperationFacts
 
-SMALLEST_TABLE = 16_384  # values: 64 KB in float
+MIN_TABLE_VALUES = 16_384  # 64 KB in float
 
 
-def small_tables(facts: OperationFacts) -> str | None:
-    """A small embedding table stays float: it saves fewer bytes than the two operations more are worth."""
-    if facts.kind == "embedding" and prod(facts.weight_shape) < SMALLEST_TABLE:
+def small_embedding_table(facts: OperationFacts) -> str | None:
+    """A small embedding table stays float: int8 saves few bytes and needs two more operations."""
+    if facts.kind == "embedding" and prod(facts.weight_shape) < MIN_TABLE_VALUES:
         return f"its table has only {prod(facts.weight_shape):,} values"
     return None
 
 
-def weights_alone(facts: OperationFacts) -> str | None:
-    """Only linear layers have kernels that multiply by narrow weights; elsewhere they are dequantized at each run."""
+def weight_only_outside_linear(facts: OperationFacts) -> str | None:
+    """Only linear layers have weight-only kernels; other weights would be dequantized in each call."""
     if facts.is_weight_only and facts.kind not in ("linear", "embedding"):
-        return f"no kernel for a {facts.kind} with narrow weights and float activations"
+        return f"no kernel for {facts.kind} with integer weights and float activations"
     return None

@@ -1,8 +1,8 @@
-"""A target as a declaration: what its compiler fuses, where it wants Q/DQ, what it can run, what does not pay.
+"""The class Target: a declaration of what a compiler fuses, where Q/DQ go, and what the runtime can run.
 
     Target("mine", patterns=BASE_PATTERNS, activation=spec, weight=spec, accepts=(Accepted(...),), rules=(my_rule,))
 
-A target never sees an algorithm, and nothing here runs a model.
+A target contains no algorithms and does not run models. Other packages read it.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,29 +19,31 @@ from scalepoint.spec import QuantizationFormulation, QuantizationGranularity, Qu
 from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.spec.spec import to_dtype
 
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-LABEL = "scalepoint.target"  # in the metadata of an exported file
+_SHORT_DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+METADATA_KEY = "scalepoint.target"  # in the metadata of an exported file
 
 
-def parse_float_dtype(given: str | torch.dtype | None) -> torch.dtype:
-    """A type by its name, short or long; float32 unless given."""
-    return torch.float32 if given is None else to_dtype(_SHORT.get(given, given) if isinstance(given, str) else given)
+def parse_float_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
+    """Convert a short or long name to a dtype. None is float32."""
+    if dtype is None:
+        return torch.float32
+    return to_dtype(_SHORT_DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
 
 
 @dataclass(frozen=True)
 class OperationFacts:
-    """What a cost rule can see of an operation."""
+    """Properties of an operation, the argument of cost rules."""
 
-    name: str
+    name: str  # layer name
     kind: str
-    pattern: str
+    pattern: str  # name of the pattern that matched it
     weight_shape: tuple[int, ...] = ()
     groups: int = 1
-    is_first: bool = False
-    activation: QuantizationSpec | None = None  # what its inputs are asked in
-    weight: QuantizationSpec | None = None  # what its weight is asked in
+    is_first: bool = False  # whether it reads the model's input
+    activation: QuantizationSpec | None = None  # spec of its inputs; None: float
+    weight: QuantizationSpec | None = None  # spec of its weight; None: float
     is_masked: bool = False  # attention: whether a mask is added that depends on the inputs
-    tokens: int = 0  # attention: the longer of query and key, 0 when it is free
+    tokens: int = 0  # attention: the longer of query and key; 0 if the length is dynamic
 
     @property
     def is_weight_only(self) -> bool:
@@ -56,54 +58,54 @@ class OperationFacts:
         return self.weight_shape[2:]
 
 
-CostRule = Callable[[OperationFacts], str | None]  # why the operation is better left float, or None
+CostRule = Callable[[OperationFacts], str | None]  # returns why the operation is better left float, or None
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """One family of tensors that the target can run. An empty tuple allows everything."""
+    """One family of tensors that the target can run. An empty tuple in a field allows everything."""
 
-    role: str  # weight or activation
+    role: str  # "weight" or "activation"
     dtypes: tuple[CodeType, ...]
     schemes: tuple[QuantizationScheme, ...] = ()
     granularities: tuple[str, ...] = ()
     block_sizes: tuple[int, ...] = ()
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()  # of operations
     formulations: tuple[QuantizationFormulation, ...] = (QuantizationFormulation.ZP,)
-    dynamic: bool = True  # whether its parameters may be made for every call; False: they are constants of the file
+    dynamic: bool = True  # whether scales may be computed in every call; False: they are constants of the file
 
     def distance(self, dtype: CodeType) -> tuple[bool, bool, int]:
-        """How unlike a dtype the row's own are: another one, of another kind, of another width."""
-        asked_format, accepted_format = get_format(dtype), get_format(self.dtypes[0])
+        """Return a sort key for how much a dtype differs from those of this row: listed, float or integer, width."""
+        dtype_format, row_format = get_format(dtype), get_format(self.dtypes[0])
         return (
             dtype not in self.dtypes,
-            asked_format.is_float != accepted_format.is_float,
-            abs(asked_format.bits - accepted_format.bits),
+            dtype_format.is_float != row_format.is_float,
+            abs(dtype_format.bits - row_format.bits),
         )
 
-    def complaint(self, spec: QuantizationSpec, kind: str) -> str | None:
-        """What about the spec does not fit, or None."""
+    def explain_mismatch(self, spec: QuantizationSpec, kind: str) -> str | None:
+        """Return what this row does not accept in a spec; None if it accepts the spec."""
         granularity = spec.granularity
         key = QuantizationGranularity.key_of(type(granularity))
         if spec.dtype not in self.dtypes:
             return f"dtype {dtype_name(spec.dtype)}"
         if self.kinds and kind not in self.kinds:
             return f"{dtype_name(spec.dtype)} for {kind}"
-        for said, value, allowed in (
+        for field_name, value, allowed in (
             ("scheme", spec.qscheme, self.schemes),
             ("formulation", spec.qformulation, self.formulations),
             ("granularity", key, self.granularities),
         ):
             if allowed and value not in allowed:
-                return f"{dtype_name(spec.dtype)} with {said} {value}"
-        return self._parameter_complaint(spec)
+                return f"{dtype_name(spec.dtype)} with {field_name} {value}"
+        return self._explain_parameter_mismatch(spec)
 
-    def _parameter_complaint(self, spec: QuantizationSpec) -> str | None:
-        blocks = getattr(spec.granularity, "block_size", None)
-        if self.block_sizes and blocks is not None and blocks not in self.block_sizes:
-            return f"{dtype_name(spec.dtype)} in blocks of {blocks}"
+    def _explain_parameter_mismatch(self, spec: QuantizationSpec) -> str | None:
+        block_size = getattr(spec.granularity, "block_size", None)
+        if self.block_sizes and block_size is not None and block_size not in self.block_sizes:
+            return f"{dtype_name(spec.dtype)} in blocks of {block_size}"
         if not self.dynamic and issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator):
-            return f"{dtype_name(spec.dtype)} with scales that are made for every call (dynamic)"
+            return f"{dtype_name(spec.dtype)} with scales that are computed in every call (dynamic)"
         return None
 
     def __str__(self) -> str:
@@ -111,13 +113,14 @@ class Accepted:
         blocks = f" of {'/'.join(map(str, self.block_sizes))}" if self.block_sizes else ""
         words.append("/".join(self.granularities) + blocks)
         if self.formulations != (QuantizationFormulation.ZP,):
-            words.append(f"formulation {'/'.join(each.value for each in self.formulations) or 'any'}")
+            formulations = "/".join(formulation.value for formulation in self.formulations)
+            words.append(f"formulation {formulations or 'any'}")
         return " ".join(word for word in words if word)
 
 
 @dataclass(frozen=True)
 class RewriteRule:
-    """A rule of the file's format that writes an operation in other words, and why this target wants it."""
+    """A rewrite that the file format applies for this target, by name, and why the target needs it."""
 
     name: str
     why: str
@@ -125,58 +128,87 @@ class RewriteRule:
 
 @dataclass(frozen=True)
 class Target:
-    """One deployment target: its patterns, the precisions it runs, where quantizers go, and how files are written."""
+    """One deployment target.
+
+    Attributes:
+        name: Name of the target, as in `deploy(target=...)`.
+        summary: One line for lists of targets.
+        patterns: Groups of operations that the compiler fuses, with their Q/DQ points.
+        activation: Default spec of activations.
+        weight: Default spec of weights.
+        accepts: Families of tensors that it can run; empty: everything.
+        activations: Activation spec by pattern name, where it differs from `activation`.
+        rules: Cost rules: operations that are better left float.
+        refuses: Rules for operations that it cannot run in any precision.
+        same_scale_kinds: Kinds whose output has the scale of their input, such as reshapes.
+        concat_kinds: Kinds whose inputs get the scale of the output if nothing else reads them.
+        folds_input_scaling: Whether a quantizer can absorb a factor per channel, so that the factor costs no time.
+        conversions: Rewrites of the graph before patterns are matched.
+        adapt_weight: Changes the spec of a weight by properties of its operation.
+        float_if_readers_are_float: Whether operations without weights stay float if all their readers are float.
+        table: Spec of embedding tables, one scale per row; None: they stay float.
+        head: Spec of the last layer of a language model; None: it stays float.
+        caches: Specs of the KV cache of a language runtime, by name.
+        bias: "int32" stores biases with the scale input x weight; "float" leaves them float.
+        float_dtypes: Dtypes in which unquantized tensors may be stored; the first is the default.
+        block_scale_dtypes: Scales of blocks are rounded to values of all these dtypes, also in the simulation.
+        has_half_scales: Whether files store scales as float16. The simulation then rounds them too.
+        has_signed_scales: Whether the scale of a block may be negative.
+        is_language: Whether it is a target of `deploy_checkpoint`.
+        domains: Operator domains of the compiler beside ONNX.
+        rewrites: Rewrites of operations in its files.
+        dequantizes_weights_on_load: Whether weights of float layers may be stored in int8 and dequantized at load time.
+        format: Key of the file format in scalepoint.formats.
+        runtime: Key of the runtime in scalepoint.runtimes that runs its files; None: files are not run.
+        kernel_tables: Names of its tables of measured kernels, one for each CPU; used to leave slow int8 layers float.
+        fixed_shapes_reason: Why only the batch of its files can be a free axis; "" if other axes can be free too.
+        options: Options that the target was built with, for the report and the file.
+    """
 
     name: str
     summary: str
     patterns: tuple[Pattern, ...]
     activation: QuantizationSpec
     weight: QuantizationSpec
-    accepts: tuple[Accepted, ...] = ()  # nothing: everything
-    activations: Mapping[str, QuantizationSpec] = field(
-        default_factory=dict, hash=False
-    )  # of patterns that have others
+    accepts: tuple[Accepted, ...] = ()
+    activations: Mapping[str, QuantizationSpec] = field(default_factory=dict, hash=False)
     rules: tuple[CostRule, ...] = ()
-    refuses: tuple[CostRule, ...] = ()  # what it cannot run in any precision
-    same_scale_kinds: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
-    concat_kinds: frozenset[str] = (
-        frozenset()
-    )  # kinds whose output's parameters their inputs have too, if nothing else reads
-    folds_input_scaling: bool = (
-        False  # whether a factor a channel before a quantizer is free: the quantizer takes it in
-    )
+    refuses: tuple[CostRule, ...] = ()
+    same_scale_kinds: frozenset[str] = frozenset()
+    concat_kinds: frozenset[str] = frozenset()
+    folds_input_scaling: bool = False
     conversions: tuple[Conversion, ...] = CONVERSIONS
     adapt_weight: Callable[[QuantizationSpec, OperationFacts], QuantizationSpec] | None = None
-    float_if_readers_are_float: bool = False  # whether what has no weights stays float when all that read it do
-    table: QuantizationSpec | None = None  # of embeddings, a scale a row; None: they stay float
-    head: QuantizationSpec | None = None  # of the last layer of a language model; None: it stays float
-    caches: Mapping[str, QuantizationSpec] = field(
-        default_factory=dict, hash=False
-    )  # how a language runtime can keep keys and values, by name
+    float_if_readers_are_float: bool = False
+    table: QuantizationSpec | None = None
+    head: QuantizationSpec | None = None
+    caches: Mapping[str, QuantizationSpec] = field(default_factory=dict, hash=False)
     bias: Literal["float", "int32"] = "float"
-    float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
-    block_scale_dtypes: tuple[torch.dtype, ...] = ()  # all of which hold scales of blocks, as the simulation's are
-    has_half_scales: bool = False  # whether files hold scales in float16, so that the simulation has such ones
-    has_signed_scales: bool = False  # whether a scale of its blocks may be negative
-    is_language: bool = False  # made from a language model's checkpoint, by deploy_checkpoint
-    domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
-    rewrites: tuple[RewriteRule, ...] = ()  # operations that its files write in other words
-    dequantizes_weights_on_load: bool = (
-        False  # whether a weight of a float product may be stored in int8: made float as a file is loaded
-    )
-    format: str = "onnx"  # of its files: a key of scalepoint.formats
-    runtime: str | None = None  # where its files are run and judged: a key of scalepoint.runtimes
-    kernel_tables: tuple[str, ...] = ()  # its tables of measured kernels, one a CPU: they tell where int8 pays
-    fixed_shapes_reason: str = ""  # why its files have no free axes beside the batch; nothing where they have
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
+    float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    block_scale_dtypes: tuple[torch.dtype, ...] = ()
+    has_half_scales: bool = False
+    has_signed_scales: bool = False
+    is_language: bool = False
+    domains: tuple[str, ...] = ()
+    rewrites: tuple[RewriteRule, ...] = ()
+    dequantizes_weights_on_load: bool = False
+    format: str = "onnx"
+    runtime: str | None = None
+    kernel_tables: tuple[str, ...] = ()
+    fixed_shapes_reason: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            raise SpecError(f"a target has a name, not {short_repr(self.name)}")
+            raise SpecError(f"the name of a target must be a text, got {short_repr(self.name)}")
         if not (isinstance(self.format, str) and self.format):
-            raise SpecError(f"target {self.name!r}: format= is the key of a file format, not {short_repr(self.format)}")
+            raise SpecError(
+                f"target {self.name!r}: format= must be the key of a file format, got {short_repr(self.format)}"
+            )
         if not (self.runtime is None or (isinstance(self.runtime, str) and self.runtime)):
-            raise SpecError(f"target {self.name!r}: runtime= is the key of a runtime, not {short_repr(self.runtime)}")
+            raise SpecError(
+                f"target {self.name!r}: runtime= must be the key of a runtime, got {short_repr(self.runtime)}"
+            )
         for spec, role in ((self.activation, "activation"), (self.weight, "weight")):
             self.check(spec, role, "", self.name)
         for spec in self.activations.values():
@@ -189,71 +221,91 @@ class Target:
         return tuple(pattern.name for pattern in self.patterns)
 
     @property
-    def labels(self) -> dict[str, str]:
-        """What an exported file says that it was made for."""
-        return {LABEL: self.name, **{f"{LABEL}.{name}": str(self.options[name]) for name in sorted(self.options)}}
+    def file_metadata(self) -> dict[str, str]:
+        """The metadata of exported files: the target and its options."""
+        return {
+            METADATA_KEY: self.name,
+            **{f"{METADATA_KEY}.{name}": str(self.options[name]) for name in sorted(self.options)},
+        }
 
     def why_float(self, facts: OperationFacts) -> str | None:
-        """The first rule that says that an operation is better left float."""
+        """Return the reason of the first cost rule that leaves an operation float; None if no rule does."""
         return next((reason for rule in self.rules if (reason := rule(facts))), None)
 
-    def refuse(self, facts: OperationFacts) -> None:
-        """Raise TargetError for an operation that cannot be here in any precision."""
-        why = next((reason for rule in self.refuses if (reason := rule(facts))), None)
-        if why:
-            raise TargetError(f"{facts.name}: target {self.name!r} cannot run {why}")
+    def check_operation(self, facts: OperationFacts) -> None:
+        """Raise TargetError if the target cannot run an operation in any precision."""
+        reason = next((reason for rule in self.refuses if (reason := rule(facts))), None)
+        if reason:
+            raise TargetError(f"{facts.name}: target {self.name!r} cannot run {reason}")
 
     def activation_for(self, pattern: str) -> QuantizationSpec:
-        """Of the tensors at the points of a pattern."""
+        """Return the default spec at the Q/DQ points of a pattern."""
         return self.activations.get(pattern, self.activation)
 
     def weight_for(self, spec: QuantizationSpec, facts: OperationFacts) -> QuantizationSpec:
-        """The weight's spec as this target's kernels want it."""
+        """Return the spec of a weight as adapted to the kernels of this target."""
         return spec if self.adapt_weight is None else self.adapt_weight(spec, facts)
 
-    def check_float_dtype(self, given: str | torch.dtype | None) -> torch.dtype:
-        """The type of what is not quantized, the target's first unless given; TargetError for what cannot run here."""
-        dtype = self.float_dtypes[0] if given is None else parse_float_dtype(given)
-        if dtype not in self.float_dtypes:
+    def check_float_dtype(self, dtype: str | torch.dtype | None) -> torch.dtype:
+        """Return the dtype of unquantized tensors, by default the first of `float_dtypes`.
+
+        Raises:
+            TargetError: The target cannot run this dtype.
+        """
+        parsed = self.float_dtypes[0] if dtype is None else parse_float_dtype(dtype)
+        if parsed not in self.float_dtypes:
             allowed = " or ".join(map(dtype_name, self.float_dtypes))
             raise TargetError(
-                f"float_dtype={dtype_name(dtype)}: target {self.name!r} runs what is not quantized in {allowed}"
+                f"float_dtype={dtype_name(parsed)}: target {self.name!r} runs unquantized tensors only in {allowed}"
             )
-        return dtype
+        return parsed
 
     def check_free_sizes(self, dynamic_axes: object) -> None:
-        """Raise TargetError where axes are asked for that its files cannot have free."""
+        """Raise TargetError if `dynamic_axes` is used and the files have fixed sizes."""
         if dynamic_axes and self.fixed_shapes_reason:
             raise TargetError(
-                f"dynamic_axes: target {self.name!r} has files of fixed sizes: {self.fixed_shapes_reason}. Omit it and "
-                "deploy once for each size, with an example of it"
+                f"dynamic_axes= cannot be used with target {self.name!r}, whose files have fixed sizes: "
+                f"{self.fixed_shapes_reason}. Omit it, and deploy once for each size with an example of that size"
             )
 
     def check_formulation(self, spec: QuantizationSpec, role: str, where: str) -> None:
-        """Raise TargetError where no tensor of this role can have the spec's formulation."""
+        """Raise TargetError if no tensor of this role can have the formulation of the spec."""
         rows = [row for row in self.accepts if row.role == role]
         if not rows or any(not row.formulations or spec.qformulation in row.formulations for row in rows):
             return
         formulation = spec.qformulation.value
         raise TargetError(
-            f"{where}: target {self.name!r} cannot run qformulation={formulation!r}: its kernels and files have "
-            "integer zero points. Use qformulation='zp'"
+            f"{where}: target {self.name!r} cannot run qformulation={formulation!r}: its kernels and files use integer "
+            "zero points. Use qformulation='zp'"
         )
 
     def check(self, spec: QuantizationSpec, role: str, kind: str, where: str) -> None:
-        """Raise TargetError for what cannot run here, with the nearest choice that can."""
+        """Check that the target can run a spec.
+
+        Args:
+            spec: The spec of a weight or activation.
+            role: "weight" or "activation".
+            kind: Kind of the operation; "" accepts the spec if any kind can have it.
+            where: Name of the layer, for the error.
+
+        Raises:
+            TargetError: No row of `accepts` has the spec. The message names the nearest one that can run.
+        """
         if not self.accepts:
             return
-        rows = [row for row in self.accepts if row.role == role]
-        complaints = [
-            (row, row.complaint(spec, kind) if kind else row.complaint(spec, row.kinds[0] if row.kinds else ""))
-            for row in rows
+        mismatches = [
+            (row, row.explain_mismatch(spec, kind or next(iter(row.kinds), "")))
+            for row in self.accepts
+            if row.role == role
         ]
-        if any(complaint is None for _, complaint in complaints):
+        if any(mismatch is None for _, mismatch in mismatches):
             return
-        nearest_first = sorted(complaints, key=lambda pair: pair[0].distance(spec.dtype))
-        complaint = nearest_first[0][1] if complaints else f"any {role}"
+        nearest_first = sorted(mismatches, key=lambda pair: pair[0].distance(spec.dtype))
+        mismatch = nearest_first[0][1] if nearest_first else f"any {role}"
         row = next((row for row, _ in nearest_first if not (kind and row.kinds) or kind in row.kinds), None)
-        constant = ", with constant scales" if row and not row.dynamic and "dynamic" in str(complaint) else ""
-        way = f"the nearest it can: {row}{constant}" if row else "leave it float"
-        raise TargetError(f"{where}: target {self.name!r} cannot run {complaint} as {role} ({way})")
+        if row is None:
+            advice = "leave it float"
+        else:
+            needs_constant_scales = not row.dynamic and "dynamic" in str(mismatch)
+            advice = f"nearest supported: {row}{', with constant scales' if needs_constant_scales else ''}"
+        raise TargetError(f"{where}: target {self.name!r} cannot run {mismatch} as {role} ({advice})")

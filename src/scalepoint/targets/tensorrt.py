@@ -1,6 +1,7 @@
 """TensorRT: symmetric int8 with per-channel weights, Q/DQ on the inputs of fused groups, the rest float.
 
-Rules R16 to R19 keep Q/DQ away from what has no fast kernel. A convolution that feeds a layer norm writes int8 (R20).
+Rules R16 to R19 (see `scalepoint check`) leave operations without a fast int8 kernel in float. A convolution before a
+layer norm gets a quantized output (R20).
 """
 
 from math import prod
@@ -16,12 +17,12 @@ from scalepoint.patterns.fused import FusedConvBN, FusedPool
 from scalepoint.patterns.language import Nodes
 from scalepoint.spec import PerChannelGranularity, PerTokenBlockGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
-from scalepoint.targets.rules import weights_alone
+from scalepoint.targets.rules import weight_only_outside_linear
 from scalepoint.targets.target import Accepted, OperationFacts, Target
 
 
 def feeds_layer_norm(node: fx.Node, nodes: Nodes) -> str | None:
-    """All readers, through batch norm and moves, are layer norms."""
+    """All readers, through batch norms and moves, are layer norms."""
     pending = list(node.users)
     while pending:
         reader = pending.pop()
@@ -38,38 +39,41 @@ CONV_BEFORE_NORM = Pattern(
     FusedConvBN,
     (Point.INPUT, Point.OUTPUT),
 )
-POOL_BEFORE_NORM = Pattern(  # int8 in would need int8 out (R13), which the norm does not want (R20)
+POOL_BEFORE_NORM = Pattern(  # no points: an int8 input needs an int8 output (R13), which a layer norm must not read
     "PoolBeforeLayerNormPattern", chain(op("pool", "adaptive_avg_pool", where=feeds_layer_norm)), FusedPool
 )
 TENSORRT_PATTERNS = (CONV_BEFORE_NORM, POOL_BEFORE_NORM, *BASE_PATTERNS)
 
 _SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
-_SMALL = 16
-_LONGEST_INT8_ATTENTION = 512
-_LARGEST_FP8_KERNEL = 32
+_MIN_TENSOR_CORE_SIZE = 16
+_MAX_INT8_ATTENTION_TOKENS = 512
+_MAX_FP8_KERNEL_TAPS = 32
 
 
 def small_matmul(facts: OperationFacts) -> str | None:
-    """R16: no tensor cores for K < 16 or N < 16."""
+    """R16: int8 tensor cores need K >= 16 and N >= 16."""
     if facts.kind not in ("linear", "head") or not facts.weight_shape:
         return None
     n, k = facts.weight_shape[:2]
-    if n < _SMALL or k < _SMALL:
-        return f"a {k} x {n} matrix product has no int8 kernel: both sides need {_SMALL} (rule R16)"
+    if n < _MIN_TENSOR_CORE_SIZE or k < _MIN_TENSOR_CORE_SIZE:
+        return f"a {k} x {n} matrix product has no int8 kernel: both sides need {_MIN_TENSOR_CORE_SIZE} (rule R16)"
     return None
 
 
-def odd_convolution(facts: OperationFacts) -> str | None:
-    """R17: which convolutions with few channels have an int8 kernel."""
-    if facts.kind != "conv" or _is_fp8(facts) or min(facts.weight_shape[:2], default=_SMALL) >= _SMALL:
+def convolution_without_int8_kernel(facts: OperationFacts) -> str | None:
+    """R17: only some convolutions with few channels have an int8 kernel."""
+    if facts.kind != "conv" or _is_fp8(facts) or not facts.weight_shape:
         return None
     out, per_group = facts.weight_shape[:2]
+    if min(out, per_group) >= _MIN_TENSOR_CORE_SIZE:
+        return None
     if facts.groups == 1:
-        wide = facts.is_first or max(out, per_group) >= _SMALL
-        fits = (out % 8 == 0 or per_group % 8 == 0) and wide and len(set(facts.kernel)) == 1
+        is_wide = facts.is_first or max(out, per_group) >= _MIN_TENSOR_CORE_SIZE
+        has_square_kernel = len(set(facts.kernel)) == 1
+        has_kernel = (out % 8 == 0 or per_group % 8 == 0) and is_wide and has_square_kernel
     else:
-        fits = out % 8 == 0 and all(size >= 3 for size in facts.kernel)
-    if fits:
+        has_kernel = out % 8 == 0 and all(size >= 3 for size in facts.kernel)
+    if has_kernel:
         return None
     return f"no int8 kernel for a convolution of {per_group} -> {out} channels in {facts.groups} groups (rule R17)"
 
@@ -78,26 +82,26 @@ def _is_fp8(facts: OperationFacts) -> bool:
     return facts.activation is not None and facts.activation.dtype == torch.float8_e4m3fn
 
 
-def odd_fp8_convolution(facts: OperationFacts) -> str | None:
+def convolution_without_fp8_kernel(facts: OperationFacts) -> str | None:
     """R17: fp8 convolutions have more than 16 channels on both sides, small kernels and no groups."""
     if facts.kind != "conv" or not _is_fp8(facts) or not facts.weight_shape:
         return None
-    few = min(facts.weight_shape[:2]) <= _SMALL
-    if not few and facts.groups == 1 and prod(facts.kernel) <= _LARGEST_FP8_KERNEL:
+    has_few_channels = min(facts.weight_shape[:2]) <= _MIN_TENSOR_CORE_SIZE
+    if not has_few_channels and facts.groups == 1 and prod(facts.kernel) <= _MAX_FP8_KERNEL_TAPS:
         return None
     shape = "x".join(map(str, facts.weight_shape))
     return f"no fp8 kernel for a convolution with a {shape} weight in {facts.groups} groups (rule R17)"
 
 
-def no_float8_pool(facts: OperationFacts) -> str | None:
-    """fp8 and fp4 are for convolutions, matrix products and residual adds."""
+def pool_without_float_kernel(facts: OperationFacts) -> str | None:
+    """Pools have no fp8 and fp4 kernels; convolutions, matrix products and residual adds have."""
     if "pool" not in facts.kind or facts.activation is None or facts.activation.dtype == torch.int8:
         return None
     return f"no {dtype_name(facts.activation.dtype)} kernel for pooling"
 
 
-def blocks_are_for_products(facts: OperationFacts) -> str | None:
-    """Block formats (MXFP8, NVFP4) run in matrix products with stored weights alone."""
+def block_format_outside_products(facts: OperationFacts) -> str | None:
+    """Block formats (MXFP8, NVFP4) run only in matrix products with stored weights, and in attention."""
     if facts.activation is None or facts.kind in ("linear", "attention"):
         return None
     if not isinstance(facts.activation.granularity, PerTokenBlockGranularity):
@@ -106,17 +110,16 @@ def blocks_are_for_products(facts: OperationFacts) -> str | None:
 
 
 def attention_without_kernel(facts: OperationFacts) -> str | None:
-    """R18, R19: which attention is fused; products that are not fused are faster in float than between Q/DQ."""
+    """R18, R19: attention that is not fused into one kernel is faster in float than between Q/DQ."""
     if facts.kind != "attention" or facts.activation is None:
         return None
     if facts.activation.dtype != torch.int8:
         return "fp8 attention is one kernel only with Q/DQ inside it, on the softmax (rule R19)"
     if facts.is_masked:
         return "no int8 kernel for attention with a mask that is computed (rule R18)"
-    if facts.tokens > _LONGEST_INT8_ATTENTION:
-        return (
-            f"no int8 kernel for attention over {facts.tokens} tokens, more than {_LONGEST_INT8_ATTENTION} (rule R18)"
-        )
+    limit = _MAX_INT8_ATTENTION_TOKENS
+    if facts.tokens > limit:
+        return f"no int8 kernel for attention over {facts.tokens} tokens, more than {limit} (rule R18)"
     return None
 
 
@@ -140,12 +143,12 @@ TENSORRT = Target(
         Accepted("weight", (torch.float4_e2m1fn_x2,), (), ("per_block",), (16,), ("linear",)),
     ),
     rules=(
-        weights_alone,
-        blocks_are_for_products,
+        weight_only_outside_linear,
+        block_format_outside_products,
         small_matmul,
-        odd_convolution,
-        odd_fp8_convolution,
-        no_float8_pool,
+        convolution_without_int8_kernel,
+        convolution_without_fp8_kernel,
+        pool_without_float_kernel,
         attention_without_kernel,
     ),
     float_if_readers_are_float=True,

@@ -469,7 +469,7 @@ def _fingerprint_model(model: fx.GraphModule, weight_provider: WeightProvider | 
     return [
         weight_provider.mark,
         metadata.config.to_dict(),
-        None if metadata.target is None else metadata.target.labels,
+        None if metadata.target is None else metadata.target.file_metadata,
     ]
 
 
