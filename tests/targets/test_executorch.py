@@ -33,7 +33,7 @@ def is_dynamic(stub):
 
 def test_every_tensor_between_convolutions_is_quantized_once():
     found = placed(resnet50(width=8, classes=10), torch.randn(2, 3, 64, 64))
-    kinds = [module.kind for module in found.modules() if type(module).__name__ == "QuantizedWeighted"]
+    kinds = [module.kind for module in found.modules() if type(module).__name__ == "QuantizedLayer"]
     assert (kinds.count("conv"), kinds.count("linear")) == (53, 1)
     # the input, 53 convolutions, 16 adds, the pool (max pool and flatten share), the head
     assert len(stubs(found)) == 1 + 53 + 16 + 1 + 1
@@ -65,7 +65,7 @@ def test_a_patch_embedding_is_int8_only_where_constant_scales_are_asked_for():
         for config in (None, QuantConfig(activation=STATIC))
     ]
     assert [(row.name, row.state.value) for row in rows] == [("embed", "float"), ("embed", "quantized")]
-    assert "ask for constant scales" in rows[0].reason
+    assert "static scales" in rows[0].reason
 
 
 def test_a_static_linear_layer_has_its_output_quantized_as_xnnpack_wants():
