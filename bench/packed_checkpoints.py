@@ -42,7 +42,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.formats.checkpoint_folder.tiny import logits_of, make, quantize, reference
+from tests.formats.checkpoint_folder.tiny import compute_logits, load_reference, quantize, save_model
 
 from measure import publish, run_part
 from scalepoint import deploy_checkpoint, tensorrt
@@ -213,7 +213,7 @@ BLOCKS = {"type": "per_block", "block_size": 32, "axis": 1}
 
 def difference(family: str, bits: int, folder: Path) -> tuple[float, float]:
     spec = ExtendedQuantizationSpec(dtype=f"int{bits}", granularity=BLOCKS)
-    source = make(family, folder / "in", torch.float16)
+    source = save_model(family, folder / "in", torch.float16)
     heads = ("lm_head", "embed_out")  # auto-round leaves them float
     checkpoint = quantize(
         source, spec, scale_dtype=torch.float16, choose=lambda layer: None if layer in heads else spec
@@ -228,7 +228,7 @@ def difference(family: str, bits: int, folder: Path) -> tuple[float, float]:
     )
     packed = sum(hasattr(module, "qweight") for module in model.modules())
     assert packed == len(checkpoint.quantized), f"{packed} of {len(checkpoint.quantized)} layers are packed"
-    found, wanted = logits_of(model), logits_of(reference(checkpoint, folder / "reference"))
+    found, wanted = compute_logits(model), compute_logits(load_reference(checkpoint, folder / "reference"))
     return float((found - wanted).abs().max()), float(wanted.abs().max())
 
 

@@ -11,7 +11,7 @@ from scalepoint.formats import find_checkpoint_format
 from scalepoint.runtimes import Status, find_runtime
 from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.spec import ExtendedQuantizationSpec, QuantizationSpec
-from tests.formats.checkpoint_folder.tiny import FAMILIES, logits_of, make, quantize, reference
+from tests.formats.checkpoint_folder.tiny import FAMILIES, compute_logits, load_reference, quantize, save_model
 
 RUNTIME = find_runtime("transformers")
 BLOCKS = {"type": "per_block", "block_size": 32, "axis": 1}
@@ -40,17 +40,17 @@ def write(name, family, folder):
     checkpoint_format = find_checkpoint_format(name.partition(",")[0])
     if checkpoint_format.name == "compressed-tensors":
         pytest.importorskip("compressed_tensors", reason="pip install scalepoint[transformers]")
-    source = make(family, folder / "in", torch.float32)
+    source = save_model(family, folder / "in", torch.float32)
     checkpoint = quantize(source, SPECS[name], scale_dtype=torch.float16)
     checkpoint_format.write(checkpoint, folder / "out")
-    return folder / "out", reference(checkpoint, folder / "reference")
+    return folder / "out", load_reference(checkpoint, folder / "reference")
 
 
 def check(file_class, folder, model):
     file = file_class(str(folder), {"threads": 1})
     [(name, logits)] = file.run({"input_ids": TOKENS.numpy()})
     assert (name, logits.dtype) == ("logits", np.float32)
-    assert np.array_equal(logits, logits_of(model).numpy())
+    assert np.array_equal(logits, compute_logits(model).numpy())
     result = file.generate(TOKENS[0].tolist(), 20)
     assert result["tokens"] == generate_greedily(model, TOKENS, 20)
     assert min(result["prefill_seconds"], result["decode_seconds"]) > 0
@@ -76,7 +76,7 @@ def test_every_family_runs_from_a_gptq_folder(tmp_path, file_class, family):
 
 
 def test_layers_with_their_own_precision_are_unpacked_with_it(tmp_path, file_class):
-    source = make("mistral", tmp_path / "in", torch.float32)
+    source = save_model("mistral", tmp_path / "in", torch.float32)
     specs = {"k_proj": SPECS["gptq, 3 bits"], "v_proj": SPECS["gptq, 8 bits"], "o_proj": None}
     checkpoint = quantize(
         source,
@@ -85,7 +85,7 @@ def test_layers_with_their_own_precision_are_unpacked_with_it(tmp_path, file_cla
         choose=lambda layer: specs.get(layer.rpartition(".")[2], SPECS["gptq"]),
     )
     find_checkpoint_format("gptq").write(checkpoint, tmp_path / "out")
-    check(file_class, tmp_path / "out", reference(checkpoint, tmp_path / "reference"))
+    check(file_class, tmp_path / "out", load_reference(checkpoint, tmp_path / "reference"))
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_folder_runs_in_a_child_process(tmp_path):
         request = {"task": "run", "path": str(folder), "options": {"threads": 1}, **files.files, "executed": True}
         answer = run_task(RUNTIME, request)
         assert (answer.status, answer.message) == (Status.OK, "")
-        assert np.array_equal(files.outputs(answer)["logits"], logits_of(model).numpy())
+        assert np.array_equal(files.outputs(answer)["logits"], compute_logits(model).numpy())
 
 
 def test_code_of_a_folder_is_never_run(tmp_path, file_class):

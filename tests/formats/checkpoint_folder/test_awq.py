@@ -1,4 +1,4 @@
-"""AWQ folders, read back by the definition of the format, and by the converter of compressed-tensors."""
+"""AWQ folders are read back by the definition of the format, and by the converter of compressed-tensors."""
 
 import json
 
@@ -10,7 +10,7 @@ from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats import find_checkpoint_format
 from scalepoint.spec import QuantizationSpec
 from tests.errors import raises
-from tests.formats.checkpoint_folder.tiny import FAMILIES, make, quantize
+from tests.formats.checkpoint_folder.tiny import FAMILIES, quantize, save_model
 
 FORMAT = find_checkpoint_format("awq")
 ROWS = {"type": "per_channel", "axis": 0}
@@ -25,33 +25,33 @@ LAYER = "model.layers.1.self_attn.k_proj"
 
 
 def nibble(word, output):
-    """The output's place in its word: even ones first."""
-    place = [0, 4, 1, 5, 2, 6, 3, 7][output % 8]
-    return word >> 4 * place & 15
+    """The code of an output in its word, which has the even outputs first."""
+    index = [0, 4, 1, 5, 2, 6, 3, 7][output % 8]
+    return word >> 4 * index & 15
 
 
-def read(folder, layer):
-    """(out, in), value after value."""
+def read_weight(folder, layer):
+    """The dequantized weight (out, in)."""
     file = load_file(folder / "model.safetensors")
     qweight, qzeros, scales = (file[f"{layer}.{part}"] for part in ("qweight", "qzeros", "scales"))
     assert (qweight.dtype, qzeros.dtype, scales.dtype) == (torch.int32, torch.int32, torch.float16)
-    group = len(qweight) // len(scales)
+    group_size = len(qweight) // len(scales)
     weight = torch.zeros(scales.shape[1], len(qweight))
     for k, words in enumerate(qweight.tolist()):
-        zeros = qzeros[k // group].tolist()
+        zeros = qzeros[k // group_size].tolist()
         for n in range(scales.shape[1]):
             code = nibble(words[n // 8], n) - nibble(zeros[n // 8], n)
-            weight[n, k] = code * float(scales[k // group, n])
+            weight[n, k] = code * float(scales[k // group_size, n])
     return weight
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_reader_by_the_definition_finds_the_values(tmp_path, name):
-    source = make("llama", tmp_path / "in")
+def test_reading_by_the_definition_gives_the_quantized_values(tmp_path, name):
+    source = save_model("llama", tmp_path / "in")
     FORMAT.check(source, SPECS[name], None)
     checkpoint = quantize(source, SPECS[name], scale_dtype=torch.float16)
     FORMAT.write(checkpoint, tmp_path / "out")
-    assert torch.equal(read(tmp_path / "out", LAYER), checkpoint.quantized[f"{LAYER}.weight"].dequantize())
+    assert torch.equal(read_weight(tmp_path / "out", LAYER), checkpoint.quantized[f"{LAYER}.weight"].dequantize())
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config == {
         "quant_method": "awq",
@@ -65,37 +65,40 @@ def test_a_reader_by_the_definition_finds_the_values(tmp_path, name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_written(tmp_path, family):
-    source = make(family, tmp_path / "in")
+    source = save_model(family, tmp_path / "in")
     FORMAT.check(source, UINT4, None)
     checkpoint = quantize(source, UINT4, scale_dtype=torch.float16)
     FORMAT.write(checkpoint, tmp_path / "out")
     first = next(iter(checkpoint.quantized)).removesuffix(".weight")
-    assert torch.equal(read(tmp_path / "out", first), checkpoint.quantized[f"{first}.weight"].dequantize())
-    kept = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    packed = [name.removesuffix(".weight") for name in checkpoint.quantized]
-    assert not any(float_layer in layer for layer in packed for float_layer in kept)  # loaders look for parts of names
+    assert torch.equal(read_weight(tmp_path / "out", first), checkpoint.quantized[f"{first}.weight"].dequantize())
+    float_layers = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "modules_to_not_convert"
+    ]
+    quantized_layers = [name.removesuffix(".weight") for name in checkpoint.quantized]
+    # Loaders look for these names anywhere in the path of a layer.
+    assert not any(float_layer in layer for layer in quantized_layers for float_layer in float_layers)
 
 
 def test_the_converter_of_compressed_tensors_reads_the_codes(tmp_path):
     converters = pytest.importorskip("compressed_tensors.entrypoints.convert.converters")
     compressors = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    source = make("llama", tmp_path / "in")
+    source = save_model("llama", tmp_path / "in")
     checkpoint = quantize(
         source, UINT4, scale_dtype=torch.float16, choose=lambda layer: UINT4 if "k_proj" in layer else None
     )
     FORMAT.write(checkpoint, tmp_path / "out")
     converter = converters.AutoAWQConverter.from_pretrained(str(tmp_path / "out"))
     tensors = converter.process(load_file(tmp_path / "out" / "model.safetensors"))
-    packed = checkpoint.quantized[f"{LAYER}.weight"]
-    codes = compressors.unpack_from_int32(tensors[f"{LAYER}.weight_packed"], 4, packed.codes.shape)
-    zeros = compressors.unpack_from_int32(tensors[f"{LAYER}.weight_zero_point"], 4, packed.scale.shape, packed_dim=0)
-    assert torch.equal(codes.int() + 8, packed.codes.int())
-    assert torch.equal(zeros.int() + 8, packed.zero_point)
-    assert torch.equal(tensors[f"{LAYER}.weight_scale"].float(), packed.scale)
+    weight = checkpoint.quantized[f"{LAYER}.weight"]
+    codes = compressors.unpack_from_int32(tensors[f"{LAYER}.weight_packed"], 4, weight.codes.shape)
+    zeros = compressors.unpack_from_int32(tensors[f"{LAYER}.weight_zero_point"], 4, weight.scale.shape, packed_dim=0)
+    assert torch.equal(codes.int() + 8, weight.codes.int())
+    assert torch.equal(zeros.int() + 8, weight.zero_point)
+    assert torch.equal(tensors[f"{LAYER}.weight_scale"].float(), weight.scale)
 
 
-def test_float_layers_are_named(tmp_path):
-    source = make("llama", tmp_path / "in")
+def test_the_config_lists_float_layers(tmp_path):
+    source = save_model("llama", tmp_path / "in")
     checkpoint = quantize(
         source, UINT4, scale_dtype=torch.float16, choose=lambda layer: None if "layers.0" in layer else UINT4
     )
@@ -105,8 +108,8 @@ def test_float_layers_are_named(tmp_path):
     assert all(name.startswith("model.layers.0.") for name in config["modules_to_not_convert"])
 
 
-def test_two_sizes_of_blocks_are_refused(tmp_path):
-    source = make("llama", tmp_path / "in")
+def test_two_block_sizes_in_one_folder_are_rejected(tmp_path):
+    source = save_model("llama", tmp_path / "in")
     wide = UINT4.replace(granularity={**BLOCKS, "block_size": 64})
     checkpoint = quantize(
         source, UINT4, scale_dtype=torch.float16, choose=lambda layer: wide if "down" in layer else UINT4
@@ -116,14 +119,14 @@ def test_two_sizes_of_blocks_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weight", "activation", "says"),
+    ("weight", "activation", "message"),
     [
-        (UINT4, QuantizationSpec(dtype="int8"), r"awq has float activations"),
+        (UINT4, QuantizationSpec(dtype="int8"), r"awq needs float activations"),
         (QuantizationSpec(dtype="int8", granularity=ROWS), None, "awq.*int8.*4 bits"),
-        (None, None, r"give a spec"),
+        (None, None, r"pass a spec"),
     ],
     ids=["activations", "int8", "nothing"],
 )
-def test_what_the_format_has_not_is_refused_before_any_work(tmp_path, weight, activation, says):
-    with pytest.raises(TargetError, match=says):
-        FORMAT.check(make("llama", tmp_path), weight, activation)
+def test_unsupported_precisions_are_rejected_before_any_work(tmp_path, weight, activation, message):
+    with pytest.raises(TargetError, match=message):
+        FORMAT.check(save_model("llama", tmp_path), weight, activation)

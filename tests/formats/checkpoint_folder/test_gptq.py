@@ -1,4 +1,4 @@
-"""GPTQ folders, read back by the definition of the format: one value after the other."""
+"""GPTQ folders are read back value by value, by the definition of the format."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats import find_checkpoint_format
 from scalepoint.spec import ExtendedQuantizationSpec, QuantizationSpec
 from tests.errors import raises
-from tests.formats.checkpoint_folder.tiny import FAMILIES, make, quantize
+from tests.formats.checkpoint_folder.tiny import FAMILIES, quantize, save_model
 
 FORMAT = find_checkpoint_format("gptq")
 ROWS = {"type": "per_channel", "axis": 0}
@@ -29,12 +29,12 @@ INT4 = SPECS["int4"]
 
 
 def bits_at(words, start, bits):
-    """A row of 32-bit words is one long number, the first word lowest."""
-    return sum((word & 0xFFFFFFFF) << 32 * place for place, word in enumerate(words)) >> start & (1 << bits) - 1
+    """Read a row of 32-bit words as one long integer, whose lowest word is the first."""
+    return sum((word & 0xFFFFFFFF) << 32 * index for index, word in enumerate(words)) >> start & (1 << bits) - 1
 
 
-def read(folder, layer, settings):
-    """(out, in), in float16 as the format has scales."""
+def read_weight(folder, layer, settings):
+    """The dequantized weight (out, in)."""
     file = load_file(folder / "model.safetensors")
     qweight, qzeros, scales, index = (file[f"{layer}.{part}"] for part in ("qweight", "qzeros", "scales", "g_idx"))
     assert (qweight.dtype, qzeros.dtype, scales.dtype, index.dtype) == (
@@ -44,8 +44,8 @@ def read(folder, layer, settings):
         torch.int32,
     )
     bits = settings["bits"]
-    add = 1 if settings["checkpoint_format"] == "gptq" else 0
-    zeros = [[bits_at(row, bits * n, bits) + add for n in range(scales.shape[1])] for row in qzeros.tolist()]
+    offset = 1 if settings["checkpoint_format"] == "gptq" else 0
+    zeros = [[bits_at(row, bits * n, bits) + offset for n in range(scales.shape[1])] for row in qzeros.tolist()]
     columns = qweight.T.tolist()
     weight = torch.zeros(scales.shape[1], len(index))
     for n, words in enumerate(columns):
@@ -54,17 +54,17 @@ def read(folder, layer, settings):
     return weight
 
 
-def settings_of(config, layer):
-    """As GPTQModel and vLLM read them: None for a layer that is float."""
-    for pattern, own in config["dynamic"].items():
+def layer_settings(config, layer):
+    """The settings that GPTQModel and vLLM find for a layer; None for a float layer."""
+    for pattern, overrides in config["dynamic"].items():
         if re.match(pattern[2:], layer):
-            return None if pattern.startswith("-:") else {**config, **own}
+            return None if pattern.startswith("-:") else {**config, **overrides}
     return config
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_reader_by_the_definition_finds_the_values(tmp_path, name):
-    source = make("llama", tmp_path / "in")
+def test_reading_by_the_definition_gives_the_quantized_values(tmp_path, name):
+    source = save_model("llama", tmp_path / "in")
     FORMAT.check(source, SPECS[name], None)
     checkpoint = quantize(source, SPECS[name], scale_dtype=torch.float16)
     FORMAT.write(checkpoint, tmp_path / "out")
@@ -74,52 +74,56 @@ def test_a_reader_by_the_definition_finds_the_values(tmp_path, name):
     assert config["sym"] == name.startswith("int")
     assert config["checkpoint_format"] == ("gptq" if config["sym"] else "gptq_v2")
     layer = "model.layers.1.self_attn.k_proj"
-    assert torch.equal(read(tmp_path / "out", layer, config), checkpoint.quantized[f"{layer}.weight"].dequantize())
+    assert torch.equal(
+        read_weight(tmp_path / "out", layer, config), checkpoint.quantized[f"{layer}.weight"].dequantize()
+    )
 
 
-def test_zero_points_of_symmetric_four_bits_are_the_word_of_sevens(tmp_path):
-    FORMAT.write(quantize(make("llama", tmp_path / "in"), INT4, scale_dtype=torch.float16), tmp_path / "out")
+def test_zero_points_of_symmetric_int4_are_stored_as_sevens(tmp_path):
+    FORMAT.write(quantize(save_model("llama", tmp_path / "in"), INT4, scale_dtype=torch.float16), tmp_path / "out")
     zeros = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.qzeros"]
     assert set(zeros.flatten().tolist()) == {0x77777777}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_written(tmp_path, family):
-    source = make(family, tmp_path / "in")
+    source = save_model(family, tmp_path / "in")
     FORMAT.check(source, INT4, None)
     checkpoint = quantize(source, INT4, scale_dtype=torch.float16)
     FORMAT.write(checkpoint, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    for name, packed in checkpoint.quantized.items():
+    for name, weight in checkpoint.quantized.items():
         layer = name.removesuffix(".weight")
-        rows, columns = packed.codes.shape
+        rows, columns = weight.codes.shape
         assert stored[f"{layer}.qweight"].shape == (columns // 8, rows)
-        assert settings_of(config, layer) == config
+        assert layer_settings(config, layer) == config
     first = next(iter(checkpoint.quantized)).removesuffix(".weight")
-    assert torch.equal(read(tmp_path / "out", first, config), checkpoint.quantized[f"{first}.weight"].dequantize())
+    assert torch.equal(
+        read_weight(tmp_path / "out", first, config), checkpoint.quantized[f"{first}.weight"].dequantize()
+    )
     for name in checkpoint.float_names:
         assert torch.equal(stored[name], source.tensor(name))
 
 
-def test_other_widths_and_float_layers_are_named(tmp_path):
+def test_the_config_lists_layers_of_other_widths_and_float_layers(tmp_path):
     def choose(layer):
         return None if "layers.0.mlp" in layer or layer == "lm_head" else SPECS["int8" if "k_proj" in layer else "int4"]
 
-    source = make("llama", tmp_path / "in")
+    source = save_model("llama", tmp_path / "in")
     checkpoint = quantize(source, INT4, scale_dtype=torch.float16, choose=choose)
     FORMAT.write(checkpoint, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["lm_head"] is False
-    assert settings_of(config, "model.layers.0.mlp.up_proj") is None
-    assert settings_of(config, "model.layers.1.mlp.up_proj") == config
+    assert layer_settings(config, "model.layers.0.mlp.up_proj") is None
+    assert layer_settings(config, "model.layers.1.mlp.up_proj") == config
     layer = "model.layers.1.self_attn.k_proj"
     values = checkpoint.quantized[f"{layer}.weight"].dequantize()
-    assert torch.equal(read(tmp_path / "out", layer, settings_of(config, layer)), values)
+    assert torch.equal(read_weight(tmp_path / "out", layer, layer_settings(config, layer)), values)
 
 
-def test_a_zero_point_of_0_after_symmetric_layers_is_refused(tmp_path):
-    source = make("llama", tmp_path / "in")
+def test_a_zero_point_of_0_after_symmetric_layers_is_rejected(tmp_path):
+    source = save_model("llama", tmp_path / "in")
     checkpoint = quantize(
         source, INT4, scale_dtype=torch.float16, choose=lambda layer: SPECS["uint4" if "up" in layer else "int4"]
     )
@@ -130,29 +134,29 @@ def test_a_zero_point_of_0_after_symmetric_layers_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weight", "activation", "says"),
+    ("weight", "activation", "message"),
     [
         (INT4, QuantizationSpec(dtype="int8"), "gptq.*int8.*compressed-tensors"),
         (QuantizationSpec(dtype="float8_e4m3fn", granularity=ROWS), None, "2, 3, 4, 8 bits"),
         (ExtendedQuantizationSpec(dtype="int5", granularity=ROWS), None, "2, 3, 4, 8 bits"),
-        (QuantizationSpec(dtype="int4"), None, r"a scale a row"),
+        (QuantizationSpec(dtype="int4"), None, r"per row"),
         (QuantizationSpec(dtype="int4", qformulation="minval", granularity=ROWS), None, r"qformulation='zp'"),
         (QuantizationSpec(dtype="int4", granularity={**BLOCKS, "block_size": 48}), None, "64, 32, 16"),
-        (None, None, r"give a spec"),
+        (None, None, r"pass a spec"),
     ],
     ids=["activations", "float8", "int5", "one scale", "minval", "blocks of 48", "nothing"],
 )
-def test_what_the_format_has_not_is_refused_before_any_work(tmp_path, weight, activation, says):
-    with pytest.raises(TargetError, match=says):
-        FORMAT.check(make("llama", tmp_path), weight, activation)
+def test_unsupported_precisions_are_rejected_before_any_work(tmp_path, weight, activation, message):
+    with pytest.raises(TargetError, match=message):
+        FORMAT.check(save_model("llama", tmp_path), weight, activation)
 
 
-def test_outputs_that_fill_no_whole_word_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(FAMILIES, "odd", lambda: _odd(FAMILIES["llama"]()))
+def test_outputs_that_do_not_fill_whole_words_are_rejected(tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "97 outputs", lambda: _with_97_outputs(FAMILIES["llama"]()))
     with raises(TargetError, "lm_head", "97 outputs", "multiple of 8"):
-        FORMAT.check(make("odd", tmp_path), INT4, None)
+        FORMAT.check(save_model("97 outputs", tmp_path), INT4, None)
 
 
-def _odd(config):
+def _with_97_outputs(config):
     config.vocab_size = 97
     return config

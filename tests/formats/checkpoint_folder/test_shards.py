@@ -1,4 +1,4 @@
-"""Safetensors written a tensor at a time: what others read of it."""
+"""The safetensors library reads shards that were written one tensor at a time."""
 
 import json
 
@@ -11,52 +11,55 @@ from scalepoint.formats.checkpoint_folder.shards import ENTRY_BYTES, ShardWriter
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
-    "odd": torch.tensor([1, 2, 3], dtype=torch.int8),
+    "three bytes": torch.tensor([1, 2, 3], dtype=torch.int8),
     "b": torch.arange(4, dtype=torch.int64),
     "half": torch.ones(3, dtype=torch.bfloat16),
     "one": torch.tensor([0.5]),
     "fp8": torch.ones(2, 4).to(torch.float8_e4m3fn),
     "empty": torch.zeros(0, 3),
-    "turned": torch.arange(6, dtype=torch.int32).reshape(2, 3).T,
+    "transposed": torch.arange(6, dtype=torch.int32).reshape(2, 3).T,
 }
 
 
-def write(folder, limit=1000, bound=None):
-    shards = ShardWriter(folder, bound or len(TENSORS) * (ENTRY_BYTES + 20), limit)
+def write(folder, max_shard_bytes=1000, max_header_bytes=None):
+    shards = ShardWriter(folder, max_header_bytes or len(TENSORS) * (ENTRY_BYTES + 20), max_shard_bytes)
     for name, tensor in TENSORS.items():
         shards.add(name, tensor)
     shards.finish()
     return shards
 
 
-def equal(one, other):
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.float(), other.float())
+def are_equal(first, second):
+    return first.dtype == second.dtype and first.shape == second.shape and torch.equal(first.float(), second.float())
 
 
-def test_one_file_is_read_as_it_was_written(tmp_path):
+def test_tensors_of_one_file_are_read_back_unchanged(tmp_path):
     write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    read = load_file(tmp_path / "model.safetensors")
-    assert read.keys() == TENSORS.keys()
-    assert all(equal(read[name], tensor) for name, tensor in TENSORS.items())
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == TENSORS.keys()
+    assert all(are_equal(loaded[name], tensor) for name, tensor in TENSORS.items())
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize(("limit", "bound"), [(40, None), (1000, 2 * ENTRY_BYTES)], ids=["by bytes", "by the header"])
-def test_several_files_have_an_index(tmp_path, limit, bound):
-    shards = write(tmp_path, limit, bound)
+@pytest.mark.parametrize(
+    ("max_shard_bytes", "max_header_bytes"), [(40, None), (1000, 2 * ENTRY_BYTES)], ids=["by bytes", "by the header"]
+)
+def test_several_files_have_an_index(tmp_path, max_shard_bytes, max_header_bytes):
+    shards = write(tmp_path, max_shard_bytes, max_header_bytes)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(files) == shards.count > 1
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert set(index["weight_map"].values()) == set(files)
-    assert index["metadata"]["total_size"] == sum(each.numel() * each.dtype.itemsize for each in TENSORS.values())
+    total_size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in TENSORS.values())
+    assert index["metadata"]["total_size"] == total_size
     for name, file in index["weight_map"].items():
-        assert equal(load_file(tmp_path / file)[name], TENSORS[name])
+        assert are_equal(load_file(tmp_path / file)[name], TENSORS[name])
 
 
-def test_every_tensor_lies_where_its_type_may_be_read(tmp_path):
+def test_every_tensor_is_aligned_for_its_dtype(tmp_path):
     write(tmp_path)
     data = (tmp_path / "model.safetensors").read_bytes()
     size = int.from_bytes(data[:8], "little")

@@ -1,4 +1,4 @@
-"""Language models of many families, tiny and random, as folders; and their weights as rounded `QuantizedWeight`s."""
+"""Tiny random language models of many families as folders, and their rounding to nearest."""
 
 import shutil
 from collections.abc import Callable
@@ -48,8 +48,8 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 
 
-def make(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Source:
-    """A model of this family in a folder."""
+def save_model(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Source:
+    """Save a random model of this family."""
     torch.manual_seed(0)
     config = FAMILIES[family]()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -58,40 +58,40 @@ def make(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Sour
     return Source.open(folder)
 
 
-def nearest(
+def round_to_nearest(
     weight: Tensor, spec: QuantizationSpec, dtype: torch.dtype, activation: QuantizationSpec | None = None
 ) -> QuantizedWeight:
-    """Every weight to the nearest code, scales of type `dtype`."""
+    """Quantize a weight by rounding to nearest, with scales that are exact in `dtype`."""
     rows, columns = weight.shape
-    row = get_format(spec.dtype)
-    block = spec.granularity.block_size if isinstance(spec.granularity, PerBlockGranularity) else columns
-    blocks = weight.to(torch.float32).reshape(rows, -1, block)
+    number_format = get_format(spec.dtype)
+    block_size = spec.granularity.block_size if isinstance(spec.granularity, PerBlockGranularity) else columns
+    blocks = weight.to(torch.float32).reshape(rows, -1, block_size)
     largest = blocks.abs().amax(-1)
     if isinstance(spec.granularity, PerTensorGranularity):
         largest = largest.amax().expand_as(largest)
     outer = None
     if spec.dtype == FP4 and spec.scale_dtype == E4M3:
-        outer = 2.0 ** (largest.amax() / (448 * 6)).log2().ceil()  # exact in every runtime
+        outer = 2.0 ** (largest.amax() / (448 * 6)).log2().ceil()  # a power of two is exact in every runtime
         scale = (largest / 6 / outer).to(E4M3).to(torch.float32) * outer
     elif spec.scale_dtype == E8M0:
         scale = 2.0 ** (largest.log2().floor() - 2)
     elif spec.qscheme == QuantizationScheme.ASYMMETRIC:
         low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
-        scale = ((high - low) / row.high).to(dtype).to(torch.float32)
-        zero = (-low / scale).round().clamp(0, row.high).to(torch.int32)
-        codes = ((blocks / scale[..., None]).round() + zero[..., None]).clamp(0, row.high)
-        return QuantizedWeight(codes.reshape(weight.shape).to(torch.uint8), scale, spec, zero, activation)
+        scale = ((high - low) / number_format.high).to(dtype).to(torch.float32)
+        zero_point = (-low / scale).round().clamp(0, number_format.high).to(torch.int32)
+        codes = ((blocks / scale[..., None]).round() + zero_point[..., None]).clamp(0, number_format.high)
+        return QuantizedWeight(codes.reshape(weight.shape).to(torch.uint8), scale, spec, zero_point, activation)
     else:
-        scale = (largest / row.high).to(dtype).to(torch.float32)
-    exact = (blocks / scale[..., None]).clamp(row.low, row.high).reshape(weight.shape)
-    if not row.is_float:
-        return QuantizedWeight(exact.round().to(torch.int8), scale, spec, activation=activation)
-    codes = round_float4(exact).to(E4M3) if spec.dtype == FP4 else exact.to(spec.dtype)
+        scale = (largest / number_format.high).to(dtype).to(torch.float32)
+    steps = (blocks / scale[..., None]).clamp(number_format.low, number_format.high).reshape(weight.shape)
+    if not number_format.is_float:
+        return QuantizedWeight(steps.round().to(torch.int8), scale, spec, activation=activation)
+    codes = round_float4(steps).to(E4M3) if spec.dtype == FP4 else steps.to(spec.dtype)
     return QuantizedWeight(codes, scale, spec, activation=activation, outer_scale=outer)
 
 
 def round_float4(values: Tensor) -> Tensor:
-    """To nearest, ties to the even of two: those whose last bit is 0 come first."""
+    """Round to nearest, ties to even: argmin returns the first minimum, so values with last bit 0 come first."""
     grid = torch.tensor([0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0])
     return grid[(values.abs()[..., None] - grid).abs().argmin(-1)] * values.sign()
 
@@ -104,39 +104,39 @@ def quantize(
     scale_dtype: torch.dtype | None = None,
     choose: Callable[[str], QuantizationSpec | None] | None = None,
 ) -> QuantizedCheckpoint:
-    """All layers that can be packed but routers, or what `choose` says of each."""
-    packed = {}
+    """Quantize all layers except routers; or each layer with the spec that `choose` returns, None for float."""
+    weights = {}
     for layer in list_quantizable(source):
-        chosen = (None if layer.endswith("gate") else spec) if choose is None else choose(layer)
-        if chosen is not None:
+        layer_spec = (None if layer.endswith("gate") else spec) if choose is None else choose(layer)
+        if layer_spec is not None:
             weight = source.tensor(f"{layer}.weight")
-            weight = weight.T if is_turned(source, layer) else weight
-            packed[f"{layer}.weight"] = nearest(weight, chosen, scale_dtype or weight.dtype, activation)
-    return QuantizedCheckpoint(source, packed)
+            weight = weight.T if is_transposed(source, layer) else weight
+            weights[f"{layer}.weight"] = round_to_nearest(weight, layer_spec, scale_dtype or weight.dtype, activation)
+    return QuantizedCheckpoint(source, weights)
 
 
-def is_turned(source: Source, name: str) -> bool:
-    """Whether the source keeps this matrix as (in, out): GPT-2's Conv1D layers."""
+def is_transposed(source: Source, name: str) -> bool:
+    """Whether the source stores this matrix as (in, out), as GPT-2's Conv1D layers do."""
     return source.model_type == "gpt2" and "transformer.h." in name
 
 
-def loaded(folder: Path) -> transformers.PreTrainedModel:
-    """As a user loads it, without the network."""
+def load_model(folder: Path) -> transformers.PreTrainedModel:
+    """Load a folder like a user, without the network."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
 
 
-def reference(checkpoint: QuantizedCheckpoint, folder: Path) -> transformers.PreTrainedModel:
-    """The source's model with the values of the codes for weights."""
+def load_reference(checkpoint: QuantizedCheckpoint, folder: Path) -> transformers.PreTrainedModel:
+    """Load the source's model with the dequantized weights."""
     source = checkpoint.source
     shutil.copytree(source.folder, folder, dirs_exist_ok=True)
     tensors = {name: source.tensor(name) for name in source.tensors}
-    for name, packed in checkpoint.quantized.items():
-        values = packed.dequantize(source.tensors[name].dtype)
-        tensors[name] = (values.T if is_turned(source, name) else values).contiguous()
+    for name, weight in checkpoint.quantized.items():
+        values = weight.dequantize(source.tensors[name].dtype)
+        tensors[name] = (values.T if is_transposed(source, name) else values).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return loaded(folder)
+    return load_model(folder)
 
 
 @torch.no_grad()
-def logits_of(model: transformers.PreTrainedModel) -> Tensor:
+def compute_logits(model: transformers.PreTrainedModel) -> Tensor:
     return model(torch.arange(3, 19)[None]).logits

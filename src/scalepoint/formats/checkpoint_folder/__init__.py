@@ -1,4 +1,4 @@
-"""Folders of packed weights for language models: compressed-tensors, gptq, awq."""
+"""Language models as folders with packed weights, which vLLM and transformers load: compressed-tensors, gptq, awq."""
 
 from scalepoint.formats.checkpoint_folder.awq import AWQ
 from scalepoint.formats.checkpoint_folder.compressed_tensors import COMPRESSED_TENSORS

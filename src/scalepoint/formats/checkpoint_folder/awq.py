@@ -1,4 +1,4 @@
-"""AWQ: 4-bit codes in words along the outputs, in the order that its matrix products want ("gemm").
+"""Write AWQ folders: 4-bit codes, packed into words along the outputs in the order of AWQ's matrix products ("gemm").
 
 qweight int32 (in, out / 8)    qzeros int32 (blocks, out / 8)    scales float16 (blocks, out)
 nibble i of a word is output 0, 2, 4, 6, 1, 3, 5, 7 of its eight    w[k, n] = scales[g, n] (q[k, n] - z[g, n])
@@ -32,11 +32,11 @@ from scalepoint.spec import QuantizationSpec
 
 NAME = "awq"
 BITS = (4,)
-ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+NIBBLE_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def check(source: Source, weight: QuantizationSpec | None, activation: QuantizationSpec | None) -> None:
-    """Refuse what the format cannot hold."""
+    """Raise TargetError if the format cannot store this model or precision."""
     check_source(source, NAME)
     spec = check_integers(weight, activation, NAME, BITS)
     check_blocks(source, read_block_size(spec))
@@ -44,41 +44,43 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
 
 
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
-    """Weights as they come, then the config."""
-    groups: dict[str, int] = {}
+    """Write the weights one by one, then the config."""
+    group_sizes: dict[str, int] = {}
 
-    def parts(layer: str, packed: QuantizedWeight) -> dict[str, Tensor]:
-        check_integers(packed.spec, packed.activation, NAME, BITS)
-        groups[layer] = group = read_block_size(packed.spec) or -1
-        first, usual = next(iter(groups.items()))
-        if group != usual:
-            raise ExportError(f"{first} has blocks of {usual}, {layer} of {group}: {NAME} has one size for all layers")
-        codes, zero = packed.to_unsigned()
+    def convert_layer(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+        check_integers(weight.spec, weight.activation, NAME, BITS)
+        group_sizes[layer] = group_size = read_block_size(weight.spec) or -1
+        first_layer, first_size = next(iter(group_sizes.items()))
+        if group_size != first_size:
+            raise ExportError(
+                f"{first_layer} has blocks of {first_size}, {layer} of {group_size}: {NAME} has one size for all layers"
+            )
+        codes, zero_point = weight.to_unsigned()
         return {
             "qweight": _pack_nibbles(codes.T),
-            "qzeros": _pack_nibbles(zero.T),
-            "scales": to_stored_scales(packed.scale, torch.float16, layer).T.contiguous(),
+            "qzeros": _pack_nibbles(zero_point.T),
+            "scales": to_stored_scales(weight.scale, torch.float16, layer).T.contiguous(),
         }
 
-    def finish(folder: Path) -> None:
-        kept = list_float_layers(checkpoint.source, groups)
+    def write_awq_config(folder: Path) -> None:
+        float_layers = list_float_layers(checkpoint.source, group_sizes)
         config = {
             "quant_method": NAME,
             "bits": 4,
-            "group_size": next(iter(groups.values()), 128),
+            "group_size": next(iter(group_sizes.values()), 128),
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": [layer for layer in kept if layer.rpartition(".")[2] not in EMBEDDINGS],
+            "modules_to_not_convert": [layer for layer in float_layers if layer.rpartition(".")[2] not in EMBEDDINGS],
         }
         write_config(folder, checkpoint.source, config)
 
-    write_folder(checkpoint, path, parts, finish)
+    write_folder(checkpoint, path, convert_layer, write_awq_config)
 
 
 def _pack_nibbles(codes: Tensor) -> Tensor:
-    """Rows of nibbles, eight by eight in the order of the format."""
+    """Pack rows of 4-bit codes, each eight in the order of the format."""
     rows, columns = codes.shape
-    return pack_bits(codes.reshape(rows, columns // 8, 8)[..., ORDER].reshape(rows, columns), 4)
+    return pack_bits(codes.reshape(rows, columns // 8, 8)[..., NIBBLE_ORDER].reshape(rows, columns), 4)
 
 
 AWQ = CheckpointFormat(

@@ -1,8 +1,8 @@
-"""Safetensors in shards, written a tensor at a time: nothing is held but the tensor at hand and very small ones.
+"""Write safetensors in shards, one tensor at a time. Only tensors whose size is not a multiple of 8 stay in memory.
 
 8 bytes   length of the header
-header    JSON: name -> type, shape, place in the body; the room for it is kept free, and filled with blanks
-body      the tensors without gaps; those whose bytes are no multiple of 8 come last, so that all lie aligned
+header    JSON: name -> dtype, shape, offsets in the body; space for it is reserved, and padded with blanks
+body      the tensors without gaps; those whose size is not a multiple of 8 come last, so that all are aligned
 """
 
 import json
@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-MAX_SHARD_BYTES = 2_000_000_000  # bytes
+MAX_SHARD_BYTES = 2_000_000_000
 MAX_HEADER_BYTES = 1 << 20
-ENTRY_BYTES = 160  # bytes of an entry besides its name
-SAFETENSORS_TYPES = {
+ENTRY_BYTES = 160  # upper bound for a tensor's entry in the header, without its name
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -33,84 +33,97 @@ SAFETENSORS_TYPES = {
 
 @dataclass
 class _Shard:
+    """A shard that is being written."""
+
     file: BinaryIO
-    room: int  # for the header
+    header_space: int  # bytes that are reserved for the header
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
-    late: dict[str, Tensor] = field(default_factory=dict)  # what would leave the next one unaligned
-    size: int = 0
-    header: int = ENTRY_BYTES
+    unaligned: dict[str, Tensor] = field(default_factory=dict)  # written last: the next tensor would not be aligned
+    body_bytes: int = 0
+    header_bytes: int = ENTRY_BYTES  # upper bound of what the entries need
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of the body once all tensors are written."""
+        return self.body_bytes + sum(tensor.numel() * tensor.dtype.itemsize for tensor in self.unaligned.values())
 
     def write(self, name: str, tensor: Tensor) -> None:
         data = tensor.contiguous().reshape(-1).view(torch.uint8)
-        start, self.size = self.size, self.size + data.numel()
+        start, end = self.body_bytes, self.body_bytes + data.numel()
         self.entries[name] = {
-            "dtype": SAFETENSORS_TYPES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [start, self.size],
+            "data_offsets": [start, end],
         }
         self.file.write(data.numpy().data)
+        self.body_bytes = end
 
     def close(self) -> None:
-        for name, tensor in sorted(self.late.items(), key=lambda item: -item[1].dtype.itemsize):
+        for name, tensor in sorted(self.unaligned.items(), key=lambda item: -item[1].dtype.itemsize):
             self.write(name, tensor)
         header = json.dumps({"__metadata__": {"format": "pt"}, **self.entries}, separators=(",", ":")).encode()
         self.file.seek(0)
-        self.file.write(self.room.to_bytes(8, "little") + header.ljust(self.room))
+        self.file.write(self.header_space.to_bytes(8, "little") + header.ljust(self.header_space))
         self.file.close()
 
 
 class ShardWriter:
-    """The weights of a folder: `add` all, then `finish`. `bound` is what all names and their entries may take."""
+    """Writes the weights of a folder: `add` every tensor, then `finish`.
 
-    def __init__(self, folder: Path, bound: int, limit: int = MAX_SHARD_BYTES) -> None:
-        self.folder, self.limit = folder, limit
-        self.room = -(-min(bound + 2 * ENTRY_BYTES, MAX_HEADER_BYTES) // 8) * 8
-        self.places: dict[str, int] = {}
-        self.total = 0
+    Args:
+        folder: An existing folder.
+        max_header_bytes: An upper bound for the header of one file with all tensors.
+        max_shard_bytes: The size of a shard at which the next one is started.
+    """
+
+    def __init__(self, folder: Path, max_header_bytes: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        self.folder, self.max_shard_bytes = folder, max_shard_bytes
+        self.header_space = -(-min(max_header_bytes + 2 * ENTRY_BYTES, MAX_HEADER_BYTES) // 8) * 8
+        self.shard_numbers: dict[str, int] = {}  # by tensor, from 1
+        self.total_bytes = 0
         self.count = 0
         self._shard: _Shard | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        entry, nbytes = len(json.dumps(name)) + ENTRY_BYTES, tensor.numel() * tensor.dtype.itemsize
-        shard = self._shard
-        if shard is not None and (shard.header + entry > self.room or self.total_of(shard) + nbytes > self.limit):
-            self._close()
+        """Write a tensor to the current shard, or to a new one if the current shard is full."""
+        entry_bytes = len(json.dumps(name)) + ENTRY_BYTES
+        tensor_bytes = tensor.numel() * tensor.dtype.itemsize
+        if self._shard is not None:
+            is_header_full = self._shard.header_bytes + entry_bytes > self.header_space
+            if is_header_full or self._shard.total_bytes + tensor_bytes > self.max_shard_bytes:
+                self._close()
         shard = self._shard = self._shard or self._open()
-        shard.header += entry
-        if nbytes % 8:
-            shard.late[name] = tensor
+        shard.header_bytes += entry_bytes
+        if tensor_bytes % 8:
+            shard.unaligned[name] = tensor
         else:
             shard.write(name, tensor)
-        self.places[name] = self.count
-        self.total += nbytes
+        self.shard_numbers[name] = self.count
+        self.total_bytes += tensor_bytes
 
     def finish(self) -> None:
-        """Give the files their names, and the folder its index when there are several."""
+        """Give the files their final names, and write the index if there are several."""
         self._close()
         if self.count == 1:
-            (self.folder / _shard_name(1)).rename(self.folder / "model.safetensors")
+            (self.folder / _temporary_name(1)).rename(self.folder / "model.safetensors")
             return
-        names = [f"model-{number:05d}-of-{self.count:05d}.safetensors" for number in range(1, self.count + 1)]
-        for number, name in enumerate(names, 1):
-            (self.folder / _shard_name(number)).rename(self.folder / name)
-        places = {name: names[number - 1] for name, number in sorted(self.places.items())}
-        index = {"metadata": {"total_size": self.total}, "weight_map": places}
+        file_names = [f"model-{number:05d}-of-{self.count:05d}.safetensors" for number in range(1, self.count + 1)]
+        for number, file_name in enumerate(file_names, 1):
+            (self.folder / _temporary_name(number)).rename(self.folder / file_name)
+        weight_map = {name: file_names[number - 1] for name, number in sorted(self.shard_numbers.items())}
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
     def abort(self) -> None:
-        """Close what is open; the folder is thrown away."""
+        """Close the open shard; the caller deletes the folder."""
         if self._shard is not None:
             self._shard.file.close()
 
-    @staticmethod
-    def total_of(shard: _Shard) -> int:
-        return shard.size + sum(each.numel() * each.dtype.itemsize for each in shard.late.values())
-
     def _open(self) -> _Shard:
         self.count += 1
-        file = (self.folder / _shard_name(self.count)).open("wb")
-        file.seek(8 + self.room)
-        return _Shard(file, self.room)
+        file = (self.folder / _temporary_name(self.count)).open("wb")
+        file.seek(8 + self.header_space)
+        return _Shard(file, self.header_space)
 
     def _close(self) -> None:
         if self._shard is not None:
@@ -118,5 +131,6 @@ class ShardWriter:
             self._shard = None
 
 
-def _shard_name(number: int) -> str:
+def _temporary_name(number: int) -> str:
+    """Return the name of a shard while the number of shards is not known."""
     return f"shard-{number}.part"
