@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from scalepoint.support.formatting import one_line, printed
+from scalepoint.support.formatting import render_as_text, to_one_line
 from scalepoint.support.jsonable import to_jsonable
 
 
@@ -51,11 +51,11 @@ class MigrationReport:
             table.add_column(column, overflow="fold")
         for row in self.rows:
             note = row.note if row.done else f"refused: {row.note}"
-            table.add_row(row.migration, Text(one_line(row.name)), Text(one_line(note)))
+            table.add_row(row.migration, Text(to_one_line(row.name)), Text(to_one_line(note)))
         return table
 
     def __str__(self) -> str:
-        return printed(self.table())
+        return render_as_text(self.table())
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = to_jsonable(self)

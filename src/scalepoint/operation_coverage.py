@@ -8,7 +8,14 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from scalepoint.errors import CoverageError
-from scalepoint.support.formatting import count, one_line, printed, share_of, time_of, two_times
+from scalepoint.support.formatting import (
+    format_count,
+    format_share,
+    format_time,
+    format_two_times,
+    render_as_text,
+    to_one_line,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,7 +76,7 @@ class CoverageRow:
         """The reason, with the times of this operation if they are the reason."""
         if self.seconds is None:
             return self.reason
-        in_float, in_int8 = two_times(*self.seconds)
+        in_float, in_int8 = format_two_times(*self.seconds)
         return f"{self.reason}: {in_float}, in int8 {in_int8}"
 
     @property
@@ -151,12 +158,12 @@ class Coverage:
         for label, shares in (("MACs", macs), ("parameters", self.share_of_parameters())):
             if shares is not None:
                 quantized_share = 1 - shares.get("float", 0.0)
-                text += f"; {share_of(quantized_share)} of the {label} in low precision"
+                text += f"; {format_share(quantized_share)} of the {label} in low precision"
         savings = [row.saves for row in self.operations if row.saves is not None]
         if savings:
             total_saved = sum(max(0.0, seconds) for seconds in savings)
             text += f"; {len(savings)} left float for speed"
-            text += f", which saves {time_of(total_saved)}" if total_saved >= 1e-6 else ""
+            text += f", which saves {format_time(total_saved)}" if total_saved >= 1e-6 else ""
             text += ", with weights stored in int8" if any(row.stored for row in self.operations) else ""
         return text
 
@@ -171,11 +178,13 @@ class Coverage:
             table.add_column(column, justify="right", no_wrap=True)
         for row in self.operations:
             cells = (row.name, row.kind, row.precision, row.explanation)
-            table.add_row(*(Text(one_line(cell)) for cell in cells), count(row.macs), count(row.parameters))
+            table.add_row(
+                *(Text(to_one_line(cell)) for cell in cells), format_count(row.macs), format_count(row.parameters)
+            )
         return table
 
     def __str__(self) -> str:
-        return printed(self.table())
+        return render_as_text(self.table())
 
     def to_list(self) -> list[dict[str, Any]]:
         """Plain values, for JSON."""

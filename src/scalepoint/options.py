@@ -26,7 +26,7 @@ from scalepoint.errors import ConfigError, DocumentError, UsageError, did_you_me
 from scalepoint.support.documents import DocumentPositions, dump_yaml, parse_json, parse_yaml
 from scalepoint.support.files import replace_text
 from scalepoint.support.untrusted import read_text
-from scalepoint.support.validation_errors import Config, cause_of, complaints, told
+from scalepoint.support.validation_errors import Config, describe_errors_in_file, find_validation_error, list_problems
 
 Accuracy = Literal["fast", "balanced", "best"]
 DEFAULT_CHOICES = ("int4", "int8", "float")
@@ -374,9 +374,9 @@ class DeployConfig(DeployOptions, CheckpointOptions):
         try:
             return cls.model_validate(data)
         except ConfigError as error:
-            if (cause := cause_of(error)) is None:
+            if (cause := find_validation_error(error)) is None:
                 raise
-            raise ConfigError(told(cause, data, str(path), DocumentPositions(text))) from cause
+            raise ConfigError(describe_errors_in_file(cause, data, str(path), DocumentPositions(text))) from cause
 
     def updated(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with other values. The values are validated."""
@@ -431,8 +431,8 @@ class SweepConfig(DeployConfig):
             try:
                 grid[key] = [getattr(base.updated({key: value}), key) for value in values]
             except ConfigError as error:
-                if (cause := cause_of(error)) is None:
+                if (cause := find_validation_error(error)) is None:
                     raise
-                message = "; ".join(complaint.message for complaint in complaints(cause, {key: values}))
+                message = "; ".join(complaint.message for complaint in list_problems(cause, {key: values}))
                 raise ConfigError(f"grid: {key}: {message}") from error
         return grid

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scalepoint.errors import VerificationError
-from scalepoint.support.formatting import change_of, level_of, one_line, printed
+from scalepoint.support.formatting import format_change, format_noise_level, render_as_text, to_one_line
 from scalepoint.support.jsonable import to_jsonable
 
 RELATIVE_ROUNDING = 2e-7  # relative; a metric computed in float32 may differ by this much
@@ -61,7 +61,7 @@ class Score:
     @property
     def change_text(self) -> str:
         """The signed change; says so if lower is better."""
-        return change_of(self.change) if self.higher_is_better else f"{change_of(self.change)}, lower is better"
+        return format_change(self.change) if self.higher_is_better else f"{format_change(self.change)}, lower is better"
 
     def is_within(self, max_drop: float) -> bool:
         """Whether the value is at most `max_drop` worse than the float model's."""
@@ -335,10 +335,11 @@ class TuneReport:
             return ""
         worst = max(short_of_data, key=lambda layer: layer.unknowns / max(layer.rows, 1))
         factor = math.ceil(MIN_ROWS_PER_UNKNOWN * worst.unknowns / max(worst.rows, 1))
+        fewest = f"{to_one_line(worst.name)}, {worst.rows} rows for {worst.unknowns} unknowns"
         return (
             f"{len(short_of_data)} of {len(self.layers)} layers have fewer than {MIN_ROWS_PER_UNKNOWN} rows of data "
-            f"per unknown (fewest: {one_line(worst.name)}, {worst.rows} rows for {worst.unknowns} unknowns): {factor} "
-            f"times the {self.samples} samples would help more than any other step"
+            f"per unknown (fewest: {fewest}): {factor} times the {self.samples} "
+            "samples would help more than any other step"
         )
 
     def table(self) -> Table:
@@ -352,22 +353,22 @@ class TuneReport:
         table.add_column("best step", overflow="fold")
         for layer in self.layers:
             numbers = (
-                level_of(layer.before),
-                level_of(layer.after),
+                format_noise_level(layer.before),
+                format_noise_level(layer.after),
                 f"{layer.moved:.0%}",
                 str(layer.rows),
                 str(layer.unknowns),
             )
             step = f"{layer.step or 'nearest'}; {layer.notes}"
-            table.add_row(Text(one_line(layer.name)), *numbers, Text(one_line(step)))
+            table.add_row(Text(to_one_line(layer.name)), *numbers, Text(to_one_line(step)))
         for name, reason in self.left.items():
-            table.add_row(Text(one_line(name)), "", "", "", "", "", Text(one_line(f"not tuned: {reason}")))
+            table.add_row(Text(to_one_line(name)), "", "", "", "", "", Text(to_one_line(f"not tuned: {reason}")))
         if self.advice:
             table.caption = Text(self.advice)
         return table
 
     def __str__(self) -> str:
-        return printed(self.table())
+        return render_as_text(self.table())
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = to_jsonable(self)

@@ -22,7 +22,7 @@ from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, get_layer_name
 from scalepoint.patterns.plan import TransformationPlan, make_plan
-from scalepoint.support.formatting import one_line
+from scalepoint.support.formatting import to_one_line
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target, find_target
 
@@ -62,7 +62,7 @@ class TransformationReport:
             table.add_column(column, overflow="fold")
         skipped = Counter(match.pattern.name for match in self.skipped)
         for name in sorted({*self.counts(), *skipped}):
-            table.add_row(Text(one_line(name)), str(self.counts().get(name, 0)), str(skipped[name]))
+            table.add_row(Text(to_one_line(name)), str(self.counts().get(name, 0)), str(skipped[name]))
         return table
 
 

@@ -109,7 +109,7 @@ def test_autocast_is_ignored_in_a_captured_model(no_patches):
     with torch.autocast("cpu", enabled=False), torch.no_grad():
         assert torch.allclose(graph(X), plain(X), atol=1e-6)
     assert {"conv", "linear", "batch_norm"} <= {get_kind(node) for node in graph.graph.nodes}
-    assert len(get_origin(graph).uncast) == 2
+    assert len(get_origin(graph).ignored_autocast) == 2
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ import torch
 import scalepoint
 from scalepoint.errors import CalibrationError, ScalepointError, TargetError, UsageError
 from scalepoint.runtimes import find_runtime
-from scalepoint.support.progress import Event, listening
+from scalepoint.support.progress import Event, callback_registered
 from scalepoint.targets import find_target
 from tests.pairwise import Case, as_parameters, contents, pairwise
 
@@ -89,7 +89,7 @@ def deploy_resumed(folder: Path, output: Path, options: dict[str, Any]) -> scale
             if len(blocks) == 1:
                 raise StopEarlyError
 
-    with listening(listen):
+    with callback_registered(listen):
         with pytest.raises(StopEarlyError):
             scalepoint.deploy_checkpoint(folder, output, **options)
         done = scalepoint.deploy_checkpoint(folder, output, resume=True, **options)

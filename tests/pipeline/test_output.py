@@ -93,7 +93,7 @@ def test_what_an_earlier_run_wrote_goes_unless_it_was_changed(tmp_path, finished
     (out / "failing").mkdir()
     for name in ("failing/run.py", "failing/model.onnx", "kept.yaml"):
         (out / name).write_text("of an earlier run")
-        file_list["files"][name] = {"size": 17, "sha256": scalepoint.support.files.digest(out / name)}
+        file_list["files"][name] = {"size": 17, "sha256": scalepoint.support.files.compute_digest(out / name)}
     (out / "kept.yaml").write_text("edited since")
     (out / LIST).write_text(json.dumps(file_list))
     deployed(out, force=True)

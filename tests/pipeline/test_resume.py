@@ -18,7 +18,7 @@ from scalepoint.errors import ScalepointWarning, StoreError, UsageError
 from scalepoint.pipeline import cache as caches
 from scalepoint.pipeline import stages
 from scalepoint.quantize import QuantConfig
-from scalepoint.support.files import locked
+from scalepoint.support.files import folder_locked
 from scalepoint.targets import find_target
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -275,7 +275,7 @@ def test_nothing_to_resume_is_told(run, counter):
 
 
 def test_two_runs_into_one_folder_are_refused(run, tmp_path):
-    with locked(tmp_path / "out" / ".scalepoint"), pytest.raises(StoreError, match="another process"):
+    with folder_locked(tmp_path / "out" / ".scalepoint"), pytest.raises(StoreError, match="another process"):
         run()
 
 

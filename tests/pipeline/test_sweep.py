@@ -12,7 +12,7 @@ from scalepoint.errors import ConfigError, StoreError, UsageError
 from scalepoint.options import SweepConfig
 from scalepoint.pipeline.sweep import list_runs
 from scalepoint.report import Sweep, SweepRow, SweepTable, sweep_page
-from scalepoint.support.formatting import printed
+from scalepoint.support.formatting import render_as_text
 from scalepoint.targets import onnxruntime_target
 
 ROWS = (
@@ -43,7 +43,7 @@ def test_speeds_of_runs_with_other_float_files_are_compared_by_time():
     table = Sweep((slow, fast))
     assert [row.name for row in table.front("speed")] == ["fast"]
     assert [table.speed_of(row) for row in (slow, fast)] == pytest.approx([1.0, 2.0])
-    assert "1.00x" in printed(SweepTable(table))
+    assert "1.00x" in render_as_text(SweepTable(table))
 
 
 def test_a_sweep_over_target_objects_is_resumed_in_another_process(tmp_path, capsys):
@@ -145,7 +145,7 @@ def test_the_table_and_the_page_show_all_rows_inert(monkeypatch):
     table = Sweep(ROWS)
     for width in ("40", "120"):
         monkeypatch.setenv("COLUMNS", width)
-        text = printed(SweepTable(table))
+        text = render_as_text(SweepTable(table))
         assert max(map(len, text.splitlines())) <= int(width)
         assert width == "40" or all(row.name in text for row in ROWS)
     page = sweep_page(table)

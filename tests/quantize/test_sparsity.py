@@ -60,7 +60,7 @@ def test_what_a_config_asks_is_kept_in_every_form_of_it() -> None:
     ("wrong", "why"),
     [
         ("two of four", "0.5, or '2:4'"),
-        ("4:4", "fewer than all"),
+        ("4:4", "less than 4"),
         (1.0, "less than 1"),
         ({"share": 0.5, "keep": 2, "of": 4}, "keep and of"),
         ({"shar": 0.5}, "did you mean 'share'"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scalepoint.support.files import TEMPORARY
+from scalepoint.support.files import TEMPORARY_PREFIX
 from tests.ranks.checkpoints import write_source
 from tests.ranks.group import ROOT, result_of, run_group, start_group
 
@@ -56,7 +56,7 @@ def test_a_killed_rank_ends_the_other_and_one_process_goes_on(tmp_path: Path, st
     assert kind == "RankError"
     assert f"rank {dies} of 2 gave no sign of life" in message
     assert not (tmp_path / "out").exists()
-    assert not [each for each in tmp_path.rglob("*") if each.name.startswith(TEMPORARY)]
+    assert not [each for each in tmp_path.rglob("*") if each.name.startswith(TEMPORARY_PREFIX)]
     for left in (*tmp_path.glob("result-*"), tmp_path / "store"):
         left.unlink(missing_ok=True)
     ((how, _),) = run_group(job, 1, tmp_path, STEP="", DIES="0")

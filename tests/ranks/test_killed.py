@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scalepoint.support.files import TEMPORARY
+from scalepoint.support.files import TEMPORARY_PREFIX
 from tests.ranks.group import ROOT, result_of, run_group, start_group
 
 NETS = """
@@ -56,7 +56,7 @@ def test_resume_with_another_number_of_ranks_completes_what_a_killed_rank_left(
     assert f"rank {dies} of 2 gave no sign of life" in message
     if step != "build_report":  # by then the file is there, whole
         assert not (first / "out" / "model.onnx").exists()
-    assert not [each for each in first.rglob("*") if each.name.startswith(TEMPORARY)]
+    assert not [each for each in first.rglob("*") if each.name.startswith(TEMPORARY_PREFIX)]
     for left in (*first.glob("result-*"), first / "store"):
         left.unlink(missing_ok=True)
     again = run_group("tests.ranks.jobs:killed", 1, first, STEP="", DIES="0", RESUME="yes", ACCURACY=step)

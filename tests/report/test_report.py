@@ -31,7 +31,17 @@ from scalepoint.report import (
 from scalepoint.report.html import jinja_environment
 from scalepoint.report.placement_graph import build_blocks
 from scalepoint.results import PrecisionChange, Score, TensorHistogram, TrialSummary, is_within
-from scalepoint.support.formatting import count, decibel, quality, ratio, share_of, short, time_of, value_of, visible
+from scalepoint.support.formatting import (
+    describe_quality,
+    escape_unprintable,
+    format_count,
+    format_decibels,
+    format_ratio,
+    format_share,
+    format_time,
+    format_value,
+    shorten,
+)
 from scalepoint.verification import Choice, Status, Verification
 from tests.errors import raises
 from tests.report import example_reports
@@ -385,7 +395,7 @@ def test_the_terminal_and_the_page_round_alike(share):
         example_reports.float_row("b", "why", macs=10**6 - int(share * 1e6)),
     )
     report = replace(example_reports.bare(), coverage=Coverage(rows if share < 1 else rows[:1]))
-    share_text = share_of(share)
+    share_text = format_share(share)
     assert f"{share_text} of the MACs" in report.coverage.summary()
     assert f'<span class="number">{share_text}</span>' in to_html(report)
 
@@ -437,7 +447,7 @@ def test_only_what_the_config_asked_for_is_called_asked():
     [(60, "very good"), (28.9, "good"), (20, "fair"), (3, "poor"), (math.nan, "broken"), (math.inf, ""), (None, "")],
 )
 def test_a_level_comes_with_a_word(sqnr, word):
-    assert quality(sqnr) == word
+    assert describe_quality(sqnr) == word
     if sqnr is not None:
         report = replace(example_reports.bare(), layers=(example_reports.layer_error("only", sqnr),))
         assert word in str(report)
@@ -537,13 +547,14 @@ def test_every_value_of_a_template_is_escaped_and_shows_control_characters():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (count(None), "?"), (count(999), "999"), (count(1_500_000), "1.5M"),
-        (value_of(0.69763), "0.6976"), (value_of(76.131), "76.13"), (value_of(math.nan), "nan"),
-        (share_of(0.99999), "99.9%"), (share_of(1.0), "100%"), (share_of(0.0), "0%"), (share_of(2e-5), "<0.01%"),
-        (decibel(math.inf), "exact"), (decibel(math.nan), "not a number"), (decibel(-3.04), "-3.0"),
-        (ratio(0.999), "0.99x"), (ratio(1.0), "1.00x"), (ratio(1.87), "1.87x"),
-        (time_of(5e-5), "50 us"), (time_of(0.0312), "31.20 ms"), (time_of(22.4), "22.4 s"),
-        (visible("a\u202eb\nc"), "a\\u202eb\nc"), (short("ab" * 100, 10), "ab...babab"),
+        (format_count(None), "?"), (format_count(999), "999"), (format_count(1_500_000), "1.5M"),
+        (format_value(0.69763), "0.6976"), (format_value(76.131), "76.13"), (format_value(math.nan), "nan"),
+        (format_share(0.99999), "99.9%"), (format_share(1.0), "100%"), (format_share(0.0), "0%"),
+        (format_share(2e-5), "<0.01%"), (format_decibels(math.inf), "exact"), (format_decibels(-3.04), "-3.0"),
+        (format_decibels(math.nan), "not a number"),
+        (format_ratio(0.999), "0.99x"), (format_ratio(1.0), "1.00x"), (format_ratio(1.87), "1.87x"),
+        (format_time(5e-5), "50 us"), (format_time(0.0312), "31.20 ms"), (format_time(22.4), "22.4 s"),
+        (escape_unprintable("a\u202eb\nc"), "a\\u202eb\nc"), (shorten("ab" * 100, 10), "ab...babab"),
     ],
 )  # fmt: skip
 def test_numbers_are_never_rounded_into_something_better(text, expected):

@@ -100,8 +100,8 @@ def test_flags_are_read_from_the_system(tmp_path: Path) -> None:
 
 def test_a_processor_without_amx_starts_no_process_and_imports_nothing() -> None:
     said = python(
-        WATCHED + "from scalepoint.support.cpu import amx, cap, flags\ncap()\n"
-        "print(bool(started), any(name.startswith('amx') for name in flags()), 'torch' in sys.modules)"
+        WATCHED + "from scalepoint.support.cpu import cap_instruction_set, read_cpu_flags\ncap_instruction_set()\n"
+        "print(bool(started), any(name.startswith('amx') for name in read_cpu_flags()), 'torch' in sys.modules)"
     ).split()
     assert said[0] == said[1]
     assert said[2] == "False"
@@ -111,13 +111,13 @@ CHILDREN = (
     WATCHED
     + """
 import os
-from scalepoint.support.cpu import amx, cap, child_environment
+from scalepoint.support.cpu import amx, cap_instruction_set
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import ask
+from scalepoint.runtimes.process import run_task
 probes = 2 * len(amx().died)  # without the cap and with it
-ask(find_runtime("onnxruntime"), {"task": "run"})
+run_task(find_runtime("onnxruntime"), {"task": "run"})
 print(len(started) == probes + 1, started[-1]["ONEDNN_MAX_CPU_ISA"], "ONEDNN_MAX_CPU_ISA" in os.environ)
-cap()
+cap_instruction_set()
 print(os.environ["ONEDNN_MAX_CPU_ISA"])
 """
 )
@@ -147,15 +147,15 @@ def test_what_another_wrote_there_is_not_believed(text: str) -> None:
 TOLD = """
 import contextlib, io, json, os, sys
 os.chdir(sys.argv[1])
-from scalepoint.cli import naming
+from scalepoint.cli import load_objects
 from scalepoint.cli.app import run
-from scalepoint.pipeline.build_report import environment
+from scalepoint.pipeline.build_report import describe_environment
 from scalepoint.targets import find_target
-naming.load_model("nets:net", naming.Finder(trust=True))
+load_objects.load_model("nets:net", load_objects.ObjectLoader(trust=True))
 with contextlib.redirect_stdout(io.StringIO()) as said:
     run(["doctor", "--json"])
 lines = {line["name"]: line for line in json.loads(said.getvalue())["lines"]}
-print(json.dumps([os.environ.get("BUILT_WITH"), lines["AMX"], environment(find_target("onnxruntime"))["amx"]]))
+print(json.dumps([os.environ.get("BUILT_WITH"), lines["AMX"], describe_environment(find_target("onnxruntime"))["amx"]]))
 """
 NETS = """
 import os

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from scalepoint.errors import StoreError, UsageError
-from scalepoint.support.files import locked, remove_leftovers, replace_file, replace_folder, replace_text
+from scalepoint.support.files import folder_locked, remove_leftovers, replace_file, replace_folder, replace_text
 from scalepoint.support.output_folder import LIST_FILE, WrittenFiles, check_path, move_into
 from tests.errors import raises
 
@@ -54,7 +54,7 @@ def test_files_get_the_modes_that_the_umask_gives(tmp_path):
     try:
         replace_text(tmp_path / "text", "a")
         replace_file(tmp_path / "weights", lambda path: save_file({}, path))  # which makes files of mode 600
-        with locked(tmp_path):
+        with folder_locked(tmp_path):
             pass
     finally:
         os.umask(before)
@@ -85,13 +85,13 @@ def test_a_long_name_can_be_written(tmp_path):
 def test_a_lock_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreError, match="symbolic link"), locked(tmp_path / "out"):
+    with pytest.raises(StoreError, match="symbolic link"), folder_locked(tmp_path / "out"):
         pass
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_an_error_inside_a_lock_stays_what_it_is(tmp_path):
-    with pytest.raises(BlockingIOError), locked(tmp_path):
+    with pytest.raises(BlockingIOError), folder_locked(tmp_path):
         raise BlockingIOError("of the caller")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scalepoint.patterns.plan import TransformationPlan
-from scalepoint.support.formatting import one_line, ratio, short, two_times, visible
+from scalepoint.support.formatting import escape_unprintable, format_ratio, format_two_times, shorten, to_one_line
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 
@@ -29,13 +29,13 @@ SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
     ids=ascii,
 )
 def test_what_steers_a_terminal_is_an_escape_and_the_rest_stays(text, shown):
-    assert visible(text) == shown
-    assert one_line(text) == shown.replace("\n", "\\n").replace("\t", "\\t")
+    assert escape_unprintable(text) == shown
+    assert to_one_line(text) == shown.replace("\n", "\\n").replace("\t", "\\t")
 
 
 def test_a_short_name_keeps_both_ends_and_is_one_line():
-    assert short("ab\n" * 100, 12) == "ab\\...\\nab\\n"
-    assert len(short("\x1b" * 10_000, 96)) == 96
+    assert shorten("ab\n" * 100, 12) == "ab\\...\\nab\\n"
+    assert len(shorten("\x1b" * 10_000, 96)) == 96
 
 
 def test_a_table_of_names_shows_markup_as_it_is():
@@ -71,7 +71,7 @@ def test_dataclasses_become_documents_by_plain_alone():
     ],
 )
 def test_two_times_have_the_digits_that_tell_them_apart(first, second, expected):
-    assert two_times(first, second) == expected
+    assert format_two_times(first, second) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_two_times_have_the_digits_that_tell_them_apart(first, second, expected)
     [(3.946, "3.94x"), (0.9999, "0.99x"), (math.nan, "not a number"), (math.inf, "infx"), (1e308, "1e+308x")],
 )
 def test_a_ratio_is_shown_whatever_it_is(value: float, text: str) -> None:
-    assert ratio(value) == text
+    assert format_ratio(value) == text

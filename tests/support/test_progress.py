@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from scalepoint.support import progress
-from scalepoint.support.progress import Phase, duration, listening, phase
+from scalepoint.support.progress import RunningPhase, callback_registered, format_duration, phase
 
 
 def untimed(text: str) -> str:
@@ -22,9 +22,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def clocked(name: str, total: int | None, step: float) -> Phase:
+def clocked(name: str, total: int | None, step: float) -> RunningPhase:
     ticks = itertools.count()
-    return Phase(name, total, "batches", clock=lambda: next(ticks) * step)
+    return RunningPhase(name, total, "batches", clock=lambda: next(ticks) * step)
 
 
 def test_without_a_terminal_a_phase_is_one_plain_line(capsys):
@@ -126,12 +126,12 @@ def test_a_stderr_that_is_gone_stops_no_work(monkeypatch, stream):
     [(0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (119, "119 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")],
 )
 def test_a_duration_reads_as_a_person_says_it(seconds, said):
-    assert duration(seconds) == said
+    assert format_duration(seconds) == said
 
 
 def test_a_listener_hears_what_the_screen_shows(capsys):
     heard: list[progress.Event] = []
-    with listening(heard.append), phase("calibrating", total=2) as running:
+    with callback_registered(heard.append), phase("calibrating", total=2) as running:
         running.advance()
         running.advance()
     assert [(each.kind, each.done, each.total) for each in heard] == [
@@ -145,7 +145,7 @@ def test_a_listener_hears_what_the_screen_shows(capsys):
 
 def test_a_listener_hears_also_what_is_not_shown(capsys):
     heard: list[progress.Event] = []
-    with listening(heard.append), phase("calibrating", show=False):
+    with callback_registered(heard.append), phase("calibrating", show=False):
         pass
     with phase("exporting", show=False):
         pass
@@ -160,7 +160,7 @@ def test_listeners_of_other_threads_hear_nothing():
         with phase("elsewhere", show=False):
             pass
 
-    with listening(heard.append):
+    with callback_registered(heard.append):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -172,5 +172,5 @@ def test_what_a_listener_raises_ends_the_phase():
         if event.kind == "advance":
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), listening(stop), phase("calibrating", show=False) as running:
+    with pytest.raises(KeyboardInterrupt), callback_registered(stop), phase("calibrating", show=False) as running:
         running.advance()

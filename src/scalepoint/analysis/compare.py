@@ -36,7 +36,7 @@ from scalepoint.quantize.feeding import Data, feed_data
 from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.quantize.shadow_models import wrap_with_signature
 from scalepoint.results import LayerError
-from scalepoint.support.formatting import one_line, plural, printed
+from scalepoint.support.formatting import format_plural, render_as_text, to_one_line
 from scalepoint.support.torch_state import serialized
 
 
@@ -78,7 +78,7 @@ class Comparison:
         for row in self.rows if rows is None else rows:
             levels = (row.sqnr_db, row.local_sqnr_db, row.weight_sqnr_db)
             table.add_row(
-                Text(one_line(row.name)),
+                Text(to_one_line(row.name)),
                 *map(_format_level, levels),
                 *map(_format_share, (row.saturation, row.used_range)),
             )
@@ -86,10 +86,10 @@ class Comparison:
 
     def summary(self) -> str:
         text = ", ".join(f"{output.name} {_format_level(output.sqnr_db)} dB" for output in self.outputs)
-        return one_line(f"{plural(len(self.rows), 'layer')}, {plural(self.batches, 'batch')}: {text}")
+        return to_one_line(f"{format_plural(len(self.rows), 'layer')}, {format_plural(self.batches, 'batch')}: {text}")
 
     def __str__(self) -> str:
-        return printed(self.table())
+        return render_as_text(self.table())
 
     def to_list(self) -> list[dict[str, Any]]:
         """Plain values, for JSON. A ratio that is not finite (no error, no signal) is None."""

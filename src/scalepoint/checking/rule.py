@@ -7,7 +7,7 @@ from enum import StrEnum
 from onnx_ir import Node
 
 from scalepoint.checking.qdq_graph import QdqView, Tensor
-from scalepoint.support.formatting import short
+from scalepoint.support.formatting import shorten
 
 _MAX_NAME_LENGTH = 120
 
@@ -65,9 +65,9 @@ class Finding:
     way_out: str
 
     def __str__(self) -> str:
-        node, tensor = (short(name, _MAX_NAME_LENGTH) for name in (self.node, self.tensor))
+        node, tensor = (shorten(name, _MAX_NAME_LENGTH) for name in (self.node, self.tensor))
         where = f"{node} ({tensor})" if self.tensor else node
-        return f"{self.rule} {self.severity.value}: {where}: {short(self.why, 1000)}. Way out: {self.way_out}"
+        return f"{self.rule} {self.severity.value}: {where}: {shorten(self.why, 1000)}. Way out: {self.way_out}"
 
 
 def make_finding(view: QdqView, rule: Rule, fault: Fault) -> Finding:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from scalepoint.errors import DocumentError, StoreError, did_you_mean
-from scalepoint.support.files import digest
+from scalepoint.support.files import compute_digest
 from scalepoint.support.untrusted import check_file, open_tensors, read_json
 
 CONFIG = "config.json"
@@ -163,7 +163,7 @@ class Source:
         shards = sorted({stored.shard for stored in self.tensors.values()})
         checksum = hashlib.sha256(json.dumps(dict(self.config), sort_keys=True).encode())
         for shard in shards:
-            checksum.update(f"{shard.name} {digest(shard)}".encode())
+            checksum.update(f"{shard.name} {compute_digest(shard)}".encode())
         return checksum.hexdigest()
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -30,7 +30,7 @@ from scalepoint.cli.run_config import (
 )
 from scalepoint.options import DeployConfig, DeployOptions, RunOptions, changed_values
 from scalepoint.support.files import replace_text
-from scalepoint.support.formatting import decibel, ratio, value_of
+from scalepoint.support.formatting import format_decibels, format_ratio, format_value
 
 REPRODUCE_SCRIPT = '''"""Writes the file again, as scalepoint {version} did: python reproduce.py [FOLDER]"""
 
@@ -291,12 +291,15 @@ def _exit_code(
             return Code.UNVERIFIED, failure
     drop = deployment.drop
     if max_drop is not None and drop is not None and not is_within(deployment.float_score, deployment.score, max_drop):
-        result = "has a score of NaN" if isnan(drop) else f"loses {value_of(drop)}"
+        result = "has a score of NaN" if isnan(drop) else f"loses {format_value(drop)}"
         return Code.LIMIT, f"the best file {result}, but at most {max_drop:g} is allowed; it was kept"
     speed = None if verification is None or verification.latency is None else verification.latency.ratio
     if min_speed is not None and speed is not None and speed < min_speed:
-        limit = f"at least {ratio(min_speed)} is required"
-        return Code.LIMIT, f"the fastest file has {ratio(speed)} the speed of the float file, but {limit}; it was kept"
+        limit = f"at least {format_ratio(min_speed)} is required"
+        return (
+            Code.LIMIT,
+            f"the fastest file has {format_ratio(speed)} the speed of the float file, but {limit}; it was kept",
+        )
     if verification is None:
         return Code.DONE, "not verified: no runtime of this target is known here"
     if verification.status.value == "not verified here":
@@ -313,5 +316,5 @@ def _describe_failure(verification: Any, allow_departure: bool) -> str:
         return ""
     if verification.differences:
         return f"the file differs from the model: {verification.differences[0]}"
-    sqnr, bound = decibel(verification.sqnr), f"{verification.bound:.0f}"
+    sqnr, bound = format_decibels(verification.sqnr), f"{verification.bound:.0f}"
     return f"{runtime} agrees to {sqnr} dB, but {bound} dB are required (--allow-departure accepts it)"

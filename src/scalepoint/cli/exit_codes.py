@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from scalepoint import distributed, errors
 from scalepoint.cli.output import say, shorten, show_json, write
-from scalepoint.support.formatting import visible
+from scalepoint.support.formatting import escape_unprintable
 
 
 class Code(IntEnum):
@@ -118,7 +118,7 @@ def report_usage_error(error: Exception, command: str, *, is_json: bool) -> Code
     """Print an error of the argument parser: an unknown command or option, or an invalid value."""
     if type(error).__name__ == "NoArgsIsHelpError":  # typer has already printed the help
         return Code.USAGE
-    message = visible(_suggest_option(error))
+    message = escape_unprintable(_suggest_option(error))
     hint = f"{getattr(getattr(error, 'ctx', None), 'command_path', 'scalepoint')} --help"
     return _print_error(Code.USAGE, errors.UsageError.code, message, hint, command, is_json)
 

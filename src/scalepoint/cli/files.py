@@ -14,8 +14,7 @@ from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.load_objects import load_public
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.errors import TargetError, UsageError
-from scalepoint.support.formatting import one_line, ratio, time_of
-from scalepoint.support.formatting import size_of as format_size
+from scalepoint.support.formatting import format_ratio, format_size, format_time, to_one_line
 
 MAX_SHOWN_NODES = 3  # nodes of one finding
 MAX_SLOWEST_LAYERS = 10
@@ -51,7 +50,7 @@ def check(
         summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing found"
         is_other_target = origin.get("target", target) != target
         note = f" (it was made for {origin['target']}, not for {target})" if is_other_target else ""
-        show(_list_findings(findings), Text(one_line(f"{path}: {summary}{note}")))
+        show(_list_findings(findings), Text(to_one_line(f"{path}: {summary}{note}")))
     if code:
         say(f"failed: {target} {target_version} would refuse this file", "red")
     return code
@@ -136,18 +135,18 @@ def bench(
         show_json("bench", {**fields, "layers": [vars(layer) for layer in layers], "throughput": rates})
     else:
         rows = [
-            (path, time_of(seconds), format_size(size))
+            (path, format_time(seconds), format_size(size))
             for path, seconds, size in zip((first, second), result.seconds, file_sizes, strict=True)
         ]
-        speed = f"{'' if result.ratio >= 1 else 'SLOWER: '}{ratio(result.ratio)} the speed"
+        speed = f"{'' if result.ratio >= 1 else 'SLOWER: '}{format_ratio(result.ratio)} the speed"
         show(
             Listing(("file", "median", "size"), rows, numbers=(1, 2)),
-            Text(one_line(f"{second.name}: {speed} of {first.name} ({result.conditions})")),
+            Text(to_one_line(f"{second.name}: {speed} of {first.name} ({result.conditions})")),
             *_show_throughput(results, first, second),
             *_show_slowest(layers, profiled_file, second),
         )
     if code:
-        say(f"failed: {ratio(result.ratio)} is less than the {min_ratio} of --min-ratio", "red")
+        say(f"failed: {format_ratio(result.ratio)} is less than the {min_ratio} of --min-ratio", "red")
     return code
 
 
@@ -187,7 +186,12 @@ def _show_throughput(results: Sequence[Any], first: Path, second: Path) -> Itera
     if not results:
         return
     rows = [
-        (str(result.batch), str(result.threads), *(f"{rate:,.1f}" for rate in result.per_second), ratio(result.ratio))
+        (
+            str(result.batch),
+            str(result.threads),
+            *(f"{rate:,.1f}" for rate in result.per_second),
+            format_ratio(result.ratio),
+        )
         for result in results
     ]
     columns = ("batch", "threads", f"{first.name}, per second", f"{second.name}, per second", "speed")
@@ -215,17 +219,17 @@ def _show_slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[
         return
     rows = [
         (
-            one_line(layer.name),
-            "" if layer.float_seconds is None else time_of(layer.float_seconds),
-            "" if layer.seconds is None else time_of(layer.seconds),
-            ratio(layer.float_seconds / layer.seconds) if layer.float_seconds and layer.seconds else "",
-            one_line(" + ".join(layer.kernels[:2])),
+            to_one_line(layer.name),
+            "" if layer.float_seconds is None else format_time(layer.float_seconds),
+            "" if layer.seconds is None else format_time(layer.seconds),
+            format_ratio(layer.float_seconds / layer.seconds) if layer.float_seconds and layer.seconds else "",
+            to_one_line(" + ".join(layer.kernels[:2])),
         )
         for layer in layers[:MAX_SLOWEST_LAYERS]
     ]
     yield Listing(("slowest layer", first.name, second.name, "speed", "kernels"), rows, numbers=(1, 2, 3))
     if slower_layers := describe_slower_layers(layers):
-        yield Text(one_line(f"{second.name} loses time in {slower_layers}"))
+        yield Text(to_one_line(f"{second.name} loses time in {slower_layers}"))
 
 
 def report(

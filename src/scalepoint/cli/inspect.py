@@ -16,7 +16,7 @@ from scalepoint.cli.metadata import is_model_file, show_file_info
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.cli.run_config import check_names, check_settings, data_options, load_settings, object_loader
 from scalepoint.errors import CoverageError
-from scalepoint.support.formatting import count
+from scalepoint.support.formatting import format_count
 
 UNKNOWN_SIZES_NOTE = (
     "the sizes of the inputs are not known, so MACs are not counted, and layers that are slower in int8 are not left "
@@ -110,7 +110,7 @@ def batch_to_example(model: Any, batch: Any) -> Any:
 def coverage_listing(coverage: Any) -> Listing:
     """List the operations with their precision and the reason."""
     rows = [
-        (row.name, row.kind, row.precision, row.explanation, count(row.macs), count(row.parameters))
+        (row.name, row.kind, row.precision, row.explanation, format_count(row.macs), format_count(row.parameters))
         for row in coverage.operations
     ]
     return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))

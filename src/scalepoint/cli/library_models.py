@@ -14,7 +14,7 @@ from typing import Any
 
 from scalepoint.cli.exit_codes import usage_error
 from scalepoint.errors import DocumentError, did_you_mean, install_hint
-from scalepoint.support.formatting import one_line
+from scalepoint.support.formatting import to_one_line
 from scalepoint.support.untrusted import check_file
 
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -52,7 +52,7 @@ def _import_package(package: str, text: str) -> None:
     except Exception as error:
         raise usage_error(
             f"model {text!r}: {package} is installed and cannot be imported: {type(error).__name__}: "
-            f"{one_line(error)[:300]}"
+            f"{to_one_line(error)[:300]}"
         ) from error
 
 
@@ -86,7 +86,7 @@ def _make_timm(name: str, _: Path, random: bool) -> tuple[Any, Any]:
     except Exception as error:
         raise usage_error(
             f"timm:{name}: its weights are not in the local cache, and scalepoint does not download "
-            f"({type(error).__name__}: {one_line(error)[:200]}): load the model with timm once, or use --random"
+            f"({type(error).__name__}: {to_one_line(error)[:200]}): load the model with timm once, or use --random"
         ) from error
     shape = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
     return model, torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,7 @@ def _make_hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
             options = {"local_files_only": True, "use_safetensors": True}
             model = model_class(config) if random else model_class.from_pretrained(folder, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise usage_error(f"hf:{name}: {type(error).__name__}: {one_line(error)[:300]}") from error
+        raise usage_error(f"hf:{name}: {type(error).__name__}: {to_one_line(error)[:300]}") from error
     if getattr(model, "main_input_name", "") == "pixel_values":
         side = getattr(config, "image_size", 224)
         return model, {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), side, side)}
@@ -155,7 +155,7 @@ def load_weights(model: Any, path: Path) -> None:
     except DocumentError as error:
         raise usage_error(error.args[0]) from error
     except (SafetensorError, OSError, EOFError, RuntimeError) as error:
-        raise usage_error(f"{path} cannot be read: {one_line(error)[:300]}") from error
+        raise usage_error(f"{path} cannot be read: {to_one_line(error)[:300]}") from error
     except Exception as error:  # weights_only=True raises several types for a file with other objects
         raise usage_error(
             f"{path} contains objects that are not tensors and could run code: save only the state_dict "
@@ -167,6 +167,6 @@ def load_weights(model: Any, path: Path) -> None:
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise usage_error(f"{path} does not fit the model: {one_line(error)[:400]}") from error
+        raise usage_error(f"{path} does not fit the model: {to_one_line(error)[:400]}") from error
     if missing or unexpected:
         raise usage_error(f"{path} does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")

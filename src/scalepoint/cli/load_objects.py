@@ -27,7 +27,7 @@ from scalepoint.cli.library_models import (
 )
 from scalepoint.errors import ScalepointError, did_you_mean
 from scalepoint.support.cpu import cap_instruction_set
-from scalepoint.support.formatting import one_line
+from scalepoint.support.formatting import to_one_line
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".pt2", ".pkl", ".ckpt", ".bin", ".joblib")
 _BUILD_HINT = (
@@ -256,7 +256,9 @@ def user_code(activity: str) -> Iterator[None]:
             f"{activity}: the code ended the process with sys.exit({error.code!r}): it must return instead"
         ) from error
     except Exception as error:
-        raise usage_error(f"{activity}: {type(error).__name__}: {one_line(error)}{_find_user_line(error)}") from error
+        raise usage_error(
+            f"{activity}: {type(error).__name__}: {to_one_line(error)}{_find_user_line(error)}"
+        ) from error
 
 
 def _find_user_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.load_objects import ObjectLoader
 from scalepoint.cli.output import Listing, show, show_json
 from scalepoint.errors import DocumentError
-from scalepoint.support.formatting import size_of
+from scalepoint.support.formatting import format_size
 
 MODEL_SUFFIXES = (".onnx", ".pte", ".mlpackage", ".tflite")
 IMAGE_OPTIONS = ("size", "mean", "std")
@@ -72,7 +72,7 @@ def show_file_info(path: Path, *, json: bool) -> int:
         inputs = [{"name": entry.name, "dtype": entry.dtype, "shape": entry.shape} for entry in info.inputs]
         show_json("inspect", {"exit_code": 0, "path": path, "size": info.size, "inputs": inputs, "metadata": metadata})
         return Code.DONE
-    rows = [("size", size_of(info.size))]
+    rows = [("size", format_size(info.size))]
     rows += [(f"input {entry.name}", f"{entry.dtype} {_format_shape(entry.shape)}") for entry in info.inputs]
     rows += [(key, _shorten(value)) for key, value in info.metadata.items()]
     has_metadata = bool(info.metadata)

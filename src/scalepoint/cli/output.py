@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scalepoint import distributed
-from scalepoint.support.formatting import one_line, visible
+from scalepoint.support.formatting import escape_unprintable, to_one_line
 from scalepoint.support.jsonable import to_jsonable
 
 JSON_SCHEMA_VERSION = 1  # of every JSON document on stdout
@@ -48,7 +48,7 @@ def show(*parts: RenderableType) -> None:
 
 def say(text: str, style: str = "") -> None:
     """Print a message on stderr."""
-    _print(sys.stderr, [Text(visible(text), style=style)])
+    _print(sys.stderr, [Text(escape_unprintable(text), style=style)])
 
 
 def show_json(command: str, fields: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ class Listing:
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> None:
         self.columns = columns
-        self.rows = [[one_line(cell) for cell in row] for row in rows]
+        self.rows = [[to_one_line(cell) for cell in row] for row in rows]
         self.numbers = numbers
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

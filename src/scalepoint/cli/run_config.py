@@ -13,7 +13,7 @@ from scalepoint.cli.library_models import is_library_model
 from scalepoint.cli.load_objects import ObjectLoader, check_name
 from scalepoint.errors import ConfigError, did_you_mean
 from scalepoint.options import CheckpointOptions, CommonOptions, DeployConfig, SweepConfig, changed_values
-from scalepoint.support.validation_errors import cause_of, complaints
+from scalepoint.support.validation_errors import find_validation_error, list_problems
 
 CHECKPOINT_ONLY_OPTIONS = tuple(
     name for name in CheckpointOptions.model_fields if name not in CommonOptions.model_fields
@@ -38,9 +38,9 @@ def load_settings(parameters: Mapping[str, Any], *, is_sweep: bool = False) -> A
     try:
         return settings.updated(flag_values)
     except ConfigError as error:
-        if (cause := cause_of(error)) is None:
+        if (cause := find_validation_error(error)) is None:
             raise
-        problems = complaints(cause, flag_values)
+        problems = list_problems(cause, flag_values)
         messages = [f"--{problem.key.replace('_', '-')}: {problem.message}" for problem in problems]
         raise usage_error("; ".join(messages)) from error
 

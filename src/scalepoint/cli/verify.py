@@ -20,7 +20,7 @@ from scalepoint.cli.library_models import without_labels
 from scalepoint.cli.load_objects import load_model, load_public
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.cli.run_config import check_names, data_options, load_settings, object_loader
-from scalepoint.support.formatting import decibel, one_line, plural, quality, share_of
+from scalepoint.support.formatting import describe_quality, format_decibels, format_plural, format_share, to_one_line
 
 MAX_SHOWN_LAYERS = 20
 MODEL_OPTIONS = (
@@ -107,12 +107,12 @@ def compare(
         fields = {"layers": comparison.to_list(), "outputs": [vars(output) for output in comparison.outputs]}
         show_json("compare", {"exit_code": 0, **fields, "batches": comparison.batches})
         return Code.DONE
-    layers, batch_count = plural(len(comparison.rows), "layer"), plural(comparison.batches, "batch")
-    outputs = ", ".join(f"{output.name} {decibel(output.sqnr_db)} dB" for output in comparison.outputs)
+    layers, batch_count = format_plural(len(comparison.rows), "layer"), format_plural(comparison.batches, "batch")
+    outputs = ", ".join(f"{output.name} {format_decibels(output.sqnr_db)} dB" for output in comparison.outputs)
     show(
         _layer_listing(comparison.rows[:rows]),
         Text(f"{layers}, worst own error first, {batch_count}"),
-        Text(one_line(f"outputs: {outputs}")),
+        Text(to_one_line(f"outputs: {outputs}")),
     )
     return Code.DONE
 
@@ -126,12 +126,12 @@ def _layer_listing(rows: Sequence[Any]) -> Listing:
             (
                 row.name,
                 row.precision,
-                decibel(own_sqnr),
-                quality(own_sqnr),
-                decibel(row.sqnr_db),
-                decibel(row.weight_sqnr_db),
-                share_of(row.saturation),
-                share_of(row.used_range),
+                format_decibels(own_sqnr),
+                describe_quality(own_sqnr),
+                format_decibels(row.sqnr_db),
+                format_decibels(row.weight_sqnr_db),
+                format_share(row.saturation),
+                format_share(row.used_range),
             )
         )
     columns = ("layer", "runs in", "own dB", "quality", "in the net dB", "weight dB", "clipped", "range used")

@@ -26,7 +26,7 @@ from torch import fx
 from scalepoint.errors import DocumentError, StoreError, UsageError, short_repr
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.support.documents import parse_json
-from scalepoint.support.formatting import one_line
+from scalepoint.support.formatting import to_one_line
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target
 from scalepoint.targets.target import METADATA_KEY
@@ -76,7 +76,7 @@ def check_metadata(user_metadata: Mapping[str, Any] | None) -> dict[str, str]:
         )
     texts: dict[str, str] = {}
     for key in sorted(user_metadata, key=str):
-        if not isinstance(key, str) or not key or one_line(key) != key:
+        if not isinstance(key, str) or not key or to_one_line(key) != key:
             raise UsageError(f"metadata: a key must be printable text, got {short_repr(key)}")
         if key.startswith(KEY_PREFIX):
             raise UsageError(f"metadata: {key!r}: keys that begin with {KEY_PREFIX!r} are reserved: choose another key")
@@ -150,7 +150,7 @@ def read_description(text: str) -> FileDescription:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
-        raise StoreError(f"its description cannot be read: {one_line(where)}: {first['msg']}") from error
+        raise StoreError(f"its description cannot be read: {to_one_line(where)}: {first['msg']}") from error
 
 
 def read_value(text: str) -> Any:

@@ -7,9 +7,9 @@ Other packages add formats through the entry points "scalepoint.formats" (models
 from scalepoint.errors import UsageError
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.format import FileFormat
-from scalepoint.support.plugins import Registry
+from scalepoint.support.plugins import PluginRegistry
 
-_FILE_FORMATS = Registry(
+_FILE_FORMATS = PluginRegistry(
     FileFormat,
     "scalepoint.formats",
     {
@@ -20,7 +20,7 @@ _FILE_FORMATS = Registry(
     },
     UsageError,
 )
-_CHECKPOINT_FORMATS = Registry(
+_CHECKPOINT_FORMATS = PluginRegistry(
     CheckpointFormat,
     "scalepoint.checkpoint_formats",
     {

@@ -18,7 +18,7 @@ from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.dynamic_axes import Axes, get_named_inputs, is_dynamic, resize_inputs
 from scalepoint.graph.nodes import find_random_nodes
 from scalepoint.graph.user_traceback import user_line
-from scalepoint.support.formatting import one_line
+from scalepoint.support.formatting import to_one_line
 
 LARGEST_STEP = 256
 # A step is accepted if so many multiples of it satisfy the guards. Fewer can do so by chance: for a model that takes
@@ -153,7 +153,7 @@ def run_at_double_size(model: nn.Module, inputs: Inputs, axes: Axes) -> str:
 
 
 def _format_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(str(error).strip().partition(chr(10))[0]).rstrip(' .')}"
+    return f"{type(error).__name__}: {to_one_line(str(error).strip().partition(chr(10))[0]).rstrip(' .')}"
 
 
 def check_at_other_sizes(

@@ -11,7 +11,7 @@ from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.dry_run import buffers_restored
 from scalepoint.graph.nodes import get_fake_tensor, set_info
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.support.formatting import one_line
+from scalepoint.support.formatting import to_one_line
 
 
 def record_sizes(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -25,7 +25,7 @@ def record_sizes(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     except MemoryError:
         raise
     except Exception as error:  # user code can raise any exception, and only the MAC counts need these sizes
-        reason = one_line(str(error).strip().partition("\n")[0]) or type(error).__name__
+        reason = to_one_line(str(error).strip().partition("\n")[0]) or type(error).__name__
         message = f"sizes that depend on values are unknown, so the MACs of these layers are not counted: {reason}"
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from scalepoint import distributed
 from scalepoint.errors import DocumentError, ScalepointError, ScalepointWarning
-from scalepoint.support.files import digest, replace_text
+from scalepoint.support.files import compute_digest, replace_text
 from scalepoint.support.interrupts import check_interrupt
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_json
@@ -151,7 +151,7 @@ class StageCache:
         return entry.result
 
     def _write(self, stage: Stage, result: Mapping[str, Any], files: Sequence[Path]) -> None:
-        digests = {str(path.relative_to(self.folder)): digest(path) for path in files}
+        digests = {str(path.relative_to(self.folder)): compute_digest(path) for path in files}
         entry = CachedStage(marks=dict(stage.inputs), result=to_jsonable(result), files=digests)
         self._content.stages[stage.name] = entry
         replace_text(self.folder / JOURNAL_FILE, json.dumps(self._content.model_dump(), indent=1) + "\n")
@@ -162,7 +162,7 @@ def _is_same(name: str, inputs: Inputs, saved: Inputs) -> bool:
 
 
 def _is_unchanged(path: Path, sha256: str) -> bool:
-    return path.exists() and digest(path) == sha256
+    return path.exists() and compute_digest(path) == sha256
 
 
 def _read(path: Path) -> CacheFile:

@@ -48,7 +48,7 @@ from scalepoint.results import DEPARTS, FAILED, LanguageModelResult, Score, Tune
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import Status, describe_missing, run_task, total_memory
 from scalepoint.runtimes.serving import RuntimeSession
-from scalepoint.support.formatting import plural
+from scalepoint.support.formatting import format_plural
 from scalepoint.support.output_folder import WrittenFiles
 from scalepoint.transformation import transform
 from scalepoint.tuning import tune
@@ -281,7 +281,8 @@ def _wider_storage_warnings(job: CheckpointJob, codes: TunedCodes) -> tuple[str,
         if (why := job.format.describe_wider_type(spec, columns))
     )
     return tuple(
-        f"{dtype} codes of {plural(count, 'layer')} are stored as {why}" for (dtype, why), count in counts.items()
+        f"{dtype} codes of {format_plural(count, 'layer')} are stored as {why}"
+        for (dtype, why), count in counts.items()
     )
 
 

@@ -39,7 +39,7 @@ from scalepoint.report import Report, write
 from scalepoint.report.html import HTML_FILE, JSON_FILE
 from scalepoint.results import PrecisionAllocation, PrecisionChange
 from scalepoint.support.cpu import AUTOMATIC_CHOICE_NOTES
-from scalepoint.support.progress import Callback, Event, listening, say, tell
+from scalepoint.support.progress import Callback, Event, callback_registered, send_event, write_line
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
 from scalepoint.targets.registry import has_cpu_option
@@ -166,9 +166,9 @@ def deploy(
     suffix = find_format(job.target.format).suffix
     with (
         seeded(job.options.seed),
-        listening(callback),
+        callback_registered(callback),
         Workspace.open(Path(job.options.output), suffix=suffix, resume=resume, force=force) as workspace,
-        listening(workspace.log),
+        callback_registered(workspace.log),
     ):
         deployment = run_job(StageContext(job=job.for_smoke() if smoke else job, workspace=workspace))
     return deployment if allow_departure else deployment.checked()
@@ -190,7 +190,7 @@ def run_job(context: StageContext) -> Deployment:
         report = distributed.run_on_main(
             "reporting", lambda: _write_report(context, best, trials, limits, allocation), Report
         )
-    tell(Event("file", str(workspace.output / HTML_FILE)))
+    send_event(Event("file", str(workspace.output / HTML_FILE)))
 
     def finish() -> None:
         stages.extract_departure(context, best)
@@ -322,7 +322,7 @@ def _send_metrics(
     }
     for name, value in numbers.items():
         if value is not None:
-            tell(Event("metric", name, done=number, value=value))
+            send_event(Event("metric", name, done=number, value=value))
 
 
 def _write_report(
@@ -338,7 +338,7 @@ def _write_report(
 def _print_cpu_choice(job: Job) -> None:
     """Print which CPUs the file is for, if the user did not choose. With float activations nothing can saturate."""
     if has_cpu_option(job.target) and job.config.activation != FLOAT:
-        say(AUTOMATIC_CHOICE_NOTES[str(job.target.options["cpu"])])
+        write_line(AUTOMATIC_CHOICE_NOTES[str(job.target.options["cpu"])])
 
 
 @contextmanager

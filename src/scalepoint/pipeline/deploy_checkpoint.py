@@ -42,7 +42,7 @@ from scalepoint.quantize import QuantConfig, coverage
 from scalepoint.report import Report, write
 from scalepoint.results import TuneReport
 from scalepoint.support.files import describe_needed_space, is_disk_full
-from scalepoint.support.progress import timed
+from scalepoint.support.progress import timed_phase
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
 
@@ -121,24 +121,24 @@ def deploy_checkpoint(
         distributed.run_on_main("looking for the runtime", check)
     timings: dict[str, float] = {}
     with job.workspace.open(), _explain_errors(job):
-        with timed(timings, "capturing", show=progress):
+        with timed_phase(timings, "capturing", show=progress):
             model, weights = build_quantized_graph(job, calibration)
-        with timed(timings, "tuning", is_phase=False):
+        with timed_phase(timings, "tuning", is_phase=False):
             tune_report, tuned = tune_blocks(job, model, weights, calibration, resume, progress)
         evaluation: Evaluation | None = None
         if tokens:
-            with timed(timings, "scoring", is_phase=False):
+            with timed_phase(timings, "scoring", is_phase=False):
                 memory_limit = job.tuning.memory
                 evaluation = score_checkpoint(model, weights, tuned, tokens, memory=memory_limit, progress=progress)
 
         def write_and_verify() -> Report:
             codes = TunedCodes(model, weights, tuned)
-            with timed(timings, "writing", show=progress):
+            with timed_phase(timings, "writing", show=progress):
                 write_checkpoint(job, model, codes, tuned)
             result = describe_checkpoint(job, evaluation)
             score = None if evaluation is None else evaluation.score
             if verify and evaluation is not None:
-                with timed(timings, f"running it in {job.target.runtime}", show=progress):
+                with timed_phase(timings, f"running it in {job.target.runtime}", show=progress):
                     result, score = verify_checkpoint(job, tokens, evaluation, result)
             report = build_checkpoint_report(job, model, codes, tune_report, score, result, timings)
             write(report, job.workspace.report_folder)

@@ -36,8 +36,8 @@ from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
 from scalepoint.quantize.store import list_model_files
 from scalepoint.results import TuneReport
 from scalepoint.runtimes import find_runtime
-from scalepoint.support.files import digest
-from scalepoint.support.progress import Event, say, tell, timed
+from scalepoint.support.files import compute_digest
+from scalepoint.support.progress import Event, send_event, timed_phase, write_line
 from scalepoint.support.torch_state import caller_dtype
 from scalepoint.transformation import TransformationResult, transform
 from scalepoint.verification import RuntimeModel, Status, Verification, extract_failing, verify
@@ -107,14 +107,14 @@ class StageContext:
 
     def timed(self, doing: str, *, is_phase: bool = True) -> AbstractContextManager[None]:
         """Time a step and show its progress. Pass is_phase=False for a step that shows its own progress."""
-        return timed(self.timings, doing, show=self.job.progress, is_phase=is_phase)
+        return timed_phase(self.timings, doing, show=self.job.progress, is_phase=is_phase)
 
     @contextmanager
     def stage(self, name: str, doing: str, inputs: Any, *, is_timed: bool = True) -> Iterator[Stage]:
         """Enter a cached stage. Pass is_timed=False for a stage whose parts are timed."""
         with self.workspace.cache.stage(name, inputs) as stage:
             if not stage.must_run and self.job.progress is not False:
-                say(f"{doing}: from the cache")
+                write_line(f"{doing}: from the cache")
             with self.timed(doing) if stage.must_run and is_timed else nullcontext():
                 yield stage
 
@@ -360,7 +360,7 @@ def evaluate_float(context: StageContext) -> float | None:
         if score is None:
             score = distributed.run_on_main(doing, lambda: _evaluate(context, context.job.model, is_float=True), float)
             stage.store({"score": score})
-    tell(Event("metric", "float score", value=score))
+    send_event(Event("metric", "float score", value=score))
     return score
 
 
@@ -371,7 +371,7 @@ def evaluate_file(context: StageContext, path: Path, model: fx.GraphModule, *, i
         return None
 
     def inputs() -> Inputs:
-        return {"the file": digest(path), "the metric": fingerprint_code(job.evaluate)}
+        return {"the file": compute_digest(path), "the metric": fingerprint_code(job.evaluate)}
 
     def run() -> float:
         runner: AbstractContextManager[Any] = nullcontext(model)
@@ -458,7 +458,7 @@ def extract_departure(context: StageContext, best: Trial) -> None:
     with suppress(VerificationError):  # the file does not run, so there are no layers to compare
         if extract_failing(best.path, best.model, job.example.args, folder, kwargs=job.example.kwargs, force=True):
             context.workspace.add(folder / name for name in EXTRACTED)
-            tell(Event("file", str(folder / "run.py")))
+            send_event(Event("file", str(folder / "run.py")))
 
 
 def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:
@@ -482,7 +482,7 @@ def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:
 def export_inputs(context: StageContext, quantized: Path) -> Inputs:
     """Return the fingerprints of all inputs of the exported file."""
     return {
-        "the quantized model": digest(quantized / "scalepoint.json"),
+        "the quantized model": compute_digest(quantized / "scalepoint.json"),
         "metadata": fingerprint(context.job.metadata),
         **{name: fingerprint(value) for name, value in stage_values(context.job.options, "export").items()},
         **_common_export_inputs(context),
@@ -514,9 +514,9 @@ def verify_inputs(context: StageContext, path: Path, float_path: Path, baseline:
     job = context.job
     plain_path, runtime = context.plain_path, str(job.target.runtime)
     return {
-        "the file": digest(path),
-        "the float file": "none" if job.is_smoke else digest(float_path),
-        "the plain export": digest(plain_path) if plain_path else "none",
+        "the file": compute_digest(path),
+        "the float file": "none" if job.is_smoke else compute_digest(float_path),
+        "the plain export": compute_digest(plain_path) if plain_path else "none",
         "the baseline": str(baseline),
         "the example inputs": job.example.fingerprint(),
         **{name: fingerprint(value) for name, value in stage_values(job.options, "verify").items()},

@@ -28,10 +28,10 @@ from scalepoint.quantize.feeding import is_split_across_ranks
 from scalepoint.report import Sweep, SweepRow, sweep_page
 from scalepoint.report.html import JSON_FILE
 from scalepoint.report.sweep import SWEEP_FILE
-from scalepoint.support.files import LOCK, locked, remove_leftovers, replace_text
+from scalepoint.support.files import LOCK_FILE, folder_locked, remove_leftovers, replace_text
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.output_folder import check_links, check_path
-from scalepoint.support.progress import say
+from scalepoint.support.progress import write_line
 from scalepoint.targets import Target
 
 PAGE_FILE = "sweep.html"
@@ -96,7 +96,7 @@ def sweep(
             with distributed.phase("a run of the sweep") as step:
                 for name in distributed.shard(names):  # at most one run per rank
                     if options.get("progress") is not False:
-                        say(f"run {len(rows) + 1} of {len(runs)}: {name}")
+                        write_line(f"run {len(rows) + 1} of {len(runs)}: {name}")
                     quiet = {"progress": False, "callback": None}
                     run_options = options if distributed.is_main() else {**options, **quiet}
                     with distributed.single_process():
@@ -123,14 +123,14 @@ def _open_folder(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[st
 
         def open_folder() -> dict[str, SweepRow]:
             check_path(folder)
-            check_links(folder, (LOCK, SWEEP_FILE, PAGE_FILE))
+            check_links(folder, (LOCK_FILE, SWEEP_FILE, PAGE_FILE))
             if folder.exists() and any(folder.iterdir()) and not (resume or force):
                 raise UsageError(
                     f"{folder} is not empty: continue with resume=True (--resume), overwrite it with force=True "
                     "(--force), or choose another folder"
                 )
             rows = _finished_rows(folder) if resume else {}
-            stack.enter_context(locked(folder))
+            stack.enter_context(folder_locked(folder))
             remove_leftovers(folder, (SWEEP_FILE, PAGE_FILE))
             return rows
 

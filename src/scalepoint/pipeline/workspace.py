@@ -24,19 +24,19 @@ from scalepoint.errors import NonFiniteError, StoreError, UsageError
 from scalepoint.pipeline.cache import StageCache
 from scalepoint.report.html import HTML_FILE, JSON_FILE
 from scalepoint.support.files import (
-    LOCK,
-    TEMPORARY,
-    copy_whole,
+    LOCK_FILE,
+    TEMPORARY_PREFIX,
+    copy_path,
+    folder_locked,
     is_disk_full,
-    locked,
-    remove,
     remove_leftover_folders,
     remove_leftovers,
+    remove_path,
     replace_text,
 )
 from scalepoint.support.output_folder import LIST_FILE as LIST
 from scalepoint.support.output_folder import WrittenFiles, check_links, check_path, move_into
-from scalepoint.support.progress import Event, tell
+from scalepoint.support.progress import Event, send_event
 from scalepoint.verification.inputs import INPUTS_FILE
 
 WORK_FOLDER = ".scalepoint"
@@ -107,7 +107,7 @@ class Workspace:
             yield cls(output, StageCache(work))
             return
         existed = output.exists()
-        with locked(work):
+        with folder_locked(work):
             _remove_temporary_files(work)
             workspace = cls(output, StageCache.read(work) if resume else StageCache(work))
             if not workspace.cache.stages:
@@ -143,9 +143,9 @@ class Workspace:
         """Copy files and folders into the output folder. Each one is replaced atomically."""
         for source in sources:
             path = self.output / source.name
-            copy_whole(source, path)
+            copy_path(source, path)
             self.add([path])
-            tell(Event("file", str(path)))
+            send_event(Event("file", str(path)))
 
     def write_text(self, name: str, text: str) -> None:
         replace_text(self.output / name, text)
@@ -227,7 +227,7 @@ class CheckpointWorkspace:
             yield
             return
         existed = self.output.exists()
-        with locked(self.work):
+        with folder_locked(self.work):
             remove_leftovers(self.work)
             remove_leftover_folders()
             if self.report_folder.is_dir():
@@ -254,7 +254,7 @@ class CheckpointWorkspace:
             write_files(self.path)
             WrittenFiles(self.path.parent).add([self.path])
             return
-        remove(self._staging)
+        remove_path(self._staging)
         write_files(self._staging)
         move_into(self._staging, self.path)
 
@@ -264,9 +264,9 @@ class CheckpointWorkspace:
 
     def _remove_work(self) -> None:
         """Delete the files of this program in the work folder. Other files stay."""
-        for path in (self._staging, self.tuning_folder, self.work / LOCK):
+        for path in (self._staging, self.tuning_folder, self.work / LOCK_FILE):
             with suppress(OSError):
-                remove(path)
+                remove_path(path)
         with suppress(OSError):
             self.work.rmdir()
 
@@ -309,7 +309,7 @@ def list_finished_stages(output: Path) -> list[str]:
 
 def _remove_temporary_files(work: Path) -> None:
     """Delete partly written files of a killed run, in the work folder and in its trials."""
-    for folder in (work, *(path.parent for path in work.rglob(f"{TEMPORARY}*"))):
+    for folder in (work, *(path.parent for path in work.rglob(f"{TEMPORARY_PREFIX}*"))):
         if folder.is_dir():
             remove_leftovers(folder)
 
@@ -318,11 +318,11 @@ def _remove_run_files(work: Path) -> None:
     """Delete the files of runs in the work folder, except the lock. Other files stay."""
     for path in work.iterdir():
         if WORK_NAMES.fullmatch(path.name):
-            remove(path)
+            remove_path(path)
 
 
 def _remove_work_folder(work: Path) -> None:
     with suppress(OSError):
         _remove_run_files(work)
-        (work / LOCK).unlink()
+        (work / LOCK_FILE).unlink()
         work.rmdir()

@@ -36,15 +36,15 @@ from scalepoint.quantize.record import has_record, record_of, update_record
 from scalepoint.quantize.smooth import find_smoothing_observers, get_norm_tensors
 from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.support.files import (
-    LOCK,
+    LOCK_FILE,
+    compute_digest,
     describe_needed_space,
-    digest,
     finish_file,
+    folder_locked,
     is_disk_full,
-    locked,
     make_empty_folder,
-    remove,
     remove_leftovers,
+    remove_path,
     replace_text,
     temporary_path,
 )
@@ -87,7 +87,7 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
     tensors, aliases = _separate_aliases({**gather_sharded_tensors(model.state_dict()), **constants})
     if not distributed.is_main():
         return folder
-    with locked(folder):
+    with folder_locked(folder):
         old = _find_tensor_file(folder)
         remove_leftovers(folder, (MANIFEST, TENSORS))
         holder = temporary_path(folder / TENSORS)  # safetensors writes a file of its own next to the one it is given
@@ -96,7 +96,7 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
         try:
             make_empty_folder(holder)
             _write_tensors(tensors, temporary)
-            file_digest = digest(temporary)
+            file_digest = compute_digest(temporary)
             path = folder / f"tensors-{file_digest[:16]}.safetensors"
             os.replace(temporary, path)
             stored = {"file": path.name, "sha256": file_digest}
@@ -112,7 +112,7 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
                 f"cannot write into {folder}: {error.strerror or error}. What was there is intact{room}"
             ) from error
         finally:
-            remove(holder)
+            remove_path(holder)
             if not committed and path.name != old:
                 path.unlink(missing_ok=True)
         if old is not None and old != path.name:
@@ -122,7 +122,7 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
 
 def list_model_files(folder: Path) -> list[Path]:
     """The files of the model that `save` wrote there."""
-    names = (LOCK, MANIFEST, _find_tensor_file(folder) or MANIFEST)
+    names = (LOCK_FILE, MANIFEST, _find_tensor_file(folder) or MANIFEST)
     return [folder / name for name in dict.fromkeys(names) if (folder / name).is_file()]
 
 
@@ -352,7 +352,7 @@ def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
         raise StoreError(f"{path} is missing: the folder was changed after it was written")
     try:
         with open_tensors(path, folder=folder) as file:  # checks its length before all of it is read
-            if digest(path) != manifest["tensors"]["sha256"]:
+            if compute_digest(path) != manifest["tensors"]["sha256"]:
                 raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
     except DocumentError as error:

@@ -5,7 +5,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scalepoint.results import LayerError, PrecisionAllocation, TensorHistogram, TunedLayer
-from scalepoint.support.formatting import FAIR_DB, GOOD_DB, POOR_DB, decibel, plural, share_of, short
+from scalepoint.support.formatting import (
+    FAIR_DB,
+    GOOD_DB,
+    POOR_DB,
+    format_decibels,
+    format_plural,
+    format_share,
+    shorten,
+)
 
 MAX_TITLED_POINTS = 400  # with more points, all are one SVG path and only the worst have a title
 MAX_DRAWN_BINS = 60
@@ -133,7 +141,7 @@ def make_shares(parts: Iterable[tuple[str, float]], classes: Mapping[str, str]) 
     segments, left = [], 0.0
     for name, share in parts:
         width = max(0.0, min(share, 1.0)) * 100
-        segments.append(BarShare(f"{name}: {share_of(share)}", round(left, 3), round(width, 3), classes[name]))
+        segments.append(BarShare(f"{name}: {format_share(share)}", round(left, 3), round(width, 3), classes[name]))
         left += width
     return segments
 
@@ -202,7 +210,7 @@ def draw_errors(layers: Sequence[LayerError], floats: frozenset[str]) -> Picture
         if layer.weight_sqnr_db is not None
     ]
     shapes += [polyline(points, "trace"), _squares(weights, 2.2, "dot-weight"), *_layer_points(layers, points, floats)]
-    label = f"SQNR in dB of {plural(len(layers), 'layer')}, in the order of execution"
+    label = f"SQNR in dB of {format_plural(len(layers), 'layer')}, in the order of execution"
     return Picture(axes.width, axes.height, label, "depth", shapes)
 
 
@@ -216,10 +224,10 @@ def _layer_points(layers: Sequence[LayerError], points: Sequence[Point], floats:
     for index in sorted(order[:40]) if is_crowded else range(len(layers)):
         layer, (x, y) = layers[index], points[index]
         css = "dot-worst" if index in worst else "dot-float" if layer.name in floats else "dot"
-        title = f"{short(layer.name)}: {decibel(layer.sqnr_db)} dB"
+        title = f"{shorten(layer.name)}: {format_decibels(layer.sqnr_db)} dB"
         shapes.append(circle(x, y, 5.0 if index in worst else 3.4, css, title))
         if index in worst:
-            shapes.append(labels.near(short(layer.name, 28), x, y))
+            shapes.append(labels.near(shorten(layer.name, 28), x, y))
     return shapes
 
 
@@ -279,7 +287,7 @@ def draw_front(allocated: PrecisionAllocation) -> Picture:
     points = [at(point.cost, point.error) for point in allocated.front]
     shapes.append(polyline(points, "trace"))
     for point, (x, y) in zip(allocated.front, points, strict=True):
-        counts = ", ".join(f"{count} {short(choice, 40)}" for choice, count in point.counts.items())
+        counts = ", ".join(f"{count} {shorten(choice, 40)}" for choice, count in point.counts.items())
         title = f"{point.cost:.4g}: {_drawn_decibels(point.error, least):.1f} dB; {counts}"
         shapes.append(circle(x, y, 3.4, "dot", title))
     shapes += _chosen_and_uniform(allocated, at)
@@ -292,7 +300,7 @@ def _chosen_and_uniform(allocated: PrecisionAllocation, at: Callable[[float, flo
     for choice, (cost, error) in allocated.uniform.items():
         x, y = at(cost, error)
         shapes.append(rectangle(x - 4, y - 4, 8, 8, "dot-weight"))
-        shapes.append(text_shape(f"all {short(choice, 24)}", x + 8, y + 15))
+        shapes.append(text_shape(f"all {shorten(choice, 24)}", x + 8, y + 15))
     return shapes
 
 
@@ -306,10 +314,10 @@ def draw_gains(layers: Sequence[TunedLayer]) -> Picture:
     shapes = axes.grid(from_bottom=8)
     for index, (layer, (before, after)) in enumerate(zip(layers, pairs, strict=True)):
         x, y_before, y_after = axes.x(index), axes.y(before), axes.y(after)
-        title = f"{short(layer.name)}: {before:.1f} dB, then {after:.1f}; {share_of(layer.moved)} moved"
+        title = f"{shorten(layer.name)}: {before:.1f} dB, then {after:.1f}; {format_share(layer.moved)} moved"
         shapes.append(line_shape(x, y_before, x, y_after, "gain", title))
         shapes += [circle(x, y_before, 2.6, "dot-weight", title), circle(x, y_after, 3.4, "dot", title)]
-    label = f"dB of {plural(len(layers), 'layer')} before and after, in the order of execution"
+    label = f"dB of {format_plural(len(layers), 'layer')} before and after, in the order of execution"
     return Picture(axes.width, axes.height, label, "depth", shapes)
 
 
@@ -342,7 +350,7 @@ def draw_histogram(values: TensorHistogram) -> Picture:
     shapes.append(line_shape(0, floor, width, floor, "axis"))
     for value in round_ticks(low, high, 4):
         shapes.append(text_shape(f"{value:.6g}", min(max(x_of(value), 10), width - 10), height - 6, anchor="middle"))
-    return Picture(width, height, f"{values.kind} values of {short(values.name)}", "histogram", shapes)
+    return Picture(width, height, f"{values.kind} values of {shorten(values.name)}", "histogram", shapes)
 
 
 def share_outside(values: TensorHistogram) -> float:

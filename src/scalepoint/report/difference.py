@@ -21,15 +21,15 @@ from scalepoint.report.html import JSON_FILE
 from scalepoint.report.model import Report
 from scalepoint.report.terminal import MIN_WIDE_COLUMNS, low_share, plain_table
 from scalepoint.support.formatting import (
-    decibel,
-    one_line,
-    printed,
-    ratio,
-    share_of,
-    short,
-    size_of,
-    time_of,
-    value_of,
+    format_decibels,
+    format_ratio,
+    format_share,
+    format_size,
+    format_time,
+    format_value,
+    render_as_text,
+    shorten,
+    to_one_line,
 )
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_yaml
@@ -38,12 +38,12 @@ CONFIG_FILE = "config.yaml"
 INPUT_NAMES = {"model": "the model", "calibration data": "the calibration data", "example inputs": "the example inputs"}
 IGNORED_KEYS = ("output", "root")  # folders differ between runs without changing the result
 FORMATTERS: Mapping[str, Callable[[float], str]] = {
-    "score": value_of,
-    "bytes": size_of,
-    "seconds": time_of,
-    "times": ratio,
-    "share": share_of,
-    "dB": lambda value: f"{decibel(value)} dB" if math.isfinite(value) else decibel(value),
+    "score": format_value,
+    "bytes": format_size,
+    "seconds": format_time,
+    "times": format_ratio,
+    "share": format_share,
+    "dB": lambda value: f"{format_decibels(value)} dB" if math.isfinite(value) else format_decibels(value),
 }
 MIN_SHOWN_SHARE = 0.0005  # smaller changes would be printed as 0.0 %, and count as "same"
 MIN_TIME_NOISE = 0.03  # times of two files with the same kernels differ by up to this share
@@ -184,7 +184,7 @@ class Difference:
         return {**to_jsonable(self), "numbers": numbers, "summary": self.summary()}
 
     def __str__(self) -> str:
-        return printed(DifferenceTable(self))
+        return render_as_text(DifferenceTable(self))
 
 
 @dataclass(frozen=True)
@@ -203,13 +203,13 @@ class DifferenceTable:
         difference, narrow = self.difference, options.max_width < MIN_WIDE_COLUMNS
         first, second = difference.first, difference.second
         for side in (first, second):
-            yield Text(f"{one_line(side.name)}: {short(side.title)} for {short(side.target)}", style="bold")
-            yield Text(f"  {one_line(side.verdict)}")
+            yield Text(f"{to_one_line(side.name)}: {shorten(side.title)} for {shorten(side.target)}", style="bold")
+            yield Text(f"  {to_one_line(side.verdict)}")
         for warning in difference.warnings:
-            yield Text(f"warning: {one_line(warning)}", style="yellow")
+            yield Text(f"warning: {to_one_line(warning)}", style="yellow")
         yield Text()
-        names = (short(first.name, 24), short(second.name, 24))
-        numbers = [(short(number.name, 40), *number.texts()) for number in difference.numbers]
+        names = (shorten(first.name, 24), shorten(second.name, 24))
+        numbers = [(shorten(number.name, 40), *number.texts()) for number in difference.numbers]
         # In a narrow terminal, the names of the runs would take the space of the names of the numbers.
         heads = ("first", "second") if narrow else names
         yield plain_table(("", *heads, "change"), numbers, numbers=(1, 2, 3))
@@ -221,7 +221,7 @@ class DifferenceTable:
                 yield Text(title, style="bold")
                 yield plain_table(("", *names), [_setting_texts(setting) for setting in settings])
         yield Text()
-        yield Text(one_line(difference.summary()))
+        yield Text(to_one_line(difference.summary()))
 
     def _layers(self, narrow: bool) -> RenderResult:
         changed = self.difference.changed_layers
@@ -240,7 +240,7 @@ class DifferenceTable:
 
 
 def _setting_texts(setting: ChangedSetting) -> tuple[str, str, str]:
-    return short(setting.key, 60), short(_value_text(setting.first), 60), short(_value_text(setting.second), 60)
+    return shorten(setting.key, 60), shorten(_value_text(setting.first), 60), shorten(_value_text(setting.second), 60)
 
 
 def _value_text(value: Any) -> str:
@@ -254,7 +254,7 @@ def _layer_texts(layer: LayerPair) -> tuple[str, str, str, str, str]:
     first, second = ("-" if precision is None else precision for precision in layer.precision)
     runs = first if first == second else f"{first} -> {second}"
     change = f"{layer.change:+.1f}" if layer.change and math.isfinite(layer.change) else ""
-    return short(layer.name), runs, decibel(layer.sqnr_db[0]), decibel(layer.sqnr_db[1]), change
+    return shorten(layer.name), runs, format_decibels(layer.sqnr_db[0]), format_decibels(layer.sqnr_db[1]), change
 
 
 def compare_runs(first: str | Path | Report, second: str | Path | Report) -> Difference:

@@ -146,18 +146,20 @@ def jinja_environment() -> "Environment":
     )
     env.policies["json.dumps_kwargs"] = {"ensure_ascii": True, "allow_nan": False, "separators": (",", ":")}
     env.filters |= {
-        "breakable": lambda text: escape(formatting.visible(text)).replace(".", Markup(".<wbr>")),  # paths wrap at dots
-        "count": formatting.count,
+        "breakable": lambda text: escape(formatting.escape_unprintable(text)).replace(
+            ".", Markup(".<wbr>")
+        ),  # paths wrap at dots
+        "count": formatting.format_count,
         "json_text": _to_json_text,
         "number": charts.format_number,
-        "one_line": formatting.one_line,
-        "plural": formatting.plural,
-        "ratio": formatting.ratio,
-        "share": formatting.share_of,
-        "short": formatting.short,
-        "size": formatting.size_of,
-        "time": formatting.time_of,
-        "value": formatting.value_of,
+        "one_line": formatting.to_one_line,
+        "plural": formatting.format_plural,
+        "ratio": formatting.format_ratio,
+        "share": formatting.format_share,
+        "short": formatting.shorten,
+        "size": formatting.format_size,
+        "time": formatting.format_time,
+        "value": formatting.format_value,
     }
     env.globals |= {"charts": charts, "text": terminal, "limits": MAX_SHOWN, "scale": formatting.SCALE}
     env.globals["ui"] = env.get_template("macros.html.j2").module
@@ -170,7 +172,7 @@ def _to_visible_text(value: Any) -> Any:
         return ""
     if isinstance(value, float):
         return charts.format_number(value)
-    return value if isinstance(value, Markup) else formatting.visible(value)
+    return value if isinstance(value, Markup) else formatting.escape_unprintable(value)
 
 
 @cache
@@ -286,7 +288,7 @@ class ReportView:
         values = {"float": score.float_value, "simulated": score.value if is_simulated else score.simulated_value}
         if not is_simulated:
             values["runtime"] = score.value
-        rows = [(label, value, formatting.value_of(value)) for label, value in values.items() if value is not None]
+        rows = [(label, value, formatting.format_value(value)) for label, value in values.items() if value is not None]
         return charts.make_bars(rows, ("before", "after", "after")[: len(rows)])
 
     @property
@@ -294,7 +296,7 @@ class ReportView:
         verification = self.report.verification
         if verification is None:
             return "", ""
-        return formatting.change_of_size(verification.float_size or 0, verification.size)
+        return formatting.describe_size_change(verification.float_size or 0, verification.size)
 
     @property
     def size_bars(self) -> list[charts.ChartBar]:
@@ -302,7 +304,7 @@ class ReportView:
         sizes = (0, 0) if verification is None else (verification.float_size or 0, verification.size)
         rows = zip(("float", "quantized"), sizes, strict=True)
         return charts.make_bars(
-            [(label, float(size), formatting.size_of(size)) for label, size in rows], ("before", "after")
+            [(label, float(size), formatting.format_size(size)) for label, size in rows], ("before", "after")
         )
 
     @property
@@ -312,7 +314,7 @@ class ReportView:
             return []
         rows = zip(("float", "quantized"), latency.seconds, strict=True)
         colours = ("before", "slow" if latency.is_slower else "after")
-        return charts.make_bars([(label, seconds, formatting.time_of(seconds)) for label, seconds in rows], colours)
+        return charts.make_bars([(label, seconds, formatting.format_time(seconds)) for label, seconds in rows], colours)
 
     @cached_property
     def _shares(self) -> tuple[dict[str, float] | None, dict[str, float]]:
@@ -339,7 +341,9 @@ class ReportView:
     def share_legend(self) -> list[tuple[str, str]]:
         macs, parameters = self._shares
         parts = list((macs or parameters).items())[:COLOUR_COUNT]
-        return [(self.classes[precision], f"{precision} {formatting.share_of(share)}") for precision, share in parts]
+        return [
+            (self.classes[precision], f"{precision} {formatting.format_share(share)}") for precision, share in parts
+        ]
 
     # layers
 
@@ -372,11 +376,11 @@ class ReportView:
             css=self.classes.get(precision, "p-none"),
             is_operation=row is not None,
             numbers=(
-                NumberCell(_sort_key(macs), formatting.count(macs) if row else ""),
-                NumberCell(_sort_key(parameters), formatting.count(parameters) if row else ""),
+                NumberCell(_sort_key(macs), formatting.format_count(macs) if row else ""),
+                NumberCell(_sort_key(parameters), formatting.format_count(parameters) if row else ""),
                 _error_cell(error, largest),
-                NumberCell(_sort_key(clipped), formatting.share_of(clipped)),
-                NumberCell(_sort_key(used), formatting.share_of(used)),
+                NumberCell(_sort_key(clipped), formatting.format_share(clipped)),
+                NumberCell(_sort_key(used), formatting.format_share(used)),
             ),
         )
 
@@ -406,10 +410,11 @@ class ReportView:
         for (reason, is_asked), rows in groups.items():
             macs = sum(row.macs or 0 for row in rows)
             is_known = total and all(row.macs is not None for row in rows)
-            share = f", {formatting.share_of(macs / total)} of the MACs" if is_known else ""
+            share = f", {formatting.format_share(macs / total)} of the MACs" if is_known else ""
             saved = sum(max(0.0, row.saves or 0.0) for row in rows)
-            saves = f", float saves {formatting.time_of(saved)}" if saved >= 1e-6 else ""
-            note = f"{formatting.plural(len(rows), 'operation')}{share}{saves}{', as requested' if is_asked else ''}"
+            saves = f", float saves {formatting.format_time(saved)}" if saved >= 1e-6 else ""
+            requested = ", as requested" if is_asked else ""
+            note = f"{formatting.format_plural(len(rows), 'operation')}{share}{saves}{requested}"
             groups_with_macs.append((macs, FloatGroup(reason, note, rows)))
         return [group for _, group in sorted(groups_with_macs, key=lambda pair: -pair[0])]
 
@@ -421,7 +426,7 @@ class ReportView:
         if result is None:
             return []
         decibels = [
-            None if value is None else f"{formatting.decibel(value)} dB"
+            None if value is None else f"{formatting.format_decibels(value)} dB"
             for value in (result.logits_db, result.agreement_db)
         ]
         rates = (result.prefill, result.decode, result.float_prefill, result.float_decode)
@@ -431,11 +436,11 @@ class ReportView:
             ("size", terminal.describe_language_sizes(result)),
             ("perplexity measured on", f"{result.tokens} tokens" if result.tokens else "nothing"),
             ("logits against float", decibels[0]),
-            (f"{formatting.short(result.runtime) or 'the runtime'} against the simulation", decibels[1]),
+            (f"{formatting.shorten(result.runtime) or 'the runtime'} against the simulation", decibels[1]),
             ("prefill, tokens per second", speeds[0]),
             ("decode, tokens per second", speeds[1]),
-            (f"prefill of the float model in {formatting.short(result.float_runtime)}", speeds[2]),
-            (f"decode of the float model in {formatting.short(result.float_runtime)}", speeds[3]),
+            (f"prefill of the float model in {formatting.shorten(result.float_runtime)}", speeds[2]),
+            (f"decode of the float model in {formatting.shorten(result.float_runtime)}", speeds[3]),
         )
         return [(title, value) for title, value in rows if value]
 
@@ -480,13 +485,13 @@ class ReportView:
     def kernel_bars(self) -> list[charts.ChartBar]:
         executed = self.report.verification.executed if self.report.verification else {}
         counts = sorted(executed.items(), key=lambda item: (-item[1], item[0]))[:MAX_KERNELS]
-        rows = [(formatting.short(name, 60), float(count), str(count)) for name, count in counts]
+        rows = [(formatting.shorten(name, 60), float(count), str(count)) for name, count in counts]
         return charts.make_bars(rows, ["after"] * len(rows))
 
     @property
     def stage_bars(self) -> list[charts.ChartBar]:
         rows = [
-            (formatting.short(stage, 40), value, formatting.time_of(value))
+            (formatting.shorten(stage, 40), value, formatting.format_time(value))
             for stage, value in self.report.timings.items()
         ]
         return charts.make_bars(rows, ["before"] * len(rows))
@@ -499,7 +504,7 @@ class ReportView:
     def migration_rows(self) -> list[tuple[str, str]]:
         migrated = self.report.migrated
         steps = (*migrated.done, *migrated.refused) if migrated else ()
-        return [(f"{step.migration}: {formatting.short(step.name, 60)}", step.note) for step in steps]
+        return [(f"{step.migration}: {formatting.shorten(step.name, 60)}", step.note) for step in steps]
 
 
 def _sort_key(value: float | None) -> str | None:
@@ -515,11 +520,13 @@ def _error_cell(error: LayerError | None, largest: float) -> NumberCell:
         return NumberCell(None, "")
     sqnr = error.sqnr_db
     notes = [] if error.cosine is None else [f"cosine {error.cosine:.5f}"]
-    notes += [] if error.weight_sqnr_db is None else [f"weights only {formatting.decibel(error.weight_sqnr_db)} dB"]
+    notes += (
+        [] if error.weight_sqnr_db is None else [f"weights only {formatting.format_decibels(error.weight_sqnr_db)} dB"]
+    )
     return NumberCell(
         key=_sort_key(sqnr),
-        text=formatting.decibel(sqnr),
-        word=formatting.quality(sqnr) if math.isfinite(sqnr) else "",
+        text=formatting.format_decibels(sqnr),
+        word=formatting.describe_quality(sqnr) if math.isfinite(sqnr) else "",
         bar=None if math.isnan(sqnr) else round(100 * min(max(sqnr, 0.0), largest) / largest, 1),
         css="bad-bar" if sqnr < formatting.POOR_DB else "after",
         title=", ".join(notes) or None,
@@ -534,7 +541,7 @@ def _time_row(row: LayerTime, largest: float, total: float, *, is_rest: bool = F
         name=row.name,
         kernels=" + ".join(row.kernels[:3]),
         cells=((before, widths[0] or 0.0, "before"), (seconds, widths[1] or 0.0, "slow" if is_slow else "after")),
-        speed=formatting.ratio(before / seconds) if before and seconds else "",
-        share=formatting.share_of(seconds / total) if seconds and total else "",
+        speed=formatting.format_ratio(before / seconds) if before and seconds else "",
+        share=formatting.format_share(seconds / total) if seconds and total else "",
         is_rest=is_rest,
     )

@@ -29,7 +29,7 @@ from scalepoint.results import (
     TuneReport,
 )
 from scalepoint.support.documents import parse_json
-from scalepoint.support.formatting import POOR_DB, short
+from scalepoint.support.formatting import POOR_DB, shorten
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_text
 from scalepoint.verification.result import Verification
@@ -263,7 +263,7 @@ def _coverage_steps(report: Report) -> list[str]:
 def _runtime_steps(report: Report) -> list[str]:
     verification = report.verification
     if verification is None:
-        return [] if report.findings is None else [f"build the engine for {short(report.target, 40)} from the file"]
+        return [] if report.findings is None else [f"build the engine for {shorten(report.target, 40)} from the file"]
     if verification.status.value == "not verified here":
         return []
     if verification.status.value != "ok":

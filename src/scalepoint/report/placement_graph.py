@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from scalepoint.report.charts import SvgElement, format_number, rectangle, text_shape
 from scalepoint.report.model import GraphNode
-from scalepoint.support.formatting import plural, short
+from scalepoint.support.formatting import format_plural, shorten
 
 WHOLE_MODEL = "the whole model"
 MAX_DEPTH = 8  # of nested blocks
@@ -246,7 +246,7 @@ def _draw_block(
     return DrawnBlock(
         id=ids[block.path],
         title=block.title,
-        label=f"placement in {short(block.title)}: {plural(block.size, 'operation')}",
+        label=f"placement in {shorten(block.title)}: {format_plural(block.size, 'operation')}",
         size=block.size,
         indent=INDENT * len(block.path),
         width=full + 2 * MARGIN + (_bulge(longest) if longest > 1 else 0),
@@ -288,9 +288,9 @@ def _draw_box(
         counts[graph[index].precision] = counts.get(graph[index].precision, 0) + 1
     precisions = sorted(counts.items(), key=lambda item: -item[1])
     if box.block is None:
-        name, note = first.name, " · ".join(filter(None, (short(box.note, 22), short(first.precision, 30))))
+        name, note = first.name, " · ".join(filter(None, (shorten(box.note, 22), shorten(first.precision, 30))))
     else:
-        name, note = ".".join(box.block), plural(len(box.nodes), "operation")
+        name, note = ".".join(box.block), format_plural(len(box.nodes), "operation")
     tooltip = "; ".join(f"{count} in {precision}" for precision, count in precisions[:6])
     css = "node block-node" if box.block else "node"
     frame = SvgElement("rect", {"x": format_number(x), "y": y, "width": WIDTH, "height": HEIGHT, "rx": 6, "class": css})
@@ -298,10 +298,10 @@ def _draw_box(
         *_outside_inputs(box, x, y),
         frame,
         *_precision_strip(x, y, precisions, classes),
-        text_shape(short(box.label, 34), x + 14, y + 17, "node-name"),
+        text_shape(shorten(box.label, 34), x + 14, y + 17, "node-name"),
         text_shape(note, x + 14, y + 32, "node-note"),
     ]
-    return DrawnBox(f"{short(name, 400)}: {tooltip}", shapes, None if box.block is None else ids[box.block])
+    return DrawnBox(f"{shorten(name, 400)}: {tooltip}", shapes, None if box.block is None else ids[box.block])
 
 
 def _outside_inputs(box: Box, x: float, y: float) -> list[SvgElement]:
@@ -309,7 +309,7 @@ def _outside_inputs(box: Box, x: float, y: float) -> list[SvgElement]:
     if not box.outside:
         return []
     first, *rest = box.outside
-    text = f"from {short(first, 24)}" + (f" and {len(rest)} more" if rest else "")
+    text = f"from {shorten(first, 24)}" + (f" and {len(rest)} more" if rest else "")
     end = x + WIDTH - 14
     line = SvgElement("path", {"d": f"M{end:g} {y - 12:g}v11", "class": "edge fed"})
     return [line, text_shape(text, end - 6, y - 4, "node-note", "end")]

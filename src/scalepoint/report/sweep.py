@@ -32,16 +32,16 @@ from scalepoint.report.html import render_page
 from scalepoint.report.model import MAX_REPORT_BYTES, Report
 from scalepoint.report.terminal import MIN_WIDE_COLUMNS, low_share, plain_table
 from scalepoint.support.formatting import (
-    decibel,
-    one_line,
-    plural,
-    printed,
-    ratio,
-    share_of,
-    short,
-    size_of,
-    time_of,
-    value_of,
+    format_decibels,
+    format_plural,
+    format_ratio,
+    format_share,
+    format_size,
+    format_time,
+    format_value,
+    render_as_text,
+    shorten,
+    to_one_line,
 )
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_json
@@ -156,7 +156,7 @@ class Sweep:
     def summary(self) -> str:
         failed = sum(not row.is_done for row in self.rows)
         best = ", ".join(row.name for row in self.front())
-        runs = f"{plural(len(self.rows), 'run')}{f', {failed} failed' if failed else ''}"
+        runs = f"{format_plural(len(self.rows), 'run')}{f', {failed} failed' if failed else ''}"
         return f"{runs}; on the front of quality and size: {best or 'none was measured'}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Sweep:
             raise StoreError(f"{path} is not a sweep: {str(error).splitlines()[0]}") from error
 
     def __str__(self) -> str:
-        return printed(SweepTable(self))
+        return render_as_text(SweepTable(self))
 
 
 def _is_beaten(row: SweepRow, rows: Sequence[SweepRow], cost_of: Callable[[SweepRow], float | None]) -> bool:
@@ -195,12 +195,12 @@ def row_cells(sweep: Sweep, row: SweepRow) -> tuple[str, str, str, str, str, str
     """Return score, SQNR of the last layer, size, speed, latency and coverage as text."""
     speed = sweep.speed_of(row)
     return (
-        "" if row.score is None else value_of(row.score),
-        decibel(row.last_db),
-        "" if row.size is None else size_of(row.size),
-        "" if speed is None else ratio(speed),
-        "" if row.latency is None else time_of(row.latency),
-        share_of(row.low),
+        "" if row.score is None else format_value(row.score),
+        format_decibels(row.last_db),
+        "" if row.size is None else format_size(row.size),
+        "" if speed is None else format_ratio(speed),
+        "" if row.latency is None else format_time(row.latency),
+        format_share(row.low),
     )
 
 
@@ -218,7 +218,7 @@ class SweepTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         fronts = list_fronts(self.sweep)
-        rows = [(short(row.name, 48), *row_cells(self.sweep, row), fronts[row.name]) for row in self.sweep.rows]
+        rows = [(shorten(row.name, 48), *row_cells(self.sweep, row), fronts[row.name]) for row in self.sweep.rows]
         heads = ("run", "score", "last dB", "size", "speed", "latency", "in low", "on the front of")
         if options.max_width < MIN_WIDE_COLUMNS:
             quality = 1 if self.sweep.is_scored else 2
@@ -228,8 +228,8 @@ class SweepTable:
             yield plain_table(heads, rows, numbers=range(1, 7))
         for row in self.sweep.rows:
             if not row.is_done:
-                yield Text(f"failed: {one_line(row.name)}: {one_line(row.message)}", style="red")
-        yield Text(one_line(self.sweep.summary()))
+                yield Text(f"failed: {to_one_line(row.name)}: {to_one_line(row.message)}", style="red")
+        yield Text(to_one_line(self.sweep.summary()))
 
 
 def sweep_page(sweep: Sweep) -> str:
@@ -300,9 +300,11 @@ def _draw_plot(
     for row in sorted(measured, key=lambda row: row not in front):
         x, y = at(row)
         radius, dot = (6, "dot") if row in front else (4, "dot-weight")
-        shapes.append(circle(x, y, radius, dot, f"{short(row.name)}: {', '.join(filter(None, row_cells(sweep, row)))}"))
+        shapes.append(
+            circle(x, y, radius, dot, f"{shorten(row.name)}: {', '.join(filter(None, row_cells(sweep, row)))}")
+        )
         if row in front:
-            shapes.append(labels.near(short(row.name, 28), x, y, "front-name"))
+            shapes.append(labels.near(shorten(row.name, 28), x, y, "front-name"))
     return Picture(frame.width, HEIGHT, f"{len(measured)} runs: {label}", css, shapes)
 
 

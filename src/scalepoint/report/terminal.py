@@ -16,18 +16,18 @@ from rich.text import Text
 
 from scalepoint.results import LanguageModelResult, PrecisionAllocation
 from scalepoint.support.formatting import (
-    change_of_size,
-    decibel,
-    level_of,
-    one_line,
-    plural,
-    quality,
-    ratio,
-    share_of,
-    short,
-    size_of,
-    time_of,
-    value_of,
+    describe_quality,
+    describe_size_change,
+    format_decibels,
+    format_noise_level,
+    format_plural,
+    format_ratio,
+    format_share,
+    format_size,
+    format_time,
+    format_value,
+    shorten,
+    to_one_line,
 )
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def _language_verdict(result: LanguageModelResult) -> str:
     if not result.status:
         return f"Not run in a runtime.{' All numbers are of the simulation.' if result.logits_db is not None else ''}"
     if result.status != "ok":
-        return f"Not verified: {result.runtime}: {result.status}. {one_line(result.message)}".strip()
-    text = "" if result.agreement_db is None else decibel(result.agreement_db)
+        return f"Not verified: {result.runtime}: {result.status}. {to_one_line(result.message)}".strip()
+    text = "" if result.agreement_db is None else format_decibels(result.agreement_db)
     if not text:
         return f"Verified: {result.runtime} runs it."
     if text == "exact":
@@ -71,9 +71,9 @@ def _language_verdict(result: LanguageModelResult) -> str:
 
 def describe_language_sizes(result: LanguageModelResult) -> str:
     """Return both sizes and their ratio, with the data type of the checkpoint, without which a ratio means little."""
-    times, word = change_of_size(result.float_size, result.size)
+    times, word = describe_size_change(result.float_size, result.size)
     checkpoint = f"the {result.float_dtype} checkpoint" if result.float_dtype else "the checkpoint"
-    return f"{size_of(result.float_size)} -> {size_of(result.size)}, {times} {word} than {checkpoint}"
+    return f"{format_size(result.float_size)} -> {format_size(result.size)}, {times} {word} than {checkpoint}"
 
 
 def _float_speed(result: LanguageModelResult) -> str:
@@ -86,12 +86,14 @@ def _float_speed(result: LanguageModelResult) -> str:
 def _language_lines(result: LanguageModelResult) -> list[str]:
     lines = [f"size: {describe_language_sizes(result)}, {result.bits:.2f} bits per weight"]
     if result.logits_db is not None:
-        lines.append(f"logits: {decibel(result.logits_db)} dB against the float model's, on {result.tokens} tokens")
+        lines.append(
+            f"logits: {format_decibels(result.logits_db)} dB against the float model's, on {result.tokens} tokens"
+        )
     if result.prefill is not None and result.decode is not None:
         speed = f"prefill {result.prefill:.0f} tokens/s, decode {result.decode:.0f} tokens/s in {result.runtime}"
         lines.append(f"speed: {speed}{_float_speed(result)}")
     if result.continuation:
-        lines.append(f"generated: {short(result.prompt, 60)} ... {short(result.continuation, 100)}")
+        lines.append(f"generated: {shorten(result.prompt, 60)} ... {shorten(result.continuation, 100)}")
     return lines
 
 
@@ -103,11 +105,11 @@ def _runtime_verdict(report: "Report") -> str:
         return f"Not verified in a runtime.{simulated}{findings and ' ' + findings}"
     if not verification.holds:
         return _unverified(verification)
-    chosen = f"; {one_line(verification.choices_text)}" if verification.choices else ""
+    chosen = f"; {to_one_line(verification.choices_text)}" if verification.choices else ""
     agrees = f"in {verification.runtime} it runs as simulated ({_describe_agreement(verification.sqnr)}){chosen}"
     if verification.latency is not None and verification.latency.ratio < 1:
         word = "Slower than" if verification.latency.is_slower else "No faster than"
-        return f"{word} float: {ratio(verification.latency.ratio)} its speed; {agrees}."
+        return f"{word} float: {format_ratio(verification.latency.ratio)} its speed; {agrees}."
     if report.coverage.is_float_for_speed:  # nothing is quantized: there is little to verify
         return f"{agrees[0].upper()}{agrees[1:]}."
     return f"Verified: {agrees}."
@@ -115,14 +117,14 @@ def _runtime_verdict(report: "Report") -> str:
 
 def _unverified(verification: "Verification") -> str:
     if verification.differences:
-        return f"The file differs from the model: {one_line(verification.differences[0])}"
+        return f"The file differs from the model: {to_one_line(verification.differences[0])}"
     if verification.status.value == "not verified here":
-        return f"Not verified here: {one_line(verification.message)}"
+        return f"Not verified here: {to_one_line(verification.message)}"
     if verification.status.value != "ok":
-        reason = f"{verification.runtime}: {verification.status.value}. {one_line(verification.message)}"
+        reason = f"{verification.runtime}: {verification.status.value}. {to_one_line(verification.message)}"
         return f"Not verified: {reason}".strip()
     return (
-        f"{verification.runtime} departs from the simulation: {decibel(verification.sqnr)} dB, "
+        f"{verification.runtime} departs from the simulation: {format_decibels(verification.sqnr)} dB, "
         f"less than the required {verification.bound:.0f} dB."
     )
 
@@ -131,20 +133,20 @@ def describe_findings(report: "Report") -> str:
     """Return how many problems the target's static rules report for the file; "" if there are no rules."""
     if report.findings is None:
         return ""
-    problems = plural(len(report.findings), "problem") if report.findings else "no problem"
-    return f"The static rules of {short(report.target)} find {problems} in the file."
+    problems = format_plural(len(report.findings), "problem") if report.findings else "no problem"
+    return f"The static rules of {shorten(report.target)} find {problems} in the file."
 
 
 def _describe_agreement(sqnr: float) -> str:
-    text = decibel(sqnr)
-    return "exactly" if text == "exact" else f"{text} dB, {quality(sqnr)}"
+    text = format_decibels(sqnr)
+    return "exactly" if text == "exact" else f"{text} dB, {describe_quality(sqnr)}"
 
 
 def summary(report: "Report") -> list[str]:
     """Return lines of text, one result per line. Results that were not measured are omitted."""
-    lines = [f"{short(report.title)} for {short(report.target)}. {verdict(report)}"]
+    lines = [f"{shorten(report.title)} for {shorten(report.target)}. {verdict(report)}"]
     lines += [
-        f"{short(score.name)}: {value_of(score.float_value)} -> {value_of(score.value)} ({score.change_text}"
+        f"{shorten(score.name)}: {format_value(score.float_value)} -> {format_value(score.value)} ({score.change_text}"
         f"{', in the runtime' if score.where == 'runtime' else ', simulated'})"
         for score in report.accuracy
     ]
@@ -159,10 +161,13 @@ def summary(report: "Report") -> list[str]:
     lines += _baseline_lines(report)
     lines.append(f"coverage: {report.coverage.summary()}")
     lines += [f"migrations: {report.migrated.summary()}"] if report.migrated else []
-    worst = [f"{short(layer.name, 40)} {decibel(layer.sqnr_db)} ({quality(layer.sqnr_db)})" for layer in report.worst()]
+    worst = [
+        f"{shorten(layer.name, 40)} {format_decibels(layer.sqnr_db)} ({describe_quality(layer.sqnr_db)})"
+        for layer in report.worst()
+    ]
     lines += [f"worst layers (dB): {', '.join(worst)}"] if worst else []
-    lines += [f"finding: {one_line(finding)}" for finding in report.findings or ()]
-    lines += [f"warning: {one_line(warning)}" for warning in report.warnings]
+    lines += [f"finding: {to_one_line(finding)}" for finding in report.findings or ()]
+    lines += [f"warning: {to_one_line(warning)}" for warning in report.warnings]
     return lines
 
 
@@ -190,7 +195,7 @@ def describe_speed_limit(report: "Report") -> str:
     if report.min_speed is None or verification is None or verification.latency is None:
         return ""
     holds = verification.latency.ratio >= report.min_speed
-    return f"{'at least' if holds else 'less than'} the required {ratio(report.min_speed)}"
+    return f"{'at least' if holds else 'less than'} the required {format_ratio(report.min_speed)}"
 
 
 def describe_search(report: "Report") -> str:
@@ -198,14 +203,14 @@ def describe_search(report: "Report") -> str:
     if len(report.trials) < 2:
         return ""
     changes = report.precision_changes()
-    raised = [f"{short(change.layer, 40) or 'all layers'} to {change.to}" for change in changes]
+    raised = [f"{shorten(change.layer, 40) or 'all layers'} to {change.to}" for change in changes]
     more = f" and {len(raised) - MAX_LISTED_LAYERS} more" if len(raised) > MAX_LISTED_LAYERS else ""
     words = (
         f"raised: {', '.join(raised[:MAX_LISTED_LAYERS])}{more}"
         if raised
         else "nothing raised was better than the first"
     )
-    return f"{plural(len(report.trials), 'file')} tried; {words}"
+    return f"{format_plural(len(report.trials), 'file')} tried; {words}"
 
 
 def describe_cost(unit: str, value: float) -> str:
@@ -219,10 +224,10 @@ def describe_allocation(report: "Report") -> str:
     allocation = report.allocation
     if allocation is None:
         return ""
-    counts = ", ".join(f"{count} {short(choice, 40)}" for choice, count in allocation.counts.items())
+    counts = ", ".join(f"{count} {shorten(choice, 40)}" for choice, count in allocation.counts.items())
     limit = "" if allocation.limit is None else f", {allocation.limit:g} allowed"
     cost = describe_cost(allocation.unit, allocation.reached)
-    return f"{counts}: {cost}{limit}; {level_of(allocation.error)} dB expected"
+    return f"{counts}: {cost}{limit}; {format_noise_level(allocation.error)} dB expected"
 
 
 def describe_tuning(report: "Report") -> str:
@@ -233,7 +238,7 @@ def describe_tuning(report: "Report") -> str:
     gains = sorted(layer.gain_db for layer in tuning.layers)
     median = f", median gain {gains[len(gains) // 2]:+.1f} dB" if gains else ""
     not_tuned = f"; {len(tuning.left)} not tuned" if tuning.left else ""
-    return f"{plural(len(tuning.layers), 'layer')}, {tuning.moved_layers} with changed codes{median}{not_tuned}"
+    return f"{format_plural(len(tuning.layers), 'layer')}, {tuning.moved_layers} with changed codes{median}{not_tuned}"
 
 
 def _size_and_latency_rows(report: "Report") -> list[tuple[str, str, str, str]]:
@@ -241,22 +246,21 @@ def _size_and_latency_rows(report: "Report") -> list[tuple[str, str, str, str]]:
     verification = report.verification
     rows = []
     if verification is not None and verification.float_size:
-        times = " ".join(change_of_size(verification.float_size, verification.size))
-        rows.append(("size", size_of(verification.float_size), size_of(verification.size), times.rstrip()))
+        times = " ".join(describe_size_change(verification.float_size, verification.size))
+        rows.append(("size", format_size(verification.float_size), format_size(verification.size), times.rstrip()))
     if verification is not None and verification.latency:
         before, after = verification.latency.seconds
         batch = "" if verification.latency.batch is None else f", batch {verification.latency.batch}"
-        speed = (
-            f"{ratio(verification.latency.ratio)} the speed, {plural(verification.latency.threads, 'thread')}{batch}"
-        )
-        rows.append(("latency", time_of(before), time_of(after), speed))
+        threads = format_plural(verification.latency.threads, "thread")
+        speed = f"{format_ratio(verification.latency.ratio)} the speed, {threads}{batch}"
+        rows.append(("latency", format_time(before), format_time(after), speed))
     return rows
 
 
 def _baseline_lines(report: "Report") -> list[str]:
     """Return a line that says which float file the latency is compared with."""
     latency = None if report.verification is None else report.verification.latency
-    return [] if latency is None else [f"Latency is compared with {one_line(latency.baseline_text)}."]
+    return [] if latency is None else [f"Latency is compared with {to_one_line(latency.baseline_text)}."]
 
 
 @dataclass(frozen=True)
@@ -268,7 +272,7 @@ class ReportTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         report, narrow = self.report, options.max_width < MIN_WIDE_COLUMNS
-        yield Text(f"{short(report.title)} for {short(report.target)}", style="bold")
+        yield Text(f"{shorten(report.title)} for {shorten(report.target)}", style="bold")
         yield Text(verdict(report))
         yield from _with_title("", _comparison_table(report, narrow))
         yield from map(Text, _baseline_lines(report))
@@ -288,12 +292,12 @@ class ReportTable:
         if report.verification is not None:
             yield from _with_title("In the runtime", _pair_table(report.verification.rows()))
         for finding in report.findings or ():
-            yield Text(f"finding: {one_line(finding)}", style="yellow")
+            yield Text(f"finding: {to_one_line(finding)}", style="yellow")
         for warning in report.warnings:
-            yield Text(f"warning: {one_line(warning)}", style="yellow")
+            yield Text(f"warning: {to_one_line(warning)}", style="yellow")
         steps = Table.grid(padding=(0, 1, 0, 0))
         for index, step in enumerate(report.next_steps()):
-            steps.add_row("" if index else "Next:", Text(one_line(step), overflow="fold"))
+            steps.add_row("" if index else "Next:", Text(to_one_line(step), overflow="fold"))
         yield steps
 
 
@@ -324,7 +328,7 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
 def comparison_rows(report: "Report") -> list[tuple[str, str, str, str]]:
     """Return rows of (name, float, quantized, change) for accuracy, size and latency."""
     return [
-        (short(score.name), value_of(score.float_value), value_of(score.value), score.change_text)
+        (shorten(score.name), format_value(score.float_value), format_value(score.value), score.change_text)
         for score in report.accuracy
     ] + _size_and_latency_rows(report)
 
@@ -342,7 +346,7 @@ def _float_table(report: "Report", narrow: bool, limit: int) -> Table | None:
     float_rows = [row for row in report.coverage.operations if row.precision == FLOAT]
     if not float_rows:
         return None
-    rows = [(short(row.name), row.kind, one_line(row.explanation)) for row in float_rows[:limit]]
+    rows = [(shorten(row.name), row.kind, to_one_line(row.explanation)) for row in float_rows[:limit]]
     rows += [(f"and {len(float_rows) - limit} more", "", "")] if len(float_rows) > limit else []
     if narrow:
         return plain_table(("operation", "why"), [(row[0], row[2]) for row in rows])
@@ -354,13 +358,13 @@ def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
         return None
     rows = [
         (
-            short(layer.name),
-            decibel(layer.sqnr_db),
-            quality(layer.sqnr_db),
+            shorten(layer.name),
+            format_decibels(layer.sqnr_db),
+            describe_quality(layer.sqnr_db),
             "" if layer.cosine is None else f"{layer.cosine:.4f}",
-            share_of(layer.saturation),
-            share_of(layer.used_range),
-            decibel(layer.weight_sqnr_db),
+            format_share(layer.saturation),
+            format_share(layer.used_range),
+            format_decibels(layer.weight_sqnr_db),
         )
         for layer in report.worst(limit)
     ]
@@ -377,16 +381,16 @@ def _precision_table(allocation: PrecisionAllocation, narrow: bool, limit: int) 
     choices = list(dict.fromkeys(choice for layer in allocation.layers for choice in layer.errors))[:3]
     rows = [
         (
-            short(layer.name),
-            short(layer.chosen, 40),
-            *(level_of(layer.errors[choice]) if choice in layer.errors else "-" for choice in choices),
+            shorten(layer.name),
+            shorten(layer.chosen, 40),
+            *(format_noise_level(layer.errors[choice]) if choice in layer.errors else "-" for choice in choices),
         )
         for layer in ordered[:limit]
     ]
     rows += [(f"and {len(ordered) - limit} more", "", *("" for _ in choices))] if len(ordered) > limit else []
     if narrow:
         return plain_table(("layer", "chosen"), [row[:2] for row in rows])
-    heads = ("layer", "chosen", *(f"dB at {short(choice, 24)}" for choice in choices))
+    heads = ("layer", "chosen", *(f"dB at {shorten(choice, 24)}" for choice in choices))
     return plain_table(heads, rows, numbers=range(2, len(heads)))
 
 
@@ -400,9 +404,9 @@ def _front_table(allocation: PrecisionAllocation) -> Table:
     rows = []
     for index in sorted({*range(0, len(allocation.front), step), marked, len(allocation.front) - 1}):
         point = allocation.front[index]
-        counts = ", ".join(f"{count} {short(choice, 30)}" for choice, count in point.counts.items())
+        counts = ", ".join(f"{count} {shorten(choice, 30)}" for choice, count in point.counts.items())
         mark = "<- chosen near here" if index == marked else ""
-        rows.append((describe_cost(allocation.unit, point.cost), level_of(point.error), counts, mark))
+        rows.append((describe_cost(allocation.unit, point.cost), format_noise_level(point.error), counts, mark))
     return plain_table(("cost", "dB", "layers", ""), rows, numbers=(1,))
 
 
@@ -412,11 +416,11 @@ def _time_table(report: "Report", narrow: bool, limit: int) -> Table | None:
         return None
     rows = [
         (
-            short(row.name),
-            "" if row.float_seconds is None else time_of(row.float_seconds),
-            "" if row.seconds is None else time_of(row.seconds),
-            ratio(row.float_seconds / row.seconds) if row.float_seconds and row.seconds else "",
-            short(" + ".join(row.kernels[:2]), 60),
+            shorten(row.name),
+            "" if row.float_seconds is None else format_time(row.float_seconds),
+            "" if row.seconds is None else format_time(row.seconds),
+            format_ratio(row.float_seconds / row.seconds) if row.float_seconds and row.seconds else "",
+            shorten(" + ".join(row.kernels[:2]), 60),
         )
         for row in verification.times[:limit]
     ]
@@ -426,4 +430,4 @@ def _time_table(report: "Report", narrow: bool, limit: int) -> Table | None:
 
 
 def _pair_table(rows: Iterable[tuple[str, str]]) -> Table:
-    return plain_table(("", ""), [(name, one_line(value)) for name, value in rows])
+    return plain_table(("", ""), [(name, to_one_line(value)) for name, value in rows])

@@ -2,9 +2,9 @@
 
 from scalepoint.errors import UsageError
 from scalepoint.runtimes.runtime import Runtime
-from scalepoint.support.plugins import Registry
+from scalepoint.support.plugins import PluginRegistry
 
-_RUNTIMES = Registry(
+_RUNTIMES = PluginRegistry(
     Runtime,
     "scalepoint.runtimes",
     {

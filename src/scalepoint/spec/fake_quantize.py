@@ -28,7 +28,7 @@ from scalepoint.numerics.blocks import block_counts
 from scalepoint.spec.granularity import QuantizationGranularity
 from scalepoint.spec.onnx_export import in_onnx_export, quantize_linear
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, to_qparams
-from scalepoint.spec.registry import Registry, parse_enum, to_scheme
+from scalepoint.spec.registry import ClassRegistry, parse_enum, to_scheme
 from scalepoint.spec.state import Stateful
 
 _SWITCHES = ("observer_enabled", "fake_quant_enabled", "disabled")
@@ -41,7 +41,7 @@ class CompressionTargetTensor(StrEnum):
     ACTIVATION = "activation"
 
 
-class FakeQuantizeImplBase(Registry, Stateful):
+class FakeQuantizeImplBase(ClassRegistry, Stateful):
     """Observes when `observer_enabled`, quantizes and dequantizes when `fake_quant_enabled`.
 
     Both switches are one-byte buffers, which may also be written to directly. A tensor that cannot be quantized

@@ -11,13 +11,13 @@ from torch import nn
 
 from scalepoint.errors import SpecError, did_you_mean, short_repr
 from scalepoint.numerics import check_divides
-from scalepoint.spec.registry import Registry
+from scalepoint.spec.registry import ClassRegistry
 from scalepoint.support.validation_errors import CheckedModel
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class QuantizationGranularity(CheckedModel, Registry):
+class QuantizationGranularity(CheckedModel, ClassRegistry):
     """Base class and registry of granularities. A mapping such as {"type": "per_channel", "axis": 0} builds one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -30,13 +30,13 @@ from scalepoint.numerics import (
 from scalepoint.numerics.blocks import as_memory_order, block_counts
 from scalepoint.spec.granularity import PerTensorGranularity, QuantizationGranularity
 from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
-from scalepoint.spec.registry import Registry, parse_enum, to_scheme
+from scalepoint.spec.registry import ClassRegistry, parse_enum, to_scheme
 from scalepoint.spec.state import Stateful
 
 OnNan = Literal["error", "skip"]
 
 
-class QParamsCalculatorBase(Registry, Stateful):
+class QParamsCalculatorBase(ClassRegistry, Stateful):
     """Base of the components that compute scale, zero point and minval of a tensor.
 
     A call returns (scale, zero_point, minval) and stores them as buffers, which are empty before the first call. For

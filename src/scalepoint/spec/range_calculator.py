@@ -19,10 +19,10 @@ from scalepoint.numerics.blocks import block_counts, is_ragged, split_ragged
 from scalepoint.numerics.histogram import compute_histogram
 from scalepoint.numerics.range_search import least_divergence, least_squares, percentile_of_rows
 from scalepoint.spec.granularity import QuantizationGranularity
-from scalepoint.spec.registry import Registry
+from scalepoint.spec.registry import ClassRegistry
 
 
-class RangeCalculatorBase(Registry, nn.Module):
+class RangeCalculatorBase(ClassRegistry, nn.Module):
     """Base of the components that compute the range of a tensor: (min, max) as float32, one value per block."""
 
     _registry: ClassVar[dict[str, Any]] = {}

@@ -16,7 +16,7 @@ ClassType = TypeVar("ClassType", bound=type)
 EnumType = TypeVar("EnumType", bound=Enum)
 
 
-class Registry:
+class ClassRegistry:
     """Mixin. A base class sets `_registry = {}`. Keys have the order of registration."""
 
     _registry: ClassVar[dict[str, Any]]

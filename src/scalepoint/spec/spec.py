@@ -38,7 +38,7 @@ from scalepoint.spec.qparams_calculator import (
     QParamsCalculatorBase,
 )
 from scalepoint.spec.range_calculator import RangeCalculatorBase
-from scalepoint.spec.registry import Registry, parse_enum
+from scalepoint.spec.registry import ClassRegistry, parse_enum
 from scalepoint.support.validation_errors import CheckedModel
 
 DERIVED_FIELDS = ("n_bits", "target_dtype", "quant_min", "quant_max")
@@ -108,7 +108,7 @@ Dtype = Annotated[torch.dtype, BeforeValidator(to_dtype), *_AS_DTYPE_NAME]
 CodeDtype = Annotated[CodeType, BeforeValidator(to_code_type), *_AS_DTYPE_NAME]
 
 
-def _component_field(base: type[Registry]) -> Any:
+def _component_field(base: type[ClassRegistry]) -> Any:
     """Return the type of a field for a registered class: it accepts the class or its key, and dumps the key."""
 
     def resolve(value: Any) -> Any:

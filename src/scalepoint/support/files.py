@@ -18,9 +18,9 @@ from filelock import FileLock, Timeout
 
 from scalepoint.errors import StoreError
 
-TEMPORARY = ".tmp-"
-PREFIX = "scalepoint-"  # of folders in the system's temporary folder
-LOCK = ".lock"
+TEMPORARY_PREFIX = ".tmp-"
+TEMPORARY_FOLDER_PREFIX = "scalepoint-"  # of folders in the system's temporary folder
+LOCK_FILE = ".lock"
 MIN_AGE_SECONDS = 5.0  # seconds in which a process takes the lock of a folder that it has made
 MAX_NAME_LENGTH = 200  # bytes of a name in the name of its temporary folder; file systems allow 255
 LINK_MESSAGE = (
@@ -33,7 +33,7 @@ _TEMPORARY_NAME = re.compile(r"\.tmp-\d+-(?P<rest>.+)", re.DOTALL)
 
 def temporary_path(path: Path, kind: str = "") -> Path:
     """The name that stands for `path` while it is written."""
-    return path.with_name(f"{TEMPORARY}{os.getpid()}-{kind}{_shorten_name(path.name)}")
+    return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{kind}{_shorten_name(path.name)}")
 
 
 def _shorten_name(name: str) -> str:
@@ -137,29 +137,29 @@ def is_disk_full(error: BaseException) -> bool:
 
 def describe_needed_space(temporary: Path, size: int | None = None) -> str:
     """How many bytes a write needs (at least, if `size` is not known) and how many its disk has for it."""
-    written = size_of(temporary)
+    written = measure_size(temporary)
     folder = next(each for each in (temporary, *temporary.absolute().parents) if each.exists())
     free = shutil.disk_usage(folder).free + written
     least = "at least " if size is None or size < written else ""
     return f"It needs {least}{max(size or 0, written):,} bytes, the disk has {free:,} bytes for it"
 
 
-def size_of(path: Path) -> int:
+def measure_size(path: Path) -> int:
     """Bytes of a file, or of all files in a folder."""
     if path.is_dir():
         return sum(each.lstat().st_size for each in path.rglob("*") if not each.is_dir())
     return path.stat().st_size if path.is_file() else 0
 
 
-def copy_whole(source: Path, target: Path) -> None:
+def copy_path(source: Path, target: Path) -> None:
     """A file or a folder under another name, which appears at once; where the disk allows it, the same bytes."""
     if source.is_dir():
-        replace_folder(target, lambda made: _copy_tree(source, made), size_of(source))
+        replace_folder(target, lambda made: _copy_tree(source, made), measure_size(source))
     else:
-        replace_file(target, lambda made: _link(source, made), size_of(source))
+        replace_file(target, lambda made: _link(source, made), measure_size(source))
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """A file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -193,7 +193,7 @@ def remove_leftovers(folder: Path, names: Iterable[str] | None = None) -> None:
         if found["rest"].startswith(OLD_PREFIX) and left.is_dir() and not place.exists():
             os.replace(left, place)
         else:
-            remove(left)
+            remove_path(left)
 
 
 def _target_name(rest: str) -> str:
@@ -208,7 +208,7 @@ class TemporaryFolder:
 
     def __init__(self) -> None:
         try:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self.path = Path(tempfile.mkdtemp(prefix=TEMPORARY_FOLDER_PREFIX))
             self._lock = _lock_of(self.path)
             self._lock.acquire()
         except OSError as error:
@@ -232,12 +232,12 @@ class TemporaryFolder:
 def remove_leftover_folders() -> None:
     """Delete temporary folders of ours whose processes were killed."""
     with suppress(OSError):
-        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_FOLDER_PREFIX}*"):
             with suppress(OSError):
                 if path.is_symlink() or path.stat().st_uid != os.geteuid():
                     continue
                 # The lock of a folder is taken a moment after the folder is made: leave young ones to the next sweep.
-                if time.time() - (path / LOCK).stat().st_mtime > MIN_AGE_SECONDS:
+                if time.time() - (path / LOCK_FILE).stat().st_mtime > MIN_AGE_SECONDS:
                     with suppress(Timeout), _lock_of(path):
                         shutil.rmtree(path, ignore_errors=True)
 
@@ -263,18 +263,18 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def digest(path: Path) -> str:
+def compute_digest(path: Path) -> str:
     """sha256 of a file, read in pieces; of a folder, that of the names and contents of all its files."""
     if path.is_dir():
         inside = sorted(each for each in path.rglob("*") if each.is_file())
-        told = "".join(f"{each.relative_to(path)} {digest(each)}\n" for each in inside)
+        told = "".join(f"{each.relative_to(path)} {compute_digest(each)}\n" for each in inside)
         return hashlib.sha256(told.encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def folder_locked(folder: Path) -> Iterator[None]:
     """Only one process writes into a folder; a second one gets an error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -283,8 +283,8 @@ def locked(folder: Path) -> Iterator[None]:
         message = f"another process is writing into {folder}: wait for it, or choose another folder"
         raise StoreError(message) from None
     except OSError as error:
-        if error.errno == errno.ELOOP and (folder / LOCK).is_symlink():
-            raise StoreError(f"{folder / LOCK} {LINK_MESSAGE}") from error
+        if error.errno == errno.ELOOP and (folder / LOCK_FILE).is_symlink():
+            raise StoreError(f"{folder / LOCK_FILE} {LINK_MESSAGE}") from error
         raise StoreError(f"cannot write into {folder}: {error.strerror}") from error
     with lock:
         yield
@@ -292,4 +292,4 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _lock_of(folder: Path) -> FileLock:
     """The lock of a folder. Taking it raises Timeout at once if another process, or another caller here, has it."""
-    return FileLock(folder / LOCK, blocking=False, thread_local=False)
+    return FileLock(folder / LOCK_FILE, blocking=False, thread_local=False)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 MAX_LENGTH = 96
 
 
-def printed(shown: "RenderableType") -> str:
+def render_as_text(shown: "RenderableType") -> str:
     """What a terminal would show, as text."""
     from rich.console import Console  # noqa: PLC0415  # only what is printed pays for it
 
@@ -19,7 +19,7 @@ def printed(shown: "RenderableType") -> str:
     return capture.get()
 
 
-def visible(text: object) -> str:
+def escape_unprintable(text: object) -> str:
     """A text that may hold anything, safe to show: what steers a terminal or a line of text is an escape.
 
     These are controls, lone surrogates, and marks that show nothing or turn the direction; lines and tabs stay.
@@ -30,21 +30,21 @@ def visible(text: object) -> str:
     return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
 
 
-def one_line(text: object) -> str:
+def to_one_line(text: object) -> str:
     """The same on one line: a name, a cell of a table."""
-    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+    return escape_unprintable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def short(text: str, longest: int = MAX_LENGTH) -> str:
+def shorten(text: str, longest: int = MAX_LENGTH) -> str:
     """One line; the middle of a long name is left out, as both ends tell where it is."""
-    text = one_line(text[: longest * 4] + text[-longest * 4 :] if len(text) > longest * 8 else text)
+    text = to_one_line(text[: longest * 4] + text[-longest * 4 :] if len(text) > longest * 8 else text)
     if len(text) <= longest:
         return text
     end = longest // 2
     return f"{text[: longest - end - 3]}...{text[-end:]}"
 
 
-def count(value: int | None) -> str:
+def format_count(value: int | None) -> str:
     if value is None:
         return "?"
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -53,7 +53,7 @@ def count(value: int | None) -> str:
     return str(value)
 
 
-def value_of(value: float | None) -> str:
+def format_value(value: float | None) -> str:
     """A metric as its author knows it: four digits, no exponent where none is needed."""
     if value is None:
         return "-"
@@ -62,18 +62,18 @@ def value_of(value: float | None) -> str:
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
-def change_of(value: float) -> str:
-    return f"{'+' if value >= 0 else ''}{value_of(value)}"
+def format_change(value: float) -> str:
+    return f"{'+' if value >= 0 else ''}{format_value(value)}"
 
 
-def size_of(value: float) -> str:
+def format_size(value: float) -> str:
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= limit:
             return f"{value / limit:.2f} {unit}"
     return f"{value:.0f} B"
 
 
-def time_of(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -81,9 +81,9 @@ def time_of(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
-def two_times(first: float, second: float) -> tuple[str, str]:
-    """Both with as many digits as show which one is shorter; at most three more than `time_of` has."""
-    texts = time_of(first), time_of(second)
+def format_two_times(first: float, second: float) -> tuple[str, str]:
+    """Both with as many digits as show which one is shorter; at most three more than `format_time` has."""
+    texts = format_time(first), format_time(second)
     for digits in range(1, 4):
         if texts[0] != texts[1] or first == second:
             break
@@ -92,7 +92,7 @@ def two_times(first: float, second: float) -> tuple[str, str]:
     return texts
 
 
-def share_of(value: float | None) -> str:
+def format_share(value: float | None) -> str:
     if value is None:
         return ""
     if 0 < value < 1e-4:
@@ -106,7 +106,7 @@ GOOD_DB, FAIR_DB, POOR_DB = 35, 25, 15
 SCALE = f"{GOOD_DB} dB and more is very good, {FAIR_DB} good, {POOR_DB} fair, less poor"
 
 
-def quality(sqnr: float | None) -> str:
+def describe_quality(sqnr: float | None) -> str:
     """A word for a signal-to-noise ratio; "exact" needs none."""
     if sqnr is None or sqnr == math.inf:
         return ""
@@ -115,12 +115,12 @@ def quality(sqnr: float | None) -> str:
     return "very good" if sqnr >= GOOD_DB else "good" if sqnr >= FAIR_DB else "fair" if sqnr >= POOR_DB else "poor"
 
 
-def error_share(sqnr: float) -> str:
+def format_error_share(sqnr: float) -> str:
     """The error beside the signal, by their root mean squares: 28.9 dB is 3.6%."""
-    return share_of(10 ** (-sqnr / 20)) if math.isfinite(sqnr) else "not a number" if math.isnan(sqnr) else ""
+    return format_share(10 ** (-sqnr / 20)) if math.isfinite(sqnr) else "not a number" if math.isnan(sqnr) else ""
 
 
-def decibel(value: float | None) -> str:
+def format_decibels(value: float | None) -> str:
     if value is None:
         return ""
     if math.isinf(value) and value > 0:
@@ -128,25 +128,25 @@ def decibel(value: float | None) -> str:
     return "not a number" if math.isnan(value) else f"{value:.1f}"
 
 
-def level_of(error: float) -> str:
+def format_noise_level(error: float) -> str:
     """Noise over signal, as dB of the signal over the noise."""
     return "exact" if error <= 0 else f"{-10 * math.log10(error):.1f}" if math.isfinite(error) else "broken"
 
 
-def ratio(value: float) -> str:
+def format_ratio(value: float) -> str:
     """3.94x of something; never rounded up to 1 when it is below."""
     if not math.isfinite(value * 100):
         return "not a number" if math.isnan(value) else f"{value:.3g}x"
     return f"{math.floor(value * 100 + 1e-9) / 100:.2f}x"
 
 
-def change_of_size(before: float, after: float) -> tuple[str, str]:
+def describe_size_change(before: float, after: float) -> tuple[str, str]:
     """How many times, and the word for it: ("3.94x", "smaller"), ("1.16x", "larger")."""
     if not before or not after:
         return ("empty", "")
-    return (ratio(before / after), "smaller") if before >= after else (ratio(after / before), "larger")
+    return (format_ratio(before / after), "smaller") if before >= after else (format_ratio(after / before), "larger")
 
 
-def plural(number: int, word: str) -> str:
+def format_plural(number: int, word: str) -> str:
     many = "es" if word.endswith(("ch", "x")) else "s"
     return f"{number} {word}{'' if number == 1 else many}"

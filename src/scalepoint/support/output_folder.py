@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from scalepoint.errors import DocumentError, StoreError, UsageError, short_repr
-from scalepoint.support.files import LINK_MESSAGE, digest, remove, replace_file, replace_text
+from scalepoint.support.files import LINK_MESSAGE, compute_digest, remove_path, replace_file, replace_text
 from scalepoint.support.untrusted import read_json
 
 LIST_FILE = ".scalepoint-files.json"
@@ -54,7 +54,7 @@ class WrittenFiles:
         record, path = self.records.get(name), self.folder / name
         if record is None or not _is_plain(self.folder, name):
             return False
-        return path.stat().st_size == record.size and digest(path) == record.sha256
+        return path.stat().st_size == record.size and compute_digest(path) == record.sha256
 
     def add(self, paths: Iterable[Path], root: Path | None = None) -> list[str]:
         """Record files, and every file in folders, by their paths in `root`: the output folder, or one whose files
@@ -64,7 +64,7 @@ class WrittenFiles:
             inside = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
             for file in inside:
                 name = file.relative_to(root or self.folder).as_posix()
-                self.records[name] = FileRecord(size=file.stat().st_size, sha256=digest(file))
+                self.records[name] = FileRecord(size=file.stat().st_size, sha256=compute_digest(file))
                 names.append(name)
         self._store()
         return names
@@ -106,7 +106,7 @@ def move_into(source: Path, folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         _move(source / name, folder / name)
     written.remove_all_but(names)
-    remove(source)
+    remove_path(source)
 
 
 def _move(source: Path, target: Path) -> None:

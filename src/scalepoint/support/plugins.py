@@ -13,14 +13,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from scalepoint.errors import ScalepointError, did_you_mean, short_repr
 
 
-class Named(Protocol):
+class HasName(Protocol):
     """A value with a name, such as a Target, a FileFormat or a Runtime."""
 
     @property
     def name(self) -> str: ...
 
 
-T = TypeVar("T", bound=Named)
+T = TypeVar("T", bound=HasName)
 
 
 def entry_point_names(group: str) -> list[str]:
@@ -28,7 +28,7 @@ def entry_point_names(group: str) -> list[str]:
     return sorted({point.name for point in entry_points(group=group)})
 
 
-class Registry(Generic[T]):
+class PluginRegistry(Generic[T]):
     """All values of one kind, by name. A package cannot replace a built-in value.
 
     Args:

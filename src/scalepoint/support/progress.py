@@ -44,43 +44,43 @@ class Event:
     def _now(self) -> str:
         """How far it is; with a total also the share, and the time that is left at this pace."""
         if self.total is None:
-            return f"{self.name}: {_format_count(self.done, self.unit)}, {duration(self.seconds)}"
+            return f"{self.name}: {_format_count(self.done, self.unit)}, {format_duration(self.seconds)}"
         left = self.seconds / self.done * max(self.total - self.done, 0) if self.done else 0.0
         percent = 100 * min(self.done / max(self.total, 1), 1)
         share = f"{self.done}/{self.total} {self.unit} ({percent:.0f} %)"
-        return f"{self.name}: {share}, {duration(self.seconds)}, about {duration(left)} left"
+        return f"{self.name}: {share}, {format_duration(self.seconds)}, about {format_duration(left)} left"
 
     def _ended(self) -> str:
         if not self.is_whole:
             after = f" after {_format_count(self.done, self.unit)}" if self.done else ""
-            return f"{self.name}: stopped{after}, {duration(self.seconds)}"
+            return f"{self.name}: stopped{after}, {format_duration(self.seconds)}"
         if not self.done:
-            return f"{self.name}: {duration(self.seconds)}"
-        return f"{self.name}: {_format_count(self.done, self.unit)} in {duration(self.seconds)}"
+            return f"{self.name}: {format_duration(self.seconds)}"
+        return f"{self.name}: {_format_count(self.done, self.unit)} in {format_duration(self.seconds)}"
 
 
 Callback = Callable[[Event], object]
-_LISTENERS: ContextVar[tuple[Callback, ...]] = ContextVar("scalepoint.listeners", default=())
+_CALLBACKS: ContextVar[tuple[Callback, ...]] = ContextVar("scalepoint.listeners", default=())
 
 
 @contextmanager
-def listening(callback: Callback | None) -> Iterator[None]:
+def callback_registered(callback: Callback | None) -> Iterator[None]:
     """Call `callback` with every event of this thread, on rank 0 only. An error that it raises ends the run."""
-    token = None if callback is None or not distributed.is_main() else _LISTENERS.set((*_LISTENERS.get(), callback))
+    token = None if callback is None or not distributed.is_main() else _CALLBACKS.set((*_CALLBACKS.get(), callback))
     try:
         yield
     finally:
         if token is not None:
-            _LISTENERS.reset(token)
+            _CALLBACKS.reset(token)
 
 
-def tell(event: Event) -> None:
+def send_event(event: Event) -> None:
     """Call all callbacks."""
-    for callback in _LISTENERS.get():
+    for callback in _CALLBACKS.get():
         callback(event)
 
 
-class Phase:
+class RunningPhase:
     """A named piece of work that counts what it has done."""
 
     def __init__(self, name: str, total: int | None, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,15 +104,15 @@ class Phase:
 
     def tell(self, kind: Literal["start", "advance", "end"], is_whole: bool = True) -> None:
         """What is shown is told first: a listener may end the run."""
-        if self.shown is None and not _LISTENERS.get():
+        if self.shown is None and not _CALLBACKS.get():
             return
         event = self.event(kind, is_whole)
         if self.shown is not None:
             self.shown(event)
-        tell(event)
+        send_event(event)
 
 
-class _Lines:
+class _LineWriter:
     """A line every ten seconds, and one at the end."""
 
     def __init__(self) -> None:
@@ -120,16 +120,16 @@ class _Lines:
 
     def __call__(self, event: Event) -> None:
         if event.kind == "end":
-            say(str(event))
+            write_line(str(event))
         elif event.kind == "advance" and event.seconds - self._last >= LINE_INTERVAL_SECONDS:
             self._last = event.seconds
-            say(str(event))
+            write_line(str(event))
 
 
-class _Bar:
+class _ProgressBar:
     """A live bar; it goes when the phase ends, and the last line stays."""
 
-    def __init__(self, phase: Phase) -> None:
+    def __init__(self, phase: RunningPhase) -> None:
         from rich.console import Console  # noqa: PLC0415  # only a terminal pays for it
         from rich.progress import (  # noqa: PLC0415
             BarColumn,
@@ -152,16 +152,18 @@ class _Bar:
             self.live.update(self._task, completed=event.done)
         else:
             self.live.stop()
-            say(str(event))
+            write_line(str(event))
 
 
 @contextmanager
-def phase(name: str, *, total: int | None = None, unit: str = "batches", show: bool | None = None) -> Iterator[Phase]:
+def phase(
+    name: str, *, total: int | None = None, unit: str = "batches", show: bool | None = None
+) -> Iterator[RunningPhase]:
     """A phase that is told while it runs. show: None or True shows it too, False does not."""
     check_interrupt()
-    running = Phase(name, total, unit)
+    running = RunningPhase(name, total, unit)
     if show is not False and distributed.is_main():
-        running.shown = _Bar(running) if is_live() else _Lines()
+        running.shown = _ProgressBar(running) if is_live() else _LineWriter()
     is_whole = False
     running.tell("start")
     try:
@@ -172,7 +174,9 @@ def phase(name: str, *, total: int | None = None, unit: str = "batches", show: b
 
 
 @contextmanager
-def timed(timings: dict[str, float], doing: str, *, show: bool | None = None, is_phase: bool = True) -> Iterator[None]:
+def timed_phase(
+    timings: dict[str, float], doing: str, *, show: bool | None = None, is_phase: bool = True
+) -> Iterator[None]:
     """A phase whose seconds are added up under its name; is_phase=False for one that tells of itself."""
     start = time.perf_counter()
     with phase(doing, show=show) if is_phase else nullcontext():
@@ -187,7 +191,7 @@ def is_live() -> bool:
     return is_terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
-def say(line: str) -> None:
+def write_line(line: str) -> None:
     """A line on stderr, at once; a reader that has gone is no error of the work."""
     if not distributed.is_main():
         return
@@ -198,7 +202,7 @@ def say(line: str) -> None:
         pass
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """As a person says it: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from scalepoint.errors import ConfigError, ScalepointError, did_you_mean, short_repr
 from scalepoint.support.documents import DocumentPositions
 
-MOST = 5
+MAX_SHOWN_PROBLEMS = 5
 Path = tuple[str | int, ...]
 
 
@@ -64,7 +64,7 @@ class CheckedModel(BaseModel):
         try:
             yield
         except ValidationError as error:
-            raise cls.error_class(told_plainly(error, data)) from error
+            raise cls.error_class(describe_errors(error, data)) from error
 
 
 class Config(CheckedModel):
@@ -82,14 +82,14 @@ class Config(CheckedModel):
         return data
 
 
-def cause_of(error: BaseException | None) -> ValidationError | None:
+def find_validation_error(error: BaseException | None) -> ValidationError | None:
     """pydantic's own error behind one of a CheckedModel."""
     cause = error.__cause__ if isinstance(error, ScalepointError) else error
     return cause if isinstance(cause, ValidationError) else None
 
 
 @dataclass(frozen=True)
-class Complaint:
+class Problem:
     """One thing that is wrong, and where."""
 
     path: Path
@@ -103,32 +103,32 @@ class Complaint:
         return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path).lstrip(".")
 
 
-def complaints(error: ValidationError, data: Any) -> list[Complaint]:
+def list_problems(error: ValidationError, data: Any) -> list[Problem]:
     """Everything that pydantic found wrong with `data`; alternatives that all fail at one place are one complaint."""
     found: dict[tuple[Path, bool], list[str]] = {}
-    for each in _flat(error, data, ()):
+    for each in _flatten_errors(error, data, ()):
         messages = found.setdefault((each.path, each.is_about_key), [])
         messages += [] if each.message in messages else [each.message]
-    return [Complaint(path, ", or ".join(messages), about) for (path, about), messages in found.items()]
+    return [Problem(path, ", or ".join(messages), about) for (path, about), messages in found.items()]
 
 
-def _flat(error: ValidationError, data: Any, prefix: Path) -> list[Complaint]:
+def _flatten_errors(error: ValidationError, data: Any, prefix: Path) -> list[Problem]:
     found = []
     for each in error.errors(include_url=False):
         inner = each.get("ctx", {}).get("error")
-        path, value = _walked(data, each["loc"])
-        if (nested := cause_of(inner)) is not None:
-            found += _flat(nested, value, prefix + path)
+        path, value = _follow_location(data, each["loc"])
+        if (nested := find_validation_error(inner)) is not None:
+            found += _flatten_errors(nested, value, prefix + path)
         elif isinstance(inner, UnknownFieldError):
-            found.append(Complaint((*prefix, *path, inner.key), str(inner.args[0]), True))
+            found.append(Problem((*prefix, *path, inner.key), str(inner.args[0]), True))
         elif isinstance(inner, Exception):
-            found.append(Complaint(prefix + path, str(inner.args[0] if inner.args else inner)))
+            found.append(Problem(prefix + path, str(inner.args[0] if inner.args else inner)))
         else:
-            found.append(Complaint(prefix + path, f"{_allowed(each)}, not {short_repr(each['input'])}"))
+            found.append(Problem(prefix + path, f"{_describe_allowed(each)}, not {short_repr(each['input'])}"))
     return found
 
 
-def _walked(data: Any, location: Sequence[str | int]) -> tuple[Path, Any]:
+def _follow_location(data: Any, location: Sequence[str | int]) -> tuple[Path, Any]:
     """As far as the document goes: what follows are the names of alternatives."""
     path: list[str | int] = []
     for step in location:
@@ -161,7 +161,7 @@ _KINDS = {
 }
 
 
-def _allowed(each: Any) -> str:
+def _describe_allowed(each: Any) -> str:
     kind = each["type"]
     if kind in _WORDS:
         return _WORDS[kind](each["ctx"])
@@ -169,19 +169,21 @@ def _allowed(each: Any) -> str:
     return known or str(each["msg"]).replace("Input should", "must", 1)
 
 
-def told_plainly(error: ValidationError, data: Any) -> str:
+def describe_errors(error: ValidationError, data: Any) -> str:
     """All complaints about what was given in Python, where there are no lines."""
-    found = complaints(error, data)
-    more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
-    return "; ".join([f"{each.key + ': ' if each.key else ''}{each.message}" for each in found[:MOST]] + more)
+    found = list_problems(error, data)
+    more = [f"and {len(found) - MAX_SHOWN_PROBLEMS} more"] if len(found) > MAX_SHOWN_PROBLEMS else []
+    return "; ".join(
+        [f"{each.key + ': ' if each.key else ''}{each.message}" for each in found[:MAX_SHOWN_PROBLEMS]] + more
+    )
 
 
-def told(error: ValidationError, data: Any, file: str, places: DocumentPositions) -> str:
+def describe_errors_in_file(error: ValidationError, data: Any, file: str, places: DocumentPositions) -> str:
     """All complaints, one a line, each with its place in the file."""
     lines = []
-    for each in complaints(error, data):
+    for each in list_problems(error, data):
         place = places.of(each.path, of_key=each.is_about_key)
         where = f"{file}:{place[0]}:{place[1]}" if place else file
         lines.append(f"{where}: {each.key + ': ' if each.key else ''}{each.message}")
-    more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
-    return "\n".join(lines[:MOST] + more)
+    more = [f"and {len(lines) - MAX_SHOWN_PROBLEMS} more"] if len(lines) > MAX_SHOWN_PROBLEMS else []
+    return "\n".join(lines[:MAX_SHOWN_PROBLEMS] + more)

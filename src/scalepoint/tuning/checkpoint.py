@@ -22,7 +22,7 @@ from torch import Tensor
 from scalepoint import distributed
 from scalepoint.errors import DocumentError, ScalepointWarning, StoreError
 from scalepoint.results import TunedLayer, TunedPiece
-from scalepoint.support.files import digest, locked, remove_leftovers, replace_file, replace_text
+from scalepoint.support.files import compute_digest, folder_locked, remove_leftovers, replace_file, replace_text
 from scalepoint.support.untrusted import check_file, open_tensors, read_json
 from scalepoint.tuning.state import States
 from scalepoint.tuning.walk import StreamWalk
@@ -108,7 +108,7 @@ class Checkpoint:
         path = self.folder / Path(entry.file).name
         try:
             check_file(path, folder=self.folder)
-            if digest(path) != entry.sha256:
+            if compute_digest(path) != entry.sha256:
                 raise OSError("its checksum does not match")
             tensors, result = load_file(path), TypeAdapter(PieceResult).validate_python(entry.done)
         except (OSError, SafetensorError, DocumentError, ValidationError) as error:
@@ -133,7 +133,7 @@ class Checkpoint:
         path = self.folder / f"piece-{len(self.journal.pieces):04}.safetensors"
         replace_file(path, lambda temporary: save_file(tensors, temporary))
         entry = TypeAdapter(PieceResult).dump_python(result, mode="json")
-        self.journal.pieces[name] = PieceEntry(file=path.name, sha256=digest(path), done=entry)
+        self.journal.pieces[name] = PieceEntry(file=path.name, sha256=compute_digest(path), done=entry)
         # The journal is written last: a run that is killed before has an unlisted file, which the next run replaces.
         replace_text(self.folder / JOURNAL_NAME, json.dumps(self.journal.model_dump(), indent=1) + "\n")
 
@@ -156,7 +156,7 @@ def _unflatten_states(tensors: Mapping[str, Tensor]) -> States:
 
 def _remove_leftovers(folder: Path) -> None:
     """Delete temporary files of killed runs."""
-    with locked(folder):
+    with folder_locked(folder):
         matches = (_PIECE_FILE.search(path.name) for path in folder.iterdir())
         remove_leftovers(folder, (JOURNAL_NAME, *(match[0] for match in matches if match)))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scalepoint.support.formatting import decibel, share_of
+from scalepoint.support.formatting import format_decibels, format_share
 
 if TYPE_CHECKING:
     from torch import Tensor  # not at run time: a saved result is read without torch
@@ -31,10 +31,10 @@ class Agreement:
     def __str__(self) -> str:
         if self.uncompared:
             return f"{self.output}: nothing was compared, {self.uncompared}"
-        top1 = "" if self.top1 is None else f", top-1 the same in {share_of(self.top1)}"
+        top1 = "" if self.top1 is None else f", top-1 the same in {format_share(self.top1)}"
         if self.sqnr == inf:
             return f"{self.output}: exactly{top1}"
-        return f"{self.output}: {decibel(self.sqnr)} dB, at most {self.max_difference:.3g} apart{top1}"
+        return f"{self.output}: {format_decibels(self.sqnr)} dB, at most {self.max_difference:.3g} apart{top1}"
 
 
 def worst_sqnr(agreements: Sequence[Agreement]) -> float:

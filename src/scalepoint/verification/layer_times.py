@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scalepoint.support.formatting import share_of, short, time_of
+from scalepoint.support.formatting import format_share, format_time, shorten
 
 CONVERSIONS = frozenset(("QuantizeLinear", "DequantizeLinear"))
 MIN_LOSS = 0.01  # share of the total time; a smaller difference is noise
@@ -50,18 +50,20 @@ def find_slower_layers(rows: Sequence[LayerTime]) -> tuple[LayerTime, ...]:
 def describe_slower_layers(rows: Sequence[LayerTime]) -> str:
     """List the layers that lose time, and the share of conversions; "" if there are none."""
     slower = find_slower_layers(rows)
-    parts = [f"{short(row.name, 60)} ({_describe_row(row)})" for row in slower[:MAX_NAMED_LAYERS]]
+    parts = [f"{shorten(row.name, 60)} ({_describe_row(row)})" for row in slower[:MAX_NAMED_LAYERS]]
     if len(slower) > MAX_NAMED_LAYERS:
         parts.append(f"{len(slower) - MAX_NAMED_LAYERS} more layers")
     conversion_seconds = sum(row.seconds or 0.0 for row in rows if row.is_conversion)
     total = sum_seconds(rows)[1]
     if total and conversion_seconds > MIN_LOSS * total:
-        parts.append(f"conversions between float and integers, {share_of(conversion_seconds / total)} of its time")
+        parts.append(f"conversions between float and integers, {format_share(conversion_seconds / total)} of its time")
     return ", ".join(parts)
 
 
 def _describe_row(row: LayerTime) -> str:
     kernel, float_kernel = (
-        short(kernels[0], 60) if kernels else "no kernel" for kernels in (row.kernels, row.float_kernels)
+        shorten(kernels[0], 60) if kernels else "no kernel" for kernels in (row.kernels, row.float_kernels)
     )
-    return f"{kernel} {time_of(row.seconds or 0.0)}, {float_kernel} {time_of(row.float_seconds or 0.0)} in float"
+    return (
+        f"{kernel} {format_time(row.seconds or 0.0)}, {float_kernel} {format_time(row.float_seconds or 0.0)} in float"
+    )

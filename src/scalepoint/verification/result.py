@@ -11,7 +11,14 @@ from rich.table import Table
 
 from scalepoint.errors import VerificationError
 from scalepoint.runtimes import Status
-from scalepoint.support.formatting import decibel, plural, printed, ratio, share_of, size_of
+from scalepoint.support.formatting import (
+    format_decibels,
+    format_plural,
+    format_ratio,
+    format_share,
+    format_size,
+    render_as_text,
+)
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.verification.agreement import Agreement, worst_sqnr
 from scalepoint.verification.layer_times import LayerTime, describe_slower_layers
@@ -45,7 +52,7 @@ class Choice:
 
     def __str__(self) -> str:
         scores = f"scores at most {self.gap:.3g} apart" if self.gap else "equal scores"
-        agreement = "exactly" if self.sqnr == inf else f"to {decibel(self.sqnr)} dB"
+        agreement = "exactly" if self.sqnr == inf else f"to {format_decibels(self.sqnr)} dB"
         return f"{self.where} ({scores}, which agree with the simulation {agreement})"
 
 
@@ -119,14 +126,14 @@ class Benchmark:
     @property
     def conditions(self) -> str:
         """Conditions of the measurement: runtime, threads, input shapes, number of runs, spread."""
-        threads = plural(self.threads, "thread")
+        threads = format_plural(self.threads, "thread")
         inputs = [f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in self.shapes.items()]
         spread = f", quartiles within {max(self.spread):.0%} of them" if any(self.spread) else ""
         runs = f"medians of {self.repeats} interleaved runs{spread}"
         return ", ".join((self.runtime, threads, *inputs, runs))
 
     def __str__(self) -> str:
-        return f"{ratio(self.ratio)} of {self.baseline}'s speed ({self.conditions})"
+        return f"{format_ratio(self.ratio)} of {self.baseline}'s speed ({self.conditions})"
 
 
 @dataclass(frozen=True)
@@ -229,25 +236,27 @@ class Verification:
             more = f"; and {extra} more" if extra > 0 else ""
             raise VerificationError(f"{self.path} differs from the model: {differences}{more}")
         if self.resized is not None and self.resized.sqnr < self.rounded_bound <= self.sqnr:
-            failure = self.resized.message or f"it agrees with the simulation to {decibel(self.resized.sqnr)} dB"
+            failure = (
+                self.resized.message or f"it agrees with the simulation to {format_decibels(self.resized.sqnr)} dB"
+            )
             raise VerificationError(
                 f"{self.path} in {self.runtime} fails at other sizes of dynamic_axes: at {self.resized.sizes_text} "
-                f"{failure}; at the sizes of the example it agrees to {decibel(self.sqnr)} dB "
+                f"{failure}; at the sizes of the example it agrees to {format_decibels(self.sqnr)} dB "
                 f"(at least {self.rounded_bound:.0f} dB required). Remove the failing axes from dynamic_axes"
             )
         details = ""
         unoptimized_sqnr = worst_sqnr(self.unoptimized)
         if unoptimized_sqnr > self.exact_sqnr + SUSPICIOUS_DB:
             details += (
-                f"; with the runtime's optimisations off to {decibel(unoptimized_sqnr)} dB "
+                f"; with the runtime's optimisations off to {format_decibels(unoptimized_sqnr)} dB "
                 f"(at most {SUSPICIOUS_DB:.0f} dB better allowed)"
             )
         if self.departure is not None:
             details += f"; first at {self.departure.where}: {self.departure.cause}. {self.departure.way_out}"
         if self.exact:
-            details += f"; with exact floats to {decibel(self.exact_sqnr)} dB: {self.rounded}"
+            details += f"; with exact floats to {format_decibels(self.exact_sqnr)} dB: {self.rounded}"
         raise VerificationError(
-            f"{self.path} in {self.runtime} agrees with the simulation to {decibel(self.sqnr)} dB "
+            f"{self.path} in {self.runtime} agrees with the simulation to {format_decibels(self.sqnr)} dB "
             f"(at least {self.bound:.0f} dB required){details}"
         )
 
@@ -273,13 +282,15 @@ class Verification:
         rows += [("rounded by default", self.rounded)] if self.exact else []
         rows += [("optimisations off", str(agreement)) for agreement in self.unoptimized]
         if self.executed:
-            rows.append(("in low precision", plural(self.low_precision, "weighted operation")))
+            rows.append(("in low precision", format_plural(self.low_precision, "weighted operation")))
             rows.append(("left in float", _list_fallbacks(self.fallbacks) or "none"))
         if self.departure:
             rows.append(("first departs", f"{self.departure.where}: {self.departure.cause}"))
             rows.append(("what to do", self.departure.way_out))
         if self.float_size:
-            rows.append(("size", f"{size_of(self.size)}, {share_of(self.size / self.float_size)} of the float file"))
+            rows.append(
+                ("size", f"{format_size(self.size)}, {format_share(self.size / self.float_size)} of the float file")
+            )
         if self.latency:
             rows.append(("speed", str(self.latency)))
             rows.append(("compared with", self.latency.baseline_text))
@@ -289,7 +300,7 @@ class Verification:
         return rows
 
     def __str__(self) -> str:
-        return printed(self.table())
+        return render_as_text(self.table())
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, with `sqnr` and `holds`, as JSON types."""

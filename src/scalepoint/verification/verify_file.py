@@ -28,7 +28,7 @@ from scalepoint.runtimes.process import ExchangeFiles, TaskResult, count_low_pre
 from scalepoint.runtimes.runtime import ExecutedNodes
 from scalepoint.support.cpu import instruction_set
 from scalepoint.support.files import TemporaryFolder
-from scalepoint.support.formatting import one_line
+from scalepoint.support.formatting import to_one_line
 from scalepoint.support.torch_state import serialized
 from scalepoint.verification.agreement import Agreement, compare_outputs, describe_nothing_compared, worst_sqnr
 from scalepoint.verification.benchmarking import baseline_file, benchmark, check_baseline, explain_crash
@@ -287,7 +287,7 @@ def _verify_other_sizes(run: _RuntimeRun, model: nn.Module, inputs: tuple[Any, A
     try:
         simulation = Simulation(model, resized_inputs, *simulate(model, resized_inputs))
     except RuntimeError as error:  # capture ran the float graph at these sizes, but not the quantized graph
-        return replace(result, message=f"the simulation fails: {one_line(str(error))}")
+        return replace(result, message=f"the simulation fails: {to_one_line(str(error))}")
     feeds = build_feeds(model, resized_inputs)
     with exchange_files(feeds) as files:
         resized_run = replace(run, simulation=simulation, feeds=feeds, files=files)

@@ -16,7 +16,7 @@ from scalepoint.formats.apple.package import MODEL_FOLDER, read_operations, read
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.quantize_model import quantize
 from scalepoint.spec import QuantizationSpec
-from scalepoint.support.files import digest
+from scalepoint.support.files import compute_digest
 from tests.errors import raises
 from tests.formats.apple.conftest import CONFIGS, net, pictures, quantized
 
@@ -149,7 +149,7 @@ def test_compare_names_the_layer_of_a_changed_code(tmp_path: Path) -> None:
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     model = quantized()
     first, second = (export(model, tmp_path / name / "m.mlpackage", pictures()) for name in "ab")
-    assert digest(first) == digest(second)
+    assert compute_digest(first) == compute_digest(second)
 
 
 def test_a_truncated_package_is_rejected(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from scalepoint.formats.gguf.tokenizer_files import (
     read_template,
     validate_as,
 )  # fmt: skip
-from scalepoint.support.formatting import one_line
+from scalepoint.support.formatting import to_one_line
 from scalepoint.support.untrusted import read_bytes
 
 MAX_TOKENS = 2**24
@@ -150,7 +150,7 @@ def _read_tokenizer_json(path: Path, size: int) -> Vocabulary:
     model_type = document.model.get("type") or ("BPE" if "merges" in document.model else "")
     if model_type != "BPE":
         raise ExportError(
-            f"{path}: a {one_line(model_type) or 'nameless'} tokenizer cannot be written to GGUF, only BPE"
+            f"{path}: a {to_one_line(model_type) or 'nameless'} tokenizer cannot be written to GGUF, only BPE"
         )
     model = validate_as(BpeModel, document.model, path)
     merges = model.pairs()
@@ -245,7 +245,7 @@ def _find_split(pre_tokenizer: TokenizerStep | None, path: Path, *, ignores_merg
             name = SPLITS.get(pattern, ("", ""))[ignores_merges]
             if name:
                 return name
-    description = one_line(", ".join(map(str, step_types)))[:200] or "none"
+    description = to_one_line(", ".join(map(str, step_types)))[:200] or "none"
     raise ExportError(
         f"{path}: its pre-tokenizer ({description}{', ignore_merges' if ignores_merges else ''}) is none of those that "
         "llama.cpp has: gpt-2, smollm, llama-bpe, dbrx, qwen2, gpt-4o, tekken"

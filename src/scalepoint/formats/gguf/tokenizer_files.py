@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scalepoint.errors import DocumentError, ExportError
-from scalepoint.support.formatting import one_line
+from scalepoint.support.formatting import to_one_line
 from scalepoint.support.untrusted import read_json, read_text
 
 MAX_FILE_BYTES = 256_000_000
@@ -119,7 +119,7 @@ def validate_as(model: type[T], value: Any, path: Path) -> T:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        field = one_line(".".join(map(str, first["loc"][:4])))[:80]
+        field = to_one_line(".".join(map(str, first["loc"][:4])))[:80]
         raise ExportError(f"{path} is not a valid tokenizer file: {field}: {first['msg']}") from error
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from scalepoint.errors import ExportError, StoreError
 from scalepoint.support.files import (
+    compute_digest,
     describe_needed_space,
-    digest,
     is_disk_full,
     make_empty_folder,
     replace_file,
@@ -98,7 +98,7 @@ def _save_with_data_file(graph: Any, path: Path) -> str:
     try:
         make_empty_folder(folder)
         ir.save(graph, folder / path.name, external_data="data")
-        name = f"{path.stem}.{digest(folder / 'data')[:8]}.data"
+        name = f"{path.stem}.{compute_digest(folder / 'data')[:8]}.data"
         os.replace(folder / "data", folder / name)
         proto = onnx.load(folder / path.name, load_external_data=False)
         for tensor in proto.graph.initializer:

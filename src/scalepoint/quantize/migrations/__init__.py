@@ -15,10 +15,10 @@ from scalepoint.quantize.migrations.migration import (
 )
 from scalepoint.quantize.migrations.rotate import ROTATE
 from scalepoint.quantize.migrations.smooth import SMOOTH
-from scalepoint.support.plugins import Registry
+from scalepoint.support.plugins import PluginRegistry
 
 _BUILTIN = {migration.name: migration for migration in (SMOOTH, EQUALIZE, ABSORB, AWQ, ROTATE)}
-MIGRATIONS = Registry(Migration, "scalepoint.migrations", _BUILTIN, ConfigError)
+MIGRATIONS = PluginRegistry(Migration, "scalepoint.migrations", _BUILTIN, ConfigError)
 
 __all__ = [
     "MAX_PROBE_BATCHES",

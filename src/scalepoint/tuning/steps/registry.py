@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from scalepoint.errors import UsageError
-from scalepoint.support.plugins import Registry
+from scalepoint.support.plugins import PluginRegistry
 from scalepoint.tuning.problem import Problem, Solution
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class PieceStep(TuningStep):
     over: Literal["piece", "model"] = "piece"
 
 
-_STEPS: Registry[TuningStep] = Registry(TuningStep, "scalepoint.steps", {}, UsageError)
+_STEPS: PluginRegistry[TuningStep] = PluginRegistry(TuningStep, "scalepoint.steps", {}, UsageError)
 
 
 def register(
