@@ -38,7 +38,7 @@ from scalepoint.errors import (
 from scalepoint.graph.capture import as_tensor
 from scalepoint.graph.example_inputs import check_values, describe_ids_out_of_range
 from scalepoint.graph.nodes import get_fake_tensor
-from scalepoint.support.progress import Phase, phase
+from scalepoint.support.progress import RunningPhase, phase
 from scalepoint.support.torch_state import caller_dtype, library_dtype, serialized
 
 ForwardLoop = Callable[[nn.Module], Any]
@@ -198,7 +198,7 @@ class _CallCounter:
     """
 
     def __init__(
-        self, result: FeedResult, max_calls: int | None, progress: Phase, *, rejects_nan: bool = False
+        self, result: FeedResult, max_calls: int | None, progress: RunningPhase, *, rejects_nan: bool = False
     ) -> None:
         self.result = result
         self.max_calls = max_calls
