@@ -16,7 +16,7 @@ from scalepoint.graph.nodes import get_kind
 from scalepoint.graph.weight_readers import find_unknown_readers
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, get_layer_name, match_at
 from scalepoint.support.documents import parse_json
-from scalepoint.support.formatting import one_line
+from scalepoint.support.formatting import to_one_line
 
 PLAN_VERSION = 1
 
@@ -50,11 +50,11 @@ class TransformationPlan:
         for match in self.matches:
             applies = "yes" if match.apply else "no"
             row = (match.name, match.pattern.name, " + ".join(match.roles), applies, match.reason)
-            table.add_row(*(Text(one_line(cell)) for cell in row))
+            table.add_row(*(Text(to_one_line(cell)) for cell in row))
         for refusal in self.refusals:
             if not refusal.pattern:
                 cells = (refusal.name, "", "", "no", refusal.reason)
-                table.add_row(*(Text(one_line(cell)) for cell in cells))
+                table.add_row(*(Text(to_one_line(cell)) for cell in cells))
         return table
 
     def to_json(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from scalepoint.errors import TargetError, UsageError, did_you_mean, short_repr
 from scalepoint.support.cpu import CPU_CHOICES
-from scalepoint.support.plugins import Registry
+from scalepoint.support.plugins import PluginRegistry
 from scalepoint.targets.coreml import COREML
 from scalepoint.targets.executorch import EXECUTORCH
 from scalepoint.targets.language_models import LANGUAGE_TARGETS
@@ -20,7 +20,7 @@ TARGETS_WITH_CPU_OPTION: Mapping[str, Callable[[str], Target]] = {
     "onnxruntime": onnxruntime_target,
     "openvino": openvino_target,
 }
-_REGISTRY = Registry(Target, "scalepoint.targets", {target.name: target for target in _BUILTIN}, TargetError)
+_REGISTRY = PluginRegistry(Target, "scalepoint.targets", {target.name: target for target in _BUILTIN}, TargetError)
 
 
 def list_targets(*, language: bool = False) -> list[str]:
