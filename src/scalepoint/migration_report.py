@@ -1,4 +1,4 @@
-"""What migrations did, place by place."""
+"""Report of migrations: what they did at every site."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,14 @@ from scalepoint.support.jsonable import to_jsonable
 
 @dataclass(frozen=True)
 class MigrationRow:
-    """One place: what was done there, or why nothing."""
+    """One site of a migration.
+
+    Attributes:
+        migration: Name of the migration.
+        name: Name of the site.
+        done: Whether it was rewritten.
+        note: What was done, or why it was refused.
+    """
 
     migration: str
     name: str
@@ -25,8 +32,13 @@ class MigrationRow:
 
 @dataclass(frozen=True)
 class MigrationReport:
-    """All places in order. `change` is what the float output moved by, against its norm, on the compared batches;
-    `added` names parameters that the float model has not."""
+    """All sites of all migrations, in order.
+
+    Attributes:
+        rows: The sites.
+        change: Change of the float output on the compared batches, relative to its norm.
+        added: Parameters that the float model does not have.
+    """
 
     rows: tuple[MigrationRow, ...] = ()
     change: float = 0.0
@@ -58,10 +70,10 @@ class MigrationReport:
         return render_as_text(self.table())
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = to_jsonable(self)
-        return found
+        values: dict[str, Any] = to_jsonable(self)
+        return values
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> "MigrationReport | None":
-        """As to_dict gave it; None of nothing."""
-        return TypeAdapter(cls).validate_python(saved) if saved else None
+    def from_dict(cls, values: Mapping[str, Any]) -> "MigrationReport | None":
+        """Read the values of `to_dict`; None if there are none."""
+        return TypeAdapter(cls).validate_python(values) if values else None

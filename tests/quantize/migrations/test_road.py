@@ -202,13 +202,13 @@ def _doubling(which):
         def tensors(self):
             return [self.tensor]
 
-    def find(scene):
-        state = dict(scene.model.named_parameters())
+    def find(context):
+        state = dict(context.model.named_parameters())
         return MigrationSites(
             [Site(name, state[name].detach(), 2.0 if name in which else 1.0) for name in ("0.weight", "2.weight")]
         )
 
-    def apply(scene, sites):
+    def apply(context, sites):
         for site in sites:
             site.tensor.mul_(site.factor)
         return ["multiplied" for _ in sites]

@@ -1,4 +1,4 @@
-"""Migrations by name: ours, and those that other packages bring through the entry point `scalepoint.migrations`."""
+"""Migrations by name: built-in ones, and those of other packages from the entry point `scalepoint.migrations`."""
 
 from scalepoint.errors import ConfigError
 from scalepoint.quantize.migrations.absorb import ABSORB
@@ -17,8 +17,8 @@ from scalepoint.quantize.migrations.rotate import ROTATE
 from scalepoint.quantize.migrations.smooth import SMOOTH
 from scalepoint.support.plugins import PluginRegistry
 
-_BUILTIN = {migration.name: migration for migration in (SMOOTH, EQUALIZE, ABSORB, AWQ, ROTATE)}
-MIGRATIONS = PluginRegistry(Migration, "scalepoint.migrations", _BUILTIN, ConfigError)
+_BUILT_IN = {migration.name: migration for migration in (SMOOTH, EQUALIZE, ABSORB, AWQ, ROTATE)}
+MIGRATIONS = PluginRegistry(Migration, "scalepoint.migrations", _BUILT_IN, ConfigError)
 
 __all__ = [
     "MAX_PROBE_BATCHES",

@@ -1,9 +1,9 @@
-"""High-bias absorption (Nagel et al. 2019): what a ReLU always lets through goes from one bias into the next.
+"""High-bias absorption (Nagel et al. 2019): a constant that a ReLU always passes moves from one bias into the next.
 
-    c_i = max(0, least y_i seen)        relu(y) = relu(y - c) + c:    b1 - c,  b2 + W2 c
+    c_i = max(0, smallest y_i observed)        relu(y) = relu(y - c) + c:    b1 - c,  b2 + W2 c
 
-Activations then start near zero and need less range. c is the least value of the data, not a quantile, so that the
-float output stays. A reader that pads with zeros is refused: what it pads with would have to be c.
+Activations then start near zero and need less range. c is the smallest value on the data and not a quantile, so that
+the float output stays the same. A reader that pads with zeros is refused: it would have to pad with c.
 """
 
 from collections.abc import Sequence
@@ -20,29 +20,37 @@ from scalepoint.quantize.migrations.scaling_sites import ScalingSite, find_scali
 
 
 def passes_shifts(op: RecordedOperation) -> bool:
+    """Whether channels may be followed through an operation."""
     return op.kind in UNCHANGED | MOVES or op.kind in ("relu", "max_pool", "adaptive_avg_pool", "mean")
 
 
-def find_sites(scene: MigrationContext) -> MigrationSites:
-    found = find_scaling_sites(scene, passes_shifts, norms=False, why_not=_explain_refusal)
-    for seam in list(found.sites):
-        kinds = [op.kind for op in seam.trace.passed if op.kind not in UNCHANGED | MOVES]
-        why = next((why for reader, _ in seam.readers if (why := reader.why_no_bias())), "")
-        if kinds[:1] != ["relu"]:
-            why = "no ReLU follows it"
-        if why or seam.source.why_no_bias():
-            found.sites.remove(seam)
-            found.refuse(seam.name, why or seam.source.why_no_bias())
-    _measure_minima(scene, found)
+def find_sites(context: MigrationContext) -> MigrationSites:
+    found = find_scaling_sites(context, passes_shifts, norms=False, explain_refusal=_explain_refusal)
+    for site in list(found.sites):
+        reason = _explain_refused_site(site)
+        if reason:
+            found.sites.remove(site)
+            found.refuse(site.name, reason)
+    _measure_minima(context, found)
     return found
 
 
+def _explain_refused_site(site: ScalingSite) -> str:
+    kinds = [op.kind for op in site.trace.passed if op.kind not in UNCHANGED | MOVES]
+    if kinds[:1] != ["relu"]:
+        return "no ReLU follows it"
+    layers = [*(reader for reader, _ in site.readers), site.source]
+    reasons = [layer.explain_no_bias() for layer in layers if isinstance(layer, RewritableLayer)]
+    return next(filter(None, reasons), "")
+
+
 def _explain_refusal(op: RecordedOperation) -> str:
-    given = op.module.operation if op.module is not None and hasattr(op.module, "operation") else op.module
-    padding = given.arguments.get("padding", 0) if isinstance(given, Operation) else getattr(given, "padding", 0)
+    """Why a reader cannot be used; "" if it can."""
     if op.kind == "conv_transpose":
-        return f"{op.name} is transposed: its borders see fewer values"
-    is_padded = padding not in (0, "valid") and any(each not in (0, "valid") for each in _as_sequence(padding))
+        return f"{op.name} is a transposed convolution: positions at its borders sum fewer values"
+    module = op.module.operation if op.module is not None and hasattr(op.module, "operation") else op.module
+    padding = module.arguments.get("padding", 0) if isinstance(module, Operation) else getattr(module, "padding", 0)
+    is_padded = padding not in (0, "valid") and any(size not in (0, "valid") for size in _as_sequence(padding))
     return f"{op.name} pads with zeros" if is_padded else ""
 
 
@@ -50,30 +58,31 @@ def _as_sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _measure_minima(scene: MigrationContext, found: MigrationSites) -> None:
-    """The least value of each channel; where none is above zero there is nothing to absorb."""
-    seen = {id(seam): ChannelExtremes(channel_axis(seam.source.op)) for seam in found.sites}
-    scene.watch("looking at biases", {seam.source.module: seen[id(seam)].take for seam in found.sites})
-    for seam in list(found.sites):
-        seam.measured = torch.where(seam.free, seen[id(seam)].low.nan_to_num(nan=0.0).clamp(min=0), 0.0)
-        if not bool((seam.measured > 0).any()):
-            found.sites.remove(seam)
-            found.refuse(seam.name, "no channel is always above zero")
+def _measure_minima(context: MigrationContext, found: MigrationSites) -> None:
+    """Measure the smallest value of each channel; refuse sites where none is above zero."""
+    extremes = {id(site): ChannelExtremes(channel_axis(site.source.op)) for site in found.sites}
+    context.observe("looking at biases", {site.source.module: extremes[id(site)].observe for site in found.sites})
+    for site in list(found.sites):
+        minima = extremes[id(site)].low.nan_to_num(nan=0.0).clamp(min=0)
+        site.measured = torch.where(site.free, minima, 0.0)
+        if not bool((site.measured > 0).any()):
+            found.sites.remove(site)
+            found.refuse(site.name, "no channel is always above zero")
             continue
-        for layer in (seam.source, *(reader for reader, _ in seam.readers)):
+        for layer in (site.source, *(reader for reader, _ in site.readers)):
             layer.give_bias()
 
 
-def absorb_biases(scene: MigrationContext, seams: Sequence[ScalingSite]) -> list[str]:
-    for seam in seams:
-        c = seam.measured
-        assert isinstance(seam.source, RewritableLayer)  # noqa: S101  # norms are not asked for
-        seam.source.shift_outputs(-c)
-        for reader, columns in seam.readers:
-            own = torch.where(columns == FOREIGN, 0.0, c[columns.clamp(min=0)])
-            weight = reader.folded().cpu()
-            reader.shift_outputs((weight.sum(3) * own.view(weight.shape[0], 1, -1)).sum(2).reshape(-1))
-    return [f"{int((seam.measured > 0).sum())} of {seam.trace.channels} channels" for seam in seams]
+def absorb_biases(context: MigrationContext, sites: Sequence[ScalingSite]) -> list[str]:
+    for site in sites:
+        c = site.measured
+        assert isinstance(site.source, RewritableLayer)  # noqa: S101  # norms were not requested
+        site.source.shift_outputs(-c)
+        for reader, columns in site.readers:
+            c_of_inputs = torch.where(columns == FOREIGN, 0.0, c[columns.clamp(min=0)])
+            matrix = reader.folded_matrix().cpu()
+            reader.shift_outputs((matrix.sum(3) * c_of_inputs.view(matrix.shape[0], 1, -1)).sum(2).reshape(-1))
+    return [f"{int((site.measured > 0).sum())} of {site.trace.channels} channels" for site in sites]
 
 
 ABSORB = Migration("absorb", find_sites, absorb_biases)

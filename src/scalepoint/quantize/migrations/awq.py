@@ -1,10 +1,10 @@
-"""AWQ (Lin et al. 2024): columns that meet large activations get finer steps.
+"""AWQ (Lin et al. 2024): weight columns that meet large activations get finer steps.
 
     s_j = mean|x_j|^a, normalised by sqrt(max s * min s),  a in 0, 0.05 .. 0.95
     the a with the least  |(Q(W diag(s)) - W diag(s)) diag(1/s) X|^2 + step_x(s)^2 / 12 * |W diag(s)|^2
 
-X are rows of the calibration data, Q the quantizers of the layers that read it, step_x the step of a quantized input.
-a = 0 changes nothing, is always among them, and stays on ties. The scales go into a norm or a layer before.
+X are rows of the calibration data, Q the weight quantizers of the layers that read it, step_x the step of a quantized
+input. a = 0 changes nothing; it is always a candidate and wins ties. The scales move into a norm or layer before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,25 +23,28 @@ from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize
 
 EXPONENTS = tuple(step / 20 for step in range(20))
-MIN_MEAN = 1e-4
-MIN_ROWS = 1024  # of the data, by which candidates are compared
+MIN_MEAN = 1e-4  # of a channel, relative to the average channel
+MIN_ROWS = 1024  # rows of the data on which candidates are compared; at most twice as many
+MIN_IMPROVEMENT = 1e-9  # relative; a smaller improvement is rounding
 
 
 def passes_scales(op: RecordedOperation) -> bool:
+    """Whether channels may be followed through an operation."""
     return op.kind in UNCHANGED | MOVES | RECTIFIES | POOLS or op.kind in ("mul", "div", "mean", *SUMS)
 
 
-def find_sites(scene: MigrationContext) -> MigrationSites:
-    found = find_scaling_sites(scene, passes_scales, norms=True, why_not=_explain_refusal)
-    for seam in list(found.sites):
-        if not any(_is_quantized(reader) for reader, _ in seam.readers):
-            found.sites.remove(seam)
-            found.refuse(seam.name, "no weight that reads it is quantized")
-    _sample_inputs(scene, found.sites)
+def find_sites(context: MigrationContext) -> MigrationSites:
+    found = find_scaling_sites(context, passes_scales, norms=True, explain_refusal=_explain_refusal)
+    for site in list(found.sites):
+        if not any(_is_quantized(reader) for reader, _ in site.readers):
+            found.sites.remove(site)
+            found.refuse(site.name, "no weight that reads it is quantized")
+    _sample_inputs(context, found.sites)
     return found
 
 
 def _explain_refusal(op: RecordedOperation) -> str:
+    """Why a reader cannot be used; "" if it can."""
     return "" if op.kind in ("linear", "head") else f"{op.name} is no linear layer ({op.kind})"
 
 
@@ -50,58 +53,60 @@ def _is_quantized(layer: RewritableLayer) -> bool:
 
 
 class RowSample:
-    """Every k-th row of what goes into a layer, with k so that at most ROWS to twice as many are kept, and the mean
-    magnitude and the extremes of all rows."""
+    """Statistics of all input rows of a layer, and every k-th row.
+
+    k doubles whenever there are more than 2 * MIN_ROWS rows, so their number stays between the two.
+    """
 
     def __init__(self, axis: int) -> None:
-        self.axis, self.kept, self.step, self.count = axis, [], 1, 0
-        self.mean = self.low = self.high = torch.zeros((), dtype=torch.float32)
+        self.axis, self.step, self.count = axis, 1, 0
+        self.sample: list[Tensor] = []
+        self.mean = self.low = self.high = torch.zeros((), dtype=torch.float32)  # mean magnitude and extremes
 
-    kept: list[Tensor]
-
-    def take(self, given: Tensor, _: Tensor) -> None:
-        rows = given.movedim(self.axis, -1).flatten(0, -2).float().cpu()
+    def observe(self, inputs: Tensor, _: Tensor) -> None:
+        rows = inputs.movedim(self.axis, -1).flatten(0, -2).float().cpu()
         if not len(rows):
             return
-        is_first, before = not self.count, self.count
+        is_first, count_before = not self.count, self.count
         self.low = rows.amin(0) if is_first else torch.minimum(self.low, rows.amin(0))
         self.high = rows.amax(0) if is_first else torch.maximum(self.high, rows.amax(0))
         self.count += len(rows)
         self.mean = self.mean + (rows.abs().double().mean(0) - self.mean) * (len(rows) / self.count)
-        self.kept.append(rows[-before % self.step :: self.step].clone())
-        while sum(map(len, self.kept)) > 2 * MIN_ROWS:
-            self.kept, self.step = [torch.cat(self.kept)[::2]], self.step * 2
+        self.sample.append(rows[-count_before % self.step :: self.step].clone())
+        while sum(map(len, self.sample)) > 2 * MIN_ROWS:
+            self.sample, self.step = [torch.cat(self.sample)[::2]], self.step * 2
 
 
-def _sample_inputs(scene: MigrationContext, seams: Sequence[ScalingSite]) -> None:
-    """Rows of each reader's inputs; readers of one tensor have one."""
-    watched: dict[nn.Module, Callable[[Tensor, Tensor], None]] = {}
-    by_tensor: dict[int, RowSample] = {}
-    for seam in seams:
-        for reader, _ in seam.readers:
+def _sample_inputs(context: MigrationContext, sites: Sequence[ScalingSite]) -> None:
+    """Sample the inputs of each reader. Readers of one tensor share a sample."""
+    observers: dict[nn.Module, Callable[[Tensor, Tensor], None]] = {}
+    samples: dict[int, RowSample] = {}  # by the operation that computes the input
+    for site in sites:
+        for reader, _ in site.readers:
             source = reader.op.inputs[0]
-            if source not in by_tensor:
-                by_tensor[source] = RowSample(-1 if reader.kind == "linear" else 1)
-                watched[reader.module] = by_tensor[source].take
-        seam.measured = [by_tensor[reader.op.inputs[0]] for reader, _ in seam.readers]
-    scene.watch("looking at activations", watched)
+            if source not in samples:
+                samples[source] = RowSample(-1 if reader.kind == "linear" else 1)
+                observers[reader.module] = samples[source].observe
+        site.measured = [samples[reader.op.inputs[0]] for reader, _ in site.readers]
+    context.observe("looking at activations", observers)
 
 
-def apply_awq(scene: MigrationContext, seams: Sequence[ScalingSite]) -> list[str]:
+def apply_awq(context: MigrationContext, sites: Sequence[ScalingSite]) -> list[str]:
     notes = []
-    for seam in seams:
-        mean = seam.gathered([rows.mean for rows in seam.measured], "mean")
-        errors = {a: sum(_iterate_errors(scene, seam, compute_scales(seam, mean, a))) for a in EXPONENTS}
-        best = min(EXPONENTS, key=lambda a: (errors[a] >= errors[0.0] * (1 - 1e-9), errors[a], a))
-        best = best if errors[best] < errors[0.0] * (1 - 1e-9) else 0.0
-        seam.scale(compute_scales(seam, mean, best))
+    for site in sites:
+        mean = site.reduce_to_channels([sample.mean for sample in site.measured], "mean")
+        errors = {a: sum(_iterate_errors(context, site, compute_scales(site, mean, a))) for a in EXPONENTS}
+        limit = errors[0.0] * (1 - MIN_IMPROVEMENT)
+        best = min(EXPONENTS, key=lambda a: (errors[a] >= limit, errors[a], a))
+        best = best if errors[best] < limit else 0.0
+        site.scale(compute_scales(site, mean, best))
         notes.append(f"a = {best:g}, error {errors[best] / errors[0.0] if errors[0.0] else 1:.2f} of before")
     return notes
 
 
-def compute_scales(seam: ScalingSite, mean: Tensor, a: float) -> Tensor:
-    """s of each channel of the source; a channel that is always zero, or may not be scaled, keeps 1."""
-    is_used = seam.free & (mean > 0)
+def compute_scales(site: ScalingSite, mean: Tensor, a: float) -> Tensor:
+    """s of each channel of the source; 1 for a channel that is always zero or must not be scaled."""
+    is_used = site.free & (mean > 0)
     if a == 0 or not bool(is_used.any()):
         return torch.ones_like(mean)
     s = (mean / mean[is_used].mean()).clamp(min=MIN_MEAN) ** a
@@ -109,47 +114,49 @@ def compute_scales(seam: ScalingSite, mean: Tensor, a: float) -> Tensor:
     return torch.where(is_used, s, 1.0)
 
 
-def _iterate_errors(scene: MigrationContext, seam: ScalingSite, s: Tensor) -> Iterator[float]:
-    for (reader, columns), rows in zip(seam.readers, seam.measured, strict=True):
+def _iterate_errors(context: MigrationContext, site: ScalingSite, s: Tensor) -> Iterator[float]:
+    """The error of each quantized reader with the scales s."""
+    for (reader, columns), sample in zip(site.readers, site.measured, strict=True):
         if not _is_quantized(reader):
             continue
-        each = gather_scales(s, columns).float()
-        x = torch.cat(rows.kept) / each
-        weight = reader.folded()[0, :, :, 0].float().cpu() * each
-        off = quantize_weight(reader, weight) - weight
-        noise = (x @ off.T).square().sum() / len(x)
-        step = _input_step(scene, reader, rows.low / each, rows.high / each)
-        yield float(noise + step**2 / 12 * weight.square().sum())
+        input_scales = gather_scales(s, columns).float()
+        x = torch.cat(sample.sample) / input_scales
+        weight = reader.folded_matrix()[0, :, :, 0].float().cpu() * input_scales
+        weight_error = quantize_weight(reader, weight) - weight
+        output_error = (x @ weight_error.T).square().sum() / len(x)
+        step = _input_step(context, reader, sample.low / input_scales, sample.high / input_scales)
+        yield float(output_error + step**2 / 12 * weight.square().sum())
 
 
 def quantize_weight(reader: RewritableLayer, weight: Tensor) -> Tensor:
-    """A weight (out, in) as its layer would keep it."""
-    quant: WeightFakeQuantize = reader.module.weight_quant  # type: ignore[assignment]  # it is quantized
+    """A weight (out, in) rounded as the quantizer of the layer would round it."""
+    quant: WeightFakeQuantize = reader.module.weight_quant  # type: ignore[assignment]  # the layer is quantized
     shaped = weight.to(reader.weight.device)
     with _unfrozen(quant):
-        found: Tensor = quant(shaped[:, :, None, None] if reader.kind == "head" else shaped)
-    return found.reshape(weight.shape).cpu()
+        rounded: Tensor = quant(shaped[:, :, None, None] if reader.kind == "head" else shaped)
+    return rounded.reshape(weight.shape).cpu()
 
 
 @contextmanager
 def _unfrozen(quant: WeightFakeQuantize) -> Iterator[None]:
-    before = {name: value.clone() for name, value in quant.state_dict().items()}
+    """A context in which a weight quantizer is on and computes its scales from the weight."""
+    state = {name: value.clone() for name, value in quant.state_dict().items()}
     quant.unfreeze()
     quant.enabled = True
     try:
         yield
     finally:
-        quant.load_state_dict(before)
+        quant.load_state_dict(state)
 
 
-def _input_step(scene: MigrationContext, reader: RewritableLayer, low: Tensor, high: Tensor) -> float:
-    """The step that a stub of the input will have, with ranges as they are."""
+def _input_step(context: MigrationContext, reader: RewritableLayer, low: Tensor, high: Tensor) -> float:
+    """The step that the activation quantizer of the input will have with this range; 0 if there is none."""
     source = reader.op.node.args[0]
-    module = scene.model.get_submodule(str(source.target)) if get_kind(source) == "quant" else None  # type: ignore[union-attr, arg-type]
+    module = context.model.get_submodule(str(source.target)) if get_kind(source) == "quant" else None  # type: ignore[union-attr, arg-type]
     if not isinstance(module, QuantStub) or module.quantizer.grid.format.is_float or module.is_fixed:
         return 0.0
-    least, most = float(low.min().clamp(max=0)), float(high.max().clamp(min=0))
-    width = most - least if module.spec.qscheme == "asymmetric" else 2 * max(most, -least)
+    smallest, largest = float(low.min().clamp(max=0)), float(high.max().clamp(min=0))
+    width = largest - smallest if module.spec.qscheme == "asymmetric" else 2 * max(largest, -smallest)
     return width / (module.spec.quant_max - module.spec.quant_min)
 
 

@@ -1,9 +1,10 @@
-"""Where the channels of a tensor go.
+"""Follows the channels of a tensor through the graph, to the layers that read them.
 
-    0 1 2 .. along the channels  --what moves, pools, rectifies or averages values-->  numbers at the input of a reader
+    0 1 2 .. along the channels  --through what moves, pools, rectifies or averages-->  numbers at a reader's input
 
-Numbers of channels are sent through the operations themselves, so that reshapes, splits, transposes and heads need no
-rules of their own. What does not scale along pins the channels that reach it; the others are free.
+The channel numbers are sent through the operations themselves, so that reshapes, splits, transposes and attention heads
+need no rules of their own. A channel is pinned if an operation reads it that does not commute with scaling; the other
+channels are free.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,76 +23,90 @@ MOVES = frozenset((*VALUE_PRESERVING, "cat", "stack", "repeat", "repeat_interlea
 UNCHANGED = frozenset(("quant", "dropout", "identity", *CASTS))
 RECTIFIES = frozenset(("relu", "leaky_relu", "prelu"))
 CLAMPS = frozenset(("relu6", "hardtanh"))
-SUMS = ("attention", "matmul")  # of values, weighted
+SUMS = ("attention", "matmul")  # weighted sums of values
 POOLS = frozenset(("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool"))
 
 
 @dataclass
 class ChannelTrace:
-    """Where the channels of one tensor go."""
+    """Where the channels of one tensor go.
+
+    Attributes:
+        channels: Number of channels.
+        readers: The layers that read channels, with the channel number of each of their inputs.
+        pinned: Channels that may not be scaled -> the reason.
+        passed: The operations between the tensor and its readers.
+        numbers: Channel numbers of the result of each operation, by its index.
+    """
 
     channels: int
-    readers: list[tuple[RecordedOperation, Tensor]] = field(
-        default_factory=list
-    )  # and which channel each of its inputs is
-    pinned: dict[int, str] = field(default_factory=dict)  # channels that something else reads, with the reason
+    readers: list[tuple[RecordedOperation, Tensor]] = field(default_factory=list)
+    pinned: dict[int, str] = field(default_factory=dict)
     passed: list[RecordedOperation] = field(default_factory=list)
-    ids: dict[int, Any] = field(default_factory=dict)
+    numbers: dict[int, Any] = field(default_factory=dict)
 
     @property
     def free(self) -> Tensor:
-        free = torch.ones(self.channels, dtype=torch.bool)
-        free[list(self.pinned)] = False
-        seen = torch.zeros(self.channels, dtype=torch.bool)
+        """A mask of the channels that a layer reads and that are not pinned."""
+        is_free = torch.ones(self.channels, dtype=torch.bool)
+        is_free[list(self.pinned)] = False
+        is_read = torch.zeros(self.channels, dtype=torch.bool)
         for _, columns in self.readers:
-            seen[columns[columns != FOREIGN]] = True
-        return free & seen
+            is_read[columns[columns != FOREIGN]] = True
+        return is_free & is_read
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Why no channel is free."""
         return next(iter(self.pinned.values()), "nothing reads it")
 
-    def pin(self, ids: Tensor, why: str) -> None:
-        for each in _unique_numbers(ids):
-            self.pinned.setdefault(each, why)
+    def pin(self, numbers: Tensor, reason: str) -> None:
+        for channel in _unique_numbers(numbers):
+            self.pinned.setdefault(channel, reason)
 
-    def is_pinned(self, ids: Tensor) -> bool:
+    def is_pinned(self, numbers: Tensor) -> bool:
         """Whether none of these channels is free."""
-        return all(each in self.pinned for each in _unique_numbers(ids))
+        return all(channel in self.pinned for channel in _unique_numbers(numbers))
 
 
 def trace_channels(
-    flow: RecordedGraph, start: RecordedOperation, axis: int, through: Callable[[RecordedOperation], bool]
+    graph: RecordedGraph, start: RecordedOperation, axis: int, passes: Callable[[RecordedOperation], bool]
 ) -> ChannelTrace:
-    """Send the channels of a tensor on, through the operations that `through` takes, to the layers that read them."""
-    assert start.shape is not None  # noqa: S101  # it gave a tensor
+    """Follow the channels of a result to the layers that read them.
+
+    Args:
+        graph: The recorded operations.
+        start: The operation whose result is followed.
+        axis: The axis of its channels.
+        passes: Whether channels may be followed through an operation.
+    """
+    assert start.shape is not None  # noqa: S101  # its result is a tensor
     count = start.shape[axis]
     shape = [1] * len(start.shape)
     shape[axis] = count
-    trace = ChannelTrace(count, ids={start.index: torch.arange(count).view(shape).expand(start.shape)})
-    for op in flow.ops[start.index + 1 :]:
-        own = {index: trace.ids[index] for index in op.inputs if index in trace.ids}
-        if not own:
+    trace = ChannelTrace(count, numbers={start.index: torch.arange(count).view(shape).expand(start.shape)})
+    for op in graph.operations[start.index + 1 :]:
+        inputs = {index: trace.numbers[index] for index in op.inputs if index in trace.numbers}
+        if not inputs:
             continue
-        columns = _reader_columns(op, own)
+        columns = _reader_columns(op, inputs)
         if columns is not None:
             trace.readers.append((op, columns))
             continue
-        if op.kind in SUMS and through(op):
-            own = _keep_value_input(trace, op, own)
-        found, why = _pass_numbers(flow, op, own) if through(op) else (None, _explain_unknown(op))
-        if found is None:
-            for ids in own.values():
-                trace.pin(ids, why)
+        if op.kind in SUMS and passes(op):
+            inputs = _keep_value_input(trace, op, inputs)
+        numbers, reason = _pass_numbers(graph, op, inputs) if passes(op) else (None, _explain_unknown(op))
+        if numbers is None:
+            for input_numbers in inputs.values():
+                trace.pin(input_numbers, reason)
         else:
-            trace.ids[op.index] = found
+            trace.numbers[op.index] = numbers
             trace.passed.append(op)
     return trace
 
 
 def channel_axis(op: RecordedOperation) -> int:
-    """The axis of its output (and input) on which a layer or norm has its channels."""
+    """The axis on which a layer or norm has its channels, in its input and output, counted from the end."""
     if op.kind in ("conv", "conv_transpose", "head"):
         return 1 - int(op.operation.weight.ndim)
     return -1
@@ -100,123 +115,128 @@ def channel_axis(op: RecordedOperation) -> int:
 def _explain_unknown(op: RecordedOperation) -> str:
     if op.kind == "output":
         return "it is an output of the model"
-    return f"read by {op.name} ({op.kind}), which does not pass scales on"
+    return f"read by {op.name} ({op.kind}), which does not commute with scaling"
 
 
-def _drop_expanded_axes(ids: Tensor) -> Tensor:
-    """One of all that an expanded axis repeats."""
-    return ids[tuple(slice(1) if stride == 0 else slice(None) for stride in ids.stride())]
+def _drop_expanded_axes(numbers: Tensor) -> Tensor:
+    """The numbers with size 1 on axes that only repeat them (stride 0). They are compared much faster."""
+    return numbers[tuple(slice(1) if stride == 0 else slice(None) for stride in numbers.stride())]
 
 
-def _unique_numbers(ids: Any) -> list[int]:
-    tensors = ids if isinstance(ids, tuple | list) else [ids]
-    found = torch.cat([torch.unique(_drop_expanded_axes(each)) for each in tensors])
-    return sorted({int(each) for each in found} - {FOREIGN})
+def _unique_numbers(numbers: Any) -> list[int]:
+    tensors = numbers if isinstance(numbers, tuple | list) else [numbers]
+    unique = torch.cat([torch.unique(_drop_expanded_axes(tensor)) for tensor in tensors])
+    return sorted({int(number) for number in unique} - {FOREIGN})
 
 
-def numbers_along(ids: Tensor, axis: int) -> Tensor | None:
-    """The numbers along an axis, when all other axes agree."""
-    rows = (
-        _drop_expanded_axes(ids.movedim(axis, -1))
-        .expand(*[-1] * (ids.ndim - 1), ids.shape[axis])
-        .reshape(-1, ids.shape[axis])
-    )
+def numbers_along(numbers: Tensor, axis: int) -> Tensor | None:
+    """The numbers along an axis, if they are the same at all positions of the other axes."""
+    last = _drop_expanded_axes(numbers.movedim(axis, -1)).expand(*[-1] * (numbers.ndim - 1), numbers.shape[axis])
+    rows = last.reshape(-1, numbers.shape[axis])
     return rows[0].clone() if bool((rows == rows[0]).all()) else None
 
 
-def _reader_columns(op: RecordedOperation, own: Mapping[int, Any]) -> Tensor | None:
-    if op.kind not in WEIGHT_PRODUCTS or len(op.inputs) != 1 or not isinstance(own[op.inputs[0]], Tensor):
+def _reader_columns(op: RecordedOperation, inputs: Mapping[int, Any]) -> Tensor | None:
+    """The channel number of each input of a layer with a weight; None for other operations."""
+    if op.kind not in WEIGHT_PRODUCTS or len(op.inputs) != 1 or not isinstance(inputs[op.inputs[0]], Tensor):
         return None
-    return numbers_along(own[op.inputs[0]], channel_axis(op))
+    return numbers_along(inputs[op.inputs[0]], channel_axis(op))
 
 
-def _pass_unchanged(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Any:
-    return own.get(op.inputs[0])
+# How numbers pass an operation: each function returns the numbers of its result, or None if they cannot be followed.
 
 
-def _pass_pool(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Tensor | None:
-    ids = own[op.inputs[0]]
-    if op.shape is None or not isinstance(ids, Tensor) or len(op.shape) != ids.ndim:
+def _pass_unchanged(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> Any:
+    return inputs.get(op.inputs[0])
+
+
+def _pass_pool(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> Tensor | None:
+    numbers = inputs[op.inputs[0]]
+    if op.shape is None or not isinstance(numbers, Tensor) or len(op.shape) != numbers.ndim:
         return None
-    whole = tuple(slice(None) if have == want else slice(1) for have, want in zip(ids.shape, op.shape, strict=True))
-    one = ids[whole]
-    return one.expand(op.shape) if bool((_drop_expanded_axes(ids) == _drop_expanded_axes(one)).all()) else None
+    # Along axes whose size changes, all positions must have the same number: then the result has it too.
+    is_kept = [size == new_size for size, new_size in zip(numbers.shape, op.shape, strict=True)]
+    first = numbers[tuple(slice(None) if kept else slice(1) for kept in is_kept)]
+    is_same = bool((_drop_expanded_axes(numbers) == _drop_expanded_axes(first)).all())
+    return first.expand(op.shape) if is_same else None
 
 
-def _pass_mean(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Tensor | None:
-    """The mean of equal numbers is that number, the mean of their squares its square."""
-    mean, square = (flow.again(op, {k: v.double() ** power for k, v in own.items()}) for power in (1, 2))
-    if mean is None or square is None:
+def _pass_mean(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> Tensor | None:
+    """The mean of equal numbers is that number, and the mean of their squares its square; of others it is not."""
+    mean = graph.rerun(op, {index: numbers.double() for index, numbers in inputs.items()})
+    mean_square = graph.rerun(op, {index: numbers.double() ** 2 for index, numbers in inputs.items()})
+    if mean is None or mean_square is None:
         return None
-    return mean.round().long() if torch.allclose(mean.square(), square, rtol=1e-12, atol=1e-9) else None
+    return mean.round().long() if torch.allclose(mean.square(), mean_square, rtol=1e-12, atol=1e-9) else None
 
 
-def _pass_product(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Tensor | None:
-    places = [place for place, index in enumerate(op.inputs) if index in own]
-    divides = op.kind == "div" and any(op.argument(place) not in ("self", "input", "0") for place in places)
-    if len(places) != 1 or divides or op.shape is None:
+def _pass_product(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> Tensor | None:
+    """One traced factor or numerator. A second one would square the scale, a denominator invert it."""
+    positions = [position for position, index in enumerate(op.inputs) if index in inputs]
+    is_denominator = op.kind == "div" and any(
+        op.argument_name(position) not in ("self", "input", "0") for position in positions
+    )
+    if len(positions) != 1 or is_denominator or op.shape is None:
         return None
-    ids = next(iter(own.values()))
-    return torch.broadcast_to(ids, op.shape) if ids.ndim <= len(op.shape) else None
+    numbers = next(iter(inputs.values()))
+    return torch.broadcast_to(numbers, op.shape) if numbers.ndim <= len(op.shape) else None
 
 
-def _pass_add(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Tensor | None:
-    """x + x is 2 x; anything else has a part that does not scale along."""
+def _pass_add(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> Tensor | None:
+    """x + x is 2 x. In any other sum one operand would not be scaled along."""
     constants = op.module.tensors() if isinstance(op.module, Operation) else []
-    parts = [own[index] for index in op.inputs if index in own]
+    parts = [inputs[index] for index in op.inputs if index in inputs]
     if len(parts) != len(op.inputs) or len(parts) < 2 or constants:
         return None
     return parts[0] if all(part.shape == parts[0].shape and torch.equal(part, parts[0]) for part in parts) else None
 
 
 def get_value_input(op: RecordedOperation) -> int:
-    """The operation whose values an attention or a product sums."""
+    """The operation whose result an attention or a product sums (the v of softmax(q k') v); -1 if there is none."""
     names = ("value", "other", "mat2", "2" if op.kind == "attention" else "1")
-    return next((index for place, index in enumerate(op.inputs) if op.argument(place) in names), -1)
+    return next((index for position, index in enumerate(op.inputs) if op.argument_name(position) in names), -1)
 
 
-def _keep_value_input(trace: ChannelTrace, op: RecordedOperation, own: dict[int, Any]) -> dict[int, Any]:
-    """Where queries, keys and values come from one layer: the channels of the first two stay, those of values pass."""
+def _keep_value_input(trace: ChannelTrace, op: RecordedOperation, inputs: dict[int, Any]) -> dict[int, Any]:
+    """Pin the channels that an attention reads as query or key, if one layer computes queries, keys and values."""
     value = get_value_input(op)
-    if value not in own:
-        return own
-    for index, ids in own.items():
+    if value not in inputs:
+        return inputs
+    for index, numbers in inputs.items():
         if index != value:
-            trace.pin(ids, f"{op.name} takes it as query or key")
-    return {value: own[value]}
+            trace.pin(numbers, f"{op.name} reads it as query or key")
+    return {value: inputs[value]}
 
 
-def _pass_weighted_sum(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> Tensor | None:
-    """sum_t p_t v_t: each channel of v is one of the result, in each head that reads it."""
-    ids = own.get(get_value_input(op))
-    if ids is None or len(own) != 1:
+def _pass_weighted_sum(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> Tensor | None:
+    """sum_t p_t v_t: each channel of v is one channel of the result, in each head that reads it."""
+    numbers = inputs.get(get_value_input(op))
+    if numbers is None or len(inputs) != 1:
         return None
-    row = ids[..., :1, :]
-    if op.shape is None or not bool((_drop_expanded_axes(ids) == _drop_expanded_axes(row)).all()):
+    row = numbers[..., :1, :]
+    if op.shape is None or not bool((_drop_expanded_axes(numbers) == _drop_expanded_axes(row)).all()):
         return None
-    if op.kind == "attention" and ids.ndim > 2 and ids.shape[-3] != op.shape[-3]:
-        row = row.repeat_interleave(op.shape[-3] // ids.shape[-3], -3)
-    found: Tensor = row.expand(op.shape)
-    return found
+    if op.kind == "attention" and numbers.ndim > 2 and numbers.shape[-3] != op.shape[-3]:
+        row = row.repeat_interleave(op.shape[-3] // numbers.shape[-3], -3)  # several query heads share a value head
+    result: Tensor = row.expand(op.shape)
+    return result
 
 
-PassRule = Callable[
-    [RecordedGraph, RecordedOperation, dict[int, Any]], Any
-]  # the numbers behind an operation; None where they cannot be told
-PASS_RULES: tuple[tuple[Collection[str], PassRule, str], ...] = (
-    (UNCHANGED | RECTIFIES | CLAMPS, _pass_unchanged, "takes it in another place"),
-    (MOVES, RecordedGraph.again, "moves it in a way that cannot be followed"),
+PassRule = Callable[[RecordedGraph, RecordedOperation, dict[int, Any]], Any]
+PASS_RULES: tuple[tuple[Collection[str], PassRule, str], ...] = (  # kinds, rule, reason if it returns None
+    (UNCHANGED | RECTIFIES | CLAMPS, _pass_unchanged, "reads it as another argument"),
+    (MOVES, RecordedGraph.rerun, "moves it in a way that cannot be followed"),
     (POOLS, _pass_pool, "pools over channels"),
     (("mean",), _pass_mean, "averages over channels"),
     (("mul", "div"), _pass_product, "multiplies it by itself, or divides by it"),
     (("add",), _pass_add, "adds another tensor to it"),
-    (SUMS, _pass_weighted_sum, "takes it as query or key"),
+    (SUMS, _pass_weighted_sum, "reads it as query or key"),
 )
 
 
-def _pass_numbers(flow: RecordedGraph, op: RecordedOperation, own: dict[int, Any]) -> tuple[Any, str]:
-    """The numbers behind an operation; None and the reason where there is no telling."""
-    for kinds, rule, why in PASS_RULES:
+def _pass_numbers(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> tuple[Any, str]:
+    """The numbers of an operation's result, and the reason if they are None."""
+    for kinds, rule, reason in PASS_RULES:
         if op.kind in kinds:
-            return rule(flow, op, own), f"{op.name} {why}"
+            return rule(graph, op, inputs), f"{op.name} {reason}"
     return None, _explain_unknown(op)

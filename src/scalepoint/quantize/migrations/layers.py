@@ -1,6 +1,6 @@
-"""What a migration writes to: the weight of a layer as (groups, out, in, taps), its bias or batch norm, and norms.
+"""What migrations write: the weight of a layer as (groups, out, in, taps), its bias or batch norm, and norms.
 
-y = BN(W x + b)      outputs times t: the batch norm's weight and bias, else rows of W and b; inputs: columns of W
+y = BN(W x + b)      outputs times t: weight and bias of the batch norm, else rows of W and b; inputs: columns of W
 """
 
 import copy
@@ -22,7 +22,7 @@ NORMS = ("layer_norm", "rms_norm")
 
 
 def give_parameter(module: Any, name: str, value: Tensor) -> None:
-    """Let a module have a weight or bias of its own: one that it lacked, or shared with another."""
+    """Give a module its own weight or bias, where it had none or shared it with another module."""
     if isinstance(module, HeadConvolution):
         module = module.linear.owner
     parameter = nn.Parameter(value.detach().clone(), requires_grad=value.is_floating_point())
@@ -34,21 +34,21 @@ def give_parameter(module: Any, name: str, value: Tensor) -> None:
 
 
 def give_quantizer(model: fx.GraphModule, operation: nn.Module) -> None:
-    """Let what quantizes the weight of an operation be its own, where another with the same weight shared it."""
+    """Give the weight of an operation its own quantizer, where it shared one with a layer of the same weight."""
     names = record_of(model).names
     for node in model.graph.nodes:
         group = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        for weighted in group.parts.values() if isinstance(group, Fused) else ():
-            if (
-                isinstance(weighted, QuantizedLayer)
-                and weighted.operation is operation
-                and len(weighted.sharing_layers) > 1
-            ):
-                weighted.sharing_layers.remove(weighted)
-                weighted.sharing_layers, name = [weighted], names.get(node.name, node.name)
-                shared, weighted.weight_quant = weighted.weight_quant, copy.deepcopy(weighted.weight_quant)
-                shared.consumers = [each for each in shared.consumers if each != name]
-                weighted.weight_quant.consumers, weighted.weight_quant.name = [name], f"{name}.weight"
+        for layer in group.parts.values() if isinstance(group, Fused) else ():
+            if not isinstance(layer, QuantizedLayer) or layer.operation is not operation:
+                continue
+            if len(layer.sharing_layers) < 2:
+                continue
+            name = names.get(node.name, node.name)
+            layer.sharing_layers.remove(layer)
+            layer.sharing_layers = [layer]
+            shared, layer.weight_quant = layer.weight_quant, copy.deepcopy(layer.weight_quant)
+            shared.consumers = [consumer for consumer in shared.consumers if consumer != name]
+            layer.weight_quant.consumers, layer.weight_quant.name = [name], f"{name}.weight"
 
 
 class RewritableLayer:
@@ -56,15 +56,15 @@ class RewritableLayer:
 
     def __init__(self, op: RecordedOperation) -> None:
         self.op, self.name, self.kind = op, op.name, op.kind
-        assert op.module is not None  # noqa: S101  # what multiplies by a weight is a module
+        assert op.module is not None  # noqa: S101  # an operation that multiplies by a weight is a module
         self.module, self.operation = op.module, op.operation
         self.norm: Any = op.module.norm if isinstance(op.module, QuantizedLayer) else None
 
     @property
     def weight(self) -> Tensor:
-        held = self.operation.linear.value if isinstance(self.operation, HeadConvolution) else self.operation.weight
-        found: Tensor = held.detach()
-        return found
+        operation = self.operation
+        weight: Tensor = operation.linear.value if isinstance(operation, HeadConvolution) else operation.weight
+        return weight.detach()
 
     @property
     def bias(self) -> Tensor | None:
@@ -78,80 +78,84 @@ class RewritableLayer:
         return int(getattr(self.operation, "groups", 1))
 
     def matrix(self) -> Tensor:
-        """A view of the weight as (groups, out of a group, in of a group, taps)."""
+        """A view of the weight as (groups, outputs per group, inputs per group, taps). Writes change the weight."""
         weight = self.weight
         if self.kind in ("linear", "head"):
-            is_turned = isinstance(self.operation, Operation) and self.operation.has_transposed_weight
-            return (weight.transpose(0, 1) if is_turned else weight)[None, :, :, None]
-        parted = torch.unflatten(weight, 0, (self.groups, -1)).flatten(3)
-        return parted.transpose(1, 2) if self.kind == "conv_transpose" else parted
+            is_transposed = isinstance(self.operation, Operation) and self.operation.has_transposed_weight
+            return (weight.transpose(0, 1) if is_transposed else weight)[None, :, :, None]
+        grouped = torch.unflatten(weight, 0, (self.groups, -1)).flatten(3)
+        return grouped.transpose(1, 2) if self.kind == "conv_transpose" else grouped
 
-    def folded(self) -> Tensor:
-        """The weight as a kernel has it."""
+    def folded_matrix(self) -> Tensor:
+        """The weight in float64, with the batch norm folded in."""
         matrix = self.matrix().double()
-        return matrix if self.norm is None else matrix * self.factor().view(matrix.shape[0], -1, 1, 1)
+        return matrix if self.norm is None else matrix * self.norm_factor().view(matrix.shape[0], -1, 1, 1)
 
-    def factor(self) -> Tensor:
+    def norm_factor(self) -> Tensor:
         """What the batch norm multiplies each output by."""
-        found = get_norm_settings(self.norm)
-        s = torch.rsqrt(found.var.double() + found.eps)
-        return s if found.weight is None else found.weight.detach().double() * s
+        settings = get_norm_settings(self.norm)
+        factor = torch.rsqrt(settings.var.double() + settings.eps)
+        return factor if settings.weight is None else settings.weight.detach().double() * factor
 
     @property
-    def affine(self) -> tuple[Tensor | None, Tensor | None]:
-        found = get_norm_settings(self.norm)
-        return found.weight, found.bias
+    def norm_tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias of the batch norm."""
+        settings = get_norm_settings(self.norm)
+        return settings.weight, settings.bias
 
     def output_ranges(self) -> Tensor:
-        return self.folded().abs().amax((2, 3)).reshape(-1).cpu()
+        """The largest magnitude of the weights of each output."""
+        return self.folded_matrix().abs().amax((2, 3)).reshape(-1).cpu()
 
     def input_ranges(self) -> Tensor:
-        return self.folded().abs().amax((1, 3)).reshape(-1).cpu()
+        """The largest magnitude of the weights of each input."""
+        return self.folded_matrix().abs().amax((1, 3)).reshape(-1).cpu()
 
-    def scale_outputs(self, times: Tensor) -> None:
+    def scale_outputs(self, factors: Tensor) -> None:
         if self.norm is not None:
-            for tensor in self.affine:
-                _multiply_(tensor, times)
+            for tensor in self.norm_tensors:
+                _multiply_(tensor, factors)
             return
         matrix = self.matrix()
-        _multiply_(matrix, times.view(matrix.shape[0], -1, 1, 1))
-        _multiply_(self.bias, times)
+        _multiply_(matrix, factors.view(matrix.shape[0], -1, 1, 1))
+        _multiply_(self.bias, factors)
 
-    def scale_inputs(self, times: Tensor) -> None:
+    def scale_inputs(self, factors: Tensor) -> None:
         matrix = self.matrix()
-        _multiply_(matrix, times.view(matrix.shape[0], 1, -1, 1))
+        _multiply_(matrix, factors.view(matrix.shape[0], 1, -1, 1))
 
-    def shift_outputs(self, by: Tensor) -> None:
-        """Add a constant to what it gives."""
-        bias = self.bias if self.norm is None else self.affine[1]
-        assert bias is not None  # noqa: S101  # give_bias was asked before
-        bias.detach().copy_(bias.detach().double() + by.to(bias.device))
+    def shift_outputs(self, shift: Tensor) -> None:
+        """Add a constant to each output. A layer without a bias needs `give_bias` first."""
+        bias = self.bias if self.norm is None else self.norm_tensors[1]
+        assert bias is not None  # noqa: S101  # give_bias was called
+        bias.detach().copy_(bias.detach().double() + shift.to(bias.device))
 
     def give_bias(self) -> None:
+        """Add a bias of zeros if there is none."""
         if self.norm is None and self.bias is None:
             give_parameter(self.operation, "bias", self.weight.new_zeros(self.output_ranges().numel()))
 
     def tensors(self) -> list[Tensor]:
-        """All that a migration may write."""
-        own = [self.weight, self.bias, *(self.affine if self.norm is not None else ())]
-        return [each.detach() for each in own if each is not None]
+        """All tensors that a migration may write."""
+        tensors = [self.weight, self.bias, *(self.norm_tensors if self.norm is not None else ())]
+        return [tensor.detach() for tensor in tensors if tensor is not None]
 
-    def why_fixed(self, flow: RecordedGraph) -> str:
-        """Why nothing may be written here; "" if it may."""
+    def explain_fixed(self, graph: RecordedGraph) -> str:
+        """Why the layer must not be changed; "" if it may."""
         if isinstance(self.operation, Operation) and self.operation.is_computed:
             return f"the weight of {self.name} is computed, not stored"
-        if self.norm is not None and any(each is None for each in self.affine):
+        if self.norm is not None and any(tensor is None for tensor in self.norm_tensors):
             return f"the batch norm of {self.name} has no weight and bias of its own"
-        if flow.is_shared(self.tensors()) or flow.uses[id(self.module)] > 1:
+        if graph.is_shared(self.tensors()) or graph.uses[id(self.module)] > 1:
             return f"the weight of {self.name} is used elsewhere too"
         if isinstance(self.module, QuantizedLayer) and len(self.module.sharing_layers) > 1:
             return f"the weight of {self.name} is used elsewhere too"
         return ""
 
-    def why_no_bias(self) -> str:
-        """Why no bias can be given to it."""
+    def explain_no_bias(self) -> str:
+        """Why the layer cannot get a bias; "" if it can or has one."""
         is_product = isinstance(self.operation, Operation) and "weight" not in self.operation.arguments
-        return f"{self.name} is a plain product and takes no bias" if is_product and self.bias is None else ""
+        return f"{self.name} is a plain product and cannot have a bias" if is_product and self.bias is None else ""
 
 
 class RewritableNorm:
@@ -159,49 +163,50 @@ class RewritableNorm:
 
     def __init__(self, op: RecordedOperation) -> None:
         self.op, self.name, self.kind, self.module = op, op.name, op.kind, op.module
-        self.norm: Any = None
+        self.norm: Any = None  # no batch norm; layers have the attribute too
 
     @property
     def width(self) -> int:
-        assert self.op.shape is not None  # noqa: S101  # a norm gives a tensor
+        assert self.op.shape is not None  # noqa: S101  # the result of a norm is a tensor
         return self.op.shape[-1]
 
-    def affine(self) -> tuple[Tensor, Tensor | None]:
-        """Its weight, given to it where it has none, and its bias."""
-        found = get_norm_tensors(self.module, torch.ones((), dtype=torch.float32))
-        return found.weight, found.bias
+    def ensure_affine(self) -> tuple[Tensor, Tensor | None]:
+        """Its weight and bias. A norm without a weight gets one of ones."""
+        tensors = get_norm_tensors(self.module, torch.ones((), dtype=torch.float32))
+        return tensors.weight, tensors.bias
 
-    def parts(self) -> tuple[Tensor | None, Tensor | None]:
-        """Its weight and bias, as far as it has them."""
+    def affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """Its weight and bias; None for what it does not have."""
         if isinstance(self.module, Operation):
-            held = {name: value.value.detach() for name, value in self.module.references().items()}
-            if self.module.kind == "mul":  # the last part of a norm that is written out
-                return next(iter(held.values()), None), None
-            return held.get("weight"), held.get("bias")
-        found = (getattr(self.module, name, None) for name in ("weight", "bias"))
-        weight, bias = (None if value is None else value.detach() for value in found)
-        return weight, bias
+            tensors = {name: reference.value.detach() for name, reference in self.module.references().items()}
+            if self.module.kind == "mul":  # the last part of a norm in single operations
+                return next(iter(tensors.values()), None), None
+            return tensors.get("weight"), tensors.get("bias")
+        weight, bias = getattr(self.module, "weight", None), getattr(self.module, "bias", None)
+        return None if weight is None else weight.detach(), None if bias is None else bias.detach()
 
-    def own_affine(self) -> list[Tensor]:
-        return [value for value in self.parts() if value is not None]
+    def affine_tensors(self) -> list[Tensor]:
+        return [tensor for tensor in self.affine() if tensor is not None]
 
-    def scale_outputs(self, times: Tensor) -> None:
-        for tensor in self.affine():
-            _multiply_(tensor, times)
+    def scale_outputs(self, factors: Tensor) -> None:
+        for tensor in self.ensure_affine():
+            _multiply_(tensor, factors)
 
     def tensors(self) -> list[Tensor]:
-        return [each for each in self.affine() if each is not None]
+        """All tensors that a migration may write."""
+        return [tensor for tensor in self.ensure_affine() if tensor is not None]
 
-    def why_fixed(self, flow: RecordedGraph) -> str:
-        held = self.own_affine()
-        if flow.is_shared(held) or flow.uses[id(self.module)] > 1:
+    def explain_fixed(self, graph: RecordedGraph) -> str:
+        """Why the norm must not be changed; "" if it may."""
+        tensors = self.affine_tensors()
+        if graph.is_shared(tensors) or graph.uses[id(self.module)] > 1:
             return f"{self.name} is used more than once"
-        if any(value.numel() not in (0, self.width) for value in held):
+        if any(tensor.numel() not in (0, self.width) for tensor in tensors):
             return f"{self.name} normalizes more than the last axis"
         return ""
 
 
-def _multiply_(tensor: Tensor | None, times: Tensor) -> None:
-    """In float64, back into the tensor's own type."""
+def _multiply_(tensor: Tensor | None, factors: Tensor) -> None:
+    """Multiply in place: in float64, then rounded to the dtype of the tensor."""
     if tensor is not None:
-        tensor.detach().copy_(tensor.detach().double() * times.to(tensor.device))
+        tensor.detach().copy_(tensor.detach().double() * factors.to(tensor.device))

@@ -1,9 +1,9 @@
-"""A migration: a rewrite of float weights that leaves what the model computes, and makes it easier to quantize.
+"""A migration rewrites float weights so that the model computes the same and is easier to quantize.
 
-    find -> sites, and what is refused with the reason
-    apply all -> the float output on data is as before, within rounding?  else one by one, and what changes it is undone
+    find -> sites to rewrite, and refused ones with the reason
+    apply all -> is the float output on data the same within rounding?  if not: one by one, and undo what changes it
 
-The parameters are written before calibration, so that everything after it sees an ordinary model.
+Parameters are rewritten before calibration, so everything after it works on an ordinary model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ from scalepoint.quantize.feeding import FeedResult
 from scalepoint.quantize.migrations.recorded_graph import RecordedGraph
 from scalepoint.quantize.shadow_models import wrap_with_signature
 
-MAX_PROBE_BATCHES = 4  # batches on which the float output is compared, at most
-MAX_COMPARED_VALUES = 2**25  # values of their outputs that are kept, at most but for the first batch
-ROUNDING_TOLERANCE = 512  # times the machine precision of the model's type, against the norm of the output
+MAX_PROBE_BATCHES = 4  # batches on which the float output is compared
+MAX_COMPARED_VALUES = 2**25  # values of the outputs that are kept; the first batch is always kept
+ROUNDING_TOLERANCE = 512  # times the machine epsilon of the model's dtype, relative to the norm of the output
 
 
 class RewriteSite(Protocol):
-    """A place that a migration rewrites: a name for people, and all tensors that it writes."""
+    """A place that a migration rewrites: its name for reports, and all tensors that are written."""
 
     @property
     def name(self) -> str: ...
@@ -36,13 +36,13 @@ class RewriteSite(Protocol):
 
 @dataclass
 class MigrationSites:
-    """What a migration can rewrite, and what it cannot with the reason."""
+    """The sites that a migration can rewrite, and those that it cannot, with the reason."""
 
     sites: list[Any] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def refuse(self, name: str, why: str) -> None:
-        self.refused.setdefault(name, why)
+    def refuse(self, name: str, reason: str) -> None:
+        self.refused.setdefault(name, reason)
 
 
 RunData = Callable[[str], FeedResult]
@@ -50,167 +50,185 @@ RunData = Callable[[str], FeedResult]
 
 @dataclass
 class MigrationContext:
-    """What a migration works with: the model with its quantizers off, its operations, and the calibration data."""
+    """What a migration works with.
+
+    Attributes:
+        model: The model with its quantizers off.
+        run: Runs the calibration data through the model; takes the title of the progress bar.
+        probes: Flat inputs of the batches on which the output is compared.
+        on_nan: What to do with batches that contain NaN or infinity.
+        added: Names of parameters that replace shared ones.
+    """
 
     model: fx.GraphModule
     run: RunData
     probes: Sequence[Sequence[Any]]
     on_nan: str = "error"
-    added: list[str] = field(default_factory=list)  # parameters that were given in the place of shared ones
+    added: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.flow = RecordedGraph(self.model, self.probes[0])
-        self.expected = self.outputs()
+        self.graph = RecordedGraph(self.model, self.probes[0])
+        self.expected = self.run_probes()
 
-    def outputs(self) -> list[list[Tensor]]:
-        """What the model gives for the probes."""
-        found: list[list[Tensor]] = []
-        room = MAX_COMPARED_VALUES
+    def run_probes(self) -> list[list[Tensor]]:
+        """The float outputs of the probes, up to a limit of values."""
+        outputs: list[list[Tensor]] = []
+        remaining = MAX_COMPARED_VALUES
         for inputs in self.probes:
             leaves = pytree.tree_leaves(fx.Interpreter(self.model).run(*inputs, enable_io_processing=False))
-            found.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()])
-            room -= sum(leaf.numel() for leaf in found[-1])
-            if room <= 0:
+            outputs.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()])
+            remaining -= sum(leaf.numel() for leaf in outputs[-1])
+            if remaining <= 0:
                 break
-        return found
+        return outputs
 
-    def change(self) -> float:
-        """How far the float output is now from what it was at first, against its norm."""
-        return relative_difference(self.expected, self.outputs())
+    def output_change(self) -> float:
+        """How far the float output is now from the output before all migrations, relative to its norm."""
+        return relative_difference(self.expected, self.run_probes())
 
     @property
-    def limit(self) -> float:
-        """What counts as rounding in the model's type."""
-        kinds = [leaf.dtype for leaves in self.expected for leaf in leaves]
-        return ROUNDING_TOLERANCE * max(
-            (torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps
-        )
+    def max_change(self) -> float:
+        """The largest change that counts as rounding in the model's dtype."""
+        dtypes = [leaf.dtype for leaves in self.expected for leaf in leaves]
+        epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+        return ROUNDING_TOLERANCE * epsilon
 
     @contextmanager
-    def watching(self, seen: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) -> Iterator[None]:
-        """While data passes, each function is given what goes into its module and what comes out."""
+    def observed(self, observers: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) -> Iterator[None]:
+        """A context in which every forward of a module calls its observer with the input and the output."""
 
-        def hook(take: Callable[[Tensor, Tensor], None]) -> Any:
-            return lambda module, inputs, output: take(inputs[0].detach(), output.detach())
+        def make_hook(observer: Callable[[Tensor, Tensor], None]) -> Any:
+            return lambda module, inputs, output: observer(inputs[0].detach(), output.detach())
 
-        handles = [module.register_forward_hook(hook(take)) for module, take in seen.items()]
+        handles = [module.register_forward_hook(make_hook(observer)) for module, observer in observers.items()]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def watch(self, what: str, seen: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) -> None:
-        """Run the data through the model and look at what passes."""
-        if seen:
-            with self.watching(seen):
-                self.run(what)
+    def observe(self, title: str, observers: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) -> None:
+        """Run the data through the model with these observers. Without observers nothing runs."""
+        if observers:
+            with self.observed(observers):
+                self.run(title)
 
 
 @dataclass(frozen=True)
 class Migration:
-    """`find` looks at the graph; `apply` writes to the tensors of some sites and says of each what it did. It may be
-    called again after the tensors were put back."""
+    """A migration.
+
+    Attributes:
+        name: Its name in the config.
+        find: Finds the sites in the graph.
+        apply: Writes to the tensors of some sites, and returns a note for each. May be called again after the tensors
+            were restored.
+    """
 
     name: str
     find: Callable[[MigrationContext], MigrationSites]
     apply: Callable[[MigrationContext, Sequence[Any]], Sequence[str]]
 
 
-def migrate(scene: MigrationContext, migrations: Sequence[Migration]) -> MigrationReport:
-    """Apply one after the other; what changes the float output is undone and listed."""
+def migrate(context: MigrationContext, migrations: Sequence[Migration]) -> MigrationReport:
+    """Apply migrations one after the other. Sites that change the float output are undone and listed."""
     report = MigrationReport()
-    before = set(scene.model.state_dict())
+    names_before = set(context.model.state_dict())
     for migration in migrations:
-        scene.flow = RecordedGraph(scene.model, scene.probes[0])
-        rows, change = _apply_migration(scene, migration)
+        context.graph = RecordedGraph(context.model, context.probes[0])
+        rows, change = _apply_migration(context, migration)
         report = replace(report, rows=(*report.rows, *rows), change=max(report.change, change))
-    new = [name for name in scene.model.state_dict() if name not in before]
-    return replace(report, added=(*scene.added, *new))
+    new_names = [name for name in context.model.state_dict() if name not in names_before]
+    return replace(report, added=(*context.added, *new_names))
 
 
-def _apply_migration(scene: MigrationContext, migration: Migration) -> tuple[list[MigrationRow], float]:
-    found = migration.find(scene)
-    sites, kept = found.sites, _TensorBackup(found.sites)
-    notes = list(migration.apply(scene, sites)) if sites else []
-    change = scene.change() if sites else 0.0
-    if change > scene.limit:
-        sites, notes, change = _apply_one_by_one(scene, migration, found, kept)
-    rows = [MigrationRow(migration.name, site.name, True, note) for site, note in zip(sites, notes, strict=True)]
-    return [*rows, *(MigrationRow(migration.name, name, False, why) for name, why in found.refused.items())], change
+def _apply_migration(context: MigrationContext, migration: Migration) -> tuple[list[MigrationRow], float]:
+    """Apply one migration. Returns its rows, and the change of the float output."""
+    found = migration.find(context)
+    sites, backup = found.sites, _TensorBackup(found.sites)
+    notes = list(migration.apply(context, sites)) if sites else []
+    change = context.output_change() if sites else 0.0
+    if change > context.max_change:
+        sites, notes, change = _apply_one_by_one(context, migration, found, backup)
+    done = [MigrationRow(migration.name, site.name, True, note) for site, note in zip(sites, notes, strict=True)]
+    refused = [MigrationRow(migration.name, name, False, reason) for name, reason in found.refused.items()]
+    return [*done, *refused], change
 
 
 def _apply_one_by_one(
-    scene: MigrationContext, migration: Migration, found: MigrationSites, kept: "_TensorBackup"
+    context: MigrationContext, migration: Migration, found: MigrationSites, backup: "_TensorBackup"
 ) -> tuple[list[Any], list[str], float]:
-    """Refuse the sites that change the output, and apply the others together."""
-    good = []
+    """Refuse the sites that change the output, and apply the others together.
+
+    Returns the applied sites, their notes, and the change of the output.
+    """
+    harmless = []
     for site in found.sites:
-        kept.restore()
-        migration.apply(scene, [site])
-        change = scene.change()
-        if change > scene.limit:
+        backup.restore()
+        migration.apply(context, [site])
+        change = context.output_change()
+        if change > context.max_change:
             found.refuse(site.name, f"the float output changes by {change:.1e} on the data")
         else:
-            good.append(site)
-    kept.restore()
-    notes = list(migration.apply(scene, good)) if good else []
-    change = scene.change()
-    if change <= scene.limit:
-        return good, notes, change
-    kept.restore()
-    for site in good:
-        found.refuse(site.name, f"the float output changes by {change:.1e} on the data, with the others")
+            harmless.append(site)
+    backup.restore()
+    notes = list(migration.apply(context, harmless)) if harmless else []
+    change = context.output_change()
+    if change <= context.max_change:
+        return harmless, notes, change
+    backup.restore()
+    for site in harmless:
+        found.refuse(site.name, f"the float output changes by {change:.1e} on the data, together with other sites")
     return [], [], 0.0
 
 
 class _TensorBackup:
-    """The tensors of sites as they were."""
+    """Copies of all tensors of some sites."""
 
     def __init__(self, sites: Sequence[RewriteSite]) -> None:
-        written = {each.data_ptr(): each for site in sites for each in site.tensors()}
-        self.values = [(each, each.clone()) for each in written.values()]
+        tensors = {tensor.data_ptr(): tensor for site in sites for tensor in site.tensors()}
+        self.copies = [(tensor, tensor.clone()) for tensor in tensors.values()]
 
     def restore(self) -> None:
-        for tensor, value in self.values:
-            tensor.copy_(value)
+        for tensor, copy in self.copies:
+            tensor.copy_(copy)
 
 
-def relative_difference(expected: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor]]) -> float:
-    """|found - expected| / |expected|, of the worst output; batches that were not finite before say nothing."""
+def relative_difference(expected: Sequence[Sequence[Tensor]], outputs: Sequence[Sequence[Tensor]]) -> float:
+    """|output - expected| / |expected| of the worst output. Outputs that were not finite before are not compared."""
     worst = 0.0
-    for before, after in zip(expected, found, strict=True):
-        for one, other in zip(before, after, strict=True):
-            if one.numel() and bool(torch.isfinite(one).all()):
-                off = (other.double() - one.double()).norm() / one.double().norm().clamp(min=1e-30)
-                worst = max(worst, float(off.nan_to_num(nan=float("inf"))))
+    for expected_batch, batch in zip(expected, outputs, strict=True):
+        for before, after in zip(expected_batch, batch, strict=True):
+            if before.numel() and bool(torch.isfinite(before).all()):
+                difference = (after.double() - before.double()).norm() / before.double().norm().clamp(min=1e-30)
+                worst = max(worst, float(difference.nan_to_num(nan=float("inf"))))
     return worst
 
 
 class _InputCollector(nn.Module):
-    """Takes flat inputs."""
+    """Collects flat inputs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken: list[tuple[Any, ...]] = []
+        self.batches: list[tuple[Any, ...]] = []
 
     def forward(self, *inputs: Any) -> Any:
-        self.taken.append(inputs)
+        self.batches.append(inputs)
 
 
 def collect_probes(model: fx.GraphModule, run: RunData) -> list[tuple[Any, ...]]:
-    """The flat inputs of the first batches."""
-    inner = _InputCollector()
-    taker = wrap_with_signature(model, inner, gives_outputs=False)
+    """The flat inputs of the batches that `run` feeds."""
+    collector = _InputCollector()
+    receiver = wrap_with_signature(model, collector, gives_outputs=False)
 
-    def take(module: nn.Module, args: Any, kwargs: Any) -> None:
-        taker(*args, **kwargs)
+    def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
+        receiver(*args, **kwargs)
 
-    handle = model.register_forward_pre_hook(take, with_kwargs=True)
+    handle = model.register_forward_pre_hook(receive, with_kwargs=True)
     try:
         run("looking at the data")
     finally:
         handle.remove()
-    if not inner.taken:
-        raise CalibrationError("migrations are checked on data: there was none")
-    return inner.taken
+    if not collector.batches:
+        raise CalibrationError("migrations are checked on data, but the data is empty: pass at least one batch")
+    return collector.batches

@@ -1,4 +1,4 @@
-"""A quantized graph as single operations, in the order in which one batch ran them: groups are opened."""
+"""The operations of a quantized model in the order in which one batch ran them. Fused groups are split into parts."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,23 @@ from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.quantize.record import record_of
 
-FOREIGN = -1  # the number of a channel that is not the source's
+FOREIGN = -1  # the number of a channel that does not come from the traced tensor
 
 
 @dataclass
 class RecordedOperation:
-    """One operation of one batch; `inputs` are the operations whose tensors it takes, in order."""
+    """One operation of the recorded batch.
+
+    Attributes:
+        index: Its position in the order of the operations.
+        node: The node that it belongs to.
+        name: Name of its layer.
+        kind: Its kind, such as "linear".
+        module: The module that ran; None for a function.
+        inputs: Indices of the operations whose results it reads, in order.
+        shape: Shape of its result; None if the result is no tensor.
+        value: Its result, if that is no tensor.
+    """
 
     index: int
     node: fx.Node
@@ -33,127 +44,151 @@ class RecordedOperation:
     module: nn.Module | None
     inputs: tuple[int, ...]
     shape: tuple[int, ...] | None
-    value: Any = None  # what it gave, when that was no tensor
+    value: Any = None
 
     @property
     def operation(self) -> Any:
-        """The module whose parameters it uses."""
+        """The module that owns the parameters."""
         return self.module.operation if isinstance(self.module, QuantizedLayer) else self.module
 
-    def argument(self, place: int) -> str:
-        """The name (or number) of the argument that the input at this place is."""
-        if isinstance(self.module, Operation):
-            return next((n for n, v in self.module.arguments.items() if isinstance(v, Slot) and v.index == place), "")
-        return str(place)
+    def argument_name(self, position: int) -> str:
+        """The name of the argument that the input at this position is; its number for plain modules and functions."""
+        if not isinstance(self.module, Operation):
+            return str(position)
+        for name, value in self.module.arguments.items():
+            if isinstance(value, Slot) and value.index == position:
+                return name
+        return ""
 
 
 class RecordedGraph:
-    """The operations of a model in the order in which they run, as one batch saw them."""
+    """The operations that a model ran on one batch.
+
+    Attributes:
+        model: The model.
+        operations: The operations in order.
+        readers: The operations that read a result, by its index.
+        uses: How many operations use a tensor (by address), and how often a module runs (by id).
+    """
 
     def __init__(self, model: fx.GraphModule, inputs: Sequence[Any]) -> None:
         recorder = _OperationRecorder(model)
         recorder.run(*inputs, enable_io_processing=False)
-        self.model, self.ops = model, recorder.ops
+        self.model, self.operations = model, recorder.operations
         self.readers: dict[int, list[RecordedOperation]] = {}
-        for op in self.ops:
+        for op in self.operations:
             for source in dict.fromkeys(op.inputs):
                 self.readers.setdefault(source, []).append(op)
-        self.uses = _count_uses(model, self.ops)
+        self.uses = _count_uses(model, self.operations)
 
-    def again(self, op: RecordedOperation, ids: Mapping[int, Any]) -> Any:
-        """What an operation that moves values gives when some of its inputs are these, the others FOREIGN; None when
-        it takes no such numbers."""
+    def rerun(self, op: RecordedOperation, numbers: Mapping[int, Any]) -> Any:
+        """Run an operation on numbers instead of its inputs.
+
+        Args:
+            op: An operation that moves values.
+            numbers: Index of an input -> channel numbers. All other inputs are filled with FOREIGN.
+
+        Returns:
+            The numbers of its result; None if the operation does not accept integers of this kind.
+        """
+
+        def get_input(index: int) -> Any:
+            if index in numbers:
+                return numbers[index]
+            source = self.operations[index]
+            return source.value if source.shape is None else torch.full(source.shape, FOREIGN)
+
         try:
-            return self._again(op, ids)
-        except (RuntimeError, TypeError, ValueError, IndexError):  # torch's words for what an operation does not take
+            if op.module is not None:
+                return op.module(*map(get_input, op.inputs))
+            index_of = dict(zip(op.node.all_input_nodes, op.inputs, strict=True))
+            args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), lambda node: get_input(index_of[node]))
+            return op.node.target(*args, **kwargs)  # type: ignore[operator]  # a function
+        except (RuntimeError, TypeError, ValueError, IndexError):  # what torch raises for types it does not support
             return None
 
-    def _again(self, op: RecordedOperation, ids: Mapping[int, Any]) -> Any:
-
-        def given(index: int) -> Any:
-            if index in ids:
-                return ids[index]
-            other = self.ops[index]
-            return other.value if other.shape is None else torch.full(other.shape, FOREIGN)
-
-        if op.module is not None:
-            return op.module(*map(given, op.inputs))
-        of = dict(zip(op.node.all_input_nodes, op.inputs, strict=True))
-        args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), lambda node: given(of[node]))
-        return op.node.target(*args, **kwargs)  # type: ignore[operator]  # a function
-
     def is_shared(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether something else in the model computes with one of these."""
+        """Whether more than one operation of the model uses one of these tensors."""
         return any(self.uses[tensor.data_ptr()] > 1 for tensor in tensors if tensor.numel())
 
 
 class _OperationRecorder(fx.Interpreter):
-    """Runs a graph and writes down every operation."""
+    """Runs a graph and records every operation."""
 
     def __init__(self, model: fx.GraphModule) -> None:
         super().__init__(model)
-        self.ops: list[RecordedOperation] = []
+        self.operations: list[RecordedOperation] = []
         self.names = record_of(model).names
-        self.of: dict[fx.Node, int] = {}
+        self.result_index: dict[fx.Node, int] = {}  # node -> operation that computed its value
 
     def run_node(self, n: fx.Node) -> Any:
         module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        inputs = [self.of[source] for source in n.all_input_nodes]
         if isinstance(module, Fused) and not isinstance(module, FusedNorm):
             args, _ = self.fetch_args_kwargs_from_env(n)
-            result = self._opened(n, module, args)
+            result = self._run_parts(n, module, args)
         else:
             result = super().run_node(n)
-            kind = _norm_kind(module) if isinstance(module, FusedNorm) else _operation_kind(n, module)
-            part = list(module.parts.values())[-1] if isinstance(module, FusedNorm) else module
-            slots = [self.of[a] for a in n.args if isinstance(a, fx.Node)] if n.op == "call_module" else inputs
-            self._add(n, kind, part, slots, result)
-        self.of[n] = len(self.ops) - 1
+            kind, part = _operation_kind(n, module), module
+            if isinstance(module, FusedNorm):  # one operation; its last part multiplies by the weight
+                kind, part = _norm_kind(module), list(module.parts.values())[-1]
+            sources = n.all_input_nodes
+            if n.op == "call_module":  # by position: a node may be passed twice
+                sources = [argument for argument in n.args if isinstance(argument, fx.Node)]
+            self._add(n, kind, part, [self.result_index[source] for source in sources], result)
+        self.result_index[n] = len(self.operations) - 1
         return result
 
-    def _opened(self, node: fx.Node, group: Fused, args: Sequence[Any]) -> Any:
+    def _run_parts(self, node: fx.Node, group: Fused, args: Sequence[Any]) -> Any:
+        """Run the parts of a group one by one. A wire of None is the result of the part before."""
         value: Any = None
-        for part, sources in zip(group.parts.values(), group.wiring, strict=True):
-            behind = [len(self.ops) - 1 if k is None else self.of[node.args[k]] for k in sources]  # type: ignore[index]
-            value = part(*(value if k is None else args[k] for k in sources))
+        for part, wires in zip(group.parts.values(), group.wiring, strict=True):
+            previous = len(self.operations) - 1
+            inputs = [
+                previous if wire is None else self.result_index[node.args[wire]]  # type: ignore[index]  # a node
+                for wire in wires
+            ]
+            value = part(*(value if wire is None else args[wire] for wire in wires))
             kind = part.kind if isinstance(part, QuantizedLayer) else get_part_kind(part)
-            self._add(node, kind, part, behind, value)
+            self._add(node, kind, part, inputs, value)
         return value
 
     def _add(self, node: fx.Node, kind: str, module: nn.Module | None, inputs: Sequence[int], result: Any) -> None:
         name = self.names.get(node.name) or (str(node.target) if node.op == "get_attr" else get_layer_name(node))
         shape = tuple(result.shape) if isinstance(result, Tensor) else None
         value = None if shape is not None or _has_tensors(result) else result
-        self.ops.append(RecordedOperation(len(self.ops), node, name, kind, module, tuple(inputs), shape, value))
+        self.operations.append(
+            RecordedOperation(len(self.operations), node, name, kind, module, tuple(inputs), shape, value)
+        )
 
 
 def _operation_kind(node: fx.Node, module: nn.Module | None) -> str:
-    """A stub whose range is given, not found, stands for the values as they are."""
-    is_given = isinstance(module, QuantStub) and (
+    """The kind of a node. A quantizer with a given range has its own kind, because its values must not be scaled."""
+    has_given_range = isinstance(module, QuantStub) and (
         module.fixed_calibration is not None or any(end is not None for end in module.spec.float_range)
     )
-    return "quant of a given range" if is_given else get_kind(node)
+    return "quant of a given range" if has_given_range else get_kind(node)
 
 
 def _norm_kind(group: FusedNorm) -> str:
     kind = get_part_kind(next(iter(group.parts.values())))
-    return kind if len(group.parts) == 1 else "rms_norm"  # the one that is matched when it is written out
+    return kind if len(group.parts) == 1 else "rms_norm"  # the only norm that is matched in single operations
 
 
 def _has_tensors(value: Any) -> bool:
     return isinstance(value, tuple | list) and any(isinstance(item, Tensor) for item in value)
 
 
-def _count_uses(model: fx.GraphModule, ops: Sequence[RecordedOperation]) -> Counter[int]:
-    """How many operations compute with a tensor (by address), and how often a module without any runs (by id)."""
-    count: Counter[int] = Counter()
-    for op in ops:
+def _count_uses(model: fx.GraphModule, operations: Sequence[RecordedOperation]) -> Counter[int]:
+    """How many operations use each tensor, by its address; and how often each module runs, by its id."""
+    uses: Counter[int] = Counter()
+    for op in operations:
         if op.node.op == "get_attr":
-            owner, _, leaf = str(op.node.target).rpartition(".")
-            held = [getattr(model.get_submodule(owner), leaf)]
+            owner, _, attribute = str(op.node.target).rpartition(".")
+            tensors = [getattr(model.get_submodule(owner), attribute)]
         else:
-            folded = op.module.norm if isinstance(op.module, QuantizedLayer) else None
-            held = [tensor for module in (op.operation, folded) if module is not None for tensor in get_tensors(module)]
-        count.update({tensor.data_ptr() for tensor in held if isinstance(tensor, Tensor) and tensor.numel()})
-        count.update([] if op.module is None else [id(op.module)])
-    return count
+            norm = op.module.norm if isinstance(op.module, QuantizedLayer) else None
+            owners = [module for module in (op.operation, norm) if module is not None]
+            tensors = [tensor for module in owners for tensor in get_tensors(module)]
+        uses.update({tensor.data_ptr() for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel()})
+        uses.update([] if op.module is None else [id(op.module)])
+    return uses

@@ -1,7 +1,6 @@
-"""Places where a scale a channel can go from one layer into the next: source -> what scales along -> readers.
+"""Places where one scale per channel can move from a layer or norm into the layers that read it.
 
-f(x / s) = f(x) / s      W x = (W diag(s)) (x / s)
-
+f(x / s) = f(x) / s      W x = (W diag(s)) (x / s)         f: what stands between them
 """
 
 from collections.abc import Callable, Sequence
@@ -20,70 +19,93 @@ from scalepoint.quantize.operations import WEIGHT_PRODUCTS
 
 @dataclass
 class ScalingSite:
-    """A source, the layers that read it with the channel that each of their inputs is, and the channels that may
-    be scaled."""
+    """A source and the layers that read it.
+
+    Attributes:
+        source: The layer or norm whose outputs are divided.
+        readers: The layers whose inputs are multiplied, with the source channel of each of their inputs.
+        free: Mask of the channels that may be scaled.
+        trace: How the channels get to the readers.
+        measured: What a migration has measured on data.
+    """
 
     source: RewritableLayer | RewritableNorm
     readers: list[tuple[RewritableLayer, Tensor]]
     free: Tensor
     trace: ChannelTrace
-    measured: Any = None  # what a migration saw of it in the data
+    measured: Any = None
 
     @property
     def name(self) -> str:
         return f"{self.source.name} -> {', '.join(reader.name for reader, _ in self.readers)}"
 
     def tensors(self) -> list[Tensor]:
-        return [*self.source.tensors(), *(each for reader, _ in self.readers for each in reader.tensors())]
+        return [*self.source.tensors(), *(tensor for reader, _ in self.readers for tensor in reader.tensors())]
 
     def scale(self, s: Tensor) -> None:
-        """Divide what the source gives by s, and multiply what reads it."""
+        """Divide the outputs of the source by s, and multiply the inputs of the readers."""
         s = torch.where(self.free, s.double(), 1.0)
         self.source.scale_outputs(1 / s)
         for reader, columns in self.readers:
             reader.scale_inputs(gather_scales(s, columns))
 
-    def gathered(self, values: Sequence[Tensor], how: str) -> Tensor:
-        """One value a channel of the source, of values of the readers' inputs: the largest, or the mean."""
-        columns = torch.cat([each for _, each in self.readers])
-        own, all_values = columns != FOREIGN, torch.cat([each.double() for each in values])
+    def reduce_to_channels(self, values: Sequence[Tensor], reduction: str) -> Tensor:
+        """One value per channel of the source, from one value per input of each reader.
+
+        Args:
+            values: The values of each reader.
+            reduction: "amax" or "mean", over all inputs that read a channel.
+        """
+        columns = torch.cat([reader_columns for _, reader_columns in self.readers])
+        is_from_source = columns != FOREIGN
+        all_values = torch.cat([reader_values.double() for reader_values in values])
         start = torch.zeros(self.trace.channels, dtype=torch.float64)
-        return start.scatter_reduce(0, columns[own], all_values[own], how, include_self=False)
+        return start.scatter_reduce(
+            0, columns[is_from_source], all_values[is_from_source], reduction, include_self=False
+        )
 
     @property
     def clamps(self) -> list[RecordedOperation]:
+        """The clamping activations between the source and the readers."""
         return [op for op in self.trace.passed if op.kind in CLAMPS]
 
 
-def gather_scales(values: Tensor, columns: Tensor) -> Tensor:
-    """The value of each input of a reader; 1 for what comes from elsewhere."""
-    return torch.where(columns == FOREIGN, 1.0, values[columns.clamp(min=0)])
+def gather_scales(scales: Tensor, columns: Tensor) -> Tensor:
+    """The scale of each input of a reader; 1 for inputs that do not come from the source."""
+    return torch.where(columns == FOREIGN, 1.0, scales[columns.clamp(min=0)])
 
 
 def find_scaling_sites(
-    scene: MigrationContext,
-    through: Callable[[RecordedOperation], bool],
+    context: MigrationContext,
+    passes: Callable[[RecordedOperation], bool],
     *,
     norms: bool,
-    why_not: Callable[[RecordedOperation], str] = lambda op: "",
+    explain_refusal: Callable[[RecordedOperation], str] = lambda op: "",
 ) -> MigrationSites:
-    """All seams of a model: from every layer (and norm) to the layers that read it."""
-    found, flow = MigrationSites(), scene.flow
-    for op in flow.ops:
+    """Find all scaling sites of a model.
+
+    Args:
+        context: The model.
+        passes: Whether a scale may pass an operation.
+        norms: Whether norms may be sources too.
+        explain_refusal: Why a reader cannot be used; "" if it can.
+    """
+    found, graph = MigrationSites(), context.graph
+    for op in graph.operations:
         is_norm = norms and op.kind in NORMS
         if not is_norm and (op.kind not in WEIGHT_PRODUCTS or len(op.inputs) != 1):
             continue
         source = RewritableNorm(op) if is_norm else RewritableLayer(op)
-        trace = trace_channels(flow, op, channel_axis(op), through)
+        trace = trace_channels(graph, op, channel_axis(op), passes)
         for reader, columns in list(trace.readers):
-            why = why_not(reader) or RewritableLayer(reader).why_fixed(flow)
-            if why:
-                trace.pin(columns, why)
-        trace.readers = [(r, c) for r, c in trace.readers if not trace.is_pinned(c)]
+            reason = explain_refusal(reader) or RewritableLayer(reader).explain_fixed(graph)
+            if reason:
+                trace.pin(columns, reason)
+        trace.readers = [(reader, columns) for reader, columns in trace.readers if not trace.is_pinned(columns)]
         free = trace.free
-        why = source.why_fixed(flow) or ("" if bool(free.any()) else trace.why)
-        if why:
-            found.refuse(op.name, why)
+        reason = source.explain_fixed(graph) or ("" if bool(free.any()) else trace.reason)
+        if reason:
+            found.refuse(op.name, reason)
         else:
             readers = [(RewritableLayer(reader), columns) for reader, columns in trace.readers]
             found.sites.append(ScalingSite(source, readers, free, trace))

@@ -1,4 +1,4 @@
-"""SmoothQuant as one of the migrations: the norms that insert_qdq put observers on (`quantize/smooth.py`).
+"""SmoothQuant as a migration: for the norms on which insert_qdq put observers (`quantize/smooth.py`).
 
 s_j = max|x_j|^alpha / max|W_j|^(1 - alpha)        with the settings of `smooth_quant`
 """
@@ -22,6 +22,8 @@ from scalepoint.quantize.smooth import (
 
 @dataclass
 class SmoothedNorm:
+    """A norm and the layers that read it."""
+
     observer: SmoothQuantObserver
 
     @property
@@ -31,26 +33,27 @@ class SmoothedNorm:
     def tensors(self) -> list[Tensor]:
         affine = get_norm_tensors(self.observer.layer_norm, torch.ones((), dtype=torch.float32))
         weights = [get_linear_weight(linear) for linear in self.observer.downstream_linears]
-        return [each for each in (affine.weight, affine.bias, *weights) if each is not None]
+        return [tensor for tensor in (affine.weight, affine.bias, *weights) if tensor is not None]
 
 
-def find_sites(scene: MigrationContext) -> MigrationSites:
-    found = MigrationSites([SmoothedNorm(each) for each in find_smoothing_observers(scene.model) if each.enabled])
-    for name, why in record_of(scene.model).unsmoothed.items():
-        found.refuse(name, why)
+def find_sites(context: MigrationContext) -> MigrationSites:
+    observers = [observer for observer in find_smoothing_observers(context.model) if observer.enabled]
+    found = MigrationSites([SmoothedNorm(observer) for observer in observers])
+    for name, reason in record_of(context.model).unsmoothed.items():
+        found.refuse(name, reason)
     return found
 
 
-def smooth(scene: MigrationContext, sites: Sequence[SmoothedNorm]) -> list[str]:
+def smooth(context: MigrationContext, sites: Sequence[SmoothedNorm]) -> list[str]:
     observers = [site.observer for site in sites]
     for observer in observers:
         observer.reset()
-        observer.on_nan = scene.on_nan
-    scene.watch("smoothing", {each.layer_norm: _make_observer(each) for each in observers})
+        observer.on_nan = context.on_nan
+    context.observe("smoothing", {observer.layer_norm: _make_observer(observer) for observer in observers})
     notes = []
     for observer in observers:
         s = observer.compute_smooth_scales()
-        observer.enabled = False  # it is in the weights now
+        observer.enabled = False  # the scales are in the weights now
         assert s is not None  # noqa: S101  # it has readers
         notes.append(f"alpha {observer.alpha:g}, factors {float(s.min()):.3g} to {float(s.max()):.3g}")
     return notes
