@@ -1,10 +1,9 @@
-"""Real architectures at random weights: small configurations, small inputs, nothing loaded from a hub.
+"""Architectures of torchvision, transformers and timm with random weights: small configurations, no downloads.
 
-torchvision, transformers and timm are imported when a model is built. torchvision and timm are not installed beside the
-rest: `make architectures` puts them into a folder that only this file looks into. The wheel of torchvision is linked
-against CUDA, and on a CPU torch it imports only once two operators that it expects are declared; in the environment of
-readers it would break transformers, which imports it wherever it is. `torchvision_models()` and `timm_models()` are the
-way to them, here and in bench/.
+The libraries are imported when a model is built. `make architectures` installs torchvision and timm into a folder of
+their own, which only this file reads: the wheel of torchvision is linked against CUDA and can be imported with a CPU
+torch only after two operators are declared. In the main environment it would break transformers, which imports
+torchvision if it is installed. Use `torchvision_models()` and `timm_models()`, here and in bench/.
 """
 
 import sys
@@ -23,7 +22,7 @@ Inputs = tuple[Any, ...] | dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model to build. `quick` ones run by default; `cannot` says why torch.export itself refuses the model."""
+    """A model to build. `quick` models run by default; `cannot` is the reason why torch.export refuses a model."""
 
     name: str
     make: Callable[[], tuple[nn.Module, Inputs]]
@@ -31,7 +30,7 @@ class Architecture:
     cannot: str = ""
 
     def build(self) -> tuple[nn.Module, Inputs]:
-        """The model in eval and inputs of two samples, the same at every call."""
+        """Build the model in eval mode and inputs of two samples, the same in every call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model, inputs = self.make()
@@ -41,7 +40,7 @@ class Architecture:
 
 @torch.no_grad()
 def liven(model: nn.Module) -> None:
-    """As after training: what starts at zero or near it (biases, layer scales, narrow matrices) would hide mistakes."""
+    """Set parameters as after training: biases and layer scales that start near zero would hide mistakes."""
     for parameter in model.parameters():
         if parameter.abs().max() <= 1e-3:
             parameter.normal_(0, 0.1)
@@ -58,7 +57,7 @@ FOLDER = Path(__file__).parents[1] / ".architectures"
 
 
 def _look_in_folder() -> None:
-    """After all other places, so that nothing but what is missing there comes from it."""
+    """Add the folder at the end of sys.path, so that only packages that are missing elsewhere come from it."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     if find_spec("torchvision") is None or find_spec("timm") is None:
@@ -67,7 +66,7 @@ def _look_in_folder() -> None:
 
 @cache
 def _torchvision() -> tuple[Any, torch.library.Library]:
-    """torchvision.models, and the library whose life keeps the declared operators."""
+    """Return torchvision.models, and the torch library object that must stay alive for its declared operators."""
     _look_in_folder()
     library = torch.library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
@@ -78,12 +77,12 @@ def _torchvision() -> tuple[Any, torch.library.Library]:
 
 
 def torchvision_models() -> Any:
-    """torchvision.models, on any build of torch."""
+    """Import torchvision.models with any build of torch."""
     return _torchvision()[0]
 
 
 def timm_models() -> Any:
-    """timm, which imports torchvision."""
+    """Import timm, which imports torchvision."""
     _torchvision()
     import timm
 
@@ -475,13 +474,13 @@ CANNOT = {
 
 
 def _registry() -> dict[str, Architecture]:
-    made: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {}
-    made |= {name: partial(_vision, name, *setup) for name, setup in TORCHVISION_IMAGES.items()}
-    made |= {name: partial(_video, name, *setup) for name, setup in TORCHVISION_VIDEOS.items()}
-    made |= TORCHVISION_OTHERS
-    made |= {name: partial(transformer, *setup) for name, setup in TRANSFORMERS.items()}
-    made |= {name: partial(_timm, name) for name in TIMM}
-    return {name: Architecture(name, make, name in QUICK, CANNOT.get(name, "")) for name, make in made.items()}
+    factories: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {}
+    factories |= {name: partial(_vision, name, *setup) for name, setup in TORCHVISION_IMAGES.items()}
+    factories |= {name: partial(_video, name, *setup) for name, setup in TORCHVISION_VIDEOS.items()}
+    factories |= TORCHVISION_OTHERS
+    factories |= {name: partial(transformer, *setup) for name, setup in TRANSFORMERS.items()}
+    factories |= {name: partial(_timm, name) for name in TIMM}
+    return {name: Architecture(name, make, name in QUICK, CANNOT.get(name, "")) for name, make in factories.items()}
 
 
 ARCHITECTURES = _registry()

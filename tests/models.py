@@ -1,4 +1,4 @@
-"""Models in plain torch, laid out and named as the well-known ones are; narrow ones run in milliseconds."""
+"""Models in plain torch with the structure and names of well-known models. Narrow ones run in milliseconds."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Bottleneck(nn.Module):
-    """torchvision's: 1x1, 3x3, 1x1, and the input (or its downsampling) added before the last ReLU."""
+    """The block of torchvision: convolutions 1x1, 3x3, 1x1; the input is added before the last ReLU."""
 
     expansion = 4
 
@@ -33,7 +33,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """torchvision's layout and names; width 64 is the real one."""
+    """A ResNet with the names of torchvision. The original width is 64."""
 
     def __init__(self, layers: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class ResNet(nn.Module):
         downsample = None
         if stride != 1 or self.inplanes != wide:
             downsample = nn.Sequential(nn.Conv2d(self.inplanes, wide, 1, stride, bias=False), nn.BatchNorm2d(wide))
-        made = [Bottleneck(self.inplanes, planes, stride, downsample)]
+        first = Bottleneck(self.inplanes, planes, stride, downsample)
         self.inplanes = wide
-        return nn.Sequential(*made, *(Bottleneck(wide, planes) for _ in range(blocks - 1)))
+        return nn.Sequential(first, *(Bottleneck(wide, planes) for _ in range(blocks - 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
@@ -106,7 +106,10 @@ class Encoder(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """torchvision's layout and names; ViT-B/16 is hidden 768, 12 heads, mlp 3072, image 224, patch 16."""
+    """A vision transformer with the names of torchvision.
+
+    ViT-B/16 has hidden 768, 12 heads, mlp 3072, image 224 and patch 16.
+    """
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ class VisionTransformer(nn.Module):
 
 
 def vit_b16(hidden: int = 768, image: int = 224, classes: int = 1000, dropout: float = 0.0) -> VisionTransformer:
-    """ViT-B/16's twelve blocks and twelve heads, of any width that twelve divides."""
+    """ViT-B/16 with its twelve blocks and heads, of any width that is a multiple of twelve."""
     return VisionTransformer(hidden, 12, 12, image, 16, classes, dropout)
 
 
@@ -145,7 +148,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class GroupedQueryAttention(nn.Module):
-    """Rotary positions, and fewer heads for keys and values than for queries; causal."""
+    """Causal attention with rotary positions, and fewer heads for keys and values than for queries."""
 
     inverse_frequency: Tensor
 
@@ -231,7 +234,7 @@ class DoubleConv(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Down, up by transposed convolutions, and a concatenation across at every level."""
+    """A U-Net: down, up with transposed convolutions, and a concatenation across at every level."""
 
     def __init__(self, width: int = 4, classes: int = 2) -> None:
         super().__init__()
@@ -255,7 +258,7 @@ class UNet(nn.Module):
 
 
 class SilentSkip(nn.Module):
-    """What tools that look for nn.Linear alone miss: a functional linear, packed attention, a recurrent layer."""
+    """Layers that tools miss if they only look for nn.Linear: a functional linear, packed attention, an LSTM."""
 
     def __init__(self, hidden: int = 8) -> None:
         super().__init__()
@@ -272,7 +275,7 @@ class SilentSkip(nn.Module):
 
 
 def settled(model: nn.Module) -> nn.Module:
-    """Batch norm statistics and affine parameters as after training, so that a forgotten one shows in the output."""
+    """Set batch norm statistics and affine parameters as after training, so that a lost one changes the output."""
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:

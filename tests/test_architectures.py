@@ -1,4 +1,4 @@
-"""Every architecture of the list becomes a graph of fused modules that computes the same, and misses no weight."""
+"""Every architecture becomes a graph of fused modules that computes the same and misses no weight."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,15 @@ from scalepoint.errors import CaptureError
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.transformation import TransformationResult, transform
 from tests.architectures import ARCHITECTURES, Architecture, Inputs
-from tests.weighted import batch, covered, executed, left, relative_difference, run, told
+from tests.weighted import (
+    batch,
+    count_executed,
+    count_matched,
+    count_reported,
+    relative_difference,
+    run,
+    unreported_operations,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # DeBERTa's
 
@@ -23,7 +31,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @dataclass
 class Case:
-    """A model, what it was before and after it was transformed (running it may add hooks), and what came out."""
+    """A model, its description before and after the transformation (running it may add hooks), and the result."""
 
     model: nn.Module
     inputs: Inputs
@@ -47,7 +55,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=[marked(each) for each in ARCHITECTURES.values()])
+@pytest.fixture(scope="module", params=[marked(architecture) for architecture in ARCHITECTURES.values()])
 def case(request: pytest.FixtureRequest) -> Case:
     model, inputs = request.param.build()
     before = description(model)
@@ -56,7 +64,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def description(model: nn.Module) -> dict[str, Any]:
-    """All that capturing might change: values, identities, modes, gradients, hooks, the random state."""
+    """Everything that capture could change: values, identities, modes, gradients, hooks, the random state."""
     return {
         "state": {name: (id(value), value.clone()) for name, value in tensors(model)},
         "modes": [(name, type(module), module.training) for name, module in model.named_modules()],
@@ -78,32 +86,33 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def test_outputs_equal_the_models(case: Case, samples: list[int]) -> None:
     inputs = batch(case.inputs, samples)
     with torch.no_grad():
-        expected, found = run(case.model, inputs), run(case.result.model.eval(), inputs)
-    assert pytree.tree_structure(expected) == pytree.tree_structure(found)
-    assert relative_difference(expected, found) <= TOLERANCE
+        expected, actual = run(case.model, inputs), run(case.result.model.eval(), inputs)
+    assert pytree.tree_structure(expected) == pytree.tree_structure(actual)
+    assert relative_difference(expected, actual) <= TOLERANCE
 
 
 def test_state_has_the_models_names(case: Case) -> None:
     assert set(case.result.model.state_dict()) == set(case.model.state_dict())
 
 
-def test_no_weight_is_left_without_a_word(case: Case) -> None:
+def test_no_weight_is_missing_from_the_report(case: Case) -> None:
     assert [f"{match.name}: {match.reason}" for match in case.result.report.skipped] == []
-    assert left(case.result) == []
+    assert unreported_operations(case.result) == []
 
 
-def test_every_weighted_operation_that_the_model_runs_is_in_a_match_or_told(case: Case) -> None:
-    accounted = {kind: count + told(case.result)[kind] for kind, count in covered(case.result).items()}
-    assert accounted == executed(case.model, case.inputs)
+def test_every_weighted_operation_that_the_model_runs_is_in_a_match_or_reported(case: Case) -> None:
+    reported = count_reported(case.result)
+    counts = {kind: count + reported[kind] for kind, count in count_matched(case.result).items()}
+    assert counts == count_executed(case.model, case.inputs)
 
 
-# Experts of a mixture, batch norms after no convolution, tables of positions that are multiplied or looked up by index.
-LEFT = ("grouped_linear", "batch_norm", "rel_pos_", "embed_positions")
+# Experts of a mixture, batch norms without a convolution before them, tables of positions.
+KINDS_WITHOUT_PATTERN = ("grouped_linear", "batch_norm", "rel_pos_", "embed_positions")
 
 
-def test_what_is_left_is_known(case: Case) -> None:
-    named = [f"{item.name}: {item.reason}" for item in case.result.report.refusals if not item.pattern]
-    assert [line for line in named if not any(known in line for known in LEFT)] == []
+def test_operations_without_a_pattern_are_the_expected_ones(case: Case) -> None:
+    unmatched = [f"{item.name}: {item.reason}" for item in case.result.report.refusals if not item.pattern]
+    assert [line for line in unmatched if not any(kind in line for kind in KINDS_WITHOUT_PATTERN)] == []
 
 
 def test_the_callers_model_is_untouched(case: Case) -> None:
@@ -125,7 +134,7 @@ def test_the_result_owns_copies(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("written", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     ("name", "cores"),
     [
@@ -137,9 +146,9 @@ def test_the_result_owns_copies(case: Case) -> None:
         pytest.param("whisper", 6, id="cross"),
     ],
 )
-def test_attention_is_found_however_it_is_written(name: str, cores: int, written: str) -> None:
+def test_attention_is_found_in_all_forms(name: str, cores: int, implementation: str) -> None:
     model, inputs = ARCHITECTURES[name].build()
-    model.set_attn_implementation(written)
+    model.set_attn_implementation(implementation)
     result = transform(model, inputs, check=True)
     assert sum(issubclass(match.pattern.make, FusedAttention) for match in result.matches) == cores
 
@@ -153,7 +162,7 @@ def test_windowed_attention_is_found(name: str, cores: int) -> None:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Every rate by which a model drops at random is zero, whichever way it is kept."""
+    """Set all dropout rates to zero, including those in attributes."""
     for module in model.modules():
         random = "dropout" in type(module).__name__.lower() or type(module).__name__ == "StochasticDepth"
         for name, value in vars(module).items():
@@ -163,7 +172,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
-    """The gradient of the sum of squares of all outputs, by parameter; those that none reaches are left out."""
+    """Return the gradients of the sum of squares of all outputs, by parameter, without parameters that have none."""
     outputs = [value for value in pytree.tree_leaves(run(model.train(), inputs)) if isinstance(value, Tensor)]
     sum(value.square().sum() for value in outputs if value.requires_grad).backward()
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
@@ -172,16 +181,16 @@ def gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "architecture",
     [
-        pytest.param(each, id=each.name, marks=[] if each.name in ("resnet18", "bert") else [pytest.mark.slow])
-        for each in ARCHITECTURES.values()
-        if each.quick
+        pytest.param(item, id=item.name, marks=[] if item.name in ("resnet18", "bert") else [pytest.mark.slow])
+        for item in ARCHITECTURES.values()
+        if item.quick
     ],
 )
 def test_gradients_in_train_mode_equal_the_models(architecture: Architecture) -> None:
     model, inputs = architecture.build()
     graph = transform(without_dropout(model), inputs).model
-    expected, found = gradients(model, inputs), gradients(graph, inputs)
-    assert found.keys() == expected.keys()
+    expected, actual = gradients(model, inputs), gradients(graph, inputs)
+    assert actual.keys() == expected.keys()
     scale = max(float(value.abs().max()) for value in expected.values())
     for name, value in expected.items():
-        assert float((found[name] - value).abs().max()) <= 1e-4 * scale, name
+        assert float((actual[name] - value).abs().max()) <= 1e-4 * scale, name

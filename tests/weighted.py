@@ -1,6 +1,6 @@
-"""Operations that hold weights: those that a model runs, those that the matches cover, those that were left.
+"""Count operations with weights: those that a model runs, those in matches, and those without a pattern.
 
-What a model runs is counted by torch's dispatcher, below everything that captures or matches: an outside judge.
+Operations that a model runs are counted by a dispatch mode of torch, independently of capture and matching.
 """
 
 import math
@@ -29,33 +29,33 @@ def run(model: nn.Module, inputs: Any) -> Any:
 
 
 def batch(inputs: Any, samples: list[int]) -> Any:
-    """These samples of the inputs; what is no tensor stays."""
+    """Return these samples of the inputs. Values that are not tensors stay."""
     return pytree.tree_map(lambda value: value[samples] if isinstance(value, Tensor) and value.ndim else value, inputs)
 
 
-def relative_difference(expected: Any, found: Any) -> float:
-    """The worst max |difference| / max |output| over the outputs; infinity when one is missing or of another kind."""
-    pairs = [pytree.tree_leaves(expected), pytree.tree_leaves(found)]
-    if len(pairs[0]) != len(pairs[1]):
+def relative_difference(expected: Any, actual: Any) -> float:
+    """Return the largest max |difference| / max |output| of the outputs; infinity if their number or types differ."""
+    expected_leaves, actual_leaves = pytree.tree_leaves(expected), pytree.tree_leaves(actual)
+    if len(expected_leaves) != len(actual_leaves):
         return float("inf")
-    return max(_one_difference(ours, theirs) for ours, theirs in zip(*pairs, strict=True))
+    return max(map(_relative_difference_of_one, expected_leaves, actual_leaves))
 
 
-def _one_difference(expected: Any, found: Any) -> float:
+def _relative_difference_of_one(expected: Any, actual: Any) -> float:
     if not isinstance(expected, Tensor):
-        return 0.0 if expected == found else float("inf")
-    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return 0.0 if expected == actual else float("inf")
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return float("inf")
     if not expected.is_floating_point():
-        return 0.0 if torch.equal(expected, found) else float("inf")
-    if expected.numel() == 0 or torch.equal(expected, found):
+        return 0.0 if torch.equal(expected, actual) else float("inf")
+    if expected.numel() == 0 or torch.equal(expected, actual):
         return 0.0
-    difference = float((expected - found).abs().max() / expected.abs().max())
+    difference = float((expected - actual).abs().max() / expected.abs().max())
     return float("inf") if math.isnan(difference) else difference
 
 
 class _Counting(TorchDispatchMode):
-    """Counts convolutions, recurrent cells, and products and look-ups with a parameter of the model."""
+    """Counts convolutions, recurrent cells, products with a parameter and embedding lookups."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -82,15 +82,15 @@ class _Counting(TorchDispatchMode):
         return value.untyped_storage().data_ptr() in self.storages
 
 
-def executed(model: nn.Module, inputs: Any) -> dict[str, int]:
-    """How many operations with weights one call runs, by kind. With gradients on: there are no fused fast paths."""
+def count_executed(model: nn.Module, inputs: Any) -> dict[str, int]:
+    """Count the operations with weights in one call, by kind. Gradients are enabled to avoid fused fast paths."""
     with _Counting(model) as counting, torch.enable_grad():
         run(model, inputs)
     return {kind: counting.counts[kind] for kind in KINDS}
 
 
-def covered(result: TransformationResult) -> dict[str, int]:
-    """How many operations with weights the applied matches hold, by kind."""
+def count_matched(result: TransformationResult) -> dict[str, int]:
+    """Count the operations with weights in applied matches, by kind."""
     kinds = Counter(_group(get_kind(node)) for match in result.matches for node in match.nodes.values())
     return {kind: kinds[kind] for kind in KINDS}
 
@@ -103,21 +103,22 @@ def _group(kind: str) -> str:
     return "recurrent" if kind in RECURRENT else kind
 
 
-def told(result: TransformationResult) -> dict[str, int]:
-    """How many operations with weights are left and named in the report, by kind."""
+def count_reported(result: TransformationResult) -> dict[str, int]:
+    """Count the operations with weights that have no match and are named in the report, by kind."""
     names = {refusal.name for refusal in result.report.refusals if not refusal.pattern}
     kinds = Counter(_group(get_kind(node)) for node in result.model.graph.nodes if get_layer_name(node) in names)
     return {kind: kinds[kind] for kind in KINDS}
 
 
-def left(result: TransformationResult) -> list[str]:
-    """Operations with weights that no applied match holds and no refusal names, as `name: target`."""
+def unreported_operations(result: TransformationResult) -> list[str]:
+    """List operations with weights that have no applied match and no refusal, as `name: target`."""
     names = {refusal.name for refusal in result.report.refusals if not refusal.pattern}
-    nodes = [node for node in result.model.graph.nodes if _is_left(result.model, node)]
+    nodes = [node for node in result.model.graph.nodes if _has_weight(result.model, node)]
     return [f"{node.name}: {node.target}" for node in nodes if get_layer_name(node) not in names]
 
 
-def _is_left(model: fx.GraphModule, node: fx.Node) -> bool:
+def _has_weight(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node outside of fused modules is an operation with a weight."""
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         return _group(get_kind(node)) in KINDS or (isinstance(module, Operation) and _multiplies_parameter(module))
@@ -132,8 +133,8 @@ def _is_left(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _multiplies_parameter(operation: Operation) -> bool:
-    held = (reference.value for reference in operation.references().values())
-    return operation.kind in PRODUCTS and any(isinstance(value, nn.Parameter) for value in held)
+    values = (reference.value for reference in operation.references().values())
+    return operation.kind in PRODUCTS and any(isinstance(value, nn.Parameter) for value in values)
 
 
 def _base_name(target: Any) -> str:
@@ -143,7 +144,7 @@ def _base_name(target: Any) -> str:
 
 
 def _is_weight(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a value is a parameter, or made of parameters alone by functions (a transposed or a cast weight)."""
+    """Whether a value is a parameter, or computed from parameters only (a transposed or cast weight)."""
     sources = list(_leaves([node]))
     if not sources or any(source.op != "get_attr" for source in sources):
         return False

@@ -1,4 +1,4 @@
-"""What capture says when it cannot, and inputs that it must take as they come."""
+"""Errors of capture and their advice, and models with unusual inputs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tests.errors import raises
 
 
 class WithoutMask(nn.Module):
-    """Goes another way while it is traced, and fails there, as some models do with a mask of ones, or none at all."""
+    """Takes another branch while it is traced, and fails there, as some models do without a mask."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class WithoutMask(nn.Module):
 
 
 class Cache:
-    """What no graph can hold."""
+    """An output that a graph cannot return."""
 
 
 class Remembers(nn.Module):
@@ -41,24 +41,24 @@ class Remembers(nn.Module):
 
 class TestAdvice:
     @pytest.mark.parametrize("fault", ["shape", "attribute"])
-    def test_a_fault_that_only_a_trace_has_is_not_blamed_on_values(self, fault):
+    def test_a_failure_that_only_a_trace_has_is_not_blamed_on_tensor_values(self, fault):
         with raises(CaptureError, "another branch", "torch.export") as caught:
             capture(nn.Sequential(nn.Linear(8, 8), WithoutMask(fault)), torch.randn(2, 8))
         assert "independent of tensor values" not in str(caught.value)
         assert "leave=['1']" in str(caught.value)
         assert f"{Path(__file__).name}:" in str(caught.value)
 
-    def test_a_cache_is_named_with_the_setting_that_ends_it(self):
+    def test_a_returned_cache_is_reported_with_the_setting_that_disables_it(self):
         with raises(CaptureError, "Cache", "use_cache=True") as caught:
             capture(Remembers(use_cache=True), torch.randn(2, 8))
         assert "torch.where" not in str(caught.value)
 
-    def test_another_output_that_no_graph_holds_is_named(self):
+    def test_an_output_class_that_a_graph_cannot_return_is_reported(self):
         with raises(CaptureError, "Cache", "Return tensors"):
             capture(Remembers(), torch.randn(2, 8))
 
 
-def test_a_cell_of_a_notebook_is_a_place_too():
+def test_the_line_of_a_notebook_cell_is_reported():
     scope = {"torch": torch, "nn": nn}
     code = """
 class Typed(nn.Module):
@@ -80,7 +80,7 @@ class Packed(nn.Module):
         return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
 
 
-def test_packed_sequences_are_named_with_the_way_out():
+def test_packed_sequences_are_reported_with_advice():
     with raises(CaptureError, "recurrent layer", "padded"):
         capture(Packed(), (torch.randn(2, 5, 8), torch.tensor([5, 3])))
 

@@ -1,4 +1,4 @@
-"""Capture: one kind for one operation however it was written, the user's names kept, the user's model untouched."""
+"""Capture: kinds are the same for all ways to write an operation, names are kept, the user's model is not changed."""
 
 import copy
 import logging
@@ -40,12 +40,12 @@ class Function(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias)
 
     def forward(self, x):
-        own = [value for value in (self.weight, self.bias) if value is not None]
-        return self.function(x, *own)
+        parameters = [value for value in (self.weight, self.bias) if value is not None]
+        return self.function(x, *parameters)
 
 
 class Layer(nn.Module):
-    """One module, called by keyword-free forward, under the name `layer`."""
+    """One module under the name `layer`."""
 
     def __init__(self, layer):
         super().__init__()
@@ -63,18 +63,18 @@ def lifted(graph_module):
     return [get_kind(node) for node in graph_module.graph.nodes if node.op == "call_module"]
 
 
-def close(found, expected):
-    leaves = pytree.tree_leaves(found), pytree.tree_leaves(expected)
-    assert len(leaves[0]) == len(leaves[1])
-    for one, other in zip(*leaves, strict=True):
-        if isinstance(other, Tensor):
-            torch.testing.assert_close(one, other)
+def close(actual, expected):
+    actual_leaves, expected_leaves = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
+    assert len(actual_leaves) == len(expected_leaves)
+    for actual_leaf, expected_leaf in zip(actual_leaves, expected_leaves, strict=True):
+        if isinstance(expected_leaf, Tensor):
+            torch.testing.assert_close(actual_leaf, expected_leaf)
         else:
-            assert one == other
+            assert actual_leaf == expected_leaf
 
 
 def captured(model, *args, **kwargs):
-    """The graph, after checking that it is sound and gives the model's output in eval."""
+    """Capture a model in eval mode, and check that the graph is valid and gives the model's outputs."""
     graph_module = capture(model.eval(), args, kwargs or None)
     check_graph(graph_module)
     inputs = copy.deepcopy((args, kwargs))
@@ -106,7 +106,7 @@ ACTIVATIONS = {
 }
 
 
-class TestOneKindHoweverItWasSpelt:
+class TestKinds:
     @pytest.mark.parametrize(
         ("kind", "spelling"),
         [
@@ -117,9 +117,9 @@ class TestOneKindHoweverItWasSpelt:
     )
     def test_an_activation(self, kind, spelling):
         model = Layer(spelling) if isinstance(spelling, nn.Module) else Function(spelling)
-        found = lifted(captured(model, X))
-        assert found.count(kind) == 1
-        assert set(found) <= {kind, "mul"}
+        kinds = lifted(captured(model, X))
+        assert kinds.count(kind) == 1
+        assert set(kinds) <= {kind, "mul"}
 
     @pytest.mark.parametrize(
         "model",
@@ -180,7 +180,7 @@ class TestOneKindHoweverItWasSpelt:
         graph_module = capture(model, torch.randn(2, 5, 4), dynamic=False)
         assert kinds(graph_module) == ["reshape", "linear", "reshape"]
 
-    def test_an_operator_whose_name_ends_like_a_write_is_none(self):
+    def test_an_operator_whose_name_only_looks_like_an_in_place_write(self):
         def forward(x):
             y = F.dropout(x, 0.5, training=False) > 0
             return x * ((y & (x < 3)) | (x > 5))
@@ -228,15 +228,15 @@ class TestOneKindHoweverItWasSpelt:
             pytest.param("matmul", lambda x: torch.bmm(torch.relu(x), torch.tanh(x).mT), id="bmm"),
         ],
     )
-    def test_what_joins_two_tensors(self, kind, function):
+    def test_operations_on_two_tensors(self, kind, function):
         assert lifted(captured(Function(function), torch.randn(2, 3, 4))) == ["relu", "tanh", kind]
 
     @pytest.mark.parametrize("dimensions", [1, 2, 3])
-    @pytest.mark.parametrize("written", ["module", "function"])
+    @pytest.mark.parametrize("form", ["module", "function"])
     @pytest.mark.parametrize("kind", ["max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool"])
-    def test_a_pool(self, kind, written, dimensions):
+    def test_a_pool(self, kind, form, dimensions):
         x = torch.randn(2, 3, *[6] * dimensions)
-        if written == "module":
+        if form == "module":
             name = "".join(part.capitalize() for part in kind.split("_")) + f"{dimensions}d"
             model = Layer(getattr(nn, name)(2))
         else:
@@ -245,11 +245,11 @@ class TestOneKindHoweverItWasSpelt:
         assert lifted(captured(model, x)) == [kind]
 
     @pytest.mark.parametrize("dimensions", [1, 2, 3])
-    @pytest.mark.parametrize("written", ["module", "function"])
+    @pytest.mark.parametrize("form", ["module", "function"])
     @pytest.mark.parametrize("kind", ["conv", "conv_transpose"])
-    def test_a_convolution(self, kind, written, dimensions):
+    def test_a_convolution(self, kind, form, dimensions):
         x = torch.randn(2, 3, *[6] * dimensions)
-        if written == "module":
+        if form == "module":
             name = {"conv": "Conv", "conv_transpose": "ConvTranspose"}[kind]
             model = Layer(getattr(nn, f"{name}{dimensions}d")(3, 4, 3, stride=2, padding=1))
         else:
@@ -318,8 +318,12 @@ class TestOneKindHoweverItWasSpelt:
 
     def test_attention_is_a_projection_a_core_and_an_output_projection(self):
         model = vit_b16(24, 32).encoder.layers[0]
-        found = lifted(captured(model, torch.randn(2, 5, 24)))
-        assert [kind for kind in found if kind in ("linear", "attention")][:3] == ["linear", "attention", "linear"]
+        lifted_kinds = lifted(captured(model, torch.randn(2, 5, 24)))
+        assert [kind for kind in lifted_kinds if kind in ("linear", "attention")][:3] == [
+            "linear",
+            "attention",
+            "linear",
+        ]
 
 
 class TestWholeModels:
@@ -353,9 +357,9 @@ class TestNames:
     )
     def test_parameters_and_buffers_keep_their_names_order_and_values(self, model, x):
         graph_module = capture(model, x)
-        state, found = model.state_dict(), graph_module.state_dict()
-        assert list(found) == list(state)
-        assert all(torch.equal(found[name], state[name]) for name in state)
+        state, captured_state = model.state_dict(), graph_module.state_dict()
+        assert list(captured_state) == list(state)
+        assert all(torch.equal(captured_state[name], state[name]) for name in state)
         assert [name for name, _ in graph_module.named_parameters()] == [name for name, _ in model.named_parameters()]
         graph_module.load_state_dict(state)
 
@@ -377,8 +381,8 @@ class TestNames:
                 return self.a(self.b(x * self.c))
 
         model = Backwards()
-        found = captured(model, X).named_parameters()
-        assert [name for name, _ in found] == [name for name, _ in model.named_parameters()]
+        captured_parameters = captured(model, X).named_parameters()
+        assert [name for name, _ in captured_parameters] == [name for name, _ in model.named_parameters()]
 
     def test_tied_weights_stay_tied(self):
         graph_module = capture(Decoder(), torch.randint(0, 50, (1, 6)))
@@ -423,7 +427,7 @@ class TestNames:
     @pytest.mark.parametrize(
         "name", ["a\nb", 'a"b', "a\\b", "class", "None", "a\0b", "\ud800", "\N{LATIN SMALL LIGATURE FI}"], ids=ascii
     )
-    def test_a_name_that_code_cannot_hold_is_told(self, name, x):
+    def test_a_name_that_cannot_be_in_code_is_reported(self, name, x):
         model = nn.Sequential()
         model.add_module("block", nn.Sequential())
         model.block.add_module(name, nn.Linear(4, 3))
@@ -450,7 +454,7 @@ class BuffersModel(nn.Module):
 
 
 class CollidingNames(nn.Module):
-    """The user's own attributes are called as the lifted operations would be."""
+    """The user's attributes have the names that lifted operations would have."""
 
     def __init__(self):
         super().__init__()
@@ -472,7 +476,7 @@ pytree.register_dataclass(Result, serialized_type_name="tests.graph.Result")
 
 
 class ModelOutput(OrderedDict):
-    """A dict that is also read by attribute, as transformers' is."""
+    """A dict whose items are also attributes, like ModelOutput of transformers."""
 
     def __getattr__(self, name):
         return self[name]
@@ -509,7 +513,7 @@ class TestInputsAndOutputs:
             pytest.param((X,), {"scale": 2.0}, id="a-number"),
         ],
     )
-    def test_inputs_are_given_as_the_model_takes_them(self, args, kwargs):
+    def test_inputs_are_passed_as_the_model_takes_them(self, args, kwargs):
         model = InputsAndOutputs(lambda out: out)
         graph_module = capture(model, args, kwargs)
         keyword = {**(args if isinstance(args, dict) else {}), **(kwargs or {})}
@@ -537,7 +541,7 @@ class TestInputsAndOutputs:
             pytest.param(lambda out: OrderedDict(logits=out), id="ordered-dict"),
         ],
     )
-    def test_outputs_come_as_the_model_gives_them(self, returns):
+    def test_outputs_have_the_structure_of_the_models_outputs(self, returns):
         model = InputsAndOutputs(returns)
         graph_module = captured(model, X)
         assert type(graph_module(X)) is type(model(X))
@@ -583,7 +587,7 @@ class TestInputsAndOutputs:
             pytest.param(lambda x: x.view(4), 1, id="a-batch-of-one"),
         ],
     )
-    def test_a_model_that_needs_its_batch_is_captured_at_that_batch_and_it_is_told(self, function, batch):
+    def test_a_model_that_fixes_its_batch_is_captured_with_it_and_a_warning(self, function, batch):
         model = Function(function)
         with pytest.warns(ScalepointWarning, match=f"'x' is fixed at {batch}") as caught:
             graph_module = capture(model, X[:batch])
@@ -591,12 +595,12 @@ class TestInputsAndOutputs:
         assert get_origin(graph_module).fixed_batch == {"x": batch}
         close(graph_module(X[:batch]), model(X[:batch]))
 
-    def test_a_batch_that_is_fixed_on_purpose_is_not_warned_of(self):
+    def test_dynamic_false_gives_no_warning_about_a_fixed_batch(self):
         graph_module = capture(Layer(nn.Linear(4, 3)), X, dynamic=False)
         assert get_origin(graph_module).fixed_batch == {"x": 2}
 
-    def test_a_batch_that_only_the_first_rung_fixes_stays_free(self):
-        model = Function(lambda x: x / len(x))  # len() of a tensor is a number to torch.export, not to its strict form
+    def test_a_batch_that_only_the_first_attempt_fixes_stays_free(self):
+        model = Function(lambda x: x / len(x))  # len() of a tensor is an int in torch.export, except in strict mode
         graph_module = capture(model, X)
         assert get_origin(graph_module).fixed_batch == {}
         x = torch.randn(5, 4)
@@ -604,7 +608,7 @@ class TestInputsAndOutputs:
 
 
 class Stateful(nn.Module):
-    """Everything that a mode changes, as modules and as functions."""
+    """Layers that behave differently in train mode, as modules and as functions."""
 
     def __init__(self):
         super().__init__()
@@ -641,10 +645,10 @@ class TestTrainAndEval:
         model.layer1.eval()
         graph_module = capture(model, torch.randn(1, 3, 32, 32))
         expected = {name: module.training for name, module in model.named_modules()}
-        found = {name: module.training for name, module in graph_module.named_modules()}
-        assert {name: found[name] for name in expected} == expected
+        modes = {name: module.training for name, module in graph_module.named_modules()}
+        assert {name: modes[name] for name in expected} == expected
 
-    def test_new_operations_take_the_mode_of_the_module_they_stand_in(self):
+    def test_new_operations_take_the_mode_of_the_module_they_are_in(self):
         model = nn.Sequential(Function(torch.relu), Function(torch.tanh)).train()
         model[0].eval()
         graph_module = capture(model, X)
@@ -657,9 +661,9 @@ class TestTrainAndEval:
         graph_module.train()(X)
         assert not torch.equal(graph_module.bn.running_mean, before)
         assert int(graph_module.bn.num_batches_tracked) == 1
-        kept = graph_module.bn.running_mean.clone()
+        after_training = graph_module.bn.running_mean.clone()
         graph_module.eval()(X)
-        assert torch.equal(graph_module.bn.running_mean, kept)
+        assert torch.equal(graph_module.bn.running_mean, after_training)
 
     @pytest.mark.parametrize("model", [Stateful, FunctionalDropout], ids=["module", "function"])
     @pytest.mark.parametrize("mode", [True, False], ids=["captured-in-train", "captured-in-eval"])
@@ -731,7 +735,7 @@ class TestTrainAndEval:
 
 
 def snapshot(model):
-    """What a caller can see of a model: state, identity of tensors, modes, hooks, gradients."""
+    """State, identity of tensors, modes, hooks and gradients of a model."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
     return {
         "state": {name: (value.clone(), value._version) for name, value in model.state_dict().items()},
@@ -785,20 +789,20 @@ class TestTheCallersModel:
         before, rng = snapshot(model), torch.get_rng_state()
         x = torch.randn(1, 3, 32, 32)
         rng = torch.get_rng_state()
-        kept = x.clone()
+        original = x.clone()
         capture(model, x, copy=not shared)
         same(before, snapshot(model))
         assert torch.equal(torch.get_rng_state(), rng)
-        assert torch.equal(x, kept)
+        assert torch.equal(x, original)
 
     @pytest.mark.parametrize("shared", [False, True], ids=["copy", "shared"])
     @pytest.mark.parametrize("model", [DataDependent, Raises], ids=["data-dependent", "raises"])
     def test_a_failed_capture_changes_nothing(self, model, shared):
-        made = model().train()
-        before, rng = snapshot(made), torch.get_rng_state()
+        instance = model().train()
+        before, rng = snapshot(instance), torch.get_rng_state()
         with pytest.raises(CaptureError):
-            capture(made, X, copy=not shared)
-        same(before, snapshot(made))
+            capture(instance, X, copy=not shared)
+        same(before, snapshot(instance))
         assert torch.equal(torch.get_rng_state(), rng)
 
     def test_dropout_during_capture_does_not_move_the_random_state(self):
@@ -816,9 +820,9 @@ class TestTheCallersModel:
     def test_shared_parameters_are_the_callers_own(self):
         model = SilentSkip()
         graph_module = capture(model, torch.randn(1, 5, 8), copy=False)
-        own, found = dict(model.named_parameters()), dict(graph_module.named_parameters())
-        assert list(found) == list(own)
-        assert all(found[name] is own[name] for name in own)
+        expected, actual = dict(model.named_parameters()), dict(graph_module.named_parameters())
+        assert list(actual) == list(expected)
+        assert all(actual[name] is expected[name] for name in expected)
 
     def test_modes_and_hooks_of_a_shared_graph_are_its_own(self):
         model = small_resnet().eval()
@@ -845,8 +849,10 @@ class TestTheCallersModel:
     def test_copies_share_no_memory_with_the_callers_model(self):
         model = small_resnet()
         graph_module = capture(model, torch.randn(1, 3, 32, 32))
-        own = {value.data_ptr() for value in (*model.parameters(), *model.buffers())}
-        assert own.isdisjoint(value.data_ptr() for value in (*graph_module.parameters(), *graph_module.buffers()))
+        model_memory = {value.data_ptr() for value in (*model.parameters(), *model.buffers())}
+        assert model_memory.isdisjoint(
+            value.data_ptr() for value in (*graph_module.parameters(), *graph_module.buffers())
+        )
 
     @pytest.mark.parametrize(
         "mutate", [lambda x: x.add_(1), lambda x: x.relu_(), lambda x: x.zero_()], ids=["add_", "relu_", "zero_"]
@@ -888,7 +894,7 @@ class TestTheCallersModel:
         captured(Function(forward), X)
 
     @pytest.mark.parametrize("late", [True, False])
-    def test_what_a_write_gives_is_what_was_written(self, late):
+    def test_the_result_of_a_write_is_the_written_tensor(self, late):
         def forward(x):
             y = x * 1
             part = y[:, 1:]
@@ -973,14 +979,14 @@ class TestHardModules:
         assert set(graph_module.state_dict()) == set(model.state_dict())
         assert "linear" in kinds(graph_module)
 
-    def test_a_pruned_layer_is_copied_with_the_weight_it_keeps_and_left_as_it_is(self):
+    def test_a_pruned_layer_is_copied_with_its_computed_weight_and_not_changed(self):
         model = with_hook(lambda fc: prune.l1_unstructured(fc, "weight", 0.5))
-        kept = model.layer.weight
+        weight = model.layer.weight
         graph_module = capture(model, X)
-        assert model.layer.weight is kept
-        assert not {id(each) for each in graph_module.parameters()} & {id(each) for each in model.parameters()}
+        assert model.layer.weight is weight
+        assert not set(map(id, graph_module.parameters())) & set(map(id, model.parameters()))
 
-    def test_what_cannot_be_copied_is_captured_shared(self):
+    def test_a_model_that_cannot_be_copied_is_captured_with_copy_false(self):
         model = Layer(nn.Linear(4, 3))
         model.lock = threading.Lock()
         with pytest.raises(CaptureError, match="copy=False"):
@@ -988,14 +994,14 @@ class TestHardModules:
         graph_module = capture(model, X, copy=False)
         close(graph_module(X), model(X))
 
-    def test_a_pruned_layer_is_captured_shared(self):
+    def test_a_pruned_layer_is_captured_with_copy_false(self):
         model = with_hook(lambda fc: prune.l1_unstructured(fc, "weight", 0.5))
         graph_module = capture(model, X, copy=False)
         close(graph_module(X), model(X))
         assert set(graph_module.state_dict()) == set(model.state_dict())
 
     @pytest.mark.parametrize("name", ["code", "graph", "meta"])
-    def test_a_name_that_torch_keeps_on_graphs_is_refused_with_the_way_out(self, name):
+    def test_a_name_that_graph_modules_use_is_refused_with_advice(self, name):
         model = nn.Sequential(OrderedDict([(name, nn.Linear(4, 3))]))
         with raises(CaptureError, f"Sequential.{name}", "nn.Sequential(model)"):
             capture(model, X)
@@ -1018,7 +1024,7 @@ class TestHardModules:
         expected = model(X)
         close(capture(model, X)(X), expected)
 
-    def test_a_constant_made_in_the_forward_is_no_state(self):
+    def test_a_constant_created_in_forward_is_not_in_the_state_dict(self):
         graph_module = captured(Function(lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0])), X)
         assert list(graph_module.state_dict()) == []
 
@@ -1058,7 +1064,7 @@ class TestErrors:
         assert "x.sum() > 0" in str(caught.value)
         assert "DataDependent" in str(caught.value)
 
-    def test_an_error_of_the_users_forward_is_told(self):
+    def test_an_error_in_the_users_forward_is_reported(self):
         with pytest.raises(CaptureError, match="the user's own fault") as caught:
             capture(Raises(), X)
         assert __file__ in str(caught.value)
@@ -1070,14 +1076,14 @@ class TestErrors:
             pytest.param(Function(lambda x, w: x @ w.T, W), "x @ w.T", id="a-product"),
         ],
     )
-    def test_inputs_on_which_the_model_itself_fails_are_told_with_the_line(self, model, line):
+    def test_inputs_on_which_the_model_fails_are_reported_with_the_line(self, model, line):
         with raises(CaptureError, "example inputs", "RuntimeError", "mat1") as caught:
             capture(model, torch.randn(2, 5))
         assert f"{__file__}:" in str(caught.value)
         assert line in str(caught.value)
         assert "leave=" not in str(caught.value)
 
-    def test_telling_of_a_failure_runs_nothing_that_shows(self):
+    def test_explaining_a_failure_has_no_side_effects(self):
         model = nn.Sequential(Counter(), Function(lambda x: x.add_(1)), DataDependent())
         x = X.clone()
         before = snapshot(model)
@@ -1086,7 +1092,7 @@ class TestErrors:
         same(before, snapshot(model))
         assert torch.equal(x, X)
 
-    def test_what_torch_logs_and_prints_meanwhile_does_not_reach_the_user(self, capfd, caplog):
+    def test_logs_and_prints_of_torch_do_not_reach_the_user(self, capfd, caplog):
         def loud(x):
             logging.getLogger("torch.of.tomorrow").error("a logger that is made during the export")
             sys.stdout.write("a line of the export")
@@ -1097,26 +1103,26 @@ class TestErrors:
         logging.getLogger("of.the.user").error("heard again")
         assert "heard again" in caplog.text
 
-    def test_too_many_inputs_are_told(self):
+    def test_too_many_inputs_are_reported(self):
         with pytest.raises(CaptureError):
             capture(Layer(nn.Linear(4, 3)), (X, X))
 
-    def test_an_unknown_keyword_is_told(self):
+    def test_an_unknown_keyword_is_reported(self):
         with pytest.raises(CaptureError, match="unknown"):
             capture(Layer(nn.Linear(4, 3)), X, {"unknown": X})
 
-    def test_a_lazy_module_is_named(self):
+    def test_a_lazy_module_is_reported(self):
         with pytest.raises(CaptureError, match=r"layer .*lazy"):
             capture(Layer(nn.LazyLinear(3)), X)
 
     @pytest.mark.parametrize("path", ["model.pt2", "../model.pt", "/tmp/model.py"])  # noqa: S108
     def test_a_path_is_refused_without_trust(self, path):
-        for given in (path, Path(path)):
+        for path_argument in (path, Path(path)):
             with pytest.raises(CaptureError, match=r"runs code.*trust=True"):
-                capture(given, X)
+                capture(path_argument, X)
 
     @pytest.mark.parametrize("content", [None, b"", b"not a program", "half"], ids=["missing", "empty", "text", "cut"])
-    def test_a_trusted_file_that_is_no_program_is_named(self, content, tmp_path):
+    def test_a_trusted_file_that_is_not_a_program_is_reported(self, content, tmp_path):
         path = tmp_path / "model.pt2"
         if content == "half":
             torch.export.save(torch.export.export(nn.Linear(4, 3), (X,)), path)
@@ -1129,11 +1135,11 @@ class TestErrors:
     @pytest.mark.parametrize(
         "model", [None, 3, {}, F.relu, nn.Linear], ids=["none", "int", "dict", "function", "class"]
     )
-    def test_what_is_no_module_is_refused(self, model):
+    def test_values_that_are_not_modules_are_refused(self, model):
         with pytest.raises(CaptureError, match=r"Module|not a model"):
             capture(model, X)
 
-    def test_every_error_is_ours_and_a_value_error(self):
+    def test_every_error_is_a_scalepoint_error_and_a_value_error(self):
         with pytest.raises(ScalepointError) as caught:
             capture("model.pt2", X)
         assert isinstance(caught.value, ValueError)
@@ -1141,7 +1147,7 @@ class TestErrors:
 
 
 class Unpredictable(nn.Module):
-    """A part that cannot be captured, between two that can."""
+    """A submodule that cannot be captured, between two that can."""
 
     def __init__(self, wide=4):
         super().__init__()
@@ -1154,7 +1160,7 @@ class Unpredictable(nn.Module):
 
 
 class TestLeave:
-    def test_a_left_submodule_is_called_as_it_is(self):
+    def test_a_submodule_of_leave_is_called_as_it_is(self):
         model = Unpredictable().eval()
         graph_module = capture(model, X, leave=["middle"])
         assert lifted(graph_module) == ["linear", "left", "linear"]
@@ -1162,20 +1168,20 @@ class TestLeave:
         for x in (X, -X, torch.randn(5, 4)):
             close(graph_module(x), model(x))
 
-    def test_a_left_submodule_whose_width_is_the_batch(self):
+    def test_a_submodule_of_leave_whose_width_equals_the_batch(self):
         model = nn.Sequential(nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 3), nn.Flatten()).eval()
         graph_module = capture(model, X, leave=["1"])
         x = torch.randn(5, 4)
         close(graph_module(x), model(x))
 
-    def test_a_left_submodule_called_twice(self):
+    def test_a_submodule_of_leave_that_is_called_twice(self):
         model = CalledTwice().eval()
         graph_module = capture(model, X, leave=["fc"])
         assert lifted(graph_module).count("left") == 2
         close(graph_module(X), model(X))
 
     @pytest.mark.parametrize("shared", [False, True], ids=["copy", "shared"])
-    def test_leaving_runs_nothing_that_shows(self, shared):
+    def test_leave_has_no_side_effects(self, shared):
         model = nn.Sequential(Counter(), Function(lambda x: x.add_(1)), nn.Linear(4, 4)).train()
         x = X.clone()
         before, rng = snapshot(model), torch.get_rng_state()
@@ -1185,15 +1191,15 @@ class TestLeave:
         assert torch.equal(torch.get_rng_state(), rng)
         assert int(graph_module.get_submodule("0").calls) == 0
 
-    def test_a_name_that_is_not_there_is_refused_with_the_nearest(self):
+    def test_an_unknown_name_in_leave_is_refused_with_the_nearest_name(self):
         with pytest.raises(UsageError, match="middle"):
             capture(Unpredictable(), X, leave=["midle"])
 
-    def test_the_error_of_a_model_that_cannot_be_captured_tells_of_leave(self):
+    def test_the_error_of_a_model_that_cannot_be_captured_mentions_leave(self):
         with pytest.raises(CaptureError, match="leave="):
             capture(Unpredictable(), X)
 
-    def test_a_left_submodule_trains(self):
+    def test_a_submodule_of_leave_can_be_trained(self):
         graph_module = capture(Unpredictable().eval(), X, leave=["middle"]).train()
         graph_module(X).sum().backward()
         assert all(value.grad is not None for value in graph_module.parameters())
@@ -1299,10 +1305,10 @@ class TestOtherForms:
     ("spelling", "inputs"),
     [
         *((spelling, X) for spelling in ("module", "method", "function", "operator")),
-        *((spelling, None) for spelling in ("module", "method", "function")),  # torch.fx does not record +=
+        *((form, None) for form in ("module", "method", "function")),  # torch.fx does not record +=
     ],
 )
-def test_who_reads_a_tensor_after_it_was_written_in_place_reads_the_new_value(spelling, inputs):
+def test_readers_after_an_in_place_write_read_the_new_value(spelling, inputs):
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -1327,7 +1333,7 @@ def test_who_reads_a_tensor_after_it_was_written_in_place_reads_the_new_value(sp
 
 
 class Remembering(nn.Module):
-    """Keeps tensors of its last run in attributes, old and new ones."""
+    """Stores tensors of its last run in attributes that existed before and in new ones."""
 
     def __init__(self):
         super().__init__()
@@ -1339,7 +1345,7 @@ class Remembering(nn.Module):
         return y + self.by_size[4]
 
 
-def test_what_a_forward_stores_in_attributes_is_not_of_the_trace():
+def test_attributes_do_not_keep_tensors_of_the_trace():
     model = Remembering().eval()
     graph_module = capture(model, torch.randn(2, 4))
     twin = copy.deepcopy(graph_module)
@@ -1348,7 +1354,7 @@ def test_what_a_forward_stores_in_attributes_is_not_of_the_trace():
     assert capture(Remembering().eval(), torch.randn(2, 4), copy=False) is not None
 
 
-def test_a_copy_of_a_graph_keeps_what_is_known_of_it_and_changes_alone():
+def test_a_copy_of_a_graph_keeps_its_origin_and_changes_independently():
     graph_module = capture(nn.Linear(4, 4).eval(), torch.randn(2, 4))
     before = get_origin(graph_module)
     copied = copy.deepcopy(graph_module)

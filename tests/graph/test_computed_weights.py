@@ -1,4 +1,4 @@
-"""Weights and biases that are made of parameters, inputs that are buffers, and products in their many spellings."""
+"""Weights and biases that are computed from parameters, inputs that are buffers, and the forms of a product."""
 
 import copy
 
@@ -18,10 +18,10 @@ class Function(nn.Module):
     def __init__(self, function, *shapes):
         super().__init__()
         self.function = function
-        self.held = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        self.parameter_list = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
 
     def forward(self, x):
-        return self.function(x, *self.held)
+        return self.function(x, *self.parameter_list)
 
 
 def products(graph_module):
@@ -61,10 +61,10 @@ COMPUTED = [
 ]
 
 
-class TestWhatIsMadeOfParameters:
-    @pytest.mark.parametrize(("function", "shape", "held"), COMPUTED)
-    def test_is_held_by_the_product_that_reads_it(self, function, shape, held):
-        model, x = Function(function, *held).eval(), torch.randn(shape)
+class TestComputedWeights:
+    @pytest.mark.parametrize(("function", "shape", "parameters"), COMPUTED)
+    def test_a_product_references_its_computed_weight(self, function, shape, parameters):
+        model, x = Function(function, *parameters).eval(), torch.randn(shape)
         graph_module = capture(model, x)
         (product,) = products(graph_module)
         assert isinstance(product, Operation)
@@ -74,7 +74,7 @@ class TestWhatIsMadeOfParameters:
         assert {id(value) for value in graph_module.parameters()} == stored
         same(model, graph_module, x)
 
-    def test_follows_its_parameters_and_gives_them_gradients(self):
+    def test_it_follows_its_parameters_and_passes_gradients_to_them(self):
         model = Function(lambda x, w: F.linear(x, w / w.norm(dim=1, keepdim=True)), (6, 8))
         graph_module = capture(model, torch.randn(2, 8))
         parameter = next(graph_module.parameters())
@@ -85,7 +85,7 @@ class TestWhatIsMadeOfParameters:
         graph_module(x).sum().backward()
         assert parameter.grad is not None
 
-    def test_belongs_to_the_copy_in_a_copy(self):
+    def test_a_deepcopy_has_its_own_computed_weight(self):
         graph_module = capture(Function(lambda x, w: F.linear(x, w * 2), (6, 8)), torch.randn(2, 8))
         twin = copy.deepcopy(graph_module)
         (computed,) = [module for module in twin.modules() if isinstance(module, ComputedTensor)]
@@ -93,21 +93,21 @@ class TestWhatIsMadeOfParameters:
             id(value) for value in twin.parameters()
         ]
 
-    def test_has_no_part_in_the_state_dict(self):
+    def test_it_is_not_in_the_state_dict(self):
         model = Function(lambda x, w: F.linear(x, w * 2), (6, 8))
         assert list(capture(model, torch.randn(2, 8)).state_dict()) == list(model.state_dict())
 
-    def test_is_not_what_random_numbers_make(self):
+    def test_a_weight_from_random_numbers_is_not_constant(self):
         model = Function(lambda x, w: F.linear(x, w + torch.randn(6, 8)), (6, 8))
         graph_module = capture(model, torch.randn(2, 8))
         assert not any(isinstance(module, ComputedTensor) for module in graph_module.modules())
 
-    def test_is_not_what_the_data_choose(self):
+    def test_a_weight_that_data_select_is_not_constant(self):
         model = Function(lambda x, w: F.linear(x, w[(x.sum() > 0).long()]), (2, 6, 8))
         graph_module = capture(model, torch.randn(2, 8))
         assert not any(isinstance(module, ComputedTensor) for module in graph_module.modules())
 
-    def test_a_buffer_that_is_written_is_no_constant(self):
+    def test_a_buffer_that_is_written_is_not_constant(self):
         class Counts(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -149,7 +149,7 @@ class TestAProductOfABuffer:
         assert [source.target for source in node.all_input_nodes] == ["table"]
         same(model, graph_module, x)
 
-    def test_keeps_the_operands_of_attention_in_their_places(self):
+    def test_it_keeps_the_order_of_the_operands_of_attention(self):
         def attend(x, query):
             return F.scaled_dot_product_attention(query, x[:, None], x[:, None])
 
@@ -165,9 +165,9 @@ class TestAProductOfABuffer:
         same(model, graph_module, x)
 
 
-class TestTheSpellingsOfAProduct:
+class TestFormsOfAProduct:
     @pytest.mark.parametrize(
-        ("function", "held"),
+        ("function", "parameters"),
         [
             pytest.param(torch.addmm, [(6,), (8, 6)], id="plain"),
             pytest.param(lambda b, x, w: torch.addmm(b, x, w, beta=2.0, alpha=0.5), [(6,), (8, 6)], id="factors"),
@@ -177,8 +177,8 @@ class TestTheSpellingsOfAProduct:
             pytest.param(lambda b, x, w: torch.addmm(b, w, x.t()), [(6, 1), (6, 8)], id="weight-on-the-left"),
         ],
     )
-    def test_addmm_is_a_linear_layer(self, function, held):
-        model, x = Function(lambda x, b, w: function(b, x, w), *held), torch.randn(2, 8)
+    def test_addmm_is_a_linear_layer(self, function, parameters):
+        model, x = Function(lambda x, b, w: function(b, x, w), *parameters), torch.randn(2, 8)
         graph_module = capture(model, x, dynamic=False)
         assert len(products(graph_module)) == 1
         same(model, graph_module, x)
@@ -194,7 +194,7 @@ class TestTheSpellingsOfAProduct:
             ),
         ],
     )
-    def test_a_bias_that_the_data_make_is_added_after_it(self, function, shape, weight):
+    def test_a_bias_that_depends_on_data_is_added_after_the_product(self, function, shape, weight):
         model, x = Function(function, weight), torch.randn(shape)
         graph_module = capture(model, x)
         (product,) = products(graph_module)
@@ -208,7 +208,7 @@ class TestTheSpellingsOfAProduct:
             pytest.param(lambda x, w: torch.bmm(x.expand(3, -1, -1), w), (3, 8, 6), id="experts"),
         ],
     )
-    def test_a_parameter_that_is_no_matrix_makes_no_linear_layer(self, function, shape):
+    def test_a_parameter_that_is_not_a_matrix_gives_no_linear_layer(self, function, shape):
         model, x = Function(function, shape), torch.randn(1, 4, 8)
         graph_module = capture(model, x, dynamic=False)
         assert products(graph_module) == []

@@ -1,4 +1,4 @@
-"""einsum and tensordot with a weight are linear layers, where one computes the same."""
+"""einsum and tensordot with a weight become linear layers if one computes the same."""
 
 import pytest
 import torch
@@ -42,10 +42,10 @@ X = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(1))
 )
 def test_it_is_a_linear_layer_with_the_same_result(function, shape):
     model = Product(function, *shape).eval()
-    found = capture(model, X)
-    assert [get_kind(node) for node in found.graph.nodes].count("linear") == 1
+    graph = capture(model, X)
+    assert [get_kind(node) for node in graph.graph.nodes].count("linear") == 1
     for x in (X, X[:1], torch.cat([X, X[:1]])):
-        torch.testing.assert_close(found(x), model(x))
+        torch.testing.assert_close(graph(x), model(x))
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_it_is_a_linear_layer_with_the_same_result(function, shape):
         pytest.param(einsum("blhd,dd->blh"), (4, 4), id="a diagonal"),
     ],
 )
-def test_what_no_linear_layer_computes_stays(function, shape):
+def test_a_contraction_that_no_linear_layer_computes_is_not_rewritten(function, shape):
     model = Product(function, *shape).eval()
-    found = capture(model, X)
-    assert "linear" not in [get_kind(node) for node in found.graph.nodes]
-    torch.testing.assert_close(found(X), model(X))
+    graph = capture(model, X)
+    assert "linear" not in [get_kind(node) for node in graph.graph.nodes]
+    torch.testing.assert_close(graph(X), model(X))

@@ -1,4 +1,4 @@
-"""Axes that are free by name: what can be asked for, what capture makes of it, what it refuses."""
+"""The option dynamic_axes: its forms, what capture makes of it, and what it refuses."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Pixels(nn.Module):
 
 
 class Skips(nn.Module):
-    """Two levels and a skip that is joined: sizes are even."""
+    """Two levels and a skip connection with a concatenation: sizes must be even."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Skips(nn.Module):
 
 
 class Flat(nn.Module):
-    """A head for one size."""
+    """A classifier that takes one size only."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Sum(nn.Module):
 
 
 def shapes(graph):
-    return [["*" if is_dynamic(each) else each for each in get_fake_tensor(node).shape] for node in inputs_of(graph)]
+    return [["*" if is_dynamic(size) else size for size in get_fake_tensor(node).shape] for node in inputs_of(graph)]
 
 
 def inputs_of(graph):
@@ -63,12 +63,12 @@ def inputs_of(graph):
 
 
 def captured(model, *inputs, axes=None, **options):
-    given = inputs if len(inputs) > 1 else inputs[0]
-    return capture(model.eval(), given, dynamic_axes=PICTURE if axes is None else axes, **options)
+    args = inputs if len(inputs) > 1 else inputs[0]
+    return capture(model.eval(), args, dynamic_axes=PICTURE if axes is None else axes, **options)
 
 
 @pytest.mark.parametrize(
-    ("given", "axes"),
+    ("option", "axes"),
     [
         (None, {}),
         ({"x": {2: "height", 3: "width"}}, PICTURE),
@@ -79,12 +79,12 @@ def captured(model, *inputs, axes=None, **options):
         ("x:2,3 y:-1", {"x": {2: "x_2", 3: "x_3"}, "y": {-1: "y_last"}}),
     ],
 )
-def test_axes_are_given_as_people_know_it(given, axes):
-    assert parse_axes(given) == axes
+def test_axes_can_be_written_in_several_ways(option, axes):
+    assert parse_axes(option) == axes
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("option", "message"),
     [
         (5, "must be {'input': {2: 'height', 3: 'width'}} or {'input': [2, 3]}, got 5"),
         ({"x": 2}, "got 2 for 'x'"),
@@ -98,14 +98,14 @@ def test_axes_are_given_as_people_know_it(given, axes):
         ("x:2 x:3", "names an axis or an input twice: 'x:3'"),
     ],
 )
-def test_what_is_none_is_told(given, said):
+def test_invalid_axes_are_refused(option, message):
     with pytest.raises(UsageError) as caught:
-        parse_axes(given)
-    assert said in str(caught.value)
+        parse_axes(option)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("axes", "said"),
+    ("axes", "message"),
     [
         ({"y": [2]}, "the model has no input 'y': Known: x"),
         ({"x": [4]}, "'x' has no axis 4: its shape in the example is 2x3x8x8"),
@@ -116,10 +116,10 @@ def test_what_is_none_is_told(given, said):
         ),
     ],
 )
-def test_axes_that_the_inputs_have_not_are_refused(axes, said):
+def test_axes_that_do_not_exist_are_refused(axes, message):
     with pytest.raises(UsageError) as caught:
         captured(Pixels(), torch.randn(2, 3, 8, 8), axes=axes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_an_example_of_one_and_an_input_without_axes_are_refused():
@@ -134,7 +134,7 @@ def test_an_example_of_one_and_an_input_without_axes_are_refused():
         capture(program, dynamic_axes=PICTURE)
 
 
-def test_named_axes_are_free_and_the_graph_was_tried_at_other_sizes():
+def test_named_axes_are_free_and_the_graph_is_compared_at_other_sizes():
     model = Pixels()
     graph = captured(model, torch.randn(2, 3, 8, 8))
     assert shapes(graph) == [["*", 3, "*", "*"]]
@@ -146,7 +146,7 @@ def test_named_axes_are_free_and_the_graph_was_tried_at_other_sizes():
     assert torch.equal(graph(x), model(x))
 
 
-def test_the_batch_can_be_fixed_beside_them():
+def test_the_batch_can_be_fixed_while_named_axes_are_free():
     graph = captured(Pixels(), torch.randn(2, 3, 8, 8), dynamic=False)
     assert shapes(graph) == [[2, 3, "*", "*"]]
 
@@ -168,10 +168,12 @@ def test_a_name_on_two_inputs_is_one_size():
 def test_an_axis_that_the_model_computes_with_is_named_with_its_size_and_what_fails():
     with pytest.raises(CaptureError) as caught:
         captured(Flat(), torch.randn(2, 3, 8, 8))
-    said = str(caught.value)
+    message = str(caught.value)
     for words in ("height or width", "Flat", "Eq(3*height*width, 192)", "height 16", "Leave that axis out"):
-        assert words in said
-    assert "self.head(x.flatten(1)): RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x384 and 192x5)" in said
+        assert words in message
+    assert (
+        "self.head(x.flatten(1)): RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x384 and 192x5)" in message
+    )
     with raises(CaptureError, "axis 2 of 'x' (height)", "a number, 8", "height 16"):
         captured(Flat(), torch.randn(2, 3, 8, 8), axes={"x": {2: "height"}})
 
@@ -193,7 +195,7 @@ def test_recurrent_layers_take_sequences_of_any_length(kind, batch_first):
     assert torch.equal(graph(x), model(x))
 
 
-def test_a_number_made_of_a_size_by_way_of_a_fraction_is_told():
+def test_a_size_computed_with_a_fraction_is_reported():
     class Halves(nn.Module):
         def forward(self, x):
             return F.adaptive_avg_pool2d(x, (int(x.shape[2] * 0.5), 4))
@@ -202,7 +204,7 @@ def test_a_number_made_of_a_size_by_way_of_a_fraction_is_told():
         captured(Halves(), torch.randn(2, 3, 8, 8), axes={"x": {2: "height"}})
 
 
-def test_a_table_of_positions_says_where_it_ends():
+def test_a_table_of_positions_limits_the_sizes():
     class Positions(nn.Module):
         def __init__(self):
             super().__init__()
@@ -217,9 +219,9 @@ def test_a_table_of_positions_says_where_it_ends():
     assert get_origin(full).compared_sizes["tokens"] in range(2, 8)
 
 
-def test_a_graph_that_is_another_model_at_other_sizes_is_refused():
+def test_a_graph_that_differs_from_the_model_at_other_sizes_is_refused():
     class Remembers(nn.Module):
-        """Computes with a number that torch.export does not see is a size."""
+        """Computes with a number that torch.export does not recognize as a size."""
 
         def __init__(self):
             super().__init__()
@@ -246,16 +248,16 @@ def test_inputs_of_other_sizes_are_cut_or_repeated():
 
 def test_a_graph_as_data_keeps_its_free_axes():
     graph = captured(Skips(), torch.randn(2, 3, 8, 8))
-    found = describe(graph)
-    again = rebuild(found.data, {**graph.state_dict(), **found.constants})
-    assert get_origin(again) == get_origin(graph)
-    assert shapes(again) == [["*", 3, "*", "*"]]
+    description = describe(graph)
+    rebuilt = rebuild(description.data, {**graph.state_dict(), **description.constants})
+    assert get_origin(rebuilt) == get_origin(graph)
+    assert shapes(rebuilt) == [["*", 3, "*", "*"]]
     x = torch.randn(1, 3, 10, 6)
-    assert torch.equal(again(x), graph(x))
+    assert torch.equal(rebuilt(x), graph(x))
 
 
-def test_the_program_of_a_graph_has_the_same_axes_free_at_any_example():
+def test_a_program_has_the_free_axes_of_its_graph_with_any_example():
     graph = captured(Skips(), torch.randn(2, 3, 8, 8))
     program = export_graph(graph, (torch.randn(1, 3, 4, 12),), {}, dynamic=True)
     (x,) = (node for node in program.graph.nodes if node.name == "x")
-    assert [is_dynamic(each) for each in x.meta["val"].shape] == [True, False, True, True]
+    assert [is_dynamic(size) for size in x.meta["val"].shape] == [True, False, True, True]

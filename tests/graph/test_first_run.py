@@ -1,4 +1,4 @@
-"""Models that make buffers or caches in their first forward, and forwards that return nothing."""
+"""Models that create buffers or caches in their first forward, and forwards that return nothing."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from scalepoint.graph import capture
 
 
 class Anchors(nn.Module):
-    """Makes its anchors when the size of its input changes, as detection heads do."""
+    """Computes its anchors when the size of its input changes, as detection heads do."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class LateBuffer(nn.Module):
 
 
 class Cached(nn.Module):
-    """Keeps a table in a dict, by size."""
+    """Stores a table in a dict, by size."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("kind", "shape"), CASES.values(), ids=CASES)
-def test_what_the_first_forward_makes_is_a_constant_with_values(kind, shape):
+def test_a_tensor_created_in_the_first_forward_is_a_constant_with_values(kind, shape):
     torch.manual_seed(0)
     model, x = kind().eval(), torch.randn(shape)
     graph = capture(model, x)
@@ -71,7 +71,7 @@ def test_what_the_first_forward_makes_is_a_constant_with_values(kind, shape):
         torch.testing.assert_close(graph(x[:1]), kind.forward(model, x[:1]))
 
 
-def test_a_flag_of_a_trace_that_is_undone_is_undone_too():
+def test_a_flag_that_a_trace_sets_is_restored():
     model = LateBuffer().eval()
     capture(model, torch.randn(2, 3, 8, 8), copy=False)
     assert model.is_built is False
@@ -87,7 +87,7 @@ class Forgets(nn.Module):
         self.conv(x)
 
 
-def test_a_forward_that_returns_nothing_is_named():
+def test_a_forward_that_returns_nothing_is_reported():
     with pytest.raises(CaptureError, match=r"Forgets\.forward returns None") as error:
         capture(Forgets(), torch.randn(1, 3, 8, 8))
     assert error.value.code == "SP-G001"

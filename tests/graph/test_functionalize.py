@@ -1,4 +1,4 @@
-"""Writes in place become values, and a batch norm stays one operation whichever way that takes."""
+"""In-place writes become values, and a batch norm stays one operation in all cases."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from scalepoint.patterns import get_kind
 
 
 class Head(nn.Module):
-    """As torchvision's EfficientNet ends: a dropout in place behind a flatten."""
+    """The end of torchvision's EfficientNet: an in-place dropout after a flatten."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Head(nn.Module):
 
 
 class ThroughAView(nn.Module):
-    """A write through a reshape whose base is read afterwards: it has to be carried there."""
+    """A write through a reshape whose base is read afterwards, so that the base must change too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class ThroughASecondView(nn.Module):
 
 
 class ReadBefore(nn.Module):
-    """What read the tensor before the write keeps the old values."""
+    """Readers before the write read the old values."""
 
     def forward(self, x):
         y = x * 2
@@ -70,6 +70,6 @@ def test_a_batch_norm_is_one_operation_that_owns_its_statistics(model):
     assert isinstance(graph.get_submodule("norm"), nn.BatchNorm2d)
 
 
-def test_a_dropout_in_place_behind_a_flatten_is_kept():
+def test_an_in_place_dropout_after_a_flatten_is_kept():
     graph = capture(Head(), (torch.randn(2, 3, 8, 8),))
     assert [get_kind(node) for node in graph.graph.nodes].count("dropout") == 1

@@ -1,4 +1,4 @@
-"""torch.autocast and grad modes in a forward: captured in the types of the parameters, and said so."""
+"""torch.autocast and grad modes in a forward: captured in the dtypes of the parameters, with a warning."""
 
 import warnings
 
@@ -16,7 +16,7 @@ X = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
 
 
 class Mixed(nn.Module):
-    """Autocast as people use it: as a block, nested, as a decorator, off for the head; types taken from a tensor."""
+    """Uses of autocast: as a block, nested, as a decorator, off for the head; with the dtype of a tensor."""
 
     def __init__(self, enabled=True):
         super().__init__()
@@ -46,19 +46,19 @@ def model_of(**options):
 
 def test_a_model_that_casts_is_captured_as_one_that_does_not():
     with pytest.warns(ScalepointWarning, match=r"torch.autocast.*test_inline_blocks.py:\d+.*bfloat16"):
-        found = capture(model_of(), X)
+        result = capture(model_of(), X)
     plain = model_of(enabled=False)
     with torch.autocast("cpu", enabled=False), torch.no_grad():
-        assert torch.allclose(found(X), plain(X), atol=1e-6)
-    kinds = [get_kind(node) for node in found.graph.nodes]
+        assert torch.allclose(result(X), plain(X), atol=1e-6)
+    kinds = [get_kind(node) for node in result.graph.nodes]
     assert {"conv", "linear", "batch_norm"} <= set(kinds)
-    assert len(get_origin(found).ignored_autocast) == 2
+    assert len(get_origin(result).ignored_autocast) == 2
 
 
 def test_its_layers_are_matched():
     with pytest.warns(ScalepointWarning, match=r"torch\.autocast"):
-        found = transform(model_of(), X, target="onnxruntime")
-    assert {match.name for match in found.matches} >= {"conv", "head"}
+        result = transform(model_of(), X, target="onnxruntime")
+    assert {match.name for match in result.matches} >= {"conv", "head"}
 
 
 def test_autocast_works_again_afterwards():
@@ -69,7 +69,7 @@ def test_autocast_works_again_afterwards():
         assert nn.Linear(2, 2)(torch.zeros(1, 2)).dtype == torch.bfloat16
 
 
-def test_a_block_that_is_switched_off_is_nothing_to_speak_of():
+def test_a_disabled_autocast_block_gives_no_warning():
     class Off(nn.Module):
         def __init__(self):
             super().__init__()
@@ -81,11 +81,11 @@ def test_a_block_that_is_switched_off_is_nothing_to_speak_of():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = capture(Off().eval(), X)
-    assert "head" in {node.target for node in found.graph.nodes}
+        result = capture(Off().eval(), X)
+    assert "head" in {node.target for node in result.graph.nodes}
 
 
-def test_a_block_with_gradients_stands_in_the_graph_itself():
+def test_a_set_grad_enabled_block_is_inlined():
     class Graded(nn.Module):
         def __init__(self):
             super().__init__()
@@ -98,6 +98,6 @@ def test_a_block_with_gradients_stands_in_the_graph_itself():
                 return self.second(x)
 
     model = Graded().eval()
-    found = capture(model, X)
-    assert {"first", "second"} <= {node.target for node in found.graph.nodes}
-    assert torch.equal(found(X), model(X))
+    result = capture(model, X)
+    assert {"first", "second"} <= {node.target for node in result.graph.nodes}
+    assert torch.equal(result(X), model(X))

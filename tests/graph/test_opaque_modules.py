@@ -1,4 +1,4 @@
-"""Modules that are left as they are: nothing of them outlives a capture."""
+"""Opaque modules of leave=: they are freed with their graph, and their MACs are counted."""
 
 import gc
 import weakref
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.usefixtures("own_garbage")
-def test_a_left_module_is_freed_with_its_graph():
+def test_an_opaque_module_is_freed_with_its_graph():
     graph_module = capture(Net(), torch.randn(2, 8), leave=["middle"])
     module = weakref.ref(graph_module.get_submodule("middle"))
     del graph_module
@@ -36,7 +36,7 @@ def test_a_left_module_is_freed_with_its_graph():
 
 
 @pytest.mark.usefixtures("own_garbage")
-def test_a_left_module_is_freed_after_a_capture_that_failed():
+def test_an_opaque_module_is_freed_after_a_failed_capture():
     model = Net(fails=True)
     module = weakref.ref(model.middle)
     with pytest.raises(CaptureError):
@@ -47,7 +47,7 @@ def test_a_left_module_is_freed_after_a_capture_that_failed():
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_the_products_inside_a_left_module_count(batch):
+def test_the_macs_of_an_opaque_module_are_counted(batch):
     result = transform(Net(), torch.randn(batch, 8), leave=["middle"])
     rows = [row for row in coverage(insert_qdq(result.model, result.matches)).operations if row.kind == "left"]
     assert [row.macs for row in rows] == [batch * 16 * 16] * 2

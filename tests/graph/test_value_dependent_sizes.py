@@ -1,4 +1,4 @@
-"""Sizes that depend on values."""
+"""Sizes that depend on tensor values."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from scalepoint.transformation import transform
 
 
 class Takes(nn.Module):
-    """The first n rows of a table, n read from a tensor."""
+    """Takes the first n rows of a table, where n is the value of a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class Takes(nn.Module):
         return self.fc(x) + (rows @ rows.transpose(0, 1)).sum()
 
 
-def test_the_macs_of_what_they_shape_are_those_of_the_example():
+def test_macs_of_layers_with_such_sizes_are_those_of_the_example():
     inputs = (torch.randn(2, 8), torch.tensor(3))
     result = transform(Takes(), inputs)
     quantized = insert_qdq(result.model, result.matches)
@@ -36,7 +36,7 @@ def test_the_macs_of_what_they_shape_are_those_of_the_example():
     assert coverage(quantized).share_of_macs() is not None
 
 
-def test_a_count_of_what_is_not_zero_is_such_a_size():
+def test_the_size_of_nonzero_is_such_a_size():
     class Picks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -52,8 +52,8 @@ def test_a_count_of_what_is_not_zero_is_such_a_size():
     assert row.macs == 3 * 8 * 4
 
 
-def test_a_run_that_fails_is_told():
+def test_a_failed_run_gives_a_warning():
     inputs = (torch.randn(2, 8), torch.tensor(3))
     graph_module = capture(Takes(), inputs)
     with pytest.warns(ScalepointWarning, match="MACs.*'le_1'$"):
-        record_sizes(graph_module, (inputs[0], torch.tensor(9)))  # more rows than the model says it takes
+        record_sizes(graph_module, (inputs[0], torch.tensor(9)))  # more rows than the table has

@@ -1,4 +1,4 @@
-"""Conversions: what is rewritten before patterns look."""
+"""Conversions of the graph before patterns are matched."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ class Head(nn.Module):
         pytest.param(16, lambda x: x.flatten(), "LinearPattern", id="all"),
     ],
 )
-def test_a_classifier_becomes_a_convolution_only_where_channels_are_what_it_takes(features, flatten, becomes, inputs):
+def test_a_classifier_becomes_a_convolution_only_if_its_inputs_are_channels(features, flatten, becomes, inputs):
     model, x = Head(features, flatten).eval(), torch.randn(2, 8, 4, 4)
     result = transform(model, x if inputs else None, dynamic=False)
     assert becomes in result.report.counts()
@@ -47,7 +47,7 @@ def test_an_image_without_a_batch_keeps_its_classifier():
     torch.testing.assert_close(result.model(x), model(x))
 
 
-def test_layers_whose_result_the_model_drops_are_gone():
+def test_layers_whose_results_are_not_used_are_removed():
     class Pools(nn.Module):
         def __init__(self):
             super().__init__()
@@ -63,7 +63,7 @@ def test_layers_whose_result_the_model_drops_are_gone():
     assert "pooler.weight" in result.model.state_dict()
 
 
-def test_the_depth_of_a_node_is_the_longest_way_and_leaves_nothing_on_the_graph():
+def test_the_depth_of_a_node_is_the_longest_path_and_is_not_stored_on_the_graph():
     class Ways(nn.Module):
         def forward(self, x):
             y = torch.relu(torch.relu(x))

@@ -1,4 +1,4 @@
-"""Transform: counts on known models, fusions and refusals with reasons, plans, reports, and one result in all runs."""
+"""Transform: counts on known models, fusions and refusals with reasons, plans, reports, and deterministic results."""
 
 import contextlib
 import copy
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
-from scalepoint import patterns as named
+from scalepoint import patterns as public_patterns
 from scalepoint.errors import GraphError, PatternError, ScalepointError
 from scalepoint.graph import check_graph
 from scalepoint.graph.nodes import get_kind
@@ -41,7 +41,7 @@ def image(batch=1, size=32):
     return torch.randn(batch, 3, size, size)
 
 
-def places(result, pattern):
+def names_of_matches(result, pattern):
     return [match.name for match in result.matches if match.pattern.name == pattern]
 
 
@@ -51,8 +51,8 @@ def golden_text(matches):
 
 def parity(model, result, *inputs):
     with torch.no_grad():
-        expected, found = model.eval()(*inputs), result.model.eval()(*inputs)
-    assert (expected - found).abs().max() <= 1e-4 * expected.abs().max()
+        expected, actual = model.eval()(*inputs), result.model.eval()(*inputs)
+    assert (expected - actual).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +84,15 @@ class TestResNet50:
         }
         assert sum(counts.values()) == 55
 
-    def test_the_groups_stand_where_they_belong(self, resnet):
+    def test_the_groups_have_the_expected_layer_names(self, resnet):
         result = resnet[1]
-        assert places(result, "StemConvBNReLUMaxPoolPattern") == ["conv1"]
-        assert places(result, "ConvBNPattern") == [f"layer{index}.0.downsample.0" for index in (1, 2, 3, 4)]
-        assert {name.rpartition(".")[2] for name in places(result, "ConvBNAddReLUPattern")} == {"conv3"}
+        assert names_of_matches(result, "StemConvBNReLUMaxPoolPattern") == ["conv1"]
+        assert names_of_matches(result, "ConvBNPattern") == [f"layer{index}.0.downsample.0" for index in (1, 2, 3, 4)]
+        assert {name.rpartition(".")[2] for name in names_of_matches(result, "ConvBNAddReLUPattern")} == {"conv3"}
 
     def test_nothing_is_left_over(self, resnet):
-        left = [node.target for node in resnet[1].model.graph.nodes if get_kind(node) in ("conv", "batch_norm")]
-        assert left == []
+        unfused = [node.target for node in resnet[1].model.graph.nodes if get_kind(node) in ("conv", "batch_norm")]
+        assert unfused == []
         assert not resnet[1].report.skipped
 
     def test_the_fused_modules_are_readable(self, resnet):
@@ -110,29 +110,29 @@ class TestResNet50:
         assert list(result.model.state_dict()) == list(model.state_dict())
         assert [name for name, _ in result.model.named_parameters()] == [name for name, _ in model.named_parameters()]
 
-    def test_the_graph_is_sound(self, resnet):
+    def test_the_graph_is_valid(self, resnet):
         check_graph(resnet[1].model)
 
     @pytest.mark.slow
-    def test_an_image_that_leaves_the_last_pool_one_value_finds_the_same(self, resnet):
-        found = transform(resnet[0], image(1, 32))
-        assert golden_text(found.matches) == golden_text(resnet[1].matches)
-        parity(resnet[0], found, image(3, 64))
+    def test_an_image_that_is_one_pixel_at_the_last_pool_finds_the_same(self, resnet):
+        result = transform(resnet[0], image(1, 32))
+        assert golden_text(result.matches) == golden_text(resnet[1].matches)
+        parity(resnet[0], result, image(3, 64))
 
-    def test_the_guide_form_without_inputs_finds_the_same(self, resnet):
-        found = transform(resnet[0], patterns=BASE_PATTERNS)
-        assert golden_text(found.matches) == golden_text(resnet[1].matches)
-        parity(resnet[0], found, image(3, 64))
+    def test_transform_without_inputs_finds_the_same(self, resnet):
+        result = transform(resnet[0], patterns=BASE_PATTERNS)
+        assert golden_text(result.matches) == golden_text(resnet[1].matches)
+        parity(resnet[0], result, image(3, 64))
 
 
 class TestVisionTransformer:
     def test_every_group_is_found(self, vit):
         result = vit[1]
-        assert len(places(result, "MHAInProjectionPattern")) == 12
-        assert len(places(result, "ScaledDotProductAttentionPattern")) == 12
-        assert len(places(result, "LayerNormPattern")) == 25
-        assert places(result, "ConvBNPattern") == ["conv_proj"]
-        with_gelu, without = places(result, "LinearReLUPattern"), places(result, "LinearPattern")
+        assert len(names_of_matches(result, "MHAInProjectionPattern")) == 12
+        assert len(names_of_matches(result, "ScaledDotProductAttentionPattern")) == 12
+        assert len(names_of_matches(result, "LayerNormPattern")) == 25
+        assert names_of_matches(result, "ConvBNPattern") == ["conv_proj"]
+        with_gelu, without = names_of_matches(result, "LinearReLUPattern"), names_of_matches(result, "LinearPattern")
         in_blocks = [name for name in (*with_gelu, *without) if "encoder_layer_" in name]
         assert (len(with_gelu), len(in_blocks)) == (12, 36)
         assert [name for name in without if name not in in_blocks] == ["heads.head"]
@@ -144,10 +144,10 @@ class TestVisionTransformer:
     def test_state_keeps_its_names(self, vit):
         assert list(vit[1].model.state_dict()) == list(vit[0].state_dict())
 
-    def test_the_guide_form_without_inputs_finds_the_same(self, vit):
-        found = transform(vit[0], patterns=BASE_PATTERNS)
-        assert golden_text(found.matches) == golden_text(vit[1].matches)
-        parity(vit[0], found, image(3))
+    def test_transform_without_inputs_finds_the_same(self, vit):
+        result = transform(vit[0], patterns=BASE_PATTERNS)
+        assert golden_text(result.matches) == golden_text(vit[1].matches)
+        parity(vit[0], result, image(3))
 
 
 class TestOtherModels:
@@ -156,7 +156,7 @@ class TestOtherModels:
         result = transform(model, image(1, 16))
         counts = result.report.counts()
         assert (counts["ConvBNReLUPattern"], counts["ConvBNPattern"]) == (10, 1)
-        assert places(result, "ConvTransposeBNReLUPattern") == ["up1", "up2"]
+        assert names_of_matches(result, "ConvTransposeBNReLUPattern") == ["up1", "up2"]
         parity(model, result, image(3, 16))
 
     def test_a_decoder_fuses_attention_norms_and_projections(self):
@@ -170,17 +170,17 @@ class TestOtherModels:
 
     def test_nothing_with_weights_is_silently_missing(self):
         plan = get_transformation_plan(SilentSkip().eval(), torch.randn(1, 5, 8))
-        named = " ".join([*(match.name for match in plan.matches), *(refusal.name for refusal in plan.refusals)])
-        shown = render(plan.table(), 200)
+        names = " ".join([*(match.name for match in plan.matches), *(refusal.name for refusal in plan.refusals)])
+        text = render(plan.table(), 200)
         for name in ("attention.in_proj", "attention.out_proj", "lstm", "head"):
-            assert name in named
-            assert name in shown
+            assert name in names
+            assert name in text
         assert places_of_kind(plan, "linear") == 4
 
     def test_a_recurrent_layer_says_why_it_stays_float(self):
         result = transform(SilentSkip().eval(), torch.randn(1, 5, 8))
-        told = [*result.report.skipped, *result.report.refusals]
-        assert any("lstm" in item.name and item.reason for item in told)
+        reported = [*result.report.skipped, *result.report.refusals]
+        assert any("lstm" in item.name and item.reason for item in reported)
 
 
 class Reads(nn.Module):
@@ -214,11 +214,11 @@ class Pair(nn.Module):
         return self.bilinear(x, x)
 
 
-def named_as_left(result):
+def unmatched_operations(result):
     return [(item.name, item.reason) for item in result.report.refusals if not item.pattern]
 
 
-class TestWeightsThatAreReadInAnotherWay:
+class TestWeightsThatAreReadInAnUnknownWay:
     @pytest.mark.parametrize(
         ("model", "weight"),
         [
@@ -231,14 +231,14 @@ class TestWeightsThatAreReadInAnotherWay:
             pytest.param(Pair(), "bilinear.weight", id="bilinear"),
         ],
     )
-    def test_they_are_named_with_the_reason(self, model, weight):
+    def test_they_are_reported_with_a_reason(self, model, weight):
         result = transform(model, torch.randn(2, 4))
-        assert [reason for _, reason in named_as_left(result)] == [
+        assert [reason for _, reason in unmatched_operations(result)] == [
             f"reads the weight {weight} in an unknown way: it stays float"
         ]
         parity(model, result, torch.randn(3, 4))
 
-    def test_those_of_several_that_stand_in_one_place_are_all_named(self):
+    def test_all_weights_that_one_module_reads_are_reported(self):
         class Sums(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -247,10 +247,10 @@ class TestWeightsThatAreReadInAnotherWay:
             def forward(self, x):
                 return torch.einsum("bi,oi->b", x, self.one) + torch.einsum("bi,oi->b", x, self.two)
 
-        found = named_as_left(transform(Sums(), torch.randn(2, 4)))
-        assert {reason for _, reason in found} == {"reads the weights one, two in an unknown way: it stays float"}
+        operations = unmatched_operations(transform(Sums(), torch.randn(2, 4)))
+        assert {reason for _, reason in operations} == {"reads the weights one, two in an unknown way: it stays float"}
 
-    def test_those_in_branches_are_told_by_the_branch(self):
+    def test_weights_in_branches_are_reported_with_the_branch(self):
         class Branches(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -259,13 +259,13 @@ class TestWeightsThatAreReadInAnotherWay:
             def forward(self, x):
                 return torch.cond(x.sum() > 0, lambda x: self.yes(x) + 0, lambda x: self.no(x) * 2, (x,))
 
-        found = named_as_left(transform(Branches(), torch.randn(2, 4)))
-        assert {reason for _, reason in found} == {
+        operations = unmatched_operations(transform(Branches(), torch.randn(2, 4)))
+        assert {reason for _, reason in operations} == {
             "is in a branch of torch.cond, which is not transformed: it stays float"
         }
 
-    def test_a_module_that_is_not_looked_into_is_named_without_inputs_too(self):
-        assert named_as_left(transform(Pair())) == [
+    def test_they_are_also_reported_without_example_inputs(self):
+        assert unmatched_operations(transform(Pair())) == [
             ("bilinear", "reads the weight bilinear.weight in an unknown way: it stays float")
         ]
 
@@ -280,8 +280,8 @@ class TestWeightsThatAreReadInAnotherWay:
         ],
     )
     @pytest.mark.parametrize("inputs", [True, False], ids=["with-inputs", "without"])
-    def test_what_is_added_scaled_or_joined_is_no_weight(self, function, inputs):
-        assert named_as_left(transform(Reads(function, 1, 4), torch.randn(2, 4) if inputs else None)) == []
+    def test_parameters_that_are_added_scaled_or_concatenated_are_not_reported(self, function, inputs):
+        assert unmatched_operations(transform(Reads(function, 1, 4), torch.randn(2, 4) if inputs else None)) == []
 
     @pytest.mark.parametrize("batch", [(2,), (2, 3)], ids=["tokens", "windows"])
     def test_a_weight_as_the_left_operand_is_a_linear_layer(self, batch):
@@ -290,10 +290,10 @@ class TestWeightsThatAreReadInAnotherWay:
         assert result.report.counts() == {"LinearPattern": 1}
         parity(model, result, torch.randn(*batch, 4, 5))
 
-    def test_the_experts_of_a_mixture_are_named(self):
+    def test_the_experts_of_a_mixture_are_reported(self):
         model = Reads(lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=torch.tensor([2, 4]).int()), 2, 8, 8)
         result = transform(model.bfloat16(), torch.randn(4, 8).bfloat16())
-        assert named_as_left(result) == [("grouped_linear", "no pattern matches grouped_linear: it stays float")]
+        assert unmatched_operations(result) == [("grouped_linear", "no pattern matches grouped_linear: it stays float")]
 
 
 def places_of_kind(plan, kind):
@@ -315,7 +315,7 @@ class TestPoolsThatChangeNothing:
             pytest.param(nn.AdaptiveAvgPool2d((None, 8)), False, id="adaptive-in-one-axis"),
         ],
     )
-    def test_they_go_and_others_stay(self, pool, is_idle, inputs):
+    def test_they_are_removed_and_others_are_not(self, pool, is_idle, inputs):
         model = nn.Sequential(nn.Conv2d(3, 4, 1), pool, nn.ReLU()).eval()
         result = transform(model, image(1, 8) if inputs else None)
         assert (result.report.counts() == {"ConvBNReLUPattern": 1}) is is_idle
@@ -324,7 +324,7 @@ class TestPoolsThatChangeNothing:
 
 
 class Residual(nn.Module):
-    """relu(bn(conv(x)) + x), the add written in either order or by a function."""
+    """relu(bn(conv(x)) + x), with the operands of the add in both orders or with a function."""
 
     def __init__(self, add):
         super().__init__()
@@ -384,13 +384,13 @@ class TestFusions:
         model = settled(Residual(lambda y, x: torch.add(y, x, alpha=3)))
         parity(model, transform(model, image(1, 8)), image(3, 8))
 
-    def test_an_add_of_a_number_is_no_residual(self):
+    def test_an_add_of_a_number_is_not_a_residual(self):
         model = settled(Residual(lambda y, x: y + 1.0))
         result = transform(model, image(1, 8))
         assert "ConvBNAddReLUPattern" not in result.report.counts()
         parity(model, result, image(3, 8))
 
-    def test_an_add_of_a_parameter_is_no_residual(self):
+    def test_an_add_of_a_parameter_is_not_a_residual(self):
         class Biased(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -404,32 +404,32 @@ class TestFusions:
         parity(model, result, image(3, 8))
         assert list(result.model.state_dict()) == list(model.state_dict())
 
-    def test_a_tensor_added_to_itself_is_no_residual(self):
+    def test_a_tensor_added_to_itself_is_not_a_residual(self):
         model = settled(Residual(lambda y, x: y + y))
         result = transform(model, image(1, 8))
         assert "ConvBNAddReLUPattern" not in result.report.counts()
         parity(model, result, image(3, 8))
 
     @pytest.mark.parametrize("long_first", [True, False], ids=["long-first", "short-first"])
-    def test_of_two_convolutions_the_longer_branch_takes_the_add(self, long_first):
+    def test_the_longer_of_two_branches_takes_the_add(self, long_first):
         model = TwoBranches(long_first).eval()
         result = transform(model, image(1, 8))
-        assert places(result, "ConvBNAddReLUPattern") == ["a2"]
-        assert places(result, "ConvBNPattern") == ["b"]
-        told = [refusal for refusal in result.report.refusals if refusal.name == "b" and "a2" in refusal.reason]
-        assert told
+        assert names_of_matches(result, "ConvBNAddReLUPattern") == ["a2"]
+        assert names_of_matches(result, "ConvBNPattern") == ["b"]
+        reported = [refusal for refusal in result.report.refusals if refusal.name == "b" and "a2" in refusal.reason]
+        assert reported
         parity(model, result, image(3, 8))
 
-    def test_an_output_with_two_readers_ends_the_group_and_the_other_reader_is_named(self):
+    def test_an_output_with_two_readers_ends_the_group_and_the_other_reader_is_reported(self):
         model = settled(TwoReaders())
         result = transform(model, image(1, 8))
         assert result.report.counts() == {"ConvBNPattern": 2}
         assert all(match.roles == ("conv",) for match in result.matches)
-        told = [
+        reported = [
             item.reason for item in result.report.refusals if (item.pattern, item.name) == ("ConvBNReLUPattern", "conv")
         ]
-        assert len(told) == 1
-        assert "other" in told[0]
+        assert len(reported) == 1
+        assert "other" in reported[0]
         parity(model, result, image(3, 8))
 
     def test_a_tensor_that_the_model_also_returns_is_not_fused_away(self):
@@ -445,8 +445,8 @@ class TestFusions:
         model = settled(Returned())
         result = transform(model, image(1, 8))
         x = image(3, 8)
-        for found, expected in zip(result.model(x), model(x), strict=True):
-            torch.testing.assert_close(found, expected)
+        for actual, expected in zip(result.model(x), model(x), strict=True):
+            torch.testing.assert_close(actual, expected)
         assert result.report.counts() == {"ConvBNPattern": 1}
 
     def test_the_same_block_called_twice_is_fused_twice_over_one_set_of_parameters(self):
@@ -500,7 +500,7 @@ class TestFusions:
             pytest.param(lambda s, v: (s * torch.ones(5, 1)).softmax(-1) @ v, id="a-learned-scale"),
         ],
     )
-    def test_attention_is_one_core_whatever_stands_before_its_softmax(self, between):
+    def test_attention_is_one_core_with_any_operations_before_its_softmax(self, between):
         class Attention(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -539,7 +539,7 @@ class TestFusions:
             ),
         ],
     )
-    def test_a_linear_layer_takes_gelu_in_any_spelling(self, gelu):
+    def test_a_linear_layer_is_fused_with_any_form_of_gelu(self, gelu):
         class MLP(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -574,7 +574,7 @@ class SmallNet(nn.Module):
 
 
 class BreaksOnce(Fused):
-    """A fused class of a user that cannot be made."""
+    """A fused class of a user whose constructor raises."""
 
     def __init__(self, parts, wiring):
         raise RuntimeError("no kernel for this shape")
@@ -592,12 +592,12 @@ class TestPlans:
         assert result.report.skipped[0].reason
         parity(model, result, image(3, 8))
 
-    def test_a_reason_that_the_user_gave_is_kept(self):
+    def test_a_reason_set_by_the_user_is_kept(self):
         plan = get_transformation_plan(small(), image(1, 8))
         plan.matches[0].apply, plan.matches[0].reason = False, "accuracy drops here"
         assert apply_transformation_plan(plan).report.skipped[0].reason == "accuracy drops here"
 
-    def test_a_fused_class_that_raises_is_skipped_with_its_reason_and_the_rest_goes_on(self):
+    def test_a_fused_class_that_raises_is_skipped_with_its_reason_and_the_rest_is_applied(self):
         model = small()
         broken = Pattern("Broken", chain(op("conv"), op("batch_norm"), op("relu")), BreaksOnce)
         plan = get_transformation_plan(model, image(1, 8), [broken, *BASE_PATTERNS])
@@ -608,22 +608,22 @@ class TestPlans:
         check_graph(result.model)
         parity(model, result, image(3, 8))
 
-    def test_a_fused_class_that_raises_leaves_no_trace(self):
+    def test_a_fused_class_that_raises_does_not_change_the_graph(self):
         model = small()
         broken = Pattern("Broken", chain(op("conv"), op("batch_norm"), op("relu")), BreaksOnce)
         result = transform(model, image(1, 8), [broken])
         assert not any(isinstance(module, Fused) for module in result.model.modules())
         assert list(result.model.state_dict()) == list(model.state_dict())
 
-    def test_a_condition_that_raises_is_skipped_with_its_reason_and_the_rest_goes_on(self):
+    def test_a_condition_that_raises_is_skipped_with_its_reason_and_the_rest_is_applied(self):
         def fails(node, nodes):
             raise ZeroDivisionError("a user's own fault")
 
         broken = Pattern("Broken", chain(op("conv", where=fails), op("batch_norm"), op("relu")), Fused)
         result = transform(small(), image(1, 8), [broken, *BASE_PATTERNS])
         assert [match.name for match in result.matches] == ["conv1", "conv2", "head"]
-        told = [item.reason for item in (*result.report.skipped, *result.report.refusals) if "Broken" in str(item)]
-        assert any("a user's own fault" in reason for reason in told)
+        reported = [item.reason for item in (*result.report.skipped, *result.report.refusals) if "Broken" in str(item)]
+        assert any("a user's own fault" in reason for reason in reported)
 
     def test_a_plan_survives_json(self):
         model = small()
@@ -638,14 +638,14 @@ class TestPlans:
         ]
         assert other.to_json() == text
 
-    @pytest.mark.parametrize("kept", [0, 1, 2])
-    def test_a_saved_plan_of_a_part_of_the_matches_is_refused_and_changes_nothing(self, kept):
+    @pytest.mark.parametrize("row_count", [0, 1, 2])
+    def test_a_saved_plan_of_a_part_of_the_matches_is_refused_and_changes_nothing(self, row_count):
         plan = get_transformation_plan(small(), image(1, 8))
         saved = json.loads(plan.to_json())
-        cut = {**saved, "matches": [{**row, "apply": False} for row in saved["matches"][:kept]]}
+        cut = {**saved, "matches": [{**row, "apply": False} for row in saved["matches"][:row_count]]}
         with pytest.raises(PatternError, match="does not contain") as caught:
             plan.load_json(json.dumps(cut))
-        for row in saved["matches"][kept:]:
+        for row in saved["matches"][row_count:]:
             assert f"{row['pattern']} at {row['where']}" in str(caught.value)
         assert plan.to_json() == json.dumps(saved, indent=2)
 
@@ -686,12 +686,12 @@ class TestPlans:
             pytest.param('{"version": 1', id="cut-off"),
         ],
     )
-    def test_what_is_no_plan_is_refused(self, text):
+    def test_invalid_plans_are_refused(self, text):
         plan = get_transformation_plan(small(), image(1, 8))
         with pytest.raises(ValueError, match=r"SP-"):
             plan.load_json(text)
 
-    def test_a_plan_applied_twice_leaves_the_first_result_whole(self):
+    def test_applying_a_plan_twice_does_not_damage_the_first_result(self):
         model = small()
         plan = get_transformation_plan(model, image(1, 8))
         first = apply_transformation_plan(plan)
@@ -704,9 +704,9 @@ class TestPlans:
 
 def render(table, width):
     console = Console(width=width, force_terminal=False, color_system=None)
-    with console.capture() as shown:
+    with console.capture() as output:
         console.print(table)
-    return shown.get()
+    return output.get()
 
 
 class TestTables:
@@ -745,7 +745,7 @@ class TestTables:
         plan = get_transformation_plan(model.eval(), torch.randn(1, 4))
         assert "\x1b" not in render(plan.table(), 200)
 
-    def test_the_table_says_what_is_applied_and_why_not(self):
+    def test_the_table_shows_what_is_applied_and_why_not(self):
         plan = get_transformation_plan(small(), image(1, 8))
         plan.matches[0].apply, plan.matches[0].reason = False, "sensitive"
         text = render(plan.table(), 200)
@@ -760,7 +760,7 @@ class TestTables:
 
 
 class Wrong(Fused):
-    """A fused module that does not compute what its parts do."""
+    """A fused module that does not compute the same as its parts."""
 
     def forward(self, *inputs):
         return super().forward(*inputs) + 1
@@ -785,9 +785,9 @@ class TestChecks:
         assert result.model.training
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
-    @pytest.mark.parametrize("made", [Wrong, NotANumber])
-    def test_a_fused_class_that_computes_something_else_is_found(self, made):
-        wrong = Pattern("WrongPattern", chain(op("linear")), made)
+    @pytest.mark.parametrize("fused_class", [Wrong, NotANumber])
+    def test_a_fused_class_that_computes_something_else_is_detected(self, fused_class):
+        wrong = Pattern("WrongPattern", chain(op("linear")), fused_class)
         with pytest.raises(GraphError):
             transform(small(), image(1, 8), [wrong], check=True)
 
@@ -817,9 +817,9 @@ class TestChecks:
                 return self.fc(x)
 
         x = torch.randn(2, 4)
-        kept = x.clone()
+        original = x.clone()
         transform(Writes().eval(), x, check=True)
-        assert torch.equal(x, kept)
+        assert torch.equal(x, original)
 
     def test_an_output_of_zeros_passes(self):
         model = nn.Linear(4, 3).eval()
@@ -851,9 +851,9 @@ WHOLE_SCRIPT = SCRIPT.format(
 
 
 def outputs(script, seeds):
-    """What the script prints in fresh processes, two at a time."""
+    """Run the script in new processes, two at a time, and return what they print."""
     root = Path(__file__).parents[2]
-    found = []
+    texts = []
     for pair in (seeds[start : start + 2] for start in range(0, len(seeds), 2)):
         running = [
             subprocess.Popen(
@@ -865,12 +865,12 @@ def outputs(script, seeds):
             )
             for seed in pair
         ]
-        found += [process.communicate(timeout=120)[0] for process in running]
-    return found
+        texts += [process.communicate(timeout=120)[0] for process in running]
+    return texts
 
 
 def golden(name, text):
-    """The stored text; SCALEPOINT_REGENERATE=1 writes it anew."""
+    """Return the stored text. SCALEPOINT_REGENERATE=1 replaces it."""
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("SCALEPOINT_REGENERATE"):
         GOLDEN.mkdir(exist_ok=True)
@@ -975,8 +975,8 @@ class TestTheResult:
     def test_shared_parameters_are_the_callers_own(self):
         model = small()
         result = transform(model, image(1, 8), copy=False)
-        own = dict(model.named_parameters())
-        assert all(value is own[name] for name, value in result.model.named_parameters())
+        parameters = dict(model.named_parameters())
+        assert all(value is parameters[name] for name, value in result.model.named_parameters())
         assert list(model.named_modules(remove_duplicate=False)) == list(model.named_modules())
         assert not any(isinstance(module, Fused) for module in model.modules())
 
@@ -994,7 +994,7 @@ class TestTheResult:
         x = image(2, 8)
         torch.testing.assert_close(torch.export.export(result.model.eval(), (x,)).module()(x), model(x))
 
-    def test_a_fused_module_gives_its_weight_and_parts(self):
+    def test_a_fused_module_has_its_weight_and_parts(self):
         result = transform(small(), image(1, 8))
         fused = result.model.get_submodule(result.matches[0].fused)
         assert fused.weight is result.model.conv1.weight
@@ -1003,7 +1003,7 @@ class TestTheResult:
 
 
 class FusedLinearDropoutAdd(Fused):
-    """y = dropout(linear(x)) + r, a user's own."""
+    """y = dropout(linear(x)) + r, a pattern of a user."""
 
 
 LINEAR_DROPOUT_ADD = Pattern(
@@ -1014,7 +1014,7 @@ LINEAR_DROPOUT_ADD = Pattern(
 )
 
 
-class TestAUsersOwnPattern:
+class TestUserPatterns:
     def test_it_matches_and_fuses(self):
         class Block(nn.Module):
             def __init__(self):
@@ -1026,18 +1026,18 @@ class TestAUsersOwnPattern:
 
         model = nn.Sequential(Block(), Block()).eval()
         result = transform(model, torch.randn(1, 4), [LINEAR_DROPOUT_ADD], check=True)
-        assert places(result, "LinearDropoutAddPattern") == ["0.fc", "1.fc"]
+        assert names_of_matches(result, "LinearDropoutAddPattern") == ["0.fc", "1.fc"]
         assert [match.roles for match in result.matches] == [("linear", "dropout", "add")] * 2
         parity(model, result, torch.randn(3, 4))
 
-    def test_it_comes_before_shorter_ones_wherever_it_is_listed(self):
+    def test_it_is_matched_before_shorter_patterns_in_any_order(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
         long = Pattern("Long", chain(op("linear"), op("relu")), Fused)
         short = Pattern("Short", chain(op("linear")), Fused)
         for patterns in ([long, short], [short, long]):
             assert golden_text(transform(model, torch.randn(1, 4), patterns).matches) == "Long 0\nShort 2\n"
 
-    def test_of_two_of_one_length_the_first_listed_wins(self):
+    def test_the_first_of_two_patterns_of_equal_length_wins(self):
         model = nn.Sequential(nn.Linear(4, 4)).eval()
         one, two = (Pattern(name, chain(op("linear")), Fused) for name in ("One", "Two"))
         assert golden_text(transform(model, torch.randn(1, 4), [one, two]).matches) == "One 0\n"
@@ -1052,7 +1052,7 @@ class TestAUsersOwnPattern:
         assert result.matches == []
         assert [(item.name, item.reason) for item in result.report.refusals] == [("0", "too wide for the kernel")]
 
-    def test_no_pattern_leaves_the_captured_graph(self):
+    def test_without_patterns_the_captured_graph_is_returned(self):
         model = small()
         result = transform(model, image(1, 8), [])
         assert result.matches == []
@@ -1076,7 +1076,7 @@ class TestInvalidPatterns:
             pytest.param(lambda: op(""), id="no-role"),
         ],
     )
-    def test_a_pattern_that_makes_no_sense_is_refused_when_it_is_made(self, make):
+    def test_an_invalid_pattern_is_refused_when_it_is_created(self, make):
         with pytest.raises(PatternError):
             make()
 
@@ -1085,16 +1085,16 @@ class TestInvalidPatterns:
         with raises(PatternError, "two patterns", "'Mine'"):
             transform(nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4), twins)
 
-    def test_what_is_no_pattern_is_refused(self):
+    def test_values_that_are_not_patterns_are_refused(self):
         with pytest.raises(PatternError):
             transform(nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4), ["LinearPattern"])
 
-    def test_a_pattern_class_in_the_place_of_its_value_is_refused_with_the_call_to_write(self):
+    def test_a_pattern_class_instead_of_an_instance_is_refused_with_advice(self):
         with pytest.raises(PatternError, match=r"pass LinearPattern\(\)"):
-            transform(nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4), [named.LinearPattern])
+            transform(nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4), [public_patterns.LinearPattern])
 
 
-class TestTheClassesOfTheBaseSet:
+class TestBasePatternClasses:
     TABLE = {  # contract B2
         "ConvBNPattern": (Point.INPUT,),
         "ConvBNReLUPattern": (Point.INPUT,),
@@ -1109,20 +1109,20 @@ class TestTheClassesOfTheBaseSet:
     }
 
     @pytest.mark.parametrize("name", TABLE)
-    def test_each_is_imported_by_its_name_and_part_of_the_base_set(self, name):
-        kind = getattr(named, name)
+    def test_each_can_be_imported_by_name_and_is_in_the_base_set(self, name):
+        kind = getattr(public_patterns, name)
         assert kind().qdq_points == self.TABLE[name]
         assert kind() in BASE_PATTERNS
         assert kind().name == name
 
-    def test_a_match_is_told_by_its_class_also_where_a_target_changed_the_points(self):
+    def test_a_match_is_identified_by_its_class_even_if_a_target_changed_the_points(self):
         model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
         for target in (None, "onnxruntime", "openvino", "tensorrt", "executorch", "coreml", "litert"):
             first, second = transform(model, image(1, 8), target=target).matches
-            assert isinstance(first.pattern, named.ConvBNReLUPattern)
-            assert isinstance(second.pattern, named.ConvBNPattern)
+            assert isinstance(first.pattern, public_patterns.ConvBNReLUPattern)
+            assert isinstance(second.pattern, public_patterns.ConvBNPattern)
 
-    def test_a_list_of_them_is_all_that_is_matched(self):
+    def test_only_the_listed_patterns_are_matched(self):
         model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
-        result = transform(model, image(1, 8), patterns=[named.ConvBNReLUPattern(qdq_points=())])
+        result = transform(model, image(1, 8), patterns=[public_patterns.ConvBNReLUPattern(qdq_points=())])
         assert [match.pattern.qdq_points for match in result.matches] == [()]

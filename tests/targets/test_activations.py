@@ -35,7 +35,7 @@ RARE = ("CELU_half", "ELU_half", "Hardshrink", "Hardswish", "Hardtanh_whole", "L
 
 
 class Branches(nn.Module):
-    """One output for each activation, which stands between two convolutions."""
+    """One output for each activation, which is between two convolutions."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -56,22 +56,22 @@ def verified(target, names, folder):
     return verify(path, model, x, layers=False)
 
 
-def check(found, names):
-    """A tie of the rounding may fall otherwise in a runtime: one code, some 40 dB below the signal."""
-    assert found.status == Status.OK, found.message
-    assert found.differences == ()
-    assert len(found.optimized) == len(names)
-    assert [str(each) for each in found.optimized if each.sqnr < 30] == []
+def check(verification, names):
+    """Check all outputs. A runtime may round a tie differently: by one code, about 40 dB below the signal."""
+    assert verification.status == Status.OK, verification.message
+    assert verification.differences == ()
+    assert len(verification.optimized) == len(names)
+    assert [str(output) for output in verification.optimized if output.sqnr < 30] == []
 
 
 def test_the_table_has_every_activation_of_torch():
-    """Attention is no activation, and AdaptiveLogSoftmaxWithLoss is a loss."""
-    known = set(torch.nn.modules.activation.__all__) - {"MultiheadAttention"}
-    assert known == {type(each).__name__ for each in ACTIVATIONS.values()}
+    """Attention is not an activation, and AdaptiveLogSoftmaxWithLoss is a loss."""
+    activations_of_torch = set(torch.nn.modules.activation.__all__) - {"MultiheadAttention"}
+    assert activations_of_torch == {type(activation).__name__ for activation in ACTIVATIONS.values()}
 
 
 @pytest.mark.parametrize("target", ["litert", "coreml"])
-def test_activations_that_a_format_has_no_operation_for_are_written_with_others(target, tmp_path):
+def test_activations_without_an_operation_in_a_format_are_written_with_other_operations(target, tmp_path):
     if find_spec(PACKAGES[target]) is None:
         pytest.skip(f"{PACKAGES[target]} is not installed")
     check(verified(target, RARE, tmp_path), RARE)

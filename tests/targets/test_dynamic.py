@@ -1,4 +1,4 @@
-"""Activations with a scale per call are refused before any work by targets whose files hold constant scales."""
+"""Dynamic activations are refused before any work by targets whose files store constant scales."""
 
 import pytest
 import torch
@@ -26,9 +26,9 @@ def test_dynamic_activations_per_tensor_are_refused_at_insert(target, dtype):
 
 
 @pytest.mark.parametrize("target", ["executorch", "litert"])
-def test_dynamic_activations_per_token_are_taken_where_kernels_have_them(target):
+def test_dynamic_activations_per_token_are_accepted_if_kernels_support_them(target):
     inserted(target, dtype="int8", qscheme="asymmetric", granularity={"type": "per_token"})
 
 
-def test_a_simulation_takes_them():
+def test_the_reference_target_accepts_them():
     inserted("reference", dtype="int8")

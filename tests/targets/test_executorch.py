@@ -1,4 +1,4 @@
-"""Where ExecuTorch's quantizers stand, and what its target refuses before any work; nothing of it need be installed."""
+"""Placement of quantizers for ExecuTorch, and what the target refuses. ExecuTorch need not be installed."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ INT4 = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size
 STATIC = QuantizationSpec(dtype="int8", qscheme="asymmetric", qparam_calculator_cls="global_minmax")
 
 
-def placed(model, x, config=None):
+def transform_and_insert(model, x, config=None):
     result = transform(model.eval(), (x,), target="executorch")
     return insert_qdq(result.model, result.matches, config)
 
@@ -32,22 +32,22 @@ def is_dynamic(stub):
 
 
 def test_every_tensor_between_convolutions_is_quantized_once():
-    found = placed(resnet50(width=8, classes=10), torch.randn(2, 3, 64, 64))
-    kinds = [module.kind for module in found.modules() if type(module).__name__ == "QuantizedLayer"]
+    quantized = transform_and_insert(resnet50(width=8, classes=10), torch.randn(2, 3, 64, 64))
+    kinds = [module.kind for module in quantized.modules() if type(module).__name__ == "QuantizedLayer"]
     assert (kinds.count("conv"), kinds.count("linear")) == (53, 1)
-    # the input, 53 convolutions, 16 adds, the pool (max pool and flatten share), the head
-    assert len(stubs(found)) == 1 + 53 + 16 + 1 + 1
-    assert not any(map(is_dynamic, stubs(found).values()))
+    # the input, 53 convolutions, 16 adds, the average pool (max pool and flatten share a stub), the head
+    assert len(stubs(quantized)) == 1 + 53 + 16 + 1 + 1
+    assert not any(map(is_dynamic, stubs(quantized).values()))
 
 
-def test_linear_layers_of_a_transformer_find_their_scales_anew_and_write_float():
-    found = placed(vit_b16(hidden=48, image=32), torch.randn(2, 3, 32, 32))
-    own = stubs(found)
-    dynamic = [name for name, stub in own.items() if is_dynamic(stub)]
+def test_linear_layers_of_a_transformer_have_dynamic_scales_and_float_outputs():
+    quantized = transform_and_insert(vit_b16(hidden=48, image=32), torch.randn(2, 3, 32, 32))
+    stubs_by_name = stubs(quantized)
+    dynamic = [name for name, stub in stubs_by_name.items() if is_dynamic(stub)]
     assert len(dynamic) == 12 * 4 + 1  # qkv, out, two of the MLP; the head
-    assert len(own) == len(dynamic)  # the patch embedding, between float tensors, is float
+    assert len(stubs_by_name) == len(dynamic)  # the patch embedding, between float tensors, is float
     with torch.no_grad():
-        found(torch.randn(2, 3, 32, 32))
+        quantized(torch.randn(2, 3, 32, 32))
 
 
 class Patches(nn.Module):
@@ -59,26 +59,26 @@ class Patches(nn.Module):
         return self.head(self.norm(self.embed(x).flatten(2).transpose(1, 2)))
 
 
-def test_a_patch_embedding_is_int8_only_where_constant_scales_are_asked_for():
+def test_a_patch_embedding_is_int8_only_with_static_scales():
     rows = [
-        record_of(placed(Patches(), torch.randn(2, 3, 8, 8), config)).coverage.operations[0]
+        record_of(transform_and_insert(Patches(), torch.randn(2, 3, 8, 8), config)).coverage.operations[0]
         for config in (None, QuantConfig(activation=STATIC))
     ]
     assert [(row.name, row.state.value) for row in rows] == [("embed", "float"), ("embed", "quantized")]
     assert "static scales" in rows[0].reason
 
 
-def test_a_static_linear_layer_has_its_output_quantized_as_xnnpack_wants():
+def test_a_static_linear_layer_has_a_quantized_output_for_xnnpack():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
-    dynamic = stubs(placed(model, torch.randn(2, 8)))
-    assert [is_dynamic(each) for each in dynamic.values()] == [True, True]
-    static = stubs(placed(model, torch.randn(2, 8), QuantConfig(activation=STATIC)))
-    assert len(static) == 4  # in and out of each: the GELU between them is float
+    dynamic = stubs(transform_and_insert(model, torch.randn(2, 8)))
+    assert [is_dynamic(stub) for stub in dynamic.values()] == [True, True]
+    static = stubs(transform_and_insert(model, torch.randn(2, 8), QuantConfig(activation=STATIC)))
+    assert len(static) == 4  # input and output of each: the GELU between them is float
     assert not any(map(is_dynamic, static.values()))
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (QuantConfig(activation=STATIC.replace(dtype="uint8")), "uint8 as activation"),
         (QuantConfig(weight=QuantizationSpec(qscheme="asymmetric")), "asymmetric as weight"),
@@ -87,16 +87,16 @@ def test_a_static_linear_layer_has_its_output_quantized_as_xnnpack_wants():
     ],
     ids=["unsigned activations", "asymmetric weights", "int4 convolutions", "float8"],
 )
-def test_what_xnnpack_cannot_run_is_refused_with_the_nearest_choice(config, said):
-    with pytest.raises(TargetError, match=said) as caught:
-        placed(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(1, 3, 8, 8), config)
+def test_specs_that_xnnpack_cannot_run_are_refused_with_the_nearest_one(config, message):
+    with pytest.raises(TargetError, match=message) as caught:
+        transform_and_insert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(1, 3, 8, 8), config)
     assert "nearest supported: int8" in str(caught.value)
 
 
-def test_groups_that_xnnpack_has_no_kernel_for_are_refused():
+def test_group_sizes_without_an_xnnpack_kernel_are_refused():
     wrong = INT4.replace(granularity=PerBlockGranularity(block_size=16))
     with pytest.raises(TargetError, match="int4 in blocks of 16"):
-        placed(nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(weight=wrong))
+        transform_and_insert(nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(weight=wrong))
 
 
 def test_a_convolution_over_three_axes_is_refused_before_any_data_is_read(tmp_path):
@@ -114,17 +114,21 @@ def test_a_convolution_over_three_axes_is_refused_before_any_data_is_read(tmp_pa
 
 def test_narrow_weights_with_float_activations_have_no_kernel():
     with raises(CoverageError, "float activations", "leave those to the target"):
-        placed(nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(activation="float", weight=INT4))
+        transform_and_insert(
+            nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(activation="float", weight=INT4)
+        )
 
 
-def test_four_bits_behind_convolutions_ask_for_rows():
+def test_int4_weights_after_convolutions_need_dynamic_activations():
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 8))
     x, only = torch.randn(1, 3, 8, 8), Override(name="3", weight=INT4)
     with raises(TargetError, "3: ", "'executorch'", "4-bit weights"):
-        placed(model, x, QuantConfig(overrides=(only,)))
+        transform_and_insert(model, x, QuantConfig(overrides=(only,)))
     rows = find_target("executorch").activation_for("LinearPattern")
-    found = placed(model, x, QuantConfig(overrides=(Override(name="3", weight=INT4, activation=rows),)))
-    assert sum(map(is_dynamic, stubs(found).values())) == 1
+    quantized = transform_and_insert(
+        model, x, QuantConfig(overrides=(Override(name="3", weight=INT4, activation=rows),))
+    )
+    assert sum(map(is_dynamic, stubs(quantized).values())) == 1
 
 
 def test_the_declaration_tells_the_linear_layers_apart():
@@ -134,10 +138,10 @@ def test_the_declaration_tells_the_linear_layers_apart():
 
 
 def test_rows_are_added_to_a_float_bias():
-    """A scale that is found anew is none that a bias could be rounded with beforehand."""
+    """A bias cannot be quantized if the scale of the input is computed in every call."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 8)).eval(), torch.randn(4, 64)
-    found = quantize(model, x, forward_loop=[x], target="executorch")
+    quantized = quantize(model, x, forward_loop=[x], target="executorch")
     with torch.no_grad():
-        wanted, given = model(x), found(x)
-    assert 10 * torch.log10(wanted.square().sum() / (wanted - given).square().sum()) > 35
+        expected, actual = model(x), quantized(x)
+    assert 10 * torch.log10(expected.square().sum() / (expected - actual).square().sum()) > 35

@@ -1,4 +1,4 @@
-"""What people give in the place of a model and of its inputs: taken as they mean it, or refused with the way out."""
+"""Values that users pass as a model or as inputs: accepted if the meaning is clear, else refused with advice."""
 
 import numpy as np
 import pytest
@@ -38,15 +38,15 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [compiled, nn.DataParallel, lambda model: nn.DataParallel(compiled(model))])
-def test_what_is_wrapped_around_a_model_is_taken_off(wrap) -> None:
+def test_wrappers_of_a_model_are_removed(wrap) -> None:
     model = net()
-    found = capture(wrap(model), X)
-    assert dict(found.named_parameters()).keys() == dict(model.named_parameters()).keys()
-    assert torch.equal(found(X), model(X))
+    graph = capture(wrap(model), X)
+    assert dict(graph.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert torch.equal(graph(X), model(X))
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("value", "message"),
     [
         (Two, r"class.*Two\(...\).eval\(\)"),
         (Two().state_dict(), "state_dict"),
@@ -56,33 +56,33 @@ def test_what_is_wrapped_around_a_model_is_taken_off(wrap) -> None:
     ],
     ids=["class", "state_dict", "number", "dict", "path"],
 )
-def test_what_is_no_model_is_refused_by_deploy_before_any_work(given, message, tmp_path) -> None:
+def test_deploy_refuses_a_value_that_is_not_a_model_before_any_work(value, message, tmp_path) -> None:
     with pytest.raises(CaptureError, match=message):
-        scalepoint.deploy(given, X, [X], output=tmp_path / "out")
+        scalepoint.deploy(value, X, [X], output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_compiled_forms_are_refused_by_their_name(tmp_path) -> None:
+def test_script_modules_are_refused(tmp_path) -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8)))
     with pytest.raises(CaptureError, match="this is a ScriptModule"):
         scalepoint.deploy(scripted, X, [X], output=tmp_path / "out")
 
 
-def test_arrays_are_inputs_wherever_they_stand() -> None:
+def test_numpy_arrays_are_converted_at_any_depth() -> None:
     array = X.numpy()
     args, kwargs = as_inputs((array, [array], {"a": (array,)}), {"b": array})
-    for found in (args[0], args[1][0], args[2]["a"][0], kwargs["b"]):
-        assert torch.equal(found, X)
+    for tensor in (args[0], args[1][0], args[2]["a"][0], kwargs["b"]):
+        assert torch.equal(tensor, X)
     assert as_inputs(array, None)[0][0].shape == (2, 8)
     assert as_inputs({"x": np.ones(3)}, None)[1]["x"].dtype == torch.float64
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "left"),
+    ("model", "batch", "input_count"),
     [(Two(), (X, 3), 1), (Open(), (X, X, X), 3), (nn.Sequential(), (X, X), 1), (Two(), (), 0)],
     ids=["keyword-only", "open", "sequential", "none"],
 )
-def test_labels_after_the_example_are_left_away(model, given, left) -> None:
-    args, kwargs = drop_extra_inputs(model, given, {"scale": 2.0})
-    assert (len(args), kwargs) == (left, {"scale": 2.0})
+def test_labels_after_the_inputs_are_dropped(model, batch, input_count) -> None:
+    args, kwargs = drop_extra_inputs(model, batch, {"scale": 2.0})
+    assert (len(args), kwargs) == (input_count, {"scale": 2.0})
