@@ -158,7 +158,7 @@ class TestAProductOfABuffer:
         (node,) = [node for node in graph_module.graph.nodes if get_kind(node) == "attention"]
         arguments = graph_module.get_submodule(node.target).arguments
         assert [node.args[arguments[name].index].name for name in ("query", "key", "value")] == [
-            "held_0",
+            "parameter_list_0",
             "unsqueeze",
             "unsqueeze_1",
         ]
