@@ -81,7 +81,7 @@ def test_where_nothing_stands_out_nothing_is_changed():
 
 def half(rows):
     found = DataHalf()
-    found.take(rows)
+    found.add_rows(rows)
     return found
 
 

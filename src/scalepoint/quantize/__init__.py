@@ -1,4 +1,4 @@
-"""The quantized model: where quantizers go, how they get their ranges, how it trains, how it is kept."""
+"""Quantized models: placement of quantizers, calibration, training, saving and loading."""
 
 from scalepoint.migration_report import MigrationReport, MigrationRow
 from scalepoint.operation_coverage import Coverage

@@ -1,11 +1,11 @@
-"""What the user asks for: how tensors are quantized, and where that differs.
+"""The user's configuration: how tensors are quantized, and overrides for single operations.
 
     QuantConfig(activation=TensorQuantConfig(), weight=TensorQuantConfig(per_channel=True),
                 overrides=(Override(name="head", weight="float", activation="float"),
                            Override(type=nn.Linear, weight=TensorQuantConfig(n_bits=4))))
     QuantConfig.weight_only("int4", block_size=32)
 
-An override is chosen by how narrowly it fits: an exact name before a glob before a type; among equals the later wins.
+The most specific override applies: an exact name before a glob before a type. Of equally specific ones the last wins.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,8 +43,8 @@ from scalepoint.support.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.support.plugins import entry_point_names
 from scalepoint.support.validation_errors import CheckedModel, Config
 
-BUILT_IN_MIGRATIONS = ("smooth", "equalize", "absorb", "awq", "rotate")  # ours, by name
-FLOAT = "float"  # in the place of a tensor's config: leave it as it is
+BUILT_IN_MIGRATIONS = ("smooth", "equalize", "absorb", "awq", "rotate")  # others are entry points
+FLOAT = "float"  # used instead of a tensor's config: the tensor is not quantized
 
 
 class CalibrationMethod(StrEnum):
@@ -52,13 +52,13 @@ class CalibrationMethod(StrEnum):
 
     MINMAX = "minmax"
     MOVING_AVERAGE_MINMAX = "moving_average_minmax"
-    HISTOGRAM = "histogram"  # of all batches, cut where the squared error is least: the same as MSE
+    HISTOGRAM = "histogram"  # of all batches, clipped where the squared error is smallest: the same as MSE
     PERCENTILE = "percentile"
     ENTROPY = "entropy"
     MSE = "mse"
 
 
-# calibration method -> (memory over the batches of an activation, range of a weight)
+# calibration method -> (calculator of an activation, range calculator of a weight)
 _CALCULATORS = {
     CalibrationMethod.MINMAX: ("global_minmax", "minmax"),
     CalibrationMethod.MOVING_AVERAGE_MINMAX: ("moving_average", "minmax"),
@@ -88,23 +88,23 @@ class TensorQuantConfig(Config):
     block_size: Annotated[int, Field(strict=True, gt=0)] | None = None
     sparsity: SparsityField = None
 
-    WIDTHS: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 7, 8, 16)  # which of them run, the target says
+    WIDTHS: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 7, 8, 16)  # the target decides which of them run
 
     @model_validator(mode="after")
     def _check_width(self) -> Self:
         if self.n_bits not in self.WIDTHS:
             widths = ", ".join(map(str, self.WIDTHS))
             raise ConfigError(
-                f"n_bits={self.n_bits}: integers of {widths} bits; for fp8 and fp4 give a QuantizationSpec"
+                f"n_bits must be one of {widths}, got {self.n_bits}: for fp8 and fp4 use a QuantizationSpec"
             )
         if self.per_channel and self.block_size:
-            raise ConfigError(f"a weight has a scale a channel or one for {self.block_size} of its values, not both")
+            raise ConfigError(f"per_channel=True and block_size={self.block_size} cannot be used together")
         return self
 
     @property
     def dtype(self) -> torch.dtype:
-        kind: torch.dtype = getattr(torch, f"{'int' if self.symmetric else 'uint'}{self.n_bits}")
-        return kind
+        dtype: torch.dtype = getattr(torch, f"{'int' if self.symmetric else 'uint'}{self.n_bits}")
+        return dtype
 
     @property
     def quant_min(self) -> int:
@@ -116,26 +116,28 @@ class TensorQuantConfig(Config):
 
     def activation_spec(self) -> QuantizationSpec:
         if self.per_channel:
-            raise ConfigError("per_channel=True is for weights: no runtime has activations with a scale a channel")
+            raise ConfigError("per_channel=True can only be used for weights: no runtime has per-channel activations")
         if self.block_size:
             raise ConfigError(
-                f"block_size={self.block_size} is for weights; for MX activations give a QuantizationSpec"
+                f"block_size={self.block_size} can only be used for weights: for MX activations use a QuantizationSpec"
             )
         if self.sparsity is not None:
-            raise ConfigError(f"sparsity={str(self.sparsity)!r} is for weights: activations are not pruned")
-        memory, _ = _CALCULATORS[self.calibration_method]
-        return choose_spec_class(self.dtype)(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=memory)
+            raise ConfigError(
+                f"sparsity={str(self.sparsity)!r} can only be used for weights: activations are not pruned"
+            )
+        calculator, _ = _CALCULATORS[self.calibration_method]
+        return choose_spec_class(self.dtype)(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=calculator)
 
     def weight_spec(self) -> QuantizationSpec:
-        _, search = _CALCULATORS[self.calibration_method]
-        pruned = {} if self.sparsity is None else {"sparsity": self.sparsity}
-        return choose_spec_class(self.dtype, pruned)(
+        _, range_calculator = _CALCULATORS[self.calibration_method]
+        extra_fields = {} if self.sparsity is None else {"sparsity": self.sparsity}
+        return choose_spec_class(self.dtype, extra_fields)(
             dtype=self.dtype,
             qscheme=self._scheme,
             granularity=self._granularity,
             qparam_calculator_cls="static",
-            range_calculator_cls=search,
-            **pruned,
+            range_calculator_cls=range_calculator,
+            **extra_fields,
         )
 
     @property
@@ -153,22 +155,25 @@ def to_short_form(spec: QuantizationSpec, target: CompressionTargetTensor) -> Te
     """Return the TensorQuantConfig that stands for this spec, or the spec itself if there is none."""
     is_weight, granularity = target == CompressionTargetTensor.WEIGHT, spec.granularity
     per_channel = isinstance(granularity, PerChannelGranularity)
-    block = granularity.block_size if isinstance(granularity, PerBlockGranularity) else None
+    block_size = granularity.block_size if isinstance(granularity, PerBlockGranularity) else None
     sparsity = get_sparsity(spec)
-    has_width = isinstance(spec.dtype, torch.dtype) and spec.n_bits in TensorQuantConfig.WIDTHS
-    if not has_width or not isinstance(block, int | None) or (not is_weight and (per_channel or block or sparsity)):
+    has_short_dtype = isinstance(spec.dtype, torch.dtype) and spec.n_bits in TensorQuantConfig.WIDTHS
+    if not has_short_dtype or not isinstance(block_size, int | None):
         return spec
-    plain = spec.replace(granularity=PerChannelGranularity()) if per_channel else spec  # the layer gives the axis
+    if not is_weight and (per_channel or block_size or sparsity):
+        return spec
+    # The short form has no axis: the layer chooses it.
+    without_axis = spec.replace(granularity=PerChannelGranularity()) if per_channel else spec
     for method in CalibrationMethod:
         short = TensorQuantConfig(
             n_bits=spec.n_bits,
             symmetric=spec.qscheme == QuantizationScheme.SYMMETRIC,
             per_channel=per_channel,
             calibration_method=method,
-            block_size=block,
+            block_size=block_size,
             sparsity=sparsity,
         )
-        if plain == (short.weight_spec() if is_weight else short.activation_spec()):
+        if without_axis == (short.weight_spec() if is_weight else short.activation_spec()):
             return short
     return spec
 
@@ -177,16 +182,16 @@ _INTEGER_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in Ten
 
 
 def _parse_tensor_setting(value: Any) -> Any:
-    """A dict is the short form when it has only the short form's fields."""
+    """Convert a setting of a tensor. A dict without fields that only a spec has is the short form."""
     if value is None or isinstance(value, TensorQuantConfig | QuantizationSpec):
         return value
-    if value == FLOAT or isinstance(value, dict):
-        if value == FLOAT:
-            return value
-        short = not set(value) & (set(ExtendedQuantizationSpec.model_fields) - set(TensorQuantConfig.model_fields))
-        return TensorQuantConfig(**value) if short else spec_from_dict(value)
+    if isinstance(value, dict):
+        spec_only_fields = set(ExtendedQuantizationSpec.model_fields) - set(TensorQuantConfig.model_fields)
+        return spec_from_dict(value) if set(value) & spec_only_fields else TensorQuantConfig(**value)
+    if value == FLOAT:
+        return value
     raise ConfigError(
-        f"how a tensor is quantized: a TensorQuantConfig, a QuantizationSpec or 'float', not {short_repr(value)}"
+        f"a tensor's setting must be a TensorQuantConfig, a QuantizationSpec or 'float', got {short_repr(value)}"
     )
 
 
@@ -199,7 +204,7 @@ def _to_class_name(value: Any) -> str:
         return value.__name__
     if isinstance(value, str) and value:
         return value
-    raise ConfigError(f"a module class or its name is wanted, not {short_repr(value)}")
+    raise ConfigError(f"must be a module class or its name, got {short_repr(value)}")
 
 
 _TENSOR_SETTING_SCHEMA = {"anyOf": [{"type": "object"}, {"const": FLOAT}, {"type": "null"}]}
@@ -216,9 +221,9 @@ class SmoothQuantConfig(Config):
     """Settings of SmoothQuant: each channel is divided by s = act_max^alpha / weight_max^(1 - alpha).
 
     Attributes:
-        enabled: Whether to do it.
-        alpha: The exponent, or "search" to take the best of `alphas`.
-        alphas: What "search" tries.
+        enabled: Whether to smooth.
+        alpha: The exponent, or "search" to use the best of `alphas`.
+        alphas: The candidates of "search".
         layers: An alpha for single norms, by name or glob.
     """
 
@@ -231,9 +236,9 @@ class SmoothQuantConfig(Config):
     def _check_alphas(self) -> Self:
         for alpha in (self.alpha, *self.alphas, *self.layers.values()):
             if alpha != "search" and not 0 <= alpha <= 1:
-                raise ConfigError(f"alpha={alpha}: it weighs activations against weights, from 0 to 1")
+                raise ConfigError(f"alpha must be from 0 (weights only) to 1 (activations only), got {alpha}")
         if not self.alphas:
-            raise ConfigError("alphas is empty: give the values that a search tries")
+            raise ConfigError("alphas must not be empty: pass the values that a search tries")
         return self
 
 
@@ -259,13 +264,14 @@ class Override(Config):
     @model_validator(mode="after")
     def _check_override(self) -> Self:
         if (self.name is None) == (self.type is None):
-            raise ConfigError("an override has a name (a path or a glob) or a type, and not both")
+            raise ConfigError("an override must have either a name (a path or a glob) or a type")
         if not any((self.weight, self.activation, self.input, self.output)):
-            raise ConfigError(f"the override for {self.label} says nothing: give weight, activation, input or output")
+            raise ConfigError(f"the override for {self.label} is empty: set weight, activation, input or output")
         return self
 
     @property
     def label(self) -> str:
+        """Name of the override in messages."""
         return repr(self.name if self.type is None else self.type)
 
     @property
@@ -273,18 +279,24 @@ class Override(Config):
         return self.name is not None and any(character in self.name for character in "*?[")
 
     @property
-    def rank(self) -> int:
-        """How narrowly it fits."""
-        return 0 if self.name is None else 1 if self.is_glob else 2
+    def specificity(self) -> int:
+        """0 for a type, 1 for a glob, 2 for an exact name."""
+        if self.name is None:
+            return 0
+        return 1 if self.is_glob else 2
 
     def matches(self, names: Iterable[str], types: Iterable[str]) -> bool:
+        """Return whether the override applies to an operation with these names and types."""
         if self.name is None:
             return self.type in tuple(types)
-        return any(fnmatchcase(name, self.name) if self.is_glob else name == self.name for name in names)
+        if self.is_glob:
+            return any(fnmatchcase(name, self.name) for name in names)
+        return self.name in tuple(names)
 
     def setting_for(self, role: str) -> Any:
-        own = getattr(self, role)
-        return self.activation if own is None and role != "weight" else own
+        """Return the setting for "weight", "input" or "output"; None if the override does not change it."""
+        setting = getattr(self, role)
+        return self.activation if setting is None and role != "weight" else setting
 
 
 class QuantConfig(Config):
@@ -329,30 +341,44 @@ class QuantConfig(Config):
             if name not in known:
                 raise ConfigError(f"no migration {short_repr(name)}: {did_you_mean(name, known)}")
         if len(set(names)) < len(names):
-            raise ConfigError(f"migrate={list(names)}: each is named once")
+            raise ConfigError(f"migrate must name each migration once, got {list(names)}")
         return names
 
     @property
     def migrations(self) -> tuple[str, ...]:
-        """What is migrated, in order; smooth_quant is the short form of the first one."""
-        is_short = self.smooth_quant.enabled and "smooth" not in self.migrate
-        return ("smooth", *self.migrate) if is_short else self.migrate
+        """Migrations to run, in order. `smooth_quant=` is a short form that puts "smooth" first."""
+        is_short_form = self.smooth_quant.enabled and "smooth" not in self.migrate
+        return ("smooth", *self.migrate) if is_short_form else self.migrate
 
     def spec_for(self, role: str, names: Iterable[str], types: Iterable[str]) -> QuantizationSpec | str | None:
-        """The spec of a weight, input or output of an operation; "float" when it is to stay, None when nobody says."""
+        """Return the spec for a role of an operation.
+
+        Args:
+            role: "weight", "input" or "output".
+            names: Names of the operation that an override can use.
+            types: Its types that an override can use.
+
+        Returns:
+            A spec, "float", or None if the config leaves the choice to the target.
+        """
         names, types = tuple(names), tuple(types)
-        said: Any = None
-        fitting = [each for each in self.overrides if each.matches(names, types) and each.setting_for(role) is not None]
-        if fitting:
-            said = max(enumerate(fitting), key=lambda pair: (pair[1].rank, pair[0]))[1].setting_for(role)
-        elif role == "weight" and set(types) & set(self.skip_weight_quant_for):
-            said = FLOAT
+        overrides = [
+            override
+            for override in self.overrides
+            if override.matches(names, types) and override.setting_for(role) is not None
+        ]
+        setting: Any
+        if overrides:
+            # Of equally specific overrides the last one wins.
+            setting = max(reversed(overrides), key=lambda override: override.specificity).setting_for(role)
+        elif role != "weight":
+            setting = self.activation
         else:
-            said = self.weight if role == "weight" else self.activation
-        if isinstance(said, TensorQuantConfig):
-            return said.weight_spec() if role == "weight" else said.activation_spec()
-        answer: QuantizationSpec | str | None = said
-        return answer
+            setting = FLOAT if set(types) & set(self.skip_weight_quant_for) else self.weight
+        if isinstance(setting, TensorQuantConfig):
+            return setting.weight_spec() if role == "weight" else setting.activation_spec()
+        spec: QuantizationSpec | str | None = setting
+        return spec
 
     @classmethod
     def weight_only(
@@ -363,19 +389,23 @@ class QuantConfig(Config):
         calibration_method: CalibrationMethod | str = CalibrationMethod.MINMAX,
         overrides: Sequence[Override] = (),
     ) -> Self:
-        """Weights in blocks that share a scale (None: a scale an output channel), activations float: no data needed.
+        """Make a config that quantizes weights only; activations stay float and calibration needs no data.
 
-        calibration_method="mse" searches every scale: less error, and slower to make.
+        Args:
+            dtype: Integer dtype of the weights.
+            block_size: Number of weights along the input channels that share a scale; None for one scale per channel.
+            calibration_method: "mse" searches every scale: smaller error, but slower.
+            overrides: Different settings for some operations.
         """
         bits = dict(zip(_INTEGER_DTYPES, TensorQuantConfig.WIDTHS * 2, strict=True)).get(dtype)
         if bits is None:
             raise ConfigError(
-                f"weight_only({dtype!r}): {did_you_mean(str(dtype), _INTEGER_DTYPES)}; for other formats give "
+                f"weight_only({dtype!r}): {did_you_mean(str(dtype), _INTEGER_DTYPES)}; for other formats use "
                 "QuantConfig(activation='float', weight=QuantizationSpec(...))"
             )
         weight = TensorQuantConfig(
             n_bits=bits,
-            symmetric=dtype[0] == "i",
+            symmetric=not dtype.startswith("u"),
             per_channel=block_size is None,
             calibration_method=CalibrationMethod(calibration_method),
             block_size=block_size,
@@ -384,18 +414,23 @@ class QuantConfig(Config):
 
     @classmethod
     def palettes(cls, n_bits: int = 4, group_size: int | None = None, *, overrides: Sequence[Override] = ()) -> Self:
-        """Weights as indices into tables of 2^n_bits values, one for `group_size` output channels each (None: one for
-        all); activations float: no data needed."""
+        """Make a config that stores weights as indices into tables of float values; activations stay float.
+
+        Args:
+            n_bits: A table has 2^n_bits values.
+            group_size: Number of output channels that share a table; None for one table per weight.
+            overrides: Different settings for some operations.
+        """
         return cls(activation=FLOAT, weight=palette_spec(n_bits, group_size), overrides=tuple(overrides))
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """JSON Schema, for editors that complete config files."""
+        """Return the JSON Schema, for editors that complete config files."""
         return super().model_json_schema(*args, **{"schema_generator": SchemaGenerator, **kwargs})
 
     @classmethod
     def build(cls, value: object) -> Self:
-        """A config from itself, from a mapping of its fields, or the default from None."""
+        """Return a config as it is, build one from a mapping of its fields, or the default one from None."""
         if value is None or isinstance(value, cls):
             return value or cls()
         if isinstance(value, Mapping):
@@ -403,7 +438,7 @@ class QuantConfig(Config):
                 return cls.from_dict(dict(value))
             except ConfigError as error:
                 raise ConfigError(f"config: {error.args[0]}") from error
-        raise ConfigError(f"config is a {cls.__name__} or a mapping of its fields, not {short_repr(value)}")
+        raise ConfigError(f"config must be a {cls.__name__} or a mapping of its fields, got {short_repr(value)}")
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude_defaults=True)
@@ -411,7 +446,7 @@ class QuantConfig(Config):
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         if not isinstance(fields, dict):
-            raise ConfigError(f"a {cls.__name__} is a mapping of its fields, not {type(fields).__name__}")
+            raise ConfigError(f"a {cls.__name__} must be a mapping of its fields, got {type(fields).__name__}")
         return cls.model_validate(fields)
 
     def to_yaml(self) -> str:

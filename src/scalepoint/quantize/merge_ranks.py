@@ -1,7 +1,7 @@
-"""What the ranks saw of the data, brought together between observing and deriving.
+"""Merges what the ranks observed, after the data was read and before parameters are computed.
 
-Every rank gets the statistics of all, and merges them in the order of ranks: they end with the same bits everywhere,
-ranges and histograms with those of one process.
+Every rank gets the statistics of all ranks and merges them in rank order. So all ranks compute the same bits; ranges
+and histograms equal those of a single process.
 """
 
 from collections.abc import Sequence
@@ -15,54 +15,63 @@ from scalepoint.quantize.smooth import SmoothQuantObserver, get_linear_weight
 from scalepoint.spec.running import RunningRangeMixin
 
 
-def set_batch_recording(stubs: Sequence[QuantStub], on: bool) -> None:
-    """With several ranks, let averages keep what they need to be merged in the order of the batches.
-
-    Each rank sees whole batches here, not parts of one as in training.
-    """
+def set_batch_recording(stubs: Sequence[QuantStub], enabled: bool) -> None:
+    """With several ranks, make moving averages record the range of each batch, so that they merge in batch order."""
     for stub in stubs:
-        stub.calculator.replicas = 1
+        stub.calculator.replicas = (
+            1  # each rank sees complete batches here; in training each sees a part of every batch
+        )
         if isinstance(stub.calculator, RunningRangeMixin):
-            stub.calculator.record(on and distributed.world_size() > 1)
+            stub.calculator.record(enabled and distributed.world_size() > 1)
 
 
 def merge_ranges(stubs: Sequence[QuantStub]) -> None:
-    """Each stub has observed what all ranks gave it, and is disabled when one of them had to."""
-    own_states = [[stub.quantizer.is_disabled(), stub.quantizer.reason] for stub in stubs]
-    states = distributed.gather_values("merging ranges", own_states)
-    own = {f"{i} {name}": value for i, stub in enumerate(stubs) for name, value in stub.calculator.statistics().items()}
-    found = [_group_by_stub(part, len(stubs)) for part in distributed.gather_tensors(own, "merging ranges")]
+    """Merge the statistics of each quantizer over the ranks. One that a rank had to disable is disabled on all."""
+    local_states = [[stub.quantizer.is_disabled(), stub.quantizer.reason] for stub in stubs]
+    states = distributed.gather_values("merging ranges", local_states)
+    local_tensors = {
+        f"{index} {name}": tensor
+        for index, stub in enumerate(stubs)
+        for name, tensor in stub.calculator.statistics().items()
+    }
+    statistics = [
+        _group_by_stub(tensors, len(stubs)) for tensors in distributed.gather_tensors(local_tensors, "merging ranges")
+    ]
     for index, stub in enumerate(stubs):
-        stub.quantizer.reason = next((part[index][1] for part in states if part[index][1]), "")
-        if any(part[index][0] for part in states):
+        states_of_stub = [rank_states[index] for rank_states in states]
+        stub.quantizer.reason = next((reason for _, reason in states_of_stub if reason), "")
+        if any(is_disabled for is_disabled, _ in states_of_stub):
             stub.quantizer.switch("disabled", True)
         elif not stub.is_fixed:
-            stub.calculator.merge_all([part[index] for part in found])
+            stub.calculator.merge_all([rank_statistics[index] for rank_statistics in statistics])
 
 
 def _group_by_stub(tensors: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    found: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    for key, value in tensors.items():
+    """Split keys such as "3 running_min" into the index of the quantizer and the name of the statistic."""
+    groups: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for key, tensor in tensors.items():
         index, _, name = key.partition(" ")
-        found[int(index)][name] = value
-    return found
+        groups[int(index)][name] = tensor
+    return groups
 
 
 def merge_smoothing(observers: Sequence[SmoothQuantObserver]) -> None:
-    """The largest magnitude of every channel over all ranks, and the mean square of all batches."""
-    own: dict[str, Tensor] = {}
-    for index, each in enumerate(observers):
-        if each.activation_max is not None and each.mean_square is not None:
-            own |= {f"{index} max": each.activation_max, f"{index} square": each.mean_square * each.count}
-            own[f"{index} count"] = torch.tensor(each.count)
-    found = distributed.gather_tensors(own, "merging norms")
-    for index, each in enumerate(observers):
-        parts = [part for part in found if f"{index} count" in part]
-        each.reset()
-        if parts:
-            device = (
-                get_linear_weight(each.downstream_linears[0]).device if each.downstream_linears else torch.device("cpu")
-            )
-            each.count = sum(int(part[f"{index} count"]) for part in parts)
-            each.activation_max = torch.stack([part[f"{index} max"] for part in parts]).amax(0).to(device)
-            each.mean_square = torch.stack([part[f"{index} square"] for part in parts]).sum(0).to(device) / each.count
+    """Merge the largest magnitude of every channel over all ranks, and the mean square of all batches."""
+    local: dict[str, Tensor] = {}
+    for index, observer in enumerate(observers):
+        if observer.activation_max is not None and observer.mean_square is not None:
+            local[f"{index} max"] = observer.activation_max
+            local[f"{index} square"] = observer.mean_square * observer.count
+            local[f"{index} count"] = torch.tensor(observer.count)
+    per_rank = distributed.gather_tensors(local, "merging norms")
+    for index, observer in enumerate(observers):
+        parts = [tensors for tensors in per_rank if f"{index} count" in tensors]
+        observer.reset()
+        if not parts:
+            continue
+        linears = observer.downstream_linears
+        device = get_linear_weight(linears[0]).device if linears else torch.device("cpu")
+        observer.count = sum(int(part[f"{index} count"]) for part in parts)
+        observer.activation_max = torch.stack([part[f"{index} max"] for part in parts]).amax(0).to(device)
+        square_sum = torch.stack([part[f"{index} square"] for part in parts]).sum(0).to(device)
+        observer.mean_square = square_sum / observer.count

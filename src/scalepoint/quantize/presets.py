@@ -1,9 +1,9 @@
-"""Block formats as whole configs: weights and activations in blocks that share a scale (OCP MX v1.0; NVFP4).
+"""Configs of block formats: weights and activations in blocks that share a scale (OCP MX v1.0; NVFP4).
 
-    MX       32 values a block, power-of-two scales that never saturate, as the hardware rounds them
-    NVFP4    16 values a block, e4m3 scales and one float32 scale for the tensor
+    MX       32 values per block; power-of-two scales, rounded up as the hardware does, so that no value is clipped
+    NVFP4    16 values per block; e4m3 scales, and one float32 scale for the tensor
 
-Activations find their scales anew in every call. Which of them run is the target's to say: `reference` simulates all.
+Scales of activations are computed in every call. Targets support some of these formats; `reference` simulates all.
 """
 
 from scalepoint.numerics import E4M3, E8M0, FP4, CodeType, Float6, ScaleRounding

@@ -1,9 +1,8 @@
-"""Quantization-aware training: the same graph, with fake quantization on while the weights learn.
+"""Quantization-aware training: trains the weights of a quantized model with fake quantization enabled.
 
 prepare_qat -> train -> (disable observers, freeze batch norm statistics) -> eval -> export
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,7 @@ def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool |
             quantizer.unfreeze()
     for module in model.modules():
         if isinstance(module, QuantizedLayer) and module.norm is not None:
-            module.set_bias_shift(None)  # live statistics take up what it did
+            module.set_bias_shift(None)  # batch statistics compensate the error that the shift corrected
     model.train()
     if learn_scales:
         _learn_scales(model, quantizers)
@@ -57,6 +56,7 @@ def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool |
 
 
 def _observe_uncalibrated(quantizers: list[QuantizerBase]) -> None:
+    """Let quantizers without a range observe during training."""
     for quantizer in quantizers:
         if isinstance(quantizer, QuantStub) and not quantizer.has_observed and not quantizer.skip_reason:
             quantizer.set_calculator("moving_average")
@@ -70,7 +70,7 @@ def _learn_scales(model: nn.Module, quantizers: list[QuantizerBase]) -> None:
             module.weight_quant.unfreeze()
     for quantizer in quantizers:
         if isinstance(quantizer, QuantStub) and not quantizer.has_observed:
-            raise UsageError(f"{quantizer.name} has no range to learn from: calibrate before prepare_qat")
+            raise UsageError(f"{quantizer.name} has no range to start from: call calibrate before prepare_qat")
         is_dynamic = quantizer.calculator.always_called and not quantizer.is_learned
         if not is_dynamic and quantizer.spec.scale_dtype is None and not quantizer.quantizer.is_disabled():
             quantizer.learn_scale()
@@ -83,11 +83,14 @@ def enable_fake_quant(model: nn.Module) -> None:
         model: A calibrated model.
     """
     quantizers = _get_quantizers(model)
-    stubs = [each for each in quantizers if isinstance(each, QuantStub)]
-    blind = [stub.name for stub in stubs if not (stub.has_observed or stub.observes_in_training or stub.skip_reason)]
-    if blind:
+    stubs = [quantizer for quantizer in quantizers if isinstance(quantizer, QuantStub)]
+    without_range = [
+        stub.name for stub in stubs if not (stub.has_observed or stub.observes_in_training or stub.skip_reason)
+    ]
+    if without_range:
         raise UsageError(
-            f"{len(blind)} stubs have no range and do not observe, {blind[0]} first: calibrate before this"
+            f"{len(without_range)} quantizers have no range and do not observe, such as {without_range[0]}: call "
+            "calibrate first"
         )
     for quantizer in quantizers:
         if isinstance(quantizer, QuantStub):
@@ -110,7 +113,7 @@ def enable_observer(model: nn.Module, enabled: bool = True) -> None:
 
     Args:
         model: A model with quantizers.
-        enabled: False stops it.
+        enabled: False stops the updates.
     """
     for quantizer in _get_quantizers(model):
         if isinstance(quantizer, QuantStub) and not quantizer.is_fixed and not quantizer.is_learned:
@@ -139,20 +142,20 @@ def freeze_bn_stats(model: nn.Module, frozen: bool = True) -> None:
         model: A model with quantizers.
         frozen: False lets the statistics update again.
     """
-    folded = set()
+    folded_norms = set()
     update_record(model, is_norm_frozen=frozen)
     for module in model.modules():
         if isinstance(module, QuantizedLayer) and module.norm is not None:
             module.freeze_norm(frozen)
-            folded.add(id(module.norm))
+            folded_norms.add(id(module.norm))
     for module in model.modules():
         is_function = isinstance(module, Operation) and module.kind == "batch_norm"
-        if (isinstance(module, BatchNormBase) or is_function) and id(module) not in folded:
+        if (isinstance(module, BatchNormBase) or is_function) and id(module) not in folded_norms:
             _freeze_single_norm(module, frozen)
 
 
 def _freeze_single_norm(norm: nn.Module, frozen: bool) -> None:
-    """A batch norm outside any group: in eval whenever it runs."""
+    """Keep a batch norm outside of fused groups in eval mode, by a hook before every call."""
     for key, hook in list(norm._forward_pre_hooks.items()):
         if hook is _set_eval:
             del norm._forward_pre_hooks[key]
@@ -165,23 +168,23 @@ def _set_eval(module: nn.Module, inputs: Any) -> None:
 
 
 def _get_quantizers(model: nn.Module) -> list[QuantizerBase]:
-    found = [module for module in model.modules() if isinstance(module, QuantizerBase)]
-    if not found:
-        raise UsageError("this model has no quantizers: train what insert_qdq made, not the float model")
-    return found
+    quantizers = [module for module in model.modules() if isinstance(module, QuantizerBase)]
+    if not quantizers:
+        raise UsageError("this model has no quantizers: pass the model that insert_qdq returned, not the float model")
+    return quantizers
 
 
-def set_pruning_progress(model: nn.Module, progress: float = 1.0) -> None:
-    """How far the weights of a model in training that are to be sparse have come, from 0 to 1 of the time."""
-    left = 1 - min(max(progress, 0.0), 1.0)
+def set_pruning_progress(model: nn.Module, progress: float) -> None:
+    """Set how much of the final sparsity sparse weights have. `progress` is the elapsed share of the pruning time."""
+    remaining = 1 - min(max(progress, 0.0), 1.0)
     for module in model.modules():
         if isinstance(module, WeightFakeQuantize) and module.sparsity is not None:
-            module.pruning_progress = 1 - left**3
+            module.pruning_progress = 1 - remaining**3
 
 
 @dataclass
 class QATSchedule:
-    """When the phases of quantization-aware training begin, in optimizer steps. Call `step(model)` once per step.
+    """Start of the phases of quantization-aware training, in optimizer steps. Call `step(model)` once per step.
 
     Attributes:
         enable_observer: From here activation ranges are updated.
@@ -189,8 +192,8 @@ class QATSchedule:
         disable_observer: From here activation ranges are constant.
         freeze_bn: From here batch norm statistics are constant.
         steps: Number of steps done.
-        prune_from, prune_until: Between these steps sparse weights lose their share s, most of it early:
-            s_t = s (1 - (1 - t)^3) (Zhu and Gupta 2017). If not given, they lose it at once.
+        prune_from, prune_until: Between these steps the sparsity rises from 0 to the requested share s, fast at first:
+            s_t = s (1 - (1 - t)^3) (Zhu and Gupta 2017). Without prune_until weights are pruned at once.
     """
 
     enable_observer: int = 0
@@ -202,36 +205,38 @@ class QATSchedule:
     prune_until: int | None = None
 
     def __post_init__(self) -> None:
-        marks = (self.enable_observer, self.enable_fake_quant, self.disable_observer, self.freeze_bn, self.prune_from)
+        starts = (self.enable_observer, self.enable_fake_quant, self.disable_observer, self.freeze_bn, self.prune_from)
         if self.prune_until is not None and self.prune_until <= self.prune_from:
-            raise ConfigError(f"pruning ends at step {self.prune_until}, it begins at {self.prune_from}")
-        if any(mark is not None and mark < 0 for mark in marks):
-            raise ConfigError(f"a schedule counts steps from 0: {self}")
+            raise ConfigError(f"prune_until must be after prune_from={self.prune_from}, got {self.prune_until}")
+        if any(start is not None and start < 0 for start in starts):
+            raise ConfigError(f"steps of a schedule must be 0 or more, got {self}")
         if self.enable_fake_quant < self.enable_observer:
             raise ConfigError(
-                f"fake quantization from step {self.enable_fake_quant} needs ranges, observers start at "
-                f"{self.enable_observer}"
+                f"enable_fake_quant must not be before enable_observer={self.enable_observer}, got "
+                f"{self.enable_fake_quant}: fake quantization needs ranges"
             )
         if self.disable_observer is not None and self.disable_observer <= self.enable_observer:
-            raise ConfigError(f"observers end at step {self.disable_observer}, before they saw anything")
+            raise ConfigError(
+                f"disable_observer must be after enable_observer={self.enable_observer}, got {self.disable_observer}"
+            )
 
     def step(self, model: nn.Module) -> None:
-        """Before the forward of each step."""
-        for mark, change in self._marks(model):
-            if mark == self.steps:
-                change()
-        if self.prune_until is not None:
-            set_pruning_progress(model, (self.steps - self.prune_from) / (self.prune_until - self.prune_from))
-        self.steps += 1
-
-    def _marks(self, model: nn.Module) -> Iterator[tuple[int | None, Any]]:
+        """Switch what changes at this step. Call it before the forward of each step."""
         if self.steps == 0:
             disable_fake_quant(model)
             disable_observer(model)
-        yield self.enable_observer, lambda: enable_observer(model)
-        yield self.enable_fake_quant, lambda: enable_fake_quant(model)
-        yield self.disable_observer, lambda: disable_observer(model)
-        yield self.freeze_bn, lambda: freeze_bn_stats(model)
+        changes = (
+            (self.enable_observer, enable_observer),
+            (self.enable_fake_quant, enable_fake_quant),
+            (self.disable_observer, disable_observer),
+            (self.freeze_bn, freeze_bn_stats),
+        )
+        for start, change in changes:
+            if start == self.steps:
+                change(model)
+        if self.prune_until is not None:
+            set_pruning_progress(model, (self.steps - self.prune_from) / (self.prune_until - self.prune_from))
+        self.steps += 1
 
     def state_dict(self) -> dict[str, int]:
         return {"steps": self.steps}

@@ -1,4 +1,4 @@
-"""quantize: from a float model to a calibrated one in one call."""
+"""quantize(): turns a float model into a calibrated one in one call."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -57,10 +57,10 @@ def quantize(
     if forward_loop is not None:
         calibrate(quantized, forward_loop, max_batches=max_batches, progress=progress, freeze_weights=freeze_weights)
     elif QuantConfig.build(config).migrations:
-        raise UsageError("migrations are chosen and checked by data: pass forward_loop=, or leave migrate= away")
+        raise UsageError("migrations are chosen and checked with data: pass forward_loop=, or omit migrate=")
     elif any(isinstance(module, QuantStub) for module in quantized.modules()):
         raise UsageError(
-            f"activations have ranges that only data tells: pass forward_loop=, or quantize weights alone with "
+            f"ranges of activations must be measured on data: pass forward_loop=, or quantize only weights with "
             f"QuantConfig(activation={FLOAT!r})"
         )
     else:

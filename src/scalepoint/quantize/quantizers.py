@@ -1,9 +1,9 @@
-"""The quantizers of a model: a QuantStub on an activation, a WeightFakeQuantize on a weight.
+"""The quantizers of a model: QuantStub for an activation, WeightFakeQuantize for a weight.
 
-Both hold the parameters of the deployed file (`scale`, `zero_point`) and a quantizer of the tensor layer, which
-observes and does the arithmetic. Its calculator holds the present estimate, a different value: empty with
-`fixed_calibration`, ahead of the deployed one while observing, not rounded to the types of the file, not raised by
-`freeze(least=...)`, not that of chosen codes, and a Parameter while it is learned.
+Each holds the parameters of the deployed file (`scale`, `zero_point`) and a fake quantizer of the tensor layer, which
+observes and does the arithmetic. The calculator of the fake quantizer has parameters of its own, its current estimate.
+They differ from the deployed ones: they are empty with `fixed_calibration`, newer while observing, not rounded to the
+types of the file, not raised by `freeze(min_scale=...)`, not those of chosen codes, and a Parameter while learned.
 """
 
 import warnings
@@ -43,19 +43,19 @@ from scalepoint.spec.extended import get_sparsity
 from scalepoint.spec.onnx_export import quantize_linear
 from scalepoint.spec.state import Stateful
 
-MIN_WEIGHT_RANGE = 1e-8
+MIN_WEIGHT_RANGE = 1e-8  # a constant weight gets a scale of this range, not of zero
 
 Consumers = Iterable[str | nn.Module] | str | nn.Module
 
 
 def to_consumer_list(consumers: Consumers) -> list[Any]:
-    """List the readers of a tensor: names, or the modules themselves."""
+    """Return the consumers of a tensor as a list: names, or the modules themselves."""
     return [consumers] if isinstance(consumers, str | nn.Module) else list(consumers)
 
 
-def get_consumer_name(reader: str | nn.Module) -> str:
-    """Name a reader for a message. A module has no name of its own: its class stands for it."""
-    return reader if isinstance(reader, str) else type(reader).__name__
+def get_consumer_name(consumer: str | nn.Module) -> str:
+    """Return the name of a consumer for a message. A module does not know its path: its class name is used."""
+    return consumer if isinstance(consumer, str) else type(consumer).__name__
 
 
 def join_consumer_names(consumers: Iterable[str | nn.Module]) -> str:
@@ -63,14 +63,14 @@ def join_consumer_names(consumers: Iterable[str | nn.Module]) -> str:
 
 
 class QuantizerBase(Stateful):
-    """What both have: the spec, the parameters and the switch `enabled`."""
+    """Spec, parameters and the switch `enabled`, which both kinds of quantizers have."""
 
     def __init__(self, consumers: Consumers, spec: QuantizationSpec, target: CompressionTargetTensor) -> None:
         super().__init__()
         self.consumers = to_consumer_list(consumers)
         self.spec = spec
         self.quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, target)
-        self.quantizer.disable_fake_quant()  # it observes; when to simulate is said here
+        self.quantizer.disable_fake_quant()  # the inner quantizer only observes: self.enabled decides about the rest
         self.register_buffer("scale", torch.tensor(1.0, dtype=torch.float32))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
         self.register_buffer("minval", None)
@@ -79,13 +79,12 @@ class QuantizerBase(Stateful):
     scale: Tensor
     zero_point: Tensor
     minval: Tensor | None
-    round_parameters: Callable[[QParams], QParams] | None = (
-        None  # parameters as a format can hold them, near those found
-    )
+    # Rounds parameters to values that the file format can store; None keeps them.
+    round_parameters: Callable[[QParams], QParams] | None = None
 
     @property
     def enabled(self) -> bool:
-        """Whether the tensor is quantized and dequantized, or passes as it is."""
+        """Whether the tensor is quantized and dequantized. Otherwise it passes unchanged."""
         return self.is_on("is_enabled")
 
     @enabled.setter
@@ -107,18 +106,17 @@ class QuantizerBase(Stateful):
 
     @property
     def calculator(self) -> QParamsCalculatorBase:
-        found: QParamsCalculatorBase = self.quantizer.qparams_calculator
-        return found
+        calculator: QParamsCalculatorBase = self.quantizer.qparams_calculator
+        return calculator
 
     @property
     def is_learned(self) -> bool:
         return isinstance(self.calculator, LearnedScaleQParamsCalculator)
 
     def set_calculator(self, key: str) -> None:
-        """Observe in another way ("moving_average", "learned", ..) from now on, starting from the present range."""
-        kind = QParamsCalculatorBase.get_class(key)
+        """Replace the calculator by another kind, such as "moving_average", starting from the current range."""
         old = self.calculator
-        if type(old) is kind:
+        if type(old) is QParamsCalculatorBase.get_class(key):
             return
         spec = self.spec.replace(qparam_calculator_cls=key)
         new = QuantizationComponentFactory.create_qparams_calculator(spec, self.quantizer.quantization_target)
@@ -129,37 +127,40 @@ class QuantizerBase(Stateful):
         self.quantizer.qparams_calculator = new.to(self.scale.device)
 
     def learn_scale(self) -> nn.Parameter:
-        """Make the scale a Parameter that training changes (LSQ), starting from the present one; it is returned."""
+        """Make the scale a Parameter that training changes (LSQ), starting from the current scale, and return it."""
         self.set_calculator("learned")
         scale = self.calculator.scale
         assert isinstance(scale, nn.Parameter)  # noqa: S101  # a learned scale is one
         return scale
 
     def set_parameters(self, qparams: QParams) -> None:
-        """Make these the parameters of the deployed tensor."""
-        qparams = qparams if self.round_parameters is None else self.round_parameters(qparams)
+        """Set the parameters of the deployed tensor, rounded to what the file format can store."""
+        if self.round_parameters is not None:
+            qparams = self.round_parameters(qparams)
         for name, value in zip(QParams._fields, qparams, strict=True):
-            if value is not None and not (name == "minval" and self.spec.qformulation == "zp"):
+            is_unused = name == "minval" and self.spec.qformulation == "zp"
+            if value is not None and not is_unused:
                 self._set_buffer(name, self._to_stored_shape(value.detach()))
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
-        """In place where it fits: an optimizer step, a compiled graph or DDP may hold on to the buffer."""
-        own = self._buffers[name]
-        if own is not None and own.shape == value.shape and own.device == value.device:
+        """Write in place if the shape fits: an optimizer, a compiled graph or DDP may hold the buffer."""
+        buffer = self._buffers[name]
+        if buffer is not None and buffer.shape == value.shape and buffer.device == value.device:
             with torch.no_grad():
-                own.copy_(value)
+                buffer.copy_(value)
         else:
             with torch.inference_mode(False):
                 setattr(self, name, value.clone())
 
     def _to_stored_shape(self, value: Tensor) -> Tensor:
-        """One scale has no axes, one a channel has one; blocks keep the shape of their tensor."""
-        if isinstance(self.calculator.granularity, PerTensorGranularity):
+        """Make per-tensor values scalars and per-channel values vectors. Values of blocks keep the tensor's rank."""
+        granularity = self.calculator.granularity
+        if isinstance(granularity, PerTensorGranularity):
             return value.reshape(())
-        return value.reshape(-1) if isinstance(self.calculator.granularity, PerChannelGranularity) else value
+        return value.reshape(-1) if isinstance(granularity, PerChannelGranularity) else value
 
     def broadcast_qparams(self, tensor: Tensor) -> QParams:
-        """The parameters as they broadcast against a tensor."""
+        """Return the deployed parameters in a shape that broadcasts against a tensor."""
         parameters = QParams(self.scale, None if self.quantizer.grid.format.is_float else self.zero_point, self.minval)
         granularity = self.calculator.granularity
         if isinstance(granularity, PerChannelGranularity) and self.scale.ndim == 1:
@@ -169,11 +170,11 @@ class QuantizerBase(Stateful):
         return parameters
 
     def simulate(self, tensor: Tensor) -> Tensor:
-        """The tensor as its codes keep it."""
+        """Quantize and dequantize the tensor, with a gradient."""
         return self.quantizer.simulate(tensor, self.current_qparams(tensor))
 
     def current_qparams(self, tensor: Tensor) -> QParams:
-        """The same as `qparams_for`, made anew where they are learned or belong to each tensor."""
+        """Return the parameters for this tensor. Learned and dynamic ones are computed again in every call."""
         if not self.calculator.always_called:
             return self.broadcast_qparams(tensor)
         qparams = self.calculator.compute_for(tensor)
@@ -186,54 +187,54 @@ class QuantizerBase(Stateful):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        many = self.scale.numel() > 1
-        scale = f"{tuple(self.scale.shape)}" if many else f"{float(self.scale):.6g}"
-        zero = "" if many else f", zero_point={int(self.zero_point)}"
+        is_single = self.scale.numel() <= 1
+        scale = f"{float(self.scale):.6g}" if is_single else f"{tuple(self.scale.shape)}"
+        zero_point = f", zero_point={int(self.zero_point)}" if is_single else ""
         consumers = join_consumer_names(self.consumers)
-        return f"{_describe_spec(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {consumers}"
+        return f"{_describe_spec(self.spec)}, scale={scale}{zero_point}, enabled={self.enabled}, for {consumers}"
 
 
 def round_scales_to(qparams: QParams, dtypes: tuple[torch.dtype, ...]) -> QParams:
-    """With scales that all of these hold."""
+    """Round scales to values that all of these types can represent."""
     return qparams._replace(scale=reduce(round_to_dtype, dtypes, qparams.scale))
 
 
 def round_scales_to_float16(qparams: QParams) -> QParams:
-    """With scales (or the entries of tables) that float16 holds."""
+    """Round scales, or the entries of palettes, to float16."""
     return qparams._replace(scale=round_to_dtype(qparams.scale, torch.float16))
 
 
 def round_to_dtype(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest that a narrower type holds, in float32; what is not zero stays so, with its sign."""
-    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    """Round to a narrower type, in float32. A value that is not zero stays so and keeps its sign."""
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the smallest subnormal number
     rounded = scale.to(dtype).to(torch.float32)
-    rounded = torch.where(scale > 0, rounded.clamp(min=least), rounded)
-    return torch.where(scale < 0, rounded.clamp(max=-least), rounded)
+    rounded = torch.where(scale > 0, rounded.clamp(min=smallest), rounded)
+    return torch.where(scale < 0, rounded.clamp(max=-smallest), rounded)
 
 
 def resize_buffers_for_loading(
     module: nn.Module, names: Sequence[str], state_dict: dict[str, Any], prefix: str
 ) -> None:
-    """Give buffers that take their shape late the shapes of a checkpoint; what it does not hold stays as it is."""
+    """Give buffers, whose shape is known only after calibration, the shapes of a checkpoint."""
     for name in names:
-        saved, own = state_dict.get(prefix + name), module._buffers[name]
-        if saved is not None and (own is None or own.shape != saved.shape):
-            device = next(each.device for each in module.buffers() if each is not None)
+        saved, buffer = state_dict.get(prefix + name), module._buffers[name]
+        if saved is not None and (buffer is None or buffer.shape != saved.shape):
+            device = next(other.device for other in module.buffers() if other is not None)
             setattr(module, name, torch.empty_like(saved, device=device))
 
 
 def warn_if_exported_disabled() -> None:
-    """Warn where torch.onnx.export records a quantizer that is off: its file is a float model."""
+    """Warn if torch.onnx.export records a disabled quantizer: the file would contain a float model."""
     if torch.onnx.is_in_onnx_export():
         message = (
-            "torch.onnx.export: quantizers of this model are off, so the file is float there. Call calibrate(model, "
-            "data) or enable_fake_quant(model) before the export"
+            "torch.onnx.export: quantizers of this model are disabled, so the file is float there: call "
+            "calibrate(model, data) or enable_fake_quant(model) before the export"
         )
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
 def _is_exporting() -> bool:
-    """An exported eval graph holds constant scales, as the switch to eval mode left them."""
+    """Return whether the model is exported. An export in eval mode contains the scales that eval() computed."""
     return torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
 
 
@@ -242,10 +243,10 @@ def _describe_spec(spec: QuantizationSpec) -> str:
 
 
 class QuantStub(QuantizerBase):
-    """The quantizer of an activation. It does nothing until it is enabled.
+    """The quantizer of an activation. It passes the tensor unchanged until it is enabled.
 
     While `calibrating` is set it observes values, and `compute_parameters()` computes `scale` and `zero_point` from
-    them. With `fixed_calibration=(scale, zero_point)` both are given and calibration does not change them.
+    them. With `fixed_calibration=(scale, zero_point)` calibration does not change them.
     """
 
     def __init__(
@@ -268,24 +269,29 @@ class QuantStub(QuantizerBase):
         self.add_switch("is_following", False)
         self._has_new_statistics = False
         if isinstance(self.calculator, HistogramQParamsCalculator):
-            self.calculator.is_deferred = True  # the range is searched once, in compute_parameters
+            self.calculator.is_deferred = True  # search the range once, in compute_parameters, not for every batch
         if fixed_calibration is not None:
             self._set_fixed_parameters(fixed_calibration)
 
-    def _set_fixed_parameters(self, given: tuple[float, int]) -> None:
+    def _set_fixed_parameters(self, fixed_calibration: tuple[float, int]) -> None:
         try:
-            scale, zero_point = float(given[0]), int(given[1])
+            scale, zero_point = float(fixed_calibration[0]), int(fixed_calibration[1])
         except (TypeError, ValueError, IndexError):
-            raise SpecError(f"fixed_calibration is (scale, zero_point), not {short_repr(given)}") from None
+            raise SpecError(
+                f"fixed_calibration must be (scale, zero_point), got {short_repr(fixed_calibration)}"
+            ) from None
         low, high = self.spec.quant_min, self.spec.quant_max
         if not 0 < scale < float("inf") or not low <= zero_point <= high:
-            raise SpecError(f"fixed_calibration={given}: the scale is positive, the zero point from {low} to {high}")
+            raise SpecError(
+                f"fixed_calibration must have a positive scale and a zero point from {low} to {high}, got "
+                f"{fixed_calibration}"
+            )
         self.scale.fill_(scale)
         self.zero_point.fill_(zero_point)
 
     @property
     def calibrating(self) -> bool:
-        """Whether tensors that pass are observed."""
+        """Whether calls observe their tensor."""
         return self.is_on("is_calibrating")
 
     @calibrating.setter
@@ -294,7 +300,7 @@ class QuantStub(QuantizerBase):
 
     @property
     def observes_in_training(self) -> bool:
-        """Whether tensors that pass in training are observed: a validation run changes nothing."""
+        """Whether calls in train mode observe their tensor. A validation run in eval mode changes nothing."""
         return self.is_on("is_following")
 
     @observes_in_training.setter
@@ -308,7 +314,7 @@ class QuantStub(QuantizerBase):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether calibration has nothing to find: the parameters are given, or made anew for every tensor."""
+        """Whether calibration has nothing to compute: the parameters are fixed, or computed for every tensor."""
         return self.fixed_calibration is not None or not self.calculator.needs_calibration
 
     @property
@@ -335,7 +341,11 @@ class QuantStub(QuantizerBase):
             return self.quantizer.disable(tensor, error)
 
     def compute_parameters(self) -> None:
-        """Derive scale and zero point from what was observed; an error names the stub if that was nothing."""
+        """Compute scale and zero point from the observed values.
+
+        Raises:
+            NotObservedError: Nothing was observed.
+        """
         if self.is_fixed or self.quantizer.is_disabled():
             return
         if not self.calculator.is_initialized:
@@ -347,22 +357,22 @@ class QuantStub(QuantizerBase):
         self._has_new_statistics = False
 
     def apply_new_statistics(self) -> None:
-        """Take over what was observed while fake quantization was off."""
+        """Compute the parameters from what was observed while fake quantization was disabled."""
         if self._has_new_statistics and self.has_observed and not self.is_learned:
             self.compute_parameters()
 
     def reset(self) -> None:
-        """Forget what was observed."""
+        """Discard what was observed."""
         if not self.is_fixed:
             self.calculator.reset()
 
 
 class WeightFakeQuantize(QuantizerBase):
-    """The quantizer of a weight. It does nothing until it is enabled.
+    """The quantizer of a weight. It passes the weight unchanged until it is enabled.
 
-    The scale follows the live weight until `freeze` makes it a constant. Codes are the nearest ones unless an algorithm
-    has set others (`set_codes`). The weight itself is not changed: with the quantizer disabled the model is the float
-    model.
+    The scale is computed from the current weight until `freeze` makes it a constant. Codes are the nearest ones unless
+    an algorithm has set others (`set_codes`). The weight itself is not changed: with the quantizer disabled the model
+    is the float model.
     """
 
     def __init__(
@@ -388,12 +398,12 @@ class WeightFakeQuantize(QuantizerBase):
         self.register_buffer("chosen", None)
         self.register_buffer("mask", None)
         self.sparsity = get_sparsity(spec)
-        self.pruning_progress = 1.0  # how far it has come in a training, from 0 to 1
+        self.pruning_progress = 1.0  # share of the final sparsity; training raises it from 0 to 1
         self.channel_axis = channel_axis
         self.add_switch("is_frozen", False)
 
-    chosen: Tensor | None
-    mask: Tensor | None  # which weights stay, of a sparse one
+    chosen: Tensor | None  # codes that an algorithm set; None for the nearest codes
+    mask: Tensor | None  # 1 for the weights that a sparse weight keeps
 
     @property
     def frozen(self) -> bool:
@@ -408,7 +418,7 @@ class WeightFakeQuantize(QuantizerBase):
             return weight
         if frozen and self.chosen is not None:
             return self._simulate_chosen_codes(weight)
-        weight = self.apply_mask(weight, anew=not frozen)
+        weight = self.apply_mask(weight, update=not frozen)
         frozen = frozen or (not self.training and _is_exporting())
         if not frozen and not self.is_learned:
             self.update_parameters(weight)
@@ -420,106 +430,124 @@ class WeightFakeQuantize(QuantizerBase):
 
     @property
     def has_channel_scales(self) -> bool:
-        """Whether its scale is one value, or one for each output channel: blocks have none for a bias."""
+        """Whether there is one scale, or one per output channel. Blocks have no scale that a bias could use."""
         return isinstance(self.calculator.granularity, PerTensorGranularity | PerChannelGranularity)
 
     @property
     def depends_on_row_extremes(self) -> bool:
-        """Whether its parameters are learned or depend on the least and the largest of each channel alone, and codes
-        are whole."""
+        """Whether a fused kernel can quantize row by row.
+
+        Codes must be symmetric integers, and the scale either learned or a function of the extremes of each row.
+        """
         calculator, quantizer, grid = self.calculator, self.quantizer, self.quantizer.grid
-        kinds = (type(self), type(quantizer), type(calculator.range_calculator))
-        is_plain = kinds == (WeightFakeQuantize, DefaultFakeQuantize, MinMaxRangeCalculator)
-        is_whole = not grid.format.is_float and grid.formulation == "zp" and grid.is_symmetric
+        classes = (type(self), type(quantizer), type(calculator.range_calculator))
+        has_default_classes = classes == (WeightFakeQuantize, DefaultFakeQuantize, MinMaxRangeCalculator)
+        has_symmetric_integers = not grid.format.is_float and grid.formulation == "zp" and grid.is_symmetric
         granularity = calculator.granularity
-        is_by_row = isinstance(granularity, PerTensorGranularity) or (
+        is_per_row = isinstance(granularity, PerTensorGranularity) or (
             isinstance(granularity, PerChannelGranularity) and granularity.axis == 0
         )
-        is_known = self.is_learned or not calculator.always_called
-        return is_plain and is_whole and is_by_row and is_known and self.sparsity is None
+        is_dynamic = calculator.always_called and not self.is_learned
+        return (
+            has_default_classes and has_symmetric_integers and is_per_row and not is_dynamic and self.sparsity is None
+        )
 
     def update_parameters(self, weight: Tensor) -> None:
-        """Take the parameters of the live weight; the quantizer is disabled when its blocks do not fit."""
-        self.quantizer(self.apply_mask(weight, anew=not self.frozen))
+        """Compute the parameters from the current weight. The quantizer is disabled if its blocks do not fit."""
+        self.quantizer(self.apply_mask(weight, update=not self.frozen))
         if self.quantizer.is_disabled():
             return
         if not self.calculator.is_initialized:
-            raise NotObservedError(f"{self.name or 'a WeightFakeQuantize'} has no scale: its observer is off")
+            raise NotObservedError(
+                f"{self.name or 'a WeightFakeQuantize'} has no scale: its observer is disabled, enable it first"
+            )
         self.set_parameters(self.calculator.stored)
 
-    def freeze(self, weight: Tensor, least: Tensor | None = None) -> None:
-        """Keep the scale of this weight as a constant, so that an exported file holds constant scales; `least` is what
-        it must not fall below. Chosen codes stay, with the scale that they were chosen for."""
+    def freeze(self, weight: Tensor, min_scale: Tensor | None = None) -> None:
+        """Make the scale of this weight a constant, so that an exported file contains constant scales.
+
+        Chosen codes keep the scale that they were chosen for.
+
+        Args:
+            weight: The current weight.
+            min_scale: Scales below these are raised to them.
+        """
         if self.chosen is None:
             if self.is_learned and self.calculator.is_initialized:
                 self.set_parameters(self.calculator.stored)
             else:
                 with torch.no_grad():
                     self.update_parameters(weight.detach())
-            if least is not None and not self.quantizer.is_disabled():
-                self.scale.copy_(torch.maximum(self.scale, least if self.scale.ndim else least.amax()))
+            if min_scale is not None and not self.quantizer.is_disabled():
+                self.scale.copy_(torch.maximum(self.scale, min_scale if self.scale.ndim else min_scale.amax()))
         self.switch("is_frozen", True)
 
     def unfreeze(self) -> None:
-        """Follow the live weight again; chosen codes are forgotten."""
+        """Compute the scale from the current weight again, and discard chosen codes."""
         self.chosen = None
         self.switch("is_frozen", False)
 
     def set_codes(self, codes: Tensor, qparams: QParams | None = None) -> None:
-        """Let these codes stand for the weight from now on, with these parameters or those that it has."""
-        if self.quantizer.is_disabled():
-            raise UsageError(f"{self.name} is disabled ({self.quantizer.reason}): its weight has no codes")
-        wide = codes.detach().to(torch.float32)
+        """Use these codes instead of the nearest ones, with new parameters or the current ones."""
+        self._check_not_disabled()
+        values = codes.detach().to(torch.float32)
         low, high = self.spec.quant_min, self.spec.quant_max
-        if not bool(((wide >= low) & (wide <= high)).all()):
+        if not bool(((values >= low) & (values <= high)).all()):
             raise UsageError(
-                f"{self.name}: codes from {float(wide.min()):g} to {float(wide.max()):g}, its range is {low} to {high}"
+                f"{self.name}: codes must be from {low} to {high}, got {float(values.min()):g} to "
+                f"{float(values.max()):g}"
             )
-        if not self.quantizer.grid.format.is_float and not bool((wide == wide.round()).all()):
-            raise UsageError(f"{self.name}: codes of {self.quantizer.grid.format.name} are whole numbers")
+        if not self.quantizer.grid.format.is_float and not bool((values == values.round()).all()):
+            raise UsageError(f"{self.name}: codes of {self.quantizer.grid.format.name} must be integers")
         if qparams is not None:
             self.set_parameters(qparams)
         with torch.inference_mode(False):
-            self.chosen = wide.to(self.quantizer.target_dtype).clone()
+            self.chosen = values.to(self.quantizer.target_dtype).clone()
         self.switch("is_frozen", True)
 
     def codes(self, weight: Tensor) -> Tensor:
-        """The integers (or float8 values) that the deployed file holds, in their storage type."""
-        if self.quantizer.is_disabled():
-            raise UsageError(f"{self.name} is disabled ({self.quantizer.reason}): its weight has no codes")
+        """Return the integers (or float8 values) of the deployed file, in their storage type."""
+        self._check_not_disabled()
         if self.chosen is not None:
             return self.chosen
         with torch.no_grad():
             codes: Tensor = self.quantizer.quantize(self.apply_mask(weight), *self.broadcast_qparams(weight))
         return codes
 
+    def _check_not_disabled(self) -> None:
+        if self.quantizer.is_disabled():
+            raise UsageError(f"{self.name} is disabled ({self.quantizer.reason}): its weight has no codes")
+
     def values(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What codes stand for."""
-        found: Tensor = self.quantizer.dequantize(codes, *self.broadcast_qparams(codes), output_dtype=dtype)
-        return found
+        """Return the values of codes."""
+        values: Tensor = self.quantizer.dequantize(codes, *self.broadcast_qparams(codes), output_dtype=dtype)
+        return values
 
     def to_qdq_nodes(self, values: Tensor) -> Tensor:
-        """The Q/DQ nodes of values that are those of codes already: there is nothing to clip."""
+        """Emit the ONNX nodes QuantizeLinear and DequantizeLinear for values of codes.
+
+        Such values need no clipping, so SYMMETRIC_WITH_CLIPPING becomes SYMMETRIC, which emits no Clip.
+        """
         quantizer = self.quantizer
         grid = quantizer.grid
         if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING:
             grid = replace(grid, scheme=QuantizationScheme.SYMMETRIC)
         return quantize_linear(values, self.broadcast_qparams(values), grid, quantizer.granularity, self.name)
 
-    def apply_mask(self, weight: Tensor, *, anew: bool = False) -> Tensor:
-        """The weight without what its mask takes away; `anew` makes the mask from this weight."""
+    def apply_mask(self, weight: Tensor, *, update: bool = False) -> Tensor:
+        """Set the pruned weights to zero; `update` computes the mask from this weight first."""
         if self.sparsity is None:
             return weight
-        if self.mask is None or anew or self.mask.shape != weight.shape:
+        if self.mask is None or update or self.mask.shape != weight.shape:
             with torch.inference_mode(False), torch.no_grad():
                 self.mask = self.sparsity.mask(weight, self.pruning_progress)
         return weight * self.mask
 
     def _simulate_chosen_codes(self, weight: Tensor) -> Tensor:
-        """The values of the chosen codes, with the straight-through gradient."""
-        assert self.chosen is not None  # noqa: S101  # asked before
+        """Return the values of the chosen codes, with the straight-through gradient."""
+        assert self.chosen is not None  # noqa: S101  # checked by the caller
         values = self.values(self.chosen, weight.dtype)
-        if _is_exporting():  # as Q/DQ: the nearest codes of these values are the chosen ones
+        if _is_exporting():  # emit Q/DQ nodes; the nearest codes of these values are the chosen ones
             return self.quantizer.simulate(values, self.broadcast_qparams(values))
         return values + (weight - weight.detach()) if torch.is_grad_enabled() and weight.requires_grad else values
 

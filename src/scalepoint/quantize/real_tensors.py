@@ -1,8 +1,8 @@
-"""Constants of a plain torch.onnx.export: what a layer deploys, computed outside of the tracer.
+"""Computes the constants of a plain torch.onnx.export outside of the tracer.
 
-While torch records a model, its parameters are stand-ins without values, and whatever is computed from them becomes
-nodes of the file: a batch norm that is folded into a weight became Mul(weight, factor) before QuantizeLinear, which
-compilers do not fold. So a layer remembers its tensors while they are real, and computes with those.
+While torch traces a model, parameters are replaced by fake tensors without values, and everything computed from them
+becomes nodes of the file. A folded batch norm became Mul(weight, factor) before QuantizeLinear, which compilers do not
+fold. So a layer keeps references to its tensors while they are real, and computes its constants with those.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,53 +16,61 @@ Result = TypeVar("Result")
 
 
 class _TensorSlot(NamedTuple):
-    """A parameter or buffer of a module, and the tensor that stood there."""
+    """A parameter or buffer of a module, and the real tensor in it."""
 
-    held: dict[str, Any]  # module._parameters or module._buffers
+    table: dict[str, Any]  # module._parameters or module._buffers
     name: str
     tensor: Tensor
 
 
 class RealTensors:
-    """The parameters and buffers of some modules, by reference: nothing is copied."""
+    """References to the parameters and buffers of some modules."""
 
-    def __init__(self, places: Iterable[_TensorSlot]) -> None:
-        self._places = tuple(places)
+    def __init__(self, slots: Iterable[_TensorSlot]) -> None:
+        self._slots = tuple(slots)
 
     @classmethod
-    def collect(cls, whole: Iterable[nn.Module], owners: Iterable[nn.Module]) -> Self | None:
-        """The tensors of modules with their submodules, and those of owners without: an attention module owns its
-        input weight, and other layers are its submodules. None if a tensor has no values, or is a stand-in already."""
-        found: dict[tuple[int, str], _TensorSlot] = {}
-        for module in (*(inner for outer in whole for inner in outer.modules()), *owners):
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
+    def collect(cls, trees: Iterable[nn.Module], owners: Iterable[nn.Module]) -> Self | None:
+        """Collect the tensors of modules.
+
+        Args:
+            trees: Modules that are read with their submodules.
+            owners: Modules that are read without: an attention module owns its input weight, and has other layers as
+                submodules.
+
+        Returns:
+            None if a tensor has no values, or is a fake tensor already.
+        """
+        slots: dict[tuple[int, str], _TensorSlot] = {}
+        for module in (*(inner for tree in trees for inner in tree.modules()), *owners):
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
                     if tensor is not None:
-                        found[id(held), name] = _TensorSlot(held, name, tensor)
-        is_real = all(
-            type(place.tensor) in (Tensor, nn.Parameter) and not place.tensor.is_meta for place in found.values()
+                        slots[id(table), name] = _TensorSlot(table, name, tensor)
+        are_real = all(
+            type(slot.tensor) in (Tensor, nn.Parameter) and not slot.tensor.is_meta for slot in slots.values()
         )
-        return cls(found.values()) if is_real else None
+        return cls(slots.values()) if are_real else None
 
     def have_same_shapes(self) -> bool:
-        """Whether the same places hold tensors of the same shapes now, real or not."""
-        present = [place.held.get(place.name) for place in self._places]
-        tables = {id(place.held): place.held for place in self._places}.values()
-        count = sum(tensor is not None for held in tables for tensor in held.values())
-        return count == len(self._places) and run_untraced(
+        """Return whether the modules have the same tensors, real or fake, with the same shapes now."""
+        current = [slot.table.get(slot.name) for slot in self._slots]
+        tables = {id(slot.table): slot.table for slot in self._slots}.values()
+        count = sum(tensor is not None for table in tables for tensor in table.values())
+        return count == len(self._slots) and run_untraced(
             lambda: all(
-                tensor is not None and tensor.shape == place.tensor.shape
-                for place, tensor in zip(self._places, present, strict=True)
+                tensor is not None and tensor.shape == slot.tensor.shape
+                for slot, tensor in zip(self._slots, current, strict=True)
             )
         )
 
     def compute(self, function: Callable[[], Result]) -> Result:
-        """Call a function that reads the real tensors, and record nothing of what it computes."""
-        present = [place.held.get(place.name) for place in self._places]
+        """Call a function with the real tensors in their modules, untraced."""
+        current = [slot.table.get(slot.name) for slot in self._slots]
         try:
-            for place in self._places:
-                place.held[place.name] = place.tensor
+            for slot in self._slots:
+                slot.table[slot.name] = slot.tensor
             return run_untraced(function)
         finally:
-            for place, tensor in zip(self._places, present, strict=True):
-                place.held[place.name] = tensor
+            for slot, tensor in zip(self._slots, current, strict=True):
+                slot.table[slot.name] = tensor

@@ -18,8 +18,13 @@ from scalepoint.targets import Target
 
 @dataclass(frozen=True)
 class LayerSite:
-    """A node of the graph under the name that coverage, overrides and reports use; `row` is its place in the coverage,
-    None for what has no weights and multiplies nothing."""
+    """A node of the graph, with the name that coverage, overrides and reports use for it.
+
+    Attributes:
+        node: Name of the node.
+        name: Name of the layer.
+        coverage_index: Index of its row in the coverage; None for an operation without weights and products.
+    """
 
     node: str
     name: str
@@ -28,30 +33,46 @@ class LayerSite:
 
 @dataclass(frozen=True)
 class Record:
-    """What insert_qdq knew."""
+    """What insert_qdq, calibrate and tune did with a model.
+
+    Attributes:
+        origin: Where the graph was captured from.
+        target: The target, if any.
+        config: The user's config.
+        plan: Name and pattern of each applied match.
+        sites: All layers, in graph order.
+        coverage: Coverage as insert_qdq decided it.
+        fingerprint: Fingerprint of each tensor of the float model, by name.
+        unsmoothed: Norm -> why its activations are not smoothed.
+        is_norm_frozen: Whether freeze_bn_stats was called.
+        migrated: Result of the migrations; None before calibration.
+        calibrated: Number of batches and samples; None before calibration.
+        tuned_threads: Number of torch threads while tuning; None without tuning.
+        constant: Warning that the calibration data never changed; "" if it did.
+    """
 
     origin: Origin
     target: Target | None
     config: QuantConfig
-    plan: tuple[tuple[str, str], ...]  # the applied matches: name, pattern
-    sites: tuple[LayerSite, ...]  # in graph order
+    plan: tuple[tuple[str, str], ...]
+    sites: tuple[LayerSite, ...]
     coverage: Coverage
-    fingerprint: Mapping[str, str]  # of the float model
-    unsmoothed: Mapping[str, str]  # norm -> why its activations are not smoothed
+    fingerprint: Mapping[str, str]
+    unsmoothed: Mapping[str, str]
     is_norm_frozen: bool = False
-    migrated: MigrationReport | None = None  # what calibrate did of config.migrate; None before
-    calibrated: tuple[int, int] | None = None  # how many batches and samples; None before
-    tuned_threads: int | None = None  # torch threads that tune ran with; None where it did not
-    constant: str = ""  # a warning that calibration data never changed; "" where it did
+    migrated: MigrationReport | None = None
+    calibrated: tuple[int, int] | None = None
+    tuned_threads: int | None = None
+    constant: str = ""
 
     @property
     def names(self) -> dict[str, str]:
-        """Node -> layer."""
+        """Layer names by node name."""
         return {site.node: site.name for site in self.sites}
 
 
 def has_record(model: nn.Module) -> bool:
-    """Whether insert_qdq made the model."""
+    """Return whether insert_qdq made the model."""
     return get_state(model, Record) is not None
 
 
@@ -63,12 +84,12 @@ def record_of(model: nn.Module) -> Record:
     """
     record = get_state(model, Record)
     if record is None:
-        raise UsageError("this model has no record of its quantizers: it was not made by insert_qdq")
+        raise UsageError("this model has no record of its quantizers: pass a model that insert_qdq returned")
     return record
 
 
 def update_record(model: nn.Module, **changes: Any) -> None:
-    """Another record with some fields changed, where there is one."""
+    """Replace fields of the record; models without a record are left unchanged."""
     if isinstance(model, fx.GraphModule) and has_record(model):
         set_state(model, replace(record_of(model), **changes))
 
@@ -80,28 +101,33 @@ def coverage(model: nn.Module) -> Coverage:
         model: A model that `insert_qdq` returned.
 
     Returns:
-        One row per operation. A quantizer that was switched off later is listed as float.
+        One row per operation. A quantizer that was disabled later is listed as float.
     """
-    found = record_of(model).coverage
-    gave_up: dict[str, list[tuple[str, str]]] = {}
+    inserted = record_of(model).coverage
+    disabled: dict[str, list[tuple[str, str]]] = {}  # layer -> "w" or "x", and the reason
     for module in model.modules():
-        why = _get_disabled_reason(module) if isinstance(module, QuantizerBase) else ""
-        if why:
-            for name in module.consumers:  # type: ignore[union-attr]  # it is Quantizing
-                gave_up.setdefault(name, []).append(("w" if isinstance(module, WeightFakeQuantize) else "x", why))
-    return Coverage(tuple(_remove_disabled(row, gave_up.get(row.name, [])) for row in found.operations))
+        if not isinstance(module, QuantizerBase):
+            continue
+        reason = _get_disabled_reason(module)
+        if reason:
+            tensor = "w" if isinstance(module, WeightFakeQuantize) else "x"
+            for name in module.consumers:
+                disabled.setdefault(name, []).append((tensor, reason))
+    return Coverage(tuple(_remove_disabled(row, disabled.get(row.name, [])) for row in inserted.operations))
 
 
-def _get_disabled_reason(module: QuantizerBase) -> str:
-    skipped = module.skip_reason if isinstance(module, QuantStub) else ""
-    return module.quantizer.reason if module.quantizer.is_disabled() else skipped
+def _get_disabled_reason(quantizer: QuantizerBase) -> str:
+    if quantizer.quantizer.is_disabled():
+        reason: str = quantizer.quantizer.reason
+        return reason
+    return quantizer.skip_reason if isinstance(quantizer, QuantStub) else ""
 
 
-def _remove_disabled(row: CoverageRow, faults: Sequence[tuple[str, str]]) -> CoverageRow:
-    """What a quantizer that is off was to do, the operation does not."""
-    if not faults:
+def _remove_disabled(row: CoverageRow, disabled: Sequence[tuple[str, str]]) -> CoverageRow:
+    """Remove the precisions of disabled quantizers from a row, such as "x int8" from "w int8, x int8"."""
+    if not disabled:
         return row
-    off = {kind for kind, _ in faults}
-    how = ", ".join(part for part in row.how.split(", ") if part.split(" ")[0] not in off)
+    disabled_tensors = {tensor for tensor, _ in disabled}
+    how = ", ".join(part for part in row.how.split(", ") if part.split(" ")[0] not in disabled_tensors)
     state = OperationState.QUANTIZED if how else OperationState.REFUSED
-    return replace(row, state=state, how=how, reason="; ".join(dict.fromkeys(why for _, why in faults)))
+    return replace(row, state=state, how=how, reason="; ".join(dict.fromkeys(reason for _, reason in disabled)))

@@ -1,8 +1,9 @@
-"""SmoothQuant (Xiao et al. 2023): outlier channels move from activations, where they hurt, into weights.
+"""SmoothQuant (Xiao et al. 2023): moves outlier channels from activations, which have one scale, into weights.
 
-    s_j = max|x_j|^alpha / max|W_j|^(1 - alpha)        norm weight and bias / s, columns of the linears after it * s
+    s_j = max|x_j|^alpha / max|W_j|^(1 - alpha)
 
-The product is the same, so the float output is unchanged.
+Weight and bias of a norm are divided by s, and the columns of the linear layers that read it are multiplied by s. The
+products are the same, so the float output is unchanged.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,18 +20,19 @@ from scalepoint.graph import Operation, Reference
 from scalepoint.graph.nodes import get_fake_tensor, get_kind
 from scalepoint.graph.operations import get_tensors
 from scalepoint.quantize.config import SmoothQuantConfig
+from scalepoint.quantize.feeding import NAN_HINT
 from scalepoint.quantize.placement import QuantizationSite
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import Consumers, join_consumer_names, to_consumer_list
 
-MIN_MAGNITUDE = 1e-5
+MIN_MAGNITUDE = 1e-5  # of a channel, before powers and quotients are taken
 NORM_KINDS = ("layer_norm", "rms_norm")
 
 
 class SmoothQuantObserver(nn.Module):
-    """Watches a norm, then moves the difference between channels from its output into the linears that read it.
+    """Observes the output of a norm, then moves scale differences of its channels into the linears that read it.
 
-    `layer_norm` and `downstream_linears` are the modules themselves; they stay where they live in the model.
+    `layer_norm` and `downstream_linears` are the modules of the model; the observer only refers to them.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class SmoothQuantObserver(nn.Module):
         return linears
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Without arguments: watch the norm. With a hook, that of nn.Module."""
+        """Start observing the norm, if called without arguments. With a hook: the method of nn.Module."""
         if args or kwargs:
             return super().register_forward_hook(*args, **kwargs)
         self._handle = self.layer_norm.register_forward_hook(self._observe_output)
@@ -85,7 +87,7 @@ class SmoothQuantObserver(nn.Module):
 
     @torch.no_grad()
     def observe(self, output: Tensor) -> None:
-        """Take in the largest magnitude and the mean square of each channel."""
+        """Update the largest magnitude and the mean square of each channel."""
         rows = output.detach().to(torch.float32).reshape(-1, output.shape[-1])
         if not rows.numel() or not self._is_finite(rows):
             return
@@ -103,14 +105,11 @@ class SmoothQuantObserver(nn.Module):
             return True
         if self.on_nan == "skip":
             return False
-        raise NonFiniteError(
-            f"{self.name or 'a norm'} gives NaN or infinity. Nothing was changed. Mend the data or the model, or leave "
-            "such batches out: on_nan='skip'"
-        )
+        raise NonFiniteError(f"the output of {self.name or 'a norm'} contains NaN or infinity. {NAN_HINT}")
 
     @torch.no_grad()
     def compute_smooth_scales(self) -> Tensor | None:
-        """Smooth, and forget what was observed: the norm gives other values from now on.
+        """Smooth, and discard what was observed: the output of the norm is different from now on.
 
         Returns:
             The scales s, or None if no linear reads the norm.
@@ -126,26 +125,29 @@ class SmoothQuantObserver(nn.Module):
                 "nothing: register_forward_hook(), then run data through the model"
             )
         weights = [get_linear_weight(linear) for linear in self.downstream_linears]
-        largest = torch.stack([weight.abs().amax(0).to(torch.float32) for weight in weights]).amax(0)
-        self.alpha = self._choose_alpha(weights, largest)
-        s = compute_channel_scales(self.activation_max.to(largest.device), largest, self.alpha)
+        weight_max = torch.stack([weight.abs().amax(0).to(torch.float32) for weight in weights]).amax(0)
+        self.alpha = self._choose_alpha(weights)
+        s = compute_channel_scales(self.activation_max.to(weight_max.device), weight_max, self.alpha)
         divide_norm_output(self.layer_norm, s)
         for weight in weights:
             weight.mul_(s.to(weight.dtype))
         self.reset()
         return s
 
-    def _choose_alpha(self, weights: Sequence[Tensor], largest: Tensor) -> float:
-        alpha = next(
-            (value for glob, value in self.config.layers.items() if fnmatchcase(self.name, glob)), self.config.alpha
-        )
+    def _choose_alpha(self, weights: Sequence[Tensor]) -> float:
+        layer_alphas = (alpha for glob, alpha in self.config.layers.items() if fnmatchcase(self.name, glob))
+        alpha = next(layer_alphas, self.config.alpha)
         if alpha != "search":
             return alpha
-        seen = self.activation_max
-        assert seen is not None  # noqa: S101  # checked by the caller
-        square = self.mean_square if self.mean_square is not None else seen.square() / 9
+        activation_max = self.activation_max
+        assert activation_max is not None  # noqa: S101  # checked by the caller
+        # An activation_max that was passed to the constructor comes without mean squares: then assume max = 3 sigma.
+        mean_square = self.mean_square if self.mean_square is not None else activation_max.square() / 9
         stacked = torch.cat([weight.to(torch.float32) for weight in weights])
-        return min(self.config.alphas, key=lambda each: estimate_error(stacked, seen, square, each))
+        return min(
+            self.config.alphas,
+            key=lambda candidate: estimate_error(stacked, activation_max, mean_square, candidate),
+        )
 
     def extra_repr(self) -> str:
         alpha = self.config.alpha if self.alpha is None else self.alpha
@@ -153,26 +155,30 @@ class SmoothQuantObserver(nn.Module):
 
 
 def compute_channel_scales(activation_max: Tensor, weight_max: Tensor, alpha: float) -> Tensor:
-    s: Tensor = activation_max.clamp(min=MIN_MAGNITUDE) ** alpha / weight_max.clamp(min=MIN_MAGNITUDE) ** (1 - alpha)
+    """Compute s from the largest magnitudes of each channel."""
+    numerator = activation_max.clamp(min=MIN_MAGNITUDE) ** alpha
+    s: Tensor = numerator / weight_max.clamp(min=MIN_MAGNITUDE) ** (1 - alpha)
     return s
 
 
-def estimate_error(weight: Tensor, activation_max: Tensor, square: Tensor, alpha: float) -> float:
-    """Expected squared error of the outputs in W8A8 after smoothing with alpha: rounding of x plus rounding of W.
+def estimate_error(weight: Tensor, activation_max: Tensor, mean_square: Tensor, alpha: float) -> float:
+    """Estimate the squared error of the outputs with 8-bit weights and activations, after smoothing with alpha.
 
+    It is the sum of the rounding errors of x and W:
     E|W (x' - x)|^2 = step_x^2 / 12 * |W|^2, and E|(W' - W) x|^2 = sum over channels of E x_j^2 * |W'_j - W_j|^2.
     """
     s = compute_channel_scales(activation_max, weight.abs().amax(0), alpha)
-    scaled = weight * s
+    smoothed = weight * s
     step_x = (activation_max / s).amax() / 127.5
-    step_w = scaled.abs().amax(1, keepdim=True).clamp(min=MIN_MAGNITUDE) / 127.5
-    from_x = step_x.square() / 12 * scaled.square().sum()
-    from_w = (((scaled / step_w).round() * step_w - scaled).square().sum(0) * square / s.square()).sum()
-    return float(from_x + from_w)
+    step_w = smoothed.abs().amax(1, keepdim=True).clamp(min=MIN_MAGNITUDE) / 127.5
+    error_from_x = step_x.square() / 12 * smoothed.square().sum()
+    weight_error = ((smoothed / step_w).round() * step_w - smoothed).square().sum(0)
+    error_from_w = (weight_error * mean_square / s.square()).sum()
+    return float(error_from_x + error_from_w)
 
 
 def get_linear_weight(linear: nn.Module) -> Tensor:
-    """The weight as (out, in), a view where it is stored as (in, out)."""
+    """Return the weight as (out, in), which is a view if it is stored as (in, out)."""
     operation: Any = linear.operation if isinstance(linear, QuantizedLayer) else linear
     weight: Tensor = operation.weight.data
     if isinstance(operation, Operation) and operation.has_transposed_weight:
@@ -182,23 +188,24 @@ def get_linear_weight(linear: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class _NormTensors:
-    """Where a norm keeps its weight and bias; one that has none is given a weight."""
+    """Weight and bias of a norm."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 def get_norm_tensors(norm: Any, like: Tensor) -> _NormTensors:
+    """Return weight and bias of a norm. A norm without weight gets one, with the dtype and device of `like`."""
     if isinstance(norm, Operation):
-        held = {name: value.value for name, value in norm.arguments.items() if isinstance(value, Reference)}
-        if norm.kind == "mul":  # the last part of a norm that is written out: its weight is the only parameter
-            return _NormTensors(next(iter(held.values())).data, None)
-        if "weight" not in held:
+        tensors = {name: value.value for name, value in norm.arguments.items() if isinstance(value, Reference)}
+        if norm.kind == "mul":  # the last part of a norm of separate operations: its weight is the only parameter
+            return _NormTensors(next(iter(tensors.values())).data, None)
+        if "weight" not in tensors:
             shape = norm.arguments["normalized_shape"]
             norm.register_parameter("own_weight", nn.Parameter(like.new_ones(shape)))
             norm.arguments["weight"] = Reference(norm, "own_weight")
-            held["weight"] = norm.arguments["weight"].value
-        return _NormTensors(held["weight"].data, held["bias"].data if "bias" in held else None)
+            tensors["weight"] = norm.arguments["weight"].value
+        return _NormTensors(tensors["weight"].data, tensors["bias"].data if "bias" in tensors else None)
     if getattr(norm, "weight", None) is None:
         norm.weight = nn.Parameter(like.new_ones(norm.normalized_shape))
         norm.elementwise_affine = True
@@ -207,9 +214,9 @@ def get_norm_tensors(norm: Any, like: Tensor) -> _NormTensors:
 
 
 def divide_norm_output(norm: nn.Module, s: Tensor) -> None:
-    """Divide what a norm gives by s, channel by channel."""
-    affine = get_norm_tensors(norm, s)
-    for tensor in (affine.weight, affine.bias):
+    """Divide the output of a norm by s, channel by channel."""
+    tensors = get_norm_tensors(norm, s)
+    for tensor in (tensors.weight, tensors.bias):
         if tensor is not None:
             tensor.div_(s.to(tensor.dtype))
 
@@ -217,8 +224,12 @@ def divide_norm_output(norm: nn.Module, s: Tensor) -> None:
 def insert_smoothing_observers(
     model: fx.GraphModule, sites: Sequence[QuantizationSite], config: SmoothQuantConfig
 ) -> dict[str, str]:
-    """An observer for each norm that is read by linears alone; the others are returned with the reason."""
-    by_node = {site.node: site for site in sites}
+    """Add an observer for each norm that only linear layers read.
+
+    Returns:
+        The names of the other norms, with the reason why they cannot be smoothed.
+    """
+    sites_by_node = {site.node: site for site in sites}
     shared = find_shared_parameters(sites)
     refusals: dict[str, str] = {}
     count = 0
@@ -226,17 +237,16 @@ def insert_smoothing_observers(
         norm = _get_norm_part(site)
         if norm is None:
             continue
-        readers, why = _find_linear_readers(site, by_node, shared)
-        if why:
-            refusals[site.name] = why
+        readers, refusal = _find_linear_readers(site, sites_by_node, shared)
+        if refusal:
+            refusals[site.name] = refusal
             continue
-        observer = SmoothQuantObserver(
-            [reader.name for reader in readers], norm, True, config, [_get_linear(reader) for reader in readers]
-        )
+        linears = [_get_linear(reader) for reader in readers]
+        observer = SmoothQuantObserver([reader.name for reader in readers], norm, True, config, linears)
         observer.name = site.name
         model.add_submodule(f"smooth_quant_{count}", observer)
         count += 1
-    _check_layer_globs(config, [*refusals, *(o.name for o in find_smoothing_observers(model))])
+    _check_layer_globs(config, [*refusals, *(observer.name for observer in find_smoothing_observers(model))])
     return refusals
 
 
@@ -250,7 +260,7 @@ def _get_linear(site: QuantizationSite) -> nn.Module:
 
 
 def _get_norm_part(site: QuantizationSite) -> nn.Module | None:
-    """The module whose output is scaled: the norm, or the last multiplication of one that is written out."""
+    """Return the module whose output is scaled: the norm, or the last multiplication of a norm of single operations."""
     if site.kind in NORM_KINDS:
         return next(iter(site.fused.parts.values()))
     if site.match.pattern.name == "RMSNormSpelledOutPattern":
@@ -259,17 +269,18 @@ def _get_norm_part(site: QuantizationSite) -> nn.Module | None:
 
 
 def _find_linear_readers(
-    site: QuantizationSite, by_node: dict[fx.Node, QuantizationSite], shared: set[int]
+    site: QuantizationSite, sites_by_node: dict[fx.Node, QuantizationSite], shared: set[int]
 ) -> tuple[list[QuantizationSite], str]:
+    """Return the linear layers that read a norm, or the reason why it cannot be smoothed."""
     readers = []
     for user in _find_users(site.node):
-        reader = by_node.get(user)
+        reader = sites_by_node.get(user)
         if reader is None or reader.kind != "linear" or reader.role is None or _find_input(reader) is not site.node:
-            return [], f"also read by {user.target}, which cannot take the scales back"
+            return [], f"also read by {user.target}, which cannot be scaled"
         if has_computed_weight(_get_linear(reader)):
-            return [], f"the weight of {reader.name} is computed and cannot take the scales back"
+            return [], f"the weight of {reader.name} is computed and cannot be scaled"
         if get_linear_weight(_get_linear(reader)).data_ptr() in shared:
-            return [], f"the weight of {reader.name} is used elsewhere too"
+            return [], f"the weight of {reader.name} is used by another layer too"
         readers.append(reader)
     norm = _get_norm_part(site)
     if norm is not None and shared & {id(norm), *_get_addresses(norm)}:
@@ -278,7 +289,7 @@ def _find_linear_readers(
 
 
 def _find_users(node: fx.Node) -> Iterable[fx.Node]:
-    """The readers of a tensor, through stubs and whatever leaves its last axis alone."""
+    """Yield the readers of a tensor, behind operations that keep its last axis."""
     for user in node.users:
         if _keeps_channels(user):
             yield from _find_users(user)
@@ -287,6 +298,7 @@ def _find_users(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _find_input(site: QuantizationSite) -> Any:
+    """Return the input of a group, before operations that keep the last axis."""
     source = site.node.args[0]
     while isinstance(source, fx.Node) and _keeps_channels(source):
         source = source.args[0]
@@ -294,7 +306,10 @@ def _find_input(site: QuantizationSite) -> Any:
 
 
 def _keeps_channels(node: fx.Node) -> bool:
-    """A stub, a dropout, or a move of the other axes, such as attention makes with batch_first."""
+    """Return whether an operation keeps values and the last axis: a stub, a dropout, a move of other axes.
+
+    Attention with batch_first moves axes this way.
+    """
     kind = get_kind(node)
     if kind in ("quant", "dropout", "contiguous", "clone"):
         return True
@@ -311,28 +326,31 @@ def _keeps_channels(node: fx.Node) -> bool:
 
 
 def _to_ints(argument: Any) -> list[int]:
-    return [argument] if isinstance(argument, int) else [each for each in argument if isinstance(each, int)]
+    return [argument] if isinstance(argument, int) else [value for value in argument if isinstance(value, int)]
 
 
 def find_shared_parameters(sites: Sequence[QuantizationSite]) -> set[int]:
-    """Weights (by address) and norms (by id) that more than one group uses; an embedding may be tied to a linear."""
+    """Return weights (by address) and norms (by id) that more than one group uses, such as a tied embedding."""
     seen: set[int] = set()
-    twice: set[int] = set()
+    shared: set[int] = set()
     for site in sites:
         norm = _get_norm_part(site)
         keys = {address for part in site.fused.parts.values() for address in _get_addresses(part)}
-        for key in keys | ({id(norm)} if norm is not None else set()):
-            (twice if key in seen else seen).add(key)
-    return twice
+        if norm is not None:
+            keys.add(id(norm))
+        shared |= keys & seen
+        seen |= keys
+    return shared
 
 
 def _get_addresses(part: nn.Module) -> set[int]:
-    """Where the weights of a part lie."""
+    """Return the memory addresses of the weights of a part."""
     part = part.operation if isinstance(part, QuantizedLayer) else part
     return {tensor.data_ptr() for tensor in get_tensors(part)}
 
 
 def has_computed_weight(part: nn.Module) -> bool:
+    """Return whether the weight is computed from other tensors, so that it cannot be written."""
     part = part.operation if isinstance(part, QuantizedLayer) else part
     return isinstance(part, Operation) and part.is_computed
 

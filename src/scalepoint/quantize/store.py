@@ -1,10 +1,10 @@
-"""save and load: a folder with the tensors (safetensors) and a manifest (JSON) of all else.
+"""Saves and loads quantized models: a folder with the tensors (safetensors) and a manifest (JSON) of everything else.
 
-    write tensors-<hash>.safetensors  ->  replace scalepoint.json, which names it  ->  remove the old tensors
+    write tensors-<hash>.safetensors  ->  replace scalepoint.json, which names it  ->  delete the old tensors
 
-The manifest is the commit point: whoever is killed leaves the old model or the new one. Loading builds the graph anew
-from the float model, or, where the folder holds the captured graph as data, from that; nothing is ever unpickled, and a
-float model that changed is refused.
+Replacing the manifest commits the new model: a process that is killed leaves either the old model or the new one.
+Loading builds the graph again from the float model, or from the graph in the folder. Nothing is unpickled, and a float
+model that has changed is refused.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from torch import Tensor, fx, nn
 from scalepoint import distributed
 from scalepoint.errors import DocumentError, StoreError, UsageError, short_repr
 from scalepoint.graph.deserialization import rebuild
-from scalepoint.graph.serialization import GraphData, GraphDescription, get_description
+from scalepoint.graph.serialization import GraphData, get_description
 from scalepoint.migration_report import MigrationReport
-from scalepoint.patterns import Pattern
+from scalepoint.patterns import Pattern, TransformationPlan
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.fingerprint import fingerprint_model
 from scalepoint.quantize.insert import insert_qdq
@@ -58,7 +58,8 @@ from scalepoint.version import __version__
 MANIFEST, TENSORS = "scalepoint.json", "tensors"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 256_000_000
-CONSTANT_PREFIX = "constant:"  # before the names of tensors that only the graph has
+CONSTANT_PREFIX = "constant:"  # of the names of tensors that only the saved graph contains
+MAX_LISTED_DIFFERENCES = 5
 TENSOR_FILE_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 
 
@@ -80,88 +81,88 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
     folder = Path(folder)
     check_path(folder, "folder")
     if not isinstance(model, fx.GraphModule) or not has_record(model):
-        raise UsageError("only a model that insert_qdq made can be saved")
+        raise UsageError("only a model that insert_qdq returned can be saved")
     if folder.exists() and not folder.is_dir():
-        raise StoreError(f"{folder} is a file: give a folder")
+        raise StoreError(f"{folder} is a file: pass a folder")
     graph, constants = _get_graph_data(model, with_graph)
     tensors, aliases = _separate_aliases({**gather_sharded_tensors(model.state_dict()), **constants})
     if not distributed.is_main():
         return folder
     with folder_locked(folder):
-        old = _find_tensor_file(folder)
+        old_name = _find_tensor_file(folder)
         remove_leftovers(folder, (MANIFEST, TENSORS))
-        holder = temporary_path(folder / TENSORS)  # safetensors writes a file of its own next to the one it is given
-        temporary = holder / "file"
-        committed, path = False, temporary
+        temporary_folder = temporary_path(folder / TENSORS)  # a folder: safetensors writes a temporary file of its own
+        path = temporary_file = temporary_folder / "file"
+        is_committed = False
         try:
-            make_empty_folder(holder)
-            _write_tensors(tensors, temporary)
-            file_digest = compute_digest(temporary)
+            make_empty_folder(temporary_folder)
+            _write_tensors(tensors, temporary_file)
+            file_digest = compute_digest(temporary_file)
             path = folder / f"tensors-{file_digest[:16]}.safetensors"
-            os.replace(temporary, path)
-            stored = {"file": path.name, "sha256": file_digest}
-            replace_text(
-                folder / MANIFEST,
-                _serialize_with_checksum(_make_manifest(model) | graph | {"aliases": aliases, "tensors": stored}),
-            )
-            committed = True
+            os.replace(temporary_file, path)
+            contents = {"aliases": aliases, "tensors": {"file": path.name, "sha256": file_digest}}
+            replace_text(folder / MANIFEST, _serialize_with_checksum(_make_manifest(model) | graph | contents))
+            is_committed = True
         except OSError as error:
-            size = sum(each.nbytes for each in tensors.values())
-            room = f". {describe_needed_space(holder, size)}" if is_disk_full(error) else ""
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            needed_space = f". {describe_needed_space(temporary_folder, size)}" if is_disk_full(error) else ""
             raise StoreError(
-                f"cannot write into {folder}: {error.strerror or error}. What was there is intact{room}"
+                f"cannot write into {folder}: {error.strerror or error}. The previous contents are intact{needed_space}"
             ) from error
         finally:
-            remove_path(holder)
-            if not committed and path.name != old:
+            remove(temporary_folder)
+            if not is_committed and path.name != old_name:
                 path.unlink(missing_ok=True)
-        if old is not None and old != path.name:
-            (folder / old).unlink(missing_ok=True)
+        if old_name is not None and old_name != path.name:
+            (folder / old_name).unlink(missing_ok=True)
     return folder
 
 
 def list_model_files(folder: Path) -> list[Path]:
-    """The files of the model that `save` wrote there."""
-    names = (LOCK_FILE, MANIFEST, _find_tensor_file(folder) or MANIFEST)
+    """Return the files that `save` wrote to the folder."""
+    names = (LOCK, MANIFEST, _find_tensor_file(folder) or MANIFEST)
     return [folder / name for name in dict.fromkeys(names) if (folder / name).is_file()]
 
 
-def _get_graph_data(model: fx.GraphModule, wanted: bool | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The captured graph for the manifest, and the tensors that it needs beside the model's own."""
-    found = get_description(model) if wanted is not False else GraphDescription(None)
-    if found.data is None:
-        if wanted:
-            raise UsageError(f"with_graph=True: the graph of this model cannot be written as data: {found.why_not}")
+def _get_graph_data(model: fx.GraphModule, with_graph: bool | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the captured graph for the manifest, and the tensors that it needs besides those of the model."""
+    if with_graph is False:
         return {}, {}
+    description = get_description(model)
+    if description.data is None:
+        if with_graph:
+            raise UsageError(f"with_graph=True: the graph of this model cannot be saved as data: {description.why_not}")
+        return {}, {}
+    data = description.data
     state = model.state_dict()
-    lost = [path for path in found.data.tensors if path not in state and path not in found.constants]
-    if lost and wanted:
-        raise UsageError(f"with_graph=True: the quantized model has no {lost[0]} any more, which the graph needs")
-    if lost:
+    missing = [path for path in data.tensors if path not in state and path not in description.constants]
+    if missing:
+        if with_graph:
+            raise UsageError(f"with_graph=True: the graph needs {missing[0]}, which the quantized model does not have")
         return {}, {}
-    held = {f"{CONSTANT_PREFIX}{path}": value for path, value in found.constants.items()}
-    return {"graph": found.data.model_dump(exclude_defaults=True)}, held
+    constants = {f"{CONSTANT_PREFIX}{path}": value for path, value in description.constants.items()}
+    return {"graph": data.model_dump(exclude_defaults=True)}, constants
 
 
 def gather_sharded_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state whose tensors lie in parts on several ranks (fully_shard) with all of each; every rank has to ask."""
-    made: dict[int, Any] = {}  # one for each: tied parameters stay tied
-    for each in state.values():
-        if hasattr(each, "full_tensor") and id(each) not in made:
-            made[id(each)] = each.full_tensor()
-    return {name: made.get(id(each), each) for name, each in state.items()}
+    """Return a state dict with complete tensors, gathered from the ranks (fully_shard). Every rank must call it."""
+    gathered: dict[int, Any] = {}  # by id: tied parameters stay tied
+    for tensor in state.values():
+        if hasattr(tensor, "full_tensor") and id(tensor) not in gathered:
+            gathered[id(tensor)] = tensor.full_tensor()
+    return {name: gathered.get(id(tensor), tensor) for name, tensor in state.items()}
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path)
         finish_file(path)
-    except SafetensorError as error:  # how safetensors reports a full disk
+    except SafetensorError as error:  # safetensors reports a full disk this way
         raise OSError(None, str(error)) from error
 
 
 def _find_tensor_file(folder: Path) -> str | None:
-    """The tensor file of the model that the folder holds now."""
+    """Return the name of the tensor file of the model in the folder; None if there is no valid model."""
     try:
         return _get_tensor_file_name(_read_manifest(folder))
     except StoreError:
@@ -183,7 +184,7 @@ def load(
     Args:
         folder: The folder that `save` wrote.
         float_model: The float model it was made from. Not needed if the folder was saved with its graph; then training
-            can go on as well.
+            can continue as well.
         example_inputs: Inputs like those of the first capture. Not needed with a saved graph.
         kwargs: Keyword inputs of the model.
         target: A target of your own, which the folder does not contain.
@@ -197,42 +198,42 @@ def load(
     """
     folder = Path(folder)
     manifest = _read_manifest(folder)
-    known = None if patterns is None else tuple(patterns)
-    rules = target if target is not None or patterns is not None else manifest["target"]
+    pattern_list = None if patterns is None else tuple(patterns)
     tensors = _read_tensors(folder, manifest)
+    # The plan depends on patterns; those of the saved target are used unless the caller passes some.
+    plan_target = target if target is not None or patterns is not None else manifest["target"]
     if float_model is None:
-        plan = plan_captured_graph(_rebuild_graph(folder, manifest, tensors), known, rules)
+        plan = plan_captured_graph(_rebuild_graph(folder, manifest, tensors), pattern_list, plan_target)
     else:
         plan = get_transformation_plan(
-            float_model, example_inputs, known, target=rules, kwargs=kwargs, leave=manifest["leave"],
+            float_model, example_inputs, pattern_list, target=plan_target, kwargs=kwargs, leave=manifest["leave"],
             dynamic_axes=manifest["dynamic_axes"],
         )  # fmt: skip
         _check_same_float_model(manifest["float"], fingerprint_model(plan.model))
     _apply_saved_plan(plan, manifest["plan"])
     result = apply_transformation_plan(plan)
-    config = _parse_config(manifest)
-    chosen = target if target is not None else manifest["target"]
-    model = insert_qdq(result.model, result.matches, config, target=chosen, copy=False)
+    insert_target = target if target is not None else manifest["target"]
+    model = insert_qdq(result.model, result.matches, _parse_config(manifest), target=insert_target, copy=False)
     _restore(model, manifest, {name: value for name, value in tensors.items() if not name.startswith(CONSTANT_PREFIX)})
     return model.eval()
 
 
 def has_saved_graph(folder: Path) -> bool:
-    """Whether `load(folder)` needs no float model."""
+    """Return whether `load(folder)` needs no float model."""
     return _read_manifest(folder)["graph"] is not None
 
 
 def _rebuild_graph(folder: Path, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> fx.GraphModule:
-    """The graph that the folder holds, over its tensors."""
+    """Build the graph in the folder again, with its tensors."""
     if manifest["graph"] is None:
         raise StoreError(
-            f"{folder} was saved without its graph: give the float model, load(folder, float_model, example_inputs), "
+            f"{folder} was saved without its graph: pass the float model, load(folder, float_model, example_inputs), "
             "or save it with with_graph=True"
         )
     try:
         data = GraphData.model_validate(manifest["graph"])
     except ValueError as error:
-        raise StoreError(f"the graph in {folder} is none that scalepoint wrote: {error}") from error
+        raise StoreError(f"the graph in {folder} was not written by scalepoint: {error}") from error
     return rebuild(data, {name.removeprefix(CONSTANT_PREFIX): value for name, value in tensors.items()})
 
 
@@ -244,12 +245,14 @@ def _parse_config(manifest: dict[str, Any]) -> QuantConfig:
 
 
 class TensorFile(BaseModel):
+    """Name and checksum of the tensor file."""
+
     file: str
     sha256: str
 
 
 class Manifest(BaseModel):
-    """What a manifest holds."""
+    """The contents of scalepoint.json. Field names are the keys of saved files and must not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -278,13 +281,16 @@ class Manifest(BaseModel):
 def _make_manifest(model: fx.GraphModule) -> dict[str, Any]:
     record = record_of(model)
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizerBase)}
-    axes = {name: {str(axis): each for axis, each in own.items()} for name, own in record.origin.axes.items()}
+    dynamic_axes = {
+        name: {str(axis): label for axis, label in labels.items()} for name, labels in record.origin.axes.items()
+    }
+    # Keys that older versions do not know are written only if they have a value, so that those can read the rest.
     return {
         "format": FORMAT_VERSION,
         "versions": {"scalepoint": __version__, "torch": str(torch.__version__)},
         "target": None if record.target is None else record.target.name,
         "leave": list(record.origin.leave),
-        **({"dynamic_axes": axes} if axes else {}),  # who knows of none can read the rest
+        **({"dynamic_axes": dynamic_axes} if dynamic_axes else {}),
         "plan": [list(row) for row in record.plan],
         "config": record.config.to_dict(),
         "float": dict(record.fingerprint),
@@ -322,7 +328,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         sealed = read_json(path, MAX_MANIFEST_BYTES, folder=folder)
     except FileNotFoundError:
-        raise StoreError(f"{folder} holds no saved model: there is no {MANIFEST}") from None
+        raise StoreError(f"{folder} contains no saved model: there is no {MANIFEST}") from None
     except DocumentError as error:
         raise StoreError(error.args[0]) from error
     except OSError as error:
@@ -331,19 +337,18 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise StoreError(f"{path} is not a manifest of scalepoint")
     if manifest.get("format") != FORMAT_VERSION:
-        made = (
-            manifest.get("versions", {}).get("scalepoint", "?") if isinstance(manifest.get("versions"), dict) else "?"
-        )
+        versions = manifest.get("versions")
+        writer = versions.get("scalepoint", "?") if isinstance(versions, dict) else "?"
         raise StoreError(
-            f"{path} has format {short_repr(manifest.get('format'))}, written by scalepoint {made}; this one reads "
-            f"{FORMAT_VERSION}"
+            f"{path} has format {short_repr(manifest.get('format'))}, written by scalepoint {writer}; this version "
+            f"reads format {FORMAT_VERSION}"
         )
     if hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() != sealed.get("sha256"):
-        raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
+        raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not match")
     try:
         return Manifest.model_validate(manifest).model_dump()
     except ValueError as error:
-        raise StoreError(f"{path} is not a manifest that scalepoint wrote: {error}") from error
+        raise StoreError(f"{path} was not written by scalepoint: {error}") from error
 
 
 def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
@@ -351,9 +356,9 @@ def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
     if not path.is_file():
         raise StoreError(f"{path} is missing: the folder was changed after it was written")
     try:
-        with open_tensors(path, folder=folder) as file:  # checks its length before all of it is read
+        with open_tensors(path, folder=folder) as file:  # checks the header before reading the data
             if compute_digest(path) != manifest["tensors"]["sha256"]:
-                raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
+                raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not match")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
     except DocumentError as error:
         raise StoreError(error.args[0]) from error
@@ -361,75 +366,81 @@ def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
         raise StoreError(f"{path} was changed or damaged after it was written: {error}") from error
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
-    lost = [original for original in manifest["aliases"].values() if original not in tensors]
-    if lost:
-        raise StoreError(f"{path} does not hold {lost[0]}, which the manifest names")
+    missing = [original for original in manifest["aliases"].values() if original not in tensors]
+    if missing:
+        raise StoreError(f"{path} does not contain {missing[0]}, which the manifest names")
     return tensors | {name: tensors[original] for name, original in manifest["aliases"].items()}
 
 
 def _get_tensor_file_name(manifest: dict[str, Any]) -> str:
-    """The name of the tensor file: one that save gives, and no path."""
+    """Return the name of the tensor file. A name that save does not give, such as a path, is refused."""
     name = manifest["tensors"]["file"]
     if not TENSOR_FILE_NAME.fullmatch(name):
         raise StoreError(
-            f"the manifest names {short_repr(name)} as its tensors, which is no file that scalepoint wrote"
+            f"the manifest names {short_repr(name)} as its tensors, but scalepoint does not write such files"
         )
     return str(name)
 
 
 def _separate_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors that share memory are stored once; the others are named as aliases."""
-    first: dict[tuple[Any, ...], str] = {}
+    """Store equal views of the same memory once.
+
+    Returns:
+        The tensors to store, and alias -> stored name for the others.
+    """
+    stored_names: dict[tuple[Any, ...], str] = {}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name, value in state.items():
         key = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
-        if key in first:
-            aliases[name] = first[key]
+        if key in stored_names:
+            aliases[name] = stored_names[key]
         else:
-            first[key] = name
+            stored_names[key] = name
             tensors[name] = value.detach().cpu().contiguous()
-    by_memory: dict[int, int] = {}
+    # safetensors refuses tensors that share memory: further views of a memory block are copied.
+    used_storages: set[int] = set()
     for name, value in tensors.items():
-        place = value.untyped_storage().data_ptr()
-        by_memory[place] = by_memory.get(place, 0) + 1
-        if value.numel() and by_memory[place] > 1:
+        storage = value.untyped_storage().data_ptr()
+        if value.numel() and storage in used_storages:
             tensors[name] = value.clone()
+        used_storages.add(storage)
     return tensors, aliases
 
 
-def _apply_saved_plan(plan: Any, saved: list[list[str]]) -> None:
-    """Apply the matches that the saved model applied; what is not there any more is an error."""
-    wanted = [tuple(row) for row in saved]
-    here = [(match.name, match.pattern.name) for match in plan.matches]
-    missing = [row for row in wanted if row not in here]
+def _apply_saved_plan(plan: TransformationPlan, saved_plan: list[list[str]]) -> None:
+    """Apply the matches of the saved model, and no others. A match that is missing is an error."""
+    saved = [tuple(row) for row in saved_plan]
+    current = [(match.name, match.pattern.name) for match in plan.matches]
+    missing = [row for row in saved if row not in current]
     if missing:
-        where, pattern = missing[0]
+        name, pattern = missing[0]
         raise StoreError(
-            f"the float model is another one: {pattern} at {where} is not there ({len(missing)} of {len(wanted)})"
+            f"the float model is different: {pattern} at {name} is missing ({len(missing)} of {len(saved)} matches)"
         )
     for match in plan.matches:
-        match.apply = (match.name, match.pattern.name) in wanted
+        match.apply = (match.name, match.pattern.name) in saved
 
 
-def _check_same_float_model(saved: dict[str, str], given: dict[str, str]) -> None:
-    differences = [f"{name} is missing" for name in saved if name not in given]
-    differences += [f"{name} is new" for name in given if name not in saved]
-    for name in saved.keys() & given.keys():
-        if saved[name] != given[name]:
-            differences.append(f"{name} was {_format_fingerprint(saved[name])}, is {_format_fingerprint(given[name])}")
+def _check_same_float_model(saved: dict[str, str], current: dict[str, str]) -> None:
+    differences = [f"{name} is missing" for name in saved if name not in current]
+    differences += [f"{name} is new" for name in current if name not in saved]
+    for name in saved.keys() & current.keys():
+        if saved[name] != current[name]:
+            before, after = _format_fingerprint(saved[name]), _format_fingerprint(current[name])
+            differences.append(f"{name} was {before}, is {after}")
     if differences:
-        listed = "; ".join(sorted(differences)[:5])
+        listed = "; ".join(sorted(differences)[:MAX_LISTED_DIFFERENCES])
         raise StoreError(
-            f"this is not the float model that was quantized, {len(differences)} tensors differ: {listed}. Give the "
+            f"this is not the float model that was quantized, {len(differences)} tensors differ: {listed}. Pass the "
             "same model, or quantize this one"
         )
 
 
-def _format_fingerprint(mark: str) -> str:
-    kind, _, rest = mark.partition(" ")
-    shape, _, checksum = rest.rpartition(" ")
-    return f"{kind} {shape} with checksum {checksum}"
+def _format_fingerprint(fingerprint: str) -> str:
+    dtype, _, shape_and_checksum = fingerprint.partition(" ")
+    shape, _, checksum = shape_and_checksum.rpartition(" ")
+    return f"{dtype} {shape} with checksum {checksum}"
 
 
 def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -445,26 +456,26 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
     update_record(model, calibrated=calibrated, constant=manifest["constant"], tuned_threads=manifest["tuned_threads"])
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
-    except RuntimeError as error:  # torch's word for other shapes
+    except RuntimeError as error:  # torch raises it for other shapes
         raise StoreError(f"the saved tensors do not fit: {error}") from error
     if missing or unexpected:
-        raise StoreError(f"the saved tensors do not fit: missing {missing[:3]}, too many {unexpected[:3]}")
+        raise StoreError(f"the saved tensors do not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
 
 
 def _restore_migrations(model: fx.GraphModule, saved: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """What was done, and the parameters that the float model has not, or shares."""
+    """Restore the report of the migrations, and the parameters that they added to the float model."""
     from scalepoint.quantize.migrations.layers import give_parameter, give_quantizer  # noqa: PLC0415
 
     try:
         migrated = MigrationReport.from_dict(saved)
         for name in () if migrated is None else migrated.added:
-            path, _, leaf = name.rpartition(".")
+            path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
-            give_parameter(module, leaf.removeprefix("own_"), torch.zeros_like(tensors[name]))
-            if leaf.endswith("weight"):
+            give_parameter(module, attribute.removeprefix("own_"), torch.zeros_like(tensors[name]))
+            if attribute.endswith("weight"):
                 give_quantizer(model, module)
     except (ValueError, KeyError, AttributeError) as error:
-        raise StoreError(f"what the manifest says of migrations does not fit this model: {error}") from error
+        raise StoreError(f"the migrations in the manifest do not fit this model: {error}") from error
     update_record(model, migrated=migrated)
 
 
@@ -473,7 +484,7 @@ def _restore_quantizers(model: fx.GraphModule, manifest: dict[str, Any]) -> None
     for name, key in manifest["calculators"].items():
         quantizer = modules.get(name)
         if not isinstance(quantizer, QuantizerBase):
-            raise StoreError(f"the saved model has a quantizer at {name}, this one has not: the target changed")
+            raise StoreError(f"the saved model has a quantizer at {name}, this one does not: the target has changed")
         try:
             quantizer.set_calculator(key)
         except ValueError as error:

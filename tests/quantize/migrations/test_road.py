@@ -56,7 +56,7 @@ class TestTheConfig:
             QuantConfig(migrate=("equalise",))
 
     def test_twice_the_same_is_an_error(self):
-        with pytest.raises(ValueError, match="each is named once"):
+        with pytest.raises(ValueError, match="each migration once"):
             QuantConfig(migrate=("awq", "awq"))
 
     def test_it_survives_yaml(self):
