@@ -287,9 +287,9 @@ class TestOverride:
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
-            ({"weight": INT4}, "a name .* or a type"),
-            ({"name": "head", "type": "Linear", "weight": INT4}, "not both"),
-            ({"name": "head"}, "'head' says nothing"),
+            ({"weight": INT4}, "either a name .* or a type"),
+            ({"name": "head", "type": "Linear", "weight": INT4}, "either a name"),
+            ({"name": "head"}, "'head' is empty"),
             ({"type": 3, "weight": INT4}, "module class"),
         ],
         ids=["nowhere", "both", "nothing", "no-class"],

@@ -189,8 +189,8 @@ class TestChosenCodes:
         [
             (lambda codes: codes[:1], "shape"),
             (lambda codes: codes + 1000, "-127 to 127"),
-            (lambda codes: codes + 0.5, "whole numbers"),
-            (lambda codes: codes.fill_(float("nan")), "its range is"),
+            (lambda codes: codes + 0.5, "must be integers"),
+            (lambda codes: codes.fill_(float("nan")), "codes must be from"),
         ],
         ids=["shape", "range", "fraction", "nan"],
     )

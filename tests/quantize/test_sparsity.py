@@ -161,7 +161,7 @@ def test_a_training_prunes_by_its_schedule_and_ends_with_the_whole_share() -> No
 
 
 def test_a_schedule_that_ends_before_it_begins_is_refused() -> None:
-    with raises(ConfigError, "step 3", "begins at 5"):
+    with raises(ConfigError, "prune_until", "prune_from=5, got 3"):
         QATSchedule(prune_from=5, prune_until=3)
 
 
