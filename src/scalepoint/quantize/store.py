@@ -110,7 +110,7 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
                 f"cannot write into {folder}: {error.strerror or error}. The previous contents are intact{needed_space}"
             ) from error
         finally:
-            remove(temporary_folder)
+            remove_path(temporary_folder)
             if not is_committed and path.name != old_name:
                 path.unlink(missing_ok=True)
         if old_name is not None and old_name != path.name:
@@ -120,7 +120,7 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
 
 def list_model_files(folder: Path) -> list[Path]:
     """Return the files that `save` wrote to the folder."""
-    names = (LOCK, MANIFEST, _find_tensor_file(folder) or MANIFEST)
+    names = (LOCK_FILE, MANIFEST, _find_tensor_file(folder) or MANIFEST)
     return [folder / name for name in dict.fromkeys(names) if (folder / name).is_file()]
 
 
