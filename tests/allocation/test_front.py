@@ -14,9 +14,9 @@ CHOICES = st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=4)
 PROBLEMS = st.lists(CHOICES, min_size=1, max_size=4)
 
 
-def made(rows):
+def make_items(rows):
     return [
-        Item(f"layer{index}", tuple(PrecisionChoice(f"c{place}", *pair) for place, pair in enumerate(pairs)))
+        Item(f"layer{index}", tuple(PrecisionChoice(f"c{position}", *pair) for position, pair in enumerate(pairs)))
         for index, pairs in enumerate(rows)
     ]
 
@@ -24,15 +24,15 @@ def made(rows):
 def brute(items, limit):
     """The least error of all allocations that fit."""
     sums = [
-        (sum(each.error for each in picked), sum(each.cost for each in picked))
+        (sum(choice.error for choice in picked), sum(choice.cost for choice in picked))
         for picked in itertools.product(*(item.choices for item in items))
     ]
     return min((error for error, cost in sums if cost <= limit), default=None)
 
 
 @given(PROBLEMS)
-def test_every_point_of_the_front_is_the_least_error_for_its_cost(rows):
-    items = made(rows)
+def test_every_point_of_the_front_has_the_least_error_for_its_cost(rows):
+    items = make_items(rows)
     points = compute_front(items)
     assert [point.error for point in points] == [brute(items, point.cost) for point in points]
     assert all(a.cost < b.cost or a.error > b.error for a, b in itertools.pairwise(points))
@@ -42,16 +42,16 @@ def test_every_point_of_the_front_is_the_least_error_for_its_cost(rows):
 
 @given(PROBLEMS, st.integers(0, 120))
 def test_within_a_budget_nothing_is_better_than_brute_force_nor_worse_than_the_front(rows, limit):
-    items = made(rows)
-    best, found = brute(items, limit), find_best_within(items, limit)
+    items = make_items(rows)
+    best, result = brute(items, limit), find_best_within(items, limit)
     if best is None:
-        assert found is None
+        assert result is None
         return
-    assert found.cost <= limit * (1 + 1e-9)
+    assert result.cost <= limit * (1 + 1e-9)
     fitting = [point for point in compute_front(items) if point.cost <= limit]
-    assert best <= found.error <= fitting[-1].error
-    chosen = [next(each for each in item.choices if each.name == found.chosen[item.name]) for item in items]
-    assert (found.error, found.cost) == (sum(c.error for c in chosen), sum(c.cost for c in chosen))
+    assert best <= result.error <= fitting[-1].error
+    chosen = [next(choice for choice in item.choices if choice.name == result.chosen[item.name]) for item in items]
+    assert (result.error, result.cost) == (sum(c.error for c in chosen), sum(c.cost for c in chosen))
 
 
 def test_the_layer_that_gains_most_for_its_cost_comes_first():
@@ -64,7 +64,7 @@ def test_the_layer_that_gains_most_for_its_cost_comes_first():
     ]  # fmt: skip
 
 
-def test_a_choice_off_the_hull_is_taken_where_only_it_fits():
+def test_a_choice_off_the_hull_is_used_if_only_it_fits():
     item = Item("a", (PrecisionChoice("int2", 10, 0), PrecisionChoice("int4", 8, 5), PrecisionChoice("int8", 0, 10)))
     assert [point.chosen["a"] for point in compute_front([item])] == ["int2", "int8"]
     assert find_best_within([item], 7).chosen["a"] == "int4"
@@ -80,7 +80,7 @@ def test_lowering_the_point_above_may_be_better_than_filling_the_one_below():
         assert find_best_within(items, limit).error <= brute(items, limit) + 1.5
 
 
-def test_one_layer_all_equal_and_ties_in_order():
+def test_single_layers_equal_choices_and_ties_are_handled():
     same = (PrecisionChoice("int4", 1, 4), PrecisionChoice("int8", 0, 8))
     items = [Item(name, same) for name in "abc"]
     assert [list(point.chosen.values()).count("int8") for point in compute_front(items)] == [0, 1, 2, 3]
@@ -106,21 +106,21 @@ def test_a_long_front_is_thinned_evenly_between_its_ends():
     assert thin_front(points, 100) == list(points)
 
 
-def test_what_is_hardly_worth_its_cost_is_given_back():
+def test_choices_that_gain_little_are_trimmed():
     items = [
         Item("needed", (PrecisionChoice("low", 10.0, 0.0), PrecisionChoice("high", 1.0, 1.0))),
         Item("spare", (PrecisionChoice("low", 0.005, 0.0), PrecisionChoice("high", 0.0, 1.0))),
     ]
-    whole = find_best_within(items, 2.0)
-    assert whole.chosen == {"needed": "high", "spare": "high"}
-    assert trim_allocation(items, whole, 0.01).chosen == {"needed": "high", "spare": "low"}
-    assert trim_allocation(items, whole, 0.001) == whole
+    everything = find_best_within(items, 2.0)
+    assert everything.chosen == {"needed": "high", "spare": "high"}
+    assert trim_allocation(items, everything, 0.01).chosen == {"needed": "high", "spare": "low"}
+    assert trim_allocation(items, everything, 0.001) == everything
 
 
-def test_what_is_no_number_has_no_place():
+def test_invalid_items_are_errors():
     with pytest.raises(ValueError, match="must be finite, got nan"):
         compute_front([Item("a", (PrecisionChoice("int4", math.nan, 1),))])
     with pytest.raises(ValueError, match="no choices"):
         compute_front([Item("a", ())])
     with pytest.raises(ValueError, match="must be unique"):
-        compute_front(made([[(1, 1)]]) * 2)
+        compute_front(make_items([[(1, 1)]]) * 2)

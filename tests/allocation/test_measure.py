@@ -52,18 +52,18 @@ def widths(result, data):
 
 
 def table(widths):
-    return {row.name: {each.name: each for each in row.widths} for row in widths.rows}
+    return {row.name: {width.name: width for width in row.widths} for row in widths.rows}
 
 
-def test_more_bits_are_less_error_and_float_is_none(widths):
-    for each in table(widths).values():
-        errors = [each[name].error for name in ("int2", "int4", "int8", "float")]
+def test_more_bits_have_less_error_and_float_has_none(widths):
+    for width in table(widths).values():
+        errors = [width[name].error for name in ("int2", "int4", "int8", "float")]
         assert errors == sorted(errors, reverse=True)
         assert errors[0] > 4 * errors[2]
         assert errors[-1] == 0
 
 
-def test_layers_that_multiply_one_tensor_share_a_choice(widths):
+def test_layers_that_multiply_one_tensor_share_a_precision(widths):
     assert [row.layers for row in widths.rows] == [("small",), ("large",), ("q", "k", "v"), ("head",)]
     assert widths.rows[2].weights == 3 * 16 * 16
 
@@ -77,19 +77,19 @@ def test_sizes_count_codes_and_scales(widths):
     assert widths.rest_size == biases
 
 
-def test_time_is_macs_by_the_wider_operand(widths):
+def test_time_is_macs_times_the_wider_operand(widths):
     large = table(widths)["large"]
     macs = 8 * 36 * 1152  # the samples of the example, the positions of 6 x 6, the weights
     assert (large["int4"].time, large["int8"].time, large["float"].time) == (macs / 4, macs / 4, macs)
 
 
-def test_the_error_is_that_after_the_solver(result, data, widths):
+def test_the_error_is_measured_after_the_solver(result, data, widths):
     nearest = table(measured(result, data, ("int4",), steps=None))
     solved = table(widths)
     assert all(solved[name]["int4"].error < nearest[name]["int4"].error for name in ("large", "q"))
 
 
-def test_the_sum_is_near_what_the_whole_model_loses(data):
+def test_the_sum_of_errors_is_close_to_the_error_of_the_model(data):
     """The noise of all layers at 8 bits, rounded to nearest, against one run of the model."""
     torch.manual_seed(0)
     net = Net().eval()
@@ -100,7 +100,7 @@ def test_the_sum_is_near_what_the_whole_model_loses(data):
     model = quantize(net, data[0], config, forward_loop=data, target="reference", progress=False)
     ratio = 10 ** (-compare(net, model, data, progress=False).outputs[0].sqnr_db / 10)
     widths = measured(transform(net, data[0], target="reference"), data, None, config, steps=None)
-    expected = sum(each[UNCHANGED].error for each in table(widths).values())
+    expected = sum(width[UNCHANGED].error for width in table(widths).values())
     assert ratio / 4 < expected < ratio * 4
 
 
@@ -113,31 +113,31 @@ def test_the_sum_is_near_what_the_whole_model_loses(data):
     ],
     ids=str,
 )
-def test_out_of_reach_names_what_could_be_reached(widths, budget, told):
+def test_an_unreachable_budget_is_an_error_that_names_the_cheapest(widths, budget, told):
     with pytest.raises(UsageError, match=told):
         widths.find_best(budget)
 
 
 @pytest.mark.parametrize("budget", [Budget(bits=4.5), Budget(size=0.2), Budget(speed=2.5)], ids=str)
-def test_a_budget_is_held_and_no_uniform_width_within_it_is_better(widths, budget):
-    found = widths.find_best(budget)
-    reached = widths.to_unit(budget.unit, found.cost)
+def test_a_budget_is_respected_and_no_uniform_width_within_it_is_better(widths, budget):
+    result = widths.find_best(budget)
+    reached = widths.to_unit(budget.unit, result.cost)
     assert reached >= budget.limit if budget.unit == "speed" else reached <= budget.limit
     items = widths.items(budget.unit)
     for name in ("int2", "int4", "int8", "float"):
-        same = [next(each for each in item.choices if each.name == name) for item in items]
-        if sum(each.cost for each in same) <= widths.to_cost_limit(budget):
-            assert found.error <= 1.01 * sum(each.error for each in same)
+        same = [next(choice for choice in item.choices if choice.name == name) for item in items]
+        if sum(choice.cost for choice in same) <= widths.to_cost_limit(budget):
+            assert result.error <= 1.01 * sum(choice.error for choice in same)
 
 
-def test_the_config_asks_for_what_was_chosen(widths):
-    found = widths.config(CONFIG, {"small": "int8", "large": "int4", "q": "float", "head": "int2"})
-    said = {each.name: each for each in found.overrides}
-    assert [said[name].weight.n_bits for name in ("small", "large", "head")] == [8, 4, 2]
-    assert all(said[name].weight == said[name].activation == "float" for name in "qkv")
+def test_the_config_has_overrides_for_the_chosen_precisions(widths):
+    config = widths.config(CONFIG, {"small": "int8", "large": "int4", "q": "float", "head": "int2"})
+    overrides = {override.name: override for override in config.overrides}
+    assert [overrides[name].weight.n_bits for name in ("small", "large", "head")] == [8, 4, 2]
+    assert all(overrides[name].weight == overrides[name].activation == "float" for name in "qkv")
 
 
-def test_what_has_no_choice_costs_what_it_is(result, data, widths):
+def test_layers_without_a_choice_are_part_of_the_cost(result, data, widths):
     eight = Override(name="large", weight=TensorQuantConfig(per_channel=True))
     pinned = measured(result, data, ("int4",), CONFIG.model_copy(update={"overrides": (eight,)}))
     large = table(widths)["large"]["int8"]
@@ -146,11 +146,11 @@ def test_what_has_no_choice_costs_what_it_is(result, data, widths):
     assert (pinned.float_size, pinned.float_time) == (widths.float_size, widths.float_time)
 
 
-def test_what_was_measured_survives_json(widths):
+def test_widths_survive_json(widths):
     assert Widths.from_dict(widths.to_dict()) == widths
 
 
-def test_what_an_override_names_has_no_choice(result, data):
+def test_layers_with_an_override_have_no_choice(result, data):
     config = CONFIG.model_copy(update={"overrides": (Override(name="large", weight="float"),)})
     assert [row.name for row in measured(result, data, ("int8",), config).rows] == ["small", "q", "head"]
     every = CONFIG.model_copy(update={"overrides": (Override(name="*", weight=TensorQuantConfig(per_channel=True)),)})
@@ -158,42 +158,42 @@ def test_what_an_override_names_has_no_choice(result, data):
         measured(result, data, ("int8",), every)
 
 
-def test_what_the_target_does_not_run_is_no_choice(data):
+def test_precisions_that_the_target_does_not_run_are_refused(data):
     torch.manual_seed(0)
     result = transform(Net().eval(), data[0], target="onnxruntime")
-    found = measured(result, data, ("uint4", "int8"), QuantConfig(activation=MINMAX), "onnxruntime")
-    names = {row.name: [each.name for each in row.widths] for row in found.rows}
+    widths = measured(result, data, ("uint4", "int8"), QuantConfig(activation=MINMAX), "onnxruntime")
+    names = {row.name: [width.name for width in row.widths] for row in widths.rows}
     assert names == {"small": ["int8"], "large": ["int8"], "q": ["uint4", "int8"], "head": ["uint4", "int8"]}
-    assert "cannot run uint4" in found.rows[0].refused["uint4"]
+    assert "cannot run uint4" in widths.rows[0].refused["uint4"]
     with raises(TargetError, "uint8", "small", "'onnxruntime'"):
         measured(result, data, ("int8", "uint8"), QuantConfig(activation=MINMAX), "onnxruntime")
     with raises(TargetError, "small", "uint4"):
         measured(result, data, ("uint4",), QuantConfig(activation=MINMAX), "onnxruntime")
 
 
-def test_where_blocks_do_not_divide_a_weight_the_granularity_is_the_targets():
+def test_if_blocks_do_not_divide_a_weight_the_granularity_of_the_target_is_used():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
     inputs = [torch.randn(16, 6) for _ in range(2)]
     result = transform(net, inputs[0], target="reference")
-    found = measured(result, inputs, ("int4", "float"), QuantConfig.weight_only("int4", block_size=4))
-    kinds = [row.widths[0].override["weight"]["granularity"]["type"] for row in found.rows]
+    widths = measured(result, inputs, ("int4", "float"), QuantConfig.weight_only("int4", block_size=4))
+    kinds = [row.widths[0].override["weight"]["granularity"]["type"] for row in widths.rows]
     assert kinds == ["per_channel", "per_block"]
-    assert [row.widths[0].size for row in found.rows] == [32 * 3 + 4 * 32, 32 * 4 + 4 * 64]
+    assert [row.widths[0].size for row in widths.rows] == [32 * 3 + 4 * 32, 32 * 4 + 4 * 64]
 
 
-def test_upwards_goes_from_what_a_layer_has(result, data):
+def test_higher_precisions_start_from_the_configured_one(result, data):
     config = QuantConfig(
         activation=TensorQuantConfig(n_bits=4, symmetric=False), weight=TensorQuantConfig(n_bits=4, per_channel=True)
     )
-    found = table(measured(result, data, None, config))["large"]
+    options = table(measured(result, data, None, config))["large"]
     wide = "int8 weights, 8-bit inputs"
-    assert list(found) == [UNCHANGED, "8-bit inputs", "int8 weights", wide, "float"]
-    assert found[UNCHANGED].error > found["8-bit inputs"].error > found[wide].error > 0
-    assert found[UNCHANGED].time * 2 == found["8-bit inputs"].time
+    assert list(options) == [UNCHANGED, "8-bit inputs", "int8 weights", wide, "float"]
+    assert options[UNCHANGED].error > options["8-bit inputs"].error > options[wide].error > 0
+    assert options[UNCHANGED].time * 2 == options["8-bit inputs"].time
 
 
-def test_one_weight_in_two_layers_is_one_choice():
+def test_one_weight_in_two_layers_has_one_precision():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -205,7 +205,7 @@ def test_one_weight_in_two_layers_is_one_choice():
 
     torch.manual_seed(0)
     inputs = [torch.randn(32, 8) for _ in range(2)]
-    found = measured(transform(Tied().eval(), inputs[0], target="reference"), inputs, ("int4", "int8"))
-    assert [len(row.layers) for row in found.rows] == [2]
-    assert found.rows[0].weights == 64
-    assert found.rows[0].widths[0].size == 32 + 4 * 8
+    result = measured(transform(Tied().eval(), inputs[0], target="reference"), inputs, ("int4", "int8"))
+    assert [len(row.layers) for row in result.rows] == [2]
+    assert result.rows[0].weights == 64
+    assert result.rows[0].widths[0].size == 32 + 4 * 8

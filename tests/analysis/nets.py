@@ -67,7 +67,7 @@ def quantized_net(*overrides, **fields):
 
 
 def quantizers(model):
-    return [each for each in model.modules() if isinstance(each, QuantStub | WeightFakeQuantize)]
+    return [quantizer for quantizer in model.modules() if isinstance(quantizer, QuantStub | WeightFakeQuantize)]
 
 
 def snapshot(model):
@@ -75,10 +75,10 @@ def snapshot(model):
     return (
         {name: value.clone() for name, value in model.state_dict().items()},
         [
-            (name, each.training, len(each._forward_hooks), len(each._forward_pre_hooks))
-            for name, each in model.named_modules()
+            (name, module.training, len(module._forward_hooks), len(module._forward_pre_hooks))
+            for name, module in model.named_modules()
         ],
-        [each.enabled for each in quantizers(model)],
+        [quantizer.enabled for quantizer in quantizers(model)],
         [parameter.grad for parameter in model.parameters()],
         copy.copy(getattr(model, "meta", {})),
     )
@@ -92,9 +92,9 @@ def same(before, after):
     assert before[4].keys() == after[4].keys()
 
 
-def decibels(reference, found):
-    reference, found = reference.double(), found.double()
-    return float(10 * torch.log10(reference.square().sum() / (reference - found).square().sum()))
+def decibels(reference, value):
+    reference, value = reference.double(), value.double()
+    return float(10 * torch.log10(reference.square().sum() / (reference - value).square().sum()))
 
 
 def some_models():

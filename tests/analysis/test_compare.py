@@ -63,24 +63,26 @@ def comparison(plain, model):
 
 
 def row_of(comparison, name):
-    (found,) = [row for row in comparison.rows if row.name == name]
-    return found
+    (result,) = [row for row in comparison.rows if row.name == name]
+    return result
 
 
 def fused_outputs(model, data, start):
-    """What the group whose place starts so gives on the data, by a hook."""
-    (group,) = [each for name, each in model.named_modules() if name.startswith(start) and hasattr(each, "wiring")]
-    found = []
-    handle = group.register_forward_hook(lambda module, inputs, output: found.append(output))
+    """The outputs on the data of the group whose path starts with `start`, recorded by a hook."""
+    (group,) = [
+        module for name, module in model.named_modules() if name.startswith(start) and hasattr(module, "wiring")
+    ]
+    results = []
+    handle = group.register_forward_hook(lambda module, inputs, output: results.append(output))
     with torch.no_grad():
         for batch in data:
             model(batch)
     handle.remove()
-    return torch.cat(found)
+    return torch.cat(results)
 
 
 def float_outputs(plain, data):
-    """The same places in the float net, computed step by step."""
+    """The same values in the float model, computed step by step."""
     with torch.no_grad():
         x = torch.cat(data)
         first = plain.bn(plain.first(x)).relu()
@@ -99,19 +101,19 @@ def fake_quantized(x, quantizer):
 class TestNumbers:
     @pytest.mark.parametrize("name", ["first", "second", "third", "fourth", "fifth"])
     def test_sqnr_and_cosine_are_those_of_all_batches_together(self, plain, model, comparison, name):
-        wanted, found = float_outputs(plain, batches())[name], fused_outputs(model, batches(), name)
+        expected, result = float_outputs(plain, batches())[name], fused_outputs(model, batches(), name)
         row = row_of(comparison, name)
-        assert row.sqnr_db == pytest.approx(decibels(wanted, found), abs=1e-3)
-        assert row.cosine == pytest.approx(float(F.cosine_similarity(wanted.flatten(), found.flatten(), dim=0)))
+        assert row.sqnr_db == pytest.approx(decibels(expected, result), abs=1e-3)
+        assert row.cosine == pytest.approx(float(F.cosine_similarity(expected.flatten(), result.flatten(), dim=0)))
 
     def test_local_error_is_that_of_the_layer_on_float_inputs(self, plain, model, comparison):
         outputs = float_outputs(plain, batches())
-        stub = next(each for each in model.modules() if isinstance(each, QuantStub) and "fourth" in each.consumers)
-        weight_quant = next(each for each in quantizers(model) if each.name == "fourth.weight")
+        stub = next(stub for stub in model.modules() if isinstance(stub, QuantStub) and "fourth" in stub.consumers)
+        weight_quant = next(quantizer for quantizer in quantizers(model) if quantizer.name == "fourth.weight")
         with torch.no_grad():
             weight = fake_quantized(plain.fourth.weight, weight_quant)
-            found = F.linear(fake_quantized(outputs["third"], stub), weight, plain.fourth.bias)
-        expected = decibels(outputs["fourth"], found)
+            result = F.linear(fake_quantized(outputs["third"], stub), weight, plain.fourth.bias)
+        expected = decibels(outputs["fourth"], result)
         assert row_of(comparison, "fourth").local_sqnr_db == pytest.approx(expected, abs=1e-3)
 
     def test_the_first_layer_has_only_its_own_error(self, comparison):
@@ -121,7 +123,7 @@ class TestNumbers:
     def test_weight_error_is_that_of_the_folded_weight(self, plain, model, comparison):
         s = plain.bn.weight / (plain.bn.running_var + plain.bn.eps).sqrt()
         weight = (plain.first.weight * s.view(-1, 1, 1, 1)).detach()
-        quantizer = next(each for each in quantizers(model) if each.name == "first.weight")
+        quantizer = next(quantizer for quantizer in quantizers(model) if quantizer.name == "first.weight")
         expected = decibels(weight, fake_quantized(weight, quantizer))
         assert row_of(comparison, "first").weight_sqnr_db == pytest.approx(expected, abs=1e-3)
 
@@ -133,13 +135,13 @@ class TestNumbers:
         assert output.sqnr_db == pytest.approx(expected, abs=1e-3)
         assert comparison.graph_sqnr_db > 100
 
-    def test_another_float_model_shows(self, model):
+    def test_another_float_model_is_detected(self, model):
         torch.manual_seed(7)
         other = type(float_net())().eval()
         assert compare(other, model, batches()).graph_sqnr_db < 10
 
     def test_values_beyond_the_range_are_saturated(self, plain, model):
-        stub = next(each for each in model.modules() if isinstance(each, QuantStub) and "first" in each.consumers)
+        stub = next(stub for stub in model.modules() if isinstance(stub, QuantStub) and "first" in stub.consumers)
         data = [3 * batch for batch in batches()]
         x, scale = torch.cat(data), float(stub.scale)
         codes = (x / scale).round()
@@ -149,10 +151,10 @@ class TestNumbers:
         assert row.saturation > 0.05
         assert row.used_range == 1
 
-    def test_a_range_that_is_too_wide_is_dead(self, plain, model):
+    def test_a_range_that_is_too_wide_is_little_used(self, plain, model):
         data = [0.25 * batch for batch in batches()]
         x = torch.cat(data)
-        stub = next(each for each in model.modules() if isinstance(each, QuantStub) and "first" in each.consumers)
+        stub = next(stub for stub in model.modules() if isinstance(stub, QuantStub) and "first" in stub.consumers)
         row = row_of(compare(plain, model, data), "first")
         assert row.used_range == pytest.approx(float((x.max() - x.min()) / (255 * stub.scale)), rel=1e-4)
         assert row.used_range < 0.3
@@ -177,44 +179,44 @@ class TestNumbers:
         assert (row.weight_sqnr_db, row.local_sqnr_db, row.saturation) == (None, None, None)
 
     def test_no_float_model_means_the_graph_itself(self, model, comparison):
-        found = compare(None, model, batches())
-        assert found.graph_sqnr_db == math.inf
-        assert found.outputs[0].sqnr_db == pytest.approx(comparison.outputs[0].sqnr_db, abs=1e-3)
+        result = compare(None, model, batches())
+        assert result.graph_sqnr_db == math.inf
+        assert result.outputs[0].sqnr_db == pytest.approx(comparison.outputs[0].sqnr_db, abs=1e-3)
 
 
 class TestRanking:
     @pytest.mark.parametrize("name", ["first", "second", "third", "fourth", "fifth"])
     def test_the_layer_with_two_bits_is_worst(self, plain, name):
         model = quantized_net(Override(name=name, weight=TensorQuantConfig(n_bits=2, per_channel=True)))
-        found = compare(plain, model, batches())
-        assert found.worst(1)[0].name == name
-        assert found.worst(2)[1].local_sqnr_db > found.worst(1)[0].local_sqnr_db + 10
+        comparison = compare(plain, model, batches())
+        assert comparison.worst(1)[0].name == name
+        assert comparison.worst(2)[1].local_sqnr_db > comparison.worst(1)[0].local_sqnr_db + 10
 
-    def test_what_follows_passes_the_error_on(self, plain, coarse):
-        found = compare(plain, coarse, batches())
-        assert row_of(found, "fourth").sqnr_db < 25 < row_of(found, "fourth").local_sqnr_db
+    def test_later_layers_pass_the_error_on(self, plain, coarse):
+        comparison = compare(plain, coarse, batches())
+        assert row_of(comparison, "fourth").sqnr_db < 25 < row_of(comparison, "fourth").local_sqnr_db
 
     def test_rows_are_those_of_coverage_in_graph_order(self, comparison, model):
         assert [row.name for row in comparison.rows] == [row.name for row in coverage(model).operations]
         assert [row.macs for row in comparison.rows] == [row.macs for row in coverage(model).operations]
 
-    def test_worst_takes_at_most_what_there_is(self, comparison):
+    def test_worst_returns_at_most_all_rows(self, comparison):
         assert len(comparison.worst(100)) == len(comparison.rows)
 
 
 class TestModels:
     @pytest.mark.parametrize(("make", "inputs", "target"), some_models())
-    def test_every_operation_of_coverage_has_its_row(self, make, inputs, target):
+    def test_every_operation_of_the_coverage_has_a_row(self, make, inputs, target):
         torch.manual_seed(0)
         plain = settled(make())
         model = quantize(plain, inputs, forward_loop=[inputs], target=target).eval()
-        found = compare(plain, model, [inputs])
-        names = [row.name for row in found.rows]
+        comparison = compare(plain, model, [inputs])
+        names = [row.name for row in comparison.rows]
         rows = [row.name for row in coverage(model).operations]
         assert [name for name in names if name in rows] == rows
-        assert all(row.sqnr_db > 5 for row in found.rows)
+        assert all(row.sqnr_db > 5 for row in comparison.rows)
         with torch.no_grad():
-            assert found.outputs[0].sqnr_db == pytest.approx(decibels(plain(inputs), model(inputs)), abs=0.01)
+            assert comparison.outputs[0].sqnr_db == pytest.approx(decibels(plain(inputs), model(inputs)), abs=0.01)
 
     def test_groups_without_weights_have_rows_too(self):
         class Residual(nn.Module):
@@ -227,13 +229,13 @@ class TestModels:
 
         x = torch.randn(2, 3, 8, 8)
         plain = Residual().eval()
-        found = compare(plain, quantize(plain, x, forward_loop=[x], target="onnxruntime"), [x])
-        row = row_of(found, "add")
+        comparison = compare(plain, quantize(plain, x, forward_loop=[x], target="onnxruntime"), [x])
+        row = row_of(comparison, "add")
         assert (row.kind, row.precision) == ("add", "x uint8")
         assert row.weight_sqnr_db is None
         assert row.local_sqnr_db > row.sqnr_db
 
-    def test_weights_alone(self, plain):
+    def test_weight_only_models_are_compared(self, plain):
         model = quantized_net(activation="float")
         row = row_of(compare(plain, model, batches()), "second")
         assert row.saturation is None
@@ -247,8 +249,8 @@ class TestModels:
         ],
     )
     def test_other_number_formats(self, plain, spec):
-        found = compare(plain, quantized_net(activation=spec), batches())
-        assert all(20 < row.sqnr_db < 60 for row in found.rows)
+        comparison = compare(plain, quantized_net(activation=spec), batches())
+        assert all(20 < row.sqnr_db < 60 for row in comparison.rows)
 
     def test_outputs_in_a_structure_keep_their_names(self):
         class Two(nn.Module):
@@ -262,10 +264,10 @@ class TestModels:
         plain = Two().eval()
         batch = {"x": torch.randn(5, 4), "scale": torch.rand(5, 1)}
         model = quantize(plain, (), kwargs=batch, config=config(), forward_loop=[batch])
-        found = compare(plain, model, [batch])
-        assert [each.name for each in found.outputs] == ["output['a']", "output['rest'][0]"]
+        comparison = compare(plain, model, [batch])
+        assert [output.name for output in comparison.outputs] == ["output['a']", "output['rest'][0]"]
         expected = decibels(plain(**batch)["a"].detach(), model(**batch)["a"].detach())
-        assert found.outputs[0].sqnr_db == pytest.approx(expected, abs=1e-3)
+        assert comparison.outputs[0].sqnr_db == pytest.approx(expected, abs=1e-3)
 
     def test_a_layer_that_is_called_twice_has_two_rows(self):
         class Twice(nn.Module):
@@ -278,13 +280,13 @@ class TestModels:
 
         x = torch.randn(16, 8)
         plain = Twice().eval()
-        found = compare(plain, quantize(plain, x, config(), forward_loop=[x]), [x])
-        assert [row.name for row in found.rows] == ["a", "a"]
-        assert found.rows[1].sqnr_db == pytest.approx(found.outputs[0].sqnr_db, abs=1e-3)
+        comparison = compare(plain, quantize(plain, x, config(), forward_loop=[x]), [x])
+        assert [row.name for row in comparison.rows] == ["a", "a"]
+        assert comparison.rows[1].sqnr_db == pytest.approx(comparison.outputs[0].sqnr_db, abs=1e-3)
 
 
 class TestData:
-    def test_every_form_gives_the_same(self, plain, model, comparison):
+    def test_every_form_of_data_gives_the_same_result(self, plain, model, comparison):
         def loop(run):
             for batch in batches():
                 run(batch)
@@ -305,7 +307,7 @@ class TestData:
         def stream():
             for batch in batches(6, size=16):
                 gc.collect()
-                alive.append(sum(each.numel() for each in gc.get_objects() if type(each) is torch.Tensor))
+                alive.append(sum(tensor.numel() for tensor in gc.get_objects() if type(tensor) is torch.Tensor))
                 yield batch
 
         compare(plain, model, stream())
@@ -328,18 +330,18 @@ class TestData:
         assert max(sizes) <= 6
         assert not steps.exact
 
-    def test_nan_in_the_data_shows(self, plain, model):
+    def test_nan_in_the_data_is_reported(self, plain, model):
         data = batches()
         data[1][0, 0, 0, 0] = math.nan
-        found = compare(plain, model, data)
-        assert math.isnan(found.outputs[0].sqnr_db)
-        assert math.isnan(found.worst(1)[0].sqnr_db)
-        assert json.dumps(found.to_list(), allow_nan=False)
+        comparison = compare(plain, model, data)
+        assert math.isnan(comparison.outputs[0].sqnr_db)
+        assert math.isnan(comparison.worst(1)[0].sqnr_db)
+        assert json.dumps(comparison.to_list(), allow_nan=False)
 
 
 class TestRestoration:
     @pytest.mark.parametrize("training", [False, True])
-    def test_both_models_are_as_before(self, training):
+    def test_both_models_stay_unchanged(self, training):
         plain, model = float_net().train(training), quantized_net().train(training)
         model.third.training = not training
         before = snapshot(plain), snapshot(model)
@@ -347,7 +349,7 @@ class TestRestoration:
         same(before[0], snapshot(plain))
         same(before[1], snapshot(model))
 
-    def test_also_when_the_data_raises(self, plain, model):
+    def test_both_models_stay_unchanged_if_the_data_raises(self, plain, model):
         def broken():
             yield batches()[0]
             raise OSError("disk")
@@ -360,23 +362,23 @@ class TestRestoration:
         same(before[0], snapshot(plain))
         same(before[1], snapshot(model))
 
-    def test_also_when_a_batch_does_not_fit(self, plain, model):
+    def test_both_models_stay_unchanged_if_a_batch_does_not_fit(self, plain, model):
         before = snapshot(model)
         with pytest.raises(RuntimeError):
             compare(plain, model, [torch.randn(2, 5, 6, 6)])
         same(before, snapshot(model))
 
-    def test_a_quantizer_that_is_off_stays_off_and_counts_as_off(self, plain):
+    def test_a_disabled_quantizer_stays_disabled(self, plain):
         model = quantized_net()
-        for each in quantizers(model):
-            each.enabled = "first" in each.consumers
-        found = compare(plain, model, batches())
-        assert row_of(found, "fourth").local_sqnr_db == math.inf
-        assert sum(each.enabled for each in quantizers(model)) == 2
+        for quantizer in quantizers(model):
+            quantizer.enabled = "first" in quantizer.consumers
+        comparison = compare(plain, model, batches())
+        assert row_of(comparison, "fourth").local_sqnr_db == math.inf
+        assert sum(quantizer.enabled for quantizer in quantizers(model)) == 2
 
     def test_modes_do_not_change_the_result(self, comparison):
-        found = compare(float_net().train(), quantized_net().train(), batches())
-        assert [row.sqnr_db for row in found.rows] == pytest.approx([row.sqnr_db for row in comparison.rows], abs=1e-3)
+        result = compare(float_net().train(), quantized_net().train(), batches())
+        assert [row.sqnr_db for row in result.rows] == pytest.approx([row.sqnr_db for row in comparison.rows], abs=1e-3)
 
     def test_a_saved_model_compares_as_before(self, plain, comparison, tmp_path):
         save(quantized_net(), tmp_path / "model")
@@ -396,7 +398,7 @@ class TestBadInput:
         with pytest.raises(UsageError, match="enable_fake_quant"):
             compare(plain, model, batches())
 
-    def test_a_float_model_in_the_place_of_the_quantized(self, plain):
+    def test_a_float_model_instead_of_the_quantized_one_is_refused(self, plain):
         with pytest.raises(UsageError, match="not made by insert_qdq"):
             compare(plain, plain, batches())
 
@@ -414,11 +416,11 @@ class TestBadInput:
         with pytest.raises((UsageError, CalibrationError), match=message):
             compare(plain, model, data)
 
-    def test_another_model(self, model):
+    def test_a_different_float_model_is_refused(self, model):
         with pytest.raises(UsageError, match="not the same model"):
             compare(nn.Flatten(), model, batches())
 
-    def test_what_is_no_model(self, model):
+    def test_a_float_model_that_is_not_callable_is_refused(self, model):
         with pytest.raises(UsageError, match="got 5"):
             compare(5, model, batches())
 
@@ -433,7 +435,7 @@ class TestShown:
         assert "…" not in text
         assert f"{comparison.rows[0].sqnr_db:.1f}" in text
 
-    def test_names_are_no_markup(self, comparison):
+    def test_names_are_not_read_as_markup(self, comparison):
         from dataclasses import replace
 
         row = replace(comparison.rows[0], name="[red]x")
@@ -444,30 +446,30 @@ class TestShown:
 
     def test_json(self, plain):
         model = quantized_net(Override(name="first", activation="float", weight="float"))
-        found = compare(plain, model, batches())
-        rows = json.loads(json.dumps(found.to_list(), allow_nan=False))
+        comparison = compare(plain, model, batches())
+        rows = json.loads(json.dumps(comparison.to_list(), allow_nan=False))
         assert rows[0]["sqnr_db"] is None
-        assert rows[1]["sqnr_db"] == found.rows[1].sqnr_db
-        assert "5 layers, 3 batches: output" in str(found).replace("\n", " ")
+        assert rows[1]["sqnr_db"] == comparison.rows[1].sqnr_db
+        assert "5 layers, 3 batches: output" in str(comparison).replace("\n", " ")
 
 
 class TestSums:
     def test_agreements_merge(self):
         x, y = torch.randn(100), torch.randn(100)
-        whole, one, other = ErrorSums(), ErrorSums(), ErrorSums()
-        whole.add(x, y)
+        all_data, one, other = ErrorSums(), ErrorSums(), ErrorSums()
+        all_data.add(x, y)
         one.add(x[:30], y[:30])
         other.add(x[30:], y[30:])
         one.merge(other)
-        assert one.sqnr_db == pytest.approx(whole.sqnr_db)
-        assert one.cosine == pytest.approx(whole.cosine)
-        assert one.count == whole.count
+        assert one.sqnr_db == pytest.approx(all_data.sqnr_db)
+        assert one.cosine == pytest.approx(all_data.cosine)
+        assert one.count == all_data.count
 
     @pytest.mark.parametrize(
         ("x", "y", "level", "cosine"),
         [(0.0, 0.0, math.inf, 1.0), (0.0, 1.0, -math.inf, 0.0), (1.0, 1.0, math.inf, 1.0), (1.0, -1.0, -6.0206, -1.0)],
     )
-    def test_the_ends(self, x, y, level, cosine):
+    def test_decibels_of_zero_signal_or_noise_are_infinite(self, x, y, level, cosine):
         agreement = ErrorSums()
         agreement.add(torch.tensor([x]), torch.tensor([y]))
         assert agreement.sqnr_db == pytest.approx(level, abs=1e-3)
@@ -483,16 +485,16 @@ class TestSums:
         agreement.add(torch.full((10,), 60000.0, dtype=torch.float16), torch.full((10,), 59968.0, dtype=torch.float16))
         assert agreement.sqnr_db == pytest.approx(20 * math.log10(60000 / 32), abs=0.01)
 
-    def test_range_uses_merge(self):
+    def test_range_usages_merge(self):
         x = torch.linspace(-2, 1, 301)
-        whole, one, other = (RangeUsage(-1.0, 1.0, 0.01) for _ in range(3))
-        whole.add(x)
+        all_data, one, other = (RangeUsage(-1.0, 1.0, 0.01) for _ in range(3))
+        all_data.add(x)
         one.add(x[:100])
         other.add(x[100:])
         other.merge(one)
-        assert whole == other
-        assert whole.saturation == pytest.approx(1 / 3, abs=0.01)
-        assert whole.used == 1
+        assert all_data == other
+        assert all_data.saturation == pytest.approx(1 / 3, abs=0.01)
+        assert all_data.used == 1
 
 
 class Neighbours(nn.Module):
@@ -506,7 +508,7 @@ class Neighbours(nn.Module):
         return self.a_fused_1(self.a_fused(self.a(x)))
 
 
-def test_layers_with_similar_names_are_told_apart():
+def test_layers_with_similar_names_are_distinguished():
     x = torch.randn(3, 6)
     model = quantize(Neighbours().eval(), x, forward_loop=[x], target="onnxruntime")
     assert [row.name for row in compare(None, model, [x], progress=False).rows] == ["a", "a_fused", "a_fused_1"]

@@ -18,8 +18,8 @@ def model():
 
 def counted(values, edges):
     edges = torch.tensor(edges, dtype=torch.float64)
-    places = torch.bucketize(values.flatten().double(), edges, right=True) - 1
-    return torch.bincount(places, minlength=len(edges) - 1).tolist()
+    positions = torch.bucketize(values.flatten().double(), edges, right=True) - 1
+    return torch.bincount(positions, minlength=len(edges) - 1).tolist()
 
 
 @pytest.mark.parametrize("bins", [1, 7, 64, 200])
@@ -38,21 +38,21 @@ def test_counts_are_exact(model, bins):
     assert 1 <= len(weight.counts) <= bins
 
 
-def test_the_range_is_that_of_the_codes(model):
+def test_low_and_high_are_the_range_of_the_codes(model):
     weight, activation = histograms(model, batches(), ["fifth"])
-    stub = next(each for each in model.modules() if isinstance(each, QuantStub) and "fifth" in each.consumers)
-    quantizer = next(each for each in quantizers(model) if each.name == "fifth.weight")
+    stub = next(stub for stub in model.modules() if isinstance(stub, QuantStub) and "fifth" in stub.consumers)
+    quantizer = next(quantizer for quantizer in quantizers(model) if quantizer.name == "fifth.weight")
     assert activation.low == pytest.approx(-128 * float(stub.scale))
     assert activation.high == pytest.approx(127 * float(stub.scale))
     assert weight.low == pytest.approx(-128 * float(quantizer.scale.max()))
     assert weight.high == pytest.approx(127 * float(quantizer.scale.max()))
 
 
-def test_layers_come_in_the_order_asked_for_and_the_model_stays(model):
+def test_layers_are_in_the_requested_order_and_the_model_stays_unchanged(model):
     before = snapshot(model)
-    found = histograms(model, iter(batches()), ["fifth", "first"])
-    assert [each.name for each in found] == ["fifth", "fifth", "first", "first"]
-    json.dumps([each.to_dict() for each in found])
+    results = histograms(model, iter(batches()), ["fifth", "first"])
+    assert [result.name for result in results] == ["fifth", "fifth", "first", "first"]
+    json.dumps([result.to_dict() for result in results])
     same(before, snapshot(model))
 
 

@@ -15,22 +15,22 @@ LEFT_FLOAT = QuantConfig(activation="float", weight="float")
 
 
 @pytest.mark.parametrize(("make", "inputs", "target"), some_models())
-def test_it_is_what_insert_gives_and_the_model_stays(make, inputs, target):
+def test_inspect_predicts_insert_qdq_and_leaves_the_model_unchanged(make, inputs, target):
     torch.manual_seed(0)
     plain = settled(make()).train()
     before, owners = snapshot(plain), [id(parameter) for parameter in plain.parameters()]
-    found = inspect(plain, inputs, target=target)
+    coverage = inspect(plain, inputs, target=target)
     same(before, snapshot(plain))
     assert owners == [id(parameter) for parameter in plain.parameters()]
     result = transform(plain, inputs, target=target)
-    assert found == record_of(insert_qdq(result.model, result.matches)).coverage
+    assert coverage == record_of(insert_qdq(result.model, result.matches)).coverage
 
 
-def test_the_config_counts():
+def test_the_config_is_used():
     config = QuantConfig(overrides=(Override(name="fifth", activation="float", weight="float"),))
-    found = inspect(float_net(), batches()[0], config=config)
-    assert {row.name: row.state.value for row in found.operations}["fifth"] == "float"
-    assert inspect(float_net(), batches()[0], config=config.to_dict()) == found
+    result = inspect(float_net(), batches()[0], config=config)
+    assert {row.name: row.state.value for row in result.operations}["fifth"] == "float"
+    assert inspect(float_net(), batches()[0], config=config.to_dict()) == result
 
 
 @pytest.mark.parametrize(
@@ -43,24 +43,24 @@ def test_the_config_counts():
     ],
     ids=["relu", "lstm", "config", "mapping"],
 )
-def test_nothing_to_quantize_is_said_and_no_error(model, config, message):
+def test_nothing_to_quantize_is_a_warning(model, config, message):
     with pytest.warns(ScalepointWarning, match=f"nothing.*{message}"):
-        found = inspect(model.eval(), torch.randn(2, 3, 6), config=config)
-    assert not found.in_state("quantized")
-    assert all(row.reason for row in found.operations)
+        result = inspect(model.eval(), torch.randn(2, 3, 6), config=config)
+    assert not result.in_state("quantized")
+    assert all(row.reason for row in result.operations)
 
 
-def test_without_example_inputs_macs_are_not_known():
-    found = inspect(float_net())
-    assert len(found.in_state("quantized")) == 5
-    assert found.share_of_macs() is None
+def test_without_example_inputs_macs_are_unknown():
+    result = inspect(float_net())
+    assert len(result.in_state("quantized")) == 5
+    assert result.share_of_macs() is None
 
 
 def test_named_inputs():
     assert inspect(float_net(), kwargs={"x": batches()[0]}) == inspect(float_net(), batches()[0])
 
 
-def test_a_quantized_model_tells_of_itself():
+def test_a_quantized_model_returns_its_coverage():
     model = quantized_net()
     assert inspect(model) == record_of(model).coverage
 

@@ -47,7 +47,7 @@ def both_ways(plain, target):
     torch.manual_seed(0)
     data = [torch.randn(4, 3, 32, 32) for _ in range(2)]
     model = quantize(settled(plain), data[0], {"correct_bias": False}, forward_loop=data, target=target)
-    return [scores(sensitivity(model, data, how=how)) for how in ("one_at_a_time", "proxy")]
+    return [scores(sensitivity(model, data, how=options)) for options in ("one_at_a_time", "proxy")]
 
 
 class TestRanking:
@@ -62,14 +62,16 @@ class TestRanking:
         assert [row.score for row in rows] == sorted((row.score for row in rows), reverse=True)
 
     @pytest.mark.parametrize("target", fast(["onnxruntime", "tensorrt"], "onnxruntime"))
-    def test_the_proxy_ranks_as_the_measurement_does(self, target):
+    def test_the_proxy_ranks_like_the_measurement(self, target):
         measured, estimated = both_ways(ResNet((1, 1, 1, 1), 8, 5), target)
         assert measured.keys() == estimated.keys()
-        pair = torch.stack([ranks([each[name] for name in measured]) for each in (measured, estimated)])
+        pair = torch.stack(
+            [ranks([scores_by_name[name] for name in measured]) for scores_by_name in (measured, estimated)]
+        )
         assert float(torch.corrcoef(pair)[0, 1]) > 0.9
         assert all(1 / 4 < estimated[name] / measured[name] < 4 for name in measured)
 
-    def test_the_proxy_is_rough_where_one_token_is_read(self):
+    def test_the_proxy_is_approximate_if_one_token_is_read(self):
         measured, estimated = both_ways(VisionTransformer(48, 4, 2, 32, 8, 10), "onnxruntime")
         assert all(1 / 10 < estimated[name] / measured[name] < 10 for name in measured)
         assert max(estimated, key=estimated.get) in sorted(measured, key=measured.get)[-3:]
@@ -81,37 +83,37 @@ class TestRanking:
         for row in rows:
             share = max(row.macs / macs, row.parameters / parameters)
             assert row.gain_per_cost == pytest.approx(row.score / share)
-            assert (row.kind, row.macs) in [(each.kind, each.macs) for each in table]
+            assert (row.kind, row.macs) in [(entry.kind, entry.macs) for entry in table]
 
 
 class TestOneAtATime:
     def test_the_score_is_the_noise_to_signal_of_the_output(self, coarse):
-        found = scores(sensitivity(coarse, batches(), how="one_at_a_time"))
-        wanted = outputs(float_net(), batches())
+        result = scores(sensitivity(coarse, batches(), how="one_at_a_time"))
+        float_outputs = outputs(float_net(), batches())
         other = quantized_net(COARSE)
         for name in NAMES:
-            for each in quantizers(other):
-                each.enabled = name in each.consumers
-            expected = 10 ** (-decibels(wanted, outputs(other, batches())) / 10)
-            assert found[name] == pytest.approx(expected, rel=1e-3)
+            for quantizer in quantizers(other):
+                quantizer.enabled = name in quantizer.consumers
+            expected = 10 ** (-decibels(float_outputs, outputs(other, batches())) / 10)
+            assert result[name] == pytest.approx(expected, rel=1e-3)
 
-    def test_a_metric_is_measured_in_float_and_once_a_layer(self, coarse):
-        wanted = outputs(float_net(), batches())
-        seen = []
+    def test_a_metric_is_measured_in_float_and_once_per_layer(self, coarse):
+        expected = outputs(float_net(), batches())
+        observed = []
 
         def metric(run):
-            found = outputs(run, batches())
-            seen.append(float(F.mse_loss(found, wanted)))
-            return -seen[-1]
+            result = outputs(run, batches())
+            observed.append(float(F.mse_loss(result, expected)))
+            return -observed[-1]
 
         rows = sensitivity(coarse, batches(), metric, how="one_at_a_time")
-        assert len(seen) == 6
-        assert seen[0] < 1e-10
+        assert len(observed) == 6
+        assert observed[0] < 1e-10
         assert rows[0].name == "third"
-        assert rows[0].metric == -max(seen)
-        assert rows[0].score == pytest.approx(max(seen) - seen[0])
+        assert rows[0].metric == -max(observed)
+        assert rows[0].score == pytest.approx(max(observed) - observed[0])
 
-    def test_limit_tries_only_what_the_proxy_finds(self, coarse):
+    def test_limit_tries_only_the_first_layers_of_the_proxy(self, coarse):
         calls = []
 
         def metric(run):
@@ -123,22 +125,22 @@ class TestOneAtATime:
         assert len(calls) == 3
 
     def test_an_iterator_is_enough_for_one_pass(self, model):
-        whole = scores(sensitivity(model, batches(), how="one_at_a_time"))
-        assert scores(sensitivity(model, iter(batches()), how="one_at_a_time")) == whole
+        from_batches = scores(sensitivity(model, batches(), how="one_at_a_time"))
+        assert scores(sensitivity(model, iter(batches()), how="one_at_a_time")) == from_batches
 
 
 class TestProxy:
     @pytest.mark.parametrize("name", NAMES)
-    def test_a_single_source_of_noise_is_exact(self, name):
+    def test_the_proxy_is_exact_for_a_single_source_of_noise(self, name):
         """With one layer quantized nothing can cancel: the estimate is the output's noise to signal."""
         model = quantized_net()
-        for each in quantizers(model):
-            each.enabled = name in each.consumers and "weight" in each.name
+        for quantizer in quantizers(model):
+            quantizer.enabled = name in quantizer.consumers and "weight" in quantizer.name
         (row,) = sensitivity(model, batches())
         expected = 10 ** (-decibels(outputs(float_net(), batches()), outputs(model, batches())) / 10)
         assert row.score == pytest.approx(expected, rel=1e-3)
 
-    def test_a_branch_that_ends_nowhere_costs_nothing(self):
+    def test_an_unused_branch_has_no_sensitivity(self):
         class Muted(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -148,10 +150,10 @@ class TestProxy:
                 return self.a(x) + 1e-6 * self.b(x)
 
         x = torch.randn(16, 4)
-        found = scores(sensitivity(quantize(Muted().eval(), x, config(), forward_loop=[x]), [x]))
-        assert found["a"] > found["b"]
+        result = scores(sensitivity(quantize(Muted().eval(), x, config(), forward_loop=[x]), [x]))
+        assert result["a"] > result["b"]
 
-    def test_it_needs_no_gradients(self, model):
+    def test_no_gradients_are_needed(self, model):
         with torch.inference_mode():
             inside = scores(sensitivity(model, batches()))
         assert inside == pytest.approx(scores(sensitivity(model, batches())))
@@ -170,7 +172,7 @@ class TestProxy:
 
 class TestFloatModel:
     @pytest.mark.parametrize("how", WAYS)
-    def test_it_is_quantized_first_and_stays_as_it_was(self, how):
+    def test_a_float_model_is_quantized_first_and_stays_unchanged(self, how):
         plain = float_net().train()
         before = snapshot(plain)
         rows = sensitivity(plain, batches(), how=how, target="tensorrt", config=None)
@@ -182,18 +184,18 @@ class TestFloatModel:
         rows = sensitivity(float_net(), [{"x": batch} for batch in batches()])
         assert sorted(row.name for row in rows) == sorted(NAMES)
 
-    def test_a_function_cannot_give_an_example(self):
+    def test_a_function_as_data_is_refused_for_a_float_model(self):
         with pytest.raises(UsageError, match="first batch"):
             sensitivity(float_net(), lambda run: None)
 
-    def test_an_iterator_is_not_enough(self):
+    def test_an_iterator_is_refused_for_several_passes(self):
         with pytest.raises(UsageError, match="more than once"):
             sensitivity(float_net(), iter(batches()))
 
 
 class TestRestoration:
     @pytest.mark.parametrize("how", WAYS)
-    def test_nothing_of_the_model_changes(self, how):
+    def test_the_model_stays_unchanged(self, how):
         model = quantized_net().train()
         quantizers(model)[0].enabled = False
         before = snapshot(model)
@@ -201,7 +203,7 @@ class TestRestoration:
         same(before, snapshot(model))
 
     @pytest.mark.parametrize("how", WAYS)
-    def test_also_when_the_data_raises(self, model, how):
+    def test_the_model_stays_unchanged_if_the_data_raises(self, model, how):
         def broken():
             yield batches()[0]
             raise OSError("disk")
@@ -211,7 +213,7 @@ class TestRestoration:
             sensitivity(model, broken(), how=how)
         same(before, snapshot(model))
 
-    def test_also_when_the_metric_raises(self, model):
+    def test_the_model_stays_unchanged_if_the_metric_raises(self, model):
         calls = []
 
         def metric(run):
@@ -255,9 +257,13 @@ class TestBadInput:
             sensitivity(insert_qdq(result.model, result.matches, config()), batches())
 
 
-def test_nan_comes_first_and_is_json(model):
+def test_nan_comes_first_and_can_be_written_as_json(model):
     def metric(run):
-        return math.nan if any(each.enabled for each in quantizers(run) if "fourth" in each.consumers) else 1.0
+        return (
+            math.nan
+            if any(quantizer.enabled for quantizer in quantizers(run) if "fourth" in quantizer.consumers)
+            else 1.0
+        )
 
     rows = sensitivity(model, batches(), metric, how="one_at_a_time")
     assert "fourth" in [row.name for row in rows if math.isnan(row.score)]

@@ -212,7 +212,7 @@ def test_inspect_needs_no_data(call) -> None:
         ("model: nets:net\ndata: nets:batches\nmax_drop: 1", "--evaluate"),
         ("budget: {size: 0.2, bits: 4}", "a budget must be one of size, bits and speed, got size and bits"),
         ("budget: {weight: 4}", "weight"),
-        ("choices: [int4, int9]", "'int9' is no format of a weight"),
+        ("choices: [int4, int9]", "'int9' is not a weight format"),
     ],
 )
 def test_an_invalid_config_ends_with_2(call, here, text, message) -> None:

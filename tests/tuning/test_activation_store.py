@@ -1,4 +1,4 @@
-"""Values come back bit for bit: from memory, from disk, and as codes."""
+"""Stored values are restored bit for bit: from memory, from disk, and from codes."""
 
 import torch
 
@@ -7,16 +7,16 @@ from scalepoint.tuning.activation_store import ActivationStore
 
 
 def stub(symmetric):
-    made = QuantStub(["layer"], symmetric=symmetric)
-    made.calibrating = True
-    made(torch.randn(1000, generator=torch.Generator().manual_seed(0)))
-    made.calibrating = False
-    made.compute_parameters()
-    made.enabled = True
-    return made
+    quantizer = QuantStub(["layer"], symmetric=symmetric)
+    quantizer.calibrating = True
+    quantizer(torch.randn(1000, generator=torch.Generator().manual_seed(0)))
+    quantizer.calibrating = False
+    quantizer.compute_parameters()
+    quantizer.enabled = True
+    return quantizer
 
 
-def test_what_a_quantizer_gave_comes_back_from_a_byte_an_element():
+def test_outputs_of_a_quantizer_are_restored_from_one_byte_per_element():
     for symmetric in (True, False):
         quantizer = stub(symmetric)
         value = quantizer(torch.randn(64, 32) * 2)
@@ -30,7 +30,7 @@ def test_what_a_quantizer_gave_comes_back_from_a_byte_an_element():
             store.close()
 
 
-def test_codes_keep_the_scale_that_they_were_made_with():
+def test_codes_are_restored_with_the_scale_at_the_time_of_storing():
     quantizer = stub(False)
     value = quantizer(torch.randn(64))
     store = ActivationStore(10**6)
@@ -39,7 +39,7 @@ def test_codes_keep_the_scale_that_they_were_made_with():
     assert torch.equal(store.get("a"), value)
 
 
-def test_a_value_that_is_put_again_counts_once():
+def test_a_value_that_is_stored_again_counts_once():
     store = ActivationStore(10**6)
     for _ in range(3):
         store.put("a", torch.zeros(10))

@@ -1,4 +1,4 @@
-"""Moments of a layer in its place: with the other side of an add, shared by readers, summed over uses."""
+"""Moments of a layer: with the other operand of an add, shared by readers, summed over uses of a weight."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ FOUR = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQ
 
 
 def walked(model, batches, to, config=None, **options):
-    """A walk that stands before the layer of this name."""
+    """A walk that has advanced to the layer with this name."""
     quantized = quantize(model.eval(), batches[0], config, forward_loop=batches, progress=False, **options)
     walk = StreamWalk(quantized, memory=10**8)
     walk.read_data(quantized, batches, max_batches=None, skip_nan=False, progress=False)
@@ -49,7 +49,7 @@ def batches(count=3, seed=0):
     return [torch.randn(8, 3, 10, 10, generator=generator) for _ in range(count)]
 
 
-def test_the_other_side_of_the_add_is_in_what_the_outputs_should_be():
+def test_targets_include_what_the_other_operand_of_the_add_lacks():
     for target in (None, "onnxruntime"):
         walk, collector = walked(Residual(), batches(), "two.second", target=target)
         use = use_of(collector, "two.second")
@@ -68,7 +68,7 @@ def test_the_other_side_of_the_add_is_in_what_the_outputs_should_be():
         torch.testing.assert_close(mean.reshape(-1).float(), expected.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_that_feeds_no_add_has_no_other_side():
+def test_a_layer_that_feeds_no_add_has_no_changed_operand():
     walk, collector = walked(Residual(), batches(), "two.first", target="onnxruntime")
     assert find_changed_operand(walk, use_of(collector, "two.first")) is None
 
@@ -91,43 +91,43 @@ def gated():
     return walked(Gated(), data, "gate", config=weights)
 
 
-def test_a_layer_with_a_product_in_its_group_shares_the_pass(monkeypatch):
+def test_a_layer_with_a_product_in_its_group_shares_the_pass_over_the_rows(monkeypatch):
     walk, collector = gated()
     uses = collector.uses[:2]
     assert max(len(use.node.all_input_nodes) for use in uses) == 2
     passes = []
     original = RowCollector._iterate_rows
-    monkeypatch.setattr(RowCollector, "_iterate_rows", lambda *given: passes.append(1) or original(*given))
+    monkeypatch.setattr(RowCollector, "_iterate_rows", lambda *args: passes.append(1) or original(*args))
     for use in uses:
         fit, judge = collector.collect_moments(use, shape_of(use))
         mean = (fit.count * fit.mean_target + judge.count * judge.mean_target) / (fit.count + judge.count)
-        exact = torch.cat([each for each, _ in inputs_of(walk, use)]) @ use.layer.weight.T
+        exact = torch.cat([exact for exact, _ in inputs_of(walk, use)]) @ use.layer.weight.T
         torch.testing.assert_close(mean[0].float(), exact.mean(0).detach(), rtol=1e-4, atol=1e-5)
     assert len(passes) == 1
 
 
-def test_a_layer_of_floats_with_a_product_in_its_group_is_left_without_a_bias():
+def test_a_float_layer_with_a_product_in_its_group_gets_no_bias():
     walk, collector = gated()
     assert [can_shift_bias(walk, use) for use in collector.uses] == [False] * 3
 
 
-def test_readers_of_one_value_share_one_pass(monkeypatch):
+def test_readers_of_one_value_share_one_pass_over_the_rows(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(8, 5, 16, generator=generator), torch.ones(8, 5)) for _ in range(2)]
     walk, collector = walked(Encoder(), data, "two.q", target="onnxruntime")
     use = use_of(collector, "two.q")
     passes = []
     original = RowCollector._iterate_rows
-    monkeypatch.setattr(RowCollector, "_iterate_rows", lambda *given: passes.append(1) or original(*given))
-    found = {}
-    for each in collector.uses[collector.uses.index(use) : collector.uses.index(use) + 3]:
-        found[each.path] = collector.collect_moments(each, shape_of(each))
+    monkeypatch.setattr(RowCollector, "_iterate_rows", lambda *args: passes.append(1) or original(*args))
+    results = {}
+    for reader in collector.uses[collector.uses.index(use) : collector.uses.index(use) + 3]:
+        results[reader.path] = collector.collect_moments(reader, shape_of(reader))
     assert len(passes) == 1
     fresh = RowCollector(walk, 10**6, 0.1, {})
     monkeypatch.setattr(RowCollector, "_find_readers", lambda self, use, shape: [(use, shape)])
-    for each in fresh.uses[fresh.uses.index(use) : fresh.uses.index(use) + 3]:
-        alone = fresh.collect_moments(each, shape_of(each))
-        for one, other in zip(found[each.path], alone, strict=True):
+    for reader in fresh.uses[fresh.uses.index(use) : fresh.uses.index(use) + 3]:
+        alone = fresh.collect_moments(reader, shape_of(reader))
+        for one, other in zip(results[reader.path], alone, strict=True):
             torch.testing.assert_close(one.cross, other.cross, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(one.target_variance, other.target_variance, rtol=1e-4, atol=1e-6)
 
@@ -141,23 +141,23 @@ class Twice(nn.Module):
         return self.shared(F.relu(self.shared(x)))
 
 
-def test_a_weight_has_one_sum_over_all_its_uses():
+def test_the_rows_of_all_uses_of_a_weight_are_summed():
     data = [torch.randn(16, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     model = quantize(Twice().eval(), data[0], FOUR, forward_loop=data, progress=False)
     fresh, counts = StreamWalk(model, memory=10**8), []
     fresh.read_data(model, data, max_batches=None, skip_nan=False, progress=False)
     collector = RowCollector(fresh, 10**6, 0.1, {})
     for node in fresh.graph.nodes:
-        for each in collector.uses:
-            if each.node is node:
-                fit, judge = collector.collect_moments(each, shape_of(each))
+        for use in collector.uses:
+            if use.node is node:
+                fit, judge = collector.collect_moments(use, shape_of(use))
                 counts.append(fit.count + judge.count)
         fresh.advance(node)
     assert counts == [48, 96]
 
 
 @pytest.mark.parametrize(("groups", "rows"), [(1, 32_768), (3, 4096)])
-def test_a_layer_in_groups_takes_fewer_rows(groups, rows):
+def test_a_grouped_layer_uses_fewer_rows(groups, rows):
     model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, groups=groups))
     _, collector = walked(model, [torch.randn(16, 3, 32, 32) for _ in range(2)], "0", FOUR)
     use = next(iter(collector.uses))
@@ -166,7 +166,7 @@ def test_a_layer_in_groups_takes_fewer_rows(groups, rows):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_rows_that_are_not_finite_are_refused(bad):
+def test_rows_with_nan_or_infinity_are_refused(bad):
     model = nn.Sequential(nn.Linear(4, 4))
     _, collector = walked(model, [torch.randn(16, 4)], "0", FOUR)
     fine = torch.full((2, 1, 4), 3e38)  # whose sum is not

@@ -1,4 +1,4 @@
-"""The experts of a mixture: each is a layer of its own, with the rows that it is sent; who gets none is named."""
+"""Experts of a mixture: each is tuned on the rows that the router sends to it; experts without rows are reported."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SIZE = 16
 
 
 class Mixture(nn.Module):
-    """One of four experts for every row: the third hardly gets any, the last none."""
+    """Sends every row to one of four experts: the third gets few rows, the last none."""
 
     def __init__(self, by_index: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def rows(seed):
 
 
 @pytest.mark.parametrize("by_index", [False, True], ids=["masked", "picked"])
-def test_an_expert_with_few_rows_or_none_is_rounded_to_nearest_and_named(by_index):
+def test_an_expert_with_few_rows_or_none_is_rounded_to_nearest_and_reported(by_index):
     torch.manual_seed(0)
     model, data = Mixture(by_index).eval(), [rows(seed) for seed in range(4)]
     quantized = quantize(model, data[0], FOUR, forward_loop=data, progress=False)
@@ -63,12 +63,12 @@ def test_an_expert_with_few_rows_or_none_is_rounded_to_nearest_and_named(by_inde
 
 
 def layers(model):
-    found = {name: module for name, module in model.named_modules() if hasattr(module, "get_deployed")}
-    return {name: module for name, module in found.items() if "experts" in name}
+    quantized = {name: module for name, module in model.named_modules() if hasattr(module, "get_deployed")}
+    return {name: module for name, module in quantized.items() if "experts" in name}
 
 
-def test_rows_that_a_quantized_router_sends_elsewhere_are_not_compared():
-    """The streams have other rows then: an expert is held against its own float weight."""
+def test_rows_that_a_quantized_router_sends_to_another_expert_are_not_compared():
+    """The rows of the two streams differ then, so an expert is compared with its own float weight."""
     torch.manual_seed(0)
     model = Mixture(by_index=True).eval()
     with torch.no_grad():

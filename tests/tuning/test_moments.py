@@ -16,26 +16,26 @@ def outputs(x, weight):
     return torch.einsum("rgn,gon->rgo", x, weight.float())
 
 
-def test_they_are_those_of_all_rows_in_any_batches():
+def test_moments_do_not_depend_on_the_batch_size():
     exact, noisy = rows()
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
-    found = []
+    results = []
     for size in (400, 64, 7):
         sums = MomentSums()
-        for part, wanted in zip(noisy.split(size), outputs(exact, weight).split(size), strict=True):
-            sums.add(part, wanted)
-        found.append(sums.to_moments())
+        for part, expected in zip(noisy.split(size), outputs(exact, weight).split(size), strict=True):
+            sums.add(part, expected)
+        results.append(sums.to_moments())
     x, z = exact.double(), noisy.double()
     y = torch.einsum("rgn,gon->rgo", x, weight)
     cy, cz = y - y.mean(0), z - z.mean(0)
-    for moments in found:
+    for moments in results:
         torch.testing.assert_close(moments.mean, z.mean(0), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(moments.mean_target, y.mean(0), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(moments.hessian, torch.einsum("rgn,rgm->gnm", cz, cz) / 400, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(moments.cross, torch.einsum("rgo,rgm->gom", cy, cz) / 400, rtol=1e-4, atol=1e-4)
 
 
-def test_the_error_is_that_of_the_outputs():
+def test_the_error_of_values_is_the_error_of_their_outputs():
     exact, noisy = rows()
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
     values = weight + 0.05 * torch.randn_like(weight)
@@ -43,16 +43,16 @@ def test_the_error_is_that_of_the_outputs():
     sums.add(noisy, outputs(exact, weight))
     moments = sums.to_moments()
     y = torch.einsum("rgn,gon->rgo", exact.double(), weight)
-    found = torch.einsum("rgn,gon->rgo", noisy.double(), values)
+    result = torch.einsum("rgn,gon->rgo", noisy.double(), values)
     mismatch = moments.mean_mismatch(values)
-    torch.testing.assert_close(mismatch, (y - found).mean(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mismatch, (y - result).mean(0), rtol=1e-4, atol=1e-4)
     error = moments.error(values, mismatch)
-    torch.testing.assert_close(error, (y - found).square().mean(0), rtol=1e-3, atol=1e-4)
-    shifted = (y - found - mismatch).square().mean(0)
+    torch.testing.assert_close(error, (y - result).square().mean(0), rtol=1e-3, atol=1e-4)
+    shifted = (y - result - mismatch).square().mean(0)
     torch.testing.assert_close(moments.error(values), shifted, rtol=1e-3, atol=1e-4)
 
 
-def test_rows_count_by_their_weights():
+def test_row_weights_give_weighted_means():
     exact, noisy = rows()
     weight, counts = torch.randn(2, 4, 5, dtype=torch.float64), torch.rand(400) + 0.1
     y, sums = outputs(exact, weight), MomentSums()
@@ -72,13 +72,13 @@ def test_without_a_bias_the_means_are_part_of_the_error():
     values, sums = weight + 0.05, MomentSums()
     sums.add(noisy, outputs(exact, weight))
     raw = sums.to_moments().around_zero()
-    y, found = (torch.einsum("rgn,gon->rgo", x.double(), w) for x, w in ((exact, weight), (noisy, values)))
-    torch.testing.assert_close(raw.error(values), (y - found).square().mean(0), rtol=1e-3, atol=1e-4)
+    y, result = (torch.einsum("rgn,gon->rgo", x.double(), w) for x, w in ((exact, weight), (noisy, values)))
+    torch.testing.assert_close(raw.error(values), (y - result).square().mean(0), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(ErrorAroundWeight(raw, weight).error(values), raw.error(values), rtol=1e-3, atol=1e-4)
     assert not raw.mean_mismatch(values).any()
 
 
-def test_rows_of_zeros_are_none():
+def test_rows_of_zeros_are_not_counted():
     sums = MomentSums()
     sums.add(torch.zeros(5, 1, 3), torch.zeros(5, 1, 2))
     assert sums.to_moments() is None
@@ -86,14 +86,14 @@ def test_rows_of_zeros_are_none():
     assert sums.to_moments().count == 2
 
 
-def test_nothing_seen_is_no_moments():
+def test_without_rows_there_are_no_moments():
     sums = MomentSums()
     sums.add(torch.zeros(0, 1, 3), torch.zeros(0, 1, 2))
     assert sums.to_moments() is None
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_inputs_give_the_moments_of_all_outputs(is_weighted):
+def test_sums_of_inputs_give_the_same_moments_as_sums_of_outputs(is_weighted):
     exact, noisy = rows()
     weight, counts = torch.randn(2, 9, 5), torch.rand(400) + 0.1 if is_weighted else None
     through, plain = MomentSums(weight), MomentSums()
@@ -101,33 +101,35 @@ def test_inputs_give_the_moments_of_all_outputs(is_weighted):
         by = None if counts is None else counts[part]
         through.add(noisy[part], exact[part], by)
         plain.add(noisy[part], outputs(exact[part], weight), by)
-    found, wanted = through.to_moments(), plain.to_moments()
+    result, expected = through.to_moments(), plain.to_moments()
     for name in ("mean", "hessian", "cross", "mean_target", "target_variance"):
-        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(getattr(result, name), getattr(expected, name), rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_some_outputs_have_the_moments_of_those_alone():
+def test_selected_outputs_have_the_moments_of_these_outputs_alone():
     exact, noisy = rows()
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
     both, alone = MomentSums(), MomentSums()
     both.add(noisy, outputs(exact, weight))
     alone.add(noisy, outputs(exact, weight[:, 1:3]))
     values = weight[:, 1:3] * 0.9
-    found, expected = both.to_moments().select_outputs(slice(1, 3)), alone.to_moments()
-    torch.testing.assert_close(found.error(values), expected.error(values), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.mean_mismatch(values), expected.mean_mismatch(values), rtol=1e-5, atol=1e-5)
+    result, expected = both.to_moments().select_outputs(slice(1, 3)), alone.to_moments()
+    torch.testing.assert_close(result.error(values), expected.error(values), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.mean_mismatch(values), expected.mean_mismatch(values), rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_bias_takes_up_needs_no_products():
+def test_residual_sums_give_the_mean_and_error_without_products():
     exact, noisy = rows()
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
     values = weight + 0.05
-    wanted, found = outputs(exact, weight), outputs(noisy, values)
+    expected, result = outputs(exact, weight), outputs(noisy, values)
     means = ResidualSums()
-    for part in zip(found.split(64), wanted.split(64), strict=True):
+    for part in zip(result.split(64), expected.split(64), strict=True):
         means.add(*part)
-    torch.testing.assert_close(means.mean, (wanted - found).double().mean(0), rtol=1e-4, atol=1e-4)
-    whole = float(wanted.double().var(0, unbiased=False).sum())
-    after = (wanted - found).double().var(0, unbiased=False).sum()
-    assert means.error() == pytest.approx(float((wanted - found).double().square().mean(0).sum()) / whole, rel=1e-3)
-    assert means.error(means.mean) == pytest.approx(float(after) / whole, rel=1e-3)
+    torch.testing.assert_close(means.mean, (expected - result).double().mean(0), rtol=1e-4, atol=1e-4)
+    variance = float(expected.double().var(0, unbiased=False).sum())
+    after = (expected - result).double().var(0, unbiased=False).sum()
+    assert means.error() == pytest.approx(
+        float((expected - result).double().square().mean(0).sum()) / variance, rel=1e-3
+    )
+    assert means.error(means.mean) == pytest.approx(float(after) / variance, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Pieces come from the graph: residual blocks whole, chains a few layers at a time, masks in nobody's way."""
+"""Pieces come from the graph: whole residual blocks, a few layers of a chain, and masks do not prevent a cut."""
 
 import pytest
 import torch
@@ -67,17 +67,17 @@ def layers(model, inputs, unit, **options):
 
 @pytest.mark.parametrize("target", [None, "onnxruntime"])
 def test_a_residual_block_is_one_piece(target):
-    found = layers(Residual(), torch.randn(2, 3, 10, 10), "block", target=target)
-    assert [len(each) for each in found] == [3, 2, 1]
+    pieces = layers(Residual(), torch.randn(2, 3, 10, 10), "block", target=target)
+    assert [len(piece) for piece in pieces] == [3, 2, 1]
 
 
-def test_attention_and_what_follows_are_pieces_and_a_mask_passes():
+def test_attention_and_mlp_are_pieces_and_a_mask_may_cross_the_cut():
     inputs = (torch.randn(2, 5, 16), torch.ones(2, 5))
-    found = layers(Encoder(), inputs, "block", target="onnxruntime")
-    assert [len(each) for each in found] == [5, 2, 4, 2]
+    pieces = layers(Encoder(), inputs, "block", target="onnxruntime")
+    assert [len(piece) for piece in pieces] == [5, 2, 4, 2]
 
 
-def test_layers_are_single_and_the_model_is_whole():
+def test_unit_layer_has_one_layer_per_piece_and_unit_model_one_piece():
     inputs = torch.randn(2, 3, 10, 10)
-    assert [len(each) for each in layers(Residual(), inputs, "layer")] == [1] * 6
-    assert [len(each) for each in layers(Residual(), inputs, "model")] == [6]
+    assert [len(piece) for piece in layers(Residual(), inputs, "layer")] == [1] * 6
+    assert [len(piece) for piece in layers(Residual(), inputs, "model")] == [6]

@@ -1,4 +1,4 @@
-"""Steps over blocks and the whole net: kept only when held-out samples agree, exact about codes, and repeatable."""
+"""Steps over blocks and the whole model: results are kept only if held-out samples improve, and are reproducible."""
 
 import pytest
 import torch
@@ -77,32 +77,32 @@ def test_learned_scales_help_new_data(net, data):
 
 
 @pytest.mark.slow
-def test_it_is_the_same_every_time(net, data):
-    found = [tuned(net, data, (*CLOSED, "sign_round", "clip", "end_to_end"))[0] for _ in range(2)]
-    one, other = (each.state_dict() for each in found)
+def test_tuning_is_deterministic(net, data):
+    results = [tuned(net, data, (*CLOSED, "sign_round", "clip", "end_to_end"))[0] for _ in range(2)]
+    one, other = (result.state_dict() for result in results)
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_ranges_of_four_bits_shrink_where_that_costs_less(net, data):
+def test_four_bit_ranges_shrink_if_that_costs_less(net, data):
     plain, _ = tuned(net, data, CLOSED)
-    found, _ = tuned(net, data, ("ranges", *CLOSED))
-    stubs = [[each for each in model.modules() if isinstance(each, QuantStub)] for model in (plain, found)]
+    result, _ = tuned(net, data, ("ranges", *CLOSED))
+    stubs = [[stub for stub in model.modules() if isinstance(stub, QuantStub)] for model in (plain, result)]
     assert any(float(b.scale) < float(a.scale) for a, b in zip(*stubs, strict=True))
-    assert near(net, found) > near(net, plain)
+    assert near(net, result) > near(net, plain)
 
 
-def test_ranges_of_eight_bits_stay_without_a_clear_gain(net, data):
+def test_eight_bit_ranges_change_only_for_a_clear_gain(net, data):
     eight = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQuantConfig(per_channel=True))
     plain, _ = tuned(net, data, CLOSED, eight)
-    found, report = tuned(net, data, ("ranges", *CLOSED), eight)
-    stubs = [[each for each in model.modules() if isinstance(each, QuantStub)] for model in (plain, found)]
+    result, report = tuned(net, data, ("ranges", *CLOSED), eight)
+    stubs = [[stub for stub in model.modules() if isinstance(stub, QuantStub)] for model in (plain, result)]
     changed = [not torch.equal(a.scale, b.scale) for a, b in zip(*stubs, strict=True)]
     assert sum(changed) == sum(piece.notes.count("range of") for piece in report.pieces)
-    assert near(net, found) > near(net, plain) - 0.3
+    assert near(net, result) > near(net, plain) - 0.3
 
 
 @pytest.mark.parametrize("what", ["codes", "shift"])
-def test_a_block_that_solutions_make_worse_is_undone(net, data, what, monkeypatch):
+def test_solutions_that_make_a_block_worse_are_undone(net, data, what, monkeypatch):
     original = LayerSolver.solve
 
     def harmful(self, use, name):
@@ -117,26 +117,26 @@ def test_a_block_that_solutions_make_worse_is_undone(net, data, what, monkeypatc
     assert ("nearest" if what == "codes" else "without bias shifts") in {piece.how for piece in report.pieces}
     assert "as solved" not in {piece.how for piece in report.pieces}
     assert all(piece.after <= piece.before for piece in report.pieces)
-    assert all(each.bias_shift is None for each in model.modules() if isinstance(each, QuantizedLayer))
+    assert all(layer.bias_shift is None for layer in model.modules() if isinstance(layer, QuantizedLayer))
     if what == "codes":
         first = quantize(net, data[0], THREE, forward_loop=data, progress=False)
         assert all(torch.equal(a, b) for a, b in zip(codes(model), codes(first), strict=True))
         assert all(row.step == "" and row.after == row.before for row in report.layers)
 
 
-def test_a_step_over_pieces_of_ones_own(net, data):
-    asked = []
+def test_a_registered_step_over_pieces_gets_their_layers(net, data):
+    calls = []
 
     @register("look", over="piece")
-    def look(work):
-        asked.append([shape.layer.weight_quant.name for shape in work.layers()])
+    def look(task):
+        calls.append([grouped.layer.weight_quant.name for grouped in task.layers()])
 
     tuned(net, data, (*CLOSED, "look"))
-    assert sum(map(len, asked)) == 4
+    assert sum(map(len, calls)) == 4
 
 
 class Again(nn.Module):
-    """One quantizer stands before and after a flatten, here with layers between the two."""
+    """One quantizer is used twice, with layers between the two uses."""
 
     def __init__(self):
         super().__init__()
@@ -146,24 +146,24 @@ class Again(nn.Module):
         return self.three(torch.relu(self.two(torch.relu(self.one(x)))))
 
 
-def test_a_quantizer_that_stands_elsewhere_too_is_left():
+def test_a_quantizer_that_another_piece_uses_too_is_not_changed():
     torch.manual_seed(0)
     data = [torch.randn(16, 8) for _ in range(4)]
     model = quantize(Again().eval(), data[0], THREE, forward_loop=data, progress=False)
     first, *_, last = (node for node in model.graph.nodes if isinstance(_module(model, node), QuantStub))
-    last.target = first.target  # one quantizer at two places, in two pieces
+    last.target = first.target  # one quantizer at two nodes, in two pieces
     model.recompile()
     before = _module(model, first).scale.clone()
-    asked = []
+    calls = []
 
     @register("stubs", over="piece")
-    def stubs(work):
-        asked.extend(work.stubs())
+    def stubs(task):
+        calls.extend(task.stubs())
 
     tune(
         model, data, TuneConfig(steps=(*CLOSED, "ranges", "clip", "stubs"), unit="layer", iterations=3), progress=False
     )
-    assert asked
+    assert calls
     assert torch.equal(_module(model, first).scale, before)
 
 
@@ -189,7 +189,7 @@ class TwoReaders(nn.Module):
         return self.conv(x), self.fc(x)
 
 
-def test_readers_along_different_axes_count_along_their_own_whatever_their_order():
+def test_readers_along_different_axes_are_weighted_along_their_own_axis():
     config = QuantConfig(activation=TensorQuantConfig(n_bits=4), weight=TensorQuantConfig())
     torch.manual_seed(0)
     data = [torch.rand(8, 8, 8) for _ in range(4)]
@@ -200,8 +200,8 @@ def test_readers_along_different_axes_count_along_their_own_whatever_their_order
         torch.manual_seed(1)
         model = quantize(TwoReaders(linear_first).eval(), data[0], config, forward_loop=data, progress=False)
         tune(model, data, {"steps": ("ranges",)}, progress=False)
-        stubs = [each for each in model.modules() if isinstance(each, QuantStub) and "conv" in each.consumers]
-        scales.append([float(each.scale) for each in stubs])
+        stubs = [stub for stub in model.modules() if isinstance(stub, QuantStub) and "conv" in stub.consumers]
+        scales.append([float(stub.scale) for stub in stubs])
     assert len(scales[0]) == 1
     assert scales[0] == scales[1]
     assert scales[0][0] < 0.5 * 9 / 7.5

@@ -1,4 +1,4 @@
-"""Streams that norms read: a row of a hundred times the size of the others counts as one row."""
+"""Streams that norms read: a row that is a hundred times as large as the others counts as one row."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ ALONE = QuantConfig(activation="float", weight=TensorQuantConfig(n_bits=3, per_c
 WIDE = 16
 
 
-class Written(nn.Module):
-    """An RMS norm as transformers write it out."""
+class NormInOperations(nn.Module):
+    """An RMS norm in single operations, as transformers implements it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,10 +44,10 @@ class Stream(nn.Module):
 
 
 def rows(count=6, large=300.0):
-    found = [torch.randn(4, 10, WIDE, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
-    for each in found:
-        each[:, 0] *= large
-    return found
+    results = [torch.randn(4, 10, WIDE, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
+    for result in results:
+        result[:, 0] *= large
+    return results
 
 
 def stream(norm=lambda: nn.RMSNorm(WIDE), **options):
@@ -55,11 +55,11 @@ def stream(norm=lambda: nn.RMSNorm(WIDE), **options):
     return Stream(norm, **options).eval()
 
 
-NORMS = {"rms": lambda: nn.RMSNorm(WIDE), "layer": lambda: nn.LayerNorm(WIDE), "written": Written}
+NORMS = {"rms": lambda: nn.RMSNorm(WIDE), "layer": lambda: nn.LayerNorm(WIDE), "written": NormInOperations}
 
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-def test_rows_of_a_layer_that_writes_to_the_stream_count_by_their_size(norm):
+def test_rows_of_a_layer_that_writes_to_the_stream_are_weighted_by_their_size(norm):
     walk, collector = walked(stream(norm), rows(), "down", ALONE)
     use = use_of(collector, "down")
     other = find_normed_operand(walk, use)
@@ -67,22 +67,24 @@ def test_rows_of_a_layer_that_writes_to_the_stream_count_by_their_size(norm):
     fit, judge = collector.collect_moments(use, shape_of(use))
     sums, total = 0.0, 0.0
     for index, (exact, noisy) in enumerate(inputs_of(walk, use)):
-        whole = (walk.get_value(other, index, noisy=False) + use.layer.operation(exact)).detach()
-        weights = 1 / (whole.square().mean(-1, keepdim=True) + 1e-5)
+        everything = (walk.get_value(other, index, noisy=False) + use.layer.operation(exact)).detach()
+        weights = 1 / (everything.square().mean(-1, keepdim=True) + 1e-5)
         sums, total = sums + (noisy * weights).sum((0, 1)), total + float(weights.sum())
     assert fit.mean.shape == judge.mean.shape
-    shares = [float(collector_total(collector, use, held=held)) for held in (False, True)]
+    shares = [float(collector_total(collector, use, is_holdout=is_holdout)) for is_holdout in (False, True)]
     mean = (fit.mean * shares[0] + judge.mean * shares[1]) / sum(shares)
     torch.testing.assert_close(mean.view(-1).float(), (sums / total).detach(), rtol=1e-3, atol=1e-4)
     assert find_normed_operand(walk, use_of(collector, "head")) is None
 
 
-def collector_total(collector, use, *, held):
-    """What all rows of one part count."""
+def collector_total(collector, use, *, is_holdout):
+    """The sum of the row weights of the fitted or of the held-out rows."""
     shape = shape_of(use)
     weight = shape.weight().float()
     return sum(
-        chunk.row_weights.sum() for chunk in collector._iterate_rows(use, shape, weight) if chunk.is_holdout == held
+        chunk.row_weights.sum()
+        for chunk in collector._iterate_rows(use, shape, weight)
+        if chunk.is_holdout == is_holdout
     )
 
 
@@ -97,9 +99,9 @@ def test_a_block_that_a_norm_reads_is_judged_row_by_row():
         walk.advance(node)
     (exit_,) = [node for node in piece.exits if node not in walk.same_nodes]
     assert feeds_norm(walk, exit_)
-    held = collector.is_held_out(torch.arange(24)).split(4)
+    is_holdout = collector.is_held_out(torch.arange(24)).split(4)
     apart = []
-    for index, mask in enumerate(held):
+    for index, mask in enumerate(is_holdout):
         exact, noisy = (walk.get_value(exit_, index, noisy=side)[mask] for side in (False, True))
         apart.append(((exact - noisy).square().mean(-1) * row_weights(exact)[..., 0]).flatten())
     assert PieceEvaluator(walk, collector).stored_error(piece) == pytest.approx(
@@ -107,8 +109,8 @@ def test_a_block_that_a_norm_reads_is_judged_row_by_row():
     )
 
 
-def test_huge_rows_do_not_rule_the_others():
-    """The same net, data with and without a huge row: the codes serve the ordinary rows about as well."""
+def test_huge_rows_do_not_dominate_the_others():
+    """With a huge row in the data, the codes serve the ordinary rows about as well as without."""
     net, errors = stream(), {}
     for large in (1.0, 1000.0):
         data = rows(large=large)
@@ -121,12 +123,12 @@ def test_huge_rows_do_not_rule_the_others():
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["without", "with"])
-def test_a_layer_of_floats_without_a_bias_is_left_without(bias):
+def test_a_float_layer_without_a_bias_gets_none(bias):
     data = rows(large=1.0)
-    data = [each + 1.0 for each in data]
+    data = [batch + 1.0 for batch in data]
     net = stream(bias=bias)
     quantized = quantize(net, data[0], ALONE, forward_loop=data, progress=False)
     report = tune(quantized, data, TuneConfig(), progress=False)
     shifts = [module.bias_shift for module in quantized.modules() if hasattr(module, "bias_shift")]
-    assert any(each is not None for each in shifts) == bias
+    assert any(item is not None for item in shifts) == bias
     assert all(row.after < row.before for row in report.layers)

@@ -1,4 +1,4 @@
-"""Rows times weight are the layer's own output, whatever the layer is; and rows are drawn alike for any batch size."""
+"""Rows times weight are the output of every kind of layer, and the sample of rows does not depend on the batch size."""
 
 import pytest
 import torch
@@ -31,31 +31,31 @@ def test_rows_times_weight_are_the_output(name):
     config = QuantConfig(activation="float", weight=TensorQuantConfig(per_channel=True))
     model = quantize(nn.Sequential(layer).eval(), x, config)
     disable_fake_quant(model)
-    weighted = next(each for each in model.modules() if isinstance(each, QuantizedLayer))
+    weighted = next(layer for layer in model.modules() if isinstance(layer, QuantizedLayer))
     geometry = get_geometry(weighted)
     rows = geometry.rows(x, torch.arange(geometry.count_rows(x.shape)))
     weight = geometry.to_groups(weighted.to_output_first(weighted.weight))
-    found = torch.einsum("rgn,gon->rgo", rows, weight).flatten(1)
+    result = torch.einsum("rgn,gon->rgo", rows, weight).flatten(1)
     with torch.no_grad():
         expected = layer(x)
     expected = expected.flatten(0, -2) if name == "linear" else expected.movedim(1, -1).flatten(0, -2)
-    torch.testing.assert_close(found + layer.bias, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result + layer.bias, expected, rtol=1e-4, atol=1e-4)
     stored = weighted.to_output_first(weighted.weight)
     assert torch.equal(geometry.from_groups(weight, stored), stored)
 
 
-def test_the_rows_do_not_depend_on_the_batch_size():
-    whole = sample_rows(0, 12, 50, 0.2)
+def test_the_sampled_rows_do_not_depend_on_the_batch_size():
+    all_at_once = sample_rows(0, 12, 50, 0.2)
     parts = [sample_rows(first, 4, 50, 0.2) + first * 50 for first in (0, 4, 8)]
-    assert torch.equal(torch.cat(parts), whole)
-    assert 60 < len(whole) < 180
+    assert torch.equal(torch.cat(parts), all_at_once)
+    assert 60 < len(all_at_once) < 180
 
 
-def test_the_numbers_are_even_and_the_same_everywhere():
-    found = hash_to_uniform(torch.arange(100_000))
-    assert float(found.min()) >= 0.0
-    assert float(found.max()) < 1.0
-    assert abs(float(found.mean()) - 0.5) < 0.005
-    assert abs(float((found < 0.1).double().mean()) - 0.1) < 0.005
+def test_hashed_numbers_are_uniform_and_reproducible():
+    result = hash_to_uniform(torch.arange(100_000))
+    assert float(result.min()) >= 0.0
+    assert float(result.max()) < 1.0
+    assert abs(float(result.mean()) - 0.5) < 0.005
+    assert abs(float((result < 0.1).double().mean()) - 0.1) < 0.005
     assert hash_to_uniform(torch.tensor([0, 1, 2])).tolist() == hash_to_uniform(torch.tensor([0, 1, 2])).tolist()
     assert not torch.equal(hash_to_uniform(torch.arange(10)), hash_to_uniform(torch.arange(10), salt=1))

@@ -1,4 +1,4 @@
-"""tune as a whole: nearer to the float model, never worse than nearest codes, kept, exported and run as chosen."""
+"""tune: closer to the float model, never worse than the nearest codes; the chosen codes are saved, exported and run."""
 
 import warnings
 
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def pictures(count, seed):
-    """Neighbours are alike, as in pictures: else there is nothing to make good."""
+    """Images with similar neighbours: with uncorrelated inputs there is nothing to compensate."""
     noise = torch.randn(count, 3, 14, 14, generator=torch.Generator().manual_seed(seed))
     return F.avg_pool2d(noise, 3, 1) * 3
 
@@ -66,16 +66,16 @@ def quantized(net, data, config=FOUR, **options):
 
 
 def codes(model):
-    return [each.get_deployed().codes.clone() for each in model.modules() if isinstance(each, QuantizedLayer)]
+    return [layer.get_deployed().codes.clone() for layer in model.modules() if isinstance(layer, QuantizedLayer)]
 
 
-def test_the_outputs_come_nearer_on_new_data(net, data):
+def test_the_outputs_are_closer_to_float_on_new_data(net, data):
     model = quantized(net, data)
     before = near(net, model)
     report = tune(model, data, progress=False)
     assert near(net, model) > before + 4
-    assert [each.name for each in report.layers] == ["stem", "depthwise", "up", "head"]
-    assert all(each.after <= each.before for each in report.layers)
+    assert [layer.name for layer in report.layers] == ["stem", "depthwise", "up", "head"]
+    assert all(layer.after <= layer.before for layer in report.layers)
     assert report.samples == 48
     assert "stem" in str(report)
 
@@ -88,7 +88,7 @@ def test_the_float_model_is_untouched(net, data):
         torch.testing.assert_close(model(data[0]), net(data[0]), rtol=1e-4, atol=1e-5)
 
 
-def test_batches_of_another_size_choose_nearly_the_same(net, data):
+def test_another_batch_size_gives_nearly_the_same_codes(net, data):
     one, other = quantized(net, data), quantized(net, data)
     tune(one, data, progress=False)
     tune(other, list(torch.cat(data).split(12)), progress=False)
@@ -96,14 +96,14 @@ def test_batches_of_another_size_choose_nearly_the_same(net, data):
     assert sum(int((a != b).sum()) for a, b in pairs) <= 0.02 * sum(a.numel() for a, _ in pairs)
 
 
-def test_it_is_the_same_every_time_and_with_values_on_disk(net, data):
+def test_tuning_is_deterministic_also_with_activations_on_disk(net, data):
     one, other = quantized(net, data), quantized(net, data)
     tune(one, data, progress=False)
     tune(other, lambda model: [model(batch) for batch in data], {"memory": "1MB"}, progress=False)
     assert all(torch.equal(a, b) for a, b in zip(codes(one), codes(other), strict=True))
 
 
-def test_what_was_chosen_is_kept_exported_and_run(net, data, tmp_path):
+def test_chosen_codes_are_saved_exported_and_run(net, data, tmp_path):
     target = onnxruntime_target()
     model = quantized(net, data, QuantConfig(weight=target.weight), target=target)
     assert tune(model, data, progress=False).layers
@@ -130,12 +130,12 @@ def test_four_bit_blocks_of_a_linear_layer_run_in_the_runtime(tmp_path):
     verify(tmp_path / "model.onnx", model, data[0]).check()
 
 
-def test_the_intercept_alone_moves_no_code(net, data):
+def test_the_intercept_alone_changes_no_code(net, data):
     model = quantized(net, data)
     before = codes(model)
     tune(model, data, TuneConfig(steps=("intercept",)), progress=False)
     assert all(torch.equal(a, b) for a, b in zip(codes(model), before, strict=True))
-    assert any(each.bias_shift is not None for each in model.modules() if isinstance(each, QuantizedLayer))
+    assert any(layer.bias_shift is not None for layer in model.modules() if isinstance(layer, QuantizedLayer))
 
 
 def test_tuning_again_changes_nothing_and_says_why(net, data):
@@ -150,38 +150,40 @@ def test_tuning_again_changes_nothing_and_says_why(net, data):
         assert torch.equal(model(data[0]), before)
 
 
-def test_a_step_of_ones_own(net, data):
-    asked = []
+def test_a_registered_step_is_called_for_every_layer(net, data):
+    calls = []
 
     @register("nothing")
     def nothing(problem, solution):
-        asked.append(problem.name)
+        calls.append(problem.name)
         return solution
 
     tune(quantized(net, data), data, TuneConfig(steps=("nothing",)), progress=False)
-    assert asked == ["stem", "depthwise", "up", "head"]
+    assert calls == ["stem", "depthwise", "up", "head"]
 
 
 class Killed(BaseException):
-    """As a process that ends."""
+    """Stands for a process that is killed."""
 
 
 STEPS = ("ranges", "intercept", "target", "scale", "gptq", "descend", "sign_round", "end_to_end")
 
 
-@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypatch):
+@pytest.mark.parametrize(
+    "solved_layers", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_a_killed_run_continues_after_its_last_piece(net, data, tmp_path, solved_layers, monkeypatch):
     config = TuneConfig(unit="layer", steps=STEPS, iterations=3)
-    whole = quantized(net, data)
-    tune(whole, data, config, progress=False)
+    uninterrupted = quantized(net, data)
+    tune(uninterrupted, data, config, progress=False)
     solved = []
     original = LayerSolver.find_best
 
-    def best(self, problem, *given, **how):
-        if len(solved) == place:
+    def best(self, problem, *args, **options):
+        if len(solved) == solved_layers:
             raise Killed
         solved.append(problem.name)
-        return original(self, problem, *given, **how)
+        return original(self, problem, *args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(LayerSolver, "find_best", best)
@@ -189,18 +191,20 @@ def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypat
             tune(quantized(net, data), data, config, folder=tmp_path, progress=False)
     model = quantized(net, data)
     counted = []
-    monkeypatch.setattr(LayerSolver, "find_best", lambda *given, **how: counted.append(1) or original(*given, **how))
+    monkeypatch.setattr(
+        LayerSolver, "find_best", lambda *args, **options: counted.append(1) or original(*args, **options)
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("error" if place else "ignore")
+        warnings.simplefilter("error" if solved_layers else "ignore")
         report = tune(model, data, config, folder=tmp_path, resume=True, progress=False)
-    assert len(counted) == 4 - place
+    assert len(counted) == 4 - solved_layers
     assert len(report.layers) == 4
-    assert all(torch.equal(a, b) for a, b in zip(codes(model), codes(whole), strict=True))
-    for name, value in whole.state_dict().items():
+    assert all(torch.equal(a, b) for a, b in zip(codes(model), codes(uninterrupted), strict=True))
+    for name, value in uninterrupted.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_what_changed_since_is_told_and_all_is_done_again(net, data, tmp_path):
+def test_changed_or_damaged_files_give_a_warning_and_are_tuned_again(net, data, tmp_path):
     tune(quantized(net, data), data, folder=tmp_path, progress=False)
     with pytest.warns(ScalepointWarning, match="changed since"):
         tune(quantized(net, data), data[:3], folder=tmp_path, resume=True, progress=False)
@@ -220,7 +224,7 @@ class Twice(nn.Module):
 
 
 class Shared(nn.Module):
-    """Readers of one value, and a weight that multiplies at two places."""
+    """Readers of one value, and a weight that is used twice."""
 
     def __init__(self):
         super().__init__()
@@ -233,33 +237,33 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("steps", [("intercept",), TuneConfig().steps], ids=["intercept", "all"])
 @pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_layers_share_is_there_again_on_resume(tmp_path, steps, after, monkeypatch):
+def test_rows_that_layers_share_are_collected_again_on_resume(tmp_path, steps, after, monkeypatch):
     torch.manual_seed(0)
     mix = torch.randn(16, 16)
     data = [torch.randn(16, 16) @ mix for _ in range(4)]
     config = TuneConfig(unit="layer", steps=steps)
 
-    def made():
+    def build():
         torch.manual_seed(1)
         return quantize(Shared().eval(), data[0], FOUR, forward_loop=data, progress=False)
 
-    whole, model = made(), made()
-    rows = tune(whole, data, config, progress=False).layers
-    kept, keep = [], Checkpoint.store_piece
+    uninterrupted, model = build(), build()
+    rows = tune(uninterrupted, data, config, progress=False).layers
+    stored, keep = [], Checkpoint.store_piece
 
     def killed(self, name, states, done):
         keep(self, name, states, done)
-        kept.append(name)
-        if len(kept) == after:
+        stored.append(name)
+        if len(stored) == after:
             raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoint, "store_piece", killed)
         with pytest.raises(Killed):
-            tune(made(), data, config, folder=tmp_path, progress=False)
+            tune(build(), data, config, folder=tmp_path, progress=False)
     again = tune(model, data, config, folder=tmp_path, resume=True, progress=False).layers
     assert [row.rows for row in again] == [row.rows for row in rows]
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in whole.state_dict().items())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in uninterrupted.state_dict().items())
 
 
 def test_a_bias_still_fits_into_int32():
@@ -270,7 +274,7 @@ def test_a_bias_still_fits_into_int32():
         net[0].bias[0] = 1e4
     data = [torch.randn(16, 32) for _ in range(8)]
     model = quantize(net, data[0], None, forward_loop=data, target=onnxruntime_target(cpu="vnni"), progress=False)
-    layer = next(each for each in model.modules() if isinstance(each, QuantizedLayer))
+    layer = next(layer for layer in model.modules() if isinstance(layer, QuantizedLayer))
     with torch.no_grad():
         assert float(layer.weight_quant.scale[0]) == pytest.approx(float(layer.min_scale()[0]))  # it was raised
     tune(model, data, progress=False)
@@ -278,7 +282,7 @@ def test_a_bias_still_fits_into_int32():
 
 
 @pytest.mark.parametrize("steps", [("intercept",), TuneConfig().steps], ids=["intercept", "all"])
-def test_a_layer_that_is_used_twice_has_one_sum_over_its_uses(steps):
+def test_a_layer_that_is_used_twice_is_tuned_on_the_rows_of_both_uses(steps):
     torch.manual_seed(0)
     mix = torch.randn(16, 16)
     data = [torch.randn(16, 16) @ mix for _ in range(8)]
@@ -293,12 +297,12 @@ def test_a_layer_that_is_used_twice_has_one_sum_over_its_uses(steps):
     assert after > before + (0.5 if len(steps) > 1 else -0.1)
 
 
-def test_pair_safe_codes_stay_so_and_come_nearer(net, data):
+def test_pair_safe_codes_stay_pair_safe_and_are_closer_to_float(net, data):
     target = onnxruntime_target(cpu="avx2")
     model = quantized(net, data, None, target=target)
     before = near(net, model)
     report = tune(model, data, progress=False)
-    assert {each.name for each in report.layers} == {"stem", "depthwise", "head"}
+    assert {layer.name for layer in report.layers} == {"stem", "depthwise", "head"}
     assert near(net, model) > before
     for layer in model.modules():
         if isinstance(layer, QuantizedLayer) and layer.weight_quant.spec.range_calculator_cls == "pair_safe":
@@ -323,7 +327,7 @@ def test_one_sample_is_enough_to_run(net):
     data = [pictures(1, 3)]
     model = quantized(net, data)
     report = tune(model, data, progress=False)
-    assert all(each.after <= each.before for each in report.layers)
+    assert all(layer.after <= layer.before for layer in report.layers)
 
 
 def test_nan_names_the_layer(net, data):
@@ -346,7 +350,7 @@ def test_nan_names_the_layer(net, data):
     ],
     ids=str,
 )
-def test_a_config_that_cannot_be_is_refused(net, data, config, message):
+def test_an_invalid_config_is_refused(net, data, config, message):
     with pytest.raises((ConfigError, UsageError, ValueError), match=message):
         tune(quantized(net, data), data, config, progress=False)
 

@@ -81,7 +81,7 @@ class LayerOptions:
 
 
 def group_by_layer(decisions: Iterable[Decision]) -> list[LayerOptions]:
-    """The quantized layers without options, in graph order. Embedding tables are no layers: nothing multiplies them."""
+    """The quantized layers without options, in graph order. Embedding tables are left out: nothing multiplies them."""
     layers: dict[str, LayerOptions] = {}
     for decision in decisions:
         if (decision.weight is not None or decision.points) and not is_embedding_table(decision.site):
@@ -114,7 +114,7 @@ def check_choices(choices: Sequence[str]) -> tuple[str, ...]:
             except (ScalepointError, KeyError, AttributeError) as error:
                 known = ("int2", "int4", "int8", "uint4", "uint8", FLOAT)
                 raise UsageError(
-                    f"choices: {name!r} is no format of a weight: {did_you_mean(str(name), known)}"
+                    f"choices: {name!r} is not a weight format: {did_you_mean(str(name), known)}"
                 ) from error
     return tuple(dict.fromkeys(choices))
 

@@ -65,7 +65,7 @@ class RowChunk:
         is_holdout: Whether they only judge.
         noisy: Rows of the quantized stream.
         targets: What the outputs should be; rows of the float stream if the caller passed no weight.
-        row_weights: What each row counts; 1 if None.
+        row_weights: The weight of each row; 1 if None.
     """
 
     is_holdout: bool

@@ -18,7 +18,7 @@ from torch import Tensor
 from scalepoint import distributed
 
 COLUMNS_PER_PRODUCT = 256  # columns of H per matrix product
-MIN_ROWS_PER_PRODUCT = 2048  # smaller batches wait until so many rows are there
+MIN_ROWS_PER_PRODUCT = 2048  # smaller batches are collected until there are this many
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class MomentSums:
         Args:
             noisy: Rows (r, g, n) of the quantized stream.
             targets: What the outputs should be, (r, g, o); with `weight`, the rows of the float stream.
-            row_weights: What each row counts; 1 if None.
+            row_weights: The weight of each row; 1 if None.
         """
         self.pending.append((noisy, targets, row_weights))
         if sum(rows.shape[0] for rows, *_ in self.pending) >= MIN_ROWS_PER_PRODUCT:

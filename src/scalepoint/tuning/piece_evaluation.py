@@ -3,7 +3,7 @@
     error = mean over the exits of  |noisy - exact|^2 / |exact - mean|^2      or, where a norm reads an exit,
             mean over its rows of   |noisy - exact|^2 / |exact|^2
 
-A smaller error of single layers does not guarantee a better model. What counts is what the rest of the model reads.
+A smaller error of single layers does not guarantee a better model: the rest of the model reads the exits.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ class PieceEvaluator:
         return self._holdout_masks is None or bool(self._holdout_masks[index].any())
 
     def select_part(self, value: Tensor, index: int, *, is_holdout: bool) -> Tensor:
-        """The held-out samples of a batch, or the others; everything if none are held out or there is no batch axis."""
+        """The held-out samples of a batch, or its other samples; the whole value if it cannot be split."""
         if self._holdout_masks is None:
             return value
         mask = self._holdout_masks[index] == is_holdout

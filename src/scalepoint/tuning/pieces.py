@@ -14,7 +14,7 @@ from typing import Literal
 from torch import fx
 
 Unit = Literal["layer", "block", "model"]
-MIN_LAYERS_PER_BLOCK = 2  # a block continues over cuts until it has so many
+MIN_LAYERS_PER_BLOCK = 2  # a block with fewer layers continues with the next one
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Piece:
         nodes: Its nodes, in order.
         entries: Nodes before it whose values it reads.
         exits: Its nodes whose values are read after it.
-        last_reads: Node -> values that no later node of the piece reads, and that are no exits.
+        last_reads: Node -> values that can be dropped after it, because nothing reads them later.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -43,7 +43,7 @@ def cut_into_pieces(
         graph: The graph.
         same: Nodes with one value for both streams.
         has_layer: Whether a node has a quantized layer.
-        unit: What a piece is.
+        unit: Size of a piece.
 
     Returns:
         The pieces in order. The last one may have no layer.

@@ -93,7 +93,7 @@ class CodeGrid:
             columns = torch.arange(len(partner))
             is_pair = (partner != columns) & (codes.sign() == partner_codes.sign())
             excess = torch.where(is_pair, (codes.abs() + partner_codes.abs() - MAX_PAIR_SUM).clamp(min=0), 0)
-            # Of an odd excess the first of the two columns takes the larger half.
+            # If the excess is odd, the first of the two columns takes the larger half.
             is_first = partner > columns
             codes = codes - codes.sign() * torch.where(is_first, (excess / 2).ceil(), (excess / 2).floor())
         return codes

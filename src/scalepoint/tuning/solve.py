@@ -44,26 +44,26 @@ class LayerSolver:
         collector: Collects the rows.
         steps: Names of the steps, in order.
         ridge: Regularization of the target.
-        left: Layers that were not solved -> the reason.
+        skipped: Layers that were not solved -> the reason.
     """
 
     collector: RowCollector
     steps: tuple[str, ...]
     ridge: Ridge
-    left: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def solve(self, use: LayerUse, name: str) -> TunedLayer | None:
         """Choose codes, scales and bias of the layer at a node. Returns None if it stays as it is."""
         geometry = get_geometry(use.layer)
         refusal = explain_refusal(use, geometry)
         if refusal or geometry is None:
-            self.left[name] = refusal
+            self.skipped[name] = refusal
             return None
         grouped = GroupedLayer(use.layer, geometry)
         row = self._choose_codes(use, grouped, name) if self._needs_moments else self._correct_bias(use, grouped, name)
         is_last = use.node is self.collector.uses_of(use.layer)[-1]
-        if row is None and is_last and name not in self.left:
-            self.left[name] = "no rows reached it: rounded to nearest. Add data that reaches it"
+        if row is None and is_last and name not in self.skipped:
+            self.skipped[name] = "no rows reached it: rounded to nearest. Add data that reaches it"
         return row
 
     def collect_only(self, use: LayerUse) -> None:
@@ -85,7 +85,7 @@ class LayerSolver:
     def _correct_bias(self, use: LayerUse, grouped: GroupedLayer, name: str) -> TunedLayer | None:
         """Shift the bias by the mean of the residual. The codes stay."""
         if not can_shift_bias(self.collector.walk, use):
-            self.left[name] = "it has no bias, and its input is not quantized"
+            self.skipped[name] = "it has no bias, and its input is not quantized"
             return None
         start = time.perf_counter()
         fit, holdout = self.collector.collect_residuals(use, grouped)
@@ -120,7 +120,7 @@ class LayerSolver:
         if fit is None or holdout is None or use.node is not uses[-1]:
             return None
         if fit.count < MIN_ROWS:
-            self.left[name] = f"only {fit.count} rows reached it: rounded to nearest. Add data that reaches it"
+            self.skipped[name] = f"only {fit.count} rows reached it: rounded to nearest. Add data that reaches it"
             return None
         is_cache_shared = self.collector.has_later_readers(fit)
         nearest = grouped.current_solution(weight)

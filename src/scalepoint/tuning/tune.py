@@ -158,7 +158,7 @@ def tune(
     update_record(model, tuned_threads=torch.get_num_threads())
     return TuneReport(
         layers=tuple(run.rows),
-        left=run.left,
+        left=run.skipped,
         batches=len(walk.batch_owners),
         samples=walk.sample_count,
         seconds=time.perf_counter() - start,
@@ -183,7 +183,7 @@ def _needs_range(walk: StreamWalk, node: fx.Node) -> bool:
 
 
 def _check_has_data(data: Data, config: TuneConfig) -> None:
-    """Raise CalibrationError if ranges must be observed and there is no data: without steps data may be missing."""
+    """Raise CalibrationError if ranges must be observed and the data is empty. (Without steps it may be empty.)"""
     if not config.steps and isinstance(data, Sequence) and not data:
         raise CalibrationError(
             "no calibration data: it is needed for the ranges of activations with stored scales. Pass data=, or choose "
@@ -203,7 +203,7 @@ class _TuningRun:
         names: Name of every node.
         weight_provider: Loads weights piece by piece; None if they are in memory.
         rows, pieces: Rows of the report.
-        left: Layers that were not tuned -> the reason.
+        skipped: Layers that were not tuned -> the reason.
         passed: Nodes that the walk has passed.
     """
 
@@ -215,7 +215,7 @@ class _TuningRun:
     weight_provider: WeightProvider | None = None
     rows: list[TunedLayer] = field(default_factory=list)
     pieces: list[TunedPiece] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     passed: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -284,7 +284,7 @@ class _TuningRun:
         else:
             release_weights(self.walk, piece, self.weight_provider)
         self.rows += result.rows
-        self.left |= result.left
+        self.skipped |= result.left
         self.pieces += [result.piece] if result.piece is not None else []
 
     def _observe_range(self, node: fx.Node) -> dict[str, nn.Module]:
@@ -328,7 +328,7 @@ class _TuningRun:
         self.walk.pin(entries)  # the piece is run again below
         tuned: list[tuple[LayerUse, TunedLayer]] = []
         proposals: list[RangeProposal] = []
-        self.solver.left = {}
+        self.solver.skipped = {}
         for node in piece.nodes:
             nearest |= copy_states(self._observe_range(node))  # the nearest codes are judged with these ranges too
             proposals += self._propose_ranges(node)
@@ -337,7 +337,7 @@ class _TuningRun:
                 tuned += [] if row is None else [(self.uses[node], row)]
             self._advance(node)
         rows = tuple(row for _, row in tuned)
-        result = PieceResult(None, rows, self.solver.left)
+        result = PieceResult(None, rows, self.solver.skipped)
         if tuned:
             before, after, variant = self._choose_variant(piece, modules, nearest)
             if variant != "as solved":
@@ -351,7 +351,7 @@ class _TuningRun:
                 notes=notes,
                 seconds=time.perf_counter() - start,
             )
-            result = PieceResult(summary, rows, self.solver.left)
+            result = PieceResult(summary, rows, self.solver.skipped)
         self.walk.unpin(entries, self.passed)
         return result
 

@@ -1,4 +1,4 @@
-"""Small models, and what all tests of migrations ask of them."""
+"""Small models, and helpers that all tests of migrations use."""
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ def refusals(quantized):
 
 @torch.no_grad()
 def float_change(model, quantized, data):
-    """How far the float output is from the model's, on data that was not seen too."""
+    """Relative difference of the float output from the model's, also on data that was not used."""
     disable_fake_quant(quantized)
     worst = 0.0
     for batch in data:
@@ -81,8 +81,8 @@ def float_change(model, quantized, data):
 
 @torch.no_grad()
 def error(model, quantized, data):
-    expected, found = model(data[0]), quantized(data[0])
-    return float((found - expected).norm() / expected.norm())
+    expected, result = model(data[0]), quantized(data[0])
+    return float((result - expected).norm() / expected.norm())
 
 
 class Chain(nn.Sequential):
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         else:
             q, k, v = (part(h).unflatten(-1, (-1, self.d)).transpose(1, 2) for part in (self.q, self.k, self.v))
             times = self.heads // self.shared
-            k, v = (each.repeat_interleave(times, dim=1) for each in (k, v))
+            k, v = (heads.repeat_interleave(times, dim=1) for heads in (k, v))
         return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -148,7 +148,7 @@ class Language(nn.Module):
         super().__init__()
         bias = more.get("bias", True)
         self.table = nn.Embedding(20, width)
-        self.places = nn.Parameter(torch.randn(1, 6, width)) if positions else None
+        self.positions = nn.Parameter(torch.randn(1, 6, width)) if positions else None
         self.attention = Attention(norm, width, heads, shared or heads, more.get("packed", False), bias)
         self.mlp = Mlp(norm, width, more.get("gated", True), bias)
         self.norm, self.head = norm(width), nn.Linear(width, 20, bias=False)
@@ -157,7 +157,7 @@ class Language(nn.Module):
 
     def forward(self, tokens):
         x = self.table(tokens) * 1.5
-        x = x if self.places is None else x + self.places
+        x = x if self.positions is None else x + self.positions
         return self.head(self.norm(self.mlp(self.attention(x))))
 
 

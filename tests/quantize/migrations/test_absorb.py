@@ -1,4 +1,4 @@
-"""High-bias absorption: what a ReLU always lets through moves on, and the float output stays."""
+"""High-bias absorption: a constant that a ReLU always passes moves into the next bias; the float output stays."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Pair(nn.Sequential):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("norm", [True, False], ids=["batch norm", "plain"])
-def test_a_high_bias_moves_on(norm, bias):
+def test_a_high_bias_moves_into_the_next_layer(norm, bias):
     model, data = seeded(Pair, norm=norm, bias=bias).raise_first(), pictures()
     quantized = migrated(model, data, "absorb")
     assert len(done(quantized)) == 1
@@ -35,17 +35,17 @@ def test_a_high_bias_moves_on(norm, bias):
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
+    ("options", "reason"),
     [({"padding": 1}, "pads with zeros"), ({"activation": nn.GELU}, "gelu"), ({"activation": nn.Identity}, "no ReLU")],
 )
-def test_what_would_not_be_exact_is_refused(how, why):
-    model, data = seeded(Pair, **how).raise_first(), pictures()
+def test_sites_that_would_not_be_exact_are_refused(options, reason):
+    model, data = seeded(Pair, **options).raise_first(), pictures()
     quantized = migrated(model, data, "absorb")
-    assert any(why in each for each in refusals(quantized).values()), refusals(quantized)
+    assert any(reason in refusal for refusal in refusals(quantized).values()), refusals(quantized)
     assert not done(quantized)
     assert torch.equal(quantized.state_dict()["0.bias"], model[0].bias)
 
 
-def test_nothing_above_zero_is_nothing_to_absorb():
+def test_without_a_channel_above_zero_nothing_is_absorbed():
     quantized = migrated(seeded(Pair), pictures(), "absorb")
     assert "no channel is always above zero" in refusals(quantized).values()

@@ -36,21 +36,23 @@ def sources(quantized):
 
 
 @pytest.mark.parametrize("norm", fast(NORMS, "LayerNorm", "RMSNorm written out"))
-def test_all_ways_of_a_transformer_are_found(norm):
+def test_all_sites_of_a_transformer_are_found(norm):
     model, data = seeded(Language, NORMS[norm]), tokens()
     quantized = migrated(model, data, "awq", **INT4)
     assert sources(quantized) == SITES
     assert float_change(model, quantized, (*data, *tokens(seed=5))) < 2e-6
 
 
-@pytest.mark.parametrize("how", [{"packed": True}, {"heads": 4, "shared": 2}], ids=["packed q, k, v", "grouped heads"])
-def test_values_are_followed_through_attention(how):
-    model, data = seeded(Language, **how), tokens()
+@pytest.mark.parametrize(
+    "options", [{"packed": True}, {"heads": 4, "shared": 2}], ids=["packed q, k, v", "grouped heads"]
+)
+def test_channels_of_values_are_traced_through_attention(options):
+    model, data = seeded(Language, **options), tokens()
     quantized = migrated(model, data, "awq", **INT4)
-    name = "attention.qkv" if "packed" in how else "attention.v"
+    name = "attention.qkv" if "packed" in options else "attention.v"
     assert f"{name} -> attention.o" in done(quantized)
     assert float_change(model, quantized, data) < 2e-6
-    if "packed" in how:  # queries and keys stay as they are, apart from the norm before
+    if "packed" in options:  # queries and keys stay as they are, apart from the norm before
         before = migrated(model, data, **INT4).state_dict()["attention.qkv.bias"]
         after = quantized.state_dict()["attention.qkv.bias"]
         assert torch.equal(before[:32], after[:32])
@@ -105,7 +107,7 @@ def test_channels_that_are_always_zero_are_safe():
     assert float_change(model, quantized, data) < 1e-6
 
 
-def test_a_reader_that_is_no_linear_and_a_float_reader_are_refused():
+def test_a_reader_that_is_not_linear_and_a_float_reader_are_refused():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -116,7 +118,7 @@ def test_a_reader_that_is_no_linear_and_a_float_reader_are_refused():
 
     model = seeded(Mixed)
     quantized = migrated(model, [torch.randn(2, 3, 8, 8)], "awq", **INT4)
-    assert "no linear layer" in refusals(quantized)["a"]
+    assert "not a linear layer" in refusals(quantized)["a"]
     model, data = seeded(Outliers), rows(32)
     quantized = migrated(model, data, "awq", weight="float")
     assert "no weight that reads it is quantized" in refusals(quantized)["norm -> out"]
@@ -125,8 +127,8 @@ def test_a_reader_that_is_no_linear_and_a_float_reader_are_refused():
 def test_batches_of_any_size_give_the_same():
     model, data = seeded(Outliers), torch.randn(12, 32, generator=torch.Generator().manual_seed(0))
     config = QuantConfig(migrate=("awq",), **INT4)
-    found = [
+    results = [
         quantize(model, data, config, forward_loop=list(data.split(size))).state_dict()["out.weight"]
         for size in (12, 5)
     ]
-    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0)

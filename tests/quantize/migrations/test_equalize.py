@@ -23,8 +23,10 @@ ALL = ["0 -> 3", "3 -> 6", "6 -> 10"]
 
 def folded(quantized, name):
     """The weight of a layer as its kernel has it."""
-    found = [m for n, m in quantized.named_modules() if hasattr(m, "fold_norm") and m.weight_quant.consumers == [name]]
-    return found[0].fold_norm()[0].detach()
+    results = [
+        m for n, m in quantized.named_modules() if hasattr(m, "fold_norm") and m.weight_quant.consumers == [name]
+    ]
+    return results[0].fold_norm()[0].detach()
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, LEAKY, nn.PReLU, nn.Identity], ids=["relu", "leaky", "prelu", "none"])
@@ -35,7 +37,7 @@ def test_the_float_output_stays(activation):
     assert float_change(model, quantized, (*data, *pictures(seed=9))) < 2e-6
 
 
-def test_the_ranges_of_a_depthwise_triple_meet():
+def test_the_ranges_of_a_depthwise_triple_become_equal():
     quantized = migrated(seeded(Chain), pictures(), "equalize")
     first, middle = folded(quantized, "0"), folded(quantized, "3")
     third = folded(quantized, "6").view(4, 3, 2).abs().amax(1).reshape(-1)
@@ -55,7 +57,7 @@ def test_one_round_is_the_formula():
     torch.testing.assert_close(state["2.weight"], second * s, rtol=1e-5, atol=0)
 
 
-def test_weights_with_one_scale_lose_less():
+def test_weights_with_one_scale_lose_less_accuracy():
     model, data = seeded(Chain), pictures()
     with torch.no_grad():
         model[1].weight[:4] *= 100  # what a layer with one scale cannot hold
@@ -92,11 +94,11 @@ def test_several_readers_share_the_factors():
     quantized = migrated(model, data, "equalize")
     assert done(quantized) == ["a -> b, c"]
     assert float_change(model, quantized, data) < 1e-6
-    times = [quantized.state_dict()[f"{each}.weight"] / getattr(model, each).weight.detach() for each in "bc"]
+    times = [quantized.state_dict()[f"{item}.weight"] / getattr(model, item).weight.detach() for item in "bc"]
     torch.testing.assert_close(times[0][0], times[1][0])
 
 
-def test_concatenated_and_split_channels_are_followed():
+def test_concatenated_and_split_channels_are_traced():
     class Forked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -178,7 +180,7 @@ class Curved(nn.Sequential):
         (Curved, "0", "gelu"),
     ],
 )
-def test_what_cannot_scale_along_is_refused_with_the_reason(build, name, why):
+def test_operations_that_do_not_commute_with_scaling_are_refused_with_the_reason(build, name, why):
     model, data = seeded(build), rows(4)
     quantized = migrated(model, data, "equalize")
     assert why in refusals(quantized)[name]
@@ -201,7 +203,7 @@ class Clamped(nn.Sequential):
 
 
 class TestClamps:
-    def test_a_clamp_that_nothing_reaches_is_passed(self):
+    def test_a_clamp_that_no_value_reaches_is_passed(self):
         model, data = seeded(Clamped, nn.ReLU6(), 0.1), pictures()
         quantized = migrated(model, data, "equalize")
         assert done(quantized) == ["0 -> 2"]
@@ -215,7 +217,7 @@ class TestClamps:
         assert "reach the clamp" in refusals(quantized)["0 -> 2"]
         assert torch.equal(quantized.state_dict()["0.weight"], model[0].weight)
 
-    def test_only_channels_away_from_it_are_scaled(self):
+    def test_only_channels_away_from_the_clamp_are_scaled(self):
         model, data = seeded(Clamped, nn.ReLU6(), 0.1), pictures()
         with torch.no_grad():
             model[0].bias[1] = 6.5
@@ -224,7 +226,7 @@ class TestClamps:
         assert torch.equal(quantized.state_dict()["0.weight"][1], model[0].weight[1])
         assert float_change(model, quantized, data) < 1e-6
 
-    def test_a_factor_that_would_reach_it_is_held_back(self):
+    def test_a_factor_that_would_reach_the_clamp_is_limited(self):
         model, data = seeded(Clamped, nn.ReLU6(), 0.1), pictures()
         with torch.no_grad():
             model[2].weight *= 1e3  # wants the activations a thousand times larger

@@ -41,14 +41,14 @@ def test_the_float_output_stays(norm, width):
     assert ("random" in report(quantized).done[0].note) == (width == 18)
 
 
-def test_a_norm_that_is_written_out():
+def test_a_norm_in_single_operations_is_rotated():
     model, data = seeded(Language, WrittenRMSNorm), tokens()
     quantized = migrated(model, data, "rotate")
     assert done(quantized) == [f"{STREAM}.pow", HEADS]
     assert float_change(model, quantized, data) < 3e-6
 
 
-def test_the_stream_is_really_turned():
+def test_the_stream_is_rotated():
     model, data = seeded(Language), tokens()
     with torch.no_grad():
         model.table.weight[:, 5] *= 60
@@ -59,7 +59,7 @@ def test_the_stream_is_really_turned():
     assert torch.equal(quantized.state_dict()["norm.weight"], torch.ones(16))
 
 
-def test_four_bits_lose_less_where_channels_stick_out():
+def test_four_bits_lose_less_with_outlier_channels():
     model, data = seeded(Language, width=64, heads=4), tokens()
     with torch.no_grad():
         layers = (model.attention.q, model.attention.k, model.attention.v, model.mlp.gate, model.mlp.up)
@@ -72,15 +72,15 @@ def test_four_bits_lose_less_where_channels_stick_out():
     assert error(model, migrated(model, data, "rotate", **bits), data) < 0.9 * plain
 
 
-@pytest.mark.parametrize("how", [{"packed": True}, {"heads": 4, "shared": 2}], ids=["packed", "grouped"])
-def test_heads_of_every_layout(how):
-    model, data = seeded(Language, **how), tokens()
+@pytest.mark.parametrize("options", [{"packed": True}, {"heads": 4, "shared": 2}], ids=["packed", "grouped"])
+def test_heads_of_every_layout_are_rotated(options):
+    model, data = seeded(Language, **options), tokens()
     quantized = migrated(model, data, "rotate")
     assert len(done(quantized)) == 2
     assert float_change(model, quantized, data) < 3e-6
 
 
-def test_a_bias_that_a_reader_lacks_is_added():
+def test_a_reader_without_a_bias_gets_one():
     model, data = seeded(Language, nn.LayerNorm, bias=False), tokens()
     quantized = migrated(model, data, "rotate")
     assert STREAM in done(quantized)
@@ -96,7 +96,7 @@ def test_a_tied_embedding_is_untied():
     assert torch.equal(model.head.weight, model.table.weight)
 
 
-def test_a_vision_transformer_with_packed_attention():
+def test_a_vision_transformer_with_packed_attention_is_rotated():
     torch.manual_seed(0)
     model = seeded(VisionTransformer, 32, 4, 1, 32, 16, 10)
     data = [torch.randn(2, 3, 32, 32) for _ in range(2)]
@@ -143,7 +143,7 @@ class Offset(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
+    ("options", "reason"),
     [
         ({"before": nn.LayerNorm(16)}, "not a pre-norm model"),
         ({"after": nn.GELU()}, "gelu"),
@@ -153,11 +153,11 @@ class Offset(nn.Module):
     ],
     ids=["post-norm", "an activation", "a layer scale", "a buffer that is not saved", "an output"],
 )
-def test_what_does_not_commute_is_refused_with_the_reason(how, why):
-    model, data = seeded(Stack, **how), tokens()
+def test_operations_that_do_not_commute_are_refused_with_the_reason(options, reason):
+    model, data = seeded(Stack, **options), tokens()
     quantized = migrated(model, data, "rotate")
     reasons = " ".join(note for name, note in refusals(quantized).items() if "stream" in name)
-    assert why in reasons
+    assert reason in reasons
     assert HEADS in done(quantized)
     assert float_change(model, quantized, data) < 3e-6
 

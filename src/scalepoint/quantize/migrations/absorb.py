@@ -25,14 +25,14 @@ def passes_shifts(op: RecordedOperation) -> bool:
 
 
 def find_sites(context: MigrationContext) -> MigrationSites:
-    found = find_scaling_sites(context, passes_shifts, norms=False, explain_refusal=_explain_refusal)
-    for site in list(found.sites):
+    result = find_scaling_sites(context, passes_shifts, norms=False, explain_refusal=_explain_refusal)
+    for site in list(result.sites):
         reason = _explain_refused_site(site)
         if reason:
-            found.sites.remove(site)
-            found.refuse(site.name, reason)
-    _measure_minima(context, found)
-    return found
+            result.sites.remove(site)
+            result.refuse(site.name, reason)
+    _measure_minima(context, result)
+    return result
 
 
 def _explain_refused_site(site: ScalingSite) -> str:
@@ -58,16 +58,16 @@ def _as_sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _measure_minima(context: MigrationContext, found: MigrationSites) -> None:
+def _measure_minima(context: MigrationContext, result: MigrationSites) -> None:
     """Measure the smallest value of each channel; refuse sites where none is above zero."""
-    extremes = {id(site): ChannelExtremes(channel_axis(site.source.op)) for site in found.sites}
-    context.observe("looking at biases", {site.source.module: extremes[id(site)].observe for site in found.sites})
-    for site in list(found.sites):
+    extremes = {id(site): ChannelExtremes(channel_axis(site.source.op)) for site in result.sites}
+    context.observe("looking at biases", {site.source.module: extremes[id(site)].observe for site in result.sites})
+    for site in list(result.sites):
         minima = extremes[id(site)].low.nan_to_num(nan=0.0).clamp(min=0)
         site.measured = torch.where(site.free, minima, 0.0)
         if not bool((site.measured > 0).any()):
-            found.sites.remove(site)
-            found.refuse(site.name, "no channel is always above zero")
+            result.sites.remove(site)
+            result.refuse(site.name, "no channel is always above zero")
             continue
         for layer in (site.source, *(reader for reader, _ in site.readers)):
             layer.give_bias()

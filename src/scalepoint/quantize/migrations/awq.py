@@ -34,18 +34,18 @@ def passes_scales(op: RecordedOperation) -> bool:
 
 
 def find_sites(context: MigrationContext) -> MigrationSites:
-    found = find_scaling_sites(context, passes_scales, norms=True, explain_refusal=_explain_refusal)
-    for site in list(found.sites):
+    result = find_scaling_sites(context, passes_scales, norms=True, explain_refusal=_explain_refusal)
+    for site in list(result.sites):
         if not any(_is_quantized(reader) for reader, _ in site.readers):
-            found.sites.remove(site)
-            found.refuse(site.name, "no weight that reads it is quantized")
-    _sample_inputs(context, found.sites)
-    return found
+            result.sites.remove(site)
+            result.refuse(site.name, "no weight that reads it is quantized")
+    _sample_inputs(context, result.sites)
+    return result
 
 
 def _explain_refusal(op: RecordedOperation) -> str:
     """Why a reader cannot be used; "" if it can."""
-    return "" if op.kind in ("linear", "head") else f"{op.name} is no linear layer ({op.kind})"
+    return "" if op.kind in ("linear", "head") else f"{op.name} is not a linear layer ({op.kind})"
 
 
 def _is_quantized(layer: RewritableLayer) -> bool:

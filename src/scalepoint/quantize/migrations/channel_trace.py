@@ -155,8 +155,8 @@ def _pass_pool(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, An
     if op.shape is None or not isinstance(numbers, Tensor) or len(op.shape) != numbers.ndim:
         return None
     # Along axes whose size changes, all positions must have the same number: then the result has it too.
-    is_kept = [size == new_size for size, new_size in zip(numbers.shape, op.shape, strict=True)]
-    first = numbers[tuple(slice(None) if kept else slice(1) for kept in is_kept)]
+    keeps_size = [size == new_size for size, new_size in zip(numbers.shape, op.shape, strict=True)]
+    first = numbers[tuple(slice(None) if is_kept else slice(1) for is_kept in keeps_size)]
     is_same = bool((_drop_expanded_axes(numbers) == _drop_expanded_axes(first)).all())
     return first.expand(op.shape) if is_same else None
 

@@ -33,14 +33,14 @@ def passes_scales(op: RecordedOperation) -> bool:
 
 
 def find_sites(context: MigrationContext) -> MigrationSites:
-    found = find_scaling_sites(context, passes_scales, norms=False)
-    _exclude_clamped_channels(context, found)
-    return found
+    result = find_scaling_sites(context, passes_scales, norms=False)
+    _exclude_clamped_channels(context, result)
+    return result
 
 
-def _exclude_clamped_channels(context: MigrationContext, found: MigrationSites) -> None:
+def _exclude_clamped_channels(context: MigrationContext, result: MigrationSites) -> None:
     """Exclude channels that reach a clamp on the data; refuse a site without other channels."""
-    clamped = [site for site in found.sites if site.clamps]
+    clamped = [site for site in result.sites if site.clamps]
     extremes = {id(site): ChannelExtremes(channel_axis(site.source.op)) for site in clamped}
     context.observe("looking at clamps", {site.source.module: extremes[id(site)].observe for site in clamped})
     for site in clamped:
@@ -48,8 +48,8 @@ def _exclude_clamped_channels(context: MigrationContext, found: MigrationSites) 
         site.free &= site.measured <= 1
         if not bool(site.free.any()):
             clamp = site.clamps[0]
-            found.sites.remove(site)
-            found.refuse(site.name, f"all channels reach the clamp of {clamp.name} ({clamp.kind})")
+            result.sites.remove(site)
+            result.refuse(site.name, f"all channels reach the clamp of {clamp.name} ({clamp.kind})")
 
 
 def min_scale(site: ScalingSite, extremes: "ChannelExtremes") -> Tensor:

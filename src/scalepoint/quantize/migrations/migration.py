@@ -144,31 +144,31 @@ def migrate(context: MigrationContext, migrations: Sequence[Migration]) -> Migra
 
 def _apply_migration(context: MigrationContext, migration: Migration) -> tuple[list[MigrationRow], float]:
     """Apply one migration. Returns its rows, and the change of the float output."""
-    found = migration.find(context)
-    sites, backup = found.sites, _TensorBackup(found.sites)
+    result = migration.find(context)
+    sites, backup = result.sites, _TensorBackup(result.sites)
     notes = list(migration.apply(context, sites)) if sites else []
     change = context.output_change() if sites else 0.0
     if change > context.max_change:
-        sites, notes, change = _apply_one_by_one(context, migration, found, backup)
+        sites, notes, change = _apply_one_by_one(context, migration, result, backup)
     done = [MigrationRow(migration.name, site.name, True, note) for site, note in zip(sites, notes, strict=True)]
-    refused = [MigrationRow(migration.name, name, False, reason) for name, reason in found.refused.items()]
+    refused = [MigrationRow(migration.name, name, False, reason) for name, reason in result.refused.items()]
     return [*done, *refused], change
 
 
 def _apply_one_by_one(
-    context: MigrationContext, migration: Migration, found: MigrationSites, backup: "_TensorBackup"
+    context: MigrationContext, migration: Migration, result: MigrationSites, backup: "_TensorBackup"
 ) -> tuple[list[Any], list[str], float]:
     """Refuse the sites that change the output, and apply the others together.
 
     Returns the applied sites, their notes, and the change of the output.
     """
     harmless = []
-    for site in found.sites:
+    for site in result.sites:
         backup.restore()
         migration.apply(context, [site])
         change = context.output_change()
         if change > context.max_change:
-            found.refuse(site.name, f"the float output changes by {change:.1e} on the data")
+            result.refuse(site.name, f"the float output changes by {change:.1e} on the data")
         else:
             harmless.append(site)
     backup.restore()
@@ -178,7 +178,7 @@ def _apply_one_by_one(
         return harmless, notes, change
     backup.restore()
     for site in harmless:
-        found.refuse(site.name, f"the float output changes by {change:.1e} on the data, together with other sites")
+        result.refuse(site.name, f"the float output changes by {change:.1e} on the data, together with other sites")
     return [], [], 0.0
 
 

@@ -33,8 +33,8 @@ class RecordedOperation:
         kind: Its kind, such as "linear".
         module: The module that ran; None for a function.
         inputs: Indices of the operations whose results it reads, in order.
-        shape: Shape of its result; None if the result is no tensor.
-        value: Its result, if that is no tensor.
+        shape: Shape of its result; None if the result is not a tensor.
+        value: Its result, if that is not a tensor.
     """
 
     index: int

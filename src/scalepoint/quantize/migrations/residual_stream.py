@@ -118,7 +118,7 @@ def _reset_norm(norm: RewritableNorm) -> None:
 
 def find_streams(context: MigrationContext) -> MigrationSites:
     """Find the streams, starting at each norm whose input is in no stream yet."""
-    found, visited = MigrationSites(), set[int]()
+    result, visited = MigrationSites(), set[int]()
     for op in context.graph.operations:
         if op.kind not in NORMS or op.inputs[0] in visited or op.shape is None:
             continue
@@ -129,11 +129,11 @@ def find_streams(context: MigrationContext) -> MigrationSites:
             if _untie_embeddings(context, stream):
                 stream = _StreamSearch(context.graph, op.shape[-1]).find_stream(op, name)
             _check_stream(context, stream)
-            found.sites.append(stream)
+            result.sites.append(stream)
         except StreamRefusedError as error:
-            found.refuse(name, str(error))
+            result.refuse(name, str(error))
         visited |= set(search.axes)
-    return found
+    return result
 
 
 class _StreamSearch:
@@ -143,7 +143,7 @@ class _StreamSearch:
         axes: Visited value -> axis of its channels.
         norm_before: Visited value -> the norm whose result it is; None in the stream itself.
         pending: Visited values whose neighbours are not visited yet.
-        writers, tables, norms, readers: What was found; see ResidualStream.
+        writers, tables, norms, readers: What was result; see ResidualStream.
     """
 
     def __init__(self, graph: RecordedGraph, width: int) -> None:

@@ -70,14 +70,14 @@ def describe_rotation(size: int) -> str:
 
 
 def find_sites(context: MigrationContext) -> MigrationSites:
-    found = find_streams(context)
+    result = find_streams(context)
     for op in context.graph.operations:
         if op.kind == "linear" and len(op.inputs) == 1:
-            _find_heads(context, op, found)
-    return found
+            _find_heads(context, op, result)
+    return result
 
 
-def _find_heads(context: MigrationContext, op: RecordedOperation, found: MigrationSites) -> None:
+def _find_heads(context: MigrationContext, op: RecordedOperation, result: MigrationSites) -> None:
     """Add the heads whose v this layer computes, or the reason why they cannot be rotated."""
     graph = context.graph
     trace = trace_channels(graph, op, -1, lambda passed: passed.kind in UNCHANGED | MOVES or passed.kind in SUMS)
@@ -88,16 +88,16 @@ def _find_heads(context: MigrationContext, op: RecordedOperation, found: Migrati
     channels = _find_head_channels(trace, sums)
     reason = next(filter(None, (layer.explain_fixed(graph) for layer in (source, *readers))), "")
     if not reason and any(reader.kind != "linear" for reader in readers):
-        reason = "what reads the attention is no linear layer"
+        reason = "a layer that reads the attention is not linear"
     if not reason and (channels is None or not readers):
         reason = "several attentions read it" if len(sums) > 1 else trace.reason
     if not reason and channels is not None:
         is_head_by_head = all(_has_whole_heads(columns, channels) for _, columns in trace.readers)
         reason = "" if is_head_by_head else "the heads do not lie side by side in what reads them"
     if reason or channels is None:
-        found.refuse(f"{op.name} -> {', '.join(reader.name for reader in readers) or '?'}", reason)
+        result.refuse(f"{op.name} -> {', '.join(reader.name for reader in readers) or '?'}", reason)
     else:
-        found.sites.append(AttentionHeads(source, readers, channels))
+        result.sites.append(AttentionHeads(source, readers, channels))
 
 
 def _find_head_channels(trace: ChannelTrace, sums: Sequence[RecordedOperation]) -> Tensor | None:

@@ -26,7 +26,7 @@ class ScalingSite:
         readers: The layers whose inputs are multiplied, with the source channel of each of their inputs.
         free: Mask of the channels that may be scaled.
         trace: How the channels get to the readers.
-        measured: What a migration has measured on data.
+        measured: Measurements of a migration on data.
     """
 
     source: RewritableLayer | RewritableNorm
@@ -90,7 +90,7 @@ def find_scaling_sites(
         norms: Whether norms may be sources too.
         explain_refusal: Why a reader cannot be used; "" if it can.
     """
-    found, graph = MigrationSites(), context.graph
+    result, graph = MigrationSites(), context.graph
     for op in graph.operations:
         is_norm = norms and op.kind in NORMS
         if not is_norm and (op.kind not in WEIGHT_PRODUCTS or len(op.inputs) != 1):
@@ -105,8 +105,8 @@ def find_scaling_sites(
         free = trace.free
         reason = source.explain_fixed(graph) or ("" if bool(free.any()) else trace.reason)
         if reason:
-            found.refuse(op.name, reason)
+            result.refuse(op.name, reason)
         else:
             readers = [(RewritableLayer(reader), columns) for reader, columns in trace.readers]
-            found.sites.append(ScalingSite(source, readers, free, trace))
-    return found
+            result.sites.append(ScalingSite(source, readers, free, trace))
+    return result

@@ -38,10 +38,10 @@ class SmoothedNorm:
 
 def find_sites(context: MigrationContext) -> MigrationSites:
     observers = [observer for observer in find_smoothing_observers(context.model) if observer.enabled]
-    found = MigrationSites([SmoothedNorm(observer) for observer in observers])
+    result = MigrationSites([SmoothedNorm(observer) for observer in observers])
     for name, reason in record_of(context.model).unsmoothed.items():
-        found.refuse(name, reason)
-    return found
+        result.refuse(name, reason)
+    return result
 
 
 def smooth(context: MigrationContext, sites: Sequence[SmoothedNorm]) -> list[str]:

@@ -66,7 +66,7 @@ def register(
 
     Args:
         name: The name in TuneConfig.
-        over: What the step is called with: one layer, one activation quantizer, one piece of the model, or the model.
+        over: The argument of the step: one layer, one activation quantizer ("stub"), one piece, or the whole model.
 
     Example:
         >>> @register("nearest")

@@ -1,4 +1,4 @@
-"""Migrations on the whole road: config, order, data, what is undone, save and load, files, reports."""
+"""Migrations end to end: config, order, data, undoing, save and load, files, reports."""
 
 import copy
 import json
@@ -48,18 +48,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # 
 
 
 class TestTheConfig:
-    def test_the_names_are_those_of_the_registry(self):
+    def test_the_names_in_the_config_are_those_of_the_registry(self):
         assert list(NAMES) == MIGRATIONS.names()
 
     def test_an_unknown_name_is_an_error_with_the_nearest(self):
         with pytest.raises(ValueError, match=r"no migration 'equalise'.*equalize"):
             QuantConfig(migrate=("equalise",))
 
-    def test_twice_the_same_is_an_error(self):
+    def test_a_repeated_name_is_an_error(self):
         with pytest.raises(ValueError, match="each migration once"):
             QuantConfig(migrate=("awq", "awq"))
 
-    def test_it_survives_yaml(self):
+    def test_the_config_survives_yaml(self):
         config = QuantConfig(migrate=("rotate", "awq"))
         assert QuantConfig.from_yaml(config.to_yaml()) == config
 
@@ -91,14 +91,14 @@ def test_the_order_is_the_given_one():
 
 
 class TestTheData:
-    def test_weights_alone_need_it_too(self):
+    def test_weight_only_models_need_data_too(self):
         config = QuantConfig(activation="float", migrate=("equalize",))
         with pytest.raises(UsageError, match="forward_loop"):
             quantize(seeded(Chain), pictures()[0], config)
         quantized = quantize(seeded(Chain), pictures()[0], config, forward_loop=pictures())
         assert done(quantized)
 
-    def test_none_is_an_error(self):
+    def test_empty_data_is_an_error(self):
         with pytest.raises(ScalepointError, match="empty"):
             quantize(seeded(Chain), pictures()[0], QuantConfig(migrate=("equalize",)), forward_loop=[])
 
@@ -109,13 +109,13 @@ class TestTheData:
     def test_a_function_works_as_batches_do(self):
         model, data = seeded(Language), tokens()
 
-        def loop(given):
+        def loop(model_to_run):
             for batch in data:
-                given(batch).argmax(-1)
+                model_to_run(batch).argmax(-1)
 
         config = QuantConfig(migrate=("awq", "rotate"), weight=TensorQuantConfig(per_channel=True))
-        found = [quantize(model, data[0], config, forward_loop=each).state_dict() for each in (loop, data)]
-        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+        results = [quantize(model, data[0], config, forward_loop=source).state_dict() for source in (loop, data)]
+        assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
     @pytest.mark.filterwarnings("ignore:.*were skipped")
     def test_batches_that_are_not_finite_are_left_out_when_asked(self):
@@ -127,7 +127,7 @@ class TestTheData:
 
 
 class TestTheModel:
-    def test_the_callers_is_untouched(self):
+    def test_the_model_of_the_caller_is_unchanged(self):
         model = seeded(Language, tied=True).train()
         before = copy.deepcopy(model.state_dict())
         migrated(model, tokens(), "awq", "rotate")
@@ -135,14 +135,14 @@ class TestTheModel:
         assert model.head.weight is model.table.weight
         assert not any(module._forward_hooks for module in model.modules())
 
-    def test_calibrating_again_migrates_nothing_again(self):
+    def test_calibrating_again_does_not_migrate_again(self):
         model, data = seeded(Chain), pictures()
         quantized = migrated(model, data, "equalize")
         before = {name: value.clone() for name, value in quantized.state_dict().items()}
         calibrate(quantized, data)
         assert all(torch.equal(quantized.state_dict()[name], before[name]) for name in model.state_dict())
 
-    def test_a_copy_migrates_itself_alone(self):
+    def test_migrating_a_copy_leaves_the_original_unchanged(self):
         model, data = seeded(Chain), pictures()
         result = transform(model, data[0])
         original = insert_qdq(result.model, result.matches, QuantConfig(migrate=("equalize",)))
@@ -151,19 +151,19 @@ class TestTheModel:
         assert torch.equal(original.state_dict()["1.weight"], before)
         assert not torch.equal(duplicate.state_dict()["1.weight"], before)
 
-    def test_half_precision_stays_within_its_rounding(self):
+    def test_half_precision_changes_within_its_rounding(self):
         model, data = seeded(Language, nn.LayerNorm).bfloat16(), tokens()
         quantized = migrated(model, data, "awq", "rotate")
         assert report(quantized).done
         assert float_change(model, quantized, data) < 0.05
 
-    def test_one_that_was_made_in_inference_mode(self):
+    def test_a_model_that_was_created_in_inference_mode_is_migrated(self):
         with torch.inference_mode():
             model = seeded(Language, nn.LayerNorm, bias=False)
         quantized = migrated(model, tokens(), "awq", "rotate")
         assert float_change(model, quantized, tokens()) < 3e-6
 
-    def test_layers_that_are_written_as_functions_get_what_they_lack(self, tmp_path):
+    def test_functional_layers_get_the_parameters_that_they_lack(self, tmp_path):
         class Functional(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -182,11 +182,11 @@ class TestTheModel:
         with torch.no_grad():
             assert torch.equal(load(tmp_path, model, data[0])(data[0]), quantized(data[0]))
 
-    def test_a_group_with_a_given_range_is_left_alone(self):
+    def test_a_group_with_a_given_range_is_refused(self):
         model, data = seeded(Chain), pictures()
         result = transform(model, data[0])
         quantized = insert_qdq(result.model, result.matches, QuantConfig(migrate=("equalize",)))
-        stub = next(each for each in quantized.modules() if isinstance(each, QuantStub) and each.consumers == ["3"])
+        stub = next(stub for stub in quantized.modules() if isinstance(stub, QuantStub) and stub.consumers == ["3"])
         stub.fixed_calibration = (0.1, 0)
         calibrate(quantized, data)
         assert "given range" in refusals(quantized)["0"]
@@ -217,7 +217,7 @@ def _doubling(which):
 
 
 @pytest.mark.parametrize("wrong", [("0.weight",), ("2.weight",), ("0.weight", "2.weight")], ids=str)
-def test_what_changes_the_float_output_is_undone_and_listed(wrong, monkeypatch):
+def test_a_site_that_changes_the_float_output_is_undone_and_listed(wrong, monkeypatch):
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), rows(4)
     monkeypatch.setitem(MIGRATIONS.builtin, "equalize", _doubling(wrong))
@@ -253,7 +253,7 @@ class TestKept:
         calibrate(loaded, data)  # and it does not migrate a second time
         assert float_change(model, loaded, data) < 5e-6
 
-    def test_a_table_that_shared_codes_with_the_head_has_its_own(self, tmp_path):
+    def test_an_untied_embedding_has_its_own_codes(self, tmp_path):
         model, data = seeded(Language, tied=True), tokens()
         quantized = quantize(model, data[0], QuantConfig(migrate=("rotate",)), forward_loop=data, target="onnxruntime")
         assert "the stream of attention.norm" in done(quantized)
@@ -275,13 +275,13 @@ class TestKept:
             load(tmp_path, model, data[0])
 
     def test_a_report_survives_json(self):
-        found = report(migrated(seeded(Chain), pictures(), "equalize"))
-        assert MigrationReport.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-        assert "3 done, 1 refused" in str(found)
+        result = report(migrated(seeded(Chain), pictures(), "equalize"))
+        assert MigrationReport.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+        assert "3 done, 1 refused" in str(result)
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=SLOW if "with" in name else ()) for name in CASES])
-def test_the_file_in_its_runtime_agrees(case, tmp_path):
+def test_the_exported_file_agrees_in_its_runtime(case, tmp_path):
     build, make, names = CASES[case]
     model, data = build(), make()
     quantized = quantize(model, data[0], QuantConfig(migrate=names), forward_loop=data, target="onnxruntime")
@@ -289,7 +289,7 @@ def test_the_file_in_its_runtime_agrees(case, tmp_path):
     assert scalepoint.verify(tmp_path / "model.onnx", quantized, data[0], layers=False).holds
 
 
-def test_a_run_that_goes_on_with_another_migration_does_it(tmp_path):
+def test_a_resumed_run_applies_a_changed_list_of_migrations(tmp_path):
     model, data = seeded(Chain), pictures()
     calls = []
 
@@ -304,13 +304,13 @@ def test_a_run_that_goes_on_with_another_migration_does_it(tmp_path):
         scalepoint.deploy(model, data[0], data, config=QuantConfig(migrate=("equalize",)), **options)
     config = QuantConfig(migrate=("equalize", "absorb"))
     with pytest.warns(ScalepointWarning, match="the config changed"):
-        found = scalepoint.deploy(model, data[0], data, config=config, resume=True, **options).report
-    assert {row.migration for row in found.migrated.rows} == {"equalize", "absorb"}
-    assert any(line.startswith("migrations: ") for line in found.summary())
-    assert type(found).from_json(found.to_json()).migrated == found.migrated
+        result = scalepoint.deploy(model, data[0], data, config=config, resume=True, **options).report
+    assert {row.migration for row in result.migrated.rows} == {"equalize", "absorb"}
+    assert any(line.startswith("migrations: ") for line in result.summary())
+    assert type(result).from_json(result.to_json()).migrated == result.migrated
 
 
-def test_tuning_stands_on_top():
+def test_tuning_works_after_migrations():
     model, data = seeded(Language, nn.LayerNorm, 32), tokens(4)
     quantized = migrated(model, data, "awq", "rotate", weight=TensorQuantConfig(n_bits=4, per_channel=True))
     before = error(model, quantized, data)
@@ -329,15 +329,15 @@ class TestOtherPackages:
         values = {"doubling": "NOTHING", "broken": "NOT_ONE"}
         points = [EntryPoint(name, f"{__name__}:{value}", "scalepoint.migrations") for name, value in values.items()]
         monkeypatch.setattr(
-            "scalepoint.support.plugins.entry_points", lambda group: [each for each in points if each.group == group]
+            "scalepoint.support.plugins.entry_points", lambda group: [point for point in points if point.group == group]
         )
 
-    def test_what_they_bring_is_found_by_name(self):
+    def test_migrations_of_other_packages_are_found_by_name(self):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
         quantized = migrated(model, rows(4), "doubling", "equalize")
         assert done(quantized) == ["0.weight", "2.weight", "0 -> 2"]
 
-    def test_what_is_no_migration_is_refused_with_where_it_comes_from(self):
+    def test_an_entry_point_that_is_not_a_migration_is_refused_with_its_origin(self):
         with pytest.raises(ConfigError, match=r"'broken'.*NOT_ONE"):
             MIGRATIONS.find("broken")
