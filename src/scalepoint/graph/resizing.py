@@ -21,8 +21,8 @@ from scalepoint.graph.user_traceback import user_line
 from scalepoint.support.formatting import to_one_line
 
 LARGEST_STEP = 256
-# A step is accepted if so many multiples of it satisfy the guards. Fewer can do so by chance: for a model that takes
-# multiples of 32, guards may allow 64 + 29 and 64 + 58, but not 64 + 87.
+# A step is accepted if this number of its multiples satisfies the guards. Fewer can do so by chance: for a model that
+# takes multiples of 32, guards may allow 64 + 29 and 64 + 58, but not 64 + 87.
 TESTED_MULTIPLES = 8
 RELATIVE_TOLERANCE = 1e-4  # relative to the largest value of an output
 _OTHER_FIX = (

@@ -85,10 +85,10 @@ def export(
     raise _translate_error(model, args, kwargs, first_error, axes) from first_error
 
 
-def _differs(inputs: Any, others: Any) -> bool:
-    """Whether a leaf of the inputs is another object in `others`."""
-    pairs = zip(pytree.tree_leaves(inputs), pytree.tree_leaves(others), strict=True)
-    return any(value is not other for value, other in pairs)
+def _differs(inputs: Any, widened: Any) -> bool:
+    """Whether `widened` has another tensor than `inputs` at any leaf."""
+    pairs = zip(pytree.tree_leaves(inputs), pytree.tree_leaves(widened), strict=True)
+    return any(value is not widened_value for value, widened_value in pairs)
 
 
 def export_graph(

@@ -71,7 +71,7 @@ def get_function(name: str) -> Callable[..., Any]:
     base, _, overload = rest.rpartition(".")
     if space not in OPERATOR_NAMESPACES or not base.isidentifier() or not overload.isidentifier():
         raise StoreError(
-            f"the graph names {short_repr(name)}, which is no operator of {', '.join(OPERATOR_NAMESPACES)}"
+            f"the saved graph calls {short_repr(name)}, which is not an operator of {', '.join(OPERATOR_NAMESPACES)}"
         )
     try:
         function = getattr(getattr(getattr(torch.ops, space), base), overload)
@@ -140,7 +140,7 @@ def decode(value: Any, nodes: Mapping[str, fx.Node], modules: Mapping[str, nn.Mo
         return _DECODERS[kind](content, nodes, modules)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise StoreError(
-            f"the graph holds {short_repr(value)}, which is no argument ({type(error).__name__})"
+            f"the saved graph has the invalid argument {short_repr(value)} ({type(error).__name__})"
         ) from error
 
 

@@ -83,7 +83,7 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     yield "not quantized", " or ".join(map(dtype_name, target.float_dtypes))
     yield from _scales(target)
     if target.domains:
-        yield "operator domains beside ONNX", ", ".join(target.domains)
+        yield "further operator domains", ", ".join(target.domains)
     yield from _speed(target)
     if not target.is_language:
         reason = target.fixed_shapes_reason

@@ -94,7 +94,7 @@ class KernelTimes:
         return seconds[0], seconds[1]
 
     def move_seconds(self, kind: str, elements: int) -> float:
-        """Return the seconds of a conversion or another elementwise pass over so many values."""
+        """Return the seconds of a conversion or another elementwise pass over this number of values."""
         rows = self.moves.get(kind) or self.moves.get("quantize")
         if not rows:
             return MIN_CALL_SECONDS

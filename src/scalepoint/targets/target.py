@@ -155,7 +155,7 @@ class Target:
         has_half_scales: Whether files store scales as float16. The simulation then rounds them too.
         has_signed_scales: Whether the scale of a block may be negative.
         is_language: Whether it is a target of `deploy_checkpoint`.
-        domains: Operator domains of the compiler beside ONNX.
+        domains: Operator domains of the compiler in addition to that of ONNX.
         rewrites: Rewrites of operations in its files.
         dequantizes_weights_on_load: Whether weights of float layers may be stored in int8 and dequantized at load time.
         format: Key of the file format in scalepoint.formats.

@@ -169,7 +169,7 @@ class TestWhatStaysFloat:
         quantized = quantize(model, torch.randn(2, 3, 8, 8), QuantConfig.weight_only("int8"), target="onnxruntime")
         rows = {row.kind: row for row in coverage(quantized).operations}
         assert rows["linear"].precision == "w int8 per_block"
-        assert rows["conv"].reason == "no kernel for a conv with narrow weights and float activations"
+        assert rows["conv"].reason == "no kernel for conv with integer weights and float activations"
 
     def test_a_block_size_without_a_kernel_is_refused(self):
         with pytest.raises(TargetError, match="blocks of 512"):
