@@ -32,7 +32,7 @@ CASES = (
     ("deploy", "NaN in the data", ["nets:net", "--data", "nets:batches_with_nan"], USAGE, "--on-nan skip"),
     ("deploy", "a metric of NaN", [*NET, "--evaluate", "nets:nan_metric"], USAGE, "evaluate returned NaN for"),
     ("deploy", "no number", [*NET, "--evaluate", "nets:metric_without_result"], USAGE, "must return one number"),
-    ("deploy", "unknown policy", [*NET, "--on-nan", "skp"], USAGE, "--on-nan: must be 'error' or 'skip', not 'skp'"),
+    ("deploy", "unknown policy", [*NET, "--on-nan", "skp"], USAGE, "--on-nan: must be 'error' or 'skip', got 'skp'"),
     ("deploy", "wrong number", ["nets:net", "--data", "photos", "--size", "8", "--mean", "a"], USAGE, "mean"),
     ("deploy", "metric that fails", [*NET, "--evaluate", "nets:failing_metric"], USAGE, "no labels"),
     ("deploy", "a target by its brand", [*NET, "--target", "OpenVINO"], USAGE, "did you mean 'openvino'?"),

@@ -80,13 +80,13 @@ def test_long_work_says_now_and_then_how_far_it_is(capsys, monkeypatch):
 def test_the_time_left_follows_from_the_pace():
     running = clocked("calibrating", 128, 10.0)
     running.advance(32)
-    assert str(running.event("advance")) == "calibrating: 32/128 batches (25 %), 10 s, about 30 s left"
+    assert str(running.make_event("advance")) == "calibrating: 32/128 batches (25 %), 10 s, about 30 s left"
 
 
 def test_work_of_unknown_length_counts_without_a_share():
     running = clocked("evaluating", None, 10.0)
     running.advance(7)
-    assert str(running.event("advance")) == "evaluating: 7 batches, 10 s"
+    assert str(running.make_event("advance")) == "evaluating: 7 batches, 10 s"
 
 
 def test_a_terminal_gets_a_bar_and_keeps_the_last_line(monkeypatch):

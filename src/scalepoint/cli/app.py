@@ -13,7 +13,7 @@ from scalepoint.cli import deploy, files, init, inspect, setup_commands, sweep, 
 from scalepoint.cli.exit_codes import Code, flush_and_exit_code, report_error, report_interrupt, report_usage_error
 from scalepoint.cli.output import NARROW_WIDTH, discard_output, prepare_streams, say, show
 from scalepoint.errors import ScalepointWarning
-from scalepoint.support.interrupts import remembering_interrupts
+from scalepoint.support.interrupts import interrupts_remembered
 
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, from click or from the copy of click inside typer
 EXIT_CODES = (
@@ -129,7 +129,7 @@ def run(arguments: list[str]) -> int:
     prepare_streams()
     is_json, is_debug = "--json" in arguments, "--debug" in arguments
     name = next((argument for argument in arguments if not argument.startswith("-")), "scalepoint")
-    with warnings.catch_warnings(), remembering_interrupts():
+    with warnings.catch_warnings(), interrupts_remembered():
         _quiet_warnings(is_debug)
         try:
             code = app(arguments, standalone_mode=False, prog_name="scalepoint")

@@ -1,4 +1,4 @@
-"""The other side of `scalepoint.support.cpu`: one product in the library named, which ends this process or not."""
+"""Child program of `scalepoint.support.cpu`: computes one product in a library, which may kill this process."""
 
 import sys
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""What the processor announces, and whether it can run it: some virtual machines announce AMX and die of it (SIGILL).
+"""CPU features, and a check of AMX: some virtual machines announce AMX, but processes that use it die with SIGILL.
 
-oneDNN, inside torch and OpenVINO, takes the widest instructions that are announced. A child process tries them, once;
-where it dies, ONEDNN_MAX_CPU_ISA caps them in every process that has it before its first product. Nothing of torch is
-imported here, and a processor that announces no AMX pays nothing.
+oneDNN (in torch and OpenVINO) uses the widest instruction set that the CPU announces. A child process tries AMX once.
+If it dies, ONEDNN_MAX_CPU_ISA limits the instruction set in all processes that set it before their first product. This
+module does not import torch, and without announced AMX no process is started.
 """
 
 import json
@@ -20,19 +20,18 @@ from typing import Any
 
 from scalepoint.errors import TargetError, UsageError, did_you_mean
 
-# ONNX Runtime sends events to Microsoft by default from 1.29 on, also on Linux, and writes $TMPDIR/.ses for it
+# ONNX Runtime 1.29 and later sends events to Microsoft by default, also on Linux, and writes $TMPDIR/.ses
 TELEMETRY_OFF = {"ORT_DISABLE_TELEMETRY": "1", "ORT_GENAI_TELEMETRY_DISABLED": "1"}
-ISA_CAP = {
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"
-}  # not below it: OpenVINO would still choose bfloat16, without kernels
-AMX_RESULT_VARIABLE = "SCALEPOINT_AMX"  # what was found, for the processes that this one starts
-PROBE_VARIABLE = "SCALEPOINT_PROBE"  # another program to try, on any processor
+# Not below AVX512_CORE_BF16: OpenVINO would still choose bfloat16, but without kernels for it.
+ISA_CAP = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+AMX_RESULT_VARIABLE = "SCALEPOINT_AMX"  # passes the result of the probe to child processes
+PROBE_VARIABLE = "SCALEPOINT_PROBE"  # path of another probe program, which runs on any CPU; for tests
 PROBED_LIBRARIES = ("torch", "openvino")
 PROBE_SECONDS = 120
 CPUINFO = Path("/proc/cpuinfo")
 
 CPU_CHOICES = ("auto", "vnni", "avx2")
-# Printed when cpu="auto" made the choice.
+# Printed with cpu="auto"
 AUTOMATIC_CHOICE_NOTES = {
     "vnni": "cpu: this CPU has VNNI, so weights use all 8 bits; on a CPU without VNNI the file can saturate. "
     "cpu='avx2' (--cpu avx2) makes a file for both",
@@ -42,20 +41,20 @@ AUTOMATIC_CHOICE_NOTES = {
 
 
 def check_threads(threads: int) -> None:
-    """Refuse more threads than four times the CPUs: a runtime would start them all, and be slower with each."""
-    most = 4 * (os.cpu_count() or 1)
-    if threads > most:
-        raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs; give at most {most} threads")
+    """Raise UsageError for more than four threads per CPU: a runtime would start them all and become slower."""
+    limit = 4 * (os.cpu_count() or 1)
+    if threads > limit:
+        raise UsageError(f"threads={threads}: must be at most {limit}, because this machine has {os.cpu_count()} CPUs")
 
 
 def read_cpu_flags(path: Path = CPUINFO) -> set[str]:
-    """The flags of the first processor; none where the system does not tell, which is the safe answer."""
+    """Return the flags of the first CPU; an empty set if the system does not provide them."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
         return set()
-    found = next((line for line in lines if line.startswith("flags")), "")
-    return set(found.partition(":")[2].split())
+    line = next((line for line in lines if line.startswith("flags")), "")
+    return set(line.partition(":")[2].split())
 
 
 def instruction_set(cpu: str = "auto") -> str:
@@ -74,7 +73,13 @@ def instruction_set(cpu: str = "auto") -> str:
 
 @dataclass(frozen=True)
 class Amx:
-    """Whether AMX is announced, which libraries die of it and by which signal, and whether the cap keeps them alive."""
+    """Result of the AMX probe.
+
+    Attributes:
+        is_announced: Whether the CPU announces AMX.
+        died: Library -> signal, for the libraries that die when they use AMX.
+        is_mended: Whether these libraries run with ISA_CAP.
+    """
 
     is_announced: bool = False
     died: Mapping[str, str] = field(default_factory=dict)
@@ -85,61 +90,69 @@ class Amx:
             return "not announced"
         if not self.died:
             return "announced, and runs"
-        dead = " and ".join(f"{name} dies of {each}" for name, each in self.died.items())
-        named = "".join(f"{name}={value}" for name, value in ISA_CAP.items())
-        return f"announced, but {dead}: " + (f"runs with {named}" if self.is_mended else f"{named} does not help")
+        dead = " and ".join(f"{name} dies of {signal_name}" for name, signal_name in self.died.items())
+        variables = "".join(f"{name}={value}" for name, value in ISA_CAP.items())
+        return f"announced, but {dead}: " + (
+            f"runs with {variables}" if self.is_mended else f"{variables} does not help"
+        )
 
 
 @cache
 def amx() -> Amx:
-    """What a child process found, once for this process and those that it starts."""
+    """Probe AMX in child processes, once for this process and its child processes."""
     program = os.environ.get(PROBE_VARIABLE)
-    known = _parse_result(os.environ.get(AMX_RESULT_VARIABLE, ""))
-    if known is not None:
-        return known
+    inherited = _parse_result(os.environ.get(AMX_RESULT_VARIABLE, ""))
+    if inherited is not None:
+        return inherited
     if not program and not any(name.startswith("amx") for name in read_cpu_flags()):
         return Amx()
-    found = probe_amx(Path(program) if program else Path(__file__).with_name("amx_probe.py"))
-    os.environ[AMX_RESULT_VARIABLE] = json.dumps({"died": dict(found.died), "mended": found.is_mended})
-    return found
+    result = probe_amx(Path(program) if program else Path(__file__).with_name("amx_probe.py"))
+    os.environ[AMX_RESULT_VARIABLE] = json.dumps({"died": dict(result.died), "mended": result.is_mended})
+    return result
 
 
 def probe_amx(program: Path) -> Amx:
-    """Run the program for every library that is here, and again with the cap where it dies."""
-    here = [name for name in PROBED_LIBRARIES if find_spec(name) is not None]
-    died = {name: end for name in here if (end := _run_probe(program, name, {}))}
+    """Run the probe for every installed library, and again with ISA_CAP if it dies."""
+    installed = [name for name in PROBED_LIBRARIES if find_spec(name) is not None]
+    died = {name: signal_text for name in installed if (signal_text := _run_probe(program, name, {}))}
     return Amx(is_announced=True, died=died, is_mended=not any(_run_probe(program, name, ISA_CAP) for name in died))
 
 
 def cap_instruction_set() -> None:
-    """Cap this process and those that it starts, where AMX does not run: before the first product, or too late."""
+    """Limit the instruction set of this process and its child processes if AMX does not run.
+
+    Must be called before the first product of torch or OpenVINO.
+    """
     os.environ.update(ISA_CAP if amx().died else {})
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for a process that may multiply, with the telemetry of runtimes off unless the user set it."""
+    """Return the environment for a child process that runs a model.
+
+    Telemetry of runtimes is off unless the user has set these variables.
+    """
     return {**TELEMETRY_OFF, **os.environ, **(ISA_CAP if amx().died else {})}
 
 
 def signal_name(code: int) -> str | None:
-    """The name of the signal that ended a process, as its exit code tells; None where it ended by itself."""
+    """Return the name of the signal that ended a process, from its exit code; None if it exited by itself."""
     number = -code if code < 0 else code - 128
-    known = {each.value: each.name for each in signal.Signals}
-    return known.get(number) if code < 0 or number in (4, 6, 7, 8, 9, 11) else None
+    names = {entry.value: entry.name for entry in signal.Signals}
+    return names.get(number) if code < 0 or number in (4, 6, 7, 8, 9, 11) else None
 
 
-def _run_probe(program: Path, library: str, more: Mapping[str, str]) -> str | None:
+def _run_probe(program: Path, library: str, extra_environment: Mapping[str, str]) -> str | None:
     try:
-        done = subprocess.run(  # noqa: S603  # our own file, or the user's; no shell
+        process = subprocess.run(  # noqa: S603  # our own program, or that of the user; no shell
             [sys.executable, "-I", str(program), library],
-            env={**TELEMETRY_OFF, **os.environ, **more},
+            env={**TELEMETRY_OFF, **os.environ, **extra_environment},
             capture_output=True,
             timeout=PROBE_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
         return None
-    return signal_name(done.returncode)
+    return signal_name(process.returncode)
 
 
 def _parse_result(text: str) -> Amx | None:

@@ -1,4 +1,4 @@
-"""YAML and JSON texts, read with limits: a 400-byte YAML can expand to 10^9 items once anything walks it."""
+"""Parses YAML and JSON with limits: a YAML text of 400 bytes can expand to 10^9 items by its aliases."""
 
 import json
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ _BASE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_BASE_LOADER):  # type: ignore[misc]  # the C loader has no stubs
-    """The safe loader that also refuses a key given twice."""
+    """The safe loader, with an error for duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        keys: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise DocumentError(f"{key!r} is given twice, at line {key_node.start_mark.line + 1}")
+            if isinstance(key, str) and key in keys:
+                raise DocumentError(f"duplicate key {key!r} at line {key_node.start_mark.line + 1}")
             if isinstance(key, str):
-                seen.add(key)
+                keys.add(key)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain value of a YAML text; no tags, at most 1 MB, 64 aliases and 64 levels."""
+    """Parse a YAML text without tags, with at most 1 MB, 64 aliases and 64 levels."""
     _check_text(text)
     aliases = depth = 0
     try:
@@ -41,7 +41,7 @@ def parse_yaml(text: str) -> Any:
             aliases += isinstance(event, yaml.AliasEvent)
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if aliases > MAX_ALIASES:
-                raise DocumentError(f"more than {MAX_ALIASES} aliases: write the values out")
+                raise DocumentError(f"more than {MAX_ALIASES} aliases: write the values instead")
             if depth > MAX_DEPTH:
                 raise DocumentError(f"nested deeper than {MAX_DEPTH} levels")
         loader = _Loader(text)
@@ -53,12 +53,12 @@ def parse_yaml(text: str) -> Any:
             loader.dispose()
     except DocumentError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # a date or a number that cannot be one is a ValueError
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
         raise DocumentError(f"not valid YAML: {error}") from error
 
 
 def _count_expanded(node: Any, sizes: dict[int, int], open_nodes: set[int]) -> int:
-    """How many items a node stands for when its aliases are written out; too many, or endless, is an error."""
+    """Count the items of a node with its aliases expanded. Raises DocumentError for too many, and for a cycle."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in open_nodes:
@@ -70,15 +70,15 @@ def _count_expanded(node: Any, sizes: dict[int, int], open_nodes: set[int]) -> i
         sizes[id(node)] = 1 + sum(_count_expanded(child, sizes, open_nodes) for child in children)
         open_nodes.discard(id(node))
     if sizes[id(node)] > MAX_ITEMS:
-        raise DocumentError(f"stands for more than {MAX_ITEMS} items once its aliases are written out")
+        raise DocumentError(f"more than {MAX_ITEMS} items after expanding aliases")
     return sizes[id(node)]
 
 
 class DocumentPositions:
-    """Where the keys and values of a YAML or JSON text stand."""
+    """Lines and columns of the keys and values of a YAML or JSON text."""
 
     def __init__(self, text: str) -> None:
-        loader = _BASE_LOADER(text.replace("\t", " "))  # JSON may be indented by tabs, YAML not
+        loader = _BASE_LOADER(text.replace("\t", " "))  # JSON allows tabs as indentation, YAML does not
         try:
             self._root = loader.get_single_node()
         except yaml.YAMLError:
@@ -87,7 +87,10 @@ class DocumentPositions:
             loader.dispose()
 
     def of(self, path: Sequence[str | int], *, of_key: bool = False) -> tuple[int, int] | None:
-        """Line and column, from 1 on: of the value, or of its key; of what is around it where that is not there."""
+        """Return line and column (from 1) of a value or its key.
+
+        If the value does not exist, return those of the innermost part that exists.
+        """
         mark = None
         node = self._root
         for step in path:
@@ -102,7 +105,7 @@ class DocumentPositions:
 
 
 def _find_child(node: Any, step: str | int) -> tuple[Any, Any]:
-    """What a step leads to, and the key that names it."""
+    """Return the child of a node for a key or index, and the node of the key."""
     if isinstance(node, yaml.MappingNode):
         return next(((value, key) for key, value in node.value if key.value == str(step)), (None, None))
     if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
@@ -111,7 +114,7 @@ def _find_child(node: Any, step: str | int) -> tuple[Any, Any]:
 
 
 def parse_json(text: str, limit: int = MAX_BYTES) -> Any:
-    """The plain value of a JSON text of at most 1 MB, or another limit."""
+    """Parse a JSON text of at most `limit` bytes."""
     _check_text(text, limit)
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates, parse_int=_parse_integer)
@@ -122,30 +125,30 @@ def parse_json(text: str, limit: int = MAX_BYTES) -> Any:
 
 
 def _parse_integer(text: str) -> int:
-    """Refuse numbers with very many digits: no count or size has them, and float() fails on them."""
+    """Raise DocumentError for very long numbers: float() fails on them."""
     if len(text) > MAX_DIGITS:
-        raise DocumentError(f"a whole number of {len(text)} digits: at most {MAX_DIGITS} are read")
+        raise DocumentError(f"a number has {len(text)} digits: at most {MAX_DIGITS} are allowed")
     return int(text)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
-            raise DocumentError(f"{key!r} is given twice")
-        found[key] = value
-    return found
+        if key in mapping:
+            raise DocumentError(f"duplicate key {key!r}")
+        mapping[key] = value
+    return mapping
 
 
 def dump_yaml(value: Any) -> str:
-    """Plain YAML in the order given: a key on each line, and innermost lists and mappings on one, as [1, 2]."""
+    """Write YAML in the order of the value: one key per line, innermost lists and mappings on one line, as [1, 2]."""
     text: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=None, allow_unicode=True)
     return text
 
 
 def _check_text(text: object, limit: int = MAX_BYTES) -> None:
     if not isinstance(text, str):
-        raise DocumentError(f"a text is needed, not {type(text).__name__}")
+        raise DocumentError(f"must be a text, got {type(text).__name__}")
     size = len(text.encode(errors="surrogatepass"))
     if size > limit:
-        raise DocumentError(f"{size} bytes: at most {limit} are read")
+        raise DocumentError(f"it has {size} bytes: at most {limit} are allowed")

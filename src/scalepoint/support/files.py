@@ -1,6 +1,6 @@
-"""Files that are never half-written: written in a temporary folder next to the target, flushed to the disk, renamed.
+"""Atomic writes: files are written in a temporary folder next to the target, flushed to the disk, and renamed.
 
-The temporary folder of NAME is .tmp-<pid>-NAME. A killed process leaves it behind; `sweep` deletes it by that name.
+The temporary folder of NAME is .tmp-<pid>-NAME. If a process is killed, it stays, and `remove_leftovers` deletes it.
 """
 
 import errno
@@ -19,20 +19,20 @@ from filelock import FileLock, Timeout
 from scalepoint.errors import StoreError
 
 TEMPORARY_PREFIX = ".tmp-"
-TEMPORARY_FOLDER_PREFIX = "scalepoint-"  # of folders in the system's temporary folder
+TEMPORARY_FOLDER_PREFIX = "scalepoint-"  # in the system's temporary folder
 LOCK_FILE = ".lock"
-MIN_AGE_SECONDS = 5.0  # seconds in which a process takes the lock of a folder that it has made
-MAX_NAME_LENGTH = 200  # bytes of a name in the name of its temporary folder; file systems allow 255
+MIN_AGE_SECONDS = 5.0  # a process locks its new temporary folder within this time
+MAX_NAME_LENGTH = 200  # bytes; file systems allow 255, and a temporary name has a prefix
 LINK_MESSAGE = (
-    "is a symbolic link, and scalepoint writes through none: remove the link, or choose another output folder"
+    "is a symbolic link, and scalepoint does not write through links: remove it, or choose another output folder"
 )
-OLD_PREFIX = "old-"  # before the name of a folder that was moved away while its successor takes its place
-DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the limit of the process
+OLD_PREFIX = "old-"  # in the temporary name of a folder that is being replaced
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota of the user, limit of the process
 _TEMPORARY_NAME = re.compile(r"\.tmp-\d+-(?P<rest>.+)", re.DOTALL)
 
 
 def temporary_path(path: Path, kind: str = "") -> Path:
-    """The name that stands for `path` while it is written."""
+    """Return the path of the temporary folder for writing `path`."""
     return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{kind}{_shorten_name(path.name)}")
 
 
@@ -42,9 +42,12 @@ def _shorten_name(name: str) -> str:
 
 
 def replace_file(path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
-    """Let `write` make the file in a temporary folder; then it replaces `path` in one step.
+    """Write a file in a temporary folder, then replace `path` by it in one step.
 
-    `size` is the number of bytes that the file will have, if it is known: an error of a full disk tells it.
+    Args:
+        path: The file.
+        write: Writes the file to the path that it gets.
+        size: Bytes of the file if known, for the error if the disk is full.
     """
     folder = temporary_path(path)
     temporary = folder / "file"
@@ -54,17 +57,19 @@ def replace_file(path: Path, write: Callable[[Path], None], size: int | None = N
             write(temporary)
             finish_file(temporary)
             os.replace(temporary, path)
-        with suppress(OSError):  # the file is there and whole; only a power cut now could take it back
+        with suppress(OSError):  # the file is complete: flushing the rename only protects from a power cut
             _flush(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace_folder(path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
-    """Let `write` fill a temporary folder next to `path`; then it replaces `path`, whole.
+    """Write a temporary folder next to `path`, then replace `path` by it.
 
-    The old folder is moved away first and put back if the last step fails. A folder that contains other names than
-    the new one is not replaced: those files are not ours.
+    The old folder is moved away first, and moved back if the last step fails. Arguments as for `replace_file`.
+
+    Raises:
+        StoreError: The old folder contains names that the new one does not: they are not ours to delete.
     """
     temporary, old = temporary_path(path), temporary_path(path, OLD_PREFIX)
     try:
@@ -72,9 +77,9 @@ def replace_folder(path: Path, write: Callable[[Path], None], size: int | None =
             path.parent.mkdir(parents=True, exist_ok=True)
             make_empty_folder(temporary)
             write(temporary)
-            for each in (*temporary.rglob("*"), temporary):
-                _flush(each)
-            _check_replaceable(path, {each.name for each in temporary.iterdir()})
+            for child in (*temporary.rglob("*"), temporary):
+                _flush(child)
+            _check_replaceable(path, {child.name for child in temporary.iterdir()})
             if path.exists():
                 os.replace(path, old)
             try:
@@ -93,74 +98,73 @@ def replace_folder(path: Path, write: Callable[[Path], None], size: int | None =
 def _check_replaceable(path: Path, names: set[str]) -> None:
     if path.is_symlink():
         raise StoreError(f"{path} {LINK_MESSAGE}")
-    others = sorted(each.name for each in path.iterdir() if each.name not in names) if path.is_dir() else []
-    if others:
+    unknown = sorted(child.name for child in path.iterdir() if child.name not in names) if path.is_dir() else []
+    if unknown:
         raise StoreError(
-            f"{path} contains {others[0]!r}, which the new folder does not have: remove it, or write to another folder"
+            f"{path} contains {unknown[0]!r}, which the new folder does not have: remove it, or write to another folder"
         )
 
 
 def make_empty_folder(folder: Path) -> None:
-    """Make an empty folder. A killed process with the same id may have left one of this name."""
+    """Create an empty folder. A killed process with the same id may have left one with this name: delete it first."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
 
 
 def finish_file(path: Path) -> None:
-    """Flush a file in a temporary folder of ours, and give it the mode that the user's umask gives to a new file."""
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+    """Flush a file in a temporary folder, and set the mode that the user's umask gives to a new file."""
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors creates files that only the owner can read
     _flush(path)
 
 
 @contextmanager
 def _explain_disk_errors(path: Path, temporary: Path, size: int | None) -> Iterator[None]:
-    """Turn an error of the disk into one that names the file, and what a full disk would need."""
+    """Translate OSError to StoreError with the name of the file, and the needed space if the disk is full."""
     try:
         yield
     except OSError as error:
-        room = f". {describe_needed_space(temporary, size)}" if is_disk_full(error) else ""
+        needed_space = f". {describe_needed_space(temporary, size)}" if is_disk_full(error) else ""
         raise StoreError(
-            f"cannot write {path}: {error.strerror or error}. What was there before is untouched{room}"
+            f"cannot write {path}: {error.strerror or error}. The old content is unchanged{needed_space}"
         ) from error
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error, or its cause, says that the disk is full, also as safetensors words it."""
+    """Whether an error or its cause is about a full disk. safetensors has the number only in the text."""
+    if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
+        return True
     text, cause = str(error), error.__cause__
-    is_told = any(os.strerror(number) in text or f"(os error {number})" in text for number in DISK_FULL_ERRORS)
-    return (
-        is_told
-        or (isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS)
-        or (cause is not None and is_disk_full(cause))
-    )
+    if any(os.strerror(number) in text or f"(os error {number})" in text for number in DISK_FULL_ERRORS):
+        return True
+    return cause is not None and is_disk_full(cause)
 
 
 def describe_needed_space(temporary: Path, size: int | None = None) -> str:
-    """How many bytes a write needs (at least, if `size` is not known) and how many its disk has for it."""
-    written = measure_size(temporary)
-    folder = next(each for each in (temporary, *temporary.absolute().parents) if each.exists())
-    free = shutil.disk_usage(folder).free + written
-    least = "at least " if size is None or size < written else ""
-    return f"It needs {least}{max(size or 0, written):,} bytes, the disk has {free:,} bytes for it"
+    """Describe how many bytes a write needs (at least, if `size` is not known) and how many are free."""
+    written_bytes = measure_size(temporary)
+    folder = next(path for path in (temporary, *temporary.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free + written_bytes
+    at_least = "at least " if size is None or size < written_bytes else ""
+    return f"It needs {at_least}{max(size or 0, written_bytes):,} bytes, the disk has {free:,} bytes for it"
 
 
 def measure_size(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder."""
+    """Return the bytes of a file, or of all files in a folder."""
     if path.is_dir():
-        return sum(each.lstat().st_size for each in path.rglob("*") if not each.is_dir())
+        return sum(child.lstat().st_size for child in path.rglob("*") if not child.is_dir())
     return path.stat().st_size if path.is_file() else 0
 
 
 def copy_path(source: Path, target: Path) -> None:
-    """A file or a folder under another name, which appears at once; where the disk allows it, the same bytes."""
+    """Copy a file or a folder in one step. Uses hard links if the file system allows them."""
     if source.is_dir():
-        replace_folder(target, lambda made: _copy_tree(source, made), measure_size(source))
+        replace_folder(target, lambda temporary: _copy_tree(source, temporary), measure_size(source))
     else:
-        replace_file(target, lambda made: _link(source, made), measure_size(source))
+        replace_file(target, lambda temporary: _link(source, temporary), measure_size(source))
 
 
 def remove_path(path: Path) -> None:
-    """A file or a folder, if it is there."""
+    """Delete a file or a folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -168,7 +172,7 @@ def remove_path(path: Path) -> None:
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    shutil.copytree(source, target, dirs_exist_ok=True, copy_function=lambda one, other: _link(Path(one), Path(other)))
+    shutil.copytree(source, target, dirs_exist_ok=True, copy_function=lambda old, new: _link(Path(old), Path(new)))
 
 
 def _link(source: Path, target: Path) -> None:
@@ -179,31 +183,36 @@ def _link(source: Path, target: Path) -> None:
 
 
 def remove_leftovers(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Delete the temporary folders and files that killed processes left for these names.
+    """Delete temporary folders and files of killed processes. The caller must hold the folder's lock.
 
-    The caller must hold the folder's lock. Other programs have files called .tmp-* too: only in a folder that is
-    ours alone `names` may be None, for all names. A folder that was moved away and not yet replaced is put back.
+    A folder that was moved away by `replace_folder` and not replaced yet is moved back.
+
+    Args:
+        folder: The folder.
+        names: Names of the files that were being written. None for all names, only in a folder that only scalepoint
+            writes to, because other programs use names like .tmp-* too.
     """
-    known = None if names is None else {_shorten_name(name): name for name in names}
-    for left in folder.iterdir():
-        found = _TEMPORARY_NAME.fullmatch(left.name)
-        if found is None or left.is_symlink() or (known is not None and _target_name(found["rest"]) not in known):
+    names_by_short_name = None if names is None else {_shorten_name(name): name for name in names}
+    for path in folder.iterdir():
+        match = _TEMPORARY_NAME.fullmatch(path.name)
+        if match is None or path.is_symlink():
             continue
-        place = folder / (_target_name(found["rest"]) if known is None else known[_target_name(found["rest"])])
-        if found["rest"].startswith(OLD_PREFIX) and left.is_dir() and not place.exists():
-            os.replace(left, place)
+        target_name = match["rest"].removeprefix(OLD_PREFIX)
+        if names_by_short_name is not None:
+            if target_name not in names_by_short_name:
+                continue
+            target_name = names_by_short_name[target_name]
+        target = folder / target_name
+        if match["rest"].startswith(OLD_PREFIX) and path.is_dir() and not target.exists():
+            os.replace(path, target)
         else:
-            remove_path(left)
-
-
-def _target_name(rest: str) -> str:
-    return rest.removeprefix(OLD_PREFIX)
+            remove_path(path)
 
 
 class TemporaryFolder:
     """A folder in the system's temporary folder, deleted on close.
 
-    The process holds a lock in it. When a process was killed, the next one can take the lock and deletes the folder.
+    The process holds a lock in it. If the process is killed, the next process can take the lock and deletes the folder.
     """
 
     def __init__(self) -> None:
@@ -212,9 +221,9 @@ class TemporaryFolder:
             self._lock = _lock_of(self.path)
             self._lock.acquire()
         except OSError as error:
-            where = os.environ.get("TMPDIR") or tempfile.tempdir or "the system's temporary folder"
+            parent = os.environ.get("TMPDIR") or tempfile.tempdir or "the system's temporary folder"
             raise StoreError(
-                f"cannot make a temporary folder in {where}: {error.strerror or error}. Set TMPDIR to a folder that "
+                f"cannot create a temporary folder in {parent}: {error.strerror or error}. Set TMPDIR to a folder that "
                 "exists and can be written to"
             ) from error
 
@@ -230,13 +239,13 @@ class TemporaryFolder:
 
 
 def remove_leftover_folders() -> None:
-    """Delete temporary folders of ours whose processes were killed."""
+    """Delete temporary folders of killed processes in the system's temporary folder."""
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_FOLDER_PREFIX}*"):
             with suppress(OSError):
                 if path.is_symlink() or path.stat().st_uid != os.geteuid():
                     continue
-                # The lock of a folder is taken a moment after the folder is made: leave young ones to the next sweep.
+                # A process locks its folder shortly after it is created: keep new folders.
                 if time.time() - (path / LOCK_FILE).stat().st_mtime > MIN_AGE_SECONDS:
                     with suppress(Timeout), _lock_of(path):
                         shutil.rmtree(path, ignore_errors=True)
@@ -255,7 +264,7 @@ def _write_bytes(path: Path, data: bytes) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Without this a file, or a rename in a folder, may be lost when the power goes."""
+    """Flush a file, or the renames in a folder, to the disk, so that a power cut does not undo them."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -264,18 +273,18 @@ def _flush(path: Path) -> None:
 
 
 def compute_digest(path: Path) -> str:
-    """sha256 of a file, read in pieces; of a folder, that of the names and contents of all its files."""
+    """Return the sha256 of a file; of a folder, the sha256 of the names and digests of all its files."""
     if path.is_dir():
-        inside = sorted(each for each in path.rglob("*") if each.is_file())
-        told = "".join(f"{each.relative_to(path)} {compute_digest(each)}\n" for each in inside)
-        return hashlib.sha256(told.encode()).hexdigest()
+        files = sorted(child for child in path.rglob("*") if child.is_file())
+        lines = "".join(f"{file.relative_to(path)} {compute_digest(file)}\n" for file in files)
+        return hashlib.sha256(lines.encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def folder_locked(folder: Path) -> Iterator[None]:
-    """Only one process writes into a folder; a second one gets an error."""
+    """Inside this context, other processes cannot lock this folder: they get a StoreError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock_of(folder).acquire()
@@ -291,5 +300,5 @@ def folder_locked(folder: Path) -> Iterator[None]:
 
 
 def _lock_of(folder: Path) -> FileLock:
-    """The lock of a folder. Taking it raises Timeout at once if another process, or another caller here, has it."""
+    """Return the lock of a folder. Acquiring it raises Timeout at once if another process or caller has it."""
     return FileLock(folder / LOCK_FILE, blocking=False, thread_local=False)

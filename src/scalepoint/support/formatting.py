@@ -1,4 +1,4 @@
-"""Numbers and names as a person reads them; the same wherever they are shown: terminal, page, command line, errors."""
+"""Formats numbers and names for terminals, HTML pages and errors."""
 
 import math
 from typing import TYPE_CHECKING
@@ -6,37 +6,39 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-MAX_LENGTH = 96
+MAX_LENGTH = 96  # characters of a shortened name
 
 
-def render_as_text(shown: "RenderableType") -> str:
-    """What a terminal would show, as text."""
-    from rich.console import Console  # noqa: PLC0415  # only what is printed pays for it
+def render_as_text(renderable: "RenderableType") -> str:
+    """Render a rich object as text."""
+    from rich.console import Console  # noqa: PLC0415  # slow to import
 
     console = Console(width=None)
     with console.capture() as capture:
-        console.print(shown)
+        console.print(renderable)
     return capture.get()
 
 
 def escape_unprintable(text: object) -> str:
-    """A text that may hold anything, safe to show: what steers a terminal or a line of text is an escape.
+    """Escape characters that control a terminal or change the direction of text, for texts from untrusted files.
 
-    These are controls, lone surrogates, and marks that show nothing or turn the direction; lines and tabs stay.
+    Escapes control characters, lone surrogates and invisible marks. Newlines and tabs stay.
     """
     text = str(text)
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
+    )
 
 
 def to_one_line(text: object) -> str:
-    """The same on one line: a name, a cell of a table."""
+    """Escape a text and its newlines, for a name or a cell of a table."""
     return escape_unprintable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def shorten(text: str, longest: int = MAX_LENGTH) -> str:
-    """One line; the middle of a long name is left out, as both ends tell where it is."""
+    """Return one line. The middle of a long name is left out, because both ends of a module path are informative."""
     text = to_one_line(text[: longest * 4] + text[-longest * 4 :] if len(text) > longest * 8 else text)
     if len(text) <= longest:
         return text
@@ -45,6 +47,7 @@ def shorten(text: str, longest: int = MAX_LENGTH) -> str:
 
 
 def format_count(value: int | None) -> str:
+    """Format a number as 1.5M; "?" for None."""
     if value is None:
         return "?"
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -54,7 +57,7 @@ def format_count(value: int | None) -> str:
 
 
 def format_value(value: float | None) -> str:
-    """A metric as its author knows it: four digits, no exponent where none is needed."""
+    """Format a metric with four digits, without an exponent if possible."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -63,10 +66,12 @@ def format_value(value: float | None) -> str:
 
 
 def format_change(value: float) -> str:
+    """Format a difference of metrics, with its sign."""
     return f"{'+' if value >= 0 else ''}{format_value(value)}"
 
 
 def format_size(value: float) -> str:
+    """Format a number of bytes."""
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= limit:
             return f"{value / limit:.2f} {unit}"
@@ -74,6 +79,7 @@ def format_size(value: float) -> str:
 
 
 def format_time(seconds: float) -> str:
+    """Format a time as us, ms, s or min."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -82,7 +88,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_two_times(first: float, second: float) -> tuple[str, str]:
-    """Both with as many digits as show which one is shorter; at most three more than `format_time` has."""
+    """Format two times with enough digits to tell which is shorter, at most three more than `format_time`."""
     texts = format_time(first), format_time(second)
     for digits in range(1, 4):
         if texts[0] != texts[1] or first == second:
@@ -93,6 +99,7 @@ def format_two_times(first: float, second: float) -> tuple[str, str]:
 
 
 def format_share(value: float | None) -> str:
+    """Format a share as percent. A share below 1 is never shown as 100%."""
     if value is None:
         return ""
     if 0 < value < 1e-4:
@@ -103,11 +110,11 @@ def format_share(value: float | None) -> str:
 
 
 GOOD_DB, FAIR_DB, POOR_DB = 35, 25, 15
-SCALE = f"{GOOD_DB} dB and more is very good, {FAIR_DB} good, {POOR_DB} fair, less poor"
+SCALE = f"{GOOD_DB} dB and more is very good, {FAIR_DB} good, {POOR_DB} fair, less is poor"
 
 
 def describe_quality(sqnr: float | None) -> str:
-    """A word for a signal-to-noise ratio; "exact" needs none."""
+    """Return a word for a signal-to-noise ratio in dB; "" for no error."""
     if sqnr is None or sqnr == math.inf:
         return ""
     if math.isnan(sqnr):
@@ -116,11 +123,12 @@ def describe_quality(sqnr: float | None) -> str:
 
 
 def format_error_share(sqnr: float) -> str:
-    """The error beside the signal, by their root mean squares: 28.9 dB is 3.6%."""
+    """Format a signal-to-noise ratio in dB as error divided by signal (root mean squares): 28.9 dB is 3.6%."""
     return format_share(10 ** (-sqnr / 20)) if math.isfinite(sqnr) else "not a number" if math.isnan(sqnr) else ""
 
 
 def format_decibels(value: float | None) -> str:
+    """Format a signal-to-noise ratio in dB."""
     if value is None:
         return ""
     if math.isinf(value) and value > 0:
@@ -129,24 +137,25 @@ def format_decibels(value: float | None) -> str:
 
 
 def format_noise_level(error: float) -> str:
-    """Noise over signal, as dB of the signal over the noise."""
+    """Format noise power divided by signal power as a signal-to-noise ratio in dB."""
     return "exact" if error <= 0 else f"{-10 * math.log10(error):.1f}" if math.isfinite(error) else "broken"
 
 
 def format_ratio(value: float) -> str:
-    """3.94x of something; never rounded up to 1 when it is below."""
+    """Format a ratio as 3.94x, rounded down, so that a ratio below 1 is never shown as 1."""
     if not math.isfinite(value * 100):
         return "not a number" if math.isnan(value) else f"{value:.3g}x"
     return f"{math.floor(value * 100 + 1e-9) / 100:.2f}x"
 
 
 def describe_size_change(before: float, after: float) -> tuple[str, str]:
-    """How many times, and the word for it: ("3.94x", "smaller"), ("1.16x", "larger")."""
+    """Return the ratio of two sizes and a word for it: ("3.94x", "smaller") or ("1.16x", "larger")."""
     if not before or not after:
         return ("empty", "")
     return (format_ratio(before / after), "smaller") if before >= after else (format_ratio(after / before), "larger")
 
 
 def format_plural(number: int, word: str) -> str:
-    many = "es" if word.endswith(("ch", "x")) else "s"
-    return f"{number} {word}{'' if number == 1 else many}"
+    """Return "1 layer" or "2 layers"."""
+    suffix = "es" if word.endswith(("ch", "x")) else "s"
+    return f"{number} {word}{'' if number == 1 else suffix}"

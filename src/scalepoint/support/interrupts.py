@@ -1,8 +1,8 @@
-"""Ctrl-C that is not lost.
+"""Makes sure that Ctrl-C is not lost.
 
 Python raises KeyboardInterrupt in whatever code is running. In a weakref callback or in __del__ Python prints the
 exception and drops it, and the run goes on. So the handler also sets a flag, and `check_interrupt`, called at every
-stage and for every batch, raises again.
+stage and for every batch, raises KeyboardInterrupt again.
 """
 
 import signal
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_INTERRUPTED = threading.Event()  # set by the handler, which runs in the main thread alone
+_INTERRUPTED = threading.Event()  # set by the signal handler, which runs in the main thread
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
@@ -20,8 +20,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def remembering_interrupts() -> Iterator[None]:
-    """Inside, Ctrl-C also sets the flag. A handler that the caller has installed stays."""
+def interrupts_remembered() -> Iterator[None]:
+    """Inside this context, Ctrl-C also sets the flag, unless the user has installed another handler."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

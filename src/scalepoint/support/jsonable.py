@@ -1,4 +1,4 @@
-"""Any value as what JSON has: the one way from our dataclasses to a document."""
+"""Converts dataclasses and other values to JSON values."""
 
 import math
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, Set, ValuesView
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def to_jsonable(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
-    """Dicts, lists, strings and numbers; infinity and not-a-number are the strings that float() reads."""
+    """Convert a value to dicts, lists, strings and numbers. Infinity and NaN become strings that float() accepts."""
     if isinstance(value, Enum):
         return to_jsonable(value.value)
     if value is None or isinstance(value, bool | str):
@@ -19,14 +19,14 @@ def to_jsonable(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
     if isinstance(value, Real):
         return _number(float(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: to_jsonable(getattr(value, each.name)) for each in fields(value)}
+        return {field.name: to_jsonable(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): to_jsonable(each) for key, each in value.items()}
+        return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, Sequence | Iterator | KeysView | ItemsView | ValuesView) and not isinstance(value, bytes):
-        return [to_jsonable(each) for each in value]
+        return [to_jsonable(item) for item in value]
     if isinstance(value, Set):
-        return [to_jsonable(each) for each in sorted(value, key=str)]
-    is_array = hasattr(value, "tolist") and not isinstance(value, type)  # also a tensor, which is not imported here
+        return [to_jsonable(item) for item in sorted(value, key=str)]
+    is_array = hasattr(value, "tolist") and not isinstance(value, type)  # or a tensor: torch is not imported here
     return to_jsonable(value.tolist()) if is_array else str(value)
 
 

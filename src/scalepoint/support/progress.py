@@ -1,11 +1,10 @@
-"""Progress on stderr: a bar on a terminal, elsewhere one plain line a phase, and every ten seconds one of a long phase.
+"""Progress on stderr: a bar on a terminal, otherwise one line per phase, and one every ten seconds in a long phase.
 
     with phase("calibrating", total=128) as running:      calibrating: 40/128 batches (31 %), 21 s, about 46 s left
         running.advance()                                 calibrating: 128 batches in 67 s
 
-Nothing turns or blinks where nobody can see it: no terminal, NO_COLOR or TERM=dumb means plain lines. Phases
-follow one another: of one inside another only one is shown. Of several ranks the first tells. The same events go to the
-`callback=` of deploy.
+Without a terminal, and with NO_COLOR or TERM=dumb, lines are written instead of a bar. Only rank 0 writes. The same
+events go to the `callback=` of deploy. Phases are not nested: a bar cannot be shown inside another bar.
 """
 
 import os
@@ -20,37 +19,50 @@ from typing import Literal
 from scalepoint import distributed
 from scalepoint.support.interrupts import check_interrupt
 
-LINE_INTERVAL_SECONDS = 10.0  # seconds between two lines of a long phase
+LINE_INTERVAL_SECONDS = 10.0  # between two lines of a long phase
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a run tells: a phase that starts, goes on or ends, a number that was measured, a file that was written."""
+    """One event of a run: a phase starts, advances or ends; a metric was measured; a file was written.
+
+    Attributes:
+        kind: What happened.
+        name: Name of the phase or of the metric, path of the file.
+        done: Units of work that are done in the phase.
+        total: Units of work of the phase; None if unknown.
+        unit: What is counted, such as "batches".
+        seconds: Time since the phase started.
+        value: Value of the metric.
+        is_whole: False if the phase was stopped by an error.
+    """
 
     kind: Literal["start", "advance", "end", "metric", "file"]
-    name: str  # of the phase, of the number; the path of the file
+    name: str
     done: int = 0
     total: int | None = None
     unit: str = ""
     seconds: float = 0.0
-    value: float | None = None  # of a metric
-    is_whole: bool = True  # of a phase that ends: False where it was stopped
+    value: float | None = None
+    is_whole: bool = True
 
     def __str__(self) -> str:
         if self.kind == "metric":
             return f"{self.name}: {self.value}"
-        return self.name if self.kind == "file" else self._ended() if self.kind == "end" else self._now()
+        if self.kind == "file":
+            return self.name
+        return self._describe_end() if self.kind == "end" else self._describe_progress()
 
-    def _now(self) -> str:
-        """How far it is; with a total also the share, and the time that is left at this pace."""
+    def _describe_progress(self) -> str:
+        """Describe what is done; with a total also the share, and the estimated time to the end."""
         if self.total is None:
             return f"{self.name}: {_format_count(self.done, self.unit)}, {format_duration(self.seconds)}"
-        left = self.seconds / self.done * max(self.total - self.done, 0) if self.done else 0.0
+        remaining = self.seconds / self.done * max(self.total - self.done, 0) if self.done else 0.0
         percent = 100 * min(self.done / max(self.total, 1), 1)
         share = f"{self.done}/{self.total} {self.unit} ({percent:.0f} %)"
-        return f"{self.name}: {share}, {format_duration(self.seconds)}, about {format_duration(left)} left"
+        return f"{self.name}: {share}, {format_duration(self.seconds)}, about {format_duration(remaining)} left"
 
-    def _ended(self) -> str:
+    def _describe_end(self) -> str:
         if not self.is_whole:
             after = f" after {_format_count(self.done, self.unit)}" if self.done else ""
             return f"{self.name}: stopped{after}, {format_duration(self.seconds)}"
@@ -65,7 +77,10 @@ _CALLBACKS: ContextVar[tuple[Callback, ...]] = ContextVar("scalepoint.listeners"
 
 @contextmanager
 def callback_registered(callback: Callback | None) -> Iterator[None]:
-    """Call `callback` with every event of this thread, on rank 0 only. An error that it raises ends the run."""
+    """Inside this context, call `callback` with every event of this thread, on rank 0 only.
+
+    An error that the callback raises ends the run.
+    """
     token = None if callback is None or not distributed.is_main() else _CALLBACKS.set((*_CALLBACKS.get(), callback))
     try:
         yield
@@ -81,39 +96,43 @@ def send_event(event: Event) -> None:
 
 
 class RunningPhase:
-    """A named piece of work that counts what it has done."""
+    """A phase that is running. Call `advance` for each unit of work.
+
+    `display` shows the events on the terminal; None if the phase is not shown.
+    """
 
     def __init__(self, name: str, total: int | None, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.total, self.unit = name, total, unit
         self.done = 0
         self._clock = clock
         self._start = clock()
-        self.shown: Callback | None = None
+        self.display: Callback | None = None
 
     @property
     def seconds(self) -> float:
         return self._clock() - self._start
 
     def advance(self, count: int = 1) -> None:
+        """Count finished units of work, and raise KeyboardInterrupt if Ctrl-C was pressed."""
         check_interrupt()
         self.done += count
-        self.tell("advance")
+        self.send("advance")
 
-    def event(self, kind: Literal["start", "advance", "end"], is_whole: bool = True) -> Event:
+    def make_event(self, kind: Literal["start", "advance", "end"], is_whole: bool = True) -> Event:
         return Event(kind, self.name, self.done, self.total, self.unit, self.seconds, is_whole=is_whole)
 
-    def tell(self, kind: Literal["start", "advance", "end"], is_whole: bool = True) -> None:
-        """What is shown is told first: a listener may end the run."""
-        if self.shown is None and not _CALLBACKS.get():
+    def send(self, kind: Literal["start", "advance", "end"], is_whole: bool = True) -> None:
+        """Send an event to the display first, because a callback may raise an error that ends the run."""
+        if self.display is None and not _CALLBACKS.get():
             return
-        event = self.event(kind, is_whole)
-        if self.shown is not None:
-            self.shown(event)
+        event = self.make_event(kind, is_whole)
+        if self.display is not None:
+            self.display(event)
         send_event(event)
 
 
 class _LineWriter:
-    """A line every ten seconds, and one at the end."""
+    """Writes a line every ten seconds, and one at the end."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -127,10 +146,10 @@ class _LineWriter:
 
 
 class _ProgressBar:
-    """A live bar; it goes when the phase ends, and the last line stays."""
+    """Shows a progress bar. When the phase ends, the bar is replaced by a line."""
 
     def __init__(self, phase: RunningPhase) -> None:
-        from rich.console import Console  # noqa: PLC0415  # only a terminal pays for it
+        from rich.console import Console  # noqa: PLC0415  # slow to import
         from rich.progress import (  # noqa: PLC0415
             BarColumn,
             MofNCompleteColumn,
@@ -140,8 +159,8 @@ class _ProgressBar:
             TimeRemainingColumn,
         )
 
-        counted = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) if phase.total is not None else ()
-        columns = (TextColumn("{task.description}", markup=False), *counted, TimeElapsedColumn())
+        count_columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) if phase.total is not None else ()
+        columns = (TextColumn("{task.description}", markup=False), *count_columns, TimeElapsedColumn())
         self.live = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self.live.add_task(phase.name, total=phase.total)
 
@@ -159,29 +178,29 @@ class _ProgressBar:
 def phase(
     name: str, *, total: int | None = None, unit: str = "batches", show: bool | None = None
 ) -> Iterator[RunningPhase]:
-    """A phase that is told while it runs. show: None or True shows it too, False does not."""
+    """Run a phase: send its events to the callbacks, and show it on stderr unless show=False."""
     check_interrupt()
     running = RunningPhase(name, total, unit)
     if show is not False and distributed.is_main():
-        running.shown = _ProgressBar(running) if is_live() else _LineWriter()
+        running.display = _ProgressBar(running) if is_live() else _LineWriter()
     is_whole = False
-    running.tell("start")
+    running.send("start")
     try:
         yield running
         is_whole = True
     finally:
-        running.tell("end", is_whole)
+        running.send("end", is_whole)
 
 
 @contextmanager
 def timed_phase(
-    timings: dict[str, float], doing: str, *, show: bool | None = None, is_phase: bool = True
+    timings: dict[str, float], name: str, *, show: bool | None = None, is_phase: bool = True
 ) -> Iterator[None]:
-    """A phase whose seconds are added up under its name; is_phase=False for one that tells of itself."""
+    """Run a phase and add its seconds to `timings`. is_phase=False only measures, for work with phases of its own."""
     start = time.perf_counter()
-    with phase(doing, show=show) if is_phase else nullcontext():
+    with phase(name, show=show) if is_phase else nullcontext():
         yield
-    timings[doing] = timings.get(doing, 0.0) + time.perf_counter() - start
+    timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
 
 
 def is_live() -> bool:
@@ -192,7 +211,7 @@ def is_live() -> bool:
 
 
 def write_line(line: str) -> None:
-    """A line on stderr, at once; a reader that has gone is no error of the work."""
+    """Write a line to stderr on rank 0. A closed stderr is ignored."""
     if not distributed.is_main():
         return
     try:
@@ -203,15 +222,15 @@ def write_line(line: str) -> None:
 
 
 def format_duration(seconds: float) -> str:
-    """As a person says it: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    """Format a time as 0.4 s, 12 s, 3 min 20 s or 2 h 5 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    rounded = round(seconds)
+    if rounded < 120:
+        return f"{rounded} s"
+    if rounded < 7200:
+        return f"{rounded // 60} min {rounded % 60} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60} min"
 
 
 def _format_count(count: int, unit: str) -> str:

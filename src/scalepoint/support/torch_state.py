@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from scalepoint.support.interrupts import remembering_interrupts
+from scalepoint.support.interrupts import interrupts_remembered
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -50,7 +50,7 @@ def serialized(function: Function) -> Function:
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _LOCK.lock, default_settings(), remembering_interrupts():
+        with _LOCK.lock, default_settings(), interrupts_remembered():
             return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]  # same signature as `function`

@@ -1,4 +1,4 @@
-"""Read files that somebody else may have made: downloaded checkpoints, reports, configs, model files.
+"""Reads files that may come from somebody else: downloaded checkpoints, reports, configs, model files.
 
     regular file  ->  inside its folder  ->  size  ->  read at most `limit` bytes  ->  UTF-8  ->  JSON or YAML
 
@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from scalepoint.errors import DocumentError, short_repr
 
-MAX_BYTES = 1_000_000  # of a text, unless a caller gives another limit
+MAX_BYTES = 1_000_000  # of a text
 LARGEST_PROTOBUF = 2**31 - 1  # bytes
 LARGEST_FLATBUFFER = 2**31 - 1  # bytes: offsets are signed 32-bit integers
 
@@ -62,7 +62,7 @@ def read_head(path: Path, count: int, *, folder: Path | None = None) -> bytes:
 
 
 def read_part(path: Path, offset: int, length: int, *, folder: Path | None = None) -> bytes:
-    """Read `length` bytes from `offset` on; a file that ends earlier is refused before anything is read."""
+    """Read `length` bytes at `offset`. A shorter file is an error before anything is read."""
     size = check_file(path, folder=folder)
     if not (offset >= 0 and length >= 0 and offset + length <= size):
         raise DocumentError(f"{path} cannot be read: it has no bytes {offset} to {offset + length}, only {size}")
@@ -72,7 +72,7 @@ def read_part(path: Path, offset: int, length: int, *, folder: Path | None = Non
 
 
 def read_text(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None) -> str:
-    """Read a UTF-8 text of at most `limit` bytes, 1 MB unless given."""
+    """Read a UTF-8 text of at most `limit` bytes (default 1 MB)."""
     try:
         return read_bytes(path, limit, folder=folder).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -80,11 +80,11 @@ def read_text(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None)
 
 
 def read_json(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None) -> Any:
-    """Read a JSON file of at most `limit` bytes, 1 MB unless given."""
-    from scalepoint.support.documents import parse_json  # noqa: PLC0415  # loads yaml, which no command needs to start
+    """Read a JSON file of at most `limit` bytes (default 1 MB)."""
+    from scalepoint.support.documents import parse_json  # noqa: PLC0415  # imports yaml
 
     text = read_text(path, limit, folder=folder)
-    with _named(path):
+    with _path_in_errors(path):
         return parse_json(text, limit)
 
 
@@ -93,7 +93,7 @@ def read_yaml(path: Path, *, folder: Path | None = None) -> Any:
     from scalepoint.support.documents import parse_yaml  # noqa: PLC0415  # see read_json
 
     text = read_text(path, folder=folder)
-    with _named(path):
+    with _path_in_errors(path):
         return parse_yaml(text)
 
 
@@ -116,7 +116,7 @@ def open_tensors(path: Path, *, folder: Path | None = None, framework: str = "pt
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """Join a folder and a relative name that a file in it states; a name that leads out of the folder is refused."""
+    """Join a folder and a relative name from one of its files. A name outside of the folder is an error."""
     parts = name.replace("\\", "/").split("/")
     if not name or "\0" in name or ".." in parts or Path(name).is_absolute() or ":" in parts[0]:
         raise DocumentError(f"{short_repr(name)} is not the name of a file in {folder}")
@@ -127,8 +127,8 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Put the name of the file before what is wrong with its text."""
+def _path_in_errors(path: Path) -> Iterator[None]:
+    """Inside this context, a DocumentError gets the path of the file."""
     try:
         yield
     except DocumentError as error:
@@ -137,7 +137,7 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path, limit: int | None) -> Iterator[IO[bytes]]:
-    # O_NONBLOCK: opening a FIFO would wait for a writer if it took the file's place after check_file
+    # The file may have been replaced since check_file: opening a FIFO without O_NONBLOCK would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _check_status(path, os.fstat(file.fileno()), limit)
         yield file
@@ -149,12 +149,13 @@ def _check_status(path: Path, status: os.stat_result, limit: int | None) -> None
     if not stat.S_ISREG(status.st_mode):
         raise DocumentError(f"{path} cannot be read: it is a pipe, a device or a socket. Copy it into a regular file")
     if limit is not None and status.st_size > limit:
-        raise DocumentError(f"{path} cannot be read: it has {status.st_size} bytes, at most {limit} are read")
+        raise DocumentError(f"{path} cannot be read: it has {status.st_size} bytes, at most {limit} are allowed")
 
 
 def _check_inside(path: Path, folder: Path) -> None:
-    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))  # Path.resolve raises on a loop of links
+    # Path.resolve raises RuntimeError for a loop of links
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     # The cache of huggingface_hub: models--x/snapshots/<revision>/config.json links to models--x/blobs/<hash>
-    blobs = [each.parent.parent / "blobs" for each in (home, *home.parents) if each.parent.name == "snapshots"]
+    blobs = [above.parent.parent / "blobs" for above in (home, *home.parents) if above.parent.name == "snapshots"]
     if not real.is_relative_to(home) and real.parent not in blobs:
         raise DocumentError(f"{path} cannot be read: it is a link to {real}, outside of {folder}. Copy the file there")
