@@ -54,7 +54,7 @@ def test_a_killed_rank_ends_the_other_and_one_process_goes_on(tmp_path: Path, st
     ranks[1 - dies].wait(timeout=60)  # the stated 3 s, and what the process takes to end
     kind, message = result_of(tmp_path, 1 - dies)
     assert kind == "RankError"
-    assert f"rank {dies} of 2 gave no sign of life" in message
+    assert f"rank {dies} of 2 sent no heartbeat" in message
     assert not (tmp_path / "out").exists()
     assert not [each for each in tmp_path.rglob("*") if each.name.startswith(TEMPORARY_PREFIX)]
     for left in (*tmp_path.glob("result-*"), tmp_path / "store"):

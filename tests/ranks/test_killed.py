@@ -53,7 +53,7 @@ def test_resume_with_another_number_of_ranks_completes_what_a_killed_rank_left(
     group[1 - dies].wait(timeout=60)  # the stated 3 s, and what the process takes to end
     kind, message = result_of(first, 1 - dies)
     assert kind == "RankError"
-    assert f"rank {dies} of 2 gave no sign of life" in message
+    assert f"rank {dies} of 2 sent no heartbeat" in message
     if step != "build_report":  # by then the file is there, whole
         assert not (first / "out" / "model.onnx").exists()
     assert not [each for each in first.rglob("*") if each.name.startswith(TEMPORARY_PREFIX)]

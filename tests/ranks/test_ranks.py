@@ -106,7 +106,7 @@ def test_what_rank_0_finds_out_alone_is_told_to_all(met: Results) -> None:
 @pytest.mark.parametrize(
     ("case", "kind", "says"),
     [
-        ("shapes", "RankError", "the ranks have tensors of other shapes"),
+        ("shapes", "RankError", "the ranks have tensors of different shapes"),
         ("other calls", "RankError", "rank 0: comparing, rank 1: calibrating"),
         ("left", "KeyError", "no such thing"),
         ("first of two", "ValueError", "at 3"),
@@ -146,7 +146,7 @@ def test_every_rank_returns_what_the_first_found(deployed: Results) -> None:
     [
         ("again", "UsageError", "is not empty: choose another output"),
         ("strict", "CoverageError", "operations stay float"),
-        ("other model", "UsageError", "rank 1 has another model than rank 0"),
+        ("other model", "UsageError", "rank 1 has a different model from rank 0"),
     ],
 )
 def test_what_one_process_refuses_all_ranks_refuse(deployed: Results, case: str, kind: str, says: str) -> None:
@@ -214,7 +214,7 @@ def test_they_go_on_and_all_return_what_the_first_found(checkpoints: Results) ->
     ("case", "kind", "says"),
     [
         ("short", "CalibrationError", "less than one sequence of 1000000"),
-        ("other", "UsageError", "rank 1 has another checkpoint than rank 0"),
+        ("other", "UsageError", "rank 1 has a different checkpoint from rank 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks(checkpoints: Results, case: str, kind: str, says: str) -> None:
@@ -262,7 +262,7 @@ def test_a_killed_rank_ends_the_others_in_time_and_is_named(tmp_path: Path, stor
     assert group[dies].returncode == -9
     kind, message = result_of(tmp_path, other)
     assert kind == "RankError"
-    named = "rank 1 of 2 gave no sign of life" if dies else "the process that holds it, rank 0 or torchrun, has ended"
+    named = "rank 1 of 2 sent no heartbeat" if dies else "its process (rank 0 or torchrun) has exited"
     assert named in message
 
 

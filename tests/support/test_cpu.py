@@ -1,4 +1,4 @@
-"""A processor that announces what it cannot run: found in a child that dies of it, and mended before it kills us."""
+"""A CPU that announces AMX and cannot run it is detected in a child process, and the instruction set is limited."""
 
 import json
 import os
@@ -26,13 +26,13 @@ DIES_ANYWAY = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
 WATCHED = """
 import sys
 started = []
-sys.addaudithook(lambda event, given: started.append(given[3]) if event == "subprocess.Popen" else None)
+sys.addaudithook(lambda event, arguments: started.append(arguments[3]) if event == "subprocess.Popen" else None)
 """
 
 
 @pytest.fixture
 def dying(tmp_path: Path) -> Path:
-    """A program that really dies of SIGILL, as a product does where AMX is announced and not there."""
+    """A program that dies of SIGILL, like a product on a CPU that announces AMX and does not have it."""
     path = tmp_path / "dying.py"
     path.write_text(DIES)
     return path
@@ -40,56 +40,56 @@ def dying(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what the run of the tests itself has found."""
+    """Removes the result of the probe of this test run."""
     for name in (AMX_RESULT_VARIABLE, PROBE_VARIABLE, *ISA_CAP):
         monkeypatch.delenv(name, raising=False)
 
 
 def python(code: str, *arguments: str, **environment: str) -> str:
-    """What a process of its own prints; it knows nothing of what was found here."""
-    own = {
+    """Return the output of a new process, which does not inherit the result of the probe."""
+    inherited = {
         name: value for name, value in os.environ.items() if name not in (AMX_RESULT_VARIABLE, PROBE_VARIABLE, *ISA_CAP)
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env={**own, **environment},
+        env={**inherited, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize("library", cpu.PROBED_LIBRARIES)
-def test_the_product_of_each_library_is_really_tried(library: str) -> None:
+def test_the_probe_computes_a_product_in_each_library(library: str) -> None:
     pytest.importorskip(library)
     done = subprocess.run([sys.executable, "-I", str(PROBE), library], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr  # this process is capped where it must be, and so is its child
+    assert done.returncode == 0, done.stderr  # ISA_CAP is inherited if this machine needs it
 
 
-def test_a_child_that_dies_is_found_and_the_cap_keeps_it_alive(dying: Path, bare: None) -> None:
-    found = probe_amx(dying)
-    assert found.died["torch"] == "SIGILL"
-    assert found.is_mended
-    assert str(found).startswith("announced, but torch dies of SIGILL")
-    assert str(found).endswith("runs with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16")
+def test_a_dying_child_is_detected_and_the_cap_keeps_it_alive(dying: Path, bare: None) -> None:
+    result = probe_amx(dying)
+    assert result.died["torch"] == "SIGILL"
+    assert result.is_mended
+    assert str(result).startswith("announced, but torch dies of SIGILL")
+    assert str(result).endswith("runs with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16")
 
 
-def test_a_cap_that_does_not_help_is_said(tmp_path: Path, bare: None) -> None:
+def test_a_cap_that_does_not_help_is_reported(tmp_path: Path, bare: None) -> None:
     (tmp_path / "dies.py").write_text(DIES_ANYWAY)
-    found = probe_amx(tmp_path / "dies.py")
-    assert (found.died["torch"], found.is_mended) == ("SIGSEGV", False)
-    assert "does not help" in str(found)
+    result = probe_amx(tmp_path / "dies.py")
+    assert (result.died["torch"], result.is_mended) == ("SIGSEGV", False)
+    assert "does not help" in str(result)
 
 
 @pytest.mark.parametrize("code", ["", "raise ImportError"], ids=["runs", "cannot be tried"])
-def test_a_child_that_ends_by_itself_needs_no_cap(code: str, tmp_path: Path, bare: None) -> None:
+def test_a_child_that_exits_by_itself_needs_no_cap(code: str, tmp_path: Path, bare: None) -> None:
     (tmp_path / "lives.py").write_text(code)
     assert str(probe_amx(tmp_path / "lives.py")) == "announced, and runs"
 
 
-def test_flags_are_read_from_the_system(tmp_path: Path) -> None:
+def test_cpu_flags_are_read_from_the_system(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(
         "processor\t: 0\nflags\t\t: fpu avx2 amx_tile\n\nprocessor\t: 1\nflags\t\t: fpu\n"
     )
@@ -99,12 +99,12 @@ def test_flags_are_read_from_the_system(tmp_path: Path) -> None:
 
 
 def test_a_processor_without_amx_starts_no_process_and_imports_nothing() -> None:
-    said = python(
+    output = python(
         WATCHED + "from scalepoint.support.cpu import cap_instruction_set, read_cpu_flags\ncap_instruction_set()\n"
         "print(bool(started), any(name.startswith('amx') for name in read_cpu_flags()), 'torch' in sys.modules)"
     ).split()
-    assert said[0] == said[1]
-    assert said[2] == "False"
+    assert output[0] == output[1]
+    assert output[2] == "False"
 
 
 CHILDREN = (
@@ -123,28 +123,28 @@ print(os.environ["ONEDNN_MAX_CPU_ISA"])
 )
 
 
-def test_the_child_of_a_runtime_is_capped_and_this_process_when_asked(dying: Path) -> None:
-    """The environment that the child really gets, by Python's own audit of what is started."""
+def test_the_child_of_a_runtime_is_capped_and_this_process_on_request(dying: Path) -> None:
+    """Checks the environment of the child by an audit hook of Python."""
     capped = ISA_CAP["ONEDNN_MAX_CPU_ISA"]
     assert python(CHILDREN, **{PROBE_VARIABLE: str(dying)}).split() == ["True", capped, "False", capped]
 
 
-def test_processes_that_are_started_know_without_trying_again(dying: Path) -> None:
+def test_child_processes_inherit_the_result_of_the_probe(dying: Path) -> None:
     code = "from scalepoint.support.cpu import amx\nimport os\namx()\nprint(os.environ['SCALEPOINT_AMX'])"
     known = python(code, **{PROBE_VARIABLE: str(dying)}).strip()
-    said = python(
+    output = python(
         WATCHED + "from scalepoint.support.cpu import amx\nprint(amx(), len(started))", **{AMX_RESULT_VARIABLE: known}
     )
-    assert "torch dies of SIGILL" in said
-    assert said.split()[-1] == "0"
+    assert "torch dies of SIGILL" in output
+    assert output.split()[-1] == "0"
 
 
 @pytest.mark.parametrize("text", ["", "yes", "[]", '{"died": 3, "mended": true}', '{"died": {}}'])
-def test_what_another_wrote_there_is_not_believed(text: str) -> None:
+def test_an_invalid_inherited_result_is_ignored(text: str) -> None:
     assert cpu._parse_result(text) is None
 
 
-TOLD = """
+REPORT_AMX = """
 import contextlib, io, json, os, sys
 os.chdir(sys.argv[1])
 from scalepoint.cli import load_objects
@@ -167,10 +167,10 @@ def net():
 
 
 @pytest.mark.parametrize("is_mended", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_command_line_caps_itself_and_the_doctor_and_the_report_say_it(is_mended: bool, tmp_path: Path) -> None:
+def test_the_command_line_caps_itself_and_doctor_and_report_show_it(is_mended: bool, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "dies.py").write_text(DIES if is_mended else DIES_ANYWAY)
-    built, line, reported = json.loads(python(TOLD, str(tmp_path), **{PROBE_VARIABLE: str(tmp_path / "dies.py")}))
+    built, line, reported = json.loads(python(REPORT_AMX, str(tmp_path), **{PROBE_VARIABLE: str(tmp_path / "dies.py")}))
     assert built == ISA_CAP["ONEDNN_MAX_CPU_ISA"]  # before the user's code could multiply
     assert line["state"] == ("ok" if is_mended else "missing")
     assert f"torch dies of {'SIGILL' if is_mended else 'SIGSEGV'}" in line["detail"]
@@ -186,8 +186,8 @@ def test_after(): pass
 """
 
 
-def test_a_test_that_dies_does_not_take_the_run_down(tmp_path: Path) -> None:
-    """As `make test` starts it."""
+def test_a_dying_test_does_not_end_the_test_run(tmp_path: Path) -> None:
+    """Started like in `make test`."""
     (tmp_path / "test_some.py").write_text(TESTS)
     spread = re.search(r"^SPREAD := (.*)$", (Path(__file__).parents[2] / "Makefile").read_text(), re.MULTILINE)
     assert spread is not None

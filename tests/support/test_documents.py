@@ -23,12 +23,12 @@ def test_plain_values_come_through():
     [
         (BOMB, "aliases"),
         ("[" * 100, "nested deeper"),
-        ("a: 1\nb: 2\na: 3", "'a' .*twice.*line 3"),
+        ("a: 1\nb: 2\na: 3", "duplicate key 'a' at line 3"),
         ("a: [1, 2", "not valid YAML"),
         ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
         ("x" * (MAX_BYTES + 1), "at most"),
         ("a: 1\n---\nb: 2", "not valid YAML"),
-        (DOUBLING, "aliases are written out"),
+        (DOUBLING, "after expanding aliases"),
         ("a: &a [*a]", "contains itself"),
         ("a: 2001-99-99", "not valid YAML"),
         (f"a: {'9' * 5000}", "not valid YAML"),
@@ -58,7 +58,7 @@ def test_a_yaml_that_is_broken_or_dangerous_is_refused(text, message):
     ids=["open", "empty", "quotes", "depth", "duplicate", "digits", "no text"],
 )
 def test_a_json_that_is_broken_is_refused(text):
-    with pytest.raises(DocumentError, match=r"not valid JSON|given twice|text is needed|5000 digits"):
+    with pytest.raises(DocumentError, match=r"not valid JSON|duplicate key|must be a text|5000 digits"):
         parse_json(text)
 
 
@@ -88,8 +88,8 @@ def test_a_spec_truncated_at_any_byte_is_an_error_or_a_spec(form):
         ("", ("a",), False, None),
     ],
 )
-def test_a_key_or_value_is_found_in_its_text(text, path, of_key, place):
-    assert DocumentPositions(text).of(path, of_key=of_key) == place
+def test_a_key_or_value_is_found_in_its_text(text, path, of_key, position):
+    assert DocumentPositions(text).of(path, of_key=of_key) == position
 
 
 def test_yaml_has_a_key_on_each_line_and_innermost_lists_on_one() -> None:

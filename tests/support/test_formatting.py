@@ -1,4 +1,4 @@
-"""Text from models and files as it is shown: nothing in it steers a terminal, and there is one way to do so."""
+"""Formatting of numbers and of untrusted text, which must not control a terminal."""
 
 import ast
 import math
@@ -13,7 +13,7 @@ SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "escaped"),
     [
         ("layer1.0.conv", "layer1.0.conv"),
         ("straße 層 é", "straße 層 é"),
@@ -28,17 +28,17 @@ SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
     ],
     ids=ascii,
 )
-def test_what_steers_a_terminal_is_an_escape_and_the_rest_stays(text, shown):
-    assert escape_unprintable(text) == shown
-    assert to_one_line(text) == shown.replace("\n", "\\n").replace("\t", "\\t")
+def test_only_control_characters_are_escaped(text, escaped):
+    assert escape_unprintable(text) == escaped
+    assert to_one_line(text) == escaped.replace("\n", "\\n").replace("\t", "\\t")
 
 
-def test_a_short_name_keeps_both_ends_and_is_one_line():
+def test_a_shortened_name_keeps_both_ends_and_is_one_line():
     assert shorten("ab\n" * 100, 12) == "ab\\...\\nab\\n"
     assert len(shorten("\x1b" * 10_000, 96)) == 96
 
 
-def test_a_table_of_names_shows_markup_as_it_is():
+def test_markup_in_names_is_not_interpreted():
     class Match:
         name, roles, apply, reason = "[bold]layer[/]\x1b[31m", ("conv",), True, "[red]"
         pattern = type("Pattern", (), {"name": "P"})
@@ -47,17 +47,17 @@ def test_a_table_of_names_shows_markup_as_it_is():
     assert cells == ["[bold]layer[/]\\x1b[31m", "P", "conv", "yes", "[red]"]
 
 
-def calls_of(path: Path) -> set[str]:
+def called_names(path: Path) -> set[str]:
     names = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     return {name.attr if isinstance(name, ast.Attribute) else getattr(name, "id", "") for name in names}
 
 
-def test_text_is_made_visible_in_one_place():
-    assert [path.name for path in SOURCES if "isprintable" in calls_of(path)] == ["formatting.py"]
+def test_text_is_escaped_in_one_module_only():
+    assert [path.name for path in SOURCES if "isprintable" in called_names(path)] == ["formatting.py"]
 
 
-def test_dataclasses_become_documents_by_plain_alone():
-    assert [path.name for path in SOURCES if "asdict" in calls_of(path)] == []
+def test_dataclasses_are_converted_by_to_jsonable_only():
+    assert [path.name for path in SOURCES if "asdict" in called_names(path)] == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_dataclasses_become_documents_by_plain_alone():
         (3e-6, 3e-6, ("3 us", "3 us")),
     ],
 )
-def test_two_times_have_the_digits_that_tell_them_apart(first, second, expected):
+def test_two_times_have_enough_digits_to_differ(first, second, expected):
     assert format_two_times(first, second) == expected
 
 
@@ -78,5 +78,5 @@ def test_two_times_have_the_digits_that_tell_them_apart(first, second, expected)
     ("value", "text"),
     [(3.946, "3.94x"), (0.9999, "0.99x"), (math.nan, "not a number"), (math.inf, "infx"), (1e308, "1e+308x")],
 )
-def test_a_ratio_is_shown_whatever_it_is(value: float, text: str) -> None:
+def test_any_ratio_can_be_formatted(value: float, text: str) -> None:
     assert format_ratio(value) == text

@@ -1,4 +1,4 @@
-"""Documents of ours with any value in any place: read and shown, or an error of ours."""
+"""Documents with random values: each is read and shown, or raises a ScalepointError."""
 
 import copy
 import hashlib
@@ -27,51 +27,51 @@ VALUES = (
     "\ud800", "NaN", "Infinity", [], {}, [None], {"a": None}, [1, 2, 3], "../../x", "\0",
 )  # fmt: skip
 NUMBERS = (0, -1, 2**63, 10**40, -1.5, 1e308, -1e308, 5e-324, float("nan"), float("inf"), "NaN", "-Infinity")
-TIMES = 60
+TRIALS = 60
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value in a document."""
+def iterate_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in a document."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in items:
-        yield from places(each, (*path, key))
+    for key, item in items:
+        yield from iterate_paths(item, (*path, key))
 
 
-def changed(document: Any, chance: random.Random) -> Any:
-    """Another value in some place, or a number of another size where a number is."""
+def mutate(document: Any, rng: random.Random) -> Any:
+    """Replace a random value by another one, or random numbers by other numbers."""
     document = copy.deepcopy(document)
-    found = [(_holder(document, path), path[-1]) for path in places(document)]
-    numbers = [(holder, key) for holder, key in found if type(holder[key]) in (int, float)]
-    if numbers and chance.random() < 0.6:
-        for holder, key in chance.choices(numbers, k=chance.choice((1, 3))):
-            holder[key] = chance.choice(NUMBERS)
+    entries = [(container_of(document, path), path[-1]) for path in iterate_paths(document)]
+    numbers = [(container, key) for container, key in entries if type(container[key]) in (int, float)]
+    if numbers and rng.random() < 0.6:
+        for container, key in rng.choices(numbers, k=rng.choice((1, 3))):
+            container[key] = rng.choice(NUMBERS)
     else:
-        holder, key = chance.choice(found)
-        holder[key] = chance.choice(VALUES)
+        container, key = rng.choice(entries)
+        container[key] = rng.choice(VALUES)
     return document
 
 
-def _holder(document: Any, path: tuple[Any, ...]) -> Any:
+def container_of(document: Any, path: tuple[Any, ...]) -> Any:
     for key in path[:-1]:
         document = document[key]
     return document
 
 
-def tried(document: Any, read: Callable[[Any], object]) -> None:
-    """Any error but ours fails the test; some documents are read, some are not."""
-    chance, taken = random.Random(0), 0  # noqa: S311  # no secret
+def check_reader(document: Any, read: Callable[[Any], object]) -> None:
+    """Read many mutated documents. Errors other than ScalepointError fail the test; at least one must be accepted."""
+    rng, accepted = random.Random(0), 0  # noqa: S311  # no secret
     read(document)
-    for _ in range(TIMES):
+    for _ in range(TRIALS):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ScalepointWarning)
-                read(changed(document, chance))
-            taken += 1
+                read(mutate(document, rng))
+            accepted += 1
         except ScalepointError:
             pass
-    assert taken
+    assert accepted
 
 
 def test_a_report(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_report(tmp_path: Path) -> None:
         for pair in (("run", "other"), ("other", "run")):
             assert str(compare_runs(*(tmp_path / name for name in pair)))
 
-    tried(json.loads(path.read_text()), read)
+    check_reader(json.loads(path.read_text()), read)
 
 
 def test_a_sweep(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_sweep(tmp_path: Path) -> None:
         assert sweep_page(sweep)
         assert sweep.to_json()
 
-    tried(json.loads(Sweep(rows).to_json()), read)
+    check_reader(json.loads(Sweep(rows).to_json()), read)
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e308", "-1"])
@@ -127,7 +127,7 @@ def test_a_config(suffix: str, tmp_path: Path) -> None:
         DeployConfig.from_file(first).to_file(second)
         DeployConfig.from_file(second)
 
-    tried(config.to_dict(), read)
+    check_reader(config.to_dict(), read)
 
 
 def test_a_grid(tmp_path: Path) -> None:
@@ -135,7 +135,9 @@ def test_a_grid(tmp_path: Path) -> None:
         (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(document))
         SweepConfig.from_file(tmp_path / "sweep.yaml").validate_grid()
 
-    tried({"model": "a:b", "grid": {"target": ["openvino"], "accuracy": ["fast", "best"], "threads": [1, 2]}}, read)
+    check_reader(
+        {"model": "a:b", "grid": {"target": ["openvino"], "accuracy": ["fast", "best"], "threads": [1, 2]}}, read
+    )
 
 
 def test_a_journal(tmp_path: Path) -> None:
@@ -146,15 +148,15 @@ def test_a_journal(tmp_path: Path) -> None:
         path.write_text(json.dumps(document))
         list_finished_stages(tmp_path)
 
-    tried({"format": 1, "stages": {"one": {"marks": {"a": "b"}, "result": {"x": 1}, "files": {"f": "0"}}}}, read)
+    check_reader({"format": 1, "stages": {"one": {"marks": {"a": "b"}, "result": {"x": 1}, "files": {"f": "0"}}}}, read)
 
 
 def test_a_manifest_whose_checksum_fits(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
-    made = quantize(model, x, forward_loop=[x], freeze_weights=True, target="onnxruntime")
-    scalepoint.save(made, tmp_path / "kept", with_graph=True)
+    quantized = quantize(model, x, forward_loop=[x], freeze_weights=True, target="onnxruntime")
+    scalepoint.save(quantized, tmp_path / "kept", with_graph=True)
     path = tmp_path / "kept" / "scalepoint.json"
 
     def read(document: Any) -> None:
@@ -163,4 +165,4 @@ def test_a_manifest_whose_checksum_fits(tmp_path: Path) -> None:
         path.write_text(json.dumps(sealed))
         scalepoint.load(tmp_path / "kept")
 
-    tried(json.loads(path.read_text())["manifest"], read)
+    check_reader(json.loads(path.read_text())["manifest"], read)

@@ -1,4 +1,4 @@
-"""Any value as what JSON has."""
+"""Conversion of values to JSON values."""
 
 import json
 from collections import OrderedDict
@@ -19,14 +19,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Pair:
-    one: int
-    other: tuple[float, ...]
+    number: int
+    numbers: tuple[float, ...]
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ((each * 2 for each in (1, 2)), [2, 4]),
+        ((number * 2 for number in (1, 2)), [2, 4]),
         (map(str, (1, 2)), ["1", "2"]),
         ({"a": 1}.keys(), ["a"]),
         ({"a": 1}.values(), [1]),
@@ -34,7 +34,7 @@ class Pair:
         ({"b", "a"}, ["a", "b"]),
         (range(2), [0, 1]),
         (OrderedDict(x=Kind.FIRST), {"x": "first"}),
-        (Pair(np.int64(3), (1.5, float("inf"), float("nan"))), {"one": 3, "other": [1.5, "Infinity", "NaN"]}),
+        (Pair(np.int64(3), (1.5, float("inf"), float("nan"))), {"number": 3, "numbers": [1.5, "Infinity", "NaN"]}),
         (torch.tensor([[1, 2]]), [[1, 2]]),
         (torch.float16, "torch.float16"),
         (Path("a") / "b", str(Path("a") / "b")),
@@ -42,6 +42,6 @@ class Pair:
     ],
     ids=range(13),
 )
-def test_it_becomes_what_json_has(value, expected):
+def test_values_become_json_values(value, expected):
     assert to_jsonable(value) == expected
     json.dumps(expected, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Threads of one process: what each makes is what it makes alone."""
+"""Several threads of one process get the same results as one thread."""
 
 import os
 import sys
@@ -22,22 +22,22 @@ def net(seed: int) -> nn.Module:
 
 
 def in_threads(work, count: int = THREADS) -> None:
-    """Each number by a thread of its own, all begun at once."""
-    begin, failed = threading.Barrier(count), []
+    """Call `work` with each number in a thread of its own, all at the same time."""
+    barrier, errors = threading.Barrier(count), []
 
     def run(number: int) -> None:
         try:
-            begin.wait()
+            barrier.wait()
             work(number)
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert failed == []
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -45,19 +45,19 @@ def test_fault_47_eight_models_in_eight_threads_are_those_of_one() -> None:
     data = [torch.randn(2, 8, generator=torch.Generator().manual_seed(index)) for index in range(2)]
     models, out = [net(seed) for seed in range(THREADS)], sys.stdout
 
-    def made(number: int) -> dict[str, torch.Tensor]:
+    def quantize_model(number: int) -> dict[str, torch.Tensor]:
         return quantize(models[number], data[0], forward_loop=data, target="onnxruntime").state_dict()
 
-    alone, found = {number: made(number) for number in range(THREADS)}, {}
-    in_threads(lambda number: found.update({number: made(number)}))
+    alone, concurrent = {number: quantize_model(number) for number in range(THREADS)}, {}
+    in_threads(lambda number: concurrent.update({number: quantize_model(number)}))
     for number, state in alone.items():
-        assert list(found[number]) == list(state)
-        assert all(torch.equal(found[number][name], value) for name, value in state.items())
+        assert list(concurrent[number]) == list(state)
+        assert all(torch.equal(concurrent[number][name], value) for name, value in state.items())
     assert sys.stdout is out
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_two_models_deployed_at_once_give_the_files_of_one_after_the_other(tmp_path: Path) -> None:
+def test_two_models_deployed_concurrently_give_the_same_files_as_one_after_the_other(tmp_path: Path) -> None:
     data = [torch.randn(2, 8, generator=torch.Generator().manual_seed(index)) for index in range(2)]
     models = [net(seed) for seed in range(2)]
 
@@ -72,9 +72,9 @@ def test_two_models_deployed_at_once_give_the_files_of_one_after_the_other(tmp_p
     assert together == alone
 
 
-def test_one_at_a_time_and_who_is_inside_may_call_again() -> None:
+def test_one_thread_at_a_time_runs_and_may_call_again() -> None:
     inside: list[int] = []
-    most: list[int] = []
+    counts: list[int] = []
 
     @serialized
     def outer(number: int) -> None:
@@ -84,19 +84,19 @@ def test_one_at_a_time_and_who_is_inside_may_call_again() -> None:
 
     @serialized
     def nested(number: int) -> None:
-        most.append(len(inside))
+        counts.append(len(inside))
 
     in_threads(outer)
-    assert most == [1] * THREADS
+    assert counts == [1] * THREADS
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-def test_a_forked_process_does_not_wait_for_threads_that_it_has_not() -> None:
-    held, done = threading.Event(), threading.Event()
-    holder = threading.Thread(target=serialized(lambda: (held.set(), done.wait())))
+def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
+    is_locked, done = threading.Event(), threading.Event()
+    holder = threading.Thread(target=serialized(lambda: (is_locked.set(), done.wait())))
     holder.start()
-    held.wait()
+    is_locked.wait()
     child = os.fork()
     if child == 0:
         serialized(lambda: os._exit(7))()

@@ -1,4 +1,4 @@
-"""What a long run says of itself, with and without a terminal."""
+"""Progress of a long run, with and without a terminal."""
 
 import io
 import itertools
@@ -12,8 +12,8 @@ from scalepoint.support import progress
 from scalepoint.support.progress import RunningPhase, callback_registered, format_duration, phase
 
 
-def untimed(text: str) -> str:
-    """However busy the machine is."""
+def hide_times(text: str) -> str:
+    """Replace times, which depend on the load of the machine."""
     return re.sub(r"\d+(\.\d)? s\b", "T", text)
 
 
@@ -22,40 +22,40 @@ class Terminal(io.StringIO):
         return True
 
 
-def clocked(name: str, total: int | None, step: float) -> RunningPhase:
+def make_phase(name: str, total: int | None, step: float) -> RunningPhase:
     ticks = itertools.count()
     return RunningPhase(name, total, "batches", clock=lambda: next(ticks) * step)
 
 
-def test_without_a_terminal_a_phase_is_one_plain_line(capsys):
+def test_without_a_terminal_a_phase_is_one_line(capsys):
     with phase("calibrating", total=3) as running:
         for _ in range(3):
             running.advance()
     out, err = capsys.readouterr()
     assert out == ""
-    assert untimed(err) == "calibrating: 3 batches in T\n"
+    assert hide_times(err) == "calibrating: 3 batches in T\n"
 
 
-def test_a_phase_that_counts_nothing_tells_its_time_alone(capsys):
+def test_a_phase_without_a_count_shows_only_its_time(capsys):
     with phase("exporting"):
         pass
-    assert untimed(capsys.readouterr().err) == "exporting: T\n"
+    assert hide_times(capsys.readouterr().err) == "exporting: T\n"
 
 
-def test_one_batch_is_not_batches(capsys):
+def test_the_unit_is_singular_for_one_batch(capsys):
     with phase("calibrating") as running:
         running.advance()
-    assert untimed(capsys.readouterr().err) == "calibrating: 1 batch in T\n"
+    assert hide_times(capsys.readouterr().err) == "calibrating: 1 batch in T\n"
 
 
-def test_show_false_says_nothing(capsys):
+def test_show_false_writes_nothing(capsys):
     with phase("calibrating", total=1, show=False) as running:
         running.advance()
     assert running.done == 1
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_phase_that_fails_says_how_far_it_came(capsys):
+def test_a_phase_that_fails_shows_what_was_done(capsys):
     def work() -> None:
         with phase("calibrating", total=3) as running:
             running.advance()
@@ -63,28 +63,28 @@ def test_a_phase_that_fails_says_how_far_it_came(capsys):
 
     with pytest.raises(KeyError):
         work()
-    assert untimed(capsys.readouterr().err) == "calibrating: stopped after 1 batch, T\n"
+    assert hide_times(capsys.readouterr().err) == "calibrating: stopped after 1 batch, T\n"
 
 
-def test_long_work_says_now_and_then_how_far_it_is(capsys, monkeypatch):
+def test_a_long_phase_writes_intermediate_lines(capsys, monkeypatch):
     monkeypatch.setattr(progress, "LINE_INTERVAL_SECONDS", 0.0)
     with phase("calibrating", total=4) as running:
         running.advance()
         running.advance(3)
-    first, second, last = untimed(capsys.readouterr().err).splitlines()
+    first, second, last = hide_times(capsys.readouterr().err).splitlines()
     assert first == "calibrating: 1/4 batches (25 %), T, about T left"
     assert second.startswith("calibrating: 4/4 batches (100 %)")
     assert last == "calibrating: 4 batches in T"
 
 
-def test_the_time_left_follows_from_the_pace():
-    running = clocked("calibrating", 128, 10.0)
+def test_the_remaining_time_is_estimated_from_the_speed():
+    running = make_phase("calibrating", 128, 10.0)
     running.advance(32)
     assert str(running.make_event("advance")) == "calibrating: 32/128 batches (25 %), 10 s, about 30 s left"
 
 
-def test_work_of_unknown_length_counts_without_a_share():
-    running = clocked("evaluating", None, 10.0)
+def test_without_a_total_no_share_is_shown():
+    running = make_phase("evaluating", None, 10.0)
     running.advance(7)
     assert str(running.make_event("advance")) == "evaluating: 7 batches, 10 s"
 
@@ -97,21 +97,21 @@ def test_a_terminal_gets_a_bar_and_keeps_the_last_line(monkeypatch):
     with phase("calibrating", total=2) as running:
         running.advance(2)
     assert "\x1b[" in stream.getvalue()
-    assert untimed(stream.getvalue()).endswith("calibrating: 2 batches in T\n")
+    assert hide_times(stream.getvalue()).endswith("calibrating: 2 batches in T\n")
 
 
 @pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("NO_COLOR", "1")])
-def test_a_terminal_that_wants_no_colour_gets_plain_lines(monkeypatch, name, value):
+def test_a_terminal_without_colours_gets_lines(monkeypatch, name, value):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv(name, value)
     with phase("calibrating", total=2) as running:
         running.advance(2)
-    assert untimed(stream.getvalue()) == "calibrating: 2 batches in T\n"
+    assert hide_times(stream.getvalue()) == "calibrating: 2 batches in T\n"
 
 
 @pytest.mark.parametrize("stream", [None, "closed"])
-def test_a_stderr_that_is_gone_stops_no_work(monkeypatch, stream):
+def test_a_closed_stderr_does_not_stop_the_work(monkeypatch, stream):
     if stream == "closed":
         stream = io.StringIO()
         stream.close()
@@ -122,52 +122,52 @@ def test_a_stderr_that_is_gone_stops_no_work(monkeypatch, stream):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [(0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (119, "119 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")],
 )
-def test_a_duration_reads_as_a_person_says_it(seconds, said):
-    assert format_duration(seconds) == said
+def test_durations_have_readable_units(seconds, text):
+    assert format_duration(seconds) == text
 
 
-def test_a_listener_hears_what_the_screen_shows(capsys):
-    heard: list[progress.Event] = []
-    with callback_registered(heard.append), phase("calibrating", total=2) as running:
+def test_a_callback_gets_the_shown_events(capsys):
+    events: list[progress.Event] = []
+    with callback_registered(events.append), phase("calibrating", total=2) as running:
         running.advance()
         running.advance()
-    assert [(each.kind, each.done, each.total) for each in heard] == [
+    assert [(event.kind, event.done, event.total) for event in events] == [
         ("start", 0, 2),
         ("advance", 1, 2),
         ("advance", 2, 2),
         ("end", 2, 2),
     ]
-    assert untimed(str(heard[-1])) + "\n" == untimed(capsys.readouterr().err)
+    assert hide_times(str(events[-1])) + "\n" == hide_times(capsys.readouterr().err)
 
 
-def test_a_listener_hears_also_what_is_not_shown(capsys):
-    heard: list[progress.Event] = []
-    with callback_registered(heard.append), phase("calibrating", show=False):
+def test_a_callback_gets_events_that_are_not_shown(capsys):
+    events: list[progress.Event] = []
+    with callback_registered(events.append), phase("calibrating", show=False):
         pass
     with phase("exporting", show=False):
         pass
-    assert [each.kind for each in heard] == ["start", "end"]
+    assert [event.kind for event in events] == ["start", "end"]
     assert capsys.readouterr().err == ""
 
 
-def test_listeners_of_other_threads_hear_nothing():
-    heard: list[progress.Event] = []
+def test_a_callback_gets_no_events_of_other_threads():
+    events: list[progress.Event] = []
 
     def work() -> None:
         with phase("elsewhere", show=False):
             pass
 
-    with callback_registered(heard.append):
+    with callback_registered(events.append):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert heard == []
+    assert events == []
 
 
-def test_what_a_listener_raises_ends_the_phase():
+def test_an_error_of_a_callback_ends_the_phase():
     def stop(event: progress.Event) -> None:
         if event.kind == "advance":
             raise KeyboardInterrupt

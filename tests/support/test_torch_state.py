@@ -1,4 +1,4 @@
-"""What a caller has set for all of torch changes nothing here, and is there again afterwards."""
+"""Global settings of torch do not change results, and are restored afterwards."""
 
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,7 +17,7 @@ X = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
 
 
 class Recurrent(nn.Module):
-    """Makes its first state in the default dtype."""
+    """Creates its first state in the default dtype."""
 
     def __init__(self):
         super().__init__()
@@ -64,23 +64,23 @@ STATES = {
 
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
-def test_quantizing_is_the_same_wherever_it_is_called_from(state):
+def test_quantizing_gives_the_same_result_under_any_settings(state):
     model = model_of(lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4)))
-    found = scalepoint.transform(model, X)
-    plain = insert_qdq(found.model, found.matches)
-    there = insert_qdq(found.model, found.matches)
-    for made, where in ((plain, default_settings), (there, state)):
-        with where():
-            calibrate(made, [X], progress=False, freeze_weights=True)
-            tune(made, [X], TuneConfig(), progress=False)
-    expected, gotten = plain.state_dict(), there.state_dict()
+    result = scalepoint.transform(model, X)
+    plain = insert_qdq(result.model, result.matches)
+    inside_state = insert_qdq(result.model, result.matches)
+    for model_to_tune, context in ((plain, default_settings), (inside_state, state)):
+        with context():
+            calibrate(model_to_tune, [X], progress=False, freeze_weights=True)
+            tune(model_to_tune, [X], TuneConfig(), progress=False)
+    expected, actual = plain.state_dict(), inside_state.state_dict()
     for name, value in expected.items():
-        assert gotten[name].dtype == value.dtype, name
-        assert torch.equal(gotten[name], value), name
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name], value), name
 
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
-def test_deploy_makes_a_file_that_runs_and_leaves_the_settings_alone(state, tmp_path: Path):
+def test_deploy_works_under_any_settings_and_restores_them(state, tmp_path: Path):
     model = model_of(lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4)))
     with state():
         before = (torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"))
@@ -93,7 +93,7 @@ def test_deploy_makes_a_file_that_runs_and_leaves_the_settings_alone(state, tmp_
 
 
 @pytest.mark.filterwarnings("ignore:the model computes in float64")
-def test_a_double_model_that_makes_tensors_by_default_is_captured_as_it_was_written(tmp_path: Path):
+def test_a_double_model_that_creates_tensors_in_the_default_dtype_is_captured(tmp_path: Path):
     with default_dtype(torch.float64):
         model = model_of()
         done = scalepoint.deploy(
@@ -104,7 +104,7 @@ def test_a_double_model_that_makes_tensors_by_default_is_captured_as_it_was_writ
     assert done.verification.holds
 
 
-def test_tensors_that_inference_mode_made_can_be_tuned_with(tmp_path: Path):
+def test_tensors_created_in_inference_mode_can_be_used_for_tuning(tmp_path: Path):
     with torch.inference_mode():
         x, model = X.clone(), model_of()
         done = scalepoint.deploy(model, x, [x], output=tmp_path / "out", smoke=True, progress=False, accuracy="best")
@@ -112,7 +112,7 @@ def test_tensors_that_inference_mode_made_can_be_tuned_with(tmp_path: Path):
     assert done.verification.holds
 
 
-def test_the_users_code_sees_the_dtype_it_was_called_under():
+def test_code_of_the_user_runs_under_its_default_dtype():
     with default_dtype(torch.float64), default_settings():
         assert torch.get_default_dtype() == torch.float32
         with default_settings(), caller_dtype():
@@ -122,65 +122,65 @@ def test_the_users_code_sees_the_dtype_it_was_called_under():
 
 @pytest.mark.parametrize("kind", ["batches", "function"])
 @pytest.mark.filterwarnings("ignore:the model computes in float64")
-def test_data_is_made_under_the_dtype_of_the_caller(tmp_path: Path, kind):
-    """A model in double, and data that is made anew each time, in the default dtype."""
-    seen = []
+def test_data_is_created_under_the_default_dtype_of_the_caller(tmp_path: Path, kind):
+    """A model in double, and data that is created in each pass, in the default dtype."""
+    dtypes = []
 
     class Batches:
         def __iter__(self):
             for _ in range(2):
-                seen.append(torch.get_default_dtype())
+                dtypes.append(torch.get_default_dtype())
                 yield torch.rand(4, 12)
 
     def function(model):
         for batch in Batches():
             model(batch)
-            seen.append(torch.get_default_dtype())
+            dtypes.append(torch.get_default_dtype())
 
     with default_dtype(torch.float64):
         model = model_of(lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4)))
         data = Batches() if kind == "batches" else function
-        given = {"output": tmp_path / "out", "smoke": True, "progress": False, "config": {"speed_first": False}}
-        done = scalepoint.deploy(model, torch.rand(4, 12), data, **given)
+        options = {"output": tmp_path / "out", "smoke": True, "progress": False, "config": {"speed_first": False}}
+        done = scalepoint.deploy(model, torch.rand(4, 12), data, **options)
         assert torch.get_default_dtype() == torch.float64
     assert done.verification.holds
-    assert set(seen) == {torch.float64}
+    assert set(dtypes) == {torch.float64}
 
 
-def test_a_model_that_a_function_calls_runs_under_the_dtype_of_torch_and_gives_that_of_the_caller_back():
-    """Also where the model raises and the function goes on."""
+def test_a_model_called_by_a_data_function_runs_in_float32_and_restores_the_dtype_of_the_caller():
+    """Also if the model raises an error that the function catches."""
     model = model_of(lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4)))
-    found = scalepoint.transform(model, X)
-    plain, there = (insert_qdq(found.model, found.matches) for _ in range(2))
+    result = scalepoint.transform(model, X)
+    plain, inside_state = (insert_qdq(result.model, result.matches) for _ in range(2))
     calibrate(plain, [X], progress=False, freeze_weights=True)
-    seen = []
+    dtypes = []
 
     def function(model):
         try:
             model(X, X, X)
         except TypeError:
-            seen.append(torch.get_default_dtype())
+            dtypes.append(torch.get_default_dtype())
         model(X)
 
     with default_dtype(torch.float64):
-        calibrate(there, function, progress=False, freeze_weights=True)
-    assert seen == [torch.float64]
-    assert all(torch.equal(there.state_dict()[name], value) for name, value in plain.state_dict().items())
+        calibrate(inside_state, function, progress=False, freeze_weights=True)
+    assert dtypes == [torch.float64]
+    assert all(torch.equal(inside_state.state_dict()[name], value) for name, value in plain.state_dict().items())
 
 
 @pytest.mark.parametrize("method", ["minmax", "moving_average_minmax", "histogram", "percentile", "entropy", "mse"])
 def test_calibrate_and_tune_name_the_dtypes_of_their_tensors(monkeypatch, method):
     """Also while the default dtype is not switched to float32 around them."""
     model = model_of(lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4)))
-    found = scalepoint.transform(model, X)
+    result = scalepoint.transform(model, X)
     config = {"activation": {"calibration_method": method}}
-    plain, there = (insert_qdq(found.model, found.matches, config) for _ in range(2))
+    plain, in_double = (insert_qdq(result.model, result.matches, config) for _ in range(2))
     monkeypatch.setattr(torch_state, "_default_dtype", lambda dtype: nullcontext())
-    for made, dtype in ((plain, torch.float32), (there, torch.float64)):
+    for model_to_tune, dtype in ((plain, torch.float32), (in_double, torch.float64)):
         with default_dtype(dtype):
-            calibrate(made, [X], progress=False, freeze_weights=True)
-            tune(made, [X], TuneConfig(), progress=False)
-    gotten = there.state_dict()
+            calibrate(model_to_tune, [X], progress=False, freeze_weights=True)
+            tune(model_to_tune, [X], TuneConfig(), progress=False)
+    actual = in_double.state_dict()
     for name, value in plain.state_dict().items():
-        assert gotten[name].dtype == value.dtype, name
-        assert torch.equal(gotten[name], value), name
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name], value), name

@@ -1,4 +1,4 @@
-"""Files that somebody else may have made: what is read, what is refused, and that nothing else opens them."""
+"""Untrusted files: what is read, what is an error, and that no other module opens them."""
 
 import ast
 import os
@@ -40,14 +40,14 @@ READERS = {
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("make", [fifo, sparse, link_to_zero, folder])
-def test_what_is_no_small_regular_file_is_refused_unread(make, read, tmp_path: Path) -> None:
+def test_only_small_regular_files_are_read(make, read, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     make(path)
     with pytest.raises(DocumentError, match=r"a\.json cannot be read"):
         read(path)
 
 
-def test_what_a_library_opens_is_checked_before(tmp_path: Path) -> None:
+def test_files_opened_by_libraries_are_checked_first(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     fifo(path)
     with pytest.raises(DocumentError, match="a pipe, a device"), untrusted.open_tensors(path):
@@ -63,13 +63,13 @@ def test_a_missing_file_is_an_os_error_and_a_name_with_nul_is_not(tmp_path: Path
         untrusted.read_text(tmp_path / "a\0b")
 
 
-def test_a_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+def test_a_text_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"\xff")
     with pytest.raises(DocumentError, match="UTF-8"):
         untrusted.read_text(tmp_path / "a")
 
 
-def test_links_out_of_the_folder_are_refused_and_links_inside_are_followed(tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_an_error_and_links_inside_are_followed(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (tmp_path / "secret").write_text("1")
@@ -97,12 +97,12 @@ def test_the_cache_of_huggingface_hub_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/../../b", "", "a\0b", "c:\\windows", "..\\a"])
-def test_a_name_that_leads_out_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_name_outside_of_the_folder_is_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match="name of a file"):
         untrusted.file_in(tmp_path, name)
 
 
-def test_parts_of_large_files_are_read_without_the_rest(tmp_path: Path) -> None:
+def test_parts_of_large_files_can_be_read(tmp_path: Path) -> None:
     sparse(tmp_path / "a")
     assert untrusted.read_head(tmp_path / "a", 8) == bytes(8)
     assert untrusted.read_part(tmp_path / "a", SPARSE - 2, 2) == bytes(2)
@@ -121,7 +121,7 @@ ALLOWED = {
     "support/untrusted.py": "the reader itself",
     "support/documents.py": "parses texts that were read with a limit",
     "support/files.py": "hashes, locks and flushes files of our own",
-    "support/cpu.py": "/proc/cpuinfo, and what a child process printed",
+    "support/cpu.py": "/proc/cpuinfo, and the output of a child process",
     "distributed/channel.py": "messages of our own ranks",
     "report/html.py": "a file of this package",
     "targets/kernel_times.py": "a file of this package",
@@ -131,20 +131,20 @@ ALLOWED = {
     "cli/library_models.py": "torch.load with weights_only=True, after check_file",
     "tuning/checkpoint.py": "load_file, after check_file",
     "verification/layers.py": "onnx.load, after check_file",
-    "formats/onnx/save.py": "reads what it has just written",
-    "formats/apple/write.py": "reads what it has just written",
+    "formats/onnx/save.py": "reads a file that it has just written",
+    "formats/apple/write.py": "reads a file that it has just written",
     "formats/checkpoint_folder/shards.py": "opened for writing",
     "formats/genai/initializers.py": "opened for writing",
     "verification/extraction.py": "opened for writing",
-    "pipeline/workspace.py": "the log of the run itself",
-    "runtimes/process.py": "what our own child process wrote",
-    "runtimes/serving.py": "what our own child process wrote",
+    "pipeline/workspace.py": "the log of the run",
+    "runtimes/process.py": "output of our own child process",
+    "runtimes/serving.py": "output of our own child process",
 }
 
 
-def _opening(path: Path) -> list[str]:
-    """Calls that open a file, by line."""
-    found = []
+def _opening_calls(path: Path) -> list[str]:
+    """Calls that open a file, with their lines."""
+    calls = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call):
             continue
@@ -157,20 +157,20 @@ def _opening(path: Path) -> list[str]:
         is_folder = base is not None and ast.unparse(base).rpartition(".")[2].lower() in ("source", "workspace")
         is_opened = name == "open" and base is not None and not is_folder
         if is_method or is_of_module or is_named or is_opened:
-            found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node.func)}")
-    return found
+            calls.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node.func)}")
+    return calls
 
 
-def test_no_other_module_opens_a_file_by_itself() -> None:
+def test_no_other_module_opens_files() -> None:
     """A child program (child.py, child_loop.py) imports nothing of ours; its parent checks the file before."""
-    found = [
+    calls = [
         line
         for path in sorted(SOURCE.rglob("*.py"))
         if str(path.relative_to(SOURCE)) not in ALLOWED and path.name not in ("child.py", "child_loop.py")
-        for line in _opening(path)
+        for line in _opening_calls(path)
     ]
-    assert found == [], "use scalepoint.support.untrusted, or give the reason in ALLOWED"
+    assert calls == [], "use scalepoint.support.untrusted, or give the reason in ALLOWED"
 
 
 def test_every_exception_to_the_rule_is_still_needed() -> None:
-    assert [name for name in ALLOWED if name != "support/untrusted.py" and not _opening(SOURCE / name)] == []
+    assert [name for name in ALLOWED if name != "support/untrusted.py" and not _opening_calls(SOURCE / name)] == []

@@ -54,7 +54,7 @@ def is_main() -> bool:
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Inside, behave as if there were no group: for work of one rank that the other ranks do not share."""
+    """Inside this context, act as if there were no group, for work of one rank that the other ranks do not share."""
     with without_channel():
         yield
 
@@ -83,7 +83,7 @@ def participating() -> Iterator[None]:
 
 @dataclass
 class Phase:
-    """What the ranks contribute to a phase.
+    """Values that the ranks exchange in a phase.
 
     Attributes:
         value: Contribution of this rank, set inside the `with` block. JSON values only.
@@ -111,27 +111,27 @@ def phase(name: str) -> Iterator[Phase]:
         yield step
         step.values = [step.value]
         return
-    own_error: Exception | None = None
+    local_error: Exception | None = None
     with participating():
         try:
             yield step
         except RankError:  # the group is broken: the ranks cannot agree on anything
             raise
         except Exception as error:
-            own_error = error
+            local_error = error
         message: dict[str, Any] = {"value": step.value}
-        if own_error is not None:
-            message = {"error": encode_error(own_error), "position": step.position}
+        if local_error is not None:
+            message = {"error": encode_error(local_error), "position": step.position}
         answers = channel.exchange(name, message)
         step.values = [answer.get("value") for answer in answers]
         failures = [(answer["position"], index) for index, answer in enumerate(answers) if "error" in answer]
         if failures:
             _, failed = min(failures)
-            if own_error is not None and failed == channel.rank:
-                channel.shared_error = own_error
-                raise own_error
+            if local_error is not None and failed == channel.rank:
+                channel.shared_error = local_error
+                raise local_error
             channel.shared_error = decode_error(answers[failed]["error"], failed)
-            raise channel.shared_error from own_error
+            raise channel.shared_error from local_error
 
 
 def run_on_main(name: str, function: Callable[[], T], result_type: Any = None) -> T:
@@ -147,25 +147,25 @@ def run_on_main(name: str, function: Callable[[], T], result_type: Any = None) -
     """
     if current_channel() is None:
         return function()
-    own: T | None = None
+    main_result: T | None = None
     with phase(name) as step:
         if is_main():
             with single_process():
-                own = function()
-            step.value = to_jsonable_python(own, inf_nan_mode="strings")
-    result: T = own if is_main() else TypeAdapter(result_type).validate_python(step.values[0])  # type: ignore[assignment]
+                main_result = function()
+            step.value = to_jsonable_python(main_result, inf_nan_mode="strings")
+    result: T = main_result if is_main() else TypeAdapter(result_type).validate_python(step.values[0])  # type: ignore[assignment]
     return result
 
 
 def gather_values(name: str, value: Any) -> list[Any]:
-    """The values of all ranks, in rank order: a phase that only exchanges a JSON value."""
+    """Return the JSON values of all ranks, in rank order."""
     with phase(name) as step:
         step.value = value
     return step.values
 
 
 def wait_for_all(name: str) -> None:
-    """A barrier: return when every rank has called it."""
+    """Wait until every rank has called this function (barrier)."""
     gather_values(name, None)
 
 
@@ -175,22 +175,22 @@ def check_equal(name: str, value: str, hint: str) -> None:
     Args:
         name: What is compared, such as "model"; used in the error.
         value: A fingerprint.
-        hint: What to do about it; the end of the error.
+        hint: What the user should do, for the end of the error.
     """
     values = gather_values(name, value)
     different = [index for index, other in enumerate(values) if other != values[0]]
     if different:
-        raise UsageError(f"rank {different[0]} has another {name} than rank 0: {hint}")
+        raise UsageError(f"rank {different[0]} has a different {name} from rank 0: {hint}")
 
 
 def gather_tensors(tensors: Mapping[str, "Tensor"], name: str = "gathering tensors") -> list[dict[str, "Tensor"]]:
-    """Tensors of every rank, in rank order. Names and shapes may differ between ranks."""
+    """Return the tensors of every rank, in rank order. Names and shapes may differ between ranks."""
     channel = current_channel()
     return [dict(tensors)] if channel is None else channel.gather_tensors(tensors, name)
 
 
 def broadcast_tensors(tensors: Mapping[str, "Tensor"], name: str = "broadcasting tensors") -> dict[str, "Tensor"]:
-    """Tensors of rank 0, on every rank. What the other ranks pass is ignored."""
+    """Return the tensors of rank 0 on every rank. The tensors of other ranks are ignored."""
     channel = current_channel()
     return dict(tensors) if channel is None else channel.broadcast_tensors(tensors, name)
 
@@ -203,12 +203,12 @@ def all_reduce_sum(tensors: Sequence["Tensor"], name: str = "summing tensors") -
 
 
 def shard(items: Sequence[T]) -> Sequence[T]:
-    """The items of this rank: item i belongs to rank i modulo the number of ranks."""
+    """Return the items of this rank: item i belongs to rank i modulo the number of ranks."""
     return items[rank() :: world_size()]
 
 
 def interleave(shards: Iterable[Sequence[T]]) -> list[T]:
-    """The inverse of `shard`: the first item of every rank, then the second of every rank, and so on."""
+    """Undo `shard`: return the first item of every rank, then the second of every rank, and so on."""
     missing: Any = object()
     rounds = zip_longest(*shards, fillvalue=missing)
     return [item for items in rounds for item in items if item is not missing]
@@ -223,10 +223,10 @@ def batch_offsets(lengths: Sequence[Sequence[int]]) -> tuple[list[int], int]:
     Returns:
         The number of the first row of each batch of this rank, and the number of rows of all ranks.
     """
-    own = rank()
-    batches = interleave([(index == own, length) for length in part] for index, part in enumerate(lengths))
+    this_rank = rank()
+    batches = interleave([(index == this_rank, length) for length in part] for index, part in enumerate(lengths))
     starts = list(accumulate((length for _, length in batches), initial=0))
-    return [start for start, (is_own, _) in zip(starts, batches, strict=False) if is_own], starts[-1]
+    return [start for start, (is_of_this_rank, _) in zip(starts, batches, strict=False) if is_of_this_rank], starts[-1]
 
 
 def init_from_torchrun() -> None:

@@ -1,6 +1,6 @@
 """Messages and tensors between the ranks of a group, and the detection of dead ranks.
 
-Messages are JSON in the store of the group. In exchange number n every rank writes its message under a key of its own;
+Messages are JSON in the store of the group. In exchange number n every rank writes its message under its own key;
 rank 0 reads all of them and writes one list, which the other ranks wait for. Tensors use collectives. The object
 collectives of torch are not used: they pickle, and their timeout cannot tell a slow rank (rank 0 may evaluate for an
 hour) from a dead one. Each rank writes a heartbeat instead, and a rank whose heartbeat stops is named in a RankError.
@@ -54,7 +54,7 @@ class Channel:
     """
 
     def __init__(self, process_group: Any) -> None:
-        from torch import distributed  # noqa: PLC0415  # there is a group, so it is loaded
+        from torch import distributed  # noqa: PLC0415  # torch is imported already, because there is a group
 
         from scalepoint.compat.torch_names import default_store  # noqa: PLC0415
 
@@ -175,12 +175,12 @@ class Channel:
 
         shapes = [[str(tensor.dtype), *tensor.shape] for tensor in tensors]
         if any(message["value"] != shapes for message in self.exchange(name, {"value": shapes})):
-            raise RankError(f"{name}: the ranks have tensors of other shapes: they do not work on the same model")
+            raise RankError(f"{name}: the ranks have tensors of different shapes: use the same model on every rank")
         for tensor in tensors:
-            moved = tensor.to(self._device()).contiguous()
-            self._run_collective(partial(distributed.all_reduce, moved), name)
-            if moved is not tensor:
-                tensor.copy_(moved)
+            on_device = tensor.to(self._device()).contiguous()
+            self._run_collective(partial(distributed.all_reduce, on_device), name)
+            if on_device is not tensor:
+                tensor.copy_(on_device)
 
     def _device(self) -> "torch.device":
         """The device of tensors in collectives: nccl needs CUDA, gloo the CPU."""
@@ -192,19 +192,19 @@ class Channel:
 
     def _run_collective(self, start: Callable[..., Any], name: str) -> None:
         """Start a collective and wait for it. If a rank dies meanwhile, raise a RankError that names the rank."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             work = start(group=self.process_group, async_op=True)
             while not work.is_completed():
-                self._check_alive(range(self.size), began)
-                time.sleep(min(0.02, 0.0005 + (time.monotonic() - began) / 50))
+                self._check_alive(range(self.size), start_time)
+                time.sleep(min(0.02, 0.0005 + (time.monotonic() - start_time) / 50))
             work.wait()
         except RankError:
             raise
         except RuntimeError as error:
             # The error of torch does not say which rank broke the connection; its missing heartbeat does, soon.
-            while time.monotonic() - began < 2 * heartbeat_timeout():
-                self._check_alive(range(self.size), began)
+            while time.monotonic() - start_time < 2 * heartbeat_timeout():
+                self._check_alive(range(self.size), start_time)
                 time.sleep(HEARTBEAT_INTERVAL / 10)
             raise RankError(f"{name}: the connection between the ranks broke: {error}") from error
 
@@ -237,19 +237,19 @@ class Channel:
 
     def _wait_for(self, keys: Mapping[int, str]) -> list[bytes]:
         """Values of the keys, once all exist; the rank of a missing key must be alive."""
-        began, missing = time.monotonic(), dict(keys)
+        start_time, missing = time.monotonic(), dict(keys)
         while missing:
             with _store_errors():
                 existing = {key for key in set(missing.values()) if self._store.check([key])}
             missing = {rank: key for rank, key in missing.items() if key not in existing}
             if missing:
-                self._check_alive(list(missing), began)
+                self._check_alive(list(missing), start_time)
                 # All ranks poll one store: with more ranks each polls less often.
-                time.sleep(min(0.05, 0.0002 * self.size + (time.monotonic() - began) / 20))
+                time.sleep(min(0.05, 0.0002 * self.size + (time.monotonic() - start_time) / 20))
         with _store_errors():
             return [self._store.get(key) for key in dict.fromkeys(keys.values())]
 
-    def _check_alive(self, ranks: Sequence[int], began: float) -> None:
+    def _check_alive(self, ranks: Sequence[int], start_time: float) -> None:
         """Raise a RankError that names the first rank whose heartbeat has stopped.
 
         Clocks of machines differ, so the time is measured here, from when the heartbeat last changed.
@@ -269,8 +269,8 @@ class Channel:
             timeout = heartbeat_timeout()
             if value != last:
                 self._heartbeats[rank] = (value, now)
-            elif now - since > timeout and (value or now - began > 10 * timeout):
-                reason = "gave no sign of life" if value else "did not come"
+            elif now - since > timeout and (value or now - start_time > 10 * timeout):
+                reason = "sent no heartbeat" if value else "has not joined"
                 raise RankError(
                     f"rank {rank} of {self.size} {reason} for {now - since:.0f} s: it has exited, or its machine is "
                     f"unreachable. Start all ranks again with resume: finished work is kept. {TIMEOUT_VARIABLE} sets "
@@ -287,18 +287,18 @@ def _store_errors() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise RankError(
-            "the store of the group cannot be reached: the process that holds it, rank 0 or torchrun, has ended. "
+            "the store of the group cannot be reached, because its process (rank 0 or torchrun) has exited. "
             "Start all ranks again with resume: finished work is kept"
         ) from error
 
 
 def _key(exchange: int | str, rank: int | str) -> str:
-    """A key in the store. The store outlives ranks that torchrun restarts, so each attempt has keys of its own."""
+    """Return a key in the store. The store outlives ranks that torchrun restarts: each attempt has its own keys."""
     return f"scalepoint/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{exchange}/{rank}"
 
 
 def encode_tensors(tensors: Mapping[str, "Tensor"]) -> tuple[list[Any], "Tensor"]:
-    """A header with names, dtypes and shapes, and one tensor with the bytes of all."""
+    """Return a header with names, dtypes and shapes, and one tensor with the bytes of all tensors."""
     import torch  # noqa: PLC0415
 
     header = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()]
@@ -307,7 +307,7 @@ def encode_tensors(tensors: Mapping[str, "Tensor"]) -> tuple[list[Any], "Tensor"
 
 
 def decode_tensors(data: "Tensor", header: Sequence[Any]) -> dict[str, "Tensor"]:
-    """The inverse of `encode_tensors`. `data` may be longer."""
+    """Undo `encode_tensors`. `data` may be longer than needed."""
     import torch  # noqa: PLC0415
 
     tensors, start = {}, 0
@@ -320,7 +320,7 @@ def decode_tensors(data: "Tensor", header: Sequence[Any]) -> dict[str, "Tensor"]
 
 
 def encode_error(error: BaseException) -> Message:
-    """An error as JSON values."""
+    """Convert an error to JSON values."""
     has_message = len(error.args) == 1 or (isinstance(error, ScalepointError) and bool(error.args))
     message = str(error.args[0]) if has_message else str(error)
     notes = [[str(note), isinstance(note, BatchNote)] for note in getattr(error, "__notes__", ())]
@@ -328,7 +328,7 @@ def encode_error(error: BaseException) -> Message:
 
 
 def decode_error(encoded: Message, rank: int) -> Exception:
-    """The error of another rank: of its own class if that is one of scalepoint or Python, otherwise a RankError."""
+    """Restore the error of another rank: its class if that is one of scalepoint or Python, else a RankError."""
     name, message = encoded["type"], encoded["message"]
     error_type = getattr(errors, name, None) or getattr(builtins, name, None)
     if not (isinstance(error_type, type) and issubclass(error_type, Exception)):
@@ -344,18 +344,18 @@ def decode_error(encoded: Message, rank: int) -> Exception:
 
 
 @dataclass
-class _State:
-    """The state of this process: there is one default group in it."""
+class _ProcessState:
+    """State of this process, which has at most one default group."""
 
     channel: Channel | None = None
     disabled: int = 0
 
 
-_state = _State()
+_state = _ProcessState()
 
 
 def current_channel() -> Channel | None:
-    """The channel of the default group; None without one, with a group of one rank, and in `without_channel`."""
+    """Return the channel of the default group; None without a group, with one rank, and inside `without_channel`."""
     if _state.disabled:
         return None
     distributed = sys.modules.get("torch.distributed")  # importing torch takes seconds; without it there is no group
@@ -370,7 +370,7 @@ def current_channel() -> Channel | None:
 
 @contextmanager
 def without_channel() -> Iterator[None]:
-    """Inside, `current_channel` returns None."""
+    """Inside this context, `current_channel` returns None."""
     _state.disabled += 1
     try:
         yield

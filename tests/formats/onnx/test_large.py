@@ -118,7 +118,7 @@ class TestTwoFiles:
             check=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        assert "What was there before is untouched" in done.stdout
+        assert "The old content is unchanged" in done.stdout
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

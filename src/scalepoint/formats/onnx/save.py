@@ -114,7 +114,7 @@ def _save_with_data_file(graph: Any, path: Path) -> str:
         size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
         needed_space = f". {describe_needed_space(folder, size)}" if is_disk_full(error) else ""
         reason = error.strerror or error
-        raise StoreError(f"cannot write {path}: {reason}. What was there before is untouched{needed_space}") from error
+        raise StoreError(f"cannot write {path}: {reason}. The old content is unchanged{needed_space}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return name
