@@ -5,7 +5,7 @@
                            Override(type=nn.Linear, weight=TensorQuantConfig(n_bits=4))))
     QuantConfig.weight_only("int4", block_size=32)
 
-The most specific override applies: an exact name before a glob before a type. Of equally specific ones the last wins.
+The most specific override applies: an exact name before a glob before a type. Among equals the last wins.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -369,7 +369,7 @@ class QuantConfig(Config):
         ]
         setting: Any
         if overrides:
-            # Of equally specific overrides the last one wins.
+            # reversed: among equally specific overrides the last one wins.
             setting = max(reversed(overrides), key=lambda override: override.specificity).setting_for(role)
         elif role != "weight":
             setting = self.activation

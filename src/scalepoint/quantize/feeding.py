@@ -80,7 +80,7 @@ def feed_data(
     Args:
         model: The model to call.
         data: Batches, or a function that gets the model.
-        activity: What the data is read for, such as "calibrating". Appears in the progress bar and in errors.
+        activity: Purpose of the run, such as "calibrating". Appears in the progress bar and in errors.
         max_batches: Stop after this many batches.
         skip_nan: Skip batches that contain NaN or infinity.
         progress: Show a progress bar. None shows it on a terminal only.

@@ -139,7 +139,7 @@ def _comes_from_integer_kernel(stub_node: fx.Node, decisions_by_node: Mapping[fx
 
 
 def find_unset_factors(model: nn.Module) -> list[ChannelFactors]:
-    """Return the factors that calibration has not computed yet."""
+    """Return the factors that are still to be computed."""
     return [module for module in model.modules() if isinstance(module, ChannelFactors) and not bool(module.is_settled)]
 
 

@@ -203,7 +203,7 @@ class QuantizedLayer(Stateful):
             return None
         if quant.is_learned and not quant.frozen:
             return steps._replace(scale=quant.current_qparams(self.weight).scale), None
-        # Backward reads the scale later, and the next forward overwrites it in place: hence the copies.
+        # Copy the scale: backward reads it, and the next forward would overwrite it in place.
         if quant.frozen:
             return steps._replace(scale=quant.scale.detach().clone()), None
         lines = LineExtremes.compute(self.weight.detach(), s)

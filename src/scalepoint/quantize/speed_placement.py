@@ -152,9 +152,9 @@ def _choose_float_layers(cpus: Sequence[CpuModel], must_quantize: Collection[int
     def cost(float_layers: Sequence[int]) -> tuple[bool, float, int]:
         seconds = [cpu.predict_seconds(float_layers) for cpu in cpus]
         is_slower_than_float = any(
-            own > limit * (1 + RELATIVE_TOLERANCE) for own, limit in zip(seconds, all_float_seconds, strict=True)
+            time > limit * (1 + RELATIVE_TOLERANCE) for time, limit in zip(seconds, all_float_seconds, strict=True)
         )
-        worst_ratio = max(own / best for own, best in zip(seconds, best_seconds, strict=True))
+        worst_ratio = max(time / best for time, best in zip(seconds, best_seconds, strict=True))
         return is_slower_than_float, worst_ratio, len(float_layers)
 
     return min(candidates, key=cost)

@@ -162,7 +162,7 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _find_tensor_file(folder: Path) -> str | None:
-    """Return the name of the tensor file of the model in the folder; None if there is no valid model."""
+    """Return the name of the tensor file of the model in the folder; None without a valid model."""
     try:
         return _get_tensor_file_name(_read_manifest(folder))
     except StoreError:
