@@ -65,7 +65,7 @@ class Scaled(nn.Module):
         return self.second(torch.relu(self.first(x)) * scale)
 
 
-@pytest.mark.filterwarnings("ignore:.*hold NaN")
+@pytest.mark.filterwarnings("ignore:.*contain NaN")
 def test_the_call_of_the_report_makes_the_same_file(tmp_path, monkeypatch):
     """With all options that change the file or whether there is one."""
     torch.manual_seed(0)
