@@ -1,4 +1,4 @@
-"""Every rule of TensorRT: a small graph that breaks it and the same graph mended; and files that cannot be read."""
+"""Every rule of TensorRT: a small graph that violates it and a corrected one; and files that cannot be read."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ FP8, INT4, FP4, E8M0 = TensorProto.FLOAT8E4M3FN, TensorProto.INT4, TensorProto.F
 
 
 class Net:
-    """A graph in the making: each call adds nodes and returns the name of its result."""
+    """Builds a graph: each call adds nodes and returns the name of the result."""
 
     def __init__(self, opset: int = 21) -> None:
         self.opset, self.nodes, self.constants = opset, [], []
@@ -32,7 +32,7 @@ class Net:
         return name
 
     def op(self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: object) -> str:
-        names = [f"{op.lower()}{len(self.nodes)}" + (f"_{place}" if place else "") for place in range(outputs)]
+        names = [f"{op.lower()}{len(self.nodes)}" + (f"_{index}" if index else "") for index in range(outputs)]
         self.nodes.append(helper.make_node(op, inputs, names, domain=domain, **attributes))
         return names[0]
 
@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(build: Case) -> Case:
-    """A function `r01_some_words(bad)`: a graph that breaks R01 and only R01, or the mended one."""
+    """Register a function `r01_some_words(bad)`, which builds a graph that violates only R01, or a corrected one."""
     CASES[build.__name__] = build
     return build
 
@@ -155,7 +155,7 @@ def r02_scales_do_not_fit_the_axis(bad: bool) -> Net:
 
 
 @case
-def r02_axis_outside(bad: bool) -> Net:
+def r02_axis_save_with_external_data(bad: bool) -> Net:
     net = Net()
     zero, axis = net.constant(np.zeros(16), INT8), 4 if bad else -4
     w = net.op("DequantizeLinear", net.fill(16, 16, 1, 1, kind=INT8), net.fill(16), zero, axis=axis)
@@ -637,7 +637,7 @@ def r21_pair_inside_silu(bad: bool) -> Net:
 
 def int4_weight(*shape: int, block: int = 64, axis: int = 0, data: str = "") -> Net:
     net = Net()
-    blocks = [-(-size // block) if place == axis else size for place, size in enumerate(shape)]
+    blocks = [-(-size // block) if index == axis else size for index, size in enumerate(shape)]
     stored = data or net.fill(*shape, kind=INT4)
     w = net.op("DequantizeLinear", stored, net.fill(*blocks), axis=axis, block_size=block)
     net.op("MatMul", net.input("n", shape[-2]), w)
@@ -769,30 +769,30 @@ def r26_weight_times_a_factor(bad: bool) -> Net:
     return net
 
 
-def found(net: Net, **options: object) -> list[str]:
+def violated_rules(net: Net, **options: object) -> list[str]:
     return [finding.rule for finding in check(net.model(), **options)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_broken_rule_is_found_and_no_other(name: str) -> None:
-    rules = found(CASES[name](True))
+def test_a_graph_that_violates_one_rule_has_findings_of_this_rule_only(name: str) -> None:
+    rules = violated_rules(CASES[name](True))
     assert rules
     assert set(rules) == {name[:3].upper()}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_mended_graph_has_no_findings(name: str) -> None:
+def test_the_corrected_graph_has_no_findings(name: str) -> None:
     assert [str(finding) for finding in check(CASES[name](False).model())] == []
 
 
-def test_a_mean_with_a_quantized_result_is_a_pool_and_no_needless_pair() -> None:
+def test_a_mean_with_a_quantized_result_counts_as_a_pool() -> None:
     net = Net()
     pooled = net.op("ReduceMean", net.pair(net.image()), net.constant([2, 3], TensorProto.INT64), keepdims=1)
     net.conv(net.pair(pooled))
-    assert found(net) == []
+    assert violated_rules(net) == []
 
 
-def test_every_rule_has_a_case_here() -> None:
+def test_every_rule_has_a_case() -> None:
     by_version = {"R22"}
     assert {name[:3].upper() for name in CASES} | by_version == {rule.id for rule in RULES}
     assert [rule.id for rule in RULES] == [f"R{number:02}" for number in range(1, 27)]
@@ -800,21 +800,21 @@ def test_every_rule_has_a_case_here() -> None:
     assert all(POST_BUILD.values())
 
 
-def test_fp32_results_count_from_tensorrt_11_on_and_once() -> None:
+def test_fp32_results_are_reported_once_from_tensorrt_11_on() -> None:
     net = Net()
     net.conv(net.pair(net.op("Relu", net.conv(net.pair(net.image())))))
-    assert found(net) == []
-    assert found(net, version=11) == ["R22"]
+    assert violated_rules(net) == []
+    assert violated_rules(net, version=11) == ["R22"]
 
 
-def test_fp16_results_are_what_tensorrt_11_wants() -> None:
+def test_fp16_results_have_no_findings_in_tensorrt_11() -> None:
     net = Net()
-    scale, zero, many = net.constant(0.1, HALF), net.constant(0, INT8), net.fill(16, kind=HALF)
+    scale, zero, weight_scales = net.constant(0.1, HALF), net.constant(0, INT8), net.fill(16, kind=HALF)
     x = net.input("n", 16, 8, 8, kind=HALF)
     x = net.op("DequantizeLinear", net.op("QuantizeLinear", x, scale, zero), scale, zero)
     zeros = net.constant(np.zeros(16), INT8)
-    net.op("Conv", x, net.op("DequantizeLinear", net.fill(16, 16, 1, 1, kind=INT8), many, zeros, axis=0))
-    assert found(net, version="11.2") == []
+    net.op("Conv", x, net.op("DequantizeLinear", net.fill(16, 16, 1, 1, kind=INT8), weight_scales, zeros, axis=0))
+    assert violated_rules(net, version="11.2") == []
 
 
 @pytest.mark.parametrize(("version", "axis"), [("8.6", 0), ("9.3", 1), ("10.0", 0), ("10.2", 1), (10, 1), (11, 1)])
@@ -824,18 +824,18 @@ def test_the_axis_of_a_transposed_convolution_depends_on_the_version(version: st
         net.op("ConvTranspose", net.pair(net.image()), net.weight(16, 32, 2, 2, axis=axis))
         return net
 
-    assert "R04" not in found(net(axis), version=version)
-    assert "R04" in found(net(1 - axis), version=version)
+    assert "R04" not in violated_rules(net(axis), version=version)
+    assert "R04" in violated_rules(net(1 - axis), version=version)
 
 
 def test_grouped_transposed_convolutions_need_channels_before_10_9() -> None:
     net = Net()
     net.op("ConvTranspose", net.pair(net.image(16)), net.weight(16, 4, 2, 2, axis=1), group=8)
-    assert found(net, version="10.8") == ["R24"]
-    assert found(net, version="10.9") == []
+    assert violated_rules(net, version="10.8") == ["R24"]
+    assert violated_rules(net, version="10.9") == []
 
 
-def test_a_pair_on_the_mask_is_found_beside_the_mask_itself() -> None:
+def test_a_pair_on_the_mask_and_the_mask_itself_are_both_reported() -> None:
     findings = check(attention(mask="constant", mask_pair=True).model())
     assert "the mask Add before a Softmax has Q/DQ" in [finding.why.split(":")[0] for finding in findings]
     assert "R18" in [finding.rule for finding in findings]
@@ -844,28 +844,28 @@ def test_a_pair_on_the_mask_is_found_beside_the_mask_itself() -> None:
 def test_convnext_skip_that_starts_at_a_convolution_needs_no_pair() -> None:
     net = Net()
     first = net.conv(net.pair(net.image()))
-    long = net.conv(net.pair(net.op("Relu", net.conv(net.pair(first)))))
-    net.conv(net.pair(net.op("Add", long, first)))
-    assert found(net) == []
+    branch = net.conv(net.pair(net.op("Relu", net.conv(net.pair(first)))))
+    net.conv(net.pair(net.op("Add", branch, first)))
+    assert violated_rules(net) == []
 
 
 def test_depthwise_convolution_may_have_a_pair_before_its_silu() -> None:
     net = Net()
     y = net.pair(net.op("Conv", net.pair(net.image()), net.weight(16, 1, 3, 3), group=16))
     net.conv(net.pair(net.op("Mul", y, net.op("Sigmoid", y))))
-    assert found(net) == []
+    assert violated_rules(net) == []
 
 
-def clean_net() -> Net:
-    """Stem with pool, a block with a downsample, a block with an identity skip, pool, 1x1 convolution as head."""
+def residual_network() -> Net:
+    """A stem with pool, a block with a downsample, a block with an identity skip, a pool, a 1x1 convolution as head."""
     net = Net()
     y = net.op("Relu", net.batch_norm(net.conv(net.pair(net.image(3, 32)), 16, 3, 7)))
     x = net.pair(net.op("MaxPool", y, kernel_shape=[2, 2]))
-    for channels, grows in ((32, True), (32, False)):
-        width = 16 if grows else 32
+    for channels, has_downsample in ((32, True), (32, False)):
+        width = 16 if has_downsample else 32
         y = net.pair(net.op("Relu", net.batch_norm(net.conv(x, channels, width), channels)))
         y = net.batch_norm(net.conv(y, channels, channels), channels)
-        skip = net.pair(net.batch_norm(net.conv(x, channels, width), channels), 0.3) if grows else x
+        skip = net.pair(net.batch_norm(net.conv(x, channels, width), channels), 0.3) if has_downsample else x
         x = net.pair(net.op("Relu", net.op("Add", y, skip)))
     pooled = net.op("GlobalAveragePool", x)
     net.op("Flatten", net.conv(net.pair(pooled), 64, 32))
@@ -873,13 +873,13 @@ def clean_net() -> Net:
 
 
 def test_a_residual_network_placed_by_the_rules_has_no_findings() -> None:
-    model = clean_net().model()
+    model = residual_network().model()
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info(model.graph.output[0].name, FLOAT, ["n", 64]))
     onnx.checker.check_model(model, full_check=True)
     assert [str(finding) for finding in check(model)] == []
 
 
-def test_findings_come_in_graph_order_then_by_rule_and_are_the_same_every_time() -> None:
+def test_findings_are_sorted_by_graph_order_then_by_rule() -> None:
     net = Net()
     y = net.op("Relu", net.pair(net.conv(net.pair(net.image(), zero=1)), zero=1))
     net.op("Softmax", net.pair(y, scale=[0.1] * 16))
@@ -888,7 +888,7 @@ def test_findings_come_in_graph_order_then_by_rule_and_are_the_same_every_time()
     assert [finding.rule for finding in first] == ["R01", "R01", "R01", "R10", "R01", "R03", "R20"]
 
 
-def test_a_finding_is_one_line_whatever_the_names() -> None:
+def test_a_finding_is_one_short_line_even_with_hostile_names() -> None:
     net = Net()
     net.conv(net.image())
     model = net.model()
@@ -898,10 +898,10 @@ def test_a_finding_is_one_line_whatever_the_names() -> None:
     assert "\n" not in str(finding)
     assert "\x1b" not in str(finding)
     assert len(str(finding)) < 500
-    assert str(Finding("R09", Severity.ERROR, "n", "t", "w", "Do.")) == "R09 error: n (t): w. Way out: Do."
+    assert str(Finding("R09", Severity.ERROR, "n", "t", "w", "Do.")) == "R09 error: n (t): w. What to do: Do."
 
 
-def test_a_node_without_a_name_is_called_by_its_output() -> None:
+def test_a_node_without_a_name_is_reported_by_its_output() -> None:
     net = Net()
     y = net.conv(net.image())
     (finding,) = check(net.model())
@@ -921,15 +921,15 @@ def test_constant_nodes_that_hold_plain_numbers_are_constants() -> None:
         net = Net()
         scale, zero = net.op("Constant", value_float=number), net.constant(0, INT8)
         net.conv(net.op("DequantizeLinear", net.op("QuantizeLinear", net.image(), scale, zero), scale, zero))
-        assert set(found(net)) == rules
+        assert set(violated_rules(net)) == rules
 
 
-def test_without_shapes_rules_say_nothing_rather_than_guess() -> None:
+def test_rules_report_nothing_if_shapes_are_unknown() -> None:
     net = Net()
     net.inputs.append(helper.make_tensor_value_info("x", FLOAT, None))
     y = net.op("Own", net.pair("x"), domain="own")
     net.op("MatMul", net.pair(y), net.pair(net.op("Own", y, domain="own")))
-    assert found(net) == []
+    assert violated_rules(net) == []
 
 
 def test_bodies_and_functions_are_checked_too() -> None:
@@ -948,25 +948,25 @@ def test_bodies_and_functions_are_checked_too() -> None:
         [helper.make_node("Identity", [x], ["same"])], "o", [], [helper.make_empty_tensor_value_info("same")]
     )
     net.op("If", flag, then_branch=body, else_branch=other)
-    assert found(net) == ["R09"]
+    assert violated_rules(net) == ["R09"]
 
     outer = Net()
     nodes = [helper.make_node("MatMulInteger", ["a", "b"], ["c"])]
     outer.functions.append(helper.make_function("own", "F", ["a", "b"], ["c"], nodes, [helper.make_opsetid("", 21)]))
     outer.op("F", outer.input("n", 32, kind=INT8), outer.fill(32, 32, kind=INT8), domain="own")
-    assert found(outer) == ["R06"]
+    assert violated_rules(outer) == ["R06"]
 
 
 # Files that cannot be read
 
 
-def test_a_file_is_read_like_the_model(tmp_path: Path) -> None:
+def test_a_file_has_the_findings_of_its_model(tmp_path: Path) -> None:
     model = r09_weight_alone(True).model()
     onnx.save(model, tmp_path / "m.onnx")
     assert check(tmp_path / "m.onnx") == check(str(tmp_path / "m.onnx")) == check(model)
 
 
-def test_a_file_cut_off_anywhere_is_an_error_or_a_whole_model(tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error_or_a_complete_model(tmp_path: Path) -> None:
     data = product().model().SerializeToString()
     path = tmp_path / "cut.onnx"
     for end in range(len(data)):
@@ -978,12 +978,12 @@ def test_a_file_cut_off_anywhere_is_an_error_or_a_whole_model(tmp_path: Path) ->
         assert onnx.load(path).opset_import
 
 
-def test_flipped_bytes_never_end_in_a_traceback_of_ours(tmp_path: Path) -> None:
+def test_changed_bytes_raise_no_other_exception_than_ours(tmp_path: Path) -> None:
     data = bytearray(product().model().SerializeToString())
-    path, random = tmp_path / "flipped.onnx", np.random.default_rng(0)
+    path, rng = tmp_path / "changed.onnx", np.random.default_rng(0)
     for _ in range(400):
         changed = bytearray(data)
-        changed[random.integers(len(data))] = random.integers(256)
+        changed[rng.integers(len(data))] = rng.integers(256)
         path.write_bytes(changed)
         try:
             check(path)
@@ -991,21 +991,21 @@ def test_flipped_bytes_never_end_in_a_traceback_of_ours(tmp_path: Path) -> None:
             continue
 
 
-@pytest.mark.parametrize("given", ["missing.onnx", ".", "a\0b", 7, None])
-def test_what_is_no_file_is_refused(given: object) -> None:
+@pytest.mark.parametrize("source", ["missing.onnx", ".", "a\0b", 7, None])
+def test_a_source_that_is_not_a_file_is_rejected(source: object) -> None:
     with pytest.raises(StoreError):
-        check(given)  # type: ignore[arg-type]
+        check(source)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"PK\x03\x04" + b"0" * 100, b"\x00" * 64], ids=repr)
-def test_what_is_no_onnx_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_onnx_is_rejected(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(data)
     with pytest.raises(StoreError, match=r"m\.onnx"):
         check(tmp_path / "m.onnx")
 
 
-def outside(location: str, tmp_path: Path, **entries: str) -> Path:
-    """A model whose weight has its data in `location`."""
+def save_with_external_data(location: str, tmp_path: Path, **entries: str) -> Path:
+    """Save a model whose weight has its data in `location`."""
     net = Net()
     net.op("Gemm", net.input("n", 32), net.fill(32, 32))
     model = net.model()
@@ -1022,8 +1022,8 @@ def outside(location: str, tmp_path: Path, **entries: str) -> Path:
     return folder / "m.onnx"
 
 
-def test_external_data_beside_the_file_is_read(tmp_path: Path) -> None:
-    assert check(outside("data", tmp_path, offset="0", length="4096")) == []
+def test_external_data_next_to_the_file_is_read(tmp_path: Path) -> None:
+    assert check(save_with_external_data("data", tmp_path, offset="0", length="4096")) == []
 
 
 def test_external_scales_are_read(tmp_path: Path) -> None:
@@ -1038,8 +1038,8 @@ def test_external_scales_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "location", ["../secret", "a/../../secret", "ABSOLUTE", "..\\secret", "", "gone", "link", "hard"]
 )
-def test_external_data_elsewhere_is_refused(location: str, tmp_path: Path) -> None:
-    path = outside(str(tmp_path / "secret") if location == "ABSOLUTE" else location, tmp_path)
+def test_external_data_outside_of_the_folder_is_rejected(location: str, tmp_path: Path) -> None:
+    path = save_with_external_data(str(tmp_path / "secret") if location == "ABSOLUTE" else location, tmp_path)
     (path.parent / "link").symlink_to(tmp_path / "secret")
     os.link(tmp_path / "secret", path.parent / "hard")
     with pytest.raises(StoreError, match="c0"):
@@ -1049,25 +1049,25 @@ def test_external_data_elsewhere_is_refused(location: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "entries", [{"offset": "4000", "length": "4096"}, {"offset": "-1"}, {"length": "x"}, {"evil": "1"}]
 )
-def test_external_data_with_odd_entries_is_refused(entries: dict[str, str], tmp_path: Path) -> None:
+def test_external_data_with_invalid_entries_is_rejected(entries: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="c0"):
-        check(outside("data", tmp_path, **entries))
+        check(save_with_external_data("data", tmp_path, **entries))
 
 
-def test_external_data_of_a_model_in_memory_is_refused(tmp_path: Path) -> None:
-    model = onnx.load(outside("data", tmp_path), load_external_data=False)
+def test_external_data_of_a_model_in_memory_is_rejected(tmp_path: Path) -> None:
+    model = onnx.load(save_with_external_data("data", tmp_path), load_external_data=False)
     with pytest.raises(StoreError, match="path"):
         check(model)
 
 
-def test_a_tensor_with_two_sets_of_numbers_is_refused() -> None:
+def test_a_tensor_with_values_in_two_fields_is_rejected() -> None:
     model = product().model()
     model.graph.initializer[0].raw_data = b"\0\0\0\0"
     with pytest.raises(StoreError, match="float_data and raw_data"):
         check(model)
 
 
-def test_a_scale_with_too_few_bytes_is_refused() -> None:
+def test_a_scale_with_too_few_bytes_is_rejected() -> None:
     model = product().model()
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones(1, np.float32), "c0"))
     model.graph.initializer[0].dims[:] = [2**40]
@@ -1075,10 +1075,10 @@ def test_a_scale_with_too_few_bytes_is_refused() -> None:
         check(model)
 
 
-def test_names_that_are_no_text_and_negative_sizes_are_refused(tmp_path: Path) -> None:
+def test_names_that_are_not_text_and_negative_sizes_are_rejected(tmp_path: Path) -> None:
     data = product().model().SerializeToString()
     (tmp_path / "m.onnx").write_bytes(data.replace(b"quantizelinear0", b"quantizelinea\xff0"))
-    with pytest.raises(StoreError, match="no text"):
+    with pytest.raises(StoreError, match="not text"):
         check(tmp_path / "m.onnx")
     model = product().model()
     model.graph.initializer[0].dims[:] = [-1]
@@ -1086,40 +1086,40 @@ def test_names_that_are_no_text_and_negative_sizes_are_refused(tmp_path: Path) -
         check(model)
 
 
-def test_opsets_and_ir_versions_out_of_range_are_refused() -> None:
+def test_opsets_and_ir_versions_out_of_range_are_rejected() -> None:
     for opset in (9, 999):
         with pytest.raises(StoreError, match=f"opset {opset}"):
-            check(renumbered(opset))
+            check(with_opset(opset))
     model = product().model()
     model.ir_version = 999
     with pytest.raises(StoreError, match="999"):
         check(model)
 
 
-def renumbered(opset: int) -> onnx.ModelProto:
+def with_opset(opset: int) -> onnx.ModelProto:
     model = product().model()
     model.opset_import[0].version = opset
     return model
 
 
-def test_a_graph_that_is_not_sound_is_refused() -> None:
-    for spoil, words in (("order", "no earlier node"), ("twice", "two nodes"), ("output", "made by no node")):
+def test_an_invalid_graph_is_rejected() -> None:
+    for damage, message in (("order", "no earlier node"), ("twice", "two nodes"), ("output", "no node computes")):
         model = product().model()
-        if spoil == "order":
+        if damage == "order":
             model.graph.node.reverse()
-        elif spoil == "twice":
+        elif damage == "twice":
             model.graph.node.append(model.graph.node[0])
         else:
-            model.graph.output[0].name = "nobody"
-        with pytest.raises(StoreError, match=words):
+            model.graph.output[0].name = "missing"
+        with pytest.raises(StoreError, match=message):
             check(model)
 
 
-def test_functions_that_call_themselves_or_explode_are_refused() -> None:
+def test_functions_that_call_themselves_or_grow_too_large_are_rejected() -> None:
     opset = [helper.make_opsetid("", 21), helper.make_opsetid("own", 1)]
 
     def function(name: str, *calls: str) -> onnx.FunctionProto:
-        nodes = [helper.make_node(call, ["a"], [f"b{place}"], domain="own") for place, call in enumerate(calls)]
+        nodes = [helper.make_node(call, ["a"], [f"b{index}"], domain="own") for index, call in enumerate(calls)]
         return helper.make_function("own", name, ["a"], ["b0"], nodes, opset)
 
     for functions in ([function("F", "F")], [function(f"F{n or ''}", *[f"F{n + 1}"] * 4) for n in range(12)]):
@@ -1130,7 +1130,7 @@ def test_functions_that_call_themselves_or_explode_are_refused() -> None:
             check(net.model())
 
 
-def test_targets_and_versions_that_do_not_exist_are_refused() -> None:
+def test_unknown_targets_and_versions_are_rejected() -> None:
     model = product().model()
     with pytest.raises(TargetError, match="did you mean 'tensorrt'"):
         check(model, "tensort")
@@ -1140,5 +1140,5 @@ def test_targets_and_versions_that_do_not_exist_are_refused() -> None:
 
 
 def test_import_scalepoint_does_not_import_the_checker_or_onnx() -> None:
-    words = "import scalepoint, sys; assert not {'onnx', 'scalepoint.check'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", words], check=True, timeout=120)
+    code = "import scalepoint, sys; assert not {'onnx', 'scalepoint.check'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,9 +1,9 @@
-"""Static checks of a deployed file: a compiler's rules over an ONNX Q/DQ graph, where the compiler cannot be asked.
+"""Static checks of an ONNX Q/DQ file by the rules of a compiler, for machines where the compiler is not installed.
 
-    for make_finding in check("model.onnx", "tensorrt", version="10.9"):
-        print(make_finding)
+    for finding in check("model.onnx", "tensorrt", version="10.9"):
+        print(finding)
 
-Needs the package onnx; `import scalepoint` does not import this.
+Needs the package onnx; `import scalepoint` does not import this package.
 """
 
 import os
@@ -15,7 +15,7 @@ from scalepoint.errors import TargetError, did_you_mean, short_repr
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from scalepoint.checking.qdq_graph import Version
+    from scalepoint.checking.qdq_graph import CompilerVersion
     from scalepoint.targets import Section
 
 __all__ = ["Finding", "Severity", "check", "describe_rules", "has_rules"]
@@ -27,7 +27,7 @@ _NEWEST_MINOR = 99
 def check(
     source: "str | os.PathLike[str] | ModelProto", target: str = "tensorrt", *, version: int | str = 10
 ) -> list[Finding]:
-    """List what the compiler of a target would refuse or run badly in an ONNX file.
+    """List what the compiler of a target would reject or run slowly in an ONNX file.
 
     Args:
         source: The file, or a ModelProto.
@@ -35,17 +35,21 @@ def check(
         version: Version of the compiler: "10.9", or 10 for the newest release of that line.
 
     Returns:
-        The findings in graph order, then by rule. An empty list means that no rule applies.
+        The findings in graph order, then by rule. An empty list means that no rule is violated.
+
+    Raises:
+        TargetError: There are no rules for this target, or the version cannot be parsed.
+        StoreError: The file cannot be read or is damaged.
     """
     if target not in _TARGETS:
         raise TargetError(
             f"no static checks for the target {short_repr(target)}. {did_you_mean(str(target), _TARGETS)}"
         )
-    from scalepoint.checking.qdq_graph import read_views  # noqa: PLC0415  # with onnx_ir, which has_rules does not need
+    from scalepoint.checking.qdq_graph import read_views  # noqa: PLC0415  # onnx_ir is slow, and not always needed
 
-    parsed = _version(version)
+    compiler_version = _parse_version(version)
     findings: list[Finding] = []
-    for view in read_views(source, parsed):
+    for view in read_views(source, compiler_version):
         faults = [(rule, fault) for rule in _rules(target) for fault in rule.check(view)]
         faults.sort(key=lambda pair: (view.position(pair[1].node), pair[0].id))
         findings += [make_finding(view, rule, fault) for rule, fault in faults]
@@ -53,7 +57,7 @@ def check(
 
 
 def has_rules(target: str) -> bool:
-    """Tell whether `check` has rules for a target.
+    """Return whether `check` has rules for a target.
 
     Args:
         target: Name of the target.
@@ -77,7 +81,7 @@ def describe_rules(target: str) -> "tuple[Section, ...]":
 
     rows = tuple((rule.id, rule.severity.value, rule.why, rule.way_out) for rule in _rules(target))
     return (
-        Section("Static checks", ("rule", "severity", "why", "way out"), rows),
+        Section("Static checks", ("rule", "severity", "why", "what to do"), rows),
         Section("What only a built engine shows", ("what", "open question"), tuple(POST_BUILD.items())),
     )
 
@@ -88,13 +92,13 @@ def _rules(target: str) -> tuple[Rule, ...]:
     return {"tensorrt": RULES}[target]
 
 
-def _version(version: int | str) -> "Version":
-    # A float is refused: 10.10 would be read as 10.1.
+def _parse_version(version: int | str) -> "CompilerVersion":
+    # Floats are rejected, because 10.10 would become 10.1.
     text = str(version) if isinstance(version, int | str) and not isinstance(version, bool) else ""
     major, _, rest = text.partition(".")
     minor = rest.partition(".")[0]
     if not (major.isdecimal() and (minor.isdecimal() or not rest)):
         raise TargetError(
-            f'version is a text like "10.9" or the number of a release line like 10, not {short_repr(version)}'
+            f'version must be a string like "10.9" or the number of a release line like 10, got {short_repr(version)}'
         )
     return int(major), int(minor) if minor else _NEWEST_MINOR

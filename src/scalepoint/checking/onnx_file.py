@@ -1,4 +1,4 @@
-"""Safe reading of an untrusted ONNX file: a sound graph with its data next to it, or a StoreError that says why not."""
+"""Safe reading of untrusted ONNX files: returns a valid model, or raises a StoreError that says what is wrong."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,9 +14,10 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 from scalepoint.errors import DocumentError, StoreError, short_repr
 from scalepoint.support.untrusted import read_bytes, read_part
 
-MIN_OPSET = 10  # QuantizeLinear appeared
-MAX_NODES = 1_000_000  # after inlining functions, which can double at every level
+MIN_OPSET = 10  # the first with QuantizeLinear
+MAX_NODES = 1_000_000  # after functions are inlined; their size can double at every level
 MAX_BYTES = 2**31  # the limit of protobuf
+MAX_FUNCTION_DEPTH = 64
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
@@ -80,11 +81,13 @@ def _check_path(source: str | os.PathLike[str]) -> Path:
         if not path.is_file():
             raise StoreError(f"there is no file {short_repr(str(path))}")
         if path.stat().st_size >= MAX_BYTES:
-            raise StoreError(f"{path} has 2 GB or more: ONNX keeps such weights in a data file beside it")
+            raise StoreError(f"{path} has 2 GB or more: such weights must be in a data file next to it (external data)")
     except (TypeError, ValueError, OSError) as error:
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"give the path of an ONNX file or a ModelProto, not {short_repr(source)}: {error}") from error
+        raise StoreError(
+            f"the source must be the path of an ONNX file or a ModelProto, got {short_repr(source)}: {error}"
+        ) from error
     return path
 
 
@@ -93,7 +96,7 @@ def _parse(path: Path) -> ModelProto:
     try:
         model.ParseFromString(read_bytes(path, MAX_BYTES - 1))
     except DecodeError as error:
-        raise StoreError(f"{path} is no ONNX file, or is cut off: write it again") from error
+        raise StoreError(f"{path} is not an ONNX file, or is truncated: export it again") from error
     except DocumentError as error:
         raise StoreError(error.args[0]) from error
     except OSError as error:
@@ -103,65 +106,73 @@ def _parse(path: Path) -> ModelProto:
 
 def _check_header(model: ModelProto, name: str) -> None:
     if not model.HasField("graph") or not model.opset_import or not model.ir_version:
-        raise StoreError(f"{name} has no graph, opset or IR version: it is no ONNX file, or is cut off")
+        raise StoreError(f"{name} has no graph, opset or IR version: it is not an ONNX file, or is truncated")
     if model.ir_version > onnx.IR_VERSION:
-        raise StoreError(f"{name} has IR version {model.ir_version}; known are those up to {onnx.IR_VERSION}")
+        raise StoreError(
+            f"{name} has IR version {model.ir_version}, but the installed onnx supports versions up to "
+            f"{onnx.IR_VERSION}"
+        )
     opset, newest = read_opset(model), onnx.defs.onnx_opset_version()
     if not MIN_OPSET <= opset <= newest:
-        raise StoreError(f"{name} has opset {opset}; Q/DQ files have one from {MIN_OPSET} to {newest}")
+        raise StoreError(f"{name} has opset {opset}, Q/DQ files must have an opset from {MIN_OPSET} to {newest}")
 
 
 def read_opset(model: ModelProto) -> int:
+    """Return the opset of the standard domain, or 0."""
     return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
 
 
 def _iterate_tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """Every tensor in the file, also those in attributes, bodies and functions."""
-    yield from _tensors_of_graph(model.graph)
+    """Yield every tensor of the file, including those in attributes, bodies and functions."""
+    yield from _iterate_graph_tensors(model.graph)
     for function in model.functions:
         for node in function.node:
-            yield from _tensors_of_node(node)
+            yield from _iterate_node_tensors(node)
         for attribute in function.attribute_proto:
-            yield from _tensors_of_attribute(attribute)
+            yield from _iterate_attribute_tensors(attribute)
 
 
-def _tensors_of_graph(graph: GraphProto) -> Iterator[TensorProto]:
+def _iterate_graph_tensors(graph: GraphProto) -> Iterator[TensorProto]:
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
     for node in graph.node:
-        yield from _tensors_of_node(node)
+        yield from _iterate_node_tensors(node)
 
 
-def _tensors_of_node(node: NodeProto) -> Iterator[TensorProto]:
+def _iterate_node_tensors(node: NodeProto) -> Iterator[TensorProto]:
     for attribute in node.attribute:
-        yield from _tensors_of_attribute(attribute)
+        yield from _iterate_attribute_tensors(attribute)
 
 
-def _tensors_of_attribute(attribute: AttributeProto) -> Iterator[TensorProto]:
+def _iterate_attribute_tensors(attribute: AttributeProto) -> Iterator[TensorProto]:
     if attribute.HasField("t"):
         yield attribute.t
     yield from attribute.tensors
-    sparse = [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
-    for part in (*sparse, *attribute.sparse_tensors):
-        yield from (part.values, part.indices)
-    for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-        yield from _tensors_of_graph(graph)
+    sparse_tensors = [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
+    for sparse in (*sparse_tensors, *attribute.sparse_tensors):
+        yield from (sparse.values, sparse.indices)
+    for graph in _list_attribute_graphs(attribute):
+        yield from _iterate_graph_tensors(graph)
+
+
+def _list_attribute_graphs(attribute: AttributeProto) -> list[GraphProto]:
+    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
 
 
 def _check_tensor(tensor: TensorProto, folder: Path | None) -> None:
     name = short_repr(tensor.name)
     fields = [field for field in _DATA_FIELDS if len(getattr(tensor, field))]
     fields += ["raw_data"] if tensor.HasField("raw_data") and tensor.raw_data else []
-    external = tensor.data_location == TensorProto.EXTERNAL
-    fields += ["external data"] if external else []
+    is_external = tensor.data_location == TensorProto.EXTERNAL
+    fields += ["external data"] if is_external else []
     if len(fields) > 1:
-        raise StoreError(f"tensor {name} has {' and '.join(fields)}: readers would see different numbers")
+        raise StoreError(f"tensor {name} has {' and '.join(fields)}: programs could read different values")
     if any(size < 0 for size in tensor.dims):
         raise StoreError(f"tensor {name} has a negative size: {list(tensor.dims)}")
     if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
         raise StoreError(f"tensor {name} has the unknown data type {tensor.data_type}")
-    if external:
+    if is_external:
         entries = {str(entry.key): str(entry.value) for entry in tensor.external_data}
         unknown = sorted(entries.keys() - _EXTERNAL_KEYS)
         if unknown or len(entries) != len(tensor.external_data):
@@ -172,10 +183,10 @@ def _check_tensor(tensor: TensorProto, folder: Path | None) -> None:
 def _locate_external_data(
     tensor_name: str, entries: Mapping[str, str | int | None], folder: Path | None
 ) -> tuple[Path, int, int]:
-    """Find the data of a tensor: file, offset, length. Only a plain file in the model's own folder is read."""
+    """Return file, offset and length of a tensor's data, which must be a regular file in the model's folder."""
     name = short_repr(tensor_name)
     if folder is None:
-        raise StoreError(f"tensor {name} has external data: give the path of the file instead of a ModelProto")
+        raise StoreError(f"tensor {name} has external data: pass the path of the file instead of a ModelProto")
     location = str(entries.get("location") or "")
     path = _resolve_in_folder(location, folder, name)
     try:
@@ -186,7 +197,7 @@ def _locate_external_data(
         raise StoreError(f"tensor {name}: external data {short_repr(location)} cannot be used: {error}") from error
     if not (offset >= 0 and length >= 0 and offset + length <= size):
         raise StoreError(
-            f"tensor {name} wants bytes {offset} to {offset + length} of {short_repr(location)}, which has {size}"
+            f"tensor {name} needs bytes {offset} to {offset + length} of {short_repr(location)}, which has {size} bytes"
         )
     return path, offset, length
 
@@ -198,8 +209,9 @@ def _resolve_in_folder(location: str, folder: Path, name: str) -> Path:
             f"tensor {name} has its data in {short_repr(location)}: only files in the model's folder are read"
         )
     path = folder / location
-    steps = [folder.joinpath(*Path(location).parts[: count + 1]) for count in range(len(Path(location).parts))]
-    if any(step.is_symlink() for step in steps):
+    relative_parts = Path(location).parts
+    prefixes = [folder.joinpath(*relative_parts[: count + 1]) for count in range(len(relative_parts))]
+    if any(prefix.is_symlink() for prefix in prefixes):
         raise StoreError(f"tensor {name}: {short_repr(location)} is a symbolic link; copy the file instead")
     if not path.is_file():
         raise StoreError(f"tensor {name}: its data file {short_repr(location)} is missing")
@@ -216,10 +228,10 @@ def _inline_functions(model: ModelProto, name: str) -> ModelProto:
     for key in functions:
         _count_nodes(key, functions, sizes, ())
     if sum(sizes.get((node.domain, node.op_type), 1) for node in _iterate_nodes(model.graph.node)) > MAX_NODES:
-        raise StoreError(f"{name} has functions that grow to more than {MAX_NODES} nodes")
+        raise StoreError(f"{name} has functions that grow to more than {MAX_NODES} nodes when they are inlined")
     try:
         return inliner.inline_local_functions(model)
-    except Exception as error:  # native code raises what it likes
+    except Exception as error:  # onnx's C++ code raises exceptions of many types
         raise StoreError(f"{name} has functions that cannot be inlined: {error}") from error
 
 
@@ -227,16 +239,27 @@ def _count_nodes(
     key: tuple[str, str],
     functions: dict[tuple[str, str], FunctionProto],
     sizes: dict[tuple[str, str], int],
-    open_: tuple[tuple[str, str], ...],
+    callers: tuple[tuple[str, str], ...],
 ) -> int:
-    """How many nodes a function becomes; a function that calls itself has no such number."""
-    if key in open_ or len(open_) > 64:
-        raise StoreError(f"function {short_repr(key[1])} calls itself, or functions are nested more than 64 deep")
+    """Return how many nodes a function becomes when it is inlined; raise StoreError if it calls itself.
+
+    Args:
+        key: Domain and name of the function.
+        functions: All functions of the model.
+        sizes: Results for other functions, which this call adds to.
+        callers: The functions around this call.
+    """
+    if key in callers or len(callers) > MAX_FUNCTION_DEPTH:
+        raise StoreError(
+            f"function {short_repr(key[1])} calls itself, or functions are nested more than {MAX_FUNCTION_DEPTH} deep"
+        )
     if key not in functions:
         return 1
     if key not in sizes:
-        inner = _iterate_nodes(functions[key].node)
-        sizes[key] = sum(_count_nodes((node.domain, node.op_type), functions, sizes, (*open_, key)) for node in inner)
+        sizes[key] = sum(
+            _count_nodes((node.domain, node.op_type), functions, sizes, (*callers, key))
+            for node in _iterate_nodes(functions[key].node)
+        )
     return sizes[key]
 
 
@@ -248,18 +271,14 @@ def _iterate_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
 
 
 def _list_bodies(node: NodeProto) -> list[GraphProto]:
-    """The graphs of If, Loop and Scan."""
-    return [
-        graph
-        for attribute in node.attribute
-        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs)
-    ]
+    """Return the body graphs of If, Loop and Scan."""
+    return [graph for attribute in node.attribute for graph in _list_attribute_graphs(attribute)]
 
 
 def _infer_shapes(model: ModelProto) -> ModelProto:
     try:
         return shape_inference.infer_shapes(model, data_prop=True)
-    except Exception:  # shapes are a help, not a need: rules that lack one say nothing
+    except Exception:  # shapes are optional: a rule that needs an unknown shape reports nothing
         return model
 
 
@@ -274,29 +293,30 @@ def _check_graph(graph: GraphProto, outer: frozenset[str]) -> None:
         _check_text(info.name)
     constants = {tensor.name for tensor in graph.initializer}
     constants.update(sparse.values.name for sparse in graph.sparse_initializer)
-    own = {info.name for info in graph.input} | constants
+    defined = {info.name for info in graph.input} | constants
     for index, node in enumerate(graph.node):
         for text in (node.name, node.op_type, *node.input, *node.output, *(entry.name for entry in node.attribute)):
             _check_text(text)
         label = node.name or next(filter(None, node.output), f"{node.op_type}_{index}")
         for tensor in filter(None, node.input):
-            if tensor not in own and tensor not in outer:
-                raise StoreError(f"node {short_repr(label)} reads {short_repr(tensor)}, which no earlier node makes")
+            if tensor not in defined and tensor not in outer:
+                raise StoreError(f"node {short_repr(label)} reads {short_repr(tensor)}, which no earlier node computes")
         for body in _list_bodies(node):
-            _check_graph(body, outer | own)
+            _check_graph(body, outer | defined)
         for tensor in filter(None, node.output):
-            if tensor in own:
+            if tensor in defined:
                 raise StoreError(
-                    f"two nodes make the tensor {short_repr(tensor)}, or it is also an input or initializer"
+                    f"two nodes compute the tensor {short_repr(tensor)}, or it is also an input or initializer"
                 )
-            own.add(tensor)
-    if missing := sorted({info.name for info in graph.output} - own - outer):
-        raise StoreError(f"the graph's output {short_repr(missing[0])} is made by no node")
+            defined.add(tensor)
+    missing = sorted({info.name for info in graph.output} - defined - outer)
+    if missing:
+        raise StoreError(f"no node computes the graph's output {short_repr(missing[0])}")
 
 
 def _check_text(name: str) -> None:
     if not isinstance(name, str):  # protobuf returns text that is not UTF-8 as bytes
-        raise StoreError(f"the name {short_repr(name)} is no text: the file is damaged")
+        raise StoreError(f"the name {short_repr(name)} is not text: the file is damaged")
 
 
 def _root_cause(error: BaseException) -> str:

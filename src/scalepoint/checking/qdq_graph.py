@@ -1,6 +1,6 @@
-"""The Q/DQ view of an ONNX graph: which tensors are quantized, how, and which operations TensorRT moves Q/DQ over.
+"""Queries on an ONNX Q/DQ graph: which tensors are quantized, how, and over which operations TensorRT moves Q and DQ.
 
-Nodes and tensors are those of onnx_ir. An operand that is left out is None.
+Nodes and tensors are those of onnx_ir. An omitted optional operand is None.
 """
 
 import os
@@ -18,10 +18,11 @@ from onnx_ir import Node
 
 from scalepoint.checking.onnx_file import Floats, read_model, tensor_values
 
-Shape = tuple[int | None, ...]
+TensorShape = tuple[int | None, ...]
 Tensor = ir.Value | None
-Version = tuple[int, int]
+CompilerVersion = tuple[int, int]  # major, minor
 
+# Operations that only move values
 COPIES = frozenset(
     [
         "Reshape",
@@ -43,14 +44,15 @@ _RANDOM = frozenset(
     ["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"]
 )
 
+# TensorProto data types
 INT8, INT4, UINT8, INT32 = TensorProto.INT8, TensorProto.INT4, TensorProto.UINT8, TensorProto.INT32
 FP8, FP4, E8M0 = TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E8M0
 FLOAT, HALF, BFLOAT = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 FLOATS = frozenset({FLOAT, HALF, BFLOAT})
 
-STANDARD = frozenset({"QuantizeLinear", "DequantizeLinear"})
-DYNAMIC = frozenset({"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize"})
-QUANTIZE = frozenset({"QuantizeLinear", "TRT_FP8QuantizeLinear", "TRT_INT4QuantizeLinear"}) | DYNAMIC
+ONNX_QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
+DYNAMIC_QUANTIZE = frozenset({"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize"})
+QUANTIZE = frozenset({"QuantizeLinear", "TRT_FP8QuantizeLinear", "TRT_INT4QuantizeLinear"}) | DYNAMIC_QUANTIZE
 DEQUANTIZE = frozenset(
     {"DequantizeLinear", "TRT_FP8DequantizeLinear", "TRT_INT4DequantizeLinear", "TRT_MXFP8DequantizeLinear"}
 )
@@ -61,64 +63,64 @@ MOVES = COPIES | {"MaxPool", "Pad"}  # Q moves backward, DQ forward over these; 
 ACTIVATIONS = frozenset(
     ["Relu", "Clip", "LeakyRelu", "PRelu", "Elu", "HardSwish", "HardSigmoid", "Swish", "Gelu", "Mish"]
 )
-_LINEAR = frozenset({"BatchNormalization", "Add", "Sub", "Mul", "Div"})  # with a constant: folded into the kernel
+_LINEAR = frozenset({"BatchNormalization", "Add", "Sub", "Mul", "Div"})  # folded into the kernel before
 
 
 class OperandUse(NamedTuple):
-    """A tensor is operand `place` of `node`; -1 if a graph inside the node reads it."""
+    """A use of a tensor as an operand of `node`; the index is -1 if a body graph of the node reads the tensor."""
 
     node: Node
-    place: int
+    operand_index: int
 
 
 class ReaderStep(NamedTuple):
-    """A reader behind the Q/DQ pairs, and the Q in between (None without a pair)."""
+    """A reader of a tensor, and the Q of the Q/DQ pair between the two (None without a pair)."""
 
     use: OperandUse
-    crossed: Node | None
+    quantize: Node | None
 
 
-def get_operand(node: Node, place: int) -> Tensor:
-    return node.inputs[place] if place < len(node.inputs) else None
+def get_operand(node: Node, index: int) -> Tensor:
+    return node.inputs[index] if index < len(node.inputs) else None
 
 
 def get_result(node: Node) -> Tensor:
     return node.outputs[0] if node.outputs else None
 
 
-def get_integer(node: Node, attribute: str, default: int = 0) -> int:
+def get_int_attribute(node: Node, attribute: str, default: int = 0) -> int:
     stored = node.attributes.get(attribute)
     return stored.value if stored is not None and isinstance(stored.value, int) else default
 
 
 @dataclass
-class _Index:
-    """Facts about all graphs of a model; a body of If, Loop or Scan reads tensors of the graphs around it."""
+class _ModelFacts:
+    """Facts that all graphs of a model share: a body of If, Loop or Scan reads tensors of the graphs around it."""
 
     opset: int
     folder: Path | None
-    order: dict[Node, int] = field(default_factory=dict)  # position of a node in its own graph
-    owners: dict[ir.Graph, Node] = field(default_factory=dict)  # the If, Loop or Scan of a body
+    positions: dict[Node, int] = field(default_factory=dict)  # of a node in its graph
+    owners: dict[ir.Graph, Node] = field(default_factory=dict)  # the If, Loop or Scan node of a body
     constants: set[Tensor] = field(default_factory=set)
-    floats: dict[ir.Value, Floats | None] = field(default_factory=dict)
+    values: dict[ir.Value, Floats | None] = field(default_factory=dict)  # cache of QdqView.values
 
-    def add(self, graph: ir.Graph) -> list[ir.Graph]:
-        """Index one graph and return the bodies in it."""
+    def add_graph(self, graph: ir.Graph) -> list[ir.Graph]:
+        """Record the facts of one graph, and return the bodies in it."""
         self.constants.update(graph.initializers.values())
         bodies: list[ir.Graph] = []
         for position, node in enumerate(graph):
-            self.order[node] = position
-            inner = _list_bodies(node)
-            self.owners.update(dict.fromkeys(inner, node))
-            bodies += inner
+            self.positions[node] = position
+            node_bodies = _list_bodies(node)
+            self.owners.update(dict.fromkeys(node_bodies, node))
+            bodies += node_bodies
             operands = [tensor for tensor in node.inputs if tensor is not None]
-            is_computed = inner or not operands or node.op_type in _RANDOM or not all(map(self.is_constant, operands))
-            if node.op_type == "Constant" or not is_computed:
+            can_be_folded = bool(operands) and not node_bodies and node.op_type not in _RANDOM
+            if node.op_type == "Constant" or (can_be_folded and all(map(self.is_constant, operands))):
                 self.constants.update(node.outputs)
         return bodies
 
     def is_constant(self, tensor: Tensor) -> bool:
-        # onnx_ir drops sparse initializers: their tensors come from nowhere. read_model refuses other such tensors.
+        # onnx_ir drops sparse initializers, so their tensors have no producer. read_model rejects other such tensors.
         is_sparse = tensor is not None and tensor.producer() is None and not tensor.is_graph_input()
         return is_sparse or tensor in self.constants
 
@@ -133,28 +135,28 @@ def _list_bodies(node: Node) -> list[ir.Graph]:
     return bodies
 
 
-def read_views(source: str | os.PathLike[str] | ModelProto, version: Version) -> "list[QdqView]":
-    """The main graph, then the bodies in it, in graph order."""
+def read_views(source: str | os.PathLike[str] | ModelProto, version: CompilerVersion) -> "list[QdqView]":
+    """Read a model; return a view of the main graph, then of the bodies in it, in graph order."""
     model, opset, folder = read_model(source)
-    index = _Index(opset, folder)
+    facts = _ModelFacts(opset, folder)
     graphs = [model.graph]
-    for graph in graphs:  # grows while it is read
-        graphs += index.add(graph)
-    return [QdqView(graph, version, index) for graph in graphs]
+    for graph in graphs:  # grows while it is iterated
+        graphs += facts.add_graph(graph)
+    return [QdqView(graph, version, facts) for graph in graphs]
 
 
 @dataclass(frozen=True, eq=False)
 class QdqView:
-    """One graph and the version of the compiler that is to read it."""
+    """One graph, and the version of the compiler whose rules are checked."""
 
     graph: ir.Graph
-    version: Version
-    index: _Index
+    version: CompilerVersion
+    facts: _ModelFacts
     _readers: dict[Tensor, list[OperandUse]] = field(default_factory=dict)
 
     @property
     def opset(self) -> int:
-        return self.index.opset
+        return self.facts.opset
 
     @cached_property
     def inputs(self) -> set[Tensor]:
@@ -165,190 +167,212 @@ class QdqView:
     def outputs(self) -> set[Tensor]:
         return set(self.graph.outputs)
 
-    def nodes(self, *ops: str) -> Iterator[Node]:
-        types = frozenset(ops)
+    def nodes(self, *op_types: str) -> Iterator[Node]:
+        """Yield the nodes of these types in graph order."""
+        types = frozenset(op_types)
         return (node for node in self.graph if node.op_type in types)
 
     def label(self, node: Node) -> str:
-        """A readable name: the node's own, else that of its first output."""
+        """Return the name of a node, or that of its first output."""
         names = (tensor.name for tensor in node.outputs if tensor.name)
         return node.name or next(names, f"{node.op_type}_{self.position(node)}")
 
     def position(self, node: Node) -> int:
-        return self.index.order[node]
+        """Return the index of a node in its graph."""
+        return self.facts.positions[node]
 
     def producer(self, tensor: Tensor) -> Node | None:
         return None if tensor is None else tensor.producer()
 
     def readers(self, tensor: Tensor) -> list[OperandUse]:
-        """The uses of a tensor in this graph, in graph order."""
+        """Return the uses of a tensor in this graph, in graph order."""
         if tensor is not None and tensor not in self._readers:
-            uses = {use for node, place in tensor.uses() if (use := self._use_here(node, place)) is not None}
-            order = self.index.order
-            self._readers[tensor] = sorted(uses, key=lambda use: (order[use.node], use.place < 0, use.place))
+            positions = self.facts.positions
+            uses = {self._to_use_in_graph(node, index) for node, index in tensor.uses()}
+            uses_in_graph = [use for use in uses if use is not None]
+            uses_in_graph.sort(key=lambda use: (positions[use.node], use.operand_index < 0, use.operand_index))
+            self._readers[tensor] = uses_in_graph
         return self._readers.get(tensor, [])
 
-    def _use_here(self, node: Node, place: int) -> OperandUse | None:
+    def _to_use_in_graph(self, node: Node, index: int) -> OperandUse | None:
+        """Return a use as one in this graph: a reader in a body counts as its If, Loop or Scan node."""
         while node.graph is not self.graph:
-            if not isinstance(node.graph, ir.Graph) or node.graph not in self.index.owners:
-                return None  # a reader outside of this body
-            node, place = self.index.owners[node.graph], -1
-        return OperandUse(node, place)
+            if not isinstance(node.graph, ir.Graph) or node.graph not in self.facts.owners:
+                return None  # the reader is outside of this body
+            node, index = self.facts.owners[node.graph], -1
+        return OperandUse(node, index)
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """Known when the engine is built: an initializer, or computed from constants only."""
-        return self.index.is_constant(tensor)
+        """Whether a tensor is known when the engine is built: an initializer, or computed from constants only."""
+        return self.facts.is_constant(tensor)
 
-    def shape(self, tensor: Tensor) -> Shape | None:
+    def shape(self, tensor: Tensor) -> TensorShape | None:
+        """Return the shape of a tensor, with None for unknown sizes; None if its rank is unknown."""
         stored = _read_constant(tensor) or tensor
         if stored is None or stored.shape is None:
             return None
         return tuple(size if isinstance(size, int) and size >= 0 else None for size in stored.shape)
 
     def dtype(self, tensor: Tensor) -> int:
-        """A TensorProto data type; 0 (UNDEFINED) if it is not known."""
+        """Return the TensorProto data type of a tensor; 0 (UNDEFINED) if it is unknown."""
         stored = _read_constant(tensor) or tensor
         return TensorProto.UNDEFINED if stored is None or stored.dtype is None else int(stored.dtype)
 
     def values(self, tensor: Tensor) -> Floats | None:
-        """The numbers of an initializer or a Constant node; None for anything else."""
+        """Return the values of an initializer or a Constant node; None for anything else."""
         if tensor is None:
             return None
-        if tensor not in self.index.floats:
+        cache = self.facts.values
+        if tensor not in cache:
             stored = _read_constant(tensor)
-            self.index.floats[tensor] = None if stored is None else tensor_values(stored, self.index.folder)
-        return self.index.floats[tensor]
+            cache[tensor] = None if stored is None else tensor_values(stored, self.facts.folder)
+        return cache[tensor]
 
-    def source(self, tensor: Tensor, ops: frozenset[str] = COPIES) -> Tensor:
-        """The tensor behind a row of such operations."""
-        while (node := self.producer(tensor)) is not None and node.op_type in ops and get_operand(node, 0) is not None:
+    def skip_back(self, tensor: Tensor, op_types: frozenset[str] = COPIES) -> Tensor:
+        """Return the tensor before a chain of such operations that ends at `tensor`."""
+        while (node := self.producer(tensor)) is not None and node.op_type in op_types:
+            if get_operand(node, 0) is None:
+                break
             tensor = get_operand(node, 0)
         return tensor
 
-    def readers_past(self, tensor: Tensor, passes: Callable[[OperandUse], bool]) -> Iterator[OperandUse]:
-        """The uses of a tensor, looking through the operations that `passes` lets through."""
-        pending, seen = [tensor], {tensor}
+    def readers_past(self, tensor: Tensor, is_skipped: Callable[[OperandUse], bool]) -> Iterator[OperandUse]:
+        """Yield the uses of a tensor; a skipped use is replaced by the uses of its node's outputs."""
+        pending, visited = [tensor], {tensor}
         while pending:
             for use in self.readers(pending.pop()):
-                if not passes(use):
+                if not is_skipped(use):
                     yield use
                     continue
-                pending += [output for output in use.node.outputs if output not in seen]
-                seen.update(use.node.outputs)
+                pending += [output for output in use.node.outputs if output not in visited]
+                visited.update(use.node.outputs)
 
     @cached_property
     def dequantizers(self) -> dict[Tensor, Node]:
-        """For each tensor that arrives dequantized, directly or over operations that DQ moves over, its DQ."""
-        found: dict[Tensor, Node] = {}
+        """The DQ of each dequantized tensor, also after operations that DQ moves over."""
+        dequantizers: dict[Tensor, Node] = {}
         for node in self.graph:
             if node.op_type in DEQUANTIZE:
-                found[get_result(node)] = node
-            elif node.op_type in MOVES and get_operand(node, 0) in found:
-                found.update(dict.fromkeys(node.outputs, found[get_operand(node, 0)]))
-            elif node.op_type == "Concat" and all(tensor in found for tensor in node.inputs):
-                sources = [found[tensor] for tensor in node.inputs]
-                if sources and all(self.same_scale(sources[0], source) for source in sources):
-                    found[get_result(node)] = sources[0]
-        return found
+                dequantizers[get_result(node)] = node
+            elif node.op_type in MOVES and get_operand(node, 0) in dequantizers:
+                dequantizers.update(dict.fromkeys(node.outputs, dequantizers[get_operand(node, 0)]))
+            elif node.op_type == "Concat" and all(tensor in dequantizers for tensor in node.inputs):
+                sources = [dequantizers[tensor] for tensor in node.inputs]
+                if sources and all(self.has_same_scale(sources[0], source) for source in sources):
+                    dequantizers[get_result(node)] = sources[0]
+        return dequantizers
 
     def dequantizer(self, tensor: Tensor) -> Node | None:
         return self.dequantizers.get(tensor)
 
-    def quantizers(self, tensor: Tensor, also: frozenset[str] = frozenset()) -> list[Node]:
-        """The Q nodes that read a tensor, over operations that Q moves over (and those named)."""
-        ops = MOVES | also
-        uses = self.readers_past(tensor, lambda use: use.node.op_type in ops and use.place >= 0)
-        return [use.node for use in uses if use.node.op_type in QUANTIZE and use.place == 0]
+    def quantizers(self, tensor: Tensor, also_skipped: frozenset[str] = frozenset()) -> list[Node]:
+        """Return the Q nodes that read a tensor, also after operations that Q moves over and after `also_skipped`."""
+        skipped = MOVES | also_skipped
+        uses = self.readers_past(tensor, lambda use: use.node.op_type in skipped and use.operand_index >= 0)
+        return [use.node for use in uses if use.node.op_type in QUANTIZE and use.operand_index == 0]
 
-    def origin(self, tensor: Tensor) -> tuple[Tensor, Node | None]:
-        """The tensor before its Q/DQ pairs, and the DQ next to the reader."""
-        crossed = None
+    def before_pairs(self, tensor: Tensor) -> tuple[Tensor, Node | None]:
+        """Return the tensor before the Q/DQ pairs that end at `tensor`, and the last DQ (None without a pair)."""
+        last_dequantize = None
         while (dequantize := self.producer(tensor)) is not None and dequantize.op_type in DEQUANTIZE:
             quantize = self.producer(get_operand(dequantize, 0))
             if quantize is None or quantize.op_type not in QUANTIZE:
                 break
-            crossed = crossed or dequantize
+            last_dequantize = last_dequantize or dequantize
             tensor = get_operand(quantize, 0)
-        return tensor, crossed
+        return tensor, last_dequantize
 
-    def steps(self, tensor: Tensor) -> list[ReaderStep]:
-        """Who reads a tensor, Q/DQ pairs looked through. A Q without DQ is a reader of its own."""
-        found = []
+    def reader_steps(self, tensor: Tensor) -> list[ReaderStep]:
+        """Return the readers of a tensor, looking through Q/DQ pairs. A Q without a DQ is a reader itself."""
+        steps = []
         for use in self.readers(tensor):
-            behind = [
-                far
-                for near in self.readers(get_result(use.node))
-                if use.node.op_type in QUANTIZE and near.node.op_type in DEQUANTIZE
-                for far in self.readers(get_result(near.node))
-            ]
-            found += [ReaderStep(far, use.node) for far in behind] or [ReaderStep(use, None)]
-        return found
+            behind_pair = []
+            if use.node.op_type in QUANTIZE:
+                for reader in self.readers(get_result(use.node)):
+                    if reader.node.op_type in DEQUANTIZE:
+                        behind_pair += self.readers(get_result(reader.node))
+            if behind_pair:
+                steps += [ReaderStep(far_use, use.node) for far_use in behind_pair]
+            else:
+                steps.append(ReaderStep(use, None))
+        return steps
 
-    def only_step(self, tensor: Tensor) -> ReaderStep | None:
-        """The one reader of a tensor; None if there are more, or if it leaves the graph."""
-        steps = [] if tensor in self.outputs else self.steps(tensor)
+    def only_reader_step(self, tensor: Tensor) -> ReaderStep | None:
+        """Return the only reader of a tensor; None if there are several, or if the tensor is an output of the graph."""
+        steps = [] if tensor in self.outputs else self.reader_steps(tensor)
         return steps[0] if len(steps) == 1 else None
 
     def is_linear(self, use: OperandUse) -> bool:
-        """Batch norm, or arithmetic with a constant: a compiler folds it into the kernel before."""
+        """Whether a use is a batch norm or arithmetic with a constant, which compilers fold into the kernel before."""
         node = use.node
         if node.op_type == "BatchNormalization":
-            return use.place == 0
-        others = [tensor for position, tensor in enumerate(node.inputs) if position != use.place]
-        return node.op_type in _LINEAR and all(map(self.is_constant, others))
+            return use.operand_index == 0
+        other_operands = [tensor for index, tensor in enumerate(node.inputs) if index != use.operand_index]
+        return node.op_type in _LINEAR and all(map(self.is_constant, other_operands))
 
     def epilogue(self, node: Node) -> Iterator[ReaderStep]:
-        """What is fused behind a weighted operation, Q/DQ looked through: linear*, an activation, a max pool."""
-        tensor, stage = get_result(node), 0
-        while (step := self.only_step(tensor)) is not None:
-            rank = self._rank(step.use)
-            if rank is None or rank < stage:
+        """Yield what TensorRT fuses after a weighted operation, looking through Q/DQ pairs.
+
+        This is any number of linear operations, then an activation, then a max pool.
+        """
+        tensor, min_stage = get_result(node), 0
+        while (step := self.only_reader_step(tensor)) is not None:
+            stage = self._epilogue_stage(step.use)
+            if stage is None or stage < min_stage:
                 return
             yield step
-            if rank == 2:
+            if stage == 2:
                 return
-            tensor, stage = get_result(step.use.node), rank + (rank == 1)
+            tensor, min_stage = get_result(step.use.node), 2 if stage == 1 else stage
 
-    def _rank(self, use: OperandUse) -> int | None:
+    def _epilogue_stage(self, use: OperandUse) -> int | None:
         if self.is_linear(use):
             return 0
-        if use.node.op_type in ACTIVATIONS and use.place == 0:
+        if use.node.op_type in ACTIVATIONS and use.operand_index == 0:
             return 1
         return 2 if use.node.op_type == "MaxPool" else None
 
-    def convolution(self, tensor: Tensor, *, alone: bool = True) -> Node | None:
-        """The convolution whose kernel makes the tensor, what is linear folded in; `alone`: nobody reads within."""
-        while not alone or self.only_step(tensor) is not None:
+    def convolution(self, tensor: Tensor, *, has_one_reader: bool = True) -> Node | None:
+        """Return the convolution whose kernel computes a tensor, with linear operations folded in; None if none does.
+
+        Args:
+            tensor: The tensor.
+            has_one_reader: Whether the tensors in between may have only one reader, so that the fusion is possible.
+        """
+        while not has_one_reader or self.only_reader_step(tensor) is not None:
             node = self.producer(tensor)
             if node is None or node.op_type in CONVOLUTIONS:
                 return node
-            place = next((place for place, name in enumerate(node.inputs) if not self.is_constant(name)), 0)
-            if not self.is_linear(OperandUse(node, place)):
+            data_index = next((i for i, operand in enumerate(node.inputs) if not self.is_constant(operand)), 0)
+            if not self.is_linear(OperandUse(node, data_index)):
                 return None
-            tensor = get_operand(node, place)
+            tensor = get_operand(node, data_index)
         return None
 
     def is_quantized(self, node: Node) -> bool:
-        """A weighted operation whose data arrives dequantized."""
+        """Whether the data of a weighted operation is dequantized."""
         return self.data_dequantizer(node) is not None
 
     def data_dequantizer(self, node: Node) -> Node | None:
-        """The DQ of an operand that is not constant."""
-        operands = (tensor for tensor in node.inputs[:2] if not self.is_constant(tensor))
-        return next((found for tensor in operands if (found := self.dequantizer(tensor))), None)
+        """Return the DQ of an operand that is not constant."""
+        for tensor in node.inputs[:2]:
+            dequantizer = None if self.is_constant(tensor) else self.dequantizer(tensor)
+            if dequantizer is not None:
+                return dequantizer
+        return None
 
-    def weight(self, node: Node) -> int | None:
-        """Which operand of a weighted operation is the constant one; None if both are data."""
-        places = (1, 0) if node.op_type == "MatMul" else (1,)
-        return next((place for place in places if self.is_constant(get_operand(node, place))), None)
+    def weight_index(self, node: Node) -> int | None:
+        """Return which operand of a weighted operation is constant; None if both are data."""
+        indices = (1, 0) if node.op_type == "MatMul" else (1,)
+        return next((index for index in indices if self.is_constant(get_operand(node, index))), None)
 
-    def kind(self, node: Node) -> int:
-        """The quantized type of a Q or DQ node, as ONNX says it; 0 if it is not known."""
+    def quantized_dtype(self, node: Node) -> int:
+        """Return the data type of the codes of a Q or DQ node, by ONNX's rules; 0 if it is unknown."""
         if node.op_type in DEQUANTIZE:
-            return self.dtype(get_operand(node, 0)) or self._zero_point_kind(node)
-        return self._zero_point_kind(node) or get_integer(node, "output_dtype") or UINT8
+            return self.dtype(get_operand(node, 0)) or self._zero_point_dtype(node)
+        return self._zero_point_dtype(node) or get_int_attribute(node, "output_dtype") or UINT8
 
-    def _zero_point_kind(self, node: Node) -> int:
+    def _zero_point_dtype(self, node: Node) -> int:
         if "FP8" in node.op_type:
             return FP8
         if node.op_type == "TRT_FP4DynamicQuantize":
@@ -356,21 +380,21 @@ class QdqView:
         return INT4 if "INT4" in node.op_type else self.dtype(get_operand(node, 2))
 
     def is_fp8(self, node: Node | None) -> bool:
-        return node is not None and self.kind(node) == FP8
+        return node is not None and self.quantized_dtype(node) == FP8
 
     def scale(self, node: Node) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
-        """The scale of a Q or DQ node in float32; None if it is not stored in the file."""
+        """Return the scale of a Q or DQ node in float32; None if it is not stored in the file."""
         values = self.values(get_operand(node, 1))
         return None if values is None else values.astype(np.float32)
 
     def axis(self, node: Node, rank: int) -> int:
-        axis = get_integer(node, "axis", 1)
+        axis = get_int_attribute(node, "axis", 1)
         return axis + rank if axis < 0 else axis
 
-    def block(self, node: Node) -> int:
-        return get_integer(node, "block_size")
+    def block_size(self, node: Node) -> int:
+        return get_int_attribute(node, "block_size")
 
-    def same_scale(self, left: Node, right: Node) -> bool:
+    def has_same_scale(self, left: Node, right: Node) -> bool:
         if get_operand(left, 1) == get_operand(right, 1):
             return True
         first, second = self.scale(left), self.scale(right)
@@ -378,16 +402,16 @@ class QdqView:
             return False
         return first.size == second.size and bool(np.array_equal(first.ravel(), second.ravel()))
 
-    def size(self, tensor: Tensor) -> int | None:
-        """The number of elements, if every size is known."""
+    def element_count(self, tensor: Tensor) -> int | None:
+        """Return the number of elements; None if a size is unknown."""
         shape = self.shape(tensor)
         return None if shape is None or None in shape else prod(size or 0 for size in shape)
 
 
-def last_sizes(shape: Shape | None, count: int) -> Shape:
-    """The last sizes of a shape; unknown ones are None."""
-    known = shape or ()
-    return (None,) * (count - len(known)) + known[len(known) - min(count, len(known)) :]
+def last_sizes(shape: TensorShape | None, count: int) -> TensorShape:
+    """Return the last `count` sizes of a shape, with None for unknown and missing ones."""
+    sizes = shape or ()
+    return (None,) * (count - len(sizes)) + sizes[len(sizes) - min(count, len(sizes)) :]
 
 
 def _read_constant(tensor: Tensor) -> ir.TensorProtocol | None:

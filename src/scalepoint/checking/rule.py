@@ -1,4 +1,4 @@
-"""What a checker is made of: rules, each a function that yields faults; a finding is a fault with its reasons."""
+"""Rules and findings: a rule is a function that yields faults; a finding is a fault with the rule's explanation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ _MAX_NAME_LENGTH = 120
 
 
 class Severity(StrEnum):
-    """What the compiler does if nothing is changed."""
+    """The consequence if nothing is changed."""
 
-    ERROR = "error"  # the file is refused, or the engine is not built
+    ERROR = "error"  # the compiler rejects the file or fails
     PERFORMANCE = "performance"  # a fusion or a fast kernel is lost
     ACCURACY = "accuracy"
     ADVICE = "advice"
@@ -23,11 +23,11 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rule saw: where, and in a few words what. What else is given overrides the rule's own."""
+    """One place where a rule is violated. `severity`, `why` and `way_out` override those of the rule."""
 
     node: Node
     tensor: Tensor
-    seen: str
+    description: str
     severity: Severity | None = None
     why: str = ""
     way_out: str = ""
@@ -35,7 +35,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Rule:
-    """`check` yields every place where the rule is broken; `why` and `way_out` are sentences for the user."""
+    """A rule: `check` yields a fault for every violation; `why` and `way_out` explain it to the user."""
 
     id: str
     severity: Severity
@@ -67,7 +67,7 @@ class Finding:
     def __str__(self) -> str:
         node, tensor = (shorten(name, _MAX_NAME_LENGTH) for name in (self.node, self.tensor))
         where = f"{node} ({tensor})" if self.tensor else node
-        return f"{self.rule} {self.severity.value}: {where}: {shorten(self.why, 1000)}. Way out: {self.way_out}"
+        return f"{self.rule} {self.severity.value}: {where}: {shorten(self.why, 1000)}. What to do: {self.way_out}"
 
 
 def make_finding(view: QdqView, rule: Rule, fault: Fault) -> Finding:
@@ -76,6 +76,6 @@ def make_finding(view: QdqView, rule: Rule, fault: Fault) -> Finding:
         severity=fault.severity or rule.severity,
         node=view.label(fault.node),
         tensor=(fault.tensor.name if fault.tensor else "") or "",
-        why=f"{fault.seen}: {fault.why or rule.why}",
+        why=f"{fault.description}: {fault.why or rule.why}",
         way_out=fault.way_out or rule.way_out,
     )

@@ -1,6 +1,7 @@
 """Rules on types, scales, zero points, weights and shapes: what TensorRT's parser accepts and has kernels for."""
 
 from collections.abc import Iterator
+from math import prod
 
 import numpy as np
 from onnx import TensorProto
@@ -10,7 +11,7 @@ from scalepoint.checking.qdq_graph import (
     BFLOAT,
     COPIES,
     DEQUANTIZE,
-    DYNAMIC,
+    DYNAMIC_QUANTIZE,
     E8M0,
     FLOAT,
     FLOATS,
@@ -21,14 +22,14 @@ from scalepoint.checking.qdq_graph import (
     INT8,
     INT32,
     MOVES,
+    ONNX_QDQ,
     PRODUCTS,
     QUANTIZE,
-    STANDARD,
     WEIGHTED,
     QdqView,
-    Shape,
     Tensor,
-    get_integer,
+    TensorShape,
+    get_int_attribute,
     get_operand,
     get_result,
     last_sizes,
@@ -36,7 +37,7 @@ from scalepoint.checking.qdq_graph import (
 from scalepoint.checking.rule import Fault, Severity
 
 SYMMETRIC = frozenset({INT8, INT4, FP8, FP4})
-_INTEGER = (
+_INTEGER_OPERATOR_PREFIXES = (
     "QLinear",
     "QGemm",
     "QAttention",
@@ -45,40 +46,41 @@ _INTEGER = (
     "DynamicQuantizeLinear",
     "DynamicQuantizeM",
 )
-_MIXING = WEIGHTED | {"Add", "Sub", "Mul", "Div", "Concat"}  # all operands have one type
+_ONE_DTYPE = WEIGHTED | {"Add", "Sub", "Mul", "Div", "Concat"}  # all operands must have the same dtype
 
 
-def type_name(kind: int) -> str:
-    return TensorProto.DataType.Name(kind).lower() if kind in TensorProto.DataType.values() else f"type {kind}"
+def dtype_name(dtype: int) -> str:
+    """Return the name of a TensorProto data type."""
+    return TensorProto.DataType.Name(dtype).lower() if dtype in TensorProto.DataType.values() else f"type {dtype}"
 
 
-def zero_points(view: QdqView) -> Iterator[Fault]:
+def check_zero_points(view: QdqView) -> Iterator[Fault]:
     """R01: a zero point is all zeros, of type int8, fp8 e4m3, int4 or fp4, shaped like the scale, and present on Q."""
-    for node in view.nodes(*STANDARD):
-        seen = _wrong_zero_point(view, node)
-        if seen:
-            yield Fault(node, get_operand(node, 2) or get_operand(node, 0), seen)
+    for node in view.nodes(*ONNX_QDQ):
+        description = _describe_wrong_zero_point(view, node)
+        if description:
+            yield Fault(node, get_operand(node, 2) or get_operand(node, 0), description)
 
 
-def _wrong_zero_point(view: QdqView, node: Node) -> str | None:
-    tensor, kind = get_operand(node, 2), view.kind(node)
-    if node.op_type == "QuantizeLinear" and not tensor and not get_integer(node, "output_dtype"):
+def _describe_wrong_zero_point(view: QdqView, node: Node) -> str | None:
+    """Say what is wrong with the quantized type or the zero point of a node; None if nothing is."""
+    tensor, dtype = get_operand(node, 2), view.quantized_dtype(node)
+    if node.op_type == "QuantizeLinear" and not tensor and not get_int_attribute(node, "output_dtype"):
         return "there is no zero point and no output_dtype, which ONNX reads as uint8 and TensorRT as int8"
-    if kind and kind not in SYMMETRIC and not _is_int32_dequantize(view, node) and not _is_scale(view, node):
-        return f"the quantized type is {type_name(kind)}"
-    return _wrong_zeros(view, node) if tensor else None
+    if dtype and dtype not in SYMMETRIC and not _is_int32_dequantize(view, node) and not _is_scale(view, node):
+        return f"the quantized type is {dtype_name(dtype)}"
+    return _describe_wrong_values(view, node, tensor) if tensor else None
 
 
-def _wrong_zeros(view: QdqView, node: Node) -> str | None:
-    tensor = get_operand(node, 2)
+def _describe_wrong_values(view: QdqView, node: Node, tensor: Tensor) -> str | None:
     values = view.values(tensor)
     if values is None and not view.is_constant(tensor):
         return "the zero point is not constant"
     if values is not None and np.any(values.astype(np.float32) != 0):
         return "the zero point is not zero"
-    shapes = view.shape(tensor), view.shape(get_operand(node, 1))
-    if None not in shapes and shapes[0] != shapes[1]:
-        return f"the zero point has shape {_format_shape(shapes[0])}, the scale {_format_shape(shapes[1])}"
+    shape, scale_shape = view.shape(tensor), view.shape(get_operand(node, 1))
+    if shape is not None and scale_shape is not None and shape != scale_shape:
+        return f"the zero point has shape {_format_shape(shape)}, the scale {_format_shape(scale_shape)}"
     return None
 
 
@@ -87,24 +89,25 @@ def _is_int32_dequantize(view: QdqView, node: Node) -> bool:
 
 
 def _is_scale(view: QdqView, node: Node) -> bool:
-    """The second level of a block format: a DQ whose result is another one's scale."""
+    """Whether a DQ computes the scale of another DQ: the second level of a block format."""
     uses = view.readers(get_result(node))
-    return bool(uses) and all(use.node.op_type in DEQUANTIZE and use.place == 1 for use in uses)
+    return bool(uses) and all(use.node.op_type in DEQUANTIZE and use.operand_index == 1 for use in uses)
 
 
-def _format_shape(shape: Shape | None) -> str:
+def _format_shape(shape: TensorShape | None) -> str:
     return "unknown" if shape is None else "x".join("?" if size is None else str(size) for size in shape) or "scalar"
 
 
-def scales(view: QdqView) -> Iterator[Fault]:
+def check_scales(view: QdqView) -> Iterator[Fault]:
     """R02: a scale is constant, positive, a scalar, one number per channel of `axis`, or blocks of the data's rank."""
-    for node in view.nodes(*((QUANTIZE | DEQUANTIZE) - DYNAMIC - {"TRT_MXFP8DequantizeLinear"})):
-        seen = _wrong_scale(view, node)
-        if seen:
-            yield Fault(node, get_operand(node, 1), seen)
+    for node in view.nodes(*((QUANTIZE | DEQUANTIZE) - DYNAMIC_QUANTIZE - {"TRT_MXFP8DequantizeLinear"})):
+        description = _describe_wrong_scale(view, node)
+        if description:
+            yield Fault(node, get_operand(node, 1), description)
 
 
-def _wrong_scale(view: QdqView, node: Node) -> str | None:
+def _describe_wrong_scale(view: QdqView, node: Node) -> str | None:
+    """Say what is wrong with the scale of a node; None if nothing is."""
     tensor = get_operand(node, 1)
     if not tensor:
         return "there is no scale"
@@ -113,201 +116,202 @@ def _wrong_scale(view: QdqView, node: Node) -> str | None:
     values = view.scale(node)
     if values is not None and not np.all(np.isfinite(values) & (values > 0)):
         return "the scale is not a positive number everywhere"
-    shape, data = view.shape(tensor), view.shape(get_operand(node, 0))
-    return None if shape is None or data is None else _wrong_shape(view, node, shape, data)
+    shape, data_shape = view.shape(tensor), view.shape(get_operand(node, 0))
+    return None if shape is None or data_shape is None else _describe_wrong_shape(view, node, shape, data_shape)
 
 
 def _is_dynamic_block_scale(view: QdqView, tensor: Tensor) -> bool:
-    """The scale that a DynamicQuantize made, itself dequantized: how block formats quantize activations."""
+    """Whether a scale is the dequantized result of a DynamicQuantize, as in block formats of activations."""
     producer = view.producer(tensor)
     if producer is not None and producer.op_type in DEQUANTIZE:
         producer = view.producer(get_operand(producer, 0))
-    return producer is not None and producer.op_type in DYNAMIC
+    return producer is not None and producer.op_type in DYNAMIC_QUANTIZE
 
 
-def _wrong_shape(view: QdqView, node: Node, shape: Shape, data: Shape) -> str | None:
-    count = 1
-    for size in shape:
-        count *= size or 0
-    if count == 1 and len(shape) <= 1:
+def _describe_wrong_shape(view: QdqView, node: Node, shape: TensorShape, data_shape: TensorShape) -> str | None:
+    """Say why the shape of a scale does not fit the data; None if it fits."""
+    if len(shape) <= 1 and prod(size or 0 for size in shape) == 1:
         return None
-    axis = view.axis(node, len(data))
-    if len(shape) not in (1, len(data)):
-        return f"the scale has rank {len(shape)}, the data {len(data)}"
-    if not 0 <= axis < len(data):
-        return f"axis {get_integer(node, 'axis', 1)} is outside of data of rank {len(data)}"
-    if len(shape) == 1 and not view.block(node):
-        wanted: Shape = (data[axis],)
+    rank = len(data_shape)
+    axis, block_size = view.axis(node, rank), view.block_size(node)
+    if len(shape) not in (1, rank):
+        return f"the scale has rank {len(shape)}, the data {rank}"
+    if not 0 <= axis < rank:
+        return f"axis {get_int_attribute(node, 'axis', 1)} is outside of data of rank {rank}"
+    if len(shape) == 1 and not block_size:
+        expected: TensorShape = (data_shape[axis],)
     else:
-        block = view.block(node)
-        wanted = tuple(
-            -(-size // block) if place == axis and block and size is not None else size
-            for place, size in enumerate(data)
-        )
-    if any(want is not None and want != size for want, size in zip(wanted, shape, strict=True)):
-        return f"the scale has shape {_format_shape(shape)}, the data and axis {axis} ask for {_format_shape(wanted)}"
+        sizes = list(data_shape)
+        size = sizes[axis]
+        if block_size and size is not None:
+            sizes[axis] = -(-size // block_size)
+        expected = tuple(sizes)
+    differs = [wanted is not None and wanted != actual for wanted, actual in zip(expected, shape, strict=True)]
+    if any(differs):
+        return f"the scale has shape {_format_shape(shape)}, the data and axis {axis} need {_format_shape(expected)}"
     return None
 
 
-def activation_granularity(view: QdqView) -> Iterator[Fault]:
+def check_activation_granularity(view: QdqView) -> Iterator[Fault]:
     """R03: Q on a tensor that is not constant has exactly one scale."""
-    for node in view.nodes(*(QUANTIZE - DYNAMIC)):
-        count = view.size(get_operand(node, 1))
+    for node in view.nodes(*(QUANTIZE - DYNAMIC_QUANTIZE)):
+        count = view.element_count(get_operand(node, 1))
         if not view.is_constant(get_operand(node, 0)) and count is not None and count > 1:
             yield Fault(node, get_operand(node, 0), f"an activation has {count} scales")
 
 
-def bias_is_float(view: QdqView) -> Iterator[Fault]:
-    """R05: no DequantizeLinear on int32; the bias of Conv and Gemm, or added behind MatMul, is float without Q/DQ."""
+def check_bias_is_float(view: QdqView) -> Iterator[Fault]:
+    """R05: no DequantizeLinear on int32; the bias of Conv and Gemm, or added after MatMul, is float without Q/DQ."""
     for node in view.graph:
         if _is_int32_dequantize(view, node):
             yield Fault(node, get_operand(node, 0), "int32 is dequantized")
-        elif node.op_type in WEIGHTED and _quantized_constant(view, get_operand(node, 2)):
+        elif node.op_type in WEIGHTED and _is_quantized_constant(view, get_operand(node, 2)):
             yield Fault(node, get_operand(node, 2), "the bias is quantized")
         elif node.op_type == "Add":
             for bias, data in (node.inputs, node.inputs[::-1]) if len(node.inputs) == 2 else ():
                 producer = view.producer(data)
-                if producer is not None and producer.op_type in WEIGHTED and _quantized_constant(view, bias):
-                    yield Fault(node, bias, f"the bias behind {producer.op_type} is quantized")
+                if producer is not None and producer.op_type in WEIGHTED and _is_quantized_constant(view, bias):
+                    yield Fault(node, bias, f"the bias after {producer.op_type} is quantized")
 
 
-def _quantized_constant(view: QdqView, tensor: Tensor) -> bool:
+def _is_quantized_constant(view: QdqView, tensor: Tensor) -> bool:
     source = view.dequantizer(tensor)
     return source is not None and view.is_constant(tensor) and not _is_int32_dequantize(view, source)
 
 
-def integer_operators(view: QdqView) -> Iterator[Fault]:
+def check_integer_operators(view: QdqView) -> Iterator[Fault]:
     """R06: no QLinear*, ConvInteger, MatMulInteger, DynamicQuantizeLinear."""
     for node in view.graph:
-        if node.op_type.startswith(_INTEGER):
-            yield Fault(node, get_operand(node, 0), f"{node.op_type} is no operator of TensorRT")
+        if node.op_type.startswith(_INTEGER_OPERATOR_PREFIXES):
+            yield Fault(node, get_operand(node, 0), f"TensorRT does not have the operator {node.op_type}")
 
 
-def opsets(view: QdqView) -> Iterator[Fault]:
-    """R07: axis from opset 13; fp16 and bf16 scales and fp8 from 19; int4 and blocks from 21; fp4 23; e8m0 24."""
-    for node in view.nodes(*STANDARD):
-        kind, scale = view.kind(node), view.dtype(get_operand(node, 1))
-        needs = [
+def check_opsets(view: QdqView) -> Iterator[Fault]:
+    """R07: axis needs opset 13; fp16 and bf16 scales and fp8 need 19; int4 and blocks 21; fp4 23; e8m0 24."""
+    for node in view.nodes(*ONNX_QDQ):
+        dtype, scale_dtype = view.quantized_dtype(node), view.dtype(get_operand(node, 1))
+        features = [  # needed opset, whether the node uses the feature, the feature
             (13, "axis" in node.attributes, "the attribute axis"),
-            (19, scale in (HALF, BFLOAT), f"a {type_name(scale)} scale"),
-            (19, kind == FP8, "fp8"),
-            (21, kind == INT4, "int4"),
-            (21, view.block(node) > 0, "a block size"),
-            (23, kind == FP4, "fp4"),
-            (24, scale == E8M0, "an e8m0 scale"),
+            (19, scale_dtype in (HALF, BFLOAT), f"a {dtype_name(scale_dtype)} scale"),
+            (19, dtype == FP8, "fp8"),
+            (21, dtype == INT4, "int4"),
+            (21, view.block_size(node) > 0, "a block size"),
+            (23, dtype == FP4, "fp4"),
+            (24, scale_dtype == E8M0, "an e8m0 scale"),
         ]
-        missing = [(opset, what) for opset, holds, what in needs if holds and view.opset < opset]
+        missing = [(opset, feature) for opset, is_used, feature in features if is_used and view.opset < opset]
         if missing:
-            opset, what = max(missing)
-            seen = f"{what} needs opset {opset}, the file has {view.opset}"
-            yield Fault(node, get_operand(node, 0), seen, way_out=f"Export with opset {opset} or later.")
+            opset, feature = max(missing)
+            description = f"{feature} needs opset {opset}, the file has {view.opset}"
+            yield Fault(node, get_operand(node, 0), description, way_out=f"Export with opset {opset} or later.")
 
 
-def float_types(view: QdqView) -> Iterator[Fault]:
-    """R08: Q has a scale of its data's type, operands meet in one float type, no Cast stands between DQ and reader."""
+def check_float_dtypes(view: QdqView) -> Iterator[Fault]:
+    """R08: Q has a scale of its data's dtype, operands have one float dtype, no Cast is between a DQ and its reader."""
     for node in view.graph:
-        if node.op_type in QUANTIZE - DYNAMIC:
-            yield from _scale_type(view, node)
-        elif node.op_type in _MIXING:
-            yield from _operand_types(view, node)
+        if node.op_type in QUANTIZE - DYNAMIC_QUANTIZE:
+            yield from _check_scale_dtype(view, node)
+        elif node.op_type in _ONE_DTYPE:
+            yield from _check_operand_dtypes(view, node)
         elif node.op_type == "Cast":
             yield from _check_cast(view, node)
 
 
-def _scale_type(view: QdqView, node: Node) -> Iterator[Fault]:
+def _check_scale_dtype(view: QdqView, node: Node) -> Iterator[Fault]:
     data, scale = view.dtype(get_operand(node, 0)), view.dtype(get_operand(node, 1))
     if data in FLOATS and scale in FLOATS and data != scale:
-        yield Fault(node, get_operand(node, 1), f"the scale is {type_name(scale)}, the data {type_name(data)}")
+        yield Fault(node, get_operand(node, 1), f"the scale is {dtype_name(scale)}, the data {dtype_name(data)}")
 
 
-def _operand_types(view: QdqView, node: Node) -> Iterator[Fault]:
-    kinds = {tensor: _float_type(view, tensor) for tensor in node.inputs if tensor}
-    known = {kind for kind in kinds.values() if kind in FLOATS}
-    dequantized = next((tensor for tensor in kinds if view.dequantizer(tensor)), None)
-    if len(known) > 1 and dequantized:
-        yield Fault(node, dequantized, f"operands of type {' and '.join(sorted(map(type_name, known)))} meet")
+def _check_operand_dtypes(view: QdqView, node: Node) -> Iterator[Fault]:
+    dtypes = {tensor: _float_dtype(view, tensor) for tensor in node.inputs if tensor}
+    float_dtypes = {dtype for dtype in dtypes.values() if dtype in FLOATS}
+    dequantized = next((tensor for tensor in dtypes if view.dequantizer(tensor)), None)
+    if len(float_dtypes) > 1 and dequantized:
+        names = " and ".join(sorted(map(dtype_name, float_dtypes)))
+        yield Fault(node, dequantized, f"the operands have different types, {names}")
 
 
-def _float_type(view: QdqView, tensor: Tensor) -> int:
-    """ONNX's own inference stops where types disagree, so a dequantized tensor's type is read off its DQ."""
+def _float_dtype(view: QdqView, tensor: Tensor) -> int:
+    """Return the dtype of a tensor; of a dequantized one by its DQ, as ONNX's inference stops where types disagree."""
     source = view.dequantizer(tensor)
     if source is None:
         return view.dtype(tensor)
-    return get_integer(source, "output_dtype") or view.dtype(get_operand(source, 1))
+    return get_int_attribute(source, "output_dtype") or view.dtype(get_operand(source, 1))
 
 
 def _check_cast(view: QdqView, node: Node) -> Iterator[Fault]:
     source = view.dequantizer(get_operand(node, 0))
-    if source is None or view.kind(source) == FP4 or source.op_type == "TRT_MXFP8DequantizeLinear":
-        return  # NVIDIA's own block format graphs have a Cast there
+    if source is None or view.quantized_dtype(source) == FP4 or source.op_type == "TRT_MXFP8DequantizeLinear":
+        return  # block formats of NVIDIA's toolkit have a Cast there
     readers = view.readers_past(get_result(node), lambda use: use.node.op_type in MOVES)
     reader = next((use.node for use in readers if use.node.op_type in WEIGHTED | {"Add"}), None)
     if reader is not None:
-        yield Fault(
-            node,
-            get_operand(node, 0),
-            f"a Cast stands between DequantizeLinear and {reader.op_type}",
-            Severity.PERFORMANCE,
-        )
+        description = f"a Cast is between DequantizeLinear and {reader.op_type}"
+        yield Fault(node, get_operand(node, 0), description, Severity.PERFORMANCE)
 
 
-def float_remainder(view: QdqView) -> Iterator[Fault]:
-    """R22: in a strongly typed graph (TensorRT 11: every graph) what is not quantized is fp16 or bf16, not fp32."""
+def check_float_remainder(view: QdqView) -> Iterator[Fault]:
+    """R22: from TensorRT 11 on, where all graphs are strongly typed, the float remainder is fp16 or bf16, not fp32."""
     if view.version < (11, 0) or not any(node.op_type in QUANTIZE | DEQUANTIZE for node in view.graph):
         return
-    wide = [node for node in view.nodes(*WEIGHTED) if view.dtype(get_result(node)) == FLOAT]
-    if wide:
-        count = f"{len(wide)} convolutions and matrix products" if len(wide) > 1 else f"a {wide[0].op_type}"
-        yield Fault(wide[0], get_result(wide[0]), f"the float results of {count} are fp32")
+    fp32_nodes = [node for node in view.nodes(*WEIGHTED) if view.dtype(get_result(node)) == FLOAT]
+    if fp32_nodes:
+        first, count = fp32_nodes[0], len(fp32_nodes)
+        which = f"{count} convolutions and matrix products" if count > 1 else f"a {first.op_type}"
+        yield Fault(first, get_result(first), f"the float results of {which} are fp32")
 
 
-_INT4_BLOCKS = (64, 128)
-_FP4_BLOCK, _MX_BLOCK = 16, 32
-_TRANSPOSED_AXIS_0 = ((8, 4), (8, 6)), ((10, 0), (10, 1))  # ConvTranspose: NVIDIA's toolkit used axis 0 in these
+_INT4_BLOCK_SIZES = (64, 128)
+_FP4_BLOCK_SIZE, _MX_BLOCK_SIZE = 16, 32
+# Version ranges in which NVIDIA's toolkit used axis 0 for ConvTranspose
+_TRANSPOSED_AXIS_0 = ((8, 4), (8, 6)), ((10, 0), (10, 1))
 
 
-def weight_axis(view: QdqView) -> Iterator[Fault]:
+def check_weight_axis(view: QdqView) -> Iterator[Fault]:
     """R04: weights have a scale per output channel: Conv axis 0, ConvTranspose 1 (0 in 10.0), products by layout."""
     for node in view.nodes(*WEIGHTED):
-        place = view.weight(node)
-        source = view.dequantizer(get_operand(node, place)) if place is not None else None
-        if place is None or source is None or view.block(source):
+        index = view.weight_index(node)
+        source = view.dequantizer(get_operand(node, index)) if index is not None else None
+        if index is None or source is None or view.block_size(source):
             continue
-        shape, count = view.shape(get_operand(source, 0)), view.size(get_operand(source, 1))
-        wanted = _output_axis(view, node, place)
-        if shape is None or count is None or wanted is None:
+        shape, count = view.shape(get_operand(source, 0)), view.element_count(get_operand(source, 1))
+        expected = _output_axis(view, node, index)
+        if shape is None or count is None or expected is None:
             continue
-        axis = _axis_at(view, get_operand(node, place), source, len(shape))
+        axis = _axis_after_transposes(view, get_operand(node, index), source, len(shape))
         if count == 1:
-            yield from _check_weight_scale(view, node, place, wanted)
-        elif axis is not None and axis != wanted:
-            yield Fault(
-                source, get_operand(source, 1), f"{node.op_type} has weight scales along axis {axis}, not {wanted}"
-            )
+            yield from _check_single_scale(view, node, index, expected)
+        elif axis is not None and axis != expected:
+            description = f"{node.op_type} has weight scales along axis {axis}, not {expected}"
+            yield Fault(source, get_operand(source, 1), description)
 
 
-def _check_weight_scale(view: QdqView, node: Node, place: int, wanted: int) -> Iterator[Fault]:
-    shape = view.shape(get_operand(node, place))
-    if node.op_type != "ConvTranspose" and shape is not None and wanted < len(shape) and shape[wanted] != 1:
-        seen = f"the weight of {node.op_type} has one scale for all {shape[wanted]} output channels"
-        yield Fault(node, get_operand(node, place), seen, Severity.ACCURACY)
+def _check_single_scale(view: QdqView, node: Node, index: int, channel_axis: int) -> Iterator[Fault]:
+    shape = view.shape(get_operand(node, index))
+    if node.op_type == "ConvTranspose" or shape is None or channel_axis >= len(shape):
+        return
+    if shape[channel_axis] != 1:
+        description = f"the weight of {node.op_type} has one scale for all {shape[channel_axis]} output channels"
+        yield Fault(node, get_operand(node, index), description, Severity.ACCURACY)
 
 
-def _output_axis(view: QdqView, node: Node, place: int) -> int | None:
+def _output_axis(view: QdqView, node: Node, index: int) -> int | None:
+    """Return the axis of the output channels in a weight; None if its rank is unknown or not 2."""
     if node.op_type == "Conv":
         return 0
     if node.op_type == "ConvTranspose":
         return 0 if any(first <= view.version <= last for first, last in _TRANSPOSED_AXIS_0) else 1
-    shape = view.shape(get_operand(node, place))
+    shape = view.shape(get_operand(node, index))
     if shape is None or len(shape) != 2:
         return None
     if node.op_type == "Gemm":
-        return 0 if get_integer(node, "transB") else 1
-    return 1 if place == 1 else 0
+        return 0 if get_int_attribute(node, "transB") else 1
+    return 1 if index == 1 else 0
 
 
-def _axis_at(view: QdqView, tensor: Tensor, source: Node, rank: int) -> int | None:
-    """Where the scale's axis is when the operation reads it: a Transpose moves it; None if it cannot be followed."""
+def _axis_after_transposes(view: QdqView, tensor: Tensor, source: Node, rank: int) -> int | None:
+    """Return the axis of the scale as the operation reads the weight, after Transposes; None if it is unknown."""
     path: list[Node] = []
     while (node := view.producer(tensor)) is not None and node is not source:
         path.append(node)
@@ -321,42 +325,43 @@ def _axis_at(view: QdqView, tensor: Tensor, source: Node, rank: int) -> int | No
             axis = order.index(axis) if axis in order else -1
         elif node.op_type != "Identity":
             return None
-    return axis if 0 <= axis < rank else None  # outside: rule R02 speaks of it
+    return axis if 0 <= axis < rank else None  # R02 reports an axis that is out of range
 
 
-def stored_weights(view: QdqView) -> Iterator[Fault]:
+def check_stored_weights(view: QdqView) -> Iterator[Fault]:
     """R26: the weight before Q is stored in the file, not computed there, such as by Mul with a batch norm's factor."""
     for node in view.nodes(*QUANTIZE):
-        tensor = view.source(get_operand(node, 0), COPIES | {"Cast"})
-        maker = view.producer(tensor)
-        if view.is_constant(tensor) and maker is not None and maker.op_type not in (*DEQUANTIZE, "Constant"):
-            yield Fault(node, get_operand(node, 0), f"the weight before {node.op_type} is computed by {maker.op_type}")
+        tensor = view.skip_back(get_operand(node, 0), COPIES | {"Cast"})
+        producer = view.producer(tensor)
+        if view.is_constant(tensor) and producer is not None and producer.op_type not in (*DEQUANTIZE, "Constant"):
+            description = f"the weight before {node.op_type} is computed by {producer.op_type}"
+            yield Fault(node, get_operand(node, 0), description)
 
 
-def block_formats(view: QdqView) -> Iterator[Fault]:
+def check_block_formats(view: QdqView) -> Iterator[Fault]:
     """R23: int4 on constants in blocks of 64 or 128; fp4 in blocks of 16 with two DQ; mxfp8 with TensorRT's own DQ."""
     for node in view.nodes(*(QUANTIZE | DEQUANTIZE)):
-        kind = view.kind(node)
+        dtype = view.quantized_dtype(node)
         if node.op_type == "TRT_MXFP8DequantizeLinear":
-            seen = _indivisible(view, node, _MX_BLOCK)
+            description = _describe_indivisible(view, node, _MX_BLOCK_SIZE)
         elif view.dtype(get_operand(node, 1)) == E8M0 and view.opset >= 24:
-            seen = "an e8m0 scale on a standard Q/DQ node"
-        elif kind == INT4:
-            seen = _wrong_int4(view, node)
-        elif kind == FP4:
-            seen = _wrong_fp4(view, node)
+            description = "an e8m0 scale on a standard Q/DQ node"
+        elif dtype == INT4:
+            description = _describe_wrong_int4(view, node)
+        elif dtype == FP4:
+            description = _describe_wrong_fp4(view, node)
         else:
             continue
-        if seen:
-            yield Fault(node, get_operand(node, 0), seen)
+        if description:
+            yield Fault(node, get_operand(node, 0), description)
 
 
-def _wrong_int4(view: QdqView, node: Node) -> str | None:
+def _describe_wrong_int4(view: QdqView, node: Node) -> str | None:
     shape = view.shape(get_operand(node, 0))
     if not view.is_constant(get_operand(node, 0)):
         return "int4 on an activation"
-    if view.block(node) not in _INT4_BLOCKS:
-        return f"int4 with blocks of {view.block(node)}" if view.block(node) else "int4 without blocks"
+    if view.block_size(node) not in _INT4_BLOCK_SIZES:
+        return f"int4 with blocks of {view.block_size(node)}" if view.block_size(node) else "int4 without blocks"
     if shape and shape[-1] is not None and shape[-1] % 2:
         return f"int4 with an odd last size, {shape[-1]}"
     if shape and view.axis(node, len(shape)) < len(shape) - 2:
@@ -364,57 +369,57 @@ def _wrong_int4(view: QdqView, node: Node) -> str | None:
     return None
 
 
-def _wrong_fp4(view: QdqView, node: Node) -> str | None:
+def _describe_wrong_fp4(view: QdqView, node: Node) -> str | None:
     if node.op_type == "TRT_FP4DynamicQuantize":
-        return _indivisible(view, node, _FP4_BLOCK)
+        return _describe_indivisible(view, node, _FP4_BLOCK_SIZE)
     if node.op_type in QUANTIZE:
-        return None if view.is_constant(get_operand(node, 0)) else "an activation becomes fp4 by QuantizeLinear"
-    if view.block(node) != _FP4_BLOCK:
-        return f"fp4 with blocks of {view.block(node)}" if view.block(node) else "fp4 without blocks"
+        return None if view.is_constant(get_operand(node, 0)) else "an activation is quantized to fp4 by QuantizeLinear"
+    if view.block_size(node) != _FP4_BLOCK_SIZE:
+        return f"fp4 with blocks of {view.block_size(node)}" if view.block_size(node) else "fp4 without blocks"
     scale = view.producer(get_operand(node, 1))
-    if scale is None or scale.op_type not in DEQUANTIZE or view.kind(scale) != FP8:
-        return "an fp4 scale that is not itself e4m3 behind a DequantizeLinear"
-    return _indivisible(view, node, _FP4_BLOCK)
+    if scale is None or scale.op_type not in DEQUANTIZE or view.quantized_dtype(scale) != FP8:
+        return "an fp4 scale that is not e4m3 followed by a DequantizeLinear"
+    return _describe_indivisible(view, node, _FP4_BLOCK_SIZE)
 
 
-def _indivisible(view: QdqView, node: Node, block: int) -> str | None:
+def _describe_indivisible(view: QdqView, node: Node, block_size: int) -> str | None:
+    """Say so if blocks do not divide the size of their axis."""
     shape = view.shape(get_operand(node, 0))
-    axis = get_integer(node, "axis", -1)
+    axis = get_int_attribute(node, "axis", -1)
     size = shape[axis] if shape and -len(shape) <= axis < len(shape) else None
-    return f"blocks of {block} do not divide {size} values" if size is not None and size % block else None
+    return f"blocks of {block_size} do not divide {size} values" if size is not None and size % block_size else None
 
 
 _MIN_INT8_SIZE = 16
-_FP8_KERNEL = 32
+_MAX_FP8_KERNEL = 32  # taps
 
 
-def small_products(view: QdqView) -> Iterator[Fault]:
+def check_small_products(view: QdqView) -> Iterator[Fault]:
     """R16: no Q/DQ on a product with M or N = 1 (constant weight: only if the output is 2-D), K < 16 or N < 16."""
     for node in view.nodes(*PRODUCTS):
         if not view.is_quantized(node):
             continue
         m, k, n = _product_sizes(view, node)
         rank = len(view.shape(get_result(node)) or ())
-        counts = rank == 2 or view.weight(node) is None
-        if counts and 1 in (m, n):
-            yield Fault(
-                node, get_result(node), f"a {node.op_type} with {m if m else '?'} x {n if n else '?'} results is a GEMV"
-            )
+        is_gemv_slow = rank == 2 or view.weight_index(node) is None
+        if is_gemv_slow and 1 in (m, n):
+            description = f"a {node.op_type} with {m if m else '?'} x {n if n else '?'} results is a GEMV"
+            yield Fault(node, get_result(node), description)
         elif any(size is not None and size < _MIN_INT8_SIZE for size in (k, n)):
             yield Fault(node, get_result(node), f"a {node.op_type} with K = {k} and N = {n} has no tensor core kernel")
 
 
 def _product_sizes(view: QdqView, node: Node) -> tuple[int | None, int | None, int | None]:
-    """M, K, N; None where a size is not known."""
-    left, right = (last_sizes(view.shape(get_operand(node, place)), 2) for place in (0, 1))
+    """Return M, K and N; None for an unknown size."""
+    left, right = (last_sizes(view.shape(get_operand(node, index)), 2) for index in (0, 1))
     if node.op_type == "Gemm":
-        left = left[::-1] if get_integer(node, "transA") else left
-        right = right[::-1] if get_integer(node, "transB") else right
+        left = left[::-1] if get_int_attribute(node, "transA") else left
+        right = right[::-1] if get_int_attribute(node, "transB") else right
     return left[0], left[1] if left[1] is not None else right[0], right[1]
 
 
-def small_convolutions(view: QdqView) -> Iterator[Fault]:
-    """R17: the convolutions with few channels, odd kernels or groups that have no int8 or fp8 kernel stay float."""
+def check_small_convolutions(view: QdqView) -> Iterator[Fault]:
+    """R17: a convolution is float if its channels, kernel size or groups have no int8 or fp8 kernel."""
     for node in view.nodes("Conv"):
         source = view.data_dequantizer(node)
         if source is None:
@@ -424,27 +429,30 @@ def small_convolutions(view: QdqView) -> Iterator[Fault]:
         if not view.is_constant(weight):
             yield Fault(node, weight, "the weight of a quantized Conv is not constant")
         elif shape is not None and len(shape) > 2:
-            groups = get_integer(node, "group", 1)
-            if not (_fits_fp8(shape, groups) if view.is_fp8(source) else _fits_int8(view, node, shape, groups)):
+            groups = get_int_attribute(node, "group", 1)
+            is_fp8 = view.is_fp8(source)
+            has_kernel = _has_fp8_kernel(shape, groups) if is_fp8 else _has_int8_kernel(view, node, shape, groups)
+            if not has_kernel:
                 kernel = "x".join(map(str, shape[2:]))
-                seen = f"a {kernel} Conv of {shape[1]} to {shape[0]} channels in {groups} groups has no fast kernel"
-                yield Fault(node, weight, seen)
+                description = (
+                    f"a {kernel} Conv of {shape[1]} to {shape[0]} channels in {groups} groups has no fast kernel"
+                )
+                yield Fault(node, weight, description)
 
 
-def _fits_int8(view: QdqView, node: Node, shape: Shape, groups: int) -> bool:
-    out, per_group, *kernel = (size or 0 for size in shape)
-    if min(out, per_group) >= _MIN_INT8_SIZE:
+def _has_int8_kernel(view: QdqView, node: Node, shape: TensorShape, groups: int) -> bool:
+    out_channels, in_per_group, *kernel = (size or 0 for size in shape)
+    if min(out_channels, in_per_group) >= _MIN_INT8_SIZE:
         return True
     if groups > 1:
-        return out % 8 == 0 and min(kernel) >= 3
-    is_first = view.source(view.origin(get_operand(node, 0))[0]) in view.inputs
-    wide = is_first or max(out, per_group) >= _MIN_INT8_SIZE
-    return (out % 8 == 0 or per_group % 8 == 0) and wide and len(set(kernel)) == 1
+        return out_channels % 8 == 0 and min(kernel) >= 3
+    is_first = view.skip_back(view.before_pairs(get_operand(node, 0))[0]) in view.inputs
+    is_large = is_first or max(out_channels, in_per_group) >= _MIN_INT8_SIZE
+    return (out_channels % 8 == 0 or in_per_group % 8 == 0) and is_large and len(set(kernel)) == 1
 
 
-def _fits_fp8(shape: Shape, groups: int) -> bool:
-    out, per_group, *kernel = (size or 0 for size in shape)
-    count = 1
-    for size in kernel:
-        count *= size
-    return groups == 1 and min(out, per_group) > _MIN_INT8_SIZE and count <= _FP8_KERNEL
+def _has_fp8_kernel(shape: TensorShape, groups: int) -> bool:
+    out_channels, in_per_group, *kernel = (size or 0 for size in shape)
+    if groups != 1 or min(out_channels, in_per_group) <= _MIN_INT8_SIZE:
+        return False
+    return prod(kernel) <= _MAX_FP8_KERNEL
