@@ -221,9 +221,8 @@ def _fuse(model: fx.GraphModule, match: PatternMatch) -> None:
     for role, node in match.nodes.items():
         parts[role], sources = _module_and_inputs(model, node)
         inputs += [source for source in sources if source is not previous and source not in inputs]
-        wiring.append(
-            [None if source is previous else inputs.index(source) for source in sources]
-        )  # None: the part before
+        # None is the output of the part before.
+        wiring.append([None if source is previous else inputs.index(source) for source in sources])
         previous = node
     match.fused = _add_fused_module(model, match, match.pattern.make(parts, wiring))
     last = list(match.nodes.values())[-1]
@@ -259,7 +258,7 @@ def _add_fused_module(model: fx.GraphModule, match: PatternMatch, module: nn.Mod
 def _check_same_outputs(
     model: nn.Module, graph_module: fx.GraphModule, args: Any, kwargs: Mapping[str, Any] | None
 ) -> None:
-    """max |difference| <= 1e-4 * max |output| in eval, or a GraphError."""
+    """Raise GraphError if an output differs in eval mode: max |difference| > 1e-4 * max |output|."""
     if args is None and not kwargs:
         raise PatternError("check=True needs example inputs")
     inputs = as_inputs(args, kwargs)
@@ -273,4 +272,7 @@ def _check_same_outputs(
             continue
         difference, size = (expected - actual).abs().max(), expected.abs().max()
         if not bool(difference <= 1e-4 * size):
-            raise GraphError(f"output {index} differs by {float(difference):.3g}, outputs reach {float(size):.3g}")
+            raise GraphError(
+                f"output {index} of the transformed graph differs from the model by {float(difference):.3g}; its "
+                f"largest value is {float(size):.3g}"
+            )

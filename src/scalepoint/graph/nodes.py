@@ -56,7 +56,7 @@ def recorded_meta(node: fx.Node, decomposed: Any) -> dict[str, Any]:
 
 
 def get_kind(node: fx.Node) -> str:
-    """Return the kind of operation of a node, such as "conv2d" or "relu".
+    """Return the kind of operation of a node, such as "conv" or "relu".
 
     Args:
         node: A node of a captured graph.
@@ -85,6 +85,7 @@ def get_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def iterate_nodes(value: Any) -> Iterator[fx.Node]:
+    """Yield the nodes in an argument, which may be a nested list."""
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, list | tuple):

@@ -77,12 +77,9 @@ def _skip_moves(node: fx.Node) -> fx.Node:
 
 def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
     """All inputs come from convolutions."""
-    sources = node.all_input_nodes
-    return (
-        None
-        if sources and all(map(comes_from_convolution, sources))
-        else "not all of its inputs come from convolutions"
-    )
+    if node.all_input_nodes and all(map(comes_from_convolution, node.all_input_nodes)):
+        return None
+    return "not all of its inputs come from convolutions"
 
 
 WEIGHT_ONLY_DTYPES = tuple(map(to_dtype, ("int4", "uint4", "int2", "int8")))  # run by MatMulNBits
@@ -120,7 +117,7 @@ PATTERNS = (
 
 
 def pair_safe(spec: QuantizationSpec, facts: OperationFacts) -> QuantizationSpec:
-    """Halve the range of int8 weights so that sums of two products fit into 16 bits, which CPUs without VNNI need.
+    """Widen the range of int8 weights so that sums of two products fit into 16 bits, which CPUs without VNNI need.
 
     Depthwise and weight-only kernels do not add in pairs and keep the full range.
     """
