@@ -7,7 +7,7 @@ import torch
 
 from scalepoint.numerics import get_format
 from scalepoint.tuning.moments import MomentSums
-from scalepoint.tuning.problem import CodeGrid, Problem, Solution
+from scalepoint.tuning.problem import CodeGrid, LayerProblem, Solution
 from scalepoint.tuning.steps import find_step
 
 
@@ -33,7 +33,7 @@ def make_problem(groups=2, outputs=6, size=12, bits=4, blocks=1, **options):
     scale = weight.abs().reshape(groups, outputs, blocks, -1).amax(-1) / high
     ends = torch.full((1, 1, 1), float(high), dtype=torch.float64)
     fit, judge = make_moments(weight, **options), make_moments(weight, **{**options, "seed": 1})
-    problem = Problem("layer", weight, CodeGrid(-ends, ends), fit, judge, True, True)
+    problem = LayerProblem("layer", weight, CodeGrid(-ends, ends), fit, judge, True, True)
     return problem, Solution(weight, problem.nearest_codes(weight, scale), scale)
 
 

@@ -21,7 +21,7 @@ from scalepoint.spec import QuantizationSpec
 from scalepoint.support.progress import phase
 from scalepoint.tuning.collect import LayerUse, RowCollector
 from scalepoint.tuning.moments import Moments
-from scalepoint.tuning.problem import GroupedLayer, Problem
+from scalepoint.tuning.problem import GroupedLayer, LayerProblem
 from scalepoint.tuning.rows import Geometry, get_geometry
 from scalepoint.tuning.steps import find_step
 from scalepoint.tuning.walk import StreamWalk
@@ -116,7 +116,7 @@ class _LayerMeasurement:
             return least_error
         grouped = GroupedLayer(layer, geometry)
         solution, grid = grouped.current_solution(weight), grouped.code_grid()
-        problem = Problem(
+        problem = LayerProblem(
             name=self.use.path, weight=weight, grid=grid, fit=fit, holdout=holdout,
             can_change_scales=grouped.can_change_scales, has_intercept=True,
         )  # fmt: skip

@@ -126,7 +126,7 @@ class RowCollector:
         key, float_weight = id(use.layer.weight_quant), grouped.weight()
         sums = self._unfinished_residuals.pop(key, (ResidualSums(), ResidualSums()))
         weight = float_weight.to(torch.float32)
-        values = grouped.current_solution(float_weight).values.to(torch.float32)
+        values = grouped.current_solution(float_weight).values.to(torch.float32)  # what the present codes stand for
         with distributed.phase("residuals"):
             for chunk in self._iterate_rows(use, grouped, weight):
                 outputs = torch.einsum("rgn,gon->rgo", chunk.noisy, values)
@@ -154,7 +154,7 @@ class RowCollector:
             for chunk in self._iterate_rows(use, grouped, None if adds_inputs else weight):
                 sums[chunk.is_holdout].add(chunk.noisy, chunk.targets, chunk.row_weights)
         is_last = use.node is self.uses_of(use.layer)[-1]
-        if not is_last:
+        if not is_last:  # the next use adds its rows to these sums
             self._unfinished_moments[key] = sums
         fit_sums, holdout_sums = _fit_and_holdout((sums[0].merge_ranks(), sums[1].merge_ranks()))
         fit = fit_sums.to_moments(is_done=is_last)
@@ -179,6 +179,7 @@ class RowCollector:
         if self._has_own_input(use) or self._depends_on_add(use):
             return readers
         source = self.walk.find_source(use.node, use.layer)
+        # Only later layers: the rows of earlier ones were collected when the walk was there.
         for later in self.uses[self.uses.index(use) + 1 :]:
             geometry = get_geometry(later.layer)
             reads_the_same = geometry == grouped.geometry and self.walk.find_source(later.node, later.layer) is source
@@ -214,6 +215,7 @@ class RowCollector:
         has_pairs = not self.uses_quantized_inputs and self._has_same_shapes(use, shapes)
         parts = distributed.gather_values("rows", [counts, has_pairs])
         offsets, total = distributed.batch_offsets([counts_of_rank for counts_of_rank, _ in parts])
+        # All ranks must do the same: if rows differ between the streams on one rank, no rank compares them.
         is_paired = all(has_pairs_on_rank for _, has_pairs_on_rank in parts)
         groups, outputs, size = grouped.size
         share = min(1.0, limit_row_count(self.max_rows, groups, size) / max(total, 1))
@@ -340,7 +342,7 @@ def _find_add_after(walk: StreamWalk, node: fx.Node) -> tuple[fx.Node, fx.Node] 
     if len(walk.get_parts(node)) != 1 or len(node.users) != 1:
         return None
     user = next(iter(node.users))
-    if walk.get_stub(user) is not None:
+    if walk.get_stub(user) is not None:  # the layer's output is quantized before it is added
         node = user
         if len(node.users) != 1:
             return None
@@ -353,6 +355,7 @@ def _find_add_after(walk: StreamWalk, node: fx.Node) -> tuple[fx.Node, fx.Node] 
 
 
 def _is_add(part: Any) -> bool:
+    # alpha scales the second operand of torch.add, and the targets above assume a plain sum.
     return isinstance(part, Operation) and part.kind == "add" and part.arguments.get("alpha", 1) == 1
 
 

@@ -106,7 +106,7 @@ class CodeGrid:
 
     def column_limits(self, size: int) -> Sequence[LowHigh]:
         """Low and high of each of `size` columns, as numbers or (groups, outputs). Partners are not considered."""
-        if isinstance(self.limits[0], float):
+        if isinstance(self.limits[0], float):  # one limit for all codes
             return [self.limits] * size
         lows, highs = (_split_columns(limit, size) for limit in (self.low, self.high))
         return list(zip(lows, highs, strict=True))
@@ -130,7 +130,7 @@ def _split_columns(values: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Problem:
+class LayerProblem:
     """What a step sees of a layer.
 
     Outputs do not depend on each other, so ranks may share the outputs of a layer. A step that decides something for
@@ -161,7 +161,7 @@ class Problem:
     is_part: bool = False
     _errors: dict[int, ErrorAroundWeight] = field(default_factory=dict)  # by id of the moments
 
-    def select_outputs(self, outputs: slice) -> "Problem":
+    def select_outputs(self, outputs: slice) -> "LayerProblem":
         """The problem of this rank, if other ranks solve the other outputs."""
         fit = self.fit.select_outputs(outputs)
         return replace(
@@ -200,6 +200,7 @@ class Problem:
         """
         moments = self.holdout if moments is None else moments
         squared_error = 0.0
+        # Part by part, because the values of all outputs in float64 would take much memory.
         for part in split_outputs(outputs, self.weight.shape[1]):
             values = solution.select_outputs(part).values
             mismatch = moments.select_outputs(part).mean_mismatch(values)
@@ -259,6 +260,7 @@ class GroupedLayer:
         """The codes and scales that the layer has now, as a solution for `weight`."""
         codes = self.layer.get_deployed().codes
         scale = self._group_parameter(self.layer.weight_quant.broadcast_qparams(codes).scale.to(torch.float64), codes)
+        # Steps work on codes minus zero points, so that values are codes times scales.
         centred = self.geometry.to_groups(codes.to(torch.float32)) - self._zero_points().to(torch.float32)
         return Solution(weight, centred, scale)
 
@@ -293,6 +295,7 @@ class GroupedLayer:
     def _zero_points(self) -> Tensor:
         """The zero point of every code, as one value if all are the same. Steps never change it."""
         codes = self.layer.get_deployed().codes
+        # Mostly 0, or one value for all: then the limits of all codes are numbers, which is much faster.
         zero_point = self.layer.weight_quant.broadcast_qparams(codes).zero_point
         size = self.geometry.to_groups(codes).shape[-1]
         if zero_point is None or bool((zero_point == zero_point.flatten()[0]).all()):
@@ -327,7 +330,7 @@ class GroupedLayer:
         quant, codes = self.layer.weight_quant, self.layer.get_deployed().codes
         solution = self._revert_small_scales(solution)
         stored = self.geometry.from_groups((solution.codes + self._zero_points()).to(torch.float32), codes)
-        scale = None
+        scale = None  # keep the present scales
         if self.can_change_scales:
             shape = quant.broadcast_qparams(codes).scale.shape
             scale = QParams(solution.scale.reshape(shape).to(torch.float32))

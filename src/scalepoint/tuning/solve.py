@@ -10,7 +10,7 @@ from scalepoint import distributed
 from scalepoint.results import TunedLayer
 from scalepoint.tuning.collect import LayerUse, RowCollector, explain_refusal
 from scalepoint.tuning.moments import Moments
-from scalepoint.tuning.problem import GroupedLayer, Problem, Ridge, Solution, format_notes
+from scalepoint.tuning.problem import GroupedLayer, LayerProblem, Ridge, Solution, format_notes
 from scalepoint.tuning.rows import get_geometry
 from scalepoint.tuning.steps import INTERCEPT, LayerStep, find_step
 from scalepoint.tuning.walk import StreamWalk
@@ -126,7 +126,7 @@ class LayerSolver:
         nearest = grouped.current_solution(weight)
         has_bias = INTERCEPT in self.steps and can_shift_bias(self.collector.walk, use)
         fit, holdout = _as_steps_read(fit, holdout, has_bias)
-        problem = Problem(
+        problem = LayerProblem(
             name=name,
             weight=weight,
             grid=grouped.code_grid(),
@@ -160,7 +160,7 @@ class LayerSolver:
         )
 
     def _solve_over_ranks(
-        self, problem: Problem, nearest: Solution, *, is_cache_shared: bool
+        self, problem: LayerProblem, nearest: Solution, *, is_cache_shared: bool
     ) -> tuple[_BestSolution, float, float]:
         """Find the best solution, outputs shared over ranks; and the errors on fitted rows before and after."""
         outputs = outputs_of_rank(problem.weight)
@@ -177,7 +177,7 @@ class LayerSolver:
             best = replace(best, solution=solution)
         return best, fitted_before, fitted_after
 
-    def find_best(self, problem: Problem, nearest: Solution, *, is_cache_shared: bool = True) -> _BestSolution:
+    def find_best(self, problem: LayerProblem, nearest: Solution, *, is_cache_shared: bool = True) -> _BestSolution:
         """Run the steps and judge their solutions on held-out rows.
 
         Args:

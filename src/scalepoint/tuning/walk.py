@@ -57,6 +57,7 @@ class StreamWalk:
         self.sample_count = 0
         self.batch_owners: list[tuple[int, int]] = []
         self.activation_store = ActivationStore(memory)
+        # Keys are (is_noisy, node, batch index). Nodes with one value for both streams are stored once, as not noisy.
         self.placeholders = [node for node in model.graph.nodes if node.op == "placeholder"]
         self.same_nodes = self._find_same_nodes()
         self.stored_nodes = set(self.placeholders)
@@ -150,10 +151,11 @@ class StreamWalk:
         with torch.no_grad():
             for index in range(self.batch_count if is_read else 0):
                 self.float_value(node, index)
-                if not is_same:
+                if not is_same:  # an activation quantizer is passed along: its output is stored as codes
                     self.activation_store.put(
                         (True, node, index), self._run_node(self._noisy, node, index, noisy=True), stub
                     )
+        # Interpreter lists for each node the values that no later node reads.
         for source in self._exact.user_to_last_uses.get(node, []):
             if source not in self.pinned:
                 self._drop(source)
@@ -162,6 +164,7 @@ class StreamWalk:
         """The value of a node in one batch of the float stream; run and stored if it is not stored yet."""
         if node.op == "get_attr":
             return self.get_value(node, index, noisy=False)
+        # The collector reads targets from the value before the walk advances; `advance` then finds it stored.
         key = (False, node, index)
         if key in self.activation_store:
             return self.activation_store.get(key)
@@ -235,6 +238,7 @@ class StreamWalk:
         with _node_environment(runner, dict(entries)) as env:
             for node in piece.nodes:
                 env[node] = runner.run_node(node)
+                # Without this the values of all nodes would stay until the end; gradients keep what they need.
                 for source in piece.last_reads.get(node, ()):
                     env.pop(source, None)
             return [env[node] for node in piece.exits]
@@ -249,6 +253,7 @@ class StreamWalk:
                         self.activation_store.put((True, node, index), value, self.get_stub(node))
 
     def _find_same_nodes(self) -> set[fx.Node]:
+        """Nodes that no active quantizer comes before: the start of the model, and masks computed from its inputs."""
         same = set(self.placeholders)
         for node in self.graph.nodes:
             if all(source in same for source in node.all_input_nodes) and not self._has_active_quantizer(node):

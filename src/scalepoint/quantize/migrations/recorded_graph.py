@@ -72,7 +72,7 @@ class RecordedGraph:
     """
 
     def __init__(self, model: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        recorder = _OperationRecorder(model)
+        recorder = _BatchRecorder(model)
         recorder.run(*inputs, enable_io_processing=False)
         self.model, self.operations = model, recorder.operations
         self.readers: dict[int, list[RecordedOperation]] = {}
@@ -112,7 +112,7 @@ class RecordedGraph:
         return any(self.uses[tensor.data_ptr()] > 1 for tensor in tensors if tensor.numel())
 
 
-class _OperationRecorder(fx.Interpreter):
+class _BatchRecorder(fx.Interpreter):
     """Runs a graph and records every operation."""
 
     def __init__(self, model: fx.GraphModule) -> None:

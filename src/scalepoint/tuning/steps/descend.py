@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import CodeGrid, Problem, Solution, expand_scale
+from scalepoint.tuning.problem import CodeGrid, LayerProblem, Solution, expand_scale
 from scalepoint.tuning.steps.registry import register
 
 MAX_SWEEPS = 2
@@ -19,7 +19,7 @@ COLUMNS_PER_BLOCK = 32
 
 
 @register("descend")
-def descend(problem: Problem, solution: Solution) -> Solution:
+def descend(problem: LayerProblem, solution: Solution) -> Solution:
     """Run a few sweeps over the codes; stop when no code moves."""
     cache = problem.fit.cache
     if "damped" not in cache:
@@ -39,7 +39,7 @@ class _Descent:
     Codes are transposed, so that a column is contiguous.
     """
 
-    def __init__(self, problem: Problem, solution: Solution, hessian: Tensor) -> None:
+    def __init__(self, problem: LayerProblem, solution: Solution, hessian: Tensor) -> None:
         self.hessian, self.scale = hessian, solution.scale.to(torch.float32).clone()
         self.codes = solution.codes.mT.clone(memory_format=torch.contiguous_format)
         grid = problem.grid

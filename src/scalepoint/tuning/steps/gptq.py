@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import CodeGrid, LowHigh, Problem, Solution, expand_scale
+from scalepoint.tuning.problem import CodeGrid, LayerProblem, LowHigh, Solution, expand_scale
 from scalepoint.tuning.steps.registry import register
 
 COLUMNS_PER_BLOCK = 32
@@ -20,7 +20,7 @@ DAMPING_ATTEMPTS = 4
 
 
 @register("gptq")
-def gptq(problem: Problem, solution: Solution) -> Solution:
+def gptq(problem: LayerProblem, solution: Solution) -> Solution:
     """Choose other codes at the same scales."""
     if problem.grid.partners is not None:  # the limits of a code depend on its partner, which may come later
         problem.notes["pairs"] = "rounding left to descent"
@@ -56,7 +56,7 @@ def _sort_limits(grid: CodeGrid, order: Tensor) -> Sequence[LowHigh]:
     return list(zip(lows, highs, strict=True))
 
 
-def _factor_inverse(problem: Problem) -> tuple[Tensor | None, Tensor, float]:
+def _factor_inverse(problem: LayerProblem) -> tuple[Tensor | None, Tensor, float]:
     """U of the formula above, the order of the columns, and the damping. Shared by layers with the same inputs."""
     cache = problem.fit.cache
     if "gptq" not in cache:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scalepoint.errors import UsageError
 from scalepoint.support.plugins import PluginRegistry
-from scalepoint.tuning.problem import Problem, Solution
+from scalepoint.tuning.problem import LayerProblem, Solution
 
 if TYPE_CHECKING:
     from torch import fx
@@ -38,7 +38,7 @@ class TuningStep:
 class LayerStep(TuningStep):
     """Solves one layer on its moments."""
 
-    run: Callable[[Problem, Solution], Solution]
+    run: Callable[[LayerProblem, Solution], Solution]
 
 
 @dataclass(frozen=True)

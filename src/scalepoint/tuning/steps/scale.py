@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import CodeGrid, Problem, Solution
+from scalepoint.tuning.problem import CodeGrid, LayerProblem, Solution
 from scalepoint.tuning.steps.registry import register
 
 COARSE_FACTORS = tuple(1.05 - 0.05 * step for step in range(14))  # 1.05 .. 0.4 of the calibrated scale
@@ -18,7 +18,7 @@ FINE_STEP = 0.025
 
 
 @register("scale")
-def scale(problem: Problem, solution: Solution) -> Solution:
+def scale(problem: LayerProblem, solution: Solution) -> Solution:
     """Choose the scales, and the nearest codes."""
     if not problem.can_change_scales:
         return solution

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.tuning.moments import float32_hessian
-from scalepoint.tuning.problem import Problem, Solution, with_ridge
+from scalepoint.tuning.problem import LayerProblem, Solution, with_ridge
 from scalepoint.tuning.steps.registry import register
 
 RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # shares of the mean diagonal
@@ -20,7 +20,7 @@ FIRST_RIDGE = 3  # index of the one that is tried first
 
 
 @register("target")
-def target(problem: Problem, solution: Solution) -> Solution:
+def target(problem: LayerProblem, solution: Solution) -> Solution:
     """Choose another target, and the nearest codes to it."""
     fit = problem.fit
     if fit.count < 2 * fit.size:
@@ -39,7 +39,7 @@ def target(problem: Problem, solution: Solution) -> Solution:
     return Solution(best, problem.nearest_codes(best, solution.scale), solution.scale)
 
 
-def _choose_ridge(problem: Problem) -> float | None:
+def _choose_ridge(problem: LayerProblem) -> float | None:
     """The ridge that is best on held-out rows; None if no change is best. Compares some of the outputs."""
     holdout_error = problem.error_around_weight(problem.holdout)
     outputs = problem.sampled_outputs
@@ -62,7 +62,7 @@ def _choose_ridge(problem: Problem) -> float | None:
     return best
 
 
-def _solve_with_ridge(problem: Problem, share: float, outputs: slice = slice(None)) -> Tensor | None:
+def _solve_with_ridge(problem: LayerProblem, share: float, outputs: slice = slice(None)) -> Tensor | None:
     """W* of some outputs; None if H is singular. The factor of H is shared by layers with the same inputs."""
     cache = problem.fit.cache
     if ("ridge", share) not in cache:
@@ -76,7 +76,7 @@ def _solve_with_ridge(problem: Problem, share: float, outputs: slice = slice(Non
     return problem.weight[:, outputs] - change.to(torch.float64)
 
 
-def _drop_other_factors(problem: Problem, share: float | None) -> None:
+def _drop_other_factors(problem: LayerProblem, share: float | None) -> None:
     """Keep only the factor of the best ridge so far: each is as large as H."""
     for key in list(problem.fit.cache):
         if isinstance(key, tuple) and key[0] == "ridge" and key[1] != share:
