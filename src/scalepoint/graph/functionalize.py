@@ -33,7 +33,7 @@ def functionalize_writes(graph: fx.Graph) -> bool:
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_in_place(node.target) or not isinstance(node.args[0], fx.Node):
             continue
-        chain = _chain(node.args[0])
+        chain = _views_to_base(node.args[0])  # the written view first, the base tensor last
         if len(chain) == 1 and chain[0].op == "get_attr":
             continue  # a write to a buffer is an intended side effect
         if chain[-1].op != "get_attr" and _is_last_read(chain, node, order):
@@ -76,7 +76,7 @@ def _is_always_view(view: fx.Node) -> bool:
     return view.target is operator.getitem or base_name(view.target) in (*_VIEWS, *_LISTS)  # type: ignore[arg-type]
 
 
-def _chain(node: fx.Node) -> list[fx.Node]:
+def _views_to_base(node: fx.Node) -> list[fx.Node]:
     """Return the views from the written one down to the base tensor, which owns the memory."""
     chain = [node]
     while is_view(chain[-1]):

@@ -61,7 +61,7 @@ class AllowedSizes:
 
     @cached_property
     def steps(self) -> Mapping[str, int]:
-        """Return the smallest step by which each size may grow (or else shrink) repeatedly; 0 if there is none."""
+        """The smallest step by which each size may grow (or else shrink) repeatedly; 0 if there is none."""
         return {name: self._find_step(name, size) for name, size in self.example.items()}
 
     def _find_step(self, name: str, size: int) -> int:

@@ -17,7 +17,7 @@ from scalepoint.graph.operations import BIASES, WEIGHTS, Operation, get_tensors
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "cat", "stack", "softmax", "attention", "dropout", "where", "lerp", "mean")
 _COPIES = (*VALUE_PRESERVING, *CASTS, "half", "copy", "repeat", "roll", "pad", "constant_pad_nd")
-_HARMLESS = frozenset((*_ARITHMETIC, *_COPIES, "size", "getattr", "output", *ACTIVATIONS))
+_KINDS_WITHOUT_PRODUCT = frozenset((*_ARITHMETIC, *_COPIES, "size", "getattr", "output", *ACTIVATIONS))
 _SELECTIONS = ("index", "index_select", "gather", "take_along_dim")  # of a part of a weight, by data
 _MOVES = frozenset((*_COPIES, *_SELECTIONS))
 _WEIGHT_ARGUMENTS = (*WEIGHTS, *BIASES)
@@ -76,7 +76,7 @@ def find_unknown_readers(model: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]
     for node, keys in iterate_weight_readers(model, is_known, moves=()):
         weight = next((name for key, name in names.items() if key in keys), "")
         module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if weight and node.op != "output" and not is_known(node) and not _is_harmless(node, module):
+        if weight and node.op != "output" and not is_known(node) and not _computes_no_product(node, module):
             yield node, weight
 
 
@@ -96,9 +96,9 @@ def _referenced_tensors(model: fx.GraphModule, node: fx.Node, module: nn.Module 
     return ()
 
 
-def _is_harmless(node: fx.Node, module: nn.Module | None) -> bool:
+def _computes_no_product(node: fx.Node, module: nn.Module | None) -> bool:
     """Whether a node computes no product, so that its weights do not need to be reported."""
     function = module.function if isinstance(module, Operation) else node.target
-    if get_kind(node) in _HARMLESS or is_view(node):
+    if get_kind(node) in _KINDS_WITHOUT_PRODUCT or is_view(node):
         return True
     return isinstance(function, OpOverload) and torch.Tag.pointwise in function.tags
