@@ -1,4 +1,4 @@
-"""Cases of a test of which the named ones are fast, and the others are read by `make test-all`."""
+"""Marks the cases of a test: the named ones are fast, the others run in `make test-all`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 
-def fast(cases: Iterable[str], *named: str) -> list[Any]:
-    every = list(cases)
-    unknown = set(named) - set(every)
+def fast(cases: Iterable[str], *fast_cases: str) -> list[Any]:
+    all_cases = list(cases)
+    unknown = set(fast_cases) - set(all_cases)
     assert not unknown, unknown
-    return [case if case in named else pytest.param(case, marks=pytest.mark.slow) for case in every]
+    return [case if case in fast_cases else pytest.param(case, marks=pytest.mark.slow) for case in all_cases]

@@ -29,12 +29,12 @@ def pairwise(factors: Mapping[str, Sequence[Hashable]], refusals: Refusals) -> l
     cases: list[Case] = []
     while uncovered:
         pair = next(iter(uncovered))
-        tried = [{name: random.choice(factors[name]) for name in factors} | dict(pair) for _ in range(TRIES)]
-        fewest = min(len(refusals(case)) for case in tried)
-        best = [case for case in tried if len(refusals(case)) == fewest]
-        case = max(best, key=lambda case: sum(each in uncovered for each in _pairs(case)))
-        for each in [pair] if refusals(case) else _pairs(case):
-            uncovered.pop(each, None)
+        candidates = [{name: random.choice(factors[name]) for name in factors} | dict(pair) for _ in range(TRIES)]
+        fewest = min(len(refusals(case)) for case in candidates)
+        best = [case for case in candidates if len(refusals(case)) == fewest]
+        case = max(best, key=lambda case: sum(item in uncovered for item in _pairs(case)))
+        for covered_pair in [pair] if refusals(case) else _pairs(case):
+            uncovered.pop(covered_pair, None)
         cases.append(case)
     return cases
 
@@ -46,8 +46,8 @@ def as_parameters(cases: Sequence[Case], refusals: Refusals, costly: Sequence[Ha
     """
     fast = [case for case in cases if refusals(case)]
     accepted = [case for case in cases if not refusals(case)]
-    seen = {item for case in fast for item in case.items() if item[1] in costly}
-    uncovered = dict.fromkeys(item for case in accepted for item in case.items() if item not in seen)
+    covered = {item for case in fast for item in case.items() if item[1] in costly}
+    uncovered = dict.fromkeys(item for case in accepted for item in case.items() if item not in covered)
     while uncovered:
         useful = [case for case in accepted if uncovered.keys() & case.items()]
         fast.append(max(useful, key=lambda case: _gain(case, uncovered, costly)))

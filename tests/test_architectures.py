@@ -40,7 +40,7 @@ class Case:
     result: TransformationResult
 
 
-def marked(architecture: Architecture) -> Any:
+def as_parameter(architecture: Architecture) -> Any:
     marks = [] if architecture.quick else [pytest.mark.slow]
     if architecture.cannot:
         marks.append(pytest.mark.xfail(reason=architecture.cannot, raises=CaptureError))
@@ -55,7 +55,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=[marked(architecture) for architecture in ARCHITECTURES.values()])
+@pytest.fixture(scope="module", params=[as_parameter(architecture) for architecture in ARCHITECTURES.values()])
 def case(request: pytest.FixtureRequest) -> Case:
     model, inputs = request.param.build()
     before = description(model)

@@ -1,4 +1,4 @@
-"""Every file that is read, damaged: cut off anywhere, with any bit turned. An error of ours, or what was there."""
+"""Every kind of file, damaged: truncated, with flipped bits, replaced by pipes and links. Never an unexpected error."""
 
 import json
 import os
@@ -35,11 +35,11 @@ from scalepoint.tuning.checkpoint import Checkpoint
 from tests.report.example_reports import ordinary
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-MANY = {"few": (40, 60), "all": (10**9, 10_000)}  # lengths and flips that are tried
+TRIALS = {"few": (40, 60), "all": (10**9, 10_000)}  # number of lengths and of flipped bits
 
 
 class File(NamedTuple):
-    """A file beside which all is whole, and who reads it."""
+    """A file, and the function that reads it. All other files are undamaged."""
 
     path: Path
     read: Callable[[Path], Any]
@@ -52,13 +52,13 @@ def _model() -> Any:
     return quantize(model, x, forward_loop=[x], freeze_weights=True, target="onnxruntime"), x
 
 
-def _put(path: Path, text: str) -> Path:
+def _write_file(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def _data(path: Path) -> list[Any]:
+def _load_data(path: Path) -> list[Any]:
     return list(load_data(str(path), DataOptions(2)))
 
 
@@ -108,9 +108,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
         return Checkpoint.open_finished(path.parent).journal
 
     words = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}
-    _put(here / "words" / "tokenizer.json", json.dumps(words))
+    _write_file(here / "words" / "tokenizer.json", json.dumps(words))
     pages = json.dumps({"format": 2, "mark": "a", "pieces": {}})
-    _put(here / "llm" / "config.json", '{"model_type": "llama", "hidden_size": 2}')
+    _write_file(here / "llm" / "config.json", '{"model_type": "llama", "hidden_size": 2}')
     return {
         "manifest": File(here / "kept" / "scalepoint.json", load),
         "tensors": File(next((here / "kept").glob("*.safetensors")), load),
@@ -119,26 +119,28 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
         "report": File(here / "run" / "report.json", lambda path: compare_runs(path.parent, here / "other")),
         "config of a run": File(here / "run" / "config.yaml", lambda path: compare_runs(path.parent, here / "other")),
         "config": File(here / "run" / "config.yaml", DeployConfig.from_file),
-        "sweep": File(_put(here / "sweep.json", sweep.to_json()), Sweep.from_file),
-        "journal": File(_put(here / "out" / ".scalepoint" / "journal.json", json.dumps(stages)), _journal),
-        "npz": File(here / "data.npz", _data),
-        "safetensors": File(here / "data.safetensors", _data),
+        "sweep": File(_write_file(here / "sweep.json", sweep.to_json()), Sweep.from_file),
+        "journal": File(_write_file(here / "out" / ".scalepoint" / "journal.json", json.dumps(stages)), _journal),
+        "npz": File(here / "data.npz", _load_data),
+        "safetensors": File(here / "data.safetensors", _load_data),
         "weights": File(here / "weights.safetensors", weights),
         "weights of torch": File(here / "weights.pt", weights),
         "metadata": File(
-            _put(here / "said.yaml", "labels: [cat, dog]\nsize: {a: &b 3, c: *b}\n"),
+            _write_file(here / "said.yaml", "labels: [cat, dog]\nsize: {a: &b 3, c: *b}\n"),
             lambda path: with_metadata(DeployConfig(metadata=str(path)), ObjectLoader()),
         ),
         "checkpoint": File(here / "llm" / "config.json", checkpoint),
-        "index": File(_put(here / "llm" / "model.safetensors.index.json", json.dumps(index)), checkpoint),
+        "index": File(_write_file(here / "llm" / "model.safetensors.index.json", json.dumps(index)), checkpoint),
         "shard": File(here / "llm" / "part-1.safetensors", checkpoint),
         "tokenizer": File(here / "words" / "tokenizer.json", tokenizer),
-        "tokenizer config": File(_put(here / "words" / "tokenizer_config.json", '{"bos_token": "a"}'), special),
-        "chat template": File(_put(here / "words" / "chat_template.jinja", "{{ messages }}"), special),
-        "tuning": File(_put(here / "tuned" / "tuning.json", pages), tuned),
-        "tuning that ended": File(_put(here / "ended" / "tuning.json", pages), ended),
-        "text": File(_put(here / "text.txt", "some words\n"), lambda path: list(_iterate_texts(path))),
-        "lines": File(_put(here / "text.jsonl", '{"text": "some words"}\n'), lambda path: list(_iterate_texts(path))),
+        "tokenizer config": File(_write_file(here / "words" / "tokenizer_config.json", '{"bos_token": "a"}'), special),
+        "chat template": File(_write_file(here / "words" / "chat_template.jinja", "{{ messages }}"), special),
+        "tuning": File(_write_file(here / "tuned" / "tuning.json", pages), tuned),
+        "tuning that ended": File(_write_file(here / "ended" / "tuning.json", pages), ended),
+        "text": File(_write_file(here / "text.txt", "some words\n"), lambda path: list(_iterate_texts(path))),
+        "lines": File(
+            _write_file(here / "text.jsonl", '{"text": "some words"}\n'), lambda path: list(_iterate_texts(path))
+        ),
         "report of a command": File(here / "other" / "report.json", Report.from_file),
     }
 
@@ -148,18 +150,18 @@ NAMES = (
     "safetensors", "weights", "weights of torch", "metadata", "checkpoint", "index", "shard", "tokenizer",
     "tokenizer config", "chat template", "tuning", "tuning that ended", "text", "lines", "report of a command",
 )  # fmt: skip
-SEALED = ("manifest", "tensors")  # what has a checksum: never read as something else
-how_many = pytest.mark.parametrize("much", ["few", pytest.param("all", marks=pytest.mark.slow)])
+WITH_CHECKSUM = ("manifest", "tensors")  # never read as other values
+each_amount = pytest.mark.parametrize("amount", ["few", pytest.param("all", marks=pytest.mark.slow)])
 
 
-def test_every_file_has_its_row(files: dict[str, File]) -> None:
+def test_every_file_is_readable_undamaged(files: dict[str, File]) -> None:
     assert tuple(files) == NAMES
-    for each in files.values():
-        each.read(each.path)
+    for file in files.values():
+        file.read(file.path)
 
 
 def _read(file: File, content: bytes) -> Any:
-    """What is read of other content: a value, or None for an error of ours; any other error fails."""
+    """Read a file with other content: return its value, or None for a ScalepointError. Other errors fail the test."""
     file.path.write_bytes(content)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalepointWarning)
@@ -169,32 +171,32 @@ def _read(file: File, content: bytes) -> Any:
             return None
 
 
-@how_many
+@each_amount
 @pytest.mark.parametrize("name", NAMES)
-def test_fault_54_cut_off_anywhere(files: dict[str, File], name: str, much: str) -> None:
-    file, whole = files[name], files[name].path.read_bytes()
-    step = max(1, len(whole) // MANY[much][0])
+def test_fault_54_cut_off_anywhere(files: dict[str, File], name: str, amount: str) -> None:
+    file, content = files[name], files[name].path.read_bytes()
+    step = max(1, len(content) // TRIALS[amount][0])
     try:
-        for end in sorted({*range(0, len(whole), step), 1, 7, 8, 9, len(whole) - 1}):
-            found = _read(file, whole[:end])
-            assert found is None or name not in SEALED, end
+        for end in sorted({*range(0, len(content), step), 1, 7, 8, 9, len(content) - 1}):
+            value = _read(file, content[:end])
+            assert value is None or name not in WITH_CHECKSUM, end
     finally:
-        file.path.write_bytes(whole)
+        file.path.write_bytes(content)
 
 
-@how_many
+@each_amount
 @pytest.mark.parametrize("name", NAMES)
-def test_fault_55_bits_turned(files: dict[str, File], name: str, much: str) -> None:
-    file, whole = files[name], files[name].path.read_bytes()
-    expected, chance = file.read(file.path), random.Random(0)  # noqa: S311  # no secret
+def test_fault_55_bits_turned(files: dict[str, File], name: str, amount: str) -> None:
+    file, original = files[name], files[name].path.read_bytes()
+    expected, rng = file.read(file.path), random.Random(0)  # noqa: S311  # no secret
     try:
-        for _ in range(MANY[much][1]):
-            place, content = chance.randrange(len(whole)), bytearray(whole)
-            content[place] ^= 1 << chance.randrange(8)
-            found = _read(file, bytes(content))
-            assert found is None or name not in SEALED or torch.equal(found, expected), place
+        for _ in range(TRIALS[amount][1]):
+            index, damaged = rng.randrange(len(original)), bytearray(original)
+            damaged[index] ^= 1 << rng.randrange(8)
+            read_value = _read(file, bytes(damaged))
+            assert read_value is None or name not in WITH_CHECKSUM or torch.equal(read_value, expected), index
     finally:
-        file.path.write_bytes(whole)
+        file.path.write_bytes(original)
 
 
 def _fifo(path: Path, _: Path) -> None:
@@ -210,26 +212,26 @@ def _zero(path: Path, _: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def _outside(path: Path, whole: Path) -> None:
-    path.symlink_to(whole)
+def _link_outside(path: Path, target: Path) -> None:
+    path.symlink_to(target)
 
 
-# What the user names as a file may be a link; what is looked for in a folder may not lead out of it.
-NAMED = (
+# A file that the user names may be a link. A file in a folder may not be a link to another folder.
+USER_FILES = (
     "ONNX", "ONNX, checked", "config", "sweep", "npz", "safetensors", "weights", "weights of torch",
     "metadata", "text", "lines", "report of a command",
 )  # fmt: skip
-TAKEN = {  # by how a file is spoiled: what is read all the same, as if there were none
+ACCEPTED_DAMAGE = {  # kind of damage -> files that are then treated as missing
     _fifo: ("journal", "config of a run", "chat template", "tokenizer config", "tuning"),
     _sparse: ("journal", "tuning", "text"),
     _zero: ("journal", "config of a run", "chat template", "tokenizer config", "tuning"),
-    _outside: (*NAMED, "journal", "tuning"),
+    _link_outside: (*USER_FILES, "journal", "tuning"),
 }
 
 
 @pytest.fixture
 def alarm() -> Iterator[None]:
-    """A reader that waits for a FIFO ends with an error that is none of ours."""
+    """A reader that waits for a FIFO gets an error that is not a ScalepointError."""
 
     def ring(*_: object) -> None:
         raise RuntimeError("blocked")
@@ -242,16 +244,16 @@ def alarm() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alarm")
-@pytest.mark.parametrize("spoil", TAKEN, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("spoil", ACCEPTED_DAMAGE, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_file_of_the_folder_is_refused(
+def test_pipes_devices_and_links_are_errors(
     files: dict[str, File], name: str, spoil: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
     file, aside = files[name], tmp_path / "whole"
     shutil.move(file.path, aside)
     try:
         spoil(file.path, aside)
-        if name in TAKEN[spoil]:
+        if name in ACCEPTED_DAMAGE[spoil]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ScalepointWarning)
                 file.read(file.path)

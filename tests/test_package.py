@@ -1,4 +1,4 @@
-"""The outside of the package: public names, silent imports, import cost, import cycles, documented errors."""
+"""The package as a whole: public names, import output and cost, import cycles, documented errors."""
 
 import ast
 import inspect
@@ -117,7 +117,7 @@ def test_the_public_names_are_pinned():
 
 
 @pytest.mark.parametrize("module", [scalepoint, spec, scalepoint.numerics], ids=lambda module: module.__name__)
-def test_every_public_name_is_there(module):
+def test_every_public_name_exists(module):
     assert all(hasattr(module, name) for name in module.__all__)
     assert set(module.__all__) <= set(dir(module))
 
@@ -143,7 +143,7 @@ def test_importing_the_tensor_layer_imports_no_runtime_and_no_torchao():
     assert run.stdout == "[]\n"
 
 
-def test_a_function_is_marked_as_torch_marks_it_without_the_compiler_being_imported():
+def test_a_function_is_marked_as_constant_like_torch_does():
     assert vars(in_onnx_export) == vars(torch.compiler.assume_constant_result(lambda: False))
 
 
@@ -152,34 +152,34 @@ MODULES = {
 }
 
 
-def imported(module):
-    """The modules that one imports, at once or inside a function; a package by name is its __init__."""
-    found = {f"scalepoint.{name}" for name in scalepoint._SUBMODULES} if module == "scalepoint" else set()
+def imported_modules(module):
+    """The modules that a module imports, at its top or inside a function. A package stands for its __init__."""
+    modules = {f"scalepoint.{name}" for name in scalepoint._SUBMODULES} if module == "scalepoint" else set()
     tree = ast.parse(MODULES[module].read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []  # never run
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else str(node.module) for name in names}
-    return found & set(MODULES)
+            modules |= {name if name in MODULES else str(node.module) for name in names}
+    return modules & set(MODULES)
 
 
-def needed(module):
-    """The same, with the packages that an import enters: their __init__ runs first."""
-    found = set()
-    for name in imported(module):
+def required_modules(module):
+    """The imported modules and their packages, whose __init__ runs first."""
+    modules = set()
+    for name in imported_modules(module):
         parts = name.split(".")
         around = {".".join(parts[:count]) for count in range(1, len(parts))}
-        found |= {name} | {package for package in around if not f"{module}.".startswith(f"{package}.")}
-    return found - {module}
+        modules |= {name} | {package for package in around if not f"{module}.".startswith(f"{package}.")}
+    return modules - {module}
 
 
-def circles(needs):
-    """Every module that needs itself through others."""
+def find_cycles(needs):
+    """Every module that imports itself through others."""
     reached = dict(needs)
     for middle in needs:
         for module in needs:
@@ -188,12 +188,12 @@ def circles(needs):
     return sorted(module for module in needs if module in reached[module])
 
 
-def test_no_module_needs_itself_also_not_through_a_package():
-    assert circles({module: needed(module) for module in MODULES}) == []
+def test_there_are_no_import_cycles():
+    assert find_cycles({module: required_modules(module) for module in MODULES}) == []
 
 
-def test_a_circle_is_found():
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+def test_a_cycle_is_found():
+    assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
 
 
 def error_classes():

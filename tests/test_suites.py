@@ -1,4 +1,4 @@
-"""Models that others wrote to be hard: the whole way to a file, or an error of ours; never a traceback."""
+"""Test models of other projects are exported, or raise a ScalepointError."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -9,13 +9,13 @@ import pytest
 import scalepoint
 from scalepoint.errors import ScalepointError
 from scalepoint.quantize import quantize
-from tests.suites import Case, of_executorch, of_torch
+from tests.suites import Case, executorch_cases, torch_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def written(case: Case, path: Path) -> None:
-    made = quantize(
+def export_case(case: Case, path: Path) -> None:
+    quantized = quantize(
         case.model,
         case.args,
         kwargs=case.kwargs,
@@ -23,23 +23,23 @@ def written(case: Case, path: Path) -> None:
         freeze_weights=True,
         target="onnxruntime",
     )
-    scalepoint.export(made, path, case.args, kwargs=case.kwargs)
+    scalepoint.export(quantized, path, case.args, kwargs=case.kwargs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("suite", "step", "least"), [(of_torch, 7, 80), (of_executorch, 4, 10)], ids=["torch", "executorch"]
+    ("suite", "step", "min_exported"), [(torch_cases, 7, 80), (executorch_cases, 4, 10)], ids=["torch", "executorch"]
 )
-def test_models_of_others_are_written_or_refused(
-    tmp_path: Path, suite: Callable[[], Iterator[Case]], step: int, least: int
+def test_models_of_other_projects_are_exported_or_rejected(
+    tmp_path: Path, suite: Callable[[], Iterator[Case]], step: int, min_exported: int
 ) -> None:
-    """Every n-th of them: all take half an hour."""
-    if suite is of_executorch:
+    """Every n-th model: all of them take half an hour."""
+    if suite is executorch_cases:
         pytest.importorskip("executorch.backends.test.suite")
-    done = 0
+    exported = 0
     for number, case in enumerate(suite()):
         if number % step == 0:
             with suppress(ScalepointError):
-                written(case, tmp_path / "model.onnx")
-                done += 1
-    assert done >= least
+                export_case(case, tmp_path / "model.onnx")
+                exported += 1
+    assert exported >= min_exported

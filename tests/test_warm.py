@@ -1,4 +1,4 @@
-"""A process that is forked from a warm Python is to its starter what one of the usual kind is."""
+"""A process from `tests.warm` behaves like one started with sys.executable."""
 
 import os
 import select
@@ -12,61 +12,61 @@ import pytest
 
 from tests.warm import warm
 
-SEEN = """
+SHOW_PROCESS = """
 import json, os, sys
 print(json.dumps([sys.argv, os.getcwd(), os.environ["GIVEN"], sys.stdin.read(), __name__, sys.path[0]]))
 print("a word", file=sys.stderr)
 """
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the usual kind is all there is here")
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="warm() is sys.executable here")
 
 
-def both(*arguments: str, **options: Any) -> list[subprocess.CompletedProcess[str]]:
+def run_both(*arguments: str, **options: Any) -> list[subprocess.CompletedProcess[str]]:
     options = {"capture_output": True, "text": True, "timeout": 120, **options}
     return [subprocess.run([*start, *arguments], check=False, **options) for start in (warm(), [sys.executable])]
 
 
-def told(done: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
-    return done.returncode, done.stdout, done.stderr
+def as_tuple(process: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
+    return process.returncode, process.stdout, process.stderr
 
 
-def test_arguments_folder_environment_and_streams_are_its_own(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(SEEN)
+def test_it_has_its_own_arguments_folder_environment_and_streams(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SHOW_PROCESS)
     env = {**os.environ, "GIVEN": "here"}
-    found, usual = both("-m", "program", "one", "two words", cwd=tmp_path, env=env, input="lines\n")
-    assert told(found) == told(usual)
-    assert '"lines\\n"' in found.stdout
+    forked, usual = run_both("-m", "program", "one", "two words", cwd=tmp_path, env=env, input="lines\n")
+    assert as_tuple(forked) == as_tuple(usual)
+    assert '"lines\\n"' in forked.stdout
 
 
 @pytest.mark.parametrize(
-    ("code", "ends"),
+    ("code", "exit_code"),
     [
         ("import sys; sys.exit(3)", 3),
         ("import sys; sys.exit('a word')", 1),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
         ("import atexit; atexit.register(print, 'done')", 0),
     ],
-    ids=["a number", "a word", "a signal", "what is left to do"],
+    ids=["number", "message", "signal", "atexit"],
 )
-def test_it_ends_as_the_program_does(code: str, ends: int) -> None:
-    found, usual = both("-c", code)
-    assert told(found) == told(usual)
-    assert found.returncode == ends
+def test_it_has_the_exit_code_of_the_program(code: str, exit_code: int) -> None:
+    forked, usual = run_both("-c", code)
+    assert as_tuple(forked) == as_tuple(usual)
+    assert forked.returncode == exit_code
 
 
-@pytest.mark.parametrize("way", [signal.SIG_DFL, signal.SIG_IGN], ids=["heeded", "ignored"])
-def test_interrupts_are_heeded_where_its_starter_does(way: signal.Handlers) -> None:
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["handled", "ignored"])
+def test_interrupts_are_handled_as_in_the_parent_process(handler: signal.Handlers) -> None:
     code = "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
-    found, usual = both("-c", code, preexec_fn=lambda: signal.signal(signal.SIGINT, way))
-    assert told(found) == told(usual) == (0, f"{way == signal.SIG_IGN}\n", "")
+    forked, usual = run_both("-c", code, preexec_fn=lambda: signal.signal(signal.SIGINT, handler))
+    assert as_tuple(forked) == as_tuple(usual) == (0, f"{handler == signal.SIG_IGN}\n", "")
 
 
 def test_an_error_ends_with_its_traceback() -> None:
-    found, usual = both("-c", "1 / 0")
-    assert (found.returncode, found.stdout) == (usual.returncode, usual.stdout) == (1, "")
-    assert found.stderr.splitlines()[-1] == usual.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    forked, usual = run_both("-c", "1 / 0")
+    assert (forked.returncode, forked.stdout) == (usual.returncode, usual.stdout) == (1, "")
+    assert forked.stderr.splitlines()[-1] == usual.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_with_its_starter_it_ends(tmp_path: Path) -> None:
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     with subprocess.Popen([*warm(), "-c", code], stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
@@ -78,6 +78,6 @@ def test_with_its_starter_it_ends(tmp_path: Path) -> None:
 
 
 def test_nothing_of_the_tests_is_loaded() -> None:
-    code = "import sys; print('torch' in sys.modules, [each for each in sys.modules if each.startswith('tests')])"
-    done = subprocess.run([*warm(), "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True []\n"
+    code = "import sys; print('torch' in sys.modules, [name for name in sys.modules if name.startswith('tests')])"
+    process = subprocess.run([*warm(), "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "True []\n"

@@ -1,8 +1,8 @@
-"""Real groups of ranks for tests: each a process of its own, joined by gloo.
+"""Starts real groups of ranks for tests: each rank is a process, connected by gloo.
 
     results = run_group("tests.ranks.jobs:calibrating", 2, tmp_path)      what the job returned on each rank, as JSON
 
-A job is a function of a folder; a rank that was killed has no result, and an exit code below zero.
+A job is a function of a folder. A killed rank has no result, and a negative exit code.
 """
 
 import importlib
@@ -20,28 +20,28 @@ ROOT = Path(__file__).parents[2]
 
 
 def start_group(job: str, size: int, folder: Path, store: str = "file", **env: str) -> list[subprocess.Popen[bytes]]:
-    """The ranks of a group, running."""
+    """Start the ranks of a group."""
     init = f"file://{folder}/store" if store == "file" else f"tcp://127.0.0.1:{free_port()}"
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
-    own = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}
-    started = []
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}
+    processes = []
     for rank in range(size):
         command = [*warm(), "-m", "tests.ranks.group", job, str(rank), str(size), init, str(folder)]
-        with (folder / f"said-{rank}").open("w") as said:
-            started.append(subprocess.Popen(command, env=own, stdout=said, stderr=subprocess.STDOUT))
-    return started
+        with (folder / f"output-{rank}").open("w") as output:
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    return processes
 
 
 def run_group(job: str, size: int, folder: Path, store: str = "file", **env: str) -> list[Any]:
-    """What a job returned on each rank; the test fails with what a rank said when it did not return."""
+    """Return the results of all ranks. The test fails with the output of a rank that did not return."""
     ranks = start_group(job, size, folder, store, **env)
     try:
         codes = [rank.wait(timeout=600) for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()  # one that waits in vain would wait on
+            rank.kill()  # a rank may wait for one that failed
     for index, code in enumerate(codes):
-        assert code == 0, f"rank {index} ended with {code}: {(folder / f'said-{index}').read_text()[-3000:]}"
+        assert code == 0, f"rank {index} ended with {code}: {(folder / f'output-{index}').read_text()[-3000:]}"
     return [result_of(folder, index) for index in range(size)]
 
 
@@ -50,9 +50,9 @@ def result_of(folder: Path, rank: int) -> Any:
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def main(job: str, rank: str, size: str, init: str, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""What ranks do in tests: each job runs on all of a group, compares with what one process does alone, and tells."""
+"""Jobs of ranks: each runs on all ranks of a group and returns its results next to those of one process."""
 
 import copy
 import hashlib
@@ -44,15 +44,15 @@ def net() -> nn.Module:
 
 
 def batches(count: int, seed: int = 1) -> list[Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, 3, 8, 8, generator=made) * (1 + index) for index in range(count)]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 3, 8, 8, generator=generator) * (1 + index) for index in range(count)]
 
 
-captured = cache(lambda: transform(net(), torch.zeros(2, 3, 8, 8)))
+transform_net = cache(lambda: transform(net(), torch.zeros(2, 3, 8, 8)))
 
 
-def inserted(config: QuantConfig | None = None) -> fx.GraphModule:
-    result = captured()
+def quantized_net(config: QuantConfig | None = None) -> fx.GraphModule:
+    result = transform_net()
     return insert_qdq(result.model, result.matches, config or QuantConfig())
 
 
@@ -62,128 +62,145 @@ def with_method(key: str) -> QuantConfig:
 
 
 def parameters(model: nn.Module) -> dict[str, list[str]]:
-    """Scales and zero points, to the last bit, and what was counted."""
+    """Scales and zero points to the last bit, and counters."""
     return {
-        name: [float(each.scale).hex(), int(each.zero_point), int(each.calculator.observed_batches), each.enabled]
-        for name, each in model.named_modules()
-        if isinstance(each, QuantStub)
+        name: [float(stub.scale).hex(), int(stub.zero_point), int(stub.calculator.observed_batches), stub.enabled]
+        for name, stub in model.named_modules()
+        if isinstance(stub, QuantStub)
     }
 
 
-def both(make: Callable[[], Any]) -> list[Any]:
-    """The same by this process alone, and by all."""
+def run_alone_and_shared(function: Callable[[], Any]) -> list[Any]:
+    """Run a function on this process alone, then on all ranks."""
     with distributed.single_process():
-        one = make()
-    return [one, make()]
+        one = function()
+    return [one, function()]
 
 
-def outcome(make: Callable[[], Any]) -> list[Any]:
-    """What a call gives, or how it fails."""
+def result_or_error(function: Callable[[], Any]) -> list[Any]:
+    """Return the result of a call, or its error."""
     try:
-        return ["done", make()]
+        return ["done", function()]
     except Exception as error:
         return [type(error).__name__, str(error)]
 
 
 def calibrating(folder: Path) -> Any:
-    """Every calculator; every kind of data; uneven and empty shards; a limit; NaN; what is refused."""
-    found: dict[str, Any] = {"methods": {}}
+    """Calibrate with every calculator and kind of data, uneven and empty shards, a limit, NaN, and errors."""
+    results: dict[str, Any] = {"methods": {}}
 
-    def calibrated(data: Any, config: QuantConfig | None = None, **how: Any) -> Any:
-        return parameters(calibrate(inserted(config), data, progress=False, **how))
+    def run_calibration(data: Any, config: QuantConfig | None = None, **options: Any) -> Any:
+        return parameters(calibrate(quantized_net(config), data, progress=False, **options))
 
     for key in METHODS:
-        found["methods"][key] = both(lambda key=key: calibrated(batches(5), with_method(key)))
+        results["methods"][key] = run_alone_and_shared(lambda key=key: run_calibration(batches(5), with_method(key)))
     smooth = QuantConfig.build({"smooth_quant": {"enabled": True}})
-    found["smooth"] = both(lambda: calibrated(batches(5), smooth))
-    found["migrated"] = both(lambda: calibrated(batches(5), QuantConfig(migrate=("equalize", "awq"))))
-    found["one batch"] = both(lambda: calibrated(batches(1)))
-    found["limit"] = both(lambda: calibrated(batches(5), max_batches=3))
-    found["generator"] = both(lambda: calibrated(each for each in batches(5)))
-    found["stream"] = both(lambda: calibrated(DataLoader(Stream(), batch_size=None)))
-    minmax = with_method("global_minmax")  # of any order, and of samples in other batches
-    found["sampler"] = [calibrated(batches(4), minmax), calibrated(_loader(), minmax)]
-    found["function"] = [calibrated(batches(5)), calibrated(_own_part)]
-    found["function's limit"] = [calibrated(batches(5)[:3]), calibrated(_own_part, max_batches=3)]
-    found["empty"] = outcome(lambda: calibrated([]))
-    found["shuffled"] = outcome(lambda: calibrated(DataLoader(TensorDataset(torch.cat(batches(4))), shuffle=True)))
-    found["split"] = outcome(lambda: calibrated(_own_part, QuantConfig(migrate=("equalize",))))
-    found["nan"] = outcome(lambda: calibrated(_with_nan(3, 2)))
-    found["raises"] = outcome(lambda: calibrated([*batches(3), torch.zeros(2, 4, 8, 8)]))
-    with warnings.catch_warnings(record=True) as heard:
+    results["smooth"] = run_alone_and_shared(lambda: run_calibration(batches(5), smooth))
+    results["migrated"] = run_alone_and_shared(
+        lambda: run_calibration(batches(5), QuantConfig(migrate=("equalize", "awq")))
+    )
+    results["one batch"] = run_alone_and_shared(lambda: run_calibration(batches(1)))
+    results["limit"] = run_alone_and_shared(lambda: run_calibration(batches(5), max_batches=3))
+    results["generator"] = run_alone_and_shared(lambda: run_calibration(batch for batch in batches(5)))
+    results["stream"] = run_alone_and_shared(lambda: run_calibration(DataLoader(Stream(), batch_size=None)))
+    minmax = with_method("global_minmax")  # does not depend on the order and on the batches
+    results["sampler"] = [run_calibration(batches(4), minmax), run_calibration(_loader(), minmax)]
+    results["function"] = [run_calibration(batches(5)), run_calibration(_run_shard)]
+    results["function's limit"] = [run_calibration(batches(5)[:3]), run_calibration(_run_shard, max_batches=3)]
+    results["empty"] = result_or_error(lambda: run_calibration([]))
+    results["shuffled"] = result_or_error(
+        lambda: run_calibration(DataLoader(TensorDataset(torch.cat(batches(4))), shuffle=True))
+    )
+    results["split"] = result_or_error(lambda: run_calibration(_run_shard, QuantConfig(migrate=("equalize",))))
+    results["nan"] = result_or_error(lambda: run_calibration(_with_nan(3, 2)))
+    results["raises"] = result_or_error(lambda: run_calibration([*batches(3), torch.zeros(2, 4, 8, 8)]))
+    with warnings.catch_warnings(record=True) as shown_warnings:
         warnings.simplefilter("always")
-        found["skipped"] = both(lambda: calibrated(_with_nan(2, 3), on_nan="skip"))
-    found["heard"] = [str(each.message) for each in heard]
-    found["after"] = both(lambda: calibrated(batches(2)))
-    return found
+        results["skipped"] = run_alone_and_shared(lambda: run_calibration(_with_nan(2, 3), on_nan="skip"))
+    results["warnings"] = [str(warning.message) for warning in shown_warnings]
+    results["after"] = run_alone_and_shared(lambda: run_calibration(batches(2)))
+    return results
 
 
 def analysing(folder: Path) -> Any:
-    """compare, sensitivity and histograms, of shared data and of one batch."""
-    model = calibrate(inserted(), batches(3), progress=False)
-    found: dict[str, Any] = {}
+    """compare, sensitivity and histograms, with shared data and with one batch."""
+    model = calibrate(quantized_net(), batches(3), progress=False)
+    results: dict[str, Any] = {}
 
     def metric(run: Any) -> float:
-        return -float((run(batches(1)[0]) - captured().model(batches(1)[0])).abs().max())
+        return -float((run(batches(1)[0]) - transform_net().model(batches(1)[0])).abs().max())
 
-    def compared(count: int) -> Any:
-        done = compare(net(), model, batches(count), progress=False)
-        rows = [[row.name, row.sqnr_db, row.local_sqnr_db, row.used_range] for row in done.rows]
-        return [done.batches, *rows, *([row.name, row.sqnr_db] for row in done.outputs), done.graph_sqnr_db]
+    def run_compare(count: int) -> Any:
+        result = compare(net(), model, batches(count), progress=False)
+        rows = [[row.name, row.sqnr_db, row.local_sqnr_db, row.used_range] for row in result.rows]
+        return [result.batches, *rows, *([row.name, row.sqnr_db] for row in result.outputs), result.graph_sqnr_db]
 
-    def ranked(**how: Any) -> Any:
-        return [[row.name, row.score] for row in sensitivity(model, batches(5), progress=False, **how)]
+    def run_sensitivity(**options: Any) -> Any:
+        return [[row.name, row.score] for row in sensitivity(model, batches(5), progress=False, **options)]
 
-    def drawn() -> Any:
-        return [each.to_dict() for each in histograms(model, batches(5), ["fc", "conv"], progress=False)]
+    def run_histograms() -> Any:
+        return [histogram.to_dict() for histogram in histograms(model, batches(5), ["fc", "conv"], progress=False)]
 
-    found["compare"] = both(lambda: compared(5))
-    found["one batch"] = both(lambda: compared(1))
-    found["proxy"] = both(ranked)
-    found["alone"] = both(lambda: ranked(how="one_at_a_time"))
-    found["metric"] = both(lambda: ranked(how="one_at_a_time", metric=metric, limit=3))
-    found["histograms"] = both(drawn)
-    return found
+    results["compare"] = run_alone_and_shared(lambda: run_compare(5))
+    results["one batch"] = run_alone_and_shared(lambda: run_compare(1))
+    results["proxy"] = run_alone_and_shared(run_sensitivity)
+    results["alone"] = run_alone_and_shared(lambda: run_sensitivity(how="one_at_a_time"))
+    results["metric"] = run_alone_and_shared(lambda: run_sensitivity(how="one_at_a_time", metric=metric, limit=3))
+    results["histograms"] = run_alone_and_shared(run_histograms)
+    return results
 
 
 def tuning(folder: Path) -> Any:
-    """Codes as good as those of one process, the same on all ranks; also where a rank has no data; goes on alone."""
+    """Tune, also with a rank without data, and resume with one process."""
     low = QuantConfig.build({"weight": {"dtype": "int4", "granularity": {"type": "per_channel"}}})
-    start = calibrate(inserted(low), batches(6), progress=False)
+    start = calibrate(quantized_net(low), batches(6), progress=False)
 
-    def tuned(data: list[Tensor], **how: Any) -> Any:
+    def run_tune(data: list[Tensor], **options: Any) -> Any:
         model = copy.deepcopy(start)
-        config = TuneConfig(rows=256, iterations=8, steps=how.pop("steps", TuneConfig().steps))
-        report = tune(model, data, config, progress=False, **how)
-        codes = {name: each.chosen for name, each in model.named_modules() if hasattr(each, "chosen")}
-        mark = hashlib.sha256(b"".join(each.numpy().tobytes() for each in codes.values() if each is not None))
-        level = compare(net(), model, batches(6), progress=False).outputs[0].sqnr_db
-        return [mark.hexdigest(), level, report.batches, report.samples, [row.name for row in report.layers]]
+        config = TuneConfig(rows=256, iterations=8, steps=options.pop("steps", TuneConfig().steps))
+        report = tune(model, data, config, progress=False, **options)
+        codes = {
+            name: codes_of_layer.chosen
+            for name, codes_of_layer in model.named_modules()
+            if hasattr(codes_of_layer, "chosen")
+        }
+        digest = hashlib.sha256(
+            b"".join(
+                codes_of_layer.numpy().tobytes() for codes_of_layer in codes.values() if codes_of_layer is not None
+            )
+        )
+        sqnr = compare(net(), model, batches(6), progress=False).outputs[0].sqnr_db
+        return [digest.hexdigest(), sqnr, report.batches, report.samples, [row.name for row in report.layers]]
 
-    found: dict[str, Any] = {"closed form": both(lambda: tuned(batches(6)))}
-    found["gradients"] = both(lambda: tuned(batches(5), steps=("intercept", "gptq", "ranges", "clip", "sign_round")))
-    found["one batch"] = both(lambda: tuned(batches(1)))
-    found["shared outputs"] = [found["closed form"][0], _sharing(lambda: tuned(batches(6)))]
+    results: dict[str, Any] = {"closed form": run_alone_and_shared(lambda: run_tune(batches(6)))}
+    results["gradients"] = run_alone_and_shared(
+        lambda: run_tune(batches(5), steps=("intercept", "gptq", "ranges", "clip", "sign_round"))
+    )
+    results["one batch"] = run_alone_and_shared(lambda: run_tune(batches(1)))
+    results["shared outputs"] = [results["closed form"][0], _with_shared_outputs(lambda: run_tune(batches(6)))]
     with distributed.single_process():
-        found["nearest"] = compare(net(), start, batches(6), progress=False).outputs[0].sqnr_db
-    many = tuned(batches(6), folder=folder / "tuned")
-    found["resumed"] = [many, _resumed_by_first(lambda: tuned(batches(6), folder=folder / "tuned", resume=True), many)]
-    found["resumed by all"] = [many, tuned(batches(6), folder=folder / "tuned", resume=True)]
-    found["nan"] = outcome(lambda: tuned(_with_nan(3)))
-    return found
+        results["nearest"] = compare(net(), start, batches(6), progress=False).outputs[0].sqnr_db
+    many = run_tune(batches(6), folder=folder / "tuned")
+    results["resumed"] = [
+        many,
+        _resume_on_first_rank(lambda: run_tune(batches(6), folder=folder / "tuned", resume=True), many),
+    ]
+    results["resumed by all"] = [many, run_tune(batches(6), folder=folder / "tuned", resume=True)]
+    results["nan"] = result_or_error(lambda: run_tune(_with_nan(3)))
+    return results
 
 
-def _sharing(make: Callable[[], Any]) -> Any:
-    """Ranks share the outputs of layers of any size."""
-    least, solve.MIN_SHARED_PRODUCTS = solve.MIN_SHARED_PRODUCTS, 0
+def _with_shared_outputs(function: Callable[[], Any]) -> Any:
+    """Let ranks share the outputs of layers of any size."""
+    original, solve.MIN_SHARED_PRODUCTS = solve.MIN_SHARED_PRODUCTS, 0
     try:
-        return make()
+        return function()
     finally:
-        solve.MIN_SHARED_PRODUCTS = least
+        solve.MIN_SHARED_PRODUCTS = original
 
 
-def _resumed_by_first(again: Callable[[], Any], otherwise: Any) -> Any:
-    """Without a warning: what was kept fits."""
+def _resume_on_first_rank(again: Callable[[], Any], otherwise: Any) -> Any:
+    """Resume on rank 0 without warnings: stored results can be used."""
     with distributed.phase("resuming alone"), distributed.single_process(), warnings.catch_warnings():
         warnings.simplefilter("error", ScalepointWarning)
         return again() if not torch.distributed.get_rank() else otherwise
@@ -199,76 +216,76 @@ def _loader() -> Any:
     return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
 
 
-def _own_part(model: nn.Module) -> None:
+def _run_shard(model: nn.Module) -> None:
     for batch in distributed.shard(batches(5)):
         model(batch)
 
 
-def _with_nan(*places: int) -> list[Tensor]:
+def _with_nan(*indices: int) -> list[Tensor]:
     data = batches(5)
-    for place in places:
-        data[place][0, 0, 0, 0] = float("nan")
+    for index in indices:
+        data[index][0, 0, 0, 0] = float("nan")
     return data
 
 
 def dying(folder: Path) -> Any:
-    """The last rank is killed in the middle of calibration; DIES=stop leaves it there, without a sign of life."""
+    """Rank DIES is killed during calibration."""
 
     def fatal(model: nn.Module) -> None:
         model(batches(1)[0])
         if distributed.rank() == int(os.environ["DIES"]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return outcome(lambda: parameters(calibrate(inserted(), fatal, progress=False)))
+    return result_or_error(lambda: parameters(calibrate(quantized_net(), fatal, progress=False)))
 
 
 def interrupted(folder: Path) -> Any:
-    """Rank 0 is stopped by Ctrl-C while it waits for the other, which comes later."""
+    """Rank 0 is interrupted by Ctrl-C while it waits for the other rank."""
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    def met() -> None:
+    def wait_together() -> None:
         with distributed.phase("waiting"):
             if distributed.rank():
                 while not (folder / "stopped").exists():
                     time.sleep(0.05)
 
     if distributed.rank():
-        return outcome(met)
+        return result_or_error(wait_together)
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, 1.0)
     try:
-        met()
+        wait_together()
     except KeyboardInterrupt:
         (folder / "stopped").touch()
-        while not (folder / "result-1.json").exists():  # the store of a file has no holder, but a group has an end
+        while not (folder / "result-1.json").exists():  # a file store needs no process, but the group must not end
             time.sleep(0.05)
     return None
 
 
 def meeting(folder: Path) -> Any:
-    """The functions of `scalepoint.distributed` by themselves."""
-    rank, found = distributed.rank(), {}
+    """The functions of `scalepoint.distributed`."""
+    rank, results = distributed.rank(), {}
     with distributed.participating():
-        own = {"a": torch.full((2, rank), float(rank)), f"only {rank}": torch.tensor(rank, dtype=torch.int16)}
-        found["gathered"] = [
-            {name: [str(each.dtype), each.tolist()] for name, each in part.items()}
-            for part in distributed.gather_tensors(own)
+        tensors = {"a": torch.full((2, rank), float(rank)), f"only {rank}": torch.tensor(rank, dtype=torch.int16)}
+        results["gathered"] = [
+            {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in part.items()}
+            for part in distributed.gather_tensors(tensors)
         ]
         total = torch.tensor([0.1 * (rank + 1), 1.0], dtype=torch.float64)
         distributed.all_reduce_sum([total])
-        found["sum"] = [each.hex() for each in total.tolist()]
-        found["told"] = distributed.run_on_main(
+        results["sum"] = [value.hex() for value in total.tolist()]
+        results["on main"] = distributed.run_on_main(
             "asking", lambda: {"rank": distributed.rank(), "size": distributed.world_size()}, dict[str, int]
         )
-        found["shapes"] = outcome(lambda: distributed.all_reduce_sum([torch.zeros(rank + 1)]))
-    found["other calls"] = outcome(lambda: _phase("calibrating" if rank else "comparing"))
-    found["left"] = outcome(_leaving)
-    found["of its own kind"] = outcome(_strange)
-    found["first of two"] = outcome(_two_errors)
-    found["afterwards"] = outcome(lambda: _phase("ending"))
-    return found
+        results["shapes"] = result_or_error(lambda: distributed.all_reduce_sum([torch.zeros(rank + 1)]))
+    results["other calls"] = result_or_error(lambda: _phase("calibrating" if rank else "comparing"))
+    results["left"] = result_or_error(_leaving)
+    results["of its own kind"] = result_or_error(_strange)
+    results["first of two"] = result_or_error(_two_errors)
+    results["afterwards"] = result_or_error(lambda: _phase("ending"))
+    return results
 
 
 def _phase(name: str) -> Any:
@@ -277,7 +294,7 @@ def _phase(name: str) -> Any:
 
 @distributed.participating()
 def _leaving() -> Any:
-    """An error between two phases, on one rank."""
+    """One rank raises an error between two phases."""
     if distributed.rank() == 1:
         raise KeyError("no such thing")
     return _phase("a phase")
@@ -301,87 +318,106 @@ def _two_errors() -> Any:
 
 
 def first(folder: Path) -> Any:
-    """Several jobs by one group: it takes seconds to start one."""
+    """Run several jobs in one group, because starting a group takes seconds."""
     return {job.__name__: job(folder) for job in (calibrating, meeting, deploying, analysing, tuning)}
 
 
 def deploying(folder: Path) -> Any:
-    """The same file as by one process; scores, reports and errors are the same on all ranks."""
-    data, found = batches(5), {}
+    """Deploy, and compare the file with that of one process."""
+    data, results = batches(5), {}
 
     def evaluate(run: Any) -> float:
         return float(run(data[0]).abs().mean())
 
-    def deployed(name: str, **how: Any) -> Any:
-        done = deploy(
-            net(), data[0], data, output=folder / name, evaluate=evaluate, progress=False, allow_departure=True, **how
+    def run_deploy(name: str, **options: Any) -> Any:
+        result = deploy(
+            net(),
+            data[0],
+            data,
+            output=folder / name,
+            evaluate=evaluate,
+            progress=False,
+            allow_departure=True,
+            **options,
         )
-        return [done.path.name, done.score, done.verification.sqnr, done.report.accuracy[0].float_value, str(done.path)]
+        return [
+            result.path.name,
+            result.score,
+            result.verification.sqnr,
+            result.report.accuracy[0].float_value,
+            str(result.path),
+        ]
 
-    distributed.run_on_main("alone", lambda: deployed("one"), list[Any])
-    found["done"] = deployed("many")
-    found["bytes"] = _same_bytes(folder / "one", folder / "many")
-    found["files"] = sorted(each.name for each in (folder / "many").iterdir())
-    found["again"] = outcome(lambda: deployed("many"))
-    found["strict"] = outcome(lambda: deployed("strict", strict=True, leave=("conv",)))
-    found["other model"] = outcome(_deploy_another)
-    return found
+    distributed.run_on_main("alone", lambda: run_deploy("one"), list[Any])
+    results["done"] = run_deploy("many")
+    results["bytes"] = _has_same_bytes(folder / "one", folder / "many")
+    results["files"] = sorted(path.name for path in (folder / "many").iterdir())
+    results["again"] = result_or_error(lambda: run_deploy("many"))
+    results["strict"] = result_or_error(lambda: run_deploy("strict", strict=True, leave=("conv",)))
+    results["other model"] = result_or_error(_deploy_another_model)
+    return results
 
 
 def searching(folder: Path) -> Any:
-    """Budgets, trials and sweeps: what is decided by numbers is decided alike."""
+    """Budgets, trials and sweeps."""
     data = batches(5)
 
     def evaluate(run: Any) -> float:
         return -float((run(data[0]) - net()(data[0])).abs().mean())
 
-    def deployed(name: str, **how: Any) -> Any:
-        done = deploy(net(), data[0], data, output=folder / name, progress=False, allow_departure=True, **how)
-        chosen = {} if done.allocation is None else {each.name: each.chosen for each in done.allocation.layers}
-        return [[str(each.config.overrides) for each in done.trials], chosen]
+    def run_deploy(name: str, **options: Any) -> Any:
+        result = deploy(net(), data[0], data, output=folder / name, progress=False, allow_departure=True, **options)
+        precisions = (
+            {} if result.allocation is None else {layer.name: layer.chosen for layer in result.allocation.layers}
+        )
+        return [[str(trial.config.overrides) for trial in result.trials], precisions]
 
-    def swept(name: str, **how: Any) -> Any:
+    def run_sweep(name: str, **options: Any) -> Any:
         grid = {"target": ["onnxruntime", "nowhere", "reference"]}
-        done = sweep(net(), data[0], data, grid=grid, output=folder / name, progress=False, smoke=True, **how)
-        return [[row.name, row.status, row.message] for row in done.rows]
+        result = sweep(net(), data[0], data, grid=grid, output=folder / name, progress=False, smoke=True, **options)
+        return [[row.name, row.status, row.message] for row in result.rows]
 
-    found: dict[str, Any] = {"budget": _both(deployed, "budget", budget={"bits": 7.0}, choices=("int8", "int4"))}
-    found["drop"] = _both(deployed, "drop", evaluate=evaluate, max_drop=0.0, max_trials=2)
-    found["sweep"] = _both(swept, "sweep")
-    found["again"] = outcome(lambda: swept("sweep-many"))
-    found["resumed"] = swept("sweep-many", resume=True)
-    found["split"] = outcome(lambda: sweep(net(), data[0], _loader(), grid={"threads": [1]}, output=folder / "never"))
+    results: dict[str, Any] = {
+        "budget": _run_on_main_and_all(run_deploy, "budget", budget={"bits": 7.0}, choices=("int8", "int4"))
+    }
+    results["drop"] = _run_on_main_and_all(run_deploy, "drop", evaluate=evaluate, max_drop=0.0, max_trials=2)
+    results["sweep"] = _run_on_main_and_all(run_sweep, "sweep")
+    results["again"] = result_or_error(lambda: run_sweep("sweep-many"))
+    results["resumed"] = run_sweep("sweep-many", resume=True)
+    results["split"] = result_or_error(
+        lambda: sweep(net(), data[0], _loader(), grid={"threads": [1]}, output=folder / "never")
+    )
     distributed.wait_for_all("all is there")
-    found["files"] = sorted(each.name for each in (folder / "sweep-many").iterdir())
-    return found
+    results["files"] = sorted(path.name for path in (folder / "sweep-many").iterdir())
+    return results
 
 
-def _both(make: Callable[..., Any], name: str, **how: Any) -> list[Any]:
-    """By the first rank alone, and by all."""
-    one = distributed.run_on_main("alone", lambda: make(f"{name}-one", **how), Any)
-    return [one, make(f"{name}-many", **how)]
+def _run_on_main_and_all(function: Callable[..., Any], name: str, **options: Any) -> list[Any]:
+    """Run a function on rank 0 alone, then on all ranks."""
+    one = distributed.run_on_main("alone", lambda: function(f"{name}-one", **options), Any)
+    return [one, function(f"{name}-many", **options)]
 
 
-def _same_bytes(one: Path, other: Path) -> bool:
+def _has_same_bytes(one: Path, other: Path) -> bool:
     distributed.wait_for_all("both are there")
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in ("model.onnx", "float.onnx"))
 
 
-def _deploy_another() -> Any:
+def _deploy_another_model() -> Any:
     torch.manual_seed(distributed.rank())
     return deploy(Net().eval(), batches(1)[0], batches(2), output="never", progress=False)
 
 
 def killed(folder: Path) -> Any:
-    """DIES=rank at STEP=calibrate, tune, export, verify, build_report: there that rank is killed, the first time."""
+    """Kill rank DIES at STEP: calibrate, tune, export, verify or build_report."""
     step, dies = os.environ["STEP"], int(os.environ["DIES"])
     if step and distributed.rank() == dies:
         modules = (stages, import_module("scalepoint.pipeline.deploy"))
         module = next(module for module in modules if hasattr(module, step))
-        setattr(module, step, lambda *args, **how: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(module, step, lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL))
     data = batches(5)
     is_tuned, resume = "tune" in (step, os.environ.get("ACCURACY")), os.environ["RESUME"] == "yes"
-    return outcome(
+    return result_or_error(
         lambda: deploy(
             net(), data[0], data, output=folder / "out", progress=False, allow_departure=True, resume=resume,
             accuracy="balanced" if is_tuned else None,

@@ -1,5 +1,5 @@
-"""A rank that is killed in any phase of deploy: the others end in time, nothing is half-written, and resume completes,
-with as many ranks as one likes. And the command under torchrun: one voice, the file of one process."""
+"""A rank is killed in a phase of deploy: the others end in time, no file is incomplete, and resume completes with any
+number of ranks. Also the command under torchrun."""
 
 import json
 import os
@@ -38,10 +38,10 @@ DEFAULT = [("calibrate", 1)]
         pytest.param(step, dies, marks=() if (step, dies) in DEFAULT else pytest.mark.slow)
         for step in PHASES
         for dies in (0, 1)
-        if dies == 0 or step in ("calibrate", "tune")  # the others the first rank does alone
+        if dies == 0 or step in ("calibrate", "tune")  # the other steps run on rank 0 only
     ],
 )
-def test_resume_with_another_number_of_ranks_completes_what_a_killed_rank_left(
+def test_resume_with_another_number_of_ranks_completes_the_run_of_a_killed_rank(
     tmp_path: Path, step: str, dies: int
 ) -> None:
     first = tmp_path / "first"
@@ -50,17 +50,17 @@ def test_resume_with_another_number_of_ranks_completes_what_a_killed_rank_left(
         "tests.ranks.jobs:killed", 2, first, STEP=step, DIES=str(dies), RESUME="no", SCALEPOINT_RANK_TIMEOUT="3"
     )
     assert group[dies].wait(timeout=120) == -9
-    group[1 - dies].wait(timeout=60)  # the stated 3 s, and what the process takes to end
+    group[1 - dies].wait(timeout=60)  # the timeout of 3 s, and the time to exit
     kind, message = result_of(first, 1 - dies)
     assert kind == "RankError"
     assert f"rank {dies} of 2 sent no heartbeat" in message
-    if step != "build_report":  # by then the file is there, whole
+    if step != "build_report":  # the file is complete before this step
         assert not (first / "out" / "model.onnx").exists()
-    assert not [each for each in first.rglob("*") if each.name.startswith(TEMPORARY_PREFIX)]
-    for left in (*first.glob("result-*"), first / "store"):
-        left.unlink(missing_ok=True)
-    again = run_group("tests.ranks.jobs:killed", 1, first, STEP="", DIES="0", RESUME="yes", ACCURACY=step)
-    assert again == [["done", "model.onnx"]]
+    assert not [path for path in first.rglob("*") if path.name.startswith(TEMPORARY_PREFIX)]
+    for leftover in (*first.glob("result-*"), first / "store"):
+        leftover.unlink(missing_ok=True)
+    resumed = run_group("tests.ranks.jobs:killed", 1, first, STEP="", DIES="0", RESUME="yes", ACCURACY=step)
+    assert resumed == [["done", "model.onnx"]]
     assert not (first / "out" / ".scalepoint").exists()
 
 
@@ -74,32 +74,32 @@ def _torchrun(folder: Path, *arguments: str, ranks: int = 2, restarts: int = 0) 
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_first_rank_alone_speaks(tmp_path: Path) -> None:
-    done = _torchrun(tmp_path, "--data", "nets:data", "-o", "out", "--json", "--allow-departure")
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout)  # one document
-    assert told["exit_code"] == 0
-    assert done.stderr.count("calibrating: 3 batches in") == 1  # of five, those of the first rank
+def test_under_torchrun_only_rank_0_prints(tmp_path: Path) -> None:
+    process = _torchrun(tmp_path, "--data", "nets:data", "-o", "out", "--json", "--allow-departure")
+    assert process.returncode == 0, process.stderr[-3000:]
+    document = json.loads(process.stdout)  # a single document
+    assert document["exit_code"] == 0
+    assert process.stderr.count("calibrating: 3 batches in") == 1  # rank 0 has 3 of 5
     assert (tmp_path / "out" / "model.onnx").is_file()
     assert (tmp_path / "out" / "config.yaml").is_file()
 
 
 @pytest.mark.slow
-def test_a_restart_of_torchrun_goes_on_with_the_run(tmp_path: Path) -> None:
-    done = _torchrun(tmp_path, "--data", "nets:fatal", "-o", "out", "--allow-departure", restarts=1)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_a_restart_by_torchrun_resumes_the_run(tmp_path: Path) -> None:
+    process = _torchrun(tmp_path, "--data", "nets:fatal", "-o", "out", "--allow-departure", restarts=1)
+    assert process.returncode == 0, process.stderr[-3000:]
     assert (tmp_path / "out" / "model.onnx").is_file()
 
 
 @pytest.mark.slow
-def test_a_usage_error_is_told_once_by_torchrun(tmp_path: Path) -> None:
-    done = _torchrun(tmp_path, "--data", "nets:data", "-o", "out", "--target", "nowhere")
-    assert done.returncode != 0
-    assert done.stderr.count("no target 'nowhere'") == 1
+def test_a_usage_error_is_printed_once_under_torchrun(tmp_path: Path) -> None:
+    process = _torchrun(tmp_path, "--data", "nets:data", "-o", "out", "--target", "nowhere")
+    assert process.returncode != 0
+    assert process.stderr.count("no target 'nowhere'") == 1
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-def test_four_ranks_write_the_file_of_one_byte_for_byte(tmp_path: Path) -> None:
+def test_four_ranks_write_the_same_bytes_as_one_process(tmp_path: Path) -> None:
     for result in run_group("tests.ranks.jobs:deploying", 4, tmp_path):
         assert result["bytes"]

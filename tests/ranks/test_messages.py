@@ -1,4 +1,4 @@
-"""Errors and tensors that ranks send each other arrive unchanged."""
+"""Errors and tensors are unchanged after they were sent to another rank."""
 
 import pytest
 import torch
@@ -8,24 +8,26 @@ from scalepoint.distributed.channel import decode_error, decode_tensors, encode_
 from scalepoint.errors import BatchNote, CalibrationError, RankError
 
 
-def test_an_error_of_the_users_data_is_one_on_every_rank() -> None:
+def test_an_error_of_user_data_is_classified_the_same_on_every_rank() -> None:
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     error.add_note(BatchNote("calibrating: batch 3"))
     error.add_note("seen by somebody else")
-    found = decode_error(encode_error(error), 1)
-    assert found.__notes__ == ["calibrating: batch 3", "seen by somebody else", "raised on rank 1"]
-    assert [isinstance(note, BatchNote) for note in found.__notes__] == [True, False, False]
-    assert classify_error(found)[:2] == classify_error(error)[:2] == (Code.USAGE, CalibrationError.code)
+    decoded = decode_error(encode_error(error), 1)
+    assert decoded.__notes__ == ["calibrating: batch 3", "seen by somebody else", "raised on rank 1"]
+    assert [isinstance(note, BatchNote) for note in decoded.__notes__] == [True, False, False]
+    assert classify_error(decoded)[:2] == classify_error(error)[:2] == (Code.USAGE, CalibrationError.code)
 
 
 @pytest.mark.parametrize("error", [CalibrationError("empty"), KeyError("x"), KeyboardInterrupt()], ids=repr)
-def test_classes_of_ours_and_of_python_stay(error: BaseException) -> None:
-    found = decode_error(encode_error(error), 0)
-    assert type(found) is (RankError if isinstance(error, KeyboardInterrupt) else type(error))
+def test_error_classes_of_scalepoint_and_python_are_restored(error: BaseException) -> None:
+    decoded = decode_error(encode_error(error), 0)
+    assert type(decoded) is (RankError if isinstance(error, KeyboardInterrupt) else type(error))
 
 
-def test_tensors_come_back_bit_by_bit() -> None:
-    given = {"a": torch.randn(2, 3), "none": torch.empty(0, 4, dtype=torch.int16), "one": torch.tensor(True)}
-    header, data = encode_tensors(given)
-    found = decode_tensors(data, header)
-    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in given.items())
+def test_tensors_are_restored_bit_by_bit() -> None:
+    tensors = {"a": torch.randn(2, 3), "none": torch.empty(0, 4, dtype=torch.int16), "one": torch.tensor(True)}
+    header, data = encode_tensors(tensors)
+    decoded = decode_tensors(data, header)
+    assert all(
+        torch.equal(decoded[name], value) and decoded[name].dtype == value.dtype for name, value in tensors.items()
+    )

@@ -1,4 +1,4 @@
-"""Training over ranks: what every way of it gives, against one process with the whole batch."""
+"""Jobs that train over ranks with DDP and FSDP2, next to one process with the full batch."""
 
 import copy
 from collections.abc import Callable
@@ -15,67 +15,69 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scalepoint import distributed
 from scalepoint.quantize import QuantStub, WeightFakeQuantize, calibrate, freeze_bn_stats, load, prepare_qat, save
-from tests.ranks.jobs import batches, inserted, net, outcome
+from tests.ranks.jobs import batches, net, quantized_net, result_or_error
 
 STEPS, BATCH = 6, 8
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
-    made = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(BATCH, 3, 8, 8, generator=made) * (1 + step / 4) for step in range(STEPS)]
-    return [(each, torch.randint(0, 5, (BATCH,), generator=made)) for each in inputs]
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(BATCH, 3, 8, 8, generator=generator) * (1 + step / 4) for step in range(STEPS)]
+    return [(batch, torch.randint(0, 5, (BATCH,), generator=generator)) for batch in inputs]
 
 
-def prepared(start: fx.GraphModule, **how: Any) -> fx.GraphModule:
-    model = prepare_qat(copy.deepcopy(start), **how)
-    freeze_bn_stats(model)  # statistics of a part of a batch are not those of the whole
+def prepare_model(start: fx.GraphModule, **options: Any) -> fx.GraphModule:
+    model = prepare_qat(copy.deepcopy(start), **options)
+    freeze_bn_stats(model)  # statistics of a part of a batch differ from those of the batch
     return model
 
 
-def trained(model: nn.Module, step: Callable[[], None] = lambda: None) -> list[float]:
-    """The losses of the whole batch, step by step."""
+def train(model: nn.Module, step: Callable[[], None] = lambda: None) -> list[float]:
+    """Train, and return the loss of the full batch for each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     part = BATCH // distributed.world_size()
-    for inputs, wanted in data():
-        mine = slice(distributed.rank() * part, (distributed.rank() + 1) * part)
+    for inputs, labels in data():
+        shard = slice(distributed.rank() * part, (distributed.rank() + 1) * part)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs[mine]), wanted[mine])
+        loss = F.cross_entropy(model(inputs[shard]), labels[shard])
         loss.backward()
         optimizer.step()
-        told = loss.detach().clone()
+        total_loss = loss.detach().clone()
         if distributed.world_size() > 1:
-            torch.distributed.all_reduce(told)
-        losses.append(float(told) / distributed.world_size())
+            torch.distributed.all_reduce(total_loss)
+        losses.append(float(total_loss) / distributed.world_size())
     return losses
 
 
 def scales(model: nn.Module) -> dict[str, list[float]]:
     kinds = (QuantStub, WeightFakeQuantize)
-    return {name: each.scale.flatten().tolist() for name, each in model.named_modules() if isinstance(each, kinds)}
+    return {
+        name: module.scale.flatten().tolist() for name, module in model.named_modules() if isinstance(module, kinds)
+    }
 
 
 def training(folder: Path) -> Any:
     with distributed.single_process():
-        start = calibrate(inserted(), batches(3), progress=False)
-    found: dict[str, Any] = {}
-    for name, how in (("observed", {"observe": True}), ("learned", {"learn_scales": True})):
+        start = calibrate(quantized_net(), batches(3), progress=False)
+    results: dict[str, Any] = {}
+    for name, options in (("observed", {"observe": True}), ("learned", {"learn_scales": True})):
         with distributed.single_process():
-            one = prepared(start, **how)
-            found[f"{name} by one"] = [trained(one), scales(one)]
-        model = prepared(start, **how)
-        found[f"{name} by DDP"] = [trained(DistributedDataParallel(model)), scales(model)]
-        model = prepared(start, **how)
+            one = prepare_model(start, **options)
+            results[f"{name} by one"] = [train(one), scales(one)]
+        model = prepare_model(start, **options)
+        results[f"{name} by DDP"] = [train(DistributedDataParallel(model)), scales(model)]
+        model = prepare_model(start, **options)
         fully_shard(model, mesh=init_device_mesh("cpu", (distributed.world_size(),)))
-        found[f"{name} by FSDP2"] = [trained(model), scales(model)]
-        found[f"{name} saved"] = _saved(model, folder / name)
-    found["nan"] = outcome(lambda: _with_nan(start))
-    found["calibrated again"] = scales(calibrate(prepared(start, observe=True), batches(5), progress=False))
-    return found
+        results[f"{name} by FSDP2"] = [train(model), scales(model)]
+        results[f"{name} saved"] = _check_saved(model, folder / name)
+    results["nan"] = result_or_error(lambda: _with_nan(start))
+    results["calibrated again"] = scales(calibrate(prepare_model(start, observe=True), batches(5), progress=False))
+    return results
 
 
-def _saved(model: fx.GraphModule, folder: Path) -> list[bool]:
-    """Whether a folder, and a whole state, of the sharded model give a plain one with the same outputs."""
+def _check_saved(model: fx.GraphModule, folder: Path) -> list[bool]:
+    """Whether a plain model with the saved folder, or with the full state, has the outputs of the sharded model."""
     model.eval()
     inputs = batches(1)[0]
     with torch.no_grad():
@@ -97,7 +99,7 @@ def _saved(model: fx.GraphModule, folder: Path) -> list[bool]:
 
 
 def _with_nan(start: fx.GraphModule) -> Any:
-    model = DistributedDataParallel(prepared(start, observe=True))
+    model = DistributedDataParallel(prepare_model(start, observe=True))
     inputs = torch.randn(2, 3, 8, 8)
     if distributed.rank() == 1:
         inputs[0, 0, 0, 0] = float("nan")

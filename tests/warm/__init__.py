@@ -1,11 +1,10 @@
-"""Processes for tests that are not about how Python starts: forked from one that has torch loaded.
+"""Starts Python subprocesses of tests quickly: forks them from a process that has imported torch.
 
-    subprocess.run([*warm(), "-m", "scalepoint.cli", "doctor"])     in the place of sys.executable
+    subprocess.run([*warm(), "-m", "scalepoint.cli", "doctor"])     instead of sys.executable
 
-A process of its own it is, with its folder, environment, streams, signals and end; only that the seconds of
-`import torch` are spent once for all of them. It takes `-c`, `-m` or a file, after `-I` or `-P`, and has nothing of
-the tests loaded. Other flags of Python, PYTHONHASHSEED, PYTHONIOENCODING and what is loaded when need a Python of the
-usual kind, which this is where processes cannot be watched by a file descriptor (not Linux).
+The process has its own folder, environment, streams, signals and exit code. It accepts `-c`, `-m` or a file, after `-I`
+or `-P`, and no module of the tests is loaded. Tests of other Python flags, PYTHONHASHSEED, PYTHONIOENCODING and import
+order need sys.executable. Without pidfd_open (not Linux) `warm()` returns sys.executable.
 """
 
 import atexit
@@ -22,7 +21,11 @@ ROOT = HERE.parents[1]
 
 
 def warm(program: str = "") -> list[str]:
-    """What stands before the arguments; with the program of a runtime's child, it has loaded that and not torch."""
+    """Return the command before the arguments.
+
+    Args:
+        program: Path of the child program of a runtime: the process then has its imports loaded instead of torch.
+    """
     if not hasattr(os, "pidfd_open"):
         return [sys.executable]
     return [sys.executable, "-I", "-S", str(HERE / "client.py"), _server(program)]
@@ -30,20 +33,20 @@ def warm(program: str = "") -> list[str]:
 
 @cache
 def _server(program: str) -> str:
-    """Where it listens: one for all tests of this process, started for the first that asks."""
+    """Start the server once per process, and return its address."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
-    place = f"{folder.name}/socket"
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listening.bind(place)
-    listening.listen()
+    address = f"{folder.name}/socket"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command = [sys.executable, str(HERE / "server.py"), program, str(listening.fileno())]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, cwd=HERE, pass_fds=[listening.fileno()])
-    listening.close()
+    command = [sys.executable, str(HERE / "server.py"), program, str(listener.fileno())]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, cwd=HERE, pass_fds=[listener.fileno()])
+    listener.close()
 
     def end() -> None:
         server.communicate()
         folder.cleanup()
 
     atexit.register(end)
-    return place
+    return address

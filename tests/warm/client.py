@@ -1,4 +1,4 @@
-"""Asks the warm Python for a process, and is to whoever started this what that process would be."""
+"""Requests a process from the server, forwards signals to it, and exits like it."""
 
 import json
 import os
@@ -10,17 +10,19 @@ import sys
 def main() -> None:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(sys.argv[1])
-    heeded = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
-    asked = {
+    handled_signals = [
+        number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN
+    ]
+    request = {
         "arguments": sys.argv[2:],
         "folder": os.getcwd(),
         "environment": dict(os.environ),
-        "interrupts": signal.SIGINT in heeded,
+        "interrupts": signal.SIGINT in handled_signals,
     }
-    socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
+    socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
     process = int(server.recv(32))
-    for each in heeded:
-        signal.signal(each, lambda number, _: os.kill(process, number))
+    for number in handled_signals:
+        signal.signal(number, lambda received, _: os.kill(process, received))
     code = int(server.recv(32))
     if code < 0:
         if -code != signal.SIGKILL:
