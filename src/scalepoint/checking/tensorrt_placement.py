@@ -98,10 +98,8 @@ def check_concat_scales(view: QdqView) -> Iterator[Fault]:
             continue
         for tensor, source in _iterate_concat_inputs(view, node):
             if not view.has_same_scale(source, targets[0]):
-                description = (
-                    f"Concat joins scales of {view.label(source)!r} and {view.label(targets[0])!r} that differ"
-                )
-                yield Fault(node, tensor, description)
+                labels = f"{view.label(source)!r} and {view.label(targets[0])!r}"
+                yield Fault(node, tensor, f"Concat joins tensors with the different scales of {labels}")
                 break
 
 
@@ -331,7 +329,7 @@ def _comes_from(view: QdqView, tensor: Tensor, origin: Node) -> bool:
 
 
 def check_float_islands(view: QdqView) -> Iterator[Fault]:
-    """R20: no Q/DQ on or in norms, softmax and erf-GELU, except on a LayerNorm after an int8 convolution."""
+    """R20: no Q/DQ on or inside norms, softmax and erf-GELU, except on a LayerNorm after an int8 convolution."""
     for node in view.graph:
         if node.op_type in _FLOAT_ONLY:
             yield from _check_norm(view, node)

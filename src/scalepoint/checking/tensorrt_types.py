@@ -146,8 +146,8 @@ def _describe_wrong_shape(view: QdqView, node: Node, shape: TensorShape, data_sh
         if block_size and size is not None:
             sizes[axis] = -(-size // block_size)
         expected = tuple(sizes)
-    differs = [wanted is not None and wanted != actual for wanted, actual in zip(expected, shape, strict=True)]
-    if any(differs):
+    pairs = zip(expected, shape, strict=True)
+    if any(expected_size is not None and expected_size != actual_size for expected_size, actual_size in pairs):
         return f"the scale has shape {_format_shape(shape)}, the data and axis {axis} need {_format_shape(expected)}"
     return None
 

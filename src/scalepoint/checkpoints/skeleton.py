@@ -46,7 +46,7 @@ class CheckpointWeights:
     _loaded: dict[int, Tensor] = field(default_factory=dict)
 
     @property
-    def mark(self) -> str:
+    def fingerprint(self) -> str:
         """The fingerprint of the checkpoint."""
         return self.source.fingerprint
 

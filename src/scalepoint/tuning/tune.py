@@ -467,7 +467,7 @@ def _fingerprint_model(model: fx.GraphModule, weight_provider: WeightProvider | 
         return fingerprint_model(model)
     metadata = record_of(model)
     return [
-        weight_provider.mark,
+        weight_provider.fingerprint,
         metadata.config.to_dict(),
         None if metadata.target is None else metadata.target.file_metadata,
     ]

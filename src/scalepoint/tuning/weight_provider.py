@@ -14,7 +14,7 @@ class WeightProvider(Protocol):
     """Has the weights of a model whose parameters have no values yet."""
 
     @property
-    def mark(self) -> str:
+    def fingerprint(self) -> str:
         """Fingerprint of the weights."""
         ...
 

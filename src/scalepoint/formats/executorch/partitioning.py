@@ -1,6 +1,6 @@
-"""A pass before a program is divided into delegates: no delegate reads a dequantized tensor that is also its output.
+"""A pass before a program is partitioned: no delegate reads a dequantized tensor that is also one of its outputs.
 
-This module imports ExecuTorch: import it where a file is written.
+This module imports ExecuTorch at the top, so import it only inside functions that write a file.
 """
 
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
@@ -10,11 +10,12 @@ from torch.export import ExportedProgram
 
 
 class SeparateOutputs(ExportedProgramPassBase):  # type: ignore[misc]
-    """Gives readers of a dequantize in other delegates, or in none, a dequantize of their own.
+    """Copies a dequantize for its readers in other delegates, and for its readers outside of delegates.
 
-    `graph.prepared` has done so for the operations of the model, but some are decomposed afterwards (Mish, CELU) and
-    read their input inside and outside of a delegate. For such an output ChannelsLastTaggedReshapePass (ExecuTorch 1.5)
-    puts a transpose before the readers inside too: they get their values in a wrong order, or it raises KeyError 'val'.
+    `prepare_program` has done this for the operations of the model, but some of them are decomposed later (Mish, CELU)
+    and then read their input inside and outside of a delegate. The dequantized tensor becomes an output of the
+    delegate, and ChannelsLastTaggedReshapePass (ExecuTorch 1.5) puts a transpose before the readers inside too: they
+    get their values in the wrong order, or the pass raises KeyError 'val'.
     """
 
     def call(self, exported_program: ExportedProgram) -> ExportedProgramPassResult:
@@ -30,7 +31,7 @@ def _is_dequantize(node: fx.Node) -> bool:
 
 
 def _copy_for_other_delegates(node: fx.Node, delegates: dict[fx.Node, int]) -> bool:
-    """One copy for each other delegate that reads it, and one for all readers in none."""
+    """Make one copy for each other delegate that reads the node, and one for all readers outside of delegates."""
     copies: dict[int | None, fx.Node] = {delegates[node]: node}
     for reader in list(node.users):
         delegate = delegates.get(reader)

@@ -244,7 +244,7 @@ def _to_float16(values: Tensor) -> Tensor:
 
 
 def _round_to_bits(values: Tensor, bits: int) -> Tensor:
-    """Round to the nearest float16 with so many significant bits, at least the smallest positive one."""
+    """Round to the nearest float16 with `bits` significant bits, at least the smallest positive one."""
     mantissa, exponent = torch.frexp(values.to(torch.float32))
     rounded = torch.ldexp((mantissa * 2**bits).round(), exponent - bits)
     return _to_float16(rounded.clamp(min=SMALLEST_FLOAT16))
