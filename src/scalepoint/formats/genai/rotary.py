@@ -36,12 +36,12 @@ class Rotary:
 
     def build_tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, each of shape (positions, channels / 2)."""
-        frequencies, factor = self._scale_frequencies(1.0 / self._wavelengths())
+        frequencies, factor = self._scale_frequencies(1.0 / self._inverse_frequencies())
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
         return angles.cos() * factor, angles.sin() * factor
 
-    def _wavelengths(self) -> Tensor:
-        """Return base^(2i / channels): wavelengths divided by 2 pi."""
+    def _inverse_frequencies(self) -> Tensor:
+        """Return base^(2i / channels)."""
         return torch.as_tensor(self.base ** (torch.arange(0, self.channels, 2, dtype=torch.float32) / self.channels))
 
     def _scale_frequencies(self, frequencies: Tensor) -> tuple[Tensor, float]:
@@ -97,7 +97,7 @@ class Rotary:
             attention_factor = 1.0
         else:
             attention_factor = math.sqrt(1 + math.log(growth) / math.log(length))
-        return 1.0 / (factors * self._wavelengths()), attention_factor
+        return 1.0 / (factors * self._inverse_frequencies()), attention_factor
 
 
 def describe_rotary(
