@@ -55,13 +55,13 @@ def data():
 
 
 def layers_of(quantized):
-    return {each.weight_quant.name: each for each in quantized.modules() if isinstance(each, QuantizedLayer)}
+    return {layer.weight_quant.name: layer for layer in quantized.modules() if isinstance(layer, QuantizedLayer)}
 
 
 def switch_off(quantized):
-    for each in quantized.modules():
-        if isinstance(each, QuantStub | WeightFakeQuantize):
-            each.enabled = False
+    for module in quantized.modules():
+        if isinstance(module, QuantStub | WeightFakeQuantize):
+            module.enabled = False
 
 
 def distance(model, quantized, data):
@@ -72,9 +72,11 @@ def distance(model, quantized, data):
 
 def means_of_errors(quantized, data):
     """Of every layer, what its rounded weight adds to the mean of each output, and its shift."""
-    seen = {}
+    inputs_by_layer = {}
     for name, layer in layers_of(quantized).items():
-        layer.register_forward_pre_hook(lambda _, given, name=name: seen.setdefault(name, []).append(given[0]))
+        layer.register_forward_pre_hook(
+            lambda _, inputs, name=name: inputs_by_layer.setdefault(name, []).append(inputs[0])
+        )
     switch_off(quantized)
     with torch.no_grad():
         for batch in data:
@@ -85,20 +87,20 @@ def means_of_errors(quantized, data):
                 layer.weight_quant.values(layer.weight_quant.codes(layer.to_output_first(weight)))
             )
             run = nn.functional.linear if layer.kind == "linear" else layer.operation._conv_forward
-            error = run(torch.cat(seen[name]), weight - values, None)
+            error = run(torch.cat(inputs_by_layer[name]), weight - values, None)
             yield layer, (error if layer.kind == "linear" else error.flatten(2).mean(2)).mean(0)
 
 
-def test_the_mean_of_each_layers_rounding_is_taken_off(model, data):
+def test_the_mean_rounding_error_of_each_layer_is_subtracted(model, data):
     quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
-    found = list(means_of_errors(quantized, data))
-    assert len(found) == 5
-    for layer, mean in found:
-        left = (layer.bias_shift - mean).square().mean() / mean.square().mean()
-        assert left < (1e-6 if layer.kind == "linear" else 0.05)  # positions of a picture are taken as alike
+    errors = list(means_of_errors(quantized, data))
+    assert len(errors) == 5
+    for layer, mean in errors:
+        remaining = (layer.bias_shift - mean).square().mean() / mean.square().mean()
+        assert remaining < (1e-6 if layer.kind == "linear" else 0.05)  # positions of a picture are taken as alike
 
 
-def test_it_brings_the_outputs_nearer_to_float(model, data):
+def test_corrected_outputs_are_closer_to_float(model, data):
     plain, corrected = (
         quantize(model, data[0], config, forward_loop=data, target=TARGET, progress=False) for config in (PLAIN, None)
     )
@@ -106,12 +108,12 @@ def test_it_brings_the_outputs_nearer_to_float(model, data):
     assert all(layer.bias_shift is None for layer in layers_of(plain).values())
 
 
-def test_the_steps_do_it_unless_the_config_or_the_call_says_no(model, data):
+def test_calibrate_corrects_biases_unless_the_config_or_the_call_disables_it(model, data):
     result = transform(model, data[0], target=TARGET)
 
-    def shifted(config, **said):
+    def shifted(config, **options):
         quantized = insert_qdq(result.model, result.matches, config)
-        calibrate(quantized, data, progress=False, **said)
+        calibrate(quantized, data, progress=False, **options)
         return [layer.bias_shift is not None for layer in layers_of(quantized).values()]
 
     assert all(shifted(None, freeze_weights=True))
@@ -125,7 +127,7 @@ def test_the_steps_do_it_unless_the_config_or_the_call_says_no(model, data):
     assert not any(shifted(CORRECTED))  # weights that go on moving have no rounding to correct
 
 
-def test_a_later_calibration_that_says_no_takes_the_shift_back(model, data):
+def test_calibrating_again_with_correct_bias_false_removes_the_shift(model, data):
     quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
     plainly = quantize(model, data[0], PLAIN, forward_loop=data, target=TARGET, progress=False)
     calibrate(quantized, data, freeze_weights=True, correct_bias=False, progress=False)
@@ -134,7 +136,7 @@ def test_a_later_calibration_that_says_no_takes_the_shift_back(model, data):
         assert torch.equal(quantized(data[0]), plainly(data[0]))
 
 
-def test_a_layer_without_a_bias_gets_none_and_quantizers_off_is_the_float_model(data):
+def test_a_layer_without_bias_is_not_corrected_and_disabled_quantizers_give_the_float_model(data):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=False)).eval()
     quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
@@ -144,20 +146,20 @@ def test_a_layer_without_a_bias_gets_none_and_quantizers_off_is_the_float_model(
         torch.testing.assert_close(quantized(data[0]), model(data[0]), rtol=1e-5, atol=1e-6)
 
 
-def test_calibrated_twice_it_is_the_same(model, data):
+def test_calibrating_twice_gives_the_same_shift(model, data):
     quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
     once = {name: layer.bias_shift.clone() for name, layer in layers_of(quantized).items()}
     calibrate(quantized, data, freeze_weights=True, progress=False)
     assert all(torch.equal(layer.bias_shift, once[name]) for name, layer in layers_of(quantized).items())
 
 
-def test_pictures_of_another_size_do_not_break_it(model, data):
+def test_images_of_different_sizes_are_supported(model, data):
     mixed = [*data, torch.rand(2, 3, 25, 25)]
     quantized = quantize(model, data[0], CORRECTED, forward_loop=mixed, target=TARGET, progress=False)
     assert all(torch.isfinite(layer.bias_shift).all() for layer in layers_of(quantized).values())
 
 
-def test_saved_and_loaded_it_is_kept(model, data, tmp_path):
+def test_the_shift_survives_save_and_load(model, data, tmp_path):
     quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
     save(quantized, tmp_path / "m")
     loaded = load(tmp_path / "m", model, data[0], target=TARGET)
@@ -165,7 +167,7 @@ def test_saved_and_loaded_it_is_kept(model, data, tmp_path):
         assert torch.equal(loaded(data[0]), quantized(data[0]))
 
 
-def test_the_hooks_are_gone_afterwards_also_when_the_data_raises(model, data):
+def test_hooks_are_removed_also_when_the_data_raises(model, data):
     result = transform(model, data[0], target=TARGET)
     quantized = insert_qdq(result.model, result.matches, CORRECTED)
 
@@ -178,7 +180,7 @@ def test_the_hooks_are_gone_afterwards_also_when_the_data_raises(model, data):
     assert len(BiasCorrection(quantized).layers) == 5
 
 
-def test_data_that_raises_leaves_the_shifts_of_before(model, data):
+def test_data_that_raises_leaves_earlier_shifts_unchanged(model, data):
     quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
     before = {name: layer.bias_shift for name, layer in layers_of(quantized).items()}
 
@@ -192,24 +194,24 @@ def test_data_that_raises_leaves_the_shifts_of_before(model, data):
 
 
 @pytest.mark.filterwarnings("ignore::scalepoint.errors.ScalepointWarning")  # its length is fixed
-def test_a_vector_is_an_input_too():
+def test_inputs_can_be_vectors():
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(16, 8)).eval(), [torch.rand(16) for _ in range(4)]
     quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
     (layer,) = layers_of(quantized).values()
     with torch.no_grad():
         values = layer.weight_quant.values(layer.get_deployed().codes)
-        wanted = nn.functional.linear(torch.stack(data).mean(0), layer.weight - values)
-    torch.testing.assert_close(layer.bias_shift, wanted, rtol=1e-4, atol=1e-6)
+        expected = nn.functional.linear(torch.stack(data).mean(0), layer.weight - values)
+    torch.testing.assert_close(layer.bias_shift, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_asked_for_with_weights_that_move_it_is_refused(model, data):
+def test_correct_bias_without_frozen_weights_is_refused(model, data):
     quantized = quantize(model, data[0], forward_loop=data, target=TARGET, freeze_weights=False, progress=False)
     with pytest.raises(UsageError, match="freeze_weights=True"):
         calibrate(quantized, data, correct_bias=True, progress=False)
 
 
-def test_training_lets_go_of_it_where_live_statistics_take_it_up(data):
+def test_prepare_qat_removes_the_shift_of_layers_with_batch_norm(data):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)).eval()
     quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
@@ -241,9 +243,9 @@ def test_tuning_starts_without_the_correction_of_calibration(model, data):
     plain, corrected = (
         quantize(model, data[0], config, forward_loop=data, target=TARGET, progress=False) for config in (PLAIN, None)
     )
-    reports = [tune(each, data, {"steps": ("intercept", "gptq")}, progress=False) for each in (plain, corrected)]
-    for expected, found in zip(reports[0].layers, reports[1].layers, strict=True):
-        assert (found.before, found.after) == (expected.before, expected.after)
+    reports = [tune(model, data, {"steps": ("intercept", "gptq")}, progress=False) for model in (plain, corrected)]
+    for expected, row in zip(reports[0].layers, reports[1].layers, strict=True):
+        assert (row.before, row.after) == (expected.before, expected.after)
     with torch.no_grad():
         assert torch.equal(plain(data[0]), corrected(data[0]))
 
@@ -254,7 +256,7 @@ def test_tuning_starts_without_the_correction_of_calibration(model, data):
     [(QuantConfig(speed_first=False), True), (QuantConfig(speed_first=False, correct_bias=False), False)],
     ids=["unsaid", "said"],
 )
-def test_deploy_corrects_biases_unless_told_not_to(model, data, tmp_path, config, expected):
+def test_deploy_corrects_biases_unless_the_config_disables_it(model, data, tmp_path, config, expected):
     done = scalepoint.deploy(model, data[0], data, output=tmp_path, config=config, smoke=True, progress=False)
     layers = layers_of(done.model).values()
     assert {layer.bias_shift is not None for layer in layers if layer.fold_norm()[1] is not None} == {expected}

@@ -98,8 +98,8 @@ def parameters_of(model):
 
 
 def first_of(model):
-    (found,) = [stub for stub in stubs_of(model) if "conv" in stub.consumers]
-    return found
+    (stub,) = [stub for stub in stubs_of(model) if "conv" in stub.consumers]
+    return stub
 
 
 def with_activation(transformed, **fields):
@@ -112,13 +112,13 @@ class TestData:
         calibrate(model, batches)
         with torch.no_grad():
             pooled = [float_model.bn(float_model.conv(x)).relu().mean((2, 3)) for x in batches]
-        expected = [max(float(x.abs().max()) for x in each) / 127.5 for each in (batches, pooled)]
+        expected = [max(float(x.abs().max()) for x in data) / 127.5 for data in (batches, pooled)]
         assert sorted(scale for scale, _ in parameters_of(model).values()) == pytest.approx(sorted(expected), rel=1e-5)
 
-    def test_it_returns_the_model_with_everything_switched_on(self, model, batches):
+    def test_calibrate_returns_the_model_with_all_quantizers_enabled(self, model, batches):
         assert calibrate(model, batches) is model
         assert all(stub.enabled and not stub.calibrating for stub in stubs_of(model))
-        assert all(each.enabled for each in model.modules() if isinstance(each, WeightFakeQuantize))
+        assert all(quantizer.enabled for quantizer in model.modules() if isinstance(quantizer, WeightFakeQuantize))
 
     @pytest.mark.parametrize(
         "form",
@@ -136,7 +136,7 @@ class TestData:
             pytest.param(lambda data: [{"x": x.numpy()} for x in data], id="dict-of-numpy"),
         ],
     )
-    def test_every_form_of_data_gives_the_same(self, transformed, batches, form):
+    def test_every_form_of_data_gives_the_same_scales(self, transformed, batches, form):
         reference, model = (insert_qdq(transformed.model, transformed.matches, CONFIG) for _ in range(2))
         with torch.no_grad():
             calibrate(reference, batches)
@@ -168,29 +168,29 @@ class TestData:
         expected = [max(float(pair[index].abs().max()) for pair in pairs) for index in (0, 1)]
         assert [by_reader["left"], by_reader["right"]] == pytest.approx(expected, rel=1e-5)
 
-    def test_too_few_inputs_are_told(self, two):
+    def test_a_batch_with_too_few_inputs_is_an_error(self, two):
         with pytest.raises(CalibrationError, match=r"1 inputs.*a, b"):
             calibrate(two, [(torch.randn(3, 4),)])
         with pytest.raises(CalibrationError, match="b"):
             calibrate(two, [{"a": torch.randn(3, 4)}])
 
     @pytest.mark.parametrize("data", [3, None, "words", torch.randn(2, 3, 6, 6), {"x": torch.randn(2, 3, 6, 6)}])
-    def test_what_is_no_data_is_refused(self, model, data):
+    def test_invalid_data_is_refused(self, model, data):
         with pytest.raises(ScalepointError):
             calibrate(model, data)
 
-    def test_a_batch_that_is_nothing_a_model_takes_is_refused(self, model):
+    def test_a_batch_that_a_model_cannot_take_is_refused(self, model):
         with pytest.raises(CalibrationError, match="tensors or arrays"):
             calibrate(model, [object()])
 
-    def test_a_wrong_shape_says_what_came(self, model):
+    def test_the_error_for_a_wrong_shape_contains_the_shape_of_the_batch(self, model):
         with pytest.raises(RuntimeError) as caught:
             calibrate(model, [torch.randn(2, 3, 6, 6), torch.randn(2, 7, 6, 6)])
-        told = str(caught.value) + " ".join(getattr(caught.value, "__notes__", []))
-        assert "batch 1" in told
-        assert "7, 6, 6" in told
+        message = str(caught.value) + " ".join(getattr(caught.value, "__notes__", []))
+        assert "batch 1" in message
+        assert "7, 6, 6" in message
 
-    def test_a_wrong_shape_says_what_the_model_takes(self, float_model):
+    def test_the_error_for_a_wrong_shape_contains_the_captured_shape(self, float_model):
         captured = transform(float_model, torch.randn(2, 3, 6, 6))
         model = insert_qdq(captured.model, captured.matches, QuantConfig())
         with raises(CalibrationError, "batch 0", "unlike the example") as caught:
@@ -198,15 +198,15 @@ class TestData:
         assert "captured with x (*, 3, 6, 6) torch.float32" in str(caught.value)
 
     def test_an_infinite_iterator_ends_at_max_batches(self, model, batches):
-        taken = []
+        read_batches = []
 
         def endless():
             for x in itertools.cycle(batches):
-                taken.append(x)
+                read_batches.append(x)
                 yield x
 
         calibrate(model, endless(), max_batches=4)
-        assert len(taken) in (4, 5)
+        assert len(read_batches) in (4, 5)
         assert first_of(model).enabled
 
     def test_an_infinite_iterator_without_a_limit_is_an_error(self, model, monkeypatch):
@@ -219,15 +219,15 @@ class TestData:
         calibrate(model, batches, max_batches=1)
         assert float(first_of(model).scale) == pytest.approx(float(batches[0].abs().max()) / 127.5)
 
-    def test_no_bar_where_there_is_no_terminal_but_a_line(self, model, batches, capfd):
+    def test_without_a_terminal_progress_is_one_line(self, model, batches, capfd):
         calibrate(model, batches)
-        shown = capfd.readouterr()
-        assert shown.out == ""
-        assert re.fullmatch(r"calibrating: \d+ batches in [\d.]+ s\n", shown.err)
+        output = capfd.readouterr()
+        assert output.out == ""
+        assert re.fullmatch(r"calibrating: \d+ batches in [\d.]+ s\n", output.err)
         calibrate(model, batches, progress=False)
         assert capfd.readouterr() == ("", "")
 
-    def test_a_model_of_weights_alone_needs_no_data(self, transformed, float_model):
+    def test_a_model_with_quantized_weights_only_needs_no_data(self, transformed, float_model):
         config = QuantConfig(activation="float", weight=TensorQuantConfig(per_channel=True))
         model = insert_qdq(transformed.model, transformed.matches, config)
         calibrate(model, [])
@@ -273,14 +273,14 @@ class TestNothingElseChanges:
         model.get_submodule("fc").register_forward_hook(lambda *_: None)
         return model
 
-    def test_modes_gradients_hooks_and_statistics(self, model, batches):
+    def test_modes_gradients_hooks_and_statistics_are_restored(self, model, batches):
         before = noticed(self.prepared(model))
         calibrate(model, batches)
         same(before, noticed(model))
         assert all(value.grad is None for value in model.parameters())
 
     @pytest.mark.parametrize("kind", ["data", "loop", "shape"])
-    def test_also_when_it_fails(self, model, batches, kind):
+    def test_modes_are_restored_when_calibration_fails(self, model, batches, kind):
         before = noticed(self.prepared(model))
         data = {
             "data": broken(batches, 2),
@@ -291,22 +291,22 @@ class TestNothingElseChanges:
             calibrate(model, data)
         same(before, noticed(model))
         assert not any(stub.enabled or stub.calibrating for stub in stubs_of(model))
-        assert not any(each.enabled for each in model.modules() if isinstance(each, WeightFakeQuantize))
+        assert not any(quantizer.enabled for quantizer in model.modules() if isinstance(quantizer, WeightFakeQuantize))
 
-    def test_in_train_mode_the_ranges_are_those_of_eval(self, transformed, batches):
+    def test_ranges_of_a_model_in_train_mode_are_those_of_eval(self, transformed, batches):
         one, other = (insert_qdq(transformed.model, transformed.matches, CONFIG) for _ in range(2))
         calibrate(one.train(), batches)
         calibrate(other.eval(), batches)
         assert parameters_of(one) == parameters_of(other)
 
-    def test_the_random_state(self, model, batches):
+    def test_the_random_state_does_not_change(self, model, batches):
         state = torch.get_rng_state()
         numpy_state = np.random.get_state()[1].copy()
         calibrate(model, batches)
         assert torch.equal(torch.get_rng_state(), state)
         assert (np.random.get_state()[1] == numpy_state).all()
 
-    def test_the_callers_batches(self):
+    def test_the_callers_batches_do_not_change(self):
         class InPlace(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -319,27 +319,27 @@ class TestNothingElseChanges:
         result = transform(InPlace().eval(), torch.randn(2, 4))
         model = insert_qdq(result.model, result.matches, CONFIG)
         data = [torch.randn(2, 4)]
-        kept, version = data[0].clone(), data[0]._version
+        before, version = data[0].clone(), data[0]._version
         calibrate(model, data)
-        assert torch.equal(data[0], kept)
+        assert torch.equal(data[0], before)
         assert data[0]._version == version
-        assert float(stubs_of(model)[0].scale) == pytest.approx(float(kept.abs().max()) * 3 / 127.5, rel=1e-5)
+        assert float(stubs_of(model)[0].scale) == pytest.approx(float(before.abs().max()) * 3 / 127.5, rel=1e-5)
 
     def test_no_gradient_is_recorded(self, model, batches):
-        seen = []
+        recorded = []
 
         def loop(model):
-            seen.extend(model(x.requires_grad_()) for x in batches)
+            recorded.extend(model(x.requires_grad_()) for x in batches)
 
         calibrate(model, loop)
-        assert not any(y.requires_grad for y in seen)
+        assert not any(y.requires_grad for y in recorded)
 
-    def test_grad_mode_is_as_before(self, model, batches):
+    def test_grad_mode_is_restored(self, model, batches):
         with pytest.raises(OSError, match="disk"):
             calibrate(model, broken(batches, 1))
         assert torch.is_grad_enabled()
 
-    def test_a_failed_calibration_leaves_the_former_one_in_force(self, model, batches):
+    def test_a_failed_calibration_leaves_the_previous_one_in_effect(self, model, batches):
         calibrate(model, batches)
         x = torch.randn(2, 3, 6, 6)
         with torch.no_grad():
@@ -381,7 +381,7 @@ class TestFailures:
         with pytest.raises(CalibrationError, match="0 batches"):
             calibrate(model, data)
 
-    def test_a_generator_that_was_read_before_is_an_error(self, transformed, batches):
+    def test_an_exhausted_generator_is_an_error(self, transformed, batches):
         one, other = (insert_qdq(transformed.model, transformed.matches, CONFIG) for _ in range(2))
         data = (x for x in batches)
         calibrate(one, data)
@@ -391,7 +391,7 @@ class TestFailures:
     @pytest.mark.parametrize("calls_original", [False, True], ids=["never", "original"])
     def test_a_loop_that_does_not_call_the_model_is_an_error(self, model, float_model, batches, calls_original):
         with pytest.raises(CalibrationError, match="never called the model"):
-            calibrate(model, lambda given: float_model(batches[0]) if calls_original else None)
+            calibrate(model, lambda model_argument: float_model(batches[0]) if calls_original else None)
 
     def test_a_float_model_is_refused(self, float_model, batches):
         with pytest.raises(UsageError, match="insert_qdq"):
@@ -399,7 +399,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     @pytest.mark.parametrize("form", ["list", "loop"])
-    def test_what_is_not_finite_names_the_module_and_the_batch(self, model, batches, value, form):
+    def test_the_error_for_nan_names_the_module_and_the_batch(self, model, batches, value, form):
         batches[1][0, 0, 0, 0] = value
         data = batches if form == "list" else lambda model: [model(x) for x in batches]
         with pytest.raises(NonFiniteError, match="batch 1") as caught:
@@ -408,7 +408,7 @@ class TestFailures:
         assert f"of {batches[1].numel()} values" in str(caught.value)  # the share
         assert not any(stub.enabled or stub.calibrating for stub in stubs_of(model))
 
-    def test_the_error_tells_data_that_holds_nan_from_a_model_that_makes_it(self):
+    def test_the_error_distinguishes_nan_in_the_data_from_nan_computed_by_the_model(self):
         x = torch.randn(2, 4)
         bad = x.clone()
         bad[0, :3] = math.nan
@@ -421,7 +421,7 @@ class TestFailures:
             calibrate(insert_qdq(result.model, result.matches, CONFIG), [x, x.clamp(-1, 1) * 3e38])
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_bad_batches_can_be_left_out(self, transformed, batches, value):
+    def test_batches_with_nan_can_be_skipped(self, transformed, batches, value):
         one, other = (insert_qdq(transformed.model, transformed.matches, CONFIG) for _ in range(2))
         bad = torch.randn(2, 3, 6, 6) * 1000
         bad[0, 0, 0, 0] = value
@@ -431,7 +431,7 @@ class TestFailures:
         assert parameters_of(one) == parameters_of(other)
 
     @pytest.mark.filterwarnings("ignore::UserWarning")
-    def test_a_bad_batch_is_left_out_of_every_range(self):
+    def test_a_skipped_batch_changes_no_range(self):
         """Behind a clamp infinity is an ordinary number, and the batch is bad all the same."""
 
         class Clamped(nn.Module):
@@ -450,20 +450,20 @@ class TestFailures:
         assert [float(stub.scale) for stub in stubs_of(model)] == pytest.approx([top, top], rel=1e-5)
 
     @pytest.mark.filterwarnings("ignore::UserWarning")
-    def test_only_bad_batches_is_an_error_that_says_so(self, model):
+    def test_data_of_nan_batches_only_is_an_error(self, model):
         with pytest.raises(CalibrationError, match="NaN"):
             calibrate(model, [torch.full((2, 3, 6, 6), math.nan)], on_nan="skip")
 
-    def test_a_stub_that_saw_nothing_is_an_error_that_names_it(self, two):
+    def test_a_stub_that_observed_nothing_is_an_error_that_names_it(self, two):
         with pytest.raises(CalibrationError, match=r"1 of 2 quantizers.*right"):
             calibrate(two, [(torch.randn(3, 4), torch.empty(0, 6))])
         assert not any(stub.enabled for stub in stubs_of(two))
 
-    def test_a_stub_that_saw_nothing_can_stay_float_and_coverage_says_so(self, two):
+    def test_a_stub_that_observed_nothing_can_stay_float_and_appears_in_the_coverage(self, two):
         calibrate(two, [(torch.randn(3, 4), torch.empty(0, 6))], on_unseen="skip")
         by_reader = {stub.consumers[0]: stub.enabled for stub in stubs_of(two)}
         assert by_reader == {"left": True, "right": False}
-        (row,) = [each for each in coverage(two).operations if each.name == "right"]
+        (row,) = [operation for operation in coverage(two).operations if operation.name == "right"]
         assert "x int8" not in row.how
         assert row.reason
 
@@ -473,14 +473,14 @@ class TestFailures:
             calibrate(model, batches, **{option: "ignore"})
 
     @pytest.mark.parametrize("count", [0, -1])
-    def test_a_number_of_batches_that_is_none_is_refused(self, model, batches, count):
+    def test_an_invalid_number_of_batches_is_refused(self, model, batches, count):
         with pytest.raises((ScalepointError, ValueError, TypeError)):
             calibrate(model, batches, max_batches=count)
 
 
 class TestRanges:
     @pytest.mark.parametrize("method", list(CalibrationMethod))
-    def test_calibrating_twice_gives_the_same(self, transformed, batches, method):
+    def test_calibrating_twice_gives_the_same_ranges(self, transformed, batches, method):
         model = with_activation(transformed, calibration_method=method)
         calibrate(model, [100 * x for x in batches])
         wide = parameters_of(model)
@@ -491,24 +491,24 @@ class TestRanges:
 
     @pytest.mark.parametrize("symmetric", [False, True])
     def test_min_max_does_not_depend_on_the_order(self, transformed, batches, symmetric):
-        found = []
+        results = []
         for order in itertools.permutations(batches):
             model = with_activation(transformed, symmetric=symmetric)
             calibrate(model, order)
-            found.append(parameters_of(model))
-        assert all(each == found[0] for each in found)
+            results.append(parameters_of(model))
+        assert all(result == results[0] for result in results)
 
     @pytest.mark.parametrize(
         "method", [CalibrationMethod.HISTOGRAM, CalibrationMethod.PERCENTILE, CalibrationMethod.ENTROPY]
     )
     def test_a_histogram_hardly_depends_on_the_order(self, transformed, method):
         data = [torch.randn(8, 3, 6, 6) * size for size in (0.5, 1, 3)]
-        found = []
+        scales = []
         for order in (data, data[::-1]):
             model = with_activation(transformed, calibration_method=method)
             calibrate(model, order)
-            found.append(float(first_of(model).scale))
-        assert found[0] == pytest.approx(found[1], rel=0.05)
+            scales.append(float(first_of(model).scale))
+        assert scales[0] == pytest.approx(scales[1], rel=0.05)
 
     @pytest.mark.parametrize("method", list(CalibrationMethod))
     def test_memory_does_not_grow_with_the_batches(self, transformed, method):
@@ -535,15 +535,15 @@ class TestRanges:
         model = with_activation(transformed, calibration_method=method, symmetric=symmetric)
         calibrate(model, data)
         stub = first_of(model)
-        seen = torch.cat(data)
+        values = torch.cat(data)
         width = float(stub.scale) * 255
-        assert 0.4 * 2 * 3 < width <= 1.01 * 2 * float(seen.abs().max())
-        error = (stub(seen) - seen).pow(2).mean()
+        assert 0.4 * 2 * 3 < width <= 1.01 * 2 * float(values.abs().max())
+        error = (stub(values) - values).pow(2).mean()
         assert error < 0.01
 
     @pytest.mark.parametrize("method", [CalibrationMethod.PERCENTILE, CalibrationMethod.ENTROPY])
     @pytest.mark.parametrize("bits", [4, 8])
-    def test_one_outlier_is_cut_off(self, transformed, method, bits):
+    def test_percentile_and_entropy_clip_an_outlier(self, transformed, method, bits):
         """One value of 1000 among 86,000 of about 1: min-max would give nearly all of them the code 0."""
         data = [torch.randn(100, 3, 12, 12) for _ in range(2)]
         data[1][0, 0, 0, 0] = 1000 if bits == 4 else 200
@@ -560,18 +560,18 @@ class TestRanges:
         data[1][0, 0, 0, 0] = outlier
         model = with_activation(transformed, calibration_method=method, n_bits=bits)
         calibrate(model, data)
-        seen = torch.cat(data).numpy().ravel().astype(np.float64)
+        values = torch.cat(data).numpy().ravel().astype(np.float64)
 
         def error(scale):
-            codes = np.clip(np.round(seen / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-            return float(np.mean((codes * scale - seen) ** 2))
+            codes = np.clip(np.round(values / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+            return float(np.mean((codes * scale - values) ** 2))
 
         half = (2**bits - 1) / 2
         best = min(error(top / half) for top in np.linspace(0.5, outlier, 400))
-        found = error(float(first_of(model).scale))
-        assert found <= 1.05 * best
+        chosen_error = error(float(first_of(model).scale))
+        assert chosen_error <= 1.05 * best
         if outlier == 30:
-            assert found < error(outlier / half)
+            assert chosen_error < error(outlier / half)
 
     def test_min_max_keeps_the_outlier(self, transformed):
         data = [torch.randn(10, 3, 6, 6)]
@@ -580,7 +580,7 @@ class TestRanges:
         calibrate(model, data)
         assert float(first_of(model).scale) == pytest.approx(1000 / 127.5)
 
-    def test_the_moving_average_is_that_of_the_contract(self, transformed, batches):
+    def test_the_moving_average_follows_the_formula(self, transformed, batches):
         model = with_activation(transformed, calibration_method=CalibrationMethod.MOVING_AVERAGE_MINMAX)
         calibrate(model, batches)
         low, high = float(batches[0].min()), float(batches[0].max())
@@ -605,7 +605,7 @@ class TestRanges:
         expected = result.model(x)
         assert (y - expected).abs().max() <= 0.02 * expected.abs().max() + 1e-6
 
-    def test_a_fixed_stub_is_left_alone(self, model, batches):
+    def test_a_fixed_stub_does_not_change(self, model, batches):
         stub = first_of(model)
         parent, _, name = stub.name.rpartition(".")
         fixed = QuantStub(stub.consumers, fixed_calibration=(0.125, 0))
@@ -617,7 +617,7 @@ class TestRanges:
         assert fixed.enabled
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_half_precision_data(self, dtype):
+    def test_half_precision_data_gives_close_ranges(self, dtype):
         net = nn.Sequential(nn.Linear(4, 4)).eval().to(dtype)
         x = torch.randn(64, 4).to(dtype)
         result = transform(net, x)
@@ -651,31 +651,33 @@ class TestWeights:
         searched = self.error_of(CalibrationMethod.MSE, bits, per_channel)
         assert searched < 0.9 * self.error_of(CalibrationMethod.MINMAX, bits, per_channel)
 
-    def test_with_eight_bits_it_is_never_worse(self):
+    def test_with_eight_bits_the_searched_range_is_never_worse(self):
         assert (
             self.error_of(CalibrationMethod.MSE, 8, True) <= self.error_of(CalibrationMethod.MINMAX, 8, True) * 1.0001
         )
 
-    def test_weights_are_frozen_on_request_only(self, transformed, batches):
-        for wanted in (False, True):
+    def test_weights_are_frozen_only_on_request(self, transformed, batches):
+        for freezes in (False, True):
             model = insert_qdq(transformed.model, transformed.matches, CONFIG)
-            calibrate(model, batches, freeze_weights=wanted)
-            frozen = [each.frozen for each in model.modules() if isinstance(each, WeightFakeQuantize)]
-            assert frozen == [wanted, wanted]
+            calibrate(model, batches, freeze_weights=freezes)
+            frozen = [quantizer.frozen for quantizer in model.modules() if isinstance(quantizer, WeightFakeQuantize)]
+            assert frozen == [freezes, freezes]
 
-    def test_freezing_changes_nothing_but_later_changes(self, model, batches):
+    def test_freezing_keeps_scales_when_weights_change_later(self, model, batches):
         calibrate(model, batches)
         with torch.no_grad():
             before = model(batches[0])
             freeze(model)
             assert torch.equal(model(batches[0]), before)
-            scales = [each.scale.clone() for each in model.modules() if isinstance(each, WeightFakeQuantize)]
+            scales = [
+                quantizer.scale.clone() for quantizer in model.modules() if isinstance(quantizer, WeightFakeQuantize)
+            ]
             model.get_parameter("fc.weight").mul_(10)
             model(batches[0])
-        after = [each.scale for each in model.modules() if isinstance(each, WeightFakeQuantize)]
+        after = [quantizer.scale for quantizer in model.modules() if isinstance(quantizer, WeightFakeQuantize)]
         assert all(map(torch.equal, scales, after))
 
-    def test_a_frozen_model_is_calibrated_again_with_its_present_weights(self, model, transformed, batches):
+    def test_calibrating_a_frozen_model_again_uses_its_current_weights(self, model, transformed, batches):
         """Whoever freezes twice means the second time too."""
         calibrate(model, batches, freeze_weights=True)
         with torch.no_grad():
@@ -687,18 +689,18 @@ class TestWeights:
 
 
 class TestOneCall:
-    def test_quantize_is_the_whole_road(self, float_model, batches):
+    def test_quantize_runs_all_steps(self, float_model, batches):
         model = quantize(float_model, batches[0], CONFIG, forward_loop=batches)
         with torch.no_grad():
             expected = float_model(batches[0])
             assert 0 < (model(batches[0]) - expected).abs().max() < 0.1 * expected.abs().max()
-        assert all(each.frozen for each in model.modules() if isinstance(each, WeightFakeQuantize))
+        assert all(quantizer.frozen for quantizer in model.modules() if isinstance(quantizer, WeightFakeQuantize))
 
     def test_activations_without_data_are_an_error(self, float_model, batches):
         with pytest.raises(UsageError, match="forward_loop"):
             quantize(float_model, batches[0], CONFIG)
 
-    def test_formats_of_other_kinds_calibrate_too(self, transformed, float_model, batches):
+    def test_float8_calibrates_too(self, transformed, float_model, batches):
         fp8 = QuantizationSpec(dtype="float8_e4m3fn")
         model = insert_qdq(transformed.model, transformed.matches, QuantConfig(activation=fp8, weight=fp8))
         calibrate(model, batches)
@@ -746,9 +748,9 @@ class TestTheGuide:
             with torch.no_grad():
                 expected = quantized(x).numpy()
                 real = model(x).numpy()
-            (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+            (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
             noise = np.linalg.norm(expected - real, axis=1)
-            differs = np.linalg.norm(found - expected, axis=1)
+            differs = np.linalg.norm(output - expected, axis=1)
             # where sums differ in the last bit a code may fall to the other side: seldom, and less than quantization
             assert (differs < 1e-4 * noise).mean() > 0.6
             assert (differs < noise).all()

@@ -44,42 +44,42 @@ def x():
     return torch.randn(4, 6, 16)
 
 
-def made(x, **options):
+def make_quantized(x, **options):
     torch.manual_seed(1)
     model = Net().eval()
     result = transform(model, x, target="reference")
     return model, insert_qdq(result.model, result.matches, QuantConfig(**options))
 
 
-def test_each_has_a_quantizer_of_its_own(x):
-    _, quantized = made(x)
+def test_each_computed_weight_has_its_own_quantizer(x):
+    _, quantized = make_quantized(x)
     layers = [module for module in quantized.modules() if isinstance(module, QuantizedLayer)]
     assert len(layers) == 3
     assert len({id(layer.weight_quant) for layer in layers}) == 3
 
 
-def test_what_is_kept_between_calls_sees_a_write_to_a_parameter(x):
-    model, quantized = made(x)
+def test_the_eval_cache_is_updated_after_a_write_to_a_parameter(x):
+    model, quantized = make_quantized(x)
     calibrate(quantized, [x])
     with torch.no_grad():
         before = quantized(x)
-        for each in (model, quantized):
-            each.packed.mul_(0.5)
-            each.kernel.add_(1)
+        for net in (model, quantized):
+            net.packed.mul_(0.5)
+            net.kernel.add_(1)
         after = quantized(x)
     assert not torch.equal(before, after)
     assert (after - model(x)).norm() < 0.1 * model(x).norm()
 
 
-def test_smoothing_leaves_them_and_their_norm_alone_and_says_why(x):
-    model, quantized = made(x, smooth_quant=SmoothQuantConfig(enabled=True))
+def test_smoothing_skips_computed_weights_with_a_reason(x):
+    model, quantized = make_quantized(x, smooth_quant=SmoothQuantConfig(enabled=True))
     calibrate(quantized, [x])
     disable_fake_quant(quantized)
     torch.testing.assert_close(quantized(x), model(x))
 
 
-def test_they_are_saved_and_loaded(x, tmp_path):
-    model, quantized = made(x)
+def test_computed_weights_are_saved_and_loaded(x, tmp_path):
+    model, quantized = make_quantized(x)
     calibrate(quantized, [x])
     freeze(quantized)
     save(quantized, tmp_path / "saved")
@@ -88,8 +88,8 @@ def test_they_are_saved_and_loaded(x, tmp_path):
         assert torch.equal(loaded(x), quantized(x))
 
 
-def test_training_reaches_the_parameters_they_are_made_of(x):
-    _, quantized = made(x)
+def test_training_reaches_the_parameters_of_computed_weights(x):
+    _, quantized = make_quantized(x)
     calibrate(quantized, [x])
     prepare_qat(quantized)
     quantized.train()

@@ -62,12 +62,12 @@ def inserted(result, *overrides, target=None, **fields):
 
 def weight_bits(model):
     """Place -> bits of its weight, None where it stays float."""
-    found = dict.fromkeys(("stem", "blocks.0", "blocks.2", "head"))
+    bits = dict.fromkeys(("stem", "blocks.0", "blocks.2", "head"))
     for module in model.modules():
         if type(module).__name__ == "WeightFakeQuantize":
             for consumer in module.consumers:
-                found[consumer] = module.spec.n_bits
-    return found
+                bits[consumer] = module.spec.n_bits
+    return bits
 
 
 def input_specs(model):
@@ -77,7 +77,7 @@ def input_specs(model):
 
 
 class TestTensorQuantConfig:
-    def test_the_defaults_are_the_contracts(self):
+    def test_the_defaults_are_those_of_the_contract(self):
         config = TensorQuantConfig()
         assert (config.n_bits, config.symmetric, config.per_channel) == (8, True, False)
         assert config.calibration_method is CalibrationMethod.MINMAX
@@ -97,7 +97,7 @@ class TestTensorQuantConfig:
             (16, True, -32768, 32767),
         ],
     )
-    def test_it_knows_its_range_of_codes(self, bits, symmetric, low, high):
+    def test_quant_min_and_quant_max_follow_n_bits(self, bits, symmetric, low, high):
         config = TensorQuantConfig(n_bits=bits, symmetric=symmetric)
         assert (config.quant_min, config.quant_max) == (low, high)
         spec = config.weight_spec()
@@ -108,8 +108,8 @@ class TestTensorQuantConfig:
         assert isinstance(TensorQuantConfig().weight_spec().granularity, PerTensorGranularity)
 
     def test_the_six_methods_of_the_contract_exist(self):
-        wanted = {"MINMAX", "MOVING_AVERAGE_MINMAX", "HISTOGRAM", "PERCENTILE", "ENTROPY", "MSE"}
-        assert wanted <= set(CalibrationMethod.__members__)
+        expected = {"MINMAX", "MOVING_AVERAGE_MINMAX", "HISTOGRAM", "PERCENTILE", "ENTROPY", "MSE"}
+        assert expected <= set(CalibrationMethod.__members__)
 
     @pytest.mark.parametrize("method", list(CalibrationMethod))
     def test_every_method_has_a_spec_for_activations_and_weights(self, method):
@@ -117,7 +117,7 @@ class TestTensorQuantConfig:
         assert config.activation_spec().dtype == config.weight_spec().dtype == torch.int8
 
     @pytest.mark.parametrize("bits", [0, 1, 9, 32, -8, 8.0, "8", True])
-    def test_a_width_that_is_none_is_refused(self, bits):
+    def test_an_unsupported_width_is_refused(self, bits):
         with pytest.raises(ConfigError, match=r"n_bits|int"):
             TensorQuantConfig(n_bits=bits)
 
@@ -144,7 +144,7 @@ class TestTensorQuantConfig:
 
     @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt"])
     @pytest.mark.parametrize("bits", [3, 5, 6, 7, 16])
-    def test_a_target_without_a_width_says_which_is_nearest(self, net, target, bits):
+    def test_the_error_of_a_target_without_a_width_names_the_nearest(self, net, target, bits):
         wide = TensorQuantConfig(n_bits=bits, per_channel=True)
         refusal = rf".*'{target}'.*int{bits} as {{}} .*nearest.*: "
         nearest = "int8" if target == "tensorrt" or bits > 5 else "int4"
@@ -165,7 +165,7 @@ class TestTensorQuantConfig:
             pytest.param(FP8, id="base"),
         ],
     )
-    def test_a_spec_of_either_class_comes_back_from_a_file_as_it_was(self, spec):
+    def test_specs_of_both_classes_round_trip_through_a_file(self, spec):
         config = QuantConfig(activation=spec, overrides=(Override(name="head", input=spec),))
         again = QuantConfig.from_yaml(config.to_yaml())
         assert again == config
@@ -227,7 +227,7 @@ class TestOverride:
         assert weight_bits(inserted(net, first, second))["head"] == 2
         assert weight_bits(inserted(net, second, first))["head"] == 4
 
-    def test_a_narrow_one_that_says_nothing_of_a_role_leaves_it_to_the_broad_one(self, net):
+    def test_a_role_that_the_narrow_override_does_not_set_comes_from_the_broad_one(self, net):
         model = inserted(
             net, Override(type="Linear", weight=INT4), Override(name="head", input=FP8), activation=TensorQuantConfig()
         )
@@ -240,7 +240,7 @@ class TestOverride:
         by_name = inserted(net, Override(type="Conv2d", weight=INT4))
         assert weight_bits(by_class) == weight_bits(by_name) == {"stem": 4, "blocks.0": 8, "blocks.2": 8, "head": 8}
 
-    def test_float_leaves_weight_and_input_alone(self, net):
+    def test_float_leaves_weight_and_input_unquantized(self, net):
         model = inserted(net, Override(name="head", weight="float", activation="float"))
         assert weight_bits(model)["head"] is None
         assert "head" not in input_specs(model)
@@ -280,7 +280,7 @@ class TestOverride:
         ],
         ids=["name", "index", "glob", "type", "misspelt-type"],
     )
-    def test_what_matches_nothing_is_an_error(self, net, fields, words):
+    def test_an_override_that_matches_nothing_is_an_error(self, net, fields, words):
         with pytest.raises(ConfigError, match=words):
             inserted(net, Override(**fields, weight=INT4))
 
@@ -294,16 +294,16 @@ class TestOverride:
         ],
         ids=["nowhere", "both", "nothing", "no-class"],
     )
-    def test_an_override_that_makes_no_sense_is_refused(self, fields, words):
+    def test_an_invalid_override_is_refused(self, fields, words):
         with pytest.raises(ValueError, match=words):
             Override(**fields)
 
     @pytest.mark.parametrize("value", ["flaot", 8, torch.int8, [8]])
-    def test_what_is_no_tensor_config_is_refused(self, value):
+    def test_an_invalid_tensor_setting_is_refused(self, value):
         with pytest.raises(ValueError, match=r"float|QuantizationSpec"):
             QuantConfig(weight=value)
 
-    def test_a_dot_in_a_name_is_a_dot(self, net):
+    def test_a_dot_in_a_name_matches_only_a_dot(self, net):
         with pytest.raises(ConfigError):
             inserted(net, Override(name="blocksX0", weight=INT4))
 
@@ -322,17 +322,17 @@ def rich_config():
 
 
 class TestFiles:
-    def test_a_dict_gives_the_same_config_back(self):
+    def test_a_config_round_trips_through_a_dict(self):
         assert QuantConfig.from_dict(rich_config().to_dict()) == rich_config()
 
-    def test_yaml_gives_the_same_config_back(self):
+    def test_a_config_round_trips_through_yaml(self):
         assert QuantConfig.from_yaml(rich_config().to_yaml()) == rich_config()
 
-    def test_json_gives_the_same_config_back(self):
+    def test_a_config_round_trips_through_json(self):
         assert QuantConfig.from_json(json.dumps(rich_config().to_dict())) == rich_config()
         assert QuantConfig.from_json(rich_config().model_dump_json()) == rich_config()
 
-    def test_a_dict_is_plain(self):
+    def test_to_dict_returns_plain_values(self):
         json.dumps(rich_config().to_dict())
         assert rich_config().to_dict()["skip_weight_quant_for"] in (
             ["LayerNorm", "Embedding"],
@@ -342,7 +342,7 @@ class TestFiles:
     def test_an_empty_document_is_the_default(self):
         assert QuantConfig.from_dict({}) == QuantConfig() == QuantConfig.from_yaml("{}")
 
-    def test_a_person_writes_yaml(self, net):
+    def test_handwritten_yaml_is_read(self, net):
         text = """
         activation: {n_bits: 8, symmetric: false}
         weight: {dtype: int8, granularity: {type: per_channel}}
@@ -354,16 +354,16 @@ class TestFiles:
         assert weight_bits(model) == {"stem": 4, "blocks.0": 8, "blocks.2": 8, "head": None}
         assert input_specs(model)["stem"] == torch.uint8
 
-    def test_insert_takes_the_mapping_itself(self, net):
+    def test_insert_qdq_accepts_a_mapping(self, net):
         model = insert_qdq(net.model, net.matches, {"weight": {"n_bits": 4}, "activation": "float"})
         assert set(weight_bits(model).values()) == {4}
 
     @pytest.mark.parametrize("text", ["- 1", "just words", "[]"])
-    def test_a_document_that_is_no_mapping_is_refused(self, text):
+    def test_a_document_that_is_not_a_mapping_is_refused(self, text):
         with pytest.raises(ValueError, match=r"mapping|QuantConfig"):
             QuantConfig.from_yaml(text)
 
-    def test_insert_refuses_what_is_no_config(self, net):
+    def test_insert_qdq_refuses_an_invalid_config(self, net):
         with pytest.raises(ConfigError, match="QuantConfig"):
             insert_qdq(net.model, net.matches, 8)
 
@@ -391,25 +391,25 @@ class TestTargets:
         ],
         ids=["asymmetric", "asymmetric-weight", "int4-conv", "int4-channel", "by-channel", "blocks-of-32", "e5m2"],
     )
-    def test_what_the_target_cannot_run_names_the_nearest_it_can(self, net, fields, nearest):
+    def test_the_error_for_an_unsupported_spec_names_the_nearest_supported_one(self, net, fields, nearest):
         with pytest.raises(TargetError, match=rf"tensorrt.*{nearest}"):
             inserted(net, target="tensorrt", **fields)
 
-    def test_the_error_says_where(self, net):
+    def test_the_error_names_the_layer(self, net):
         with pytest.raises(TargetError, match=r"blocks\.2"):
             inserted(net, Override(name="blocks.2", weight=INT2), target="tensorrt")
 
-    def test_the_targets_defaults_are_legal_and_taken(self, net):
+    def test_the_defaults_of_a_target_are_valid_and_used(self, net):
         for name in list_targets():
             model = insert_qdq(net.model, net.matches, target=name)
             assert None not in weight_bits(model).values()
         model = insert_qdq(net.model, net.matches, target="tensorrt")
         assert {stub.spec.quant_min for stub in model.modules() if isinstance(stub, QuantStub)} == {-128}
 
-    def test_the_reference_target_takes_everything(self, net):
+    def test_the_reference_target_supports_everything(self, net):
         inserted(net, Override(name="head", weight=INT2), Override(name="stem", input=FP8), target="reference")
 
-    def test_the_target_of_the_transform_is_that_of_the_insertion(self):
+    def test_insert_qdq_uses_the_target_of_the_transform(self):
         result = transform(Net().eval(), torch.randn(2, 3, 8, 8), target="tensorrt")
         with pytest.raises(TargetError, match="tensorrt"):
             inserted(result, weight=INT2)
@@ -418,7 +418,7 @@ class TestTargets:
         with pytest.raises(TargetError, match="'tensorrt'"):
             inserted(net, target="tensort")
 
-    def test_ones_own_target_is_a_plain_value(self, net):
+    def test_a_custom_target_is_a_plain_value(self, net):
         base = find_target("reference")
         int8 = QuantizationSpec(granularity=PerChannelGranularity())
         mine = Target(
@@ -435,13 +435,13 @@ class TestTargets:
         with pytest.raises(TargetError, match="int8"):
             inserted(net, weight=INT4, target=mine)
 
-    def test_a_target_whose_defaults_it_cannot_run_is_refused_when_made(self):
+    def test_a_target_with_unsupported_defaults_is_refused_when_created(self):
         base = find_target("reference")
         with pytest.raises(TargetError):
             Target("mine", "", base.patterns, base.activation, base.weight, (Accepted("weight", (torch.int8,)),))
 
     @pytest.mark.parametrize("fields", [{"name": "blocks.0"}, {"type": nn.Linear}], ids=["name", "type"])
-    def test_a_cost_rule_yields_to_who_asks_by_name(self, fields):
+    def test_an_override_by_name_beats_a_cost_rule(self, fields):
         """Eight by eight has no int8 kernel in TensorRT (rule R16); an override is the user's own will."""
         net = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(8, 8))})
 
@@ -456,5 +456,5 @@ class TestTargets:
         result = transform(Small().eval(), torch.randn(2, 8), target="tensorrt")
         with pytest.raises(CoverageError, match="R16"):
             inserted(result)
-        asked = inserted(result, Override(**fields, weight=INT8))
-        assert any(type(module).__name__ == "WeightFakeQuantize" for module in asked.modules())
+        model = inserted(result, Override(**fields, weight=INT8))
+        assert any(type(module).__name__ == "WeightFakeQuantize" for module in model.modules())

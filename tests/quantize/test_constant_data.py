@@ -29,18 +29,18 @@ class Branches(nn.Module):
 def warned(data, args=EXAMPLE, model=None):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = quantize(model or nn.Sequential(nn.Conv2d(3, 4, 3)), args, forward_loop=data, target="onnxruntime")
-    said = [str(each.message) for each in caught if "calibration data" in str(each.message)]
-    assert record_of(made).constant == (said[0] if said else "")
-    return said[0] if said else ""
+        quantized = quantize(model or nn.Sequential(nn.Conv2d(3, 4, 3)), args, forward_loop=data, target="onnxruntime")
+    messages = [str(warning.message) for warning in caught if "calibration data" in str(warning.message)]
+    assert record_of(quantized).constant == (messages[0] if messages else "")
+    return messages[0] if messages else ""
 
 
 @pytest.mark.parametrize("value", [0.0, -3.5])
 @pytest.mark.parametrize("batches", [1, 3])
-def test_constant_data_is_told_with_the_input_and_the_layer(value, batches):
-    said = warned([torch.full_like(EXAMPLE, value)] * batches)
-    assert f"input input is always {value:.6g}" in said.replace("input_1", "input")
-    assert f"the activation at 0 is always {value:.6g}" in said
+def test_the_warning_names_the_constant_input_and_layer(value, batches):
+    messages = warned([torch.full_like(EXAMPLE, value)] * batches)
+    assert f"input input is always {value:.6g}" in messages.replace("input_1", "input")
+    assert f"the activation at 0 is always {value:.6g}" in messages
 
 
 @pytest.mark.parametrize(
@@ -52,20 +52,20 @@ def test_constant_data_is_told_with_the_input_and_the_layer(value, batches):
         pytest.param([torch.zeros(2, 3, 8, 8).index_fill(3, torch.tensor([7]), 1.0)], id="few other values"),
     ],
 )
-def test_data_with_several_values_is_not_told(data):
+def test_data_with_several_values_causes_no_warning(data):
     assert warned(data) == ""
 
 
-def test_a_layer_that_always_reads_zeros_is_named_alone():
-    said = warned([EXAMPLE], model=Branches())
-    assert "second is always 0" in said
-    assert "input x" not in said
-    assert "first" not in said
+def test_only_the_layer_that_always_reads_zeros_is_named():
+    messages = warned([EXAMPLE], model=Branches())
+    assert "second is always 0" in messages
+    assert "input x" not in messages
+    assert "first" not in messages
 
 
-def test_a_second_input_that_is_constant_is_no_fault_of_the_data():
-    said = warned([(EXAMPLE, torch.ones(4, 1, 1))], (EXAMPLE, torch.ones(4, 1, 1)), Branches())
-    assert "input scale" not in said
+def test_a_constant_second_input_causes_no_warning():
+    messages = warned([(EXAMPLE, torch.ones(4, 1, 1))], (EXAMPLE, torch.ones(4, 1, 1)), Branches())
+    assert "input scale" not in messages
 
 
 def test_readers_that_are_modules_are_named_by_their_class():
@@ -80,7 +80,7 @@ def test_the_warning_is_in_the_report_and_in_the_saved_model(tmp_path):
 
     with pytest.warns(ScalepointWarning, match="calibration data is constant"):
         done = scalepoint.deploy(net, EXAMPLE, [EXAMPLE * 0], **options)
-    assert any("calibration data is constant" in each for each in done.report.warnings)
+    assert any("calibration data is constant" in warning for warning in done.report.warnings)
     assert "calibration data is constant" in str(done)
     loaded = scalepoint.load(tmp_path / "out" / "quantized", net, EXAMPLE)
     assert record_of(loaded).constant == record_of(done.model).constant != ""

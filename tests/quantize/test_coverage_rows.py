@@ -17,11 +17,11 @@ class Net(nn.Module):
     def __init__(self, function, out, *shapes):
         super().__init__()
         self.function = function
-        self.held = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
         self.last = nn.Linear(out, 16)
 
     def forward(self, x):
-        return self.last(self.function(x, *self.held))
+        return self.last(self.function(x, *self.weights))
 
 
 def covered(model, *inputs, target="reference"):
@@ -29,8 +29,8 @@ def covered(model, *inputs, target="reference"):
     return coverage(insert_qdq(result.model, result.matches, QuantConfig()))
 
 
-def counted(found):
-    return sum(row.parameters - row.shared for row in found.operations)
+def counted(report):
+    return sum(row.parameters - row.shared for row in report.operations)
 
 
 def size(model):
@@ -65,28 +65,28 @@ PRODUCTS = [  # what reads the weight, the shape of its result, shapes of parame
 
 class TestMacs:
     @pytest.mark.parametrize(("function", "out", "shapes", "macs"), PRODUCTS)
-    def test_every_product_has_them(self, function, out, shapes, macs):
+    def test_every_product_has_macs(self, function, out, shapes, macs):
         model = Net(function, out, *shapes)
-        found = covered(model, torch.randn(X))
-        assert sum(row.macs for row in found.operations) == macs + 4 * out * 16
-        assert counted(found) == size(model)
+        report = covered(model, torch.randn(X))
+        assert sum(row.macs for row in report.operations) == macs + 4 * out * 16
+        assert counted(report) == size(model)
 
-    def test_the_experts_of_a_mixture_have_them(self):
+    def test_experts_of_a_mixture_have_macs(self):
         model = Net(grouped, 16, (3, 16, 16)).bfloat16()
-        found = covered(model, torch.randn(X).bfloat16())
-        assert {row.kind: (row.macs, row.parameters) for row in found.operations} == {
+        report = covered(model, torch.randn(X).bfloat16())
+        assert {row.kind: (row.macs, row.parameters) for row in report.operations} == {
             "grouped_linear": (4 * 256, 3 * 256),
             "linear": (4 * 256, 272),
         }
 
     @pytest.mark.parametrize("stride", [1, 2])
-    def test_a_convolution_whose_weight_is_made_of_the_data_has_them(self, stride):
+    def test_a_convolution_with_a_computed_weight_has_macs(self, stride):
         def dynamic(x, table):
             weight = (x.mean((0, 2, 3)) @ table).view(16, 16, 3, 3)
             return F.conv2d(x, weight, stride=stride, padding=1).mean((2, 3))
 
-        found = covered(Net(dynamic, 16, (16, 16 * 16 * 9)), torch.randn(2, 16, 8, 8))
-        (row,) = [row for row in found.operations if row.kind == "conv"]
+        report = covered(Net(dynamic, 16, (16, 16 * 16 * 9)), torch.randn(2, 16, 8, 8))
+        (row,) = [row for row in report.operations if row.kind == "conv"]
         assert row.macs == 2 * (8 // stride) ** 2 * 16 * 16 * 9
         assert row.reason == "its weight is computed from the data, not stored"
 
@@ -100,23 +100,23 @@ class TestParameters:
             pytest.param(lambda x, w: x * w.sigmoid(), id="a-scale"),
         ],
     )
-    def test_what_is_no_weight_has_a_row_of_its_own_and_is_no_fault(self, function):
+    def test_a_parameter_that_is_not_a_weight_has_its_own_row_and_passes_strict(self, function):
         model = Net(function, 16, (16,))
-        found = covered(model, torch.randn(X))
-        (row,) = [row for row in found.operations if row.kind == "parameter"]
+        report = covered(model, torch.randn(X))
+        (row,) = [row for row in report.operations if row.kind == "parameter"]
         assert (row.name, row.parameters, row.macs, row.precision) == ("held.0", 16, 0, "float")
-        assert counted(found) == size(model)
-        assert found.unrequested_float == ()
+        assert counted(report) == size(model)
+        assert report.unrequested_float == ()
 
-    def test_one_that_is_read_in_an_unknown_way_is_told_of(self):
+    def test_a_parameter_with_an_unknown_reader_is_listed_with_a_reason(self):
         model = Net(torch.cdist, 16, (16, 16))
-        found = covered(model, torch.randn(X))
-        assert [row.reason for row in found.unrequested_float] == [
+        report = covered(model, torch.randn(X))
+        assert [row.reason for row in report.unrequested_float] == [
             "reads the weight held.0 in an unknown way: it stays float"
         ]
-        assert counted(found) == size(model)
+        assert counted(report) == size(model)
 
-    def test_one_that_two_layers_read_counts_once_in_a_precision(self):
+    def test_a_shared_parameter_counts_once_per_precision(self):
         class Tied(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -125,8 +125,8 @@ class TestParameters:
             def forward(self, ids):
                 return F.linear(self.fc(self.fc(self.table(ids))), self.table.weight)
 
-        found = covered(Tied(), torch.randint(0, 32, (2, 5)))
-        assert found.share_of_parameters() == pytest.approx(
+        report = covered(Tied(), torch.randint(0, 32, (2, 5)))
+        assert report.share_of_parameters() == pytest.approx(
             {"w int8 per_channel, x uint8": (512 + 272) / (1024 + 272), "float": 512 / (1024 + 272)}
         )
 
@@ -140,8 +140,8 @@ class TestParameters:
             def forward(self, ids):
                 return self.fc(self.bag(ids))
 
-        found = covered(Bags(), torch.randint(0, 32, (2, 5)))
-        assert next((row.kind, row.parameters, row.precision) for row in found.operations) == (
+        report = covered(Bags(), torch.randint(0, 32, (2, 5)))
+        assert next((row.kind, row.parameters, row.precision) for row in report.operations) == (
             "embedding_bag",
             512,
             "float",
@@ -186,16 +186,16 @@ class TestConstants:
         def forward(self, x):
             return self.fc(x) + self.mlp(self.table)
 
-    def test_layers_of_constants_stay_float_at_no_cost(self):
+    def test_layers_of_constants_stay_float_and_have_no_macs(self):
         model = self.Biased()
-        found = covered(model, torch.randn(X), target="onnxruntime")
-        rows = {row.name: row for row in found.operations}
+        report = covered(model, torch.randn(X), target="onnxruntime")
+        rows = {row.name: row for row in report.operations}
         assert {rows[name].reason for name in ("mlp.0", "mlp.2")} == {CONSTANT_REASON}
-        assert found.share_of_macs() == {rows["fc"].how: 1.0, "float": 0.0}
-        assert counted(found) == size(model)
-        assert found.unrequested_float == ()
+        assert report.share_of_macs() == {rows["fc"].how: 1.0, "float": 0.0}
+        assert counted(report) == size(model)
+        assert report.unrequested_float == ()
 
-    def test_a_model_of_constants_alone_is_refused_with_that_reason(self):
+    def test_a_model_of_constants_only_is_refused_with_that_reason(self):
         class Alone(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -209,7 +209,7 @@ class TestConstants:
             covered(Alone(), torch.randn(X))
 
 
-def test_a_batch_norm_with_a_scale_that_the_data_make_is_not_folded():
+def test_a_batch_norm_with_a_computed_scale_is_not_folded():
     class Conditional(nn.Module):
         def __init__(self):
             super().__init__()

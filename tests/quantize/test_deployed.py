@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def batches(count=3):
-    return [torch.randn(4, 3, 10, 10, generator=torch.Generator().manual_seed(each)) for each in range(count)]
+    return [torch.randn(4, 3, 10, 10, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
 
 
 @pytest.fixture
@@ -80,10 +80,10 @@ def run(model, x):
 
 
 class TestChosenCodes:
-    def test_eval_multiplies_by_them_and_adds_the_shift(self, net):
+    def test_eval_uses_the_chosen_codes_and_adds_the_shift(self, net):
         model = quantized(net, target=None)
         x = torch.randn(2, 8, 6, 6)
-        layer = next(each for each in layers(model) if each.operation is model.get_submodule("second"))
+        layer = next(candidate for candidate in layers(model) if candidate.operation is model.get_submodule("second"))
         chosen = torch.randint(-100, 101, layer.weight.shape)
         shift = torch.randn(8)
         layer.set_codes(chosen, bias_shift=shift)
@@ -92,7 +92,7 @@ class TestChosenCodes:
         assert torch.allclose(run(layer, x), expected, atol=1e-5)
         assert torch.allclose(layer(x), expected, atol=1e-5)  # with gradients, nothing kept
 
-    def test_the_float_model_stays_as_it_was(self, net):
+    def test_the_float_model_does_not_change(self, net):
         model, x = quantized(net), batches()[0]
         before = {name: value.clone() for name, value in model.named_parameters()}
         disable_fake_quant(model)
@@ -104,7 +104,7 @@ class TestChosenCodes:
         disable_fake_quant(model)
         assert torch.equal(run(model, x), plain)
 
-    def test_compare_and_sensitivity_see_their_error(self, net):
+    def test_compare_and_sensitivity_include_the_error_of_chosen_codes(self, net):
         model = quantized(net)
         near = {row.name: row.weight_sqnr_db for row in compare(net, model, batches(), progress=False).rows}
         calm = {row.name: row.score for row in sensitivity(model, batches(), progress=False)}
@@ -117,55 +117,60 @@ class TestChosenCodes:
         shaken = {row.name: row.score for row in sensitivity(model, batches(), progress=False)}
         assert all(shaken[name] > 2 * score for name, score in calm.items())
 
-    def test_the_files_hold_and_run_them(self, net, tmp_path):
+    def test_exported_files_contain_and_run_the_chosen_codes(self, net, tmp_path):
         model, x = quantized(net), batches()[1]
         export(model, tmp_path / "near.onnx", x, float_path=tmp_path / "before.onnx")
-        kept = rewrite(model)
+        deployed = rewrite(model)
         export(model, tmp_path / "model.onnx", x, float_path=tmp_path / "float.onnx")
         assert (tmp_path / "float.onnx").read_bytes() == (tmp_path / "before.onnx").read_bytes()
-        held = [numpy_helper.to_array(each) for each in onnx.load(tmp_path / "model.onnx").graph.initializer]
-        for each in kept:
-            codes = each.codes.transpose(0, 1) if each.codes.ndim == 2 else each.codes
-            assert any(np.array_equal(array, codes.numpy()) for array in held)
-            assert any(np.array_equal(array, each.bias.int().numpy()) and array.dtype == np.int32 for array in held)
-        found = verify(tmp_path / "model.onnx", model, x)
-        found.check()
-        assert found.sqnr > 40
+        initializers = [
+            numpy_helper.to_array(initializer) for initializer in onnx.load(tmp_path / "model.onnx").graph.initializer
+        ]
+        for tensors in deployed:
+            codes = tensors.codes.transpose(0, 1) if tensors.codes.ndim == 2 else tensors.codes
+            assert any(np.array_equal(array, codes.numpy()) for array in initializers)
+            assert any(
+                np.array_equal(array, tensors.bias.int().numpy()) and array.dtype == np.int32 for array in initializers
+            )
+        verification = verify(tmp_path / "model.onnx", model, x)
+        verification.check()
+        assert verification.sqnr > 40
         other = verify(tmp_path / "near.onnx", model, x)
-        assert other.sqnr < found.sqnr - 10  # the file with the nearest codes is another one
+        assert other.sqnr < verification.sqnr - 10  # the file with the nearest codes is another one
 
-    def test_a_plain_export_holds_them_too(self, net, tmp_path):
+    def test_a_plain_onnx_export_contains_the_chosen_codes(self, net, tmp_path):
         model, x = quantized(net, target=None), batches()[1]
         rewrite(model)
         torch.onnx.export(model, (x,), tmp_path / "plain.onnx", verbose=False, external_data=False)
         assert verify(tmp_path / "plain.onnx", model, x).sqnr > 40
 
-    def test_they_are_saved_and_loaded_bit_equal(self, net, tmp_path):
+    def test_chosen_codes_are_saved_and_loaded_bit_equal(self, net, tmp_path):
         model, x = quantized(net), batches()[1]
-        kept = rewrite(model)
+        deployed = rewrite(model)
         save(model, tmp_path / "saved")
         loaded = load(tmp_path / "saved", net, x)
         assert torch.equal(run(loaded, x), run(model, x))
-        for one, other in zip(kept, [layer.get_deployed() for layer in layers(loaded)], strict=True):
+        for one, other in zip(deployed, [layer.get_deployed() for layer in layers(loaded)], strict=True):
             assert torch.equal(one.codes, other.codes)
             assert torch.equal(one.bias, other.bias)
 
-    def test_a_state_without_them_takes_them_away(self, net):
+    def test_loading_a_state_without_chosen_codes_removes_them(self, net):
         model, x = quantized(net), batches()[1]
         expected, state = run(model, x), copy.deepcopy(model.state_dict())
         rewrite(model)
         model.load_state_dict(state)
         assert torch.equal(run(model, x), expected)
 
-    def test_freezing_again_keeps_them_and_training_starts_from_the_weight(self, net):
+    def test_freezing_again_keeps_chosen_codes_and_prepare_qat_removes_them(self, net):
         model = quantized(net)
-        kept = rewrite(model)
+        deployed = rewrite(model)
         freeze(model)
         assert all(
-            torch.equal(one.codes, each.get_deployed().codes) for one, each in zip(kept, layers(model), strict=True)
+            torch.equal(one.codes, layer.get_deployed().codes)
+            for one, layer in zip(deployed, layers(model), strict=True)
         )
         prepare_qat(model)
-        assert all(each.weight_quant.chosen is None for each in layers(model))
+        assert all(layer.weight_quant.chosen is None for layer in layers(model))
 
     def test_four_bits_in_blocks_can_be_chosen(self, tmp_path):
         torch.manual_seed(0)
@@ -194,14 +199,14 @@ class TestChosenCodes:
         ],
         ids=["shape", "range", "fraction", "nan"],
     )
-    def test_what_cannot_be_codes_is_refused(self, net, change, message):
+    def test_invalid_codes_are_refused(self, net, change, message):
         layer = layers(quantized(net))[0]
         before = layer.get_deployed().codes.clone()
         with pytest.raises(UsageError, match=message):
             layer.set_codes(change(before.float() * 0.5 // 1))
         assert torch.equal(layer.get_deployed().codes, before)
 
-    def test_a_shift_has_one_value_a_channel(self, net):
+    def test_a_shift_must_have_one_value_per_channel(self, net):
         with pytest.raises(UsageError, match="8 output channels"):
             layers(quantized(net))[0].set_bias_shift(torch.zeros(3))
 
@@ -225,7 +230,7 @@ class TestFreezing:
         torch.manual_seed(0)
         net, x = Twice().eval(), torch.randn(4, 8)
         model = quantize(net, x, forward_loop=[x], target="onnxruntime")
-        assert len({id(each.weight_quant) for each in layers(model)}) < len(layers(model)) == 2
+        assert len({id(layer.weight_quant) for layer in layers(model)}) < len(layers(model)) == 2
         for layer in layers(model):
             assert layer.get_deployed().bias.abs().max() < 2**31
         export(model, tmp_path / "model.onnx", x)
@@ -233,7 +238,7 @@ class TestFreezing:
 
 
 class TestWhatEvalKeeps:
-    def test_a_change_of_mode_sees_writes_through_data(self, net):
+    def test_switching_the_mode_updates_the_cache_after_writes_through_data(self, net):
         model, x = quantized(net), batches()[0]
         before = run(model, x)
         second = model.get_submodule("second")
@@ -242,23 +247,23 @@ class TestWhatEvalKeeps:
         model.eval()
         assert not torch.equal(run(model, x), before)
 
-    def test_inference_mode_keeps_it_too(self, net):
+    def test_the_cache_works_in_inference_mode(self, net):
         model, x = quantized(net), batches()[0]
         layer = layers(model)[0]
         with torch.inference_mode():
             first = model(x)
-            kept = layer._weight_cache
+            cache = layer._weight_cache
             assert torch.equal(model(x), first)
-            assert layer._weight_cache is kept
-        assert kept is not None
+            assert layer._weight_cache is cache
+        assert cache is not None
         assert torch.equal(run(model, x), first)
-        assert layer._weight_cache is kept
+        assert layer._weight_cache is cache
         with torch.no_grad():
             layer.operation.weight.mul_(2)
         with torch.inference_mode():
             assert not torch.equal(model(x), first)
 
-    def test_a_model_that_was_made_in_inference_mode_runs(self):
+    def test_a_model_created_in_inference_mode_runs(self):
         with torch.inference_mode():
             torch.manual_seed(0)
             model = quantized(settled(Net()))

@@ -53,36 +53,38 @@ def ids(count=3):
     return [torch.randint(0, ROWS, (4, 7), generator=generator) for _ in range(count)]
 
 
-def made(model, config=None, target="onnxruntime"):
+def make_quantized(model, config=None, target="onnxruntime"):
     return quantize(model, ids()[0], config, forward_loop=ids(), target=target, freeze_weights=True)
 
 
 def row(model, name="words"):
-    return next(each for each in coverage(model).operations if each.name == name)
+    return next(operation for operation in coverage(model).operations if operation.name == name)
 
 
 def table_of(model):
-    return next(each for each in model.modules() if isinstance(each, QuantizedLayer) and each.kind == "embedding")
+    return next(
+        module for module in model.modules() if isinstance(module, QuantizedLayer) and module.kind == "embedding"
+    )
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_a_table_has_a_scale_a_row_on_the_targets_that_look_it_up_so(target):
-    quantized = made(words(), target=target)
+def test_tables_have_one_scale_per_row_on_targets_that_look_up_codes(target):
+    quantized = make_quantized(words(), target=target)
     assert row(quantized).how == "w int8 per_channel"
     assert row(quantized).parameters == ROWS * WIDTH
     largest = words().words.weight.abs().amax(1)
     torch.testing.assert_close(table_of(quantized).weight_quant.scale[1:], largest[1:] / 127)
 
 
-def test_a_small_table_stays_float_and_says_so():
-    found = row(made(words()), "types")
-    assert found.precision == "float"
-    assert found.reason == "its table has only 64 values"
-    assert found.is_meant
+def test_a_small_table_stays_float_with_a_reason():
+    types_row = row(make_quantized(words()), "types")
+    assert types_row.precision == "float"
+    assert types_row.reason == "its table has only 64 values"
+    assert types_row.is_meant
 
 
-def test_a_target_that_declares_none_keeps_tables_float():
-    assert row(made(words(), target="tensorrt")).reason == "it looks rows up and multiplies nothing"
+def test_targets_without_table_support_keep_tables_float():
+    assert row(make_quantized(words(), target="tensorrt")).reason == "it looks rows up and multiplies nothing"
 
 
 @pytest.mark.parametrize(
@@ -95,75 +97,77 @@ def test_a_target_that_declares_none_keeps_tables_float():
     ],
     ids=["kind", "class", "name", "skip"],
 )
-def test_a_config_leaves_tables_out(config):
-    found = row(made(words(), config))
-    assert found.precision == "float"
-    assert found.is_asked
+def test_a_config_can_keep_tables_float(config):
+    types_row = row(make_quantized(words(), config))
+    assert types_row.precision == "float"
+    assert types_row.is_asked
 
 
 def test_narrow_weights_of_layers_leave_the_table_at_eight_bits():
-    quantized = made(words(), QuantConfig.weight_only("int4", 32))
+    quantized = make_quantized(words(), QuantConfig.weight_only("int4", 32))
     assert row(quantized).how == "w int8 per_channel"
     assert row(quantized, "layer").how == "w int4 per_block"
 
 
-def test_a_small_table_that_the_config_asks_for_is_taken():
+def test_a_small_table_is_quantized_if_the_config_asks_for_it():
     wish = QuantConfig(overrides=(Override(name="types", weight={"n_bits": 8, "per_channel": True}),))
-    assert row(made(words(), wish), "types").how == "w int8 per_channel"
+    assert row(make_quantized(words(), wish), "types").how == "w int8 per_channel"
 
 
-def test_a_table_of_four_bits_in_blocks_is_taken_where_the_runtime_gathers_it():
+def test_four_bit_tables_in_blocks_are_used_where_the_runtime_gathers_them():
     wish = QuantConfig(overrides=(Override(name="words", weight={"n_bits": 4, "block_size": 16}),))
-    assert row(made(words(), wish)).how == "w int4 per_block"
+    assert row(make_quantized(words(), wish)).how == "w int4 per_block"
     with pytest.raises(TargetError, match=r"words.*int4 for embedding|words.*embedding"):
-        made(words(), wish, target="openvino")
+        make_quantized(words(), wish, target="openvino")
 
 
 def test_blocks_across_the_rows_of_a_table_are_refused():
     across = {"dtype": "int4", "granularity": {"type": "per_block", "axis": 0, "block_size": 16}}
     wish = QuantConfig(overrides=(Override(name="words", weight=across),))
     with raises(TargetError, "words", "rows of a table"):
-        made(words(), wish)
+        make_quantized(words(), wish)
 
 
-def test_rows_with_a_zero_point_are_refused_with_the_way_out():
+def test_rows_with_a_zero_point_are_refused_with_a_hint():
     uneven = {"dtype": "int8", "qscheme": "asymmetric", "granularity": {"type": "per_channel"}}
     wish = QuantConfig(overrides=(Override(name="words", weight=uneven),))
     with raises(TargetError, "words", "zero point", "weight='float'"):
-        made(words(), wish)
+        make_quantized(words(), wish)
 
 
 def test_a_table_that_scales_its_rows_stays_float():
-    captured = made(words(max_norm=1.0))
-    assert {each.precision for each in coverage(captured).operations if each.name.startswith("words")} == {"float"}
+    captured = make_quantized(words(max_norm=1.0))
+    assert {
+        operation.precision for operation in coverage(captured).operations if operation.name.startswith("words")
+    } == {"float"}
     symbolic = quantize(words(max_norm=1.0), None, forward_loop=ids(), target="onnxruntime")
     assert "max_norm" in row(symbolic).reason
 
 
-def test_what_is_looked_up_is_code_times_scale_and_the_row_of_zeros_stays():
-    quantized = made(words())
+def test_a_looked_up_row_is_code_times_scale_and_zero_rows_stay_zero():
+    quantized = make_quantized(words())
     table = table_of(quantized)
     codes, scale = table.get_deployed().codes, table.weight_quant.scale
-    given = torch.arange(ROWS)
+    token_ids = torch.arange(ROWS)
     with torch.no_grad():
-        assert torch.equal(table(given), codes.float() * scale[:, None])
+        assert torch.equal(table(token_ids), codes.float() * scale[:, None])
         assert not table(torch.tensor([0])).any()
 
 
-def test_quantizers_off_is_the_float_model_bit_for_bit():
+def test_disabled_quantizers_give_the_float_model_bit_for_bit():
     model = words()
-    quantized = made(model)
-    wanted = model(ids()[0])
-    assert not torch.equal(quantized(ids()[0]), wanted)
+    quantized = make_quantized(model)
+    expected = model(ids()[0])
+    assert not torch.equal(quantized(ids()[0]), expected)
     disable_fake_quant(quantized)
     with torch.no_grad():
-        assert torch.equal(quantized(ids()[0]), wanted)
+        assert torch.equal(quantized(ids()[0]), expected)
     enable_fake_quant(quantized)
-    assert not torch.equal(quantized(ids()[0]), wanted)
+    assert not torch.equal(quantized(ids()[0]), expected)
 
 
-def test_saved_and_loaded_it_gives_the_same_bits(tmp_path):
-    quantized = made(words())
+def test_a_saved_and_loaded_table_gives_the_same_bits(tmp_path):
+    quantized = make_quantized(words())
     save(quantized, tmp_path / "m")
     loaded = load(tmp_path / "m", words(), ids()[0])
     with torch.no_grad():
@@ -182,14 +186,14 @@ def test_training_moves_the_rows_that_were_read():
 
 @pytest.mark.parametrize("cpu", ["vnni", "avx2"])
 def test_a_tied_head_and_its_table_have_one_quantizer(cpu):
-    quantized = made(words(tied=True), target=onnxruntime_target(cpu))
+    quantized = make_quantized(words(tied=True), target=onnxruntime_target(cpu))
     table = table_of(quantized)
     assert len(table.sharing_layers) == 2
-    assert {each.kind for each in table.sharing_layers} == {"embedding", "linear"}
-    quantizers = [each for each in quantized.modules() if isinstance(each, WeightFakeQuantize)]
+    assert {layer.kind for layer in table.sharing_layers} == {"embedding", "linear"}
+    quantizers = [module for module in quantized.modules() if isinstance(module, WeightFakeQuantize)]
     assert len(quantizers) == 2  # of the table with the head, and of the layer
 
 
-def test_a_head_in_blocks_has_codes_of_its_own():
-    quantized = made(words(tied=True), QuantConfig.weight_only("int4", 32))
+def test_a_head_in_blocks_does_not_share_codes_with_the_table():
+    quantized = make_quantized(words(tied=True), QuantConfig.weight_only("int4", 32))
     assert len(table_of(quantized).sharing_layers) == 1

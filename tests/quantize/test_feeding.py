@@ -48,58 +48,58 @@ def stubborn(model):
             continue
 
 
-@pytest.mark.parametrize("data", [batches(50), looping(50), stubborn, (each for each in batches(50))])
+@pytest.mark.parametrize("data", [batches(50), looping(50), stubborn, (batch for batch in batches(50))])
 def test_all_data_ends_after_max_batches(data):
     model = Counted()
     assert feed_data(model, data, "testing", max_batches=2, progress=False).calls == 2
     assert model.calls == 2
 
 
-def test_arrays_that_are_turned_round_or_read_only_are_data_too():
+def test_reversed_and_read_only_arrays_are_accepted():
     plain = np.arange(8, dtype=np.float32).reshape(2, 4)
     fixed = plain.copy()
     fixed.setflags(write=False)
     for array in (plain[:, ::-1], fixed, np.ones((), np.float32)):
-        wanted = torch.tensor(array.tolist())
-        (found,), _ = to_model_inputs(array, Counted())
+        expected = torch.tensor(array.tolist())
+        (tensor,), _ = to_model_inputs(array, Counted())
         (example,), _ = as_inputs(array, None)
-        assert torch.equal(found, wanted)
-        assert torch.equal(example, wanted)
+        assert torch.equal(tensor, expected)
+        assert torch.equal(example, expected)
     assert to_model_inputs(plain, Counted())[0][0].data_ptr() == plain.ctypes.data  # the rest is not copied
 
 
-def test_a_generator_is_not_asked_for_more_than_is_used():
-    made = []
+def test_a_generator_is_not_read_beyond_the_used_batches():
+    generated_indices = []
 
     def generated():
         for batch in batches(10):
-            made.append(batch)
+            generated_indices.append(batch)
             yield batch
 
     feed_data(Counted(), generated(), "testing", max_batches=3, progress=False)
-    assert len(made) == 3
+    assert len(generated_indices) == 3
 
 
-def test_everyone_heeds_max_batches_of_a_function():
-    net, seen = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval(), []
+def test_max_batches_stops_a_function_in_all_callers():
+    net, calls = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval(), []
 
     def loop(model):
         for batch in batches(50):
             model(batch)
-            seen.append(1)
+            calls.append(1)
 
     model = quantize(net, torch.randn(2, 4), forward_loop=loop, max_batches=2, progress=False)
-    assert len(seen) == 2
+    assert len(calls) == 2
     assert compare(net, model, loop, max_batches=3, progress=False).batches == 3
-    seen.clear()
+    calls.clear()
     sensitivity(model, loop, max_batches=4, progress=False)
-    assert len(seen) == 4
-    seen.clear()
+    assert len(calls) == 4
+    calls.clear()
     histograms(model, loop, ["0"], max_batches=1, progress=False)
-    assert len(seen) == 1
+    assert len(calls) == 1
 
 
-def test_smoothing_heeds_it_too():
+def test_max_batches_stops_smoothing_too():
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -127,7 +127,7 @@ def test_data_that_never_reaches_the_model_is_an_error(data, message):
 
 
 @pytest.mark.parametrize("data", [torch.zeros(2, 4), {"x": torch.zeros(2, 4)}, "batches", 3])
-def test_what_is_no_data_is_refused(data):
+def test_invalid_data_is_refused(data):
     with pytest.raises(UsageError, match="iterable of batches"):
         feed_data(Counted(), data, "testing", progress=False)
 
@@ -137,19 +137,19 @@ def test_what_is_no_data_is_refused(data):
     [(lambda: iter(batches(2)), r"list\(function\(\)\)"), (TensorDataset(torch.zeros(2, 4)), "in a DataLoader")],
     ids=["a function that makes batches", "a dataset"],
 )
-def test_what_is_nearly_data_gets_the_way_to_it(data, way_out):
+def test_nearly_valid_data_is_refused_with_a_hint(data, way_out):
     with pytest.raises(UsageError, match=way_out):
         feed_data(Counted(), data, "testing", progress=False)
 
 
-def test_batches_with_nan_can_be_left_out():
+def test_batches_with_nan_can_be_skipped():
     data = batches(4)
     data[1][0, 0] = float("nan")
     fed = feed_data(Counted(), data, "testing", skip_nan=True, progress=False)
     assert (fed.calls, fed.skipped) == (3, [1])
 
 
-def test_hooks_are_gone_afterwards_also_after_an_error():
+def test_hooks_are_removed_also_after_an_error():
     model = Counted()
     with pytest.raises(RuntimeError) as caught:
         feed_data(model, [torch.zeros(2, 4), torch.zeros(2, 5)], "testing", progress=False)
@@ -159,11 +159,11 @@ def test_hooks_are_gone_afterwards_also_after_an_error():
     assert not model._forward_pre_hooks
 
 
-def test_labels_are_left_away():
+def test_labels_are_dropped():
     assert to_model_inputs((torch.zeros(1), torch.ones(1)), Counted())[0][0].item() == 0
     assert len(to_model_inputs((torch.zeros(1), torch.ones(1)), Counted())[0]) == 1
 
 
-def test_without_a_terminal_a_phase_is_one_line(capfd):
+def test_without_a_terminal_a_phase_prints_one_line(capfd):
     feed_data(Counted(), batches(3), "testing")
     assert capfd.readouterr().err.startswith("testing: 3 batches in ")

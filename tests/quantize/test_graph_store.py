@@ -21,7 +21,7 @@ from tests.warm import warm
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 
 
-class Named(nn.Module):
+class NamedInputs(nn.Module):
     """Inputs by name, an optional one, outputs in a dict, a tied weight, a constant made in forward."""
 
     def __init__(self):
@@ -31,9 +31,9 @@ class Named(nn.Module):
         self.register_buffer("offset", torch.linspace(0, 1, 8), persistent=False)
 
     def forward(self, x, shift=None):
-        made = self.first(x) + self.offset + torch.tensor([1.0, 2.0] * 4)
-        made = made if shift is None else made + shift
-        return {"out": self.second(torch.relu(made)), "both": [made, (x,)]}
+        y = self.first(x) + self.offset + torch.tensor([1.0, 2.0] * 4)
+        y = y if shift is None else y + shift
+        return {"out": self.second(torch.relu(y)), "both": [y, (x,)]}
 
 
 class Recurrent(nn.Module):
@@ -54,7 +54,7 @@ CASES = {
     "transformer": (lambda: VisionTransformer(16, 2, 1, 32, 16, 8), lambda: torch.randn(2, 3, 32, 32)),
     "decoder": (Decoder, lambda: torch.randint(0, 16, (2, 8))),
     "unet": (lambda: settled(UNet()), lambda: torch.randn(2, 3, 32, 32)),
-    "names": (Named, lambda: {"x": torch.randn(2, 8), "shift": torch.randn(2, 8)}),
+    "names": (NamedInputs, lambda: {"x": torch.randn(2, 8), "shift": torch.randn(2, 8)}),
     "recurrent": (Recurrent, lambda: torch.randn(2, 5, 8)),
     "computed weight": (normed, lambda: torch.randn(2, 3, 8, 8)),
 }
@@ -65,19 +65,19 @@ def run(model, inputs):
         return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
-def made(case: str, config: QuantConfig | None = None, **how):
+def make_quantized(case: str, config: QuantConfig | None = None, **options):
     torch.manual_seed(0)
     factory, inputs = CASES[case]
     model, example = factory().eval(), inputs()
     quantized = quantize(
-        model, example, config, forward_loop=lambda each: run(each, example), freeze_weights=True, **how
+        model, example, config, forward_loop=lambda quantized: run(quantized, example), freeze_weights=True, **options
     )
     return model, quantized, example
 
 
 @pytest.mark.parametrize("case", fast(CASES, "recurrent", "names", "computed weight"))
 def test_the_folder_alone_gives_the_same_outputs(tmp_path, case):
-    model, quantized, example = made(case)
+    model, quantized, example = make_quantized(case)
     scalepoint.save(quantized, tmp_path / "saved", with_graph=True)
     alone = scalepoint.load(tmp_path / "saved")
     torch.testing.assert_close(run(alone, example), run(quantized, example), rtol=0, atol=0)
@@ -87,8 +87,8 @@ def test_the_folder_alone_gives_the_same_outputs(tmp_path, case):
     assert scalepoint.coverage(alone) == scalepoint.coverage(quantized)
 
 
-def test_another_process_needs_only_torch_and_us(tmp_path):
-    _, quantized, example = made("names")
+def test_another_process_can_load_the_folder(tmp_path):
+    _, quantized, example = make_quantized("names")
     scalepoint.save(quantized, tmp_path / "saved", with_graph=True)
     torch.save(example, tmp_path / "example.pt")
     code = (
@@ -102,8 +102,8 @@ def test_another_process_needs_only_torch_and_us(tmp_path):
     assert float(done.stdout) == float(run(quantized, example)["out"].double().sum())
 
 
-def test_what_was_loaded_is_saved_again_to_the_same_bytes(tmp_path):
-    _, quantized, _ = made("computed weight")
+def test_a_loaded_model_is_saved_to_the_same_bytes(tmp_path):
+    _, quantized, _ = make_quantized("computed weight")
     scalepoint.save(quantized, tmp_path / "one", with_graph=True)
     scalepoint.save(scalepoint.load(tmp_path / "one"), tmp_path / "two", with_graph=True)
     one, two = (sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("one", "two"))
@@ -111,15 +111,15 @@ def test_what_was_loaded_is_saved_again_to_the_same_bytes(tmp_path):
     assert (tmp_path / "one" / MANIFEST).read_bytes() == (tmp_path / "two" / MANIFEST).read_bytes()
 
 
-def test_smoothed_models_load_alone(tmp_path):
+def test_smoothed_models_load_without_the_float_model(tmp_path):
     config = QuantConfig(smooth_quant=SmoothQuantConfig(enabled=True))
-    _, quantized, example = made("transformer", config)
+    _, quantized, example = make_quantized("transformer", config)
     scalepoint.save(quantized, tmp_path / "saved", with_graph=True)
     assert torch.equal(run(scalepoint.load(tmp_path / "saved"), example), run(quantized, example))
 
 
-def test_training_goes_on(tmp_path):
-    model, quantized, example = made("resnet")
+def test_training_continues_after_loading(tmp_path):
+    model, quantized, example = make_quantized("resnet")
     scalepoint.save(quantized, tmp_path / "saved", with_graph=True)
     steps = []
     for loaded in (scalepoint.load(tmp_path / "saved"), scalepoint.load(tmp_path / "saved", model, example)):
@@ -135,8 +135,8 @@ def test_training_goes_on(tmp_path):
         assert torch.equal(steps[0][name], value), name
 
 
-def test_it_can_be_exported(tmp_path):
-    _, quantized, example = made("transformer", target="onnxruntime")
+def test_a_loaded_model_can_be_exported(tmp_path):
+    _, quantized, example = make_quantized("transformer", target="onnxruntime")
     scalepoint.save(quantized, tmp_path / "saved", with_graph=True)
     paths = [tmp_path / "one.onnx", tmp_path / "two.onnx"]
     for path, model in zip(paths, (quantized, scalepoint.load(tmp_path / "saved")), strict=True):
@@ -145,15 +145,15 @@ def test_it_can_be_exported(tmp_path):
     assert paths[0].stat().st_size == paths[1].stat().st_size
 
 
-def test_without_a_graph_the_float_model_is_asked_for(tmp_path):
-    _, quantized, _ = made("computed weight")
+def test_without_a_graph_the_error_asks_for_the_float_model(tmp_path):
+    _, quantized, _ = make_quantized("computed weight")
     scalepoint.save(quantized, tmp_path / "saved")
     with pytest.raises(StoreError, match="with_graph=True"):
         scalepoint.load(tmp_path / "saved")
 
 
-def test_what_has_no_form_as_data_is_refused_with_its_reason(tmp_path):
-    class Own(nn.Module):
+def test_a_graph_that_cannot_be_data_is_refused_with_a_reason(tmp_path):
+    class WithCustomModule(nn.Module):
         def __init__(self):
             super().__init__()
             self.body, self.head = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()), nn.Conv2d(8, 4, 1)
@@ -163,7 +163,7 @@ def test_what_has_no_form_as_data_is_refused_with_its_reason(tmp_path):
 
     torch.manual_seed(0)
     example = torch.randn(2, 3, 4, 4)
-    result = scalepoint.transform(Own().eval(), example, leave=["body"])
+    result = scalepoint.transform(WithCustomModule().eval(), example, leave=["body"])
     quantized = scalepoint.insert_qdq(result.model, result.matches)
     scalepoint.calibrate(quantized, [example])
     with pytest.raises(UsageError, match="body is called"):
@@ -184,7 +184,7 @@ def tampered(folder: Path, change) -> None:
 
 
 def node(graph, op):
-    return next(each for each in graph["nodes"] if each["op"] == op)
+    return next(node for node in graph["nodes"] if node["op"] == op)
 
 
 CODE = "x):\n    open('owned', 'w')\n    return (x"
@@ -210,9 +210,9 @@ HOSTILE = {
     ),
     "a method": lambda graph: node(graph, "call_module").update(op="call_method", target="numpy"),
     "a class of another package": lambda graph: graph["modules"][1].update(kind="subprocess.Popen"),
-    "a setting that is a method": lambda graph: next(each for each in graph["modules"] if each.get("kind") == "ReLU")[
-        "settings"
-    ].update(forward=3),
+    "a setting that is a method": lambda graph: next(
+        module for module in graph["modules"] if module.get("kind") == "ReLU"
+    )["settings"].update(forward=3),
     "a tensor that is not there": lambda graph: graph["tensors"].update(nothing="parameter"),
     "a huge input": lambda graph: graph["inputs"][0].update(shape=[2**20, 2**20]),
     "nested inputs of another class": lambda graph: graph.update(takes={"os.system": ["touch owned"]}),
@@ -222,9 +222,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_graph_is_an_error_of_ours_and_does_nothing(tmp_path, monkeypatch, kind):
+def test_a_hostile_graph_is_a_store_error_and_runs_nothing(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
-    _, quantized, _ = made("computed weight")
+    _, quantized, _ = make_quantized("computed weight")
     scalepoint.save(quantized, "saved", with_graph=True)
     tampered(tmp_path / "saved", HOSTILE[kind])
     with pytest.raises(ScalepointError):

@@ -44,15 +44,15 @@ def inserted(model, *inputs, config=CONFIG, **options):
     return insert_qdq(result.model, result.matches, config, **options)
 
 
-MADE = {}
+TRANSFORMED_MODELS = {}
 
 
-def made(make, shape):
+def transformed_model(make, shape):
     """A model and its transformation, once for all tests of the same maker."""
-    if make not in MADE:
+    if make not in TRANSFORMED_MODELS:
         model = make().eval()
-        MADE[make] = model, transform(model, torch.randn(3, *shape))
-    return MADE[make]
+        TRANSFORMED_MODELS[make] = model, transform(model, torch.randn(3, *shape))
+    return TRANSFORMED_MODELS[make]
 
 
 @pytest.fixture(scope="module")
@@ -75,26 +75,26 @@ def weights_of(model):
 
 
 def stub_of(model, reader):
-    (found,) = [stub for stub in stubs_of(model) if reader in stub.consumers]
-    return found
+    (stub,) = [stub for stub in stubs_of(model) if reader in stub.consumers]
+    return stub
 
 
 def readers(model):
     """The nodes that read each stub, by name of the stub."""
-    found = {}
+    consumers = {}
     for node in model.graph.nodes:
         if node.op == "call_module" and isinstance(model.get_submodule(node.target), QuantStub):
-            found[node.target] = [user.name for user in node.users]
-    return found
+            consumers[node.target] = [user.name for user in node.users]
+    return consumers
 
 
 def row(model, name):
-    (found,) = [each for each in coverage(model).operations if each.name == name]
-    return found
+    (operation,) = [operation for operation in coverage(model).operations if operation.name == name]
+    return operation
 
 
-def close(found, expected, tolerance=1e-4):
-    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+def close(actual, expected, tolerance=1e-4):
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def state_of(model):
@@ -123,7 +123,7 @@ class TestCounts:
         assert len(weights_of(model)) == 54
 
     @pytest.mark.slow
-    def test_resnet50_has_as_many_for_the_target_as_a_whole(self):
+    def test_resnet50_has_55_stubs_with_the_tensorrt_target_too(self):
         result = transform(resnet50(16, 100).eval(), torch.randn(1, 3, 64, 64), target="tensorrt")
         model = insert_qdq(result.model, result.matches)
         assert (len(stubs_of(model)), len(weights_of(model))) == (55, 54)
@@ -145,12 +145,12 @@ class TestCounts:
         model = inserted(settled(resnet50(8, 10)), torch.randn(1, 3, 64, 64))
         consumers = [sorted(stub.consumers) for stub in stubs_of(model)]
         assert len(consumers) == 55
-        assert [each for each in consumers if "conv1" in each] == [["conv1"]]
-        inner = [each for each in consumers if len(each) == 1 and each[0].endswith((".conv2", ".conv3"))]
-        assert len([each for each in inner if ".conv2" in each[0]]) == 16
+        assert [readers for readers in consumers if "conv1" in readers] == [["conv1"]]
+        inner = [readers for readers in consumers if len(readers) == 1 and readers[0].endswith((".conv2", ".conv3"))]
+        assert len([readers for readers in inner if ".conv2" in readers[0]]) == 16
         assert ["layer1.0.conv1", "layer1.0.downsample.0"] in consumers
         assert ["layer1.1.conv1", "layer1.1.conv3"] in consumers
-        assert len([each for each in consumers if len(each) == 1 and each[0].endswith(".0.conv3")]) == 8
+        assert len([readers for readers in consumers if len(readers) == 1 and readers[0].endswith(".0.conv3")]) == 8
 
     @pytest.mark.parametrize(
         ("make", "inputs", "stubs", "weights"),
@@ -188,7 +188,7 @@ class TestPlacement:
         assert sorted(stub.consumers) == ["k", "q", "v"]
         assert [len(users) for users in readers(model).values()] == [3]
 
-    def test_a_reader_that_declares_nothing_reads_the_tensor_itself(self):
+    def test_a_reader_without_points_reads_the_float_tensor(self):
         class Bypass(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -223,7 +223,7 @@ class TestPlacement:
         assert bits == {("a",): 8, ("b",): 4}
         assert sorted(map(len, readers(model).values())) == [1, 1]
 
-    def test_a_pools_output_and_its_reader_with_another_precision_both_count(self):
+    def test_a_pool_and_a_reader_with_another_precision_have_a_stub_each(self):
         """The pool's own output point has int8, the layer that reads it was given int4."""
 
         class Pooled(nn.Module):
@@ -269,8 +269,8 @@ class TestPlacement:
         assert len(residual) == 2
         ranges = sorted(float(stub.scale) * 127.5 for stub in residual)
         with torch.no_grad():
-            seen = sorted(float(value.abs().max()) for value in (float_model.first(x).relu(), float_model.short(x)))
-        assert ranges == pytest.approx(seen, rel=1e-4)
+            largest = sorted(float(value.abs().max()) for value in (float_model.first(x).relu(), float_model.short(x)))
+        assert ranges == pytest.approx(largest, rel=1e-4)
 
     def test_every_precision_in_one_config(self):
         model = VisionTransformer(hidden=32, heads=2, depth=2, image=32, classes=5).eval()
@@ -296,15 +296,15 @@ class TestPlacement:
         head = row(quantized, "heads.head")
         assert (head.state, head.precision) == ("float", "float")
         assert "config" in head.reason
-        attention = [each for each in coverage(quantized).operations if each.kind == "attention"]
-        assert [each.how for each in attention] == ["x float8_e4m3fn"] * 2
+        attention = [operation for operation in coverage(quantized).operations if operation.kind == "attention"]
+        assert [operation.how for operation in attention] == ["x float8_e4m3fn"] * 2
         close(quantized(x), model(x), 0.5)
 
     def test_an_integer_input_has_no_stub(self):
         model = inserted(Decoder(), torch.randint(0, 50, (1, 6)))
         assert not any("input_ids" in stub.name for stub in stubs_of(model))
 
-    def test_stubs_have_names_that_lead_to_them(self, unet):
+    def test_stub_names_are_their_paths(self, unet):
         model = from_unet(unet)
         for stub in stubs_of(model):
             assert model.get_submodule(stub.name) is stub
@@ -373,8 +373,8 @@ class TestSharing:
 
 
 def stub_of_scale(model, top):
-    (found,) = [stub for stub in stubs_of(model) if abs(float(stub.scale) * 127.5 - top) < 1e-3 * top]
-    return found
+    (stub,) = [stub for stub in stubs_of(model) if abs(float(stub.scale) * 127.5 - top) < 1e-3 * top]
+    return stub
 
 
 class Functional(nn.Module):
@@ -442,7 +442,7 @@ def reference_weight(model):
     layers = [module for module in model.modules() if not isinstance(module, nn.Sequential)]
     layer = layers[0]
     w = layer.weight.detach().double().numpy()
-    norms = [each for each in layers if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    norms = [module for module in layers if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if not norms:
         return w
     (norm,) = norms
@@ -471,8 +471,8 @@ def fake_quantized(w, axis):
 
 class TestWeights:
     @pytest.mark.parametrize(("make", "shape", "axis"), WEIGHTED)
-    def test_before_calibration_the_output_is_the_float_models(self, make, shape, axis):
-        (float_model, result), x = made(make, shape), torch.randn(3, *shape)
+    def test_before_calibration_the_output_is_that_of_the_float_model(self, make, shape, axis):
+        (float_model, result), x = transformed_model(make, shape), torch.randn(3, *shape)
         model = insert_qdq(result.model, result.matches, CONFIG)
         assert len(weights_of(model)) == 1
         with torch.no_grad():
@@ -480,28 +480,30 @@ class TestWeights:
             close(model(x[:1]), float_model(x[:1]), 1e-5)
 
     @pytest.mark.parametrize(("make", "shape", "axis"), WEIGHTED)
-    def test_the_weight_that_is_quantized_has_the_batch_norm_in_it(self, make, shape, axis):
-        (float_model, result), x = made(make, shape), torch.randn(3, *shape)
+    def test_the_quantized_weight_contains_the_batch_norm(self, make, shape, axis):
+        (float_model, result), x = transformed_model(make, shape), torch.randn(3, *shape)
         model = insert_qdq(result.model, result.matches, QuantConfig(activation="float", weight=CHANNELS))
         calibrate(model, [x])
         (quantizer,) = weights_of(model)
-        seen = []
-        quantizer.register_forward_hook(lambda module, args, result: seen.append((args[0], result)))
+        weights = []
+        quantizer.register_forward_hook(lambda module, args, result: weights.append((args[0], result)))
         y = model(x)
         expected, scale = fake_quantized(reference_weight(float_model), axis)
-        given, found = (value.detach().numpy() for value in seen[-1])
+        float_weight, quantized_weight = (value.detach().numpy() for value in weights[-1])
         if isinstance(float_model, InputFirst):
-            given, found = given.T, found.T
-        np.testing.assert_allclose(given, reference_weight(float_model), rtol=1e-5, atol=1e-7)
+            float_weight, quantized_weight = float_weight.T, quantized_weight.T
+        np.testing.assert_allclose(float_weight, reference_weight(float_model), rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(quantizer.scale.numpy(), scale, rtol=1e-5)
         step = float(scale.max())
-        differs = np.abs(found - expected) > 1e-4 * step
+        differs = np.abs(quantized_weight - expected) > 1e-4 * step
         assert differs.mean() < 0.02  # a value on the edge between two codes may fall to either side
-        assert np.abs(found - expected).max() < 1.01 * step
+        assert np.abs(quantized_weight - expected).max() < 1.01 * step
         # and it is what the model multiplies by: the float model with that weight in place of its own
         twin = copy.deepcopy(float_model)
         layer = next(module for module in twin.modules() if getattr(module, "weight", None) is not None)
-        ratio = torch.from_numpy(np.divide(found, given, out=np.ones_like(found), where=given != 0))
+        ratio = torch.from_numpy(
+            np.divide(quantized_weight, float_weight, out=np.ones_like(quantized_weight), where=float_weight != 0)
+        )
         with torch.no_grad():
             layer.weight.mul_(ratio)
             close(y, twin(x), 1e-4)
@@ -516,7 +518,7 @@ class TestWeights:
             model.train(training)
             assert torch.isfinite(model(x)).all()
 
-    def test_a_batch_norm_that_is_read_twice_is_not_folded_wrongly(self):
+    def test_a_batch_norm_with_two_readers_is_not_folded(self):
         class Shared(nn.Module):
             """One batch norm after two convolutions."""
 
@@ -547,10 +549,10 @@ class TestWeights:
         assert not torch.equal(before, changed)
         assert not torch.equal(changed, again)
 
-    def test_state_keeps_its_names_beside_the_quantizers(self, unet):
+    def test_state_dict_keeps_the_names_of_the_float_model(self, unet):
         float_model, model = unet[0], from_unet(unet)
-        own = set(float_model.state_dict())
-        assert own <= set(model.state_dict())
+        float_keys = set(float_model.state_dict())
+        assert float_keys <= set(model.state_dict())
         assert {name for name, _ in model.named_parameters()} == {name for name, _ in float_model.named_parameters()}
 
     def test_a_state_loads_into_a_fresh_insertion_bit_equal(self, unet):
@@ -609,7 +611,7 @@ class TestTheCallersModels:
         result = transform(float_model, torch.randn(2, 3, 16, 16))
         assert insert_qdq(result.model, result.matches, CONFIG, copy=False) is result.model
 
-    def test_two_configs_from_one_transform(self, unet):
+    def test_one_transform_serves_two_configs(self, unet):
         (float_model, result), x = unet, torch.randn(2, 3, 16, 16)
         fine = insert_qdq(result.model, result.matches, CONFIG)
         coarse = insert_qdq(
@@ -658,7 +660,7 @@ class TestFaults:
         ],
         ids=["conv", "F.linear", "gamma"],
     )
-    def test_what_is_not_finite_in_a_weight_is_an_error_that_names_it(self, make, name, shape, value):
+    def test_nan_in_a_weight_is_an_error_that_names_it(self, make, name, shape, value):
         model = make().eval()
         result = transform(model, torch.randn(2, *shape))
         with torch.no_grad():
@@ -666,7 +668,7 @@ class TestFaults:
         with pytest.raises(ScalepointError, match=rf"{name.rpartition('.')[0]}.*weight"):
             insert_qdq(result.model, result.matches, CONFIG)
 
-    def test_a_float_layer_may_hold_what_it_likes(self):
+    def test_a_float_layer_may_contain_nan(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
         with torch.no_grad():
             model[1].weight[0, 0] = math.inf
@@ -687,7 +689,7 @@ class TestFaults:
         with pytest.raises(ScalepointError, match=r"nothing|no quantizers|no operation"):
             quantize(make().eval(), x, CONFIG, forward_loop=[x])
 
-    def test_insert_itself_says_that_nothing_is_quantized(self):
+    def test_insert_qdq_raises_if_nothing_is_quantized(self):
         result = transform(nn.Sequential(nn.ReLU(), nn.Softmax(-1)).eval(), torch.randn(2, 4))
         with pytest.raises(ScalepointError):
             insert_qdq(result.model, result.matches, CONFIG)
@@ -700,19 +702,21 @@ def silent():
 
 
 class TestCoverage:
-    def test_the_silent_skip_model_has_a_row_for_all_of_it(self, silent):
+    def test_every_operation_of_the_silent_skip_model_has_a_row(self, silent):
         model = insert_qdq(silent.model, silent.matches, CONFIG)
-        rows = {each.name: each for each in coverage(model).operations}
-        states = {name: each.state for name, each in rows.items()}
+        rows = {operation.name: operation for operation in coverage(model).operations}
+        states = {name: operation.state for name, operation in rows.items()}
         assert {"attention.in_proj", "attention.out_proj", "head"} <= set(states)
-        (recurrent,) = [each for name, each in rows.items() if name.startswith("lstm")]
-        functional = [each for each in rows.values() if each.kind == "linear" and each.parameters == 64]
+        (recurrent,) = [operation for name, operation in rows.items() if name.startswith("lstm")]
+        functional = [
+            operation for operation in rows.values() if operation.kind == "linear" and operation.parameters == 64
+        ]
         assert len(functional) == 1  # F.linear on a parameter
         assert functional[0].state == "quantized"
         assert states["attention.in_proj"] == states["attention.out_proj"] == states["head"] == "quantized"
         assert recurrent.state != "quantized"
         assert recurrent.reason
-        assert any(each.kind == "attention" for each in rows.values())
+        assert any(operation.kind == "attention" for operation in rows.values())
         assert len(rows) == len(coverage(model).operations)
 
     def test_strict_raises_and_names_what_stays_float(self, silent):
@@ -720,24 +724,24 @@ class TestCoverage:
             insert_qdq(silent.model, silent.matches, CONFIG, strict=True)
 
     @pytest.mark.parametrize("name", ["lstm", "lstm*"])
-    def test_strict_is_content_when_one_does_as_its_message_says(self, silent, name):
+    def test_strict_passes_after_following_its_message(self, silent, name):
         """ "Ask for it with Override(name=..., weight='float', activation='float')"."""
         config = QuantConfig(
             activation=INT8, weight=CHANNELS, overrides=(Override(name=name, weight="float", activation="float"),)
         )
         insert_qdq(silent.model, silent.matches, config, strict=True)
 
-    def test_strict_is_content_with_what_was_asked_for(self):
+    def test_strict_passes_if_the_config_asks_for_float(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
         config = QuantConfig(overrides=(Override(name="2", weight="float", activation="float"),))
         inserted(model, torch.randn(2, 4), config=config, strict=True)
 
-    def test_strict_names_what_a_cost_rule_leaves(self):
+    def test_strict_names_layers_left_float_by_a_cost_rule(self):
         result = transform(nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4), target="tensorrt")
         with pytest.raises(CoverageError, match="R16"):
             insert_qdq(result.model, result.matches, strict=True)
 
-    def test_strict_sees_a_weight_left_float_that_nobody_asked_for(self, silent):
+    def test_strict_names_an_unrequested_float_weight(self, silent):
         """An operation whose input alone is quantized still multiplies by a float weight: here it was asked for."""
         config = QuantConfig(activation=INT8, weight=CHANNELS, skip_weight_quant_for=(nn.Linear,))
         model = inserted(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), config=config, strict=True)
@@ -747,7 +751,9 @@ class TestCoverage:
         """nn.MultiheadAttention is the module the user knows; its projections are inside it."""
         config = QuantConfig(activation=INT8, weight=CHANNELS, skip_weight_quant_for=(nn.MultiheadAttention,))
         model = insert_qdq(silent.model, silent.matches, config)
-        assert not [each for each in weights_of(model) if any("attention" in name for name in each.consumers)]
+        assert not [
+            quantizer for quantizer in weights_of(model) if any("attention" in name for name in quantizer.consumers)
+        ]
 
     @pytest.mark.parametrize("make", [SilentSkip, Decoder], ids=["silent-skip", "decoder"])
     def test_shares_add_up_to_one(self, make):
@@ -760,27 +766,29 @@ class TestCoverage:
     def test_every_parameter_is_counted_once(self):
         model = SilentSkip()
         report = coverage(inserted(model, torch.randn(1, 5, 8)))
-        assert sum(each.parameters for each in report.operations) == sum(value.numel() for value in model.parameters())
+        assert sum(operation.parameters for operation in report.operations) == sum(
+            value.numel() for value in model.parameters()
+        )
 
-    def test_each_operation_is_in_one_state_with_a_reason_where_it_is_float(self, silent):
+    def test_each_operation_has_one_state_and_a_reason_if_float(self, silent):
         report = coverage(insert_qdq(silent.model, silent.matches, CONFIG))
         assert sum(len(report.in_state(state)) for state in ("quantized", "float", "refused")) == len(report.operations)
-        for each in report.operations:
-            assert bool(each.how) == (each.state == "quantized")
-            assert each.reason or each.state == "quantized"
+        for operation in report.operations:
+            assert bool(operation.how) == (operation.state == "quantized")
+            assert operation.reason or operation.state == "quantized"
 
-    def test_without_example_inputs_macs_are_unknown_not_nought(self):
+    def test_without_example_inputs_macs_are_unknown_not_zero(self):
         result = transform(nn.Sequential(nn.Linear(4, 4)).eval(), patterns=TENSORRT_PATTERNS)
         report = coverage(insert_qdq(result.model, result.matches, CONFIG))
         assert report.share_of_macs() is None
         assert report.operations[0].macs is None
         str(report)
 
-    def test_a_model_of_another_make_has_no_coverage(self):
+    def test_a_model_without_record_has_no_coverage(self):
         with pytest.raises(RuntimeError, match="insert_qdq"):
             coverage(nn.Linear(3, 3))
 
-    def test_a_quantizer_that_gave_up_is_listed(self):
+    def test_a_disabled_quantizer_is_listed(self):
         spec = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=4))
         model = inserted(
             nn.Sequential(nn.Linear(6, 4)), torch.randn(2, 6), config=QuantConfig(activation="float", weight=spec)
@@ -801,7 +809,7 @@ class TestCoverage:
             for name in ("attention.in_proj", "attention.out_proj", "lstm", "head"):
                 assert any(name in line for line in lines)
 
-    def test_a_narrow_table_still_names_everything(self, silent):
+    def test_a_narrow_table_contains_all_names(self, silent):
         model = insert_qdq(silent.model, silent.matches, CONFIG)
         console = Console(width=40, record=True, file=io.StringIO())
         console.print(coverage(model).table())
@@ -846,24 +854,24 @@ class TestMacs:
         ],
         ids=["conv", "grouped", "same", "conv1d", "transposed", "linear", "linear-4d", "linear-1d"],
     )
-    def test_of_layers(self, make, shape, macs):
+    def test_macs_of_layers(self, make, shape, macs):
         assert row(inserted(nn.Sequential(make()), torch.randn(shape)), "0").macs == macs
 
-    def test_of_an_example_of_one(self):
+    def test_macs_of_an_example_with_batch_size_one(self):
         model = inserted(nn.Sequential(nn.Conv2d(4, 5, 3)), torch.randn(1, 4, 8, 8))
         assert row(model, "0").macs == 5 * 6 * 6 * 4 * 9
 
-    def test_of_a_convolution_without_a_batch_axis(self):
+    def test_macs_of_a_convolution_without_a_batch_axis(self):
         model = inserted(nn.Sequential(nn.Conv2d(4, 5, 3)), torch.randn(4, 8, 8))
         assert row(model, "0").macs == 5 * 6 * 6 * 4 * 9
 
-    def test_of_a_stem_are_those_before_the_pool(self):
+    def test_macs_of_a_stem_exclude_the_pool(self):
         stem = settled(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)))
         assert row(inserted(stem, torch.randn(2, 3, 8, 8)), "0").macs == 2 * 4 * 8 * 8 * 3 * 9
 
-    def test_of_input_first_weights(self):
-        (found,) = coverage(inserted(InputFirst(), torch.randn(5, 4))).operations
-        assert found.macs == 5 * 4 * 6
+    def test_macs_of_input_first_weights(self):
+        (operation,) = coverage(inserted(InputFirst(), torch.randn(5, 4))).operations
+        assert operation.macs == 5 * 4 * 6
 
     @pytest.mark.parametrize("written_out", [False, True], ids=["sdpa", "written-out"])
     @pytest.mark.parametrize(
@@ -875,7 +883,7 @@ class TestMacs:
         ],
         ids=["self", "cross", "wide-values"],
     )
-    def test_of_attention(self, written_out, length, source, size, value_size):
+    def test_macs_of_attention(self, written_out, length, source, size, value_size):
         q, k, v = (
             torch.randn(2, 3, length, size),
             torch.randn(2, 3, source, size),
@@ -883,14 +891,14 @@ class TestMacs:
         )
         report = coverage(inserted(Attention(written_out), q, k, v))
         expected = 2 * 3 * length * source * (size + value_size)
-        assert sum(each.macs for each in report.operations) == expected
+        assert sum(operation.macs for operation in report.operations) == expected
 
-    def test_of_an_lstm(self):
+    def test_macs_of_an_lstm(self):
         model = SilentSkip()
-        (found,) = [each for each in coverage(inserted(model, torch.randn(2, 5, 8))).operations if "lstm" in each.name]
-        assert found.macs == 2 * 5 * 4 * 8 * (8 + 8)
+        (operation,) = [row for row in coverage(inserted(model, torch.randn(2, 5, 8))).operations if "lstm" in row.name]
+        assert operation.macs == 2 * 5 * 4 * 8 * (8 + 8)
 
-    def test_shares_by_hand(self):
+    def test_shares_equal_those_computed_by_hand(self):
         model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 2, bias=False))
         config = QuantConfig(
             activation=INT8, weight=INT8, overrides=(Override(name="2", weight="float", activation="float"),)
@@ -901,7 +909,7 @@ class TestMacs:
 
 
 class TestOddModels:
-    def test_several_outputs_keep_their_form(self):
+    def test_several_outputs_keep_their_structure(self):
         class Many(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -913,11 +921,11 @@ class TestOddModels:
 
         float_model, x = Many().eval(), torch.randn(2, 4)
         model = inserted(float_model, x)
-        found, expected = model(x), float_model(x)
-        assert set(found) == set(expected)
-        close(found["pair"][0], expected["pair"][0])
+        outputs, expected = model(x), float_model(x)
+        assert set(outputs) == set(expected)
+        close(outputs["pair"][0], expected["pair"][0])
 
-    def test_per_channel_on_a_negative_axis(self):
+    def test_per_channel_accepts_a_negative_axis(self):
         spec = QuantizationSpec(granularity=PerChannelGranularity(axis=-2))
         model = inserted(
             nn.Sequential(nn.Linear(4, 6)), torch.randn(2, 4), config=QuantConfig(activation="float", weight=spec)
@@ -928,7 +936,7 @@ class TestOddModels:
         assert quantizer.scale.shape == (6,)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-    def test_models_of_other_types(self, dtype):
+    def test_models_of_other_dtypes_are_quantized(self, dtype):
         float_model, x = (
             nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().to(dtype),
             torch.randn(8, 16).to(dtype),
@@ -949,7 +957,7 @@ class TestIntegerSums:
     """Targets whose kernels multiply integers are simulated with exact sums."""
 
     @pytest.mark.parametrize("kind", ["conv", "grouped", "linear"])
-    def test_they_are_those_of_int64(self, kind):
+    def test_integer_sums_equal_those_of_int64(self, kind):
         torch.manual_seed(0)
         layers = {
             "conv": nn.Conv2d(32, 16, 3, padding=1),
@@ -972,36 +980,36 @@ class TestIntegerSums:
             sums = F.conv2d(codes.round().double(), weight, bias, padding=layer.padding, groups=layer.groups)
             scale = weighted.bias_scale().view(-1, 1, 1)
         with torch.no_grad():
-            found = weighted(quantized.get_submodule("input_quant")(x))
-        assert torch.equal(found, sums.float() * scale)
+            output = weighted(quantized.get_submodule("input_quant")(x))
+        assert torch.equal(output, sums.float() * scale)
 
-    def test_a_half_model_runs_without_them(self):
+    def test_a_half_precision_model_runs_without_integer_sums(self):
         x = torch.randn(2, 3, 9, 9)
         model = nn.Sequential(nn.Conv2d(3, 8, 3)).eval()
         quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
         with torch.no_grad():
             expected = quantized(x)
-            found = quantized.half()(x.half())
-        assert found.dtype == torch.float16
-        assert torch.allclose(found.float(), expected, atol=float(expected.abs().max()) / 50)
+            output = quantized.half()(x.half())
+        assert output.dtype == torch.float16
+        assert torch.allclose(output.float(), expected, atol=float(expected.abs().max()) / 50)
 
-    def test_gradients_flow_as_before(self):
+    def test_gradients_flow_with_integer_sums(self):
         x = torch.randn(2, 3, 9, 9, requires_grad=True)
         quantized = quantize(
             nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), x.detach(), forward_loop=[x.detach()], target="onnxruntime"
         )
-        found = quantized(x)
-        found.sum().backward()
+        output = quantized(x)
+        output.sum().backward()
         assert x.grad is not None
         with torch.no_grad():
-            assert torch.allclose(quantized(x), found, atol=float(found.abs().max()) / 100)
+            assert torch.allclose(quantized(x), output, atol=float(output.abs().max()) / 100)
 
 
-def test_a_model_without_values_gets_its_quantizers_too():
+def test_a_meta_model_gets_quantizers():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     result = transform(model, torch.randn(2, 8, device="meta"), target="reference")
     quantized = insert_qdq(result.model, result.matches)
     weights = [module for module in quantized.modules() if isinstance(module, QuantizedLayer)]
-    assert len({id(each.weight_quant) for each in weights}) == 2
+    assert len({id(layer.weight_quant) for layer in weights}) == 2
     assert all(parameter.is_meta for parameter in quantized.parameters())

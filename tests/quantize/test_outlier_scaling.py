@@ -35,11 +35,11 @@ def batches(rows=64, count=4):
     return [torch.randn(2, rows, 32, generator=generator) for _ in range(count)]
 
 
-def level(expected, found):
-    return float(10 * torch.log10(expected.square().sum() / (expected - found).square().sum()))
+def level(expected, actual):
+    return float(10 * torch.log10(expected.square().sum() / (expected - actual).square().sum()))
 
 
-def made(model, data, config=None, target=VNNI):
+def make_quantized(model, data, config=None, target=VNNI):
     return quantize(model.eval(), data[0], config, forward_loop=data, target=target)
 
 
@@ -48,13 +48,13 @@ def factors_in(model):
 
 
 @torch.no_grad()
-def test_a_channel_that_stands_out_is_scaled_and_the_error_falls():
+def test_an_outlier_channel_is_scaled_and_the_error_falls():
     torch.manual_seed(0)
     model, (held_out, *data) = Block().eval(), batches()
     expected = model(held_out) - model.norm(held_out)
-    quantized, before = made(model, data), made(model, data, WITHOUT)
-    found, unscaled = (each(held_out) - model.norm(held_out) for each in (quantized, before))
-    assert level(expected, found) > level(expected, unscaled) + 6
+    quantized, before = make_quantized(model, data), make_quantized(model, data, WITHOUT)
+    scaled, unscaled = (net(held_out) - model.norm(held_out) for net in (quantized, before))
+    assert level(expected, scaled) > level(expected, unscaled) + 6
     rows = record_of(quantized).migrated.done
     assert [(row.migration, row.name) for row in rows] == [("outliers", "norm_fused_quant")]
     assert rows[0].note.startswith("1 of 32 channels divided by up to ")
@@ -65,27 +65,27 @@ def test_the_float_model_is_the_same_bit_by_bit():
     torch.manual_seed(0)
     model, data = Block().eval(), batches()
     expected = model(data[0])
-    quantized = made(model, data)
-    assert any(bool((each.weight != 1).any()) for each in factors_in(quantized).values())
+    quantized = make_quantized(model, data)
+    assert any(bool((factors.weight != 1).any()) for factors in factors_in(quantized).values())
     scalepoint.quantize.disable_fake_quant(quantized)
     assert torch.equal(quantized(data[0]), expected)
 
 
 @torch.no_grad()
-def test_where_nothing_stands_out_nothing_is_changed():
+def test_without_outliers_nothing_changes():
     torch.manual_seed(0)
     model, data = Block(largest=1.0).eval(), batches()
-    assert torch.equal(made(model, data)(data[0]), made(model, data, WITHOUT)(data[0]))
-    assert not record_of(made(model, data)).migrated.rows
+    assert torch.equal(make_quantized(model, data)(data[0]), make_quantized(model, data, WITHOUT)(data[0]))
+    assert not record_of(make_quantized(model, data)).migrated.rows
 
 
 def half(rows):
-    found = DataHalf()
-    found.add_rows(rows)
-    return found
+    data_half = DataHalf()
+    data_half.add_rows(rows)
+    return data_half
 
 
-def test_what_only_one_half_of_the_data_shows_is_not_taken():
+def test_outliers_in_one_half_of_the_data_only_are_ignored():
     """Four rows each: the largest of a channel says little of the next rows, of all channels together it says much."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(256, generator=generator) * 1.5 + 0.5
@@ -93,22 +93,22 @@ def test_what_only_one_half_of_the_data_shows_is_not_taken():
     many = [half(torch.randn(512, 256, generator=generator) * spread**4) for _ in range(2)]
     weight = torch.randn(64, 256, generator=generator)
     assert choose_factors(tuple(few), [weight]) is None
-    found = choose_factors(tuple(many), [weight / spread**4])
-    assert found is not None
-    assert found[1] < 0.7
+    choice = choose_factors(tuple(many), [weight / spread**4])
+    assert choice is not None
+    assert choice[1] < 0.7
 
 
-def test_factors_are_powers_of_two_that_bring_all_below_the_threshold():
+def test_factors_are_powers_of_two_that_bring_channels_below_the_threshold():
     largest = torch.tensor([0.1, 1.0, 3.0, 16.0])
     assert compute_factors(largest, 0.0).tolist() == [1, 1, 1, 1]
     assert compute_factors(largest, 4.0).tolist() == [1, 1, 4, 16]
 
 
-def test_data_that_is_read_once_is_left_as_it_is():
+def test_an_iterator_causes_no_scaling():
     model, data = Block().eval(), batches()
     result = scalepoint.transform(model, data[0], target=VNNI)
     quantized = calibrate(insert_qdq(result.model, result.matches), iter(data))
-    assert all(bool((each.weight == 1).all()) for each in factors_in(quantized).values())
+    assert all(bool((factors.weight == 1).all()) for factors in factors_in(quantized).values())
 
 
 @pytest.mark.parametrize(
@@ -116,41 +116,41 @@ def test_data_that_is_read_once_is_left_as_it_is():
     [(QuantConfig(migrate=["smooth"]), VNNI), (WITHOUT, VNNI), (None, onnxruntime_target("vnni"))],
     ids=["smoothed", "not asked for", "a target that pays for it"],
 )
-def test_there_are_no_factors(config, target):
+def test_factors_are_not_inserted(config, target):
     result = scalepoint.transform(Block().eval(), batches()[0], target=target)
     assert not factors_in(insert_qdq(result.model, result.matches, config))
 
 
 def test_a_second_calibration_changes_no_weight():
     data = batches()
-    quantized = made(Block(), data)
+    quantized = make_quantized(Block(), data)
     weights = {name: value.clone() for name, value in quantized.named_parameters()}
     calibrate(quantized, data, freeze_weights=True)
     assert all(torch.equal(value, weights[name]) for name, value in quantized.named_parameters())
 
 
 @torch.no_grad()
-def test_saved_and_loaded_it_computes_the_same(tmp_path):
+def test_a_saved_and_loaded_model_computes_the_same(tmp_path):
     torch.manual_seed(0)
     model, data = Block().eval(), batches()
-    quantized = made(model, data)
+    quantized = make_quantized(model, data)
     save(quantized, tmp_path / "m")
     loaded = load(tmp_path / "m", model, data[0], target=VNNI)
     assert torch.equal(loaded(data[0]), quantized(data[0]))
     assert record_of(loaded).migrated == record_of(quantized).migrated
 
 
-def test_a_state_from_before_there_were_factors_is_taken():
-    quantized = made(Block(), batches())
+def test_a_state_without_factors_can_be_loaded():
+    quantized = make_quantized(Block(), batches())
     state = {name: value for name, value in quantized.state_dict().items() if "_factors." not in name}
     assert state.keys() != quantized.state_dict().keys()
     quantized.load_state_dict(state)
 
 
 @pytest.mark.parametrize(("largest", "count"), [(40.0, 1), (1.0, 0)])
-def test_files_hold_the_factors_that_do_something(largest, count, tmp_path):
+def test_exported_files_contain_only_factors_other_than_one(largest, count, tmp_path):
     torch.manual_seed(0)
     data = batches()
-    path = scalepoint.export(made(Block(largest), data), tmp_path / "m.onnx", data[0])
+    path = scalepoint.export(make_quantized(Block(largest), data), tmp_path / "m.onnx", data[0])
     nodes = [node.name for node in onnx.load(path).graph.node if "_factors" in node.name]
     assert len(nodes) == count

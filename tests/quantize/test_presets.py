@@ -39,15 +39,15 @@ def error(model, config):
 
 
 @each_preset
-def test_a_preset_comes_back_from_a_file_as_it_was(name):
+def test_a_preset_round_trips_through_a_file(name):
     config = getattr(presets, name)
     assert QuantConfig.from_yaml(config.to_yaml()) == config
 
 
 @pytest.mark.parametrize("name", MX)
-def test_mx_weights_are_values_of_their_format_times_a_power_of_two_a_block(model, name):
+def test_mx_weights_are_format_values_times_a_power_of_two_per_block(model, name):
     quantized = simulated(model, getattr(presets, name))
-    layers = [each for each in quantized.modules() if isinstance(each, QuantizedLayer)]
+    layers = [module for module in quantized.modules() if isinstance(module, QuantizedLayer)]
     assert len(layers) == 2
     for layer in layers:
         scale = layer.weight_quant.scale
@@ -61,7 +61,7 @@ def test_mx_weights_are_values_of_their_format_times_a_power_of_two_a_block(mode
         assert codes.unique().numel() <= 2**fmt.bits
 
 
-def test_more_bits_are_nearer_to_the_float_model(model):
+def test_more_bits_are_closer_to_the_float_model(model):
     errors = {name: error(model, getattr(presets, name)) for name in presets.__all__}
     assert errors["MXFP6_E2M3"] < errors["MXFP6_E3M2"] < errors["NVFP4"] < errors["MXFP4"]  # mantissa bits: 3, 2, 1
     assert errors["MXFP8"] < errors["MXFP6_E3M2"]
@@ -78,12 +78,12 @@ def test_an_fp6_model_is_copied_saved_and_loaded_bit_for_bit(model, tmp_path, na
         assert torch.equal(load(tmp_path / "saved", model, X)(X), expected)
 
 
-def test_tensorrt_has_the_presets_that_it_runs():
+def test_tensorrt_offers_the_presets_that_it_supports():
     assert (tensorrt.MXFP8, tensorrt.NVFP4) == (presets.MXFP8, presets.NVFP4)
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
-def test_a_target_without_fp6_says_what_is_nearest(model, target):
+def test_the_error_of_a_target_without_fp6_names_the_nearest_format(model, target):
     nearest = "float8_e4m3fn|float4_e2m1fn_x2" if target == "tensorrt" else "int8"
     with pytest.raises(TargetError, match=rf"{target}'.*float6_e2m3fn.*u?({nearest})"):
         quantize(model, X, presets.MXFP6_E2M3, forward_loop=[X], target=target)
@@ -98,14 +98,14 @@ def test_a_target_without_fp6_says_what_is_nearest(model, target):
     ],
     ids=["e2m3", "e3m2", "int3"],
 )
-def test_a_file_without_a_type_for_the_weights_is_refused_with_those_it_has(model, tmp_path, weight, name):
+def test_a_format_without_the_weight_dtype_is_refused_with_a_list(model, tmp_path, weight, name):
     quantized = simulated(model, QuantConfig(activation="float", weight=weight))
     with raises(ExportError, "0.weight", name, "int8, uint8, float8"):
         export(quantized, tmp_path / "m.onnx", X)
     assert not (tmp_path / "m.onnx").exists()
 
 
-def test_a_file_without_a_type_for_the_activations_is_refused_too(model, tmp_path):
+def test_a_format_without_the_activation_dtype_is_refused(model, tmp_path):
     quantized = simulated(model, QuantConfig(activation=TensorQuantConfig(n_bits=6)))
     with pytest.raises(ExportError, match="no type for int6"):
         export(quantized, tmp_path / "m.onnx", X)

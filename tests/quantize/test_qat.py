@@ -154,38 +154,41 @@ def reference_step(model, x, bits=8):
     return norm(F.conv2d(x, quantized_weight(conv.weight * s, bits) / s, conv.bias, padding=1))
 
 
-def test_the_head_of_a_network_trains_as_the_linear_layer_that_it_was():
+def test_a_head_convolution_trains_as_a_linear_layer():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)).eval()
     quantized = prepare_qat(quantize(model, image(), config(), forward_loop=[image()]))
-    (head,) = [each for each in quantized.modules() if isinstance(each, QuantizedLayer) and each.kind == "head"]
+    (head,) = [module for module in quantized.modules() if isinstance(module, QuantizedLayer) and module.kind == "head"]
     x = torch.randn(5, 6, 1, 1, requires_grad=True)
     with torch.no_grad():
         expected = F.conv2d(x, head.quantize_weight(head.weight), head.bias)
-    found = head(x)
-    torch.testing.assert_close(found, expected)
-    grad = torch.randn_like(found)
-    (slope,) = torch.autograd.grad(found, x, grad)
+    output = head(x)
+    torch.testing.assert_close(output, expected)
+    grad = torch.randn_like(output)
+    (slope,) = torch.autograd.grad(output, x, grad)
     torch.testing.assert_close(slope, torch.einsum("nohw,oihw->nihw", grad, head.quantize_weight(head.weight).detach()))
-    names = {type(found.grad_fn).__name__, *(type(each).__name__ for each, _ in found.grad_fn.next_functions if each)}
+    names = {
+        type(output.grad_fn).__name__,
+        *(type(function).__name__ for function, _ in output.grad_fn.next_functions if function),
+    }
     assert not any("Convolution" in name for name in names)
 
 
 class TestConvolutionAndBatchNorm:
     @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
     @pytest.mark.parametrize("bits", [8, 4])
-    def test_a_training_step_is_the_reference(self, bias, bits):
+    def test_a_training_step_equals_the_reference(self, bias, bits):
         model = single(bias, momentum=0.3)
         quantized = prepare_qat(calibrated(model, activation=False, n_bits=bits))
         reference = copy.deepcopy(model)
         for step in range(3):
             x, target = image(seed=step), torch.randn(4, 5, 8, 8)
             expected = reference_step(reference, x, bits)
-            found = quantized(x)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-            for each, output in ((reference, expected), (quantized, found)):
-                each.zero_grad()
-                F.mse_loss(output, target).backward()
+            output = quantized(x)
+            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+            for net, y in ((reference, expected), (quantized, output)):
+                net.zero_grad()
+                F.mse_loss(y, target).backward()
             for name, parameter in reference.named_parameters():
                 theirs = quantized.get_parameter(name)
                 torch.testing.assert_close(theirs.grad, parameter.grad, rtol=1e-3, atol=2e-6, msg=name)
@@ -195,7 +198,7 @@ class TestConvolutionAndBatchNorm:
             for name, buffer in reference.named_buffers():
                 torch.testing.assert_close(quantized.get_buffer(name), buffer, rtol=1e-5, atol=1e-6, msg=name)
 
-    def test_statistics_are_those_of_the_quantized_weight(self):
+    def test_batch_norm_statistics_are_those_of_the_quantized_weight(self):
         model = single(momentum=1.0)  # the statistics of the last batch alone
         quantized = prepare_qat(calibrated(model, activation=False, n_bits=2))
         conv, norm = model
@@ -204,13 +207,13 @@ class TestConvolutionAndBatchNorm:
             y = F.conv2d(image(), quantized_weight(conv.weight * s, 2) / s, conv.bias, padding=1)
             of_float = F.conv2d(image(), conv.weight, conv.bias, padding=1)
         quantized(image())
-        found = dict(quantized.named_buffers())
-        torch.testing.assert_close(found["1.running_mean"], y.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found["1.running_var"], y.var((0, 2, 3)), rtol=1e-4, atol=1e-5)
-        assert (found["1.running_var"] - of_float.var((0, 2, 3))).abs().max() > 1e-3
+        buffers = dict(quantized.named_buffers())
+        torch.testing.assert_close(buffers["1.running_mean"], y.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(buffers["1.running_var"], y.var((0, 2, 3)), rtol=1e-4, atol=1e-5)
+        assert (buffers["1.running_var"] - of_float.var((0, 2, 3))).abs().max() > 1e-3
 
     @pytest.mark.parametrize("bits", [8, 4])
-    def test_eval_after_training_is_the_folded_convolution(self, bits):
+    def test_eval_after_training_equals_the_folded_convolution(self, bits):
         model = single()
         quantized = prepare_qat(calibrated(model, activation=False, n_bits=bits))
         optimizer = torch.optim.SGD(quantized.parameters(), 0.05)
@@ -229,7 +232,7 @@ class TestConvolutionAndBatchNorm:
             )
 
     @pytest.mark.parametrize("gamma", [0.0, 1e-20, -1e-13, 1e-38])
-    def test_a_channel_without_gain_gives_its_bias(self, gamma):
+    def test_a_channel_with_zero_gamma_outputs_its_bias(self, gamma):
         model = single()
         with torch.no_grad():
             model[1].weight[2] = gamma
@@ -242,7 +245,7 @@ class TestConvolutionAndBatchNorm:
         with torch.no_grad():
             assert torch.isfinite(quantized.eval()(image())).all()
 
-    def test_a_dead_channel_learns_its_gain_again(self):
+    def test_a_channel_with_zero_gamma_can_learn(self):
         model = single()
         with torch.no_grad():
             model[1].weight[2] = 0.0
@@ -250,14 +253,14 @@ class TestConvolutionAndBatchNorm:
         (quantized(image())[:, 2] - image()[:, 0]).square().mean().backward()
         assert quantized.get_parameter("1.weight").grad[2] != 0
 
-    def test_negative_gains(self):
+    def test_negative_gammas_are_supported(self):
         model = single()
         with torch.no_grad():
             model[1].weight[::2] *= -1
         quantized = prepare_qat(calibrated(model, activation=False))
         torch.testing.assert_close(quantized(image()), reference_step(model, image()), rtol=1e-4, atol=1e-5)
 
-    def test_without_affine(self):
+    def test_batch_norm_without_affine_is_supported(self):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.BatchNorm2d(5, affine=False)).eval()
         model[1].running_var.uniform_(0.5, 2)
@@ -267,7 +270,7 @@ class TestConvolutionAndBatchNorm:
         expected = model[1](F.conv2d(image(), quantized_weight(model[0].weight * s) / s, model[0].bias, padding=1))
         torch.testing.assert_close(quantized(image()), expected, rtol=1e-4, atol=1e-5)
 
-    def test_a_transposed_convolution(self):
+    def test_transposed_convolutions_are_supported(self):
         torch.manual_seed(0)
         model = settled(nn.Sequential(nn.ConvTranspose2d(3, 4, 2, stride=2), nn.BatchNorm2d(4)))
         quantized = prepare_qat(calibrated(model, activation=False))
@@ -279,26 +282,26 @@ class TestConvolutionAndBatchNorm:
 
 
 class TestSwitches:
-    def test_prepared_is_in_training_and_quantizing(self):
+    def test_prepare_qat_sets_train_mode_and_enables_quantizers(self):
         quantized = prepare_qat(calibrated())
         assert quantized.training
-        assert all(each.enabled for each in (*stubs(quantized), *weight_quantizers(quantized)))
-        assert not any(each.frozen for each in weight_quantizers(quantized))
+        assert all(quantizer.enabled for quantizer in (*stubs(quantized), *weight_quantizers(quantized)))
+        assert not any(quantizer.frozen for quantizer in weight_quantizers(quantized))
         assert not any(stub.calibrating or stub.observes_in_training for stub in stubs(quantized))
 
-    def test_off_is_the_float_model(self):
+    def test_disabled_quantizers_give_the_float_model(self):
         model = net()
         quantized = prepare_qat(calibrated(model))
         disable_fake_quant(quantized)
         reference = copy.deepcopy(model).train()
         torch.testing.assert_close(quantized(image()), reference(image()), rtol=1e-4, atol=1e-5)
-        found = dict(quantized.named_buffers())
+        buffers = dict(quantized.named_buffers())
         for name, buffer in reference.named_buffers():
-            torch.testing.assert_close(found[name], buffer, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(buffers[name], buffer, rtol=1e-5, atol=1e-6)
         with torch.no_grad():
             torch.testing.assert_close(quantized.eval()(image()), reference.eval()(image()), rtol=1e-4, atol=1e-5)
 
-    def test_on_again_is_as_before(self):
+    def test_enabling_again_restores_the_quantized_outputs(self):
         quantized = calibrated().eval()
         with torch.no_grad():
             before = quantized(image())
@@ -312,14 +315,14 @@ class TestSwitches:
         with pytest.raises(RuntimeError) as error:
             enable_fake_quant(quantized)
         assert any(stub.name in str(error.value) for stub in stubs(quantized))
-        assert not any(each.enabled for each in (*stubs(quantized), *weight_quantizers(quantized)))
+        assert not any(quantizer.enabled for quantizer in (*stubs(quantized), *weight_quantizers(quantized)))
 
     @pytest.mark.parametrize("call", [prepare_qat, enable_fake_quant, disable_fake_quant, enable_observer])
     def test_a_float_model_is_refused(self, call):
         with pytest.raises(ScalepointError, match="insert_qdq"):
             call(net())
 
-    def test_an_uncalibrated_model_follows_a_moving_average(self):
+    def test_an_uncalibrated_model_uses_a_moving_average(self):
         quantized = prepare_qat(inserted(net()))
         assert all(stub.observes_in_training and stub.enabled for stub in stubs(quantized))
         quantized(image())
@@ -329,7 +332,7 @@ class TestSwitches:
         assert second[0] > first[0]
         assert second[0] < 3 * first[0]
 
-    def test_ranges_are_held_unless_asked(self):
+    def test_calibrated_ranges_stay_constant_by_default(self):
         quantized = prepare_qat(calibrated())
         before = [float(stub.scale) for stub in stubs(quantized)]
         quantized(image() * 10)
@@ -342,7 +345,7 @@ class TestSwitches:
         quantized(image() * 100)
         assert [float(stub.scale) for stub in stubs(quantized)] == after
 
-    def test_observing_goes_on_while_fake_quant_is_off(self):
+    def test_observers_run_while_fake_quant_is_disabled(self):
         quantized = prepare_qat(inserted(net()), observe=True)
         disable_fake_quant(quantized)
         reference = net().train()
@@ -352,7 +355,7 @@ class TestSwitches:
         quantized(image())
         assert all(float(stub.scale) != 1 for stub in stubs(quantized))
 
-    def test_evaluating_does_not_move_the_ranges(self):
+    def test_eval_mode_does_not_change_ranges(self):
         quantized = prepare_qat(inserted(net()))
         quantized(image())
         before = [float(stub.scale) for stub in stubs(quantized)]
@@ -360,7 +363,7 @@ class TestSwitches:
             quantized.eval()(image() * 100)
         assert [float(stub.scale) for stub in stubs(quantized)] == before
 
-    def test_weights_follow_training(self):
+    def test_weight_scales_follow_training(self):
         quantized = prepare_qat(calibrated())
         before = weight_quantizers(quantized)[0].scale.clone()
         with torch.no_grad():
@@ -371,7 +374,7 @@ class TestSwitches:
 
 class TestFrozenStatistics:
     @pytest.mark.parametrize("kind", [Net, PreActivation, Functional])
-    def test_they_survive_train(self, kind):
+    def test_frozen_statistics_stay_frozen_after_train(self, kind):
         torch.manual_seed(0)
         model = settled(kind())
         quantized = prepare_qat(calibrated(model))
@@ -387,7 +390,7 @@ class TestFrozenStatistics:
         assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
     @pytest.mark.parametrize("kind", [Net, PreActivation])
-    def test_training_then_computes_what_is_deployed(self, kind):
+    def test_training_with_frozen_statistics_computes_the_deployed_outputs(self, kind):
         torch.manual_seed(0)
         quantized = prepare_qat(calibrated(settled(kind())))
         freeze_bn_stats(quantized)
@@ -397,7 +400,7 @@ class TestFrozenStatistics:
             torch.testing.assert_close(trained, quantized.eval()(image()), rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("kind", [Net, PreActivation])
-    def test_affine_still_learns(self, kind):
+    def test_affine_parameters_still_learn(self, kind):
         torch.manual_seed(0)
         quantized = prepare_qat(calibrated(settled(kind())))
         freeze_bn_stats(quantized)
@@ -406,7 +409,7 @@ class TestFrozenStatistics:
         assert gains
         assert all(quantized.get_parameter(name).grad.abs().sum() > 0 for name in gains)
 
-    def test_the_gradient_is_that_of_the_folded_form(self):
+    def test_the_gradient_is_that_of_the_folded_layer(self):
         model = single()
         quantized = prepare_qat(calibrated(model, activation=False))
         freeze_bn_stats(quantized)
@@ -422,7 +425,7 @@ class TestFrozenStatistics:
             )
 
     @pytest.mark.parametrize("kind", [Net, PreActivation])
-    def test_they_thaw(self, kind):
+    def test_frozen_statistics_can_be_unfrozen(self, kind):
         torch.manual_seed(0)
         quantized = prepare_qat(calibrated(settled(kind())))
         freeze_bn_stats(quantized)
@@ -434,7 +437,7 @@ class TestFrozenStatistics:
         changed = [name for name, value in state(quantized).items() if not torch.equal(value, before[name])]
         assert any(name.endswith("running_mean") for name in changed)
 
-    def test_a_copy_is_frozen_too(self):
+    def test_a_copy_keeps_frozen_statistics(self):
         torch.manual_seed(0)
         quantized = prepare_qat(calibrated(settled(PreActivation())))
         freeze_bn_stats(quantized)
@@ -447,31 +450,31 @@ class TestFrozenStatistics:
 def switches(model):
     return (
         any(stub.observes_in_training for stub in stubs(model)),
-        all(each.enabled for each in (*stubs(model), *weight_quantizers(model))),
+        all(quantizer.enabled for quantizer in (*stubs(model), *weight_quantizers(model))),
     )
 
 
 class TestSchedule:
-    def test_every_step(self):
+    def test_switches_change_at_the_scheduled_steps(self):
         quantized = prepare_qat(inserted(net()))
         schedule = QATSchedule(enable_observer=1, enable_fake_quant=3, disable_observer=4)
-        seen = []
+        states = []
         for _ in range(6):
             schedule.step(quantized)
-            seen.append(switches(quantized))
+            states.append(switches(quantized))
             quantized(image())
         on, off = True, False
-        assert seen == [(off, off), (on, off), (on, off), (on, on), (off, on), (off, on)]
+        assert states == [(off, off), (on, off), (on, off), (on, on), (off, on), (off, on)]
 
-    def test_ranges_may_be_held_before_they_are_used(self):
+    def test_observers_may_end_before_fake_quant_begins(self):
         quantized = prepare_qat(inserted(net()))
         schedule = QATSchedule(enable_observer=0, enable_fake_quant=3, disable_observer=2)
-        seen = []
+        states = []
         for _ in range(4):
             schedule.step(quantized)
-            seen.append(switches(quantized))
+            states.append(switches(quantized))
             quantized(image())
-        assert seen == [(True, False), (True, False), (False, False), (False, True)]
+        assert states == [(True, False), (True, False), (False, False), (False, True)]
         assert all(float(stub.scale) != 1 for stub in stubs(quantized))
 
     def test_observers_may_end_when_fake_quant_begins(self):
@@ -483,12 +486,12 @@ class TestSchedule:
         expected = float(image().abs().max()) / 127.5
         assert float(stubs(quantized)[0].scale) == pytest.approx(expected, rel=0.01)
 
-    def test_float_steps_are_float(self):
+    def test_steps_before_fake_quant_run_in_float(self):
         quantized = prepare_qat(inserted(net()))
         QATSchedule(enable_observer=5, enable_fake_quant=5).step(quantized)
         torch.testing.assert_close(quantized(image()), net().train()(image()), rtol=1e-4, atol=1e-5)
 
-    def test_statistics_freeze_on_time(self):
+    def test_statistics_freeze_at_the_scheduled_step(self):
         quantized = prepare_qat(calibrated())
         schedule = QATSchedule(freeze_bn=2)
         means = []
@@ -500,7 +503,7 @@ class TestSchedule:
         assert torch.equal(means[1], means[2])
         assert torch.equal(means[2], means[3])
 
-    def test_it_goes_on_after_a_resume(self):
+    def test_a_schedule_continues_after_a_resume(self):
         quantized = prepare_qat(inserted(net()))
         first = QATSchedule(enable_observer=0, enable_fake_quant=2, disable_observer=3)
         for _ in range(2):
@@ -524,13 +527,13 @@ class TestSchedule:
         ],
         ids=str,
     )
-    def test_nonsense_is_refused(self, fields):
+    def test_invalid_schedules_are_refused(self, fields):
         with pytest.raises(ConfigError):
             QATSchedule(**fields)
 
 
 class TestTraining:
-    def test_names_are_the_float_models(self):
+    def test_parameter_names_are_those_of_the_float_model(self):
         model = net()
         quantized = prepare_qat(calibrated(model))
         names = [name for name, _ in model.named_parameters()]
@@ -542,9 +545,9 @@ class TestTraining:
     def test_the_loss_falls(self, learn_scales, bits):
         quantized = prepare_qat(calibrated(n_bits=bits), learn_scales=learn_scales)
         scales = [parameter for name, parameter in quantized.named_parameters() if name.endswith("scale")]
-        others = [parameter for name, parameter in quantized.named_parameters() if not name.endswith("scale")]
+        weights = [parameter for name, parameter in quantized.named_parameters() if not name.endswith("scale")]
         assert bool(scales) == learn_scales
-        groups = [{"params": others}, *([{"params": scales, "lr": 1e-4}] if scales else [])]
+        groups = [{"params": weights}, *([{"params": scales, "lr": 1e-4}] if scales else [])]
         optimizer = torch.optim.SGD(groups, 0.2, 0.9)
         losses = []
         for _ in range(30):
@@ -582,8 +585,8 @@ class TestTraining:
         scales = [parameter for parameter in quantized.parameters() if id(parameter) not in before]
         assert len(scales) == count
         optimizer = torch.optim.SGD(quantized.parameters(), 1e-3)
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        assert all(id(scale) in held for scale in scales)
+        optimized_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        assert all(id(scale) in optimized_ids for scale in scales)
         old = [scale.detach().clone() for scale in scales]
         F.cross_entropy(quantized(image(16)), labels(16)).backward()
         assert all(scale.grad is not None and torch.isfinite(scale.grad).all() for scale in scales)
@@ -600,7 +603,7 @@ class TestTraining:
             prepare_qat(quantized, learn_scales=True)
             torch.testing.assert_close(quantized.eval()(image()), before, rtol=1e-5, atol=1e-6)
 
-    def test_what_was_learned_is_what_is_deployed(self):
+    def test_learned_scales_are_deployed(self):
         quantized = prepare_qat(calibrated(), learn_scales=True)
         optimizer = torch.optim.SGD(quantized.parameters(), 1e-3)
         for _ in range(3):
@@ -613,15 +616,17 @@ class TestTraining:
         learned = dict(quantized.named_parameters())
         for name, module in quantized.named_modules():
             if isinstance(module, QuantStub | WeightFakeQuantize):
-                own = [value for key, value in learned.items() if key.startswith(f"{name}.") and key.endswith("scale")]
-                assert len(own) == 1
-                torch.testing.assert_close(module.scale.flatten(), own[0].detach().flatten())
+                scales = [
+                    value for key, value in learned.items() if key.startswith(f"{name}.") and key.endswith("scale")
+                ]
+                assert len(scales) == 1
+                torch.testing.assert_close(module.scale.flatten(), scales[0].detach().flatten())
 
     def test_learning_without_ranges_is_an_error(self):
         with pytest.raises(RuntimeError, match="calibrate"):
             prepare_qat(inserted(net()), learn_scales=True)
 
-    def test_calibrate_train_calibrate(self):
+    def test_calibrating_again_after_training_works(self):
         from scalepoint.quantize import calibrate
 
         quantized = prepare_qat(calibrated(), observe=True)
@@ -666,7 +671,7 @@ RESUMED = {
 
 class TestResume:
     @pytest.mark.parametrize("case", fast(RESUMED, "observing", "learned"))
-    def test_going_on_from_a_checkpoint_is_bit_equal(self, case, tmp_path):
+    def test_resuming_from_a_checkpoint_is_bit_equal(self, case, tmp_path):
         kind, prepare = RESUMED[case]
         torch.manual_seed(0)
         model = settled(kind())
@@ -689,7 +694,7 @@ class TestResume:
         with torch.no_grad():
             assert torch.equal(one.eval()(image()), two.eval()(image()))
 
-    def test_a_model_that_never_calibrated_takes_a_checkpoint(self):
+    def test_an_uncalibrated_model_can_load_a_checkpoint(self):
         one = prepare_qat(calibrated())
         first = torch.optim.SGD(one.parameters(), 0.05)
         train(one, first, range(2))
@@ -699,7 +704,7 @@ class TestResume:
         assert train(two, second, range(2, 4)) == train(one, first, range(2, 4))
         assert_same(state(one), state(two))
 
-    def test_a_copy_in_the_middle_goes_its_own_way(self):
+    def test_a_copy_made_during_training_is_independent(self):
         one = prepare_qat(calibrated(), observe=True)
         train(one, torch.optim.SGD(one.parameters(), 0.05), range(2))
         two = copy.deepcopy(one)
@@ -796,7 +801,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.slow  # of those that are fast, tests/ranks/test_training.py trains by two
 class TestTwoRanks:
     @pytest.mark.parametrize("case", ["observed", "learned"])
-    def test_both_end_with_the_same_model(self, ranks, case):
+    def test_both_ranks_end_with_the_same_model(self, ranks, case):
         first, second = (rank[case] for rank in ranks)
         assert_same(first["state"], second["state"])
         assert torch.equal(first["output"], second["output"])

@@ -15,7 +15,7 @@ from scalepoint.quantize import CalibrationMethod, QuantStub, TensorQuantConfig,
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 
 EPS = float(np.finfo(np.float32).eps)
-PLACES = [(8, True), (4, True), (2, True), (8, False), (4, False), (2, False)]
+FORMATS = [(8, True), (4, True), (2, True), (8, False), (4, False), (2, False)]
 
 
 def limits(bits, symmetric):
@@ -50,9 +50,9 @@ def fake_quantized(x, scale, zero_point, bits, symmetric):
     return ((codes - zero_point) * scale).astype(np.float32)
 
 
-def agrees(found, expected, scale):
+def agrees(actual, expected, scale):
     """Equal but for a value that lies on the edge between two codes."""
-    difference = np.abs(found.detach().numpy() - expected)
+    difference = np.abs(actual.detach().numpy() - expected)
     assert (difference > 1e-5 * np.abs(expected).max() + 1e-30).mean() < 0.01
     assert difference.max() <= 1.001 * np.max(scale)
 
@@ -75,62 +75,62 @@ def weight_quantizer(*args, **kwargs):
 
 
 class TestWeight:
-    @pytest.mark.parametrize(("bits", "symmetric"), PLACES)
+    @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
     @pytest.mark.parametrize("shift", [0.0, 3.0, -3.0], ids=["centred", "positive", "negative"])
     def test_the_formulas_of_the_contract_per_tensor(self, bits, symmetric, shift):
         w = torch.randn(5, 7) + shift
         quantizer = weight_quantizer(["fc"], bits, symmetric)
-        found = quantizer(w)
+        output = quantizer(w)
         scale, zero_point = weight_parameters(w.double().numpy(), bits, symmetric)
         assert quantizer.scale.shape == quantizer.zero_point.shape == ()
         assert float(quantizer.scale) == pytest.approx(scale, rel=1e-6)
         assert int(quantizer.zero_point) == zero_point
-        agrees(found, fake_quantized(w.numpy(), scale, zero_point, bits, symmetric), scale)
+        agrees(output, fake_quantized(w.numpy(), scale, zero_point, bits, symmetric), scale)
 
-    @pytest.mark.parametrize(("bits", "symmetric"), PLACES)
+    @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
     @pytest.mark.parametrize("axis", [0, 1, -1, 3])
     def test_the_formulas_of_the_contract_per_channel(self, bits, symmetric, axis):
         w = torch.randn(4, 6, 3, 2) * torch.logspace(-3, 3, 4).view(4, 1, 1, 1)
         quantizer = weight_quantizer(["conv"], bits, symmetric, True, channel_axis=axis)
-        found = quantizer(w)
+        output = quantizer(w)
         slices = np.moveaxis(w.double().numpy(), axis, 0)
-        parameters = [weight_parameters(each, bits, symmetric) for each in slices]
+        parameters = [weight_parameters(part, bits, symmetric) for part in slices]
         assert quantizer.scale.shape == quantizer.zero_point.shape == (w.shape[axis],)
         np.testing.assert_allclose(quantizer.scale.numpy(), [scale for scale, _ in parameters], rtol=1e-6)
         assert quantizer.zero_point.tolist() == [zero for _, zero in parameters]
         expected = np.stack(
-            [fake_quantized(each, *pair, bits, symmetric) for each, pair in zip(slices, parameters, strict=True)]
+            [fake_quantized(part, *pair, bits, symmetric) for part, pair in zip(slices, parameters, strict=True)]
         )
-        agrees(found, np.moveaxis(expected, 0, axis), max(scale for scale, _ in parameters))
+        agrees(output, np.moveaxis(expected, 0, axis), max(scale for scale, _ in parameters))
 
-    @pytest.mark.parametrize(("bits", "symmetric"), PLACES)
+    @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
     @pytest.mark.parametrize("size", [0.0, 1e-12, 9e-9])
     def test_the_range_is_floored_at_1e_8(self, bits, symmetric, size):
         quantizer = weight_quantizer(["fc"], bits, symmetric)
-        found = quantizer(torch.full((3, 3), size))
+        output = quantizer(torch.full((3, 3), size))
         low, high = limits(bits, symmetric)
         expected = 1e-8 / ((high - low) / 2 if symmetric else high - low)
         assert float(quantizer.scale) == pytest.approx(expected, rel=1e-6)
-        assert torch.isfinite(found).all()
+        assert torch.isfinite(output).all()
 
     @pytest.mark.parametrize("per_channel", [False, True])
     @pytest.mark.parametrize("symmetric", [False, True])
     def test_zero_weights_stay_exactly_zero(self, symmetric, per_channel):
         w = torch.randn(4, 5)
         w[2] = 0
-        found = weight_quantizer(["fc"], 4, symmetric, per_channel)(w)
-        assert (found[2] == 0).all()
+        output = weight_quantizer(["fc"], 4, symmetric, per_channel)(w)
+        assert (output[2] == 0).all()
         assert weight_quantizer(["fc"], 8, symmetric, per_channel)(torch.zeros(4, 5)).eq(0).all()
 
     @settings(max_examples=60, deadline=None)
     @given(
         st.integers(0, 10_000),
-        st.sampled_from(PLACES),
+        st.sampled_from(FORMATS),
         st.floats(-30, 30),
     )
-    def test_no_value_moves_by_more_than_a_step(self, seed, place, exponent):
+    def test_no_value_moves_by_more_than_a_step(self, seed, fmt, exponent):
         w = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
-        bits, symmetric = place
+        bits, symmetric = fmt
         quantizer = weight_quantizer(["fc"], bits, symmetric, True)
         error = (quantizer(w) - w).abs().amax(1)
         # one code more below than above, or a rounded zero point: the last code is another half a step away
@@ -144,33 +144,33 @@ class TestWeight:
         assert not torch.equal(quantizer(w), w)
 
     @pytest.mark.parametrize("axis", [0, 1])
-    def test_it_says_its_axis_and_its_config(self, axis):
+    def test_the_axis_and_the_config_can_be_read(self, axis):
         short = WeightFakeQuantize(["fc"], 4, False, True, channel_axis=axis)
         assert short.channel_axis == axis
         assert short.config == TensorQuantConfig(n_bits=4, symmetric=False, per_channel=True)
         assert (short.config.quant_min, short.config.quant_max) == (0, 15)
-        whole = QuantizationSpec(granularity=PerChannelGranularity(axis=axis))
-        assert WeightFakeQuantize(["fc"], spec=whole).channel_axis == axis
+        spec = QuantizationSpec(granularity=PerChannelGranularity(axis=axis))
+        assert WeightFakeQuantize(["fc"], spec=spec).channel_axis == axis
         assert WeightFakeQuantize(["fc"], channel_axis=axis).channel_axis == axis
 
-    def test_the_scale_follows_the_live_weight(self):
+    def test_the_scale_follows_the_current_weight(self):
         quantizer, w = weight_quantizer(["fc"]), torch.randn(3, 3)
         quantizer(w)
         before = float(quantizer.scale)
         quantizer(w * 3)
         assert float(quantizer.scale) == pytest.approx(3 * before)
 
-    def test_frozen_it_is_a_constant(self):
+    def test_a_frozen_scale_is_constant(self):
         quantizer, w = weight_quantizer(["fc"], per_channel=True), torch.randn(3, 3)
         quantizer.freeze(w)
         scale = quantizer.scale.clone()
         assert quantizer.frozen
-        found = quantizer(w * 100)
+        output = quantizer(w * 100)
         assert torch.equal(quantizer.scale, scale)
         top = scale * 127
-        assert (found.amax(1) <= top * 1.0001).all()
+        assert (output.amax(1) <= top * 1.0001).all()
 
-    def test_freeze_stores_what_the_live_one_would(self):
+    def test_freeze_stores_the_scale_of_the_current_weight(self):
         live, frozen, w = (
             weight_quantizer(["fc"], 4, False, True),
             weight_quantizer(["fc"], 4, False, True),
@@ -187,18 +187,18 @@ class TestWeight:
         inside = w.grad[w.detach().abs() < w.detach().abs().max()]
         assert (inside == 1).all()
 
-    def test_switched_off_it_is_the_identity(self):
+    def test_a_disabled_quantizer_is_the_identity(self):
         quantizer, w = weight_quantizer(["fc"], 2), torch.randn(3, 3)
         quantizer.enabled = False
         assert torch.equal(quantizer(w), w)
 
     def test_codes_are_integers_of_the_range(self):
         quantizer, w = weight_quantizer(["fc"], 4, per_channel=True), torch.randn(3, 64)
-        found = quantizer(w)
+        output = quantizer(w)
         codes = quantizer.codes(w)
         assert codes.dtype == torch.int8
         assert -8 <= int(codes.min()) <= int(codes.max()) <= 7
-        torch.testing.assert_close(codes.float() * quantizer.scale.view(3, 1), found)
+        torch.testing.assert_close(codes.float() * quantizer.scale.view(3, 1), output)
 
     def test_a_block_that_does_not_divide_warns_and_passes(self):
         spec = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=4))
@@ -210,7 +210,7 @@ class TestWeight:
 
 
 class TestActivation:
-    def test_it_starts_as_the_contract_says(self):
+    def test_a_new_stub_has_the_defaults_of_the_contract(self):
         stub, x = QuantStub(["conv1", "conv2"]), torch.randn(4)
         assert (stub.calibrating, stub.enabled) == (False, False)
         assert stub.consumers == ["conv1", "conv2"]
@@ -223,7 +223,7 @@ class TestActivation:
         assert stub.config == TensorQuantConfig()
 
     @pytest.mark.parametrize("method", [method for method in CalibrationMethod if method != CalibrationMethod.MSE])
-    def test_it_says_its_config_in_the_short_form(self, method):
+    def test_the_config_is_the_short_form(self, method):
         assert QuantStub(["conv"], 4, False, method).config == TensorQuantConfig(
             n_bits=4, symmetric=False, calibration_method=method
         )
@@ -238,7 +238,7 @@ class TestActivation:
         ],
         ids=["fp8", "with clipping", "unsigned symmetric", "blocks"],
     )
-    def test_a_spec_without_a_short_form_is_its_own_config(self, spec):
+    def test_the_config_of_a_spec_without_short_form_is_the_spec(self, spec):
         stub = QuantStub(["conv"], spec=spec)
         assert stub.config == spec
         assert stub.config.n_bits == 8
@@ -253,26 +253,26 @@ class TestActivation:
         assert "for fc, Conv2d" in repr(kind(["fc", other]))
         assert kind("fc").consumers == ["fc"]
 
-    def test_one_that_observed_nothing_names_the_class_of_its_reader(self):
+    def test_the_error_names_the_class_of_a_module_consumer(self):
         with pytest.raises(RuntimeError, match="Linear"):
             QuantStub({nn.Linear(2, 2)}).compute_parameters()
 
-    def test_given_parameters_are_fixed_ones(self):
+    def test_fixed_parameters_is_true_with_fixed_calibration(self):
         assert QuantStub(["conv"], fixed_calibration=(0.5, 0)).fixed_parameters is True
 
-    @pytest.mark.parametrize(("bits", "symmetric"), PLACES)
+    @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
     @pytest.mark.parametrize("shift", [0.0, 3.0, -3.0], ids=["centred", "positive", "negative"])
     def test_the_formulas_of_the_contract(self, bits, symmetric, shift):
         batches = [torch.randn(4, 5) + shift, torch.randn(2, 5) * 2 + shift]
         stub = calibrated(batches, bits, symmetric)
-        seen = torch.cat([batch.flatten() for batch in batches]).double().numpy()
-        scale, zero_point = activation_parameters(seen, bits, symmetric)
+        values = torch.cat([batch.flatten() for batch in batches]).double().numpy()
+        scale, zero_point = activation_parameters(values, bits, symmetric)
         assert float(stub.scale) == pytest.approx(scale, rel=1e-6)
         assert int(stub.zero_point) == zero_point
         x = torch.randn(100) * 4
         agrees(stub(x), fake_quantized(x.numpy(), scale, zero_point, bits, symmetric), scale)
 
-    def test_while_calibrating_the_tensor_passes_as_it_is(self):
+    def test_while_calibrating_the_tensor_passes_unchanged(self):
         stub, x = QuantStub(["a"], 2), torch.randn(9)
         stub.calibrating = True
         assert torch.equal(stub(x), x)
@@ -285,7 +285,7 @@ class TestActivation:
         with pytest.raises(RuntimeError, match=r"reader"):
             QuantStub(["reader"]).compute_parameters()
 
-    def test_what_passes_when_not_calibrating_is_not_observed(self):
+    def test_tensors_are_observed_only_while_calibrating(self):
         stub = QuantStub(["a"])
         stub(torch.randn(3))
         with pytest.raises(RuntimeError):
@@ -303,11 +303,11 @@ class TestActivation:
         assert stub(torch.tensor([0.3, -5.0, 1e6])).tolist() == [0.25, -0.75, 63.0]
 
     @pytest.mark.parametrize(
-        "given_", [(0.0, 0), (-1.0, 0), (float("nan"), 0), (math.inf, 0), (1.0, 300), (1.0,), "ab"]
+        "fixed_calibration", [(0.0, 0), (-1.0, 0), (float("nan"), 0), (math.inf, 0), (1.0, 300), (1.0,), "ab"]
     )
-    def test_a_fixed_calibration_that_cannot_be_is_refused(self, given_):
+    def test_an_invalid_fixed_calibration_is_refused(self, fixed_calibration):
         with pytest.raises(ValueError, match="fixed_calibration"):
-            QuantStub(["a"], fixed_calibration=given_)
+            QuantStub(["a"], fixed_calibration=fixed_calibration)
 
     @pytest.mark.parametrize("symmetric", [False, True])
     @pytest.mark.parametrize("value", [0.0, 1e-30, 1e-38, -1e-30, 1.0, -2.5, 1e30, 1e38, 3e38, -3e38])
@@ -315,30 +315,30 @@ class TestActivation:
     def test_constants_of_any_size_are_defined(self, method, value, symmetric):
         x = torch.full((4, 4), value)
         stub = calibrated([x, x], 8, symmetric, method)
-        found = stub(x)
+        output = stub(x)
         assert torch.isfinite(stub.scale)
         assert float(stub.scale) > 0
-        assert torch.isfinite(found).all()
-        assert (found - x).abs().max() <= float(stub.scale) * 1.001
+        assert torch.isfinite(output).all()
+        assert (output - x).abs().max() <= float(stub.scale) * 1.001
         assert stub(torch.zeros(3)).eq(0).all()
 
-    def test_a_range_from_end_to_end_of_float32_does_not_overflow(self):
+    def test_the_full_range_of_float32_does_not_overflow(self):
         x = torch.tensor([-3e38, 3e38])
         stub = calibrated(x, 8, False)
         assert torch.isfinite(stub.scale)
         assert torch.isfinite(stub(x)).all()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-    def test_other_float_types_return_as_they_came(self, dtype):
+    def test_outputs_have_the_float_dtype_of_the_input(self, dtype):
         x = (torch.randn(64) * 100).to(dtype)
         stub, plain = calibrated(x), calibrated(x.float())
         assert stub.scale.dtype == torch.float32
         assert torch.equal(stub.scale, plain.scale)
-        found = stub(x)
-        assert found.dtype == dtype
-        torch.testing.assert_close(found, plain(x.float()).to(dtype), rtol=0, atol=0)
+        output = stub(x)
+        assert output.dtype == dtype
+        torch.testing.assert_close(output, plain(x.float()).to(dtype), rtol=0, atol=0)
 
-    def test_half_precision_does_not_overflow_at_its_end(self):
+    def test_the_largest_half_precision_value_does_not_overflow(self):
         x = torch.tensor([-65504.0, 65504.0], dtype=torch.float16)
         for symmetric in (False, True):
             stub = calibrated(x, 8, symmetric)
@@ -353,7 +353,7 @@ class TestActivation:
         assert torch.equal(stub.scale.float(), scale)
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
-    def test_integers_pass_unobserved(self, dtype):
+    def test_integer_tensors_pass_unobserved(self, dtype):
         x = torch.ones(3, dtype=dtype)
         stub = QuantStub(["a"])
         stub.calibrating = stub.enabled = True
@@ -379,7 +379,7 @@ class TestActivation:
         stub.compute_parameters()
         assert float(stub.scale) == pytest.approx(1 / 127.5)
 
-    def test_a_number_without_axes_is_quantized(self):
+    def test_a_scalar_is_quantized(self):
         stub = calibrated(torch.tensor(2.0))
         assert stub(torch.tensor(1.0)).shape == ()
 
@@ -403,21 +403,21 @@ class TestActivation:
         assert torch.equal(one.scale, other.scale)
         assert torch.equal(one(x), other(x.contiguous()))
 
-    def test_the_tensor_itself_is_not_changed(self):
+    def test_the_input_tensor_is_not_changed(self):
         x = torch.randn(3, 3)
-        kept, version = x.clone(), x._version
+        before, version = x.clone(), x._version
         calibrated(x)(x)
-        assert torch.equal(x, kept)
+        assert torch.equal(x, before)
         assert x._version == version
 
-    def test_gradients_are_one_inside_and_nought_outside(self):
+    def test_gradients_are_one_inside_the_range_and_zero_outside(self):
         stub = calibrated(torch.tensor([-1.0, 1.0]))
         x = torch.tensor([0.3, -0.7, 5.0, -5.0], requires_grad=True)
         stub(x).sum().backward()
         assert x.grad.tolist() == [1, 1, 0, 0]
 
     @pytest.mark.parametrize("first", [True, False], ids=["wide-first", "wide-last"])
-    def test_reset_forgets(self, first):
+    def test_reset_discards_observations(self, first):
         stub, batches = QuantStub(["a"]), [torch.ones(3) * 100, torch.ones(3)]
         stub.calibrating = True
         stub(batches[0] if first else batches[1])
@@ -449,7 +449,7 @@ class TestState:
         assert torch.equal(fresh.scale, quantizer.scale)
         assert torch.equal(fresh(w * 2), quantizer(w * 2))
 
-    def test_the_switches_travel_with_the_state(self):
+    def test_the_state_contains_the_switches(self):
         stub = calibrated(torch.randn(9))
         stub.enabled, stub.calibrating = False, True
         fresh = QuantStub(["reader"])
@@ -467,12 +467,12 @@ class TestState:
         twin.reset()
         stub.compute_parameters()
 
-    def test_a_state_has_tensors_only(self):
+    def test_a_state_contains_only_tensors(self):
         state = {**calibrated(torch.randn(9)).state_dict(), **weight_quantizer(["a"]).state_dict()}
         assert all(isinstance(value, torch.Tensor) for value in state.values())
 
     @pytest.mark.parametrize("method", [CalibrationMethod.MINMAX, CalibrationMethod.ENTROPY])
-    def test_observing_needs_no_more_room_for_more_batches(self, method):
+    def test_observing_more_batches_needs_no_more_memory(self, method):
         def room(count):
             stub = QuantStub(["a"], calibration_method=method)
             stub.calibrating = True
@@ -482,7 +482,7 @@ class TestState:
 
         assert room(40) == room(4) < 1_000_000
 
-    def test_the_text_says_what_it_is(self):
+    def test_repr_describes_the_quantizer(self):
         stub = calibrated(torch.randn(9))
         assert "int8" in repr(stub)
         assert "reader" in repr(stub)
@@ -503,17 +503,17 @@ def weight_module():
 
 class TestTracing:
     @pytest.mark.parametrize("symmetric", [False, True])
-    def test_a_stub_exports(self, symmetric):
+    def test_a_stub_can_be_exported(self, symmetric):
         stub, x = calibrated(torch.randn(50), 8, symmetric).eval(), torch.randn(4, 3)
         exported = torch.export.export(stub, (x,)).module()
         assert torch.equal(exported(x * 2), stub(x * 2))
 
-    def test_a_stub_that_is_off_exports_as_nothing(self):
+    def test_a_disabled_stub_exports_no_nodes(self):
         program = torch.export.export(QuantStub(["a"]).eval(), (torch.randn(3),))
         assert not [node for node in program.graph.nodes if node.op == "call_function" and "quant" in str(node.target)]
 
     @pytest.mark.parametrize("symmetric", [False, True])
-    def test_a_stub_compiles_without_a_break(self, symmetric):
+    def test_a_stub_compiles_without_a_graph_break(self, symmetric):
         stub, x = calibrated(torch.randn(50), 8, symmetric), torch.randn(4, 3)
         compiled = torch.compile(stub, fullgraph=True, backend="eager")
         assert torch.equal(compiled(x), stub(x))
@@ -526,7 +526,7 @@ class TestTracing:
         assert torch.equal(torch.export.export(module, (x,)).module()(x), expected)
         assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), expected)
 
-    def test_a_live_weight_compiles_and_trains(self):
+    def test_an_unfrozen_weight_compiles_and_trains(self):
         module, x = weight_module(), torch.randn(2, 3)
         module.quant.unfreeze()
         compiled = torch.compile(module, fullgraph=True, backend="eager")

@@ -127,11 +127,11 @@ def transformer(norm=nn.LayerNorm, seed=0, outliers=None, layers=1):
                 parameter.normal_(0, 0.3)
         for layer in model.layers:
             readers = {layer.attention_norm: (layer.q, layer.k, layer.v), layer.mlp_norm: (layer.gate, layer.up)}
-            for each in (layer.attention_norm, layer.mlp_norm):
+            for layer_norm in (layer.attention_norm, layer.mlp_norm):
                 for channel, times in (outliers or {}).items():
-                    for parameter in each.parameters():
+                    for parameter in layer_norm.parameters():
                         parameter[channel] *= times
-                    for reader in readers[each]:
+                    for reader in readers[layer_norm]:
                         reader.weight[:, channel] /= times**0.5
     return model
 
@@ -159,23 +159,23 @@ def unsmoothed(model, batches):
 
 
 def observers(model):
-    return {each.name: each for each in model.modules() if isinstance(each, SmoothQuantObserver)}
+    return {module.name: module for module in model.modules() if isinstance(module, SmoothQuantObserver)}
 
 
 def refusals(model):
     return record_of(model).unsmoothed
 
 
-def relative(expected, found):
-    return float((expected - found).detach().abs().max() / expected.detach().abs().max())
+def relative(expected, actual):
+    return float((expected - actual).detach().abs().max() / expected.detach().abs().max())
 
 
 @torch.no_grad()
 def float_difference(model, quantized, inputs):
     disable_fake_quant(quantized)
-    found = quantized(inputs)
+    output = quantized(inputs)
     enable_fake_quant(quantized)
-    return relative(model(inputs), found)
+    return relative(model(inputs), output)
 
 
 @torch.no_grad()
@@ -187,8 +187,8 @@ def quantization_error(model, quantized, inputs):
 def expected_scales(activation_max, weights, alpha):
     """The formula, written down a second time: in float64, one channel after the other."""
     largest = torch.cat([weight.double() for weight in weights]).abs().max(dim=0).values.tolist()
-    seen = activation_max.double().tolist()
-    pairs = zip(seen, largest, strict=True)
+    largest = activation_max.double().tolist()
+    pairs = zip(largest, largest, strict=True)
     return torch.tensor([max(a, FLOOR) ** alpha / max(w, FLOOR) ** (1 - alpha) for a, w in pairs])
 
 
@@ -199,7 +199,7 @@ def alone(norm, linears, alpha=0.5, **more):
 class TestTheObserverAlone:
     @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
     @pytest.mark.parametrize("count", [1, 3])
-    def test_the_scales_are_those_of_the_formula(self, alpha, count):
+    def test_the_scales_follow_the_formula(self, alpha, count):
         torch.manual_seed(1)
         norm = nn.LayerNorm(6)
         nn.init.normal_(norm.weight)
@@ -210,9 +210,9 @@ class TestTheObserverAlone:
         observer.register_forward_hook()
         batches = [torch.randn(2, 4, 6), torch.randn(5, 6) * 3, torch.randn(1, 2, 3, 6)]
         outputs = [norm(batch).detach() for batch in batches]
-        seen = torch.cat([output.reshape(-1, 6) for output in outputs]).abs().amax(0)
-        torch.testing.assert_close(observer.activation_max, seen, rtol=0, atol=0)
-        s = expected_scales(seen, [linear.weight for linear in before[1:]], alpha)
+        largest = torch.cat([output.reshape(-1, 6) for output in outputs]).abs().amax(0)
+        torch.testing.assert_close(observer.activation_max, largest, rtol=0, atol=0)
+        s = expected_scales(largest, [linear.weight for linear in before[1:]], alpha)
         observer.compute_smooth_scales()
         torch.testing.assert_close(norm.weight.detach(), before[0].weight.detach() / s, rtol=1e-5, atol=0)
         torch.testing.assert_close(norm.bias.detach(), before[0].bias.detach() / s, rtol=1e-5, atol=0)
@@ -234,7 +234,7 @@ class TestTheObserverAlone:
         torch.testing.assert_close(linear.weight[:, 1].detach(), torch.tensor([0.5, -2.0]) * s[1])
         assert torch.isfinite(linear.weight).all()
 
-    def test_a_dead_layer_stays_finite(self):
+    def test_a_layer_of_zeros_stays_finite(self):
         norm, linear = nn.LayerNorm(4), nn.Linear(4, 2)
         nn.init.zeros_(linear.weight)
         observer = alone(norm, [linear], activation_max=torch.zeros(4))
@@ -242,14 +242,14 @@ class TestTheObserverAlone:
         assert torch.isfinite(norm.weight).all()
         assert torch.equal(linear.weight, torch.zeros(2, 4))
 
-    def test_no_linear_nothing_happens(self):
+    def test_without_linear_readers_nothing_happens(self):
         norm = nn.LayerNorm(4)
         observer = alone(norm, [], activation_max=torch.ones(4) * 9)
         observer.compute_smooth_scales()
         assert torch.equal(norm.weight, torch.ones(4))
         alone(norm, []).compute_smooth_scales()  # nor an error when it saw nothing
 
-    def test_nothing_observed_is_an_error_that_names_it(self):
+    def test_nothing_observed_is_an_error_that_names_the_norm(self):
         norm, linear = nn.LayerNorm(4), nn.Linear(4, 2)
         before = linear.weight.clone()
         observer = alone(norm, [linear])
@@ -277,25 +277,25 @@ class TestTheObserverAlone:
         with pytest.raises(RuntimeError, match="Linear"):
             observer.compute_smooth_scales()
 
-    def test_the_unnamed_one_names_its_reader(self):
+    def test_the_error_of_an_unnamed_observer_names_its_reader(self):
         with pytest.raises(RuntimeError, match="reader"):
             alone(nn.LayerNorm(4), [nn.Linear(4, 2)]).compute_smooth_scales()
 
-    def test_only_empty_tensors_are_nothing(self):
+    def test_empty_tensors_do_not_count_as_observed(self):
         observer = alone(norm := nn.LayerNorm(4), [nn.Linear(4, 2)])
         observer.register_forward_hook()
         norm(torch.empty(0, 4))
         with pytest.raises(RuntimeError):
             observer.compute_smooth_scales()
 
-    def test_a_given_maximum_is_kept_and_grows(self):
+    def test_an_initial_maximum_is_kept_and_can_grow(self):
         observer = alone(norm := nn.LayerNorm(2), [nn.Linear(2, 2)], activation_max=torch.tensor([100.0, 0.0]))
         observer.register_forward_hook()
         norm(torch.tensor([[1.0, -1.0]]))
         assert observer.activation_max[0] == 100
         assert observer.activation_max[1] > 0.9
 
-    def test_after_the_hook_is_removed_nothing_is_seen(self):
+    def test_nothing_is_observed_after_the_hook_is_removed(self):
         observer = alone(norm := nn.LayerNorm(4), [nn.Linear(4, 2)])
         handle = observer.register_forward_hook()
         handle.remove()
@@ -303,13 +303,13 @@ class TestTheObserverAlone:
         assert observer.activation_max is None
 
     @pytest.mark.parametrize("norm", [nn.RMSNorm(6), nn.LayerNorm(6, elementwise_affine=False)], ids=["rms", "bare"])
-    def test_other_norms(self, norm):
+    def test_rms_norms_and_norms_without_weight_are_supported(self, norm):
         linear, x = nn.Linear(6, 3), torch.randn(4, 6) * torch.tensor([1, 50, 1, 1, 9, 1.0])
         expected = linear(norm(x)).detach()
         observer = alone(norm, [linear])
         observer.register_forward_hook()
-        seen, weight = norm(x).detach().abs().amax(0), linear.weight.detach().clone()
-        s = expected_scales(seen, [weight], 0.5)
+        largest, weight = norm(x).detach().abs().amax(0), linear.weight.detach().clone()
+        s = expected_scales(largest, [weight], 0.5)
         observer.compute_smooth_scales()
         torch.testing.assert_close(norm.weight.detach(), 1 / s, rtol=1e-5, atol=0)
         assert relative(expected, linear(norm(x)).detach()) < 1e-5
@@ -329,7 +329,7 @@ class TestEveryNorm:
     @pytest.mark.parametrize(
         "name", fast(NORMS, "LayerNorm", "F.layer_norm without affine", "RMSNorm", "RMSNorm written out")
     )
-    def test_the_float_output_stays(self, name):
+    def test_the_float_output_does_not_change(self, name):
         model, batches = transformer(NORMS[name], outliers=OUTLIERS), data()
         quantized = smoothed(model, batches)
         assert len(observers(quantized)) == 2, refusals(quantized)
@@ -337,27 +337,29 @@ class TestEveryNorm:
             assert float_difference(model, quantized, batch) < 1e-5
 
     @pytest.mark.parametrize("name", fast(WITH_WEIGHT, "LayerNorm", "RMSNorm written out"))
-    def test_the_scales_are_those_of_the_formula(self, name):
+    def test_the_scales_follow_the_formula(self, name):
         model, batches = transformer(NORMS[name], outliers=OUTLIERS), data()
         layer = model.layers[0]
-        seen = []
-        handle = layer.attention_norm.register_forward_hook(lambda *args: seen.append(args[2].detach()))
+        outputs = []
+        handle = layer.attention_norm.register_forward_hook(lambda *args: outputs.append(args[2].detach()))
         for batch in batches:
             model(batch)
         handle.remove()
-        largest = torch.cat(seen).flatten(0, 1).abs().amax(0)
+        largest = torch.cat(outputs).flatten(0, 1).abs().amax(0)
         s = expected_scales(largest, [layer.q.weight, layer.k.weight, layer.v.weight], 0.5)
         state = smoothed(model, batches).state_dict()
         for linear in ("q", "k", "v"):
-            found, old = state[f"layers.0.{linear}.weight"], getattr(layer, linear).weight.detach()
-            torch.testing.assert_close(found, old * s, rtol=1e-4, atol=1e-7)
+            smoothed_weight, old = state[f"layers.0.{linear}.weight"], getattr(layer, linear).weight.detach()
+            torch.testing.assert_close(smoothed_weight, old * s, rtol=1e-4, atol=1e-7)
         attribute = WITH_WEIGHT[name]
-        found = state[f"layers.0.attention_norm.{attribute}"]
-        torch.testing.assert_close(found, getattr(layer.attention_norm, attribute).detach() / s, rtol=1e-4, atol=1e-7)
+        smoothed_weight = state[f"layers.0.attention_norm.{attribute}"]
+        torch.testing.assert_close(
+            smoothed_weight, getattr(layer.attention_norm, attribute).detach() / s, rtol=1e-4, atol=1e-7
+        )
 
     def test_q_k_v_and_gate_up_share_their_norms_scales(self):
-        found = observers(smoothed(transformer(layers=2)))
-        assert {name: sorted(each.consumers) for name, each in found.items()} == {
+        by_name = observers(smoothed(transformer(layers=2)))
+        assert {name: sorted(observer.consumers) for name, observer in by_name.items()} == {
             f"layers.{index}.{norm}": [f"layers.{index}.{linear}" for linear in linears]
             for index in (0, 1)
             for norm, linears in (("attention_norm", "kqv"), ("mlp_norm", ("gate", "up")))
@@ -370,11 +372,11 @@ class TestEveryNorm:
         assert float_difference(model, quantized, images) < 1e-5
         assert "encoder.layers.encoder_layer_0.ln_1" in observers(quantized), refusals(quantized)
 
-    def test_a_weight_kept_as_an_offset_does_no_harm(self):
+    def test_a_norm_weight_stored_as_an_offset_is_not_smoothed_wrongly(self):
         model, batches = transformer(OffsetRMSNorm), data()
         assert float_difference(model, smoothed(model, batches), batches[0]) < 1e-5
 
-    def test_a_norm_over_two_axes(self):
+    def test_a_norm_over_two_axes_keeps_the_float_output(self):
         torch.manual_seed(0)
         model = nn.Sequential(nn.LayerNorm((3, HIDDEN)), nn.Linear(HIDDEN, 8)).eval()
         nn.init.normal_(model[0].weight)
@@ -382,7 +384,7 @@ class TestEveryNorm:
         inputs = torch.randn(4, 3, HIDDEN) * 5
         assert float_difference(model, smoothed(model, [inputs]), inputs) < 1e-5
 
-    def test_the_decoder(self):
+    def test_a_decoder_keeps_the_float_output(self):
         torch.manual_seed(0)
         model = Decoder().eval()
         for layer in model.layers:
@@ -399,7 +401,7 @@ class TestTheErrorShrinks:
         "norm", ["LayerNorm", "RMSNorm", pytest.param("RMSNorm written out", marks=pytest.mark.slow)]
     )
     @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-    def test_at_least_halved(self, norm, seed):
+    def test_the_error_is_at_least_halved(self, norm, seed):
         model, batches = transformer(NORMS[norm], seed, OUTLIERS, layers=2), data(4, seed)
         plain = quantization_error(model, unsmoothed(model, batches), batches[0])
         smooth = quantization_error(model, smoothed(model, batches), batches[0])
@@ -409,7 +411,7 @@ class TestTheErrorShrinks:
         assert searched < plain / 2
 
     @pytest.mark.slow
-    def test_on_a_decoder(self):
+    def test_the_error_of_a_decoder_shrinks(self):
         torch.manual_seed(0)
         model = Decoder(hidden=64).eval()
         for layer in model.layers:
@@ -429,22 +431,22 @@ class TestTheErrorShrinks:
 class TestAlpha:
     @pytest.mark.slow
     @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-    def test_a_search_is_no_worse_than_the_worst_and_near_the_best(self, seed):
+    def test_a_search_is_close_to_the_best_alpha(self, seed):
         model, batches = transformer(seed=seed, outliers=OUTLIERS), data(4, seed)
         alphas = (0.0, 0.4, 0.8)
         fixed = [quantization_error(model, smoothed(model, batches, alpha=alpha), batches[0]) for alpha in alphas]
-        found = quantization_error(model, smoothed(model, batches, alpha="search", alphas=alphas), batches[0])
-        assert found <= max(fixed)
-        assert found <= 1.5 * min(fixed)
+        searched_error = quantization_error(model, smoothed(model, batches, alpha="search", alphas=alphas), batches[0])
+        assert searched_error <= max(fixed)
+        assert searched_error <= 1.5 * min(fixed)
 
-    def test_a_search_takes_one_of_the_given(self):
+    def test_a_search_chooses_one_of_the_candidates(self):
         quantized = smoothed(transformer(outliers=OUTLIERS), alpha="search", alphas=(0.3, 0.55))
-        assert {each.alpha for each in observers(quantized).values()} <= {0.3, 0.55}
+        assert {observer.alpha for observer in observers(quantized).values()} <= {0.3, 0.55}
 
-    def test_a_layer_has_an_alpha_of_its_own(self):
+    def test_a_layer_can_have_its_own_alpha(self):
         model, batches = transformer(outliers=OUTLIERS, layers=2), data()
         mixed = smoothed(model, batches, alpha=0.5, layers={"layers.1.*": 0.8, "layers.0.mlp_norm": 0.2})
-        assert {name: each.alpha for name, each in observers(mixed).items()} == {
+        assert {name: observer.alpha for name, observer in observers(mixed).items()} == {
             "layers.0.attention_norm": 0.5,
             "layers.0.mlp_norm": 0.2,
             "layers.1.attention_norm": 0.8,
@@ -456,17 +458,17 @@ class TestAlpha:
         assert float_difference(model, mixed, batches[0]) < 1e-5
 
     @pytest.mark.parametrize("name", ["layers.9.*", "layers.0.atention_norm", "layers.0.q"])
-    def test_a_name_that_fits_no_norm_is_an_error(self, name):
+    def test_a_glob_that_matches_no_norm_is_an_error(self, name):
         with pytest.raises(ConfigError) as error:
             smoothed(transformer(), layers={name: 0.7})
         assert name in str(error.value)
 
-    def test_the_nearest_name_is_offered(self):
+    def test_the_error_suggests_the_nearest_name(self):
         with pytest.raises(ConfigError, match=r"layers\.0\.attention_norm"):
             smoothed(transformer(), layers={"layers.0.atention_norm": 0.7})
 
     @pytest.mark.parametrize("fields", [{"alpha": 1.5}, {"alpha": -0.1}, {"layers": {"a": 2.0}}, {"alphas": ()}])
-    def test_nonsense_is_refused(self, fields):
+    def test_an_invalid_alpha_is_refused(self, fields):
         with pytest.raises(ValueError, match="alpha"):
             SmoothQuantConfig(enabled=True, **fields)
 
@@ -588,7 +590,7 @@ def noisy(model, seed=0):
     return model.eval()
 
 
-LEFT = {
+NOT_SMOOTHED = {
     "post-norm": (PostNorm, ["norm"], ["last"]),
     "tied linears": (TiedReaders, ["first", "second"], ["free"]),
     "a weight with another reader": (Hidden, ["norm"], []),
@@ -602,27 +604,27 @@ LEFT = {
 
 
 class TestLeftAlone:
-    @pytest.mark.parametrize("case", LEFT)
-    def test_the_float_output_stays(self, case):
+    @pytest.mark.parametrize("case", NOT_SMOOTHED)
+    def test_the_float_output_does_not_change(self, case):
         torch.manual_seed(0)
-        model, batches = noisy(LEFT[case][0]()), data()
+        model, batches = noisy(NOT_SMOOTHED[case][0]()), data()
         assert float_difference(model, smoothed(model, batches), batches[0]) < 1e-5
 
-    @pytest.mark.parametrize("case", LEFT)
-    def test_what_is_left_is_listed_with_a_reason(self, case):
+    @pytest.mark.parametrize("case", NOT_SMOOTHED)
+    def test_norms_that_are_not_smoothed_are_listed_with_a_reason(self, case):
         torch.manual_seed(0)
-        kind, left, done = LEFT[case]
+        kind, refused, smoothed_names = NOT_SMOOTHED[case]
         model = noisy(kind())
         before = {name: value.clone() for name, value in model.state_dict().items()}
         quantized = smoothed(model, data())
-        assert sorted(observers(quantized)) == done
+        assert sorted(observers(quantized)) == smoothed_names
         listed = refusals(quantized)
-        assert set(left) <= {name.partition("@")[0].rstrip("_0123456789") for name in listed} | set(listed)
+        assert set(refused) <= {name.partition("@")[0].rstrip("_0123456789") for name in listed} | set(listed)
         assert all(isinstance(reason, str) and reason for reason in listed.values())
-        for name in left:
+        for name in refused:
             assert torch.equal(quantized.state_dict()[f"{name}.weight"], before[f"{name}.weight"])
 
-    def test_the_head_tied_to_the_embedding(self):
+    def test_a_norm_before_a_tied_head_is_not_smoothed(self):
         torch.manual_seed(0)
         model, tokens = Decoder().eval(), torch.randint(0, 50, (2, 7))
         quantized = smoothed(model, [tokens])
@@ -631,7 +633,7 @@ class TestLeftAlone:
 
 
 class TestTheRoad:
-    def test_the_callers_model_is_untouched(self):
+    def test_the_callers_model_does_not_change(self):
         model = transformer(outliers=OUTLIERS).train()
         before = copy.deepcopy(model.state_dict())
         smoothed(model)
@@ -640,10 +642,10 @@ class TestTheRoad:
         assert model.training
         assert not any(module._forward_hooks for module in model.modules())
 
-    def test_no_hook_stays_in_the_quantized_model(self):
+    def test_hooks_are_removed_after_smoothing(self):
         assert not any(module._forward_hooks for module in smoothed(transformer()).modules())
 
-    def test_off_means_off(self):
+    def test_disabled_smoothing_changes_nothing(self):
         model = transformer(outliers=OUTLIERS)
         quantized = unsmoothed(model, data())
         assert not observers(quantized)
@@ -657,7 +659,7 @@ class TestTheRoad:
         assert torch.equal(quantized.state_dict()["layers.0.q.weight"], before)
         assert float_difference(model, quantized, batches[0]) < 1e-5
 
-    def test_a_copy_smooths_itself_alone(self):
+    def test_smoothing_a_copy_does_not_change_the_original(self):
         model, batches = transformer(outliers=OUTLIERS), data()
         result = transform(model, batches[0])
         original = insert_qdq(result.model, result.matches, config())
@@ -667,13 +669,13 @@ class TestTheRoad:
         assert not torch.equal(duplicate.state_dict()["layers.0.q.weight"], before)
         assert float_difference(model, duplicate, batches[0]) < 1e-5
 
-    def test_a_loop_that_fails_leaves_the_weights(self):
+    def test_a_failing_loop_leaves_the_weights_unchanged(self):
         model, batches = transformer(outliers=OUTLIERS), data()
         result = transform(model, batches[0])
         quantized = insert_qdq(result.model, result.matches, config())
 
-        def loop(given):
-            given(batches[0])
+        def loop(model):
+            model(batches[0])
             raise KeyError("the disk is gone")
 
         with pytest.raises(KeyError):
@@ -683,7 +685,7 @@ class TestTheRoad:
         calibrate(quantized, batches)
         assert float_difference(model, quantized, batches[0]) < 1e-5
 
-    def test_nothing_fed_is_an_error(self):
+    def test_a_loop_that_feeds_nothing_is_an_error(self):
         with pytest.raises(ScalepointError):
             quantize(transformer(), data()[0], config(), forward_loop=lambda model: None)
 

@@ -35,24 +35,24 @@ def pruned(sparsity, data=None, *, freeze=True) -> torch.fx.GraphModule:
 
 
 def layers(model) -> list[QuantizedLayer]:
-    return [each for each in model.modules() if isinstance(each, QuantizedLayer)]
+    return [module for module in model.modules() if isinstance(module, QuantizedLayer)]
 
 
 def codes(layer: QuantizedLayer) -> torch.Tensor:
     return layer.get_deployed().codes
 
 
-def is_two_of_four(found: torch.Tensor) -> bool:
-    groups = found.movedim(1, -1).reshape(-1, 4)
+def is_two_of_four(weight: torch.Tensor) -> bool:
+    groups = weight.movedim(1, -1).reshape(-1, 4)
     return bool(((groups != 0).sum(-1) <= 2).all())
 
 
-def test_what_a_config_asks_is_kept_in_every_form_of_it() -> None:
-    for asked, shown in (("2:4", "2:4"), (0.5, "50% zero"), ({"share": 0.25, "block": 4}, "25% zero in blocks of 4")):
-        config = QuantConfig(weight=TensorQuantConfig(sparsity=asked))
+def test_a_sparsity_setting_round_trips_in_every_notation() -> None:
+    for setting, text in (("2:4", "2:4"), (0.5, "50% zero"), ({"share": 0.25, "block": 4}, "25% zero in blocks of 4")):
+        config = QuantConfig(weight=TensorQuantConfig(sparsity=setting))
         assert QuantConfig.from_yaml(config.to_yaml()) == config
         spec = config.weight.weight_spec()
-        assert str(spec.sparsity) == shown
+        assert str(spec.sparsity) == text
         assert type(spec).from_json(spec.to_json()) == spec
 
 
@@ -67,7 +67,7 @@ def test_what_a_config_asks_is_kept_in_every_form_of_it() -> None:
     ],
     ids=str,
 )
-def test_what_no_mask_can_be_is_refused(wrong, why: str) -> None:
+def test_invalid_sparsity_is_refused(wrong, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Sparsity.build(wrong)
 
@@ -77,7 +77,7 @@ def test_activations_are_not_pruned() -> None:
         TensorQuantConfig(sparsity=0.5).activation_spec()
 
 
-def test_two_of_four_codes_are_zero_where_channels_allow_it_and_the_coverage_says_where_not() -> None:
+def test_two_of_four_codes_are_zero_or_the_coverage_says_why_not() -> None:
     model = pruned("2:4")
     stem, conv, head = layers(model)
     assert not is_two_of_four(codes(stem)[:, :1].expand(-1, 4, -1, -1))
@@ -88,7 +88,7 @@ def test_two_of_four_codes_are_zero_where_channels_allow_it_and_the_coverage_say
     assert rows[0].reason == "not pruned to 2:4: groups of 4 do not divide its 3 input channels"
 
 
-def test_quantizers_off_is_the_float_model() -> None:
+def test_disabled_quantizers_give_the_float_model() -> None:
     x = torch.randn(8, 3, 12, 12)
     model = pruned(0.5, [x])
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_quantizers_off_is_the_float_model() -> None:
         assert torch.allclose(model(x), net()(x), atol=1e-5)
 
 
-def test_saved_and_loaded_a_mask_is_the_same(tmp_path: Path) -> None:
+def test_a_mask_survives_save_and_load(tmp_path: Path) -> None:
     x = torch.randn(8, 3, 12, 12)
     model = pruned({"share": 0.5, "block": 4}, [x])
     save(model, tmp_path / "m")
@@ -114,17 +114,17 @@ STEPS = [("scale", "gptq", "descend"), ("intercept", "target", "scale", "descend
 
 @pytest.mark.parametrize(
     "steps",
-    [pytest.param(each, id="-".join(each), marks=pytest.mark.slow if "clip" in each else ()) for each in STEPS],
+    [pytest.param(steps, id="-".join(steps), marks=pytest.mark.slow if "clip" in steps else ()) for steps in STEPS],
 )
 def test_tuning_keeps_the_mask_and_lowers_the_error(steps: tuple[str, ...]) -> None:
     data = [torch.randn(64, 3, 12, 12) for _ in range(4)]
     model, float_model = pruned("2:4", data), net()
     with torch.no_grad():
-        wanted = float_model(data[0])
-        before = float((model(data[0]) - wanted).square().mean())
-        masks = [each.weight_quant.mask for each in layers(model)]
+        expected = float_model(data[0])
+        before = float((model(data[0]) - expected).square().mean())
+        masks = [layer.weight_quant.mask for layer in layers(model)]
         scalepoint.tune(model, data, TuneConfig(steps=steps), progress=False)
-        after = float((model(data[0]) - wanted).square().mean())
+        after = float((model(data[0]) - expected).square().mean())
     assert after < 0.8 * before
     for layer, mask in zip(layers(model), masks, strict=True):
         if mask is not None:
@@ -132,15 +132,15 @@ def test_tuning_keeps_the_mask_and_lowers_the_error(steps: tuple[str, ...]) -> N
             assert not bool(codes(layer)[~mask].any())
 
 
-def test_gradients_keep_the_mask_too() -> None:
+def test_gradient_tuning_keeps_the_mask() -> None:
     data = [torch.randn(32, 3, 12, 12) for _ in range(2)]
     model = pruned("2:4", data)
-    how = TuneConfig(steps=("intercept", "scale", "gptq", "ada_round"), unit="block")
-    scalepoint.tune(model, data, how, progress=False)
+    config = TuneConfig(steps=("intercept", "scale", "gptq", "ada_round"), unit="block")
+    scalepoint.tune(model, data, config, progress=False)
     assert all(is_two_of_four(codes(layer)) for layer in layers(model)[1:])
 
 
-def test_a_training_prunes_by_its_schedule_and_ends_with_the_whole_share() -> None:
+def test_training_prunes_by_its_schedule_up_to_the_requested_share() -> None:
     x = torch.randn(8, 3, 12, 12)
     model = pruned(0.8, [x], freeze=False)
     prepare_qat(model)
@@ -165,7 +165,7 @@ def test_a_schedule_that_ends_before_it_begins_is_refused() -> None:
         QATSchedule(prune_from=5, prune_until=3)
 
 
-def test_a_weight_that_was_pruned_has_no_gradient_where_it_is_zero() -> None:
+def test_pruned_weights_have_no_gradient() -> None:
     x = torch.randn(8, 3, 12, 12)
     model = pruned(0.5, [x], freeze=False)
     prepare_qat(model)
@@ -175,9 +175,11 @@ def test_a_weight_that_was_pruned_has_no_gradient_where_it_is_zero() -> None:
     assert bool(layer.weight.grad[layer.weight_quant.mask].any())
 
 
-def test_the_file_holds_the_zeros(tmp_path: Path) -> None:
+def test_the_exported_file_contains_the_zeros(tmp_path: Path) -> None:
     x = torch.randn(8, 3, 12, 12)
     path = scalepoint.export(pruned("2:4", [x]), tmp_path / "m.onnx", x)
-    weights = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(path).graph.initializer}
-    held = next(torch.from_numpy(each.copy()) for each in weights.values() if each.shape == (16, 16, 3, 3))
-    assert is_two_of_four(held)
+    weights = {
+        initializer.name: onnx.numpy_helper.to_array(initializer) for initializer in onnx.load(path).graph.initializer
+    }
+    stored = next(torch.from_numpy(weight.copy()) for weight in weights.values() if weight.shape == (16, 16, 3, 3))
+    assert is_two_of_four(stored)

@@ -51,7 +51,7 @@ def inserted(model, x, config=FIRST, target=VNNI):
 X = torch.randn(2, 3, 64, 64)
 
 
-def test_a_stem_that_int8_makes_slower_stays_float_with_the_time_that_saves():
+def test_a_stem_that_is_slower_in_int8_stays_float_with_the_saved_time():
     rows = {row.name: row for row in inserted(Net(), X)}
     assert rows["stem"].precision == "float"
     assert rows["stem"].is_for_speed
@@ -61,32 +61,32 @@ def test_a_stem_that_int8_makes_slower_stays_float_with_the_time_that_saves():
     assert rows["wide"].state == rows["deep"].state == OperationState.QUANTIZED
 
 
-def test_the_summary_tells_how_much_that_saves():
+def test_the_summary_contains_the_saved_time():
     result = transform(Net().eval(), X, target=VNNI)
-    told = coverage(insert_qdq(result.model, result.matches, FIRST)).summary()
-    assert "left float for speed, which saves " in told
+    summary = coverage(insert_qdq(result.model, result.matches, FIRST)).summary()
+    assert "left float for speed, which saves " in summary
 
 
 @pytest.mark.parametrize("config", [None, QuantConfig(speed_first=False)], ids=["unsaid", "false"])
-def test_everything_is_quantized_where_speed_is_not_asked_for(config):
+def test_without_speed_first_everything_is_quantized(config):
     assert all(row.state == OperationState.QUANTIZED for row in inserted(Net(), X, config))
 
 
-def test_without_shapes_nothing_is_left_out():
+def test_without_example_inputs_everything_is_quantized():
     assert all(row.state == OperationState.QUANTIZED for row in inserted(Net(), None))
 
 
-def test_a_network_too_small_to_tell_is_left_as_it_is():
+def test_a_network_below_the_minimal_time_is_quantized():
     tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
     assert all(row.state == OperationState.QUANTIZED for row in inserted(tiny, torch.randn(2, 3, 8, 8)))
 
 
-def test_what_strict_asks_for_is_not_broken_by_speed():
+def test_layers_left_float_for_speed_pass_strict():
     result = transform(Net().eval(), X, target=VNNI)
     insert_qdq(result.model, result.matches, FIRST, strict=True)
 
 
-def test_saved_and_loaded_the_same_layers_are_float(tmp_path):
+def test_after_save_and_load_the_same_layers_are_float(tmp_path):
     torch.manual_seed(0)
     model = Net().eval()
     quantized = quantize(model, X, FIRST, forward_loop=[X], target=VNNI, freeze_weights=True)
@@ -97,7 +97,7 @@ def test_saved_and_loaded_the_same_layers_are_float(tmp_path):
         assert torch.equal(loaded(X), quantized(X))
 
 
-def test_prices_do_not_depend_on_how_a_batch_of_one_is_captured():
+def test_predicted_times_do_not_depend_on_the_widened_batch_of_capture():
     one, two = (inserted(Net(), torch.randn(n, 3, 64, 64)) for n in (1, 2))
     assert one[0].saves == pytest.approx(
         two[0].saves / 2, rel=0.45
@@ -125,25 +125,25 @@ def small():
     return nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(8 * 15 * 15, 10))
 
 
-def test_where_nothing_wins_all_is_float_and_stored_in_int8():
+def test_if_int8_is_never_faster_weights_are_stored_as_int8_and_computed_in_float():
     result = transform(small().eval(), torch.randn(2, 3, 64, 64), target=VNNI)
-    found = coverage(insert_qdq(result.model, result.matches, FIRST))
-    assert [row.precision for row in found.operations] == ["float", "float"]
-    assert {row.stored for row in found.operations} == {"int8 per_channel"}
-    assert found.share_of_macs() == {"float": 1.0}
-    assert found.share_of_parameters() == {"stored int8 per_channel": 1.0}
-    assert not found.is_empty
-    assert "with weights stored in int8" in found.summary()
+    report = coverage(insert_qdq(result.model, result.matches, FIRST))
+    assert [row.precision for row in report.operations] == ["float", "float"]
+    assert {row.stored for row in report.operations} == {"int8 per_channel"}
+    assert report.share_of_macs() == {"float": 1.0}
+    assert report.share_of_parameters() == {"stored int8 per_channel": 1.0}
+    assert not report.is_empty
+    assert "with weights stored in int8" in report.summary()
 
 
-def test_where_nothing_wins_and_nothing_is_unpacked_the_largest_weight_is_quantized_all_the_same():
+def test_if_int8_is_never_faster_the_largest_weight_is_quantized_on_targets_that_do_not_dequantize_on_load():
     never = replace(VNNI, dequantizes_weights_on_load=False)
     rows = {row.name: row for row in inserted(small(), torch.randn(2, 3, 64, 64), target=never)}
     assert (rows["0"].precision, rows["0"].stored) == ("float", "")
     assert rows["4"].state == OperationState.QUANTIZED
 
 
-def test_a_weight_that_is_multiplied_as_float_is_not_pair_safe_and_its_bias_not_rounded():
+def test_a_weight_computed_in_float_is_not_pair_safe_and_its_bias_is_not_rounded():
     x = torch.randn(2, 3, 64, 64)
     quantized = quantize(small().eval(), x, FIRST, forward_loop=[x], target=onnxruntime_target("avx2"))
     layers = [module for module in quantized.modules() if isinstance(module, QuantizedLayer)]
@@ -154,15 +154,15 @@ def test_a_weight_that_is_multiplied_as_float_is_not_pair_safe_and_its_bias_not_
         assert layer.weight_quant.spec.to_dict()["range_calculator_cls"] == "minmax"
 
 
-def test_a_float_layer_behind_int8_reads_its_values_and_keeps_its_bias():
+def test_a_float_layer_after_int8_layers_keeps_its_float_bias():
     quantized = quantize(Net().eval(), X, FIRST, forward_loop=[X], target=VNNI, freeze_weights=True)
-    layers = {each.weight_quant.name: each for each in quantized.modules() if isinstance(each, QuantizedLayer)}
+    layers = {layer.weight_quant.name: layer for layer in quantized.modules() if isinstance(layer, QuantizedLayer)}
     assert layers["stem.weight"].computes_in_float
     assert layers["stem.weight"].bias_scale() is None
     assert layers["deep.weight"].bias_scale() is not None
 
 
-def test_one_scale_for_a_whole_weight_is_stored_too():
+def test_per_tensor_weights_are_stored_as_int8_too():
     config = QuantConfig(speed_first=True, weight=TensorQuantConfig())
     assert {row.stored for row in inserted(small(), torch.randn(2, 3, 64, 64), config)} == {"int8"}
 
@@ -182,23 +182,23 @@ def chain(*prices, border=1.0, quantize_input=0.5):
     return paid, [node in in_float for node in nodes]
 
 
-def test_a_layer_that_loses_less_than_its_borders_cost_stays_int8():
+def test_a_layer_that_loses_less_than_the_conversions_cost_stays_int8():
     assert chain((5.0, 1.0), (1.0, 2.0), (5.0, 1.0)) == (4.5, [False, False, False])
 
 
-def test_a_layer_that_loses_more_than_its_borders_cost_becomes_float():
+def test_a_layer_that_loses_more_than_the_conversions_cost_becomes_float():
     assert chain((5.0, 1.0), (1.0, 9.0), (5.0, 1.0)) == (5.5, [False, True, False])
 
 
-def test_a_stretch_that_wins_less_than_its_borders_cost_is_float_whole():
+def test_a_chain_that_gains_less_than_the_conversions_cost_becomes_float():
     assert chain((1.0, 3.0), (1.0, 0.8), (1.0, 3.0)) == (3.0, [True, True, True])
 
 
-def test_of_equal_prices_int8_is_taken():
+def test_with_equal_times_int8_is_chosen():
     assert chain((1.0, 1.0), quantize_input=0.0) == (1.0, [False])
 
 
-def test_a_cut_is_the_least_of_all_assignments():
+def test_a_cut_is_the_minimum_over_all_assignments():
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         prices = [tuple(pair) for pair in torch.rand(6, 2, generator=generator).tolist()]
@@ -207,7 +207,7 @@ def test_a_cut_is_the_least_of_all_assignments():
         sums = []
         for bits in range(2**6):
             is_float = [bool(bits >> i & 1) for i in range(6)]
-            total = sum(pair[0] if each else pair[1] for pair, each in zip(prices, is_float, strict=True))
+            total = sum(pair[0] if float_layer else pair[1] for pair, float_layer in zip(prices, is_float, strict=True))
             total += border * sum(one != two for one, two in pairwise(is_float))
             sums.append(total + (0.0 if is_float[0] else 0.3))
         assert paid == pytest.approx(min(sums))
@@ -227,7 +227,7 @@ def test_a_measured_shape_has_its_measured_time():
     assert TABLE.product_seconds(ProductShape("conv", 32, 32, 256, 3)) == pytest.approx((100e-6, 40e-6))
 
 
-def test_time_grows_with_the_work_and_families_are_told_apart():
+def test_time_grows_with_the_work_and_kernel_families_differ():
     before, after = TABLE.product_seconds(ProductShape("conv", 32, 32, 512, 3))
     assert (before, after) == pytest.approx((200e-6, 80e-6))
     assert TABLE.product_seconds(ProductShape("conv", 16, 16, 256, 3, 16)) == pytest.approx((5e-6, 9e-6))
@@ -235,14 +235,14 @@ def test_time_grows_with_the_work_and_families_are_told_apart():
     assert TABLE.product_seconds(ProductShape("linear", 8, 8, 1)) is None
 
 
-def test_moving_values_costs_by_their_number_and_a_call():
+def test_conversions_cost_time_per_value_and_per_call():
     assert TABLE.move_seconds("quantize", 2000) == pytest.approx(9e-6)
     assert TABLE.move_seconds("dequantize", 2000) == TABLE.move_seconds("quantize", 2000)
     assert TABLE.move_seconds("quantize", 10) == pytest.approx(2e-6)
 
 
 @pytest.mark.parametrize("name", [*VNNI.kernel_tables, *onnxruntime_target("avx2").kernel_tables])
-def test_each_table_of_the_target_is_whole_and_says_what_was_measured(name):
+def test_each_kernel_table_of_a_target_is_complete(name):
     table = load_kernel_times(name)
     convolutions = {"dense", "pointwise", "depthwise", "stem"}
     ranks = ("", " 1d", " 3d")
@@ -256,7 +256,7 @@ def test_each_table_of_the_target_is_whole_and_says_what_was_measured(name):
     assert after > 2 * before  # much, over three axes
 
 
-def test_a_film_keeps_its_first_convolution_float_and_sound_is_priced_too():
+def test_convolutions_over_one_and_three_axes_have_predicted_times():
     film = nn.Sequential(nn.Conv3d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 64, 3, 2, 1), nn.ReLU())
     first, second = inserted(film, torch.randn(1, 3, 8, 16, 16))
     assert first.is_for_speed
@@ -265,7 +265,7 @@ def test_a_film_keeps_its_first_convolution_float_and_sound_is_priced_too():
     assert all(row.state == OperationState.QUANTIZED for row in inserted(sound, torch.randn(1, 64, 500)))
 
 
-def test_a_layer_without_a_price_stays_as_asked_and_others_are_priced_all_the_same(monkeypatch):
+def test_a_layer_without_a_predicted_time_stays_quantized(monkeypatch):
     body = nn.Sequential(nn.Conv2d(16, 128, 3, 2, 1), nn.ReLU(), nn.Conv2d(128, 128, 3, 1, 1), nn.ReLU())
     model = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.ReLU(), *body, nn.Flatten(2), nn.Conv1d(128, 2, 1))
     unknown = KernelTimes([])
@@ -290,7 +290,7 @@ def table_of(dense, depthwise):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "left"),
+    ("one", "other", "float_layers"),
     [
         ((0.5, 0.5), (0.5, 0.5), []),
         ((0.5, 0.5), (0.5, 3.0), ["2"]),
@@ -299,17 +299,17 @@ def table_of(dense, depthwise):
     ],
     ids=["both win", "one loses much on depthwise", "one wins more", "one loses on all"],
 )
-def test_the_file_is_slower_than_float_on_no_cpu_that_was_measured(one, other, left, monkeypatch):
+def test_the_result_is_not_slower_than_float_on_any_cpu(one, other, float_layers, monkeypatch):
     tables = {"one": table_of(*one), "other": table_of(*other)}
     monkeypatch.setattr(speed_placement, "load_kernel_times", tables.__getitem__)
     layers = [nn.Conv2d(64, 64, 3, 1, 1, groups=groups) for groups in (1, 64, 1)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     for names in (("one", "other"), ("other", "one")):
         rows = inserted(model, torch.randn(2, 64, 32, 32), target=replace(VNNI, kernel_tables=names))
-        assert [row.name.split("_")[0] for row in rows if row.is_for_speed] == left
+        assert [row.name.split("_")[0] for row in rows if row.is_for_speed] == float_layers
 
 
-def test_a_target_without_a_table_leaves_nothing_out():
+def test_a_target_without_tables_quantizes_everything():
     none = replace(VNNI, kernel_tables=())
     assert all(row.state == OperationState.QUANTIZED for row in inserted(Net(), X, target=none))
 

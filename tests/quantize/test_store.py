@@ -313,10 +313,10 @@ class TestBitEqual:
         assert quantized.training
         assert torch.equal(output(scalepoint.load(tmp_path, model, x), x), output(quantized.eval(), x))
 
-    @pytest.mark.parametrize("made", [observing, frozen, frozen_outside, lsq], ids=lambda made: made.__name__)
-    def test_training_goes_on_after_a_load(self, made, tmp_path):
+    @pytest.mark.parametrize("prepare", [observing, frozen, frozen_outside, lsq], ids=lambda prepare: prepare.__name__)
+    def test_training_continues_after_a_load(self, prepare, tmp_path):
         torch.manual_seed(0)
-        model, x, quantized = made()
+        model, x, quantized = prepare()
         scalepoint.save(quantized, tmp_path)
         loaded = scalepoint.load(tmp_path, model, x).train()
         train(quantized.train(), image(4, 20), 1e-3)
@@ -334,14 +334,14 @@ class TestBitEqual:
         pointers = {state[name].data_ptr() for name in ("lm_head.weight", "embed_tokens.weight")}
         assert len(pointers) == 1
 
-    def test_saved_twice_is_the_same_file(self, tmp_path):
+    def test_saving_twice_gives_the_same_file(self, tmp_path):
         quantized = quantized_small()
         for name in ("one", "two"):
             scalepoint.save(quantized, tmp_path / name)
         one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
         assert one == two
 
-    def test_a_fixed_and_a_skipped_stub_are_remembered(self, tmp_path):
+    def test_fixed_and_skipped_stubs_are_saved(self, tmp_path):
         class Branch(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -364,7 +364,7 @@ class TestBitEqual:
         calibrate(loaded, [rows() * 9])
         assert float(loaded.get_submodule(stub.name).scale) == 0.25
 
-    def test_neither_calibration_nor_the_callers_model_is_touched(self, tmp_path, monkeypatch):
+    def test_loading_changes_neither_calibration_nor_the_callers_model(self, tmp_path, monkeypatch):
         model = small()
         quantized = quantized_small()
         expected = output(quantized, image())
@@ -382,28 +382,28 @@ class TestBitEqual:
         assert model.training
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
-    def test_only_what_insert_qdq_made_is_saved(self, tmp_path):
+    def test_only_models_of_insert_qdq_are_saved(self, tmp_path):
         with pytest.raises(ScalepointError, match="insert_qdq"):
             scalepoint.save(small(), tmp_path / "no")
         assert not (tmp_path / "no").exists()
 
 
 class TestNothingIsUnpickled:
-    def test_loading_never_calls_pickle(self, kept, monkeypatch):
+    def test_loading_never_calls_pickle(self, saved, monkeypatch):
         def never(*args, **kwargs):
             raise AssertionError("unpickled")
 
         for module, name in ((torch, "load"), (pickle, "loads"), (pickle, "load"), (pickle, "Unpickler")):
             monkeypatch.setattr(module, name, never)
         monkeypatch.setattr(torch.serialization, "load", never)
-        assert torch.equal(output(scalepoint.load(kept.folder, kept.model), image()), kept.expected)
+        assert torch.equal(output(scalepoint.load(saved.folder, saved.model), image()), saved.expected)
 
-    def test_the_package_has_no_word_of_it(self):
+    def test_the_package_does_not_mention_pickle(self):
         words = re.compile(
             r"\bpickle\.|import pickle|torch\.load\(|torch\.export\.load|\beval\(\s*[\"'a-z]|\bexec\(|shell=True"
         )
         sources = sorted((ROOT / "src" / "scalepoint").rglob("*.py"))
-        found = [
+        matches = [
             f"{path.name}:{number}: {line.partition('#')[0].strip()}"
             for path in sources
             for number, line in enumerate(path.read_text().splitlines(), 1)
@@ -414,10 +414,10 @@ class TestNothingIsUnpickled:
             "return torch.export.load(path)",  # a .pt2 file, only when the user says that it is trusted
             'state = torch.load(path, map_location="cpu", weights_only=True)',  # tensors alone, nothing is unpickled
         }
-        assert [line for line in found if line.partition(": ")[2] not in allowed] == []
+        assert [line for line in matches if line.partition(": ")[2] not in allowed] == []
 
 
-class Kept:
+class SavedModel:
     """A saved model and what it computes."""
 
     def __init__(self, folder):
@@ -447,102 +447,102 @@ class Kept:
 
 
 @pytest.fixture(scope="module")
-def kept_once(tmp_path_factory):
-    return Kept(tmp_path_factory.mktemp("kept") / "model")
+def saved_once(tmp_path_factory):
+    return SavedModel(tmp_path_factory.mktemp("kept") / "model")
 
 
 @pytest.fixture
-def kept(kept_once):
-    kept_once.restore()
-    yield kept_once
-    kept_once.restore()
+def saved(saved_once):
+    saved_once.restore()
+    yield saved_once
+    saved_once.restore()
 
 
 class TestAnotherFloatModel:
-    def check(self, kept, model, *names):
+    def check(self, saved, model, *names):
         with pytest.raises(StoreError) as error:
-            scalepoint.load(kept.folder, model)
+            scalepoint.load(saved.folder, model)
         for name in names:
             assert name in str(error.value)
 
     @pytest.mark.parametrize("name", ["conv.weight", "conv.bias", "bn.running_var", "bn.weight", "fc.bias"])
-    def test_other_values(self, kept, name):
+    def test_other_values_are_refused(self, saved, name):
         model = small()
         with torch.no_grad():
             model.state_dict()[name].view(-1)[0] += 1e-6
-        self.check(kept, model, name)
+        self.check(saved, model, name)
 
-    def test_another_shape(self, kept):
+    def test_another_shape_is_refused(self, saved):
         model = small()
         model.fc = nn.Linear(4, 5)
-        self.check(kept, model, "fc.weight", "[3, 4]", "[5, 4]")
+        self.check(saved, model, "fc.weight", "[3, 4]", "[5, 4]")
 
-    def test_another_type(self, kept):
+    def test_another_dtype_is_refused(self, saved):
         with pytest.raises(StoreError, match="float64"):
-            scalepoint.load(kept.folder, small().double())
+            scalepoint.load(saved.folder, small().double())
 
-    def test_a_layer_is_missing(self, kept):
+    def test_a_missing_layer_is_refused(self, saved):
         model = small()
         model.fc = nn.Identity()
-        self.check(kept, model, "fc.weight")
+        self.check(saved, model, "fc.weight")
 
-    def test_a_layer_is_new(self, kept):
+    def test_a_new_layer_is_refused(self, saved):
         model = small()
         model.fc = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
-        self.check(kept, model, "fc")
+        self.check(saved, model, "fc")
 
-    def test_the_same_tensors_in_another_order_of_computation(self, kept):
+    def test_another_order_of_computation_is_refused(self, saved):
         class Other(Small):
             def forward(self, x):
                 return self.fc(F.relu(self.conv(x)).mean((2, 3))) + self.bn(self.conv(x)).mean()
 
         torch.manual_seed(0)
         model = settled(Other())
-        self.check(kept, model)
+        self.check(saved, model)
 
-    def test_another_seed(self, kept):
-        self.check(kept, small(5), "conv.weight")
+    def test_another_seed_is_refused(self, saved):
+        self.check(saved, small(5), "conv.weight")
 
 
-def refused_or_equal(kept):
+def refused_or_equal(saved):
     """StoreError, or the very same model; anything else fails the test."""
     try:
-        loaded = kept.load()
+        loaded = saved.load()
     except StoreError:
         return False
-    assert torch.equal(output(loaded, image()), kept.expected)
+    assert torch.equal(output(loaded, image()), saved.expected)
     return True
 
 
 class TestDamage:
     @pytest.mark.parametrize("which", ["manifest", "tensors"])
-    def test_truncated_anywhere(self, kept, which):
-        path = getattr(kept, which)
-        whole = kept.original[path]
-        points = sorted({0, 1, 2, 7, 8, 9, len(whole) - 1, *(len(whole) * step // 40 for step in range(40))})
+    def test_truncated_files_are_refused(self, saved, which):
+        path = getattr(saved, which)
+        content = saved.original[path]
+        points = sorted({0, 1, 2, 7, 8, 9, len(content) - 1, *(len(content) * step // 40 for step in range(40))})
         for point in points:
-            path.write_bytes(whole[:point])
+            path.write_bytes(content[:point])
             with pytest.raises(StoreError):
-                kept.load()
+                saved.load()
 
     @pytest.mark.parametrize("which", ["manifest", "tensors"])
-    def test_longer_than_written(self, kept, which):
-        path = getattr(kept, which)
-        path.write_bytes(kept.original[path] + b"\0garbage")
+    def test_longer_files_are_refused(self, saved, which):
+        path = getattr(saved, which)
+        path.write_bytes(saved.original[path] + b"\0garbage")
         with pytest.raises(StoreError):
-            kept.load()
+            saved.load()
 
     @pytest.mark.parametrize("which", ["manifest", "tensors"])
-    def test_flipped_bytes(self, kept, which):
-        path = getattr(kept, which)
-        whole, chance = kept.original[path], random.Random(0)  # noqa: S311  # no secret
+    def test_flipped_bytes_are_refused(self, saved, which):
+        path = getattr(saved, which)
+        content, chance = saved.original[path], random.Random(0)  # noqa: S311  # no secret
         equal = 0
         for _ in range(100):
-            place = chance.randrange(len(whole))
-            changed = bytearray(whole)
-            changed[place] ^= 1 << chance.randrange(8)
+            position = chance.randrange(len(content))
+            changed = bytearray(content)
+            changed[position] ^= 1 << chance.randrange(8)
             path.write_bytes(bytes(changed))
-            equal += refused_or_equal(kept)
+            equal += refused_or_equal(saved)
         assert equal < 40  # white space of the manifest may change
 
     @pytest.mark.parametrize(
@@ -550,121 +550,121 @@ class TestDamage:
         ["", "{", "null", "[]", "17", '"a"', "{}", '{"manifest": 3}', '{"manifest": {}}', "[" * 100_000, "\0", "NaN"],
         ids=range(12),
     )
-    def test_another_text(self, kept, text):
-        kept.manifest.write_text(text)
+    def test_another_manifest_text_is_refused(self, saved, text):
+        saved.manifest.write_text(text)
         with pytest.raises(StoreError):
-            kept.load()
+            saved.load()
 
     @pytest.mark.parametrize(
         "content", [b"\xff\xfe\x00", b"\x80abc", os.urandom(64) + b"\xff"], ids=["bom", "80", "noise"]
     )
-    def test_not_a_text(self, kept, content):
-        kept.manifest.write_bytes(content)
+    def test_a_manifest_that_is_not_text_is_refused(self, saved, content):
+        saved.manifest.write_bytes(content)
         with pytest.raises(StoreError):
-            kept.load()
+            saved.load()
 
-    def test_a_tampered_value(self, kept):
-        text = kept.original[kept.manifest].decode()
+    def test_a_tampered_value_is_refused(self, saved):
+        text = saved.original[saved.manifest].decode()
         assert '"n_bits"' in text or '"per_channel": true' in text
-        kept.manifest.write_text(text.replace('"per_channel": true', '"per_channel": false'))
+        saved.manifest.write_text(text.replace('"per_channel": true', '"per_channel": false'))
         with pytest.raises(StoreError, match="check"):
-            kept.load()
+            saved.load()
 
     @pytest.mark.parametrize("version", [2, 99, 0, "1", None, [1], True])
-    def test_another_format_version(self, kept, version):
-        kept.reseal(lambda manifest: manifest.update(format=version))
+    def test_another_format_version_is_refused(self, saved, version):
+        saved.reseal(lambda manifest: manifest.update(format=version))
         if version is True:  # equal to 1 in Python
-            assert refused_or_equal(kept) in (True, False)
+            assert refused_or_equal(saved) in (True, False)
             return
         with pytest.raises(StoreError, match="format"):
-            kept.load()
+            saved.load()
 
-    def test_a_newer_one_says_who_wrote_it(self, kept):
-        kept.reseal(lambda manifest: manifest.update(format=2, versions={"scalepoint": "9.8.7"}))
+    def test_the_error_for_a_newer_format_names_the_version_that_wrote_it(self, saved):
+        saved.reseal(lambda manifest: manifest.update(format=2, versions={"scalepoint": "9.8.7"}))
         with pytest.raises(StoreError, match=r"9\.8\.7"):
-            kept.load()
+            saved.load()
 
     KEYS = ("target", "leave", "plan", "config", "float", "calculators", "fixed", "skipped", "aliases", "tensors")
 
     @pytest.mark.parametrize("key", [*KEYS, "smoothed", "is_norm_frozen"])
-    def test_a_resealed_manifest_that_makes_no_sense(self, kept, key):
-        kept.reseal(lambda manifest: manifest.pop(key))
-        others = []
+    def test_an_invalid_manifest_with_a_valid_checksum_is_refused(self, saved, key):
+        saved.reseal(lambda manifest: manifest.pop(key))
+        wrong_values = []
         for value in (None, 3, "text", [["a", "b"]], {"conv": "x"}):
             if value is not None:
-                kept.reseal(lambda manifest, value=value: manifest.update({key: value}))
+                saved.reseal(lambda manifest, value=value: manifest.update({key: value}))
             try:
-                loaded = kept.load()
+                loaded = saved.load()
             except ScalepointError:
                 continue
             except Exception as error:  # collected, to name them all
-                others.append(f"{value}: {error!r}")
+                wrong_values.append(f"{value}: {error!r}")
             else:
-                assert torch.equal(output(loaded, image()), kept.expected)
-        assert others == []
+                assert torch.equal(output(loaded, image()), saved.expected)
+        assert wrong_values == []
 
-    def test_a_resealed_alias_to_nowhere(self, kept):
-        kept.reseal(lambda manifest: manifest.update(aliases={"fc.bias": "nowhere"}))
+    def test_an_alias_of_a_missing_tensor_is_refused(self, saved):
+        saved.reseal(lambda manifest: manifest.update(aliases={"fc.bias": "nowhere"}))
         with pytest.raises(StoreError):
-            kept.load()
+            saved.load()
 
-    def test_tensors_of_another_shape(self, kept):
-        tensors = load_file(kept.tensors)
+    def test_tensors_of_another_shape_are_refused(self, saved):
+        tensors = load_file(saved.tensors)
         tensors["fc.weight"] = torch.zeros(7, 7)
-        save_file(tensors, kept.tensors)
-        digest = hashlib.sha256(kept.tensors.read_bytes()).hexdigest()
-        kept.reseal(lambda manifest: manifest["tensors"].update(sha256=digest))
+        save_file(tensors, saved.tensors)
+        digest = hashlib.sha256(saved.tensors.read_bytes()).hexdigest()
+        saved.reseal(lambda manifest: manifest["tensors"].update(sha256=digest))
         with pytest.raises(StoreError):
-            kept.load()
+            saved.load()
 
     @pytest.mark.parametrize(
         "name", ["../outside.safetensors", "{}/outside.safetensors", "a/../../outside.safetensors"]
     )
-    def test_a_path_out_of_the_folder(self, kept, name):
-        outside = kept.folder.parent / "outside.safetensors"
-        shutil.copy(kept.tensors, outside)
-        kept.reseal(lambda manifest: manifest["tensors"].update(file=name.format(outside.parent)))
+    def test_a_path_outside_of_the_folder_is_refused(self, saved, name):
+        outside = saved.folder.parent / "outside.safetensors"
+        shutil.copy(saved.tensors, outside)
+        saved.reseal(lambda manifest: manifest["tensors"].update(file=name.format(outside.parent)))
         with pytest.raises(StoreError):
-            kept.load()
+            saved.load()
         outside.unlink()
 
     @pytest.mark.parametrize("name", ["", ".", "..", "/", "\0", "x" * 5000], ids=range(6))
-    def test_a_file_name_that_is_none(self, kept, name):
-        kept.reseal(lambda manifest: manifest["tensors"].update(file=name))
+    def test_an_invalid_tensor_file_name_is_refused(self, saved, name):
+        saved.reseal(lambda manifest: manifest["tensors"].update(file=name))
         with pytest.raises(StoreError):
-            kept.load()
+            saved.load()
 
     @pytest.mark.parametrize("which", ["manifest", "tensors"])
-    def test_a_file_is_missing(self, kept, which):
-        path = getattr(kept, which)
+    def test_a_missing_file_is_an_error(self, saved, which):
+        path = getattr(saved, which)
         path.unlink()
         with pytest.raises(StoreError) as error:
-            kept.load()
+            saved.load()
         assert path.name in str(error.value)
 
-    def test_there_is_no_folder(self, kept, tmp_path):
+    def test_a_missing_folder_is_an_error(self, saved, tmp_path):
         with pytest.raises(StoreError):
-            scalepoint.load(tmp_path / "nowhere", kept.model, image())
+            scalepoint.load(tmp_path / "nowhere", saved.model, image())
 
-    def test_the_manifest_is_a_folder(self, kept):
-        kept.manifest.unlink()
-        kept.manifest.mkdir()
+    def test_a_folder_in_place_of_the_manifest_is_an_error(self, saved):
+        saved.manifest.unlink()
+        saved.manifest.mkdir()
         try:
             with pytest.raises(StoreError):
-                kept.load()
+                saved.load()
         finally:
-            kept.manifest.rmdir()
+            saved.manifest.rmdir()
 
-    def test_a_malicious_pickle_in_the_place_of_the_tensors(self, kept, tmp_path):
+    def test_a_malicious_pickle_in_place_of_the_tensors_is_refused(self, saved, tmp_path):
         class Evil:
             def __reduce__(self):
                 return (Path.touch, (tmp_path / "marker",))
 
-        torch.save({"a": Evil()}, kept.tensors)
-        digest = hashlib.sha256(kept.tensors.read_bytes()).hexdigest()
-        kept.reseal(lambda manifest: manifest["tensors"].update(sha256=digest))
+        torch.save({"a": Evil()}, saved.tensors)
+        digest = hashlib.sha256(saved.tensors.read_bytes()).hexdigest()
+        saved.reseal(lambda manifest: manifest["tensors"].update(sha256=digest))
         with pytest.raises(StoreError):
-            kept.load()
+            saved.load()
         assert not (tmp_path / "marker").exists()
 
 
@@ -673,22 +673,22 @@ def listing(folder):
 
 
 class TestTheFolder:
-    def test_it_may_be_a_string_and_is_made_with_its_parents(self, tmp_path):
+    def test_the_folder_may_be_a_string_and_is_created_with_its_parents(self, tmp_path):
         folder = tmp_path / "a" / "b"
         assert Path(scalepoint.save(quantized_small(), str(folder))) == folder
         assert MANIFEST in listing(folder)
 
     @pytest.mark.parametrize("under", ["", "/inside"])
-    def test_a_file_is_no_folder(self, kept, tmp_path, under):
+    def test_a_file_in_place_of_the_folder_is_an_error(self, saved, tmp_path, under):
         (tmp_path / "file").write_text("mine")
         with pytest.raises(StoreError):
             scalepoint.save(quantized_small(), f"{tmp_path}/file{under}")
         with pytest.raises(StoreError):
-            scalepoint.load(f"{tmp_path}/file{under}", kept.model, image())
+            scalepoint.load(f"{tmp_path}/file{under}", saved.model, image())
         assert (tmp_path / "file").read_text() == "mine"
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-    def test_read_only(self, tmp_path):
+    def test_a_read_only_folder_is_an_error(self, tmp_path):
         tmp_path.chmod(0o500)
         with pytest.raises(StoreError):
             scalepoint.save(quantized_small(), tmp_path)
@@ -701,7 +701,7 @@ class TestTheFolder:
             assert torch.equal(output(scalepoint.load(tmp_path, small(seed)), image()), output(quantized, image()))
             assert len(listing(tmp_path)) == 2
 
-    def test_files_of_others_stay(self, tmp_path):
+    def test_files_of_other_programs_stay(self, tmp_path):
         mine = {
             "notes.txt": b"mine",
             "model-00001-of-00002.safetensors": b"a checkpoint",
@@ -713,7 +713,7 @@ class TestTheFolder:
         assert {name: (tmp_path / name).read_bytes() for name in mine if (tmp_path / name).exists()} == mine
 
     @pytest.mark.parametrize("name", [".tmp-123-scalepoint.json/file", ".tmp-123-tensors/.tmpjhapgb"])
-    def test_what_a_killed_one_left_is_swept(self, tmp_path, name):
+    def test_files_left_by_a_killed_process_are_deleted(self, tmp_path, name):
         """The second as safetensors names it, which writes next to the file that it is given."""
         scalepoint.save(quantized_small(), tmp_path)
         (tmp_path / name).parent.mkdir()
@@ -722,29 +722,29 @@ class TestTheFolder:
         assert len(listing(tmp_path)) == 2
 
     def test_temporary_files_of_other_programs_stay(self, tmp_path):
-        others = (".tmp-123", ".tmp-mine", ".tmpabcdef", ".tmp-123-mine")
-        for name in others:
+        foreign_names = (".tmp-123", ".tmp-mine", ".tmpabcdef", ".tmp-123-mine")
+        for name in foreign_names:
             (tmp_path / name).write_text("mine")
         for seed in (0, 1):
             scalepoint.save(quantized_small(seed), tmp_path)
-        assert [(tmp_path / name).read_text() for name in others] == ["mine"] * 4
+        assert [(tmp_path / name).read_text() for name in foreign_names] == ["mine"] * 4
 
-    def test_a_second_writer_gets_an_error(self, kept):
+    def test_a_second_writer_gets_an_error(self, saved):
         holder = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(kept.folder / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", HOLDER, str(saved.folder / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         try:
             holder.stdout.readline()
             with pytest.raises(StoreError, match="another process"):
-                scalepoint.save(quantized_small(1), kept.folder)
-            assert refused_or_equal(kept)  # the old one is there, and reading needs no lock
+                scalepoint.save(quantized_small(1), saved.folder)
+            assert refused_or_equal(saved)  # the old one is there, and reading needs no lock
         finally:
             holder.communicate(b"go\n", timeout=10)
-        scalepoint.save(quantized_small(), kept.folder)
-        assert refused_or_equal(kept)
+        scalepoint.save(quantized_small(), saved.folder)
+        assert refused_or_equal(saved)
 
-    def test_the_lock_is_free_afterwards(self, kept):
-        handle = os.open(kept.folder / ".lock", os.O_RDWR)
+    def test_the_lock_is_released_after_a_save(self, saved):
+        handle = os.open(saved.folder / ".lock", os.O_RDWR)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(handle)
 
@@ -753,15 +753,15 @@ HOLDER = """
 import fcntl, sys
 file = open(sys.argv[1], "w")
 fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
+print("locked", flush=True)
 sys.stdin.readline()
 """
 
 
 class TestDiskFull:
     @pytest.mark.parametrize("call", [1, 2])
-    def test_a_rename_that_fails(self, kept, monkeypatch, call):
-        before, calls, replace = listing(kept.folder), [], os.replace
+    def test_a_failing_rename_leaves_the_old_model(self, saved, monkeypatch, call):
+        before, calls, replace = listing(saved.folder), [], os.replace
 
         def full(*args, **kwargs):
             calls.append(args)
@@ -772,17 +772,17 @@ class TestDiskFull:
         monkeypatch.setattr(os, "replace", full)
         try:
             with pytest.raises(StoreError, match="space"):
-                scalepoint.save(quantized_small(1), kept.folder)
+                scalepoint.save(quantized_small(1), saved.folder)
             assert len(calls) >= call
-            assert refused_or_equal(kept)
-            assert listing(kept.folder) == before
+            assert refused_or_equal(saved)
+            assert listing(saved.folder) == before
         finally:
             monkeypatch.undo()
-            scalepoint.save(quantized_small(), kept.folder)
+            scalepoint.save(quantized_small(), saved.folder)
 
     @pytest.mark.parametrize("call", [1, 2])
-    def test_a_flush_that_fails(self, kept, monkeypatch, call):
-        before, calls, fsync = listing(kept.folder), [], os.fsync
+    def test_a_failing_flush_leaves_the_old_model(self, saved, monkeypatch, call):
+        before, calls, fsync = listing(saved.folder), [], os.fsync
 
         def full(handle):
             calls.append(handle)
@@ -793,41 +793,41 @@ class TestDiskFull:
         monkeypatch.setattr(os, "fsync", full)
         try:
             with pytest.raises(StoreError):
-                scalepoint.save(quantized_small(1), kept.folder)
+                scalepoint.save(quantized_small(1), saved.folder)
             monkeypatch.undo()
-            assert refused_or_equal(kept)
-            assert listing(kept.folder) == before
+            assert refused_or_equal(saved)
+            assert listing(saved.folder) == before
         finally:
             monkeypatch.undo()
-            scalepoint.save(quantized_small(), kept.folder)
+            scalepoint.save(quantized_small(), saved.folder)
 
-    def test_tensors_that_cannot_be_written(self, kept, monkeypatch):
+    def test_tensors_that_cannot_be_written_leave_the_old_model(self, saved, monkeypatch):
         def full(*args, **kwargs):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        before = listing(kept.folder)
+        before = listing(saved.folder)
         monkeypatch.setattr("scalepoint.quantize.store.save_file", full)
         with pytest.raises(StoreError, match="space"):
-            scalepoint.save(quantized_small(1), kept.folder)
-        assert refused_or_equal(kept)
-        assert listing(kept.folder) == before
+            scalepoint.save(quantized_small(1), saved.folder)
+        assert refused_or_equal(saved)
+        assert listing(saved.folder) == before
 
     @pytest.mark.parametrize("share", [0.1, 0.9])
-    def test_a_real_limit_of_the_system(self, kept, share):
-        before = listing(kept.folder)
+    def test_a_real_disk_limit_leaves_the_old_model(self, saved, share):
+        before = listing(saved.folder)
         quantized = quantized_small(1)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * len(kept.original[kept.tensors])), hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * len(saved.original[saved.tensors])), hard))
         try:
             with pytest.raises(StoreError) as error:
-                scalepoint.save(quantized, kept.folder)
+                scalepoint.save(quantized, saved.folder)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             signal.signal(signal.SIGXFSZ, old)
-        assert str(kept.folder) in str(error.value)
-        assert refused_or_equal(kept)
-        assert listing(kept.folder) == before
+        assert str(saved.folder) in str(error.value)
+        assert refused_or_equal(saved)
+        assert listing(saved.folder) == before
 
 
 SERVER = """
@@ -889,7 +889,7 @@ class Saver:
     def save(self, which, kill_at=-1, delay=None, folder=None):
         """Start a save; kill it at a point of its own or after a delay. Returns exit code and what it said."""
         self.process.stdin.write(f"{which} {kill_at} {folder or self.folder}\n")
-        said, code = [], None
+        reply, code = [], None
         while code is None:
             word, *rest = self.process.stdout.readline().split()
             if word == "child" and delay is not None:
@@ -897,10 +897,10 @@ class Saver:
                 with contextlib.suppress(ProcessLookupError):  # it was faster
                     os.kill(int(rest[0]), signal.SIGKILL)
             elif word == "done":
-                said = rest
+                reply = rest
             elif word == "end":
                 code = int(rest[0])
-        return code, said
+        return code, reply
 
     def close(self):
         self.process.stdin.close()
@@ -921,56 +921,56 @@ class TestKilled:
     def outputs(cls):
         return [output(model, image()) for model in two_models()]
 
-    def held(self, folder, outputs):
+    def find_saved_model(self, folder, outputs):
         """Which of the two models the folder holds; a broken one fails here."""
-        found = output(scalepoint.load(folder, small()), image())
-        equal = [torch.equal(found, each) for each in outputs]
+        loaded_output = output(scalepoint.load(folder, small()), image())
+        equal = [torch.equal(loaded_output, output_before) for output_before in outputs]
         assert sum(equal) == 1
         return equal.index(True)
 
-    def test_at_every_call_that_touches_the_disk(self, saver, outputs):
+    def test_a_kill_at_any_disk_call_leaves_a_valid_model(self, saver, outputs):
         assert not torch.equal(*outputs)
         assert saver.save(0)[0] == 0
         points = int(saver.save(0, kill_at=0)[1][1])
         assert points > 10
-        held, seen = 0, set()
+        current, outcomes = 0, set()
         for point in range(1, points + 1):
-            other = 1 - held
+            other = 1 - current
             assert saver.save(other, kill_at=point)[0] == -signal.SIGKILL
-            now = self.held(saver.folder, outputs)
-            seen.add(now == other)
-            held = now
-        assert seen == {True, False}  # some died before the commit, some after
-        assert saver.save(1 - held)[0] == 0  # whatever they left, one can save here again
-        assert self.held(saver.folder, outputs) == 1 - held
+            now = self.find_saved_model(saver.folder, outputs)
+            outcomes.add(now == other)
+            current = now
+        assert outcomes == {True, False}  # some died before the commit, some after
+        assert saver.save(1 - current)[0] == 0  # whatever they left, one can save here again
+        assert self.find_saved_model(saver.folder, outputs) == 1 - current
         assert len(listing(saver.folder)) == 2
 
     @pytest.mark.parametrize("moments", [25, pytest.param(200, marks=pytest.mark.slow)])
-    def test_after_any_delay(self, saver, outputs, moments):
+    def test_a_kill_after_any_delay_leaves_a_valid_model(self, saver, outputs, moments):
         assert saver.save(0)[0] == 0
         took = max(float(saver.save(0)[1][0]) for _ in range(3))
-        held, killed = 0, 0
+        current, killed = 0, 0
         for step in range(moments):
-            code, _ = saver.save(1 - held, delay=1.3 * took * step / moments)
+            code, _ = saver.save(1 - current, delay=1.3 * took * step / moments)
             killed += code == -signal.SIGKILL
-            held = self.held(saver.folder, outputs)
+            current = self.find_saved_model(saver.folder, outputs)
         assert killed >= 5
-        assert saver.save(1 - held)[0] == 0
-        assert self.held(saver.folder, outputs) == 1 - held
+        assert saver.save(1 - current)[0] == 0
+        assert self.find_saved_model(saver.folder, outputs) == 1 - current
         assert len(listing(saver.folder)) == 2
 
     @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
-    def test_the_first_save_leaves_nothing_or_all(self, saver, tmp_path, outputs, step):
+    def test_a_kill_during_the_first_save_leaves_nothing_or_everything(self, saver, tmp_path, outputs, step):
         folder = tmp_path / "new"
         points = int(saver.save(0, kill_at=0, folder=folder)[1][1])
-        kept = 0
+        intact = 0
         for point in range(1 + points % step, points + 1, step):  # the last is one of them
             shutil.rmtree(folder, ignore_errors=True)
             saver.save(0, kill_at=point, folder=folder)
             if (folder / MANIFEST).exists():
-                assert self.held(folder, outputs) == 0
-                kept += 1
+                assert self.find_saved_model(folder, outputs) == 0
+                intact += 1
             else:
                 with pytest.raises(StoreError, match=MANIFEST):
                     scalepoint.load(folder, small())
-        assert 0 < kept < points / step
+        assert 0 < intact < points / step

@@ -13,7 +13,7 @@ from scalepoint.quantize import Override, QuantConfig
 from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import onnxruntime_target
 from scalepoint.verification import verify
-from tests.quantize.test_embedding_tables import ROWS, WIDTH, Words, ids, made, words
+from tests.quantize.test_embedding_tables import ROWS, WIDTH, Words, ids, make_quantized, words
 
 NARROW = QuantConfig(overrides=(Override(name="words", weight={"n_bits": 4, "block_size": 16}),))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tables")
-    quantized = made(words())
+    quantized = make_quantized(words())
     export(quantized, folder / "m.onnx", ids()[0], float_path=folder / "float.onnx")
     return folder, quantized
 
@@ -57,7 +57,7 @@ def test_rows_in_onnx_runtime_equal_the_simulation_bit_by_bit(tmp_path, batch, c
             return self.words(ids), super().forward(ids)
 
     torch.manual_seed(0)
-    quantized = made(Rows().eval(), config)
+    quantized = make_quantized(Rows().eval(), config)
     export(quantized, tmp_path / "m.onnx", ids()[0])
     token_ids = torch.randint(0, ROWS, (batch, 7))
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_rows_in_onnx_runtime_equal_the_simulation_bit_by_bit(tmp_path, batch, c
 
 
 def test_a_4_bit_table_is_stored_in_4_bits_and_only_read_rows_are_dequantized(tmp_path):
-    quantized = made(words(), NARROW)
+    quantized = make_quantized(words(), NARROW)
     export(quantized, tmp_path / "m.onnx", ids()[0], float_path=tmp_path / "float.onnx")
     (table,) = tables(tmp_path / "m.onnx")
     assert table.data_type == onnx.TensorProto.INT4
@@ -79,7 +79,9 @@ def test_a_4_bit_table_is_stored_in_4_bits_and_only_read_rows_are_dequantized(tm
 
 
 def test_layers_left_float_for_speed_are_unpacked_next_to_a_4_bit_table(tmp_path):
-    quantized = made(words(), NARROW.model_copy(update={"speed_first": True}), target=onnxruntime_target("avx2"))
+    quantized = make_quantized(
+        words(), NARROW.model_copy(update={"speed_first": True}), target=onnxruntime_target("avx2")
+    )
     export(quantized, tmp_path / "m.onnx", ids()[0])
     session(tmp_path / "m.onnx", keep=tmp_path / "compiled.onnx")
     kinds = Counter(node.op_type for node in onnx.load(tmp_path / "compiled.onnx").graph.node)
@@ -95,7 +97,7 @@ def test_the_whole_file_agrees_with_the_simulation(file):
 
 @pytest.mark.parametrize("cpu", ["vnni", "avx2"])
 def test_a_tied_head_shares_the_bytes_of_its_table_and_still_multiplies_in_int8(tmp_path, cpu):
-    quantized = made(words(tied=True), target=onnxruntime_target(cpu))
+    quantized = make_quantized(words(tied=True), target=onnxruntime_target(cpu))
     export(quantized, tmp_path / "m.onnx", ids()[0])
     assert len(tables(tmp_path / "m.onnx")) == 1
     assert (tmp_path / "m.onnx").stat().st_size < 1.6 * ROWS * WIDTH
@@ -111,7 +113,7 @@ def test_a_tied_head_shares_the_bytes_of_its_table_and_still_multiplies_in_int8(
 
 
 def test_openvino_runs_the_table(tmp_path):
-    quantized = made(words(), target="openvino")
+    quantized = make_quantized(words(), target="openvino")
     export(quantized, tmp_path / "m.onnx", ids()[0], float_path=tmp_path / "float.onnx")
     verification = verify(tmp_path / "m.onnx", quantized, ids()[1], float_path=tmp_path / "float.onnx")
     assert verification.holds
