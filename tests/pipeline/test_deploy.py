@@ -294,7 +294,7 @@ class TestRefused:
             ({"on_nan": "ignore"}, "on_nan: .*'error' or 'skip'.*'ignore'"),
             ({"evaluate": "accuracy"}, "evaluate=.*'accuracy'"),
             ({"config": {"wieght": "float"}}, "config: .*'wieght'.*'weight'"),
-            ({"config": {"weight": "int7"}}, "config: weight: .* not 'int7'"),
+            ({"config": {"weight": "int7"}}, "config: weight: .* got 'int7'"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )

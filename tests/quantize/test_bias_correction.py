@@ -1,4 +1,4 @@
-"""Bias correction: the mean of every layer's output stays what it is in float."""
+"""Bias correction keeps the mean output of every layer at its float value."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def distance(model, quantized, data):
 
 
 def means_of_errors(quantized, data):
-    """Of every layer, what its rounded weight adds to the mean of each output, and its shift."""
+    """Yield each layer with the mean error of its outputs that rounding its weight causes."""
     inputs_by_layer = {}
     for name, layer in layers_of(quantized).items():
         layer.register_forward_pre_hook(
@@ -97,7 +97,9 @@ def test_the_mean_rounding_error_of_each_layer_is_subtracted(model, data):
     assert len(errors) == 5
     for layer, mean in errors:
         remaining = (layer.bias_shift - mean).square().mean() / mean.square().mean()
-        assert remaining < (1e-6 if layer.kind == "linear" else 0.05)  # positions of a picture are taken as alike
+        assert remaining < (
+            1e-6 if layer.kind == "linear" else 0.05
+        )  # the correction assumes equal means at all positions
 
 
 def test_corrected_outputs_are_closer_to_float(model, data):
@@ -124,7 +126,7 @@ def test_calibrate_corrects_biases_unless_the_config_or_the_call_disables_it(mod
     assert all(shifted(CORRECTED, freeze_weights=True))
     assert not any(shifted(CORRECTED, freeze_weights=True, correct_bias=False))
     assert all(shifted(None, freeze_weights=True, correct_bias=True))
-    assert not any(shifted(CORRECTED))  # weights that go on moving have no rounding to correct
+    assert not any(shifted(CORRECTED))  # the rounding error of unfrozen weights can still change
 
 
 def test_calibrating_again_with_correct_bias_false_removes_the_shift(model, data):
@@ -193,7 +195,7 @@ def test_data_that_raises_leaves_earlier_shifts_unchanged(model, data):
     assert all(torch.equal(layer.bias_shift, before[name]) for name, layer in layers_of(quantized).items())
 
 
-@pytest.mark.filterwarnings("ignore::scalepoint.errors.ScalepointWarning")  # its length is fixed
+@pytest.mark.filterwarnings("ignore::scalepoint.errors.ScalepointWarning")  # capture fixes the length of a vector
 def test_inputs_can_be_vectors():
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(16, 8)).eval(), [torch.rand(16) for _ in range(4)]
@@ -218,7 +220,7 @@ def test_prepare_qat_removes_the_shift_of_layers_with_batch_norm(data):
     prepare_qat(quantized)
     normed, plain = layers_of(quantized).values()
     assert normed.bias_shift is None
-    assert plain.bias_shift is not None  # in train as in eval
+    assert plain.bias_shift is not None  # the same in train and eval mode
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -1,4 +1,4 @@
-"""Calibration: every form of data, nothing of the caller's changed, every failure told; and the guide as written."""
+"""Calibration: forms of data, unchanged inputs of the caller, errors, ranges, and the example of the contract."""
 
 import copy
 import importlib
@@ -31,7 +31,7 @@ from scalepoint.transformation import transform
 from tests.errors import raises
 from tests.models import ResNet, settled
 
-LEAF_SPEC = "ignore:.*LeafSpec.*:FutureWarning"  # torch's deepcopy of torch's own graph
+LEAF_SPEC = "ignore:.*LeafSpec.*:FutureWarning"  # emitted by torch when it copies a graph
 pytestmark = pytest.mark.filterwarnings(LEAF_SPEC)
 
 CONFIG = QuantConfig(activation=TensorQuantConfig(), weight=TensorQuantConfig(per_channel=True))
@@ -237,7 +237,7 @@ class TestData:
 
 
 def noticed(model):
-    """All that a caller could see change in a model, but for its quantizers."""
+    """Return everything of a model that a caller can observe, except its quantizers."""
     return (
         {name: module.training for name, module in model.named_modules()},
         {name: value.requires_grad for name, value in model.named_parameters()},
@@ -266,7 +266,7 @@ def broken(batches, at):
 
 class TestNothingElseChanges:
     def prepared(self, model):
-        """Modes and gradients that no default would give back."""
+        """Set modes and gradients that differ from all defaults."""
         model.train()
         model.get_submodule("bn").eval()
         model.get_parameter("fc.weight").requires_grad_(False)
@@ -405,7 +405,7 @@ class TestFailures:
         with pytest.raises(NonFiniteError, match="batch 1") as caught:
             calibrate(model, data)
         assert first_of(model).name in str(caught.value)
-        assert f"of {batches[1].numel()} values" in str(caught.value)  # the share
+        assert f"of {batches[1].numel()} values" in str(caught.value)  # the error contains the number of values
         assert not any(stub.enabled or stub.calibrating for stub in stubs_of(model))
 
     def test_the_error_distinguishes_nan_in_the_data_from_nan_computed_by_the_model(self):
@@ -432,7 +432,7 @@ class TestFailures:
 
     @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_a_skipped_batch_changes_no_range(self):
-        """Behind a clamp infinity is an ordinary number, and the batch is bad all the same."""
+        """A clamp makes infinity finite, but the batch must be skipped all the same."""
 
         class Clamped(nn.Module):
             def __init__(self):
@@ -555,7 +555,7 @@ class TestRanges:
     @pytest.mark.parametrize("method", [CalibrationMethod.MSE, CalibrationMethod.HISTOGRAM])
     @pytest.mark.parametrize(("bits", "outlier"), [(4, 30.0), (4, 1000.0), (8, 30.0), (8, 200.0)])
     def test_mse_finds_the_range_of_least_error(self, transformed, method, bits, outlier):
-        """Against trying 400 ranges on the values themselves; a histogram is allowed 5 % more."""
+        """Compared with trying 400 ranges on the values themselves; the histogram may have 5 % more error."""
         data = [torch.randn(100, 3, 12, 12) for _ in range(2)]
         data[1][0, 0, 0, 0] = outlier
         model = with_activation(transformed, calibration_method=method, n_bits=bits)
@@ -678,7 +678,7 @@ class TestWeights:
         assert all(map(torch.equal, scales, after))
 
     def test_calibrating_a_frozen_model_again_uses_its_current_weights(self, model, transformed, batches):
-        """Whoever freezes twice means the second time too."""
+        """A second freeze computes the scales again."""
         calibrate(model, batches, freeze_weights=True)
         with torch.no_grad():
             model.get_parameter("fc.weight").mul_(10)
@@ -710,9 +710,9 @@ class TestOneCall:
 
 
 class TestTheGuide:
-    @pytest.mark.slow  # of those that are fast, tests/formats/onnx/test_plain_export.py exports a smaller net so
+    @pytest.mark.slow  # fast alternative: tests/formats/onnx/test_plain_export.py exports a smaller net
     @pytest.mark.filterwarnings(
-        "ignore:.*dynamic_axes.*:UserWarning",  # the guide gives them, torch's exporter prefers dynamic_shapes
+        "ignore:.*dynamic_axes.*:UserWarning",  # in the contract; torch's exporter prefers dynamic_shapes
         "ignore::DeprecationWarning",
         "ignore::FutureWarning",
         "ignore::UserWarning:torch",
@@ -751,13 +751,13 @@ class TestTheGuide:
             (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
             noise = np.linalg.norm(expected - real, axis=1)
             differs = np.linalg.norm(output - expected, axis=1)
-            # where sums differ in the last bit a code may fall to the other side: seldom, and less than quantization
+            # sums that differ in the last bit rarely round to another code, and by less than the quantization error
             assert (differs < 1e-4 * noise).mean() > 0.6
             assert (differs < noise).all()
 
 
 def guide(model, forward_loop, example):
-    """Contract part B, word for word but for the options of torch's exporter."""
+    """The example of contract part B, except for options of torch's exporter."""
     from scalepoint import transform
     from scalepoint.quantize import (
         QuantConfig,
@@ -786,7 +786,7 @@ def guide(model, forward_loop, example):
 
 
 def test_models_calibrate_side_by_side(transformed, batches):
-    """One model's state is nobody else's."""
+    """Models do not share state."""
     one, other = (insert_qdq(transformed.model, transformed.matches, CONFIG) for _ in range(2))
     calibrate(one, batches)
     before = parameters_of(one)

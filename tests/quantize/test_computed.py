@@ -1,4 +1,4 @@
-"""Layers whose weight or bias is made of other parameters, in all that is done to a quantized model."""
+"""Layers whose weight or bias is computed from other parameters: quantizing, smoothing, saving, training."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from scalepoint.transformation import transform
 
 
 class Net(nn.Module):
-    """A norm, parts of one packed matrix as two layers, biases around zeros, a standardized convolution."""
+    """A norm, two layers with parts of one packed matrix, biases around zeros, a standardized convolution."""
 
     def __init__(self):
         super().__init__()

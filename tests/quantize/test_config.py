@@ -1,4 +1,4 @@
-"""What the user may ask for: the short form, overrides by name, glob, type and role, files, and errors that help."""
+"""QuantConfig: the short form, overrides by name, glob, type and role, config files, and errors."""
 
 import json
 
@@ -28,7 +28,7 @@ from scalepoint.spec import (
 from scalepoint.targets import Accepted, Target, find_target, list_targets
 from scalepoint.transformation import transform
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's deepcopy of torch's own graph
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # emitted by torch when it copies a graph
 
 INT4 = TensorQuantConfig(n_bits=4, per_channel=True)
 INT2 = TensorQuantConfig(n_bits=2, per_channel=True)
@@ -37,7 +37,7 @@ FP8 = QuantizationSpec(dtype="float8_e4m3fn")
 
 
 class Net(nn.Module):
-    """blocks.0, blocks.1 and head are linears; wide enough for every target's rules."""
+    """blocks.0, blocks.2 and head are linear layers, wide enough for the rules of every target."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def inserted(result, *overrides, target=None, **fields):
 
 
 def weight_bits(model):
-    """Place -> bits of its weight, None where it stays float."""
+    """Return the weight bits of each layer; None for float."""
     bits = dict.fromkeys(("stem", "blocks.0", "blocks.2", "head"))
     for module in model.modules():
         if type(module).__name__ == "WeightFakeQuantize":
@@ -71,7 +71,7 @@ def weight_bits(model):
 
 
 def input_specs(model):
-    """Reader -> dtype of what it reads."""
+    """Return the dtype of the input of each layer."""
     stubs = [module for module in model.modules() if isinstance(module, QuantStub)]
     return {consumer: stub.spec.dtype for stub in stubs for consumer in stub.consumers}
 
@@ -442,7 +442,7 @@ class TestTargets:
 
     @pytest.mark.parametrize("fields", [{"name": "blocks.0"}, {"type": nn.Linear}], ids=["name", "type"])
     def test_an_override_by_name_beats_a_cost_rule(self, fields):
-        """Eight by eight has no int8 kernel in TensorRT (rule R16); an override is the user's own will."""
+        """TensorRT has no int8 kernel for 8 x 8 weights (rule R16), but an override asks for it explicitly."""
         net = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(8, 8))})
 
         class Small(nn.Module):

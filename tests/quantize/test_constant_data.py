@@ -1,4 +1,4 @@
-"""Calibration data that never changes: a warning that names what has one value only."""
+"""Calibration data that never changes causes a warning that names the constant tensors."""
 
 import warnings
 
@@ -14,7 +14,7 @@ EXAMPLE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
 
 class Branches(nn.Module):
-    """`second` reads a ReLU that is off for every input."""
+    """`second` reads a ReLU whose output is always 0."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Coverage is true: every parameter that the graph reads is in a row, and every product has its MACs."""
+"""Coverage is complete: every parameter that the graph reads is in a row, and every product has its MACs."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def grouped(x, up):
 
 
 X = (4, 16)
-PRODUCTS = [  # what reads the weight, the shape of its result, shapes of parameters, MACs of all but the last layer
+PRODUCTS = [  # function of input and parameters, its output size, shapes of the parameters, MACs without the last layer
     pytest.param(lambda x, w: torch.einsum("bi,oi->bo", x, w), 16, [(16, 16)], 4 * 256, id="einsum"),
     pytest.param(lambda x, w: torch.einsum("...i,io->...o", x, w), 16, [(16, 16)], 4 * 256, id="einsum-ellipsis"),
     pytest.param(lambda x, w: torch.tensordot(x, w, dims=1), 16, [(16, 16)], 4 * 256, id="tensordot"),
@@ -175,7 +175,7 @@ class TestParameters:
 
 class TestConstants:
     class Biased(nn.Module):
-        """A table of positions through two layers, as a relative position bias is made."""
+        """A table of positions through two layers, as in a relative position bias."""
 
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""What a quantized layer deploys: nearest codes or chosen ones, its bias, and what eval keeps between calls."""
+"""Deployed tensors of a quantized layer: nearest or chosen codes, the bias, and the cache of eval mode."""
 
 import copy
 
@@ -28,7 +28,7 @@ from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.verification import verify
 from tests.models import settled
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own deepcopy of a graph
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # emitted by torch when it copies a graph
 
 
 class Net(nn.Module):
@@ -64,7 +64,7 @@ def layers(model):
 
 
 def rewrite(model):
-    """As GPTQ does: other codes than the nearest, another scale, and a shift of the bias; what was chosen."""
+    """Set other codes, another scale and a bias shift, as GPTQ does; return the deployed tensors."""
     for index, layer in enumerate(layers(model)):
         quant, codes = layer.weight_quant, layer.get_deployed().codes
         moves = torch.randint(-1, 2, codes.shape, generator=torch.Generator().manual_seed(index))
@@ -90,7 +90,7 @@ class TestChosenCodes:
         scale = layer.weight_quant.scale.view(-1, 1, 1, 1)
         expected = F.conv2d(x, chosen * scale, shift)
         assert torch.allclose(run(layer, x), expected, atol=1e-5)
-        assert torch.allclose(layer(x), expected, atol=1e-5)  # with gradients, nothing kept
+        assert torch.allclose(layer(x), expected, atol=1e-5)  # with gradients, without the cache
 
     def test_the_float_model_does_not_change(self, net):
         model, x = quantized(net), batches()[0]
@@ -110,7 +110,7 @@ class TestChosenCodes:
         calm = {row.name: row.score for row in sensitivity(model, batches(), progress=False)}
         rewrite(model)
         compared = compare(net, model, batches(), progress=False)
-        assert compared.graph_sqnr_db > 100  # the float side is the float model still
+        assert compared.graph_sqnr_db > 100  # the float side is still the float model
         for row in compared.rows:
             if row.weight_sqnr_db is not None:
                 assert row.weight_sqnr_db < near[row.name] - 3
@@ -136,7 +136,7 @@ class TestChosenCodes:
         verification.check()
         assert verification.sqnr > 40
         other = verify(tmp_path / "near.onnx", model, x)
-        assert other.sqnr < verification.sqnr - 10  # the file with the nearest codes is another one
+        assert other.sqnr < verification.sqnr - 10  # the file with the nearest codes computes something else
 
     def test_a_plain_onnx_export_contains_the_chosen_codes(self, net, tmp_path):
         model, x = quantized(net, target=None), batches()[1]

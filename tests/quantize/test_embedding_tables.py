@@ -1,4 +1,4 @@
-"""Embedding tables as codes with a scale a row: where they are, what they give, how they are left out."""
+"""Embedding tables stored as codes with one scale per row: on which targets, with which results, and exceptions."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def words(**kwargs):
     torch.manual_seed(0)
     model = Words(**kwargs).eval()
     with torch.no_grad():
-        model.words.weight *= torch.logspace(-3, 2, ROWS)[:, None]  # rows of very different size
+        model.words.weight *= torch.logspace(-3, 2, ROWS)[:, None]  # rows of very different magnitude
     return model
 
 
@@ -191,7 +191,7 @@ def test_a_tied_head_and_its_table_have_one_quantizer(cpu):
     assert len(table.sharing_layers) == 2
     assert {layer.kind for layer in table.sharing_layers} == {"embedding", "linear"}
     quantizers = [module for module in quantized.modules() if isinstance(module, WeightFakeQuantize)]
-    assert len(quantizers) == 2  # of the table with the head, and of the layer
+    assert len(quantizers) == 2  # one for table and head, one for the layer
 
 
 def test_a_head_in_blocks_does_not_share_codes_with_the_table():

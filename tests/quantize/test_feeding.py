@@ -1,4 +1,4 @@
-"""One way for data: batches and functions are limited, counted, told of and checked alike."""
+"""feed_data limits, counts and checks batches and functions in the same way."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from scalepoint.transformation import transform
 
 
 class Counted(nn.Module):
-    """Knows how often it ran."""
+    """Counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ def looping(count):
 
 
 def stubborn(model):
-    """A function that goes on whatever happens."""
+    """A data function that catches every exception and continues."""
     for batch in batches(50):
         try:
             model(batch)
@@ -65,7 +65,7 @@ def test_reversed_and_read_only_arrays_are_accepted():
         (example,), _ = as_inputs(array, None)
         assert torch.equal(tensor, expected)
         assert torch.equal(example, expected)
-    assert to_model_inputs(plain, Counted())[0][0].data_ptr() == plain.ctypes.data  # the rest is not copied
+    assert to_model_inputs(plain, Counted())[0][0].data_ptr() == plain.ctypes.data  # other arrays are not copied
 
 
 def test_a_generator_is_not_read_beyond_the_used_batches():

@@ -1,5 +1,7 @@
-"""A folder saved with its graph loads without the float model: bit-equal, trainable, exportable; a hostile one does
-nothing."""
+"""A folder saved with its graph loads without the float model: bit-equal, trainable, exportable.
+
+A hostile graph is refused without running anything.
+"""
 
 import hashlib
 import json
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 
 
 class NamedInputs(nn.Module):
-    """Inputs by name, an optional one, outputs in a dict, a tied weight, a constant made in forward."""
+    """Named inputs, an optional one, outputs in a dict, a tied weight, a constant created in forward."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +177,7 @@ def test_a_graph_that_cannot_be_data_is_refused_with_a_reason(tmp_path):
 
 
 def tampered(folder: Path, change) -> None:
-    """Changed by someone who knows how a manifest is sealed."""
+    """Change the graph in a manifest, and make its checksum valid."""
     sealed = json.loads((folder / MANIFEST).read_text())
     change(sealed["manifest"]["graph"])
     body = json.dumps(sealed["manifest"], sort_keys=True)

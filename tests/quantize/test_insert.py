@@ -1,4 +1,4 @@
-"""Where quantizers stand, what the folded weight is, what stays float and is said so; the float model is left alone."""
+"""insert_qdq: placement of quantizers, folded weights, coverage of float operations, and an unchanged float model."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ from scalepoint.tensorrt import TENSORRT_PATTERNS
 from scalepoint.transformation import transform
 from tests.models import Decoder, ResNet, SilentSkip, UNet, VisionTransformer, resnet50, settled, vit_b16
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's deepcopy of torch's own graph
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # emitted by torch when it copies a graph
 
 INT8 = TensorQuantConfig()
 CHANNELS = TensorQuantConfig(per_channel=True)
@@ -48,7 +48,7 @@ TRANSFORMED_MODELS = {}
 
 
 def transformed_model(make, shape):
-    """A model and its transformation, once for all tests of the same maker."""
+    """Return a model and its transformation, cached for all tests with the same factory."""
     if make not in TRANSFORMED_MODELS:
         model = make().eval()
         TRANSFORMED_MODELS[make] = model, transform(model, torch.randn(3, *shape))
@@ -80,7 +80,7 @@ def stub_of(model, reader):
 
 
 def readers(model):
-    """The nodes that read each stub, by name of the stub."""
+    """Return the names of the nodes that read each stub."""
     consumers = {}
     for node in model.graph.nodes:
         if node.op == "call_module" and isinstance(model.get_submodule(node.target), QuantStub):
@@ -98,7 +98,7 @@ def close(actual, expected, tolerance=1e-4):
 
 
 def state_of(model):
-    """Everything a caller could notice."""
+    """Return everything of a model that a caller can observe."""
     return {
         **{f"value {name}": value.clone() for name, value in model.state_dict().items()},
         **{f"mode {name}": torch.tensor(module.training) for name, module in model.named_modules()},
@@ -224,7 +224,7 @@ class TestPlacement:
         assert sorted(map(len, readers(model).values())) == [1, 1]
 
     def test_a_pool_and_a_reader_with_another_precision_have_a_stub_each(self):
-        """The pool's own output point has int8, the layer that reads it was given int4."""
+        """The output point of the pool has int8; the config gives the layer that reads it int4."""
 
         class Pooled(nn.Module):
             def __init__(self):
@@ -361,7 +361,7 @@ class TestSharing:
         middle = float((10 * float_model.fc(x).relu()).abs().max().detach())
         scales = sorted(float(stub.scale) * 127.5 for stub in stubs_of(model))
         assert scales == pytest.approx(sorted([float(x.abs().max()), middle]), rel=1e-4)
-        # both calls are quantized: the result is that of two quantized products
+        # both calls are quantized: the result equals that of two quantized products
         (quantizer,) = weights_of(model)
         w, b = quantizer(float_model.fc.weight), float_model.fc.bias
         first, second = (stub_of_scale(model, scale) for scale in (float(x.abs().max()), middle))
@@ -388,7 +388,7 @@ class Functional(nn.Module):
 
 
 class InputFirst(nn.Module):
-    """x @ w, the weight as (in, out)."""
+    """x @ w, with the weight as (in, out)."""
 
     def __init__(self):
         super().__init__()
@@ -438,7 +438,7 @@ WEIGHTED = [
 
 
 def reference_weight(model):
-    """w * gamma / std by hand: output channels are axis 0, or axis 1 within each group where it is transposed."""
+    """Compute w * gamma / std: output channels are axis 0, or axis 1 in each group of a transposed convolution."""
     layers = [module for module in model.modules() if not isinstance(module, nn.Sequential)]
     layer = layers[0]
     w = layer.weight.detach().double().numpy()
@@ -461,7 +461,7 @@ def reference_weight(model):
 
 
 def fake_quantized(w, axis):
-    """Symmetric int8 along an axis by hand: scale = max|w| / 127.5."""
+    """Quantize to symmetric int8 along an axis: scale = max|w| / 127.5."""
     moved = np.moveaxis(w, axis, 0).astype(np.float32)
     scale = np.maximum(np.abs(moved).reshape(moved.shape[0], -1).max(1), 1e-8) / np.float32(127.5)
     shaped = scale.reshape(-1, *[1] * (w.ndim - 1)).astype(np.float32)
@@ -496,9 +496,9 @@ class TestWeights:
         np.testing.assert_allclose(quantizer.scale.numpy(), scale, rtol=1e-5)
         step = float(scale.max())
         differs = np.abs(quantized_weight - expected) > 1e-4 * step
-        assert differs.mean() < 0.02  # a value on the edge between two codes may fall to either side
+        assert differs.mean() < 0.02  # a value halfway between two codes may round either way
         assert np.abs(quantized_weight - expected).max() < 1.01 * step
-        # and it is what the model multiplies by: the float model with that weight in place of its own
+        # the model multiplies by it: the same as the float model with that weight
         twin = copy.deepcopy(float_model)
         layer = next(module for module in twin.modules() if getattr(module, "weight", None) is not None)
         ratio = torch.from_numpy(
@@ -536,7 +536,7 @@ class TestWeights:
         close(model(x), float_model(x), 0.1)
 
     def test_changing_a_weight_after_calibration_changes_the_result(self):
-        """A cached folded weight must not outlive a change."""
+        """A cached folded weight must be updated after a change."""
         float_model, x = conv_bn(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)), torch.randn(3, 4, 8, 8)
         model = inserted(float_model, x)
         calibrate(model, [x])
@@ -684,7 +684,7 @@ class TestFaults:
         ids=["none", "norm"],
     )
     def test_a_model_without_anything_to_quantize_is_an_error(self, make):
-        """Never a success with 0 quantizers."""
+        """A result without quantizers must be an error."""
         x = torch.randn(2, 4)
         with pytest.raises(ScalepointError, match=r"nothing|no quantizers|no operation"):
             quantize(make().eval(), x, CONFIG, forward_loop=[x])
@@ -741,14 +741,14 @@ class TestCoverage:
         with pytest.raises(CoverageError, match="R16"):
             insert_qdq(result.model, result.matches, strict=True)
 
-    def test_strict_names_an_unrequested_float_weight(self, silent):
-        """An operation whose input alone is quantized still multiplies by a float weight: here it was asked for."""
+    def test_strict_passes_if_the_config_keeps_a_weight_float(self, silent):
+        """With only its input quantized, a layer still multiplies by a float weight, which the config asks for."""
         config = QuantConfig(activation=INT8, weight=CHANNELS, skip_weight_quant_for=(nn.Linear,))
         model = inserted(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), config=config, strict=True)
         assert "weight float" in row(model, "0").reason
 
     def test_skipping_the_weights_of_packed_attention_is_not_ignored(self, silent):
-        """nn.MultiheadAttention is the module the user knows; its projections are inside it."""
+        """The user names nn.MultiheadAttention; its projections are inside."""
         config = QuantConfig(activation=INT8, weight=CHANNELS, skip_weight_quant_for=(nn.MultiheadAttention,))
         model = insert_qdq(silent.model, silent.matches, config)
         assert not [
@@ -836,7 +836,7 @@ class Attention(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:the first axis of .* is fixed")  # a sample without a batch axis
 class TestMacs:
-    """Multiply-accumulates by hand: outputs times the length of each sum."""
+    """MACs computed by hand: number of outputs times the length of each sum."""
 
     @pytest.mark.parametrize(
         ("make", "shape", "macs"),
@@ -846,7 +846,7 @@ class TestMacs:
             (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), (2, 4, 8, 8), 2 * 6 * 4 * 4 * 2 * 9),
             (lambda: nn.Conv2d(4, 4, 3, padding="same", dilation=2, groups=4), (2, 4, 8, 8), 2 * 4 * 8 * 8 * 9),
             (lambda: nn.Conv1d(3, 2, 5), (2, 3, 9), 2 * 2 * 5 * 3 * 5),
-            # every input value meets each of the 5 x 2 x 2 weights of its channel
+            # every input value is multiplied by each of the 5 x 2 x 2 weights of its channel
             (lambda: nn.ConvTranspose2d(3, 5, 2, 2), (2, 3, 4, 4), 2 * 3 * 4 * 4 * 5 * 2 * 2),
             (lambda: nn.Linear(3, 7), (4, 3), 4 * 3 * 7),
             (lambda: nn.Linear(3, 7), (4, 2, 5, 3), 4 * 2 * 5 * 3 * 7),

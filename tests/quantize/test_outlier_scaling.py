@@ -1,4 +1,4 @@
-"""Channels that stand out are scaled before their quantizer, where data that they were not found with says it helps."""
+"""Outlier channels are scaled before their quantizer, if held-out data shows a clear gain."""
 
 import onnx
 import pytest
@@ -16,14 +16,16 @@ WITHOUT = QuantConfig(outliers=False)
 
 
 class Block(nn.Module):
-    """The first norm gives one channel 40 times the others, and a residual reads it too: it cannot be smoothed."""
+    """The output of the first norm has a channel 40 times larger. A residual reads it too, so it cannot be smoothed."""
 
     def __init__(self, largest=40.0):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
         with torch.no_grad():
             self.norm.weight[3] = largest
-            self.up.weight[:, 3] /= largest  # as in trained networks: what is large counts no more than the others
+            self.up.weight[:, 3] /= (
+                largest  # as in trained networks: the large channel contributes no more than the others
+            )
 
     def forward(self, x):
         x = self.norm(x)
@@ -85,8 +87,8 @@ def half(rows):
     return data_half
 
 
-def test_outliers_in_one_half_of_the_data_only_are_ignored():
-    """Four rows each: the largest of a channel says little of the next rows, of all channels together it says much."""
+def test_factors_need_enough_rows():
+    """With four rows per half, the maximum of one channel does not predict that of the next rows."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(256, generator=generator) * 1.5 + 0.5
     few = [half(torch.randn(4, 256, generator=generator) * spread) for _ in range(2)]

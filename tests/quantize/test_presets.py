@@ -1,4 +1,4 @@
-"""Block formats as whole configs: simulated on the reference target, and refused where a file has no type for them."""
+"""Configs of block formats: simulated on the reference target, and refused by formats without these dtypes."""
 
 import copy
 
@@ -13,9 +13,9 @@ from scalepoint.quantize import QuantConfig, TensorQuantConfig, load, presets, q
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from tests.errors import raises
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own deepcopy of a graph
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # emitted by torch when it copies a graph
 
-MX = {"MXFP8": 448.0, "MXFP6_E2M3": 7.5, "MXFP6_E3M2": 28.0, "MXFP4": 6.0}  # their largest values
+MX = {"MXFP8": 448.0, "MXFP6_E2M3": 7.5, "MXFP6_E3M2": 28.0, "MXFP4": 6.0}  # the largest values
 each_preset = pytest.mark.parametrize("name", presets.__all__)
 
 

@@ -1,4 +1,4 @@
-"""QAT: what a training step computes, against a second computation; switches, schedule, resume, compile, two ranks."""
+"""QAT: training steps against an independent computation; switches, schedule, resume, compile, two ranks."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ from tests.models import settled
 from tests.pace import fast
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own deepcopy of a graph
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # emitted by torch when it copies a graph
 
 
 class Net(nn.Module):
@@ -64,7 +64,7 @@ class PreActivation(nn.Module):
 
 
 class Functional(nn.Module):
-    """A batch norm written as a function, in front of a convolution."""
+    """A functional batch norm before a convolution."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ def assert_same(first, second):
 
 
 def quantized_weight(weight, bits=8):
-    """Contract B4: scale = max|w| / ((qmax - qmin) / 2) a channel; the gradient passes where no code is clamped."""
+    """Contract B4: scale = max|w| / ((qmax - qmin) / 2) per channel; the gradient passes where no code is clamped."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     flat = weight.detach().flatten(1)
     scale = flat.abs().amax(1).clamp(min=1e-8) / ((high - low) / 2)
@@ -142,12 +142,12 @@ def single(bias=True, seed=0, **norm):
 
 
 def gain(norm):
-    """gamma / sqrt(var + eps). The largest weight of a channel is a rounding tie: the last bit must be the code's."""
+    """gamma / sqrt(var + eps). The largest weight of a channel is a rounding tie, so the last bit must match."""
     return norm.weight * torch.rsqrt(norm.running_var + norm.eps)
 
 
 def reference_step(model, x, bits=8):
-    """BN(conv(x, fq(w s) / s) + b) in train mode, on the float model's own tensors, with live statistics."""
+    """BN(conv(x, fq(w s) / s) + b) in train mode, on the tensors of the float model, with batch statistics."""
     conv, norm = model
     s = gain(norm).detach().view(-1, 1, 1, 1)
     model.train()
@@ -199,7 +199,7 @@ class TestConvolutionAndBatchNorm:
                 torch.testing.assert_close(quantized.get_buffer(name), buffer, rtol=1e-5, atol=1e-6, msg=name)
 
     def test_batch_norm_statistics_are_those_of_the_quantized_weight(self):
-        model = single(momentum=1.0)  # the statistics of the last batch alone
+        model = single(momentum=1.0)  # momentum 1: the statistics of the last batch only
         quantized = prepare_qat(calibrated(model, activation=False, n_bits=2))
         conv, norm = model
         s = gain(norm).detach().view(-1, 1, 1, 1)
@@ -636,7 +636,7 @@ class TestTraining:
         fresh = calibrated()
         with torch.no_grad():
             assert torch.isfinite(quantized.eval()(image())).all()
-        # the same data, so the first stub has the same range, whatever training saw in between
+        # the same data, so the first stub has the same range, whatever it observed in training
         torch.testing.assert_close(
             stubs(quantized)[0].scale,
             quantize(net(), image(), config(), forward_loop=[image()]).get_submodule(stubs(fresh)[0].name).scale,
@@ -798,7 +798,7 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-@pytest.mark.slow  # of those that are fast, tests/ranks/test_training.py trains by two
+@pytest.mark.slow  # fast alternative: tests/ranks/test_training.py trains with two ranks
 class TestTwoRanks:
     @pytest.mark.parametrize("case", ["observed", "learned"])
     def test_both_ranks_end_with_the_same_model(self, ranks, case):

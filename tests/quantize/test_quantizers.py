@@ -1,4 +1,4 @@
-"""The stubs against the formulas of the contract (B4), computed a second time in numpy; their switches and state."""
+"""Quantizers against the formulas of the contract (B4), computed independently in numpy; switches and state."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ def weight_parameters(w, bits, symmetric):
 
 
 def activation_parameters(x, bits, symmetric):
-    """Contract A3 for one tensor: the scale itself is floored."""
+    """Contract A3 for one tensor: the scale is floored."""
     low, high = limits(bits, symmetric)
     if symmetric:
         return max(np.abs(x).max() / ((high - low) / 2), EPS), 0
@@ -51,7 +51,7 @@ def fake_quantized(x, scale, zero_point, bits, symmetric):
 
 
 def agrees(actual, expected, scale):
-    """Equal but for a value that lies on the edge between two codes."""
+    """Equal except for a value halfway between two codes."""
     difference = np.abs(actual.detach().numpy() - expected)
     assert (difference > 1e-5 * np.abs(expected).max() + 1e-30).mean() < 0.01
     assert difference.max() <= 1.001 * np.max(scale)
@@ -133,7 +133,7 @@ class TestWeight:
         bits, symmetric = fmt
         quantizer = weight_quantizer(["fc"], bits, symmetric, True)
         error = (quantizer(w) - w).abs().amax(1)
-        # one code more below than above, or a rounded zero point: the last code is another half a step away
+        # there is one code more below zero than above, or the zero point is rounded: half a step more at the ends
         assert (error <= quantizer.scale * 1.001).all()
 
     def test_it_is_identity_until_enabled(self):
@@ -206,7 +206,7 @@ class TestWeight:
         quantizer.name, w = "fc.weight", torch.randn(3, 6)
         with pytest.warns(UserWarning, match=r"fc\.weight"):
             assert torch.equal(quantizer(w), w)
-        assert torch.equal(quantizer(w), w)  # once is enough
+        assert torch.equal(quantizer(w), w)  # once per quantizer
 
 
 class TestActivation:
@@ -249,7 +249,7 @@ class TestActivation:
         stub = kind({reader})
         assert reader in stub.consumers
         assert "for Linear" in repr(stub)
-        assert not [*stub.children()][1:]  # the reader stays where it lives in the model
+        assert not [*stub.children()][1:]  # the consumer is not registered as a submodule
         assert "for fc, Conv2d" in repr(kind(["fc", other]))
         assert kind("fc").consumers == ["fc"]
 

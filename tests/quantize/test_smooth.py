@@ -1,4 +1,4 @@
-"""SmoothQuant: scales by the formula, a float output that stays, an int8 error that shrinks, what is left alone."""
+"""SmoothQuant: scales by the formula, unchanged float output, smaller int8 error, and norms that are not smoothed."""
 
 import copy
 
@@ -27,11 +27,11 @@ from tests.pace import fast
 HIDDEN = 16
 OUTLIERS = {1: 30.0, 6: 60.0, 11: 100.0}
 FLOOR = 1e-5
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own deepcopy of a graph
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # emitted by torch when it copies a graph
 
 
 class WrittenRMSNorm(nn.Module):
-    """As language models spell it: in float32, back to the input's type, times a weight."""
+    """As in language models: computed in float32, cast back, multiplied by a weight."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -44,7 +44,7 @@ class WrittenRMSNorm(nn.Module):
 
 
 class OffsetRMSNorm(nn.Module):
-    """Gemma's: the weight is kept as its difference from one."""
+    """As in Gemma: the parameter is the weight minus one."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -56,7 +56,7 @@ class OffsetRMSNorm(nn.Module):
 
 
 class FunctionalNorm(nn.Module):
-    """F.layer_norm with parameters of its own."""
+    """F.layer_norm with its own parameters."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -118,7 +118,7 @@ WITH_WEIGHT = {"LayerNorm": "weight", "F.layer_norm": "gain", "RMSNorm": "weight
 
 
 def transformer(norm=nn.LayerNorm, seed=0, outliers=None, layers=1):
-    """Random biases too; an outlier channel of a norm is read by columns that are as much smaller."""
+    """Biases are random too. Columns that read an outlier channel are smaller by its square root."""
     torch.manual_seed(seed)
     model = Transformer(norm, layers).eval()
     with torch.no_grad():
@@ -185,7 +185,7 @@ def quantization_error(model, quantized, inputs):
 
 
 def expected_scales(activation_max, weights, alpha):
-    """The formula, written down a second time: in float64, one channel after the other."""
+    """The formula, implemented independently in float64, channel by channel."""
     largest = torch.cat([weight.double() for weight in weights]).abs().max(dim=0).values.tolist()
     largest = activation_max.double().tolist()
     pairs = zip(largest, largest, strict=True)
@@ -247,7 +247,7 @@ class TestTheObserverAlone:
         observer = alone(norm, [], activation_max=torch.ones(4) * 9)
         observer.compute_smooth_scales()
         assert torch.equal(norm.weight, torch.ones(4))
-        alone(norm, []).compute_smooth_scales()  # nor an error when it saw nothing
+        alone(norm, []).compute_smooth_scales()  # no error either if nothing was observed
 
     def test_nothing_observed_is_an_error_that_names_the_norm(self):
         norm, linear = nn.LayerNorm(4), nn.Linear(4, 2)
@@ -406,7 +406,7 @@ class TestTheErrorShrinks:
         plain = quantization_error(model, unsmoothed(model, batches), batches[0])
         smooth = quantization_error(model, smoothed(model, batches), batches[0])
         searched = quantization_error(model, smoothed(model, batches, alpha="search"), batches[0])
-        assert plain > 5e-3  # the outliers hurt, otherwise this says nothing
+        assert plain > 5e-3  # without smoothing the outliers must cause a clear error
         assert smooth < plain / 2
         assert searched < plain / 2
 
@@ -487,7 +487,7 @@ class PostNorm(nn.Module):
 
 
 class TiedReaders(nn.Module):
-    """One linear behind two norms; another norm has readers of its own."""
+    """One linear reads two norms; another norm has its own readers."""
 
     def __init__(self):
         super().__init__()
@@ -501,7 +501,7 @@ class TiedReaders(nn.Module):
 
 
 class Hidden(nn.Module):
-    """The reader's weight is also a plain operand of something that is no linear layer."""
+    """The weight of the reader is also an operand of another operation."""
 
     def __init__(self):
         super().__init__()
@@ -512,7 +512,7 @@ class Hidden(nn.Module):
 
 
 class SharedNorm(nn.Module):
-    """One norm, called in two places with readers of their own."""
+    """One norm, called twice with different readers."""
 
     def __init__(self):
         super().__init__()
@@ -523,7 +523,7 @@ class SharedNorm(nn.Module):
 
 
 class SharedNormParameters(nn.Module):
-    """Two norms that hold one weight."""
+    """Two norms that share a weight."""
 
     def __init__(self):
         super().__init__()

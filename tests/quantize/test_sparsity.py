@@ -1,4 +1,4 @@
-"""Sparse weights: asked for in a config, masked, then quantized; kept by tuning, training, saving and export."""
+"""Sparse weights: configured, masked, then quantized; tuning, training, saving and export keep the mask."""
 
 from pathlib import Path
 

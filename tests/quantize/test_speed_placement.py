@@ -1,4 +1,4 @@
-"""Where int8 does not pay: prices of layers and borders, the least sum, and what the coverage says of it."""
+"""Layers that int8 makes slower stay float: predicted times, the minimum cut, and the coverage."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -29,7 +29,7 @@ FIRST = QuantConfig(speed_first=True)
 
 
 class Net(nn.Module):
-    """A stem of three channels, which int8 kernels are bad at, and convolutions that they are good at."""
+    """A stem of three channels, which is slow in int8, and convolutions that are fast."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ def test_predicted_times_do_not_depend_on_the_widened_batch_of_capture():
     one, two = (inserted(Net(), torch.randn(n, 3, 64, 64)) for n in (1, 2))
     assert one[0].saves == pytest.approx(
         two[0].saves / 2, rel=0.45
-    )  # the rate of a kernel varies a little with its size
+    )  # the throughput of a kernel varies a little with its size
 
 
 def test_a_product_with_a_relu_is_not_int8_before_a_float_reader():
@@ -168,7 +168,7 @@ def test_per_tensor_weights_are_stored_as_int8_too():
 
 
 def chain(*prices, border=1.0, quantize_input=0.5):
-    """Layers in a row, each (float, int8), with one price for every border."""
+    """Solve a chain of layers, each (float, int8) seconds, with the same cost for every conversion."""
     cut = MinCut()
     nodes = [cut.add_node() for _ in prices]
     for node, (before, after) in zip(nodes, prices, strict=True):
@@ -249,11 +249,11 @@ def test_each_kernel_table_of_a_target_is_complete(name):
     assert {kind + rank for kind in convolutions for rank in ranks} | {"linear"} == set(table.products)
     assert {"quantize", "add"} <= set(table.moves)
     before, after = table.product_seconds(ProductShape("conv", 64, 64, 1024, 3))
-    assert after < before  # int8 wins where it multiplies much
+    assert after < before  # int8 is faster with many channels
     before, after = table.product_seconds(ProductShape("conv", 3, 16, 4096, 3))
-    assert after > before  # and loses on three channels
+    assert after > before  # and slower with three channels
     before, after = table.product_seconds(ProductShape("conv", 3, 16, 4096, 3, rank=3))
-    assert after > 2 * before  # much, over three axes
+    assert after > 2 * before  # much slower over three axes
 
 
 def test_convolutions_over_one_and_three_axes_have_predicted_times():
@@ -279,7 +279,7 @@ def test_a_layer_without_a_predicted_time_stays_quantized(monkeypatch):
 
 
 def table_of(dense, depthwise):
-    """A CPU whose int8 takes these shares of the float time of its layers."""
+    """The kernel times of a CPU whose int8 takes these shares of the float time."""
     sizes = {"in": 64, "out": 64, "kernel": 3, "pixels": 1024}
     rows = [
         {"kind": "conv", **sizes, "groups": 1, "float": 1000.0, "int8": 1000.0 * dense},
@@ -315,7 +315,7 @@ def test_a_target_without_tables_quantizes_everything():
 
 
 def test_a_pool_behind_a_float_stem_changes_nothing():
-    """The target's spelling keeps the quantizer behind it."""
+    """The target's rewrites keep the quantizer after the pool."""
 
     def net(*between):
         body = (nn.Conv2d(16, 128, 3, 2, 1), nn.ReLU(), nn.Conv2d(128, 128, 3, 1, 1))

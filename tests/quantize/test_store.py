@@ -1,4 +1,4 @@
-"""save and load: bit-equal, refused when anything was changed, and never half-written, whoever is killed and when."""
+"""save and load: bit-equal, refused after any change, and never half-written, even if the process is killed."""
 
 import contextlib
 import errno
@@ -47,7 +47,7 @@ from tests.warm import warm
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = "scalepoint.json"
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own deepcopy of a graph
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # emitted by torch when it copies a graph
 W8A8 = QuantConfig(activation=TensorQuantConfig(), weight=TensorQuantConfig(per_channel=True))
 
 
@@ -62,7 +62,7 @@ class Small(nn.Module):
 
 
 class Normed(nn.Module):
-    """A norm without affine, which smoothing gives a weight, and one with."""
+    """A norm without affine parameters, to which smoothing adds a weight, and one with."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ def trained():
 
 
 def observing():
-    """Never calibrated: the ranges are those of training."""
+    """Never calibrated: ranges come from training."""
     model = settled(Small())
     result = transform(model, image())
     return model, image(), train(prepare_qat(insert_qdq(result.model, result.matches, W8A8)), image(4, 7))
@@ -259,7 +259,7 @@ CASES = {
 def same_state(first, second):
     one, two = first.state_dict(), second.state_dict()
     assert list(one) == list(two)
-    names = [name for name in one if not name.endswith("observed_batches")]  # how often a live weight was looked at
+    names = [name for name in one if not name.endswith("observed_batches")]  # a counter of the observers
     assert [name for name in names if not torch.equal(_bytes(one[name]), _bytes(two[name]))] == []
 
 
@@ -411,14 +411,14 @@ class TestNothingIsUnpickled:
         ]
         assert len(sources) > 30
         allowed = {
-            "return torch.export.load(path)",  # a .pt2 file, only when the user says that it is trusted
-            'state = torch.load(path, map_location="cpu", weights_only=True)',  # tensors alone, nothing is unpickled
+            "return torch.export.load(path)",  # a .pt2 file, only if the user trusts it
+            'state = torch.load(path, map_location="cpu", weights_only=True)',  # tensors only, nothing is unpickled
         }
         assert [line for line in matches if line.partition(": ")[2] not in allowed] == []
 
 
 class SavedModel:
-    """A saved model and what it computes."""
+    """A saved model, with its files and its output."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -438,7 +438,7 @@ class SavedModel:
         return scalepoint.load(self.folder, self.model)
 
     def reseal(self, change):
-        """Change the manifest, and make its checksum fit."""
+        """Change the manifest, and make its checksum valid."""
         manifest = json.loads(self.original[self.manifest])["manifest"]
         change(manifest)
         body = json.dumps(manifest, sort_keys=True)
@@ -505,7 +505,7 @@ class TestAnotherFloatModel:
 
 
 def refused_or_equal(saved):
-    """StoreError, or the very same model; anything else fails the test."""
+    """Return whether loading gives the same model; a StoreError is fine, anything else fails the test."""
     try:
         loaded = saved.load()
     except StoreError:
@@ -597,7 +597,7 @@ class TestDamage:
                 loaded = saved.load()
             except ScalepointError:
                 continue
-            except Exception as error:  # collected, to name them all
+            except Exception as error:  # collected, so that the failure names all of them
                 wrong_values.append(f"{value}: {error!r}")
             else:
                 assert torch.equal(output(loaded, image()), saved.expected)
@@ -714,7 +714,7 @@ class TestTheFolder:
 
     @pytest.mark.parametrize("name", [".tmp-123-scalepoint.json/file", ".tmp-123-tensors/.tmpjhapgb"])
     def test_files_left_by_a_killed_process_are_deleted(self, tmp_path, name):
-        """The second as safetensors names it, which writes next to the file that it is given."""
+        """The second name is one of safetensors, which writes next to its target file."""
         scalepoint.save(quantized_small(), tmp_path)
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("half")
@@ -737,7 +737,7 @@ class TestTheFolder:
             holder.stdout.readline()
             with pytest.raises(StoreError, match="another process"):
                 scalepoint.save(quantized_small(1), saved.folder)
-            assert refused_or_equal(saved)  # the old one is there, and reading needs no lock
+            assert refused_or_equal(saved)  # the old model is intact, and reading needs no lock
         finally:
             holder.communicate(b"go\n", timeout=10)
         scalepoint.save(quantized_small(), saved.folder)
@@ -866,7 +866,7 @@ for line in sys.stdin:
 
 
 def two_models():
-    """Two quantized models of one float model: calibrated on other data."""
+    """Two quantized models of one float model, calibrated on different data."""
     return [quantize(small(), None, W8A8, forward_loop=[image() * times]).eval() for times in (1, 3)]
 
 
@@ -887,14 +887,14 @@ class Saver:
         assert self.process.stdout.readline() == "ready\n"
 
     def save(self, which, kill_at=-1, delay=None, folder=None):
-        """Start a save; kill it at a point of its own or after a delay. Returns exit code and what it said."""
+        """Start a save; kill it at one of its disk calls or after a delay. Returns exit code and reply."""
         self.process.stdin.write(f"{which} {kill_at} {folder or self.folder}\n")
         reply, code = [], None
         while code is None:
             word, *rest = self.process.stdout.readline().split()
             if word == "child" and delay is not None:
                 time.sleep(delay)
-                with contextlib.suppress(ProcessLookupError):  # it was faster
+                with contextlib.suppress(ProcessLookupError):  # it has finished already
                     os.kill(int(rest[0]), signal.SIGKILL)
             elif word == "done":
                 reply = rest
@@ -922,7 +922,7 @@ class TestKilled:
         return [output(model, image()) for model in two_models()]
 
     def find_saved_model(self, folder, outputs):
-        """Which of the two models the folder holds; a broken one fails here."""
+        """Return which of the two models the folder contains; fail if it is neither."""
         loaded_output = output(scalepoint.load(folder, small()), image())
         equal = [torch.equal(loaded_output, output_before) for output_before in outputs]
         assert sum(equal) == 1
@@ -941,7 +941,7 @@ class TestKilled:
             outcomes.add(now == other)
             current = now
         assert outcomes == {True, False}  # some died before the commit, some after
-        assert saver.save(1 - current)[0] == 0  # whatever they left, one can save here again
+        assert saver.save(1 - current)[0] == 0  # saving works again whatever the killed processes left
         assert self.find_saved_model(saver.folder, outputs) == 1 - current
         assert len(listing(saver.folder)) == 2
 
@@ -964,7 +964,7 @@ class TestKilled:
         folder = tmp_path / "new"
         points = int(saver.save(0, kill_at=0, folder=folder)[1][1])
         intact = 0
-        for point in range(1 + points % step, points + 1, step):  # the last is one of them
+        for point in range(1 + points % step, points + 1, step):  # includes the last point
             shutil.rmtree(folder, ignore_errors=True)
             saver.save(0, kill_at=point, folder=folder)
             if (folder / MANIFEST).exists():
