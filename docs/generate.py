@@ -375,6 +375,7 @@ MODULES = {
     "options": "every option of deploy, and config files",
     "transformation": "a model as one graph of fused groups",
     "allocation": "a precision for every layer under a budget",
+    "onnx_reader": "ONNX files as PyTorch modules",
     "tuning": "codes, scales and biases chosen by data",
     "quantize": "where quantizers go, how they get their ranges, training, saving",
     "formats": "the files that runtimes read: ONNX",

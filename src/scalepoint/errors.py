@@ -11,6 +11,7 @@
     ├── UsageError (RuntimeError)               SP-A008  an argument is wrong, or a call is not possible now
     ├── CaptureError (ValueError)               SP-G001  the model cannot be captured as a graph
     ├── PatternError (ValueError)               SP-G003  a pattern or a transformation plan is invalid
+    ├── OnnxReadError (ValueError)              SP-G004  an ONNX file contains something that cannot be read
     ├── GraphError (RuntimeError)               SP-G002  the graph is inconsistent: a bug, please report it
     ├── ConfigError (ValueError)                SP-Q001  the quantization config is invalid or does not fit the model
     ├── TargetError (ValueError)                SP-Q002  the target does not support what the config or model needs
@@ -81,6 +82,10 @@ class CaptureError(ScalepointError, ValueError):
 
 class PatternError(ScalepointError, ValueError):
     code = "SP-G003"
+
+
+class OnnxReadError(ScalepointError, ValueError):
+    code = "SP-G004"
 
 
 class GraphError(ScalepointError, RuntimeError):

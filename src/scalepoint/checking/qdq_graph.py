@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx import ModelProto, TensorProto
 from onnx_ir import Node
 
-from scalepoint.checking.onnx_file import Floats, read_model, tensor_values
+from scalepoint.support.onnx_file import Floats, read_model, tensor_values
 
 TensorShape = tuple[int | None, ...]
 Tensor = ir.Value | None

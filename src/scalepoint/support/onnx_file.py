@@ -33,11 +33,15 @@ class OnnxFile(NamedTuple):
     folder: Path | None
 
 
-def read_model(source: str | os.PathLike[str] | ModelProto) -> OnnxFile:
+def read_model(
+    source: str | os.PathLike[str] | ModelProto, *, min_opset: int = MIN_OPSET, infer_shapes: bool = True
+) -> OnnxFile:
     """Read a model, inline its functions and infer its shapes where possible.
 
     Args:
         source: A file, or a model in memory. A model in memory cannot have external data.
+        min_opset: The oldest opset that is read.
+        infer_shapes: Whether to infer shapes, which copies the whole model in memory.
 
     Returns:
         The model, its opset, and the folder of its external data.
@@ -49,10 +53,12 @@ def read_model(source: str | os.PathLike[str] | ModelProto) -> OnnxFile:
     model = source if isinstance(source, ModelProto) else _parse(_check_path(source))
     name = "the model" if path is None else str(path)
     folder = None if path is None else path.parent
-    _check_header(model, name)
+    _check_header(model, name, min_opset)
     for tensor in _iterate_tensors(model):
         _check_tensor(tensor, folder)
-    model = _infer_shapes(_inline_functions(model, name))
+    model = _inline_functions(model, name)
+    if infer_shapes:
+        model = _infer_shapes(model)
     _check_graph(model.graph, frozenset())
     try:
         return OnnxFile(ir.from_proto(model), read_opset(model), folder)
@@ -62,6 +68,11 @@ def read_model(source: str | os.PathLike[str] | ModelProto) -> OnnxFile:
 
 def tensor_values(tensor: ir.TensorProtocol, folder: Path | None) -> Floats:
     """Read the numbers of a constant as float32; external ones from the folder that `read_model` returned."""
+    return tensor_array(tensor, folder).astype(np.float32)
+
+
+def tensor_array(tensor: ir.TensorProtocol, folder: Path | None) -> np.ndarray:
+    """Read the numbers of a constant in its own type; types that numpy lacks are those of ml_dtypes."""
     name = tensor.name or ""
     try:
         if isinstance(tensor, ir.ExternalTensor):  # its own numpy() would open any file that the model names
@@ -70,7 +81,7 @@ def tensor_values(tensor: ir.TensorProtocol, folder: Path | None) -> Floats:
             dims = list(tensor.shape.numpy())
             proto = TensorProto(name=name, data_type=int(tensor.dtype), dims=dims, raw_data=data)
             tensor = ir.serde.deserialize_tensor(proto)
-        return np.asarray(tensor.numpy()).astype(np.float32)
+        return np.asarray(tensor.numpy())
     except Exception as error:  # onnx_ir 1.1 asserts that the data field fits the data type
         raise StoreError(f"the values of {short_repr(name)} cannot be read: {error}") from error
 
@@ -104,7 +115,7 @@ def _parse(path: Path) -> ModelProto:
     return model
 
 
-def _check_header(model: ModelProto, name: str) -> None:
+def _check_header(model: ModelProto, name: str, min_opset: int) -> None:
     if not model.HasField("graph") or not model.opset_import or not model.ir_version:
         raise StoreError(f"{name} has no graph, opset or IR version: it is not an ONNX file, or is truncated")
     if model.ir_version > onnx.IR_VERSION:
@@ -113,8 +124,8 @@ def _check_header(model: ModelProto, name: str) -> None:
             f"{onnx.IR_VERSION}"
         )
     opset, newest = read_opset(model), onnx.defs.onnx_opset_version()
-    if not MIN_OPSET <= opset <= newest:
-        raise StoreError(f"{name} has opset {opset}, Q/DQ files must have an opset from {MIN_OPSET} to {newest}")
+    if not min_opset <= opset <= newest:
+        raise StoreError(f"{name} has opset {opset}; files with opset {min_opset} to {newest} can be read")
 
 
 def read_opset(model: ModelProto) -> int:

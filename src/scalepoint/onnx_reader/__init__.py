@@ -1,0 +1,6 @@
+"""Reads ONNX files as modules of torch: `load_onnx`."""
+
+from scalepoint.onnx_reader.load import load_onnx
+from scalepoint.onnx_reader.model import OnnxModel, TensorInfo
+
+__all__ = ["OnnxModel", "TensorInfo", "load_onnx"]

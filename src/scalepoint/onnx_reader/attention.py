@@ -1,0 +1,331 @@
+"""Attention and rotary embeddings of ONNX, and the fused operators of ONNX Runtime (domain com.microsoft)."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scalepoint.onnx_reader.layers import conv, gemm, linear_layer, matmul
+from scalepoint.onnx_reader.operators import Layer, Node, operator, outputs_of, require
+
+_MICROSOFT = "com.microsoft::"
+_ATTENTION_ATTRIBUTES = frozenset(
+    ("is_causal", "kv_num_heads", "q_num_heads", "qk_matmul_output_mode", "scale", "softcap", "softmax_precision")
+)
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """(batch, tokens, heads * size) -> (batch, heads, tokens, size)"""
+    return x.reshape(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)
+
+
+def _join_heads(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], x.shape[1] * x.shape[3])
+
+
+def _causal_bias(queries: Any, keys: Any, past: Any, like: Tensor) -> Tensor:
+    rows = torch.arange(queries, device=like.device).unsqueeze(1) + past
+    allowed = torch.arange(keys, device=like.device) <= rows
+    return torch.zeros_like(allowed, dtype=like.dtype).masked_fill(~allowed, float("-inf"))
+
+
+def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, float("-inf"))
+
+
+@operator("Attention")
+def attention(
+    node: Node,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Any:
+    unknown = sorted(set(node.attributes) - _ATTENTION_ATTRIBUTES)
+    require(not unknown, f"Attention with {', '.join(unknown)}")
+    has_joined_heads = query.ndim == 3
+    if has_joined_heads:
+        query = _split_heads(query, node.get("q_num_heads"))
+        key, value = (_split_heads(x, node.get("kv_num_heads")) for x in (key, value))
+    past = 0
+    if past_key is not None and past_value is not None:
+        past = past_key.shape[2]
+        key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+    is_plain = lengths is None and not node.get("softcap", 0.0) and not node.has_output(3)
+    if is_plain:
+        y, scores = _plain_attention(node, query, key, value, mask, past), None
+    else:
+        y, scores = _spelled_attention(node, query, key, value, mask, past, lengths)
+    return outputs_of(node, _join_heads(y) if has_joined_heads else y, key, value, scores)
+
+
+def _plain_attention(node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, past: Any) -> Tensor:
+    is_causal = bool(node.get("is_causal", 0))
+    mask = _padded_mask(mask, query, key)
+    if is_causal and (mask is not None or not isinstance(past, int) or past):
+        causal = _causal_bias(query.shape[2], key.shape[2], past, query)
+        mask = causal if mask is None else _as_bias(mask, query) + causal
+        is_causal = False
+    groups = query.shape[1] // key.shape[1]
+    scale = node.get("scale")
+    if groups != 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+
+
+def _padded_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """A mask may be shorter than the keys: what it does not cover is not attended to."""
+    if mask is None:
+        return None
+    missing = key.shape[2] - mask.shape[-1]
+    if isinstance(missing, int) and missing > 0 and mask.shape[-1] != 1:
+        return F.pad(mask, (0, missing), value=False if mask.dtype == torch.bool else float("-inf"))
+    return mask
+
+
+def _spelled_attention(
+    node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, past: Any, lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention by its formula, with the scores as a second result."""
+    groups = query.shape[1] // key.shape[1]
+    if groups != 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scale = math.sqrt(node.get("scale") or 1 / math.sqrt(query.shape[-1]))
+    scores = (query * scale) @ (key.transpose(-1, -2) * scale)
+    mode, stages = node.get("qk_matmul_output_mode", 0), [scores]
+    bias = _padded_mask(mask, query, key)
+    require(lengths is None or not node.get("is_causal", 0), "is_causal with nonpad_kv_seqlen")
+    if bias is not None:
+        scores = scores + _as_bias(bias, query)
+    if node.get("is_causal", 0):
+        scores = scores + _causal_bias(query.shape[2], key.shape[2], past, query)
+    if lengths is not None:
+        is_token = torch.arange(key.shape[2], device=query.device) < lengths.reshape(-1, 1, 1, 1)
+        scores = scores + _as_bias(is_token, query)
+    stages.append(scores)
+    softcap = node.get("softcap", 0.0)
+    require(not softcap or mode == 0, "qk_matmul_output_mode with softcap")
+    if softcap:
+        require(bias is None and not node.get("is_causal", 0) and lengths is None, "softcap with a mask")
+        scores = softcap * torch.tanh(scores / softcap)
+    stages.append(scores)
+    is_masked = torch.isneginf(scores.amax(-1, keepdim=True))  # a row without any key gives 0, not NaN
+    probabilities = torch.softmax(scores, -1).masked_fill(is_masked, 0)
+    stages.append(probabilities)
+    return probabilities @ value, stages[mode]
+
+
+@operator("RotaryEmbedding")
+def rotary_embedding(node: Node, x: Tensor, cosine: Tensor, sine: Tensor, positions: Tensor | None = None) -> Tensor:
+    has_joined_heads = x.ndim == 3
+    if has_joined_heads:
+        x = _split_heads(x, node.get("num_heads"))
+    cosine, sine = (cosine, sine) if positions is None else (cosine[positions], sine[positions])
+    cosine, sine = (value.unsqueeze(1) for value in (cosine, sine))  # (batch, 1, tokens, size / 2)
+    size = node.get("rotary_embedding_dim", 0) or x.shape[-1]
+    part, rest = x[..., :size], x[..., size:]
+    if node.get("interleaved", 0):
+        first, second = part[..., 0::2], part[..., 1::2]
+    else:
+        first, second = part.chunk(2, -1)
+    real, imaginary = first * cosine - second * sine, first * sine + second * cosine
+    if node.get("interleaved", 0):
+        turned = torch.stack([real, imaginary], -1).flatten(-2)
+    else:
+        turned = torch.cat([real, imaginary], -1)
+    y = torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    return _join_heads(y) if has_joined_heads else y
+
+
+# --- com.microsoft -------------------------------------------------------------------------------------------------
+
+_ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Relu": F.relu,
+    "Sigmoid": torch.sigmoid,
+    "Tanh": torch.tanh,
+    "HardSwish": F.hardswish,
+}
+
+
+def _activate(node: Node, x: Tensor) -> Tensor:
+    name, numbers = node.get("activation", ""), node.get("activation_params", ())
+    if not name:
+        return x
+    if name == "LeakyRelu":
+        return F.leaky_relu(x, numbers[0])
+    if name == "Clip":
+        return torch.clamp(x, *numbers)
+    if name == "HardSigmoid":
+        return torch.clamp(x * numbers[0] + numbers[1], 0, 1)
+    require(name in _ACTIVATION_FUNCTIONS, f"the activation {name}")
+    return _ACTIVATION_FUNCTIONS[name](x)
+
+
+@operator(_MICROSOFT + "FusedConv")
+def fused_conv(
+    node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
+) -> Tensor:
+    y = conv(node, x, weight, bias)
+    return _activate(node, y if added is None else y + added)
+
+
+@operator(_MICROSOFT + "FusedMatMul")
+def fused_matmul(node: Node, x: Tensor, y: Tensor) -> Any:
+    require(not node.get("transBatchA", 0) and not node.get("transBatchB", 0), "transBatchA or transBatchB")
+    x = x.transpose(-1, -2) if node.get("transA", 0) else x
+    y = y.transpose(-1, -2) if node.get("transB", 0) else y
+    product = matmul(node, x, y)
+    return product if node.get("alpha", 1.0) == 1 else product * node.get("alpha")
+
+
+@operator(_MICROSOFT + "FusedGemm")
+def fused_gemm(node: Node, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _activate(node, gemm(node, x, y, bias))
+
+
+@operator(_MICROSOFT + "BiasGelu")
+def bias_gelu(node: Node, x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)
+
+
+@operator(_MICROSOFT + "FastGelu")
+def fast_gelu(node: Node, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+@operator(_MICROSOFT + "QuickGelu")
+def quick_gelu(node: Node, x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x * node.get("alpha", 1.702))
+
+
+def _skip_sum(x: Tensor, skip: Tensor, bias: Tensor | None) -> Tensor:
+    return x + skip if bias is None else x + skip + bias
+
+
+@operator(_MICROSOFT + "SkipLayerNormalization")
+def skip_layer_norm(
+    node: Node, x: Tensor, skip: Tensor, weight: Tensor, shift: Tensor | None = None, bias: Tensor | None = None
+) -> Any:
+    total = _skip_sum(x, skip, bias)
+    y = F.layer_norm(total, (weight.shape[0],), weight, shift, node.get("epsilon", 1e-12))
+    return outputs_of(node, y, None, None, total)
+
+
+@operator(_MICROSOFT + "SkipSimplifiedLayerNormalization")
+def skip_rms_norm(node: Node, x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    total = _skip_sum(x, skip, bias)
+    return outputs_of(
+        node, F.rms_norm(total, (weight.shape[0],), weight, node.get("epsilon", 1e-12)), None, None, total
+    )
+
+
+@operator(_MICROSOFT + "EmbedLayerNormalization")
+def embed_layer_norm(
+    node: Node,
+    words: Tensor,
+    segments: Tensor | None,
+    word_table: Tensor,
+    position_table: Tensor,
+    segment_table: Tensor | None,
+    weight: Tensor,
+    shift: Tensor,
+    mask: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Any:
+    tokens = words.shape[1]
+    if positions is None:
+        positions = torch.arange(tokens, device=words.device).unsqueeze(0)
+    total = F.embedding(words.long(), word_table) + F.embedding(positions.long(), position_table)
+    if segments is not None and segment_table is not None:
+        total = total + F.embedding(segments.long(), segment_table)
+    y = F.layer_norm(total, (weight.shape[0],), weight, shift, node.get("epsilon", 1e-12))
+    lengths = words.new_zeros(words.shape[0]) if mask is None else mask.sum(1)
+    return outputs_of(node, y, lengths.to(torch.int32), total)
+
+
+def _attention_projection(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
+    """The joined projection of queries, keys and values as a layer of its own."""
+    weight, bias = constants[1:3]
+    if weight is None:
+        return None
+    return Layer(JoinedAttention(node, linear_layer(weight.T, bias)), (0, 3, 4, 5))
+
+
+class JoinedAttention(torch.nn.Module):
+    """com.microsoft's Attention: one product for queries, keys and values, then attention."""
+
+    def __init__(self, node: Node, projection: torch.nn.Module) -> None:
+        super().__init__()
+        require(not node.get("do_rotary", 0), "Attention with do_rotary")
+        sizes = node.get("qkv_hidden_sizes")
+        require(not sizes or len(set(sizes)) == 1, "Attention with different sizes of queries and values")
+        self.heads, self.scale = node.get("num_heads"), node.get("scale") or None
+        self.is_causal, self.mask_value = bool(node.get("unidirectional", 0)), node.get("mask_filter_value", -10000.0)
+        self.in_proj = projection
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, past: Tensor | None = None, added: Tensor | None = None
+    ) -> Tensor:
+        require(past is None, "Attention with past keys and values")
+        query, key, value = (_split_heads(part, self.heads) for part in self.in_proj(x).chunk(3, -1))
+        bias = _microsoft_mask(mask, query, self.mask_value)
+        if added is not None:
+            bias = added if bias is None else bias + added
+        if self.is_causal and bias is not None:
+            bias = bias + _causal_bias(query.shape[2], key.shape[2], 0, query)
+        is_causal = self.is_causal and bias is None
+        return _join_heads(
+            F.scaled_dot_product_attention(query, key, value, bias, is_causal=is_causal, scale=self.scale)
+        )
+
+
+def _microsoft_mask(mask: Tensor | None, query: Tensor, filter_value: float) -> Tensor | None:
+    if mask is None:
+        return None
+    require(mask.ndim != 1, "a mask of sequence lengths")
+    bias = (1.0 - mask.to(query.dtype)) * filter_value
+    return bias[:, None, None] if mask.ndim == 2 else bias[:, None] if mask.ndim == 3 else bias
+
+
+@operator(_MICROSOFT + "Attention", make_layer=_attention_projection)
+def microsoft_attention(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
+    result: Tensor = JoinedAttention(node, linear_layer(weight.T, bias))(x, *rest)
+    return result
+
+
+@operator(_MICROSOFT + "MultiHeadAttention")
+def multi_head_attention(
+    node: Node,
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    added: Tensor | None = None,
+    *past: Any,
+) -> Tensor:
+    require(key is not None and value is not None and query.ndim == 3, "MultiHeadAttention with packed inputs")
+    require(all(part is None for part in past), "MultiHeadAttention with past keys and values")
+    assert key is not None  # noqa: S101  # see above
+    assert value is not None  # noqa: S101
+    if bias is not None:
+        sizes = [query.shape[-1], key.shape[-1], value.shape[-1]]
+        query, key, value = (x + part for x, part in zip((query, key, value), torch.split(bias, sizes), strict=True))
+    heads = node.get("num_heads")
+    query, key, value = (x if x.ndim == 4 else _split_heads(x, heads) for x in (query, key, value))
+    total = _microsoft_mask(mask, query, node.get("mask_filter_value", -10000.0))
+    if added is not None:
+        total = added if total is None else total + added
+    is_causal = bool(node.get("unidirectional", 0))
+    require(not (is_causal and total is not None), "a causal MultiHeadAttention with a mask")
+    return _join_heads(
+        F.scaled_dot_product_attention(query, key, value, total, is_causal=is_causal, scale=node.get("scale") or None)
+    )

@@ -1,0 +1,561 @@
+"""Operators with weights: products, convolutions, norms, and pooling next to them.
+
+If the weights are constants, a node becomes a module of torch (nn.Conv2d, nn.Linear, ...), so that it prints, trains
+and is quantized like one of a PyTorch model.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scalepoint.onnx_reader.operators import Layer, Node, operator, outputs_of, require
+from scalepoint.onnx_reader.values import as_list, check_size, sym_max
+
+# Any: the modules and functions for 1, 2 and 3 axes have different types.
+CONVOLUTIONS: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONV_FUNCTIONS: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
+_TRANSPOSED: tuple[Any, ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TRANSPOSED_FUNCTIONS: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_NOT_GIVEN = "NOTSET"
+
+
+def parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+
+
+def set_weights(module: nn.Module, **weights: Tensor | None) -> nn.Module:
+    """Replace parameters of a module that was made on the meta device."""
+    for name, tensor in weights.items():
+        setattr(module, name, None if tensor is None else parameter(tensor))
+    return module
+
+
+# --- padding -------------------------------------------------------------------------------------------------------
+
+
+class Padding(nn.Module):
+    """Adds what auto_pad or different pads on both sides ask for. Fixed pads, or pads that depend on the size.
+
+    Args:
+        pads: (before, after) for each spatial axis; None if `mode` says how much.
+        mode: "SAME_UPPER" or "SAME_LOWER".
+        window: Kernel, stride and dilation of each spatial axis, for `mode`.
+        fill: The value of the padding.
+    """
+
+    def __init__(
+        self,
+        pads: Sequence[tuple[int, int]] | None,
+        mode: str = _NOT_GIVEN,
+        window: Sequence[tuple[int, int, int]] = (),
+        fill: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.pads, self.mode, self.window, self.fill = pads, mode, tuple(window), fill
+
+    def forward(self, x: Tensor) -> Tensor:
+        pads = self.pads
+        if pads is None:
+            sizes = x.shape[2:]
+            pads = [same_pads(self.mode, size, *window) for size, window in zip(sizes, self.window, strict=True)]
+        if all(isinstance(amount, int) and amount == 0 for pair in pads for amount in pair):
+            return x
+        return F.pad(x, [amount for pair in reversed(pads) for amount in pair], value=self.fill)
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode}" if self.pads is None else f"pads={self.pads}"
+
+
+def same_pads(mode: str, size: Any, kernel: int, stride: int, dilation: int) -> tuple[Any, Any]:
+    """Return the pads with which the output has ceil(size / stride) values."""
+    outputs = -(-size // stride)
+    total = sym_max((outputs - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
+    small = total // 2
+    return (small, total - small) if mode == "SAME_UPPER" else (total - small, small)
+
+
+def symmetric_padding(node: Node, kernel: Sequence[int], fill: float = 0.0) -> tuple[tuple[int, ...], Padding | None]:
+    """Return the padding that torch's layer does itself, and a module for padding that it cannot do."""
+    rank, mode = len(kernel), node.get("auto_pad", _NOT_GIVEN)
+    none = (0,) * rank
+    if mode in ("SAME_UPPER", "SAME_LOWER"):
+        strides, dilations = node.get("strides", [1] * rank), node.get("dilations", [1] * rank)
+        return none, Padding(None, mode, list(zip(kernel, strides, dilations, strict=True)), fill)
+    amounts = none * 2 if mode == "VALID" else tuple(node.get("pads", none * 2))
+    before, after = amounts[:rank], amounts[rank:]
+    if before == after and all(amount >= 0 for amount in before):
+        return before, None
+    return none, Padding(list(zip(before, after, strict=True)), fill=fill)
+
+
+class PaddedLayer(nn.Module):
+    """A layer after padding that it cannot do itself."""
+
+    def __init__(self, padding: Padding, layer: nn.Module) -> None:
+        super().__init__()
+        self.padding = padding
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(self.padding(x))
+        return result
+
+
+def _with_padding(padding: Padding | None, layer: nn.Module) -> Layer:
+    return Layer(layer if padding is None else PaddedLayer(padding, layer))
+
+
+# --- convolutions --------------------------------------------------------------------------------------------------
+
+
+def _is_missing(node: Node, constants: Sequence[Tensor | None], index: int) -> bool:
+    """Whether an input is given and is not a constant."""
+    return len(node.inputs) > index and bool(node.inputs[index]) and constants[index] is None
+
+
+def _conv_settings(node: Node, rank: int) -> dict[str, Any]:
+    return {
+        "stride": tuple(node.get("strides", [1] * rank)),
+        "dilation": tuple(node.get("dilations", [1] * rank)),
+        "groups": node.get("group", 1),
+    }
+
+
+def conv_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
+    weight = constants[1]
+    if weight is None or _is_missing(node, constants, 2) or not 3 <= weight.ndim <= 5:
+        return None
+    bias = constants[2]
+    rank, kernel = weight.ndim - 2, tuple(weight.shape[2:])
+    inner, padding = symmetric_padding(node, kernel)
+    settings = _conv_settings(node, rank)
+    channels = weight.shape[1] * settings["groups"]
+    layer = CONVOLUTIONS[rank - 1](
+        channels, weight.shape[0], kernel, padding=inner, bias=bias is not None, device="meta", **settings
+    )
+    return _with_padding(padding, set_weights(layer, weight=weight, bias=bias))
+
+
+@operator("Conv", make_layer=conv_layer)
+def conv(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    rank = weight.ndim - 2
+    require(1 <= rank <= 3, f"a convolution over {rank} axes")
+    inner, padding = symmetric_padding(node, tuple(weight.shape[2:]))
+    x = x if padding is None else padding(x)
+    return _CONV_FUNCTIONS[rank - 1](x, weight, bias, padding=inner, **_conv_settings(node, rank))
+
+
+def _transposed_settings(
+    node: Node, sizes: Sequence[int], kernel: Sequence[int]
+) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """Return the settings of torch's layer, and what to cut off its output: (before, after) for each axis."""
+    rank = len(kernel)
+    settings = _conv_settings(node, rank)
+    extra = tuple(node.get("output_padding", [0] * rank))
+    shape, mode = node.get("output_shape"), node.get("auto_pad", _NOT_GIVEN)
+    full = [
+        (size - 1) * stride + (k - 1) * dilation + 1 + added
+        for size, stride, k, dilation, added in zip(
+            sizes, settings["stride"], kernel, settings["dilation"], extra, strict=True
+        )
+    ]
+    if shape is None and mode.startswith("SAME"):
+        shape = [size * stride for size, stride in zip(sizes, settings["stride"], strict=True)]
+    if shape is not None:
+        totals = [length - wanted for length, wanted in zip(full, shape[-rank:], strict=True)]
+        is_upper = mode == "SAME_UPPER"
+        cuts = [(t // 2, t - t // 2) if is_upper else (t - t // 2, t // 2) for t in totals]
+    elif mode == "VALID":
+        cuts = [(0, 0)] * rank
+    else:
+        pads = node.get("pads", [0] * (2 * rank))
+        cuts = list(zip(pads[:rank], pads[rank:], strict=True))
+    settings["output_padding"] = extra
+    return settings, cuts
+
+
+def conv_transpose_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
+    weight = constants[1]
+    depends_on_size = node.get("output_shape") or node.get("auto_pad", _NOT_GIVEN) not in (_NOT_GIVEN, "VALID")
+    if weight is None or _is_missing(node, constants, 2) or depends_on_size or not 3 <= weight.ndim <= 5:
+        return None
+    rank, kernel = weight.ndim - 2, tuple(weight.shape[2:])
+    settings, cuts = _transposed_settings(node, [1] * rank, kernel)
+    limits = zip(settings["stride"], settings["dilation"], settings["output_padding"], strict=True)
+    if any(before != after for before, after in cuts) or any(e >= max(s, d) for s, d, e in limits):
+        return None
+    bias = constants[2]
+    layer = _TRANSPOSED[rank - 1](
+        weight.shape[0],
+        weight.shape[1] * settings["groups"],
+        kernel,
+        padding=tuple(before for before, _ in cuts),
+        bias=bias is not None,
+        device="meta",
+        **settings,
+    )
+    return Layer(set_weights(layer, weight=weight, bias=bias))
+
+
+@operator("ConvTranspose", make_layer=conv_transpose_layer)
+def conv_transpose(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rank = x.ndim - 2
+    require(1 <= rank <= 3, f"a convolution over {rank} axes")
+    settings, cuts = _transposed_settings(node, x.shape[2:], weight.shape[2:])
+    extra = settings.pop("output_padding")
+    y = _TRANSPOSED_FUNCTIONS[rank - 1](x, weight, bias, **settings)
+    pads = [
+        amount
+        for (before, after), e in reversed(list(zip(cuts, extra, strict=True)))
+        for amount in (-before, e - after)
+    ]
+    if bias is None or not any(extra):
+        return F.pad(y, pads)
+    return F.pad(y - bias.reshape(-1, *[1] * rank), pads) + bias.reshape(-1, *[1] * rank)
+
+
+# --- products ------------------------------------------------------------------------------------------------------
+
+
+def linear_layer(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """Make an nn.Linear; `weight` has the shape (outputs, inputs)."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    return set_weights(layer, weight=weight, bias=bias)
+
+
+def matmul_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
+    weight = constants[1]
+    if weight is None or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    return Layer(linear_layer(weight.T, constants[2]))
+
+
+@operator("MatMul", "Linear", make_layer=matmul_layer)
+def matmul(node: Node, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product. "Linear" is a MatMul and an Add of a constant vector, which `rewrites.py` has joined."""
+    product = torch.matmul(x, y)
+    return product if bias is None else product + bias
+
+
+def gemm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
+    weight, bias = constants[1:3]
+    if weight is None or _is_missing(node, constants, 2) or node.get("transA", 0) or not weight.is_floating_point():
+        return None
+    weight = weight if node.get("transB", 0) else weight.T
+    if bias is not None:
+        if bias.numel() not in (1, weight.shape[0]) or (bias.ndim == 2 and bias.shape[0] != 1):
+            return None
+        bias = bias.reshape(-1).expand(weight.shape[0]) * node.get("beta", 1.0)
+    if node.get("alpha", 1.0) != 1:
+        weight = weight * node.get("alpha")
+    return Layer(linear_layer(weight, bias))
+
+
+@operator("Gemm", make_layer=gemm_layer)
+def gemm(node: Node, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+    x, y = (x.T if node.get("transA", 0) else x), (y.T if node.get("transB", 0) else y)
+    product = x @ y
+    if node.get("alpha", 1.0) != 1:
+        product = (product * node.get("alpha")).to(x.dtype)
+    if bias is None:
+        return product
+    return product + (bias if node.get("beta", 1.0) == 1 else (bias * node.get("beta")).to(x.dtype))
+
+
+@operator("Einsum")
+def einsum(node: Node, *tensors: Tensor) -> Tensor:
+    return torch.einsum(node.get("equation").replace(" ", ""), *tensors)
+
+
+# --- norms ---------------------------------------------------------------------------------------------------------
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """A batch norm that takes any number of spatial axes, since the file may not say how many there are."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  # the name in torch
+        pass
+
+
+def batch_norm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
+    weight, bias, mean, variance = constants[1:5]
+    if weight is None or bias is None or mean is None or variance is None or node.get("training_mode", 0):
+        return None
+    layer = BatchNorm(
+        weight.shape[0], node.get("epsilon", 1e-5), round(1 - node.get("momentum", 0.9), 6), device="meta"
+    )
+    set_weights(layer, weight=weight, bias=bias)
+    # Exporters store equal tensors once, and training changes these but not the weights.
+    layer.running_mean, layer.running_var = mean.clone(), variance.clone()
+    layer.num_batches_tracked = torch.tensor(0)
+    return Layer(layer)
+
+
+@operator("BatchNormalization", make_layer=batch_norm_layer)
+def batch_norm(node: Node, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Any:
+    epsilon = node.get("epsilon", 1e-5)
+    if not node.get("training_mode", 0):
+        return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
+    keep = node.get("momentum", 0.9)
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    new_mean, new_variance = x.mean(axes), x.var(axes, correction=0)
+    y = F.batch_norm(x, new_mean, new_variance, scale, bias, eps=epsilon)
+    return outputs_of(node, y, keep * mean + (1 - keep) * new_mean, keep * variance + (1 - keep) * new_variance)
+
+
+def layer_norm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
+    weight = constants[1]
+    # One axis: its size is that of the weight. Several axes: torch needs their sizes, which a weight may broadcast to.
+    if weight is None or weight.ndim != 1 or node.get("axis", -1) != -1 or _is_missing(node, constants, 2):
+        return None
+    bias = constants[2]
+    if node.get("stash_type", 1) != 1 or len(node.outputs) > 1 or weight.numel() == 1:
+        return None
+    layer = nn.LayerNorm(weight.shape[0], node.get("epsilon", 1e-5), bias=bias is not None, device="meta")
+    return Layer(set_weights(layer, weight=weight, bias=bias))
+
+
+@operator("LayerNormalization", make_layer=layer_norm_layer)
+def layer_norm(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    axis = node.get("axis", -1) % x.ndim
+    axes = list(range(axis, x.ndim))
+    mean = x.mean(axes, keepdim=True)
+    deviation = x - mean
+    inverse = torch.rsqrt((deviation * deviation).mean(axes, keepdim=True) + node.get("epsilon", 1e-5))
+    y = deviation * inverse * weight
+    return outputs_of(node, y if bias is None else y + bias, mean, inverse)
+
+
+def rms_norm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
+    weight = constants[1]
+    is_plain = weight is not None and weight.ndim == 1 and node.get("axis", -1) == -1 and weight.numel() > 1
+    if not is_plain or weight is None or len(node.outputs) > 1:
+        return None
+    return Layer(set_weights(nn.RMSNorm(weight.shape[0], node.get("epsilon", 1e-5), device="meta"), weight=weight))
+
+
+@operator("RMSNormalization", "SimplifiedLayerNormalization", make_layer=rms_norm_layer)
+def rms_norm(node: Node, x: Tensor, weight: Tensor) -> Tensor:
+    axes = list(range(node.get("axis", -1) % x.ndim, x.ndim))
+    return x * torch.rsqrt((x * x).mean(axes, keepdim=True) + node.get("epsilon", 1e-5)) * weight
+
+
+def instance_norm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
+    weight, bias = constants[1:3]
+    if weight is None or bias is None:
+        return None
+    layer = InstanceNorm(weight.shape[0], node.get("epsilon", 1e-5), affine=True, device="meta")
+    return Layer(set_weights(layer, weight=weight, bias=bias))
+
+
+class InstanceNorm(nn.InstanceNorm2d):
+    """An instance norm that takes any number of spatial axes."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
+        pass
+
+    def _get_no_batch_dim(self) -> int:
+        return 1
+
+
+@operator("InstanceNormalization", make_layer=instance_norm_layer)
+def instance_norm(node: Node, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.instance_norm(x, weight=weight, bias=bias, eps=node.get("epsilon", 1e-5))
+
+
+@operator("GroupNormalization")
+def group_norm(node: Node, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    groups = node.get("num_groups")
+    if weight.shape[0] == groups and groups != x.shape[1]:  # before opset 21: one value for each group
+        weight, bias = (value.repeat_interleave(x.shape[1] // groups) for value in (weight, bias))
+    return F.group_norm(x, groups, weight, bias, node.get("epsilon", 1e-5))
+
+
+@operator("LRN")
+def local_response_norm(node: Node, x: Tensor) -> Any:
+    size, alpha = node.get("size"), node.get("alpha", 1e-4)
+    before = (size - 1) // 2
+    squares = F.pad((x * x).unsqueeze(1).flatten(3), (0, 0, before, size - 1 - before))
+    sums = F.avg_pool2d(squares, (size, 1), stride=1) * size
+    scale = node.get("bias", 1.0) + alpha / size * sums.squeeze(1).reshape(x.shape)
+    return x / scale.pow(node.get("beta", 0.75))
+
+
+# --- pooling -------------------------------------------------------------------------------------------------------
+
+_MAX_POOLS: tuple[Any, ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+_MAX_POOL_MODULES: tuple[Any, ...] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_AVERAGE_POOL_MODULES: tuple[Any, ...] = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+
+
+def _pool_settings(node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    kernel = tuple(node.get("kernel_shape"))
+    ones = (1,) * len(kernel)
+    return kernel, tuple(node.get("strides", ones)), tuple(node.get("dilations", ones))
+
+
+def _extra_pads(node: Node, x: Tensor, pads: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Return how far beyond the padding the last window reaches with ceil_mode; negative if it ends before."""
+    if not node.get("ceil_mode", 0):
+        return [0] * len(pads)
+    extra = []
+    for size, k, stride, dilation, (before, after) in zip(x.shape[2:], *_pool_settings(node), pads, strict=True):
+        rest = size + before + after - (k - 1) * dilation - 1
+        outputs = -(-rest // stride) + 1
+        if (outputs - 1) * stride >= size + before:  # ONNX and torch drop a window that starts in the padding
+            outputs -= 1
+        extra.append((outputs - 1) * stride - rest)
+    return extra
+
+
+def _window_pads(node: Node, x: Tensor, kernel: Sequence[int]) -> list[tuple[Any, Any]]:
+    inner, padding = symmetric_padding(node, kernel)
+    if padding is None:
+        return [(amount, amount) for amount in inner]
+    if padding.pads is not None:
+        return list(padding.pads)
+    return [same_pads(padding.mode, size, *window) for size, window in zip(x.shape[2:], padding.window, strict=True)]
+
+
+def max_pool_layer(node: Node, constants: Any) -> Layer | None:
+    kernel, strides, dilations = _pool_settings(node)
+    inner, padding = symmetric_padding(node, kernel, float("-inf"))
+    is_plain = (
+        not node.has_output(1) and 1 <= len(kernel) <= 3 and not (padding is not None and node.get("ceil_mode", 0))
+    )
+    if not is_plain or any(amount > k // 2 for amount, k in zip(inner, kernel, strict=True)):
+        return None
+    module = _MAX_POOL_MODULES[len(kernel) - 1]
+    return _with_padding(padding, module(kernel, strides, inner, dilations, ceil_mode=bool(node.get("ceil_mode", 0))))
+
+
+@operator("MaxPool", make_layer=max_pool_layer)
+def max_pool(node: Node, x: Tensor) -> Any:
+    kernel, strides, dilations = _pool_settings(node)
+    rank = len(kernel)
+    require(1 <= rank <= 3, f"pooling over {rank} axes")
+    pads = _window_pads(node, x, kernel)
+    wide = x.to(torch.float32) if not x.is_floating_point() else x
+    padded = F.pad(wide, _pad_amounts(pads, _extra_pads(node, x, pads)), value=float("-inf"))
+    settings = {"kernel_size": kernel, "stride": strides, "dilation": dilations}
+    if not node.has_output(1):
+        return _MAX_POOLS[rank - 1](padded, **settings).to(x.dtype)
+    values, flat = _MAX_POOLS[rank - 1](padded, return_indices=True, **settings)
+    return values.to(x.dtype), _indices_in_file(node, x, flat, padded.shape[2:], pads)
+
+
+def _indices_in_file(
+    node: Node, x: Tensor, flat: Tensor, padded: Sequence[int], pads: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Convert torch's index in the padded plane to the file's: in the whole tensor without padding."""
+    sizes, rest = list(x.shape[2:]), flat
+    coordinates: list[Tensor] = []
+    for size in reversed(padded):
+        coordinates.insert(0, rest % size)
+        rest = rest // size
+    coordinates = [value - before for value, (before, _) in zip(coordinates, pads, strict=True)]
+    axes = range(len(sizes))
+    order = list(axes) if node.get("storage_order", 0) == 0 else list(reversed(axes))
+    index, stride = torch.zeros_like(flat), 1
+    for axis in reversed(order):
+        index = index + coordinates[axis] * stride
+        stride *= sizes[axis]
+    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device) * stride
+    return index + planes.reshape(*x.shape[:2], *[1] * len(sizes))
+
+
+def average_pool_layer(node: Node, constants: Any) -> Layer | None:
+    kernel, strides, dilations = _pool_settings(node)
+    inner, padding = symmetric_padding(node, kernel)
+    counts = bool(node.get("count_include_pad", 0))
+    has_pads = padding is not None or any(inner)
+    is_plain = 1 <= len(kernel) <= 3 and not any(d != 1 for d in dilations) and (padding is None or counts)
+    if not is_plain or (node.get("ceil_mode", 0) and (has_pads or counts)):
+        return None
+    if any(amount > k // 2 for amount, k in zip(inner, kernel, strict=True)):
+        return None
+    module = _AVERAGE_POOL_MODULES[len(kernel) - 1]
+    layer = module(kernel, strides, inner, ceil_mode=bool(node.get("ceil_mode", 0)), count_include_pad=counts)
+    return _with_padding(padding, layer)
+
+
+@operator("AveragePool", make_layer=average_pool_layer)
+def average_pool(node: Node, x: Tensor) -> Any:
+    """The sum over each window, divided by the number of its values that count."""
+    pads = _window_pads(node, x, tuple(node.get("kernel_shape")))
+    extra = _extra_pads(node, x, pads)
+    ones = torch.ones_like(x[:1, :1])
+    counted = F.pad(ones, _pad_amounts(pads), value=1.0 if node.get("count_include_pad", 0) else 0.0)
+    counts = _window_sums(node, F.pad(counted, _pad_amounts([(0, amount) for amount in extra])))
+    return _window_sums(node, F.pad(x, _pad_amounts(pads, extra))) / counts
+
+
+def _pad_amounts(pads: Sequence[tuple[Any, Any]], extra: Sequence[Any] | None = None) -> list[Any]:
+    """Return pads in the order of F.pad: from the last axis, with `extra` added at the ends."""
+    ends = [0] * len(pads) if extra is None else extra
+    return [a for (before, after), e in reversed(list(zip(pads, ends, strict=True))) for a in (before, after + e)]
+
+
+def _window_sums(node: Node, x: Tensor) -> Any:
+    kernel, strides, dilations = _pool_settings(node)
+    require(1 <= len(kernel) <= 3, f"pooling over {len(kernel)} axes")
+    flat, ones = x.reshape(-1, 1, *x.shape[2:]), torch.ones((1, 1, *kernel), dtype=x.dtype, device=x.device)
+    sums = _CONV_FUNCTIONS[len(kernel) - 1](flat, ones, stride=strides, dilation=dilations)
+    return sums.reshape(*x.shape[:2], *sums.shape[2:])
+
+
+@operator("LpPool")
+def lp_pool(node: Node, x: Tensor) -> Any:
+    p = node.get("p", 2)
+    pads = _window_pads(node, x, tuple(node.get("kernel_shape")))
+    padded = F.pad(x.abs().pow(p), _pad_amounts(pads, _extra_pads(node, x, pads)))
+    return _window_sums(node, padded).pow(1 / p)
+
+
+def _global_average_layer(node: Node, constants: Any) -> Layer:
+    return Layer(GlobalAveragePool())
+
+
+class GlobalAveragePool(nn.Module):
+    """The mean over all spatial axes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(x, 1) if x.ndim == 4 else x.mean(list(range(2, x.ndim)), keepdim=True)
+
+
+@operator("GlobalAveragePool", make_layer=_global_average_layer)
+def global_average_pool(node: Node, x: Tensor) -> Any:
+    return GlobalAveragePool()(x)
+
+
+@operator("GlobalMaxPool")
+def global_max_pool(node: Node, x: Tensor) -> Tensor:
+    return x.amax(list(range(2, x.ndim)), keepdim=True)
+
+
+@operator("GlobalLpPool")
+def global_lp_pool(node: Node, x: Tensor) -> Any:
+    return torch.linalg.vector_norm(x, node.get("p", 2), list(range(2, x.ndim)), keepdim=True)
+
+
+@operator("MaxUnpool", known_inputs=(2,))
+def max_unpool(node: Node, x: Tensor, indices: Tensor, shape: Any = None) -> Tensor:
+    kernel, strides, _ = _pool_settings(node)
+    pads = node.get("pads", [0] * (2 * len(kernel)))
+    sizes = [
+        (size - 1) * stride + k - pads[axis] - pads[axis + len(kernel)]
+        for axis, (size, stride, k) in enumerate(zip(x.shape[2:], strides, kernel, strict=True))
+    ]
+    natural = [*x.shape[:2], *sizes]
+    check_size(natural)
+    flat = x.new_zeros(math.prod(natural)).scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(natural)
+    if shape is None:
+        return flat
+    wanted = as_list(shape, "shape")
+    return F.pad(
+        flat, [a for size, want in reversed(list(zip(natural, wanted, strict=True))) for a in (0, want - size)]
+    )

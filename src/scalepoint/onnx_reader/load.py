@@ -1,0 +1,224 @@
+"""load_onnx: read an ONNX file as a module of torch."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx import ModelProto
+from torch import Tensor
+
+from scalepoint.errors import OnnxReadError, ScalepointError, UsageError, short_repr
+from scalepoint.onnx_reader import (  # noqa: F401  # they fill the table of operators
+    attention,
+    control_flow,
+    elementwise,
+    layers,
+    quantized,
+    recurrent,
+    reductions,
+    resizing,
+    shapes,
+    signals,
+)
+from scalepoint.onnx_reader.graph import Graph, GraphBuilder
+from scalepoint.onnx_reader.model import OnnxModel, TensorInfo, make_model
+from scalepoint.onnx_reader.names import identifier
+from scalepoint.onnx_reader.operators import Node
+from scalepoint.onnx_reader.quantized import QUANTIZED_OPERATORS
+from scalepoint.onnx_reader.requantize import without_quantizers
+from scalepoint.onnx_reader.values import tensor_from_array, torch_dtype
+from scalepoint.support.onnx_file import OnnxFile, read_model, tensor_array
+
+MIN_OPSET = 7
+HALF_TYPES = (torch.float16, torch.bfloat16)
+_OWN_DOMAINS = ("", "ai.onnx")
+
+
+def load_onnx(
+    path: str | os.PathLike[str] | ModelProto,
+    *,
+    fixed_inputs: Mapping[str, Any] | None = None,
+    requantize: bool = False,
+    half_as_float: bool = True,
+) -> OnnxModel:
+    """Read an ONNX file as a PyTorch module.
+
+    It trains, saves, prints and is captured like any other module. Layers have the names of the file's weights or
+    nodes. Only numbers are read from the file: no code runs, and external data must lie in its folder.
+
+    Args:
+        path: The file, or a model in memory.
+        fixed_inputs: Values for inputs that become constants, by name, such as {"sr": 16000}. Branches that depend on
+            them are then chosen.
+        requantize: Read a file that is already quantized: its weights become real-valued again, and its quantizers are
+            left out. Without it such a file is refused.
+        half_as_float: Compute in float32 what the file computes in float16 or bfloat16.
+
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        StoreError: The file is damaged, too large, or refers to files outside of its folder.
+        OnnxReadError: An operator, a type or a setting is not supported. The message names operator and node.
+
+    Example:
+        model = scalepoint.load_onnx("model.onnx")
+        output = model(torch.randn(1, 3, 224, 224))
+    """
+    return build_model(
+        path, fixed_inputs or {}, quantizers="remove" if requantize else "refuse", half_as_float=half_as_float
+    )
+
+
+def build_model(
+    source: str | os.PathLike[str] | ModelProto,
+    fixed_inputs: Mapping[str, Any],
+    *,
+    quantizers: Literal["refuse", "remove", "keep"],
+    half_as_float: bool,
+) -> OnnxModel:
+    """Read a file; see load_onnx. With quantizers="keep" the model computes what a quantized file computes."""
+    file = read_model(source, min_opset=MIN_OPSET, infer_shapes=False)
+    reader = FileReader(file, half_as_float=half_as_float)
+    graph = reader.read_graph(file.model.graph)
+    if quantizers != "keep" and (layer_count := count_quantized_layers(graph)):
+        if quantizers == "refuse":
+            name = "the model" if isinstance(source, ModelProto) else str(source)
+            raise OnnxReadError(
+                f"{name} is already quantized: {layer_count} nodes quantize, or compute with integers. Give the float "
+                "model, or pass requantize=True to read its weights back as real numbers and quantize them anew"
+            )
+        graph = without_quantizers(graph)
+    graph = _fix_inputs(graph, fixed_inputs)
+    inputs = reader.describe(file.model.graph.inputs, graph.inputs)
+    input_names = _unique_identifiers(graph.inputs)
+    model = make_model(graph, input_names)
+    model.inputs = dict(zip(input_names, inputs, strict=True))
+    model.outputs = reader.describe(file.model.graph.outputs, graph.outputs)
+    model.metadata = {str(key): str(value) for key, value in file.model.metadata_props.items()}
+    model.path = "" if isinstance(source, ModelProto) else str(Path(source).resolve())
+    GraphBuilder(graph, model).build()
+    return model.eval()
+
+
+def _unique_identifiers(names: Sequence[str]) -> list[str]:
+    unique: list[str] = []
+    for name in names:
+        candidate, number = identifier(name, "input"), 1
+        while candidate in unique or candidate == "self":
+            candidate, number = f"{identifier(name, 'input')}_{number}", number + 1
+        unique.append(candidate)
+    return unique
+
+
+def _fix_inputs(graph: Graph, values: Mapping[str, Any]) -> Graph:
+    unknown = sorted(set(values) - set(graph.inputs))
+    if unknown:
+        raise UsageError(f"fixed_inputs: the file has no input {unknown[0]!r}; it has {', '.join(graph.inputs)}")
+    constants = {name: torch.as_tensor(value) for name, value in values.items()}
+    inputs = tuple(name for name in graph.inputs if name not in values)
+    return Graph(graph.name, graph.nodes, inputs, graph.outputs, {**graph.constants, **constants}, graph.parameters)
+
+
+def iterate_nodes(graph: Graph) -> Iterator[Node]:
+    """All nodes, also those in the bodies of If, Loop and Scan."""
+    for node in graph.nodes:
+        yield node
+        for value in node.attributes.values():
+            if isinstance(value, Graph):
+                yield from iterate_nodes(value)
+
+
+def count_quantized_layers(graph: Graph) -> int:
+    """Return how many quantizers and quantized layers a file has; 0 for a float file."""
+    return sum(node.operator in QUANTIZED_OPERATORS for node in iterate_nodes(graph))
+
+
+def _shortest(number: float) -> float:
+    """Return the shortest number with the same float32: 1e-05 instead of 9.999999747378752e-06."""
+    return float(str(np.float32(number)))
+
+
+class FileReader:
+    """Turns the graphs of a file into plain values."""
+
+    def __init__(self, file: OnnxFile, *, half_as_float: bool) -> None:
+        self.file = file
+        self.half_as_float = half_as_float
+
+    def read_graph(self, graph: ir.Graph) -> Graph:
+        constants = {
+            name: self._read_tensor(value.const_value)
+            for name, value in graph.initializers.items()
+            if value.const_value is not None
+        }
+        return Graph(
+            name=graph.name or "",
+            nodes=tuple(self._read_node(node, index) for index, node in enumerate(graph)),
+            inputs=tuple(value.name or "" for value in graph.inputs if value.name not in constants),
+            outputs=tuple(value.name or "" for value in graph.outputs),
+            constants=constants,
+            parameters=frozenset(constants),
+        )
+
+    def describe(self, values: Sequence[ir.Value], names: Sequence[str]) -> list[TensorInfo]:
+        """Describe the inputs or outputs with these names."""
+        by_name = {value.name: value for value in values}
+        return [self._describe(by_name[name]) for name in names]
+
+    def _describe(self, value: ir.Value) -> TensorInfo:
+        file_dtype = torch.float32 if value.dtype is None else torch_dtype(int(value.dtype))
+        shape = None
+        if value.shape is not None:
+            shape = tuple(size if isinstance(size, int) else str(size.value or "") for size in value.shape)
+        return TensorInfo(value.name or "", self._dtype(file_dtype), shape, file_dtype)
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.half_as_float and dtype in HALF_TYPES else dtype
+
+    def _read_tensor(self, tensor: ir.TensorProtocol) -> Tensor:
+        values = tensor_from_array(tensor_array(tensor, self.file.folder))
+        return values.to(self._dtype(values.dtype))
+
+    def _read_node(self, node: ir.Node, index: int) -> Node:
+        operator = node.op_type if node.domain in _OWN_DOMAINS else f"{node.domain}::{node.op_type}"
+        outputs = tuple(value.name or "" for value in node.outputs)
+        name = node.name or next(filter(None, outputs), f"{node.op_type}_{index}")
+        inputs = tuple("" if value is None else value.name or "" for value in node.inputs)
+        opset = self.file.model.opset_imports.get(node.domain, self.file.opset)
+        try:
+            attributes = {key: self._read_attribute(attribute) for key, attribute in node.attributes.items()}
+        except ScalepointError as error:
+            raise type(error)(f"node {short_repr(name)} ({operator}): {error.args[0]}") from error
+        while inputs and not inputs[-1]:
+            inputs = inputs[:-1]
+        return Node(operator, name, inputs, outputs, self._cast_attributes(operator, attributes), opset)
+
+    def _cast_attributes(self, operator: str, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Replace half precision in attributes that say a type."""
+        halves = (int(ir.DataType.FLOAT16), int(ir.DataType.BFLOAT16))
+        if self.half_as_float:
+            for key in ("to", "dtype", "output_datatype"):
+                if attributes.get(key) in halves and operator != "BitCast":
+                    attributes[key] = int(ir.DataType.FLOAT)
+        return attributes
+
+    def _read_attribute(self, attribute: ir.Attr) -> Any:
+        kind = attribute.type
+        if kind == ir.AttributeType.GRAPH:
+            return self.read_graph(attribute.as_graph())
+        if kind == ir.AttributeType.TENSOR:
+            return self._read_tensor(attribute.as_tensor())
+        if kind in (ir.AttributeType.INT, ir.AttributeType.STRING):
+            return attribute.value
+        if kind == ir.AttributeType.FLOAT:
+            return _shortest(attribute.as_float())
+        if kind in (ir.AttributeType.INTS, ir.AttributeType.STRINGS):
+            return list(attribute.value)
+        if kind == ir.AttributeType.FLOATS:
+            return [_shortest(number) for number in attribute.as_floats()]
+        raise OnnxReadError(f"attribute {attribute.name} of type {kind.name} is not supported")

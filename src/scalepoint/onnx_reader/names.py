@@ -1,0 +1,103 @@
+"""Names of layers and weights: readable, valid in Python, and those of the original model if the file has them.
+
+/layer1/layer1.0/conv1/Conv with the weight layer1.0.conv1.weight  ->  layer1.0.conv1
+/layer1/layer1.0/Add                                               ->  layer1.0.Add
+"""
+
+import re
+from collections.abc import Sequence
+from keyword import iskeyword
+
+from torch import Tensor, nn
+
+from scalepoint.graph.captured_module import get_reserved_names
+
+_MAX_LENGTH = 120
+_WEIGHT_SUFFIXES = (".weight", ".weight_v", ".kernel", ".gamma", ".bias")
+
+
+def identifier(text: str, default: str = "value") -> str:
+    """Turn a text into an identifier."""
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_")[:_MAX_LENGTH] or default
+    name = f"_{name}" if name[0].isdigit() else name
+    return f"{name}_" if iskeyword(name) else name
+
+
+def path_of_node(name: str) -> list[str]:
+    """Split the name of a node into the path of its module: torch repeats the path before the index of a Sequential."""
+    parts: list[str] = []
+    for part in filter(None, name.strip("/").split("/")):
+        parents = part.split(".")
+        if parts and len(parents) > 1 and parts[-len(parents[:-1]) :] == parents[:-1]:
+            parts.append(parents[-1])
+        else:
+            parts += parents
+    return [path_part(part) for part in parts if part] or ["node"]
+
+
+def path_part(text: str) -> str:
+    return text if text.isdigit() else identifier(text, "node")
+
+
+class NameTable:
+    """Gives children, parameters and buffers of one module names that are not in use."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.reserved = frozenset(dir(nn.Module())) | frozenset(vars(root)) | get_reserved_names()
+
+    def add_child(self, child: nn.Module, node_name: str, weight_names: Sequence[str]) -> str:
+        """Add a child under a name of the original model, from the node or the weight, else under that of its node."""
+        parts = path_of_node(node_name)
+        if len(parts) > 1 and has_parameters(child) and re.fullmatch(r"[A-Z][A-Za-z]*(_\d+)?", parts[-1]):
+            parts = parts[:-1]  # /encoder/fc/MatMul is the layer encoder.fc
+        else:
+            parts = next(filter(None, map(_path_of_weight, weight_names)), parts)
+        *parents, leaf = parts
+        module, path = self.root, []
+        for part in parents:
+            path.append(self._free_container(module, part))
+            module = module.get_submodule(path[-1])
+        leaf = self._unused(module, leaf)
+        module.add_module(leaf, child)
+        return ".".join([*path, leaf])
+
+    def add_tensor(self, tensor: Tensor, name: str, *, is_weight: bool) -> str:
+        """Register a tensor with the root: a parameter if it is a weight with a fraction, else a buffer."""
+        key = self._unused(self.root, identifier(name.replace("::", "_")))
+        if is_weight and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            self.root.register_parameter(key, nn.Parameter(tensor.contiguous()))
+        else:
+            self.root.register_buffer(key, tensor.contiguous())
+        return key
+
+    def _free_container(self, module: nn.Module, name: str) -> str:
+        """Return the name of a child that only contains others; add it if there is none."""
+        name = f"{name}_" if name in self.reserved else name
+        while name in module._modules and type(module._modules[name]) is not nn.Module:
+            name = f"{name}_"  # a layer has this name
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        return name
+
+    def _unused(self, module: nn.Module, name: str) -> str:
+        name = f"{name}_" if name in self.reserved else name
+        candidate, number = name, 1
+        while candidate in module._modules or candidate in module._parameters or candidate in module._buffers:
+            candidate, number = f"{name}_{number}", number + 1
+        return candidate
+
+
+def _path_of_weight(name: str) -> list[str]:
+    """Return the path of the layer if the weight is named like one of a PyTorch model: a.b.weight."""
+    layer = next((name.removesuffix(suffix) for suffix in _WEIGHT_SUFFIXES if name.endswith(suffix)), "")
+    parts = layer.split(".")
+    return [path_part(part) for part in parts] if layer and all(map(_is_plain, parts)) else []
+
+
+def _is_plain(part: str) -> bool:
+    return re.fullmatch(r"\w+", part, flags=re.ASCII) is not None
+
+
+def has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

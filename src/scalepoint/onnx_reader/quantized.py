@@ -1,0 +1,102 @@
+"""Operators of quantized files. Constants are dequantized while the file is read."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalepoint.onnx_reader.operators import Node, operator, outputs_of, require
+from scalepoint.onnx_reader.values import torch_dtype
+
+QUANTIZED_OPERATORS = frozenset(
+    (
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "DynamicQuantizeLinear",
+        "QLinearConv",
+        "QLinearMatMul",
+        "ConvInteger",
+        "MatMulInteger",
+        "com.microsoft::DynamicQuantizeLSTM",
+        "com.microsoft::DynamicQuantizeMatMul",
+        "com.microsoft::MatMulIntegerToFloat",
+        "com.microsoft::MatMulNBits",
+        "com.microsoft::MatMulBnb4",
+        "com.microsoft::QAttention",
+        "com.microsoft::QGemm",
+        "com.microsoft::QLinearAdd",
+        "com.microsoft::QLinearAveragePool",
+        "com.microsoft::QLinearConcat",
+        "com.microsoft::QLinearGlobalAveragePool",
+        "com.microsoft::QLinearLeakyRelu",
+        "com.microsoft::QLinearMul",
+        "com.microsoft::QLinearSigmoid",
+        "com.microsoft::QLinearSoftmax",
+        "com.microsoft::QuantizeLinear",
+        "com.microsoft::DequantizeLinear",
+    )
+)
+_RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.uint16: (0, 65535), torch.int16: (-32768, 32767)}
+
+
+def _along_axis(node: Node, x: Tensor, parameter: Tensor) -> Tensor:
+    """Give a scale or zero point the shape with which it multiplies x: per tensor, axis or block."""
+    if parameter.numel() == 1:
+        return parameter.reshape(())
+    axis = node.get("axis", 1) % x.ndim
+    if block := node.get("block_size", 0):
+        return parameter.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
+    return parameter.reshape([-1 if index == axis else 1 for index in range(x.ndim)])
+
+
+@operator("QuantizeLinear", "com.microsoft::QuantizeLinear")
+def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    dtype = zero_point.dtype if zero_point is not None else torch_dtype(node.get("output_dtype") or 2)
+    if dtype.is_floating_point:
+        largest = torch.finfo(dtype).max
+        return (x.float() / _along_axis(node, x, scale.float())).clamp(-largest, largest).to(dtype)
+    require(dtype in _RANGES, f"quantization to {dtype}")
+    codes = torch.round(x.float() / _along_axis(node, x, scale.float()))
+    if zero_point is not None:
+        codes = codes + _along_axis(node, x, zero_point.float())
+    return codes.clamp(*_RANGES[dtype]).to(dtype)
+
+
+@operator("DequantizeLinear", "com.microsoft::DequantizeLinear")
+def dequantize_linear(node: Node, codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    numbers = codes.to(torch.float32)
+    if zero_point is not None:
+        numbers = numbers - _along_axis(node, codes, zero_point.to(torch.float32))
+    return (numbers * _along_axis(node, codes, scale.to(torch.float32))).to(scale.dtype)
+
+
+@operator("DynamicQuantizeLinear")
+def dynamic_quantize_linear(node: Node, x: Tensor) -> Any:
+    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
+    scale = (high - low) / 255
+    zero_point = torch.round(-low / scale).clamp(0, 255)
+    codes = (torch.round(x / scale) + zero_point).clamp(0, 255).to(torch.uint8)
+    return outputs_of(node, codes, scale, zero_point.to(torch.uint8))
+
+
+@operator("MatMulInteger")
+def matmul_integer(
+    node: Node, x: Tensor, y: Tensor, x_zero: Tensor | None = None, y_zero: Tensor | None = None
+) -> Tensor:
+    left, right = x.to(torch.int32), y.to(torch.int32)
+    if x_zero is not None:
+        left = left - (
+            x_zero.to(torch.int32).unsqueeze(-1) if x_zero.ndim == 1 and x_zero.numel() > 1 else x_zero.to(torch.int32)
+        )
+    if y_zero is not None:
+        right = right - y_zero.to(torch.int32)
+    return torch.matmul(left, right)
+
+
+@operator("QLinearMatMul")
+def qlinear_matmul(
+    node: Node, x: Tensor, xs: Tensor, xz: Tensor, y: Tensor, ys: Tensor, yz: Tensor, zs: Tensor, zz: Tensor
+) -> Tensor:
+    product = torch.matmul((x.double() - xz.double()), (y.double() - yz.double()))
+    codes = torch.round(product * (xs.double() * ys.double() / zs.double())) + zz.double()
+    return codes.clamp(*_RANGES[zz.dtype]).to(zz.dtype)

@@ -1,0 +1,273 @@
+"""load_onnx: a file becomes a module that runs, trains, saves, prints and is captured like any other."""
+
+import copy
+import io
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.errors import OnnxReadError, StoreError, UsageError
+from tests.onnx_reader.graphs import model_of, random, save
+
+
+class SmallNet(nn.Module):
+    """A convolution, an attention block and a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.SiLU())
+        self.norm = nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        batch, channels, height, width = x.shape
+        tokens = x.reshape(batch, channels, height * width).transpose(1, 2)
+        return self.head((tokens + self.mlp(self.norm(tokens))).mean(1))
+
+
+@pytest.fixture(scope="module", params=["script", "dynamo"])
+def exported(request, tmp_path_factory):
+    torch.manual_seed(0)
+    model = SmallNet().eval()
+    for parameter in model.parameters():  # an exporter stores equal tensors once, under one name
+        nn.init.uniform_(parameter, 0.1, 0.5)
+    path = tmp_path_factory.mktemp("exported") / f"{request.param}.onnx"
+    x = torch.randn(2, 3, 12, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if request.param == "script":
+            axes = {"x": {0: "batch", 2: "height"}}
+            torch.onnx.export(model, (x,), path, dynamo=False, input_names=["x"], dynamic_axes=axes)
+        else:
+            shapes = {"x": {0: torch.export.Dim("batch"), 2: torch.export.Dim("height") * 2}}
+            torch.onnx.export(model, (x,), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    return model, path
+
+
+def test_an_exported_model_computes_what_the_original_does_at_other_sizes_too(exported):
+    model, path = exported
+    loaded = scalepoint.load_onnx(path)
+    for shape in ((2, 3, 12, 12), (1, 3, 20, 12)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(loaded(x), model(x))
+        torch.testing.assert_close(loaded(x=x), model(x))
+
+
+def test_layers_have_the_names_and_classes_of_the_original(exported):
+    model, path = exported
+    layers = dict(scalepoint.load_onnx(path).named_modules())
+    for name in ("stem.0", "norm", "mlp.0", "mlp.2", "head"):
+        assert type(layers[name]) is type(model.get_submodule(name)), name
+    assert any(isinstance(module, nn.SiLU) for module in layers.values())
+    assert any(isinstance(module, nn.GELU) for module in layers.values())
+
+
+def test_the_captured_graph_has_the_groups_of_the_original(exported):
+    model, path = exported
+    x = torch.randn(2, 3, 12, 12)
+    counts = scalepoint.transform(scalepoint.load_onnx(path), x).report.counts()
+    expected = scalepoint.transform(model, x).report.counts()
+    # the file has the batch norm in the convolution already
+    assert sum(counts.values()) == sum(expected.values())
+    assert {name: n for name, n in counts.items() if "Conv" not in name} == {
+        name: n for name, n in expected.items() if "Conv" not in name
+    }
+
+
+def test_a_loaded_model_copies_saves_and_trains(exported):
+    _, path = exported
+    loaded, x = scalepoint.load_onnx(path), torch.randn(2, 3, 12, 12)
+    expected = loaded(x)
+    torch.testing.assert_close(copy.deepcopy(loaded)(x), expected)
+    buffer = io.BytesIO()
+    torch.save(loaded, buffer)
+    buffer.seek(0)
+    torch.testing.assert_close(torch.load(buffer, weights_only=False)(x), expected)
+    other = scalepoint.load_onnx(path)
+    other.load_state_dict(loaded.state_dict())
+    optimizer = torch.optim.SGD(loaded.parameters(), 1e-4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loaded(x).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert loaded(x).square().mean() < expected.square().mean()
+    assert all(parameter.grad is not None for parameter in loaded.parameters())
+    assert "stem" in repr(loaded)
+    assert "x: float32" in repr(loaded)
+
+
+def test_shape_arithmetic_stays_symbolic_in_a_captured_graph():
+    model = model_of(
+        """net (float[n, c, h, w] x) => (float[n, k] y) {
+            s = Shape(x)
+            one = Constant<value_ints = [0]>()
+            n = Gather(s, one)
+            rest = Constant<value_ints = [-1]>()
+            target = Concat<axis = 0>(n, rest)
+            y = Reshape(x, target)
+        }"""
+    )
+    loaded = scalepoint.load_onnx(model)
+    graph = scalepoint.graph.capture(loaded, torch.randn(2, 3, 4, 4), dynamic_axes={"x": {2: "height"}})
+    assert graph(torch.randn(5, 3, 6, 4)).shape == (5, 72)
+
+
+def test_weights_behind_other_constants_are_found():
+    model = model_of(
+        """net (float[2, 4] x) => (float[2, 3] y) {
+            copy = Identity(w)
+            turned = Transpose<perm = [1, 0]>(copy)
+            product = MatMul(x, turned)
+            y = Add(b, product)
+        }""",
+        w=random(3, 4),
+        b=random(3),
+    )
+    loaded = scalepoint.load_onnx(model)
+    linear = next(module for module in loaded.modules() if isinstance(module, nn.Linear))
+    torch.testing.assert_close(linear.weight.data, torch.from_numpy(random(3, 4)))
+    assert linear.bias is not None
+    assert len(list(loaded.parameters())) == 2
+
+
+def test_a_weight_that_two_nodes_read_is_one_parameter():
+    model = model_of(
+        """net (int64[2] i) => (float[2, 6] y) {
+            rows = Gather<axis = 0>(w, i)
+            turned = Transpose<perm = [1, 0]>(w)
+            y = MatMul(rows, turned)
+        }""",
+        w=random(6, 4),
+    )
+    loaded = scalepoint.load_onnx(model)
+    assert len(list(loaded.parameters())) == 1
+    assert loaded(torch.tensor([1, 2])).shape == (2, 6)
+
+
+def test_a_branch_with_a_constant_condition_is_resolved():
+    model = model_of(
+        """net (float[2] x, int64 rate) => (float[2] y) {
+            limit = Constant<value_int = 16000>()
+            fast = Equal(rate, limit)
+            y = If(fast) <
+                then_branch = a () => (float[2] p) { p = Mul(x, two) },
+                else_branch = b () => (float[2] q) { q = NoSuchOperator(x) }
+            >
+        }""",
+        two=np.array(2.0, np.float32),
+    )
+    loaded = scalepoint.load_onnx(model, fixed_inputs={"rate": 16000})
+    assert list(loaded.inputs) == ["x"]
+    torch.testing.assert_close(loaded(torch.ones(2)), torch.full((2,), 2.0))
+    scalepoint.graph.capture(loaded, torch.ones(2))
+    open_model = scalepoint.load_onnx(model)
+    torch.testing.assert_close(open_model(torch.ones(2), torch.tensor(16000)), torch.full((2,), 2.0))
+    with pytest.raises(OnnxReadError, match="NoSuchOperator"):
+        open_model(torch.ones(2), torch.tensor(8000))
+    with pytest.raises(UsageError, match="rate"):
+        scalepoint.load_onnx(model, fixed_inputs={"sr": 16000})
+
+
+def test_a_value_computed_from_data_is_refused_by_name_at_capture_and_runs_before():
+    model = model_of(
+        """net (float[4] x, int64[1] n) => (float[m] y) {
+            zero = Constant<value_ints = [0]>()
+            y = Slice(x, zero, n)
+        }"""
+    )
+    loaded = scalepoint.load_onnx(model)
+    assert loaded(torch.ones(4), torch.tensor([2])).shape == (2,)
+    with pytest.raises(scalepoint.errors.ScalepointError, match=r"Slice.*computed from data"):
+        scalepoint.graph.capture(loaded, (torch.ones(4), torch.tensor([2])))
+
+
+def test_a_local_function_is_inlined():
+    text = """<ir_version: 8, opset_import: ["": 18, "mine": 1]>
+    net (float[2] x) => (float[2] y) { y = mine.double(x) }
+    <opset_import: ["": 18], domain: "mine"> double (a) => (b) { b = Add(a, a) }"""
+    loaded = scalepoint.load_onnx(onnx.parser.parse_model(text))
+    torch.testing.assert_close(loaded(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_loops_of_known_length_are_unrolled():
+    model = model_of(
+        """net (float[2] x) => (float[2] y) {
+            count = Constant<value_int = 3>()
+            go = Constant<value = bool {1}>()
+            y = Loop(count, go, x) <
+                body = b (int64 i, bool c, float[2] v) => (bool d, float[2] w) { d = Identity(c) w = Add(v, v) }
+            >
+        }"""
+    )
+    graph = scalepoint.graph.capture(scalepoint.load_onnx(model), torch.ones(2))
+    torch.testing.assert_close(graph(torch.ones(2)), torch.full((2,), 8.0))
+
+
+def test_inputs_whose_names_are_no_identifiers_get_one():
+    model = model_of("net (float[2] x) => (float[2] y) { y = Relu(x) }")
+    model.graph.input[0].name = model.graph.node[0].input[0] = "serving default:0"
+    loaded = scalepoint.load_onnx(model)
+    assert list(loaded.inputs) == ["serving_default_0"]
+    assert loaded.inputs["serving_default_0"].name == "serving default:0"
+    assert loaded(serving_default_0=torch.ones(2)).shape == (2,)
+
+
+def test_a_half_precision_file_is_computed_in_float32_unless_asked():
+    weight = random(4, 3).astype(np.float16)
+    model = model_of("net (float16[2, 4] x) => (float16[2, 3] y) { y = MatMul(x, w) }", w=weight)
+    x = torch.randn(2, 4)
+    loaded = scalepoint.load_onnx(model)
+    torch.testing.assert_close(loaded(x), x @ torch.from_numpy(weight).float())
+    assert loaded(x.half()).dtype == torch.float32
+    assert scalepoint.load_onnx(model, half_as_float=False)(x.half()).dtype == torch.float16
+
+
+def test_a_quantized_file_is_refused_or_read_back():
+    codes = np.arange(-6, 6, dtype=np.int8).reshape(4, 3)
+    text = """net (float[2, 4] x) => (float[2, 3] y) {
+        qx = QuantizeLinear(x, s, z)
+        dx = DequantizeLinear(qx, s, z)
+        dw = DequantizeLinear(w, s, z)
+        y = MatMul(dx, dw)
+    }"""
+    model = model_of(text, w=codes, s=np.float32(0.5), z=np.int8(0))
+    with pytest.raises(OnnxReadError, match=r"already quantized: 3 nodes.*requantize=True"):
+        scalepoint.load_onnx(model)
+    x = torch.randn(2, 4)
+    expected = x @ torch.from_numpy(codes * np.float32(0.5))
+    torch.testing.assert_close(scalepoint.load_onnx(model, requantize=True)(x), expected)
+
+
+def test_an_unknown_operator_is_refused_with_its_name_and_node():
+    model = model_of("net (float[2] x) => (float[2] y) { y = NoSuchOperator(x) }")
+    model.graph.node[0].name = "/head/Odd"
+    with pytest.raises(OnnxReadError, match=r"'/head/Odd' \(NoSuchOperator\)"):
+        scalepoint.load_onnx(model)
+
+
+def test_external_data_is_read_from_the_folder_of_the_file_only(tmp_path):
+    model = model_of("net (float[2, 4] x) => (float[2, 300] y) { y = MatMul(x, w) }", w=random(4, 300))
+    path = tmp_path / "net.onnx"
+    onnx.save(model, str(path), save_as_external_data=True, location="net.data", size_threshold=0)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(scalepoint.load_onnx(path)(x), x @ torch.from_numpy(random(4, 300)))
+    stored = onnx.load(str(path), load_external_data=False)
+    stored.graph.initializer[0].external_data[0].value = "../net.data"
+    with pytest.raises(StoreError, match="folder"):
+        scalepoint.load_onnx(save(stored, path))
+
+
+def test_importing_scalepoint_does_not_load_the_reader():
+    import subprocess
+    import sys
+
+    code = "import sys, scalepoint; sys.exit('scalepoint.onnx_reader' in sys.modules or 'onnx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
