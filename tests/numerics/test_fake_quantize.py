@@ -448,9 +448,9 @@ def test_strides_change_no_bit_and_a_dense_layout_is_kept(grid, grad, cut, arran
     extents = CUTS[cut] or (-1, -1, -1, -1)
     block = tuple(size if extent == -1 else extent for size, extent in zip(x.shape, extents, strict=True))
     qparams = clipping_qparams(x.contiguous(), grid, block)
-    given = None if cut == "none" else block
-    expected = fake_quantize(x.contiguous(), qparams, grid, given)
-    y = fake_quantize(x.detach().requires_grad_(grad), qparams, grid, given)
+    block_or_none = None if cut == "none" else block
+    expected = fake_quantize(x.contiguous(), qparams, grid, block_or_none)
+    y = fake_quantize(x.detach().requires_grad_(grad), qparams, grid, block_or_none)
     assert is_bit_equal(y.detach(), expected)
     if arrangement not in ("strided", "expanded"):
         assert y.stride() == x.stride()
@@ -501,7 +501,7 @@ LEARNED = {
 @pytest.mark.parametrize("row", LEARNED.values(), ids=LEARNED.keys())
 @pytest.mark.parametrize("compiling", [False, True], ids=["eager", "compiling"])
 def test_a_learned_scale_gets_the_gradient_of_lsq(row, compiling, monkeypatch):
-    """dy/ds = code - x/s inside the range and the limit beyond it; here every element has a scale of its own."""
+    """dy/ds = code - x/s inside the range and the limit beyond it; here every element has its own scale."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     grid = grid_of(*row)
     x = (randn(500) * 3).requires_grad_()
@@ -593,8 +593,8 @@ def test_a_learned_scale_changes_no_value_and_sums_its_gradient_over_the_block(r
     y = fake_quantize(x, qparams._replace(scale=scale), grid, (1, 50))
     assert is_bit_equal(y.detach(), frozen)
     y.sum().backward()
-    each = qparams.map(lambda value: value.expand(4, 50))
-    own = each.scale.clone().requires_grad_()
-    fake_quantize(x, each._replace(scale=own), grid).sum().backward()
+    expanded = qparams.map(lambda value: value.expand(4, 50))
+    element_scale = expanded.scale.clone().requires_grad_()
+    fake_quantize(x, expanded._replace(scale=element_scale), grid).sum().backward()
     assert scale.grad.shape == (4, 1)
-    torch.testing.assert_close(scale.grad, own.grad.sum(1, keepdim=True), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scale.grad, element_scale.grad.sum(1, keepdim=True), rtol=1e-4, atol=1e-4)

@@ -87,9 +87,9 @@ def test_every_value_is_counted_in_its_bin():
 @pytest.mark.parametrize("bins", [16, 100, 256])
 def test_counting_in_pieces_gives_the_same_counts(shape, size, bins):
     rows = randn(*shape).clamp(-3, 3) * size
-    with torch.autograd.forward_ad.dual_level():  # somebody transforms: the operations run whole
-        whole = compute_histogram(rows, bins)
-    assert same(compute_histogram(rows, bins), whole)
+    with torch.autograd.forward_ad.dual_level():  # traced: the operations run on the whole tensor
+        traced = compute_histogram(rows, bins)
+    assert same(compute_histogram(rows, bins), traced)
 
 
 def test_centres_lie_in_the_middle_of_equal_bins_around_zero():

@@ -1,4 +1,4 @@
-"""The opt-in fields: they take effect, or they are refused."""
+"""The fields of ExtendedQuantizationSpec take effect, or they are an error."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_options_reach_their_component():
     assert calculator.counts.shape == (1, 512)
 
 
-def test_an_averaging_constant_is_taken_by_the_default_calculator_of_activations():
+def test_the_default_calculator_of_activations_uses_the_averaging_constant():
     spec = ExtendedQuantizationSpec(averaging_constant=0.5)
     assert create(spec, "activation").qparams_calculator.averaging_constant == 0.5
 
@@ -79,7 +79,7 @@ def test_exact_zero_makes_zero_exact_under_minval():
         assert bool(fq(torch.zeros(1)) == 0) is exact
 
 
-def test_an_extended_spec_round_trips_and_is_no_base_spec():
+def test_an_extended_spec_round_trips_and_differs_from_a_base_spec():
     spec = ExtendedQuantizationSpec(range_calculator_cls="percentile", percentile=99.5)
     assert ExtendedQuantizationSpec.from_json(spec.to_json()) == spec
     assert spec != QuantizationSpec(range_calculator_cls="percentile")

@@ -36,17 +36,17 @@ def test_observing_and_simulating_are_on_at_first():
     assert fq.observer_enabled.dtype == torch.uint8
 
 
-@pytest.mark.parametrize("how", ["method", "buffer", "fill", "replace", "state_dict"])
-def test_a_switch_works_through_its_method_and_through_its_buffer(how):
+@pytest.mark.parametrize("way_to_switch", ["method", "buffer", "fill", "replace", "state_dict"])
+def test_a_switch_works_through_its_method_and_through_its_buffer(way_to_switch):
     fq = calibrated()
     x = torch.randn(8, 16) * 100
-    if how == "method":
+    if way_to_switch == "method":
         fq.disable_fake_quant()
-    elif how == "buffer":
+    elif way_to_switch == "buffer":
         fq.fake_quant_enabled[0] = 0
-    elif how == "fill":
+    elif way_to_switch == "fill":
         fq.fake_quant_enabled.zero_()
-    elif how == "replace":
+    elif way_to_switch == "replace":
         fq.fake_quant_enabled = torch.zeros(1, dtype=torch.uint8)
     else:
         fq.load_state_dict({**fq.state_dict(), "fake_quant_enabled": torch.zeros(1, dtype=torch.uint8)})
@@ -157,9 +157,9 @@ def test_with_args_is_a_partial_constructor():
         quant_min=-128,
         quant_max=127,
     ).with_args(quantization_target="activation")
-    made = partial(qparams_calculator=QuantizationComponentFactory.create_qparams_calculator(spec, "activation"))
-    assert made.quantization_target is CompressionTargetTensor.ACTIVATION
-    assert made(torch.randn(2, 3)).shape == (2, 3)
+    quantizer = partial(qparams_calculator=QuantizationComponentFactory.create_qparams_calculator(spec, "activation"))
+    assert quantizer.quantization_target is CompressionTargetTensor.ACTIVATION
+    assert quantizer(torch.randn(2, 3)).shape == (2, 3)
 
 
 def test_a_partial_of_the_factory_builds_quantizers_that_share_nothing():
@@ -244,7 +244,7 @@ class TestWeightCache:
         fresh.cache_weights = False
         assert torch.equal(after, fresh(layer.weight.detach()))
 
-    def test_two_weights_in_turn_are_told_apart(self, frozen):
+    def test_two_weights_in_turn_get_their_own_results(self, frozen):
         fq, layer = frozen
         other = torch.randn(8, 16)
         with torch.no_grad():
@@ -259,7 +259,7 @@ class TestWeightCache:
         assert layer.weight.grad.abs().sum() > 0
 
     @pytest.mark.parametrize("mode", ["training", "observing", "switched off", "activation"])
-    def test_nothing_is_kept_where_it_would_be_wrong_or_unwanted(self, frozen, mode):
+    def test_nothing_is_cached_in_training_or_if_it_is_disabled(self, frozen, mode):
         fq, layer = frozen
         if mode == "training":
             fq.train()
@@ -273,7 +273,7 @@ class TestWeightCache:
             assert fq(layer.weight) is not fq(layer.weight)
         assert fq._cache is None
 
-    def test_the_cache_is_in_no_copy_and_no_state(self, frozen):
+    def test_the_cache_is_not_copied_and_not_saved(self, frozen):
         fq, layer = frozen
         with torch.no_grad():
             fq(layer.weight)
@@ -288,7 +288,7 @@ class TestWeightCache:
         assert fq._cache is None
 
 
-def test_the_repr_says_name_dtype_limits_scheme_and_state():
+def test_the_repr_contains_name_dtype_limits_scheme_and_state():
     fq = calibrated()
     fq.name = "conv.weight"
     assert "'conv.weight', weight, int4 [-8, 7], symmetric, zp, PerTensorGranularity()" in repr(fq)

@@ -1,4 +1,4 @@
-"""Contract A2: block extents, axes from layers, errors."""
+"""Contract A2: block sizes, axes from layers, errors."""
 
 import pytest
 from torch import nn
@@ -68,7 +68,7 @@ def test_a_shape_that_does_not_fit_is_a_value_error(granularity, shape, message)
     ],
     ids=str,
 )
-def test_blocks_that_do_not_divide_have_an_error_of_their_own(granularity, shape):
+def test_blocks_that_do_not_divide_raise_a_block_size_mismatch_error(granularity, shape):
     with pytest.raises(BlockSizeMismatchError, match="do not divide"):
         granularity.get_block_size(shape)
     assert issubclass(BlockSizeMismatchError, ValueError)
@@ -93,7 +93,7 @@ def test_blocks_that_do_not_divide_have_an_error_of_their_own(granularity, shape
     ],
     ids=str,
 )
-def test_a_granularity_that_makes_no_sense_is_refused(fields):
+def test_an_invalid_granularity_is_an_error(fields):
     with pytest.raises(ValueError, match=r".+"):
         QuantizationGranularity.build(fields)
 
@@ -132,7 +132,7 @@ def test_a_default_pad_is_not_dumped():
     ],
     ids=str,
 )
-def test_an_axis_left_open_is_taken_from_the_layer(layer, output, input_):
+def test_a_missing_axis_is_taken_from_the_layer(layer, output, input_):
     assert PerChannelGranularity().resolve(layer).axis == output
     assert PerBlockGranularity(block_size=4).resolve(layer).axis == input_
 
@@ -148,6 +148,6 @@ def test_a_granularity_cannot_be_changed():
         PerChannelGranularity(axis=0).axis = 1
 
 
-def test_the_base_says_what_is_missing():
+def test_the_base_class_names_the_missing_method():
     with pytest.raises(SpecError, match="implement get_block_size"):
         QuantizationGranularity().get_block_size((2, 2))

@@ -1,4 +1,4 @@
-"""Usages that went wrong once, or easily could: shapes, aliases, graphs after eager calls, inference mode, defaults."""
+"""Usages that failed once or easily could: shapes, aliases, graphs after eager calls, inference mode, defaults."""
 
 import copy
 
@@ -55,7 +55,7 @@ class TestGraphs:
         torch._dynamo.reset()
         assert torch.equal(torch.compile(fq, fullgraph=True, backend="aot_eager")(x), expected)
 
-    def test_loaded_switches_are_those_of_the_graph_captured_next(self):
+    def test_a_graph_contains_the_switches_that_were_loaded_before(self):
         x = torch.randn(4, 8)
         source = frozen(x)
         source.disable_fake_quant()
@@ -120,7 +120,7 @@ class TestShapes:
         fq = frozen(torch.randn(2, 3, 5), granularity=PerChannelGranularity(axis=1))
         assert fq(torch.randn(7, 3, 5)).shape == (7, 3, 5)
 
-    def test_a_frozen_quantizer_whose_blocks_no_longer_divide_gives_up_as_an_observing_one_does(self):
+    def test_a_frozen_quantizer_is_disabled_if_its_blocks_do_not_divide(self):
         fq = frozen(torch.randn(4, 64), **BLOCK)
         x = torch.randn(4, 48)
         with pytest.warns(UserWarning, match="is disabled"):
@@ -149,23 +149,23 @@ class TestNonFinite:
         "fields", [{"range_calculator_cls": key} for key in ("percentile", "mse", "entropy")], ids=str
     )
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
-    def test_one_bad_value_is_seen_by_every_range_calculator(self, fields, bad):
+    def test_every_range_calculator_detects_one_bad_value(self, fields, bad):
         x = torch.randn(5000)
         x[17] = bad
         with pytest.raises(NonFiniteError, match="of 5000 values"):
             create(**fields)(x)
 
-    def test_a_double_beyond_float32_is_told_apart_from_infinity(self):
+    def test_a_double_beyond_float32_is_distinguished_from_infinity(self):
         with pytest.raises(NonFiniteError, match="range of float32"):
             create()(torch.tensor([1e300], dtype=torch.float64))
 
-    def test_fixed_ends_look_at_no_value(self):
+    def test_fixed_ends_read_no_value(self):
         fq = create(float_range=[-1, 1], qparam_calculator_cls="histogram_mse")
         assert torch.isnan(fq(torch.tensor([torch.nan])))
 
 
 class TestTransforms:
-    def test_observing_inside_vmap_is_refused_and_leaves_the_state_whole(self):
+    def test_observing_inside_vmap_is_an_error_and_changes_no_state(self):
         fq = create()
         fq(torch.randn(4))
         with pytest.raises(TensorError, match="disable_observer"):
@@ -242,12 +242,12 @@ class TestAliases:
         fq(torch.randn(4, 8))
         save_file(fq.state_dict(), tmp_path / "state.safetensors")
 
-    def test_what_was_handed_out_from_the_cache_may_be_written_to(self):
+    def test_a_cached_result_may_be_written_to(self):
         weight = torch.randn(8, 8)
         fq = frozen(weight, "weight").eval()
-        kept = fq(weight).clone()
+        before = fq(weight).clone()
         fq(weight).mul_(100)
-        assert torch.equal(fq(weight), kept)
+        assert torch.equal(fq(weight), before)
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
@@ -271,7 +271,7 @@ def test_the_default_dtype_of_torch_changes_nothing(default, fields):
 
 
 class TestReplacedDefaults:
-    def test_a_replaced_default_quantizer_is_what_a_default_spec_means(self):
+    def test_a_replaced_default_quantizer_is_used_by_default_specs(self):
         class Mine(DefaultFakeQuantize):
             pass
 
@@ -292,8 +292,8 @@ class TestReplacedDefaults:
             QParamsCalculatorBase.register("static")(Mine)
         try:
             assert default_weight_quantization_spec().qparam_calculator_cls is Mine
-            made = QuantizationComponentFactory.create_qparams_calculator(QuantizationSpec(), "weight")
-            assert type(made) is Mine
+            calculator = QuantizationComponentFactory.create_qparams_calculator(QuantizationSpec(), "weight")
+            assert type(calculator) is Mine
         finally:
             QParamsCalculatorBase._registry["static"] = StaticQParamsCalculator
 
@@ -320,7 +320,7 @@ class TestReplacedDefaults:
         (lambda: setattr(create(), "granularity", "per_channel"), ValueError),
     ],
 )
-def test_bad_input_has_an_error_of_the_right_kind(call, kind):
+def test_bad_input_raises_the_right_error(call, kind):
     with pytest.raises(kind):
         call()
 
@@ -371,7 +371,7 @@ def test_a_granularity_alone_round_trips():
     assert granularity.model_dump(exclude_defaults=True)["block_size"] == 8
 
 
-def test_float_range_is_unequal_only_when_it_differs():
+def test_float_ranges_are_equal_by_value():
     assert (QuantizationSpec().float_range != [None, None]) is False
 
 

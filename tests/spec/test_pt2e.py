@@ -1,4 +1,4 @@
-"""Our fake quantizers in the flow of others: torchao's prepare_pt2e, its switches, calculators that users bring."""
+"""Fake quantizers in torchao's prepare_pt2e, its switches, and calculators of users."""
 
 import subprocess
 import sys
@@ -66,8 +66,13 @@ def torchao_specs(activation, weight, **fields):
 
 def quantizers(model):
     """Those of activations, and those of weights, of a net of two linear layers."""
-    found = {id(each): each for each in model.modules() if isinstance(each, FakeQuantizeImplBase)}.values()
-    return [[each for each in found if each.quantization_target == kind] for kind in (ACTIVATION, WEIGHT)]
+    quantizers = {
+        id(quantizer): quantizer for quantizer in model.modules() if isinstance(quantizer, FakeQuantizeImplBase)
+    }.values()
+    return [
+        [quantizer for quantizer in quantizers if quantizer.quantization_target == kind]
+        for kind in (ACTIVATION, WEIGHT)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,10 +93,10 @@ def test_prepare_pt2e_takes_our_quantizers_with_the_schemes_of_torchao(pt2e, act
     output = model_prepared(x)
     activations, weights = quantizers(model_prepared)
     assert [len(activations), len(weights)] == [2, 2]
-    for each, scheme, low in [(activations[0], expected[0], -128), (weights[0], expected[1], expected[2])]:
-        assert each.qscheme == each.qparams_calculator.qscheme == scheme
-        assert each.quant_min == each.qparams_calculator.quant_min == low
-    assert {tuple(each.qparams_calculator.scale.shape) for each in weights} == {(8, 1), (3, 1)}
+    for quantizer, scheme, low in [(activations[0], expected[0], -128), (weights[0], expected[1], expected[2])]:
+        assert quantizer.qscheme == quantizer.qparams_calculator.qscheme == scheme
+        assert quantizer.quant_min == quantizer.qparams_calculator.quant_min == low
+    assert {tuple(quantizer.qparams_calculator.scale.shape) for quantizer in weights} == {(8, 1), (3, 1)}
     assert 0 < (output - model(x)).abs().max() < 0.1
     model_prepared.apply(pt2e.disable_observer)
     output = model_prepared(x)
@@ -115,7 +120,7 @@ def test_the_switches_of_torchao_reach_our_quantizers(pt2e):
 
 
 @pytest.mark.slow
-def test_a_quantizer_made_before_torchao_was_imported_obeys_it_too(pt2e):
+def test_a_quantizer_created_before_torchao_was_imported_also_reacts(pt2e):
     program = """
 import torch
 from scalepoint.spec import QuantizationComponentFactory, QuantizationSpec
@@ -138,12 +143,12 @@ print(bool(model[0].observer_enabled))
         ({}, {"is_dynamic": True}, "'dynamic'"),
     ],
 )
-def test_what_contradicts_the_spec_is_refused(fields, overrides, words):
+def test_fields_that_contradict_the_spec_are_errors(fields, overrides, words):
     with pytest.raises(SpecError, match=words):
         partial(ACTIVATION, **fields).with_args(**overrides)()
 
 
-def test_a_storage_type_stands_for_the_narrow_type_that_it_holds():
+def test_the_storage_dtype_is_accepted_for_a_narrow_dtype():
     narrow = partial(WEIGHT, dtype="int4").with_args(dtype=torch.int8, quant_min=-8, quant_max=7)()
     assert (narrow.dtype, narrow.n_bits, narrow.quant_min) == (torch.int4, 4, -8)
 
@@ -160,15 +165,15 @@ class TestACalculatorOfAUser:
             spec = QuantizationSpec(qparam_calculator_cls=Doubled)
             quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, "activation")
             x = torch.tensor([-1.0, 0.3, 1.0])
-            found = quantizer(x)
+            quantizers = quantizer(x)
             scale = torch.tensor(2 / 127.5)
             torch.testing.assert_close(quantizer.qparams_calculator.scale, scale.reshape(1))
-            torch.testing.assert_close(found, (x / scale).round() * scale)
+            torch.testing.assert_close(quantizers, (x / scale).round() * scale)
             assert quantizer.qparams_calculator(x).scale.shape == (1,)
         finally:
             del QParamsCalculatorBase._registry["doubled for a test"]
 
-    def test_of_a_float_type_the_scale_alone_is_enough(self):
+    def test_a_scale_is_enough_for_a_float_dtype(self):
         class Alone(StaticQParamsCalculator):
             def compute_qparams(self, tensor, min_val, max_val):
                 return (max_val / 448,)
@@ -179,7 +184,7 @@ class TestACalculatorOfAUser:
         assert torch.equal(quantizer(torch.tensor([448.0, 2.0])), torch.tensor([448.0, 2.0]))
 
     @pytest.mark.parametrize("wrong", [None, 1.0, (1, 2, 3, 4), ("scale", None, None)])
-    def test_anything_else_is_refused_with_its_name(self, wrong):
+    def test_other_results_are_errors_with_the_name_of_the_class(self, wrong):
         class Wrong(StaticQParamsCalculator):
             def compute_qparams(self, tensor, min_val, max_val):
                 return wrong

@@ -1,4 +1,4 @@
-"""Contract A4: the calculators, what they remember and what they refuse."""
+"""Contract A4: qparams calculators, their statistics and their errors."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def create(key, **fields):
 
 
 @pytest.mark.parametrize("key", STORING)
-def test_before_the_first_use_parameters_are_empty_and_asking_for_them_warns(key):
+def test_before_the_first_use_parameters_are_empty_with_a_warning(key):
     calculator = create(key)
     with pytest.warns(UserWarning, match="observed nothing yet"):
         scale, zero_point, minval = calculator.get_qparams()
@@ -85,7 +85,7 @@ def test_calling_stores_what_it_returns_in_the_rank_of_the_tensor(key):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("key", [*STORING, "dynamic", "learned"])
-def test_statistics_and_scales_are_float32_whatever_comes_in(key, dtype):
+def test_statistics_and_scales_are_float32_for_every_input_dtype(key, dtype):
     calculator = create(key)
     scale, _, minval = calculator(torch.randn(100).to(dtype))
     assert scale.dtype == minval.dtype == torch.float32
@@ -141,7 +141,7 @@ def test_global_minmax_only_widens():
 
 
 @pytest.mark.parametrize("key", REMEMBERING)
-def test_the_order_of_batches_does_not_matter_but_for_a_moving_average(key):
+def test_the_order_of_batches_matters_only_for_a_moving_average(key):
     batches = [torch.randn(50) * width for width in (0.1, 3.0, 1.0, 40.0)]
     forward, backward = create(key), create(key)
     for batch in batches:
@@ -153,16 +153,16 @@ def test_the_order_of_batches_does_not_matter_but_for_a_moving_average(key):
 
 @pytest.mark.parametrize("key", REMEMBERING[1:])
 @pytest.mark.parametrize("granularity", [PerTensorGranularity(), PerChannelGranularity(axis=0)], ids=str)
-def test_merging_parts_equals_observing_the_whole(key, granularity):
+def test_merging_parts_equals_observing_all_data(key, granularity):
     batches = [torch.randn(4, 64) * width for width in (1.0, 5.0, 0.2)]
-    whole, first, second = (create(key, granularity=granularity) for _ in range(3))
+    all_data, first, second = (create(key, granularity=granularity) for _ in range(3))
     for batch in batches:
-        whole(batch)
+        all_data(batch)
     first(batches[0])
     second(batches[1])
     second(batches[2])
     first.merge(second)
-    assert torch.equal(first.scale, whole.scale)
+    assert torch.equal(first.scale, all_data.scale)
     assert first.observed_batches == 3
 
 
@@ -185,7 +185,7 @@ def test_merging_into_an_empty_one_takes_over_and_merging_an_empty_one_changes_n
     assert torch.equal(second.scale, before)
 
 
-def test_what_cannot_be_merged_says_so():
+def test_a_calculator_without_statistics_cannot_be_merged():
     with pytest.raises(UsageError, match="use moving_average, global_minmax"):
         create("static").merge(create("static"))
     with pytest.raises(ValueError, match="the same spec"):
@@ -205,9 +205,9 @@ def test_export_mode_stops_updating_until_it_is_left(key):
 def test_the_range_given_is_returned_unchanged_by_later_batches():
     calculator = build(GlobalMinMaxQParamsCalculator)
     first = calculator(torch.tensor([1.0])).scale
-    kept = first.clone()
+    before = first.clone()
     calculator(torch.tensor([50.0]))
-    assert torch.equal(first, kept)
+    assert torch.equal(first, before)
 
 
 class TestFloatRange:
@@ -395,7 +395,7 @@ def test_the_repr_shows_small_parameters_and_export_mode():
     assert "export_mode=True" in repr(calculator)
 
 
-def test_nvfp4_keeps_its_tensor_scale_beside_the_product():
+def test_nvfp4_stores_the_tensor_scale_in_addition_to_the_product():
     calculator = create(
         "static",
         dtype="float4_e2m1fn",
@@ -410,13 +410,13 @@ def test_nvfp4_keeps_its_tensor_scale_beside_the_product():
 
 
 @pytest.mark.parametrize("key", QParamsCalculatorBase.list_registry_keys())
-def test_a_calculator_stands_at_most_two_classes_below_the_base(key):
+def test_calculators_are_at_most_two_classes_below_the_base(key):
     line = QParamsCalculatorBase.get_class(key).__mro__
     assert line.index(QParamsCalculatorBase) <= 2
 
 
 @pytest.mark.parametrize("key", REMEMBERING)
-def test_what_a_calculator_saves_has_the_names_it_always_had(key):
+def test_the_names_in_the_state_dict_do_not_change(key):
     histogram = ["counts", "power"] if key.startswith("histogram") else []
     assert list(create(key).state_dict()) == [
         "scale",
@@ -432,7 +432,7 @@ def test_what_a_calculator_saves_has_the_names_it_always_had(key):
 
 
 @pytest.mark.parametrize("key", REMEMBERING)
-def test_a_seeded_calculator_goes_on_from_the_range_of_the_parameters(key):
+def test_a_seeded_calculator_starts_with_the_range_of_the_parameters(key):
     first = create("static", qscheme="asymmetric")(torch.tensor([-1.0, 3.0]))
     calculator = create(key, qscheme="asymmetric")
     calculator.seed(first)

@@ -1,4 +1,4 @@
-"""Ranges: shapes for every granularity, percentiles, searches, users' own."""
+"""Range calculators: shapes for every granularity, percentiles, searches, calculators of users."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ each_granularity = pytest.mark.parametrize(("granularity", "counts"), GRANULARIT
 
 @each_granularity
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_range_has_one_value_a_block_and_lies_within_the_data(kind, granularity, counts):
+def test_a_range_has_one_value_per_block_within_the_data(kind, granularity, counts):
     x = torch.randn(4, 6, 5)
     low, high = kind(granularity)(x)
     assert low.shape == high.shape == counts
@@ -56,14 +56,14 @@ def test_min_and_max_are_those_of_each_block(granularity, counts):
 
 @pytest.mark.parametrize("shape", [(10,), (10, 10), (2, 3, 4, 5)])
 @pytest.mark.parametrize("low", [-20.0, 0.0, 10.0])
-def test_a_range_need_not_hold_zero(shape, low):
+def test_a_range_may_exclude_zero(shape, low):
     x = torch.rand(shape) + low
-    found = MinMaxRangeCalculator(PerTensorGranularity())(x)
-    assert (found[0], found[1]) == (x.min(), x.max())
+    extremes = MinMaxRangeCalculator(PerTensorGranularity())(x)
+    assert (extremes[0], extremes[1]) == (x.min(), x.max())
 
 
 @pytest.mark.parametrize("percentile", [75, 99, 99.9, 100])
-def test_a_percentile_is_numpys(percentile):
+def test_a_percentile_equals_numpy(percentile):
     x = torch.randn(3, 1001)
     low, high = PercentileRangeCalculator(PerChannelGranularity(axis=0), percentile=percentile)(x)
     np.testing.assert_allclose(high.flatten(), np.percentile(x.numpy(), percentile, axis=1), rtol=1e-5)

@@ -58,7 +58,7 @@ def values(seed=0):
     return (order.to(torch.float32).view(3, 12) - 17.25) / 16
 
 
-def seen(calculator, batches):
+def compute_scale(calculator, batches):
     for batch in batches:
         calculator(batch)
     return calculator
@@ -66,15 +66,15 @@ def seen(calculator, batches):
 
 def difference(make, x, weights):
     """d sum(weights * scale) / dx by central differences, each of a calculator that has seen the same before."""
-    found = torch.zeros_like(x)
+    differences = torch.zeros_like(x)
     for index in range(x.numel()):
         sums = []
         for sign in (1, -1):
             moved = x.detach().clone()
             moved.view(-1)[index] += sign * STEP
             sums.append((make()(moved).scale.to(torch.float64) * weights).sum())
-        found.view(-1)[index] = (sums[0] - sums[1]) / (2 * STEP)
-    return found
+        differences.view(-1)[index] = (sums[0] - sums[1]) / (2 * STEP)
+    return differences
 
 
 @pytest.mark.parametrize(("key", "granularity", "fields"), CASES)
@@ -82,7 +82,7 @@ def difference(make, x, weights):
 def test_the_gradient_of_the_scale_is_its_finite_difference(key, granularity, fields, earlier):
     def make():
         batches = [values(seed) / 2 for seed in range(1, earlier + 1)]
-        return seen(create(key, granularity=granularity, **fields), batches)
+        return compute_scale(create(key, granularity=granularity, **fields), batches)
 
     x = values().requires_grad_()
     scale = make()(x).scale
@@ -116,8 +116,8 @@ def test_both_scales_of_a_two_level_format_take_part():
     is_largest = (x.detach().view(3, 3, 4).abs() == largest).view(3, 12)
     assert torch.equal(x.grad != 0, is_largest)
     # but for the one that also sets the scale of the tensor, d scale = d max_abs / 6
-    others = is_largest & (x.detach().abs() != largest.max())
-    torch.testing.assert_close(x.grad[others], x.detach()[others].sign() / 6)
+    is_other_pair = is_largest & (x.detach().abs() != largest.max())
+    torch.testing.assert_close(x.grad[is_other_pair], x.detach()[is_other_pair].sign() / 6)
 
 
 @each_calculator
@@ -145,7 +145,7 @@ def test_a_pair_safe_range_keeps_the_gradient_of_the_pairs():
     torch.testing.assert_close(x.grad, torch.tensor([[1.0, 1.0], [0.0, 0.0]]) / 127.5)
 
 
-def test_a_dynamic_scale_keeps_the_gradient_when_it_is_asked_for_directly_and_not_in_a_fake_quantizer():
+def test_a_dynamic_scale_keeps_the_gradient_when_called_directly_and_not_in_a_fake_quantizer():
     spec = ExtendedQuantizationSpec(qparam_calculator_cls="dynamic", granularity={"type": "per_token"})
     calculator = QuantizationComponentFactory.create_qparams_calculator(spec, "activation")
     x = values().requires_grad_()
@@ -178,7 +178,7 @@ def test_a_moving_average_passes_the_share_of_the_new_batch():
     torch.testing.assert_close(x.grad, torch.tensor([0.25 / 127.5, 0.0]))
 
 
-def test_a_batch_inside_the_global_range_has_no_part_in_it():
+def test_a_batch_inside_the_global_range_gets_no_gradient():
     calculator = create("global_minmax")
     calculator(torch.tensor([5.0, -5.0]))
     x = torch.tensor([2.0, -1.0], requires_grad=True)
@@ -188,7 +188,7 @@ def test_a_batch_inside_the_global_range_has_no_part_in_it():
 
 @pytest.mark.parametrize("key", [*CALCULATORS, "histogram_mse", "dynamic", "learned"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_what_is_stored_holds_no_graph(key, dtype):
+def test_stored_parameters_have_no_graph(key, dtype):
     calculator = create(key, dtype=dtype)
     for _ in range(3):
         x = values().requires_grad_() * 2
@@ -201,7 +201,7 @@ def test_what_is_stored_holds_no_graph(key, dtype):
 
 @pytest.mark.usefixtures("own_garbage")
 @each_calculator
-def test_earlier_batches_and_their_graphs_are_not_kept(key):
+def test_earlier_batches_and_their_graphs_are_freed(key):
     calculator = create(key)
     alive = []
     for _ in range(5):
@@ -212,7 +212,7 @@ def test_earlier_batches_and_their_graphs_are_not_kept(key):
         calculator(y).scale.sum().backward()
         del x, y
     gc.collect()
-    assert [len(each) for each in alive] == [0] * 5
+    assert [len(references) for references in alive] == [0] * 5
 
 
 @each_calculator
@@ -232,7 +232,7 @@ def test_under_no_grad_nothing_is_recorded(key):
 
 @each_calculator
 @pytest.mark.parametrize("dtype", ["int8", "float4_e2m1fn"])
-def test_a_fake_quantizer_lets_nothing_flow_to_its_scale(key, dtype):
+def test_the_scale_of_a_fake_quantizer_gets_no_gradient(key, dtype):
     spec = ExtendedQuantizationSpec(dtype=dtype, qparam_calculator_cls=key)
     quantizer: FakeQuantizeImplBase = QuantizationComponentFactory.create_fake_quantizer(spec, "weight")
     x = (values() * 0.99).requires_grad_()

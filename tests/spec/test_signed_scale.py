@@ -1,4 +1,4 @@
-"""Signed scales against llama.cpp's own rounding, in the reference implementation of the gguf package."""
+"""Signed scales compared with llama.cpp's rounding in the gguf package."""
 
 import pytest
 import torch
@@ -25,16 +25,16 @@ def rounded_by_llama_cpp(weight, kind):
 @pytest.mark.parametrize(
     "distribution", [Normal(0.0, 0.02), Laplace(0.0, 0.02), StudentT(4.0)], ids=["normal", "laplace", "student"]
 )
-def test_no_block_is_rounded_worse_than_the_format_rounds_it(distribution, dtype, kind):
+def test_no_block_has_a_larger_error_than_in_llama_cpp(distribution, dtype, kind):
     torch.manual_seed(0)
     weight = distribution.sample((64, 576)) * torch.linspace(0.1, 3.0, 576)
     if dtype == "int5":
         weight[0] = 0
     theirs = rounded_by_llama_cpp(weight, getattr(quants, kind))
     ours, _ = extended(weight, dtype) if dtype == "int5" else rounded(weight, dtype)
-    left, right = ((each - weight).square().view(-1, 32).sum(1) for each in (ours, theirs))
-    assert (left <= right * 1.01 + 1e-12).all()  # theirs has scales in float16, ours not yet
-    assert left.sum() <= right.sum()
+    our_error, their_error = ((rounded - weight).square().view(-1, 32).sum(1) for rounded in (ours, theirs))
+    assert (our_error <= their_error * 1.01 + 1e-12).all()  # theirs has scales in float16, ours not yet
+    assert our_error.sum() <= their_error.sum()
 
 
 def extended(weight, dtype):

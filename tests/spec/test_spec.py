@@ -1,4 +1,4 @@
-"""Contract A1: the fields, the derived values, every rule and its error, dumps."""
+"""Contract A1: fields, derived values, every rule with its error, and dumps."""
 
 import json
 
@@ -50,7 +50,7 @@ SPECS = {
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
 
-def test_the_defaults_are_those_of_the_contract():
+def test_the_defaults_follow_the_contract():
     spec = QuantizationSpec()
     assert spec.dtype == torch.int8
     assert spec.qscheme is QuantizationScheme.SYMMETRIC
@@ -173,7 +173,7 @@ def test_fp6_has_e8m0_scales_and_no_others(dtype):
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused_with_the_way_out(fields, message):
+def test_invalid_fields_are_errors_with_a_hint(fields, message):
     with pytest.raises(SpecError, match=message):
         QuantizationSpec(**fields)
 
@@ -233,8 +233,8 @@ def test_a_dump_holds_the_derived_values_and_the_type_of_the_granularity(spec):
 
 @pytest.mark.parametrize("target", ["int8", "torch.int8", torch.int8], ids=str)
 def test_derived_values_that_agree_are_accepted(target):
-    given = QuantizationSpec(dtype="int4", n_bits=4, quant_min=-8.0, quant_max=7, target_dtype=target)
-    assert given == QuantizationSpec(dtype="int4")
+    spec = QuantizationSpec(dtype="int4", n_bits=4, quant_min=-8.0, quant_max=7, target_dtype=target)
+    assert spec == QuantizationSpec(dtype="int4")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_derived_values_that_agree_are_accepted(target):
     ],
     ids=str,
 )
-def test_a_derived_value_that_contradicts_is_refused_with_the_way_out(fields, message):
+def test_a_contradicting_derived_value_is_an_error_with_a_hint(fields, message):
     with pytest.raises(SpecError, match=message):
         QuantizationSpec(**fields)
     with pytest.raises(SpecError, match=message):
@@ -273,7 +273,7 @@ def test_a_changed_copy_is_checked_as_a_new_spec_is():
         spec.model_copy(update={"dtyp": "int8"})
 
 
-def test_what_was_given_is_never_changed():
+def test_arguments_are_never_changed():
     granularity, float_range = {"type": "per_channel", "axis": 0}, [-1, 2]
     fields = {"granularity": granularity, "float_range": float_range, "n_bits": 8}
     QuantizationSpec(**fields)
@@ -295,7 +295,7 @@ def test_specs_are_equal_and_hash_by_value():
     assert len({QuantizationSpec(), QuantizationSpec(dtype="int8"), QuantizationSpec(dtype="int4")}) == 2
 
 
-def test_replace_checks_anew_and_lets_the_scale_type_follow_the_dtype():
+def test_replace_validates_and_adapts_the_scale_dtype():
     spec = QuantizationSpec(dtype="float4_e2m1fn")
     assert spec.replace(dtype="int8").scale_dtype is None
     with pytest.raises(ValueError, match="did you mean 'qscheme'"):
@@ -310,18 +310,18 @@ def test_the_json_schema_names_every_field_and_the_schemes():
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "just a word", "3", ""])
-def test_a_document_that_is_no_mapping_is_an_error_of_its_own(text):
+def test_a_document_that_is_not_a_mapping_is_a_document_error(text):
     with pytest.raises(ValueError, match="mapping"):
         QuantizationSpec.from_yaml(text)
 
 
 class TestExtraFields:
     def test_added_fields_are_given_by_name_and_reach_every_component(self):
-        seen = {}
+        temperatures = {}
 
         def remember(name, base):
             def __init__(self, *args, temperature, **kwargs):  # noqa: N807
-                seen[name] = temperature
+                temperatures[name] = temperature
                 super(type(self), self).__init__(*args, **kwargs)
 
             return type(name, (base,), {"__init__": __init__})
@@ -345,7 +345,7 @@ class TestExtraFields:
         from scalepoint.spec import QuantizationComponentFactory
 
         quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, "weight")
-        assert seen == dict.fromkeys(parts, 0.5)
+        assert temperatures == dict.fromkeys(parts, 0.5)
         x = torch.randn(4, 4)
         assert (quantizer(x) - x).abs().max() < 0.1
         assert Warm.from_yaml(spec.to_yaml()) == spec

@@ -1,4 +1,4 @@
-"""State that survives: save, load, copy, cast, compile, export, vmap, for every kind of quantizer."""
+"""Save, load, copy, cast, compile, export and vmap, for every kind of quantizer."""
 
 import copy
 
@@ -37,8 +37,8 @@ each_spec = pytest.mark.parametrize("fields", SPECS.values(), ids=SPECS.keys())
 a_third_is_fast = pytest.mark.parametrize(
     "fields",
     [
-        pytest.param(fields, id=name, marks=pytest.mark.slow if place % 3 or name == "entropy" else ())
-        for place, (name, fields) in enumerate(SPECS.items())
+        pytest.param(fields, id=name, marks=pytest.mark.slow if index % 3 or name == "entropy" else ())
+        for index, (name, fields) in enumerate(SPECS.items())
     ],
 )
 
@@ -72,7 +72,7 @@ def test_a_calibrated_state_loaded_into_a_fresh_quantizer_gives_equal_outputs_wi
 
 
 @each_spec
-def test_a_copy_is_equal_and_apart(fields):
+def test_a_copy_is_equal_and_independent(fields):
     fq = calibrated(fields)
     twin = copy.deepcopy(fq)
     x = torch.randn(4, 16)
@@ -105,7 +105,7 @@ def frozen_and_observing(fields):
 
 
 @a_third_is_fast
-def test_torch_compile_takes_the_whole_graph_and_gives_the_same(fields):
+def test_torch_compile_needs_no_graph_break_and_gives_the_same(fields):
     x = torch.randn(4, 16)
     for fq in frozen_and_observing(fields):
         torch._dynamo.reset()
@@ -129,7 +129,7 @@ def test_a_compiled_quantizer_trains_as_an_eager_one(fields):
         assert torch.equal(*grads)
 
 
-def test_a_compiled_quantizer_follows_its_methods():
+def test_a_compiled_quantizer_reacts_to_its_methods():
     fq = calibrated({})
     fq.disable_observer()
     compiled = torch.compile(fq, fullgraph=True, backend="aot_eager")

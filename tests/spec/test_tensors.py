@@ -87,7 +87,7 @@ def test_integers_pass_through_unobserved_with_the_reason(dtype):
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-def test_what_is_no_plain_float_tensor_is_refused_by_its_kind(make, kind):
+def test_other_tensors_than_plain_float_ones_are_errors_with_their_kind(make, kind):
     fq = create(SPECS["int8"], "activation")
     fq.name = "stem.input"
     with pytest.raises(TensorError, match=rf"stem\.input.*({kind})"):
@@ -199,9 +199,9 @@ def test_the_input_is_never_written_to():
     for spec in SPECS.values():
         for side in (4, 160):
             x = torch.randn(2, 3, side, side)
-            kept, version = x.clone(), x._version
+            before, version = x.clone(), x._version
             create(spec, "activation")(x)
-            assert torch.equal(x, kept)
+            assert torch.equal(x, before)
             assert x._version == version
 
 

@@ -333,7 +333,7 @@ class _RecordingInterpreter(fx.Interpreter):
         result = super().call_function(target, args, kwargs)
         if isinstance(result, torch.SymFloat | torch.SymBool):
             raise NotRecordedError(f"{target} of sizes")
-        # Arithmetic on sizes (operator.mul) is no operation on tensors: the recorder does not see it.
+        # Arithmetic on sizes (operator.mul) does not reach the recorder, which is called for tensor operations only.
         is_symbolic_size = isinstance(result, torch.SymInt) and not is_concrete_int(result)
         if is_symbolic_size and result.node.expr not in self.recorder.size_nodes:
             node = self.recorder.graph.call_function(target, *self.recorder.to_arguments(args, kwargs))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 TIMEOUT_VARIABLE = "SCALEPOINT_RANK_TIMEOUT"
-DEFAULT_TIMEOUT = 60.0  # seconds without a heartbeat; ten times as long for a rank that has not sent any yet
+DEFAULT_TIMEOUT = 60.0  # seconds without a heartbeat; ten times as long before the first heartbeat of a rank
 HEARTBEAT_INTERVAL = 1.0  # seconds
 IDLE = b"idle"  # instead of a heartbeat, between two public functions
 ALL = "all"  # instead of a rank, in the key of the list of all messages

@@ -53,7 +53,7 @@ class PerGroupedChannelGranularity(QuantizationGranularity):
 
 @QParamsCalculatorBase.register("palette")
 class PaletteQParamsCalculator(QParamsCalculatorBase):
-    """Computes the tables of the current weight by k-means. There is no zero point."""
+    """Computes the tables of the current weight by k-means. Palettes have no zero point."""
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
         granularity = self.granularity

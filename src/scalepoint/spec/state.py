@@ -1,7 +1,7 @@
 """The state of quantizers, so that save, load, copy, move, compile and export work.
 
 - A switch is a one-byte buffer, so it is in the state_dict. Its value is also stored in Python: reading that needs no
-  device sync, and a compiler sees a constant. The version counter of the buffer tells when somebody wrote to it.
+  device sync, and a compiler sees a constant. The version counter of the buffer shows whether it was written to.
 - Buffers are empty at first and get their shape from the first tensor, or from a checkpoint.
 - Scales and statistics stay float32 when the model is cast.
 """

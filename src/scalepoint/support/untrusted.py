@@ -1,4 +1,4 @@
-"""Reads files that may come from somebody else: downloaded checkpoints, reports, configs, model files.
+"""Reads untrusted files: downloaded checkpoints, reports, configs, model files.
 
     regular file  ->  inside its folder  ->  size  ->  read at most `limit` bytes  ->  UTF-8  ->  JSON or YAML
 
