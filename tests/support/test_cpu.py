@@ -14,7 +14,7 @@ from scalepoint.support.cpu import (
     AMX_RESULT_VARIABLE,
     ISA_CAP,
     PROBE_VARIABLE,
-    Amx,
+    AmxResult,
     probe_amx,
     read_cpu_flags,
     signal_name,
@@ -70,8 +70,8 @@ def test_the_probe_computes_a_product_in_each_library(library: str) -> None:
 
 def test_a_dying_child_is_detected_and_the_cap_keeps_it_alive(dying: Path, bare: None) -> None:
     result = probe_amx(dying)
-    assert result.died["torch"] == "SIGILL"
-    assert result.is_mended
+    assert result.signals["torch"] == "SIGILL"
+    assert result.works_with_cap
     assert str(result).startswith("announced, but torch dies of SIGILL")
     assert str(result).endswith("runs with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16")
 
@@ -79,7 +79,7 @@ def test_a_dying_child_is_detected_and_the_cap_keeps_it_alive(dying: Path, bare:
 def test_a_cap_that_does_not_help_is_reported(tmp_path: Path, bare: None) -> None:
     (tmp_path / "dies.py").write_text(DIES_ANYWAY)
     result = probe_amx(tmp_path / "dies.py")
-    assert (result.died["torch"], result.is_mended) == ("SIGSEGV", False)
+    assert (result.signals["torch"], result.works_with_cap) == ("SIGSEGV", False)
     assert "does not help" in str(result)
 
 
@@ -95,7 +95,7 @@ def test_cpu_flags_are_read_from_the_system(tmp_path: Path) -> None:
     )
     assert read_cpu_flags(tmp_path / "cpuinfo") == {"fpu", "avx2", "amx_tile"}
     assert read_cpu_flags(tmp_path / "none") == set()
-    assert str(Amx()) == "not announced"
+    assert str(AmxResult()) == "not announced"
 
 
 def test_a_processor_without_amx_starts_no_process_and_imports_nothing() -> None:
@@ -111,10 +111,10 @@ CHILDREN = (
     WATCHED
     + """
 import os
-from scalepoint.support.cpu import amx, cap_instruction_set
+from scalepoint.support.cpu import probe_amx_once, cap_instruction_set
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import run_task
-probes = 2 * len(amx().died)  # without the cap and with it
+probes = 2 * len(probe_amx_once().signals)  # without the cap and with it
 run_task(find_runtime("onnxruntime"), {"task": "run"})
 print(len(started) == probes + 1, started[-1]["ONEDNN_MAX_CPU_ISA"], "ONEDNN_MAX_CPU_ISA" in os.environ)
 cap_instruction_set()
@@ -130,10 +130,11 @@ def test_the_child_of_a_runtime_is_capped_and_this_process_on_request(dying: Pat
 
 
 def test_child_processes_inherit_the_result_of_the_probe(dying: Path) -> None:
-    code = "from scalepoint.support.cpu import amx\nimport os\namx()\nprint(os.environ['SCALEPOINT_AMX'])"
+    code = "from scalepoint.support.cpu import probe_amx_once\nimport os\nprobe_amx_once()\nprint(os.environ['SCALEPOINT_AMX'])"
     known = python(code, **{PROBE_VARIABLE: str(dying)}).strip()
     output = python(
-        WATCHED + "from scalepoint.support.cpu import amx\nprint(amx(), len(started))", **{AMX_RESULT_VARIABLE: known}
+        WATCHED + "from scalepoint.support.cpu import probe_amx_once\nprint(probe_amx_once(), len(started))",
+        **{AMX_RESULT_VARIABLE: known},
     )
     assert "torch dies of SIGILL" in output
     assert output.split()[-1] == "0"
@@ -166,16 +167,16 @@ def net():
 """
 
 
-@pytest.mark.parametrize("is_mended", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_command_line_caps_itself_and_doctor_and_report_show_it(is_mended: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("works_with_cap", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_command_line_caps_itself_and_doctor_and_report_show_it(works_with_cap: bool, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
-    (tmp_path / "dies.py").write_text(DIES if is_mended else DIES_ANYWAY)
+    (tmp_path / "dies.py").write_text(DIES if works_with_cap else DIES_ANYWAY)
     built, line, reported = json.loads(python(REPORT_AMX, str(tmp_path), **{PROBE_VARIABLE: str(tmp_path / "dies.py")}))
     assert built == ISA_CAP["ONEDNN_MAX_CPU_ISA"]  # before the user's code could multiply
-    assert line["state"] == ("ok" if is_mended else "missing")
-    assert f"torch dies of {'SIGILL' if is_mended else 'SIGSEGV'}" in line["detail"]
+    assert line["state"] == ("ok" if works_with_cap else "missing")
+    assert f"torch dies of {'SIGILL' if works_with_cap else 'SIGSEGV'}" in line["detail"]
     assert reported == line["detail"]
-    assert ("ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" if is_mended else "another machine") in line["way_out"]
+    assert ("ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" if works_with_cap else "another machine") in line["way_out"]
 
 
 TESTS = """

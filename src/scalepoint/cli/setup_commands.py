@@ -19,7 +19,7 @@ from scalepoint.cli import flags
 from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.errors import TargetError, did_you_mean, install_hint
-from scalepoint.support.cpu import ISA_CAP, amx
+from scalepoint.support.cpu import ISA_CAP, probe_amx_once
 from scalepoint.support.jsonable import to_jsonable
 
 REQUIRED_PACKAGES = (
@@ -231,11 +231,11 @@ def _check_instruction_set() -> DoctorLine:
 
 def _check_amx() -> list[DoctorLine]:
     """Check AMX if the CPU announces it: on some virtual machines announced AMX instructions fail."""
-    status = amx()
+    status = probe_amx_once()
     if not status.is_announced:
         return []
-    if status.is_mended:
-        hint = f"nothing here; in other programs set {ISA_CAP_TEXT} before the process starts" if status.died else ""
+    if status.works_with_cap:
+        hint = f"nothing here; in other programs set {ISA_CAP_TEXT} before the process starts" if status.signals else ""
         return [DoctorLine("AMX", "ok", str(status), hint)]
     return [DoctorLine("AMX", "missing", str(status), "use another machine, or one whose system does not announce AMX")]
 

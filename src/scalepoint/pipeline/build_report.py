@@ -22,7 +22,7 @@ from scalepoint.quantize import coverage, record_of
 from scalepoint.report import Report, Reproduction
 from scalepoint.report.model import SMOKE_WARNING
 from scalepoint.results import LayerError, PrecisionAllocation, Score, TensorHistogram
-from scalepoint.support.cpu import amx, instruction_set
+from scalepoint.support.cpu import instruction_set, probe_amx_once
 from scalepoint.support.documents import dump_yaml
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target
@@ -187,6 +187,6 @@ def describe_environment(target: Target) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "instructions": instruction_set(),
-        **({"amx": str(amx())} if amx().is_announced else {}),
+        **({"amx": str(probe_amx_once())} if probe_amx_once().is_announced else {}),
         **{f"target {name}": str(value) for name, value in target.options.items()},
     }

@@ -71,6 +71,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
         elements = tensor.numel() * self.replicas / self.scale.numel()
         factor = (elements * max(abs(self.grid.low), abs(self.grid.high))) ** -0.5
         if is_traced(tensor):
+            # The same as _PositiveScale with plain operations: the value of `clamped`, and its gradient times `factor`.
             clamped = self.scale + (self.scale.clamp(min=EPS) - self.scale).detach()
             return QParams((clamped - clamped * factor).detach() + clamped * factor, zero_point, minval)
         scale: Tensor = _PositiveScale.apply(self.scale, factor)  # type: ignore[no-untyped-call]

@@ -72,50 +72,54 @@ def instruction_set(cpu: str = "auto") -> str:
 
 
 @dataclass(frozen=True)
-class Amx:
+class AmxResult:
     """Result of the AMX probe.
 
     Attributes:
         is_announced: Whether the CPU announces AMX.
-        died: Library -> signal, for the libraries that die when they use AMX.
-        is_mended: Whether these libraries run with ISA_CAP.
+        signals: Library -> signal, for the libraries that die when they use AMX.
+        works_with_cap: Whether these libraries run with ISA_CAP.
     """
 
     is_announced: bool = False
-    died: Mapping[str, str] = field(default_factory=dict)
-    is_mended: bool = True
+    signals: Mapping[str, str] = field(default_factory=dict)
+    works_with_cap: bool = True
 
     def __str__(self) -> str:
         if not self.is_announced:
             return "not announced"
-        if not self.died:
+        if not self.signals:
             return "announced, and runs"
-        dead = " and ".join(f"{name} dies of {signal_name}" for name, signal_name in self.died.items())
+        dead = " and ".join(f"{name} dies of {signal_name}" for name, signal_name in self.signals.items())
         variables = "".join(f"{name}={value}" for name, value in ISA_CAP.items())
         return f"announced, but {dead}: " + (
-            f"runs with {variables}" if self.is_mended else f"{variables} does not help"
+            f"runs with {variables}" if self.works_with_cap else f"{variables} does not help"
         )
 
 
 @cache
-def amx() -> Amx:
+def probe_amx_once() -> AmxResult:
     """Probe AMX in child processes, once for this process and its child processes."""
     program = os.environ.get(PROBE_VARIABLE)
     inherited = _parse_result(os.environ.get(AMX_RESULT_VARIABLE, ""))
     if inherited is not None:
         return inherited
     if not program and not any(name.startswith("amx") for name in read_cpu_flags()):
-        return Amx()
+        return AmxResult()
     result = probe_amx(Path(program) if program else Path(__file__).with_name("amx_probe.py"))
-    os.environ[AMX_RESULT_VARIABLE] = json.dumps({"died": dict(result.died), "mended": result.is_mended})
+    os.environ[AMX_RESULT_VARIABLE] = json.dumps({"died": dict(result.signals), "mended": result.works_with_cap})
     return result
 
 
-def probe_amx(program: Path) -> Amx:
+def probe_amx(program: Path) -> AmxResult:
     """Run the probe for every installed library, and again with ISA_CAP if it dies."""
     installed = [name for name in PROBED_LIBRARIES if find_spec(name) is not None]
-    died = {name: signal_text for name in installed if (signal_text := _run_probe(program, name, {}))}
-    return Amx(is_announced=True, died=died, is_mended=not any(_run_probe(program, name, ISA_CAP) for name in died))
+    signals = {name: signal_text for name in installed if (signal_text := _run_probe(program, name, {}))}
+    return AmxResult(
+        is_announced=True,
+        signals=signals,
+        works_with_cap=not any(_run_probe(program, name, ISA_CAP) for name in signals),
+    )
 
 
 def cap_instruction_set() -> None:
@@ -123,7 +127,7 @@ def cap_instruction_set() -> None:
 
     Must be called before the first product of torch or OpenVINO.
     """
-    os.environ.update(ISA_CAP if amx().died else {})
+    os.environ.update(ISA_CAP if probe_amx_once().signals else {})
 
 
 def child_environment() -> dict[str, str]:
@@ -131,7 +135,7 @@ def child_environment() -> dict[str, str]:
 
     Telemetry of runtimes is off unless the user has set these variables.
     """
-    return {**TELEMETRY_OFF, **os.environ, **(ISA_CAP if amx().died else {})}
+    return {**TELEMETRY_OFF, **os.environ, **(ISA_CAP if probe_amx_once().signals else {})}
 
 
 def signal_name(code: int) -> str | None:
@@ -155,9 +159,9 @@ def _run_probe(program: Path, library: str, extra_environment: Mapping[str, str]
     return signal_name(process.returncode)
 
 
-def _parse_result(text: str) -> Amx | None:
+def _parse_result(text: str) -> AmxResult | None:
     try:
         data: Any = json.loads(text)
-        return Amx(True, {str(name): str(end) for name, end in data["died"].items()}, bool(data["mended"]))
+        return AmxResult(True, {str(name): str(end) for name, end in data["died"].items()}, bool(data["mended"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
