@@ -130,7 +130,10 @@ def test_the_child_of_a_runtime_is_capped_and_this_process_on_request(dying: Pat
 
 
 def test_child_processes_inherit_the_result_of_the_probe(dying: Path) -> None:
-    code = "from scalepoint.support.cpu import probe_amx_once\nimport os\nprobe_amx_once()\nprint(os.environ['SCALEPOINT_AMX'])"
+    code = (
+        "import os\nfrom scalepoint.support.cpu import probe_amx_once\n"
+        "probe_amx_once()\nprint(os.environ['SCALEPOINT_AMX'])"
+    )
     known = python(code, **{PROBE_VARIABLE: str(dying)}).strip()
     output = python(
         WATCHED + "from scalepoint.support.cpu import probe_amx_once\nprint(probe_amx_once(), len(started))",
