@@ -3,6 +3,7 @@
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isnan
 from pathlib import Path
@@ -21,10 +22,10 @@ from scalepoint.cli.load_objects import ObjectLoader, load_evaluate, load_public
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.output import say, show, show_json
 from scalepoint.cli.run_config import (
-    check_inputs,
     check_names,
     check_runtime,
     check_settings,
+    input_paths,
     load_settings,
     object_loader,
 )
@@ -65,26 +66,25 @@ def deploy(
 
 
 def _run_deploy(parameters: dict[str, Any]) -> int:
-    model, config, output = (parameters[name] for name in ("model", "config", "output"))
-    dry_run, resume, quiet, json = (bool(parameters[name]) for name in ("dry_run", "resume", "quiet", "json"))
-    may_exist = bool(parameters["force"]) or dry_run
+    model, config = parameters["model"], parameters["config"]
+    dry_run, resume, force, quiet, json = (
+        bool(parameters[name]) for name in ("dry_run", "resume", "force", "quiet", "json")
+    )
     if not is_folder(model):  # check as much as possible before torch is loaded, which takes seconds
-        check_names(parameters)
-        if config is None and not distributed.is_restarted():
-            _check_output_folder(Path(output or "out"), may_exist, resume)
+        loader = check_names(parameters)
+        if config is None:
+            resume = _check_output(parameters, loader, resume, force=force or dry_run)
     settings = load_settings(parameters)
     if is_folder(settings.model):
         for flag in ("smoke", "dry_run"):
             if parameters[flag]:
                 raise usage_error(f"--{flag.replace('_', '-')} cannot be used with checkpoints of language models")
-        return CheckpointRun(settings, resume, bool(parameters["force"]), quiet, json).run()
+        return CheckpointRun(settings, resume, force, quiet, json).run()
     loader = object_loader(settings, parameters)
     check_settings(settings, loader)
     settings = with_metadata(settings, loader)
-    check_inputs(settings, loader)
-    folder = Path(settings.output)
-    resume = resume or (distributed.is_restarted() and bool(_finished_stages(folder)))
-    _check_output_folder(folder, may_exist, resume)
+    if config is not None:
+        resume = _check_output(dict(settings), loader, resume, force=force or dry_run)
     if dry_run:
         if settings.evaluate:
             load_evaluate(settings.evaluate, loader)
@@ -93,14 +93,17 @@ def _run_deploy(parameters: dict[str, Any]) -> int:
         return code
     check_runtime(settings)
     is_smoke, is_verbose = bool(parameters["smoke"]), bool(parameters["verbose"])
-    return DeployRun(settings, loader, is_smoke, resume, quiet, json, is_verbose).run()
+    return DeployRun(settings, loader, is_smoke, resume, force, quiet, json, is_verbose).run()
 
 
-def _check_output_folder(folder: Path, may_exist: bool, resume: bool) -> None:
-    """Check the output folder, on rank 0 only: other ranks could already see files that rank 0 writes."""
-    from scalepoint.pipeline.workspace import check_output
+def _check_output(values: Mapping[str, Any], loader: ObjectLoader, resume: bool, *, force: bool) -> bool:
+    """Check the output folder before anything is loaded. Return whether an interrupted run is continued."""
+    from scalepoint.pipeline.workspace import DeployWorkspace
 
-    distributed.run_on_main("checking the output folder", lambda: check_output(folder, force=may_exist, resume=resume))
+    folder = Path(values["output"] or "out")
+    resume = resume or (distributed.is_restarted() and bool(_finished_stages(folder)))
+    DeployWorkspace(folder, resume=resume, force=force).check(input_paths(values, loader))
+    return resume
 
 
 def _finished_stages(folder: Path) -> list[str]:
@@ -155,6 +158,7 @@ class DeployRun:
     loader: ObjectLoader
     smoke: bool
     resume: bool
+    force: bool
     quiet: bool
     json: bool
     verbose: bool = False
@@ -194,7 +198,7 @@ class DeployRun:
             evaluate=evaluate,
             smoke=self.smoke,
             resume=self.resume,
-            force=True,  # _check_output_folder has refused folders that must not be overwritten
+            force=self.force,
             progress=not self.quiet,
             callback=print_event if self.verbose else None,
             **deploy_keywords(settings),

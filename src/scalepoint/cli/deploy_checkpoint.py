@@ -49,7 +49,6 @@ class CheckpointRun:
         """Check the settings without the model. Return whether to continue an interrupted run."""
         from scalepoint.pipeline.job import check_runtime_installed
         from scalepoint.pipeline.workspace import CheckpointWorkspace
-        from scalepoint.support.output_folder import check_path
         from scalepoint.targets import find_target, list_targets
 
         target = find_target(self.settings.target)
@@ -64,8 +63,7 @@ class CheckpointRun:
                 raise usage_error(f"{flag} cannot be used with checkpoints of language models")
         if not self.settings.allow_departure and (self.settings.data or self.settings.judge):
             check_runtime_installed(target, allow_departure=False)
-        check_path(self.output)
-        return self.resume or (distributed.is_restarted() and CheckpointWorkspace(self.output).has_finished_blocks)
+        return self.resume or (distributed.is_restarted() and CheckpointWorkspace(self.output).is_unfinished())
 
     def run(self) -> int:
         """Deploy, print the result and return the exit code."""
@@ -91,7 +89,7 @@ class CheckpointRun:
     def _describe_interrupted(self) -> str:
         from scalepoint.pipeline.workspace import CheckpointWorkspace
 
-        if not CheckpointWorkspace(self.output).has_finished_blocks:
+        if not CheckpointWorkspace(self.output).is_unfinished():
             return f"nothing was written into {self.output}; run the same command again"
         return "finished blocks are kept; the same command with --resume continues from there"
 

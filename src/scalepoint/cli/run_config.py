@@ -55,8 +55,12 @@ def object_loader(settings: Any, parameters: Mapping[str, Any]) -> ObjectLoader:
     return ObjectLoader(Path(settings.root or ""), bool(parameters.get("trust")), settings.weights, settings.random)
 
 
-def check_names(parameters: Mapping[str, Any]) -> None:
-    """Check the names of model and metric in the flags, before torch is loaded, which takes seconds."""
+def check_names(parameters: Mapping[str, Any]) -> ObjectLoader:
+    """Check the names of model and metric in the flags, before torch is loaded, which takes seconds.
+
+    Returns:
+        The loader for the names in the flags.
+    """
     root = Path()
     if parameters.get("root"):
         root = Path(parameters["root"])
@@ -66,6 +70,7 @@ def check_names(parameters: Mapping[str, Any]) -> None:
     for key in ("model", "evaluate"):
         if parameters.get(key):
             check_name(parameters[key], key, loader)
+    return loader
 
 
 def check_settings(settings: Any, loader: ObjectLoader, *, needs_data: bool = True) -> None:
@@ -132,15 +137,13 @@ def check_runtime(settings: Any) -> None:
         distributed.run_on_main("checking the runtime", lambda: check_installed(target, allow_departure=False))
 
 
-def check_inputs(settings: Any, loader: ObjectLoader) -> None:
-    """Refuse an output folder that contains, or is inside of, the checkpoint, the weights or the data."""
-    from scalepoint.support import output_folder
-
+def input_paths(values: Mapping[str, Any], loader: ObjectLoader) -> dict[str, Path]:
+    """Return description -> path of the checkpoint, the weights and the data, if they exist."""
+    model = values["model"] or ""
     names = {
-        "checkpoint": settings.model.partition(":")[2] if str(settings.model).startswith("hf:") else None,
-        "weights": settings.weights,
-        "data": settings.data,
+        "checkpoint": model.partition(":")[2] if model.startswith("hf:") else None,
+        "weights": values["weights"],
+        "data": values["data"],
     }
-    paths = {what: loader.resolve(name) for what, name in names.items() if name}
-    existing = {what: path for what, path in paths.items() if os.path.exists(path)}
-    output_folder.check_inputs(Path(settings.output), existing)
+    paths = {description: loader.resolve(name) for description, name in names.items() if name}
+    return {description: path for description, path in paths.items() if os.path.exists(path)}

@@ -18,10 +18,10 @@ from scalepoint.cli.load_objects import load_evaluate, load_public
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.output import say, show, show_json
 from scalepoint.cli.run_config import (
-    check_inputs,
     check_names,
     check_settings,
     check_target,
+    input_paths,
     load_settings,
     object_loader,
 )
@@ -41,6 +41,8 @@ def sweep(
 ) -> int:
     """Deploy a model with every combination of a grid of settings: the key `grid:` of the config has a list of values
     for each setting. Every run gets a folder; a table and a page compare the runs."""
+    from scalepoint.pipeline.workspace import SweepWorkspace
+
     distributed.init_from_torchrun()
     if config is None:
         raise usage_error(
@@ -51,13 +53,12 @@ def sweep(
     grid = settings.validate_grid()
     loader = object_loader(settings, context.params)
     check_settings(settings, loader)
-    check_inputs(settings, loader)
     settings = with_metadata(settings, loader)
     for target in grid.get("target", ()):
         check_target(target)
     smoke, resume = bool(context.params["smoke"]), bool(context.params["resume"]) or distributed.is_restarted()
     folder = Path(settings.output)
-    distributed.run_on_main("checking the output folder", lambda: _check_output_folder(folder, resume or force))
+    SweepWorkspace(folder, resume=resume, force=force).check(input_paths(dict(settings), loader))
     evaluate = load_evaluate(settings.evaluate, loader) if settings.evaluate else None
     model, inputs, batches = load_model_and_data(settings, loader)
     if not quiet:
@@ -68,7 +69,7 @@ def sweep(
         point_values = {key: point[KEYWORD_NAMES.get(key, key)] for key in grid}
         values = {**shared_values, **point_values, "output": str(run_folder)}
         run_settings = load_public("DeployConfig").model_validate(values)
-        DeployRun(run_settings, loader, smoke, False, quiet, json).write_run_files(deployment)
+        DeployRun(run_settings, loader, smoke, False, False, quiet, json).write_run_files(deployment)
 
     names = {KEYWORD_NAMES.get(key, key): values for key, values in grid.items()}
     shared = {key: value for key, value in deploy_keywords(settings).items() if key not in names}
@@ -80,16 +81,6 @@ def sweep(
     except KeyboardInterrupt:
         return report_interrupt("finished runs are kept; the same command with --resume continues from there")
     return _show_result(result, folder, is_json=json)
-
-
-def _check_output_folder(folder: Path, may_exist: bool) -> None:
-    from scalepoint.support.output_folder import check_path
-
-    check_path(folder)
-    if folder.is_dir() and any(folder.iterdir()) and not may_exist:
-        raise usage_error(
-            f"output folder {str(folder)!r} is not empty: continue with --resume, or overwrite it with --force"
-        )
 
 
 def _show_result(result: Any, folder: Path, *, is_json: bool) -> int:

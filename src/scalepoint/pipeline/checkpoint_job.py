@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scalepoint import distributed
 from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import ConfigError, ScalepointError, StoreError, UsageError
@@ -27,7 +26,6 @@ from scalepoint.spec import (
     QuantizationSpec,
     StaticQParamsCalculator,
 )
-from scalepoint.support.output_folder import check_inputs, check_path
 from scalepoint.targets import Target, find_target, list_targets
 from scalepoint.tuning import TuneConfig
 
@@ -104,11 +102,10 @@ def prepare_checkpoint_job(
     check_accuracy(accuracy)
     file_format = find_checkpoint_format(known_target.format)
     checkpoint = Source.open(source)
-    output = Path(output)
-    check_path(output)
-    check_inputs(output, {"checkpoint": checkpoint.folder, **_existing_files(texts or {})})
-    if output.is_file() and output.suffix != (file_format.suffix or None):
-        raise UsageError(f"{output} is a file: choose a folder as output")
+    workspace = CheckpointWorkspace(
+        Path(output), name=checkpoint.folder.resolve().name, suffix=file_format.suffix, resume=resume, force=force
+    )
+    workspace.check({"checkpoint": checkpoint.folder, **_existing_files(texts or {})})
     known_target = replace(known_target, weight=_fit_blocks(known_target.weight, checkpoint, file_format))
     full_config = complete_config(QuantConfig.build(config), known_target, is_rounded=not PRESETS[accuracy])
     check_formulations(full_config, known_target)
@@ -121,8 +118,6 @@ def prepare_checkpoint_job(
         raise UsageError(
             f'memory={memory!r}: must be a number of bytes, at least 1,000,000, or text such as "2GB"'
         ) from None
-    workspace = CheckpointWorkspace(output, name=checkpoint.folder.resolve().name, suffix=file_format.suffix)
-    distributed.run_on_main("looking at the output", lambda: workspace.check(force=force, resume=resume))
     return CheckpointJob(checkpoint, workspace, known_target, file_format, full_config, tuning, cache or "")
 
 

@@ -32,11 +32,11 @@ from scalepoint.pipeline.build_report import build_report, config_yaml
 from scalepoint.pipeline.job import Job, prepare_job
 from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
 from scalepoint.pipeline.stages import StageContext
-from scalepoint.pipeline.workspace import CONFIG_FILE, Workspace
+from scalepoint.pipeline.workspace import CONFIG_FILE, DeployWorkspace
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
-from scalepoint.report import Report, write
-from scalepoint.report.html import HTML_FILE, JSON_FILE
+from scalepoint.report import Report
+from scalepoint.report.html import HTML_FILE
 from scalepoint.results import PrecisionAllocation, PrecisionChange
 from scalepoint.support.cpu import AUTOMATIC_CHOICE_NOTES
 from scalepoint.support.progress import Callback, Event, callback_registered, send_event, write_line
@@ -164,10 +164,12 @@ def deploy(
     if isinstance(target, str) and cpu == "auto" and progress is not False:
         _print_cpu_choice(job)
     suffix = find_format(job.target.format).suffix
+    workspace = DeployWorkspace(Path(job.options.output), suffix=suffix, resume=resume, force=force)
+    workspace.check()
     with (
         seeded(job.options.seed),
         callback_registered(callback),
-        Workspace.open(Path(job.options.output), suffix=suffix, resume=resume, force=force) as workspace,
+        workspace.open(),
         callback_registered(workspace.log),
     ):
         deployment = run_job(StageContext(job=job.for_smoke() if smoke else job, workspace=workspace))
@@ -329,9 +331,7 @@ def _write_report(
     context: StageContext, best: Trial, trials: Sequence[Trial], limits: Limits, allocation: PrecisionAllocation | None
 ) -> Report:
     report = build_report(context, best, trials, limits, allocation)
-    output = context.workspace.output
-    write(report, output)
-    context.workspace.add([output / JSON_FILE, output / HTML_FILE])
+    context.workspace.write_report(report)
     return report
 
 

@@ -39,7 +39,7 @@ from scalepoint.pipeline.job import check_runtime_installed
 from scalepoint.pipeline.perplexity import Evaluation, score_checkpoint
 from scalepoint.pipeline.result import Deployment
 from scalepoint.quantize import QuantConfig, coverage
-from scalepoint.report import Report, write
+from scalepoint.report import Report
 from scalepoint.results import TuneReport
 from scalepoint.support.files import describe_needed_space, is_disk_full
 from scalepoint.support.progress import timed_phase
@@ -141,8 +141,7 @@ def deploy_checkpoint(
                 with timed_phase(timings, f"running it in {job.target.runtime}", show=progress):
                     result, score = verify_checkpoint(job, tokens, evaluation, result)
             report = build_checkpoint_report(job, model, codes, tune_report, score, result, timings)
-            write(report, job.workspace.report_folder)
-            job.workspace.record_report()
+            job.workspace.write_report(report)
             return report
 
         report = distributed.run_on_main("writing and verifying", write_and_verify, Report)

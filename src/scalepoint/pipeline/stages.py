@@ -31,7 +31,14 @@ from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fing
 from scalepoint.pipeline.inputs import DroppedInputs, warn_about_other_sizes
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial
-from scalepoint.pipeline.workspace import FAILING_FOLDER, FILE_STEM, FLOAT_STEM, PLAIN_STEM, QUANTIZED_FOLDER, Workspace
+from scalepoint.pipeline.workspace import (
+    FAILING_FOLDER,
+    FILE_STEM,
+    FLOAT_STEM,
+    PLAIN_STEM,
+    QUANTIZED_FOLDER,
+    DeployWorkspace,
+)
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
 from scalepoint.quantize.store import list_model_files
 from scalepoint.results import TuneReport
@@ -42,7 +49,7 @@ from scalepoint.support.torch_state import caller_dtype
 from scalepoint.transformation import TransformationResult, transform
 from scalepoint.verification import RuntimeModel, Status, Verification, extract_failing, verify
 from scalepoint.verification.benchmarking import write_baseline_file
-from scalepoint.verification.extraction import EXTRACTED_FILES as EXTRACTED
+from scalepoint.verification.extraction import EXTRACTED_FILES
 from scalepoint.verification.inputs import save_inputs
 from scalepoint.verification.result import PLAIN_BASELINE
 from scalepoint.verification.simulation import build_feeds
@@ -66,7 +73,7 @@ class StageContext:
     """
 
     job: Job
-    workspace: Workspace
+    workspace: DeployWorkspace
     timings: dict[str, float] = field(default_factory=dict)
     data_fingerprint: str | None = None
 
@@ -442,8 +449,7 @@ def publish(context: StageContext, best: Trial) -> Trial:
         sources.append(save_inputs(workspace.work, build_feeds(best.model, job.example)))
     workspace.copy(sources)
     # with_graph=None stores the graph as data if that is possible; then load needs no float model.
-    save(best.model, workspace.output / QUANTIZED_FOLDER, with_graph=None)
-    workspace.add(list_model_files(workspace.output / QUANTIZED_FOLDER))
+    workspace.write_folder(QUANTIZED_FOLDER, lambda folder: list_model_files(save(best.model, folder, with_graph=None)))
     return published
 
 
@@ -454,11 +460,15 @@ def extract_departure(context: StageContext, best: Trial) -> None:
         return
     if verification.runtime != "onnxruntime":
         return
-    folder = context.workspace.output / FAILING_FOLDER
+
+    def write(folder: Path) -> list[Path]:
+        if not extract_failing(best.path, best.model, job.example.args, folder, kwargs=job.example.kwargs, force=True):
+            return []
+        send_event(Event("file", str(folder / "run.py")))
+        return [folder / name for name in EXTRACTED_FILES]
+
     with suppress(VerificationError):  # the file does not run, so there are no layers to compare
-        if extract_failing(best.path, best.model, job.example.args, folder, kwargs=job.example.kwargs, force=True):
-            context.workspace.add(folder / name for name in EXTRACTED)
-            send_event(Event("file", str(folder / "run.py")))
+        context.workspace.write_folder(FAILING_FOLDER, write)
 
 
 def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:

@@ -9,7 +9,6 @@ becomes a row with its error, and the sweep goes on. With several ranks, each ra
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,18 +22,15 @@ from scalepoint.errors import ScalepointError, StoreError, UsageError, did_you_m
 from scalepoint.options import DeployOptions, RunOptions
 from scalepoint.pipeline.deploy import deploy
 from scalepoint.pipeline.fingerprints import fingerprint_target
-from scalepoint.pipeline.workspace import list_finished_stages
+from scalepoint.pipeline.workspace import SweepWorkspace, list_finished_stages
 from scalepoint.quantize.feeding import is_split_across_ranks
 from scalepoint.report import Sweep, SweepRow, sweep_page
 from scalepoint.report.html import JSON_FILE
-from scalepoint.report.sweep import SWEEP_FILE
-from scalepoint.support.files import LOCK_FILE, folder_locked, remove_leftovers, replace_text
+from scalepoint.report.sweep import PAGE_FILE, SWEEP_FILE
 from scalepoint.support.jsonable import to_jsonable
-from scalepoint.support.output_folder import check_links, check_path
 from scalepoint.support.progress import write_line
 from scalepoint.targets import Target
 
-PAGE_FILE = "sweep.html"
 MAX_RUNS = 1000
 RunCallback = Callable[[Any, Path, Mapping[str, Any]], object]
 
@@ -87,8 +83,12 @@ def sweep(
         raise UsageError(
             "a sweep cannot be used with a DistributedSampler: every rank makes complete runs and needs all data"
         )
-    folder = Path(output)
-    with _open_folder(folder, resume=resume, force=force) as finished:
+    workspace = SweepWorkspace(Path(output), resume=resume, force=force)
+    workspace.check()
+    with workspace.open():
+        finished = distributed.run_on_main(
+            "looking for finished runs", lambda: _finished_rows(workspace), dict[str, SweepRow]
+        )
         rows = {
             name: row for name, row in finished.items() if name in runs and row.settings == _to_plain_values(runs[name])
         }
@@ -100,11 +100,11 @@ def sweep(
                     quiet = {"progress": False, "callback": None}
                     run_options = options if distributed.is_main() else {**options, **quiet}
                     with distributed.single_process():
-                        inputs = (model, example_inputs, calibration_data)
-                        step.value = to_jsonable(_run(inputs, folder / name, runs[name], run_options, finish))
+                        inputs, run_folder = (model, example_inputs, calibration_data), workspace.run_folder(name)
+                        step.value = to_jsonable(_run(inputs, run_folder, runs[name], run_options, finish))
             rows |= zip(names, map(TypeAdapter(SweepRow).validate_python, step.values), strict=False)
             table = Sweep(tuple(rows[name] for name in runs if name in rows))
-            distributed.run_on_main("the table", partial(_write_table, folder, table))
+            distributed.run_on_main("the table", partial(_write_table, workspace, table))
     return table
 
 
@@ -114,27 +114,6 @@ def _batches_of_runs(names: Sequence[str]) -> Iterator[Sequence[str]]:
     for first in range(0, len(names), count):
         yield names[first : first + count]
     yield ()
-
-
-@contextmanager
-def _open_folder(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, SweepRow]]:
-    """Check and lock the folder on rank 0, and yield the finished runs."""
-    with ExitStack() as stack:
-
-        def open_folder() -> dict[str, SweepRow]:
-            check_path(folder)
-            check_links(folder, (LOCK_FILE, SWEEP_FILE, PAGE_FILE))
-            if folder.exists() and any(folder.iterdir()) and not (resume or force):
-                raise UsageError(
-                    f"{folder} is not empty: continue with resume=True (--resume), overwrite it with force=True "
-                    "(--force), or choose another folder"
-                )
-            rows = _finished_rows(folder) if resume else {}
-            stack.enter_context(folder_locked(folder))
-            remove_leftovers(folder, (SWEEP_FILE, PAGE_FILE))
-            return rows
-
-        yield distributed.run_on_main("looking at the output", open_folder, dict[str, SweepRow])
 
 
 def list_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
@@ -171,13 +150,13 @@ def _folder_word(key: str, value: Any, index: int) -> str:
     return word or f"{key}{index + 1}"
 
 
-def _finished_rows(folder: Path) -> dict[str, SweepRow]:
-    """Return the finished runs whose folders exist."""
+def _finished_rows(workspace: SweepWorkspace) -> dict[str, SweepRow]:
+    """Return the finished runs whose folders exist; {} unless they are to be kept."""
     try:
-        rows = Sweep.from_file(folder / SWEEP_FILE).rows
+        rows = Sweep.from_file(workspace.output / SWEEP_FILE).rows if workspace.resume else ()
     except StoreError:
         return {}
-    return {row.name: row for row in rows if row.is_done and (folder / row.name / JSON_FILE).is_file()}
+    return {row.name: row for row in rows if row.is_done and (workspace.output / row.name / JSON_FILE).is_file()}
 
 
 def _run(
@@ -188,7 +167,6 @@ def _run(
     finish: RunCallback | None,
 ) -> SweepRow:
     """Make one run, or continue it if it was interrupted. A ScalepointError becomes a failed row."""
-    check_links(folder.parent, (folder.name,))
     resume = folder.is_dir() and bool(list_finished_stages(folder))
     try:
         done = deploy(
@@ -213,6 +191,6 @@ def _to_plain_target(target: Target) -> dict[str, Any]:
     return {"name": target.name, "options": to_jsonable(target.options), "fingerprint": fingerprint_target(target)}
 
 
-def _write_table(folder: Path, table: Sweep) -> None:
-    replace_text(folder / SWEEP_FILE, json.dumps(table.to_dict(), indent=1, allow_nan=False) + "\n")
-    replace_text(folder / PAGE_FILE, sweep_page(table))
+def _write_table(workspace: SweepWorkspace, table: Sweep) -> None:
+    workspace.write_text(SWEEP_FILE, json.dumps(table.to_dict(), indent=1, allow_nan=False) + "\n")
+    workspace.write_text(PAGE_FILE, sweep_page(table))

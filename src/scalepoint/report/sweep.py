@@ -46,7 +46,7 @@ from scalepoint.support.formatting import (
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_json
 
-SWEEP_FILE = "sweep.json"
+SWEEP_FILE, PAGE_FILE = "sweep.json", "sweep.html"
 SWEEP_SCHEMA = 1
 WIDTH, NARROW_WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000.0, 340.0, 320.0, 60.0, 40.0, 18.0  # of a plot, in SVG units
 MAX_DRAWN_DB = 150.0  # an exact output is drawn with this SQNR
