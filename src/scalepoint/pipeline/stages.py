@@ -57,6 +57,7 @@ from scalepoint.version import __version__
 
 if TYPE_CHECKING:
     from scalepoint.allocation import Widths
+    from scalepoint.tuning import TuneConfig
 
 PACKAGE_VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
 
@@ -190,20 +191,23 @@ def _quantize(
             freeze_weights=True,
             correct_bias=correct_bias,
         )
-    tuned = None
-    if tuning is not None:
-        with context.timed("tuning", is_phase=False):
-            from scalepoint.tuning import tune  # noqa: PLC0415  # most runs do not tune
+    return model, None if tuning is None else tune(context, model, tuning)
 
-            tuned = tune(
-                model,
-                job.data.data,
-                tuning,
-                max_batches=job.max_batches,
-                on_nan=options.on_nan,
-                progress=job.progress,
-            )
-    return model, tuned
+
+def tune(context: StageContext, model: fx.GraphModule, config: "TuneConfig") -> TuneReport:
+    """Choose codes, scales and biases from the data."""
+    from scalepoint import tuning  # noqa: PLC0415  # most runs do not tune
+
+    job = context.job
+    with context.timed("tuning", is_phase=False):
+        return tuning.tune(
+            model,
+            job.data.data,
+            config,
+            max_batches=job.max_batches,
+            on_nan=job.options.on_nan,
+            progress=job.progress,
+        )
 
 
 def copy_graph(model: fx.GraphModule, config: QuantConfig) -> fx.GraphModule:
