@@ -8,6 +8,8 @@ from scalepoint.support.cpu import cap_instruction_set
 
 sys.dont_write_bytecode = False  # hundreds of processes import the package: it is compiled once
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Tiny networks are slower in int8, and measured times differ from run to run. Tests of placement choose it themselves.
+os.environ["SCALEPOINT_PLACEMENT"] = "int8"
 
 cap_instruction_set()  # before torch is loaded: no test may die of what the processor only announces
 

@@ -29,6 +29,7 @@ from scalepoint.support.untrusted import read_text
 from scalepoint.support.validation_errors import Config, describe_errors_in_file, find_validation_error, list_problems
 
 Accuracy = Literal["fast", "balanced", "best"]
+Placement = Literal["measured", "predicted", "int8"]
 DEFAULT_CHOICES = ("int4", "int8", "float")
 # Headings of `--help`.
 LIMITS_GROUP = "Accuracy and limits"
@@ -243,6 +244,15 @@ class DeployOptions(CommonOptions):
             FILE_GROUP,
         ),
     ] = "auto"
+    placement: Annotated[
+        Placement | None,
+        Option(
+            "How layers are chosen that stay float because int8 is slower. measured (default): the runtime times them "
+            "on this machine, which takes up to 3 files; times are kept for the next run. predicted: by times of other "
+            "CPUs that scalepoint ships; the same on every machine. int8: all that the target can run is int8.",
+            LIMITS_GROUP,
+        ),
+    ] = None
     metadata: Annotated[
         dict[str, Any] | str | None,
         Option(

@@ -154,6 +154,7 @@ class TestAnAddedOption:
             target=find_target("reference"),
             config=QuantConfig(),
             options=self.Config(flavour="sweet"),
+            placement="int8",
         )
         trial = Trial(QuantConfig(), None, None, None, None, None)
         assert options_as_source(job, trial) == {"flavour": "'sweet'", "threads": "1", "seed": "0"}

@@ -24,7 +24,7 @@ from scalepoint.errors import (
 )
 from scalepoint.formats.onnx import save
 from scalepoint.pipeline import stages
-from scalepoint.pipeline.job import fill_speed_first
+from scalepoint.pipeline.job import choose_placement
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
 from scalepoint.spec import PerChannelGranularity, QuantizationSpec
@@ -53,8 +53,25 @@ PLAIN = "float_plain.onnx"  # kept where it is the faster float file
         pytest.param(FAST, True, True, True, id="said against both"),
     ],
 )
-def test_what_int8_makes_slower_stays_float_in_deploy_unless_told_otherwise(config, strict, has_budget, expected):
-    assert fill_speed_first(config, strict=strict, has_budget=has_budget).speed_first is expected
+def test_deploy_leaves_slow_layers_float_unless_another_option_contradicts(
+    config, strict, has_budget, expected, monkeypatch
+):
+    monkeypatch.delenv("SCALEPOINT_PLACEMENT")
+    filled, placement = choose_placement(config, None, strict=strict, has_budget=has_budget)
+    assert filled.speed_first is expected
+    assert placement == ("measured" if expected else "int8")
+
+
+def test_a_placement_for_speed_is_refused_where_every_layer_must_be_quantized():
+    for refused in ({"strict": True, "has_budget": False}, {"strict": False, "has_budget": True}):
+        with pytest.raises(UsageError, match="placement='measured' cannot be used with"):
+            choose_placement(UNSAID, "measured", **refused)
+
+
+def test_an_unknown_default_placement_of_the_environment_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("SCALEPOINT_PLACEMENT", "mesured")
+    with pytest.raises(UsageError, match=r"SCALEPOINT_PLACEMENT='mesured'.*did you mean 'measured'"):
+        choose_placement(UNSAID, None, strict=False, has_budget=False)
 
 
 @pytest.mark.parametrize("config", [None, ALL], ids=["unsaid", "all"])

@@ -22,7 +22,8 @@ def small_net():
 
 
 def deployed(data, folder, **options):
-    return scalepoint.deploy(small_net(), EXAMPLE, data, target=TARGET, output=folder, progress=False, **options)
+    options = {"placement": "predicted", "progress": False, **options}
+    return scalepoint.deploy(small_net(), EXAMPLE, data, target=TARGET, output=folder, **options)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,14 @@ def test_nan_that_the_model_itself_makes_is_found(tmp_path):
 
     with pytest.raises(NonFiniteError, match="its inputs are finite"):
         scalepoint.deploy(
-            Broken().eval(), EXAMPLE, [EXAMPLE], target=TARGET, output=tmp_path / "out", progress=False, smoke=True
+            Broken().eval(),
+            EXAMPLE,
+            [EXAMPLE],
+            target=TARGET,
+            output=tmp_path / "out",
+            placement="predicted",
+            progress=False,
+            smoke=True,
         )
 
 
@@ -69,10 +77,10 @@ def test_the_verdict_says_that_nothing_was_quantized_and_how_to_force_it(tmp_pat
     done = deployed([EXAMPLE], tmp_path / "out")
     verdict = done.report.verdict()
     assert verdict.startswith("Nothing was quantized: int8 is slower than float for every layer here")
-    assert "speed_first=False" in verdict
+    assert "placement='int8'" in verdict
     assert "Verified" not in verdict
-    assert any("QuantConfig(speed_first=False)" in step for step in done.report.next_steps())
-    forced = deployed([EXAMPLE], tmp_path / "forced", config=QuantConfig(speed_first=False), smoke=True)
+    assert any("placement='int8'" in step for step in done.report.next_steps())
+    forced = deployed([EXAMPLE], tmp_path / "forced", placement="int8", smoke=True)
     assert "Nothing was quantized" not in forced.report.verdict()
 
 

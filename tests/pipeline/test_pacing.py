@@ -140,6 +140,8 @@ def test_a_net_of_which_nothing_is_quantized_has_no_layer_to_give_back(tmp_path)
     """All of it stays float for speed: no other file can be faster."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval(), torch.randn(4, 3, 12, 12)
-    done = scalepoint.deploy(model, x, [x], output=tmp_path / "out", min_speed=100, max_trials=2, progress=False)
+    done = scalepoint.deploy(
+        model, x, [x], output=tmp_path / "out", min_speed=100, max_trials=2, placement="predicted", progress=False
+    )
     assert not any(row.precision != "float" for row in done.coverage.operations)
     assert len(done.report.trials) == 1

@@ -72,11 +72,13 @@ def measure_coverage(settings: Any, loader: ObjectLoader, example: Any = None) -
 
     With known sizes, it is the coverage that deploy would have.
     """
-    from scalepoint.pipeline.job import fill_speed_first
+    from scalepoint.pipeline.job import choose_placement
     from scalepoint.targets import find_target
 
     model, inputs, _ = load_model_and_data(settings, loader, example)
-    config = fill_speed_first(settings.quantization, strict=settings.strict, has_budget=settings.budget is not None)
+    config, _ = choose_placement(
+        settings.quantization, settings.placement, strict=settings.strict, has_budget=settings.budget is not None
+    )
     target = find_target(settings.target, settings.cpu)
     options = {"config": config, "leave": settings.leave, "dynamic_axes": settings.dynamic_axes}
     return load_public("inspect")(model, inputs, target=target, **options), inputs is not None

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +27,11 @@ from scalepoint.budget import Budget
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.options import DEFAULT_CHOICES, Accuracy, DeployOptions
+from scalepoint.options import DEFAULT_CHOICES, Accuracy, DeployOptions, Placement
 from scalepoint.pipeline import stages
 from scalepoint.pipeline.build_report import build_report, config_yaml
 from scalepoint.pipeline.job import Job, prepare_job
+from scalepoint.pipeline.local_placement import is_measured_here, search_placement
 from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
 from scalepoint.pipeline.stages import StageContext
 from scalepoint.pipeline.workspace import CONFIG_FILE, DeployWorkspace
@@ -74,6 +76,7 @@ def deploy(
     allow_departure: bool = False,
     float_dtype: str | None = None,
     cpu: Literal["auto", "vnni", "avx2"] = "auto",
+    placement: Placement | None = None,
     metadata: Mapping[str, Any] | None = None,
     threads: int = 1,
     seed: int = 0,
@@ -120,6 +123,10 @@ def deploy(
         float_dtype: Data type of tensors that are not quantized: "float32", "float16" or "bfloat16".
         cpu: The CPU on which the file of an onnxruntime or openvino target will run. "vnni" uses all 8 bits of the
             weights. "avx2" limits them so that CPUs without VNNI do not saturate. "auto" checks this machine.
+        placement: How layers are chosen that stay float because int8 is slower. "measured": the runtime times them on
+            this machine, which takes up to 3 files; times are kept in the user's cache folder for the next run.
+            "predicted": by times of other CPUs that scalepoint ships; the same on every machine. "int8": every layer
+            that the target can run is int8. Default: the environment variable SCALEPOINT_PLACEMENT, else "measured".
         metadata: A dict that is stored in the file, for example {"labels": [...]}. Labels and preprocessing of timm and
             transformers models are added automatically.
         threads: Threads of the runtime when the file is verified and timed.
@@ -204,7 +211,12 @@ def run_job(context: StageContext) -> Deployment:
 
 
 def run_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, *, is_only: bool = False) -> Trial:
-    """Make one file: quantize, export, verify, evaluate.
+    """Make one file and evaluate it. See `make_trial`."""
+    return score_trial(context, make_trial(context, trials, plan, is_only=is_only))
+
+
+def make_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, *, is_only: bool = False) -> Trial:
+    """Make one file: quantize, export, verify.
 
     Args:
         context: The run.
@@ -212,28 +224,36 @@ def run_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, *
         plan: The config, and the trial that it starts from.
         is_only: Whether no other trial can follow, so that the captured graph need not be copied.
     """
-    number = len(trials)
+    number = context.count_trial()
     folder = context.workspace.work / f"trial-{number}"
-    model, tuned = stages.quantize(context, folder, plan.config, is_only_trial=is_only)
+    local_times = plan.local_times or (trials[-1].local_times if trials else None)
+    model, tuned = stages.quantize(context, folder, plan.config, is_only_trial=is_only, local_times=local_times)
     path, float_path = stages.export_files(context, folder, model)
     verification = stages.verify_file(context, path, float_path, model, _first_baseline(trials))
-    in_runtime = verification is not None and verification.status == Status.OK and verification.is_run
-    score = stages.evaluate_file(context, path, model, in_runtime=in_runtime)
-    _send_metrics(context, number, path, verification, score)
     return Trial(
         config=plan.config,
         quantized=model,
         file=path,
         float_file=float_path,
         verification=verification,
-        score=score,
-        is_judged_in_runtime=in_runtime,
+        score=None,
         precision_changes=plan.precision_changes,
         start=plan.start,
         tuned=tuned,
         chosen=plan.chosen,
         cost=plan.cost,
+        local_times=local_times,
+        number=number,
     )
+
+
+def score_trial(context: StageContext, trial: Trial) -> Trial:
+    """Evaluate the file of a trial with the user's metric, and send its numbers to the callback and the log."""
+    verification = trial.verification
+    in_runtime = verification is not None and verification.status == Status.OK and verification.is_run
+    score = stages.evaluate_file(context, trial.path, trial.model, in_runtime=in_runtime)
+    _send_metrics(context, trial.number, trial.path, verification, score)
+    return replace(trial, score=score, is_judged_in_runtime=in_runtime)
 
 
 def _first_baseline(trials: Sequence[Trial]) -> str | None:
@@ -246,7 +266,12 @@ def _search_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], 
     """Make trials until one is within the limits and no cheaper one can be; one trial if there are no limits."""
     config, max_trials = context.job.config, context.job.max_trials
     has_limits = limits.max_drop is not None or limits.min_speed is not None
-    trials = [run_trial(context, [], TrialPlan(config), is_only=not has_limits or max_trials == 1)]
+    if is_measured_here(context.job):
+        placed = search_placement(context, partial(make_trial, context))
+        # The search for limits starts from the fastest placement. Only that one is evaluated.
+        trials = [*(() if has_limits else placed[:-1]), score_trial(context, placed[-1])]
+    else:
+        trials = [run_trial(context, [], TrialPlan(config), is_only=not has_limits or max_trials == 1)]
     if not has_limits:
         return trials, None
     from scalepoint.pipeline import search  # noqa: PLC0415  # imports allocation, which most runs do not need
@@ -257,6 +282,7 @@ def _search_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], 
             break
         trials = [*drop_models(trials, limits), run_trial(context, trials, plan)]
     # max_drop: first other activation ranges, which cost nothing at run time, then more precision
+    config = trials[0].config  # with the placement that was measured
     config_with_other_ranges = search.use_other_ranges(config, context.job.target)
     if len(trials) < max_trials and not limits.allows_score(trials[0].score) and config_with_other_ranges != config:
         plan = TrialPlan(config_with_other_ranges, (PrecisionChange("", search.OTHER_RANGES_TEXT),), 0)

@@ -1,22 +1,31 @@
 """Job: the checked arguments of deploy. `prepare_job` checks every argument before any work starts."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 from torch.export import ExportedProgram
 
 from scalepoint import distributed
 from scalepoint.budget import Budget
-from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, short_repr
+from scalepoint.errors import (
+    CaptureError,
+    ConfigError,
+    ScalepointWarning,
+    UsageError,
+    VerificationError,
+    did_you_mean,
+    short_repr,
+)
 from scalepoint.formats import check_metadata, find_format
 from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrap_model
 from scalepoint.graph.dynamic_axes import Axes, check_axes, get_named_inputs, parse_axes
 from scalepoint.graph.example_inputs import check_example
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.options import DeployOptions
+from scalepoint.options import DeployOptions, Placement
 from scalepoint.pipeline.accuracy import check_accuracy
 from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.model_metadata import read_library_metadata
@@ -32,6 +41,7 @@ from scalepoint.targets import Target, find_target
 
 Evaluate = Callable[[Any], float]
 SMOKE_BATCHES = 2  # batches of a smoke run, at most
+PLACEMENT_VARIABLE = "SCALEPOINT_PLACEMENT"  # the placement, if the caller does not choose one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,7 @@ class Job:
         target: Where the file will run.
         config: Data types and granularity, with deploy's defaults filled in; equal to `options.quantization`.
         options: All options of the call.
+        placement: How layers are chosen that stay float for speed: `options.placement`, or its default.
         evaluate: The user's metric; None if there is none.
         metadata: Metadata for the file: what timm or transformers declare for the model, updated by the user's.
         dynamic_axes: `options.dynamic_axes`, checked against the example.
@@ -58,6 +69,7 @@ class Job:
     target: Target
     config: QuantConfig
     options: DeployOptions
+    placement: Placement
     evaluate: Evaluate | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     dynamic_axes: Axes = field(default_factory=dict)
@@ -110,7 +122,9 @@ def prepare_job(
     model, checked_target = _check_model(model), find_target(target, values["cpu"])
     example, axes = _check_example(checked_target, model, as_inputs(example_inputs, kwargs), values["dynamic_axes"])
     _check_min_speed(values, calibration_data, checked_target, smoke=smoke)
-    quantization = fill_speed_first(QuantConfig.build(config), strict=values["strict"], has_budget=budget is not None)
+    quantization, placement = choose_placement(
+        QuantConfig.build(config), values["placement"], strict=values["strict"], has_budget=budget is not None
+    )
     check_formulations(quantization, checked_target)
     checked_target.check_float_dtype(values["float_dtype"])
     check_metadata(values["metadata"])
@@ -139,6 +153,7 @@ def prepare_job(
         target=checked_target,
         config=quantization,
         options=options,
+        placement=placement,
         evaluate=evaluate,
         metadata=metadata,
         dynamic_axes=axes,
@@ -146,14 +161,29 @@ def prepare_job(
     )
 
 
-def fill_speed_first(config: QuantConfig, *, strict: bool, has_budget: bool) -> QuantConfig:
-    """Fill in `speed_first`: layers that int8 makes slower stay float.
+def choose_placement(
+    config: QuantConfig, placement: Placement | None, *, strict: bool, has_budget: bool
+) -> tuple[QuantConfig, Placement]:
+    """Return the config with `speed_first` filled in, and the placement.
 
-    Not with `strict`, which asks for every layer to be quantized, and not with a budget, which chooses each precision.
+    Without a choice of the user, every layer is int8 with `strict`, which asks for that, and with a budget, which
+    chooses each precision.
     """
-    if config.speed_first is not None:
-        return config
-    return config.model_copy(update={"speed_first": not strict and not has_budget})
+    if placement is None:
+        wants_speed = config.speed_first if config.speed_first is not None else not strict and not has_budget
+        placement = _default_placement() if wants_speed else "int8"
+    elif placement != "int8" and (strict or has_budget or config.speed_first is False):
+        option = "strict=True" if strict else "budget=" if has_budget else "speed_first=False"
+        raise UsageError(f"placement={placement!r} cannot be used with {option}: it leaves layers float for speed")
+    is_speed_first = placement != "int8" if config.speed_first is None else config.speed_first
+    return config.model_copy(update={"speed_first": is_speed_first}), placement
+
+
+def _default_placement() -> Placement:
+    value = os.environ.get(PLACEMENT_VARIABLE) or "measured"
+    if value not in get_args(Placement):
+        raise UsageError(f"{PLACEMENT_VARIABLE}={short_repr(value)}: {did_you_mean(value, get_args(Placement))}")
+    return value  # type: ignore[return-value]  # checked
 
 
 def check_installed(target: Target, *, allow_departure: bool) -> None:

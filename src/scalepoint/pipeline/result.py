@@ -13,6 +13,7 @@ from scalepoint.quantize import Coverage, QuantConfig, coverage
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report, notebook_snippet
 from scalepoint.results import PrecisionAllocation, PrecisionChange, Score, TrialSummary, TuneReport, is_within
+from scalepoint.targets.local_times import LocalTimes
 from scalepoint.verification import Verification
 
 
@@ -55,6 +56,7 @@ class TrialPlan:
         start: Index of the trial that this one starts from; None for the first.
         chosen: Layer -> chosen precision, if an allocation made the config.
         cost: Added size plus added time for more accuracy, as shares of the float model's size and time.
+        local_times: Times measured on this machine, which decide what stays float for speed; None for shipped tables.
     """
 
     config: QuantConfig
@@ -62,6 +64,7 @@ class TrialPlan:
     start: int | None = None
     chosen: Mapping[str, str] | None = None
     cost: float = 0.0
+    local_times: LocalTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class Trial:
         score: The user's metric of the file.
         is_judged_in_runtime: Whether the metric ran on the file in its runtime, instead of on the simulation.
         tuned: The result of tune; None if the model was not tuned.
-        precision_changes, start, chosen, cost: See TrialPlan.
+        precision_changes, start, chosen, cost, local_times: See TrialPlan.
+        number: Counts the trials of a run.
     """
 
     config: QuantConfig
@@ -92,6 +96,8 @@ class Trial:
     tuned: TuneReport | None = None
     chosen: Mapping[str, str] | None = None
     cost: float = 0.0
+    local_times: LocalTimes | None = None
+    number: int = 0
 
     @property
     def model(self) -> fx.GraphModule:
@@ -139,14 +145,16 @@ class Trial:
 def best_trial(trials: Sequence[Trial], limits: Limits) -> Trial:
     """Choose the trial whose file is written. Ties go to the earlier trial, which has fewer changes.
 
-    With `min_speed`: the first trial that is fast enough, or the fastest. With `max_drop`: the cheapest trial within
-    the limit. Otherwise, or if no trial is within the limit: the trial with the highest score.
+    Without limits: the last trial. With `min_speed`: the first trial that is fast enough, or the fastest. With
+    `max_drop`: the cheapest trial within the limit, or the trial with the highest score if none is.
     """
     if limits.min_speed is not None:
         fast = [trial for trial in trials if limits.allows_speed(trial.speed)]
         return fast[0] if fast else max(trials, key=lambda trial: trial.speed or 0.0)
+    if limits.max_drop is None:
+        return trials[-1]
     within_limit = [trial for trial in trials if limits.allows_score(trial.score)]
-    if limits.max_drop is None or not within_limit:
+    if not within_limit:
         return max(trials, key=lambda trial: trial.comparable_score)
     return min(within_limit, key=lambda trial: (trial.cost, -trial.comparable_score))
 

@@ -46,6 +46,7 @@ from scalepoint.runtimes import find_runtime
 from scalepoint.support.files import compute_digest
 from scalepoint.support.progress import Event, send_event, timed_phase, write_line
 from scalepoint.support.torch_state import caller_dtype
+from scalepoint.targets.local_times import LocalTimes
 from scalepoint.transformation import TransformationResult, transform
 from scalepoint.verification import RuntimeModel, Status, Verification, extract_failing, verify
 from scalepoint.verification.benchmarking import write_baseline_file
@@ -70,6 +71,7 @@ class StageContext:
         job: The checked arguments.
         workspace: The output folder, and the cache in it.
         timings: Seconds per kind of step, for the report.
+        trial_count: Trials made so far.
         data_fingerprint: Set by the first `quantize`; None if the data can be read only once.
     """
 
@@ -77,6 +79,12 @@ class StageContext:
     workspace: DeployWorkspace
     timings: dict[str, float] = field(default_factory=dict)
     data_fingerprint: str | None = None
+    trial_count: int = 0
+
+    def count_trial(self) -> int:
+        """Return the number of the next trial. A resumed run makes the same trials in the same order."""
+        self.trial_count += 1
+        return self.trial_count - 1
 
     @cached_property
     def format(self) -> FileFormat:
@@ -134,7 +142,12 @@ def check_same_model(context: StageContext) -> None:
 
 
 def quantize(
-    context: StageContext, folder: Path, config: QuantConfig, *, is_only_trial: bool
+    context: StageContext,
+    folder: Path,
+    config: QuantConfig,
+    *,
+    is_only_trial: bool,
+    local_times: LocalTimes | None = None,
 ) -> tuple[fx.GraphModule, TuneReport | None]:
     """Insert quantizers, calibrate and tune.
 
@@ -143,6 +156,7 @@ def quantize(
         folder: Folder of the trial.
         config: Config of the trial.
         is_only_trial: Whether no other trial will need the captured graph, so that it need not be copied.
+        local_times: Times of layers on this machine, which decide what stays float for speed.
     """
     job, model_folder = context.job, folder / QUANTIZED_FOLDER
     dropped = DroppedInputs(job.model, job.example)
@@ -151,6 +165,7 @@ def quantize(
 
     def inputs() -> Inputs:
         fingerprints = quantize_inputs(context, config)
+        fingerprints["local times"] = fingerprint(local_times)
         # Only a cached stage needs the fingerprint now. Otherwise it is computed while calibration reads the data.
         if name in context.workspace.cache.stages:
             fingerprints["the calibration data"] = context.data_fingerprint = job.data.fingerprint()
@@ -162,7 +177,9 @@ def quantize(
         )
         tuned = stage.load(TuneReport.from_dict) if model is not None and stage.cached else None
         if model is None:
-            model, tuned = _quantize(context, config, dropped, data.data, is_only_trial=is_only_trial)
+            model, tuned = _quantize(
+                context, config, dropped, data.data, is_only_trial=is_only_trial, local_times=local_times
+            )
             stage.inputs["the calibration data"] = context.data_fingerprint = data.fingerprint()
             save(model, model_folder)
             stage.store({} if tuned is None else tuned.to_dict(), files=[model_folder / "scalepoint.json"])
@@ -170,13 +187,19 @@ def quantize(
 
 
 def _quantize(
-    context: StageContext, config: QuantConfig, dropped: DroppedInputs, data: Any, *, is_only_trial: bool
+    context: StageContext,
+    config: QuantConfig,
+    dropped: DroppedInputs,
+    data: Any,
+    *,
+    is_only_trial: bool,
+    local_times: LocalTimes | None,
 ) -> tuple[fx.GraphModule, TuneReport | None]:
     job, options = context.job, context.job.options
     captured = context.captured
     with context.timed("capturing", is_phase=False):
         graph = captured.model if is_only_trial else copy_graph(captured.model, config)
-        model = insert_qdq(graph, captured.matches, config, strict=options.strict, copy=False)
+        model = insert_qdq(graph, captured.matches, config, strict=options.strict, copy=False, local_times=local_times)
     tuning = choose_tuning(model, options.accuracy, has_data=job.data.is_rereadable)
     # Tuning corrects biases itself, with better statistics.
     correct_bias = tuning is None if config.correct_bias is None else config.correct_bias

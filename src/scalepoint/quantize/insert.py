@@ -48,6 +48,7 @@ from scalepoint.quantize.speed_placement import leave_slow_layers_float
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target, find_target
+from scalepoint.targets.local_times import LocalTimes
 from scalepoint.transformation import get_transformation_state
 
 DECISION_PASSES = (
@@ -66,6 +67,7 @@ def insert_qdq(
     target: str | Target | None = None,
     strict: bool = False,
     copy: bool = True,
+    local_times: LocalTimes | None = None,
 ) -> fx.GraphModule:
     """Insert quantizers into a transformed model, where its patterns declare them.
 
@@ -79,6 +81,8 @@ def insert_qdq(
         target: A target or its name; that of the transform by default. Its rules and limits are applied.
         strict: Raise an error if an operation would stay float without being asked to.
         copy: False changes the given model.
+        local_times: Times of layers on this machine. With `QuantConfig(speed_first=True)` they decide which layers
+            stay float, instead of the target's shipped tables.
 
     Returns:
         The model with quantizers.
@@ -93,7 +97,7 @@ def insert_qdq(
         check_formulations(config, target)
     quantized = copying.deepcopy(model) if copy else model
     fingerprint = fingerprint_model(quantized)
-    decisions, rows, coverage = make_decisions(quantized, matches, config, target)
+    decisions, rows, coverage = make_decisions(quantized, matches, config, target, local_times)
     if coverage.is_empty:
         raise CoverageError(coverage.describe_empty())
     if strict:
@@ -117,7 +121,10 @@ def insert_qdq(
     plan = tuple((match.name, match.pattern.name) for match in matches)
     layer_sites = _make_layer_sites(quantized, decisions, rows)
     origin = get_origin(quantized)
-    set_state(quantized, Record(origin, target, config, plan, layer_sites, coverage, fingerprint, unsmoothed))
+    record = Record(
+        origin, target, config, plan, layer_sites, coverage, fingerprint, unsmoothed, local_times=local_times
+    )
+    set_state(quantized, record)
     return quantized
 
 
@@ -130,7 +137,11 @@ def _copy_training_mode(model: fx.GraphModule) -> None:
 
 
 def make_decisions(
-    model: fx.GraphModule, matches: Sequence[PatternMatch], config: QuantConfig, target: Target | None
+    model: fx.GraphModule,
+    matches: Sequence[PatternMatch],
+    config: QuantConfig,
+    target: Target | None,
+    local_times: LocalTimes | None = None,
 ) -> tuple[Sequence[Decision], dict[fx.Node, CoverageRow], Coverage]:
     """Decide what to insert where, without changing the model.
 
@@ -146,7 +157,7 @@ def make_decisions(
     decisions: Sequence[Decision] = [
         (decide_embedding_table if is_embedding_table(site) else decide)(site, config, target) for site in sites
     ]
-    context = PlacementContext(model, config, target)
+    context = PlacementContext(model, config, target, local_times or LocalTimes())
     for run_pass in DECISION_PASSES:
         decisions = run_pass(context, decisions)
     refusals = get_transformation_state(model).refusals

@@ -35,6 +35,7 @@ from scalepoint.spec import (
 from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.spec.extended import get_sparsity
 from scalepoint.targets import OperationFacts, Target
+from scalepoint.targets.local_times import LocalTimes
 
 COVERED_KINDS = (*WEIGHTED, *WEIGHTLESS_PRODUCTS, "attention", OPAQUE)
 CONSTANT_REASON = "computed from constants only: the runtime computes it once, when it loads the file"
@@ -130,6 +131,7 @@ class PlacementContext:
     model: fx.GraphModule
     config: QuantConfig
     target: Target | None
+    local_times: LocalTimes
 
 
 def find_sites(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[QuantizationSite]:

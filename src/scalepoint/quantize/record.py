@@ -14,6 +14,7 @@ from scalepoint.operation_coverage import Coverage, CoverageRow, OperationState
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.quantizers import QuantizerBase, QuantStub, WeightFakeQuantize
 from scalepoint.targets import Target
+from scalepoint.targets.local_times import LocalTimes
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Record:
         calibrated: Number of batches and samples; None before calibration.
         tuned_threads: Number of torch threads while tuning; None without tuning.
         constant: Warning that the calibration data never changed; "" if it did.
+        local_times: Measured times that decided what stays float for speed; None if shipped tables did.
     """
 
     origin: Origin
@@ -64,6 +66,7 @@ class Record:
     calibrated: tuple[int, int] | None = None
     tuned_threads: int | None = None
     constant: str = ""
+    local_times: LocalTimes | None = None
 
     @property
     def names(self) -> dict[str, str]:

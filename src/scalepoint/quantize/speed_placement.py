@@ -1,10 +1,11 @@
-"""Leaves layers in float where int8 would make them slower, if the target has tables of measured kernel times.
+"""Leaves layers in float where int8 would make them slower.
 
     minimize  seconds of every layer (float or int8)  +  seconds of every conversion between float and int8 neighbours
 
-Two choices per layer and a cost for each pair of different neighbours: a minimum cut gives the exact optimum. Times are
-predicted for the shapes of the example inputs. CPUs with the same instruction set differ, so a target may have several
-tables; the result is not slower than float on any of them. A layer without a predicted time stays as requested.
+Two choices per layer and a cost for each pair of different neighbours: a minimum cut gives the exact optimum. A layer's
+seconds are those measured on this machine (`LocalTimes`); if it was never measured here, they are predicted from the
+target's shipped table, for the shapes of the example inputs. CPUs with the same instruction set differ, so a target may
+have several tables; the result is not slower than float on any of them. A layer without a time stays as requested.
 """
 
 from collections import deque
@@ -23,14 +24,19 @@ from scalepoint.quantize.operations import get_part_kind, get_weight_shape
 from scalepoint.quantize.placement import Decision, PlacementContext, make_stored_weight_spec
 from scalepoint.targets import Target
 from scalepoint.targets.kernel_times import KernelTimes, ProductShape, load_kernel_times
+from scalepoint.targets.local_times import LocalTimes
 
-MIN_NETWORK_SECONDS = 15e-6  # below this, the cost of the call itself hides every difference between layers
+MIN_NETWORK_SECONDS = 15e-6  # networks that take less are not faster in int8: each call costs as much as the products
 MIN_GAIN = 0.03  # share of the predicted time; predictions are not more accurate than that
+MIN_MEASURED_GAIN = 0.01  # the same for measured times
 MIN_SECONDS = 1e-12  # capacities below this count as used up
 RELATIVE_TOLERANCE = 1e-6
 DEQUANTIZE_SECONDS_PER_WEIGHT = 2e-9  # per run, where a runtime computes in float from stored codes
-LAYOUT_PASSES = 2.0  # integer kernels want channels last, float ones blocked channels: a conversion also reorders
+LAYOUT_PASSES = 2.0  # integer convolutions want channels last, float ones blocked channels: a conversion may reorder
+CALL_SECONDS = 1e-6  # of the smallest operation
 FASTER = "faster in float, by the times of such kernels"
+MEASURED_FASTER = "faster in float, as measured on this machine"
+TOO_SMALL = "the network is so small that calling int8 kernels costs more than they gain"
 NEIGHBOURS_FASTER = (
     "its neighbours are faster in float, and converting to int8 and back would cost more than int8 gains here"
 )
@@ -40,44 +46,92 @@ FLOAT_SIDE = 1  # sink of the cut
 
 
 def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decision]) -> Sequence[Decision]:
-    """Turn decisions to float where the target's kernel tables predict a gain, conversions included.
+    """Turn decisions to float where a gain is measured or predicted, conversions included.
 
     If the target dequantizes stored weights when it loads a file, the weight of such a layer is stored as int8 all the
     same: the file stays small and runs no slower than float.
     """
-    model, config, target = context.model, context.config, context.target
-    if target is None or not config.speed_first or not target.kernel_tables:
+    model, config, target, local = context.model, context.config, context.target, context.local_times
+    if target is None or not config.speed_first or not (target.kernel_tables or local.layers):
         return decisions
-    tables = [load_kernel_times(name) for name in target.kernel_tables]
+    share = get_example_share(model)
+    # A target without tables has a table without rows: only layers that were measured here have a time.
+    tables = [load_kernel_times(name) for name in target.kernel_tables] or [KernelTimes([])]
+    sources = [LayerTimes(table, local, share) for table in tables]
 
     # From here on layers are identified by their index in `decisions`.
     # Weights of fewer than 8 bits were requested to make the file small, not fast.
     must_quantize = {i for i, d in enumerate(decisions) if d.weight is not None and d.weight.n_bits < 8}
-    for table in tables:
-        must_quantize |= _build_problem(model, decisions, table, target).without_time
-    cpus = [CpuModel(model, decisions, table, target, must_quantize) for table in tables]
-    if max(cpu.all_float_seconds for cpu in cpus) < MIN_NETWORK_SECONDS:
-        return decisions
+    for times in sources:
+        must_quantize |= _build_problem(model, decisions, times, target).without_time
+    cpus = [CpuModel(model, decisions, times, target, must_quantize) for times in sources]
 
-    float_layers = _choose_float_layers(cpus, must_quantize)
+    is_measured = all(local.get(layer_key(decisions[i], share)) is not None for i in cpus[0].layers)
+    is_too_small = not is_measured and 0 < max(cpu.all_float_seconds for cpu in cpus) < MIN_NETWORK_SECONDS
+    if is_too_small:
+        float_layers = [i for i in cpus[0].layers if i not in must_quantize]
+    else:
+        float_layers = _choose_float_layers(cpus, must_quantize)
     if len(float_layers) == len(cpus[0].layers) and not target.dequantizes_weights_on_load:
         # Nothing is faster in int8. Quantize the largest weight all the same, so that the file is smaller than float.
-        largest = max(float_layers, key=lambda i: _count_weights(decisions[i]))
-        must_quantize |= {largest}
+        largest = max(float_layers, key=lambda i: _count_weights(decisions[i]), default=None)
+        must_quantize |= set() if largest is None else {largest}
         float_layers = _choose_float_layers(
-            [CpuModel(model, decisions, table, target, must_quantize) for table in tables], must_quantize
+            [CpuModel(model, decisions, times, target, must_quantize) for times in sources], must_quantize
         )
-    best_gain = max(1 - cpu.predict_seconds(float_layers) / cpu.predict_seconds(()) for cpu in cpus)
-    if best_gain < MIN_GAIN:
+    best_gain = max(_predict_gain(cpu, float_layers) for cpu in cpus)
+    if best_gain < (MIN_MEASURED_GAIN if is_measured else MIN_GAIN) and not is_too_small:
         return decisions
     result = list(decisions)
     for i in float_layers:
-        result[i] = _make_float_decision(decisions[i], [cpu.layer_seconds[i] for cpu in cpus], config, target)
+        seconds = [cpu.layer_seconds[i] for cpu in cpus]
+        is_local = local.get(layer_key(decisions[i], share)) is not None
+        reason = MEASURED_FASTER if is_local else TOO_SMALL if is_too_small else FASTER
+        result[i] = _make_float_decision(decisions[i], seconds, reason, config, target)
     return result
 
 
+def layer_key(decision: Decision, share: float) -> str | None:
+    """Return a text that names all that the time of a layer depends on; None if a shape is not known.
+
+    Example: "conv+relu 1x64x56x56 * 64x64x3x3 -> 1x64x56x56".
+    """
+    site = decision.site
+    shapes = [get_shape(tensor) for _, tensor in site.operands]
+    output = get_shape(site.node)
+    if output is None or not shapes or any(shape is None for shape in shapes):
+        return None
+    kinds = "+".join(kind for kind in map(get_part_kind, site.fused.parts.values()) if kind != "batch_norm")
+    weight = [get_weight_shape(site.part)] if site.role else []
+    operands = " * ".join("x".join(map(str, shape)) for shape in [*shapes, *weight] if shape is not None)
+    # Capture records an example of one sample as two: its shapes are those of two, its times those of one.
+    samples = "" if share == 1 else f" @ {share:g}"
+    return f"{kinds} {operands} -> {'x'.join(map(str, output))}{samples}"
+
+
+def list_layer_keys(model: fx.GraphModule, decisions: Sequence[Decision]) -> dict[str, str]:
+    """Return the key of every layer that would run in int8, by name. Layers of unknown shape are left out."""
+    share = get_example_share(model)
+    keys = {decision.site.name: layer_key(decision, share) for decision in decisions if _is_quantized(decision)}
+    return {name: key for name, key in keys.items() if key is not None}
+
+
+def _is_quantized(decision: Decision) -> bool:
+    return decision.state == OperationState.QUANTIZED and bool(decision.points)
+
+
+def _predict_gain(cpu: "CpuModel", float_layers: Collection[int]) -> float:
+    """Return the share of the time of the file with all layers in int8 that these float layers save."""
+    all_int8_seconds = cpu.predict_seconds(())
+    return 1 - cpu.predict_seconds(float_layers) / all_int8_seconds if all_int8_seconds > 0 else 0.0
+
+
 def _make_float_decision(
-    decision: Decision, seconds_per_cpu: Sequence[tuple[float, float]], config: QuantConfig, target: Target
+    decision: Decision,
+    seconds_per_cpu: Sequence[tuple[float, float]],
+    reason: str,
+    config: QuantConfig,
+    target: Target,
 ) -> Decision:
     # The report shows the times of the CPU on which int8 loses most.
     float_seconds, int8_seconds = max(seconds_per_cpu, key=lambda seconds: seconds[1] - seconds[0])
@@ -87,11 +141,32 @@ def _make_float_decision(
         weight=make_stored_weight_spec(decision.site, config, target) if target.dequantizes_weights_on_load else None,
         points=(),
         state=OperationState.FLOAT,
-        reason=FASTER if is_slower_in_int8 else NEIGHBOURS_FASTER,
+        reason=reason if is_slower_in_int8 or reason == TOO_SMALL else NEIGHBOURS_FASTER,
         is_target_default=True,
         float_saves_seconds=int8_seconds - float_seconds,
         predicted_seconds=(float_seconds, int8_seconds) if is_slower_in_int8 else None,
     )
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Times of layers on one kind of CPU: measured on this machine, else predicted from a shipped table."""
+
+    table: KernelTimes
+    local: LocalTimes
+    share: float
+
+    def seconds(self, decision: Decision) -> tuple[float, float] | None:
+        """Return seconds in float and in int8; None if nothing similar was measured."""
+        measured = self.local.get(layer_key(decision, self.share))
+        return measured or _predict_layer_seconds(decision, self.table, self.share)
+
+    def conversion_seconds(self, kind: str, shape: Sequence[int]) -> float:
+        """Return the seconds of a conversion of a tensor; `kind` is "quantize" or "dequantize"."""
+        measured = self.local.conversions.get(kind)
+        if measured is not None:
+            return CALL_SECONDS + measured * prod(shape) * self.share
+        return self.table.move_seconds(kind, int(LAYOUT_PASSES * prod(shape) * self.share))
 
 
 class CpuModel:
@@ -109,11 +184,11 @@ class CpuModel:
         self,
         model: fx.GraphModule,
         decisions: Sequence[Decision],
-        table: KernelTimes,
+        times: LayerTimes,
         target: Target,
         must_quantize: Collection[int],
     ) -> None:
-        self._model, self._decisions, self._table, self._target = model, decisions, table, target
+        self._model, self._decisions, self._times, self._target = model, decisions, times, target
         self._must_quantize = frozenset(must_quantize)
         problem = self._build(self._must_quantize, ())
         self.layer_seconds = problem.layer_seconds
@@ -131,7 +206,7 @@ class CpuModel:
         return self._build(int8_layers, float_layers).solve()[0]
 
     def _build(self, must_quantize: Collection[int], must_be_float: Collection[int]) -> "CutProblem":
-        return _build_problem(self._model, self._decisions, self._table, self._target, must_quantize, must_be_float)
+        return _build_problem(self._model, self._decisions, self._times, self._target, must_quantize, must_be_float)
 
 
 def _choose_float_layers(cpus: Sequence[CpuModel], must_quantize: Collection[int]) -> list[int]:
@@ -257,12 +332,12 @@ class CutProblem:
 def _build_problem(
     model: fx.GraphModule,
     decisions: Sequence[Decision],
-    table: KernelTimes,
+    times: LayerTimes,
     target: Target,
     must_quantize: Collection[int] = (),
     must_be_float: Collection[int] = (),
 ) -> CutProblem:
-    problem, share = CutProblem(), get_example_share(model)
+    problem = CutProblem()
     cut = problem.cut
     must_quantize, must_be_float = frozenset(must_quantize), frozenset(must_be_float)
     written_by: dict[fx.Node, int] = {}  # tensor -> the cut node that decides its side; a missing tensor is float
@@ -270,10 +345,10 @@ def _build_problem(
     relu_costs: list[tuple[fx.Node, fx.Node, float]] = []  # producer, reader, seconds
 
     for i, decision in enumerate(decisions):
-        if decision.state != OperationState.QUANTIZED or not decision.points:
+        if not _is_quantized(decision):
             continue
         site = decision.site
-        seconds = _predict_layer_seconds(decision, table, share)
+        seconds = times.seconds(decision)
         if seconds is None:
             problem.without_time.add(i)
         float_seconds, int8_seconds = seconds or (0.0, 0.0)
@@ -297,7 +372,7 @@ def _build_problem(
             written_by[node] = read_by[node] = cut.add_node()
     for producer, user, cost in relu_costs:
         cut.add_edge(read_by[producer], read_by.get(user, FLOAT_SIDE), cost)
-    _add_conversions(model, cut, written_by, read_by, table.move_seconds, share)
+    _add_conversions(model, cut, written_by, read_by, times.conversion_seconds)
     return problem
 
 
@@ -306,8 +381,7 @@ def _add_conversions(
     cut: MinCut,
     written_by: dict[fx.Node, int],
     read_by: dict[fx.Node, int],
-    conversion_seconds: Callable[[str, int], float],
-    share: float,
+    conversion_seconds: Callable[[str, Sequence[int]], float],
 ) -> None:
     """Add the cost of quantizing or dequantizing each tensor whose writer and readers may be on different sides."""
     for tensor in model.graph.nodes:
@@ -316,15 +390,14 @@ def _add_conversions(
         is_always_float = tensor not in written_by and not any(user in read_by for user in readers)
         if shape is None or not readers or is_always_float:
             continue
-        elements = int(LAYOUT_PASSES * prod(shape) * share)
         writer = written_by.get(tensor, FLOAT_SIDE)
         # A node of its own for the quantized copy: it is made once, however many int8 layers read it.
         quantized_copy = cut.add_node()
-        cut.add_edge(quantized_copy, writer, conversion_seconds("quantize", elements))
+        cut.add_edge(quantized_copy, writer, conversion_seconds("quantize", shape))
         for user in readers:
             reader = read_by.get(user, FLOAT_SIDE)
             cut.add_edge(reader, quantized_copy, inf if reader != FLOAT_SIDE else 0.0)
-            cut.add_edge(writer, reader, conversion_seconds("dequantize", elements) if writer != FLOAT_SIDE else 0.0)
+            cut.add_edge(writer, reader, conversion_seconds("dequantize", shape) if writer != FLOAT_SIDE else 0.0)
 
 
 def _predict_layer_seconds(decision: Decision, table: KernelTimes, share: float) -> tuple[float, float] | None:

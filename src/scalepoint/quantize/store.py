@@ -52,6 +52,7 @@ from scalepoint.support.output_folder import check_path
 from scalepoint.support.torch_state import serialized
 from scalepoint.support.untrusted import open_tensors, read_json
 from scalepoint.targets import Target
+from scalepoint.targets.local_times import LocalTimes
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, plan_captured_graph
 from scalepoint.version import __version__
 
@@ -213,7 +214,14 @@ def load(
     _apply_saved_plan(plan, manifest["plan"])
     result = apply_transformation_plan(plan)
     insert_target = target if target is not None else manifest["target"]
-    model = insert_qdq(result.model, result.matches, _parse_config(manifest), target=insert_target, copy=False)
+    model = insert_qdq(
+        result.model,
+        result.matches,
+        _parse_config(manifest),
+        target=insert_target,
+        copy=False,
+        local_times=_parse_local_times(manifest),
+    )
     _restore(model, manifest, {name: value for name, value in tensors.items() if not name.startswith(CONSTANT_PREFIX)})
     return model.eval()
 
@@ -242,6 +250,14 @@ def _parse_config(manifest: dict[str, Any]) -> QuantConfig:
         return QuantConfig.from_dict(manifest["config"])
     except ValueError as error:
         raise StoreError(f"the config of the manifest cannot be read: {error}") from error
+
+
+def _parse_local_times(manifest: dict[str, Any]) -> LocalTimes | None:
+    """Return the times that decided the placement of the saved model: they give the same placement on any machine."""
+    try:
+        return None if manifest["local_times"] is None else LocalTimes.from_dict(manifest["local_times"])
+    except ValueError as error:
+        raise StoreError(f"the times of the manifest cannot be read: {error}") from error
 
 
 class TensorFile(BaseModel):
@@ -273,6 +289,7 @@ class Manifest(BaseModel):
     calibrated: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     constant: str = ""
     tuned_threads: int | None = None
+    local_times: dict[str, dict[str, Any]] | None = None
     graph: dict[str, Any] | None = None
     aliases: dict[str, str]
     tensors: TensorFile
@@ -315,6 +332,7 @@ def _make_manifest(model: fx.GraphModule) -> dict[str, Any]:
         "calibrated": None if record.calibrated is None else list(record.calibrated),
         **({"constant": record.constant} if record.constant else {}),
         **({} if record.tuned_threads is None else {"tuned_threads": record.tuned_threads}),
+        **({} if record.local_times is None else {"local_times": record.local_times.to_dict()}),
     }
 
 

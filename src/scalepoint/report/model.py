@@ -254,10 +254,8 @@ def _is_from_command_line(report: Report) -> bool:
 def _coverage_steps(report: Report) -> list[str]:
     if not report.coverage.is_float_for_speed:
         return []
-    option = (
-        "speed_first: false under quantization:" if _is_from_command_line(report) else "QuantConfig(speed_first=False)"
-    )
-    return [f"quantize anyway, for a smaller but slower file: {option} in the config"]
+    option = "--placement int8" if _is_from_command_line(report) else "placement='int8'"
+    return [f"quantize anyway, for a smaller but slower file: {option}"]
 
 
 def _runtime_steps(report: Report) -> list[str]:

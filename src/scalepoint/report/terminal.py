@@ -38,7 +38,7 @@ MIN_WIDE_COLUMNS = 72  # a narrower terminal gets tables with fewer columns
 FLOAT = "float"
 MAX_LISTED_LAYERS = 4
 MAX_FRONT_ROWS = 8
-NOT_QUANTIZED = "Nothing was quantized: int8 is slower than float for every layer here (speed_first=False forces it)."
+NOT_QUANTIZED = "Nothing was quantized: int8 is slower than float for every layer here (placement='int8' forces it)."
 
 
 def low_share(shares: dict[str, float] | None) -> float | None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -55,6 +56,19 @@ def read_cpu_flags(path: Path = CPUINFO) -> set[str]:
         return set()
     line = next((line for line in lines if line.startswith("flags")), "")
     return set(line.partition(":")[2].split())
+
+
+@cache
+def describe_cpu() -> str:
+    """Return the model of this CPU, precise enough that two CPUs with the same text have equally fast kernels."""
+    fields = {"model name": platform.processor() or "CPU", "cpu family": "", "model": "", "stepping": ""}
+    with suppress(OSError):
+        for line in CPUINFO.read_text().split("\n\n")[0].splitlines():
+            name, _, value = (part.strip() for part in line.partition(":"))
+            if name in fields:
+                fields[name] = value
+    numbers = "-".join(filter(None, (fields["cpu family"], fields["model"], fields["stepping"])))
+    return " ".join(filter(None, (platform.machine(), fields["model name"], numbers)))
 
 
 def instruction_set(cpu: str = "auto") -> str:

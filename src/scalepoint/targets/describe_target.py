@@ -95,9 +95,11 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
 
 
 def _speed(target: Target) -> Iterator[tuple[str, str]]:
+    if target.is_placed_by_speed:
+        yield "layers that are slower in int8", "stay float, by times measured in the runtime on this machine"
     if target.kernel_tables:
         tables = ", ".join(target.kernel_tables)
-        yield "layers that are slower in int8", f"stay float, by measured kernels ({tables})"
+        yield "times of layers that were not measured", f"are predicted from those of other CPUs ({tables})"
     if target.folds_input_scaling:
         yield (
             "outlier channels",

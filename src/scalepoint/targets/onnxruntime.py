@@ -212,5 +212,6 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         dequantizes_weights_on_load=True,
         runtime="onnxruntime",
         kernel_tables=KERNEL_TABLES[chosen],
+        is_placed_by_speed=True,
         options={"cpu": chosen},
     )

@@ -69,4 +69,5 @@ def openvino_target(cpu: str = "auto") -> Target:
         dequantizes_weights_on_load=False,
         runtime="openvino",
         kernel_tables=(),
+        is_placed_by_speed=True,
     )

@@ -161,6 +161,7 @@ class Target:
         format: Key of the file format in scalepoint.formats.
         runtime: Key of the runtime in scalepoint.runtimes that runs its files; None: files are not run.
         kernel_tables: Names of its tables of measured kernels, one for each CPU; used to leave slow int8 layers float.
+        is_placed_by_speed: Whether deploy measures layers in the runtime, and leaves slow ones float.
         fixed_shapes_reason: Why only the batch of its files can be a free axis; "" if other axes can be free too.
         options: Options that the target was built with, for the report and the file.
     """
@@ -195,6 +196,7 @@ class Target:
     format: str = "onnx"
     runtime: str | None = None
     kernel_tables: tuple[str, ...] = ()
+    is_placed_by_speed: bool = False
     fixed_shapes_reason: str = ""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 

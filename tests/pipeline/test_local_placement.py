@@ -1,0 +1,173 @@
+"""Placement by times that are measured on this machine."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.pipeline import local_placement
+from scalepoint.targets.local_times import LocalTimes, load_local_times, save_local_times
+
+X = torch.linspace(-1, 1, 3 * 48 * 48).reshape(1, 3, 48, 48)
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("SCALEPOINT_CACHE", str(folder))
+    return folder
+
+
+def wide_net():
+    """Layers that are faster in int8 on every CPU, and a small head that is not."""
+    torch.manual_seed(0)
+    body = [nn.Conv2d(3, 64, 3, 2), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU()]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4)).eval()
+
+
+def tiny_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+
+
+def deploy(model, x, folder, **options):
+    options = {"placement": "measured", "progress": False, **options}
+    return scalepoint.deploy(model, x, [x, x * 0.5], output=folder, **options)
+
+
+@pytest.fixture
+def times_as_told(monkeypatch):
+    """Replace the measured times, so that the choice does not depend on the machine: every layer gets these seconds."""
+
+    def use(float_seconds, int8_seconds, slow_layers=()):
+        def measure(trial, keys):
+            swapped = (int8_seconds, float_seconds)
+            times = {
+                key: swapped if name in slow_layers else (float_seconds, int8_seconds) for name, key in keys.items()
+            }
+            return LocalTimes(times, {"quantize": 1e-12, "dequantize": 1e-12})
+
+        monkeypatch.setattr(local_placement, "_measure", measure)
+
+    return use
+
+
+def float_layers(done):
+    return {row.name for row in done.coverage.operations if row.is_for_speed}
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_the_profile_of_the_first_file_gives_times_of_all_its_layers(target, tmp_path, cache_folder):
+    done = deploy(wide_net(), X, tmp_path / "out", target=target)
+    assert done.verification.holds
+    (path,) = (cache_folder / "kernel-times").glob("*.json")
+    assert target in path.name
+    times = load_local_times(path)
+    convolutions = [key for key in times.layers if key.startswith("conv")]
+    assert len(convolutions) == 3
+    assert all(float_seconds > 0 and int8_seconds > 0 for float_seconds, int8_seconds in map(times.get, convolutions))
+
+
+def test_layers_that_are_measured_as_slower_stay_float_in_the_next_file(tmp_path, times_as_told):
+    times_as_told(1e-3, 1e-4, slow_layers=("0",))
+    done = deploy(wide_net(), X, tmp_path / "out")
+    changes = sorted([change.layer for change in trial.precision_changes] for trial in done.trials)
+    assert changes == [[], ["0"]]  # all layers in int8; then the first layer float. The choice stays the same
+
+
+def test_a_saved_model_loads_with_its_placement_on_a_machine_with_other_times(tmp_path, times_as_told):
+    times_as_told(1e-4, 1e-3)
+    done = deploy(tiny_net(), torch.randn(1, 8), tmp_path / "out")
+    loaded = scalepoint.load(tmp_path / "out" / "quantized")
+    assert scalepoint.coverage(loaded) == done.coverage
+    x = torch.randn(2, 8)
+    assert torch.equal(loaded(x), done.model(x))
+
+
+def test_the_next_run_takes_the_times_of_the_cache_and_needs_one_file(tmp_path, times_as_told):
+    times_as_told(1e-3, 1e-4)
+    assert len(deploy(wide_net(), X, tmp_path / "first").trials) == 1
+    again = deploy(wide_net(), X, tmp_path / "second")
+    assert len(again.trials) == 1
+    assert float_layers(again) == set()
+
+
+def test_a_network_that_int8_makes_slower_is_not_slower_than_float_by_more_than_noise(tmp_path):
+    done = deploy(tiny_net(), torch.randn(1, 8), tmp_path / "out")
+    assert float_layers(done) == {"0", "2"}
+    assert "measured on this machine" in next(row.reason for row in done.coverage.operations if row.is_for_speed)
+    assert done.report.verdict().startswith("Nothing was quantized")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"smoke": True}, id="smoke measures nothing"),
+        pytest.param({"placement": "predicted"}, id="predicted"),
+        pytest.param({"placement": "int8"}, id="int8"),
+        pytest.param({"target": "litert"}, id="another target"),
+    ],
+)
+def test_only_measured_placement_makes_several_files_and_writes_the_cache(options, tmp_path, cache_folder):
+    assert len(deploy(wide_net(), X, tmp_path / "out", **options).trials) == 1
+    assert not cache_folder.exists()
+
+
+def test_a_file_for_another_cpu_is_placed_by_the_shipped_tables(tmp_path, cache_folder, monkeypatch):
+    monkeypatch.setattr(local_placement, "instruction_set", lambda: "another")
+    assert len(deploy(wide_net(), X, tmp_path / "out").trials) == 1
+    assert not cache_folder.exists()
+
+
+def test_the_metric_is_called_for_the_float_model_and_the_chosen_file_only(tmp_path, times_as_told):
+    times_as_told(1e-3, 1e-4, slow_layers=("0",))
+    calls = []
+
+    def evaluate(run):
+        calls.append(run)
+        return 1.0
+
+    deploy(wide_net(), X, tmp_path / "out", evaluate=evaluate)
+    assert len(calls) == 2
+
+
+def test_a_resumed_run_plans_with_the_times_that_it_started_with(tmp_path, times_as_told, cache_folder, monkeypatch):
+    times_as_told(1e-3, 1e-4, slow_layers=("0",))
+
+    monkeypatch.setenv("INTERRUPTED", "yes")
+
+    def evaluate(run):
+        if "INTERRUPTED" in os.environ and not isinstance(run, nn.Module):
+            raise KeyboardInterrupt
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        deploy(wide_net(), X, tmp_path / "out", evaluate=evaluate)
+    (path,) = (cache_folder / "kernel-times").glob("*.json")
+    assert load_local_times(path).layers  # they would make the first file of a new run another one
+    monkeypatch.delenv("INTERRUPTED")
+    resumed = deploy(wide_net(), X, tmp_path / "out", evaluate=evaluate, resume=True)  # a warning would be an error
+    assert len(resumed.trials) == 2
+
+
+OTHER_FORMAT = json.dumps({"format": 99, "cpu": "", "times": {"layers": {}, "conversions": {}}})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', OTHER_FORMAT])
+def test_a_damaged_file_of_times_is_ignored_and_written_again(text, tmp_path, times_as_told, cache_folder):
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    assert load_local_times(path) == LocalTimes()
+    assert save_local_times(path, LocalTimes({"a": (1.0, 2.0)}, {"quantize": 1e-9}))
+    assert load_local_times(path) == LocalTimes({"a": (1.0, 2.0)}, {"quantize": 1e-9})
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_only_the_times(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SCALEPOINT_CACHE", str(tmp_path / "file"))
+    done = deploy(wide_net(), X, tmp_path / "out", progress=True)
+    assert done.verification.holds
+    assert "are not kept" in capsys.readouterr().err
