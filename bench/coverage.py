@@ -40,7 +40,7 @@ from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.inline_blocks import autocast_off
 from scalepoint.graph.origin import get_origin
 from scalepoint.quantize import calibrate, coverage, freeze, insert_qdq
-from scalepoint.support.cpu import amx
+from scalepoint.support.cpu import probe_amx_once
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 from scalepoint.verification import Status, verify
@@ -209,7 +209,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     import_libraries()
-    amx()  # where it does not run, the children are told
+    probe_amx_once()  # where it does not run, the children are told
     OUT.mkdir(exist_ok=True)
     has_foreign = False
     for kind in [given.list] if given.list else LISTS:

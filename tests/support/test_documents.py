@@ -77,7 +77,7 @@ def test_a_spec_truncated_at_any_byte_is_an_error_or_a_spec(form):
 
 
 @pytest.mark.parametrize(
-    ("text", "path", "of_key", "place"),
+    ("text", "path", "of_key", "position"),
     [
         ("a: 1\nb:\n  - c: 2\n", ("b", 0, "c"), False, (3, 8)),
         ("a: 1\nb:\n  - c: 2\n", ("b", 0, "c"), True, (3, 5)),
