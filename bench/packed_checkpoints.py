@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scalepoint.support.cpu import amx, cap_instruction_set, child_environment
+from scalepoint.support.cpu import cap_instruction_set, child_environment, probe_amx_once
 
 cap_instruction_set()  # before torch is loaded
 
@@ -143,7 +143,7 @@ def in_vllm(python: str, path: Path, texts: Tensor, prompts: Tensor) -> dict[str
     answer.unlink(missing_ok=True)
     asked = {
         "folder": str(path), "texts": texts.tolist(), "prompts": prompts.tolist(), "words": WORDS,
-        "answer": str(answer), "dtype": "bfloat16", "amx": not amx().died,
+        "answer": str(answer), "dtype": "bfloat16", "amx": not probe_amx_once().signals,
     }  # fmt: skip
     more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     more |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
