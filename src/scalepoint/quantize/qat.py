@@ -20,7 +20,7 @@ from scalepoint.support.torch_state import serialized
 
 @serialized
 def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool | None = None) -> nn.Module:
-    """Prepare a model for quantization-aware training: train mode, live weights, fake quantization on.
+    """Prepare a model for quantization-aware training: train mode, unfrozen weights, fake quantization on.
 
     With torch.distributed the ranks train one model, each with its part of the batch (DDP, fully_shard): ranges are
     those of the whole batch, and learned scales get the same updates as in one process.

@@ -266,7 +266,7 @@ class QuantStub(QuantizerBase):
         self.fixed_calibration = fixed_calibration
         self.skip_reason = ""
         self.add_switch("is_calibrating", False)
-        self.add_switch("is_following", False)
+        self.add_switch("is_following", False)  # observes_in_training; saved models contain the switch by this name
         self._has_new_statistics = False
         if isinstance(self.calculator, HistogramQParamsCalculator):
             self.calculator.is_deferred = True  # search the range once, in compute_parameters, not for every batch
@@ -322,8 +322,8 @@ class QuantStub(QuantizerBase):
         return self.is_fixed or self.calculator.is_initialized
 
     def forward(self, tensor: Tensor) -> Tensor:
-        calibrating, following, enabled = self.are_on(("is_calibrating", "is_following", "is_enabled"))
-        observing = calibrating or (following and self.training)
+        calibrating, observes_in_training, enabled = self.are_on(("is_calibrating", "is_following", "is_enabled"))
+        observing = calibrating or (observes_in_training and self.training)
         if not enabled and not self.skip_reason:
             warn_if_exported_disabled()
         if not (observing or enabled) or self.quantizer.passes_through(tensor, observing):
