@@ -104,7 +104,7 @@ class TestParameters:
         model = Net(function, 16, (16,))
         report = covered(model, torch.randn(X))
         (row,) = [row for row in report.operations if row.kind == "parameter"]
-        assert (row.name, row.parameters, row.macs, row.precision) == ("held.0", 16, 0, "float")
+        assert (row.name, row.parameters, row.macs, row.precision) == ("weights.0", 16, 0, "float")
         assert counted(report) == size(model)
         assert report.unrequested_float == ()
 
@@ -112,7 +112,7 @@ class TestParameters:
         model = Net(torch.cdist, 16, (16, 16))
         report = covered(model, torch.randn(X))
         assert [row.reason for row in report.unrequested_float] == [
-            "reads the weight held.0 in an unknown way: it stays float"
+            "reads the weight weights.0 in an unknown way: it stays float"
         ]
         assert counted(report) == size(model)
 

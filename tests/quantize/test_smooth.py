@@ -186,9 +186,9 @@ def quantization_error(model, quantized, inputs):
 
 def expected_scales(activation_max, weights, alpha):
     """The formula, implemented independently in float64, channel by channel."""
-    largest = torch.cat([weight.double() for weight in weights]).abs().max(dim=0).values.tolist()
+    weight_max = torch.cat([weight.double() for weight in weights]).abs().max(dim=0).values.tolist()
     largest = activation_max.double().tolist()
-    pairs = zip(largest, largest, strict=True)
+    pairs = zip(largest, weight_max, strict=True)
     return torch.tensor([max(a, FLOOR) ** alpha / max(w, FLOOR) ** (1 - alpha) for a, w in pairs])
 
 
