@@ -121,8 +121,10 @@ def travel(journey: Journey, architecture: Architecture, target: Target, folder:
 
 
 def parity(model: nn.Module, graph: nn.Module, inputs: Inputs) -> float:
-    """Of the float graph with the model: the worst max |difference| / max |output| of batch 1 and batch 3, or of the
-    one that it is fixed at."""
+    """Return the largest max |difference| / max |output| between the model and its float graph.
+
+    The batch sizes are 1 and 3, or the size that the graph is fixed at.
+    """
     is_fixed = bool(get_origin(graph).fixed_batch)
     batches = [inputs] if is_fixed else [batch(inputs, samples) for samples in ([0], [0, 1, 0])]
     with torch.no_grad(), autocast_off():  # as it was captured

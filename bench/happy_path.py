@@ -1,5 +1,6 @@
-"""How much code one deploy runs through: the functions of scalepoint that it calls, their lines, and the files they
-stand in. A reader who wants to know what happens has that much to read.
+"""Count the code that one deploy runs: the functions of scalepoint that it calls, their lines and files.
+
+A reader who wants to know what happens has that much to read.
 
     python bench/happy_path.py [--source OTHER/src]        the same for another checkout
 """

@@ -32,8 +32,10 @@ class Row:
 
 
 def interleave(runs: dict[str, Callable[[], object]], repeats: int = 9, inner: int = 1) -> dict[str, float]:
-    """Median CPU seconds of each run, all of them taken in turn so that noise hits them alike; none has to clear away
-    what another left."""
+    """Return the median CPU seconds of each run.
+
+    The runs take turns, so that noise affects them equally. Garbage is collected before each one.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()

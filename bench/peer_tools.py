@@ -98,8 +98,10 @@ GROUP = 64
 
 
 def auto_round(model: nn.Module, tokens: Tensor, bits: int, tokenizer: object) -> nn.Module:
-    """Fifty iterations, as its light recipe has them; groups around zero; in float32, as not every CPU is quick in
-    bfloat16."""
+    """Quantize with AutoRound: the 50 iterations of its light recipe, and symmetric groups.
+
+    It runs in float32, because bfloat16 is slow on some CPUs.
+    """
     from auto_round import AutoRound  # noqa: PLC0415
 
     tool = AutoRound(

@@ -346,8 +346,11 @@ def torchao_pt2e() -> nn.Module | None:
 
 
 def step_peaks() -> dict[str, float]:
-    """Peak memory of each step, in a process where large blocks go back when they are freed: holes are nobody's memory,
-    but that costs time, so times are taken elsewhere."""
+    """Return the peak memory of each step, measured in a process of its own.
+
+    There, malloc returns large blocks to the system when they are freed, so fragmentation does not count. That is slow,
+    so times are measured in the parent process.
+    """
     setting = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     child = subprocess.run(  # this file
         [sys.executable, __file__, "qat", MEMORY], env=os.environ | setting, check=True, capture_output=True, text=True

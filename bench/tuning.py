@@ -109,8 +109,10 @@ PEERS = {
 
 
 def run_peer(how: str, network: str, python: str, data: Path) -> tuple[Tensor, float] | None:
-    """Outputs on the judging pictures, and the seconds of quantizing, of an earlier run where there was one; None where
-    the tool refuses."""
+    """Return the outputs on the test images and the seconds of quantizing, or None if the tool refuses.
+
+    The result of an earlier run is used again.
+    """
     output = data.with_name(f"{data.stem}-{how.replace(':', '-')}.safetensors")
     if not output.exists():
         command = [python, str(PEER_TOOLS), "vision", how, network, str(data), str(output)]
@@ -271,8 +273,11 @@ def measured_apart() -> dict[int, int]:
 
 
 def cost() -> int:
-    """Seconds per layer and batch, and peak memory. A ratio of 1 is linear time; memory is limited to 4 MB for values
-    between layers, and measured in a process that gives freed memory back at once (MALLOC_MMAP_THRESHOLD_)."""
+    """Seconds per layer and batch, and peak memory.
+
+    A ratio of 1 is linear time; memory is limited to 4 MB for values between layers, and measured in a process that
+    gives freed memory back at once (MALLOC_MMAP_THRESHOLD_).
+    """
     torch.set_num_threads(1)
     if MEMORY in sys.argv:
         print(json.dumps(peaks_of_memory()))

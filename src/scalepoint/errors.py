@@ -43,6 +43,8 @@ class ScalepointError(Exception):
 
 
 class SpecError(ScalepointError, ValueError):
+    """A spec, granularity or option is invalid."""
+
     code = "SP-A001"
 
 
@@ -53,78 +55,116 @@ class BlockSizeMismatchError(SpecError):
 
 
 class UnknownKeyError(SpecError):
+    """No class is registered under this key."""
+
     code = "SP-A003"
 
 
 class TensorError(ScalepointError, ValueError):
+    """The type, layout or device of a tensor is not supported."""
+
     code = "SP-A004"
 
 
 class NonFiniteError(ScalepointError, ValueError):
+    """NaN or infinity where a finite number is needed."""
+
     code = "SP-A005"
 
 
 class NotObservedError(ScalepointError, RuntimeError):
+    """Parameters are needed before data was observed."""
+
     code = "SP-A006"
 
 
 class FrozenError(ScalepointError, RuntimeError):
+    """A change that is possible only before the first use."""
+
     code = "SP-A007"
 
 
 class UsageError(ScalepointError, RuntimeError):
+    """An argument is wrong, or a call is not possible now."""
+
     code = "SP-A008"
 
 
 class CaptureError(ScalepointError, ValueError):
+    """The model cannot be captured as a graph."""
+
     code = "SP-G001"
 
 
 class PatternError(ScalepointError, ValueError):
+    """A pattern or a transformation plan is invalid."""
+
     code = "SP-G003"
 
 
 class OnnxReadError(ScalepointError, ValueError):
+    """An ONNX file contains something that cannot be read."""
+
     code = "SP-G004"
 
 
 class GraphError(ScalepointError, RuntimeError):
+    """The graph is inconsistent: a bug, please report it."""
+
     code = "SP-G002"
 
 
 class ConfigError(ScalepointError, ValueError):
+    """The quantization config is invalid or does not fit the model."""
+
     code = "SP-Q001"
 
 
 class TargetError(ScalepointError, ValueError):
+    """The target does not support what the config or model needs."""
+
     code = "SP-Q002"
 
 
 class CoverageError(ScalepointError, ValueError):
+    """Strict=True, and an operation stays float unrequested."""
+
     code = "SP-Q003"
 
 
 class CalibrationError(ScalepointError, RuntimeError):
+    """Calibration data is empty or does not reach the whole model."""
+
     code = "SP-Q004"
 
 
 class ExportError(ScalepointError, RuntimeError):
+    """The model cannot be written in the target's format."""
+
     code = "SP-E001"
 
 
 class VerificationError(ScalepointError, RuntimeError):
+    """The runtime is missing, fails, or computes other values."""
+
     code = "SP-V001"
 
 
 class DocumentError(ScalepointError, ValueError):
+    """A YAML or JSON text cannot be read safely."""
+
     code = "SP-C001"
 
 
 class StoreError(ScalepointError, ValueError):
+    """A file is damaged, of another model, or not writable."""
+
     code = "SP-C002"
 
 
 class RankError(ScalepointError, RuntimeError):
+    """A process of a distributed job exited or went another way."""
+
     code = "SP-R001"
 
 

@@ -1,5 +1,7 @@
-"""Pairs of options of `deploy_checkpoint`: every combination ends in a file that its runtime runs, or in a predicted
-refusal."""
+"""Pairs of options of `deploy_checkpoint`.
+
+Every combination ends in a file that its runtime runs, or in a predicted refusal.
+"""
 
 import json
 import warnings

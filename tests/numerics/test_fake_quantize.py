@@ -568,8 +568,10 @@ def test_one_pass_in_pieces_gives_the_sums_of_the_formula(row, shape, by_row, dt
 
 @pytest.mark.parametrize("size", [500, 4 * PIECE_ELEMENTS])
 def test_the_gradient_of_a_learned_scale_can_be_differentiated_again(size):
-    """L = sum y^2 / 2: dL/ds = sum y d, with d = dy/ds and dd/ds = t / s inside the range, so the second is
-    sum d^2 + y t / s."""
+    """The loss is L = sum y^2 / 2.
+
+    dL/ds = sum y d, with d = dy/ds and dd/ds = t / s inside the range, so the second derivative is sum d^2 + y t / s.
+    """
     grid = grid_of("int8", "symmetric")
     x, scale = (randn(size) * 3).requires_grad_(), torch.tensor(0.05, requires_grad=True)
     y = fake_quantize(x, QParams(scale, torch.tensor(0, dtype=torch.int32), None), grid)

@@ -725,7 +725,7 @@ class TestCoverage:
 
     @pytest.mark.parametrize("name", ["lstm", "lstm*"])
     def test_strict_passes_after_following_its_message(self, silent, name):
-        """ "Ask for it with Override(name=..., weight='float', activation='float')"."""
+        """The message says: ask for it with Override(name=..., weight='float', activation='float')."""
         config = QuantConfig(
             activation=INT8, weight=CHANNELS, overrides=(Override(name=name, weight="float", activation="float"),)
         )

@@ -1,5 +1,8 @@
-"""A rank is killed in a phase of deploy: the others end in time, no file is incomplete, and resume completes with any
-number of ranks. Also the command under torchrun."""
+"""A rank is killed in a phase of deploy.
+
+The other ranks exit in time, no file is incomplete, and resume completes with any number of ranks. Also tests the
+command under torchrun.
+"""
 
 import json
 import os

@@ -159,8 +159,10 @@ def _check_samples(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _slice_batches(arrays: Mapping[str, Any], size: int) -> Iterator[Any]:
-    """Yield batches: a tensor for one array, a tuple for arrays arr_0, arr_1, ... (the names that np.savez gives to
-    positional arrays), else a dict by name."""
+    """Yield batches: a tensor for one array, a tuple for arrays arr_0, arr_1, ..., else a dict by name.
+
+    np.savez gives the names arr_0, arr_1, ... to positional arrays.
+    """
     names = sorted(arrays, key=lambda name: (len(name), name)) if all(map(_is_numbered, arrays)) else list(arrays)
     for start in range(0, len(arrays[names[0]]), size):
         parts = {name: arrays[name][start : start + size] for name in names}

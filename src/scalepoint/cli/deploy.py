@@ -57,9 +57,12 @@ def deploy(
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Quantize a model, or the checkpoint folder of a language model, for a target. Write the file into the output
-    folder, verify it in the target's runtime, and write a report. A model and --data are enough to start. All other
-    options have defaults. They can also be keys of a config file; `scalepoint init` writes one."""
+    """Quantize a model, or the checkpoint folder of a language model, for a target.
+
+    Write the file into the output folder, verify it in the target's runtime, and write a report. A model and --data are
+    enough to start. All other options have defaults. They can also be keys of a config file; `scalepoint init` writes
+    one.
+    """
     distributed.init_from_torchrun()
     with distributed.participating():
         return _run_deploy(context.params)

@@ -30,8 +30,10 @@ def check(
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Check an ONNX file against the rules of a target's compiler: what it would refuse or run slowly. The compiler
-    itself is not needed."""
+    """Check an ONNX file against the rules of a target's compiler: what it would refuse or run slowly.
+
+    The compiler itself is not needed.
+    """
     _check_file(path)
     try:
         findings = load_public("check")(path, target=target, version=target_version)
@@ -92,11 +94,11 @@ def bench(
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Compare the speed of two files in one process, with interleaved runs: the ratio of the median times, and the time
-    of each layer.
+    """Compare the speed of two files in one process, with interleaved runs.
 
-    If B is in an output folder of deploy, the inputs are those that deploy measured with. Otherwise, and with --batches
-    or --length, they are random."""
+    Prints the ratio of the median times, and the time of each layer. If B is in an output folder of deploy, the inputs
+    are those that deploy measured with. Otherwise, and with --batches or --length, they are random.
+    """
     _check_file(first, None)
     _check_file(second, None)
     from scalepoint.runtimes import find_runtime

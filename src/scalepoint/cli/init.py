@@ -35,8 +35,10 @@ def init(
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Write a commented scalepoint.yaml and an example deploy.py to start from. With --ask, write a scalepoint.yaml
-    with your answers. Existing files are not overwritten."""
+    """Write a commented scalepoint.yaml and an example deploy.py to start from.
+
+    With --ask, write a scalepoint.yaml with your answers. Existing files are not overwritten.
+    """
     if folder.exists() and not folder.is_dir():
         raise usage_error(f"{str(folder)!r} is a file: pass the path of a folder")
     names = ["scalepoint.yaml"] if ask else list(TEMPLATE_FILES)

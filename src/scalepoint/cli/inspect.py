@@ -38,8 +38,10 @@ def inspect(
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Show which operations of a model a target would quantize, which stay float, and why. No data is needed. For an
-    exported file: show its inputs and its metadata."""
+    """Show which operations of a model a target would quantize, which stay float, and why.
+
+    No data is needed. For an exported file: show its inputs and its metadata.
+    """
     model = context.params["model"]
     if is_model_file(model):
         return show_file_info(Path(str(model)), json=json)

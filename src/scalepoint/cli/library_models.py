@@ -118,8 +118,10 @@ def _make_hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
 
 
 def without_labels(model: Any, inputs: Any) -> Any:
-    """Remove the labels from inputs of a transformers model. It takes labels to compute a loss; a deployed file does
-    not."""
+    """Remove the labels from inputs of a transformers model.
+
+    It takes labels to compute a loss; a deployed file does not.
+    """
     if not isinstance(inputs, dict) or not type(model).__module__.startswith("transformers."):
         return inputs
     from transformers.utils.generic import find_labels

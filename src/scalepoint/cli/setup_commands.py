@@ -66,8 +66,10 @@ def targets(
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """List the deployment targets, and whether their runtimes are installed. With NAME, show what a target fuses,
-    accepts and refuses."""
+    """List the deployment targets, and whether their runtimes are installed.
+
+    With NAME, show what a target fuses, accepts and refuses.
+    """
     return _show_all_targets(json) if target is None else _show_target(target, json)
 
 
@@ -148,8 +150,10 @@ class DoctorLine:
 
 
 def doctor(json: flags.Json = False, debug: flags.Debug = False) -> int:
-    """Check this machine: versions, instruction set, runtimes and disk space. For everything that is missing, show how
-    to install it."""
+    """Check this machine: versions, instruction set, runtimes and disk space.
+
+    For everything that is missing, show how to install it.
+    """
     lines = [
         DoctorLine("scalepoint", "ok", scalepoint.__version__),
         DoctorLine("python", "ok", f"{platform.python_version()} ({sys.executable})"),

@@ -39,8 +39,11 @@ def sweep(
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Deploy a model with every combination of a grid of settings: the key `grid:` of the config has a list of values
-    for each setting. Every run gets a folder; a table and a page compare the runs."""
+    """Deploy a model with every combination of a grid of settings.
+
+    The key `grid:` of the config has a list of values for each setting. Every run gets a folder; a table and a page
+    compare the runs.
+    """
     from scalepoint.pipeline.workspace import SweepWorkspace
 
     distributed.init_from_torchrun()

@@ -46,8 +46,10 @@ def verify(
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Run the exported file of an output folder in its runtime, and compare it with the simulation in PyTorch. Name the
-    float model only if the command asks for it: most folders contain all that is needed."""
+    """Run the exported file of an output folder in its runtime, and compare it with the simulation in PyTorch.
+
+    Name the float model only if the command asks for it: most folders contain all that is needed.
+    """
     folder, file = _find_run_and_file(folder)
     _, quantized, inputs, _ = restore_run(folder, context.params, 1)
     float_file, plain_file = (folder / f"{name}{file.suffix}" for name in ("float", "float_plain"))
@@ -94,8 +96,10 @@ def compare(
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Compare two runs: accuracy, size, speed, layers and settings. Or compare a run with its float model layer by
-    layer, the layers with the largest own error first."""
+    """Compare two runs: accuracy, size, speed, layers and settings.
+
+    Or compare a run with its float model layer by layer, the layers with the largest own error first.
+    """
     if is_folder(model):
         return compare_folders(folder, Path(str(model)), context.params)
     _check_other(model)

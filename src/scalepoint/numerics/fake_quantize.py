@@ -54,7 +54,6 @@ def fake_quantize(
         fixed_zero: The zero point is the middle of a symmetric grid, as from `choose_qparams`. This saves one pass.
         out: Receives the result if no gradient is needed; contiguous and shaped like x.
     """
-
     if out is not None and block is not None and is_ragged(x.shape, block):
         return out.copy_(fake_quantize(x, qparams, grid, block, fixed_zero=fixed_zero))
 

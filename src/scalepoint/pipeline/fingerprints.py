@@ -71,7 +71,7 @@ def fingerprint_tensors(value: Any) -> str:
     return digest.hexdigest()[:DIGITS]
 
 
-def _describe(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
+def _describe(value: Any) -> Any:  # a table of cases
     """Convert a declaration to plain values. Different declarations have different values."""
     if isinstance(value, QuantizationSpec):
         return value.to_dict()

@@ -30,6 +30,8 @@ def get_weight_shape(part: nn.Module | None) -> tuple[int, ...]:
 
 
 class NormSettings(NamedTuple):
+    """The tensors and epsilon of a batch norm."""
+
     weight: Tensor | None
     bias: Tensor | None
     mean: Tensor

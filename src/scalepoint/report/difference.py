@@ -86,7 +86,7 @@ class ComparedNumber:
 
     @property
     def mood(self) -> str:
-        """ "better", "worse" or "same"; "" if a number is missing, neither is better, or the change is noise."""
+        """One of "better", "worse" and "same"; "" if a number is missing, neither is better, or the change is noise."""
         change = self.change
         is_zero = self._share is not None and abs(self._share) < MIN_SHOWN_SHARE
         if self.first == self.second or is_zero:

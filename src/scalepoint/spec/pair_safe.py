@@ -35,7 +35,7 @@ class PairSafeRangeCalculator(RangeCalculatorBase):
 def pair_sums(weight: Tensor) -> Tensor:
     """Return for each output channel the largest |w1 + w2| of two neighbours with the same sign."""
     weight = weight.to(torch.float32)
-    # (out, positions, channels)
+    # Channels last: neighbours in memory are pairs of one position.
     inner = weight.flatten(2).transpose(1, 2) if weight.ndim > 2 else weight.unsqueeze(1)
     result = _largest_sum(inner.flatten(1))
     if inner.shape[2] % 2 and inner.shape[1] > 1:

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 
-def to_jsonable(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
+def to_jsonable(value: Any) -> Any:  # a table of cases
     """Convert a value to dicts, lists, strings and numbers. Infinity and NaN become strings that float() accepts."""
     if isinstance(value, Enum):
         return to_jsonable(value.value)

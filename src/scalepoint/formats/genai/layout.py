@@ -1,5 +1,6 @@
-"""Pack codes in the layout of MatMulNBits, GatherBlockQuantized and QMoE: unsigned, blocks along the inputs, low bits
-first.
+"""Pack codes in the layout of MatMulNBits, GatherBlockQuantized and QMoE.
+
+The codes are unsigned, in blocks along the inputs, low bits first.
 
     codes (out, blocks, block_size bits / 8)   scales (out, blocks)   zero points (out, ceil(blocks bits / 8)), or none
 

@@ -48,6 +48,8 @@ class TokenizerStep(_TokenizerModel):
 
 
 class AddedToken(_TokenizerModel):
+    """An entry of added_tokens in tokenizer.json."""
+
     id: NonNegativeInt
     content: str
     special: bool = False
@@ -77,6 +79,8 @@ class TokenizerDocument(_TokenizerModel):
 
 
 class SpecialToken(_TokenizerModel):
+    """A special token that is stored as an object instead of a text."""
+
     content: str
 
 
@@ -106,7 +110,7 @@ def read_settings(path: Path) -> TokenizerSettings:
 
 
 def read_template(path: Path) -> str:
-    """Read a chat template, with line ends converted to \\n."""
+    """Read a chat template, with line ends converted to line feeds."""
     try:
         return io.StringIO(read_text(path, folder=path.parent), newline=None).read()
     except (OSError, DocumentError) as error:
