@@ -15,7 +15,7 @@ help:
 	@echo "make demo-accuracy the sentence encoder with 4-bit weights, and max_drop=0.1 to win back what they lose"
 	@echo "make demo-llm      a language model in 4 bits: text out of llama.cpp and ONNX Runtime GenAI (some minutes)"
 	@echo "make test      the fast tests      make test-all  also the slow ones"
-	@echo "make check     ruff, mypy --strict, import-linter"
+	@echo "make check     ruff, mypy --strict, import-linter, vulture"
 	@echo "make bench     the speed and memory tables    make docs  the documentation site"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -55,6 +55,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/vulture
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

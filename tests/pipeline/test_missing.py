@@ -30,7 +30,8 @@ def no_runtime(monkeypatch):
     monkeypatch.setattr(Runtime, "is_installed", False)
 
 
-def test_a_missing_runtime_is_told_before_the_data_is_read(no_runtime, tmp_path):
+@pytest.mark.usefixtures("no_runtime")
+def test_a_missing_runtime_is_reported_before_the_data_is_read(tmp_path):
     read = []
     with raises(VerificationError, "onnxruntime", "pip install", "allow_departure=True"):
         deploy(tmp_path, read)
@@ -38,7 +39,8 @@ def test_a_missing_runtime_is_told_before_the_data_is_read(no_runtime, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_may_be_unverified_is_written_without_its_runtime(no_runtime, tmp_path):
+@pytest.mark.usefixtures("no_runtime")
+def test_a_file_that_may_be_unverified_is_written_without_its_runtime(tmp_path):
     read = []
     with pytest.warns(ScalepointWarning, match="onnxruntime.*not be verified"):
         done = deploy(tmp_path, read, allow_departure=True)

@@ -391,7 +391,7 @@ class TestFailures:
     @pytest.mark.parametrize("calls_original", [False, True], ids=["never", "original"])
     def test_a_loop_that_does_not_call_the_model_is_an_error(self, model, float_model, batches, calls_original):
         with pytest.raises(CalibrationError, match="never called the model"):
-            calibrate(model, lambda model_argument: float_model(batches[0]) if calls_original else None)
+            calibrate(model, lambda _: float_model(batches[0]) if calls_original else None)
 
     def test_a_float_model_is_refused(self, float_model, batches):
         with pytest.raises(UsageError, match="insert_qdq"):

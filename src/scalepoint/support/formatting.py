@@ -122,11 +122,6 @@ def describe_quality(sqnr: float | None) -> str:
     return "very good" if sqnr >= GOOD_DB else "good" if sqnr >= FAIR_DB else "fair" if sqnr >= POOR_DB else "poor"
 
 
-def format_error_share(sqnr: float) -> str:
-    """Format a signal-to-noise ratio in dB as error divided by signal (root mean squares): 28.9 dB is 3.6%."""
-    return format_share(10 ** (-sqnr / 20)) if math.isfinite(sqnr) else "not a number" if math.isnan(sqnr) else ""
-
-
 def format_decibels(value: float | None) -> str:
     """Format a signal-to-noise ratio in dB."""
     if value is None:
