@@ -274,7 +274,7 @@ class SilentSkip(nn.Module):
         return self.head(x[:, -1])
 
 
-def settled(model: nn.Module) -> nn.Module:
+def with_norm_statistics(model: nn.Module) -> nn.Module:
     """Set batch norm statistics and affine parameters as after training, so that a lost one changes the output."""
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():

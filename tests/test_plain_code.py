@@ -1,7 +1,12 @@
 """Rules for the source code that ruff cannot check."""
 
 import ast
+import importlib.util
 from pathlib import Path
+
+SPEC = importlib.util.spec_from_file_location("plain_code", Path(__file__).parents[1] / "tools" / "plain_code.py")
+plain_code = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(plain_code)
 
 ROOT = Path(__file__).parent.parent / "src" / "scalepoint"
 LIBRARIES = {"torch", "onnx", "onnxscript", "onnx_ir", "transformers", "executorch"}
@@ -77,3 +82,34 @@ self._private
     assert "onnx_ir._convenience" in names
     assert "onnxscript.rewriter._pattern_ir.NodeOutputPattern" in names
     assert not any("__version__" in name or "_grouped_mm" in name for name in names)
+
+
+def test_names_say_what_a_value_is():
+    """For example `config` instead of `given`. A name that has to stay needs a reason in tools/plain_code.py."""
+    lines, used = plain_code.find_vague_names("src", "tests")
+    assert lines == []
+    assert used == set(plain_code.ALLOWED_NAMES), "these entries of ALLOWED_NAMES are not needed"
+
+
+def test_no_two_classes_of_the_package_have_the_same_name():
+    assert set(plain_code.find_repeated_classes()) == set(plain_code.ALLOWED_CLASSES)
+
+
+def test_exported_names_have_a_docstring():
+    assert plain_code.find_undocumented() == []
+
+
+def test_vague_names_are_found_wherever_they_are_defined():
+    code = """
+def told(given, *, _how=None):
+    for each in given:
+        self.kept = [found for found in each]
+    try:
+        import numpy as own
+    except OSError as SAID:
+        left, right = 1, 2
+    lambda made: made
+"""
+    names = [name for name, _ in plain_code.vague_names(ast.parse(code))]
+    assert sorted(names) == ["each", "found", "given", "how", "kept", "made", "own", "said", "told"]
+    assert plain_code.vague_names(ast.parse("left = 1")) == [("left", 1)]

@@ -63,13 +63,13 @@ def test_out_of_memory_names_the_batch_and_the_smaller_setting(capsys) -> None:
 
 
 def test_a_folder_of_an_earlier_release_loads() -> None:
-    """Written once and never again: a later release writes a folder of its own beside it."""
+    """The folder is never written again: a later release adds a folder of its own next to it."""
     model = scalepoint.load(GOLDEN)
     example = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
     with torch.no_grad():
-        found = model(example)
-    expected = torch.tensor([float(each) for each in (GOLDEN / "expected.txt").read_text().split()])
-    torch.testing.assert_close(found.flatten(), expected, rtol=1e-5, atol=1e-6)
+        output = model(example)
+    expected = torch.tensor([float(number) for number in (GOLDEN / "expected.txt").read_text().split()])
+    torch.testing.assert_close(output.flatten(), expected, rtol=1e-5, atol=1e-6)
 
 
 def node_models(step):

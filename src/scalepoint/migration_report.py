@@ -53,9 +53,11 @@ class MigrationReport:
         return tuple(row for row in self.rows if not row.done)
 
     def summary(self) -> str:
+        """Return one line: how many rewrites were done and refused, and the change of the float output."""
         return f"{len(self.done)} done, {len(self.refused)} refused, float output within {self.change:.1e}"
 
     def table(self) -> Table:
+        """Return a rich table with one line per rewrite."""
         table = Table(
             title=f"migrations: {self.summary()}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
         )
@@ -70,6 +72,7 @@ class MigrationReport:
         return render_as_text(self.table())
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON can store."""
         values: dict[str, Any] = to_jsonable(self)
         return values
 

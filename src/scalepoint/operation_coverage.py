@@ -116,6 +116,7 @@ class Coverage:
         return tuple(row for row in float_rows if not (row.is_asked or row.is_meant))
 
     def in_state(self, state: OperationState | str) -> tuple[CoverageRow, ...]:
+        """Return the operations in one state, such as "quantized"."""
         return tuple(row for row in self.operations if row.state == state)
 
     @property
@@ -150,6 +151,7 @@ class Coverage:
         )
 
     def summary(self) -> str:
+        """Return one line: operations per state, and the quantized share of MACs and parameters."""
         counts = {state: len(self.in_state(state)) for state in OperationState}
         text = ", ".join(f"{number} {state.value}" for state, number in counts.items() if number)
         if not self.operations:
@@ -168,6 +170,7 @@ class Coverage:
         return text
 
     def table(self) -> "Table":
+        """Return a rich table with one line per operation."""
         from rich.table import Table  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415  # only a table needs it
 

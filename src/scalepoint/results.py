@@ -343,6 +343,7 @@ class TuneReport:
         )
 
     def table(self) -> Table:
+        """Return a rich table with one line per tuned layer."""
         title = (
             f"{len(self.layers)} layers tuned, {len(self.left)} not tuned, {self.samples} samples, {self.seconds:.1f} s"
         )
@@ -371,6 +372,7 @@ class TuneReport:
         return render_as_text(self.table())
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON can store."""
         values: dict[str, Any] = to_jsonable(self)
         return values
 

@@ -105,7 +105,7 @@ def test_the_sum_of_errors_is_close_to_the_error_of_the_model(data):
 
 
 @pytest.mark.parametrize(
-    ("budget", "told"),
+    ("budget", "message"),
     [
         (Budget(bits=1.5), "bits=1.5.*int2, int4, int8, float.*2 bits"),
         (Budget(size=0.01), "the smallest is 0.1"),
@@ -113,8 +113,8 @@ def test_the_sum_of_errors_is_close_to_the_error_of_the_model(data):
     ],
     ids=str,
 )
-def test_an_unreachable_budget_is_an_error_that_names_the_cheapest(widths, budget, told):
-    with pytest.raises(UsageError, match=told):
+def test_an_unreachable_budget_is_an_error_that_names_the_cheapest(widths, budget, message):
+    with pytest.raises(UsageError, match=message):
         widths.find_best(budget)
 
 

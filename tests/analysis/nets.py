@@ -17,7 +17,7 @@ from scalepoint.quantize import (
     insert_qdq,
 )
 from scalepoint.transformation import transform
-from tests.models import Decoder, ResNet, SilentSkip, UNet, settled
+from tests.models import Decoder, ResNet, SilentSkip, UNet, with_norm_statistics
 
 FINE = TensorQuantConfig(per_channel=True)
 COARSE = Override(name="third", weight=TensorQuantConfig(n_bits=2, per_channel=True))
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 def float_net():
     torch.manual_seed(0)
-    return settled(Net())
+    return with_norm_statistics(Net())
 
 
 def batches(count=3, seed=1, size=4):

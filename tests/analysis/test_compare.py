@@ -39,7 +39,7 @@ from tests.analysis.nets import (
     some_models,
 )
 from tests.errors import raises
-from tests.models import settled
+from tests.models import with_norm_statistics
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ class TestModels:
     @pytest.mark.parametrize(("make", "inputs", "target"), some_models())
     def test_every_operation_of_the_coverage_has_a_row(self, make, inputs, target):
         torch.manual_seed(0)
-        plain = settled(make())
+        plain = with_norm_statistics(make())
         model = quantize(plain, inputs, forward_loop=[inputs], target=target).eval()
         comparison = compare(plain, model, [inputs])
         names = [row.name for row in comparison.rows]

@@ -9,7 +9,7 @@ from scalepoint.errors import ConfigError, ScalepointError, ScalepointWarning, T
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, insert_qdq, record_of
 from scalepoint.transformation import transform
 from tests.analysis.nets import batches, float_net, quantized_net, same, snapshot, some_models
-from tests.models import settled
+from tests.models import with_norm_statistics
 
 LEFT_FLOAT = QuantConfig(activation="float", weight="float")
 
@@ -17,7 +17,7 @@ LEFT_FLOAT = QuantConfig(activation="float", weight="float")
 @pytest.mark.parametrize(("make", "inputs", "target"), some_models())
 def test_inspect_predicts_insert_qdq_and_leaves_the_model_unchanged(make, inputs, target):
     torch.manual_seed(0)
-    plain = settled(make()).train()
+    plain = with_norm_statistics(make()).train()
     before, owners = snapshot(plain), [id(parameter) for parameter in plain.parameters()]
     coverage = inspect(plain, inputs, target=target)
     same(before, snapshot(plain))

@@ -13,7 +13,7 @@ from scalepoint.errors import CalibrationError, UsageError
 from scalepoint.quantize import Override, TensorQuantConfig, coverage, insert_qdq, quantize
 from scalepoint.transformation import transform
 from tests.analysis.nets import COARSE, batches, config, decibels, float_net, quantized_net, quantizers, same, snapshot
-from tests.models import ResNet, VisionTransformer, settled
+from tests.models import ResNet, VisionTransformer, with_norm_statistics
 from tests.pace import fast
 
 WAYS = ["proxy", "one_at_a_time"]
@@ -46,7 +46,7 @@ def ranks(values):
 def both_ways(plain, target):
     torch.manual_seed(0)
     data = [torch.randn(4, 3, 32, 32) for _ in range(2)]
-    model = quantize(settled(plain), data[0], {"correct_bias": False}, forward_loop=data, target=target)
+    model = quantize(with_norm_statistics(plain), data[0], {"correct_bias": False}, forward_loop=data, target=target)
     return [scores(sensitivity(model, data, how=options)) for options in ("one_at_a_time", "proxy")]
 
 

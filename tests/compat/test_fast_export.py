@@ -12,7 +12,7 @@ from scalepoint.graph import capture, torch_export
 from scalepoint.graph.nodes import get_info, recorded_meta
 from scalepoint.graph.torch_export import export_graph, find_fixed_batches
 from scalepoint.quantize import quantize
-from tests.models import settled
+from tests.models import with_norm_statistics
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def inputs(batch: int = 2) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
 @pytest.fixture
 def graph():
     x, kwargs = inputs()
-    return capture(settled(Branches()), (x,), kwargs)
+    return capture(with_norm_statistics(Branches()), (x,), kwargs)
 
 
 def batch_of(name: str, value: Tensor) -> tuple[int, ...]:
@@ -82,7 +82,11 @@ def test_a_program_has_the_same_operations_and_names_as_from_torch_export(graph)
 def test_writing_a_file_does_not_trace_the_program_again(tmp_path, monkeypatch):
     x, kwargs = inputs()
     quantized = quantize(
-        settled(Branches()), (x,), kwargs=kwargs, forward_loop=lambda model: model(x, **kwargs), target="onnxruntime"
+        with_norm_statistics(Branches()),
+        (x,),
+        kwargs=kwargs,
+        forward_loop=lambda model: model(x, **kwargs),
+        target="onnxruntime",
     )
 
     def fail(*_args, **_kwargs):

@@ -26,7 +26,7 @@ from scalepoint.quantize import calibrate, insert_qdq, quantize
 from scalepoint.transformation import transform
 from tests.formats.onnx.test_plain_constants import weight_sources
 from tests.graph.test_inline_blocks import X, model_of
-from tests.models import Bottleneck, settled
+from tests.models import Bottleneck, with_norm_statistics
 
 
 class Attention(nn.Module):
@@ -74,7 +74,7 @@ def test_onnx_files_have_the_same_operators_and_initializers_and_outputs(net, tm
     torch.manual_seed(0)
     make, shape = NETS[net]
     x = torch.randn(shape)
-    quantized = quantize(settled(make()), (x,), forward_loop=[x], target="onnxruntime")
+    quantized = quantize(with_norm_statistics(make()), (x,), forward_loop=[x], target="onnxruntime")
     paths = [tmp_path / f"{name}.onnx" for name in ("patched", "patched_float", "plain", "plain_float")]
     export(quantized, paths[0], (x,), float_path=paths[1])
     no_patches()
@@ -95,7 +95,7 @@ def test_executorch_programs_have_the_same_bytes(tmp_path, no_patches):
     torch.manual_seed(0)
     make, shape = NETS["linear layers"]
     x = torch.randn(shape)
-    quantized = quantize(settled(make()), (x,), forward_loop=[x], target="executorch")
+    quantized = quantize(with_norm_statistics(make()), (x,), forward_loop=[x], target="executorch")
     patched = export(quantized, tmp_path / "patched.pte", (x,)).read_bytes()
     no_patches()
     assert export(quantized, tmp_path / "plain.pte", (x,)).read_bytes() == patched
@@ -116,7 +116,7 @@ def test_autocast_is_ignored_in_a_captured_model(no_patches):
 @pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
 def test_folded_weights_of_a_plain_torch_export_are_constants(tmp_path, dynamo, no_patches):
     torch.manual_seed(0)
-    model, x = settled(Bottleneck(32, 8)), torch.randn(2, 32, 8, 8)
+    model, x = with_norm_statistics(Bottleneck(32, 8)), torch.randn(2, 32, 8, 8)
     result = transform(model, x, target="tensorrt")
     quantized = insert_qdq(result.model, result.matches).cpu()
     calibrate(quantized, [x])

@@ -9,7 +9,7 @@ from scalepoint.compat.fast_export import RecordedProgram
 from scalepoint.compat.torch_onnx import translate_program
 from scalepoint.graph import capture
 from scalepoint.graph.torch_export import export_graph, export_logs_silenced
-from tests.models import settled
+from tests.models import with_norm_statistics
 
 OPSET = 18
 
@@ -55,7 +55,7 @@ def program(model: nn.Module, x: Tensor) -> RecordedProgram:
 @pytest.mark.parametrize(("model", "is_fast"), [(Blocks, True), (Mixed, False)])
 def test_the_graph_is_the_same_as_from_torch_onnx_export(model, is_fast, monkeypatch):
     torch.manual_seed(0)
-    model, x, calls, original = settled(model()), torch.randn(2, 3, 6, 6), [], torch.onnx.export
+    model, x, calls, original = with_norm_statistics(model()), torch.randn(2, 3, 6, 6), [], torch.onnx.export
     monkeypatch.setattr(torch.onnx, "export", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
     with export_logs_silenced(), torch.no_grad():
         theirs = original(program(model, x), opset_version=OPSET, verbose=False).model
@@ -69,7 +69,7 @@ def test_torch_onnx_export_runs_when_torch_lacks_the_private_parts(monkeypatch):
     def missing(*_args):
         raise AttributeError("no such part")
 
-    x, model = torch.randn(2, 3, 6, 6), settled(Blocks())
+    x, model = torch.randn(2, 3, 6, 6), with_norm_statistics(Blocks())
     with export_logs_silenced(), torch.no_grad():
         expected = translate_program(program(model, x), OPSET, {})
         monkeypatch.setattr(torch_onnx, "_build_registry", missing)
@@ -78,7 +78,7 @@ def test_torch_onnx_export_runs_when_torch_lacks_the_private_parts(monkeypatch):
 
 
 def test_the_code_of_a_program_is_written_by_run_decompositions():
-    model, x = settled(Blocks()), torch.randn(2, 3, 6, 6)
+    model, x = with_norm_statistics(Blocks()), torch.randn(2, 3, 6, 6)
     recorded = export_graph(capture(model, x), (x,), {}, dynamic=True, has_code=False)
     assert "conv" not in recorded.graph_module.code
     assert "conv" in recorded.run_decompositions({}).graph_module.code

@@ -23,7 +23,7 @@ from scalepoint.graph import capture, check_graph
 from scalepoint.graph.nodes import get_info, get_kind
 from scalepoint.graph.origin import get_origin, set_origin
 from tests.errors import raises
-from tests.models import Decoder, ResNet, SilentSkip, UNet, resnet50, settled, vit_b16
+from tests.models import Decoder, ResNet, SilentSkip, UNet, resnet50, vit_b16, with_norm_statistics
 
 
 def small_resnet():
@@ -269,7 +269,7 @@ class TestKinds:
     @pytest.mark.parametrize(
         ("kind", "model"),
         [
-            pytest.param("batch_norm", Layer(settled(nn.BatchNorm2d(4))), id="batch"),
+            pytest.param("batch_norm", Layer(with_norm_statistics(nn.BatchNorm2d(4))), id="batch"),
             pytest.param("batch_norm", Layer(nn.BatchNorm2d(4, affine=False)), id="batch-without-affine"),
             pytest.param("layer_norm", Layer(nn.LayerNorm(6)), id="layer"),
             pytest.param(
@@ -330,12 +330,17 @@ class TestWholeModels:
     @pytest.mark.parametrize(
         ("model", "example", "larger"),
         [
-            pytest.param(settled(resnet50(4, 10)), torch.randn(1, 3, 32, 32), torch.randn(3, 3, 32, 32), id="resnet50"),
+            pytest.param(
+                with_norm_statistics(resnet50(4, 10)),
+                torch.randn(1, 3, 32, 32),
+                torch.randn(3, 3, 32, 32),
+                id="resnet50",
+            ),
             pytest.param(
                 vit_b16(24, 32, 10).eval(), torch.randn(1, 3, 32, 32), torch.randn(3, 3, 32, 32), id="vit", marks=SLOW
             ),
             pytest.param(Decoder().eval(), torch.randint(0, 50, (1, 6)), torch.randint(0, 50, (3, 9)), id="decoder"),
-            pytest.param(settled(UNet()), torch.randn(1, 3, 16, 16), torch.randn(3, 3, 16, 16), id="unet"),
+            pytest.param(with_norm_statistics(UNet()), torch.randn(1, 3, 16, 16), torch.randn(3, 3, 16, 16), id="unet"),
             pytest.param(SilentSkip().eval(), torch.randn(1, 5, 8), torch.randn(3, 5, 8), id="silent-skip"),
         ],
     )
@@ -688,7 +693,7 @@ class TestTrainAndEval:
         assert graph_module.mean.abs().sum() > 0
 
     def test_a_forward_in_train_equals_the_models(self):
-        model = settled(small_resnet()).train()
+        model = with_norm_statistics(small_resnet()).train()
         twin = copy.deepcopy(model)
         x = torch.randn(2, 3, 32, 32)
         graph_module = capture(model, x)
@@ -1209,9 +1214,9 @@ class TestWithoutInputs:
     @pytest.mark.parametrize(
         ("model", "x"),
         [
-            pytest.param(settled(resnet50(4, 10)), torch.randn(2, 3, 32, 32), id="resnet50"),
+            pytest.param(with_norm_statistics(resnet50(4, 10)), torch.randn(2, 3, 32, 32), id="resnet50"),
             pytest.param(vit_b16(24, 32, 10).eval(), torch.randn(2, 3, 32, 32), id="vit", marks=SLOW),
-            pytest.param(settled(UNet()), torch.randn(2, 3, 16, 16), id="unet"),
+            pytest.param(with_norm_statistics(UNet()), torch.randn(2, 3, 16, 16), id="unet"),
         ],
     )
     def test_the_graph_has_the_same_operations_and_output(self, model, x):
@@ -1248,7 +1253,7 @@ class TestWithoutInputs:
 class TestOtherForms:
     @pytest.mark.parametrize("strict", [pytest.param(True, marks=SLOW), False], ids=["strict", "non-strict"])
     def test_an_exported_program(self, strict):
-        model = settled(small_resnet())
+        model = with_norm_statistics(small_resnet())
         x = torch.randn(2, 3, 32, 32)
         program = torch.export.export(model, (x,), strict=strict)
         graph_module = capture(program, x)
@@ -1278,14 +1283,14 @@ class TestOtherForms:
         close(program.module()(X), model(X))
 
     def test_a_graph_module(self):
-        model = settled(UNet())
+        model = with_norm_statistics(UNet())
         x = torch.randn(1, 3, 16, 16)
         graph_module = capture(torch.fx.symbolic_trace(model), x)
         close(graph_module(x), model(x))
         assert lifted(graph_module).count("conv") == 11
 
     def test_a_captured_graph_is_captured_again(self):
-        model = settled(UNet())
+        model = with_norm_statistics(UNet())
         x = torch.randn(1, 3, 16, 16)
         once = capture(model, x)
         twice = capture(once, x)

@@ -32,7 +32,7 @@ from scalepoint.patterns import (
 from scalepoint.patterns.fused import FusedAttention, FusedConvBN, FusedLinear, FusedLinearReLU, FusedNorm
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, transform
 from tests.errors import raises
-from tests.models import Decoder, ResNet, SilentSkip, UNet, VisionTransformer, resnet50, settled, vit_b16
+from tests.models import Decoder, ResNet, SilentSkip, UNet, VisionTransformer, resnet50, vit_b16, with_norm_statistics
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -58,7 +58,7 @@ def parity(model, result, *inputs):
 @pytest.fixture(scope="module")
 def resnet():
     torch.manual_seed(0)
-    model = settled(resnet50(8, 10))
+    model = with_norm_statistics(resnet50(8, 10))
     return model, transform(model, image(1, 64))
 
 
@@ -152,7 +152,7 @@ class TestVisionTransformer:
 
 class TestOtherModels:
     def test_a_unet_fuses_its_convolutions_and_transposed_ones(self):
-        model = settled(UNet())
+        model = with_norm_statistics(UNet())
         result = transform(model, image(1, 16))
         counts = result.report.counts()
         assert (counts["ConvBNReLUPattern"], counts["ConvBNPattern"]) == (10, 1)
@@ -375,17 +375,17 @@ class TestFusions:
         ],
     )
     def test_the_order_of_the_operands_does_not_matter(self, add):
-        model = settled(Residual(add))
+        model = with_norm_statistics(Residual(add))
         result = transform(model, image(1, 8))
         assert result.report.counts() == {"ConvBNAddReLUPattern": 1}
         parity(model, result, image(3, 8))
 
     def test_a_scaled_add_keeps_its_factor(self):
-        model = settled(Residual(lambda y, x: torch.add(y, x, alpha=3)))
+        model = with_norm_statistics(Residual(lambda y, x: torch.add(y, x, alpha=3)))
         parity(model, transform(model, image(1, 8)), image(3, 8))
 
     def test_an_add_of_a_number_is_not_a_residual(self):
-        model = settled(Residual(lambda y, x: y + 1.0))
+        model = with_norm_statistics(Residual(lambda y, x: y + 1.0))
         result = transform(model, image(1, 8))
         assert "ConvBNAddReLUPattern" not in result.report.counts()
         parity(model, result, image(3, 8))
@@ -405,7 +405,7 @@ class TestFusions:
         assert list(result.model.state_dict()) == list(model.state_dict())
 
     def test_a_tensor_added_to_itself_is_not_a_residual(self):
-        model = settled(Residual(lambda y, x: y + y))
+        model = with_norm_statistics(Residual(lambda y, x: y + y))
         result = transform(model, image(1, 8))
         assert "ConvBNAddReLUPattern" not in result.report.counts()
         parity(model, result, image(3, 8))
@@ -421,7 +421,7 @@ class TestFusions:
         parity(model, result, image(3, 8))
 
     def test_an_output_with_two_readers_ends_the_group_and_the_other_reader_is_reported(self):
-        model = settled(TwoReaders())
+        model = with_norm_statistics(TwoReaders())
         result = transform(model, image(1, 8))
         assert result.report.counts() == {"ConvBNPattern": 2}
         assert all(match.roles == ("conv",) for match in result.matches)
@@ -442,7 +442,7 @@ class TestFusions:
                 y = self.bn(self.conv(x))
                 return torch.relu(y), y
 
-        model = settled(Returned())
+        model = with_norm_statistics(Returned())
         result = transform(model, image(1, 8))
         x = image(3, 8)
         for actual, expected in zip(result.model(x), model(x), strict=True):
@@ -458,7 +458,7 @@ class TestFusions:
             def forward(self, x):
                 return torch.relu(self.bn(self.conv(torch.relu(self.bn(self.conv(x))))))
 
-        model = settled(Twice())
+        model = with_norm_statistics(Twice())
         result = transform(model, image(1, 8))
         assert result.report.counts() == {"ConvBNReLUPattern": 2}
         assert list(result.model.state_dict()) == list(model.state_dict())
@@ -556,7 +556,7 @@ class TestFusions:
 
 def small():
     torch.manual_seed(0)
-    return settled(SmallNet())
+    return with_norm_statistics(SmallNet())
 
 
 class SmallNet(nn.Module):
@@ -667,7 +667,7 @@ class TestPlans:
     @pytest.mark.parametrize("make", [SmallNet, UNet])
     def test_a_plan_of_another_model_is_refused_and_changes_nothing(self, make):
         text = get_transformation_plan(SilentSkip(), torch.randn(1, 5, 8)).to_json()
-        plan = get_transformation_plan(settled(make()), image(1, 8))
+        plan = get_transformation_plan(with_norm_statistics(make()), image(1, 8))
         before = plan.to_json()
         with pytest.raises(PatternError, match="another model"):
             plan.load_json(text)

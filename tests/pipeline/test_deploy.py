@@ -355,7 +355,7 @@ class TestRefused:
             scalepoint.deploy(model, x, [x, batch], output=tmp_path / "out", progress=False)
 
     def test_a_folder_whose_name_is_no_text(self, model, data, tmp_path):
-        with raises(UsageError, "encoding", "PYTHONUTF8=1"):
+        with raises(UsageError, "cannot be encoded", "PYTHONUTF8=1"):
             scalepoint.deploy(model, data[0], data, output=tmp_path / "out\udcff", progress=False)
 
     def test_an_unknown_target(self, model, data, tmp_path):

@@ -118,12 +118,12 @@ def test_a_budget_that_is_none_is_refused(budget, tmp_path) -> None:
 
 def test_many_more_threads_than_cpus_are_refused(tmp_path) -> None:
     most = 4 * (os.cpu_count() or 1)
-    with pytest.raises(UsageError, match=f"at most {most} threads"):
+    with pytest.raises(UsageError, match=f"must be at most {most}"):
         deploy(linear(), X, [X], tmp_path, threads=most + 1)
     done = deploy(linear(), X, [X], tmp_path)
-    with pytest.raises(UsageError, match=f"at most {most} threads"):
+    with pytest.raises(UsageError, match=f"must be at most {most}"):
         verify(done.path, done.model, X, threads=most + 1)
-    with pytest.raises(UsageError, match=f"at most {most} threads"):
+    with pytest.raises(UsageError, match=f"must be at most {most}"):
         scalepoint.benchmark(done.path, done.path, threads=most + 1)
 
 

@@ -231,7 +231,7 @@ def test_temporary_folders_of_killed_processes_are_deleted_and_others_stay(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "scalepoint-mine"]
 
 
-def test_a_missing_temporary_folder_is_told(tmp_path, monkeypatch, finished_run):
+def test_a_missing_temporary_folder_is_an_error(tmp_path, monkeypatch, finished_run):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(StoreError, match=r"missing.*TMPDIR"):
         scalepoint.verify(finished_run[0].path, finished_run[0].model, DATA[0])

@@ -343,13 +343,13 @@ def test_what_a_metric_wrote_stays_when_the_first_stage_fails(run, tmp_path):
 
 def test_a_new_folder_goes_again_when_the_first_stage_fails(run, tmp_path):
     with pytest.raises(ZeroDivisionError):
-        run(evaluate=lambda judged: 1 / 0)
+        run(evaluate=lambda model: 1 / 0)
     assert not (tmp_path / "out").exists()
 
 
 def test_other_example_inputs_make_another_file(run, counter, model, data, unfinished):
     larger = torch.randn(1, 3, 12, 12)
-    _, messages = run_and_list_warnings(run, example_inputs=larger, evaluate=lambda judged: 1.0)
+    _, messages = run_and_list_warnings(run, example_inputs=larger, evaluate=lambda model: 1.0)
     assert any("exported: the example inputs changed" in message for message in messages)
     assert counter.counts["export"] == 1
 

@@ -19,18 +19,18 @@ def deployed(model, inputs, folder, target="onnxruntime"):
 
 
 class Encoder(nn.Module):
-    """`how` says where its mask comes from."""
+    """`mask_source` says where its mask comes from."""
 
-    def __init__(self, how, **options):
+    def __init__(self, mask_source, **options):
         super().__init__()
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, **options), 1)
-        self.how = how
+        self.mask_source = mask_source
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(8))
 
     def forward(self, x, padding=None):
-        if self.how == "buffer":
+        if self.mask_source == "buffer":
             return self.encoder(x, mask=self.mask)
-        if self.how == "made":
+        if self.mask_source == "made":
             mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
             return self.encoder(x, mask=mask, is_causal=True)
         return self.encoder(x, src_key_padding_mask=padding)

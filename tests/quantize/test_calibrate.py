@@ -29,7 +29,7 @@ from scalepoint.quantize import (
 from scalepoint.spec import QuantizationSpec
 from scalepoint.transformation import transform
 from tests.errors import raises
-from tests.models import ResNet, settled
+from tests.models import ResNet, with_norm_statistics
 
 LEAF_SPEC = "ignore:.*LeafSpec.*:FutureWarning"  # emitted by torch when it copies a graph
 pytestmark = pytest.mark.filterwarnings(LEAF_SPEC)
@@ -60,7 +60,7 @@ class TwoInputs(nn.Module):
 @pytest.fixture(scope="module")
 def float_model():
     torch.manual_seed(0)
-    return settled(Net())
+    return with_norm_statistics(Net())
 
 
 @pytest.fixture(scope="module")
@@ -720,7 +720,7 @@ class TestTheGuide:
     def test_the_example_of_the_contract_runs_as_written(self, tmp_path, monkeypatch):
         onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
         monkeypatch.chdir(tmp_path)
-        model, example = settled(ResNet((1, 1, 1, 1), 8, 10)), torch.randn(2, 3, 64, 64)
+        model, example = with_norm_statistics(ResNet((1, 1, 1, 1), 8, 10)), torch.randn(2, 3, 64, 64)
         data = [torch.randn(4, 3, 64, 64) for _ in range(2)]
 
         def forward_loop(model):

@@ -26,7 +26,7 @@ from scalepoint.quantize import (
 )
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.verification import verify
-from tests.models import settled
+from tests.models import with_norm_statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # emitted by torch when it copies a graph
 
@@ -52,7 +52,7 @@ def batches(count=3):
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    return settled(Net())
+    return with_norm_statistics(Net())
 
 
 def quantized(model, **options):
@@ -266,6 +266,6 @@ class TestWhatEvalKeeps:
     def test_a_model_created_in_inference_mode_runs(self):
         with torch.inference_mode():
             torch.manual_seed(0)
-            model = quantized(settled(Net()))
+            model = quantized(with_norm_statistics(Net()))
             first = model(batches()[0])
             assert torch.equal(model(batches()[0]), first)

@@ -16,7 +16,7 @@ import scalepoint
 from scalepoint.errors import ScalepointError, StoreError, UsageError
 from scalepoint.quantize import QuantConfig, SmoothQuantConfig, enable_fake_quant, prepare_qat, quantize
 from scalepoint.quantize.store import MANIFEST
-from tests.models import Decoder, ResNet, UNet, VisionTransformer, settled
+from tests.models import Decoder, ResNet, UNet, VisionTransformer, with_norm_statistics
 from tests.pace import fast
 from tests.warm import warm
 
@@ -52,10 +52,10 @@ def normed():
 
 
 CASES = {
-    "resnet": (lambda: settled(ResNet((1, 1, 1, 1), 4, 8)), lambda: torch.randn(2, 3, 32, 32)),
+    "resnet": (lambda: with_norm_statistics(ResNet((1, 1, 1, 1), 4, 8)), lambda: torch.randn(2, 3, 32, 32)),
     "transformer": (lambda: VisionTransformer(16, 2, 1, 32, 16, 8), lambda: torch.randn(2, 3, 32, 32)),
     "decoder": (Decoder, lambda: torch.randint(0, 16, (2, 8))),
-    "unet": (lambda: settled(UNet()), lambda: torch.randn(2, 3, 32, 32)),
+    "unet": (lambda: with_norm_statistics(UNet()), lambda: torch.randn(2, 3, 32, 32)),
     "names": (NamedInputs, lambda: {"x": torch.randn(2, 8), "shift": torch.randn(2, 8)}),
     "recurrent": (Recurrent, lambda: torch.randn(2, 5, 8)),
     "computed weight": (normed, lambda: torch.randn(2, 3, 8, 8)),

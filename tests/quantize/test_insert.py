@@ -29,7 +29,7 @@ from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 from scalepoint.tensorrt import TENSORRT_PATTERNS
 from scalepoint.transformation import transform
-from tests.models import Decoder, ResNet, SilentSkip, UNet, VisionTransformer, resnet50, settled, vit_b16
+from tests.models import Decoder, ResNet, SilentSkip, UNet, VisionTransformer, resnet50, vit_b16, with_norm_statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # emitted by torch when it copies a graph
 
@@ -58,7 +58,7 @@ def transformed_model(make, shape):
 @pytest.fixture(scope="module")
 def unet():
     torch.manual_seed(0)
-    model = settled(UNet())
+    model = with_norm_statistics(UNet())
     return model, transform(model, torch.randn(2, 3, 16, 16))
 
 
@@ -142,7 +142,7 @@ class TestCounts:
 
     def test_the_tensors_of_resnet50_are_those_of_the_contract(self):
         """Input, pooled stem, 32 inner tensors, 16 block outputs, 4 downsample outputs, pooled vector."""
-        model = inserted(settled(resnet50(8, 10)), torch.randn(1, 3, 64, 64))
+        model = inserted(with_norm_statistics(resnet50(8, 10)), torch.randn(1, 3, 64, 64))
         consumers = [sorted(stub.consumers) for stub in stubs_of(model)]
         assert len(consumers) == 55
         assert [readers for readers in consumers if "conv1" in readers] == [["conv1"]]
@@ -156,7 +156,7 @@ class TestCounts:
         ("make", "inputs", "stubs", "weights"),
         [
             pytest.param(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.randn(2, 4),), 1, 1, id="linear"),
-            pytest.param(lambda: settled(UNet()), (torch.randn(1, 3, 16, 16),), 13, 13, id="unet"),
+            pytest.param(lambda: with_norm_statistics(UNet()), (torch.randn(1, 3, 16, 16),), 13, 13, id="unet"),
             pytest.param(Decoder, (torch.randint(0, 50, (1, 6)),), 2 * 7 + 1, 15, id="decoder"),
         ],
     )
@@ -167,7 +167,7 @@ class TestCounts:
 
 class TestPlacement:
     def test_no_stub_stands_inside_a_fused_group(self):
-        model = inserted(settled(ResNet((1, 1, 1, 1), 8, 4)), torch.randn(1, 3, 64, 64))
+        model = inserted(with_norm_statistics(ResNet((1, 1, 1, 1), 8, 4)), torch.randn(1, 3, 64, 64))
         assert len([module for module in model.modules() if isinstance(module, Fused)]) > 10
         for module in model.modules():
             if isinstance(module, Fused):
@@ -258,7 +258,7 @@ class TestPlacement:
             def forward(self, x):
                 return add(self.bn(self.conv(self.first(x).relu())), self.short(x)).relu()
 
-        float_model, x = settled(Residual()), torch.randn(2, 3, 8, 8)
+        float_model, x = with_norm_statistics(Residual()), torch.randn(2, 3, 8, 8)
         model = inserted(float_model, x)
         # x (read by first and short), first's output, short's output
         assert len(stubs_of(model)) == 3
@@ -399,7 +399,7 @@ class InputFirst(nn.Module):
 
 
 def conv_bn(conv, norm):
-    return settled(nn.Sequential(conv, norm, nn.ReLU()))
+    return with_norm_statistics(nn.Sequential(conv, norm, nn.ReLU()))
 
 
 WEIGHTED = [
@@ -529,7 +529,7 @@ class TestWeights:
             def forward(self, x):
                 return self.bn(self.a(x)) + self.bn(self.b(x)).relu()
 
-        float_model, x = settled(Shared()), torch.randn(2, 3, 5, 5)
+        float_model, x = with_norm_statistics(Shared()), torch.randn(2, 3, 5, 5)
         model = inserted(float_model, x)
         close(model(x), float_model(x))
         calibrate(model, [x])
@@ -580,7 +580,7 @@ class TestWeights:
 class TestTheCallersModels:
     @pytest.fixture
     def float_model(self):
-        return settled(UNet()).train()
+        return with_norm_statistics(UNet()).train()
 
     def test_neither_the_model_nor_the_transformed_one_changes(self, float_model):
         x = torch.randn(2, 3, 16, 16)
@@ -866,7 +866,9 @@ class TestMacs:
         assert row(model, "0").macs == 5 * 6 * 6 * 4 * 9
 
     def test_macs_of_a_stem_exclude_the_pool(self):
-        stem = settled(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)))
+        stem = with_norm_statistics(
+            nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+        )
         assert row(inserted(stem, torch.randn(2, 3, 8, 8)), "0").macs == 2 * 4 * 8 * 8 * 3 * 9
 
     def test_macs_of_input_first_weights(self):
@@ -948,7 +950,7 @@ class TestOddModels:
 
     def test_the_result_does_not_depend_on_the_run(self):
         x = torch.randn(1, 3, 16, 16)
-        one, other = inserted(settled(UNet()), x), inserted(settled(UNet()), x)
+        one, other = inserted(with_norm_statistics(UNet()), x), inserted(with_norm_statistics(UNet()), x)
         assert list(one.state_dict()) == list(other.state_dict())
         assert [stub.name for stub in stubs_of(one)] == [stub.name for stub in stubs_of(other)]
 

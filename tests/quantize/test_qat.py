@@ -29,7 +29,7 @@ from scalepoint.quantize import (
 )
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.transformation import transform
-from tests.models import settled
+from tests.models import with_norm_statistics
 from tests.pace import fast
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def labels(batch=4, seed=2):
 
 def net(seed=0):
     torch.manual_seed(seed)
-    return settled(Net())
+    return with_norm_statistics(Net())
 
 
 def calibrated(model=None, **options):
@@ -138,7 +138,7 @@ def single(bias=True, seed=0, **norm):
     """One convolution and its batch norm, as after some training."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1, bias=bias), nn.BatchNorm2d(5, **norm))
-    return settled(model)
+    return with_norm_statistics(model)
 
 
 def gain(norm):
@@ -272,7 +272,7 @@ class TestConvolutionAndBatchNorm:
 
     def test_transposed_convolutions_are_supported(self):
         torch.manual_seed(0)
-        model = settled(nn.Sequential(nn.ConvTranspose2d(3, 4, 2, stride=2), nn.BatchNorm2d(4)))
+        model = with_norm_statistics(nn.Sequential(nn.ConvTranspose2d(3, 4, 2, stride=2), nn.BatchNorm2d(4)))
         quantized = prepare_qat(calibrated(model, activation=False))
         s = gain(model[1]).detach().view(1, -1, 1, 1)
         model.train()
@@ -376,7 +376,7 @@ class TestFrozenStatistics:
     @pytest.mark.parametrize("kind", [Net, PreActivation, Functional])
     def test_frozen_statistics_stay_frozen_after_train(self, kind):
         torch.manual_seed(0)
-        model = settled(kind())
+        model = with_norm_statistics(kind())
         quantized = prepare_qat(calibrated(model))
         freeze_bn_stats(quantized)
         before = {
@@ -392,7 +392,7 @@ class TestFrozenStatistics:
     @pytest.mark.parametrize("kind", [Net, PreActivation])
     def test_training_with_frozen_statistics_computes_the_deployed_outputs(self, kind):
         torch.manual_seed(0)
-        quantized = prepare_qat(calibrated(settled(kind())))
+        quantized = prepare_qat(calibrated(with_norm_statistics(kind())))
         freeze_bn_stats(quantized)
         quantized.train()
         with torch.no_grad():
@@ -402,7 +402,7 @@ class TestFrozenStatistics:
     @pytest.mark.parametrize("kind", [Net, PreActivation])
     def test_affine_parameters_still_learn(self, kind):
         torch.manual_seed(0)
-        quantized = prepare_qat(calibrated(settled(kind())))
+        quantized = prepare_qat(calibrated(with_norm_statistics(kind())))
         freeze_bn_stats(quantized)
         quantized.train()(image()).square().sum().backward()
         gains = [name for name, _ in quantized.named_parameters() if "bn" in name]
@@ -427,7 +427,7 @@ class TestFrozenStatistics:
     @pytest.mark.parametrize("kind", [Net, PreActivation])
     def test_frozen_statistics_can_be_unfrozen(self, kind):
         torch.manual_seed(0)
-        quantized = prepare_qat(calibrated(settled(kind())))
+        quantized = prepare_qat(calibrated(with_norm_statistics(kind())))
         freeze_bn_stats(quantized)
         quantized(image())
         freeze_bn_stats(quantized, False)
@@ -439,7 +439,7 @@ class TestFrozenStatistics:
 
     def test_a_copy_keeps_frozen_statistics(self):
         torch.manual_seed(0)
-        quantized = prepare_qat(calibrated(settled(PreActivation())))
+        quantized = prepare_qat(calibrated(with_norm_statistics(PreActivation())))
         freeze_bn_stats(quantized)
         duplicate = copy.deepcopy(quantized).train()
         before = duplicate.get_buffer("bn.running_mean").clone()
@@ -674,7 +674,7 @@ class TestResume:
     def test_resuming_from_a_checkpoint_is_bit_equal(self, case, tmp_path):
         kind, prepare = RESUMED[case]
         torch.manual_seed(0)
-        model = settled(kind())
+        model = with_norm_statistics(kind())
         if kind is PreActivation:
             model.fc = nn.Linear(4, 4)
         one = prepare(calibrated(model))
@@ -730,7 +730,7 @@ class TestCompile:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
-        eager = prepare_qat(calibrated(settled(model)), **PREPARED[case])
+        eager = prepare_qat(calibrated(with_norm_statistics(model)), **PREPARED[case])
         twin = copy.deepcopy(eager)
         compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
         for step, batch in enumerate((4, 7)):

@@ -42,7 +42,7 @@ from scalepoint.quantize import (
 )
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, transform
-from tests.models import Decoder, ResNet, settled
+from tests.models import Decoder, ResNet, with_norm_statistics
 from tests.warm import warm
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def image(batch=2, seed=1, size=8):
 
 def small(seed=0):
     torch.manual_seed(seed)
-    return settled(Small())
+    return with_norm_statistics(Small())
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def train(model, x, rate=0.01):
 
 
 def cnn():
-    model = settled(ResNet((1, 1, 1, 1), 4, 5))
+    model = with_norm_statistics(ResNet((1, 1, 1, 1), 4, 5))
     return model, image(2, size=32), quantize(model, image(2, size=32), W8A8, forward_loop=[image(2, 3, 32)])
 
 
@@ -138,19 +138,19 @@ def smooth_not_yet_calibrated():
 
 
 def lsq():
-    model = settled(Small())
+    model = with_norm_statistics(Small())
     quantized = quantize(model, image(), W8A8, forward_loop=[image()])
     return model, image(), train(prepare_qat(quantized, learn_scales=True), image(4, 7), 1e-3)
 
 
 def trained():
-    model = settled(Small())
+    model = with_norm_statistics(Small())
     return model, image(), train(prepare_qat(quantize(model, image(), W8A8, forward_loop=[image()])), image(4, 7))
 
 
 def observing():
     """Never calibrated: ranges come from training."""
-    model = settled(Small())
+    model = with_norm_statistics(Small())
     result = transform(model, image())
     return model, image(), train(prepare_qat(insert_qdq(result.model, result.matches, W8A8)), image(4, 7))
 
@@ -168,7 +168,7 @@ def frozen():
 
 
 def frozen_outside():
-    model = settled(PreActivation())
+    model = with_norm_statistics(PreActivation())
     quantized = prepare_qat(quantize(model, image(), W8A8, forward_loop=[image()]))
     freeze_bn_stats(quantized)
     return model, image(), train(quantized, image(4, 9))
@@ -192,7 +192,7 @@ def fp8():
 
 
 def mixed():
-    model = settled(Small())
+    model = with_norm_statistics(Small())
     config = QuantConfig(
         activation=TensorQuantConfig(symmetric=False, calibration_method=CalibrationMethod.HISTOGRAM),
         weight=TensorQuantConfig(per_channel=True, symmetric=False),
@@ -205,12 +205,12 @@ def mixed():
 
 
 def live_weights():
-    model = settled(Small())
+    model = with_norm_statistics(Small())
     return model, image(), quantize(model, image(), W8A8, forward_loop=[image()], freeze_weights=False)
 
 
 def one_match_off():
-    model = settled(Small())
+    model = with_norm_statistics(Small())
     plan = get_transformation_plan(model, image())
     next(match for match in plan.matches if match.name.startswith("fc")).apply = False
     result = apply_transformation_plan(plan)
@@ -497,7 +497,7 @@ class TestAnotherFloatModel:
                 return self.fc(F.relu(self.conv(x)).mean((2, 3))) + self.bn(self.conv(x)).mean()
 
         torch.manual_seed(0)
-        model = settled(Other())
+        model = with_norm_statistics(Other())
         self.check(saved, model)
 
     def test_another_seed_is_refused(self, saved):

@@ -135,12 +135,14 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole))
+    def screenshot(self, path: Path, *, full_page: bool = True) -> None:
+        answer = self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=full_page, **self._clip(full_page)
+        )
         path.write_bytes(base64.b64decode(answer["data"]))
 
-    def _clip(self, whole: bool) -> dict[str, Any]:
-        if not whole:
+    def _clip(self, full_page: bool) -> dict[str, Any]:
+        if not full_page:
             return {}
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}

@@ -10,7 +10,7 @@ from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.tuning import TuneConfig, register, tune
 from scalepoint.tuning.solve import LayerSolver
-from tests.models import settled
+from tests.models import with_norm_statistics
 from tests.tuning.test_tune import Net, codes, pictures
 
 CLOSED = TuneConfig().steps
@@ -25,7 +25,7 @@ TWO = QuantConfig(activation="float", weight=TensorQuantConfig(n_bits=2, per_cha
 @pytest.fixture(scope="module")
 def net():
     torch.manual_seed(0)
-    return settled(Net())
+    return with_norm_statistics(Net())
 
 
 @pytest.fixture(scope="module")

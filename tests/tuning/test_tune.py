@@ -19,7 +19,7 @@ from scalepoint.tuning import TuneConfig, register, tune
 from scalepoint.tuning.checkpoint import Checkpoint
 from scalepoint.tuning.solve import LayerSolver
 from scalepoint.verification import verify
-from tests.models import settled
+from tests.models import with_norm_statistics
 
 FOUR = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQuantConfig(n_bits=4, per_channel=True))
 
@@ -49,7 +49,7 @@ def pictures(count, seed):
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    return settled(Net())
+    return with_norm_statistics(Net())
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ class Scores(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 8)
 
-    def forward(self, given: dict, scale: float = 1.0, *, offset: Tensor) -> dict:
-        return {"scores": self.b(torch.relu(self.a(given["x"]))) * scale + offset}
+    def forward(self, inputs: dict, scale: float = 1.0, *, offset: Tensor) -> dict:
+        return {"scores": self.b(torch.relu(self.a(inputs["x"]))) * scale + offset}
 
 
 ARGS, KWARGS = ({"x": torch.randn(4, 32)},), {"scale": 2.0, "offset": torch.randn(4, 8)}
@@ -49,11 +49,11 @@ def test_a_measurement_states_batch_shapes_threads_and_spread(files):
     _, quantized, folder = files
     path = folder / "m.onnx"
     result = verify(path, quantized, ARGS, kwargs=KWARGS, float_path=folder / "float.onnx", threads=1).latency
-    assert result.shapes == {"given_x": (4, 32), "offset": (4, 8)}
+    assert result.shapes == {"inputs_x": (4, 32), "offset": (4, 8)}
     assert result.batch == 4
     assert result.baseline == "the float file"
     assert all(spread > 0 for spread in result.spread)
-    assert "onnxruntime, 1 thread, given_x 4x32, offset 4x8, medians of" in str(result)
+    assert "onnxruntime, 1 thread, inputs_x 4x32, offset 4x8, medians of" in str(result)
     assert "interleaved runs, quartiles within" in str(result)
 
 
@@ -78,8 +78,8 @@ def test_throughput_is_measured_per_batch_size_and_needs_a_free_batch(files, tmp
 
 def test_the_plain_exporter_accepts_the_inputs_of_deploy(files):
     model, *_ = files
-    with baseline_file(model, find_format("onnx"), ExportRequest((ARGS, KWARGS), names=("given_x", "offset"))) as path:
-        assert [info.name for info in find_format("onnx").about(path).inputs] == ["given_x", "offset"]
+    with baseline_file(model, find_format("onnx"), ExportRequest((ARGS, KWARGS), names=("inputs_x", "offset"))) as path:
+        assert [info.name for info in find_format("onnx").about(path).inputs] == ["inputs_x", "offset"]
     assert not path.exists()
 
 

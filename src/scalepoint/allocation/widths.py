@@ -216,9 +216,11 @@ class Widths:
         return dict(counts)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the table as values that JSON can store."""
         values: dict[str, Any] = to_jsonable(self)
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read a table that to_dict made."""
         return TypeAdapter(cls).validate_python(values)

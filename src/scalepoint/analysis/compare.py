@@ -71,6 +71,11 @@ class Comparison:
         return sorted(self.rows, key=lambda row: -row.badness)[:n]
 
     def table(self, rows: Iterable[LayerError] | None = None) -> Table:
+        """Return a rich table with one line per layer.
+
+        Args:
+            rows: The layers to show; all if None.
+        """
         table = Table(title=Text(self.summary()), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("layer", overflow="fold")
         for column in ("dB", "local", "w", "clip", "used"):
@@ -85,6 +90,7 @@ class Comparison:
         return table
 
     def summary(self) -> str:
+        """Return one line: how many layers and batches were compared, and the SQNR of each output."""
         text = ", ".join(f"{output.name} {_format_level(output.sqnr_db)} dB" for output in self.outputs)
         return to_one_line(f"{format_plural(len(self.rows), 'layer')}, {format_plural(self.batches, 'batch')}: {text}")
 

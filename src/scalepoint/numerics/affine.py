@@ -40,6 +40,7 @@ class Steps(NamedTuple):
     high: Tensor | float
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Steps":
+        """Apply a function to each tensor."""
         values: list[Any] = [change(value) if isinstance(value, Tensor) else value for value in self]
         return Steps(*values)
 

@@ -52,22 +52,22 @@ class Loop(nn.Module):
         self.body = body
 
     def forward(self, *inputs: AnyValue, outer: Mapping[str, AnyValue]) -> Any:
-        count, condition, *carried = inputs
+        count, condition, *state = inputs
         trips = MAX_ITERATIONS if count is None else int(as_number(count, "number of iterations"))
         is_active = condition is None or bool(as_number(condition, "condition"))
-        results: list[list[Any]] = [[] for _ in range(len(self.node.outputs) - len(carried))]
+        results: list[list[Any]] = [[] for _ in range(len(self.node.outputs) - len(state))]
         iteration = 0
         while iteration < trips and is_active:
             require(iteration < MAX_ITERATIONS, f"a Loop of more than {MAX_ITERATIONS} iterations")
             active = known([True], (), torch.bool)
-            outputs = self.body.run([known([iteration], ()), active, *carried], outer)
+            outputs = self.body.run([known([iteration], ()), active, *state], outer)
             is_active = bool(as_number(outputs[0], "condition"))
-            carried = outputs[1 : len(carried) + 1]
-            for result, value in zip(results, outputs[len(carried) + 1 :], strict=True):
+            state = outputs[1 : len(state) + 1]
+            for result, value in zip(results, outputs[len(state) + 1 :], strict=True):
                 result.append(as_tensor(value))
             iteration += 1
         require(bool(iteration) or not results, "a Loop without iterations that has scan outputs")
-        return (*carried, *(torch.stack(values) for values in results))
+        return (*state, *(torch.stack(values) for values in results))
 
 
 class Scan(nn.Module):

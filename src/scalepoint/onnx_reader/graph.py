@@ -147,7 +147,7 @@ def _to_tensor(value: AnyValue) -> AnyValue:
     return as_tensor(value) if isinstance(value, KnownArray) else value
 
 
-class GraphBuilder:
+class ModuleBuilder:
     """Makes a GraphModule of a Graph.
 
     Args:
@@ -296,7 +296,7 @@ class GraphBuilder:
         return OperatorModule(node)
 
     def _build_body(self, graph: Graph) -> GraphModule:
-        return GraphBuilder(graph, GraphModule(graph.inputs, graph.outputs), self.constants).build()
+        return ModuleBuilder(graph, GraphModule(graph.inputs, graph.outputs), self.constants).build()
 
     def _make_if(self, node: Node) -> nn.Module:
         """Build both branches, or the one that a constant chooses."""
@@ -360,17 +360,17 @@ def names_read(node: Node) -> list[str]:
     names = [name for name in node.inputs if name]
     for value in node.attributes.values():
         if isinstance(value, Graph):
-            own = {*value.inputs, *value.constants, *(name for inner in value.nodes for name in inner.outputs)}
+            defined = {*value.inputs, *value.constants, *(name for inner in value.nodes for name in inner.outputs)}
             inner_names = [name for inner in value.nodes for name in names_read(inner)]
-            names += [name for name in (*inner_names, *value.outputs) if name not in own]
+            names += [name for name in (*inner_names, *value.outputs) if name not in defined]
     return names
 
 
 def _without_unused(nodes: Sequence[Node], outputs: Sequence[str]) -> list[Node]:
     needed = set(outputs)
-    kept = []
+    used = []
     for node in reversed(nodes):
         if needed.intersection(filter(None, node.outputs)):
             needed.update(names_read(node))
-            kept.append(node)
-    return kept[::-1]
+            used.append(node)
+    return used[::-1]

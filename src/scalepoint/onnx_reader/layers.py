@@ -166,7 +166,7 @@ def _transposed_settings(
     if shape is None and mode.startswith("SAME"):
         shape = [size * stride for size, stride in zip(sizes, settings["stride"], strict=True)]
     if shape is not None:
-        totals = [length - wanted for length, wanted in zip(full, shape[-rank:], strict=True)]
+        totals = [length - size for length, size in zip(full, shape[-rank:], strict=True)]
         is_upper = mode == "SAME_UPPER"
         cuts = [(t // 2, t - t // 2) if is_upper else (t - t // 2, t // 2) for t in totals]
     elif mode == "VALID":
@@ -555,7 +555,5 @@ def max_unpool(node: Node, x: Tensor, indices: Tensor, shape: Any = None) -> Ten
     flat = x.new_zeros(math.prod(natural)).scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(natural)
     if shape is None:
         return flat
-    wanted = as_list(shape, "shape")
-    return F.pad(
-        flat, [a for size, want in reversed(list(zip(natural, wanted, strict=True))) for a in (0, want - size)]
-    )
+    growth = [new - old for old, new in zip(natural, as_list(shape, "shape"), strict=True)]
+    return F.pad(flat, [end for count in reversed(growth) for end in (0, count)])

@@ -24,7 +24,7 @@ from scalepoint.onnx_reader import (  # noqa: F401  # they fill the table of ope
     shapes,
     signals,
 )
-from scalepoint.onnx_reader.graph import Graph, GraphBuilder
+from scalepoint.onnx_reader.graph import Graph, ModuleBuilder
 from scalepoint.onnx_reader.model import OnnxModel, TensorInfo, make_model
 from scalepoint.onnx_reader.names import identifier
 from scalepoint.onnx_reader.operators import Node
@@ -101,7 +101,7 @@ def build_model(
     model.outputs = reader.describe(file.model.graph.outputs, graph.outputs)
     model.metadata = {str(key): str(value) for key, value in file.model.metadata_props.items()}
     model.path = "" if isinstance(source, ModelProto) else str(Path(source).resolve())
-    GraphBuilder(graph, model).build()
+    ModuleBuilder(graph, model).build()
     return model.eval()
 
 

@@ -33,8 +33,8 @@ def _requested(
 ) -> tuple[list[int], list[Any], list[Any]]:
     """Return the axes, their scales and their new sizes; one of the two lists has None."""
     axes = [axis % x.ndim for axis in node.get("axes", range(x.ndim))]
-    if sizes is not None and (wanted := as_list(sizes, "sizes")):
-        return axes, [None] * len(axes), _keep_ratio(node, x, axes, wanted)
+    if sizes is not None and (new_sizes := as_list(sizes, "sizes")):
+        return axes, [None] * len(axes), _keep_ratio(node, x, axes, new_sizes)
     factors = node.get("scales") if scales is None else as_list(scales, "scales")
     require(bool(factors), "a Resize without scales and sizes")
     return axes, list(factors), [None] * len(axes)
@@ -149,10 +149,10 @@ def _resize_axis(
     require(new > 0 and old > 0, "a Resize to or from no values")
     check_size([*x.shape[:axis], new, *x.shape[axis + 1 :]])
     scale = new / old if factor is None else factor
-    places = _COORDINATES[coordinates](torch.arange(new, dtype=torch.float64), scale, old, new)
+    positions = _COORDINATES[coordinates](torch.arange(new, dtype=torch.float64), scale, old, new)
     if mode == "nearest":
-        return x.index_select(axis, _ROUNDINGS[rounding](places).clamp(0, old - 1).long())
-    taps, weights = _taps(node, places, mode, scale)
+        return x.index_select(axis, _ROUNDINGS[rounding](positions).clamp(0, old - 1).long())
+    taps, weights = _taps(node, positions, mode, scale)
     if node.get("exclude_outside", 0):
         weights = torch.where((taps >= 0) & (taps < old), weights, 0.0)
     weights = weights / weights.sum(0)
@@ -163,13 +163,13 @@ def _resize_axis(
     return torch.as_tensor(total).to(x.dtype)
 
 
-def _taps(node: Node, places: Tensor, mode: str, scale: float) -> tuple[Tensor, Tensor]:
+def _taps(node: Node, positions: Tensor, mode: str, scale: float) -> tuple[Tensor, Tensor]:
     """Return the input positions that each output reads, and their weights; both (taps, outputs)."""
     shrink = min(scale, 1.0) if node.get("antialias", 0) else 1.0
     reach = math.ceil((1 if mode == "linear" else 2) / shrink)
     offsets = torch.arange(1 - reach, reach + 1, dtype=torch.float64).unsqueeze(1)
-    taps = torch.floor(places).unsqueeze(0) + offsets
-    distance = (taps - places).abs() * shrink
+    taps = torch.floor(positions).unsqueeze(0) + offsets
+    distance = (taps - positions).abs() * shrink
     if mode == "linear":
         return taps, (1 - distance).clamp(min=0)
     a = node.get("cubic_coeff_a", -0.75)

@@ -228,9 +228,9 @@ def join_norm_scale(node: Node, spelling: Spelling) -> Node | None:
         weight = spelling.tensor(weight_name)
         if weight is None or weight.ndim != 1 or not weight.is_floating_point():
             continue
-        found = _normalized(name, spelling)
-        if found is not None:
-            kind, x, epsilon = found
+        normalized = _normalized(name, spelling)
+        if normalized is not None:
+            kind, x, epsilon = normalized
             return _replace(node, kind, x, weight_name, axis=-1, epsilon=epsilon)
     return None
 

@@ -169,9 +169,9 @@ def concat(node: Node, *tensors: Tensor) -> Tensor:
 
 def _part_sizes(node: Node, x: Any, sizes: Value | None) -> list[Any]:
     axis = node.get("axis", 0)
-    given = node.get("split") if sizes is None else as_list(sizes, "list of sizes")
-    if given is not None:
-        return list(given)
+    part_sizes = node.get("split") if sizes is None else as_list(sizes, "list of sizes")
+    if part_sizes is not None:
+        return list(part_sizes)
     parts = node.get("num_outputs") or len(node.outputs)
     size = -(-x.shape[axis] // parts)
     return [size] * (parts - 1) + [x.shape[axis] - size * (parts - 1)]

@@ -43,8 +43,8 @@ def stft(node: Node, x: Tensor, step: Value, window: Tensor | None = None, lengt
     bins = size // 2 + 1 if node.get("onesided", 1) else size
     basis = _fourier_basis(size, bins, x.dtype)
     if window is not None:
-        left = (size - window.shape[0]) // 2
-        basis = basis * F.pad(window, (left, size - window.shape[0] - left))
+        offset = (size - window.shape[0]) // 2
+        basis = basis * F.pad(window, (offset, size - window.shape[0] - offset))
     result = F.conv1d(signal.unsqueeze(1), basis.unsqueeze(1), stride=hop)  # type: ignore[union-attr]
     parts = result.reshape(result.shape[0], 2, bins, result.shape[-1])
     return parts.permute(0, 3, 2, 1)  # (batch, frames, bins, 2)

@@ -77,11 +77,11 @@ class KnownArray:
         return list(self.numbers.reshape(-1))
 
     def map(
-        self, function: Callable[..., Any], *others: "KnownArray", dtype: torch.dtype | None = None
+        self, function: Callable[..., Any], *other_arrays: "KnownArray", dtype: torch.dtype | None = None
     ) -> "KnownArray":
-        """Apply a function to each number, and to those of other arrays at the same place after broadcasting."""
+        """Apply a function to each number, and to those of other arrays at the same position after broadcasting."""
         dtype = dtype or self.dtype
-        arrays = np.broadcast_arrays(self.numbers, *(other.numbers for other in others))
+        arrays = np.broadcast_arrays(self.numbers, *(other.numbers for other in other_arrays))
         results = [
             round_number(function(*numbers), dtype) for numbers in zip(*(a.reshape(-1) for a in arrays), strict=True)
         ]

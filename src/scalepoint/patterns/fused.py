@@ -41,6 +41,7 @@ class Fused(nn.Module):
         return [tensor for part in self.parts.values() for tensor in get_tensors(part)]
 
     def part(self, role: str) -> nn.Module | None:
+        """Return the module with a role in the pattern, or None."""
         return self.parts.get(role)
 
     @property

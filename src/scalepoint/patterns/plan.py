@@ -44,6 +44,7 @@ class TransformationPlan:
         return dict(Counter(match.pattern.name for match in self.matches if match.apply))
 
     def table(self) -> Table:
+        """Return a rich table with one line per match."""
         table = Table(title="transformation plan")
         for column in ("where", "pattern", "operations", "apply", "reason"):
             table.add_column(column, overflow="fold")
@@ -58,6 +59,7 @@ class TransformationPlan:
         return table
 
     def to_json(self) -> str:
+        """Return the matches, and whether each is applied, as JSON."""
         rows = [
             {"where": match.name, "pattern": match.pattern.name, "apply": match.apply, "reason": match.reason}
             for match in self.matches

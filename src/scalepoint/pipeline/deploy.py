@@ -267,9 +267,9 @@ def _search_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], 
     config, max_trials = context.job.config, context.job.max_trials
     has_limits = limits.max_drop is not None or limits.min_speed is not None
     if is_measured_here(context.job):
-        placed = search_placement(context, partial(make_trial, context))
+        placements = search_placement(context, partial(make_trial, context))
         # The search for limits starts from the fastest placement. Only that one is evaluated.
-        trials = [*(() if has_limits else placed[:-1]), score_trial(context, placed[-1])]
+        trials = [*(() if has_limits else placements[:-1]), score_trial(context, placements[-1])]
     else:
         trials = [run_trial(context, [], TrialPlan(config), is_only=not has_limits or max_trials == 1)]
     if not has_limits:

@@ -93,8 +93,8 @@ def _without_speed(config: QuantConfig) -> QuantConfig:
 
 def _decide(context: StageContext, config: QuantConfig, times: LocalTimes) -> tuple[Sequence[Decision], Coverage]:
     captured = context.captured
-    decisions, _, found = make_decisions(captured.model, captured.matches, config, context.job.target, times)
-    return decisions, found
+    decisions, _, coverage = make_decisions(captured.model, captured.matches, config, context.job.target, times)
+    return decisions, coverage
 
 
 def _float_layers(operations: Coverage) -> frozenset[str]:

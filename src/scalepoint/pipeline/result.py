@@ -194,6 +194,7 @@ class Deployment:
 
     @classmethod
     def from_trials(cls, best: Trial, report: Report, trials: Sequence[Trial]) -> Self:
+        """Make the result of a deploy from its trials, the best one chosen."""
         best.model.eval()  # the file computes in eval mode, whatever mode the float model was in
         return cls(
             model=best.model,

@@ -88,7 +88,7 @@ class Workspace(ABC):
         """
         self.output, self.folder, self.work, self.resume, self.force = output, folder, work, resume, force
         self._names = (LIST_FILE, *names)
-        self._written: list[str] = []
+        self._file_names: list[str] = []
 
     @abstractmethod
     def is_unfinished(self) -> bool:
@@ -178,7 +178,7 @@ class Workspace(ABC):
 
     def record(self, paths: Iterable[Path]) -> None:
         """Add files and folders that this run wrote to the list of written files."""
-        self._written += WrittenFiles(self.folder).add(paths)
+        self._file_names += WrittenFiles(self.folder).add(paths)
 
 
 class DeployWorkspace(Workspace):
@@ -250,7 +250,7 @@ class DeployWorkspace(Workspace):
         """Copy the log, and delete the files of earlier runs."""
         if (self.work / LOG_FILE).is_file():
             self.write_text(LOG_FILE, (self.work / LOG_FILE).read_text(encoding="utf-8"))
-        WrittenFiles(self.output).remove_all_but(self._written)
+        WrittenFiles(self.output).remove_all_but(self._file_names)
 
 
 class CheckpointWorkspace(Workspace):

@@ -115,6 +115,7 @@ class TensorQuantConfig(Config):
         return (1 << (self.n_bits - 1)) - 1 if self.symmetric else (1 << self.n_bits) - 1
 
     def activation_spec(self) -> QuantizationSpec:
+        """Return the spec for an activation. Raises ConfigError for settings that only weights can have."""
         if self.per_channel:
             raise ConfigError("per_channel=True can only be used for weights: no runtime has per-channel activations")
         if self.block_size:
@@ -129,6 +130,7 @@ class TensorQuantConfig(Config):
         return choose_spec_class(self.dtype)(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=calculator)
 
     def weight_spec(self) -> QuantizationSpec:
+        """Return the spec for a weight."""
         _, range_calculator = _CALCULATORS[self.calibration_method]
         extra_fields = {} if self.sparsity is None else {"sparsity": self.sparsity}
         return choose_spec_class(self.dtype, extra_fields)(
@@ -441,21 +443,26 @@ class QuantConfig(Config):
         raise ConfigError(f"config must be a {cls.__name__} or a mapping of its fields, got {short_repr(value)}")
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """Read a config from a mapping of its fields."""
         if not isinstance(fields, dict):
             raise ConfigError(f"a {cls.__name__} must be a mapping of its fields, got {type(fields).__name__}")
         return cls.model_validate(fields)
 
     def to_yaml(self) -> str:
+        """Return the config as YAML, without fields that have their default."""
         return dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
+        """Read a config from YAML."""
         return cls.from_dict(parse_yaml(text))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        """Read a config from JSON."""
         return cls.from_dict(parse_json(text))

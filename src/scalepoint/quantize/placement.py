@@ -287,13 +287,13 @@ def _get_attention_facts(site: QuantizationSite) -> dict[str, Any]:
 
 
 def _depends_on_inputs(node: fx.Node) -> bool:
-    pending, seen = [node], {node}
+    pending, visited = [node], {node}
     while pending:
         current = pending.pop()
         if current.op == "placeholder":
             return True
-        sources = [source for source in current.all_input_nodes if source not in seen]
-        seen.update(sources)
+        sources = [source for source in current.all_input_nodes if source not in visited]
+        visited.update(sources)
         pending += sources
     return False
 

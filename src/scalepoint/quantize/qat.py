@@ -239,7 +239,9 @@ class QATSchedule:
         self.steps += 1
 
     def state_dict(self) -> dict[str, int]:
+        """Return the number of training steps, to save with a checkpoint of the training."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at the training step that state_dict recorded."""
         self.steps = int(state["steps"])

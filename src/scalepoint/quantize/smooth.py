@@ -75,11 +75,13 @@ class SmoothQuantObserver(nn.Module):
         return self._handle
 
     def remove_hook(self) -> None:
+        """Stop observing."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def reset(self) -> None:
+        """Forget everything that was observed."""
         self.activation_max, self.mean_square, self.count = None, None, 0
 
     def _observe_output(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -331,15 +333,15 @@ def _to_ints(argument: Any) -> list[int]:
 
 def find_shared_parameters(sites: Sequence[QuantizationSite]) -> set[int]:
     """Return weights (by address) and norms (by id) that more than one group uses, such as a tied embedding."""
-    seen: set[int] = set()
+    read_before: set[int] = set()
     shared: set[int] = set()
     for site in sites:
         norm = _get_norm_part(site)
         keys = {address for part in site.fused.parts.values() for address in _get_addresses(part)}
         if norm is not None:
             keys.add(id(norm))
-        shared |= keys & seen
-        seen |= keys
+        shared |= keys & read_before
+        read_before |= keys
     return shared
 
 

@@ -75,7 +75,9 @@ class LabelPlacer:
     """Places labels next to their points so that they do not overlap."""
 
     right: float = 996.0  # the right limit of all labels
-    placed: list[tuple[float, float, float]] = field(default_factory=list)  # left, right and y of each placed label
+    label_boxes: list[tuple[float, float, float]] = field(
+        default_factory=list
+    )  # left, right and y of each placed label
 
     def near(self, text: str, x: float, y: float, css: str = "worst-name") -> SvgElement:
         """Place a label below its point, above it or further away, at the first position without overlap."""
@@ -84,13 +86,13 @@ class LabelPlacer:
         candidates = [y + 19, y - 10, y + 34, y - 25, y + 49, y - 40]
         inside = [candidate for candidate in candidates if 12 <= candidate <= 238] or candidates[:1]
         label_y = next((candidate for candidate in inside if self._is_free(left, left + width, candidate)), inside[0])
-        self.placed.append((left, left + width, label_y))
+        self.label_boxes.append((left, left + width, label_y))
         return text_shape(text, round(left, 1), round(label_y, 1), css)
 
     def _is_free(self, left: float, right: float, y: float) -> bool:
         return all(
             left > placed_right + 6 or right < placed_left - 6 or abs(y - placed_y) >= 14
-            for placed_left, placed_right, placed_y in self.placed
+            for placed_left, placed_right, placed_y in self.label_boxes
         )
 
 

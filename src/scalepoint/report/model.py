@@ -170,10 +170,12 @@ class Report:
         return data
 
     def to_json(self, indent: int | None = 1) -> str:
+        """Return the report as JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False) + "\n"
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
+        """Read a report that to_dict made. Raises StoreError for an unknown schema."""
         version = data.get("schema")
         if version != REPORT_SCHEMA:
             raise StoreError(
@@ -209,6 +211,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
+        """Read report.json. Raises StoreError if the text is not a report."""
         try:
             data = parse_json(text, MAX_REPORT_BYTES)
         except DocumentError as error:

@@ -48,7 +48,14 @@ from scalepoint.support.untrusted import read_json
 
 SWEEP_FILE, PAGE_FILE = "sweep.json", "sweep.html"
 SWEEP_SCHEMA = 1
-WIDTH, NARROW_WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000.0, 340.0, 320.0, 60.0, 40.0, 18.0  # of a plot, in SVG units
+WIDTH, NARROW_WIDTH, HEIGHT, LEFT_MARGIN, BOTTOM, TOP = (
+    1000.0,
+    340.0,
+    320.0,
+    60.0,
+    40.0,
+    18.0,
+)  # of a plot, in SVG units
 MAX_DRAWN_DB = 150.0  # an exact output is drawn with this SQNR
 
 
@@ -154,16 +161,19 @@ class Sweep:
         return lambda row: None if (speed := self.speed_of(row)) is None else -speed
 
     def summary(self) -> str:
+        """Return one line: runs, failed runs, and the runs on the front of quality and size."""
         failed = sum(not row.is_done for row in self.rows)
         best = ", ".join(row.name for row in self.front())
         runs = f"{format_plural(len(self.rows), 'run')}{f', {failed} failed' if failed else ''}"
         return f"{runs}; on the front of quality and size: {best or 'none was measured'}"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the runs and the fronts as values that JSON can store."""
         fronts = {cost: [row.name for row in self.front(cost)] for cost in ("size", "speed")}
         return {"schema": SWEEP_SCHEMA, "rows": to_jsonable(self.rows), "front": fronts}
 
     def to_json(self) -> str:
+        """Return the runs and the fronts as JSON."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     @classmethod
@@ -263,7 +273,7 @@ class _PlotArea:
 
     def x(self, cost: float) -> float:
         start, end = self.costs
-        return round(LEFT + 10 + (self.width - LEFT - 30) * (cost - start) / (end - start), 1)
+        return round(LEFT_MARGIN + 10 + (self.width - LEFT_MARGIN - 30) * (cost - start) / (end - start), 1)
 
     def y(self, quality: float) -> float:
         low, high = self.qualities
@@ -312,7 +322,10 @@ def _draw_grid(frame: _PlotArea, label: str) -> list[SvgElement]:
     shapes = []
     for quality in round_ticks(*frame.qualities):
         y = frame.y(quality)
-        shapes += [line_shape(LEFT, y, frame.width - 4, y), text_shape(f"{quality:.5g}", LEFT - 6, y + 4, anchor="end")]
+        shapes += [
+            line_shape(LEFT_MARGIN, y, frame.width - 4, y),
+            text_shape(f"{quality:.5g}", LEFT_MARGIN - 6, y + 4, anchor="end"),
+        ]
     for cost in round_ticks(*frame.costs, 8 if frame.width == WIDTH else 3):
         shapes.append(text_shape(f"{cost:.4g}", frame.x(cost), HEIGHT - BOTTOM + 16, anchor="middle"))
     shapes.append(text_shape(label, frame.width / 2, HEIGHT - 6, anchor="middle"))

@@ -173,6 +173,7 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         )
 
     def clear_cache(self) -> None:
+        """Discard the stored result for a frozen weight."""
         self._cache = None
 
     def train(self, mode: bool = True) -> Self:

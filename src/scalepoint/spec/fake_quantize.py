@@ -177,15 +177,19 @@ class FakeQuantizeImplBase(ClassRegistry, Stateful):
         return self.qparams_calculator.get_qparams()
 
     def enable_observer(self, enabled: bool = True) -> None:
+        """Update the parameters from every tensor, or stop with False."""
         self.switch("observer_enabled", enabled)
 
     def disable_observer(self) -> None:
+        """Keep the parameters as they are."""
         self.switch("observer_enabled", False)
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
+        """Quantize and dequantize tensors, or stop with False."""
         self.switch("fake_quant_enabled", enabled)
 
     def disable_fake_quant(self) -> None:
+        """Pass tensors through unchanged."""
         self.switch("fake_quant_enabled", False)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:

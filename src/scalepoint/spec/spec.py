@@ -279,16 +279,19 @@ class QuantizationSpec(CheckedModel):
 
     @classmethod
     def get_n_bits_from_dtype(cls, dtype: CodeType | str) -> int:
+        """Return the number of bits of a dtype."""
         return get_format(to_code_type(dtype)).bits
 
     @classmethod
     def get_target_dtype(cls, dtype: CodeType | str) -> torch.dtype:
+        """Return the torch dtype that stores the codes of a dtype."""
         return get_format(to_code_type(dtype)).storage
 
     @classmethod
     def get_quant_range(
         cls, dtype: CodeType | str, qscheme: QuantizationScheme | str = QuantizationScheme.SYMMETRIC
     ) -> tuple[float, float]:
+        """Return the smallest and the largest code of a dtype under a scheme."""
         return get_format(to_code_type(dtype)).limits(parse_enum(QuantizationScheme, qscheme))
 
     def get_extra_args(self) -> dict[str, Any]:
@@ -318,26 +321,31 @@ class QuantizationSpec(CheckedModel):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """Read a spec from a mapping of its fields."""
         if not isinstance(fields, dict):
             raise DocumentError(f"a {cls.__name__} must be a mapping of its fields, got {type(fields).__name__}")
         return cls.model_validate(fields)
 
     def to_json(self) -> str:
+        """Return the spec as JSON."""
         return self.model_dump_json(indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        """Read a spec from JSON."""
         from scalepoint.support.documents import parse_json  # noqa: PLC0415  # imports yaml
 
         return cls.from_dict(parse_json(text))
 
     def to_yaml(self) -> str:
+        """Return the spec as YAML."""
         from scalepoint.support.documents import dump_yaml  # noqa: PLC0415  # imports yaml
 
         return dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
+        """Read a spec from YAML."""
         from scalepoint.support.documents import parse_yaml  # noqa: PLC0415  # imports yaml
 
         return cls.from_dict(parse_yaml(text))

@@ -221,7 +221,7 @@ class TemporaryFolder:
             self._lock = _lock_of(self.path)
             self._lock.acquire()
         except OSError as error:
-            parent = os.environ.get("TMPDIR") or tempfile.tempdir or "the system's temporary folder"
+            parent = tempfile.tempdir or os.environ.get("TMPDIR") or "the system's temporary folder"
             raise StoreError(
                 f"cannot create a temporary folder in {parent}: {error.strerror or error}. Set TMPDIR to a folder that "
                 "exists and can be written to"

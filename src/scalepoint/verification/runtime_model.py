@@ -76,6 +76,7 @@ class RuntimeModel:
         self.close()
 
     def _return_self(self) -> Self:
+        """Return the model unchanged: a file has no training mode."""
         return self
 
     eval = _return_self  # an `evaluate` function may call model.eval(); a file has only this mode

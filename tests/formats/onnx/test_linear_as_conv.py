@@ -30,13 +30,13 @@ class Mixed(nn.Module):
         self.norm = nn.LayerNorm(16)
         self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
         self.gate, self.value = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False)
-        self.out, self.seen = nn.Linear(24, 16, bias=False), nn.Linear(16, 16)
+        self.out, self.reused = nn.Linear(24, 16, bias=False), nn.Linear(16, 16)
         self.after, self.hidden, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
 
     def forward(self, x):
         x = x + self.down(F.gelu(self.up(self.norm(x))))
         x = x + self.out(F.silu(self.gate(x)) * self.value(x))
-        returned = torch.relu(self.seen(x))
+        returned = torch.relu(self.reused(x))
         x = self.after(returned)
         return self.head(F.gelu(self.hidden(x.flatten(1, -2).mean(1)))), returned
 

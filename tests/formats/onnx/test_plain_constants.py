@@ -13,7 +13,7 @@ from scalepoint import check
 from scalepoint.errors import ScalepointWarning
 from scalepoint.quantize import calibrate, disable_fake_quant, enable_fake_quant, insert_qdq, prepare_qat
 from scalepoint.transformation import transform
-from tests.models import Bottleneck, ResNet, VisionTransformer, settled
+from tests.models import Bottleneck, ResNet, VisionTransformer, with_norm_statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 by_either_exporter = pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
@@ -54,7 +54,7 @@ def run(path, x):
 @by_either_exporter
 def test_folded_weights_of_a_residual_net_are_constants(tmp_path, dynamo):
     torch.manual_seed(0)
-    model = settled(nn.Sequential(Bottleneck(128, 32), Bottleneck(128, 32)))
+    model = with_norm_statistics(nn.Sequential(Bottleneck(128, 32), Bottleneck(128, 32)))
     x = torch.randn(2, 128, 8, 8)
     quantized = for_tensorrt(model, x)
     graph = export_plain(quantized, x, tmp_path / "m.onnx", dynamo)
@@ -75,7 +75,7 @@ def test_the_documented_examples_have_no_findings(tmp_path, example, dynamo):
     if example == "vit":
         quantized = for_tensorrt(VisionTransformer(192, 3, 2, image=64, classes=64), x)
     else:
-        quantized = for_tensorrt(settled(ResNet((1, 1, 1, 1), width=32, classes=64)), x)
+        quantized = for_tensorrt(with_norm_statistics(ResNet((1, 1, 1, 1), width=32, classes=64)), x)
     if example == "qat":
         prepare_qat(quantized)
         optimizer = torch.optim.SGD(quantized.parameters(), 1e-3)
@@ -87,7 +87,7 @@ def test_the_documented_examples_have_no_findings(tmp_path, example, dynamo):
 
 def test_weights_changed_in_training_are_the_ones_exported(tmp_path):
     torch.manual_seed(0)
-    model = settled(nn.Sequential(nn.Conv2d(16, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()))
+    model = with_norm_statistics(nn.Sequential(nn.Conv2d(16, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()))
     x = torch.randn(2, 16, 8, 8)
     quantized = for_tensorrt(model, x)
     quantized.train()
@@ -103,7 +103,9 @@ def test_weights_changed_in_training_are_the_ones_exported(tmp_path):
 def test_disabled_quantizers_cause_a_warning(tmp_path, dynamo):
     torch.manual_seed(0)
     x = torch.randn(2, 16, 8, 8)
-    quantized = for_tensorrt(settled(nn.Sequential(nn.Conv2d(16, 64, 3), nn.BatchNorm2d(64), nn.ReLU())), x)
+    quantized = for_tensorrt(
+        with_norm_statistics(nn.Sequential(nn.Conv2d(16, 64, 3), nn.BatchNorm2d(64), nn.ReLU())), x
+    )
     disable_fake_quant(quantized)
     with pytest.warns(ScalepointWarning, match="quantizers.*disabled.*enable_fake_quant"):
         graph = export_plain(quantized, x, tmp_path / "m.onnx", dynamo)

@@ -48,10 +48,10 @@ def _linear(part: QuantizedLayer, is_float: bool) -> dict[str, np.ndarray]:
     if is_float:
         weight, bias = part.fold_norm()
         return {"codes": weight.detach().numpy(), "scale": np.float32(1), "bias": bias.detach().numpy()}
-    found = part.get_deployed()
-    bias = found.bias if found.bias_scale is None else found.bias * found.bias_scale
+    deployed = part.get_deployed()
+    bias = deployed.bias if deployed.bias_scale is None else deployed.bias * deployed.bias_scale
     scale = part.weight_quant.scale.reshape(-1, 1)
-    return {"codes": found.codes.numpy(), "scale": scale.detach().numpy(), "bias": bias.detach().numpy()}
+    return {"codes": deployed.codes.numpy(), "scale": scale.detach().numpy(), "bias": bias.detach().numpy()}
 
 
 def _save(path: Path, steps: list[dict], arrays: dict[str, np.ndarray], labels: dict[str, str]) -> None:

@@ -140,9 +140,9 @@ def _write_bytes(path: Path, proto: Any, large: Sequence[Any]) -> None:
             file.write(weight.header)
             start = file.tell()
             weight.write(file)
-            written = file.tell() - start
-            if written != weight.size:
-                raise ExportError(f"{weight.name} has {written} bytes, but its type and shape need {weight.size}")
+            byte_count = file.tell() - start
+            if byte_count != weight.size:
+                raise ExportError(f"{weight.name} has {byte_count} bytes, but its type and shape need {weight.size}")
         file.write(graph_end + model_end)
 
 

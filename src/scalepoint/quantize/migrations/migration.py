@@ -31,7 +31,8 @@ class RewriteSite(Protocol):
 
     @property
     def name(self) -> str: ...
-    def tensors(self) -> Sequence[Tensor]: ...
+    def tensors(self) -> Sequence[Tensor]:
+        """Return the tensors that the rewrite changes."""
 
 
 @dataclass
@@ -42,6 +43,7 @@ class MigrationSites:
     refused: dict[str, str] = field(default_factory=dict)
 
     def refuse(self, name: str, reason: str) -> None:
+        """Record why a site cannot be rewritten. The first reason stays."""
         self.refused.setdefault(name, reason)
 
 

@@ -93,4 +93,5 @@ def find_step(name: str) -> TuningStep:
 
 
 def step_names() -> list[str]:
+    """Return the names of all tuning steps."""
     return [INTERCEPT, *_STEPS.names()]
