@@ -31,6 +31,7 @@ A message has the form `<what is wrong>: <what to do>`.
 from collections.abc import Iterable
 from difflib import get_close_matches
 from reprlib import Repr
+from typing import Any
 
 
 class ScalepointError(Exception):
@@ -148,6 +149,7 @@ class VerificationError(ScalepointError, RuntimeError):
     """The runtime is missing, fails, or computes other values."""
 
     code = "SP-V001"
+    deployment: Any = None  # the Deployment whose file failed; None if deploy wrote no file
 
 
 class DocumentError(ScalepointError, ValueError):

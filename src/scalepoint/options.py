@@ -3,7 +3,8 @@
     DeployOptions       keywords of scalepoint.deploy
     CheckpointOptions   keywords of scalepoint.deploy_checkpoint
     RunOptions          keywords of both that are not part of a config file
-    DeployConfig        both, and where model and data come from: the keys of a config file
+    SourceOptions       where model, data and metric of a command come from
+    DeployConfig        all but RunOptions: the keys of a config file
     SweepConfig         a DeployConfig with a grid
 
 Each field has its type, default, help, group and the pipeline stages whose result depends on it. Command line flags
@@ -313,8 +314,8 @@ class RunOptions(Config):
     ] = False
 
 
-class DeployConfig(DeployOptions, CheckpointOptions):
-    """A config file: the options of a run, and where its model and data come from."""
+class SourceOptions(Config):
+    """Where the model, the data and the metric of a command come from, by name."""
 
     model: Annotated[
         str | None,
@@ -358,6 +359,23 @@ class DeployConfig(DeployOptions, CheckpointOptions):
             "Folder that is searched first for modules and files; the config file's folder if not given.", FILE_GROUP
         ),
     ] = None
+
+
+@dataclass(frozen=True)
+class Command:
+    """The command line that started a run, from which the run can be repeated.
+
+    Attributes:
+        sources: The names of model, data and metric. `root` is an absolute path.
+        trust: Whether the command had --trust.
+    """
+
+    sources: SourceOptions
+    trust: bool = False
+
+
+class DeployConfig(DeployOptions, CheckpointOptions, SourceOptions):
+    """A config file: the options of a run, and where its model and data come from."""
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -415,7 +433,7 @@ class DeployConfig(DeployOptions, CheckpointOptions):
     @classmethod
     def file_keys(cls) -> list[str]:
         """Return all keys in the order of a config file: model and data first, the long `quantization` last."""
-        names = [*DeployConfig.__annotations__, *cls.model_fields]
+        names = [*SourceOptions.model_fields, *cls.model_fields]
         return list(dict.fromkeys([*(name for name in names if name != "quantization"), "quantization"]))
 
     @classmethod

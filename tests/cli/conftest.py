@@ -79,6 +79,10 @@ class Other(Net):
 def score(run):
     return 0.5
 
+def score_of_float(run):
+    """A metric by which every file is worse than the float model."""
+    return 1.0 if isinstance(run, nn.Module) else 0.0
+
 def batches_with_nan():
     batches = fixed_batches()
     batches[1][0, 0, 0, 0] = float("nan")

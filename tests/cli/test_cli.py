@@ -301,7 +301,7 @@ def test_the_exit_code_tells_whether_the_result_is_within_the_limits(
     assert options["evaluate"](None) == 0.5
 
 
-def test_flags_override_the_config_and_the_written_config_contains_them(call, here, monkeypatch) -> None:
+def test_flags_override_the_config(call, here, monkeypatch) -> None:
     received = {}
 
     def deploy(model, inputs, data, **options):
@@ -320,10 +320,22 @@ def test_flags_override_the_config_and_the_written_config_contains_them(call, he
         True,
         ("head",),
     )
-    assert "threads: 3" in (here / "result" / "config.yaml").read_text()
-    assert "choices: [int4, int8]" in (here / "result" / "config.yaml").read_text()
-    assert call("deploy", "-c", "result/config.yaml", "-o", "again", "--smoke")[0] == 0
-    assert (received["smoke"], received["resume"], received["threads"]) == (True, False, 3)
+    assert received["choices"] == ("int4", "int8")
+
+
+def test_the_written_config_contains_the_flags_and_can_be_deployed_again(call, here) -> None:
+    (here / "c.yaml").write_text("model: nets:Net\ndata: nets:batches\nthreads: 2\nmax_trials: 4\noutput: result\n")
+    flags = ("--max-batches", "2", "--threads", "3", "--leave", "head", "--choices", "int4,int8")
+    code, _, err = call("deploy", "-c", "c.yaml", *flags, "--smoke")
+    assert code == 0, err
+    for output in ("result", "again"):
+        written = DeployConfig.from_file(here / output / "config.yaml")
+        assert (written.model, written.data, written.root) == ("nets:Net", "nets:batches", "..")
+        assert (written.threads, written.max_trials, written.max_batches) == (3, 4, 2)
+        assert (written.leave, written.choices, written.output) == (("head",), ("int4", "int8"), output)
+        assert written.allow_departure is False
+        code, _, err = call("deploy", "-c", "result/config.yaml", "-o", "again", "--smoke", "--force")
+        assert code == 0, err
 
 
 OUTPUT_FLAGS = {"context", "config", "trust", "dry_run", "quiet", "verbose", "json", "debug"}
@@ -367,7 +379,7 @@ def test_flags_keywords_and_config_keys_have_the_same_names() -> None:
     checkpoint_keywords = set(inspect.signature(deploy_checkpoint).parameters) - {"source", "verify"} - NAMES_OF_OBJECTS
     assert (
         keys - NAMES_OF_OBJECTS
-        == (keywords | checkpoint_keywords) - {"config", "kwargs", "progress", "callback"} - RUN_FLAGS
+        == (keywords | checkpoint_keywords) - {"config", "kwargs", "progress", "callback", "command"} - RUN_FLAGS
     )
     assert flags >= RUN_FLAGS
     assert keywords >= RUN_FLAGS
@@ -812,43 +824,28 @@ def test_the_reproduction_command_writes_the_same_file(deployed, tmp_path) -> No
     assert (tmp_path / "again" / "model.onnx").read_bytes() == (out / "model.onnx").read_bytes()
 
 
-def test_after_a_search_the_reproduction_command_needs_no_search(call, here, monkeypatch) -> None:
-    def deploy(model, inputs, data, **options):
-        options["output"].mkdir()
-        deployment = _Deployment()
-        deployment.report.trials, deployment.report.config = (
-            (1, 2),
-            {"overrides": [{"name": "head", "weight": "float"}]},
-        )
-        return deployment
-
-    monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
-    flags = ("--data", "nets:batches", "--evaluate", "nets:score", "--max-drop", "1")
-    assert call("deploy", "nets:net", *flags, "-o", "result")[0] == 0
-    best = DeployConfig.from_file(here / "result" / "kept.yaml")
-    config = DeployConfig.from_file(here / "result" / "config.yaml")
-    assert (best.max_drop, config.max_drop) == (None, 1.0)
-    assert [override.name for override in best.quantization.overrides] == ["head"]
-    assert config.quantization.overrides == ()
-
-
-def test_a_budget_is_written_to_the_config_and_reproduction_needs_no_budget(call, here, monkeypatch) -> None:
-    received = {}
-
-    def deploy(model, inputs, data, **options):
-        received.update(options)
-        options["output"].mkdir()
-        deployment = _Deployment()
-        deployment.report.trials, deployment.report.config = (1,), {"overrides": [{"name": "head", "weight": "float"}]}
-        return deployment
-
-    monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
-    flags = ("--data", "nets:batches", "--budget", "bits=4.5", "--choices", "int4,float")
-    assert call("deploy", "nets:net", *flags, "-o", "result")[0] == 0
-    assert (str(received["budget"]), received["choices"]) == ("bits=4.5", ("int4", "float"))
+def test_after_a_search_the_reproduction_command_needs_no_search(call, here) -> None:
+    metric = ("--evaluate", "nets:score_of_float", "--max-drop", "0.1", "--max-trials", "2")
+    code, _, err = call("deploy", "nets:net", "--data", "nets:fixed_batches", *metric, "-o", "result")
+    assert code == Code.LIMIT, err  # no file is good enough
     config, best = (DeployConfig.from_file(here / "result" / name) for name in ("config.yaml", "kept.yaml"))
-    assert (config.budget, best.budget) == (received["budget"], None)
-    assert [override.name for override in best.quantization.overrides] == ["head"]
+    assert (config.max_drop, best.max_drop) == (0.1, None)
+    report = json.loads((here / "result" / "report.json").read_text())
+    assert len(report["trials"]) == 2
+    assert best.quantization.to_dict() == report["config"]
+    assert str(here / "result" / "kept.yaml") in report["reproduction"]["command"]
+    assert "kept.yaml" in (here / "result" / "reproduce.py").read_text()
+
+
+def test_a_budget_is_written_to_the_config_and_reproduction_needs_no_budget(call, here) -> None:
+    flags = ("--data", "nets:fixed_batches", "--budget", "bits=4.5", "--choices", "int4,float", "--allow-departure")
+    code, _, err = call("deploy", "nets:net", *flags, "-o", "result", "--smoke")
+    assert code == 0, err
+    config, best = (DeployConfig.from_file(here / "result" / name) for name in ("config.yaml", "kept.yaml"))
+    assert (str(config.budget), config.choices, best.budget) == ("bits=4.5", ("int4", "float"), None)
+    assert {override.name for override in best.quantization.overrides} == {"conv", "head"}
+    assert config.quantization.overrides == ()
+    assert config.allow_departure
 
 
 @pytest.mark.parametrize("budget", ["small", "size=2", "size=none", "speed=0.5", "bits=4,size=0.2"])

@@ -24,9 +24,9 @@ from scalepoint.options import (
     get_option,
     stage_values,
 )
-from scalepoint.pipeline.build_report import options_as_source
 from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.job import Job
+from scalepoint.pipeline.reproduction import options_as_source
 from scalepoint.pipeline.result import Trial
 from scalepoint.quantize import QuantConfig
 from scalepoint.targets import describe, find_target
@@ -39,7 +39,8 @@ from scalepoint.cli.app import run
 codes = [run(line.split()) for line in sys.argv[1:]]
 print(codes, "torch" in sys.modules, file=sys.stderr)
 """
-OBJECTS = {"example_inputs", "calibration_data", "model", "evaluate", "kwargs", "progress", "callback"}  # of deploy
+# Keywords of deploy that no option declares.
+OBJECTS = {"example_inputs", "calibration_data", "model", "evaluate", "kwargs", "progress", "callback", "command"}
 RENAMED = {"quantization": "config"}  # key of a config file -> keyword in Python
 
 

@@ -1,10 +1,8 @@
 """The command `scalepoint deploy`: the whole pipeline from a model to a verified file with a report."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
-import os
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -29,21 +27,9 @@ from scalepoint.cli.run_config import (
     load_settings,
     object_loader,
 )
-from scalepoint.options import DeployConfig, DeployOptions, RunOptions, changed_values
-from scalepoint.support.files import replace_text
+from scalepoint.errors import VerificationError
+from scalepoint.options import Command, DeployConfig, DeployOptions, RunOptions, SourceOptions, changed_values
 from scalepoint.support.formatting import format_decibels, format_ratio, format_value
-
-REPRODUCE_SCRIPT = '''"""Writes the file again, as scalepoint {version} did: python reproduce.py [FOLDER]"""
-
-import sys
-from pathlib import Path
-
-from scalepoint.cli.app import run
-
-folder = Path(__file__).resolve().parent
-output = sys.argv[1] if len(sys.argv) > 1 else "again"
-sys.exit(run(["deploy", "-c", str(folder / "{file}"), "-o", output, *{flags!r}]))
-'''
 
 
 @takes(*(name for name in DeployConfig.file_keys() if name != "quantization"), *RunOptions.model_fields)
@@ -143,7 +129,13 @@ def deploy_keywords(settings: Any) -> dict[str, Any]:
     options = dict(settings.part(DeployOptions))
     config = options.pop("quantization")
     del options["output"]
-    return {**options, "config": config, "allow_departure": True}  # a departure is reported by the exit code
+    return {**options, "config": config}
+
+
+def make_command(settings: Any, loader: ObjectLoader) -> Command:
+    """Return what deploy needs to write config.yaml and reproduce.py."""
+    sources = settings.updated({"root": str(loader.root.absolute())}).part(SourceOptions)
+    return Command(sources, trust=loader.trust)
 
 
 def _options_text(settings: Any) -> str:
@@ -193,61 +185,25 @@ class DeployRun:
             self.quiet,
         )
         _print_status(f"  {_options_text(settings)}", self.quiet)
-        deployment = load_public("deploy")(
-            model,
-            inputs,
-            [] if batches is None else batches,
-            output=self.folder,
-            evaluate=evaluate,
-            smoke=self.smoke,
-            resume=self.resume,
-            force=self.force,
-            progress=not self.quiet,
-            callback=print_event if self.verbose else None,
-            **deploy_keywords(settings),
-        )
-        return self.write_run_files(deployment)
-
-    def write_run_files(self, deployment: Any) -> Any:
-        """Write the configs and reproduce.py. Return the deployment with the reproduction command in its report."""
-        from scalepoint.pipeline.workspace import CONFIG_FILE, SCRIPT_FILE
-        from scalepoint.report import write
-        from scalepoint.report.html import HTML_FILE, JSON_FILE
-        from scalepoint.support.output_folder import WrittenFiles
-
-        if not distributed.is_main():
-            return deployment
-        file, command = self._write_configs(deployment)
-        paths = [self.folder / CONFIG_FILE, file, self.folder / SCRIPT_FILE]
-        if deployment.report.reproduction is not None:
-            reproduction = replace(deployment.report.reproduction, command=command)
-            deployment = replace(deployment, report=replace(deployment.report, reproduction=reproduction))
-            write(deployment.report, self.folder)
-            paths += [self.folder / JSON_FILE, self.folder / HTML_FILE]
-        WrittenFiles(self.folder).add(paths)
-        return deployment
-
-    def _write_configs(self, deployment: Any) -> tuple[Path, str]:
-        """Write the settings of this run as config.yaml, and after a search the config of the best trial.
-
-        Returns:
-            The file that reproduces the model file, and a command with it that works from any folder.
-        """
-        from scalepoint.pipeline.workspace import BEST_CONFIG_FILE, CONFIG_FILE, SCRIPT_FILE
-
-        cpu = getattr(deployment.report, "environment", {}).get("target cpu", self.settings.cpu)  # instead of "auto"
-        settings = self.settings.updated({"root": os.path.relpath(self.loader.root, self.folder), "cpu": cpu})
-        file = self.folder / CONFIG_FILE
-        settings.to_file(file)
-        has_searched = len(getattr(deployment.report, "trials", ())) > 1 or self.settings.budget is not None
-        if has_searched:
-            file = self.folder / BEST_CONFIG_FILE
-            best = {"max_drop": None, "min_speed": None, "budget": None, "quantization": deployment.report.config}
-            settings.updated(best).to_file(file)
-        flags = ["--trust"] * self.loader.trust + ["--smoke"] * self.smoke
-        script = REPRODUCE_SCRIPT.format(version=scalepoint.__version__, file=file.name, flags=flags)
-        replace_text(self.folder / SCRIPT_FILE, script)
-        return file, shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *flags])
+        try:
+            return load_public("deploy")(
+                model,
+                inputs,
+                [] if batches is None else batches,
+                output=self.folder,
+                evaluate=evaluate,
+                smoke=self.smoke,
+                resume=self.resume,
+                force=self.force,
+                progress=not self.quiet,
+                callback=print_event if self.verbose else None,
+                command=make_command(settings, self.loader),
+                **deploy_keywords(settings),
+            )
+        except VerificationError as error:
+            if error.deployment is None:
+                raise
+            return error.deployment  # the exit code tells what is wrong
 
     def _describe_interrupted(self) -> str:
         """List the finished stages of an interrupted run, and say how to continue."""

@@ -25,7 +25,7 @@ def load_settings(parameters: Mapping[str, Any], *, is_sweep: bool = False) -> A
     """Return a DeployConfig, or a SweepConfig for a sweep: the config file, overridden by the flags that were given.
 
     Args:
-        parameters: Parameters of the command, by name. A flag that was not given is None or [].
+        parameters: Parameters of the command, by name. A flag that was not given is None or ().
         is_sweep: Return a SweepConfig, which also has a grid.
     """
     config_class = SweepConfig if is_sweep else DeployConfig
@@ -34,7 +34,7 @@ def load_settings(parameters: Mapping[str, Any], *, is_sweep: bool = False) -> A
     if file is not None:
         settings = settings.updated({"root": str(Path(file).parent / (settings.root or ""))})
     options = {key: value for key, value in parameters.items() if key in DeployConfig.model_fields}
-    flag_values = {key: value for key, value in options.items() if value not in (None, [])}
+    flag_values = {key: value for key, value in options.items() if value not in (None, ())}
     try:
         return settings.updated(flag_values)
     except ConfigError as error:

@@ -1,7 +1,6 @@
 """The command `scalepoint sweep`: deploy with every combination of a grid of settings."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import typer
 import scalepoint
 from scalepoint import distributed
 from scalepoint.cli import flags
-from scalepoint.cli.deploy import DeployRun, deploy_keywords
+from scalepoint.cli.deploy import deploy_keywords, make_command
 from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
 from scalepoint.cli.flags import takes
 from scalepoint.cli.inspect import load_model_and_data
@@ -67,19 +66,13 @@ def sweep(
     if not quiet:
         say(f"scalepoint {scalepoint.__version__}: {settings.model} over {', '.join(grid)} into {folder}/")
 
-    def write_run_files(deployment: Any, run_folder: Path, point: Mapping[str, Any]) -> None:
-        shared_values = {key: value for key, value in dict(settings).items() if key != "grid"}
-        point_values = {key: point[KEYWORD_NAMES.get(key, key)] for key in grid}
-        values = {**shared_values, **point_values, "output": str(run_folder)}
-        run_settings = load_public("DeployConfig").model_validate(values)
-        DeployRun(run_settings, loader, smoke, False, False, quiet, json).write_run_files(deployment)
-
     names = {KEYWORD_NAMES.get(key, key): values for key, values in grid.items()}
-    shared = {key: value for key, value in deploy_keywords(settings).items() if key not in names}
+    own = {*names, "allow_departure"}  # a run that departs is a row of the table
+    shared = {key: value for key, value in deploy_keywords(settings).items() if key not in own}
     try:
         result = load_public("sweep")(
             model, inputs, [] if batches is None else batches, grid=names, output=folder, resume=resume, force=force,
-            finish=write_run_files, evaluate=evaluate, smoke=smoke, progress=not quiet, **shared,
+            evaluate=evaluate, smoke=smoke, progress=not quiet, command=make_command(settings, loader), **shared,
         )  # fmt: skip
     except KeyboardInterrupt:
         return report_interrupt("finished runs are kept; the same command with --resume continues from there")

@@ -27,14 +27,15 @@ from scalepoint.budget import Budget
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.options import DEFAULT_CHOICES, Accuracy, DeployOptions, Placement
+from scalepoint.options import DEFAULT_CHOICES, Accuracy, Command, DeployOptions, Placement
 from scalepoint.pipeline import stages
-from scalepoint.pipeline.build_report import build_report, config_yaml
+from scalepoint.pipeline.build_report import build_report
 from scalepoint.pipeline.job import Job, prepare_job
 from scalepoint.pipeline.local_placement import is_measured_here, search_placement
+from scalepoint.pipeline.reproduction import write_run_files
 from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
 from scalepoint.pipeline.stages import StageContext
-from scalepoint.pipeline.workspace import CONFIG_FILE, DeployWorkspace
+from scalepoint.pipeline.workspace import DeployWorkspace
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report
@@ -85,6 +86,7 @@ def deploy(
     force: bool = False,
     progress: bool | None = None,
     callback: Callback | None = None,
+    command: Command | None = None,
 ) -> Deployment:
     """Quantize a model for a target runtime, write the file, and verify it in that runtime.
 
@@ -136,6 +138,7 @@ def deploy(
         force: Overwrite files of an earlier run in `output`. Files that scalepoint did not write are kept.
         progress: Show progress on stderr; None shows it on a terminal only.
         callback: Called with every progress event.
+        command: Set by the command line: what config.yaml and reproduce.py need to repeat the run by a command.
 
     Returns:
         The deployment: the quantized model, the path of the file, the verification, the scores and the report.
@@ -146,7 +149,7 @@ def deploy(
         CaptureError: The model cannot be captured as a graph.
         TargetError: The target does not support what the config or the model needs.
         VerificationError: The runtime is not installed, cannot run the file, or computes other values than the
-            simulation, and `allow_departure` is False.
+            simulation, and `allow_departure` is False. If a file was written, the error has it as `deployment`.
 
     Example:
         done = scalepoint.deploy(model, batches[0], batches, target="onnxruntime", output="out")
@@ -166,6 +169,7 @@ def deploy(
         kwargs=kwargs,
         progress=progress,
         smoke=smoke,
+        command=command,
         values=values,
     )
     if isinstance(target, str) and cpu == "auto" and progress is not False:
@@ -203,7 +207,7 @@ def run_job(context: StageContext) -> Deployment:
 
     def finish() -> None:
         stages.extract_departure(context, best)
-        workspace.write_text(CONFIG_FILE, config_yaml(job))
+        write_run_files(context, best, trials)
         workspace.finish()
 
     distributed.run_on_main("writing the last files", finish)

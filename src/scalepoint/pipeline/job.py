@@ -25,7 +25,7 @@ from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrap_m
 from scalepoint.graph.dynamic_axes import Axes, check_axes, get_named_inputs, parse_axes
 from scalepoint.graph.example_inputs import check_example
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.options import DeployOptions, Placement
+from scalepoint.options import Command, DeployOptions, Placement
 from scalepoint.pipeline.accuracy import check_accuracy
 from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.model_metadata import read_library_metadata
@@ -59,6 +59,7 @@ class Job:
         evaluate: The user's metric; None if there is none.
         metadata: Metadata for the file: what timm or transformers declare for the model, updated by the user's.
         dynamic_axes: `options.dynamic_axes`, checked against the example.
+        command: The command line that started the run; None for a call from Python.
         is_smoke: Whether this is a quick run that only looks for errors.
         progress: Show progress; None shows it on a terminal only.
     """
@@ -73,6 +74,7 @@ class Job:
     evaluate: Evaluate | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     dynamic_axes: Axes = field(default_factory=dict)
+    command: Command | None = None
     is_smoke: bool = False
     progress: bool | None = None
 
@@ -103,12 +105,13 @@ def prepare_job(
     kwargs: Mapping[str, Any] | None,
     progress: bool | None,
     smoke: bool,
+    command: Command | None,
     values: Mapping[str, Any],
 ) -> Job:
     """Check every argument of deploy.
 
     Args:
-        model, example_inputs, calibration_data, target, config, evaluate, kwargs, progress: See deploy.
+        model, example_inputs, calibration_data, target, config, evaluate, kwargs, progress, command: See deploy.
         smoke: Whether the job will be run as `for_smoke`, which some options exclude.
         values: The other options of deploy, by name.
     """
@@ -157,6 +160,7 @@ def prepare_job(
         evaluate=evaluate,
         metadata=metadata,
         dynamic_axes=axes,
+        command=command,
         progress=progress,
     )
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from torch import fx
 
-from scalepoint.errors import UsageError
+from scalepoint.errors import UsageError, VerificationError
 from scalepoint.quantize import Coverage, QuantConfig, coverage
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report, notebook_snippet
@@ -236,12 +236,17 @@ class Deployment:
         """Return this deployment if the file matches the simulation.
 
         Raises:
-            VerificationError: The runtime cannot run the file, or computes other values.
+            VerificationError: The runtime cannot run the file, or computes other values. The error has this deployment
+                as `deployment`.
         """
-        if self.verification is not None:
-            self.verification.check()
-        if self.report.language is not None:
-            self.report.language.check(str(self.path))
+        try:
+            if self.verification is not None:
+                self.verification.check()
+            if self.report.language is not None:
+                self.report.language.check(str(self.path))
+        except VerificationError as error:
+            error.deployment = self
+            raise
         return self
 
     def __str__(self) -> str:

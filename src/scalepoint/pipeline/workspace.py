@@ -22,6 +22,7 @@ from scalepoint.errors import NonFiniteError, StoreError, UsageError
 from scalepoint.pipeline.cache import StageCache
 from scalepoint.report import Report, write
 from scalepoint.report.html import HTML_FILE, JSON_FILE
+from scalepoint.report.model import CONFIG_FILE
 from scalepoint.report.sweep import PAGE_FILE, SWEEP_FILE
 from scalepoint.support.files import (
     LOCK_FILE,
@@ -39,7 +40,7 @@ from scalepoint.support.progress import Event, send_event
 from scalepoint.verification.inputs import INPUTS_FILE
 
 WORK_FOLDER = ".scalepoint"
-LOG_FILE, CONFIG_FILE, BEST_CONFIG_FILE, SCRIPT_FILE = "log.txt", "config.yaml", "kept.yaml", "reproduce.py"
+LOG_FILE, BEST_CONFIG_FILE, SCRIPT_FILE = "log.txt", "kept.yaml", "reproduce.py"
 FAILING_FOLDER, QUANTIZED_FOLDER = "failing", "quantized"
 FILE_STEM, FLOAT_STEM, PLAIN_STEM = "model", "float", "float_plain"  # names without the suffix of the format
 REPORT_FILES = (JSON_FILE, HTML_FILE)

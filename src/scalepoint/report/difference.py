@@ -18,7 +18,7 @@ from rich.text import Text
 
 from scalepoint.errors import DocumentError, StoreError
 from scalepoint.report.html import JSON_FILE
-from scalepoint.report.model import Report
+from scalepoint.report.model import CONFIG_FILE, Report
 from scalepoint.report.terminal import MIN_WIDE_COLUMNS, low_share, plain_table
 from scalepoint.support.formatting import (
     format_decibels,
@@ -34,7 +34,6 @@ from scalepoint.support.formatting import (
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_yaml
 
-CONFIG_FILE = "config.yaml"
 INPUT_NAMES = {"model": "the model", "calibration data": "the calibration data", "example inputs": "the example inputs"}
 IGNORED_KEYS = ("output", "root")  # folders differ between runs without changing the result
 FORMATTERS: Mapping[str, Callable[[float], str]] = {

@@ -36,6 +36,7 @@ from scalepoint.verification.result import Verification
 
 REPORT_SCHEMA = 2  # version of report.json; raised if a field is renamed, removed or changes its meaning
 MAX_REPORT_BYTES = 256_000_000
+CONFIG_FILE = "config.yaml"  # the options of a run, next to its report
 SMOKE_WARNING = "a smoke run"  # the warning of a smoke run begins with this text
 MAX_NEXT_STEPS = 3
 
@@ -295,6 +296,6 @@ def _compare_command(report: Report) -> str:
     if not _is_from_command_line(report) or report.verification is None:
         return "scalepoint.compare(model, done.model, data)"
     folder = PurePath(report.verification.path).parent
-    words = ["scalepoint", "compare", str(folder), "-c", str(folder / "config.yaml")]
+    words = ["scalepoint", "compare", str(folder), "-c", str(folder / CONFIG_FILE)]
     is_trusted = report.reproduction is not None and "--trust" in report.reproduction.command.split()
     return shlex.join([*words, "--trust"] if is_trusted else words)
