@@ -83,6 +83,7 @@ bench: architectures
 	-$(BIN)/python bench/weight_only.py
 	-$(BIN)/python bench/genai.py
 	$(BIN)/python bench/write_page.py
+	$(BIN)/python docs/generate.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

@@ -1,4 +1,4 @@
-"""Write the tables of docs/measured.md from what the benches wrote to out/."""
+"""Write the tables of docs/measured/*.md from the results in out/. docs/generate.py makes the summary from them."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from typing import Any
 from onnx_files import ANSWERS, NNCF, OURS, OURS_VNNI, QUANTIZE_STATIC
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "measured.md"
+PAGES = ROOT / "docs" / "measured"
 
 
 def table(path: Path) -> str:
@@ -354,18 +354,21 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
 
 
 def main() -> int:
-    page = PAGE.read_text()
+    pages = {path: path.read_text() for path in sorted(PAGES.glob("*.md"))}
     for name, (source, make) in TABLES.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        if begin not in page:
-            raise SystemExit(f"{PAGE} has no {begin}")
+        page = next((path for path, text in pages.items() if begin in text), None)
+        if page is None:
+            raise SystemExit(f"no page of {PAGES} has {begin}")
         path = ROOT / "out" / f"{source}.json"
         if not path.exists():
-            print(f"{path.name} is not there: its table stays as it was")
+            print(f"{path.name} does not exist: its table is not changed")
             continue
         body = f"{begin}\n{make(path)}\n{end}"
-        page = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, text=body: text, page, flags=re.DOTALL)
-    PAGE.write_text(page)
+        pattern = f"{re.escape(begin)}.*?{re.escape(end)}"
+        pages[page] = re.sub(pattern, lambda _, text=body: text, pages[page], flags=re.DOTALL)
+    for path, text in pages.items():
+        path.write_text(text)
     return 0
 
 

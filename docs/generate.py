@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from inspect import isclass, isfunction
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from typer.main import get_command
@@ -548,17 +549,63 @@ def _explained(module: str) -> str:
     )
 
 
-# README: how it compares -----------------------------------------------------------------------------------------
+# Measured ----------------------------------------------------------------------------------------------------------
 
 BEGIN, END = "<!-- begin compared -->\n", "<!-- end compared -->"
 COMPARED = ("scalepoint", "ONNX Runtime quantize_static")
 COLUMNS = ("dB against float", "speed", "size")
+# Tables of docs/measured/ in the summary: title, other tool, and the columns of dB, speed and size.
+SUMMARIZED = {
+    "deployed": ("ONNX Runtime, without VNNI", "quantize_static", COLUMNS),
+    "deployed-vnni": ("ONNX Runtime, VNNI", "quantize_static", COLUMNS),
+    "openvino-avx2": ("OpenVINO, without VNNI", "NNCF", COLUMNS),
+    "openvino": ("OpenVINO, VNNI", "NNCF", COLUMNS),
+    "xnnpack": (
+        "ExecuTorch (XNNPACK), server CPU",
+        "XNNPACKQuantizer",
+        ("against_float", "speed", "size"),
+    ),
+    "litert": (
+        "LiteRT (XNNPACK), server CPU",
+        "ai-edge-quantizer",
+        COLUMNS,
+    ),
+}
+
+
+def measured_text() -> str:
+    """All pages of docs/measured/, one after the other."""
+    paths = sorted((DOCS / "measured").glob("*.md"))
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+def rows_of(text: str, name: str) -> list[dict[str, str]]:
+    """The rows of a table between its markers, by column. The first column without a title is `how`."""
+    part = text.partition(f"<!-- begin {name} -->")[2]
+    part = part.partition(f"<!-- end {name} -->")[0]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in part.split("\n")
+        if "|" in line
+    ]
+    if not lines:
+        return []
+    columns = [column or "how" for column in lines[0]]
+    return [dict(zip(columns, cells, strict=True)) for cells in lines[2:]]
+
+
+def is_missed(cell: str) -> bool:
+    return "**missed**" in cell
+
+
+def without_mark(cell: str) -> str:
+    return cell.replace("**missed**", "").strip()
 
 
 def readme() -> str:
-    """The README with its table taken from measured.md; as it is while nothing is measured."""
+    """The README with its table taken from docs/measured/."""
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    rows = list(compared((DOCS / "measured.md").read_text(encoding="utf-8")))
+    rows = list(compared(measured_text()))
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     made = table(("model", "", *COLUMNS), rows)
@@ -566,27 +613,118 @@ def readme() -> str:
 
 
 def compared(measured: str) -> Iterator[tuple[str, ...]]:
-    """Of the files in ONNX Runtime ours, the first way of each model, and those of its own tool."""
-    part = measured.partition("<!-- begin deployed -->")[2].partition(
-        "<!-- end deployed -->"
-    )[0]
-    lines = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in part.split("\n")
-        if "|" in line
-    ]
-    if not lines:
-        return
-    places = [lines[0].index(name) for name in COLUMNS]
+    """Yield the first file of scalepoint and of quantize_static for each model in ONNX Runtime."""
     seen = set()
-    for cells in lines[2:]:
-        who = cells[1].partition(",")[0]
-        if who in COMPARED and (cells[0], who) not in seen:
-            seen.add((cells[0], who))
-            numbers = [
-                cells[place].replace("**missed**", "").strip() for place in places
-            ]
-            yield cells[0], who, *numbers
+    for row in rows_of(measured, "deployed"):
+        tool = row["how"].partition(",")[0]
+        if tool in COMPARED and (row["model"], tool) not in seen:
+            seen.add((row["model"], tool))
+            yield (
+                weights_named(row["model"]),
+                tool,
+                *(without_mark(row[name]) for name in COLUMNS),
+            )
+
+
+def weights_named(model: str) -> str:
+    """The model with a remark if its weights are random. Titles of trained models end with "trained"."""
+    return model if model.endswith("trained") else f"{model}, random"
+
+
+Numbers = tuple[float, float, float]
+
+
+def pairs(
+    rows: list[dict[str, str]], other: str, columns: Sequence[str]
+) -> dict[str, tuple[Numbers, Numbers]]:
+    """Numbers of scalepoint and of the other tool's file nearest to float, for models that have both."""
+    title = "model" if rows and "model" in rows[0] else "network"
+    ours: dict[str, Numbers] = {}
+    theirs: dict[str, Numbers] = {}
+    for row in rows:
+        model = row[title]
+        decibels, speed, size = (
+            float(without_mark(row[name]).rstrip("x")) for name in columns
+        )
+        if row["how"].startswith("scalepoint"):
+            ours.setdefault(model, (decibels, speed, size))
+        elif other in row["how"] and (
+            model not in theirs or decibels > theirs[model][0]
+        ):
+            theirs[model] = (decibels, speed, size)
+    return {
+        model: (ours[model], numbers)
+        for model, numbers in theirs.items()
+        if model in ours
+    }
+
+
+def summary(measured: str) -> str:
+    """Medians for each runtime, then the rows of trained models."""
+    runtimes, trained = [], []
+    for name, (title, other, columns) in SUMMARIZED.items():
+        found = pairs(rows_of(measured, name), other, columns)
+        medians = [
+            tuple(
+                median(pair[side][place] for pair in found.values()) for side in (0, 1)
+            )
+            for place in range(len(COLUMNS))
+        ]
+        runtimes.append((title, other, str(len(found)), *format_pairs(medians)))
+        for model, (ours, theirs) in found.items():
+            if model.endswith("trained"):
+                row = format_pairs(list(zip(ours, theirs, strict=True)))
+                trained.append((title, model.removesuffix(", trained"), *row))
+    columns = ("dB, scalepoint / other", "speed", "size")
+    return (
+        "Medians over all models *(mostly random)*:\n\n"
+        + table(("runtime", "other tool", "models", *columns), runtimes)
+        + "\nTrained models:\n\n"
+        + table(("runtime", "model", *columns), trained)
+    )
+
+
+def format_pairs(found: Sequence[tuple[float, ...]]) -> list[str]:
+    (decibels, speed, size) = found
+    return [
+        f"{decibels[0]:.1f} / {decibels[1]:.1f}",
+        f"{speed[0]:.2f}x / {speed[1]:.2f}x",
+        f"{size[0]:.2f}x / {size[1]:.2f}x",
+    ]
+
+
+def missed() -> str:
+    """All rows of docs/measured/ that miss their goal: page, row, and the cells that miss."""
+    rows = []
+    for path in sorted((DOCS / "measured").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"<!-- begin ([\w-]+) -->", text):
+            for row in rows_of(text, name):
+                cells = [
+                    (column, without_mark(cell))
+                    for column, cell in row.items()
+                    if is_missed(cell)
+                ]
+                if cells:
+                    limit = f" (limit {row['limit']})" if row.get("limit") else ""
+                    values = ", ".join(f"{column} {cell}" for column, cell in cells)
+                    label = next(iter(row.values()))
+                    if "how" in row:
+                        label += f", {row['how']}"
+                    rows.append(
+                        (f"[{path.stem}](measured/{path.name})", label, values + limit)
+                    )
+    return table(("page", "row", "value"), rows)
+
+
+def measured_page() -> str:
+    """docs/measured.md with its generated tables."""
+    page = (DOCS / "measured.md").read_text(encoding="utf-8")
+    for name, text in {"summary": summary(measured_text()), "missed": missed()}.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        before, _, rest = page.partition(begin)
+        page = before + begin + "\n" + text + end + rest.partition(end)[2]
+    return page
 
 
 ROWS = re.compile(
@@ -596,23 +734,23 @@ ROWS = re.compile(
 
 
 def recipes() -> str:
-    """The page of recipes with its tables taken from measured.md: rows that have all words of one of the names."""
-    measured = (DOCS / "measured.md").read_text(encoding="utf-8")
+    """The page of recipes with its tables taken from docs/measured/: rows that have all words of one of the names."""
+    measured = measured_text()
     page = (DOCS / "guides" / "recipes.md").read_text(encoding="utf-8")
 
-    def filled(found: re.Match[str]) -> str:
-        name = found["table"]
+    def select_rows(marker: re.Match[str]) -> str:
+        name = marker["table"]
         part = measured.partition(f"<!-- begin {name} -->\n")[2]
         head, line, *rows = part.partition(f"<!-- end {name} -->")[0].splitlines()
-        wanted = [each.split() for each in found["names"].split(",")]
-        kept = [
+        names = [words.split() for words in marker["names"].split(",")]
+        selected = [
             row
             for row in rows
-            if any(all(word in row for word in each) for each in wanted)
+            if any(all(word in row for word in words) for words in names)
         ]
-        return "".join((found[1], "\n".join((head, line, *kept)), "\n", found[4]))
+        return "".join((marker[1], "\n".join((head, line, *selected)), "\n", marker[4]))
 
-    return ROWS.sub(filled, page)
+    return ROWS.sub(select_rows, page)
 
 
 def pages() -> dict[Path, str]:
@@ -636,3 +774,4 @@ if __name__ == "__main__":
         (DOCS / place).write_text(text, encoding="utf-8")
     (DOCS.parent / "README.md").write_text(readme(), encoding="utf-8")
     (DOCS / "guides" / "recipes.md").write_text(recipes(), encoding="utf-8")
+    (DOCS / "measured.md").write_text(measured_page(), encoding="utf-8")

@@ -44,6 +44,17 @@ def test_the_table_of_the_readme_is_up_to_date() -> None:
     assert (ROOT / "README.md").read_text(encoding="utf-8") == generator().readme(), "run: python docs/generate.py"
 
 
+def test_the_summary_of_the_measurements_is_up_to_date() -> None:
+    page = generator().measured_page()
+    assert (DOCS / "measured.md").read_text(encoding="utf-8") == page, "run: python docs/generate.py"
+
+
+def test_every_missed_row_is_in_the_summary() -> None:
+    details = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "measured").glob("*.md"))
+    rows = [line for line in details.splitlines() if line.startswith("|") and "**missed**" in line]
+    assert generator().missed().count("\n") - 2 == len(rows)
+
+
 def test_the_tables_of_the_recipes_are_up_to_date() -> None:
     page = generator().recipes()
     assert (DOCS / "guides" / "recipes.md").read_text(encoding="utf-8") == page, "run: python docs/generate.py"
@@ -62,7 +73,7 @@ MEASURED = """<!-- begin deployed -->
 
 
 def test_the_table_of_the_readme_has_one_row_per_model() -> None:
-    assert list(generator().compared(MEASURED)) == [("Net", "scalepoint", "30.1", "1.5x", "0.3x")]
+    assert list(generator().compared(MEASURED)) == [("Net, random", "scalepoint", "30.1", "1.5x", "0.3x")]
     assert list(generator().compared("<!-- begin deployed -->\n<!-- end deployed -->")) == []
 
 
