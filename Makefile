@@ -88,6 +88,7 @@ bench: architectures
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir .site
+	cd docs && find . -name '*.md' -exec cp --parents {} ../.site \;  # llms.txt links to the pages as Markdown
 	@echo "built: $(BIN)/python -m http.server -d .site, or open .site/index.html"
 
 clean:

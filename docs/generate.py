@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
 from typer.main import get_command
 
 import scalepoint
@@ -51,7 +52,7 @@ SOURCE = Path(scalepoint.__file__).parent
 MADE = (
     "<!-- made by docs/generate.py: change the code it is made from, and run it -->\n\n"
 )
-# A page must not depend on the CPU that made it: made for one without VNNI, and what the others change is told.
+# Pages must not depend on the CPU of this machine: they describe CPUs without VNNI, and the differences of others.
 CPU_TARGETS: dict[str, Callable[..., Target]] = {
     "onnxruntime": onnxruntime_target,
     "openvino": openvino_target,
@@ -753,6 +754,50 @@ def recipes() -> str:
     return ROWS.sub(select_rows, page)
 
 
+# llms.txt ----------------------------------------------------------------------------------------------------------
+
+
+def llms_index() -> str:
+    """Index of all pages in the order of mkdocs.yml: title and first sentence, for readers of Markdown."""
+    site = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))
+    lines = ["# scalepoint", "", f"> {site['site_description']}"]
+    for section in site["nav"]:
+        for title, entry in section.items():
+            lines += ["", f"## {title}", ""]
+            lines += [f"- {page_summary(path)}" for path in nav_paths(entry)]
+    return "\n".join(lines) + "\n"
+
+
+def nav_paths(entry: object) -> Iterator[str]:
+    """Yield the paths below an entry of the nav."""
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict):
+        for value in entry.values():
+            yield from nav_paths(value)
+    elif isinstance(entry, list):
+        for value in entry:
+            yield from nav_paths(value)
+
+
+def page_summary(path: str) -> str:
+    """Link to a page with the first sentence of its first paragraph."""
+    text = (DOCS / path).read_text(encoding="utf-8")
+    title = re.search(r"^# (.*)$", text, re.MULTILINE)
+    prose = re.sub(
+        r"<!--.*?-->|^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE
+    )
+    paragraphs = [
+        " ".join(part.split())
+        for part in re.split(r"\n\s*\n", prose)
+        if part.strip() and part.strip()[0] not in "#|-!=:"
+    ]
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraphs[0]) if paragraphs else ""
+    sentence = re.match(r".*?[.:](?= |$)", plain)
+    link = f"[{title[1] if title else path}]({path})"
+    return f"{link}: {sentence[0].rstrip(':')}" if sentence else link
+
+
 def pages() -> dict[Path, str]:
     """All generated pages by their path in docs/."""
     made = {Path("targets") / f"{name}.md": target_page(name) for name in PROOF}
@@ -775,3 +820,4 @@ if __name__ == "__main__":
     (DOCS.parent / "README.md").write_text(readme(), encoding="utf-8")
     (DOCS / "guides" / "recipes.md").write_text(recipes(), encoding="utf-8")
     (DOCS / "measured.md").write_text(measured_page(), encoding="utf-8")
+    (DOCS / "llms.txt").write_text(llms_index(), encoding="utf-8")

@@ -49,6 +49,10 @@ def test_the_summary_of_the_measurements_is_up_to_date() -> None:
     assert (DOCS / "measured.md").read_text(encoding="utf-8") == page, "run: python docs/generate.py"
 
 
+def test_the_index_for_readers_of_markdown_is_up_to_date() -> None:
+    assert (DOCS / "llms.txt").read_text(encoding="utf-8") == generator().llms_index(), "run: python docs/generate.py"
+
+
 def test_every_missed_row_is_in_the_summary() -> None:
     details = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "measured").glob("*.md"))
     rows = [line for line in details.splitlines() if line.startswith("|") and "**missed**" in line]
