@@ -151,7 +151,7 @@ def pieces_of(batch: Any, inputs: Any) -> list[Any]:
 def run(runtime: Runtime, path: Path, feeds: Mapping[str, Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
     with exchange_files(feeds) as files:
         answer = run_task(
-            runtime, {"task": "run", "path": str(path), "options": {"threads": 1}, **files.files, "executed": True}
+            runtime, {"task": "run", "path": str(path), "options": {"threads": 1}, **files.paths, "executed": True}
         )
         if answer.data is None:
             raise SystemExit(f"{path.name}: {answer.status.value}: {answer.message}")
@@ -162,7 +162,7 @@ def speeds(runtime: Runtime, paths: list[Path], feeds: Mapping[str, Any]) -> lis
     """Against the first."""
     with exchange_files(feeds) as files:
         request = {"task": "benchmark", "paths": list(map(str, paths)), "options": {"threads": 1}}
-        answer = run_task(runtime, {**request, "repeats": 40, "seconds": 30, **files.files})
+        answer = run_task(runtime, {**request, "repeats": 40, "seconds": 30, **files.paths})
         assert answer.data is not None, answer.message
         medians = [quarters[1] for quarters in answer.data["quartiles"]]
     return [medians[0] / each for each in medians]

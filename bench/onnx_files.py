@@ -63,7 +63,7 @@ def answered(answer: TaskResult, runtime: str) -> Mapping[str, Any]:
 def ran(path: Path, feeds: Mapping[str, np.ndarray], runtime: str) -> tuple[Tensor, str]:
     """The output of a file, and how many of its operations with weights ran in int8."""
     with exchange_files(feeds) as files:
-        request = {"task": "run", "path": str(path), "options": {"threads": 1}, "executed": True, **files.files}
+        request = {"task": "run", "path": str(path), "options": {"threads": 1}, "executed": True, **files.paths}
         answer = run_task(find_runtime(runtime), request)
         executed = answered(answer, runtime)["executed"]
         output = next(iter(files.outputs(answer).values()))
@@ -75,7 +75,7 @@ def speeds(paths: Sequence[Path], feeds: Mapping[str, np.ndarray], runtime: str,
     with exchange_files(feeds) as files:
         request = {"task": "benchmark", "paths": [str(path) for path in paths], "options": {"threads": 1}}
         answer = run_task(
-            find_runtime(runtime), {**request, **files.files, "repeats": repeats, "seconds": 60}, seconds=1200
+            find_runtime(runtime), {**request, **files.paths, "repeats": repeats, "seconds": 60}, seconds=1200
         )
     medians = [each[1] for each in answered(answer, runtime)["quartiles"]]
     return [medians[0] / each for each in medians]

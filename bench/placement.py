@@ -155,7 +155,7 @@ def time_files(paths: dict[str, Path], feeds: Any, runtime: str, threads: int) -
             "options": {"threads": threads},
         }
         limits = {"repeats": ROUNDS, "seconds": 40}
-        result = run_task(find_runtime(runtime), {**request, **files.files, **limits}, seconds=900)
+        result = run_task(find_runtime(runtime), {**request, **files.paths, **limits}, seconds=900)
     if result.data is None:
         raise SystemExit(f"{runtime} could not run the files: {result.message}")
     return {name: quartiles[1] for name, quartiles in zip(paths, result.data["quartiles"], strict=True)}

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from scalepoint.compat.fast_export import RecordedProgram, SizeCache, record_program
+from scalepoint.compat.fast_export import FakeInputCache, RecordedProgram, record_program
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats.export import export
 from scalepoint.graph import capture, torch_export
@@ -119,36 +119,40 @@ def shapes_of(program):
 
 def test_a_second_graph_with_the_same_inputs_reuses_inferred_shapes(monkeypatch):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 2), nn.Softmax(1))
-    graph, size_cache, counts = capture(net.eval(), torch.randn(2, 3, 8, 8)), SizeCache(), []
+    graph, fake_input_cache, counts = capture(net.eval(), torch.randn(2, 3, 8, 8)), FakeInputCache(), []
     arguments = ((torch.randn(2, 3, 8, 8),), {}, batch_of)
     original = FakeTensorMode.__torch_dispatch__
     monkeypatch.setattr(
         FakeTensorMode, "__torch_dispatch__", lambda *args, **kwargs: counts.append(1) or original(*args, **kwargs)
     )
-    record_program(graph, *arguments, size_cache)
+    record_program(graph, *arguments, fake_input_cache)
     count = len(counts)
-    second = record_program(graph, *arguments, size_cache)
+    second = record_program(graph, *arguments, fake_input_cache)
     assert len(counts) == count > 0
     assert shapes_of(second) == shapes_of(record_program(graph, *arguments))
 
 
 def test_the_size_cache_is_cleared_when_a_graph_makes_two_sizes_equal(graph):
-    size_cache, arguments = SizeCache(), ((inputs()[0],), inputs()[1], batch_of)
-    programs = [record_program(graph, *arguments, cache) for cache in (size_cache, size_cache, None)]
+    fake_input_cache, arguments = FakeInputCache(), ((inputs()[0],), inputs()[1], batch_of)
+    programs = [record_program(graph, *arguments, cache) for cache in (fake_input_cache, fake_input_cache, None)]
     assert shapes_of(programs[0]) == shapes_of(programs[1]) == shapes_of(programs[2])
 
 
 def test_the_size_cache_is_cleared_for_other_inputs_and_when_a_size_becomes_a_number(graph):
-    size_cache = SizeCache()
+    fake_input_cache = FakeInputCache()
     record_program(
-        capture(FixedBatch(), torch.randn(2, 4), dynamic=False), (torch.randn(2, 4),), {}, lambda *_: (0, 1), size_cache
+        capture(FixedBatch(), torch.randn(2, 4), dynamic=False),
+        (torch.randn(2, 4),),
+        {},
+        lambda *_: (0, 1),
+        fake_input_cache,
     )
     fresh, cached = (
-        record_program(graph, (inputs()[0],), inputs()[1], batch_of, cache) for cache in (None, size_cache)
+        record_program(graph, (inputs()[0],), inputs()[1], batch_of, cache) for cache in (None, fake_input_cache)
     )
     assert shapes_of(cached) == shapes_of(fresh)
     x, kwargs = inputs(3)
-    fresh, cached = (record_program(graph, (x,), kwargs, batch_of, cache) for cache in (None, size_cache))
+    fresh, cached = (record_program(graph, (x,), kwargs, batch_of, cache) for cache in (None, fake_input_cache))
     assert shapes_of(cached) == shapes_of(fresh)
 
 

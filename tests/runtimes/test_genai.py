@@ -53,7 +53,7 @@ def test_products_in_low_precision_are_listed(model_files):
 def test_a_child_process_computes_logits_and_generates(model_files):
     with exchange_files({"input_ids": TOKENS.numpy()}) as files:
         answer = run_task(
-            RUNTIME, {"task": "run", "path": str(model_files[0]), "options": {}, **files.files, "executed": True}
+            RUNTIME, {"task": "run", "path": str(model_files[0]), "options": {}, **files.paths, "executed": True}
         )
         assert answer.status is Status.OK
         assert files.outputs(answer)["logits"].shape == (1, 10, 96)

@@ -93,7 +93,7 @@ x = np.zeros((2, 3), np.float32)
 if mode == "session":
     RuntimeSession(runtime, folder / "alive", options=options)({"x": x})
 with exchange_files({"x": x}) as files:
-    run_task(runtime, {"task": "run", "path": str(folder / "alive"), "options": options, **files.files})
+    run_task(runtime, {"task": "run", "path": str(folder / "alive"), "options": options, **files.paths})
 """
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -109,7 +109,7 @@ def run(runtime, tmp_path):
     def run_kind(kind, **limits):
         (tmp_path / kind).write_text(kind)
         with exchange_files({"x": X}) as files:
-            request = {"task": "run", "path": str(tmp_path / kind), "options": {}, "executed": True, **files.files}
+            request = {"task": "run", "path": str(tmp_path / kind), "options": {}, "executed": True, **files.paths}
             answer = run_task(runtime, request, **limits)
             return answer, files.outputs(answer) if answer.status == Status.OK else {}
 

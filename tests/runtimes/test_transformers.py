@@ -92,7 +92,7 @@ def test_layers_with_their_own_precision_are_unpacked_with_it(tmp_path, file_cla
 def test_a_folder_runs_in_a_child_process(tmp_path):
     folder, model = write("awq", "qwen2", tmp_path)
     with exchange_files({"input_ids": TOKENS.numpy()}) as files:
-        request = {"task": "run", "path": str(folder), "options": {"threads": 1}, **files.files, "executed": True}
+        request = {"task": "run", "path": str(folder), "options": {"threads": 1}, **files.paths, "executed": True}
         answer = run_task(RUNTIME, request)
         assert (answer.status, answer.message) == (Status.OK, "")
         assert np.array_equal(files.outputs(answer)["logits"], compute_logits(model).numpy())

@@ -1,10 +1,12 @@
 """The loss of a layer at each precision: the error of its output after the solver. All precisions share the moments.
 
-    loss(V) = E |W x~ - V x~ - shift|^2          x~ the input of the layer in the quantized model, on held-out rows
+    loss(V) = E |W x~ - V x~ - shift|^2          W the float weight, V the values of its codes, shift the change of the
+                                                 bias, x~ the layer's input in the quantized model, on held-out rows
 
-H = E[x~ x~'] does not depend on the number of bits, so one walk over the data is enough. Scales are searched and codes
-chosen by GPTQ, as tuning will do. The descent that follows there lowers all precisions about equally, so it is left out
-here; only pair-safe codes get it, because GPTQ leaves them to the descent.
+H = E[x~ x~'] does not depend on the number of bits, so one walk over the data is enough. V are the nearest codes. If
+steps are passed and the codes have a zero point, the steps try better ones, by default as tuning will do: search the
+scales, then GPTQ. Tuning also runs "descend", which lowers all precisions about equally: it is left out here, except
+for pair-safe codes, which GPTQ leaves to it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +33,6 @@ MAX_ROWS, HOLDOUT_SHARE = 8_192, 0.1
 MEMORY_BYTES = 2_000_000_000
 LOSS_PER_BIT = 4.0  # assumed if nothing could be measured: a bit is worth 6 dB
 
-Losses = dict[QuantizationSpec, float]  # relative to the error of the present codes
-
 
 def measure_losses(
     model: fx.GraphModule,
@@ -43,35 +43,36 @@ def measure_losses(
     max_batches: int | None,
     skip_nan: bool,
     progress: bool | None,
-) -> tuple[dict[str, Losses], dict[str, float]]:
+) -> tuple[dict[str, dict[QuantizationSpec, float]], dict[str, float]]:
     """Measure the loss of layers at each of several specs of their weight.
 
     Args:
         model: A calibrated model.
         specs: Layer -> the specs.
         data: As for `calibrate`.
-        steps: Steps of tuning that choose the codes. None: the nearest codes; (): the nearest codes with the intercept.
+        steps: Steps of tuning that choose the codes. None: the nearest codes.
+            (): the nearest codes, with a bias shift that corrects the mean error.
         max_batches: Use at most this many batches.
         skip_nan: Leave out batches that contain NaN or infinity.
         progress: Show a progress bar.
 
     Returns:
         For each layer the losses, relative to the error of the codes that the model has now; and for each layer the
-        error of these codes over the energy of the layer's output.
+        error of these codes over the variance of the layer's output.
     """
     walk = StreamWalk(model, memory=MEMORY_BYTES)
     names = record_of(model).names
-    losses: dict[str, Losses] = {}
+    losses: dict[str, dict[QuantizationSpec, float]] = {}
     levels: dict[str, float] = {}
     collector = RowCollector(walk, MAX_ROWS, HOLDOUT_SHARE, names, uses_quantized_inputs=True)
     uses = {use.node: use for use in collector.uses if names.get(use.node.name) in specs}
     try:
         walk.read_data(model, data, max_batches=max_batches, skip_nan=skip_nan, progress=progress)
-        with phase("measuring widths", total=len(uses), unit="layers", show=progress) as running:
+        with phase("measuring losses", total=len(uses), unit="layers", show=progress) as running:
             for node in model.graph.nodes:
                 name = names.get(node.name, "")
                 if node in uses:
-                    if name not in losses:
+                    if name not in losses:  # a layer that is called twice is measured at its first call
                         measurement = _LayerMeasurement(collector, uses[node], steps)
                         losses[name], levels[name] = measurement.measure(specs[name])
                     running.advance()
@@ -88,8 +89,8 @@ class _LayerMeasurement:
         self.collector, self.use, self.steps = collector, use, steps
         self.layer = use.layer
 
-    def measure(self, specs: Sequence[QuantizationSpec]) -> tuple[Losses, float]:
-        """The loss at each spec relative to the present error, and the present error over the output's energy."""
+    def measure(self, specs: Sequence[QuantizationSpec]) -> tuple[dict[QuantizationSpec, float], float]:
+        """The loss at each spec relative to the present error, and the present error over the output's variance."""
         geometry = get_geometry(self.layer)
         fit = holdout = None
         if geometry is not None:
@@ -103,9 +104,9 @@ class _LayerMeasurement:
             specs, lambda spec: self._solved_error(_requantize_layer(self.layer, spec), geometry, weight, fit, holdout)
         )
         variance = float(holdout.target_variance.sum())
-        unit = present_error if present_error > 0 else variance or 1.0
+        reference = present_error if present_error > 0 else variance or 1.0
         level = present_error / variance if present_error > 0 and variance else 1.0
-        return {spec: error / unit for spec, error in errors.items()}, level
+        return {spec: error / reference for spec, error in errors.items()}, level
 
     def _solved_error(
         self, layer: QuantizedLayer, geometry: Geometry, weight: Tensor, fit: Moments, holdout: Moments
@@ -113,7 +114,7 @@ class _LayerMeasurement:
         """The least squared error of the nearest codes and of the steps' solutions."""
         least_error = _current_error(layer, geometry, holdout)
         if self.steps is None or layer.weight_quant.spec.qformulation != "zp":
-            return least_error
+            return least_error  # the solver works on codes with a zero point
         grouped = GroupedLayer(layer, geometry)
         solution, grid = grouped.current_solution(weight), grouped.code_grid()
         problem = LayerProblem(
@@ -129,7 +130,9 @@ class _LayerMeasurement:
         return least_error
 
 
-def _compute_over_ranks(specs: Sequence[QuantizationSpec], compute: Callable[[QuantizationSpec], float]) -> Losses:
+def _compute_over_ranks(
+    specs: Sequence[QuantizationSpec], compute: Callable[[QuantizationSpec], float]
+) -> dict[QuantizationSpec, float]:
     """Compute a value for each spec; every rank computes some of them."""
     with distributed.phase("losses") as step:
         step.value = [compute(spec) for spec in distributed.shard(specs)]

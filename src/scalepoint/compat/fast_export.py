@@ -66,7 +66,7 @@ def record_program(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     choose_axes: AxisChooser,
-    size_cache: "SizeCache | None" = None,
+    fake_input_cache: "FakeInputCache | None" = None,
     *,
     writes_code: bool = True,
     node_meta: NodeMeta = copy_origin,
@@ -78,7 +78,7 @@ def record_program(
         args: Example inputs by position.
         kwargs: Example inputs by name.
         choose_axes: Returns the dynamic axes of an input. An axis that the graph uses as a number becomes static.
-        size_cache: Shapes inferred for another graph of the same capture; filled by this call.
+        fake_input_cache: Fake inputs and shapes of another graph of the same capture; filled by this call.
         writes_code: False if only the nodes of the program are read. Writing its code takes a tenth of the time.
         node_meta: Returns the meta of recorded nodes.
 
@@ -86,21 +86,21 @@ def record_program(
         NotRecordedError: The graph cannot be recorded. Torch may raise any other error for the same reason.
     """
     inputs = _FlatInputs(model, args, kwargs)
-    size_cache = size_cache or SizeCache()
+    fake_input_cache = fake_input_cache or FakeInputCache()
     dynamic_axes = [
         set(choose_axes(name, value)) if isinstance(value, Tensor) else set()
         for name, value in zip(inputs.names, inputs.values, strict=True)
     ]
     while True:
-        fake_inputs = size_cache.fake_inputs(inputs, dynamic_axes)
+        fake_inputs = fake_input_cache.fake_inputs(inputs, dynamic_axes)
         recording = _Recording(model, inputs, fake_inputs, node_meta)
         static_axes = [
             {axis for axis in axes if is_concrete_int(value.shape[axis])}
             for axes, value in zip(dynamic_axes, fake_inputs.values, strict=True)
         ]
-        # The symbols of this run were replaced by numbers or by each other: another graph must not start with that.
+        # This graph fixed sizes or made them equal. Another graph may leave them free, so it starts with new symbols.
         if any(static_axes) or fake_inputs.shape_env.replacements:
-            size_cache.clear()
+            fake_input_cache.clear()
         if not any(static_axes):
             return recording.to_program(writes_code)
         dynamic_axes = [axes - static for axes, static in zip(dynamic_axes, static_axes, strict=True)]
@@ -143,7 +143,7 @@ class RecordedProgram(ExportedProgram):
         """
         try:
             _decompose_graph(self.graph, table, self.node_meta)
-        except Exception as error:  # any kind: torch's trace of the whole program may succeed
+        except Exception as error:  # decompositions may raise anything; the caller traces the whole program then
             self.trace_error = error
         self.graph.eliminate_dead_code()
         output: Any = next(node for node in self.graph.nodes if node.op == "output")
@@ -161,11 +161,13 @@ class _GraphWithOptionalCode(fx.Graph):
         return super().python_code(root_module, **options) if self.writes_code else fx.Graph().python_code(root_module)
 
 
-def _batch_norm_in_eval(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any) -> Any:
+def _batch_norm_in_eval(
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, _cudnn: bool
+) -> Any:
     """Batch norm with running statistics, as the operation that torch.export records for it."""
     if training:
         raise NotRecordedError("batch norm with the statistics of the batch")
-    return torch.ops.aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, *rest[:2])[0]
+    return torch.ops.aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)[0]
 
 
 def _check_same_layout(x: Tensor, size: Sequence[Any], stride: Sequence[Any], offset: Any = None) -> Tensor:
@@ -376,8 +378,8 @@ class _FakeInputs(NamedTuple):
     shapes: ShapeCache
 
 
-class SizeCache:
-    """Shapes inferred for one graph, reused for another graph with the same inputs (float and quantized)."""
+class FakeInputCache:
+    """Fake inputs and inferred shapes of one graph, reused for another with the same inputs (float and quantized)."""
 
     def __init__(self) -> None:
         self._key: Any = None
@@ -419,7 +421,7 @@ class _Recording:
     ) -> None:
         self.graph = graph = _GraphWithOptionalCode()
         self.inputs, self.shape_env, self.node_meta = inputs, fake_inputs.shape_env, node_meta
-        # Tied tensors get the name that named_parameters gives first, so the first entry must be written last.
+        # id of a tensor -> (name, is_buffer). Tied tensors get the first of their names, so it is written last.
         self._state_names = {id(tensor): (name, True) for name, tensor in reversed(list(model.named_buffers()))}
         self._state_names |= {id(tensor): (name, False) for name, tensor in reversed(list(model.named_parameters()))}
         self._state: list[tuple[fx.Node, Tensor]] = []
@@ -474,7 +476,7 @@ class _Recording:
     def _state_spec(self, node: fx.Node, tensor: Tensor) -> InputSpec:
         name, is_buffer = self._state_names[id(tensor)]
         kind = InputKind.BUFFER if is_buffer else InputKind.PARAMETER
-        return InputSpec(kind, TensorArgument(node.name), name, True if is_buffer else None)
+        return InputSpec(kind, TensorArgument(node.name), name, persistent=True if is_buffer else None)
 
 
 def _argument_spec(value: Any) -> ArgumentSpec:

@@ -50,7 +50,7 @@ def build_stored_graph(
     if rounds_scales:
         _round_scales(model_copy, float_dtype)
     stored = _remove_unit_factors(_replace_layers(model_copy, factories.weight, factories.float_layer))
-    factors = scale_before_quantizing(stored)
+    factors = scale_before_quantizing(stored)  # quantizers of attention queries; the scale of all others stays
     for name, module in list(stored.named_modules()):
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
             parent, _, leaf = name.rpartition(".")
@@ -73,7 +73,7 @@ def build_float_graph(model: fx.GraphModule, factories: ModuleFactories) -> fx.G
 
 
 def _remove_unit_factors(model: fx.GraphModule) -> fx.GraphModule:
-    """Remove channel factors that are all 1 from the graph. Its code is not generated again."""
+    """Remove channel factors that are all 1 from the graph. The caller recompiles."""
     for node in list(model.graph.nodes):
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, ChannelFactors) and bool((module.weight == 1).all()):
@@ -87,7 +87,8 @@ def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, QuantizerBase) and module.spec.scale_dtype is None:
             minval = None if module.minval is None else module.minval.to(dtype).to(torch.float32)
-            module.set_parameters(QParams(round_to_dtype(module.scale, dtype), None, minval))
+            # None: the zero point stays.
+            module.set_parameters(QParams(round_to_dtype(module.scale, dtype), zero_point=None, minval=minval))
 
 
 def _replace_layers(
@@ -107,7 +108,7 @@ def _replace_layers(
                         replacements[id(part)] = (float_layer if is_disabled else quantized_layer)(part).eval()
                         fused.add_module(f"stored_{role}", replacements[id(part)])
                     fused.parts[role] = replacements[id(part)]
-    copy_after_masked_attention(model)
+    copy_after_masked_attention(model)  # in place, as is everything here
     for node in model.graph.nodes:  # torch.export names its nodes after this stack
         path = get_layer_name(node) if node.op != "call_module" else str(node.target)
         node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}
@@ -123,6 +124,7 @@ def _copy_for_export(model: fx.GraphModule, changes_scales: bool = False) -> fx.
         with code_generation_paused():  # the graph is changed before it runs
             model_copy: fx.GraphModule = copy.deepcopy(model, {id(value): value for value in shared})
     except RuntimeError as error:
+        # torch 2.13: "Cannot access data pointer of Tensor that doesn't have storage", from a fake tensor in the graph.
         if "data pointer" not in str(error):
             raise
         raise ExportError(

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn.utils.rnn import PackedSequence
 
 from scalepoint.compat import patches_enabled
-from scalepoint.compat.fast_export import NotRecordedError, SizeCache, record_program
+from scalepoint.compat.fast_export import FakeInputCache, NotRecordedError, record_program
 from scalepoint.compat.recurrent_shapes import any_length_recurrent_shapes
 from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CaptureError, ScalepointWarning, short_repr
@@ -97,7 +97,7 @@ def export_graph(
     kwargs: dict[str, Any],
     dynamic: bool,
     free: AxisChooser | None = None,
-    size_cache: SizeCache | None = None,
+    fake_input_cache: FakeInputCache | None = None,
     *,
     has_code: bool = True,
 ) -> ExportedProgram:
@@ -110,7 +110,7 @@ def export_graph(
         dynamic: Whether axes may change.
         free: Returns the dynamic axes of an input. Default: the batch, the length of token sequences, and the axes
             named at capture.
-        size_cache: Shared by the graphs of one capture.
+        fake_input_cache: Shared by the graphs of one capture.
         has_code: False if only the nodes of the program are read.
     """
     axes = get_origin(model).axes if free is None else {}
@@ -127,7 +127,7 @@ def export_graph(
     options: Any = {"writes_code": has_code, "node_meta": recorded_meta}
     try:
         with export_logs_silenced():
-            program: ExportedProgram = record_program(model, *wide, choose_axes, size_cache, **options)
+            program: ExportedProgram = record_program(model, *wide, choose_axes, fake_input_cache, **options)
             if _differs(inputs, wide) and find_fixed_batches(program):
                 program = record_program(model, *inputs, make_axis_chooser(axes, dynamic=False), **options)
             if fixed_axis := explain_fixed_axis(program, axes):

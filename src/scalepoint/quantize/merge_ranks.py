@@ -16,11 +16,12 @@ from scalepoint.spec.running import RunningRangeMixin
 
 
 def set_batch_recording(stubs: Sequence[QuantStub], enabled: bool) -> None:
-    """With several ranks, make moving averages record the range of each batch, so that they merge in batch order."""
+    """With several ranks, make moving averages record the range of each batch, so that they merge in batch order.
+
+    Also resets the number of replicas: each rank sees complete batches here, but parts of batches in training.
+    """
     for stub in stubs:
-        stub.calculator.replicas = (
-            1  # each rank sees complete batches here; in training each sees a part of every batch
-        )
+        stub.calculator.replicas = 1
         if isinstance(stub.calculator, RunningRangeMixin):
             stub.calculator.record(enabled and distributed.world_size() > 1)
 
@@ -63,7 +64,7 @@ def merge_smoothing(observers: Sequence[SmoothQuantObserver]) -> None:
             local[f"{index} max"] = observer.activation_max
             local[f"{index} square"] = observer.mean_square * observer.count
             local[f"{index} count"] = torch.tensor(observer.count)
-    per_rank = distributed.gather_tensors(local, "merging norms")
+    per_rank = distributed.gather_tensors(local, "merging smoothing")
     for index, observer in enumerate(observers):
         parts = [tensors for tensors in per_rank if f"{index} count" in tensors]
         observer.reset()

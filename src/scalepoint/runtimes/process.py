@@ -1,7 +1,7 @@
 """Runs a task of a runtime in a child process with limits of time and memory.
 
     with exchange_files(feeds) as files:
-        answer = run_task(runtime, {"task": "run", "path": path, "options": {}, **files.files})
+        answer = run_task(runtime, {"task": "run", "path": path, "options": {}, **files.paths})
         outputs = files.outputs(answer)
 
 A crash, a hang or a lack of memory in the child becomes the status of the answer.
@@ -224,12 +224,12 @@ class ExchangeFiles:
     """The .npz files of one request: inputs, and outputs after the run."""
 
     def __init__(self, folder: Path, inputs: Mapping[str, np.ndarray]) -> None:
-        self.files = {"inputs": str(folder / "inputs.npz"), "outputs": str(folder / "outputs.npz")}
-        np.savez(self.files["inputs"], **prefix_input_names(inputs))
+        self.paths = {"inputs": str(folder / "inputs.npz"), "outputs": str(folder / "outputs.npz")}
+        np.savez(self.paths["inputs"], **prefix_input_names(inputs))
 
     def outputs(self, answer: TaskResult) -> dict[str, np.ndarray]:
         """Read the outputs, by name."""
-        with np.load(self.files["outputs"], allow_pickle=False) as file:
+        with np.load(self.paths["outputs"], allow_pickle=False) as file:
             return {name: file[str(index)] for index, name in enumerate((answer.data or {})["names"])}
 
 

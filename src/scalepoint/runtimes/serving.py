@@ -53,6 +53,7 @@ class RuntimeSession:
         self.runtime, self.path, self.seconds, self.memory = runtime, path, seconds, memory or total_memory()
         self._where = f"{path} in {runtime.name}"
         self._child, self._owner, self._is_broken = Child(runtime), os.getpid(), False
+        # Runs when it is called, when this object is deleted, or when Python exits; the first of them closes the child.
         self.close = weakref.finalize(self, self._child.close)
         request = {
             "task": "serve",
@@ -72,6 +73,7 @@ class RuntimeSession:
 
     def generate(self, tokens: Sequence[int], count: int) -> tuple[list[int], float, float]:
         """Generate `count` tokens greedily. Return them, the seconds for the prompt and for the generation."""
+        # The child generates instead of running the file once if the arrays are called like this (child_loop.py).
         generated, prefill_seconds, decode_seconds = self._request(
             {"tokens": np.asarray(tokens), "count": np.asarray(count)}
         )
@@ -102,7 +104,7 @@ class RuntimeSession:
                 raise VerificationError(f"{self._where} is closed: open it again")
             if self._is_broken:
                 raise VerificationError(f"{self._where} cannot be used, an earlier call did not end: open it again")
-            self._is_broken = True
+            self._is_broken = True  # until the exchange ends
             try:
                 with self._child.within(self.seconds):
                     yield

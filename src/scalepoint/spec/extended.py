@@ -21,6 +21,18 @@ class ExtendedQuantizationSpec(QuantizationSpec):
     """QuantizationSpec with every dtype that has arithmetic (int3, int7, uint16, ...) and the options below.
 
     An option that none of the chosen components takes is an error, because it would have no effect.
+
+    Attributes:
+        scale_rounding: How float8_e8m0fnu scales are rounded to powers of two.
+        exact_zero: With qformulation="minval", round minval to a multiple of the scale, so that 0 is exact.
+        on_nan: What a range calculation does with NaN or infinity.
+        strict: Raise an error if blocks do not divide a tensor. Otherwise its quantizer is disabled, with a warning.
+        cache_weights: Keep the quantized weight until the weight changes.
+        averaging_constant: Weight of the newest batch in a moving average.
+        percentile: Percentile at which a range is cut off.
+        search_steps: Number of ranges that a search tries.
+        bins: Bins of a histogram.
+        sparsity: Which weights are pruned; None prunes nothing.
     """
 
     SUPPORTED_DTYPES: ClassVar[set[CodeType]] = set(FORMATS)
@@ -39,14 +51,15 @@ class ExtendedQuantizationSpec(QuantizationSpec):
     @model_validator(mode="after")
     def _check_fields_take_effect(self) -> Self:
         calculator = self.qparam_calculator_cls
-        if calculator is DefaultQParamsCalculator:
+        if (
+            calculator is DefaultQParamsCalculator
+        ):  # a spec does not know its role; the default of activations takes more
             calculator = MovingAverageQParamsCalculator
-        used = set().union(
-            *(constructor_parameters(part) for part in (self.fake_quantize_cls, calculator, self.range_calculator_cls))
-        )
-        for name in self.model_fields_set & (set(type(self).model_fields) - set(QuantizationSpec.model_fields)):
-            unused = name in ExtendedQuantizationSpec.model_fields and name not in (*used, "sparsity")
-            if unused and getattr(self, name) != type(self).model_fields[name].default:
+        components = (self.fake_quantize_cls, calculator, self.range_calculator_cls)
+        used = {"sparsity"}.union(*map(constructor_parameters, components))
+        options = set(ExtendedQuantizationSpec.model_fields) - set(QuantizationSpec.model_fields)
+        for name in self.model_fields_set & (options - used):
+            if getattr(self, name) != type(self).model_fields[name].default:
                 raise SpecError(
                     f"{name}={getattr(self, name)!r} has no effect: no chosen component takes it, leave it out"
                 )
@@ -64,6 +77,7 @@ class ExtendedQuantizationSpec(QuantizationSpec):
 def choose_spec_class(dtype: CodeType, names: Iterable[str] = ()) -> type[QuantizationSpec]:
     """Return QuantizationSpec, or ExtendedQuantizationSpec if the dtype or one of the fields needs it."""
     extra_fields = set(ExtendedQuantizationSpec.model_fields) - set(QuantizationSpec.model_fields)
+    # A dtype that neither class supports: QuantizationSpec raises the error.
     is_base = dtype in QuantizationSpec.SUPPORTED_DTYPES or dtype not in ExtendedQuantizationSpec.SUPPORTED_DTYPES
     return QuantizationSpec if is_base and not extra_fields & set(names) else ExtendedQuantizationSpec
 

@@ -15,7 +15,7 @@ from scalepoint.errors import DocumentError, StoreError, short_repr
 from scalepoint.support.untrusted import read_bytes, read_part
 
 MIN_OPSET = 10  # the first with QuantizeLinear
-MAX_NODES = 1_000_000  # after functions are inlined; their size can double at every level
+MAX_NODES = 1_000_000  # with all functions inlined: nested functions can double the number of nodes per level
 MAX_BYTES = 2**31  # the limit of protobuf
 MAX_FUNCTION_DEPTH = 64
 
@@ -26,7 +26,7 @@ _EXTERNAL_KEYS = frozenset({"location", "offset", "length", "checksum", "basepat
 
 
 class OnnxFile(NamedTuple):
-    """A model that passed all checks. Read the values of its tensors with `tensor_values` only."""
+    """A model that passed all checks. Read the values of its tensors with `tensor_values` or `tensor_array` only."""
 
     model: ir.Model
     opset: int
@@ -49,10 +49,11 @@ def read_model(
     Raises:
         StoreError: The file or the model is damaged, too large, or refers to files outside of its folder.
     """
-    path = None if isinstance(source, ModelProto) else _check_path(source)
-    model = source if isinstance(source, ModelProto) else _parse(_check_path(source))
-    name = "the model" if path is None else str(path)
-    folder = None if path is None else path.parent
+    if isinstance(source, ModelProto):
+        model, name, folder = source, "the model", None
+    else:
+        path = _check_path(source)
+        model, name, folder = _parse(path), str(path), path.parent
     _check_header(model, name, min_opset)
     for tensor in _iterate_tensors(model):
         _check_tensor(tensor, folder)
@@ -203,7 +204,7 @@ def _locate_external_data(
     try:
         size = path.stat().st_size
         offset = int(entries.get("offset") or 0)
-        length = int(entries.get("length") or size - offset)
+        length = int(entries.get("length") or size - offset)  # missing or 0: to the end of the file
     except (OSError, ValueError) as error:
         raise StoreError(f"tensor {name}: external data {short_repr(location)} cannot be used: {error}") from error
     if not (offset >= 0 and length >= 0 and offset + length <= size):

@@ -50,7 +50,7 @@ def serialized(function: Function) -> Function:
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _LOCK.lock, default_settings(), interrupts_remembered():
+        with _LOCK.lock, default_settings(), interrupts_remembered():  # remembered: no Ctrl-C is lost
             return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]  # same signature as `function`
@@ -58,13 +58,17 @@ def serialized(function: Function) -> Function:
 
 @contextmanager
 def default_settings() -> Iterator[None]:
-    """Give torch the settings of a new process; restore the caller's settings afterwards."""
+    """Run without autocast (cpu, cuda) and inference mode, with float32 as default dtype and no default device "meta".
+
+    The settings of the caller are restored afterwards.
+    """
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         for device in AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
+        # Tensors on "meta" have no values. Any other default device is the choice of the caller.
         if torch.get_default_device().type == "meta":
             stack.enter_context(torch.device("cpu"))
         if torch.get_default_dtype() != torch.float32:

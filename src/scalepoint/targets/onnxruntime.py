@@ -82,8 +82,9 @@ def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
     return "not all of its inputs come from convolutions"
 
 
-WEIGHT_ONLY_DTYPES = tuple(map(to_dtype, ("int4", "uint4", "int2", "int8")))  # run by MatMulNBits
-SUB_BYTE_DTYPES = tuple(map(to_dtype, ("int4", "int2")))  # run by 8-bit kernels
+INT4, UINT4, INT2 = map(to_dtype, ("int4", "uint4", "int2"))
+MATMUL_NBITS_DTYPES = (INT4, UINT4, INT2, torch.int8)
+CAST_TO_INT8_DTYPES = (INT4, INT2)  # stored packed; a Cast to int8 is computed when the file is loaded
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 INPUT_AND_OUTPUT = (Point.INPUT, Point.OUTPUT)
@@ -182,27 +183,41 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         name="onnxruntime",
         summary="ONNX Runtime on CPUs: u8 activations, s8 weights, int32 biases",
         patterns=PATTERNS,
+        # The head stays a linear layer: its integer kernel needs no 1x1 convolution.
         conversions=tuple(conversion for conversion in CONVERSIONS if conversion is not head_to_convolution),
         activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric", qparam_calculator_cls="global_minmax"),
         weight=QuantizationSpec(
             qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
         ),
+        # Embedding tables: one scale per row.
         table=QuantizationSpec(
             qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
         ),
         accepts=(
-            Accepted("activation", (torch.uint8,), (), ("per_tensor",), dynamic=False),
-            Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),
+            Accepted("activation", (torch.uint8,), granularities=("per_tensor",), dynamic=False),
+            Accepted("weight", (torch.int8,), granularities=("per_tensor", "per_channel")),
             Accepted(
                 "weight",
-                WEIGHT_ONLY_DTYPES,
-                (),
-                ("per_block", "per_channel"),
-                BLOCK_SIZES,
-                ("linear",),
+                MATMUL_NBITS_DTYPES,
+                granularities=("per_block", "per_channel"),
+                block_sizes=BLOCK_SIZES,
+                kinds=("linear",),
             ),
-            Accepted("weight", SUB_BYTE_DTYPES, SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
-            Accepted("weight", SUB_BYTE_DTYPES[:1], SYMMETRIC, ("per_block",), BLOCK_SIZES, ("embedding",)),
+            Accepted(
+                "weight",
+                CAST_TO_INT8_DTYPES,
+                schemes=SYMMETRIC,
+                granularities=("per_channel",),
+                kinds=("conv", "linear"),
+            ),
+            Accepted(
+                "weight",
+                (INT4,),
+                schemes=SYMMETRIC,
+                granularities=("per_block",),
+                block_sizes=BLOCK_SIZES,
+                kinds=("embedding",),
+            ),
         ),
         adapt_weight=None if chosen == "vnni" else pair_safe,
         rules=(weight_only_outside_linear, small_embedding_table),

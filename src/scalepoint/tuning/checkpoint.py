@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -35,52 +35,54 @@ _PIECE_FILE = re.compile(r"piece-\d{4,}\.safetensors$")
 class PieceEntry(BaseModel):
     """The entry of one finished piece in the journal."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
     file: str
     sha256: str
-    done: dict[str, Any]  # a PieceResult
+    result: dict[str, Any] = Field(alias="done")  # a PieceResult
 
 
 class TuningJournal(BaseModel):
     """The contents of tuning.json."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
     format: int = 2
-    mark: str  # fingerprint of the model, the data and the config
+    fingerprint: str = Field(alias="mark")  # of the model, the data and the config
     pieces: dict[str, PieceEntry] = {}
 
 
 @dataclass(frozen=True)
 class PieceResult:
-    """What tuning a piece gave, for the report.
+    """What the report says about one piece.
 
     Attributes:
         piece: The row of the piece; None if no layer of it was tuned.
         rows: One row per tuned layer.
-        left: Layers that were not tuned -> the reason.
+        skipped: Layers that were not tuned -> the reason. Called "left" in tuning.json.
     """
 
     piece: TunedPiece | None
     rows: tuple[TunedLayer, ...]
-    left: dict[str, str]
+    skipped: Annotated[
+        dict[str, str], Field(validation_alias=AliasChoices("left", "skipped"), serialization_alias="left")
+    ]
 
 
 class Checkpoint:
     """The finished pieces of a run. Without a folder nothing is stored."""
 
     def __init__(self, folder: Path | None, fingerprint: str, *, resume: bool) -> None:
-        self.folder, self.journal = folder, TuningJournal(mark=fingerprint)
+        self.folder, self.journal = folder, TuningJournal(fingerprint=fingerprint)
         if folder is not None:
-            distributed.run_on_main("the folder of tuning", lambda: _remove_leftovers(folder))
+            distributed.run_on_main("the folder of tuning", lambda: _remove_temporary_files(folder))
             if resume and distributed.is_main():
                 self.journal = _read_journal(folder / JOURNAL_NAME, fingerprint)
 
     @classmethod
     def open_finished(cls, folder: Path) -> "Checkpoint":
         """The checkpoint of a finished run. Only rank 0 reads it."""
-        journal = TuningJournal(mark="")
+        journal = TuningJournal(fingerprint="")
         if distributed.is_main():
             try:
                 journal = _parse_journal(folder / JOURNAL_NAME)
@@ -88,7 +90,7 @@ class Checkpoint:
                 raise StoreError(
                     f"{folder} does not contain a finished tuning: {str(error).splitlines()[0]}"
                 ) from error
-        checkpoint = cls(None, journal.mark, resume=False)
+        checkpoint = cls(None, journal.fingerprint, resume=False)
         checkpoint.folder, checkpoint.journal = folder, journal
         return checkpoint
 
@@ -97,8 +99,9 @@ class Checkpoint:
         if self.folder is None:
             return None
         loaded = self._read_piece(name) if distributed.is_main() else None
-        result = distributed.run_on_main(name, lambda: loaded and loaded[1], PieceResult | None)
-        tensors = distributed.broadcast_tensors({} if loaded is None else flatten_states(loaded[0]), name)
+        phase_name = f"piece {name}"
+        result = distributed.run_on_main(phase_name, lambda: loaded and loaded[1], PieceResult | None)
+        tensors = distributed.broadcast_tensors({} if loaded is None else flatten_states(loaded[0]), phase_name)
         return None if result is None else (_unflatten_states(tensors), result)
 
     def _read_piece(self, name: str) -> tuple[States, PieceResult] | None:
@@ -110,7 +113,7 @@ class Checkpoint:
             check_file(path, folder=self.folder)
             if compute_digest(path) != entry.sha256:
                 raise OSError("its checksum does not match")
-            tensors, result = load_file(path), TypeAdapter(PieceResult).validate_python(entry.done)
+            tensors, result = load_file(path), TypeAdapter(PieceResult).validate_python(entry.result)
         except (OSError, SafetensorError, DocumentError, ValidationError) as error:
             _warn(f"{path} cannot be used ({str(error).splitlines()[0]}): {name} is tuned again")
             return None
@@ -123,6 +126,7 @@ class Checkpoint:
         for entry in self.journal.pieces.values():
             path = self.folder / Path(entry.file).name
             with open_tensors(path, folder=self.folder) as file:
+                # Every module has one tensor "path|", see flatten_states.
                 modules[path] = [key.partition("|")[0] for key in file.keys() if key.endswith("|")]  # noqa: SIM118
         return modules
 
@@ -132,10 +136,10 @@ class Checkpoint:
         tensors = flatten_states(states)
         path = self.folder / f"piece-{len(self.journal.pieces):04}.safetensors"
         replace_file(path, lambda temporary: save_file(tensors, temporary))
-        entry = TypeAdapter(PieceResult).dump_python(result, mode="json")
-        self.journal.pieces[name] = PieceEntry(file=path.name, sha256=compute_digest(path), done=entry)
+        fields = TypeAdapter(PieceResult).dump_python(result, mode="json", by_alias=True)
+        self.journal.pieces[name] = PieceEntry(file=path.name, sha256=compute_digest(path), result=fields)
         # The journal is written last: a run that is killed before has an unlisted file, which the next run replaces.
-        replace_text(self.folder / JOURNAL_NAME, json.dumps(self.journal.model_dump(), indent=1) + "\n")
+        replace_text(self.folder / JOURNAL_NAME, json.dumps(self.journal.model_dump(by_alias=True), indent=1) + "\n")
 
 
 def flatten_states(states: States) -> dict[str, Tensor]:
@@ -154,7 +158,7 @@ def _unflatten_states(tensors: Mapping[str, Tensor]) -> States:
     return states
 
 
-def _remove_leftovers(folder: Path) -> None:
+def _remove_temporary_files(folder: Path) -> None:
     """Delete temporary files of killed runs."""
     with folder_locked(folder):
         matches = (_PIECE_FILE.search(path.name) for path in folder.iterdir())
@@ -169,7 +173,7 @@ def compute_fingerprint(model: object, walk: StreamWalk, config: str) -> str:
         walk: The walk that has read the data.
         config: The config as JSON.
     """
-    with distributed.phase("marking the data") as step:
+    with distributed.phase("fingerprints of the data") as step:
         step.value = [_fingerprint_batch(walk, index) for index in range(walk.batch_count)]
     batches = distributed.interleave(step.values)
     return hashlib.sha256(json.dumps([model, config, batches]).encode()).hexdigest()
@@ -198,13 +202,13 @@ def _read_journal(path: Path, fingerprint: str) -> TuningJournal:
         journal = _parse_journal(path)
     except FileNotFoundError:
         _warn(f"{path.parent} does not contain an unfinished tuning: starting from the beginning")
-        return TuningJournal(mark=fingerprint)
+        return TuningJournal(fingerprint=fingerprint)
     except (OSError, DocumentError, ValidationError) as error:
         _warn(f"{path} is damaged ({str(error).splitlines()[0]}): starting from the beginning")
-        return TuningJournal(mark=fingerprint)
-    if journal.mark != fingerprint:
+        return TuningJournal(fingerprint=fingerprint)
+    if journal.fingerprint != fingerprint:
         _warn(f"{path}: the model, the data or the config changed since it was written: starting from the beginning")
-        return TuningJournal(mark=fingerprint)
+        return TuningJournal(fingerprint=fingerprint)
     return journal
 
 

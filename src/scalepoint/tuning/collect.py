@@ -225,7 +225,7 @@ class RowCollector:
             exact = walk.capture_input(use.node, use.path, index, noisy=False) if is_paired else noisy
             # A hash of the number of a row, counted over all ranks, decides whether it is used, and a hash of its
             # sample's number whether it judges. So neither depends on the batch size or the number of ranks.
-            rows = sample_rows(offset, count, 1, share)
+            rows = sample_rows(offset, count, share)
             numbers, samples = offset + rows, walk.samples_per_batch[index]
             if splits_by_sample and samples and count % samples == 0:
                 numbers = first_sample + rows // (count // samples)

@@ -33,7 +33,7 @@ class PieceEvaluator:
         exits = self._compared_exits(piece)
         return self._mean_error(piece, lambda index: [self.walk.get_value(node, index, noisy=True) for node in exits])
 
-    def rerun_error(self, piece: Piece) -> float:
+    def error_if_rerun(self, piece: Piece) -> float:
         """The error with the modules as they are now. The piece runs again; nothing is stored."""
         is_compared = [node in self._compared_exits(piece) for node in piece.exits]
 

@@ -128,7 +128,7 @@ def reconstruct(task: PieceTask, variables: TrainableVariables) -> None:
         if step + 1 in evaluations:
             start = copy_states(task.modules)
             variables.harden()
-            error = task.evaluator.rerun_error(task.piece)
+            error = task.evaluator.error_if_rerun(task.piece)
             if error < best_error:
                 best_states, best_error = copy_states(task.modules), error
             restore_states(task.modules, start)

@@ -18,7 +18,7 @@ from scalepoint.graph import Operation
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec.palette import is_palette
 
-MIN_ROWS, ROWS_PER_UNKNOWN = 4096, 128  # of a layer with groups
+MIN_ROWS, ROWS_PER_UNKNOWN = 4096, 128  # limit the rows that a layer with groups gets, see limit_row_count
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Geometry:
         for axis, (positions, size) in enumerate(
             zip(self._tap_positions(output_positions[1:]), x.shape[2:], strict=True)
         ):
-            taps = positions.view(-1, *[1] * axis, positions.shape[1], *[1] * (dims - axis - 1))
-            is_inside = is_inside & (taps >= 0) & (taps < size)
-            indices.append(taps.clamp(0, size - 1))
+            tap_positions = positions.view(-1, *[1] * axis, positions.shape[1], *[1] * (dims - axis - 1))
+            is_inside = is_inside & (tap_positions >= 0) & (tap_positions < size)
+            indices.append(tap_positions.clamp(0, size - 1))
         # Indices beyond the border were clamped, so what they read is replaced by the zeros of the padding.
         patches = x[tuple(indices)].to(torch.float32).masked_fill_(~is_inside.unsqueeze(-1), 0.0).movedim(-1, 1)
         if self.kind == "conv_transpose":
@@ -68,14 +68,15 @@ class Geometry:
             sizes = [(size - 1) * step + 1 for size, step in zip(sizes, self.stride, strict=True)]
         axes = zip(sizes, self.padding, self.kernel, self.dilation, self._strides, strict=True)
         return samples, *(
-            (size + sum(pads) - dilation * (taps - 1) - 1) // stride + 1 for size, pads, taps, dilation, stride in axes
+            (size + sum(pads) - dilation * (tap_count - 1) - 1) // stride + 1
+            for size, pads, tap_count, dilation, stride in axes
         )
 
     def _tap_positions(self, output_positions: Sequence[Tensor]) -> Iterator[Tensor]:
         """For each axis the input positions (r, kernel) that the kernel reads; negative in the padding."""
         axes = zip(output_positions, self._strides, self.padding, self.kernel, self.dilation, strict=True)
-        for position, stride, pads, taps, dilation in axes:
-            yield position[:, None] * stride - pads[0] + torch.arange(taps) * dilation
+        for position, stride, pads, tap_count, dilation in axes:
+            yield position[:, None] * stride - pads[0] + torch.arange(tap_count) * dilation
 
     @property
     def _strides(self) -> tuple[int, ...]:
@@ -83,9 +84,16 @@ class Geometry:
         return self.stride if self.kind == "conv" else (1,) * len(self.kernel)
 
     def output_rows(self, y: Tensor, index: Tensor, count: int, outputs: int) -> Tensor | None:
-        """Rows (r, groups, outputs) of a tensor that has the shape of the layer's output.
+        """Rows of a tensor that has the shape of the layer's output.
 
-        Returns None for a tensor of another shape, which is only broadcast to it.
+        Args:
+            y: The tensor.
+            index: Numbers of the rows to gather.
+            count: Number of all rows of the layer's input.
+            outputs: Output channels per group.
+
+        Returns:
+            The rows (r, groups, outputs). None for a tensor of another shape, which is only broadcast to the output.
         """
         if self.kind != "linear":
             y = (y if y.ndim == len(self.kernel) + 2 else y.unsqueeze(0)).movedim(1, -1)
@@ -110,7 +118,7 @@ class Geometry:
 
 
 def _select_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows with these ascending numbers. All rows are not copied."""
+    """Rows with these ascending numbers. If all rows are chosen, nothing is copied."""
     return rows if len(index) == len(rows) else rows[index]
 
 
@@ -125,7 +133,7 @@ def get_geometry(layer: QuantizedLayer) -> Geometry | None:
         return Geometry("linear")
     operation, kernel = layer.operation, tuple(layer.weight.shape[2:])
     dims = len(kernel)
-    if layer.kind == "head":
+    if layer.kind == "head":  # the last linear layer, which a conversion turned into a 1x1 convolution
         return Geometry("conv", 1, kernel, (1,) * dims, (1,) * dims, ((0, 0),) * dims)
     stride = _get_setting_per_axis(operation, "stride", 1, dims)
     dilation = _get_setting_per_axis(operation, "dilation", 1, dims)
@@ -133,7 +141,7 @@ def get_geometry(layer: QuantizedLayer) -> Geometry | None:
     if layer.kind == "conv_transpose":
         padding = _get_setting_per_axis(operation, "padding", 0, dims)
         output_padding = _get_setting_per_axis(operation, "output_padding", 0, dims)
-        reaches = [step * (taps - 1) for taps, step in zip(kernel, dilation, strict=True)]
+        reaches = [step * (tap_count - 1) for tap_count, step in zip(kernel, dilation, strict=True)]
         edges = tuple(
             (reach - pad, reach - pad + extra)
             for reach, pad, extra in zip(reaches, padding, output_padding, strict=True)
@@ -148,7 +156,7 @@ def get_geometry(layer: QuantizedLayer) -> Geometry | None:
 def _edge_padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """The padding of a convolution before and after each axis."""
     if padding == "same":
-        totals = [step * (taps - 1) for taps, step in zip(kernel, dilation, strict=True)]
+        totals = [step * (tap_count - 1) for tap_count, step in zip(kernel, dilation, strict=True)]
         return tuple((total // 2, total - total // 2) for total in totals)
     sizes = (0,) * len(kernel) if padding == "valid" else _to_tuple(padding, len(kernel))
     return tuple((size, size) for size in sizes)
@@ -185,15 +193,20 @@ def limit_row_count(max_rows: int, groups: int, unknowns: int) -> int:
     return max_rows if groups == 1 else min(max_rows, max(MIN_ROWS, ROWS_PER_UNKNOWN * unknowns))
 
 
-def sample_rows(first: int, samples: int, rows_per_sample: int, share: float) -> Tensor:
-    """Choose a share of the rows of a batch whose first sample has the number `first`.
+def sample_rows(first: int, count: int, share: float) -> Tensor:
+    """Choose a share of the rows of a batch. A hash of a row's number decides, so the batch size does not matter.
 
-    A hash of the row's number among all rows decides, so the choice does not depend on the batch size.
+    Args:
+        first: Number of the first row of the batch, counted over all batches.
+        count: Number of rows of the batch.
+        share: Share of the rows to choose.
+
+    Returns:
+        Positions of the chosen rows in the batch, ascending.
     """
-    numbers = torch.arange(first * rows_per_sample, (first + samples) * rows_per_sample)
     if share >= 1:
-        return torch.arange(samples * rows_per_sample)
-    return (hash_to_uniform(numbers) < share).nonzero().view(-1)
+        return torch.arange(count)
+    return (hash_to_uniform(torch.arange(first, first + count)) < share).nonzero().view(-1)
 
 
 def hash_to_uniform(numbers: Tensor, salt: int = 0) -> Tensor:

@@ -3,7 +3,14 @@
     walk both streams to a layer -> moments of its rows -> steps, judged on held-out rows -> apply the best -> walk on
     at the end of a piece: compare with the nearest codes at the exits of the piece; then run the steps over pieces
 
-One walk over the graph, node by node: no part of the model runs twice. The float parameters are never written.
+The float parameters are never written. Words of this module:
+
+stream        all values of the float model ("exact"), or of the quantized model with the codes chosen so far ("noisy")
+walk, pass    run a node on all batches in both streams, and store its outputs; every node is passed once
+piece         a layer or a block; its entries are the nodes outside that it reads, its exits the nodes that others read
+nearest       codes rounded to nearest: what a piece has before it is tuned
+error         of the exits, on held-out samples: of their stored values (`stored_error`), or of the values that the
+              present codes would give (`error_if_rerun`, stores nothing; `store_rerun` then stores them)
 """
 
 import time
@@ -50,6 +57,7 @@ PROVIDED_WEIGHTS_NAN_HINT = (
 # A range of 8 bits replaces min-max only if the error of the piece falls below this share: rare large values may carry
 # the signal, and the held-out samples may have too few of them to show it.
 MAX_ERROR_RATIO = 0.9
+WHOLE_MODEL = "all"  # name of the whole model in the checkpoint, where pieces are numbered
 RangeProposal = tuple[str, QuantStub, QParams]  # name of an activation quantizer, the quantizer, other parameters
 _BYTES_PER_UNIT = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -159,7 +167,7 @@ def tune(
     return TuneReport(
         layers=tuple(run.rows),
         left=run.skipped,
-        batches=len(walk.batch_owners),
+        batches=len(walk.batch_owners),  # batches of all ranks; walk.batch_count has those of this rank
         samples=walk.sample_count,
         seconds=time.perf_counter() - start,
         pieces=tuple(run.pieces),
@@ -238,53 +246,74 @@ class _TuningRun:
         if model_steps:
             self.walk.pin(self.walk.placeholders)  # read again at the end
         pieces = self._cut(self.config.unit)
-        # Nodes after the last layer change nothing, so they run only for steps over the whole model. With a weight
-        # provider they count as a piece too: it may have embedding tables and quantizers, which must be stored.
-        must_finish_last = self.weight_provider is not None or bool(self.uses.keys() & set(pieces[-1].nodes))
-        tail = [] if must_finish_last else [pieces.pop()]
+        # The last piece often has no layer. Then it runs only if a step needs the outputs of the whole model. With a
+        # weight provider it is always finished: it may have embedding tables and quantizers, which must be stored.
+        last_has_work = self.weight_provider is not None or bool(self.uses.keys() & set(pieces[-1].nodes))
         with phase("tuning", total=len(self.uses), unit="layers", show=progress) as running:
-            for index, piece in enumerate(pieces):
-                steps = [step for step in self.piece_steps if step.over == "piece"]
-                self._finish_piece(f"{index:04}", piece, steps)
+            for index, piece in enumerate(pieces if last_has_work else pieces[:-1]):
+                self._finish_piece(f"{index:04}", piece)
                 running.advance(len(self.uses.keys() & set(piece.nodes)))
         if model_steps:
-            for piece in tail:
-                self._pass_piece(piece)
+            if not last_has_work:
+                self._pass_piece(pieces[-1])
             with phase("tuning the whole net", show=progress):
-                (whole_model,) = self._cut("model")
-                self._finish_piece("all", whole_model, model_steps, is_solved=True)
+                self._finish_model(model_steps)
 
     def _cut(self, unit: Unit) -> list[Piece]:
         return cut_into_pieces(self.walk.graph, self.walk.same_nodes, self.uses.__contains__, unit)
 
-    def _finish_piece(self, name: str, piece: Piece, steps: list[PieceStep], *, is_solved: bool = False) -> None:
-        """Tune one piece, or load it from the checkpoint. `is_solved`: its layers are solved, only `steps` run."""
+    def _finish_piece(self, name: str, piece: Piece) -> None:
+        """Tune one piece, or load its result from the checkpoint. Either way the walk passes it."""
+        modules = self._load_modules(piece)
+        stored = self.checkpoint.load_piece(name)
+        if stored is None:
+            result = self._tune_piece(piece, modules)
+            states = self._store_result(name, modules, result)
+        else:
+            states, result = stored
+            restore_states(modules, states)
+            self._pass_piece(piece)
+        self._add_result(piece, modules, states, result)
+
+    def _finish_model(self, steps: list[PieceStep]) -> None:
+        """Run steps over the whole model, whose pieces are finished, or load their result from the checkpoint."""
+        (whole_model,) = self._cut("model")
+        modules = self._load_modules(whole_model)
+        stored = self.checkpoint.load_piece(WHOLE_MODEL)
+        if stored is None:
+            result = self._tune_whole_model(whole_model, modules, steps)
+            states = self._store_result(WHOLE_MODEL, modules, result)
+        else:
+            states, result = stored
+            restore_states(modules, states)
+        self._add_result(whole_model, modules, states, result)
+
+    def _load_modules(self, piece: Piece) -> dict[str, nn.Module]:
+        """The modules of a piece that may change, by path, with the weights of a provider loaded."""
         modules = self._changeable_modules(piece)
         if self.weight_provider is not None:
             load_weights(self.walk, piece, self.weight_provider)
             for layer in (layer for node in piece.nodes for layer in self.walk.get_quantized_layers(node)):
                 layer.freeze()
-        stored = self.checkpoint.load_piece(name)
-        if stored is not None:
-            states, result = stored
-            restore_states(modules, states)
-            if not is_solved:
-                self._pass_piece(piece)
-        else:
-            result = (
-                self._tune_whole_model(piece, modules, steps) if is_solved else self._tune_piece(piece, modules, steps)
-            )
-            if self.weight_provider is not None:
-                _choose_nearest(modules)
-            states = copy_states(modules)
-            self.checkpoint.store_piece(name, states, result)
+        return modules
+
+    def _store_result(self, name: str, modules: Mapping[str, nn.Module], result: PieceResult) -> States:
+        """Store the result and the states of the modules in the checkpoint. Returns the states."""
+        if self.weight_provider is not None:
+            _choose_nearest(modules)
+        states = copy_states(modules)
+        self.checkpoint.store_piece(name, states, result)
+        return states
+
+    def _add_result(self, piece: Piece, modules: Mapping[str, nn.Module], states: States, result: PieceResult) -> None:
+        """Set the states in the user's model, or release the weights of a provider; and add the rows of the report."""
         if self.weight_provider is None:
             # The walk works on a copy of the model, so the user's model gets the result here.
             restore_states({path: self.model.get_submodule(path) for path in modules}, states)
         else:
             release_weights(self.walk, piece, self.weight_provider)
         self.rows += result.rows
-        self.skipped |= result.left
+        self.skipped |= result.skipped
         self.pieces += [result.piece] if result.piece is not None else []
 
     def _observe_range(self, node: fx.Node) -> dict[str, nn.Module]:
@@ -321,8 +350,11 @@ class _TuningRun:
         self.walk.advance(node)
         self.passed.add(node)
 
-    def _tune_piece(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> PieceResult:
-        """Solve the layers of a piece one by one, judge them together, and run the steps over the piece."""
+    def _tune_piece(self, piece: Piece, modules: Mapping[str, nn.Module]) -> PieceResult:
+        """Solve the layers of a piece one by one, judge them together, and run the steps over the piece.
+
+        After each of the three the stored values of the exits are those of the present states of the modules.
+        """
         start, nearest = time.perf_counter(), copy_states(modules)
         entries = [node for node in piece.entries if node not in self.walk.pinned]
         self.walk.pin(entries)  # the piece is run again below
@@ -337,11 +369,12 @@ class _TuningRun:
                 tuned += [] if row is None else [(self.uses[node], row)]
             self._advance(node)
         rows = tuple(row for _, row in tuned)
-        result = PieceResult(None, rows, self.solver.skipped)
+        result = PieceResult(piece=None, rows=rows, skipped=self.solver.skipped)
         if tuned:
             before, after, variant = self._choose_variant(piece, modules, nearest)
             if variant != "as solved":
                 rows = tuple(_reverted_row(row, variant) for row in rows)
+            steps = [step for step in self.piece_steps if step.over == "piece"]
             notes = self._run_piece_steps(piece, modules, [use for use, _ in tuned], steps, proposals, after)
             summary = TunedPiece(
                 layers=tuple(row.name for row in rows),
@@ -351,7 +384,7 @@ class _TuningRun:
                 notes=notes,
                 seconds=time.perf_counter() - start,
             )
-            result = PieceResult(summary, rows, self.solver.skipped)
+            result = PieceResult(piece=summary, rows=rows, skipped=self.solver.skipped)
         self.walk.unpin(entries, self.passed)
         return result
 
@@ -360,10 +393,13 @@ class _TuningRun:
         start, before = time.perf_counter(), self.evaluator.stored_error(piece)
         names = {row.name for row in self.rows}
         uses = [use for use in self.collector.uses if self._name(use.node) in names]
-        notes = self._run_piece_steps(piece, modules, uses, steps, [], before)
+        notes = self._run_piece_steps(piece, modules, uses, steps, proposals=[], error=before)
         after = self.evaluator.stored_error(piece)
         seconds = time.perf_counter() - start
-        return PieceResult(TunedPiece(("the whole net",), before, after, "as solved", notes, seconds), (), {})
+        summary = TunedPiece(
+            layers=("the whole net",), before=before, after=after, how="as solved", notes=notes, seconds=seconds
+        )
+        return PieceResult(piece=summary, rows=(), skipped={})
 
     def _changeable_modules(self, piece: Piece) -> dict[str, nn.Module]:
         """The quantized layers and activation quantizers of a piece, by path."""
@@ -401,7 +437,7 @@ class _TuningRun:
         """
         solved, after = copy_states(modules), self.evaluator.stored_error(piece)
         restore_states(modules, nearest)
-        before = self.evaluator.rerun_error(piece)
+        before = self.evaluator.error_if_rerun(piece)
         if after <= before:
             restore_states(modules, solved)
             return before, after, "as solved"
@@ -409,10 +445,10 @@ class _TuningRun:
             path: {key: value for key, value in state.items() if key != "bias_shift"} for path, state in solved.items()
         }
         restore_states(modules, unshifted)
-        error = self.evaluator.rerun_error(piece)
+        error = self.evaluator.error_if_rerun(piece)
         variant = "without bias shifts" if error < before else "nearest"
         restore_states(modules, unshifted if variant == "without bias shifts" else nearest)
-        self.walk.rerun_piece(piece)  # the stored values are those of the solved layers
+        self.walk.store_rerun(piece)  # the stored values are those of the solved layers
         return before, min(error, before), variant
 
     def _run_piece_steps(
@@ -424,7 +460,9 @@ class _TuningRun:
         proposals: list[RangeProposal],
         error: float,
     ) -> str:
-        """Try the proposed ranges, then run the steps over the piece. Each result is kept only if it is better.
+        """Try the proposed ranges, then run the steps over the piece.
+
+        A range is undone here unless it is clearly better. A step undoes itself if it is not better (see reconstruct).
 
         Args:
             piece: The piece.
@@ -444,17 +482,17 @@ class _TuningRun:
         for name, stub, qparams in proposals:
             current = copy_states(modules)
             stub.set_parameters(qparams)
-            new_error = self.evaluator.rerun_error(piece)
+            new_error = self.evaluator.error_if_rerun(piece)
             if new_error < MAX_ERROR_RATIO * error:
                 error = new_error
                 notes.append(f"range of {name}")
-                self.walk.rerun_piece(piece)
+                self.walk.store_rerun(piece)
             else:
                 restore_states(modules, current)
         for step in steps:
             task = PieceTask(self.walk, self.evaluator, piece, own_uses, modules, self.config.iterations)
             step.run(task)
-            self.walk.rerun_piece(piece)
+            self.walk.store_rerun(piece)
             notes.append(f"{step.name} {task.notes.get('gain', '')}".strip())
         return "; ".join(notes)
 

@@ -243,7 +243,7 @@ class StreamWalk:
                     env.pop(source, None)
             return [env[node] for node in piece.exits]
 
-    def rerun_piece(self, piece: Piece) -> None:
+    def store_rerun(self, piece: Piece) -> None:
         """Store the exits of a piece again, after its modules were changed."""
         with torch.no_grad():
             for index in range(self.batch_count):

@@ -133,7 +133,7 @@ def throughput(
 def _run_benchmark(
     runtime: Runtime, paths: Sequence[Path], files: ExchangeFiles, limits: Mapping[str, Any], memory: int | None
 ) -> TaskResult:
-    request = {"task": "benchmark", "paths": [str(path) for path in paths], **limits, **files.files}
+    request = {"task": "benchmark", "paths": [str(path) for path in paths], **limits, **files.paths}
     return run_task(runtime, request, seconds=limits["seconds"] * 10 + 300, memory=memory)
 
 
@@ -171,7 +171,7 @@ def explain_crash(
     """Add to a crash whether the float file crashes too. Then the runtime is the cause, not the quantization."""
     if answer.status != Status.CRASHED or float_path is None:
         return answer
-    request = {"task": "run", "path": str(float_path), "options": {"threads": 1}, **files.files}
+    request = {"task": "run", "path": str(float_path), "options": {"threads": 1}, **files.paths}
     float_answer = run_task(runtime, request, seconds=seconds)
     if float_answer.status == Status.OK:
         explanation = "the float file runs"

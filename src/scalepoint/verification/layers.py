@@ -170,7 +170,7 @@ def _run_file(
 ) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     with exchange_files(feeds) as files:
         request = {"task": "run", "path": path, "options": {"threads": threads, "expose": expose}, "executed": True}
-        answer = run_task(find_runtime("onnxruntime"), {**request, **files.files}, seconds=seconds)
+        answer = run_task(find_runtime("onnxruntime"), {**request, **files.paths}, seconds=seconds)
         if answer.status != Status.OK:
             raise VerificationError(f"{path} in onnxruntime: {answer.status.value}: {answer.message}")
         return files.outputs(answer), list((answer.data or {})["executed"])

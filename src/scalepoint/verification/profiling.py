@@ -61,7 +61,7 @@ def profile(
     feeds = dict(inputs) if inputs is not None else make_random_inputs(paths[0], runtime)
     limits = {"options": {"threads": threads}, "seconds": seconds, "min_runs": MIN_RUNS, "max_runs": MAX_RUNS}
     with exchange_files(feeds) as files:
-        request = {"task": "profile", "paths": [str(path) for path in paths], "inputs": files.files["inputs"], **limits}
+        request = {"task": "profile", "paths": [str(path) for path in paths], "inputs": files.paths["inputs"], **limits}
         answer = run_task(runtime, request, seconds=seconds * 10 + 300, memory=memory)
     if answer.status != Status.OK or answer.data is None:
         raise VerificationError(f"{runtime.name} could not profile the files: {answer.status.value}: {answer.message}")

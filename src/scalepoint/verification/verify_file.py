@@ -123,14 +123,17 @@ def verify(
         executed = list((answer.data or {})["executed"])
         compared = run.compare(answer)
         result = replace(result, optimized=compared.agreements, choices=compared.choices)
+        # The fields `unoptimized`, `exact` and `rounded`; and `resized`.
         result = replace(result, **run.run_variants(executed), resized=_verify_other_sizes(run, model, model_inputs))
         if layers and simulation.codes and info is not None and isinstance(model, fx.GraphModule):
             source = LayerOutputSource(model, model_inputs)
             result = replace(result, departure=_find_departure(run, compared.codes, info, result, source))
-    if runtime.why_not_run:
+    if runtime.why_not_run:  # another program evaluated the file, so its speed says nothing
         result = replace(result, is_run=False, message=runtime.why_not_run, bound=min(result.bound, EVALUATED_DB))
     elif float_path is not None:
-        latency = _measure_speed(run, (float_path, plain_path, baseline), float_model, model_inputs, feeds)
+        latency = _measure_speed(
+            run, _BaselineFiles(float_path, plain_path, baseline), float_model, model_inputs, feeds
+        )
         result = replace(result, float_size=read_file_info(float_path, runtime).size, latency=latency)
         result = replace(result, times=_measure_layer_times(run, float_path, feeds, model))
     if result.status == Status.OK and (reason := describe_nothing_compared(result.optimized)):
@@ -140,25 +143,28 @@ def verify(
     return replace(result, executed=counts, low_precision=low_precision, fallbacks=fallbacks)
 
 
+class _BaselineFiles(NamedTuple):
+    """The float files that the speed is compared with, and the name of the one to use; None: the faster one."""
+
+    float_path: str | Path
+    plain_path: str | Path | None
+    chosen: str | None
+
+
 def _measure_speed(
     run: "_RuntimeRun",
-    baselines: tuple[str | Path, str | Path | None, str | None],
+    baselines: _BaselineFiles,
     float_model: nn.Module | None,
     inputs: tuple[Any, Any],
     feeds: Feeds,
 ) -> Benchmark:
-    """Compare the speed with the faster of the float file and the plain export.
-
-    `baselines` is the path of the float file, the path of the plain export (written temporarily from `float_model` if
-    None), and the name of the baseline to use.
-    """
-    float_path, plain_path, baseline = baselines
+    """Compare the speed with the baseline. A missing plain export is written temporarily from `float_model`."""
     measure = partial(
-        benchmark, float_path, run.path, feeds,
-        runtime=run.runtime, threads=run.threads, memory=run.memory, baseline=baseline,
+        benchmark, baselines.float_path, run.path, feeds,
+        runtime=run.runtime, threads=run.threads, memory=run.memory, baseline=baselines.chosen,
     )  # fmt: skip
-    if plain_path is not None or float_model is None:
-        return measure(plain_path=plain_path)
+    if baselines.plain_path is not None or float_model is None:
+        return measure(plain_path=baselines.plain_path)
     file_format = find_file_format(run.path, run.runtime)
     with baseline_file(float_model, file_format, ExportRequest(inputs, names=tuple(feeds))) as temporary_path:
         latency = measure(plain_path=temporary_path)
@@ -226,13 +232,14 @@ class _RuntimeRun:
             "path": str(self.path),
             "options": {"threads": self.threads, **options},
             "executed": executed,
-            **self.files.files,
+            **self.files.paths,
         }
         return run_task(self.runtime, request, seconds=self.seconds, memory=self.memory)
 
     def run_variants(self, executed: ExecutedNodes) -> dict[str, Any]:
         """Run the file with the runtime's other settings. Return the fields of `Verification` that this gives."""
         variants = [variant for variant in self.runtime.variants if variant.applies(executed)]
+        # A variant is called like the field of its agreement.
         agreements: dict[str, Any] = {variant.name: self._run_variant(variant) for variant in variants}
         return agreements | {"rounded": " ".join(variant.why for variant in variants if variant.why)}
 

@@ -110,7 +110,7 @@ def test_every_code_is_at_most_one_step_from_the_simulation(deployed, tmp_path):
     executorch.write_with_layer_outputs(deployment.model, path, ExportRequest(((x,), {})))
     _, codes = simulate(deployment.model, ((x,), {}))
     with exchange_files({"x": x.numpy()}) as files:
-        answer = run_task(runtime, {"task": "run", "path": str(path), "options": {}, **files.files})
+        answer = run_task(runtime, {"task": "run", "path": str(path), "options": {}, **files.paths})
         outputs = files.outputs(answer)
     quantizers = executorch.about(path).quantizers
     compared = 0

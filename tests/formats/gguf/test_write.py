@@ -50,7 +50,7 @@ def run_llamacpp(path, tokens, **options):
     """Return the logits that llama.cpp computes."""
     with exchange_files({"input_ids": tokens.numpy()}) as files:
         request = {"task": "run", "path": str(path), "options": {"threads": 1, **options}}
-        answer = run_task(LLAMACPP, {**request, **files.files})
+        answer = run_task(LLAMACPP, {**request, **files.paths})
         assert answer.status == "ok", answer.message
         return torch.from_numpy(files.outputs(answer)["logits"])
 

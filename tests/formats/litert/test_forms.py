@@ -123,7 +123,7 @@ def write_float_file(model, inputs, path):
 def run(path, feeds):
     with exchange_files({name: value.numpy() for name, value in feeds.items()}) as files:
         task = {"task": "run", "path": str(path), "options": {"threads": 1}}
-        answer = run_task(find_runtime("litert"), {**task, **files.files})
+        answer = run_task(find_runtime("litert"), {**task, **files.paths})
         assert answer.data is not None, answer.message
         return files.outputs(answer)
 
@@ -169,7 +169,7 @@ def test_a_transposed_convolution_fixes_the_batch_of_the_example(tmp_path):
     assert find_format("litert").about(path).inputs[0].shape == (2, 4, 5, 5)
     compare(model, feeds, run(path, feeds))
     with exchange_files({"x": torch.randn(3, 4, 5, 5).numpy()}) as files:
-        answer = run_task(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
+        answer = run_task(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.paths})
     assert "input x: the file takes the shape [2, 4, 5, 5], got [3, 4, 5, 5]" in answer.message
 
 

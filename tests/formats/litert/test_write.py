@@ -141,7 +141,7 @@ def test_codes_equal_the_simulation_until_a_concat_changes_a_scale(deployed, tmp
     form.write_with_layer_outputs(done.model, path, ExportRequest(((x,), {})))
     _, codes = simulate(done.model, ((x,), {}))
     with exchange_files({"x": x.numpy()}) as files:
-        answer = run_task(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
+        answer = run_task(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.paths})
         outputs = files.outputs(answer)
     compared, is_after_concat = 0, False
     for name, calls in codes.items():

@@ -63,7 +63,7 @@ def run_openvino(path, x):
     options = {"threads": 1, "accurate": True}
     with exchange_files({"x": x.numpy()}) as files:
         return files.outputs(
-            run_task(OPENVINO, {"task": "run", "path": str(path), "options": options, **files.files}, seconds=60)
+            run_task(OPENVINO, {"task": "run", "path": str(path), "options": options, **files.paths}, seconds=60)
         )
 
 

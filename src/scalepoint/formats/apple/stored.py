@@ -22,6 +22,7 @@ from scalepoint.spec.palette import is_palette
 
 ACTIVATION_RANGES = {"uint8": (0, 255), "int8": (-128, 127)}
 FOUR_BIT_TYPES = ("int4", "uint4")  # since iOS 18
+WEIGHT_TYPES = (*FOUR_BIT_TYPES, *ACTIVATION_RANGES)
 
 
 class CoreMlStoredWeight(WeightedOperation):
@@ -35,7 +36,7 @@ class CoreMlStoredWeight(WeightedOperation):
         quant, deployed = source.weight_quant, source.get_deployed()
         granularity = quant.calculator.granularity
         self.fmt = dtype_name(quant.spec.dtype)
-        if self.fmt not in (*FOUR_BIT_TYPES, *ACTIVATION_RANGES):
+        if self.fmt not in WEIGHT_TYPES:
             raise ExportError(
                 f"{quant.name}: Core ML does not support {self.fmt} weights: use int4, uint4, int8 or uint8"
             )
@@ -105,7 +106,10 @@ def build_stored_weight(source: QuantizedLayer) -> nn.Module:
 
 
 class CoreMlStoredStub(nn.Module):
-    """A quantizer of activations as quantize and dequantize with constant parameters."""
+    """A quantizer of activations as quantize and dequantize with constant parameters.
+
+    `factor` is multiplied into the scale: the scaling of an attention's query (see attention.py).
+    """
 
     def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
         super().__init__()
@@ -123,8 +127,8 @@ class CoreMlStoredStub(nn.Module):
     zero_point: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        codes = quantize(x, self.scale, self.zero_point, 0, self.low, self.high, self.fmt)
-        values: Tensor = dequantize(codes, self.scale, self.zero_point, 0, 0, self.fmt)
+        codes = quantize(x, self.scale, self.zero_point, axis=0, low=self.low, high=self.high, fmt=self.fmt)
+        values: Tensor = dequantize(codes, self.scale, self.zero_point, axis=0, block=0, fmt=self.fmt)
         return values
 
 

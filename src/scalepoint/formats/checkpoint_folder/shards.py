@@ -59,6 +59,7 @@ class _Shard:
         self.body_bytes = end
 
     def close(self) -> None:
+        # Wide dtypes first: then every tensor starts at a multiple of the size of its elements.
         for name, tensor in sorted(self.unaligned.items(), key=lambda item: -item[1].dtype.itemsize):
             self.write(name, tensor)
         header = json.dumps({"__metadata__": {"format": "pt"}, **self.entries}, separators=(",", ":")).encode()
@@ -72,12 +73,14 @@ class ShardWriter:
 
     Args:
         folder: An existing folder.
-        max_header_bytes: An upper bound for the header of one file with all tensors.
+        max_header_bytes: An upper bound for the header if all tensors were in one file. Each shard reserves so much,
+            or 1 MiB if that is less.
         max_shard_bytes: The size of a shard at which the next one is started.
     """
 
     def __init__(self, folder: Path, max_header_bytes: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self.folder, self.max_shard_bytes = folder, max_shard_bytes
+        # Rounded up to a multiple of 8, so that the body is aligned. Two more entries: metadata and braces.
         self.header_space = -(-min(max_header_bytes + 2 * ENTRY_BYTES, MAX_HEADER_BYTES) // 8) * 8
         self.shard_numbers: dict[str, int] = {}  # by tensor, from 1
         self.total_bytes = 0

@@ -1,4 +1,4 @@
-"""Converts everything in a graph that is not quantized to 16 bits, for compilers that use the types of the file.
+"""Converts the float tensors of a graph to 16 bits, for compilers that use the types of the file.
 
 Every float32 tensor becomes float16 or bfloat16, including scales; TensorRT 11 needs this. Inputs and outputs of the
 model stay float32, with a Cast. Operands that an operator takes only in float32 stay too (the scales of Resize).
@@ -26,10 +26,10 @@ def convert_floats(model: Any, name: str) -> None:
     graph, opset = model.graph, model.opset_imports[""]
     if any(isinstance(attribute.value, ir.Graph) for node in graph for attribute in node.attributes.values()):
         raise ExportError(f"float_dtype={name} cannot be used with branches or loops (If, Loop): use float32")
-    # Value -> its original constant, or None. Values that stay float32 are removed again.
-    narrow = {value: value.const_value for value in _list_values(graph) if value.dtype == FLOAT}
-    outputs = list(graph.outputs)
-    for value in narrow:
+    # Every float32 value -> its original constant, or None if it is computed.
+    constants_of_narrowed = {value: value.const_value for value in _list_values(graph) if value.dtype == FLOAT}
+    outputs = list(graph.outputs)  # the values before any Cast is inserted
+    for value in constants_of_narrowed:
         if not value.is_graph_input():
             _retype(value, dtype, numpy_type)
     for node in list(graph):
@@ -38,8 +38,8 @@ def convert_floats(model: Any, name: str) -> None:
         for key in ("to", "output_dtype"):
             if key in node.attributes and node.attributes[key].as_int() == FLOAT:
                 node.attributes[key] = ir.AttrInt64(key, dtype)
-        _insert_casts(graph, node, opset, narrow, (dtype, schema_type))
-    _keep_float32_interface(graph, outputs, narrow, dtype)
+        _insert_casts(graph, node, opset, constants_of_narrowed, (dtype, schema_type))
+    _keep_float32_interface(graph, outputs, constants_of_narrowed, dtype)
 
 
 def _list_values(graph: Any) -> list[Any]:
@@ -71,29 +71,37 @@ def _retype_constant(node: Any, dtype: Any, numpy_type: Any) -> None:
         node.attributes["value"] = ir.AttrTensor("value", tensor)
 
 
-def _insert_casts(graph: Any, node: Any, opset: int, narrow: dict[Any, Any], float_type: tuple[Any, str]) -> None:
+def _insert_casts(
+    graph: Any, node: Any, opset: int, constants_of_narrowed: dict[Any, Any], float_type: tuple[Any, str]
+) -> None:
     """Insert casts around a node whose schema does not allow the 16-bit type for an operand or result."""
     dtype, schema_type = float_type
     schema, is_two_level = _find_schema(node, opset), _is_two_level(node)
     for position, value in enumerate(node.inputs):
-        formal = schema and schema.inputs[min(position, len(schema.inputs) - 1)]  # the last one may be variadic
-        needs_float32 = position == 1 if is_two_level else formal and schema_type not in formal.types
-        if value in narrow and needs_float32:
-            node.replace_input_with(position, _to_float32(graph, node, value, narrow[value]))
+        is_allowed = position != 1 if is_two_level else _allows(schema and schema.inputs, position, schema_type)
+        if value in constants_of_narrowed and not is_allowed:
+            node.replace_input_with(position, _to_float32(graph, node, value, constants_of_narrowed[value]))
     for position, value in enumerate(node.outputs):
-        formal = schema and schema.outputs[min(position, len(schema.outputs) - 1)]
-        if value in narrow and _computes_scale(node):
+        is_allowed = not is_two_level and _allows(schema and schema.outputs, position, schema_type)
+        if value in constants_of_narrowed and _computes_scale(node):  # its reader takes the float32 scale as it is
             value.dtype = FLOAT
-            del narrow[value]
-        elif value in narrow and (is_two_level or (formal and schema_type not in formal.types)):
+            del constants_of_narrowed[value]
+        elif value in constants_of_narrowed and not is_allowed:
             cast = ir.node("Cast", [value], {"to": dtype}, name=f"{node.name}/from_float")
             _redirect_readers(value, cast, dtype)
             value.dtype = FLOAT
             graph.insert_after(node, cast)
 
 
+def _allows(formal_parameters: Any, position: int, schema_type: str) -> bool:
+    """Whether an operator's inputs (or outputs) allow a type at a position; true for an operator without a schema."""
+    if not formal_parameters:
+        return True
+    return schema_type in formal_parameters[min(position, len(formal_parameters) - 1)].types  # the last may be variadic
+
+
 def _is_two_level(node: Any) -> bool:
-    """Whether a node belongs to NVFP4: its tensor scale (input 1) and its result need float32."""
+    """Whether a node (de)quantizes in two levels (NVFP4): its tensor scale (input 1) and its result need float32."""
     is_fp4 = node.op_type == "DequantizeLinear" and node.inputs[0].dtype == ir.DataType.FLOAT4E2M1
     return is_fp4 or node.op_type == "TRT_FP4DynamicQuantize" or _computes_scale(node)
 
@@ -137,16 +145,16 @@ def _redirect_readers(value: Any, cast: Any, dtype: Any) -> None:
             use.node.replace_input_with(use.idx, output)
 
 
-def _keep_float32_interface(graph: Any, outputs: list[Any], narrow: dict[Any, Any], dtype: Any) -> None:
+def _keep_float32_interface(graph: Any, outputs: list[Any], constants_of_narrowed: dict[Any, Any], dtype: Any) -> None:
     """Cast inputs from float32 and outputs to float32."""
     first = next(iter(graph), None)
     for value in graph.inputs:
-        if value in narrow and value.uses():
+        if value in constants_of_narrowed and value.uses():
             cast = ir.node("Cast", [value], {"to": dtype}, name=f"{value.name}/narrow")
             _redirect_readers(value, cast, dtype)
             graph.insert_before(first, cast)
     for position, value in enumerate(outputs):
-        if value in narrow and not value.is_graph_input():
+        if value in constants_of_narrowed and not value.is_graph_input():
             name = value.name
             value.name = f"{name}_narrow"
             cast = ir.node("Cast", [value], {"to": FLOAT}, name=f"{name}/widen")

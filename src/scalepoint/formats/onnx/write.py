@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from scalepoint.compat.fast_export import RecordedProgram, SizeCache
+from scalepoint.compat.fast_export import FakeInputCache, RecordedProgram
 from scalepoint.errors import ScalepointError
 from scalepoint.formats.float32 import inputs_to_float32
 from scalepoint.formats.format import ExportRequest
@@ -48,7 +48,9 @@ def _write_both(model: fx.GraphModule, path: Path, request: ExportRequest) -> No
     factories = onnx_module_factories(() if target is None else target.domains)
     stored = build_stored_graph(model, factories, dtype)
     opset = max([OPSETS[dtype], *(module.opset for module in stored.modules() if isinstance(module, OnnxStored))])
-    options = _GraphOptions(inputs_to_float32(request.inputs), opset, dtype_name(dtype), request.dynamic, SizeCache())
+    options = _GraphOptions(
+        inputs_to_float32(request.inputs), opset, dtype_name(dtype), request.dynamic, FakeInputCache()
+    )
     target_options = options if target is None else options._replace(rewrites=target.rewrites)
     _write_graph(stored, path, target_options, request.metadata)
     if request.float_path is not None:
@@ -62,7 +64,7 @@ class _GraphOptions(NamedTuple):
     opset: int
     float_dtype: str
     dynamic: bool
-    size_cache: SizeCache  # shared by the float graph and the quantized graph
+    fake_input_cache: FakeInputCache  # shared by the float graph and the quantized graph
     rewrites: tuple[RewriteRule, ...] = ()  # of the target; none for the float file
 
 
@@ -89,7 +91,11 @@ def _convert_to_onnx(model: fx.GraphModule, options: _GraphOptions) -> Any:
     try:
         with torch.no_grad():
             exported = export_graph(
-                prepare_graph(model), *options.inputs, options.dynamic, size_cache=options.size_cache, has_code=False
+                prepare_graph(model),
+                *options.inputs,
+                options.dynamic,
+                fake_input_cache=options.fake_input_cache,
+                has_code=False,
             )
         with export_logs_silenced():
             graph = translate_program(

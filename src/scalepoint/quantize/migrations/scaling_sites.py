@@ -1,6 +1,6 @@
-"""Places where one scale per channel can move from a layer or norm into the layers that read it.
+"""Places where one scale or shift per channel can move from a layer or norm into the layers that read it.
 
-f(x / s) = f(x) / s      W x = (W diag(s)) (x / s)         f: what stands between them
+f(x / s) = f(x) / s      W x = (W diag(s)) (x / s)         f: the operations in between
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class ScalingSite:
         readers: The layers whose inputs are multiplied, with the source channel of each of their inputs.
         free: Mask of the channels that may be scaled.
         trace: How the channels get to the readers.
-        measured: Measurements of a migration on data.
+        measured: What a migration measured on data for this site; each migration stores a type of its own here.
     """
 
     source: RewritableLayer | RewritableNorm
@@ -57,7 +57,7 @@ class ScalingSite:
             reduction: "amax" or "mean", over all inputs that read a channel.
         """
         columns = torch.cat([reader_columns for _, reader_columns in self.readers])
-        is_from_source = columns != FOREIGN
+        is_from_source = columns != FOREIGN  # an input that comes from elsewhere has no channel of the source
         all_values = torch.cat([reader_values.double() for reader_values in values])
         start = torch.zeros(self.trace.channels, dtype=torch.float64)
         return start.scatter_reduce(
@@ -86,13 +86,14 @@ def find_scaling_sites(
 
     Args:
         context: The model.
-        passes: Whether a scale may pass an operation.
+        passes: Whether the scale (or shift) may pass an operation.
         norms: Whether norms may be sources too.
         explain_refusal: Why a reader cannot be used; "" if it can.
     """
     result, graph = MigrationSites(), context.graph
     for op in graph.operations:
         is_norm = norms and op.kind in NORMS
+        # Sources are norms and layers with a weight of their own; a product of two tensors has two inputs.
         if not is_norm and (op.kind not in WEIGHT_PRODUCTS or len(op.inputs) != 1):
             continue
         source = RewritableNorm(op) if is_norm else RewritableLayer(op)
@@ -100,7 +101,7 @@ def find_scaling_sites(
         for reader, columns in list(trace.readers):
             reason = explain_refusal(reader) or RewritableLayer(reader).explain_fixed(graph)
             if reason:
-                trace.pin(columns, reason)
+                trace.pin(columns, reason)  # the channels that it reads keep scale 1
         trace.readers = [(reader, columns) for reader, columns in trace.readers if not trace.is_pinned(columns)]
         free = trace.free
         reason = source.explain_fixed(graph) or ("" if bool(free.any()) else trace.reason)

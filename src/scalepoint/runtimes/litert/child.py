@@ -1,6 +1,6 @@
 """Child program that runs a file in LiteRT on the CPU.
 
-`child_loop.py` starts it. It imports nothing of scalepoint.
+`child_loop.py` starts it, with `python -I`: the child loads only the runtime, so it imports nothing of scalepoint.
 """
 
 import json
@@ -19,7 +19,9 @@ OPERATOR_NAMES = {value: name for name, value in vars(schema.BuiltinOperator).it
 DTYPE_NAMES = {value: name.lower() for name, value in vars(schema.TensorType).items() if name.isupper()}
 OWN_KERNEL_SUFFIX = " (own kernel)"  # marks operators that LiteRT runs itself because the delegate does not
 STORED_WEIGHT_SUFFIX = re.compile(r"\.stored_\w+(\.\w+)?$")
-AVERAGE_POOL_WEIGHT = re.compile(r"average_pool(_\d+)?$")  # average pools are written as convolutions with ones
+AVERAGE_POOL_WEIGHT = re.compile(
+    r"average_pool(_\d+)?$"
+)  # average pools of up to 25 elements are written as convolutions with ones
 
 
 class File:
@@ -76,6 +78,7 @@ class File:
         for index in range(graph.OperatorsLength()):
             operator = graph.Operators(index)
             code = self.model.OperatorCodes(operator.OpcodeIndex())
+            # The older of the two fields is an int8: it holds 127 for all codes above.
             name = OPERATOR_NAMES[max(code.BuiltinCode(), code.DeprecatedBuiltinCode())]
             node = _describe_operator(graph, operator, name)
             if index not in delegated:
@@ -125,7 +128,7 @@ def _describe_operator(graph: Any, operator: Any, name: str) -> dict[str, Any]:
     weight = graph.Tensors(operator.Inputs(WEIGHT_OPERANDS[name]))
     layer = STORED_WEIGHT_SUFFIX.sub("", weight.Name().decode()).removesuffix(".weight")
     if AVERAGE_POOL_WEIGHT.match(layer):
-        return _describe_node(layer, f"{name} int8 (average pool)")
+        return _describe_node(layer, f"{name} int8 (average pool)")  # its ones are no weight of the model
     weight_dtype = DTYPE_NAMES[weight.Type()]
     data_dtype = DTYPE_NAMES[graph.Tensors(operator.Inputs(DATA_OPERANDS.get(name, 0))).Type()]
     is_low = weight_dtype in ("int8", "int4")
@@ -134,4 +137,5 @@ def _describe_operator(graph: Any, operator: Any, name: str) -> dict[str, Any]:
 
 
 def _describe_node(name: str, op: str, low: bool | None = None, why: str = "") -> dict[str, Any]:
+    """Make the row of a node. `low`: whether its weight has low precision; None if it has no weights."""
     return {"name": name, "op": op, "low": low, "why": why if low is False else ""}

@@ -2,8 +2,9 @@
 
     cost = sum over channels c of  |W_c|^2  E (fq(x_c) - x_c)^2          W_c the weights of the readers for channel c
 
-Below 8 bits the best range is applied. With 8 bits min-max is the safe range (rare large values may carry the signal):
-another one is tried, and kept only if it makes the piece clearly better on held-out samples.
+This step proposes the range with the least cost. `tune` applies it to quantizers of less than 8 bits. With 8 bits
+min-max is safer, because rare large values may carry the signal: there `tune` tries the proposal, and keeps it only if
+it makes the piece clearly better on held-out samples.
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,8 @@ def ranges(walk: StreamWalk, node: fx.Node, stub: QuantStub) -> QParams | None:
     if sample is None:
         return None
     values, weights = sample
-    present = QParams(stub.scale.detach().clone(), stub.zero_point.detach().clone(), None)
+    # No minval: the step runs only for quantizers with a zero point.
+    present = QParams(stub.scale.detach().clone(), stub.zero_point.detach().clone())
     best, best_cost = None, MAX_COST_RATIO * _cost(stub, values, weights, present)
     for candidate in _candidates(stub):
         cost = _cost(stub, values, weights, candidate)
@@ -47,7 +49,7 @@ def _candidates(stub: QuantStub) -> Iterator[QParams]:
     low, high = (spec.quant_min - zero_point) * scale, (spec.quant_max - zero_point) * scale
     if stub.quantizer.grid.is_symmetric or low >= 0 or high <= 0:
         for share in SHRINKAGES[1:]:
-            yield QParams(stub.scale * share, stub.zero_point.clone(), None)
+            yield QParams(stub.scale * share, stub.zero_point.clone())
         return
     for low_share, high_share in product(SHRINKAGES, SHRINKAGES):
         if low_share == high_share == 1.0:
@@ -55,7 +57,7 @@ def _candidates(stub: QuantStub) -> Iterator[QParams]:
         step = (high * high_share - low * low_share) / (spec.quant_max - spec.quant_min)
         rounded = round(spec.quant_min - low * low_share / step)
         new_zero_point = min(max(rounded, spec.quant_min), spec.quant_max)
-        yield QParams(torch.full_like(stub.scale, step), torch.full_like(stub.zero_point, new_zero_point), None)
+        yield QParams(torch.full_like(stub.scale, step), torch.full_like(stub.zero_point, new_zero_point))
 
 
 def _cost(stub: QuantStub, values: Tensor, weights: Tensor, qparams: QParams) -> float:
@@ -67,6 +69,7 @@ def _channel_importance(walk: StreamWalk, node: fx.Node) -> dict[int, Tensor]:
     """|W_c|^2 of every channel, by the axis of the channels; empty if no layer reads the value itself.
 
     Axes are counted from the end: a linear layer multiplies the last one, a convolution the one before its positions.
+    If a linear layer and a 2-d convolution read the value, the result has the keys -1 and -3.
     """
     totals: dict[int, Tensor] = {}
     for user in node.users:
@@ -75,9 +78,11 @@ def _channel_importance(walk: StreamWalk, node: fx.Node) -> dict[int, Tensor]:
             continue
         _, layer = path_and_layer
         geometry = get_geometry(layer)
+        # A layer in the middle of a group does not read the value itself; a transposed convolution spreads each input.
         if walk.find_source(user, layer) is None or geometry is None or geometry.kind == "conv_transpose":
             continue
-        weight = layer.to_output_first(layer.fold_norm()[0]).detach().to(torch.float32)
+        folded_weight, _ = layer.fold_norm()
+        weight = layer.to_output_first(folded_weight).detach().to(torch.float32)
         by_group = weight.reshape(geometry.groups, weight.shape[0] // geometry.groups, weight.shape[1], -1)
         importance = by_group.square().sum((1, 3)).reshape(-1)
         axis = -1 if geometry.kind == "linear" else 1 - weight.ndim
