@@ -3,9 +3,9 @@
     minimise  sum_i error_i(c_i) + lam sum_i cost_i(c_i)          c_i the choice of item i, for every lam at once
 
 For one lam every item can choose by itself. As lam decreases, each item moves along the lower convex hull of its (cost,
-error) points. So sorting the hull segments of all items by error removed per cost gives the Pareto front of the sums;
-each of its points has the least error for its cost. `find_best_within` also searches between two points, and
-`trim_allocation` lowers layers again that gain little.
+error) points; one segment of a hull is a "raise". So sorting the raises of all items by error removed per cost gives the
+Pareto front of the sums; each of its points has the least error for its cost. `find_best_within` also searches between
+two points, and `trim_allocation` lowers layers again that gain little.
 """
 
 import math
@@ -58,7 +58,7 @@ def compute_front(items: Sequence[Item]) -> tuple[Allocation, ...]:
         items: The layers with error and cost at each precision.
 
     Returns:
-        Allocations in order of cost; each raises one layer by one step.
+        Allocations in order of cost; each raises one item by one segment of its hull.
     """
     _check_items(items)
     hulls = [lower_hull(item.choices) for item in items]
@@ -106,8 +106,8 @@ def thin_front(points: Sequence[Allocation], most: int) -> list[Allocation]:
 def find_best_within(items: Sequence[Item], limit: float) -> Allocation | None:
     """Find the allocation with the least error that costs no more than a limit.
 
-    At the points of the front the result is exact. Between two of them it is the better of two heuristics: fill up from
-    the point below, or lower the point above.
+    If the limit is the cost of a point of the front, no allocation within it has less error. Between two points the
+    result is the better of two heuristics: fill up from the point below, or lower the point above.
 
     Args:
         items: The layers with error and cost at each precision.

@@ -1,10 +1,11 @@
 """Measures every layer at every precision on one calibrated model: the error that it adds to the output, and its cost.
 
     error  = noise to signal at the output  =  own(n) weight(n) loss(width) / loss(now)  +  the noise of its inputs
-    size   = codes and scales in bytes           time = MACs * bits of the wider operand / 32
+    size   = codes, scales and zero points in bytes         time = MACs * bits of the wider operand / 32
 
-own and weight are those of sensitivity by proxy (`analysis/noise_flow.py`), measured with all weights at 8 bits where
-the target runs that: noise is small there, so that it adds up. A wider input is assumed to lose 6 dB of noise per bit.
+A width is one precision of a layer. own(n), the noise that node n adds, and weight(n), its share at the output, are those
+of sensitivity by proxy (`analysis/noise_flow.py`). They are measured with all weights at 8 bits where the target runs
+that: noise is small there, so that it adds up. A wider input is assumed to lose 6 dB of noise per bit.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -120,7 +121,7 @@ def _add_fixed_costs(
     chosen_macs: float,
     other_macs: float,
 ) -> Widths:
-    """Make the table: add the cost of everything without a choice, in float or quantized as the config says.
+    """Make the table: add the cost of everything without a choice, at the precision that the config gives it.
 
     Args:
         rows: The layers with a choice.
@@ -141,7 +142,13 @@ def _add_fixed_costs(
         elif decision.weight is None and decision.site.role is not None:
             bits = FLOAT_BITS
         time -= (row.macs or 0) * (1 - bits / FLOAT_BITS) if row is not None else 0.0
-    return Widths(rows, float_size, chosen_macs + other_macs, max(size, 0.0), max(time, 0.0))
+    return Widths(
+        rows,
+        float_size=float_size,
+        float_time=chosen_macs + other_macs,
+        rest_size=max(size, 0.0),
+        rest_time=max(time, 0.0),
+    )
 
 
 def _count_work(row: CoverageRow | None, node: fx.Node) -> float:

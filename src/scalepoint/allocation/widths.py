@@ -1,4 +1,8 @@
-"""The table of all layers at all precisions with error, size and time; and the best choice within a budget."""
+"""The table of all layers at all precisions with error, size and time; and the best choice within a budget.
+
+A width is one precision of a row. A row is a layer, or several that must have the same width. An allocation chooses one
+width for each row.
+"""
 
 from collections import Counter
 from collections.abc import Mapping

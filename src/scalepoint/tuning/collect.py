@@ -3,8 +3,9 @@
     target = W x + d,   d = r - r~        r, r~: the other operand of the residual add that the layer feeds
 
 d lets the layer correct what the quantized stream already lacks; it is zero if r is not computed yet, or the same in
-both streams. Layers that read one value (q, k, v) share one pass over it. A weight that is used at several nodes has
-one sum over all of them, and is solved at the last one.
+both streams. Layers that read one value (q, k, v) share one pass over it. A weight that several nodes use has one sum
+over all of them, and is solved at the last one. Rows are either fitted (the layer is solved on them) or held out (they
+only judge solutions). ~ or "noisy" is the quantized stream, "exact" the float stream.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -44,7 +45,7 @@ class AddedOperand:
     """The other operand of the add that a layer feeds, for all rows of a batch.
 
     Attributes:
-        drift: What it lacks in the quantized stream; None if nothing.
+        drift: Its float value minus its quantized value; None for zero.
         value: Its float value, if a norm reads the sum.
     """
 
@@ -122,7 +123,7 @@ class RowCollector:
         return hash_to_uniform(numbers, salt=1) < self.holdout
 
     def collect_residuals(self, use: LayerUse, grouped: GroupedLayer) -> tuple[ResidualSums, ResidualSums]:
-        """What a bias can correct, on the rows to fit and on the held-out rows. Cheaper than moments: no products."""
+        """Sums of target minus output, of the fitted and the held-out rows. Cheaper than moments: no products."""
         key, float_weight = id(use.layer.weight_quant), grouped.weight()
         sums = self._unfinished_residuals.pop(key, (ResidualSums(), ResidualSums()))
         weight = float_weight.to(torch.float32)
@@ -136,7 +137,7 @@ class RowCollector:
         return _fit_and_holdout((sums[0].merge_ranks(), sums[1].merge_ranks()))
 
     def collect_moments(self, use: LayerUse, grouped: GroupedLayer) -> tuple[Moments | None, Moments | None]:
-        """Moments of the rows to fit and of the held-out rows, over all uses of the weight up to this one."""
+        """Moments of the fitted and of the held-out rows, over all uses of the weight up to this one."""
         shared = self._shared_moments.pop(id(use.layer), None)
         if shared is not None:
             return shared
@@ -230,7 +231,7 @@ class RowCollector:
             if splits_by_sample and samples and count % samples == 0:
                 numbers = first_sample + rows // (count // samples)
             is_held_out = self.is_held_out(numbers)
-            operand = AddedOperand(None, None)
+            operand = AddedOperand(drift=None, value=None)
             if is_paired or self.uses_quantized_inputs:
                 operand = self._added_operand(use, grouped, index, count)
             # The float stream has the outputs already, unless `weight` is stacked of several layers.
@@ -283,7 +284,7 @@ class RowCollector:
             drift = to_rows(exact - noisy) if noisy.shape == exact.shape else None
         normed = find_normed_operand(walk, use)
         value = None if normed is None else to_rows(walk.get_value(normed, index, noisy=False))
-        bias = use.layer.fold_norm()[1]
+        _, bias = use.layer.fold_norm()
         if value is not None and bias is not None:
             value = value + bias.detach().reshape(value.shape[1:])  # targets have no bias, what the norm reads has
         return AddedOperand(drift, value)
@@ -360,6 +361,6 @@ def _is_add(part: Any) -> bool:
 
 
 def _fit_and_holdout(sums: tuple[SumsT, SumsT]) -> tuple[SumsT, SumsT]:
-    """Use one for both where the other saw no rows: too few to hold any out, or all held out."""
+    """Sums to fit and to judge. If one of them has no rows (too few, or all held out), the other one is both."""
     fit, holdout = sums
     return (fit if fit.count else holdout), (holdout if holdout.count else fit)

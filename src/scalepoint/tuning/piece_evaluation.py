@@ -3,7 +3,8 @@
     error = mean over the exits of  |noisy - exact|^2 / |exact - mean|^2      or, where a norm reads an exit,
             mean over its rows of   |noisy - exact|^2 / |exact|^2
 
-A smaller error of single layers does not guarantee a better model: the rest of the model reads the exits.
+The exits are the nodes that the rest of the model reads. A smaller error of the single layers inside does not guarantee
+a smaller one there. "noisy" is the quantized stream, "exact" the float stream (see walk.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ class PieceEvaluator:
     collector: RowCollector
 
     def stored_error(self, piece: Piece) -> float:
-        """The error of the values that the walk has stored."""
+        """The error of the stored values of the exits."""
         exits = self._compared_exits(piece)
         return self._mean_error(piece, lambda index: [self.walk.get_value(node, index, noisy=True) for node in exits])
 
@@ -37,24 +38,24 @@ class PieceEvaluator:
         """The error with the modules as they are now. The piece runs again; nothing is stored."""
         is_compared = [node in self._compared_exits(piece) for node in piece.exits]
 
-        def run(index: int) -> list[Any]:
+        def exit_values(index: int) -> list[Any]:
             values = self.walk.run_piece(piece, self.walk.get_entries(piece, index, noisy=True))
             return [value for value, is_used in zip(values, is_compared, strict=True) if is_used]
 
-        return self._mean_error(piece, run)
+        return self._mean_error(piece, exit_values)
 
     def _compared_exits(self, piece: Piece) -> list[fx.Node]:
         return [node for node in piece.exits if node not in self.walk.same_nodes and self.walk.has_value(node)]
 
-    def _mean_error(self, piece: Piece, run: Callable[[int], Sequence[Any]]) -> float:
-        """The mean error over the exits; `run` gives their values in a batch of the quantized stream."""
+    def _mean_error(self, piece: Piece, exit_values: Callable[[int], Sequence[Any]]) -> float:
+        """The mean error over the exits; `exit_values` returns their values in a batch of the quantized stream."""
         exits = self._compared_exits(piece)
         sums = [_ExitErrorSums(feeds_norm(self.walk, node)) for node in exits]
         with torch.no_grad():
             for index in range(self.walk.batch_count):
                 if not self._has_holdout(index):
                     continue
-                for exit_sums, node, noisy in zip(sums, exits, run(index), strict=True):
+                for exit_sums, node, noisy in zip(sums, exits, exit_values(index), strict=True):
                     exact = self.walk.get_value(node, index, noisy=False)
                     if isinstance(exact, Tensor) and exact.is_floating_point():
                         exit_sums.add(
@@ -80,7 +81,7 @@ class PieceEvaluator:
         return [mask[first : first + count] for first, count in batches] if bool(mask.any()) else None
 
     def _has_holdout(self, index: int) -> bool:
-        """Whether a batch has samples that judge: held-out ones, or all if there are none."""
+        """Whether a batch has samples to measure: held-out ones, or all samples if none are held out."""
         return self._holdout_masks is None or bool(self._holdout_masks[index].any())
 
     def select_part(self, value: Tensor, index: int, *, is_holdout: bool) -> Tensor:

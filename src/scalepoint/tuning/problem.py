@@ -1,7 +1,8 @@
 """One layer to be solved: its weight in groups, the grid of its codes, its moments; and a solution.
 
-Everything here has the shape (groups, outputs, n) with n the inputs of one output. `GroupedLayer` translates between a
-layer of the model and this shape.
+Weights, targets and codes have the shape (groups, outputs, n), with n the inputs of one output. `GroupedLayer`
+translates between a layer of the model and this shape. A column is one of the n inputs; a step of the solver changes
+target, codes or scales; pairs of columns ("partners") are those whose products a kernel adds in 16 bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,7 +87,7 @@ class CodeGrid:
         return x.copy_(round_to_float(x.to(torch.float32), self.float_format))
 
     def nearest_codes(self, x: Tensor) -> Tensor:
-        """The nearest codes. If the sum of a pair is too large, both codes move by half of the excess."""
+        """The nearest codes. If the sum of a pair is too large, both codes move by half of the excess, towards zero."""
         codes = self.round_(x.clamp(*self.limits))
         for partner in () if self.partners is None else self.partners:
             partner_codes = codes[..., partner]
@@ -131,7 +132,7 @@ def _split_columns(values: Tensor, size: int) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """What a step sees of a layer.
+    """One layer as the steps of the solver see it.
 
     Outputs do not depend on each other, so ranks may share the outputs of a layer. A step that decides something for
     all outputs must compare sums that went through `sum_over_ranks`, or ranks would decide differently.
@@ -140,7 +141,7 @@ class LayerProblem:
         name: Name of the layer.
         weight: The float weight, (groups, outputs, n).
         grid: The values that codes may have.
-        fit: Moments of the rows to solve on.
+        fit: Moments of the fitted rows.
         holdout: Moments of the rows that judge a solution; `fit` itself if there are too few rows to split.
         can_change_scales: Whether every output has its own scales, and these may change.
         has_intercept: Whether a shift of the bias takes up a mismatch of the means.
@@ -191,7 +192,7 @@ class LayerProblem:
         return self.grid.nearest_codes(target / expand_scale(scale, target.shape[-1])).to(torch.float32)
 
     def error(self, solution: Solution, moments: Moments | None = None, outputs: slice = slice(None)) -> float:
-        """The squared error of the outputs over their energy.
+        """The squared error of the outputs over the variance of their targets.
 
         Args:
             solution: The codes and scales.
@@ -265,7 +266,7 @@ class GroupedLayer:
         return Solution(weight, centred, scale)
 
     def code_grid(self) -> CodeGrid:
-        """The values that codes minus their zero points may have."""
+        """The values that codes minus their zero points may have; only zero for pruned weights."""
         quant, zero_points = self.layer.weight_quant, self._zero_points()
         code_format = quant.quantizer.grid.format
         is_pair_safe = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls) == "pair_safe"
@@ -274,7 +275,10 @@ class GroupedLayer:
             mask = self.geometry.to_groups(quant.mask)
             low, high = (torch.where(mask, limit, 0.0) for limit in (low, high))
         return CodeGrid(
-            low, high, code_format if code_format.is_float else None, self._find_partners() if is_pair_safe else None
+            low,
+            high,
+            float_format=code_format if code_format.is_float else None,
+            partners=self._find_partners() if is_pair_safe else None,
         )
 
     def _find_partners(self) -> Tensor:

@@ -1,10 +1,11 @@
 """Gradient steps on a piece: variables of its quantized layers move until its exits are close to the float ones.
 
-    loss = sum over exits |piece(x~) - exact|^2 / |exact|^2 + penalty      x~: inputs, some elements exact (QDrop)
+    loss = sum over exits |piece(x~) - exact|^2 / |exact|^2 + penalty      x~: some elements exact (QDrop)
            (the mean over its rows for an exit that a norm reads)
 
 The loop is the same for all steps. A step decides what the variables are and how they move. A few times on the way the
-variables are hardened (rounded to what a file can hold) and judged on held-out samples; the best ones are kept.
+variables are hardened (rounded to what a file can hold) and the error of the piece is measured on held-out samples; the
+modules end with the best result, or unchanged. Piece, entry and exit are explained in tune.py; x~ are its entries.
 """
 
 from abc import ABC, abstractmethod
@@ -28,8 +29,8 @@ from scalepoint.tuning.sample_subsets import SampleSubset, choose_subset
 from scalepoint.tuning.state import copy_states, restore_states
 from scalepoint.tuning.walk import StreamWalk
 
-MAX_INITIAL_SHIFT = 0.25  # in steps: how far the start may be from the chosen codes
-EVALUATION_COUNT = 4  # how often hardened variables are judged
+MAX_INITIAL_SHIFT = 0.25  # in steps of the grid: how far the start may be from the present codes
+EVALUATION_COUNT = 4  # how often variables are hardened and measured
 
 
 @dataclass
@@ -74,7 +75,7 @@ class PieceTask:
 
 
 def has_static_scale(stub: QuantStub) -> bool:
-    """Whether an activation quantizer has one scale for all tensors, which may change."""
+    """Whether an activation quantizer has integer codes and one scale, stored in the file, that steps may change."""
     if not stub.enabled or stub.quantizer.is_disabled() or stub.fixed_calibration is not None:
         return False
     has_integer_codes = not stub.quantizer.grid.format.is_float and stub.spec.qformulation == "zp"
@@ -168,6 +169,7 @@ def _draw_batch(step: int, count: int) -> int:
 
 
 def _compute_loss(task: PieceTask, subset: SampleSubset, index: int, step: int) -> Tensor:
+    """The loss of one batch, or of the samples that the subset draws from it, without the penalty."""
     walk, positions = task.walk, subset.draw(index, step)
     entries = subset.select(walk.get_entries(task.piece, index, noisy=True), index, positions)
     if task.drop:
@@ -234,7 +236,7 @@ class TrainableWeight:
 
     @property
     def initial_codes(self) -> Tensor:
-        """The chosen codes, moved up to a quarter of a step towards the float weight.
+        """The present codes, moved up to a quarter of a step towards the float weight.
 
         Codes whose weight lies near the middle between two codes are then the first to change.
         """
@@ -269,7 +271,7 @@ class TrainableWeight:
 
 
 def enter_all(contexts: Sequence[Any]) -> ExitStack:
-    """Enter several contexts at once."""
+    """Enter several contexts, which the returned stack leaves again."""
     stack = ExitStack()
     for context in contexts:
         stack.enter_context(context)

@@ -2,8 +2,9 @@
 
     exact[n] = f_n(exact inputs)         noisy[n] = q_n(noisy inputs), with the codes that were chosen so far
 
-So when a layer is solved, its inputs in both streams are there, and no part of the model runs twice. A value is dropped
-after its last reader. Nodes before the first quantizer have one value for both streams.
+So when a layer is solved, its inputs in both streams are stored, and no node before it runs again. A stored value is
+dropped when its last reader has run, unless it is pinned. Nodes before the first quantizer have one value for both
+streams ("same nodes"). A stub is the module of an activation quantizer; a part is a module of a fused group.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ class StreamWalk:
         return len(self.samples_per_batch)
 
     def read_data(self, model: fx.GraphModule, data: Data, **options: Any) -> None:
-        """Store the inputs of every batch. `options` are those of `feed`."""
+        """Store the inputs of every batch. `options` are those of `feed_data`."""
         receiver = wrap_with_signature(model, _BatchReceiver(self), gives_outputs=False)
         feed_data(receiver, data, "reading the data", merge=lambda: None, **options)
         samples = distributed.gather_values("reading the data", self.samples_per_batch)
@@ -90,7 +91,7 @@ class StreamWalk:
         tensors = [value for value in inputs if isinstance(value, Tensor) and value.ndim]
         self.samples_per_batch.append(int(tensors[0].shape[0]) if tensors else 1)
 
-    # -- what the graph has at a node ---------------------------------------------------------------------------------
+    # -- the modules and tensors of a node ----------------------------------------------------------------------------
 
     def get_layer(self, node: fx.Node) -> tuple[str, QuantizedLayer] | None:
         """The quantized layer of a node and its path, if its quantizer is on."""
@@ -150,8 +151,8 @@ class StreamWalk:
             self.stored_nodes.add(node)
         with torch.no_grad():
             for index in range(self.batch_count if is_read else 0):
-                self.float_value(node, index)
-                if not is_same:  # an activation quantizer is passed along: its output is stored as codes
+                self.float_value(node, index)  # runs the node and stores its value
+                if not is_same:  # with the stub, the output of an activation quantizer is stored as codes
                     self.activation_store.put(
                         (True, node, index), self._run_node(self._noisy, node, index, noisy=True), stub
                     )
@@ -196,10 +197,11 @@ class StreamWalk:
             self.activation_store.drop((True, node, index))
 
     def has_value(self, node: fx.Node) -> bool:
-        """Whether the values of a node are there: the walk has passed it, and a later node reads it."""
+        """Whether the values of a node are stored: it has run, and its last reader has not."""
         return node in self.stored_nodes
 
     def get_value(self, node: fx.Node, index: int, *, noisy: bool) -> Any:
+        """The stored value of a node in one batch of the float stream, or of the quantized one if `noisy`."""
         if node.op == "get_attr":
             return (self._noisy if noisy else self._exact).fetch_attr(str(node.target))
         return self.activation_store.get((noisy and node not in self.same_nodes, node, index))
@@ -229,7 +231,7 @@ class StreamWalk:
     # -- pieces -------------------------------------------------------------------------------------------------------
 
     def get_entries(self, piece: Piece, index: int, *, noisy: bool) -> dict[fx.Node, Any]:
-        """The values that a piece reads."""
+        """The values that a piece reads, in one batch of one stream."""
         return {node: self.get_value(node, index, noisy=noisy) for node in piece.entries}
 
     def run_piece(self, piece: Piece, entries: Mapping[fx.Node, Any], *, noisy: bool = True) -> list[Any]:
@@ -292,7 +294,7 @@ def _copy_if_view(value: Any, weights: Sequence[Any]) -> Any:
 
 @contextmanager
 def _node_environment(runner: fx.Interpreter, values: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
-    """The values that an interpreter reads while it runs single nodes."""
+    """A context in which an interpreter reads and stores these values, so that it can run single nodes."""
     runner.env = values
     try:
         yield values

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.graph.nodes import get_kind
-from scalepoint.quantize.migrations.channel_trace import MOVES, POOLS, RECTIFIES, SUMS, UNCHANGED
+from scalepoint.quantize.migrations.channel_trace import MOVES, POOLS, RECTIFIERS, SUMS, UNCHANGED
 from scalepoint.quantize.migrations.layers import RewritableLayer
 from scalepoint.quantize.migrations.migration import Migration, MigrationContext, MigrationSites
 from scalepoint.quantize.migrations.recorded_graph import RecordedOperation
@@ -30,7 +30,7 @@ MIN_IMPROVEMENT = 1e-9  # relative; a smaller improvement is rounding
 
 def passes_scales(op: RecordedOperation) -> bool:
     """Whether channels may be followed through an operation."""
-    return op.kind in UNCHANGED | MOVES | RECTIFIES | POOLS or op.kind in ("mul", "div", "mean", *SUMS)
+    return op.kind in UNCHANGED | MOVES | RECTIFIERS | POOLS or op.kind in ("mul", "div", "mean", *SUMS)
 
 
 def find_sites(context: MigrationContext) -> MigrationSites:

@@ -1,10 +1,11 @@
 """Follows the channels of a tensor through the graph, to the layers that read them.
 
-    0 1 2 .. along the channels  --through what moves, pools, rectifies or averages-->  numbers at a reader's input
+    0 1 2 .. along the channels  --through operations that move or pool channels, ..-->  numbers at a reader's input
 
 The channel numbers are sent through the operations themselves, so that reshapes, splits, transposes and attention heads
-need no rules of their own. A channel is pinned if an operation reads it that does not commute with scaling; the other
-channels are free.
+need no rules of their own. A channel is pinned if an operation reads it that does not commute with scaling. It is free
+if a layer reads it and it is not pinned. `columns` are the channel numbers along the inputs of a reader; an input that
+comes from elsewhere has the number FOREIGN.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +22,7 @@ from scalepoint.quantize.operations import WEIGHT_PRODUCTS
 
 MOVES = frozenset((*VALUE_PRESERVING, "cat", "stack", "repeat", "repeat_interleave", "roll", "channel_shuffle"))
 UNCHANGED = frozenset(("quant", "dropout", "identity", *CASTS))
-RECTIFIES = frozenset(("relu", "leaky_relu", "prelu"))
+RECTIFIERS = frozenset(("relu", "leaky_relu", "prelu"))
 CLAMPS = frozenset(("relu6", "hardtanh"))
 SUMS = ("attention", "matmul")  # weighted sums of values
 POOLS = frozenset(("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool"))
@@ -35,7 +36,7 @@ class ChannelTrace:
         channels: Number of channels.
         readers: The layers that read channels, with the channel number of each of their inputs.
         pinned: Channels that may not be scaled -> the reason.
-        passed: The operations between the tensor and its readers.
+        passed: The operations that channels were followed through.
         numbers: Channel numbers of the result of each operation, by its index.
     """
 
@@ -57,7 +58,7 @@ class ChannelTrace:
 
     @property
     def reason(self) -> str:
-        """Why no channel is free."""
+        """The first reason for which a channel is pinned; used if no channel is free."""
         return next(iter(self.pinned.values()), "nothing reads it")
 
     def pin(self, numbers: Tensor, reason: str) -> None:
@@ -224,7 +225,7 @@ def _pass_weighted_sum(graph: RecordedGraph, op: RecordedOperation, inputs: dict
 
 PassRule = Callable[[RecordedGraph, RecordedOperation, dict[int, Any]], Any]
 PASS_RULES: tuple[tuple[Collection[str], PassRule, str], ...] = (  # kinds, rule, reason if it returns None
-    (UNCHANGED | RECTIFIES | CLAMPS, _pass_unchanged, "reads it as another argument"),
+    (UNCHANGED | RECTIFIERS | CLAMPS, _pass_unchanged, "reads it as another argument"),
     (MOVES, RecordedGraph.rerun, "moves it in a way that cannot be followed"),
     (POOLS, _pass_pool, "pools over channels"),
     (("mean",), _pass_mean, "averages over channels"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.graph import Operation
-from scalepoint.quantize.migrations.channel_trace import CLAMPS, MOVES, POOLS, RECTIFIES, UNCHANGED, channel_axis
+from scalepoint.quantize.migrations.channel_trace import CLAMPS, MOVES, POOLS, RECTIFIERS, UNCHANGED, channel_axis
 from scalepoint.quantize.migrations.migration import Migration, MigrationContext, MigrationSites
 from scalepoint.quantize.migrations.recorded_graph import RecordedOperation
 from scalepoint.quantize.migrations.scaling_sites import ScalingSite, find_scaling_sites
@@ -29,7 +29,7 @@ def passes_scales(op: RecordedOperation) -> bool:
     """Whether channels may be followed through an operation."""
     if op.kind in ("mul", "div"):
         return len(op.inputs) == 1
-    return op.kind in UNCHANGED | MOVES | RECTIFIES | CLAMPS | POOLS or op.kind == "mean"
+    return op.kind in UNCHANGED | MOVES | RECTIFIERS | CLAMPS | POOLS or op.kind == "mean"
 
 
 def find_sites(context: MigrationContext) -> MigrationSites:

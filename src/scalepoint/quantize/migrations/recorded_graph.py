@@ -68,7 +68,7 @@ class RecordedGraph:
         model: The model.
         operations: The operations in order.
         readers: The operations that read a result, by its index.
-        uses: How many operations use a tensor (by address), and how often a module runs (by id).
+        uses: Number of operations that use a tensor, by its address; and number of runs of a module, by its id.
     """
 
     def __init__(self, model: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -86,10 +86,11 @@ class RecordedGraph:
 
         Args:
             op: An operation that moves values.
-            numbers: Index of an input -> channel numbers. All other inputs are filled with FOREIGN.
+            numbers: Index of the operation that computes an input -> channel numbers. Tensors of all other inputs are
+                filled with FOREIGN.
 
         Returns:
-            The numbers of its result; None if the operation does not accept integers of this kind.
+            The numbers of its result; None if the operation fails on them, such as on a dtype that it does not support.
         """
 
         def get_input(index: int) -> Any:

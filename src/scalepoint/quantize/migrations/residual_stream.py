@@ -4,8 +4,9 @@
                                              |            a rotation of the stream is merged into all of these
                                              + -> norm -> ...
 
-It is found by a flood fill of the graph, from the input of a norm. Every value has its channels on one axis, counted
-from the end. Where an operation moves axes, channel numbers that are sent through it show the new axis.
+A flood fill of the graph finds it, from the input of a norm. A value is the result of an operation, named by the index
+of the operation. It has its channels on one axis, counted from the end. Where an operation moves axes, channel numbers
+that are sent through it show the new axis.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from scalepoint.quantize.operations import WEIGHT_PRODUCTS
 
 
 class StreamRefusedError(Exception):
-    """Why a stream cannot be rotated."""
+    """A stream cannot be rotated; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class _StreamSearch:
         axes: Visited value -> axis of its channels.
         norm_before: Visited value -> the norm whose result it is; None in the stream itself.
         pending: Visited values whose neighbours are not visited yet.
-        writers, tables, norms, readers: What was result; see ResidualStream.
+        writers, tables, norms, readers: What the search found so far; see ResidualStream. By index of the operation.
     """
 
     def __init__(self, graph: RecordedGraph, width: int) -> None:
@@ -158,7 +159,7 @@ class _StreamSearch:
 
     def find_stream(self, norm: RecordedOperation, name: str) -> ResidualStream:
         """Find the stream that a norm reads."""
-        self._visit(norm.inputs[0], -1, None)
+        self._visit(norm.inputs[0], axis=-1, norm_before=None)
         while self.pending:
             index = self.pending.pop()
             op, axis, norm_before = self.graph.operations[index], self.axes[index], self.norm_before[index]
@@ -210,7 +211,7 @@ class _StreamSearch:
         if op.kind in WEIGHT_PRODUCTS and axis == channel_axis(op):
             self.writers[op.index] = op
         elif op.kind == "embedding" and axis == -1:
-            self.tables.append(WrittenTable(op.operation.weight, -1, op))
+            self.tables.append(WrittenTable(op.operation.weight, axis=-1, op=op))
         elif op.node.op == "get_attr":
             self.tables.append(WrittenTable(self._get_attribute(op), axis, op))
         else:
@@ -229,7 +230,7 @@ class _StreamSearch:
             self.readers[op.index] = (op, norm_before)
         elif op.kind in NORMS and axis == -1 and norm_before is None:
             self.norms[op.index] = op
-            self._visit(op.index, -1, op)
+            self._visit(op.index, axis=-1, norm_before=op)
         else:
             what = "it is an output of the model" if op.kind == "output" else f"{op.name} ({op.kind}) reads it"
             raise StreamRefusedError(f"{what}, which does not commute with a rotation")
