@@ -3,9 +3,9 @@
     minimise  sum_i error_i(c_i) + lam sum_i cost_i(c_i)          c_i the choice of item i, for every lam at once
 
 For one lam every item can choose by itself. As lam decreases, each item moves along the lower convex hull of its (cost,
-error) points; one segment of a hull is a "raise". So sorting the raises of all items by error removed per cost gives the
-Pareto front of the sums; each of its points has the least error for its cost. `find_best_within` also searches between
-two points, and `trim_allocation` lowers layers again that gain little.
+error) points; one segment of a hull is a "raise". So sorting the raises of all items by error removed per cost gives
+the Pareto front of the sums; each of its points has the least error for its cost. `find_best_within` also searches
+between two points, and `trim_allocation` lowers layers again that gain little.
 """
 
 import math

@@ -3,9 +3,9 @@
     error  = noise to signal at the output  =  own(n) weight(n) loss(width) / loss(now)  +  the noise of its inputs
     size   = codes, scales and zero points in bytes         time = MACs * bits of the wider operand / 32
 
-A width is one precision of a layer. own(n), the noise that node n adds, and weight(n), its share at the output, are those
-of sensitivity by proxy (`analysis/noise_flow.py`). They are measured with all weights at 8 bits where the target runs
-that: noise is small there, so that it adds up. A wider input is assumed to lose 6 dB of noise per bit.
+A width is one precision of a layer. own(n), the noise that node n adds, and weight(n), its share at the output, are
+those of sensitivity by proxy (`analysis/noise_flow.py`). They are measured with all weights at 8 bits where the target
+runs that: noise is small there, so that it adds up. A wider input is assumed to lose 6 dB of noise per bit.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -3,6 +3,8 @@
 max        works on codes or floats
 average    of codes: a depthwise convolution with a weight of ones and the scale 1 / window, which XNNPACK runs and
            rounds as the simulation does; LiteRT's own pool if that is not possible; else a pool of floats
+
+A "source" is the index of the input tensor in the file, already padded where the operator cannot pad as the model does.
 """
 
 from math import prod
@@ -13,7 +15,7 @@ import torch
 from torch import fx
 
 from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.products import CHANNELS_LAST_ORDER, VALID, pad_input, quantize_result
+from scalepoint.formats.litert.products import CHANNELS_LAST_ORDER, VALID, Window, pad_input, quantize_result
 from scalepoint.formats.litert.schema import QuantizationParameters
 from scalepoint.formats.litert.values import Value
 
@@ -35,9 +37,9 @@ def max_pool(writer: GraphWriter, node: fx.Node) -> Value:
     if any(extent != 1 for extent in _to_pair(arguments["dilation"])):
         raise UnsupportedOperationError("is a pool with dilated windows")
     shape, _ = writer.shape_and_dtype(node)
-    window = (kernel, stride, [1, 1], _to_pair(arguments["padding"]))
+    window = Window(kernel, stride, dilation=[1, 1], pads_before=_to_pair(arguments["padding"]))
     source, padding = pad_input(writer, x, shape[2:], window, with_lowest=not _is_zero_lowest(x, node))
-    return _write_pool(writer, "MAX_POOL_2D", source, node, (padding, kernel, stride), x)
+    return _write_pool(writer, "MAX_POOL_2D", source, node, padding, window, x)
 
 
 def _is_zero_lowest(x: Value, node: fx.Node) -> bool:
@@ -49,16 +51,16 @@ def _is_zero_lowest(x: Value, node: fx.Node) -> bool:
 
 
 def _write_pool(
-    writer: GraphWriter, operator: str, source: int, node: fx.Node, window: tuple[int, Any, Any], x: Value
+    writer: GraphWriter, operator: str, source: int, node: fx.Node, padding: int, window: Window, x: Value
 ) -> Value:
-    padding, kernel, stride = window
+    """Write a pool operator. `padding` is its padding option, SAME or VALID; x is its input before padding."""
     shape, dtype = writer.shape_and_dtype(node)
     options = {
         "padding": padding,
-        "filterHeight": kernel[0],
-        "filterWidth": kernel[1],
-        "strideH": stride[0],
-        "strideW": stride[1],
+        "filterHeight": window.kernel[0],
+        "filterWidth": window.kernel[1],
+        "strideH": window.stride[0],
+        "strideW": window.stride[1],
     }
     return writer.emit(
         operator,
@@ -79,29 +81,28 @@ def average_pool(writer: GraphWriter, node: fx.Node) -> Value:
     stride, pads = _to_pair(arguments["stride"], kernel), _to_pair(arguments["padding"])
     if arguments["ceil_mode"] or arguments["divisor_override"]:
         raise UnsupportedOperationError("is an average pool with ceil_mode or divisor_override")
-    return _write_average(writer, node, (kernel, stride, pads), counts_pads=bool(arguments["count_include_pad"]))
+    window = Window(kernel, stride, dilation=[1, 1], pads_before=pads)
+    return _write_average(writer, node, window, counts_pads=bool(arguments["count_include_pad"]))
 
 
-def _write_average(
-    writer: GraphWriter, node: fx.Node, window: tuple[list[int], list[int], list[int]], counts_pads: bool
-) -> Value:
-    kernel, stride, pads = window
-    pad_window = (kernel, stride, [1, 1], pads)
+def _write_average(writer: GraphWriter, node: fx.Node, window: Window, *, counts_pads: bool) -> Value:
+    """Write an average pool. `counts_pads`: zeros of the padding count as elements of the window."""
+    has_pads = any(window.pads_before)
     shape, _ = writer.shape_and_dtype(node)
     x, ending = writer.arguments(node)["self"], writer.find_ending(node, folds_activation=False)
-    can_be_convolution = prod(kernel) <= MAX_WINDOW and (counts_pads or not any(pads))
+    can_be_convolution = prod(window.kernel) <= MAX_WINDOW and (counts_pads or not has_pads)
     if can_be_convolution and x.quantization is not None and ending.quantization is not None:
-        source, padding = pad_input(writer, x, shape[2:], pad_window)
+        source, padding = pad_input(writer, x, shape[2:], window)
         scales = (x.quantization, ending.quantization)
-        average = _write_average_as_convolution(writer, node, source, (padding, kernel, stride), scales)
+        average = _write_average_as_convolution(writer, node, source, padding, window, scales)
         return quantize_result(writer, node, ending, average)
     has_same_scale = x.quantization is not None and x.quantization.equals(ending.quantization)
     if not has_same_scale:  # LiteRT's pool cannot change the scale
         x = writer.dequantize(x)
-    source, padding = pad_input(writer, x, shape[2:], pad_window, always_explicit=counts_pads)
-    if any(pads) and counts_pads != (padding == VALID):
+    source, padding = pad_input(writer, x, shape[2:], window, always_explicit=counts_pads)
+    if has_pads and counts_pads != (padding == VALID):
         raise UnsupportedOperationError("is an average pool that counts its padding differently from LiteRT")
-    average = _write_pool(writer, "AVERAGE_POOL_2D", source, node, (padding, kernel, stride), x)
+    average = _write_pool(writer, "AVERAGE_POOL_2D", source, node, padding, window, x)
     return quantize_result(writer, node, ending, average)
 
 
@@ -109,20 +110,25 @@ def _write_average_as_convolution(
     writer: GraphWriter,
     node: fx.Node,
     source: int,
-    window: tuple[int, Any, Any],
+    padding: int,
+    window: Window,
     quantization: tuple[QuantizationParameters, QuantizationParameters],
 ) -> Value:
     """Write the mean of codes as a depthwise convolution with ones."""
-    padding, kernel, stride = window
     input_quantization, output_quantization = quantization
     shape, dtype = writer.shape_and_dtype(node)
     channels = int(shape[1])
-    scale = np.full(channels, 1 / prod(kernel), np.float32)
-    ones = np.ones((1, *kernel, channels), np.int8)
+    scale = np.full(channels, 1 / prod(window.kernel), np.float32)
+    ones = np.ones((1, *window.kernel, channels), np.int8)
     weight = writer.file.add_constant(ONES_NAME, ones, QuantizationParameters(scale, axis=3))
     bias_quantization = QuantizationParameters(scale * input_quantization.scale)
     bias = writer.file.add_constant("no_bias", np.zeros(channels, np.int32), bias_quantization)
-    options = {"padding": padding, "strideH": stride[0], "strideW": stride[1], "depthMultiplier": 1}
+    options = {
+        "padding": padding,
+        "strideH": window.stride[0],
+        "strideW": window.stride[1],
+        "depthMultiplier": 1,
+    }
     return writer.emit(
         "DEPTHWISE_CONV_2D",
         [source, weight, bias],
@@ -160,4 +166,5 @@ def adaptive_average_pool(writer: GraphWriter, node: fx.Node) -> Value:
             f"pools {tuple(x.shape[2:])} to {tuple(shape[2:])}, in windows of several sizes"
         )
     kernel = [input_size // output_size for input_size, output_size in sizes]
-    return _write_average(writer, node, (kernel, kernel, [0, 0]), counts_pads=True)
+    window = Window(kernel, stride=kernel, dilation=[1, 1], pads_before=[0, 0])
+    return _write_average(writer, node, window, counts_pads=True)

@@ -9,7 +9,7 @@ per row has float inputs and outputs next to an int8 or int4 weight; its kernel 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,15 @@ from scalepoint.formats.litert.values import (
 aten = torch.ops.aten
 SAME, VALID = 0, 1  # Padding of the schema
 CHANNELS_LAST_ORDER = channels_last(4)
+
+
+class Window(NamedTuple):
+    """How a convolution or pool moves over its input; each entry for height and width."""
+
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    pads_before: Sequence[int]  # padding before the first element
 
 
 @writes(aten.conv2d.default, aten.conv1d.default, aten.conv2d.padding, aten.conv1d.padding, aten.convolution.default)
@@ -52,7 +61,7 @@ def convolution(writer: GraphWriter, node: fx.Node) -> Value:
     source = _add_height(writer, x)
     output_shape = shape if spatial_axes == 2 else (*shape[:2], 1, shape[2])
     pads_before = _two_paddings(arguments["padding"], kernel, dilation, spatial_axes)
-    padded, padding = pad_input(writer, source, output_shape[2:], (kernel, stride, dilation, pads_before))
+    padded, padding = pad_input(writer, source, output_shape[2:], Window(kernel, stride, dilation, pads_before))
     groups, channels = int(arguments["groups"]), int(source.shape[1])
     is_depthwise = groups > 1 and groups == channels and _weight_data(weight).shape[1] == 1
     options = {
@@ -169,7 +178,7 @@ def pad_input(
     writer: GraphWriter,
     x: Value,
     output_sizes: Sequence[int],
-    window: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]],
+    window: Window,
     *,
     with_lowest: bool = False,
     always_explicit: bool = False,
@@ -180,7 +189,7 @@ def pad_input(
         writer: The file.
         x: The input.
         output_sizes: Height and width of the result.
-        window: Kernel, stride, dilation and padding before the first element, each for height and width.
+        window: How the operator moves over the input.
         with_lowest: Pad with the lowest value instead of zeros.
         always_explicit: Write a PAD even if the operator's SAME padding gives the same result.
 

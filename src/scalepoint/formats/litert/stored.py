@@ -42,10 +42,10 @@ class LiteRtStoredWeight(WeightedOperation):
     bias_scale: Tensor | None  # None: the bias is a float tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = dequantize(self.codes, self.scale, None, self.axis, self.block, self.fmt)
+        weight = dequantize(self.codes, self.scale, zero_point=None, axis=self.axis, block=self.block, fmt=self.fmt)
         bias = self.bias
         if bias is not None and self.bias_scale is not None:
-            bias = dequantize(bias, self.bias_scale, None, 0, 0, "int32")
+            bias = dequantize(bias, self.bias_scale, zero_point=None, axis=0, block=0, fmt="int32")
         return self.product(x, weight, bias)
 
 
@@ -61,7 +61,8 @@ class LiteRtStoredTable(nn.Module):
     scale: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.embedding(x, dequantize(self.codes, self.scale, None, 0, 0, "int8"))
+        table = dequantize(self.codes, self.scale, zero_point=None, axis=0, block=0, fmt="int8")
+        return F.embedding(x, table)
 
 
 class LiteRtStoredStub(nn.Module):
@@ -76,8 +77,8 @@ class LiteRtStoredStub(nn.Module):
     zero_point: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        codes = quantize(x, self.scale, self.zero_point, 0, INT8_MIN, INT8_MAX, "int8")
-        values: Tensor = dequantize(codes, self.scale, self.zero_point, 0, 0, "int8")
+        codes = quantize(x, self.scale, self.zero_point, axis=0, low=INT8_MIN, high=INT8_MAX, fmt="int8")
+        values: Tensor = dequantize(codes, self.scale, self.zero_point, axis=0, block=0, fmt="int8")
         return values
 
 
