@@ -16,6 +16,7 @@ from math import inf, prod
 from torch import fx
 
 from scalepoint.graph import Operation
+from scalepoint.graph.kinds import ACTIVATIONS
 from scalepoint.operation_coverage import OperationState
 from scalepoint.patterns import Point, get_kind
 from scalepoint.quantize.config import QuantConfig
@@ -368,8 +369,11 @@ def _build_problem(
 
     # Operations that only move values (reshape, max pool, ...) run on either side for free.
     for node in model.graph.nodes:
-        if get_kind(node) in target.same_scale_kinds and node not in read_by and node.op != "placeholder":
+        is_move = get_kind(node) in target.same_scale_kinds and node.op != "placeholder"
+        if node not in read_by and (is_move or get_kind(node) in ACTIVATIONS):
             written_by[node] = read_by[node] = cut.add_node()
+            if not is_move:
+                cut.add_edge(read_by[node], FLOAT_SIDE, _predict_activation_seconds(node, table, share))
     for producer, user, cost in relu_costs:
         cut.add_edge(read_by[producer], read_by.get(user, FLOAT_SIDE), cost)
     _add_conversions(model, cut, written_by, read_by, times.conversion_seconds)
@@ -398,6 +402,18 @@ def _add_conversions(
             reader = read_by.get(user, FLOAT_SIDE)
             cut.add_edge(reader, quantized_copy, inf if reader != FLOAT_SIDE else 0.0)
             cut.add_edge(writer, reader, conversion_seconds("dequantize", shape) if writer != FLOAT_SIDE else 0.0)
+
+
+def _predict_activation_seconds(node: fx.Node, table: KernelTimes, share: float) -> float:
+    """Return what an activation that no kernel fuses costs more between int8 layers than between float layers.
+
+    It computes in float, so its input is dequantized and its output quantized. Both keep the layout of int8 layers.
+    """
+    shape = get_shape(node)
+    if shape is None:
+        return 0.0
+    elements = int(prod(shape) * share)
+    return table.move_seconds("dequantize", elements) + table.move_seconds("quantize", elements)
 
 
 def _predict_layer_seconds(decision: Decision, table: KernelTimes, share: float) -> tuple[float, float] | None:

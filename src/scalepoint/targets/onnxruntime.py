@@ -49,7 +49,9 @@ from scalepoint.targets.rules import small_embedding_table, weight_only_outside_
 from scalepoint.targets.target import Accepted, OperationFacts, RewriteRule, Target
 
 FOLDED_ACTIVATION = op("activation", "relu", "relu6")
-SAME_SCALE_KINDS = frozenset(("max_pool", "identity", "dropout", "pad", "constant_pad_nd", *VALUE_PRESERVING))
+SAME_SCALE_KINDS = frozenset(
+    ("max_pool", "upsample_nearest2d", "identity", "dropout", "pad", "constant_pad_nd", *VALUE_PRESERVING)
+)
 
 
 def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
@@ -140,9 +142,23 @@ REWRITES = (
         "the two; it does not fuse a Sum",
     ),
     RewriteRule(
+        "activations_of_codes",
+        "ONNX Runtime gives each reader of a quantized tensor its own DequantizeLinear, and then does not fuse the "
+        "operations of SiLU or GELU: one operator takes half the time",
+    ),
+    RewriteRule(
         "gelu_halved_last",
         "a GELU that multiplies by 0.5 last is fused into one kernel with the bias; the order of torch runs in five "
         "kernels",
+    ),
+    RewriteRule(
+        "exp_activations",
+        "ONNX Runtime's kernels for Elu and for the Softplus in Mish compute one value at a time, that for Exp many",
+    ),
+    RewriteRule(
+        "quantizers_before_moves",
+        "ONNX Runtime pads floats; with channels last, as between int8 convolutions, its kernel for a nearest Resize "
+        "takes ten times the time of copies",
     ),
     NARROW_WEIGHTS_AS_INT8,
     RewriteRule(
@@ -222,6 +238,7 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         adapt_weight=None if chosen == "vnni" else pair_safe,
         rules=(weight_only_outside_linear, small_embedding_table),
         same_scale_kinds=SAME_SCALE_KINDS,
+        concat_kinds=frozenset(("cat",)),
         bias="int32",
         rewrites=REWRITES,
         dequantizes_weights_on_load=True,

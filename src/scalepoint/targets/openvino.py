@@ -60,7 +60,6 @@ def openvino_target(cpu: str = "auto") -> Target:
             Accepted("weight", (to_dtype("int4"),), SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
             Accepted("weight", WEIGHT_ONLY_DTYPES, (), ("per_block", "per_channel"), (), ("linear",)),
         ),
-        concat_kinds=frozenset(("cat",)),
         folds_input_scaling=base.options["cpu"] == "vnni",
         bias="float",
         rewrites=(NARROW_WEIGHTS_AS_INT8, QUANTIZERS_BEFORE_POOLS, JOINS_BEFORE_PRODUCTS)

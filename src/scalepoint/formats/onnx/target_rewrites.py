@@ -2,7 +2,10 @@
 
 rewrite                  from                                        to
 sum_before_layer_norm    Add -> LayerNormalization                   Sum -> LayerNormalization
-gelu_halved_last         x * (0.5 * (1 + erf(..)))                   (x * (1 + erf(..))) * 0.5
+activations_of_codes     SiLU or GELU of a DequantizeLinear          one operator (activations.py)
+gelu_halved_last         x * (0.5 * (1 + erf(..)))                   (x * (1 + erf(..))) * 0.5 (activations.py)
+exp_activations          Mish, Elu                                   operations with Exp (activations.py)
+quantizers_before_moves  Pad or nearest Resize -> QuantizeLinear     QuantizeLinear -> Pad or copies
 narrow_weights_as_int8   int4 codes -> DequantizeLinear              int4 codes -> Cast -> DequantizeLinear
 unpack_when_loaded       DequantizeLinear of OnnxUnpackedWeight      Cast -> Mul, which a runtime folds on load
 float_weights_stay       DequantizeLinear -> product by floats       the same with one scale per channel
@@ -12,8 +15,8 @@ joins_before_products    Concat of tokens -> QuantizeLinear -> MatMul  Concat ->
 linears_as_convolutions  MatMul of codes                             1x1 Conv (linear_as_conv.py)
 softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        Softmax, if no mask has infinities
 
-A target lists the rewrites that it needs, with reasons. Results are equal bit by bit; those of convolutions are equal
-up to the last rounding of float32.
+A target lists the rewrites that it needs, with reasons. Results are equal bit by bit; those of convolutions and
+activations are equal up to roundings of float32.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +26,9 @@ import numpy as np
 import onnx_ir as ir
 
 from scalepoint.errors import ExportError, did_you_mean
+from scalepoint.formats.onnx.activations import activations_of_codes, exp_activations, gelu_halved_last
 from scalepoint.formats.onnx.linear_as_conv import has_blocks, write_linears_as_convolutions
+from scalepoint.formats.onnx.quantizers_before_moves import quantizers_before_moves
 from scalepoint.targets.target import RewriteRule
 
 
@@ -41,44 +46,6 @@ def sum_before_layer_norm(model: Any) -> None:
         source = norm.inputs[0].producer() if norm.op_type == "LayerNormalization" and norm.inputs[0] else None
         if source is not None and source.op_type == "Add" and source.domain == "":
             source.op_type = "Sum"
-
-
-def gelu_halved_last(model: Any) -> None:
-    """Multiply by 0.5 last. No bit changes, because 0.5 is a power of two."""
-    for inner in model.graph:
-        half, total = _match_product(inner, _is_half)
-        readers = [] if half is None else [use.node for use in inner.outputs[0].uses()]
-        outer = readers[0] if len(readers) == 1 else None
-        x = None if outer is None else _find_gelu_factor(outer, inner.outputs[0], total)
-        if outer is not None and x is not None:
-            for node, factors in ((inner, (x, total)), (outer, (inner.outputs[0], half))):
-                for position, factor in enumerate(factors):
-                    node.replace_input_with(position, factor)
-
-
-def _match_product(node: Any, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
-    """Return the operand of a Mul for which `is_first` holds and the other operand; (None, None) if there is none."""
-    if node.op_type != "Mul" or None in node.inputs:
-        return None, None
-    left, right = node.inputs
-    if is_first(left):
-        return left, right
-    return (right, left) if is_first(right) else (None, None)
-
-
-def _is_half(value: Any) -> bool:
-    tensor = value.const_value
-    return tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == 0.5
-
-
-def _find_gelu_factor(outer: Any, inner: Any, total: Any) -> Any:
-    """Return x of outer = x * inner, if `total` is 1 + erf(c x)."""
-    _, x = _match_product(outer, lambda value: value is inner)
-    add = total.producer()
-    producers = [value.producer() for value in add.inputs] if add is not None and add.op_type == "Add" else []
-    erf = next((node for node in producers if node is not None and node.op_type == "Erf"), None)
-    scaled = None if erf is None else erf.inputs[0].producer()
-    return x if scaled is not None and scaled.op_type in ("Div", "Mul") and x in scaled.inputs else None
 
 
 def narrow_weights_as_int8(model: Any) -> None:
@@ -390,7 +357,10 @@ MOVES = (  # these only move values
 )
 REWRITES: dict[str, Callable[[Any], None]] = {
     "sum_before_layer_norm": sum_before_layer_norm,
+    "activations_of_codes": activations_of_codes,
     "gelu_halved_last": gelu_halved_last,
+    "exp_activations": exp_activations,
+    "quantizers_before_moves": quantizers_before_moves,
     "narrow_weights_as_int8": narrow_weights_as_int8,
     "unpack_when_loaded": unpack_when_loaded,
     "float_weights_stay": float_weights_stay,
