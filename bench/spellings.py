@@ -5,10 +5,11 @@ before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerN
 GELUs with the half last, which ONNX Runtime fuses into one kernel, and as torch writes them. Attention with masked keys
 without the check for NaN behind its softmax, and with it. A float stem and its pool
 before integer convolutions, with a Max of one tensor behind the pool, and without, where ONNX Runtime moves the
-quantizer before the pool. A stem, a pool and a convolution for OpenVINO, quantized before the pool and behind it. An
-int8 block for OpenVINO on a CPU without VNNI, with linear layers as convolutions and as products. Both run in turn in
-one process, one thread, CPU time, medians. A ratio of 1 or more says that the runtime has become better, and that the
-rule should go.
+quantizer before the pool. Activations between integer convolutions: SiLU and GELU as one operator, Mish and Elu with
+Exp, and as torch writes them. A decoder of a UNet that upsamples codes, and one that upsamples floats. A stem, a pool
+and a convolution for OpenVINO, quantized before the pool and behind it. An int8 block for OpenVINO on a CPU without
+VNNI, with linear layers as convolutions and as products. Both run in turn in one process, one thread, CPU time,
+medians. A ratio of 1 or more says that the runtime has become better, and that the rule should go.
 """
 
 import sys
@@ -98,6 +99,59 @@ def masked(folder: Path, tokens: int, width: int) -> dict[str, onnxruntime.Infer
     return {name: session(folder / f"{name}.onnx") for name in ("unchecked", "checked")}
 
 
+class Activated(nn.Module):
+    """Two convolutions with an activation between them."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(self.activation(self.first(x)))
+        return made
+
+
+class Decoder(nn.Module):
+    """Two scales of a UNet: the smaller one is upsampled and concatenated with the larger one."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.outer, self.inner = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 2 * width, 3, padding=1)
+        self.up = nn.Conv2d(3 * width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = torch.relu(self.outer(x))
+        x = torch.relu(self.inner(nn.functional.max_pool2d(skip, 2)))
+        made: Tensor = self.up(torch.cat([nn.functional.interpolate(x, scale_factor=2), skip], 1))
+        return made
+
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "SiLU": (nn.functional.silu, "activations_of_codes"),
+    "GELU": (nn.functional.gelu, "activations_of_codes"),
+    "Mish": (nn.functional.mish, "exp_activations"),
+    "Elu": (nn.functional.elu, "exp_activations"),
+}
+
+
+def with_and_without(folder: Path, model: nn.Module, x: Tensor, rule: str) -> dict[str, onnxruntime.InferenceSession]:
+    """A network in int8 as two files, with a rule and without."""
+    own, config = onnxruntime_target(), QuantConfig(speed_first=False)
+    plain = replace(own, rewrites=tuple(each for each in own.rewrites if each.name != rule))
+    for name, target in {"with": own, "without": plain}.items():
+        quantized = quantize(model.eval(), x, config, forward_loop=[x], target=target, freeze_weights=True)
+        export(quantized, folder / f"{name}.onnx", x)
+    return {name: session(folder / f"{name}.onnx") for name in ("with", "without")}
+
+
+def integer_row(title: str, model: nn.Module, pixels: int, rule: str) -> Row:
+    shape = (1, 3, pixels, pixels)
+    with tempfile.TemporaryDirectory() as folder:
+        taken = timed(with_and_without(Path(folder), model, torch.randn(shape), rule), shape)
+    return Row(f"{title}, {pixels} px", taken["with"] / taken["without"], 1.0, "as exported", onnxruntime.__version__)
+
+
 def session(path: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
@@ -185,6 +239,9 @@ def main() -> int:
         rows.append(
             Row(f"Max behind a pool of floats, {pixels} px", ratio, 1.0, "quantizer moved", onnxruntime.__version__)
         )
+    for name, (activation, rule) in ACTIVATIONS.items():
+        rows += [integer_row(f"{name} between integers", Activated(activation), pixels, rule) for pixels in (32, 128)]
+    rows += [integer_row("upsampling of codes", Decoder(), pixels, "quantizers_before_moves") for pixels in (32, 128)]
     rows += [
         openvino_row(f"quantized before a pool in OpenVINO, {pixels} px", stem(), (1, 3, pixels, pixels),
                      "quantizers_before_pools", "behind it")

@@ -19,10 +19,12 @@ from scalepoint.quantize import (
     save,
     speed_placement,
 )
+from scalepoint.quantize.insert import make_decisions
 from scalepoint.quantize.quantized_layers import QuantizedLayer
-from scalepoint.quantize.speed_placement import FLOAT_SIDE, INT8_SIDE, MinCut
+from scalepoint.quantize.speed_placement import FLOAT_SIDE, INT8_SIDE, CpuModel, LayerTimes, MinCut
 from scalepoint.targets import onnxruntime_target
 from scalepoint.targets.kernel_times import KernelTimes, ProductShape, load_kernel_times
+from scalepoint.targets.local_times import LocalTimes
 
 VNNI = onnxruntime_target("vnni")
 FIRST = QuantConfig(speed_first=True)
@@ -181,6 +183,29 @@ def chain(*prices, border=1.0, quantize_input=0.5):
     cut.add_edge(nodes[0], FLOAT_SIDE, quantize_input)
     paid, in_float = cut.solve()
     return paid, [node in in_float for node in nodes]
+
+
+def predicted_seconds(activation):
+    """Return the predicted time of a network all in int8, with this function between its convolutions."""
+
+    class Activated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = activation(layer(x))
+            return x
+
+    result = transform(Activated().eval(), torch.randn(1, 16, 64, 64), target=VNNI)
+    decisions, _, _ = make_decisions(result.model, result.matches, QuantConfig(speed_first=False), VNNI)
+    times = LayerTimes(load_kernel_times("onnxruntime-vnni-amd"), LocalTimes(), 1.0)
+    return CpuModel(result.model, decisions, times, VNNI, ()).predict_seconds(())
+
+
+def test_an_activation_between_int8_layers_converts_without_a_change_of_layout():
+    assert predicted_seconds(torch.relu) < predicted_seconds(nn.functional.silu) < predicted_seconds(torch.sin)
 
 
 def test_a_layer_that_loses_less_than_the_conversions_cost_stays_int8():

@@ -162,12 +162,22 @@ class LayerTimes:
         measured = self.local.get(layer_key(decision, self.share))
         return measured or _predict_layer_seconds(decision, self.table, self.share)
 
-    def conversion_seconds(self, kind: str, shape: Sequence[int]) -> float:
+    def conversion_seconds(self, kind: str, shape: Sequence[int], passes: float = LAYOUT_PASSES) -> float:
         """Return the seconds of a conversion of a tensor; `kind` is "quantize" or "dequantize"."""
         measured = self.local.conversions.get(kind)
         if measured is not None:
             return CALL_SECONDS + measured * prod(shape) * self.share
-        return self.table.move_seconds(kind, int(LAYOUT_PASSES * prod(shape) * self.share))
+        return self.table.move_seconds(kind, int(passes * prod(shape) * self.share))
+
+    def activation_seconds(self, node: fx.Node) -> float:
+        """Return what an activation that no kernel fuses costs more between int8 layers than between float layers.
+
+        It computes in float, so its input is dequantized and its output quantized. Both keep the layout of int8 layers.
+        """
+        shape = get_shape(node)
+        if shape is None:
+            return 0.0
+        return sum(self.conversion_seconds(kind, shape, passes=1.0) for kind in ("dequantize", "quantize"))
 
 
 class CpuModel:
@@ -373,7 +383,7 @@ def _build_problem(
         if node not in read_by and (is_move or get_kind(node) in ACTIVATIONS):
             written_by[node] = read_by[node] = cut.add_node()
             if not is_move:
-                cut.add_edge(read_by[node], FLOAT_SIDE, _predict_activation_seconds(node, table, share))
+                cut.add_edge(read_by[node], FLOAT_SIDE, times.activation_seconds(node))
     for producer, user, cost in relu_costs:
         cut.add_edge(read_by[producer], read_by.get(user, FLOAT_SIDE), cost)
     _add_conversions(model, cut, written_by, read_by, times.conversion_seconds)
@@ -402,18 +412,6 @@ def _add_conversions(
             reader = read_by.get(user, FLOAT_SIDE)
             cut.add_edge(reader, quantized_copy, inf if reader != FLOAT_SIDE else 0.0)
             cut.add_edge(writer, reader, conversion_seconds("dequantize", shape) if writer != FLOAT_SIDE else 0.0)
-
-
-def _predict_activation_seconds(node: fx.Node, table: KernelTimes, share: float) -> float:
-    """Return what an activation that no kernel fuses costs more between int8 layers than between float layers.
-
-    It computes in float, so its input is dequantized and its output quantized. Both keep the layout of int8 layers.
-    """
-    shape = get_shape(node)
-    if shape is None:
-        return 0.0
-    elements = int(prod(shape) * share)
-    return table.move_seconds("dequantize", elements) + table.move_seconds("quantize", elements)
 
 
 def _predict_layer_seconds(decision: Decision, table: KernelTimes, share: float) -> tuple[float, float] | None:
