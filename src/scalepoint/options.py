@@ -221,6 +221,15 @@ class DeployOptions(CommonOptions):
             is_repeated=True,
         ),
     ] = None
+    fixed_sizes: Annotated[
+        bool,
+        Option(
+            "Fix all sizes of the file to those of the example. Otherwise the batch can change at run time, which "
+            "makes small networks a little slower.",
+            FILE_GROUP,
+            ("quantize", "export", "export float"),
+        ),
+    ] = False
     strict: Annotated[
         bool,
         Option(

@@ -1,4 +1,4 @@
-"""Files that take other sizes: dynamic_axes on the whole road."""
+"""Files that take other sizes (dynamic_axes), and files that do not (fixed_sizes), through the whole pipeline."""
 
 import onnx
 import pytest
@@ -9,11 +9,13 @@ from torch import nn
 import scalepoint
 from scalepoint.cli.run_config import load_settings
 from scalepoint.errors import ConfigError, ScalepointWarning, TargetError, UsageError, VerificationError
-from scalepoint.formats import export
+from scalepoint.formats import export, find_format
 from scalepoint.graph.origin import get_origin
 from scalepoint.options import DeployConfig
+from scalepoint.pipeline import stages
 from scalepoint.quantize import QuantConfig, coverage, quantize
 from scalepoint.runtimes import find_runtime
+from scalepoint.targets import find_target
 from scalepoint.transformation import transform
 from scalepoint.verification import RuntimeModel, verify
 from tests.errors import raises
@@ -21,6 +23,41 @@ from tests.pace import fast
 
 PICTURE = {"x": {2: "height", 3: "width"}}
 QUANTIZED = QuantConfig(speed_first=False)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "litert", "executorch"])
+def test_fixed_sizes_give_a_file_for_the_shapes_of_the_example(target, tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval(), torch.randn(2, 3, 8, 8)
+    done = scalepoint.deploy(model, x, [x], target=target, fixed_sizes=True, output=tmp_path / "out", progress=False)
+    assert done.verification.holds
+    info = find_format(find_target(target).format).about(done.path)
+    assert [declared.shape for declared in info.inputs] == [(2, 3, 8, 8)]
+
+
+def test_fixed_sizes_and_free_axes_exclude_each_other(tmp_path):
+    x = torch.randn(2, 3, 8, 8)
+    with pytest.raises(UsageError, match="fixed_sizes= cannot be used with dynamic_axes="):
+        scalepoint.deploy(
+            nn.Conv2d(3, 4, 3), x, [x], fixed_sizes=True, dynamic_axes={"input": {2: "height"}}, output=tmp_path / "out"
+        )
+
+
+def test_a_resumed_run_with_fixed_sizes_writes_the_same_file(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(2, 8)
+    options = {"fixed_sizes": True, "output": tmp_path / "out", "progress": False}
+    whole = scalepoint.deploy(model, x, [x], **{**options, "output": tmp_path / "whole"})
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "export_files", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            scalepoint.deploy(model, x, [x], **options)
+    resumed = scalepoint.deploy(model, x, [x], resume=True, **options)
+    assert resumed.path.read_bytes() == whole.path.read_bytes()
 
 
 class Segments(nn.Module):

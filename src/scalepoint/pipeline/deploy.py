@@ -73,6 +73,7 @@ def deploy(
     kwargs: Mapping[str, Any] | None = None,
     leave: Sequence[str] = (),
     dynamic_axes: Mapping[str, Mapping[int, str] | Sequence[int]] | None = None,
+    fixed_sizes: bool = False,
     strict: bool = False,
     allow_departure: bool = False,
     float_dtype: str | None = None,
@@ -120,6 +121,8 @@ def deploy(
         kwargs: Keyword inputs of the example, in addition to `example_inputs`.
         leave: Names of submodules that are not captured; the graph calls them as they are, and they stay float.
         dynamic_axes: Input axes whose size may change, as in torch.onnx.export: {"x": {2: "height"}}.
+        fixed_sizes: Fix all sizes of the file to those of the example. Otherwise the batch can change at run time,
+            which makes small networks a little slower.
         strict: Raise if a layer with weights stays float although the config did not ask for it.
         allow_departure: Return a file that does not match the simulation, instead of raising.
         float_dtype: Data type of tensors that are not quantized: "float32", "float16" or "bfloat16".

@@ -129,6 +129,8 @@ def prepare_job(
         QuantConfig.build(config), values["placement"], strict=values["strict"], has_budget=budget is not None
     )
     check_formulations(quantization, checked_target)
+    if values["fixed_sizes"] and axes:
+        raise UsageError("fixed_sizes= cannot be used with dynamic_axes=: one fixes all sizes, the other frees some")
     checked_target.check_float_dtype(values["float_dtype"])
     check_metadata(values["metadata"])
     checked = {"target": checked_target.name, "budget": budget, "dynamic_axes": axes, "quantization": quantization}

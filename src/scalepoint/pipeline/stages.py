@@ -105,6 +105,7 @@ class StageContext:
                 target=job.target,
                 kwargs=job.example.kwargs,
                 leave=job.options.leave,
+                dynamic=not job.options.fixed_sizes,
                 dynamic_axes=job.dynamic_axes,
             )
             if self.format.check is not None:
@@ -294,6 +295,7 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
             kwargs=job.example.kwargs,
             float_path=float_path if needs_float else None,
             float_dtype=job.options.float_dtype,
+            dynamic=not job.options.fixed_sizes,
             metadata=job.metadata,
         )
         if needs_float:
@@ -321,7 +323,8 @@ def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
     job = context.job
     runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
     if runtime is not None and runtime.is_installed and not runtime.why_not_run:
-        request = ExportRequest(job.example, names=tuple(build_feeds(model, job.example)))
+        names = tuple(build_feeds(model, job.example))
+        request = ExportRequest(job.example, dynamic=not job.options.fixed_sizes, names=names)
         write_baseline_file(job.model, context.format, request, context.path(context.workspace.work, PLAIN_STEM))
 
 
