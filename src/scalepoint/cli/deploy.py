@@ -234,7 +234,7 @@ class DeployRun:
             }
             show_json("deploy", result)
         else:
-            show(deployment.report.table(), f"file: {deployment.path}", f"report: {page}")
+            show(deployment.report.table(verbose=self.verbose), f"file: {deployment.path}", f"report: {page}")
         if reason:
             is_note = code == Code.DONE
             say(f"{'note' if is_note else 'failed'}: {reason}", style="yellow" if is_note else "red")

@@ -237,8 +237,9 @@ def _show_slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[
 def report(
     folder: flags.Folder,
     html: Annotated[Path | None, typer.Option(help="Write the report as an HTML page to this file.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Largest number of layers and reasons to show.")] = 10,
+    rows: Annotated[int, typer.Option(min=1, help="Largest number of layers and reasons in a table.")] = 10,
     force: flags.Force = False,
+    verbose: flags.VerboseReport = False,
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
@@ -258,7 +259,7 @@ def report(
     if json:
         show_json("report", {"exit_code": 0, "report": loaded.to_dict()})
         return Code.DONE
-    show(loaded.table(rows))
+    show(loaded.table(rows, verbose=verbose))
     page = html or path.with_name("report.html")
     if page.is_file():
         say(f"page: {page}")

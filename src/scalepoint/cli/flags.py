@@ -51,8 +51,14 @@ Quiet = Annotated[
 Verbose = Annotated[
     bool,
     typer.Option(
-        "--verbose", "-v", help="Also print starts of phases, metrics and written files.", rich_help_panel=OUTPUT_GROUP
+        "--verbose",
+        "-v",
+        help="Also print starts of phases, metrics, written files, and tables of layers.",
+        rich_help_panel=OUTPUT_GROUP,
     ),
+]
+VerboseReport = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Also print tables of layers.", rich_help_panel=OUTPUT_GROUP)
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Print the result as one JSON document on stdout.", rich_help_panel=OUTPUT_GROUP)

@@ -1,5 +1,6 @@
 """Build the Report from the values of a run."""
 
+import math
 import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -38,7 +39,7 @@ def build_report(
 ) -> Report:
     """Build the report of a run. The error of each layer is measured here, on the example inputs."""
     job = context.job
-    layers, ranges = ((), ()) if job.is_smoke else _layer_errors(job, best)
+    layers, output_db, ranges = ((), None, ()) if job.is_smoke else _measure_errors(job, best)
     return Report(
         title=type(job.model).__name__,
         target=job.target.name,
@@ -48,6 +49,7 @@ def build_report(
         config=best.config.to_dict(),
         accuracy=_scores(best, limits.float_score),
         layers=layers,
+        output_db=output_db,
         histograms=ranges,
         verification=best.verification,
         findings=_findings(job, best),
@@ -74,13 +76,19 @@ def _warnings(job: Job, best: Trial) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def _layer_errors(job: Job, best: Trial) -> tuple[tuple[LayerError, ...], tuple[TensorHistogram, ...]]:
-    """Return the error of every layer, and histograms of the worst layers that have a fixed range."""
+def _measure_errors(job: Job, best: Trial) -> tuple[tuple[LayerError, ...], float | None, tuple[TensorHistogram, ...]]:
+    """Return the errors of all layers and of the worst output, and histograms of the worst layers."""
     data = job.example.as_data()
     comparison = compare(None, best.model, data, local=False, progress=False)
     worst_names = [row.name for row in comparison.worst(HISTOGRAM_LAYERS)]
     values = histograms(best.model, data, worst_names, progress=False)
-    return comparison.rows, tuple(tensor for tensor in values if tensor.low is not None and tensor.high is not None)
+    levels = [output.sqnr_db for output in comparison.outputs]
+    output_db = min(levels, key=lambda level: (not math.isnan(level), level), default=None)
+    return (
+        comparison.rows,
+        output_db,
+        tuple(tensor for tensor in values if tensor.low is not None and tensor.high is not None),
+    )
 
 
 def _findings(job: Job, best: Trial) -> tuple[str, ...] | None:

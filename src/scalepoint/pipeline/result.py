@@ -12,6 +12,7 @@ from scalepoint.errors import UsageError, VerificationError
 from scalepoint.quantize import Coverage, QuantConfig, coverage
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report, notebook_snippet
+from scalepoint.report.headline import short_repr
 from scalepoint.results import PrecisionAllocation, PrecisionChange, Score, TrialSummary, TuneReport, is_within
 from scalepoint.targets.local_times import LocalTimes
 from scalepoint.verification import Verification
@@ -165,7 +166,7 @@ def drop_models(trials: Sequence[Trial], limits: Limits) -> list[Trial]:
     return [trial if trial is best else trial.without_model() for trial in trials]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Deployment:
     """The result of deploy and deploy_checkpoint. Print it for a summary.
 
@@ -182,15 +183,15 @@ class Deployment:
         allocation: The precision of every layer, if `budget` or `max_drop` chose it.
     """
 
-    model: fx.GraphModule = field(repr=False)  # its repr may contain control characters, from names of classes
+    model: fx.GraphModule
     path: Path
     float_path: Path | None
     coverage: Coverage
     verification: Verification | None
     report: Report
-    trials: tuple[Trial, ...] = field(default=(), repr=False)
-    tuned: TuneReport | None = field(default=None, repr=False)
-    allocation: PrecisionAllocation | None = field(default=None, repr=False)
+    trials: tuple[Trial, ...] = ()
+    tuned: TuneReport | None = None
+    allocation: PrecisionAllocation | None = None
 
     @classmethod
     def from_trials(cls, best: Trial, report: Report, trials: Sequence[Trial]) -> Self:
@@ -251,6 +252,9 @@ class Deployment:
 
     def __str__(self) -> str:
         return str(self.report)
+
+    def __repr__(self) -> str:
+        return f"Deployment({short_repr(self.report, self.path)})"
 
     def _repr_html_(self) -> str:
         """Render the report as HTML for a notebook."""

@@ -138,12 +138,12 @@ def make_bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) ->
     ]
 
 
-def make_shares(parts: Iterable[tuple[str, float]], classes: Mapping[str, str]) -> list[BarShare]:
-    """Return the segments of a stacked bar for (name, share)."""
+def make_shares(parts: Iterable[tuple[str, float, str]]) -> list[BarShare]:
+    """Return the segments of a stacked bar for (name, share, class)."""
     segments, left = [], 0.0
-    for name, share in parts:
+    for name, share, css in parts:
         width = max(0.0, min(share, 1.0)) * 100
-        segments.append(BarShare(f"{name}: {format_share(share)}", round(left, 3), round(width, 3), classes[name]))
+        segments.append(BarShare(f"{name}: {format_share(share)}", round(left, 3), round(width, 3), css))
         left += width
     return segments
 
@@ -157,6 +157,14 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= min_step * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)][:20]
+
+
+def integer_step(count: int, about: int = 8) -> int:
+    """Return the distance of about `about` ticks on an axis of `count` numbered layers: 1, 2, 5, 10, 20, ..."""
+    power = 1
+    while power * 10 * about < count:
+        power *= 10
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor * about >= count)
 
 
 @dataclass(frozen=True)
@@ -189,8 +197,8 @@ class Axes:
         shapes = []
         for value in round_ticks(self.low, self.high):
             shapes += [self.level(value), text_shape(f"{value:g}", self.left - 6, self.y(value) + 4, anchor="end")]
-        for index in filter(float.is_integer, map(float, round_ticks(0, self.count - 1, 8))):
-            shapes.append(text_shape(f"{index:g}", self.x(index), self.height - from_bottom, anchor="middle"))
+        for index in range(0, self.count, integer_step(self.count)):
+            shapes.append(text_shape(str(index), self.x(index), self.height - from_bottom, anchor="middle"))
         return shapes
 
 

@@ -17,9 +17,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from scalepoint.errors import DocumentError, StoreError
+from scalepoint.report.headline import low_share
 from scalepoint.report.html import JSON_FILE
 from scalepoint.report.model import CONFIG_FILE, Report
-from scalepoint.report.terminal import MIN_WIDE_COLUMNS, low_share, plain_table
+from scalepoint.report.terminal import MIN_WIDE_COLUMNS, plain_table
 from scalepoint.support.formatting import (
     format_decibels,
     format_ratio,
@@ -331,6 +332,7 @@ def _compare_numbers(first: Report, second: Report) -> Iterator[ComparedNumber]:
         ("bits per weight", "score", "bits", False),
         ("generated tokens per second", "score", "decode", True),
         ("logits against float", "dB", "logits", True),
+        ("outputs against float", "dB", "outputs", True),
         ("agreement with the simulation", "dB", "agreement", True),
         ("worst layer", "dB", "worst", True),
         ("MACs in low precision", "share", "macs", None),
@@ -357,6 +359,7 @@ def _read_numbers(report: Report) -> dict[str, float | None]:
         "bits": None if language is None else language.bits,
         "decode": None if language is None else language.decode,
         "logits": None if language is None else language.logits_db,
+        "outputs": report.output_db,
         "speed": None if latency is None else latency.ratio,
         "latency": None if latency is None else latency.seconds[1],
         "speed noise": None if latency is None else max(MIN_TIME_NOISE, sum(latency.spread)),

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +23,14 @@ from markupsafe import Markup, escape
 
 from scalepoint.errors import StoreError
 from scalepoint.operation_coverage import CoverageRow
-from scalepoint.report import charts, terminal
+from scalepoint.report import charts, headline
+from scalepoint.report.headline import has_only_placements
 from scalepoint.report.model import Report
 from scalepoint.report.placement_graph import Placement, draw_placement
 from scalepoint.results import LayerError
 from scalepoint.support import formatting
 from scalepoint.support.files import replace_text
-from scalepoint.verification.layer_times import LayerTime, describe_slower_layers, sum_seconds
+from scalepoint.verification.layer_times import LayerTime, describe_slower_layers, find_slower_layers, sum_seconds
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -36,9 +38,19 @@ if TYPE_CHECKING:
 JSON_FILE, HTML_FILE = "report.json", "report.html"
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_SHOWN = {"rows": 200, "layers": 400, "names": 12, "histograms": 24}  # the JSON in the page has all of them
-COLOUR_COUNT = 6  # colours of precisions in page.css
+COLOURS = {  # class in page.css -> its precisions; the same in every report
+    "p0": "8-bit integers",
+    "p1": "weights in 8 bits, activations float",
+    "p2": "weights in 4 bits",
+    "p3": "8-bit floats",
+    "p4": "weights in 3 bits or fewer",
+    "p5": "another low precision",
+    "p-float": "float",
+    "p-none": "an input",
+}
 LAZY_LAYOUT_ROWS = 300  # with more rows, the browser lays out only those in view
 MAX_TIME_ROWS = 10
+READER_STAYS_FLOAT = " reads it and stays float"  # the end of a reason that starts with the name of that layer
 MAX_KERNELS = 30
 LAYER_COLUMNS = (  # title, type of the values, sort order of the first click
     ("Layer", "text", "up"),
@@ -52,17 +64,17 @@ LAYER_COLUMNS = (  # title, type of the values, sort order of the first click
     ("Range used", "number", "up"),
 )
 SECTIONS = (  # id (also the name of its template), title, whether a report has it
-    ("accuracy", "Files that were tried", lambda report: len(report.trials) > 1),
     ("language", "As a language model", lambda report: report.language is not None),
+    ("error", "Error by depth", lambda report: report.layers),
+    ("time", "Time by layer", lambda report: report.verification and report.verification.times),
+    ("left-float", "Stays float", lambda report: True),
+    ("histograms", "Ranges", lambda report: report.histograms),
+    ("accuracy", "Files that were tried", lambda report: len(report.trials) > 1 and not has_only_placements(report)),
     ("allocation", "Precision by layer", lambda report: report.allocation is not None),
     ("tuning", "Tuning", lambda report: report.tuning and (report.tuning.layers or report.tuning.left)),
-    ("layers", "Layers", lambda report: True),
-    ("left-float", "Stays float", lambda report: True),
-    ("error", "Error by depth", lambda report: report.layers),
-    ("histograms", "Ranges", lambda report: report.histograms),
-    ("time", "Time by layer", lambda report: report.verification and report.verification.times),
     ("placement", "Placement", lambda report: report.graph),
     ("verification", "In the runtime", lambda report: True),
+    ("layers", "Layers", lambda report: True),
     (
         "circumstances",
         "Circumstances",
@@ -108,9 +120,8 @@ def notebook_snippet(report: Report) -> str:
     Args:
         report: The report.
     """
-    low = terminal.low_share(report.coverage.share_of_macs())
-    rows = terminal.comparison_rows(report)
-    return jinja_environment().get_template("notebook.html.j2").render(report=report, rows=rows, low=low)
+    rows = headline.result_rows(report)
+    return jinja_environment().get_template("notebook.html.j2").render(report=report, rows=rows)
 
 
 def render_page(template: str, title: str, data: Mapping[str, Any], **values: Any) -> str:
@@ -154,14 +165,16 @@ def jinja_environment() -> "Environment":
         "number": charts.format_number,
         "one_line": formatting.to_one_line,
         "plural": formatting.format_plural,
+        "precision": formatting.describe_precision,
         "ratio": formatting.format_ratio,
+        "runtime": formatting.describe_runtime,
         "share": formatting.format_share,
         "short": formatting.shorten,
         "size": formatting.format_size,
         "time": formatting.format_time,
         "value": formatting.format_value,
     }
-    env.globals |= {"charts": charts, "text": terminal, "limits": MAX_SHOWN, "scale": formatting.SCALE}
+    env.globals |= {"charts": charts, "text": headline, "limits": MAX_SHOWN, "scale": formatting.SCALE}
     env.globals["ui"] = env.get_template("macros.html.j2").module
     return env
 
@@ -265,9 +278,8 @@ class ReportView:
         verification = self.report.verification
         if verification is None:
             return "plain"
-        is_slow = verification.latency is not None and verification.latency.ratio < 1
-        if verification.holds and not is_slow:
-            return "good"
+        if verification.holds:
+            return "good" if headline.is_good(self.report) else "warn"
         return "bad" if verification.is_refuted else "warn"
 
     @cached_property
@@ -275,9 +287,8 @@ class ReportView:
         """Precision -> CSS class of its colour."""
         precisions = dict.fromkeys(self.report.coverage.share_of_parameters())
         precisions |= dict.fromkeys(node.precision for node in self.report.graph)
-        quantized = [precision for precision in precisions if precision not in (terminal.FLOAT, "")]
-        colours = {precision: f"p{min(index, COLOUR_COUNT - 1)}" for index, precision in enumerate(quantized)}
-        return colours | {terminal.FLOAT: "p-float", "": "p-none"}
+        precisions |= dict.fromkeys(row.precision for row in self.report.coverage.operations)
+        return {precision: colour_of(precision) for precision in precisions}
 
     # tiles
 
@@ -290,6 +301,25 @@ class ReportView:
             values["runtime"] = score.value
         rows = [(label, value, formatting.format_value(value)) for label, value in values.items() if value is not None]
         return charts.make_bars(rows, ("before", "after", "after")[: len(rows)])
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the outputs are poor, or broken."""
+        level = self.report.output_db
+        return level is not None and not level >= formatting.POOR_DB
+
+    @property
+    def output_level(self) -> str:
+        text = formatting.format_decibels(self.report.output_db)
+        return text if formatting.describe_quality(self.report.output_db) in ("", "broken") else f"{text} dB"
+
+    @property
+    def output_unit(self) -> str:
+        level = self.report.output_db
+        word = formatting.describe_quality(level)
+        if level is None or word in ("", "broken"):
+            return word or "as the float model"
+        return f"{word}; error {formatting.format_error_share(level)} against the float model"
 
     @property
     def size_change(self) -> tuple[str, str]:
@@ -323,27 +353,35 @@ class ReportView:
     @property
     def low_share(self) -> float | None:
         macs, parameters = self._shares
-        return terminal.low_share(parameters if macs is None else macs)
+        return headline.low_share(parameters if macs is None else macs)
 
     @property
     def low_share_unit(self) -> str:
         is_known = self._shares[0] is not None
         return "of the MACs in low precision" if is_known else "of the weights in low precision; MACs not known"
 
+    def _by_colour(self, shares: Mapping[str, float]) -> dict[str, float]:
+        """Return class of a colour -> share, the largest first."""
+        colours: dict[str, float] = defaultdict(float)
+        for precision, share in shares.items():
+            colours[self.classes[precision]] += share
+        return dict(sorted(colours.items(), key=lambda pair: -pair[1]))
+
     @property
     def share_bars(self) -> list[tuple[str, list[charts.BarShare]]]:
         labelled = zip(("MACs", "weights"), self._shares, strict=True)
         return [
-            (label, charts.make_shares(parts.items(), self.classes)) for label, parts in labelled if parts is not None
+            (label, charts.make_shares([(COLOURS[css], share, css) for css, share in self._by_colour(parts).items()]))
+            for label, parts in labelled
+            if parts is not None
         ]
 
     @property
     def share_legend(self) -> list[tuple[str, str]]:
         macs, parameters = self._shares
-        parts = list((macs or parameters).items())[:COLOUR_COUNT]
-        return [
-            (self.classes[precision], f"{precision} {formatting.format_share(share)}") for precision, share in parts
-        ]
+        shown = self._by_colour(macs or {}) | self._by_colour(parameters)  # every colour of the two bars
+        shares = self._by_colour(parameters if macs is None else macs)
+        return [(css, f"{COLOURS[css]} {formatting.format_share(shares.get(css, 0.0)) or '0%'}") for css in shown]
 
     # layers
 
@@ -396,15 +434,15 @@ class ReportView:
 
     @cached_property
     def float_names(self) -> frozenset[str]:
-        return frozenset(row.name for row in self.report.coverage.operations if row.precision == terminal.FLOAT)
+        return frozenset(row.name for row in self.report.coverage.operations if row.precision == headline.FLOAT)
 
     @cached_property
     def float_groups(self) -> list[FloatGroup]:
         """Operations that stay float, by reason; the reason with the most MACs first."""
         groups: dict[tuple[str, bool], list[CoverageRow]] = defaultdict(list)
         for row in self.report.coverage.operations:
-            if row.precision == terminal.FLOAT:
-                groups[row.reason or "no reason recorded", row.is_asked].append(row)
+            if row.precision == headline.FLOAT:
+                groups[_shared_reason(row), row.is_asked].append(row)
         total = sum(row.macs or 0 for row in self.report.coverage.operations)
         groups_with_macs = []
         for (reason, is_asked), rows in groups.items():
@@ -433,7 +471,7 @@ class ReportView:
         speeds = [None if value is None else f"{value:.1f}" for value in rates]
         rows = (
             ("bits per weight", f"{result.bits:.2f}"),
-            ("size", terminal.describe_language_sizes(result)),
+            ("size", headline.describe_language_sizes(result)),
             ("perplexity measured on", f"{result.tokens} tokens" if result.tokens else "nothing"),
             ("logits against float", decibels[0]),
             (f"{formatting.shorten(result.runtime) or 'the runtime'} against the simulation", decibels[1]),
@@ -468,9 +506,12 @@ class ReportView:
     def times(self) -> TimeTable:
         rows = self.report.verification.times if self.report.verification else ()
         float_total, total = sum_seconds(rows)
-        slowest, rest = rows[:MAX_TIME_ROWS], rows[MAX_TIME_ROWS:]
+        least = headline.MIN_TIME_SHARE * total
+        slowest = [row for row in rows[:MAX_TIME_ROWS] if (row.seconds or 0.0) >= least]
+        rest = rows[len(slowest) :]
         largest = max((max(row.seconds or 0.0, row.float_seconds or 0.0) for row in slowest), default=0.0) or 1.0
-        table_rows = [_time_row(row, largest, total) for row in slowest]
+        slower = find_slower_layers(rows)
+        table_rows = [_time_row(row, largest, total, is_slow=row in slower) for row in slowest]
         if rest:
             float_rest, rest_total = sum_seconds(rest)
             rest_time = LayerTime(f"{len(rest)} others", rest_total, float_rest)
@@ -479,7 +520,7 @@ class ReportView:
 
     @cached_property
     def placement(self) -> Placement:
-        return draw_placement(self.report.graph, self.classes)
+        return draw_placement(self.report.graph, self.classes, COLOURS)
 
     @property
     def kernel_bars(self) -> list[charts.ChartBar]:
@@ -505,6 +546,28 @@ class ReportView:
         migrated = self.report.migrated
         steps = (*migrated.done, *migrated.refused) if migrated else ()
         return [(f"{step.migration}: {formatting.shorten(step.name, 60)}", step.note) for step in steps]
+
+
+def _shared_reason(row: CoverageRow) -> str:
+    """Return the reason without the name of a layer in it, so that layers with one cause are in one card."""
+    if row.reason.endswith(READER_STAYS_FLOAT):
+        return f"a layer that {READER_STAYS_FLOAT.strip()}"
+    return row.reason or "no reason recorded"
+
+
+def colour_of(precision: str) -> str:
+    """Return the CSS class of a precision. It depends on the precision alone, so that reports can be compared."""
+    if precision in ("", headline.FLOAT):
+        return "p-float" if precision else "p-none"
+    first, *others = precision.split(", ")
+    bits = re.search(r"\d+", first)
+    if bits is None:
+        return "p5"
+    if "fp" in first or "float" in first or "mx" in first:
+        return "p3" if bits[0] in ("8", "08") else "p2" if bits[0] == "4" else "p5"
+    if bits[0] == "8":
+        return "p0" if others or not first.startswith(("w ", "stored ")) else "p1"
+    return "p2" if bits[0] == "4" else "p4" if bits[0] in ("1", "2", "3") else "p5"
 
 
 def _sort_key(value: float | None) -> str | None:
@@ -533,9 +596,8 @@ def _error_cell(error: LayerError | None, largest: float) -> NumberCell:
     )
 
 
-def _time_row(row: LayerTime, largest: float, total: float, *, is_rest: bool = False) -> TimeRow:
+def _time_row(row: LayerTime, largest: float, total: float, *, is_slow: bool = False, is_rest: bool = False) -> TimeRow:
     seconds, before = row.seconds, row.float_seconds
-    is_slow = not is_rest and seconds is not None and before is not None and seconds > before
     widths = [None if value is None else round(100 * min(value / largest, 1.0), 1) for value in (before, seconds)]
     return TimeRow(
         name=row.name,

@@ -17,7 +17,7 @@ from rich.console import RenderableType
 from scalepoint.errors import DocumentError, StoreError, short_repr
 from scalepoint.migration_report import MigrationReport
 from scalepoint.operation_coverage import Coverage
-from scalepoint.report import terminal
+from scalepoint.report import headline, terminal
 from scalepoint.results import (
     LanguageModelResult,
     LayerError,
@@ -77,7 +77,7 @@ class Reproduction:
     marks: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """All results of a run. Only title, target, time and coverage are always present.
 
@@ -104,6 +104,8 @@ class Report:
         language: Sizes and runtime results of a language model.
         findings: Problems that the target's static rules found in the file; None if the target has no rules.
         min_speed: The limit of speed, if there is one.
+        output_db: Signal-to-noise ratio of the worst output of the simulation against the float model, on the example
+            inputs, in dB; None if it was not measured.
     """
 
     title: str
@@ -128,6 +130,7 @@ class Report:
     language: LanguageModelResult | None = None
     findings: tuple[str, ...] | None = None
     min_speed: float | None = None
+    output_db: float | None = None
 
     def worst(self, count: int = 3) -> tuple[LayerError, ...]:
         """Return the layers with the largest error; NaN is the worst."""
@@ -146,19 +149,28 @@ class Report:
 
     def verdict(self) -> str:
         """Return one sentence: whether the file computes what it should, and whether it is faster than float."""
-        return terminal.verdict(self)
+        return headline.verdict(self)
 
     def summary(self) -> list[str]:
-        """Return the verdict, then accuracy, size, latency and coverage, one line each."""
-        return terminal.summary(self)
+        """Return the verdict, then outputs, metrics, coverage, speed, size and the check, one line each."""
+        return headline.summary(self)
 
     def next_steps(self) -> tuple[str, ...]:
         """Return at most three suggestions with commands, the most important first."""
         return _next_steps(self)
 
-    def table(self, rows: int = 10) -> RenderableType:
-        """Return a table for rich, which fits any width, with at most `rows` layers and reasons."""
-        return terminal.ReportTable(self, rows)
+    def table(self, rows: int = 10, *, verbose: bool = False) -> RenderableType:
+        """Return the result for rich, which fits any width.
+
+        Args:
+            rows: Largest number of layers and reasons in a table.
+            verbose: Also print tables: what stays float, the worst and the slowest layers, the runtime.
+        """
+        return terminal.ReportTable(self, rows, verbose)
+
+    def __repr__(self) -> str:
+        path = "" if self.verification is None else self.verification.path
+        return f"Report({headline.short_repr(self, path)})"
 
     def __str__(self) -> str:
         return terminal.render_text(self)
@@ -273,7 +285,7 @@ def _runtime_steps(report: Report) -> list[str]:
     steps = []
     if not verification.holds:
         steps.append(f"find the layer that differs: {_compare_command(report)}")
-    if verification.latency is not None and verification.latency.ratio < 1:
+    if verification.latency is not None and verification.latency.is_slower:
         steps.append("another target may be faster: scalepoint targets")
     return steps
 
@@ -285,8 +297,10 @@ def _accuracy_steps(report: Report) -> list[str]:
         steps.append(f"measure your own metric: deploy with {metric}")
     if report.max_drop is not None and report.accuracy and not report.accuracy[0].is_within(report.max_drop):
         steps.append(f"find the layers with the largest errors: {_compare_command(report)}")
+    limit = report.max_drop or 0.0
+    keeps_score = bool(report.accuracy) and report.accuracy[0].is_within(limit)
     poor = [layer for layer in report.worst(1) if not layer.sqnr_db >= POOR_DB]
-    if poor:
+    if poor and not keeps_score:
         override = f"{{name: {poor[0].name!r}, weight: float, activation: float}}"
         steps.append(f"leave the worst layer float, in the config: overrides: [{override}]")
     return steps

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from scalepoint.report.charts import SvgElement, format_number, rectangle, text_shape
 from scalepoint.report.model import GraphNode
-from scalepoint.support.formatting import format_plural, shorten
+from scalepoint.support.formatting import describe_precision, format_plural, shorten
 
 WHOLE_MODEL = "the whole model"
 MAX_DEPTH = 8  # of nested blocks
@@ -198,17 +198,23 @@ class Placement:
     legend: Sequence[tuple[str, str]]
 
 
-def draw_placement(graph: Sequence[GraphNode], classes: Mapping[str, str]) -> Placement:
-    """Draw every block of the graph; `classes` gives each precision its colour."""
+def draw_placement(
+    graph: Sequence[GraphNode], classes: Mapping[str, str], colour_names: Mapping[str, str]
+) -> Placement:
+    """Draw every block of the graph; `classes` gives each precision its colour, `colour_names` each colour its text."""
     blocks = build_blocks(graph)
     ids = {block.path: f"block-{index}" for index, block in enumerate(blocks)}
     drawn: dict[BlockPath, DrawnBlock] = {}
     for block in blocks:
         drawn[block.path] = _draw_block(block, graph, ids, classes, drawn)
-    precisions = dict.fromkeys(node.precision for node in graph if node.precision)
-    legend = [(classes[precision], precision) for precision in precisions]
+    used = dict.fromkeys(classes[node.precision] for node in graph)
+    legend = [(css, colour_names[css]) for css in used]
     if any(node.codes for node in graph):
         legend.append(("line-key", "a quantized tensor"))
+    if any(node.inputs for node in graph):
+        legend.append(("line-key plain-line", "a float tensor"))
+    if len(drawn) > 1:
+        legend.append(("block-key", "a block: its boxes are a picture of their own"))
     return Placement(list(drawn.values()), legend)
 
 
@@ -288,10 +294,13 @@ def _draw_box(
         counts[graph[index].precision] = counts.get(graph[index].precision, 0) + 1
     precisions = sorted(counts.items(), key=lambda item: -item[1])
     if box.block is None:
-        name, note = first.name, " · ".join(filter(None, (shorten(box.note, 22), shorten(first.precision, 30))))
+        name, note = (
+            first.name,
+            " · ".join(filter(None, (shorten(box.note, 22), shorten(describe_precision(first.precision), 40)))),
+        )
     else:
         name, note = ".".join(box.block), format_plural(len(box.nodes), "operation")
-    tooltip = "; ".join(f"{count} in {precision}" for precision, count in precisions[:6])
+    tooltip = "; ".join(f"{count} in {describe_precision(precision)}" for precision, count in precisions[:6])
     css = "node block-node" if box.block else "node"
     frame = SvgElement("rect", {"x": format_number(x), "y": y, "width": WIDTH, "height": HEIGHT, "rx": 6, "class": css})
     shapes = [

@@ -28,9 +28,10 @@ from scalepoint.report.charts import (
     round_ticks,
     text_shape,
 )
+from scalepoint.report.headline import low_share
 from scalepoint.report.html import render_page
 from scalepoint.report.model import MAX_REPORT_BYTES, Report
-from scalepoint.report.terminal import MIN_WIDE_COLUMNS, low_share, plain_table
+from scalepoint.report.terminal import MIN_WIDE_COLUMNS, plain_table
 from scalepoint.support.formatting import (
     format_decibels,
     format_plural,

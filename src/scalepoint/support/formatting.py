@@ -1,6 +1,7 @@
 """Formats numbers and names for terminals, HTML pages and errors."""
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -122,6 +123,11 @@ def describe_quality(sqnr: float | None) -> str:
     return "very good" if sqnr >= GOOD_DB else "good" if sqnr >= FAIR_DB else "fair" if sqnr >= POOR_DB else "poor"
 
 
+def format_error_share(sqnr: float) -> str:
+    """Format a signal-to-noise ratio in dB as error divided by signal (root mean squares): 28.9 dB is 3.6%."""
+    return format_share(10 ** (-sqnr / 20))
+
+
 def format_decibels(value: float | None) -> str:
     """Format a signal-to-noise ratio in dB."""
     if value is None:
@@ -148,6 +154,36 @@ def describe_size_change(before: float, after: float) -> tuple[str, str]:
     if not before or not after:
         return ("empty", "")
     return (format_ratio(before / after), "smaller") if before >= after else (format_ratio(after / before), "larger")
+
+
+RUNTIME_NAMES = {
+    "coreml": "Core ML",
+    "executorch": "ExecuTorch",
+    "litert": "LiteRT",
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
+}
+
+
+def describe_runtime(name: str) -> str:
+    """Return the name of a runtime as its project writes it."""
+    return RUNTIME_NAMES.get(name) or shorten(name)
+
+
+def describe_precision(precision: str) -> str:
+    """Return a precision in words: "w int8 per_channel, x uint8" -> "int8 weights per channel, uint8 activations"."""
+    parts = []
+    for part in precision.split(", "):
+        role, _, spec = part.partition(" ")
+        noun = {"w": "weights", "x": "activations"}.get(role)
+        dtype, _, granularity = spec.partition(" ")
+        if noun is None:
+            parts.append(part)
+        elif "/" in spec:
+            parts.append(f"{spec} {noun}")
+        else:
+            parts.append(f"{dtype} {noun} {granularity}".rstrip())
+    return re.sub(r"\bper_(\w+)", r"per \1", ", ".join(parts))
 
 
 def format_plural(number: int, word: str) -> str:

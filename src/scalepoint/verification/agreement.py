@@ -31,7 +31,7 @@ class Agreement:
     def __str__(self) -> str:
         if self.uncompared:
             return f"{self.output}: nothing was compared, {self.uncompared}"
-        top1 = "" if self.top1 is None else f", top-1 the same in {format_share(self.top1)}"
+        top1 = "" if self.top1 in (None, 1.0) else f", top-1 the same in {format_share(self.top1)}"
         if self.sqnr == inf:
             return f"{self.output}: exactly{top1}"
         return f"{self.output}: {format_decibels(self.sqnr)} dB, at most {self.max_difference:.3g} apart{top1}"

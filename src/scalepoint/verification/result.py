@@ -100,9 +100,15 @@ class Benchmark:
     baseline_file: str = ""  # name of that file; "" if it was temporary
 
     @property
+    def is_same(self) -> bool:
+        """Whether both files are equally fast: the difference is within the quartiles of the measurement, or 3 %."""
+        tolerance = max(SAME_SPEED_TOLERANCE, sum(self.spread) / 2)
+        return abs(self.ratio - 1) <= tolerance
+
+    @property
     def is_slower(self) -> bool:
         """Whether the quantized file is slower by more than measurement noise."""
-        return self.ratio < 1 - SAME_SPEED_TOLERANCE
+        return self.ratio < 1 and not self.is_same
 
     @property
     def batch(self) -> int | None:
@@ -280,7 +286,8 @@ class Verification:
         rows += [("at other sizes", str(self.resized))] if self.resized else []
         rows += [("with exact floats", str(agreement)) for agreement in self.exact]
         rows += [("rounded by default", self.rounded)] if self.exact else []
-        rows += [("optimisations off", str(agreement)) for agreement in self.unoptimized]
+        if not self.holds:  # says whether an optimised kernel is the cause
+            rows += [("optimisations off", str(agreement)) for agreement in self.unoptimized]
         if self.executed:
             rows.append(("in low precision", format_plural(self.low_precision, "weighted operation")))
             rows.append(("left in float", _list_fallbacks(self.fallbacks) or "none"))
