@@ -72,15 +72,15 @@ def test_a_long_phase_writes_intermediate_lines(capsys, monkeypatch):
         running.advance()
         running.advance(3)
     first, second, last = hide_times(capsys.readouterr().err).splitlines()
-    assert first == "calibrating: 1/4 batches (25 %), T, about T left"
-    assert second.startswith("calibrating: 4/4 batches (100 %)")
+    assert first == "calibrating: batch 1 of 4 (25 %), T, about T left"
+    assert second.startswith("calibrating: batch 4 of 4 (100 %)")
     assert last == "calibrating: 4 batches in T"
 
 
 def test_the_remaining_time_is_estimated_from_the_speed():
     running = make_phase("calibrating", 128, 10.0)
     running.advance(32)
-    assert str(running.make_event("advance")) == "calibrating: 32/128 batches (25 %), 10 s, about 30 s left"
+    assert str(running.make_event("advance")) == "calibrating: batch 32 of 128 (25 %), 10 s, about 30 s left"
 
 
 def test_without_a_total_no_share_is_shown():

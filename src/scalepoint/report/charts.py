@@ -211,7 +211,10 @@ def draw_errors(layers: Sequence[LayerError], floats: frozenset[str]) -> Picture
     shapes = []
     for bound, word in ((GOOD_DB, "very good"), (FAIR_DB, "good"), (POOR_DB, "fair")):
         if low < bound < high:
-            shapes += [axes.level(bound, "grid bound"), text_shape(word, axes.left + 4, axes.y(bound) - 4)]
+            shapes += [
+                axes.level(bound, "grid bound"),
+                text_shape(word, axes.width - 8, axes.y(bound) - 4, anchor="end"),
+            ]
     shapes += axes.grid(from_bottom=10)
     points = [(axes.x(index), axes.y(layer.sqnr_db)) for index, layer in enumerate(layers)]
     weights = [

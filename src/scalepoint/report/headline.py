@@ -43,7 +43,6 @@ MAX_FLOAT_GROUPS = 3
 MAX_NAMED_FLOAT_LAYERS = 2
 MAX_PRECISIONS = 2
 WORST_LAYERS = 3
-MIN_TIME_SHARE = 0.05  # of the time of the file; faster layers are not listed
 NOT_QUANTIZED = "Nothing was quantized: int8 is slower than float for every layer here (placement='int8' forces it)."
 
 Row = tuple[str, str]
@@ -210,8 +209,8 @@ def _list_precisions(quantized: Sequence[CoverageRow]) -> str:
         return ""
     if len(counts) == 1:
         return f": {shorten(counts[0][0])}"
-    listed = [f"{count} {shorten(text)}" for text, count in counts[:MAX_PRECISIONS]]
-    more = [f"{sum(count for _, count in counts[MAX_PRECISIONS:])} others"] if len(counts) > MAX_PRECISIONS else []
+    listed = [f"{shorten(text)} ({count})" for text, count in counts[:MAX_PRECISIONS]]
+    more = [f"others ({sum(count for _, count in counts[MAX_PRECISIONS:])})"] if len(counts) > MAX_PRECISIONS else []
     return f": {'; '.join([*listed, *more])}"
 
 

@@ -506,9 +506,7 @@ class ReportView:
     def times(self) -> TimeTable:
         rows = self.report.verification.times if self.report.verification else ()
         float_total, total = sum_seconds(rows)
-        least = headline.MIN_TIME_SHARE * total
-        slowest = [row for row in rows[:MAX_TIME_ROWS] if (row.seconds or 0.0) >= least]
-        rest = rows[len(slowest) :]
+        slowest, rest = rows[:MAX_TIME_ROWS], rows[MAX_TIME_ROWS:]
         largest = max((max(row.seconds or 0.0, row.float_seconds or 0.0) for row in slowest), default=0.0) or 1.0
         slower = find_slower_layers(rows)
         table_rows = [_time_row(row, largest, total, is_slow=row in slower) for row in slowest]

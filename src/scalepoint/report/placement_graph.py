@@ -7,6 +7,7 @@ longest path from the inputs. Quantized tensors have another colour.
     nodes -> build_blocks (boxes of each block) -> draw_placement (coordinates) -> templates/sections/placement.html.j2
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -296,7 +297,7 @@ def _draw_box(
     if box.block is None:
         name, note = (
             first.name,
-            " · ".join(filter(None, (shorten(box.note, 22), shorten(describe_precision(first.precision), 40)))),
+            " · ".join(filter(None, (shorten(box.note, 22), shorten(_without_granularity(first.precision), 40)))),
         )
     else:
         name, note = ".".join(box.block), format_plural(len(box.nodes), "operation")
@@ -311,6 +312,11 @@ def _draw_box(
         text_shape(note, x + 14, y + 32, "node-note"),
     ]
     return DrawnBox(f"{shorten(name, 400)}: {tooltip}", shapes, None if box.block is None else ids[box.block])
+
+
+def _without_granularity(precision: str) -> str:
+    """Return the precision in words that fit into a box."""
+    return re.sub(r" per \w+", "", describe_precision(precision))
 
 
 def _outside_inputs(box: Box, x: float, y: float) -> list[SvgElement]:

@@ -17,7 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from scalepoint.report.headline import FLOAT, MIN_TIME_SHARE, describe_cost, notes, result_rows, verdict
+from scalepoint.report.headline import FLOAT, describe_cost, notes, result_rows, verdict
 from scalepoint.results import PrecisionAllocation
 from scalepoint.support.formatting import (
     describe_quality,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MIN_WIDE_COLUMNS = 72  # a narrower terminal gets tables with fewer columns
 MAX_FRONT_ROWS = 8
+MIN_TIME_SHARE = 0.05  # of the time of the file; faster layers are not listed
 
 
 class WrappedText:
@@ -49,19 +50,16 @@ class WrappedText:
         return Measurement(min(longest_piece, options.max_width), min(cell_len(self.text), options.max_width))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines, line = [], ""
-        for word in re.findall(r"\S+\s*", self.text) or [self.text]:
-            fits = cell_len(line) + cell_len(word.rstrip()) <= options.max_width
-            if not fits and line and cell_len(word.rstrip()) <= options.max_width:
-                lines, line = [*lines, line], ""
-            for piece in (
-                [word] if cell_len(line) + cell_len(word.rstrip()) <= options.max_width else _split_at_breaks(word)
-            ):
-                if line and cell_len(line) + cell_len(piece.rstrip()) > options.max_width:
-                    lines, line = [*lines, line], ""
-                line += piece
-        for text in [*lines, line]:
-            yield Text(text.rstrip(), style=self.style, overflow="fold")
+        width = options.max_width
+        lines = [""]
+        for word in re.findall(r"\S+\s*", self.text):
+            is_short = cell_len(word.rstrip()) <= width
+            for piece in [word] if is_short else _split_at_breaks(word):
+                if lines[-1] and cell_len(lines[-1]) + cell_len(piece.rstrip()) > width:
+                    lines.append("")
+                lines[-1] += piece
+        for line in lines:
+            yield Text(line.rstrip(), style=self.style, overflow="fold")
 
 
 def _split_at_breaks(text: str) -> list[str]:

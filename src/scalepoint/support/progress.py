@@ -1,6 +1,6 @@
 """Progress on stderr: a bar on a terminal, otherwise one line per phase, and one every ten seconds in a long phase.
 
-    with phase("calibrating", total=128) as running:      calibrating: 40/128 batches (31 %), 21 s, about 46 s left
+    with phase("calibrating", total=128) as running:      calibrating: batch 40 of 128 (31 %), 21 s, about 46 s left
         running.advance()                                 calibrating: 128 batches in 67 s
 
 Without a terminal, and with NO_COLOR or TERM=dumb, lines are written instead of a bar. Only rank 0 writes. The same
@@ -59,7 +59,7 @@ class Event:
             return f"{self.name}: {_format_count(self.done, self.unit)}, {format_duration(self.seconds)}"
         remaining = self.seconds / self.done * max(self.total - self.done, 0) if self.done else 0.0
         percent = 100 * min(self.done / max(self.total, 1), 1)
-        share = f"{self.done}/{self.total} {self.unit} ({percent:.0f} %)"
+        share = f"{_singular(self.unit)} {self.done} of {self.total} ({percent:.0f} %)"
         return f"{self.name}: {share}, {format_duration(self.seconds)}, about {format_duration(remaining)} left"
 
     def _describe_end(self) -> str:
@@ -233,6 +233,9 @@ def format_duration(seconds: float) -> str:
     return f"{rounded // 3600} h {rounded % 3600 // 60} min"
 
 
+def _singular(unit: str) -> str:
+    return {"batches": "batch", "layers": "layer", "files": "file", "passes": "pass"}.get(unit, unit)
+
+
 def _format_count(count: int, unit: str) -> str:
-    singular = {"batches": "batch", "layers": "layer", "files": "file", "passes": "pass"}
-    return f"{count} {singular.get(unit, unit) if count == 1 else unit}"
+    return f"{count} {_singular(unit) if count == 1 else unit}"
