@@ -1,4 +1,4 @@
-"""Takes pictures of a report page: `python tools/screenshots.py out/report.html FOLDER`, or `--readme` for docs/report.png.
+"""Takes pictures of a report page: `python tools/screenshots.py out/report.html FOLDER [--readme]`.
 
 Chromium renders the page in two widths, light and dark. docs/report.png is the top of the page of `make demo`.
 """

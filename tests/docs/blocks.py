@@ -44,7 +44,7 @@ SLOW = "<!-- slow -->"
 NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 TIME = re.compile(r"(\d) (us|ms|s)\b")  # the unit depends on the CPU
 # Agreement depends on the rounding of the CPU, and so does the word that describes it.
-EXACT = re.compile(r"\bexactly\b|([\d.]+|\binf) dB(, (very good|good|fair|poor)\b)?")
+EXACT = re.compile(r"\bexactly\b|(\bwithin )?([\d.]+|\binf) dB(,? \(?(very good|good|fair|poor)\b)?")
 SPACES = re.compile(r"[ \t]+")
 TIMEOUT_SECONDS = 600
 TERMINAL_WIDTH = "100"
