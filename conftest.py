@@ -56,7 +56,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     passed = terminalreporter.getreports("passed")
     ended = Counter(value for report in passed for name, value in report.user_properties if name == "matrix")
     if ended:
-        counts = ", ".join(f"{count} {how}" for how, count in ended.most_common())
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in ended.most_common())
         terminalreporter.write_line(f"combinations of options: {ended.total()} as predicted: {counts}")
 
 
@@ -109,10 +109,12 @@ def _keep_table(patch: pytest.MonkeyPatch) -> None:
     build = cache(ONNXRegistry.from_torchlib)
 
     def copied(**options: Any) -> ONNXRegistry:
-        found = build(**options)
-        made = ONNXRegistry()
-        made._opset_version = found._opset_version
-        made.functions = {name: list(rows) for name, rows in found.functions.items()}  # an export adds its own to it
-        return made
+        registry = build(**options)
+        copied_registry = ONNXRegistry()
+        copied_registry._opset_version = registry._opset_version
+        copied_registry.functions = {
+            name: list(rows) for name, rows in registry.functions.items()
+        }  # an export adds its own to it
+        return copied_registry
 
     patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))

@@ -154,8 +154,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=Path, help="a folder with labelled photographs, for EfficientNet-Lite0")
     parser.add_argument("--runtime", action="store_true", help="judge the exported files in ONNX Runtime")
-    given = parser.parse_args()
-    road = in_runtime if given.runtime else simulated
+    options = parser.parse_args()
+    road = in_runtime if options.runtime else simulated
     x, y, test_x, test_y = fashion.data()
     results: list[Result] = []
     for kind, epochs, rate in ((fashion.DepthwiseNet, 3, 4e-3), (fashion.SmallViT, 4, 2e-3)):
@@ -165,13 +165,13 @@ def main() -> int:
             return fashion.accuracy(run, test_x, test_y)
 
         results += road(kind.__name__, model, list(x[:CALIBRATION].split(64)), judge)
-        if kind is fashion.DepthwiseNet and not given.runtime:
+        if kind is fashion.DepthwiseNet and not options.runtime:
             results += w4a4(kind.__name__, model, x, y, judge)
-    if given.pictures:
-        results += photographs(given.pictures, road)
-    if given.runtime:
+    if options.pictures:
+        results += photographs(options.pictures, road)
+    if options.runtime:
         results += reviews(road)
-    return 0 if show(results, OUT / ("accuracy-runtime.json" if given.runtime else "accuracy.json")) else 1
+    return 0 if show(results, OUT / ("accuracy-runtime.json" if options.runtime else "accuracy.json")) else 1
 
 
 if __name__ == "__main__":

@@ -109,15 +109,15 @@ def travel(journey: Journey, architecture: Architecture, target: Target, folder:
     with journey.at("export"):
         export(quantized, path, inputs)
     with journey.at("run"):
-        found = verify(path, quantized, inputs, layers=False)
-        if found.status != Status.OK:
-            row.reason = f"{found.status.value}: {found.message}"
+        verification = verify(path, quantized, inputs, layers=False)
+        if verification.status != Status.OK:
+            row.reason = f"{verification.status.value}: {verification.message}"
             return
-    row.stage, row.sqnr, row.low = "agree", found.sqnr, found.low_precision
+    row.stage, row.sqnr, row.low = "agree", verification.sqnr, verification.low_precision
     if row.parity > PARITY:
         row.outcome, row.reason = "departs", f"the float graph is {row.parity:.1e} off the model"
     else:
-        row.outcome = "runs" if found.holds else "departs"
+        row.outcome = "runs" if verification.holds else "departs"
 
 
 def parity(model: nn.Module, graph: nn.Module, inputs: Inputs) -> float:
@@ -128,7 +128,10 @@ def parity(model: nn.Module, graph: nn.Module, inputs: Inputs) -> float:
     is_fixed = bool(get_origin(graph).fixed_batch)
     batches = [inputs] if is_fixed else [batch(inputs, samples) for samples in ([0], [0, 1, 0])]
     with torch.no_grad(), autocast_off():  # as it was captured
-        return max(relative_difference(run(fresh(model), each), run(fresh(graph).eval(), each)) for each in batches)
+        return max(
+            relative_difference(run(fresh(model), batch_inputs), run(fresh(graph).eval(), batch_inputs))
+            for batch_inputs in batches
+        )
 
 
 def measure(architecture: Architecture, target: Target, row: Row, listener: Connection) -> None:
@@ -207,15 +210,15 @@ def main() -> int:
     parser.add_argument("--target", default="onnxruntime", help="the runtime")
     parser.add_argument("--again", action="store_true", help="also those that are there already but do not hold")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the time limit of each")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     import_libraries()
     probe_amx_once()  # where it does not run, the children are told
     OUT.mkdir(exist_ok=True)
     has_foreign = False
-    for kind in [given.list] if given.list else LISTS:
-        rows = survey(kind, find_target(given.target), given.names, given.again, given.seconds)
+    for kind in [options.list] if options.list else LISTS:
+        rows = survey(kind, find_target(options.target), options.names, options.again, options.seconds)
         print(kind, dict(Counter(row.outcome for row in rows)))
         has_foreign |= any(row.foreign for row in rows)
     return 1 if has_foreign else 0

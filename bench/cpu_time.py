@@ -55,28 +55,28 @@ def command(line: str) -> str:
     return f"from scalepoint.cli.app import run; raise SystemExit(run({line.split()!r}))"
 
 
-def made_report() -> Path:
+def get_report_folder() -> Path:
     """A folder with the report of a deployment."""
     folder = OUT / "bench-import"
     if not (folder / "report.json").is_file():
-        made = (
+        program = (
             "import torch, scalepoint; x = torch.randn(8, 64); "
             f"scalepoint.deploy(torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(), x, [x], output={str(folder)!r})"
         )
-        subprocess.run([sys.executable, "-c", made], check=True)
+        subprocess.run([sys.executable, "-c", program], check=True)
     return folder
 
 
 def import_time() -> int:
     imports = ("import torch", "import scalepoint", "import scalepoint.spec")
-    folder = made_report()
+    folder = get_report_folder()
     commands = {f"scalepoint {line}": command(line.replace("FOLDER", str(folder))) for line in QUICK}
     statements = (*imports, *commands.values())
-    taken: dict[str, list[float]] = {statement: [] for statement in statements}
+    seconds_by_statement: dict[str, list[float]] = {statement: [] for statement in statements}
     for _ in range(REPEATS):
         for statement in statements:
-            taken[statement].append(cpu_seconds(statement))
-    median = {statement: statistics.median(times) for statement, times in taken.items()}
+            seconds_by_statement[statement].append(cpu_seconds(statement))
+    median = {statement: statistics.median(times) for statement, times in seconds_by_statement.items()}
     base = median["import torch"]
     rows = [Row(name, median[name] / base, 1.15, "import torch") for name in imports[1:]]
     rows += [Row(f"{name}, CPU-seconds", median[run], 1.0, "one CPU-second") for name, run in commands.items()]
@@ -106,22 +106,22 @@ def export_rows(title: str, model: nn.Module, side: int, repeats: int) -> list[R
             "two files": lambda: export(quantized, path, inputs, float_path=beside),
         }
         runs["two files"]()
-        held = [each.read_bytes() for each in (path, beside)]
-        copies = [Path(folder, f"copy{number}.onnx") for number in range(len(held))]
+        contents = [file.read_bytes() for file in (path, beside)]
+        copies = [Path(folder, f"copy{number}.onnx") for number in range(len(contents))]
         runs["bytes"] = lambda: [
-            replace_file(copy, lambda made, data=data: made.write_bytes(data))  # type: ignore[misc]
-            for copy, data in zip(copies, held, strict=True)
+            replace_file(copy, lambda new_file, data=data: new_file.write_bytes(data))  # type: ignore[misc]
+            for copy, data in zip(copies, contents, strict=True)
         ]
-        taken = interleave(runs, repeats)
-    base = taken["capture"]
-    notes = {"one file": "", "two files": f", {taken['bytes']:.2f} s for the bytes alone"}
+        medians = interleave(runs, repeats)
+    base = medians["capture"]
+    notes = {"one file": "", "two files": f", {medians['bytes']:.2f} s for the bytes alone"}
     return [
         Row(
             f"{title}: {what}",
-            taken[what] / base,
+            medians[what] / base,
             EXPORT_LIMIT,
             "capture",
-            f"{taken[what]:.1f} s against {base:.1f} s{note}",
+            f"{medians[what]:.1f} s against {base:.1f} s{note}",
         )
         for what, note in notes.items()
     ]
@@ -134,17 +134,17 @@ def export_time() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    made = [(title, torchvision_models().get_model(name, weights=None).eval(), 224) for title, name in ALWAYS.items()]
+    models = [(title, torchvision_models().get_model(name, weights=None).eval(), 224) for title, name in ALWAYS.items()]
     if options.architectures:
-        made += [
+        models += [
             (name, timm_models().create_model(name, pretrained=False, **_image_size(name)).eval(), 64)
             for name in BRANCHY
         ]
-    found = []
-    for each in made:
-        found += export_rows(*each, options.repeats)
-        Console().print(*(f"{row.name} {row.ratio:.2f} ({row.note})" for row in found[-2:]), sep="\n")
-    return 0 if report("export beside capture, CPU seconds", found, OUT / "export_time.json") else 1
+    rows = []
+    for model_row in models:
+        rows += export_rows(*model_row, options.repeats)
+        Console().print(*(f"{row.name} {row.ratio:.2f} ({row.note})" for row in rows[-2:]), sep="\n")
+    return 0 if report("export beside capture, CPU seconds", rows, OUT / "export_time.json") else 1
 
 
 def _image_size(name: str) -> dict[str, int]:
@@ -183,8 +183,8 @@ def smoke_time() -> int:
         ("smoke=True of the demo", False, SMOKE_LIMIT),
         ("with its metric", True, JUDGED_LIMIT),
     ):
-        taken = [[seconds(task, smoke=smoke, is_judged=is_judged) for smoke in (True, False)] for _ in range(2)]
-        fast, full = (min(each) for each in zip(*taken, strict=True))
+        rounds = [[seconds(task, smoke=smoke, is_judged=is_judged) for smoke in (True, False)] for _ in range(2)]
+        fast, full = (min(times) for times in zip(*rounds, strict=True))
         rows.append(Row(name, fast / full, limit, "the full run", f"{fast:.1f} s against {full:.1f} s"))
     return 0 if report("a smoke run, CPU seconds", rows, OUT / "smoke.json") else 1
 

@@ -82,22 +82,27 @@ class Layers:
 
 
 def layer_by_layer(how: str, path: Path, quantized: fx.GraphModule, inputs: Any) -> Layers:
-    found = verify_layers(path, quantized, inputs)
-    numbers = (found.least_equal, found.largest_codes, found.largest_steps, len(found.departing))
-    return Layers(how, len(found.layers), share(found.low_precision, found.fallbacks), *numbers)
+    layer_errors = verify_layers(path, quantized, inputs)
+    numbers = (
+        layer_errors.least_equal,
+        layer_errors.largest_codes,
+        layer_errors.largest_steps,
+        len(layer_errors.departing),
+    )
+    return Layers(how, len(layer_errors.layers), share(layer_errors.low_precision, layer_errors.fallbacks), *numbers)
 
 
 def in_onnxruntime(subject: Subject, folder: Path, *, quick: bool) -> dict[str, Any]:
     plain, paths, simulated, layers = folder / "float.onnx", {}, {}, []
-    own = OURS if CPU == "avx2" else OURS_VNNI
+    our_way = OURS if CPU == "avx2" else OURS_VNNI
     config, data = QuantConfig(speed_first=True, correct_bias=True), subject.calibration
     ours = quantize(subject.model, subject.inputs, config, forward_loop=data, target=onnxruntime_target(CPU))
-    for how in (own, *(() if quick or CPU == "vnni" else ANSWERS)):
+    for how in (our_way, *(() if quick or CPU == "vnni" else ANSWERS)):
         path = paths[how] = folder / f"{len(paths)}.onnx"
-        quantized = ours if how == own else with_weights(ours, ANSWERS[how], data)
-        scalepoint.export(quantized, path, subject.inputs, float_path=plain if how == own else None)
+        quantized = ours if how == our_way else with_weights(ours, ANSWERS[how], data)
+        scalepoint.export(quantized, path, subject.inputs, float_path=plain if how == our_way else None)
         simulated[how] = run(quantized, subject.held_out)
-        if how in (own, NAIVE):
+        if how in (our_way, NAIVE):
             layers.append(asdict(layer_by_layer(how, path, quantized, subject.inputs)))
         console.print(f"  {how} is written")
     paths[QUANTIZE_STATIC] = folder / "theirs.onnx"
@@ -108,16 +113,16 @@ def in_onnxruntime(subject: Subject, folder: Path, *, quick: bool) -> dict[str, 
 
 
 def in_openvino(subject: Subject, folder: Path, *, quick: bool) -> dict[str, Any]:
-    own = OURS if CPU == "avx2" else OURS_VNNI
-    plain, paths = folder / "float.onnx", {own: folder / "openvino.onnx"}
+    our_way = OURS if CPU == "avx2" else OURS_VNNI
+    plain, paths = folder / "float.onnx", {our_way: folder / "openvino.onnx"}
     config, target = QuantConfig(correct_bias=True), openvino_target(CPU)
     quantized = quantize(subject.model, subject.inputs, config, forward_loop=subject.calibration, target=target)
-    scalepoint.export(quantized, paths[own], subject.inputs, float_path=plain)
+    scalepoint.export(quantized, paths[our_way], subject.inputs, float_path=plain)
     if find_spec("nncf") and not quick:
         paths[NNCF] = folder / "nncf.xml"
         batches = [arrays(subject.model, batch) for batch in subject.calibration]
         nncf_quantize(plain, paths[NNCF], batches, is_transformer=subject.is_transformer)
-    return {"openvino": judge_files(subject, plain, paths, {own: run(quantized, subject.held_out)}, "openvino")}
+    return {"openvino": judge_files(subject, plain, paths, {our_way: run(quantized, subject.held_out)}, "openvino")}
 
 
 def judge_files(
@@ -127,8 +132,8 @@ def judge_files(
     expected, feeds = run(subject.model, subject.held_out), arrays(subject.model, subject.held_out)
     with baseline_file(subject.model, ONNX, ExportRequest(as_inputs(subject.inputs, None), None)) as other:
         plains = [plain, *([other] if other else [])]
-        found = speeds([*plains, *paths.values()], arrays(subject.model, subject.inputs), runtime)
-    ratios = [each / max(found[: len(plains)]) for each in found[len(plains) :]]
+        medians = speeds([*plains, *paths.values()], arrays(subject.model, subject.inputs), runtime)
+    ratios = [median / max(medians[: len(plains)]) for median in medians[len(plains) :]]
     files = []
     for (how, path), ratio in zip(paths.items(), ratios, strict=True):
         output, int8 = ran(path, feeds, runtime)
@@ -145,34 +150,34 @@ def number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def show(title: str, found: Mapping[str, Any]) -> None:
+def show(title: str, measured: Mapping[str, Any]) -> None:
     for runtime in RUNTIMES:
-        if runtime not in found:
+        if runtime not in measured:
             continue
         table = Table(
             "how", "int8", "dB against float", "dB to simulation", "speed", "size", title=f"{title} in {runtime}"
         )
-        for row in found[runtime]:
+        for row in measured[runtime]:
             numbers = (number(row["against_float"], ".1f"), number(row["agreement"], ".1f"))
             table.add_row(row["how"], row["int8"], *numbers, f"{row['speed']:.2f}x", f"{row['size']:.2f}x")
         console.print(table)
-    if "layers" in found:
+    if "layers" in measured:
         table = Table(
             "how", "tensors", "int8", "equal codes", "largest", "float32 steps", "depart", title="layer by layer"
         )
-        for row in found["layers"]:
+        for row in measured["layers"]:
             codes = (f"{row['least_equal']:.4%}", str(row["largest_codes"]), f"{row['largest_float_steps']:.3g}")
             table.add_row(row["how"], str(row["tensors"]), row["int8"], *codes, str(row["departing"]))
         console.print(table)
 
 
-def keep(name: str, subject: Subject, found: Mapping[str, Any]) -> None:
+def keep(name: str, subject: Subject, measured: Mapping[str, Any]) -> None:
     """Merge into what other runs found."""
-    kept = json.loads(DEPLOYED_FILE.read_text()) if DEPLOYED_FILE.exists() else {}
+    stored = json.loads(DEPLOYED_FILE.read_text()) if DEPLOYED_FILE.exists() else {}
     about = {"title": subject.title, "is_transformer": subject.is_transformer}
-    kept[name] = {**kept.get(name, {}), **about, **found}
+    stored[name] = {**stored.get(name, {}), **about, **measured}
     DEPLOYED_FILE.parent.mkdir(exist_ok=True)
-    DEPLOYED_FILE.write_text(json.dumps({each: kept[each] for each in SUBJECTS if each in kept}, indent=2))
+    DEPLOYED_FILE.write_text(json.dumps({title: stored[title] for title in SUBJECTS if title in stored}, indent=2))
 
 
 def networks() -> int:
@@ -183,20 +188,20 @@ def networks() -> int:
         "--pictures", type=Path, help="a folder with photographs for EfficientNet-Lite0; else it has 20"
     )
     parser.add_argument("--quick", action="store_true", help="leave out the other answers to saturation, and NNCF")
-    given = parser.parse_args()
-    unknown = [name for name in given.models if name not in SUBJECTS]
+    options = parser.parse_args()
+    unknown = [name for name in options.models if name not in SUBJECTS]
     if unknown:
         parser.error(f"{', '.join(unknown)}: one of {', '.join(SUBJECTS)}")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for name in given.models or SUBJECTS:
-        subject = SUBJECTS[name](given.pictures)
+    for name in options.models or SUBJECTS:
+        subject = SUBJECTS[name](options.pictures)
         console.print(f"[bold]{subject.title}")
         with tempfile.TemporaryDirectory() as folder:
             for runtime, measure in RUNTIMES.items():
-                if given.runtime in (None, runtime):
-                    keep(name, subject, found := measure(subject, Path(folder), quick=given.quick))
-                    show(subject.title, found)
+                if options.runtime in (None, runtime):
+                    keep(name, subject, measured := measure(subject, Path(folder), quick=options.quick))
+                    show(subject.title, measured)
     return 0
 
 
@@ -204,35 +209,35 @@ REPEATS = 2000  # a run takes a fraction of a millisecond: medians of 60 moved b
 
 
 def conv(
-    source: int, made: int, kernel: int = 3, stride: int = 1, groups: int = 1, act: type | None = nn.ReLU
+    source: int, channels: int, kernel: int = 3, stride: int = 1, groups: int = 1, act: type | None = nn.ReLU
 ) -> nn.Module:
     layers: list[nn.Module] = [
-        nn.Conv2d(source, made, kernel, stride, kernel // 2, groups=groups, bias=False),
-        nn.BatchNorm2d(made),
+        nn.Conv2d(source, channels, kernel, stride, kernel // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(channels),
     ]
     return nn.Sequential(*layers, *([act()] if act else []))
 
 
 class Residual(nn.Module):
-    def __init__(self, source: int, made: int, stride: int = 1) -> None:
+    def __init__(self, source: int, channels: int, stride: int = 1) -> None:
         super().__init__()
-        self.body = nn.Sequential(conv(source, made, 3, stride), conv(made, made, act=None))
-        self.skip = nn.Identity() if source == made and stride == 1 else conv(source, made, 1, stride, act=None)
+        self.body = nn.Sequential(conv(source, channels, 3, stride), conv(channels, channels, act=None))
+        self.skip = nn.Identity() if source == channels and stride == 1 else conv(source, channels, 1, stride, act=None)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.skip(x))
 
 
 class Inverted(nn.Module):
-    def __init__(self, source: int, made: int, stride: int = 1, expand: int = 4, act: type = nn.ReLU6) -> None:
+    def __init__(self, source: int, channels: int, stride: int = 1, expand: int = 4, act: type = nn.ReLU6) -> None:
         super().__init__()
         inner = source * expand
         self.body = nn.Sequential(
             conv(source, inner, 1, act=act),
             conv(inner, inner, 3, stride, groups=inner, act=act),
-            conv(inner, made, 1, act=None),
+            conv(inner, channels, 1, act=None),
         )
-        self.adds = source == made and stride == 1
+        self.adds = source == channels and stride == 1
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.body(x)
@@ -240,10 +245,10 @@ class Inverted(nn.Module):
 
 
 class Fire(nn.Module):
-    def __init__(self, source: int, squeezed: int, made: int) -> None:
+    def __init__(self, source: int, squeezed: int, channels: int) -> None:
         super().__init__()
         self.squeeze = conv(source, squeezed, 1)
-        self.one, self.three = conv(squeezed, made, 1), conv(squeezed, made, 3)
+        self.one, self.three = conv(squeezed, channels, 1), conv(squeezed, channels, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.squeeze(x)
@@ -254,8 +259,8 @@ def head(channels: int, classes: int = 10) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
 
 
-def separable(source: int, made: int, stride: int = 1) -> nn.Module:
-    return nn.Sequential(conv(source, source, 3, stride, groups=source), conv(source, made, 1))
+def separable(source: int, channels: int, stride: int = 1) -> nn.Module:
+    return nn.Sequential(conv(source, source, 3, stride, groups=source), conv(source, channels, 1))
 
 
 def lenet() -> nn.Module:
@@ -275,9 +280,12 @@ def vgg() -> nn.Module:
 def resnet(width: int, blocks: int) -> nn.Module:
     layers: list[nn.Module] = [conv(3, width)]
     for stage in range(3):
-        made = width * 2**stage
-        source = made if stage == 0 else made // 2
-        layers += [Residual(source, made, 1 if stage == 0 else 2), *(Residual(made, made) for _ in range(blocks - 1))]
+        channels = width * 2**stage
+        source = channels if stage == 0 else channels // 2
+        layers += [
+            Residual(source, channels, 1 if stage == 0 else 2),
+            *(Residual(channels, channels) for _ in range(blocks - 1)),
+        ]
     return nn.Sequential(*layers, *head(4 * width))
 
 
@@ -341,7 +349,7 @@ SMALL_NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-def settled(model: nn.Module) -> nn.Module:
+def with_norm_statistics(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_(0, 0.2)  # type: ignore[union-attr, operator]
@@ -370,23 +378,23 @@ class SmallRow:
 def measure_small(name: str, target: Target) -> SmallRow:
     torch.manual_seed(0)
     make, pixels = SMALL_NETWORKS[name]
-    model, data = settled(make()), [torch.randn(4, 3, pixels, pixels) for _ in range(2)]
+    model, data = with_norm_statistics(make()), [torch.randn(4, 3, pixels, pixels) for _ in range(2)]
     one = data[0][:1]
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         paths = [folder / "float.onnx"]
-        made = {}
+        files = {}
         for first in (False, True):
             result = scalepoint.transform(model, one, target=target)
-            made[first] = insert_qdq(result.model, result.matches, QuantConfig(speed_first=first), copy=False)
-            calibrate(made[first], data, freeze_weights=True, progress=False)
+            files[first] = insert_qdq(result.model, result.matches, QuantConfig(speed_first=first), copy=False)
+            calibrate(files[first], data, freeze_weights=True, progress=False)
             paths.append(folder / f"{len(paths)}.onnx")
-            scalepoint.export(made[first], paths[-1], one, float_path=paths[0])
+            scalepoint.export(files[first], paths[-1], one, float_path=paths[0])
         _, everything, speed = speeds(paths, arrays(model, one), target.runtime or "", REPEATS)
-        rows = coverage(made[True]).operations
-        left, smaller = sum(row.is_for_speed for row in rows), size_of(paths[0]) / size_of(paths[2])
-        parameters = sum(each.numel() for each in model.parameters())
-        return SmallRow(name, parameters, pixels, everything, speed, smaller, left, len(rows))
+        rows = coverage(files[True]).operations
+        float_layers, smaller = sum(row.is_for_speed for row in rows), size_of(paths[0]) / size_of(paths[2])
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return SmallRow(name, parameters, pixels, everything, speed, smaller, float_layers, len(rows))
 
 
 TARGETS = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
@@ -396,11 +404,11 @@ def small_cnns() -> int:
     parser = argparse.ArgumentParser(description="Deployed files of small CNNs")
     parser.add_argument("name", nargs="*", help="all unless named")
     parser.add_argument("--runtime", choices=TARGETS, default="onnxruntime")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rows = [measure_small(name, TARGETS[given.runtime](CPU)) for name in given.name or SMALL_NETWORKS]
-    table = Table(title=f"Small CNNs in {given.runtime}, {CPU}, batch 1, against the float file")
+    rows = [measure_small(name, TARGETS[options.runtime](CPU)) for name in options.name or SMALL_NETWORKS]
+    table = Table(title=f"Small CNNs in {options.runtime}, {CPU}, batch 1, against the float file")
     for column in (
         "network",
         "parameters",
@@ -414,9 +422,9 @@ def small_cnns() -> int:
     for row in rows:
         speeds_ = (f"{row.everything:.2f}x", f"{row.speed:.2f}x", f"{row.smaller:.2f}x")
         style = None if row.holds else "bold red"
-        left = f"{row.left} of {row.layers}"
-        table.add_row(row.name, f"{row.parameters:,}", str(row.size), *speeds_, left, style=style)
-    runtime = "" if given.runtime == "onnxruntime" else f"-{given.runtime}"
+        float_share = f"{row.left} of {row.layers}"
+        table.add_row(row.name, f"{row.parameters:,}", str(row.size), *speeds_, float_share, style=style)
+    runtime = "" if options.runtime == "onnxruntime" else f"-{options.runtime}"
     return 0 if publish(table, rows, OUT / f"small_cnns{runtime}-{CPU}.json") else 1
 
 

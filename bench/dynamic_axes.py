@@ -58,7 +58,7 @@ class UNet(nn.Module):
         self.first = conv(3, width)
         self.down = nn.ModuleList(conv(a, b) for a, b in pairwise(widths))
         self.rise = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairwise(widths))
-        self.up = nn.ModuleList(conv(2 * each, each) for each in widths[:-1])
+        self.up = nn.ModuleList(conv(2 * channels, channels) for channels in widths[:-1])
         self.head = nn.Conv2d(width, 5, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,14 +89,16 @@ class Yolo(nn.Module):
             pools.append(F.max_pool2d(pools[-1], 5, 1, 2))
         far = self.join(torch.cat(pools, 1))
         near = self.merge(torch.cat((near, F.interpolate(far, scale_factor=2.0, mode="nearest")), 1))
-        return torch.cat([self.decoded(head(each), x) for head, each in zip(self.heads, (near, far), strict=True)], 1)
+        return torch.cat(
+            [self.decoded(head(features), x) for head, features in zip(self.heads, (near, far), strict=True)], 1
+        )
 
-    def decoded(self, found: Tensor, x: Tensor) -> Tensor:
-        rows = torch.arange(found.shape[2], device=found.device).view(1, 1, -1, 1).expand_as(found[:, :1])
-        columns = torch.arange(found.shape[3], device=found.device).view(1, 1, 1, -1).expand_as(found[:, :1])
-        step = x.shape[2] // found.shape[2]
-        centers = (found[:, :2].sigmoid() + torch.cat((columns, rows), 1)) * step
-        return torch.cat((centers, found[:, 2:4].exp(), found[:, 4:].sigmoid()), 1).flatten(2).transpose(1, 2)
+    def decoded(self, boxes: Tensor, x: Tensor) -> Tensor:
+        rows = torch.arange(boxes.shape[2], device=boxes.device).view(1, 1, -1, 1).expand_as(boxes[:, :1])
+        columns = torch.arange(boxes.shape[3], device=boxes.device).view(1, 1, 1, -1).expand_as(boxes[:, :1])
+        step = x.shape[2] // boxes.shape[2]
+        centers = (boxes[:, :2].sigmoid() + torch.cat((columns, rows), 1)) * step
+        return torch.cat((centers, boxes[:, 2:4].exp(), boxes[:, 4:].sigmoid()), 1).flatten(2).transpose(1, 2)
 
 
 class Crepe(nn.Module):
@@ -189,8 +191,8 @@ class Encoder(nn.Module):
         x = F.gelu(self.net.conv2(F.gelu(self.net.conv1(spectrum)))).transpose(1, 2)
         x = x + self.net.embed_positions.weight[: x.shape[1]]
         for layer in self.net.layers:
-            made = layer(x, None)
-            x = made[0] if isinstance(made, tuple) else made
+            encoded = layer(x, None)
+            x = encoded[0] if isinstance(encoded, tuple) else encoded
         return self.net.layer_norm(x)
 
 
@@ -217,7 +219,7 @@ class Layers(nn.Module):
         return self.net(frames)
 
 
-def _made(kind: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> tuple[nn.Module, Any]:
+def _build(kind: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> tuple[nn.Module, Any]:
     return kind(), tuple(torch.randn(shape) for shape in shapes)
 
 
@@ -225,19 +227,19 @@ def _embedded() -> tuple[nn.Module, Any]:
     return Embedded(), (torch.randn(2, 12, 32), torch.ones(2, 12, dtype=torch.long))
 
 
-OWN: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], Axes]] = {
-    "unet": (partial(_made, UNet, (2, 3, 64, 64)), {"x": PICTURE}),
-    "yolo": (partial(_made, Yolo, (2, 3, 64, 64)), {"x": PICTURE}),
-    "super_resolution": (partial(_made, SuperResolution, (2, 3, 32, 32)), {"x": PICTURE}),
-    "text_reader": (partial(_made, Reader, (2, 1, 32, 96)), {"line": {3: "width"}}),
-    "crepe": (partial(_made, Crepe, (2, 1024)), {"wave": {1: "samples"}}),
-    "quartznet": (partial(_made, QuartzNet, (2, 64, 100)), {"spectrum": {2: "frames"}}),
-    "lstm": (partial(_made, Recurrent, (2, 30, 40)), {"features": {1: "frames"}}),
-    "gru": (partial(_made, partial(Recurrent, nn.GRU), (2, 30, 40)), {"features": {1: "frames"}}),
-    "transformer_encoder": (partial(_made, Layers, (2, 20, 64)), {"frames": {1: "frames"}}),
-    "whisper_encoder": (partial(_made, Encoder, (2, 16, 60)), {"spectrum": {2: "frames"}}),
+OWN_MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], Axes]] = {
+    "unet": (partial(_build, UNet, (2, 3, 64, 64)), {"x": PICTURE}),
+    "yolo": (partial(_build, Yolo, (2, 3, 64, 64)), {"x": PICTURE}),
+    "super_resolution": (partial(_build, SuperResolution, (2, 3, 32, 32)), {"x": PICTURE}),
+    "text_reader": (partial(_build, Reader, (2, 1, 32, 96)), {"line": {3: "width"}}),
+    "crepe": (partial(_build, Crepe, (2, 1024)), {"wave": {1: "samples"}}),
+    "quartznet": (partial(_build, QuartzNet, (2, 64, 100)), {"spectrum": {2: "frames"}}),
+    "lstm": (partial(_build, Recurrent, (2, 30, 40)), {"features": {1: "frames"}}),
+    "gru": (partial(_build, partial(Recurrent, nn.GRU), (2, 30, 40)), {"features": {1: "frames"}}),
+    "transformer_encoder": (partial(_build, Layers, (2, 20, 64)), {"frames": {1: "frames"}}),
+    "whisper_encoder": (partial(_build, Encoder, (2, 16, 60)), {"spectrum": {2: "frames"}}),
     "bert_embeddings": (_embedded, {"embeddings": {1: "tokens"}, "mask": {1: "tokens"}}),
-    "vit_interpolated": (partial(_made, Interpolated, (2, 3, 96, 64)), {"pixel_values": PICTURE}),
+    "vit_interpolated": (partial(_build, Interpolated, (2, 3, 96, 64)), {"pixel_values": PICTURE}),
     "wav2vec2_conformer": (
         partial(transformer, "Wav2Vec2Conformer", WAVES, lambda: {"input_values": torch.randn(2, 800)}),
         {"input_values": {1: "samples"}},
@@ -252,15 +254,15 @@ WAVEFORMS = ("wav2vec2",)
 
 def _pictures(inputs: Any) -> Axes:
     """Height and width of every picture among the inputs, and of its mask."""
-    named = inputs if isinstance(inputs, dict) else dict(zip(("x", "y"), inputs, strict=False))
-    found = {name: PICTURE for name, value in named.items() if isinstance(value, Tensor) and value.ndim == 4}
-    return {**found, **({"pixel_mask": {1: "height", 2: "width"}} if "pixel_mask" in named else {})}
+    named_inputs = inputs if isinstance(inputs, dict) else dict(zip(("x", "y"), inputs, strict=False))
+    pictures = {name: PICTURE for name, value in named_inputs.items() if isinstance(value, Tensor) and value.ndim == 4}
+    return {**pictures, **({"pixel_mask": {1: "height", 2: "width"}} if "pixel_mask" in named_inputs else {})}
 
 
 def subject(name: str) -> tuple[nn.Module, Any, Axes]:
     """A model, its inputs, and the axes that are to be free."""
-    if name in OWN:
-        make, axes = OWN[name]
+    if name in OWN_MODELS:
+        make, axes = OWN_MODELS[name]
         model, inputs = Architecture(name, make).build()
         return model, inputs, axes
     model, inputs = ARCHITECTURES[name].build()
@@ -284,24 +286,28 @@ def travel(name: str, runtime: str) -> dict[str, Any]:
     """The row of one model in one runtime."""
     model, inputs, axes = subject(name)
     data = [batch(inputs, [0, 1]), batch(inputs, [1, 0])]
-    named = {"kwargs": inputs} if isinstance(inputs, dict) else {"args": inputs}
+    inputs_by_kind = {"kwargs": inputs} if isinstance(inputs, dict) else {"args": inputs}
     row: dict[str, Any] = {"outcome": "refused", "free": axes}
-    quantized = quantize(model, forward_loop=data, target=runtime, dynamic_axes=axes, progress=False, **named)
+    quantized = quantize(model, forward_loop=data, target=runtime, dynamic_axes=axes, progress=False, **inputs_by_kind)
     origin = get_origin(quantized)
     row |= {"outcome": "fails", "steps": dict(origin.size_steps), "tried": dict(origin.compared_sizes)}
-    given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    sizes = {label: given[1].get(each, given[0][0] if given[0] else None).shape[axis]
-             for each, own in origin.axes.items() for axis, label in own.items()}  # fmt: skip
+    call_inputs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    sizes = {label: call_inputs[1].get(input_name, call_inputs[0][0] if call_inputs[0] else None).shape[axis]
+             for input_name, axes_of_input in origin.axes.items() for axis, label in axes_of_input.items()}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = export(quantized, Path(folder) / "model.onnx", inputs)
-        found = verify(path, quantized, inputs, layers=False)
-        if found.status != Status.OK:
-            return row | {"reason": f"{found.status.value}: {found.message}"}
-        others = found.resized
-        row |= {"sqnr": found.sqnr, "low": found.low_precision, "resized": None if others is None else str(others)}
-        agreed = [found.sqnr, -1.0 if others is None else others.sqnr]
+        verification = verify(path, quantized, inputs, layers=False)
+        if verification.status != Status.OK:
+            return row | {"reason": f"{verification.status.value}: {verification.message}"}
+        resized = verification.resized
+        row |= {
+            "sqnr": verification.sqnr,
+            "low": verification.low_precision,
+            "resized": None if resized is None else str(resized),
+        }
+        agreed = [verification.sqnr, -1.0 if resized is None else resized.sqnr]
         for other in sizes_beyond(quantized, sizes):
-            args, kwargs = resize_inputs(quantized, given, origin.axes, other)
+            args, kwargs = resize_inputs(quantized, call_inputs, origin.axes, other)
             try:
                 model(*args, **kwargs)
             except Exception:  # the model itself does not take it  # noqa: S112
@@ -310,8 +316,8 @@ def travel(name: str, runtime: str) -> dict[str, Any]:
             agreed.append(again.sqnr if again.status == Status.OK else -1.0)
             if again.status != Status.OK:
                 row["reason"] = f"at {other}: {again.message}"
-    row |= {"agreed": agreed, "outcome": "runs" if min(agreed) >= found.bound else "departs"}
-    return row if row["outcome"] == "runs" else {"reason": found.resized.__str__(), **row}
+    row |= {"agreed": agreed, "outcome": "runs" if min(agreed) >= verification.bound else "departs"}
+    return row if row["outcome"] == "runs" else {"reason": verification.resized.__str__(), **row}
 
 
 def child(name: str, runtime: str) -> None:
@@ -332,8 +338,8 @@ def in_child(name: str, runtime: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", runtime, name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return found
+        row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return row
     except subprocess.TimeoutExpired:
         return {"outcome": "fails", "reason": f"not done in {SECONDS} s"}
     except (IndexError, ValueError):
@@ -341,8 +347,8 @@ def in_child(name: str, runtime: str) -> dict[str, Any]:
 
 
 def known() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
-    return found
+    rows: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
+    return rows
 
 
 def main() -> None:
@@ -351,16 +357,16 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also those that are there already but do not run")
     parser.add_argument("--runtime", choices=RUNTIMES, help="only this one")
     parser.add_argument("--child", choices=RUNTIMES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        return child(given.names[0], given.child)
+    options = parser.parse_args()
+    if options.child:
+        return child(options.names[0], options.child)
     OUT.parent.mkdir(exist_ok=True)
     rows = known()
-    for name in given.names or (*OWN, *PICTURES, *WAVEFORMS):
-        for runtime in (given.runtime,) if given.runtime else RUNTIMES:
+    for name in options.names or (*OWN_MODELS, *PICTURES, *WAVEFORMS):
+        for runtime in (options.runtime,) if options.runtime else RUNTIMES:
             key = f"{name} {runtime}"
-            is_done = key in rows and not (given.again and rows[key]["outcome"] != "runs")
-            if given.names or not is_done:
+            is_done = key in rows and not (options.again and rows[key]["outcome"] != "runs")
+            if options.names or not is_done:
                 row = in_child(name, runtime)
                 rows = {**known(), key: row}  # another run may have added some
                 OUT.write_text(json.dumps(rows, indent=1))

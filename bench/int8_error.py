@@ -43,14 +43,14 @@ class BiasRow:
 
 
 def bias_row(subject: Subject, cpu: str) -> BiasRow:
-    expected, found = run(subject.model, subject.held_out), []
+    expected, rows_by_method = run(subject.model, subject.held_out), []
     for corrects in (False, True):
         config, start = QuantConfig(speed_first=True, correct_bias=corrects), time.process_time()
         options = {"forward_loop": subject.calibration, "target": onnxruntime_target(cpu), "progress": False}
-        made = quantize(subject.model, subject.inputs, config, **options)
-        taken = time.process_time() - start
-        found.append((sqnr(expected, run(made, subject.held_out)), taken))
-    (nearest, one), (corrected, two) = found
+        quantized = quantize(subject.model, subject.inputs, config, **options)
+        seconds = time.process_time() - start
+        rows_by_method.append((sqnr(expected, run(quantized, subject.held_out)), seconds))
+    (nearest, one), (corrected, two) = rows_by_method
     return BiasRow(subject.title, cpu, nearest, corrected, one, two)
 
 
@@ -61,14 +61,14 @@ def bias() -> int:
     parser.add_argument(
         "--pictures", type=Path, help="a folder with photographs for EfficientNet-Lite0; else it has 20"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows: list[dict[str, object]] = json.loads(BIAS_FILE.read_text()) if BIAS_FILE.exists() else []
-    for name in given.networks or SUBJECTS:
-        row = bias_row(SUBJECTS[name](given.pictures), given.cpu)
+    for name in options.networks or SUBJECTS:
+        row = bias_row(SUBJECTS[name](options.pictures), options.cpu)
         print(row, flush=True)
-        rows = [each for each in rows if (each["network"], each["cpu"]) != (row.network, row.cpu)]
+        rows = [known_row for known_row in rows if (known_row["network"], known_row["cpu"]) != (row.network, row.cpu)]
         rows.append(asdict(row))
         BIAS_FILE.parent.mkdir(exist_ok=True)
         BIAS_FILE.write_text(json.dumps(rows, indent=2))
@@ -95,12 +95,14 @@ def pair_safe_rows(subject: Subject) -> Iterator[PairSafeRow]:
     for cpu, accuracy in PAIR_SAFE_WAYS:
         start, target = time.process_time(), onnxruntime_target(cpu)
         config = QuantConfig(correct_bias=accuracy == CORRECTED)
-        made = quantize(subject.model, subject.inputs, config, forward_loop=subject.calibration, target=target)
-        how = choose_tuning(made, accuracy, has_data=True) if accuracy in PRESETS else None
+        quantized = quantize(subject.model, subject.inputs, config, forward_loop=subject.calibration, target=target)
+        how = choose_tuning(quantized, accuracy, has_data=True) if accuracy in PRESETS else None
         if how:
-            tune(made, subject.calibration, how, progress=False)
-        taken = time.process_time() - start
-        yield PairSafeRow(subject.title, cpu, accuracy or "nearest", sqnr(expected, run(made, subject.held_out)), taken)
+            tune(quantized, subject.calibration, how, progress=False)
+        seconds = time.process_time() - start
+        yield PairSafeRow(
+            subject.title, cpu, accuracy or "nearest", sqnr(expected, run(quantized, subject.held_out)), seconds
+        )
 
 
 def pair_safe() -> int:
@@ -109,13 +111,13 @@ def pair_safe() -> int:
         "networks", nargs="*", help=f"of {', '.join(SUBJECTS)}; {' and '.join(PAIR_SAFE_NETWORKS)} unless named"
     )
     parser.add_argument("--pictures", type=Path, help="a folder with photographs; else it has 20")
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows: list[PairSafeRow] = []
     table = Table("network", "CPU", "how", "dB against float", "CPU s")
-    for name in given.networks or PAIR_SAFE_NETWORKS:
-        subject = SUBJECTS[name](given.pictures)
+    for name in options.networks or PAIR_SAFE_NETWORKS:
+        subject = SUBJECTS[name](options.pictures)
         for row in pair_safe_rows(subject):
             rows.append(row)
             table.add_row(row.network, row.cpu, row.how, f"{row.decibels:.1f}", f"{row.seconds:.0f}")

@@ -41,7 +41,7 @@ from scalepoint.verification import profile
 from scalepoint.verification.profiling import map_layer_names
 
 TABLES = Path(__file__).parent.parent / "src" / "scalepoint" / "targets" / "measured"
-KEPT = Path(__file__).parent.parent / "out" / "kernels"
+PROFILES_FOLDER = Path(__file__).parent.parent / "out" / "kernels"
 PIXELS = (4, 8, 16, 32, 64, 112)
 BETWEEN = 8  # channels around a layer
 SECONDS = 12.0
@@ -70,22 +70,22 @@ class Layers(nn.Module):
 
     def __init__(self, pixels: int) -> None:
         super().__init__()
-        widths = [each for each in (8, 16, 32, 64, 128, 256) if each * pixels <= 4096]
-        dense = [nn.Conv2d(each, each, 3, padding=1) for each in widths if each <= 128]
-        dense += [nn.Conv2d(each, each, 5, padding=2) for each in widths if each <= 32]
-        points = [nn.Conv2d(each, 2 * each, 1) for each in widths] + [
-            nn.Conv2d(4 * each, each, 1) for each in widths[:4]
+        widths = [width for width in (8, 16, 32, 64, 128, 256) if width * pixels <= 4096]
+        dense = [nn.Conv2d(width, width, 3, padding=1) for width in widths if width <= 128]
+        dense += [nn.Conv2d(width, width, 5, padding=2) for width in widths if width <= 32]
+        points = [nn.Conv2d(width, 2 * width, 1) for width in widths] + [
+            nn.Conv2d(4 * width, width, 1) for width in widths[:4]
         ]
-        depth = [nn.Conv2d(each, each, k, padding=k // 2, groups=each) for each in widths for k in (3, 5)]
+        depth = [nn.Conv2d(width, width, k, padding=k // 2, groups=width) for width in widths for k in (3, 5)]
         self.branches = nn.ModuleList(map(Between, (*dense, *points, *depth)))
-        kernels = [(each, 3) for each in (8, 16, 32, 64)] + [(each, k) for each in (16, 64) for k in (5, 7)]
-        stems = [nn.Conv2d(3, each, k, padding=k // 2) for each, k in kernels]
+        kernels = [(width, 3) for width in (8, 16, 32, 64)] + [(width, k) for width in (16, 64) for k in (5, 7)]
+        stems = [nn.Conv2d(3, width, k, padding=k // 2) for width, k in kernels]
         self.stems = nn.ModuleList(stems if pixels >= 16 else [])
         self.one, self.two = nn.Conv2d(BETWEEN, 64, 1), nn.Conv2d(BETWEEN, 64, 1)
 
     def forward(self, x: Tensor, picture: Tensor) -> list[Tensor]:
-        made = [branch(x) for branch in self.branches] + [torch.relu(stem(picture)) for stem in self.stems]
-        return [*made, torch.relu(self.one(x) + self.two(x))]
+        outputs = [branch(x) for branch in self.branches] + [torch.relu(stem(picture)) for stem in self.stems]
+        return [*outputs, torch.relu(self.one(x) + self.two(x))]
 
 
 class FurtherLayers(nn.Module):
@@ -94,15 +94,15 @@ class FurtherLayers(nn.Module):
     def __init__(self, rank: int, pixels: int) -> None:
         super().__init__()
         kind = CONVOLUTIONS[rank]
-        widths = [(each, k) for each in (16, 64, 128) for k in (1, 3, 5) if each * (k * pixels) ** rank <= MOST]
-        sizes = [(each, k, groups) for each, k in widths for groups in ((1, each) if k == 3 else (1,))]
-        layers = [kind(each, each, k, padding=k // 2, groups=groups) for each, k, groups in sizes]
+        widths = [(width, k) for width in (16, 64, 128) for k in (1, 3, 5) if width * (k * pixels) ** rank <= MOST]
+        sizes = [(width, k, groups) for width, k in widths for groups in ((1, width) if k == 3 else (1,))]
+        layers = [kind(width, width, k, padding=k // 2, groups=groups) for width, k, groups in sizes]
         self.branches = nn.ModuleList(Between(layer) for layer in layers)
-        self.stems = nn.ModuleList(kind(channels, each, 3, padding=1) for channels in (1, 3) for each in (16, 64))
+        self.stems = nn.ModuleList(kind(channels, width, 3, padding=1) for channels in (1, 3) for width in (16, 64))
 
     def forward(self, x: Tensor, picture: Tensor) -> list[Tensor]:
-        made = [branch(x) for branch in self.branches]
-        return made + [torch.relu(stem(picture[:, : stem.in_channels])) for stem in self.stems]  # type: ignore[misc, index]
+        outputs = [branch(x) for branch in self.branches]
+        return outputs + [torch.relu(stem(picture[:, : stem.in_channels])) for stem in self.stems]  # type: ignore[misc, index]
 
 
 class Linears(nn.Module):
@@ -122,18 +122,18 @@ def kernels_here() -> str:
     graph = helper.make_graph([helper.make_node("MatMulInteger", ["a", "b"], ["y"])], "product", [a], [y], [b])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    found = session.run(None, {"a": np.full((4, 64), 255, np.uint8)})[0]
-    return "vnni" if (found == 255 * 127 * 64).all() else "avx2"
+    product = session.run(None, {"a": np.full((4, 64), 255, np.uint8)})[0]
+    return "vnni" if (product == 255 * 127 * 64).all() else "avx2"
 
 
 def profiled(model: nn.Module, inputs: tuple[Tensor, ...], target: Target) -> dict[str, Any]:
     config = QuantConfig(speed_first=False)
     quantized = quantize(model, inputs, config, forward_loop=[inputs], target=target, freeze_weights=True)
     with tempfile.TemporaryDirectory() as text:
-        plain, own = Path(text) / "float.onnx", Path(text) / "m.onnx"
-        scalepoint.export(quantized, own, inputs, float_path=plain)
-        feeds = dict(zip(("x", "picture"), (each.numpy() for each in inputs), strict=False))
-        rows = profile(plain, own, feeds, names=map_layer_names(quantized), seconds=SECONDS)
+        plain, quantized_file = Path(text) / "float.onnx", Path(text) / "m.onnx"
+        scalepoint.export(quantized, quantized_file, inputs, float_path=plain)
+        feeds = dict(zip(("x", "picture"), (tensor.numpy() for tensor in inputs), strict=False))
+        rows = profile(plain, quantized_file, feeds, names=map_layer_names(quantized), seconds=SECONDS)
     return {row.name: row for row in rows}
 
 
@@ -149,8 +149,8 @@ def of_convolution(layer: Convolution, pixels: int, row: Any) -> dict[str, Any]:
 
 
 def of_all(model: Layers | FurtherLayers, pixels: int, rows: dict[str, Any]) -> list[dict[str, Any]]:
-    layers: dict[str, Any] = {f"branches.{i}.layer": each.layer for i, each in enumerate(model.branches)}
-    layers |= {f"stems.{i}": each for i, each in enumerate(model.stems)}
+    layers: dict[str, Any] = {f"branches.{i}.layer": part.layer for i, part in enumerate(model.branches)}
+    layers |= {f"stems.{i}": part for i, part in enumerate(model.stems)}
     return [of_convolution(layer, pixels, rows[name]) for name, layer in layers.items() if name in rows]
 
 
@@ -179,9 +179,9 @@ def of_further(rank: int, pixels: int, target: Target) -> list[dict[str, Any]]:
 
 def of_linears(rows_in: int, target: Target) -> list[dict[str, Any]]:
     linears, table = Linears().eval(), []
-    found = profiled(linears, (torch.randn(rows_in, 1024),), target)
+    profile = profiled(linears, (torch.randn(rows_in, 1024),), target)
     for index, layer in enumerate(linears.layers):
-        row = found.get(f"layers.{index}")
+        row = profile.get(f"layers.{index}")
         if row is not None:
             shape = {"in": layer.in_features, "out": layer.out_features, "pixels": rows_in}
             table.append({"kind": "linear", **shape, "float": micro(row.float_seconds), "int8": micro(row.seconds)})
@@ -190,7 +190,11 @@ def of_linears(rows_in: int, target: Target) -> list[dict[str, Any]]:
 
 PARTS: dict[str, Callable[[Target], list[dict[str, Any]]]] = {
     **{f"2d {pixels}": partial(of_pictures, pixels) for pixels in PIXELS},
-    **{f"{rank}d {pixels}": partial(of_further, rank, pixels) for rank, each in FURTHER.items() for pixels in each},
+    **{
+        f"{rank}d {pixels}": partial(of_further, rank, pixels)
+        for rank, pixel_counts in FURTHER.items()
+        for pixels in pixel_counts
+    },
     **{f"linear {rows}": partial(of_linears, rows) for rows in (1, 16, 128)},
 }
 
@@ -199,19 +203,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; all unless named")
     parser.add_argument("--cpu", choices=("amd", "intel"), help="whose CPU with VNNI this is")
-    given = parser.parse_args()
-    if unknown := [part for part in given.part if part not in PARTS]:
+    options = parser.parse_args()
+    if unknown := [part for part in options.part if part not in PARTS]:
         parser.error(f"{', '.join(unknown)}: one of {', '.join(PARTS)}")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     kind = kernels_here()
-    if kind == "vnni" and not given.cpu:
+    if kind == "vnni" and not options.cpu:
         parser.error("of a CPU with VNNI the maker is told: --cpu amd or --cpu intel")
-    name = f"onnxruntime-{kind}" + (f"-{given.cpu}" if kind == "vnni" else "")
-    folder, target = KEPT / name, onnxruntime_target(kind)
+    name = f"onnxruntime-{kind}" + (f"-{options.cpu}" if kind == "vnni" else "")
+    folder, target = PROFILES_FOLDER / name, onnxruntime_target(kind)
     folder.mkdir(parents=True, exist_ok=True)
-    for part in given.part or PARTS:
+    for part in options.part or PARTS:
         rows = PARTS[part](target)
         (folder / f"{part}.json").write_text(json.dumps(rows))
         print(f"{part}: {len(rows)} rows", file=sys.stderr)

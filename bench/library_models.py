@@ -34,7 +34,7 @@ from architectures import (
     torchvision_models,
     transformer,
 )
-from handwritten_models import MADE
+from handwritten_models import MODELS
 
 VIT = {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 3}
 SWIN = {"img_size": 64, "embed_dim": 24, "depths": (1, 2, 1, 1), "num_heads": (1, 2, 3, 6)}
@@ -221,10 +221,10 @@ FURTHER_TRANSFORMERS: dict[str, tuple[Any, ...]] = {
 
 
 def _further() -> dict[str, Architecture]:
-    made: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {}
-    made |= {name: partial(timm_model, *setup) for name, setup in FURTHER_TIMM.items()}
-    made |= {name: partial(transformer, *setup) for name, setup in FURTHER_TRANSFORMERS.items()}
-    return {name: Architecture(name, make) for name, make in made.items()}
+    models: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {}
+    models |= {name: partial(timm_model, *setup) for name, setup in FURTHER_TIMM.items()}
+    models |= {name: partial(transformer, *setup) for name, setup in FURTHER_TRANSFORMERS.items()}
+    return {name: Architecture(name, make) for name, make in models.items()}
 
 
 FURTHER = _further()
@@ -687,10 +687,10 @@ MORE_TORCHVISION: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
 
 
 def _more() -> dict[str, Architecture]:
-    found = {**MADE, **MORE_TORCHVISION}
-    found |= {f"timm_{name}": partial(timm_model, name, *setup) for name, setup in MORE_TIMM.items()}
-    found |= {name: partial(transformer, *setup) for name, setup in MORE_TRANSFORMERS.items()}
-    return {name: Architecture(name, make) for name, make in found.items()}
+    models = {**MODELS, **MORE_TORCHVISION}
+    models |= {f"timm_{name}": partial(timm_model, name, *setup) for name, setup in MORE_TIMM.items()}
+    models |= {name: partial(transformer, *setup) for name, setup in MORE_TRANSFORMERS.items()}
+    return {name: Architecture(name, make) for name, make in models.items()}
 
 
 MORE = _more()

@@ -56,20 +56,20 @@ class Row:
     same_exact: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        said = f"{self.name:28} {self.megabytes:6.0f} MB  perplexity {self.perplexity:7.3f}  {self.seconds:5.1f} CPU-s"
+        text = f"{self.name:28} {self.megabytes:6.0f} MB  perplexity {self.perplexity:7.3f}  {self.seconds:5.1f} CPU-s"
         if self.simulated is None:
-            return said
+            return text
         alike = f"{self.decibels:.1f} dB (exact: {self.exact:.1f}), tokens alike {self.same} (exact: {self.same_exact})"
-        return f"{said}  simulated {self.simulated:.3f}, {alike}"
+        return f"{text}  simulated {self.simulated:.3f}, {alike}"
 
 
-def judged(path: Path, rows: Tensor, name: str, seconds: float) -> Row:
+def judge_file(path: Path, rows: Tensor, name: str, seconds: float) -> Row:
     """Its perplexity in llama.cpp."""
     served = RuntimeSession(find_runtime("llamacpp"), path, threads=1)
     losses = []
     for row in rows.split(1):
-        (found,) = served({"input_ids": row[:, :-1].numpy()})
-        losses.append(F.cross_entropy(torch.from_numpy(found[0]), row[0, 1:]).item())
+        (logits,) = served({"input_ids": row[:, :-1].numpy()})
+        losses.append(F.cross_entropy(torch.from_numpy(logits[0]), row[0, 1:]).item())
     served.close()
     return Row(name, path.stat().st_size / 1e6, math.exp(sum(losses) / len(losses)), seconds)
 
@@ -104,14 +104,16 @@ def simulation(checkpoint: QuantizedCheckpoint) -> Any:
 def compared(path: Path, model: Any, rows: Tensor, **options: bool) -> tuple[float, tuple[int, ...]]:
     """Decibels on the first row, and greedy tokens until the first other one, after the first rows."""
     file = File(str(path), {"threads": 1, **options})
-    wanted = model(rows[:1, :-1]).logits.double()
-    noise = (torch.from_numpy(file.run({"input_ids": rows[:1, :-1].numpy()})[0][1]) - wanted).square().sum()
+    expected = model(rows[:1, :-1]).logits.double()
+    noise = (torch.from_numpy(file.run({"input_ids": rows[:1, :-1].numpy()})[0][1]) - expected).square().sum()
     same = []
     for prompt in rows[:PROMPTS, :PROMPT]:
-        made = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
-        pairs = enumerate(zip(file.generate(prompt.tolist(), NEW)["tokens"], made[0, PROMPT:].tolist(), strict=True))
+        generated = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+        pairs = enumerate(
+            zip(file.generate(prompt.tolist(), NEW)["tokens"], generated[0, PROMPT:].tolist(), strict=True)
+        )
         same.append(next((at for at, (one, other) in pairs if one != other), NEW))
-    return 10 * math.log10(float(wanted.square().sum() / noise.clamp(min=1e-30))), tuple(same)
+    return 10 * math.log10(float(expected.square().sum() / noise.clamp(min=1e-30))), tuple(same)
 
 
 @torch.no_grad()
@@ -119,9 +121,9 @@ def ours(source: Source, dtype: str, rows: Tensor, folder: Path) -> Row:
     start = time.process_time()
     checkpoint, path = nearest(source, dtype, OURS[dtype]), folder / f"ours-{dtype}.gguf"
     GGUF.write(checkpoint, path)
-    row = judged(path, rows, f"nearest {dtype}, blocks of {OURS[dtype]}", time.process_time() - start)
+    row = judge_file(path, rows, f"nearest {dtype}, blocks of {OURS[dtype]}", time.process_time() - start)
     model = simulation(checkpoint)
-    losses = [F.cross_entropy(model(each[:, :-1]).logits[0], each[0, 1:]).item() for each in rows.split(1)]
+    losses = [F.cross_entropy(model(text_row[:, :-1]).logits[0], text_row[0, 1:]).item() for text_row in rows.split(1)]
     decibels, same = compared(path, model, rows)
     exact, same_exact = compared(path, model, rows, exact=True)
     perplexity = math.exp(sum(losses) / len(losses))
@@ -140,20 +142,20 @@ def deployed(accuracy: str, rows: Tensor, folder: Path) -> Row:
         data = None if accuracy == "fast" else text
         deploy_checkpoint(smollm.folder(), path, target="gguf", accuracy=accuracy, data=data, judge=None, verify=False)
         record.write_text(json.dumps({"seconds": time.process_time() - start}))
-    return judged(path, rows, f"{accuracy} int4, blocks of 32", json.loads(record.read_text())["seconds"])
+    return judge_file(path, rows, f"{accuracy} int4, blocks of 32", json.loads(record.read_text())["seconds"])
 
 
 def theirs(plain: Path, kind: str, rows: Tensor, folder: Path) -> Row:
     start = time.process_time()
     path = folder / f"llamacpp-{kind}.gguf"
     Llama().quantize(str(plain), str(path), kind)
-    return judged(path, rows, f"llama.cpp {kind}", time.process_time() - start)
+    return judge_file(path, rows, f"llama.cpp {kind}", time.process_time() - start)
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser()
-    asked.add_argument("--rows", type=int, default=20)
-    count = asked.parse_args().rows
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=20)
+    count = parser.parse_args().rows
     torch.set_num_threads(1)
     source, folder = Source.open(smollm.folder()), OUT / "llamacpp"
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,16 +163,16 @@ def main() -> None:
     GGUF.write(QuantizedCheckpoint(source, {}), plain)
     tokens = File(str(plain), {"threads": 1}).tokens(parts()["judge"])
     rows = torch.from_numpy(np.array(tokens[: count * (LENGTH + 1)])).view(count, LENGTH + 1)
-    found: list[Row] = []
+    logits: list[Row] = []
     for make in (
-        lambda: judged(plain, rows, "float32", 0.0),
+        lambda: judge_file(plain, rows, "float32", 0.0),
         *(partial(theirs, plain, kind, rows, folder) for kind in THEIRS),
         *(partial(ours, source, dtype, rows, folder) for dtype in OURS),
         *(partial(deployed, accuracy, rows, folder) for accuracy in ("fast", "balanced")),
     ):
-        found.append(make())
-        print(found[-1], flush=True)
-        content = {"tokens": count * LENGTH, "rows": [asdict(row) for row in found]}
+        logits.append(make())
+        print(logits[-1], flush=True)
+        content = {"tokens": count * LENGTH, "rows": [asdict(row) for row in logits]}
         (OUT / "llamacpp.json").write_text(json.dumps(content, indent=2))
 
 

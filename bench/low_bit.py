@@ -50,7 +50,7 @@ from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.targets import find_target
 from scalepoint.tuning import tune
 from trained_networks import lite0, minilm, resnet8, small_llama, smollm, vit, zipped
-from tuning_cases import Plain, Subject, config, error, judged, right, score
+from tuning_cases import Plain, Subject, config, error, right, score, score_run
 
 OUT = Path(__file__).parents[1] / "out"
 DEPLOYED_FILE = OUT / "narrow.json"
@@ -87,32 +87,32 @@ def narrow_config(bits: int, subject: Subject) -> QuantConfig:
 def deploy_options(subject: Subject) -> dict[str, dict[str, Any]]:
     """Keywords of deploy."""
     budget = {"budget": scalepoint.Budget(bits=4.5), "choices": ("int4", "int8")}
-    found: dict[str, dict[str, Any]] = {"W8A8": {}, "W4A8": {"config": narrow_config(4, subject)}, "4.5 bits": budget}
-    return found if subject.ends else found | {"W2A8": {"config": narrow_config(2, subject)}}
+    options: dict[str, dict[str, Any]] = {"W8A8": {}, "W4A8": {"config": narrow_config(4, subject)}, "4.5 bits": budget}
+    return options if subject.ends else options | {"W2A8": {"config": narrow_config(2, subject)}}
 
 
 def file_rows(subject: Subject) -> Iterator[FileRow]:
     def evaluate(run: Callable[..., torch.Tensor]) -> float:
-        return score(subject, judged(subject, run)[0].marks)
+        return score(subject, score_run(subject, run)[0].marks)
 
     data = list(subject.calibration)
     yield FileRow(subject.name, "float", evaluate(subject.model), "", None, 1.0, 1.0)
-    for how, said in deploy_options(subject).items():
+    for how, options in deploy_options(subject).items():
         with tempfile.TemporaryDirectory() as folder:
-            said |= {"evaluate": evaluate, "output": folder, "progress": False}
-            done = scalepoint.deploy(subject.model, data[0], data, target="onnxruntime", **said)
-            found, agreed = done.verification, min(each.sqnr for each in done.verification.optimized)
-            assert found.latency is not None
-            assert found.float_size is not None
-            layers = len(found.fallbacks) + found.low_precision
+            options |= {"evaluate": evaluate, "output": folder, "progress": False}
+            done = scalepoint.deploy(subject.model, data[0], data, target="onnxruntime", **options)
+            verification, agreed = done.verification, min(output.sqnr for output in done.verification.optimized)
+            assert verification.latency is not None
+            assert verification.float_size is not None
+            layers = len(verification.fallbacks) + verification.low_precision
             yield FileRow(
                 subject.name,
                 how,
                 done.report.accuracy[0].value,
-                f"{found.low_precision} of {layers}",
+                f"{verification.low_precision} of {layers}",
                 None if math.isinf(agreed) else agreed,
-                found.latency.ratio,
-                found.size / found.float_size,
+                verification.latency.ratio,
+                verification.size / verification.float_size,
                 agreed >= LEAST_AGREEMENT,
             )
 
@@ -120,21 +120,21 @@ def file_rows(subject: Subject) -> Iterator[FileRow]:
 def deployed() -> int:
     parser = argparse.ArgumentParser(description="Narrow weights, deployed")
     parser.add_argument("--photographs", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    made: list[FileRow] = []
-    for subject in [resnet8(), *([lite0(given.photographs)] if given.photographs else [])]:
+    rows: list[FileRow] = []
+    for subject in [resnet8(), *([lite0(options.photographs)] if options.photographs else [])]:
         for row in file_rows(subject):
             print(row, flush=True)
-            made.append(row)
+            rows.append(row)
     table = Table(title="narrow weights, deployed in ONNX Runtime")
     for column in ("network", "", "score", "int8", "dB to the simulation", "speed", "size"):
         table.add_column(column)
-    for row in made:
+    for row in rows:
         agreed = "" if row.how == "float" else "exactly" if row.simulation is None else f"{row.simulation:.1f}"
         numbers = (f"{row.score:.2f}", row.int8, agreed, f"{row.speed:.2f}x", f"{row.size:.3f}x")
         table.add_row(row.network, row.how, *numbers)
-    return int(not publish(table, made, DEPLOYED_FILE))
+    return int(not publish(table, rows, DEPLOYED_FILE))
 
 
 ALLOCATION_TARGET = find_target("reference")
@@ -178,8 +178,8 @@ class Measured:
     def sums(self, chosen: Mapping[str, str], unit: str) -> tuple[float, float]:
         """Error and cost of an allocation."""
         items = self.widths.items(unit)  # type: ignore[arg-type]
-        picked = [next(each for each in item.choices if each.name == chosen[item.name]) for item in items]
-        return sum(each.error for each in picked), self.widths.to_unit(unit, sum(each.cost for each in picked))  # type: ignore[arg-type]
+        picked = [next(choice for choice in item.choices if choice.name == chosen[item.name]) for item in items]
+        return sum(choice.error for choice in picked), self.widths.to_unit(unit, sum(choice.cost for choice in picked))  # type: ignore[arg-type]
 
     def row(self, how: str, chosen: Mapping[str, str], limit: float | None = None) -> AllocationRow:
         start = time.process_time()
@@ -189,12 +189,12 @@ class Measured:
         model = quantize(subject.model, data[0], config, forward_loop=data, target=ALLOCATION_TARGET, progress=False)
         tune(model, data, progress=False)
         seconds = time.process_time() - start
-        found, level = judged(subject, model, self.plain)
+        scores, level = score_run(subject, model, self.plain)
         assert level is not None
         noise, bits = self.sums(chosen, "bits")
         row = AllocationRow(
-            subject.name, how, bits, self.sums(chosen, "size")[1], score(subject, found.marks),
-            error(subject, found.marks, self.plain.marks), -10 * math.log10(noise), level, seconds, limit,
+            subject.name, how, bits, self.sums(chosen, "size")[1], score(subject, scores.marks),
+            error(subject, scores.marks, self.plain.marks), -10 * math.log10(noise), level, seconds, limit,
         )  # fmt: skip
         print(row, flush=True)
         return row
@@ -202,7 +202,7 @@ class Measured:
 
 def allocation_rows(subject: Subject) -> Iterator[AllocationRow]:
     """Uniform, the two-ends rule, and allocations: at 4.5 bits, and at the size that the two ends cost."""
-    plain, _ = judged(subject, subject.model)
+    plain, _ = score_run(subject, subject.model)
     start = time.process_time()
     result = transform(subject.model, subject.calibration[0], target=ALLOCATION_TARGET)
     widths = measure_widths(
@@ -239,12 +239,12 @@ def allocation() -> int:
     parser = argparse.ArgumentParser(description="Bit allocation against uniform widths")
     parser.add_argument("--photographs", type=Path)
     parser.add_argument("--only", default="", help="a part of the network's name")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     jobs: dict[str, Callable[[], Subject]] = {"ResNet-8": resnet8}
-    if given.photographs:
-        jobs["EfficientNet-Lite0"] = partial(lite0, given.photographs)
-    rows = [row for name, make in jobs.items() if given.only in name for row in allocation_rows(make())]
+    if options.photographs:
+        jobs["EfficientNet-Lite0"] = partial(lite0, options.photographs)
+    rows = [row for name, make in jobs.items() if options.only in name for row in allocation_rows(make())]
     return int(not publish(allocation_table(rows), rows, OUT / "allocation.json"))
 
 
@@ -275,22 +275,26 @@ class MigrationRow:
 def migration_config(subject: Subject, precision: str, names: tuple[str, ...]) -> QuantConfig:
     if precision == PER_TENSOR:
         return QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQuantConfig(), migrate=names)
-    found = config(precision, subject.ends)
-    return QuantConfig(activation=found.activation, weight=found.weight, overrides=found.overrides, migrate=names)
+    quant_config = config(precision, subject.ends)
+    return QuantConfig(
+        activation=quant_config.activation, weight=quant_config.weight, overrides=quant_config.overrides, migrate=names
+    )
 
 
 def migration_rows(subject: Subject, ways: tuple[Way, ...]) -> Iterator[MigrationRow]:
-    plain, _ = judged(subject, subject.model)
+    plain, _ = score_run(subject, subject.model)
     yield MigrationRow(subject.name, "float", "", score(subject, plain.marks), None, 0, 0, 0.0)
     for precision, names in ways:
         start = time.process_time()
-        given = migration_config(subject, precision, names)
-        model = quantize(subject.model, subject.calibration[0], given, forward_loop=subject.calibration, progress=False)
+        quant_config = migration_config(subject, precision, names)
+        model = quantize(
+            subject.model, subject.calibration[0], quant_config, forward_loop=subject.calibration, progress=False
+        )
         seconds = time.process_time() - start
-        found, level = judged(subject, model, plain)
+        scores, level = score_run(subject, model, plain)
         report = record_of(model).migrated
         counts = (0, 0) if report is None else (len(report.done), len(report.refused))
-        reached = score(subject, found.marks)
+        reached = score(subject, scores.marks)
         yield MigrationRow(subject.name, precision, ", ".join(names), reached, level, *counts, seconds)
 
 
@@ -314,26 +318,26 @@ def depthwise() -> Subject:
 
 def migration_jobs(photographs: Path | None) -> dict[str, tuple[Callable[[], Subject], tuple[Way, ...]]]:
     equalize: tuple[Way, ...] = ((PER_TENSOR, ()), (PER_TENSOR, ("equalize",)), (PER_TENSOR, ("equalize", "absorb")))
-    found = {"depthwise ReLU net": (depthwise, equalize)}
+    jobs = {"depthwise ReLU net": (depthwise, equalize)}
     if photographs:
-        found["EfficientNet-Lite0"] = (partial(lite0, photographs), equalize)
+        jobs["EfficientNet-Lite0"] = (partial(lite0, photographs), equalize)
     awq = tuple((precision, names) for precision in ("W4A8", "int3 blocks of 128") for names in ((), ("awq",)))
-    found["MiniLM"] = (minilm, (*awq, ("W4A4", ()), ("W4A4", ("rotate",))))
+    jobs["MiniLM"] = (minilm, (*awq, ("W4A4", ()), ("W4A4", ("rotate",))))
     four: tuple[Way, ...] = tuple(("W4A4", names) for names in ((), ("smooth",), ("awq",), ("rotate",)))
-    found["ViT, CIFAR-10"] = (vit, four)
+    jobs["ViT, CIFAR-10"] = (vit, four)
     words = tuple(
         (precision, names) for precision in ("int4 per channel", "int3 per channel") for names in ((), ("awq",))
     )
-    found["Llama, 3 M, trained here"] = (small_llama, (*words, *four))
-    found["SmolLM2-135M"] = (smollm, (four[0], four[3], *words[:2]))
-    return found
+    jobs["Llama, 3 M, trained here"] = (small_llama, (*words, *four))
+    jobs["SmolLM2-135M"] = (smollm, (four[0], four[3], *words[:2]))
+    return jobs
 
 
-def migration_table(found: list[MigrationRow]) -> Table:
+def migration_table(rows: list[MigrationRow]) -> Table:
     table = Table(title="with and without migrations")
     for column in ("network", "", "migrate", "score", "dB", "done", "refused", "CPU s"):
         table.add_column(column)
-    for row in found:
+    for row in rows:
         level = "" if row.decibels is None else f"{row.decibels:.1f}"
         counts = (str(row.done), str(row.refused)) if row.migrate else ("", "")
         table.add_row(row.model, row.precision, row.migrate, f"{row.score:.2f}", level, *counts, f"{row.seconds:.1f}")
@@ -344,15 +348,15 @@ def migrations() -> int:
     parser = argparse.ArgumentParser(description="Networks with and without migrations")
     parser.add_argument("--photographs", type=Path)
     parser.add_argument("--only", default="", help="a part of the network's name")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    found = []
-    for name, (make, ways) in migration_jobs(given.photographs).items():
-        if given.only in name:
+    rows = []
+    for name, (make, ways) in migration_jobs(options.photographs).items():
+        if options.only in name:
             for row in migration_rows(make(), ways):
                 print(row, flush=True)
-                found.append(replace(row, model=name))
-    return int(not publish(migration_table(found), found, MIGRATIONS_FILE))
+                rows.append(replace(row, model=name))
+    return int(not publish(migration_table(rows), rows, MIGRATIONS_FILE))
 
 
 CALIBRATION_BATCH, CALIBRATION = 64, 256
@@ -373,9 +377,9 @@ def accuracy_of(run: Any, images: torch.Tensor, answers: torch.Tensor) -> float:
 
 def share_of_zeros(model: torch.nn.Module) -> float:
     codes = [
-        each.weight_quant.codes(each.fold_norm()[0]) for each in model.modules() if isinstance(each, QuantizedLayer)
+        part.weight_quant.codes(part.fold_norm()[0]) for part in model.modules() if isinstance(part, QuantizedLayer)
     ]
-    return 100 * float(sum((each == 0).sum() for each in codes)) / sum(each.numel() for each in codes)
+    return 100 * float(sum((part == 0).sum() for part in codes)) / sum(part.numel() for part in codes)
 
 
 def sparsity() -> None:
@@ -388,17 +392,17 @@ def sparsity() -> None:
     data = pictures("data_batch_1", CALIBRATION).split(CALIBRATION_BATCH)
     print(f"float: {accuracy_of(model, images, answers):.2f} %\n")
     print(f"{'weights':22} {'zeros':>7} {'masked only':>12} {'tuned':>9}", flush=True)
-    for name, asked in SPARSITIES.items():
-        config = QuantConfig(weight=TensorQuantConfig(per_channel=True, sparsity=asked))
+    for name, settings in SPARSITIES.items():
+        config = QuantConfig(weight=TensorQuantConfig(per_channel=True, sparsity=settings))
         row = []
         for way in (None, "balanced"):
-            made = quantize(
+            quantized = quantize(
                 model, data[0], config, forward_loop=data, target="onnxruntime", freeze_weights=True, progress=False
             )
             if way is not None:
-                scalepoint.tune(made, data, PRESETS[way], progress=False)
-            row.append(accuracy_of(made.eval(), images, answers))
-        print(f"{name:22} {share_of_zeros(made):6.1f}% {row[0]:11.2f}% {row[1]:8.2f}%", flush=True)
+                scalepoint.tune(quantized, data, PRESETS[way], progress=False)
+            row.append(accuracy_of(quantized.eval(), images, answers))
+        print(f"{name:22} {share_of_zeros(quantized):6.1f}% {row[0]:11.2f}% {row[1]:8.2f}%", flush=True)
 
 
 PARTS = {"deployed": deployed, "allocation": allocation, "migrations": migrations, "sparsity": sparsity}

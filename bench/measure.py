@@ -46,7 +46,7 @@ def interleave(runs: dict[str, Callable[[], object]], repeats: int = 9, inner: i
             for _ in range(inner):
                 run()
             times[name].append((time.process_time() - start) / inner)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def peak_extra_bytes(run: Callable[[], object]) -> int:
@@ -97,6 +97,6 @@ def run_part(description: str, parts: Mapping[str, Callable[[], int | None]]) ->
     parser = argparse.ArgumentParser(description=description, formatter_class=shape, epilog=epilog)
     parser.add_argument("part", choices=list(parts))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the part")
-    given = parser.parse_args()
-    sys.argv = [f"{sys.argv[0]} {given.part}", *given.options]
-    return parts[given.part]() or 0
+    options = parser.parse_args()
+    sys.argv = [f"{sys.argv[0]} {options.part}", *options.options]
+    return parts[options.part]() or 0

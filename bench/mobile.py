@@ -87,15 +87,15 @@ def named_networks(description: str, names: Sequence[str]) -> list[str]:
     return parser.parse_args().names or list(names)
 
 
-def sqnr(expected: Tensor, found: Tensor) -> float:
-    noise = (expected - found).square().sum()
+def sqnr(expected: Tensor, output: Tensor) -> float:
+    noise = (expected - output).square().sum()
     return float(10 * torch.log10(expected.square().sum() / noise)) if noise else float("inf")
 
 
 def called(model: Any, inputs: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-    return found
+        output: Tensor = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    return output
 
 
 def xnnpack_quantizer_file(subject: Subject, path: Path, *, dynamic: bool) -> Tensor:
@@ -118,11 +118,11 @@ def xnnpack_quantizer_file(subject: Subject, path: Path, *, dynamic: bool) -> Te
             for piece in pieces_of(batch, subject.inputs):
                 called(prepared, piece)
         converted = convert_pt2e(prepared)
-        given = called(converted, subject.inputs)
+        output = called(converted, subject.inputs)
         final = torch.export.export(converted, args, kwargs, strict=False)
         lowered = to_edge_transform_and_lower(final, partitioner=[XnnpackPartitioner()])
         path.write_bytes(lowered.to_executorch().buffer)
-    return given
+    return output
 
 
 def _same_shape(batch: Any, inputs: Any) -> bool:
@@ -145,7 +145,7 @@ def pieces_of(batch: Any, inputs: Any) -> list[Any]:
         return [
             {name: value[at : at + count] for name, value in fitted.items()} for at in range(0, size - count + 1, count)
         ]
-    return [each for each in batch.split(len(inputs)) if len(each) == len(inputs)]
+    return [piece for piece in batch.split(len(inputs)) if len(piece) == len(inputs)]
 
 
 def run(runtime: Runtime, path: Path, feeds: Mapping[str, Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
@@ -155,7 +155,7 @@ def run(runtime: Runtime, path: Path, feeds: Mapping[str, Any]) -> tuple[list[Te
         )
         if answer.data is None:
             raise SystemExit(f"{path.name}: {answer.status.value}: {answer.message}")
-        return [torch.from_numpy(each) for each in files.outputs(answer).values()], list(answer.data["executed"])
+        return [torch.from_numpy(array) for array in files.outputs(answer).values()], list(answer.data["executed"])
 
 
 def speeds(runtime: Runtime, paths: list[Path], feeds: Mapping[str, Any]) -> list[float]:
@@ -165,11 +165,11 @@ def speeds(runtime: Runtime, paths: list[Path], feeds: Mapping[str, Any]) -> lis
         answer = run_task(runtime, {**request, "repeats": 40, "seconds": 30, **files.paths})
         assert answer.data is not None, answer.message
         medians = [quarters[1] for quarters in answer.data["quartiles"]]
-    return [medians[0] / each for each in medians]
+    return [medians[0] / median for median in medians]
 
 
 def measure_executorch(
-    subject: Subject, config: QuantConfig | None = None, others: bool = True
+    subject: Subject, config: QuantConfig | None = None, with_peers: bool = True
 ) -> list[ExecutorchResult]:
     folder = Path(tempfile.mkdtemp(prefix="xnnpack-"))
     ours, plain = folder / "ours.pte", folder / "float.pte"
@@ -186,34 +186,34 @@ def measure_executorch(
     export(model, ours, subject.inputs, float_path=plain)
     files = [("scalepoint", ours, called(model, subject.inputs))]
     ways = {False: "XNNPACKQuantizer", True: "XNNPACKQuantizer, dynamic"}
-    for dynamic, how in ways.items() if others else ():
+    for dynamic, how in ways.items() if with_peers else ():
         if dynamic and not subject.is_transformer:
             continue
         theirs = folder / f"theirs-{dynamic}.pte"
         files.append((how, theirs, xnnpack_quantizer_file(subject, theirs, dynamic=dynamic)))
     ratios = speeds(EXECUTORCH, [plain, *(path for _, path, _ in files)], feeds)[1:]
-    wanted = called(subject.model, subject.held_out)
-    found = []
+    expected = called(subject.model, subject.held_out)
+    results = []
     for (how, path, simulated), ratio in zip(files, ratios, strict=True):
         outputs, executed = run(EXECUTORCH, path, feeds)
         held_out = _executorch_held_out(path, subject)
-        kernels = [each for each in executed if each["op"] != "XnnpackBackend"]
-        inside = [each for each in kernels if each["op"].startswith("XNN")]
-        found.append(
+        kernels = [operation for operation in executed if operation["op"] != "XnnpackBackend"]
+        inside = [operation for operation in kernels if operation["op"].startswith("XNN")]
+        results.append(
             ExecutorchResult(
                 subject.title,
                 how,
                 len(executed) - len(kernels),
                 len(inside) / len(kernels),
-                sum(each["low"] is True for each in executed),
+                sum(operation["low"] is True for operation in executed),
                 path.stat().st_size / plain.stat().st_size,
                 ratio,
                 sqnr(simulated, outputs[0]),
-                sqnr(wanted, held_out),
-                float((wanted.argmax(-1) == held_out.argmax(-1)).float().mean()),
+                sqnr(expected, held_out),
+                float((expected.argmax(-1) == held_out.argmax(-1)).float().mean()),
             )
         )
-    return found
+    return results
 
 
 def _executorch_held_out(path: Path, subject: Subject) -> Tensor:
@@ -222,7 +222,7 @@ def _executorch_held_out(path: Path, subject: Subject) -> Tensor:
         if isinstance(subject.held_out, Mapping):
             return runner(*subject.held_out.values())
         size = len(subject.inputs)
-        return torch.cat([runner(each) for each in subject.held_out.split(size)])
+        return torch.cat([runner(piece) for piece in subject.held_out.split(size)])
 
 
 def small_llama() -> Subject:
@@ -248,17 +248,17 @@ def executorch() -> None:
     EXECUTORCH_FILE.parent.mkdir(exist_ok=True)
     for name in names:
         if name == "llama":
-            rows = measure_executorch(small_llama(), QuantConfig(weight=INT4), others=False)
+            rows = measure_executorch(small_llama(), QuantConfig(weight=INT4), with_peers=False)
         else:
             rows = measure_executorch(SUBJECTS[name](None))
         show_executorch(rows)
         known = (
-            [ExecutorchResult(**each) for each in json.loads(EXECUTORCH_FILE.read_text())]
+            [ExecutorchResult(**result) for result in json.loads(EXECUTORCH_FILE.read_text())]
             if EXECUTORCH_FILE.is_file()
             else []
         )
-        kept = [each for each in known if each.network != rows[0].network]
-        EXECUTORCH_FILE.write_text(json.dumps([asdict(each) for each in (*kept, *rows)], indent=1))
+        other_results = [result for result in known if result.network != rows[0].network]
+        EXECUTORCH_FILE.write_text(json.dumps([asdict(result) for result in (*other_results, *rows)], indent=1))
 
 
 LITERT_FILE = Path(__file__).parent.parent / "out" / "litert.json"
@@ -311,17 +311,17 @@ def ai_edge_quantizer_file(subject: Subject, source: Path, target: Path, names: 
     if not python:
         return False
     batches = [piece for batch in subject.calibration for piece in pieces_of(batch, subject.inputs)]
-    held = {
+    tensors = {
         f"{at}.{name}": value.numpy()
         for at, piece in enumerate(batches)
         for name, value in zip(names, piece.values() if isinstance(piece, Mapping) else [piece], strict=True)
     }
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.npz"
-        np.savez(data, **held)
+        np.savez(data, **tensors)
         how = str(int(subject.is_transformer))
-        asked = [python, "-c", AI_EDGE_QUANTIZER, str(source), str(data), str(target), how, algorithm]
-        done = subprocess.run(asked, check=False, capture_output=True)
+        command = [python, "-c", AI_EDGE_QUANTIZER, str(source), str(data), str(target), how, algorithm]
+        done = subprocess.run(command, check=False, capture_output=True)
         if done.returncode:
             raise SystemExit(f"ai-edge-quantizer: {done.stderr.decode()[-2000:]}")
     return True
@@ -340,8 +340,8 @@ def measure_litert(subject: Subject, folder: Path) -> list[LitertResult]:
     inputs = subject.inputs
     with export_logs_silenced():
         model = quantize(subject.model, inputs, None, forward_loop=subject.calibration, target="litert")
-        given = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
-        feeds = build_feeds(model, given)
+        call_inputs = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
+        feeds = build_feeds(model, call_inputs)
     export(model, ours, inputs, float_path=plain)
     files: list[tuple[str, Path, Tensor | None]] = [("scalepoint", ours, called(model, inputs))]
     for algorithm, how in (DEFAULT_ALGORITHM, SECOND_ALGORITHM[subject.is_transformer]):
@@ -353,32 +353,33 @@ def measure_litert(subject: Subject, folder: Path) -> list[LitertResult]:
     export(model, tuned, inputs)
     files.insert(1, ("scalepoint, balanced", tuned, called(model, inputs)))
     ratios = speeds(LITERT, [plain, *(path for _, path, _ in files)], feeds)[1:]
-    wanted = torch.cat([called(subject.model, each) for each in pieces_of(subject.held_out, inputs)])
+    expected = torch.cat([called(subject.model, piece) for piece in pieces_of(subject.held_out, inputs)])
     return [
-        _litert_result(subject, each, ratio, plain, (feeds, wanted)) for each, ratio in zip(files, ratios, strict=True)
+        _litert_result(subject, piece, ratio, plain, (feeds, expected))
+        for piece, ratio in zip(files, ratios, strict=True)
     ]
 
 
 def _litert_result(
-    subject: Subject, file: tuple[str, Path, Tensor | None], ratio: float, plain: Path, judged: Any
+    subject: Subject, file: tuple[str, Path, Tensor | None], ratio: float, plain: Path, test_data: Any
 ) -> LitertResult:
     how, path, simulated = file
-    feeds, wanted = judged
+    feeds, expected = test_data
     outputs, executed = run(LITERT, path, feeds)
     held_out = _litert_held_out(path, subject)
-    kernels = [each["op"] for each in executed if each["op"] != "XNNPACK"]
+    kernels = [operation["op"] for operation in executed if operation["op"] != "XNNPACK"]
     return LitertResult(
         subject.title,
         how,
         len(executed) - len(kernels),
         sum(not op.endswith(OWN_KERNEL) for op in kernels) / len(kernels),
         sum("int8" in op or "int4" in op for op in kernels) / len(kernels),
-        sum(each["low"] is True for each in executed),
+        sum(operation["low"] is True for operation in executed),
         path.stat().st_size / plain.stat().st_size,
         ratio,
         None if simulated is None else sqnr(simulated, outputs[0]),
-        sqnr(wanted, held_out),
-        float((wanted.argmax(-1) == held_out.argmax(-1)).float().mean()),
+        sqnr(expected, held_out),
+        float((expected.argmax(-1) == held_out.argmax(-1)).float().mean()),
     )
 
 
@@ -386,7 +387,7 @@ def _litert_held_out(path: Path, subject: Subject) -> Tensor:
     """In pieces of the shape that every file takes."""
     with RuntimeModel(path, runtime="litert", threads=1) as runner:
         pieces = pieces_of(subject.held_out, subject.inputs)
-        return torch.cat([runner(*(each.values() if isinstance(each, Mapping) else [each])) for each in pieces])
+        return torch.cat([runner(*(piece.values() if isinstance(piece, Mapping) else [piece])) for piece in pieces])
 
 
 def show_litert(rows: list[LitertResult]) -> None:
@@ -408,9 +409,11 @@ def litert() -> None:
         with tempfile.TemporaryDirectory(prefix="litert-") as folder:
             rows = measure_litert(judged_by_more(SUBJECTS[name](None)), Path(folder))
         show_litert(rows)
-        known = [LitertResult(**each) for each in json.loads(LITERT_FILE.read_text())] if LITERT_FILE.is_file() else []
-        kept = [each for each in known if each.network != rows[0].network]
-        LITERT_FILE.write_text(json.dumps([asdict(each) for each in (*kept, *rows)], indent=1))
+        known = (
+            [LitertResult(**result) for result in json.loads(LITERT_FILE.read_text())] if LITERT_FILE.is_file() else []
+        )
+        other_results = [result for result in known if result.network != rows[0].network]
+        LITERT_FILE.write_text(json.dumps([asdict(result) for result in (*other_results, *rows)], indent=1))
 
 
 INPUT_QPARAMS, OUTPUT_QPARAMS = (np.float32(0.03), 5), (np.float32(0.05), -7)  # scale and zero point
@@ -426,29 +429,29 @@ class TfliteFile:
         self.graph.tensors, self.graph.operators = [], []
 
     def tensor(self, shape: Any, kind: int, data: Any = None, scale: Any = None, zero: Any = 0, axis: int = 0) -> int:
-        made = schema.TensorT()
-        made.name, made.shape, made.type = f"t{len(self.graph.tensors)}", np.array(shape, np.int32), kind
+        record = schema.TensorT()
+        record.name, record.shape, record.type = f"t{len(self.graph.tensors)}", np.array(shape, np.int32), kind
         if data is not None:
-            held = schema.BufferT()
-            held.data = np.frombuffer(data.tobytes(), np.uint8)
-            self.model.buffers.append(held)
-            made.buffer = len(self.model.buffers) - 1
+            buffer = schema.BufferT()
+            buffer.data = np.frombuffer(data.tobytes(), np.uint8)
+            self.model.buffers.append(buffer)
+            record.buffer = len(self.model.buffers) - 1
         if scale is not None:
-            told = schema.QuantizationParametersT()
-            told.scale = np.atleast_1d(scale).astype(np.float32)
-            told.zeroPoint, told.quantizedDimension = np.full(told.scale.shape, zero, np.int64), axis
-            made.quantization = told
-        self.graph.tensors.append(made)
+            qparams = schema.QuantizationParametersT()
+            qparams.scale = np.atleast_1d(scale).astype(np.float32)
+            qparams.zeroPoint, qparams.quantizedDimension = np.full(qparams.scale.shape, zero, np.int64), axis
+            record.quantization = qparams
+        self.graph.tensors.append(record)
         return len(self.graph.tensors) - 1
 
     def operation(self, code: int, inputs: Any, outputs: Any, kind: int = 0, options: Any = None) -> None:
-        told, made = schema.OperatorCodeT(), schema.OperatorT()
-        told.builtinCode, told.deprecatedBuiltinCode, told.version = code, min(code, 127), 3
-        self.model.operatorCodes.append(told)
-        made.opcodeIndex, made.builtinOptionsType = len(self.model.operatorCodes) - 1, kind
-        made.inputs, made.outputs = np.array(inputs, np.int32), np.array(outputs, np.int32)
-        made.builtinOptions = options
-        self.graph.operators.append(made)
+        kind_record, record = schema.OperatorCodeT(), schema.OperatorT()
+        kind_record.builtinCode, kind_record.deprecatedBuiltinCode, kind_record.version = code, min(code, 127), 3
+        self.model.operatorCodes.append(kind_record)
+        record.opcodeIndex, record.builtinOptionsType = len(self.model.operatorCodes) - 1, kind
+        record.inputs, record.outputs = np.array(inputs, np.int32), np.array(outputs, np.int32)
+        record.builtinOptions = options
+        self.graph.operators.append(record)
 
     def packed(self, inputs: int, outputs: int) -> bytes:
         self.graph.inputs, self.graph.outputs = np.array([inputs], np.int32), np.array([outputs], np.int32)
@@ -470,52 +473,52 @@ def kernel_options(kind: str) -> tuple[int, Any]:
     if kind == "FULLY_CONNECTED":
         return schema.BuiltinOptions.FullyConnectedOptions, schema.FullyConnectedOptionsT()
     is_plain = kind == "CONV_2D"
-    made: Any = schema.Conv2DOptionsT() if is_plain else schema.DepthwiseConv2DOptionsT()
-    made.padding, made.strideW, made.strideH = schema.Padding.VALID, 1, 1
-    made.dilationWFactor = made.dilationHFactor = 1
+    options: Any = schema.Conv2DOptionsT() if is_plain else schema.DepthwiseConv2DOptionsT()
+    options.padding, options.strideW, options.strideH = schema.Padding.VALID, 1, 1
+    options.dilationWFactor = options.dilationHFactor = 1
     if is_plain:
-        return schema.BuiltinOptions.Conv2DOptions, made
-    made.depthMultiplier = 1
-    return schema.BuiltinOptions.DepthwiseConv2DOptions, made
+        return schema.BuiltinOptions.Conv2DOptions, options
+    options.depthMultiplier = 1
+    return schema.BuiltinOptions.DepthwiseConv2DOptions, options
 
 
 def exact_product(kind: str, codes: Any, weight: Any) -> Any:
     wide = weight.astype(np.int64)
     if kind == "FULLY_CONNECTED":
         return codes @ wide.T
-    places = [(row, column) for row in range(3) for column in range(3)]
+    positions = [(row, column) for row in range(3) for column in range(3)]
     if kind == "DEPTHWISE_CONV_2D":
-        return sum(codes[:, r : r + 8, c : c + 8] * wide[0, r, c] for r, c in places)
-    return sum(codes[:, r : r + 8, c : c + 8] @ wide[:, r, c].T for r, c in places)
+        return sum(codes[:, r : r + 8, c : c + 8] * wide[0, r, c] for r, c in positions)
+    return sum(codes[:, r : r + 8, c : c + 8] @ wide[:, r, c].T for r, c in positions)
 
 
 def compare_kernel(kind: str, resolver: Any) -> str:
     rng = np.random.default_rng(0)
-    weight, given, gives, axis = kernel_layer(kind, rng)
+    weight, input_shape, gives, axis = kernel_layer(kind, rng)
     scales = (rng.random(weight.shape[axis]) * 0.004 + 0.0005).astype(np.float32)
     bias = rng.integers(-500, 500, len(scales)).astype(np.int32)
     file, types = TfliteFile(), schema.TensorType
-    source, target = file.tensor(given, types.FLOAT32), file.tensor(gives, types.FLOAT32)
-    codes_in = file.tensor(given, types.INT8, None, *INPUT_QPARAMS)
+    source, target = file.tensor(input_shape, types.FLOAT32), file.tensor(gives, types.FLOAT32)
+    codes_in = file.tensor(input_shape, types.INT8, None, *INPUT_QPARAMS)
     codes_out = file.tensor(gives, types.INT8, None, *OUTPUT_QPARAMS)
-    held = [
+    tensors = [
         file.tensor(weight.shape, types.INT8, weight, scales, 0, axis),
         file.tensor(bias.shape, types.INT32, bias, INPUT_QPARAMS[0] * scales),
     ]
     operators = schema.BuiltinOperator
     file.operation(operators.QUANTIZE, [source], [codes_in])
-    file.operation(getattr(operators, kind), [codes_in, *held], [codes_out], *kernel_options(kind))
+    file.operation(getattr(operators, kind), [codes_in, *tensors], [codes_out], *kernel_options(kind))
     file.operation(operators.DEQUANTIZE, [codes_out], [target])
     run = Interpreter(model_content=file.packed(source, target), experimental_op_resolver_type=resolver)
     run.allocate_tensors()
-    x = rng.standard_normal(given).astype(np.float32)
+    x = rng.standard_normal(input_shape).astype(np.float32)
     run.set_tensor(source, x)
     run.invoke()
-    found = np.rint(run.get_tensor(target) / OUTPUT_QPARAMS[0]) + OUTPUT_QPARAMS[1]
+    output_codes = np.rint(run.get_tensor(target) / OUTPUT_QPARAMS[0]) + OUTPUT_QPARAMS[1]
     codes = np.clip(np.rint(x / INPUT_QPARAMS[0]) + INPUT_QPARAMS[1], -128, 127).astype(np.int64) - INPUT_QPARAMS[1]
     values = (exact_product(kind, codes, weight) + bias) * (np.float64(INPUT_QPARAMS[0]) * scales)
-    apart = np.abs(found - np.clip(np.rint(values / OUTPUT_QPARAMS[0]) + OUTPUT_QPARAMS[1], -128, 127))
-    ran = ", ".join(sorted({each["op_name"] for each in run._get_ops_details()} - {"QUANTIZE", "DEQUANTIZE"}))
+    apart = np.abs(output_codes - np.clip(np.rint(values / OUTPUT_QPARAMS[0]) + OUTPUT_QPARAMS[1], -128, 127))
+    ran = ", ".join(sorted({operation["op_name"] for operation in run._get_ops_details()} - {"QUANTIZE", "DEQUANTIZE"}))
     return f"{100 * float((apart == 0).mean()):6.2f} % equal, at most {int(apart.max())} apart, {ran}"
 
 
@@ -541,23 +544,28 @@ COREML_CONFIGS = {
 
 def coreml_rows(name: str) -> list[dict[str, Any]]:
     subject = SUBJECTS[name](None)
-    named = isinstance(subject.inputs, dict)
-    args, kwargs = ((), subject.inputs) if named else ((subject.inputs,), {})
+    has_named_inputs = isinstance(subject.inputs, dict)
+    args, kwargs = ((), subject.inputs) if has_named_inputs else ((subject.inputs,), {})
     form = find_format("coreml")
     rows = []
     for way, config in COREML_CONFIGS.items():
         data = subject.calibration[:2] if way == "int8" else None
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of layers that blocks or groups do not divide
-            made = quantize(
+            quantized = quantize(
                 subject.model, args, config, kwargs=kwargs, forward_loop=data, target="coreml", freeze_weights=True
             ).eval()
             path, plain = Path(folder) / "m.mlpackage", Path(folder) / "f.mlpackage"
-            scalepoint.export(made, path, args, kwargs=kwargs, float_path=plain)
-            found = scalepoint.verify(path, made, args, kwargs=kwargs)
-            size, whole = (form.about(each).size for each in (path, plain))
-        row = {"model": subject.title, "way": way, "different": len(found.differences), "db": found.sqnr}
-        row |= {"low": found.low_precision, "mb": size / 1e6, "of float16": size / whole, "status": found.status.value}
+            scalepoint.export(quantized, path, args, kwargs=kwargs, float_path=plain)
+            verification = scalepoint.verify(path, quantized, args, kwargs=kwargs)
+            size, float_size = (form.about(file).size for file in (path, plain))
+        row = {"model": subject.title, "way": way, "different": len(verification.differences), "db": verification.sqnr}
+        row |= {
+            "low": verification.low_precision,
+            "mb": size / 1e6,
+            "of float16": size / float_size,
+            "status": verification.status.value,
+        }
         rows.append(row)
         print(
             f"{row['model']:34} {way:18} {row['different']} differ, {row['db']:6.1f} dB, {row['low']:3} narrow, "
@@ -571,11 +579,11 @@ def coreml() -> None:
     parser = argparse.ArgumentParser(description="Core ML files")
     parser.add_argument("names", nargs="*", default=COREML_NETWORKS)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row for name in given.names for row in coreml_rows(name)]
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1))
+    rows = [row for name in options.names for row in coreml_rows(name)]
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
 
 
 PARTS = {"executorch": executorch, "litert": litert, "litert-kernels": litert_kernels, "coreml": coreml}

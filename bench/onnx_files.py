@@ -34,8 +34,8 @@ class File:
     left: int = 0  # operations that stay float for speed
 
 
-def sqnr(expected: Tensor, found: Tensor) -> float:
-    noise = (expected - found).double().square().sum()
+def sqnr(expected: Tensor, output: Tensor) -> float:
+    noise = (expected - output).double().square().sum()
     return float(10 * torch.log10(expected.double().square().sum() / noise))
 
 
@@ -50,11 +50,11 @@ def arrays(model: Any, batch: Any) -> dict[str, np.ndarray]:
     return build_feeds(model, as_inputs(batch, None))
 
 
-def share(low: int, left: Sequence[str]) -> str:
-    return f"{low} of {low + len(left)}"
+def share(low: int, float_layers: Sequence[str]) -> str:
+    return f"{low} of {low + len(float_layers)}"
 
 
-def answered(answer: TaskResult, runtime: str) -> Mapping[str, Any]:
+def require_answer(answer: TaskResult, runtime: str) -> Mapping[str, Any]:
     if answer.status != Status.OK or answer.data is None:
         raise SystemExit(f"{runtime}: {answer.status.value}: {answer.message}")
     return answer.data
@@ -65,7 +65,7 @@ def ran(path: Path, feeds: Mapping[str, np.ndarray], runtime: str) -> tuple[Tens
     with exchange_files(feeds) as files:
         request = {"task": "run", "path": str(path), "options": {"threads": 1}, "executed": True, **files.paths}
         answer = run_task(find_runtime(runtime), request)
-        executed = answered(answer, runtime)["executed"]
+        executed = require_answer(answer, runtime)["executed"]
         output = next(iter(files.outputs(answer).values()))
     return torch.from_numpy(output), share(*count_low_precision(executed))
 
@@ -77,8 +77,8 @@ def speeds(paths: Sequence[Path], feeds: Mapping[str, np.ndarray], runtime: str,
         answer = run_task(
             find_runtime(runtime), {**request, **files.paths, "repeats": repeats, "seconds": 60}, seconds=1200
         )
-    medians = [each[1] for each in answered(answer, runtime)["quartiles"]]
-    return [medians[0] / each for each in medians]
+    medians = [quartiles[1] for quartiles in require_answer(answer, runtime)["quartiles"]]
+    return [medians[0] / quartiles for quartiles in medians]
 
 
 def size_of(path: Path) -> int:
@@ -114,14 +114,14 @@ def with_weights(
     quantized: fx.GraphModule, change: Callable[[QuantizationSpec], QuantizationSpec], batches: list[Any]
 ) -> fx.GraphModule:
     """The same quantized model with other quantizers on its weights, and biases corrected for those."""
-    made = copy.deepcopy(quantized)
-    for module in made.modules():
+    copied = copy.deepcopy(quantized)
+    for module in copied.modules():
         if isinstance(module, QuantizedLayer) and not module.computes_in_float:
             old = module.weight_quant
             module.weight_quant = WeightFakeQuantize(old.consumers, spec=change(old.spec)).eval()
             module.weight_quant.name = old.name
-    calibrate(made, batches, freeze_weights=True, correct_bias=True, progress=False)
-    return made
+    calibrate(copied, batches, freeze_weights=True, correct_bias=True, progress=False)
+    return copied
 
 
 def quantize_static(plain: Path, path: Path, batches: list[dict[str, np.ndarray]]) -> None:
@@ -130,14 +130,14 @@ def quantize_static(plain: Path, path: Path, batches: list[dict[str, np.ndarray]
     from onnxruntime.quantization import CalibrationDataReader, QuantType  # noqa: PLC0415
     from onnxruntime.quantization import quantize_static as run  # noqa: PLC0415
 
-    names = [each.name for each in onnxruntime.InferenceSession(plain).get_inputs()]
+    names = [model_input.name for model_input in onnxruntime.InferenceSession(plain).get_inputs()]
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.left = iter(batches)
+            self.remaining = iter(batches)
 
         def get_next(self) -> dict[str, np.ndarray] | None:
-            batch = next(self.left, None)
+            batch = next(self.remaining, None)
             return None if batch is None else dict(zip(names, batch.values(), strict=True))
 
     types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
@@ -148,8 +148,8 @@ def nncf_quantize(plain: Path, path: Path, batches: list[dict[str, np.ndarray]],
     """NNCF on the same float file, as a file."""
     import openvino  # noqa: PLC0415
 
-    made = nncf_quantized(plain, batches, is_transformer=is_transformer)
-    openvino.save_model(made, path, compress_to_fp16=False)
+    quantized = nncf_quantized(plain, batches, is_transformer=is_transformer)
+    openvino.save_model(quantized, path, compress_to_fp16=False)
 
 
 def nncf_quantized(plain: Path, batches: list[dict[str, np.ndarray]], *, is_transformer: bool) -> Any:
@@ -158,7 +158,7 @@ def nncf_quantized(plain: Path, batches: list[dict[str, np.ndarray]], *, is_tran
     import openvino  # noqa: PLC0415
 
     model = openvino.Core().read_model(plain)
-    names = [each.get_any_name() for each in model.inputs]
+    names = [model_input.get_any_name() for model_input in model.inputs]
     dataset = nncf.Dataset([dict(zip(names, batch.values(), strict=True)) for batch in batches])
     kind = nncf.ModelType.TRANSFORMER if is_transformer else None
     return nncf.quantize(model, dataset, model_type=kind)

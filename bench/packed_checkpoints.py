@@ -119,7 +119,7 @@ def halved() -> Path:
     if not path.exists():
         shutil.copytree(smollm(), path)
         for file in path.glob("*.safetensors"):
-            save_file({name: each.bfloat16() for name, each in load_file(file).items()}, file, {"format": "pt"})
+            save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
         config = path / "config.json"
         config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
     return path
@@ -130,33 +130,33 @@ def simulated(path: Path, texts: Tensor, prompts: Tensor) -> tuple[float, list[l
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     with torch.no_grad():
         total = sum(float(model(row[None], labels=row[None]).loss) for row in texts)
-        given = torch.ones_like(prompts)
-        written = model.generate(
-            prompts, attention_mask=given, max_new_tokens=WORDS, min_new_tokens=WORDS, do_sample=False, pad_token_id=0
+        mask = torch.ones_like(prompts)
+        generated = model.generate(
+            prompts, attention_mask=mask, max_new_tokens=WORDS, min_new_tokens=WORDS, do_sample=False, pad_token_id=0
         )
-    return math.exp(total / len(texts)), written[:, prompts.shape[1] :].tolist()
+    return math.exp(total / len(texts)), generated[:, prompts.shape[1] :].tolist()
 
 
 def in_vllm(python: str, path: Path, texts: Tensor, prompts: Tensor) -> dict[str, Any] | str:
     """What vLLM tells; the end of its words where it fails."""
     answer = path / "answer.json"
     answer.unlink(missing_ok=True)
-    asked = {
+    request = {
         "folder": str(path), "texts": texts.tolist(), "prompts": prompts.tolist(), "words": WORDS,
         "answer": str(answer), "dtype": "bfloat16", "amx": not probe_amx_once().signals,
     }  # fmt: skip
     more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     more |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     run = subprocess.run(
-        [python, "-c", CHILD], input=json.dumps(asked), env={**child_environment(), **more}, text=True,
+        [python, "-c", CHILD], input=json.dumps(request), env={**child_environment(), **more}, text=True,
         capture_output=True, check=False,
     )  # fmt: skip
     if not answer.exists():
-        said = [line for line in run.stderr.splitlines() if "Error" in line] or run.stderr.splitlines()[-1:]
-        return f"ended with {run.returncode}: {said[-1][-200:] if said else ''}"
-    found: dict[str, Any] = json.loads(answer.read_text())
+        error_lines = [line for line in run.stderr.splitlines() if "Error" in line] or run.stderr.splitlines()[-1:]
+        return f"ended with {run.returncode}: {error_lines[-1][-200:] if error_lines else ''}"
+    answer_data: dict[str, Any] = json.loads(answer.read_text())
     answer.unlink()
-    return found
+    return answer_data
 
 
 @cache
@@ -170,11 +170,11 @@ def vllm_result(python: str, name: str) -> Result:
     path = make_folder(name)
     prompts = texts()[:2, :PROMPT]
     expected, words = simulated(path, texts(), prompts)
-    found = in_vllm(python, path, texts(), prompts)
-    if isinstance(found, str):
-        return Result(name, expected, None, "", found)
-    alike = [_alike(one, other) for one, other in zip(words, found["written"], strict=True)]
-    reached = math.exp(sum(found["losses"]) / len(found["losses"]))
+    result = in_vllm(python, path, texts(), prompts)
+    if isinstance(result, str):
+        return Result(name, expected, None, "", result)
+    alike = [_alike(one, other) for one, other in zip(words, result["written"], strict=True)]
+    reached = math.exp(sum(result["losses"]) / len(result["losses"]))
     return Result(name, expected, reached, " / ".join(map(str, alike)))
 
 
@@ -195,16 +195,16 @@ def vllm() -> int:
     parser = argparse.ArgumentParser(description="SmolLM2-135M in vLLM")
     parser.add_argument("--python", required=True, help="of an environment that has vllm-cpu")
     parser.add_argument("--only", default="", help="a part of the folder's name")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    kept = OUT / "vllm.json"
-    known = json.loads(kept.read_text()) if kept.exists() else []
+    rows_file = OUT / "vllm.json"
+    known = json.loads(rows_file.read_text()) if rows_file.exists() else []
     rows = {row["name"]: Result(**{key: row[key] for key in row if key != "holds"}) for row in known}
-    for name in (each for each in FOLDERS if given.only in each):
-        rows[name] = vllm_result(given.python, name)
-        kept.write_text(json.dumps([{**asdict(row), "holds": row.holds} for row in rows.values()], indent=1))
-    found = [rows[name] for name in FOLDERS if name in rows]
-    return int(not publish(vllm_table(found), found, kept))
+    for name in (folder_name for folder_name in FOLDERS if options.only in folder_name):
+        rows[name] = vllm_result(options.python, name)
+        rows_file.write_text(json.dumps([{**asdict(row), "holds": row.holds} for row in rows.values()], indent=1))
+    all_rows = [rows[name] for name in FOLDERS if name in rows]
+    return int(not publish(vllm_table(all_rows), all_rows, rows_file))
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "olmo", "gpt_neox", "gpt2")
@@ -228,8 +228,8 @@ def difference(family: str, bits: int, folder: Path) -> tuple[float, float]:
     )
     packed = sum(hasattr(module, "qweight") for module in model.modules())
     assert packed == len(checkpoint.quantized), f"{packed} of {len(checkpoint.quantized)} layers are packed"
-    found, wanted = compute_logits(model), compute_logits(load_reference(checkpoint, folder / "reference"))
-    return float((found - wanted).abs().max()), float(wanted.abs().max())
+    logits, expected = compute_logits(model), compute_logits(load_reference(checkpoint, folder / "reference"))
+    return float((logits - expected).abs().max()), float(expected.abs().max())
 
 
 def in_transformers() -> None:

@@ -29,7 +29,7 @@ def brevitas(model: nn.Module, batches: list[Tensor], way: str) -> nn.Module:
     loader = [(images, images) for images in batches]
     is_imagenet = model(batches[0][:1]).shape[-1] == 1000
     prepared = preprocess_for_quantize(model, equalize_iters=0, merge_bn=True)
-    made: nn.Module = ptq.quantize_model(
+    quantized: nn.Module = ptq.quantize_model(
         prepared,
         backend="layerwise" if is_imagenet else "fx",  # the first keeps 8 bits at both ends, the second nowhere
         weight_bit_width=4,
@@ -43,14 +43,14 @@ def brevitas(model: nn.Module, batches: list[Tensor], way: str) -> nn.Module:
         quant_format="int",
     )
     with torch.no_grad():
-        made.eval()(batches[0])  # its weight quantizers are made at the first use
-    ptq.calibrate(loader, made)
+        quantized.eval()(batches[0])  # its weight quantizers are made at the first use
+    ptq.calibrate(loader, quantized)
     if way == "qronos":
-        ptq.apply_qronos(made, loader, act_order=True)
+        ptq.apply_qronos(quantized, loader, act_order=True)
     else:
-        ptq.apply_gptq(loader, made, act_order=True, use_quant_activations=True)
-    ptq.apply_bias_correction(loader, made)
-    return made.eval()
+        ptq.apply_gptq(loader, quantized, act_order=True, use_quant_activations=True)
+    ptq.apply_bias_correction(loader, quantized)
+    return quantized.eval()
 
 
 def nncf_int8(model: nn.Module, batches: list[Tensor], _: str) -> nn.Module:
@@ -64,7 +64,7 @@ def nncf_int8(model: nn.Module, batches: list[Tensor], _: str) -> nn.Module:
     narrow = AdvancedQuantizationParameters(weights_quantization_params=QuantizationParameters(num_bits=4))
     if model(batches[0][:1]).shape[-1] == 1000:
         raise SystemExit("nncf keeps one width for all layers")
-    made: nn.Module = tool.quantize(
+    quantized: nn.Module = tool.quantize(
         model,
         tool.Dataset(batches),
         preset=tool.QuantizationPreset.MIXED,
@@ -73,24 +73,24 @@ def nncf_int8(model: nn.Module, batches: list[Tensor], _: str) -> nn.Module:
         fast_bias_correction=True,
         advanced_parameters=narrow,
     )
-    return made.eval()
+    return quantized.eval()
 
 
 VISION_TOOLS: dict[str, Callable[[nn.Module, list[Tensor], str], nn.Module]] = {"brevitas": brevitas, "nncf": nncf_int8}
 
 
 def run_vision() -> None:
-    how, network, data, output = sys.argv[2:]
-    tool, _, way = how.partition(":")
+    tool_and_way, network, data, output = sys.argv[2:]
+    tool, _, way = tool_and_way.partition(":")
     torch.set_num_threads(1)
-    given = load_file(data)
+    tensors = load_file(data)
     model = importlib.import_module(network).trained().eval()
-    batches = list(given["calibration"].split(32))
+    batches = list(tensors["calibration"].split(32))
     start = time.process_time()
-    made = VISION_TOOLS[tool](model, batches, way)
+    quantized = VISION_TOOLS[tool](model, batches, way)
     seconds = time.process_time() - start
     with torch.no_grad():
-        outputs = torch.cat([made(images) for images in given["test"].split(64)])
+        outputs = torch.cat([quantized(images) for images in tensors["test"].split(64)])
     save_file({"outputs": outputs.contiguous(), "seconds": torch.tensor(seconds)}, output)
 
 
@@ -109,32 +109,32 @@ def auto_round(model: nn.Module, tokens: Tensor, bits: int, tokenizer: object) -
         seqlen=tokens.shape[1], nsamples=len(tokens), batch_size=8, enable_torch_compile=False, device_map="cpu",
         dataset=[{"input_ids": row[None]} for row in tokens], amp=False,
     )  # fmt: skip
-    made, _ = tool.quantize()
-    return made
+    quantized, _ = tool.quantize()
+    return quantized
 
 
 def nncf_weights(model: nn.Module, tokens: Tensor, bits: int, tokenizer: object) -> nn.Module:
     """AWQ and scale estimation, its recipe for accuracy."""
     import nncf as tool  # noqa: PLC0415
 
-    made: nn.Module = tool.compress_weights(
+    quantized: nn.Module = tool.compress_weights(
         model, mode=tool.CompressWeightsMode.INT4_SYM, group_size=GROUP, ratio=1.0, awq=True, scale_estimation=True,
         dataset=tool.Dataset([{"input_ids": row[None]} for row in tokens]), subset_size=len(tokens),
         ignored_scope=tool.IgnoredScope(patterns=[".*embed.*", ".*lm_head.*"]),
     )  # fmt: skip
-    return made
+    return quantized
 
 
-def stands_for(made: nn.Module, name: str) -> Tensor:
+def stands_for(quantized: nn.Module, name: str) -> Tensor:
     """The weight of a layer as floats: NNCF keeps packed codes, and a module that unpacks them."""
-    weight, place = made.get_submodule(name).weight, f"{name.replace('.', ':')}:weight"
-    for found, each in made.named_modules():
-        if place in found and type(each).__name__.endswith("Decompressor"):
-            weight = each(weight)
+    weight, parameter_name = quantized.get_submodule(name).weight, f"{name.replace('.', ':')}:weight"
+    for module_name, module in quantized.named_modules():
+        if parameter_name in module_name and type(module).__name__.endswith("Decompressor"):
+            weight = module(weight)
     return weight.detach().float().contiguous()
 
 
-def is_all(made: nn.Module, weights: dict[str, Tensor], folder: str, tokens: Tensor) -> bool:
+def is_all(quantized: nn.Module, weights: dict[str, Tensor], folder: str, tokens: Tensor) -> bool:
     """Whether the weights are all that the tool changed: with them the model computes what the tool's does."""
     import transformers  # noqa: PLC0415
 
@@ -142,8 +142,8 @@ def is_all(made: nn.Module, weights: dict[str, Tensor], folder: str, tokens: Ten
     for name, weight in weights.items():
         plain.get_submodule(name).weight.data.copy_(weight)
     with torch.no_grad():
-        found, wanted = (model(tokens[:1]).logits.float() for model in (plain, made))
-    return bool((found - wanted).norm() <= 1e-3 * wanted.norm())
+        logits, expected = (model(tokens[:1]).logits.float() for model in (plain, quantized))
+    return bool((logits - expected).norm() <= 1e-3 * expected.norm())
 
 
 LANGUAGE_TOOLS: dict[str, Callable[[nn.Module, Tensor, int, object], nn.Module]] = {
@@ -155,18 +155,18 @@ LANGUAGE_TOOLS: dict[str, Callable[[nn.Module, Tensor, int, object], nn.Module]]
 def run_language() -> None:
     import transformers  # noqa: PLC0415
 
-    how, folder, data, bits, output = sys.argv[2:7]
+    tool, folder, data, bits, output = sys.argv[2:7]
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    names = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and "head" not in name]
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "head" not in name]
     tokens, start = load_file(data)["calibration"], time.process_time()
-    made = LANGUAGE_TOOLS[how](model, tokens, int(bits), tokenizer)
+    quantized = LANGUAGE_TOOLS[tool](model, tokens, int(bits), tokenizer)
     seconds = torch.tensor(time.process_time() - start)
-    found = {name: stands_for(made, name) for name in names}
-    if not is_all(made, found, folder, tokens):
-        sys.exit(f"{how} changed more than the weights of the linear layers")
-    save_file({"seconds": seconds, **found}, output)
+    weights = {name: stands_for(quantized, name) for name in names}
+    if not is_all(quantized, weights, folder, tokens):
+        sys.exit(f"{tool} changed more than the weights of the linear layers")
+    save_file({"seconds": seconds, **weights}, output)
 
 
 if __name__ == "__main__":

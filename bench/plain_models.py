@@ -85,7 +85,7 @@ def rotate(x: Tensor, base: float = 10000.0) -> Tensor:
     half = x.shape[-1] // 2
     frequencies = base ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = torch.arange(x.shape[-2], dtype=torch.float32)[:, None] * frequencies
-    cos, sin = (torch.cat((each, each), -1) for each in (angles.cos(), angles.sin()))
+    cos, sin = (torch.cat((values, values), -1) for values in (angles.cos(), angles.sin()))
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
@@ -99,10 +99,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            each(x).unflatten(-1, (-1, self.sizes.head)).transpose(1, 2)
-            for each in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x).unflatten(-1, (-1, self.sizes.head)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = (rotate(each, self.sizes.base) for each in (q, k))
+        q, k = (rotate(projection, self.sizes.base) for projection in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         result: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return result

@@ -67,21 +67,24 @@ def subject_of(name: str, pictures: Path | None) -> Subject:
         return Subject(
             "ResNet-50 @224, 4 batches of 8", vision("resnet50").eval(), random_batches()[0][:2], random_batches(), None
         )
-    found = SUBJECTS[name](pictures)
-    said = f"{len(found.calibration)} batches of {len(next(iter(arrays(found.model, found.calibration[0]).values())))}"
-    return Subject(f"{found.title}, {said}", found.model, found.inputs, found.calibration, found.held_out)
+    subject = SUBJECTS[name](pictures)
+    batch_size = len(next(iter(arrays(subject.model, subject.calibration[0]).values())))
+    description = f"{len(subject.calibration)} batches of {batch_size}"
+    return Subject(
+        f"{subject.title}, {description}", subject.model, subject.inputs, subject.calibration, subject.held_out
+    )
 
 
 def scalepoint(subject: Subject, folder: Path, config: Any = None) -> Steps:
     from scalepoint import export  # noqa: PLC0415
     from scalepoint.quantize import QuantConfig, quantize  # noqa: PLC0415
 
-    made: list[Any] = []
+    results: list[Any] = []
     config = config or QuantConfig(correct_bias=True, speed_first=True)  # as deploy does
     options = {"forward_loop": subject.calibration, "target": "onnxruntime", "freeze_weights": True}
     return Steps(
-        lambda: made.append(quantize(subject.model, subject.inputs, config, **options)),
-        after=lambda: export(made[0], folder / "int8.onnx", subject.inputs),
+        lambda: results.append(quantize(subject.model, subject.inputs, config, **options)),
+        after=lambda: export(results[0], folder / "int8.onnx", subject.inputs),
     )
 
 
@@ -94,10 +97,10 @@ def scalepoint_searched(subject: Subject, folder: Path) -> Steps:
 
 def exported(subject: Subject, model: torch.nn.Module, path: Path) -> None:
     """By torch's quicker exporter, with free axes."""
-    given = subject.inputs
-    names = list(given) if isinstance(given, dict) else ["x"]
-    args = tuple(given.values()) if isinstance(given, dict) else (given,)
-    axes = {name: {0: "batch", **({1: "length"} if isinstance(given, dict) else {})} for name in names}
+    inputs = subject.inputs
+    names = list(inputs) if isinstance(inputs, dict) else ["x"]
+    args = tuple(inputs.values()) if isinstance(inputs, dict) else (inputs,)
+    axes = {name: {0: "batch", **({1: "length"} if isinstance(inputs, dict) else {})} for name in names}
     with torch.no_grad():
         torch.onnx.export(model, args, str(path), input_names=names, dynamic_axes=axes, dynamo=False)
 
@@ -118,11 +121,11 @@ def nncf(subject: Subject, folder: Path) -> Steps:
     import openvino  # noqa: PLC0415
 
     plain, batches = folder / "float.onnx", [arrays(subject.model, batch) for batch in subject.calibration]
-    made: list[Any] = []
+    results: list[Any] = []
     return Steps(
-        lambda: made.append(nncf_quantized(plain, batches, is_transformer=subject.is_transformer)),
+        lambda: results.append(nncf_quantized(plain, batches, is_transformer=subject.is_transformer)),
         before=lambda: exported(subject, subject.model, plain),
-        after=lambda: openvino.save_model(made[0], folder / "int8.xml", compress_to_fp16=False),
+        after=lambda: openvino.save_model(results[0], folder / "int8.xml", compress_to_fp16=False),
     )
 
 
@@ -151,7 +154,7 @@ def called(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def modelopt(subject: Subject, folder: Path) -> Steps:
     import modelopt.torch.quantization as mtq  # noqa: PLC0415
 
-    made: list[Any] = []
+    results: list[Any] = []
 
     def loop(model: torch.nn.Module) -> None:
         with torch.no_grad():
@@ -160,8 +163,8 @@ def modelopt(subject: Subject, folder: Path) -> Steps:
                 model(*args, **kwargs)
 
     return Steps(
-        lambda: made.append(mtq.quantize(subject.model, mtq.INT8_DEFAULT_CFG, loop)),
-        after=lambda: exported(subject, made[0], folder / "int8.onnx"),
+        lambda: results.append(mtq.quantize(subject.model, mtq.INT8_DEFAULT_CFG, loop)),
+        after=lambda: exported(subject, results[0], folder / "int8.onnx"),
     )
 
 
@@ -189,13 +192,13 @@ def measure_tool(tool: str, network: str, pictures: Path | None) -> int:
             return SKIPPED
         before, _ = timed(steps.before)
         quantizing, peak = timed(steps.quantizing)
-        found = {"network": subject.title, "quantizing": quantizing, "bytes": peak}
+        row = {"network": subject.title, "quantizing": quantizing, "bytes": peak}
         try:
             after = timed(steps.after)[0] if steps.after else None
         except Exception as error:
-            found["note"] = f"no file: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+            row["note"] = f"no file: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
             after = None
-        print(json.dumps({**found, "to a file": None if after is None else before + quantizing + after}))
+        print(json.dumps({**row, "to a file": None if after is None else before + quantizing + after}))
     return 0
 
 
@@ -230,7 +233,7 @@ def calibration() -> int:
             for batch in batches:
                 model(batch)
 
-    taken = interleave(
+    seconds = interleave(
         {
             "forwards": forwards,
             "min-max": lambda: calibrate(plain, batches, progress=False),
@@ -238,11 +241,11 @@ def calibration() -> int:
         },
         repeats=5,
     )
-    print(json.dumps({name: taken[name] / taken["forwards"] for name in LIMITS}))
+    print(json.dumps({name: seconds[name] / seconds["forwards"] for name in LIMITS}))
     return 0
 
 
-def asked(python: str, *words: str) -> tuple[dict[str, Any] | None, str]:
+def run_tool(python: str, *words: str) -> tuple[dict[str, Any] | None, str]:
     """What a child printed last, or why it did not."""
     where = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, where))}
@@ -274,30 +277,37 @@ def ptq() -> int:
     )
     parser.add_argument("--python", action="append", default=[], metavar="TOOL=PATH", help="nncf or modelopt")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child == CALIBRATION:
+    options = parser.parse_args()
+    if options.child == CALIBRATION:
         return calibration()
-    if given.child:
-        return measure_tool(given.child, given.networks[0], given.pictures)
-    homes = dict(each.split("=", 1) for each in given.python)
-    more = [] if given.pictures is None else ["--pictures", str(given.pictures)]
+    if options.child:
+        return measure_tool(options.child, options.networks[0], options.pictures)
+    homes = dict(home.split("=", 1) for home in options.python)
+    more = [] if options.pictures is None else ["--pictures", str(options.pictures)]
     path = OUT / "ptq_time.json"
-    chosen = given.networks or list(NETWORKS)
-    kept = json.loads(path.read_text()) if path.exists() else []
-    rows = [row for row in kept if row.get("key") not in chosen]
+    chosen = options.networks or list(NETWORKS)
+    known_rows = json.loads(path.read_text()) if path.exists() else []
+    rows = [row for row in known_rows if row.get("key") not in chosen]
     for network in chosen:
         for tool in TOOLS:
             python = homes.get(HOMES.get(tool, ""), sys.executable)
-            found, why = asked(python, network, "--child", tool, *more)
-            told = {"key": network, "tool": tool, "quantizing": None, "to a file": None, "note": why, **(found or {})}
-            size = told.pop("bytes", None)
-            rows.append({"network": network, **told, "MB": size and size / 2**20})
+            result, why = run_tool(python, network, "--child", tool, *more)
+            table_row = {
+                "key": network,
+                "tool": tool,
+                "quantizing": None,
+                "to a file": None,
+                "note": why,
+                **(result or {}),
+            }
+            size = table_row.pop("bytes", None)
+            rows.append({"network": network, **table_row, "MB": size and size / 2**20})
             Console(width=150).print(rows[-1])
     rows.sort(key=lambda row: NETWORKS.index(row["key"]))
     Console(width=150).print(table_of(rows))
     OUT.mkdir(exist_ok=True)
     path.write_text(json.dumps(rows, indent=2))
-    ratios, why = asked(sys.executable, "--child", CALIBRATION)
+    ratios, why = run_tool(sys.executable, "--child", CALIBRATION)
     if ratios is None:
         raise SystemExit(why)
     limits = [Row(name, ratios[name], limit, "the float forwards") for name, limit in LIMITS.items()]
@@ -355,8 +365,8 @@ def step_peaks() -> dict[str, float]:
     child = subprocess.run(  # this file
         [sys.executable, __file__, "qat", MEMORY], env=os.environ | setting, check=True, capture_output=True, text=True
     )
-    found: dict[str, float] = json.loads(child.stdout.splitlines()[-1])
-    return found
+    peaks: dict[str, float] = json.loads(child.stdout.splitlines()[-1])
+    return peaks
 
 
 def qat() -> int:
@@ -373,8 +383,8 @@ def qat() -> int:
         models["torchao PT2E"] = theirs
     steps = {name: stepper(model) for name, model in models.items()}
     if MEMORY in sys.argv:
-        found = {name: statistics.median(peak_extra_bytes(step) for _ in range(5)) for name, step in steps.items()}
-        print(json.dumps(found))
+        peaks = {name: statistics.median(peak_extra_bytes(step) for _ in range(5)) for name, step in steps.items()}
+        print(json.dumps(peaks))
         return 0
     times, memory = interleave(steps, repeats=7), step_peaks()
     rows = []

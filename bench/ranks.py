@@ -46,8 +46,8 @@ def net(width: int = 48) -> nn.Module:
 
 
 def batches(count: int) -> list[Tensor]:
-    made = torch.Generator().manual_seed(1)
-    return [torch.randn(16, 3, 64, 64, generator=made) for _ in range(count)]
+    rng = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 3, 64, 64, generator=rng) for _ in range(count)]
 
 
 class Sent:
@@ -66,10 +66,10 @@ class Sent:
         Channel.exchange = counted  # type: ignore[method-assign]
 
     def _counting(self, original: Any) -> Any:
-        def counted(*tensors: Any, **how: Any) -> Any:
-            sent = next(each for each in reversed(tensors) if isinstance(each, Tensor))
+        def counted(*tensors: Any, **options: Any) -> Any:
+            sent = next(tensor for tensor in reversed(tensors) if isinstance(tensor, Tensor))
             self.bytes += sent.numel() * sent.element_size()
-            return original(*tensors, **how)
+            return original(*tensors, **options)
 
         return counted
 
@@ -98,14 +98,14 @@ def write_llama(folder: Path) -> None:
 def prepared(job: str, count: int, folder: Path) -> Callable[[], object]:
     """What is timed."""
     if job == "checkpoint":
-        made = torch.Generator().manual_seed(1)
-        tokens = [torch.randint(WORDS, (1, LENGTH), generator=made) for _ in range(2 * count)]
-        how: dict[str, Any] = {"data": tokens[:count], "judge": tokens[count : count + count // 2], "verify": False}
+        rng = torch.Generator().manual_seed(1)
+        tokens = [torch.randint(WORDS, (1, LENGTH), generator=rng) for _ in range(2 * count)]
+        options: dict[str, Any] = {"data": tokens[:count], "judge": tokens[count : count + count // 2], "verify": False}
         job = prepare_checkpoint_job(folder / "llama", folder / "out", "compressed-tensors", None, "balanced", None)
         captured = build_quantized_graph(job, tokens)  # every rank does that alike, and it is the same for any data
         deploy.build_quantized_graph = lambda *_: captured
-        how["target"] = "compressed-tensors"
-        return lambda: deploy_checkpoint(folder / "llama", folder / "out", progress=False, **how)
+        options["target"] = "compressed-tensors"
+        return lambda: deploy_checkpoint(folder / "llama", folder / "out", progress=False, **options)
     model, data = inserted(job), batches(count)
     if job != "tuning":
         return lambda: calibrate(model, data, progress=False)
@@ -137,15 +137,15 @@ def run(job: str, size: int, count: int) -> dict[str, float]:
         command = [sys.executable, __file__, "--job", job, "--size", str(size), "--batches", str(count)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         group = [subprocess.Popen([*command, "--rank", str(rank), "--folder", folder], env=env) for rank in range(size)]
-        if any(each.wait() for each in group):
+        if any(process.wait() for process in group):
             raise SystemExit("a rank failed")
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
     return {
-        "wall": max(each["wall"] for each in found),
-        "busiest": max(each["cpu"] for each in found),
-        "cpu": sum(each["cpu"] for each in found),
-        "bytes": found[0]["bytes"],
-        "meetings": found[0]["meetings"],
+        "wall": max(process["wall"] for process in ranks),
+        "busiest": max(process["cpu"] for process in ranks),
+        "cpu": sum(process["cpu"] for process in ranks),
+        "bytes": ranks[0]["bytes"],
+        "meetings": ranks[0]["meetings"],
     }
 
 
@@ -155,25 +155,25 @@ def main() -> None:
         parser.add_argument(name, default="")
     for name, value in (("--rank", 0), ("--size", 0), ("--batches", 32), ("--repeats", 3)):
         parser.add_argument(name, type=int, default=value)
-    given = parser.parse_args()
-    if given.size:
-        init = f"file://{given.folder}/store"
-        torch.distributed.init_process_group("gloo", init_method=init, rank=given.rank, world_size=given.size)
-        (Path(given.folder) / f"{given.rank}.json").write_text(
-            json.dumps(work(given.job, given.batches, Path(given.folder)))
+    options = parser.parse_args()
+    if options.size:
+        init = f"file://{options.folder}/store"
+        torch.distributed.init_process_group("gloo", init_method=init, rank=options.rank, world_size=options.size)
+        (Path(options.folder) / f"{options.rank}.json").write_text(
+            json.dumps(work(options.job, options.batches, Path(options.folder)))
         )
         return
-    taken: dict[tuple[str, int], list[dict[str, float]]] = {
-        (job, size): [] for job in JOBS if given.job in ("", job) for size in SIZES
+    runs_by_job: dict[tuple[str, int], list[dict[str, float]]] = {
+        (job, size): [] for job in JOBS if options.job in ("", job) for size in SIZES
     }
-    for _ in range(given.repeats):
-        for (job, size), runs in taken.items():
-            runs.append(run(job, size, given.batches))
+    for _ in range(options.repeats):
+        for (job, size), runs in runs_by_job.items():
+            runs.append(run(job, size, options.batches))
             print(job, size, runs[-1], flush=True)
     rows = []
-    for (job, size), runs in taken.items():
-        middle = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
-        one = statistics.median(each["busiest"] for each in taken[job, 1])
+    for (job, size), runs in runs_by_job.items():
+        middle = {key: statistics.median(run_row[key] for run_row in runs) for key in runs[0]}
+        one = statistics.median(run_row["busiest"] for run_row in runs_by_job[job, 1])
         rows.append({"job": job, "ranks": size, "of one": middle["busiest"] / one, **middle})
         print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[-1].items()})
     OUT.mkdir(exist_ok=True)

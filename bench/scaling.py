@@ -85,7 +85,7 @@ def plan_only(graph: fx.GraphModule) -> int:
 
 def seconds_per_node(work: Callable[[fx.GraphModule], int], models: dict[int, nn.Module], repeats: int) -> list[float]:
     """Median CPU seconds a node, for each size; every run has a fresh graph over the same modules."""
-    taken: dict[int, list[float]] = {size: [] for size in models}
+    seconds_by_size: dict[int, list[float]] = {size: [] for size in models}
     for _ in range(repeats):
         for size, model in models.items():
             graph = capture(model, None, copy=False)
@@ -94,10 +94,10 @@ def seconds_per_node(work: Callable[[fx.GraphModule], int], models: dict[int, nn
             gc.disable()
             start = time.process_time()
             groups = work(graph)
-            taken[size].append((time.process_time() - start) / count)
+            seconds_by_size[size].append((time.process_time() - start) / count)
             gc.enable()
             assert groups == 2 * (size // NODES_A_BLOCK), f"{groups} groups of {count} nodes"
-    return [statistics.median(times) for times in taken.values()]
+    return [statistics.median(times) for times in seconds_by_size.values()]
 
 
 def linear_rows(small: int, large: int, repeats: int) -> list[Row]:
@@ -135,9 +135,9 @@ def memory_rows(layers: int) -> list[Row]:
     for name, is_writing in (("", False), (", a model that writes through views", True)):
         model = Wide(layers, is_writing).eval()
         size = sum(value.numel() * value.element_size() for value in model.parameters())
-        for how, copy, limit in (("copies", True, 1.2), ("shares", False, 0.2)):
+        for title, copy, limit in (("copies", True, 1.2), ("shares", False, 0.2)):
             peak = peak_extra_bytes(lambda model=model, copy=copy: capture(model, torch.randn(1, 2048), copy=copy))
-            rows.append(Row(f"peak memory, capture that {how}{name}", peak / size, limit, "the model's parameters"))
+            rows.append(Row(f"peak memory, capture that {title}{name}", peak / size, limit, "the model's parameters"))
     return rows
 
 
@@ -171,9 +171,9 @@ def small_cnn() -> nn.Module:
 
 
 def batches(count: int) -> Iterator[Tensor]:
-    made = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     for _ in range(count):
-        yield torch.randn(8, 3, 16, 16, generator=made)
+        yield torch.randn(8, 3, 16, 16, generator=rng)
 
 
 def of_layers() -> Iterator[dict[str, Any]]:
@@ -185,10 +185,10 @@ def of_layers() -> Iterator[dict[str, Any]]:
             start = time.process_time()
             done = scalepoint.deploy(model, data[0], data, output=folder, progress=False, force=True, strict=True)
             seconds[count] = (time.process_time() - start) / count
-        found = done.verification
-        assert found is not None
-        assert found.holds
-        assert found.low_precision == count
+        verification = done.verification
+        assert verification is not None
+        assert verification.holds
+        assert verification.low_precision == count
     few, many = LAYERS
     yield load_row(
         f"deploy: CPU of a layer at {many:,} layers, against {few}",
@@ -217,34 +217,34 @@ def of_batches() -> Iterator[dict[str, Any]]:
 
 def of_trials() -> Iterator[dict[str, Any]]:
     """All stages in a loop (smoke), each with its runtime in a child: what is left after the first, and after all."""
-    model, data, found = small_cnn(), list(batches(2)), []
+    model, data, rows = small_cnn(), list(batches(2)), []
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder
         for number in range(TRIALS):
             scalepoint.deploy(model, data[0], data, output=Path(folder) / "out", progress=False, force=True, smoke=True)
             if number + 1 in (WARM, TRIALS):
-                found.append(left(model, Path(folder)))
+                rows.append(leftovers(model, Path(folder)))
         tempfile.tempdir = None
-    before, after = found
+    before, after = rows
     for name, value in after.items():
         holds = value <= before[name] * GROWTH if name == "memory" else value <= before[name]
-        shown = [f"{each[name] / MB:.0f} MB" if name == "memory" else str(each[name]) for each in found]
-        yield load_row(f"deploy, {TRIALS} times: {name}, against {WARM} times", *shown, holds)
+        cells = [f"{row[name] / MB:.0f} MB" if name == "memory" else str(row[name]) for row in rows]
+        yield load_row(f"deploy, {TRIALS} times: {name}, against {WARM} times", *cells, holds)
 
 
-def left(model: nn.Module, folder: Path) -> dict[str, int]:
+def leftovers(model: nn.Module, folder: Path) -> dict[str, int]:
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks")
     return {
-        "memory": held(),
+        "memory": live_bytes(),
         "open files": len(os.listdir("/proc/self/fd")),
         "child processes": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
         "threads": threading.active_count(),
-        "hooks on the model": sum(len(getattr(each, name)) for each in model.modules() for name in tables),
-        "temporary files": sum(each.name != "out" for each in folder.iterdir()),
+        "hooks on the model": sum(len(getattr(item, name)) for item in model.modules() for name in tables),
+        "temporary files": sum(item.name != "out" for item in folder.iterdir()),
     }
 
 
-def held() -> int:
+def live_bytes() -> int:
     gc.collect()
     CDLL("libc.so.6").malloc_trim(0)
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
@@ -263,16 +263,16 @@ def load() -> int:
     torch.set_num_threads(1)
     known: dict[str, list[dict[str, Any]]] = {}
     for name in chosen:
-        found = list(parts[name]())
-        known = {**(json.loads(LOAD_FILE.read_text()) if LOAD_FILE.is_file() else {}), name: found}
+        results = list(parts[name]())
+        known = {**(json.loads(LOAD_FILE.read_text()) if LOAD_FILE.is_file() else {}), name: results}
         LOAD_FILE.parent.mkdir(exist_ok=True)
         LOAD_FILE.write_text(json.dumps(known, indent=1))
     table = Table("what", "before", "after", "flat")
-    rows = [each for name in chosen for each in known[name]]
-    for each in rows:
-        table.add_row(each["what"], each["before"], each["after"], "yes" if each["holds"] else "NO")
+    rows = [row for name in chosen for row in known[name]]
+    for row in rows:
+        table.add_row(row["what"], row["before"], row["after"], "yes" if row["holds"] else "NO")
     Console().print(table)
-    return int(not all(each["holds"] for each in rows))
+    return int(not all(row["holds"] for row in rows))
 
 
 HIDDEN, MLP, HEADS, WORDS = 1536, 4096, 12, 4096
@@ -302,7 +302,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
         "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    places: dict[str, str] = {}
+    file_by_tensor: dict[str, str] = {}
     for block in range(layers + 1):
         shapes = _block(block) if block < layers else _ends()
         generator = torch.Generator().manual_seed(block)
@@ -312,15 +312,15 @@ def write_checkpoint(folder: Path, layers: int) -> None:
         }
         file = f"model-{block:05}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        file_by_tensor |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_by_tensor}))
 
 
 def _block(index: int) -> dict[str, tuple[int, ...]]:
     name = f"model.layers.{index}"
-    square = {f"{name}.self_attn.{each}_proj.weight": (HIDDEN, HIDDEN) for each in "qkvo"}
-    wide = {f"{name}.mlp.{each}_proj.weight": (MLP, HIDDEN) for each in ("gate", "up")}
-    norms = {f"{name}.{each}_layernorm.weight": (HIDDEN,) for each in ("input", "post_attention")}
+    square = {f"{name}.self_attn.{part}_proj.weight": (HIDDEN, HIDDEN) for part in "qkvo"}
+    wide = {f"{name}.mlp.{part}_proj.weight": (MLP, HIDDEN) for part in ("gate", "up")}
+    norms = {f"{name}.{part}_layernorm.weight": (HIDDEN,) for part in ("input", "post_attention")}
     return {**square, **wide, f"{name}.mlp.down_proj.weight": (HIDDEN, MLP), **norms}
 
 
@@ -332,19 +332,19 @@ def _ends() -> dict[str, tuple[int, ...]]:
 def run_child(source: str, output: str, accuracy: str, resume: str = "", kill_after: int = 0) -> tuple[int, float, int]:
     """(peak of its own memory in bytes, CPU seconds, exit code) of a child; killed when so many pieces are kept."""
     child = subprocess.Popen([sys.executable, "-c", CHILD.format(words=WORDS), source, output, accuracy, resume])
-    place = Path(output or "none")
-    kept = place.with_name(f".{place.name}.work") / "tuning"
+    output_path = Path(output or "none")
+    tuning_folder = output_path.with_name(f".{output_path.name}.work") / "tuning"
     peak, seconds = 0, 0.0
     while child.poll() is None:
-        peak, seconds = max(peak, _own(child.pid)), max(seconds, _cpu(child.pid))
-        if kill_after and len(list(kept.glob("piece-*.safetensors"))) >= kill_after:
+        peak, seconds = max(peak, _own_memory(child.pid)), max(seconds, _cpu(child.pid))
+        if kill_after and len(list(tuning_folder.glob("piece-*.safetensors"))) >= kill_after:
             os.kill(child.pid, signal.SIGKILL)
             kill_after = 0
         time.sleep(0.02)
     return peak, seconds, child.returncode
 
 
-def _own(pid: int) -> int:
+def _own_memory(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -361,38 +361,38 @@ def _cpu(pid: int) -> float:
 
 
 def digest(folder: Path) -> str:
-    seen = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        seen.update(path.name.encode() + path.read_bytes())
-    return seen.hexdigest()
+        hasher.update(path.name.encode() + path.read_bytes())
+    return hasher.hexdigest()
 
 
 def checkpoint() -> int:
     parser = argparse.ArgumentParser(description="A checkpoint larger than the memory it may use")
     parser.add_argument("--gigabytes", type=float, default=3.2)
     parser.add_argument("--accuracy", default="fast")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     one = sum(torch.Size(shape).numel() for shape in _block(0).values()) * 2
-    layers = max(1, round(asked.gigabytes * 1e9 / one))
+    layers = max(1, round(options.gigabytes * 1e9 / one))
     source = CHECKPOINTS / f"source-{layers}"
     if not (source / "model.safetensors.index.json").exists():
         write_checkpoint(source, layers)
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     empty, _, _ = run_child("", "", "")
-    whole, seconds, code = run_child(str(source), str(CHECKPOINTS / "whole"), asked.accuracy)
+    full_peak, seconds, code = run_child(str(source), str(CHECKPOINTS / "whole"), options.accuracy)
     killed, _, signal_code = run_child(
-        str(source), str(CHECKPOINTS / "again"), asked.accuracy, kill_after=2 * layers // 3
+        str(source), str(CHECKPOINTS / "again"), options.accuracy, kill_after=2 * layers // 3
     )
-    resumed, _, again_code = run_child(str(source), str(CHECKPOINTS / "again"), asked.accuracy, "resume")
-    peaks = [(each - empty) / 1e9 for each in (whole, killed, resumed)]
+    resumed, _, again_code = run_child(str(source), str(CHECKPOINTS / "again"), options.accuracy, "resume")
+    peaks = [(peak - empty) / 1e9 for peak in (full_peak, killed, resumed)]
     is_same = code == again_code == 0 and digest(CHECKPOINTS / "whole") == digest(CHECKPOINTS / "again")
-    print(f"{size / 1e9:.2f} GB in bf16, {layers} blocks, accuracy={asked.accuracy}, {seconds:.0f} CPU-s")
+    print(f"{size / 1e9:.2f} GB in bf16, {layers} blocks, accuracy={options.accuracy}, {seconds:.0f} CPU-s")
     print(f"peak beyond an interpreter that imports the same ({empty / 1e9:.2f} GB):", end=" ")
     print(f"whole {peaks[0]:.2f} GB, killed (exit {signal_code}) {peaks[1]:.2f} GB, resumed {peaks[2]:.2f} GB")
     print(f"same bytes: {is_same}")
-    found = {"gigabytes": size / 1e9, "blocks": layers, "accuracy": asked.accuracy, "cpu_seconds": seconds}
-    found |= {"peak_gigabytes": max(peaks), "same_bytes": is_same}
-    (OUT / f"large-{asked.accuracy}.json").write_text(json.dumps(found, indent=1))
+    result = {"gigabytes": size / 1e9, "blocks": layers, "accuracy": options.accuracy, "cpu_seconds": seconds}
+    result |= {"peak_gigabytes": max(peaks), "same_bytes": is_same}
+    (OUT / f"large-{options.accuracy}.json").write_text(json.dumps(result, indent=1))
     return 0 if is_same and max(peaks) < 1.5 else 1
 
 

@@ -67,9 +67,12 @@ def files(folder: Path, tokens: int, width: int, is_first: bool) -> dict[str, on
 def gelus(folder: Path, tokens: int, width: int) -> dict[str, onnxruntime.InferenceSession]:
     """An int8 block with the half of its GELUs last, and as torch writes them."""
     model, x = Block(width, is_first=False).eval(), torch.randn(1, tokens, width)
-    own = onnxruntime_target()
-    plain = replace(own, rewrites=tuple(each for each in own.rewrites if each.name != "gelu_halved_last"))
-    for name, target in {"last": own, "first": plain}.items():
+    default_target = onnxruntime_target()
+    plain = replace(
+        default_target,
+        rewrites=tuple(rewrite for rewrite in default_target.rewrites if rewrite.name != "gelu_halved_last"),
+    )
+    for name, target in {"last": default_target, "first": plain}.items():
         export(quantize(model, x, forward_loop=[x], target=target, freeze_weights=True), folder / f"{name}.onnx", x)
     return {name: session(folder / f"{name}.onnx") for name in ("last", "first")}
 
@@ -79,22 +82,25 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.given, self.made = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.in_projection, self.out_projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (-1, 32)).transpose(1, 2) for each in self.given(x).chunk(3, -1))
-        seen = x[:, None, None, :, 0] < x[:, None, None, :, 0].amax(-1, keepdim=True)
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        made: Tensor = self.made(y.transpose(1, 2).flatten(2))
-        return made
+        q, k, v = (part.unflatten(-1, (-1, 32)).transpose(1, 2) for part in self.in_projection(x).chunk(3, -1))
+        is_visible = x[:, None, None, :, 0] < x[:, None, None, :, 0].amax(-1, keepdim=True)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=is_visible)
+        output: Tensor = self.out_projection(y.transpose(1, 2).flatten(2))
+        return output
 
 
 def masked(folder: Path, tokens: int, width: int) -> dict[str, onnxruntime.InferenceSession]:
     """Attention whose probabilities are not looked through for NaN, and as torch writes it."""
     model, x = Attention(width).eval(), torch.randn(8, tokens, width)
-    own = onnxruntime_target()
-    plain = replace(own, rewrites=tuple(each for each in own.rewrites if each.name != "softmax_of_finite"))
-    for name, target in {"unchecked": own, "checked": plain}.items():
+    default_target = onnxruntime_target()
+    plain = replace(
+        default_target,
+        rewrites=tuple(rewrite for rewrite in default_target.rewrites if rewrite.name != "softmax_of_finite"),
+    )
+    for name, target in {"unchecked": default_target, "checked": plain}.items():
         export(quantize(model, x, forward_loop=[x], target=target, freeze_weights=True), folder / f"{name}.onnx", x)
     return {name: session(folder / f"{name}.onnx") for name in ("unchecked", "checked")}
 
@@ -166,32 +172,34 @@ def pooled(folder: Path, pixels: int) -> dict[str, onnxruntime.InferenceSession]
     quantized = quantize(model, x, config, forward_loop=[x], target="onnxruntime", freeze_weights=True)
     path = export(quantized, folder / "held.onnx", x)
     proto = onnx.load(path)
-    (held,) = [node for node in proto.graph.node if node.op_type == "Max"]
+    (pool,) = [node for node in proto.graph.node if node.op_type == "Max"]
     for node in proto.graph.node:
-        for place, name in enumerate(node.input):
-            if name == held.output[0]:
-                node.input[place] = held.input[0]
-    proto.graph.node.remove(held)
+        for position, name in enumerate(node.input):
+            if name == pool.output[0]:
+                node.input[position] = pool.input[0]
+    proto.graph.node.remove(pool)
     onnx.save(proto, folder / "moved.onnx")
     return {name: session(folder / f"{name}.onnx") for name in ("held", "moved")}
 
 
 def in_openvino(folder: Path, model: nn.Module, x: Tensor, rule: str) -> dict[str, Any]:
     """With a rule and without."""
-    own = openvino_target()
-    plain = replace(own, rewrites=tuple(each for each in own.rewrites if each.name != rule))
-    found = {}
-    for name, target in {"with": own, "without": plain}.items():
+    default_target = openvino_target()
+    plain = replace(
+        default_target, rewrites=tuple(rewrite for rewrite in default_target.rewrites if rewrite.name != rule)
+    )
+    sessions = {}
+    for name, target in {"with": default_target, "without": plain}.items():
         quantized = quantize(model, x, forward_loop=[x], target=target, freeze_weights=True)
         path = export(quantized, folder / f"{name}.onnx", x)
         compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_NUM_THREADS": 1})
-        found[name] = compiled.create_infer_request()
-    return found
+        sessions[name] = compiled.create_infer_request()
+    return sessions
 
 
 def timed(sessions: dict[str, Any], shape: tuple[int, ...]) -> dict[str, float]:
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    return interleave({name: run(each, x) for name, each in sessions.items()}, repeats=31, inner=5)
+    return interleave({name: run(session, x) for name, session in sessions.items()}, repeats=31, inner=5)
 
 
 def run(session: Any, x: np.ndarray) -> Callable[[], Any]:
@@ -202,8 +210,8 @@ def run(session: Any, x: np.ndarray) -> Callable[[], Any]:
 
 def openvino_row(title: str, model: nn.Module, shape: tuple[int, ...], rule: str, against: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
-        taken = timed(in_openvino(Path(folder), model.eval(), torch.randn(shape), rule), shape)
-    return Row(title, taken["with"] / taken["without"], 1.0, against, openvino.__version__)
+        medians = timed(in_openvino(Path(folder), model.eval(), torch.randn(shape), rule), shape)
+    return Row(title, medians["with"] / medians["without"], 1.0, against, openvino.__version__)
 
 
 def stem() -> nn.Module:
@@ -219,23 +227,23 @@ def main() -> int:
         for is_first in (False, True):
             with tempfile.TemporaryDirectory() as folder:
                 sessions = files(Path(folder), tokens, width, is_first)
-            taken = timed(sessions, (1, tokens, width))
+            medians = timed(sessions, (1, tokens, width))
             name = f"Sum before {'pre' if is_first else 'post'}-norm, {title}"
-            rows.append(Row(name, taken["sum"] / taken["add"], 1.0, "Add, fused", onnxruntime.__version__))
+            rows.append(Row(name, medians["sum"] / medians["add"], 1.0, "Add, fused", onnxruntime.__version__))
     for title, (tokens, width) in SIZES.items():
         with tempfile.TemporaryDirectory() as folder:
-            taken = timed(gelus(Path(folder), tokens, width), (1, tokens, width))
-        ratio = taken["last"] / taken["first"]
+            medians = timed(gelus(Path(folder), tokens, width), (1, tokens, width))
+        ratio = medians["last"] / medians["first"]
         rows.append(Row(f"GELU halved last, {title}", ratio, 1.0, "as exported", onnxruntime.__version__))
     for title, (tokens, width) in SIZES.items():
         with tempfile.TemporaryDirectory() as folder:
-            taken = timed(masked(Path(folder), tokens, width), (8, tokens, width))
-        ratio = taken["unchecked"] / taken["checked"]
+            medians = timed(masked(Path(folder), tokens, width), (8, tokens, width))
+        ratio = medians["unchecked"] / medians["checked"]
         rows.append(Row(f"attention without a check, {title}", ratio, 1.0, "as exported", onnxruntime.__version__))
     for pixels in (32, 96, 224):
         with tempfile.TemporaryDirectory() as folder:
-            taken = timed(pooled(Path(folder), pixels), (1, 3, pixels, pixels))
-        ratio = taken["held"] / taken["moved"]
+            medians = timed(pooled(Path(folder), pixels), (1, 3, pixels, pixels))
+        ratio = medians["held"] / medians["moved"]
         rows.append(
             Row(f"Max behind a pool of floats, {pixels} px", ratio, 1.0, "quantizer moved", onnxruntime.__version__)
         )

@@ -34,12 +34,12 @@ GRANULARITIES: dict[str, QuantizationGranularity] = {
 
 def quantizer(spec: QuantizationSpec, x: Tensor, *, frozen: bool = True) -> DefaultFakeQuantize:
     """A weight quantizer that has seen x; without the eval cache, so that the arithmetic is what is measured."""
-    made = QuantizationComponentFactory.create_fake_quantizer(spec, "weight")
-    assert isinstance(made, DefaultFakeQuantize)
-    made.cache_weights = False
-    made(x)
-    made.enable_observer(not frozen)
-    return made
+    fake_quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, "weight")
+    assert isinstance(fake_quantizer, DefaultFakeQuantize)
+    fake_quantizer.cache_weights = False
+    fake_quantizer(x)
+    fake_quantizer.enable_observer(not frozen)
+    return fake_quantizer
 
 
 def torch_per_tensor(x: Tensor) -> Callable[[Tensor], Tensor]:
@@ -59,7 +59,7 @@ def forward_and_backward(function: Callable[[Tensor], Tensor], x: Tensor, grad: 
 
 def integer_rows(x: Tensor, repeats: int) -> list[Row]:
     rows = []
-    grad, kept = torch.randn_like(x), torch.empty_like(x)
+    grad, output = torch.randn_like(x), torch.empty_like(x)
     ours = [
         (f"{dtype} {where} {scheme}", QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity))
         for dtype, scheme in (
@@ -76,22 +76,22 @@ def integer_rows(x: Tensor, repeats: int) -> list[Row]:
         against = "torch per channel" if per_channel else "torch per tensor"
         fq = quantizer(spec, x)
         qparams, block = fq.calculate_qparams(), spec.granularity.get_block_size(x.shape)
-        taken = interleave(
+        seconds = interleave(
             {
                 "torch": lambda run=reference: run(x),
                 "fresh": lambda run=fq: run(x),
-                "kept": lambda q=qparams, g=fq.grid, b=block: fake_quantize(x, q, g, b, fixed_zero=True, out=kept),
+                "kept": lambda q=qparams, g=fq.grid, b=block: fake_quantize(x, q, g, b, fixed_zero=True, out=output),
                 "clone": x.clone,
                 "torch both": forward_and_backward(reference, x, grad),
                 "both": forward_and_backward(fq, x, grad),
             },
             repeats,
         )
-        clones = f"{taken['fresh'] / taken['clone']:.1f} clones"
-        rows.append(Row(f"{name}: forward", taken["fresh"] / taken["torch"], 0.5, against, clones))
-        clones = f"{taken['kept'] / taken['clone']:.1f} clones"
-        rows.append(Row(f"{name}: forward, kept output", taken["kept"] / taken["torch"], 0.2, against, clones))
-        rows.append(Row(f"{name}: forward + backward", taken["both"] / taken["torch both"], 0.5, against))
+        clones = f"{seconds['fresh'] / seconds['clone']:.1f} clones"
+        rows.append(Row(f"{name}: forward", seconds["fresh"] / seconds["torch"], 0.5, against, clones))
+        clones = f"{seconds['kept'] / seconds['clone']:.1f} clones"
+        rows.append(Row(f"{name}: forward, kept output", seconds["kept"] / seconds["torch"], 0.2, against, clones))
+        rows.append(Row(f"{name}: forward + backward", seconds["both"] / seconds["torch both"], 0.5, against))
     return rows
 
 
@@ -112,8 +112,8 @@ def float_rows(x: Tensor, repeats: int) -> list[Row]:
     rows = []
     for name, (spec, limit) in cases.items():
         fq = quantizer(spec, x)
-        taken = interleave({"torch": lambda: reference(x), "ours": lambda run=fq: run(x)}, repeats)
-        rows.append(Row(f"{name}: forward", taken["ours"] / taken["torch"], limit, "torch per tensor int8"))
+        seconds = interleave({"torch": lambda: reference(x), "ours": lambda run=fq: run(x)}, repeats)
+        rows.append(Row(f"{name}: forward", seconds["ours"] / seconds["torch"], limit, "torch per tensor int8"))
     return rows
 
 
@@ -123,11 +123,11 @@ def observing_rows(x: Tensor, repeats: int) -> list[Row]:
     for where, granularity in GRANULARITIES.items():
         spec = QuantizationSpec(granularity=granularity)
         frozen, observing = quantizer(spec, x), quantizer(spec, x, frozen=False)
-        taken = interleave(
+        seconds = interleave(
             {"torch": lambda: reference(x), "frozen": lambda f=frozen: f(x), "observing": lambda f=observing: f(x)},
             repeats,
         )
-        added = (taken["observing"] - taken["frozen"]) / taken["torch"]
+        added = (seconds["observing"] - seconds["frozen"]) / seconds["torch"]
         rows.append(Row(f"observing {where} adds", added, 0.3, "torch per tensor"))
     return rows
 
@@ -172,12 +172,12 @@ def small_rows(repeats: int) -> list[Row]:
     }.items():
         fq = quantizer(spec, x).eval()
         fq.quantization_target = type(fq.quantization_target)("activation")
-        taken = interleave({"torch": lambda: reference(x), "ours": lambda f=fq: f(x)}, repeats, inner=2000)
-        rows.append(Row(f"4 x 64, one frozen call, {name}", taken["ours"] / taken["torch"], 4.0, "torch's bare op"))
+        seconds = interleave({"torch": lambda: reference(x), "ours": lambda f=fq: f(x)}, repeats, inner=2000)
+        rows.append(Row(f"4 x 64, one frozen call, {name}", seconds["ours"] / seconds["torch"], 4.0, "torch's bare op"))
     cached = quantizer(QuantizationSpec(), x).eval()
     cached.cache_weights = True
-    taken = interleave({"torch": lambda: reference(x), "ours": lambda: cached(x)}, repeats, inner=2000)
-    rows.append(Row("4 x 64, cached weight in eval", taken["ours"] / taken["torch"], 4.0, "torch's bare op"))
+    seconds = interleave({"torch": lambda: reference(x), "ours": lambda: cached(x)}, repeats, inner=2000)
+    rows.append(Row("4 x 64, cached weight in eval", seconds["ours"] / seconds["torch"], 4.0, "torch's bare op"))
     return rows
 
 

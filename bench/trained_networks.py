@@ -79,12 +79,12 @@ class ViT(nn.Module):
             nn.ReLU(),
             nn.Conv2d(64, VIT_WIDTH, 3, 2, 1),
         )
-        self.places = nn.Parameter(0.02 * torch.randn(16, VIT_WIDTH))
+        self.position_embedding = nn.Parameter(0.02 * torch.randn(16, VIT_WIDTH))
         self.blocks = nn.Sequential(*(VitBlock() for _ in range(VIT_BLOCKS)))
         self.norm, self.head = nn.LayerNorm(VIT_WIDTH), nn.Linear(VIT_WIDTH, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = self.stem(x).flatten(2).transpose(1, 2) + self.places
+        tokens = self.stem(x).flatten(2).transpose(1, 2) + self.position_embedding
         result: Tensor = self.head(self.norm(self.blocks(tokens)).mean(1))
         return result
 
@@ -136,7 +136,9 @@ def _varied(images: Tensor) -> Tensor:
 
 
 BATCH, CALIBRATION = 64, 256
-MEAN, SPREAD = (torch.tensor(each).view(3, 1, 1) for each in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+MEAN, SPREAD = (
+    torch.tensor(channel_values).view(3, 1, 1) for channel_values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+)
 OF_TRANSFORMERS = (
     Limit("decibels", 6.0, NEAREST),
     Limit("decibels", 0.0, GPTQ_INTERCEPT),
@@ -196,7 +198,7 @@ class CifarResNet(nn.Module):
         widths = (16, 16, 32, 64)
         for stage in range(1, 4):
             inputs = [widths[stage - 1], *[widths[stage]] * (blocks - 1)]
-            setattr(self, f"layer{stage}", nn.Sequential(*(CifarBlock(each, widths[stage]) for each in inputs)))
+            setattr(self, f"layer{stage}", nn.Sequential(*(CifarBlock(width, widths[stage]) for width in inputs)))
         self.linear = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -263,9 +265,11 @@ def minilm() -> Subject:
     train, test = sentences.TRAIN, sentences.TRAIN + JUDGED_SENTENCES
     texts, positive = sentences.sentences(test + CALIBRATION_SENTENCES)
     head = sentences.classifier(sentences.vectors(model, sentences.batches(tokenizer, texts[:train])), positive[:train])
-    by_length = sorted(range(train, test), key=lambda each: len(texts[each]))  # of a length together: little is padded
-    judged = sentences.batches(tokenizer, [texts[each] for each in by_length])
-    held_out = list(zip(judged, positive[by_length].split(32), strict=True))
+    by_length = sorted(
+        range(train, test), key=lambda index: len(texts[index])
+    )  # of a length together: little is padded
+    judge_batches = sentences.batches(tokenizer, [texts[index] for index in by_length])
+    held_out = list(zip(judge_batches, positive[by_length].split(32), strict=True))
     calibration = sentences.batches(tokenizer, sorted(texts[test:], key=len))
 
     def marks(vectors: Tensor, answers: Tensor) -> Tensor:
@@ -310,10 +314,10 @@ def language_subject(
     name: str, model: Llama, text: tuple[Tensor, Tensor], size: int, precisions: tuple[str, ...], best: tuple[str, ...]
 ) -> Subject:
     """From rows of tokens that calibrate, and rows that judge; `best` at some of the precisions."""
-    calibrating, judged = text
+    calibrating, judge_rows = text
 
     def judging() -> Iterable[tuple[Tensor, Tensor]]:
-        return ((rows[:, :-1], rows[:, 1:]) for rows in judged.split(size))
+        return ((rows[:, :-1], rows[:, 1:]) for rows in judge_rows.split(size))
 
     calibration = [rows[:, :-1] for rows in calibrating.split(size)]
     limits = dict.fromkeys(precisions, AHEAD)
@@ -326,10 +330,10 @@ def small_llama() -> Subject:
     model, tokenizer = trained_llama()
     text = parts()
     calibrating = sequences(tokenizer.encode(text["calibrate"]).ids, CONTEXT, 96)
-    judged = sequences(tokenizer.encode(text["judge"]).ids, CONTEXT, 128)
+    judge_rows = sequences(tokenizer.encode(text["judge"]).ids, CONTEXT, 128)
     widths = ("8 per channel", "4 per channel", "3 per channel", "3 blocks of 128", "2 blocks of 32")
     precisions = tuple(f"int{width}" for width in widths)
-    return language_subject("Llama, 3 M, trained here", model, (calibrating, judged), 16, precisions, precisions)
+    return language_subject("Llama, 3 M, trained here", model, (calibrating, judge_rows), 16, precisions, precisions)
 
 
 def trained_llama() -> tuple[Llama, Tokenizer]:
@@ -359,7 +363,7 @@ def _train_llama(model: Llama, tokens: Tensor) -> None:
         for group in optimizer.param_groups:
             group["lr"] = LLAMA_RATE * min(1.0, step / 100) * (0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2)
         starts = torch.randint(0, len(tokens) - CONTEXT - 1, (LLAMA_BATCH,))
-        rows = torch.stack([tokens[place : place + CONTEXT + 1] for place in starts.tolist()])
+        rows = torch.stack([tokens[begin : begin + CONTEXT + 1] for begin in starts.tolist()])
         loss = losses(model(rows[:, :-1]), rows[:, 1:]).mean()
         optimizer.zero_grad()
         cast("Any", loss).backward()
@@ -389,16 +393,16 @@ def smollm() -> Subject:
     model.load_state_dict(llama_state(contents.tensors, sizes))
     text = parts()
     calibrating = sequences(tokenizer.encode(text["calibrate"]).ids, 512, 16)
-    judged = sequences(tokenizer.encode(text["judge"]).ids, 512, 12)
+    judge_rows = sequences(tokenizer.encode(text["judge"]).ids, 512, 12)
     widths = ("8 per channel", "4 blocks of 64", "3 blocks of 64", "2 blocks of 32", "4 per channel", "3 per channel")
     precisions = tuple(f"int{width}" for width in widths)  # 576 inputs are no blocks of 128
-    return language_subject("SmolLM2-135M", model.eval(), (calibrating, judged), 1, precisions, precisions[:4])
+    return language_subject("SmolLM2-135M", model.eval(), (calibrating, judge_rows), 1, precisions, precisions[:4])
 
 
 def llama_state(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
     """Under our names; the rows of q and k, which GGUF keeps for neighbours that turn together, back in halves."""
     table = tensors["token_embd.weight"]
-    found = {"embedding.weight": table, "head.weight": table, "norm.weight": tensors["output_norm.weight"]}
+    state = {"embedding.weight": table, "head.weight": table, "norm.weight": tensors["output_norm.weight"]}
     names = {
         "attn_norm": "norm1", "ffn_norm": "norm2", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj",
         "attn_v": "attention.v_proj", "attn_output": "attention.o_proj", "ffn_gate": "mlp.gate_proj",
@@ -409,5 +413,5 @@ def llama_state(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
             value = tensors[f"blk.{block}.{theirs}.weight"]
             if theirs in ("attn_q", "attn_k"):
                 value = value.view(-1, sizes.head // 2, 2, sizes.hidden).transpose(1, 2).reshape(value.shape)
-            found[f"blocks.{block}.{ours}.weight"] = value
-    return found
+            state[f"blocks.{block}.{ours}.weight"] = value
+    return state

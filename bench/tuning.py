@@ -48,17 +48,17 @@ from smollm import folder as smollm
 from tuning_cases import (
     BALANCED,
     NEAREST,
-    Kept,
     Limit,
     Plain,
     Row,
+    RowStore,
     Subject,
     error,
-    judged,
     prepared,
     rows,
+    rows_table,
     score,
-    shown,
+    score_run,
     with_limits,
 )
 
@@ -70,13 +70,13 @@ def networks_by_name(photographs: Path | None, cifar: Path | None) -> dict[str, 
     """Networks by name, each made when its turn comes."""
     import trained_networks as networks
 
-    found: dict[str, Callable[[], Subject]] = {"ResNet-8": networks.resnet8}
+    makers: dict[str, Callable[[], Subject]] = {"ResNet-8": networks.resnet8}
     if cifar:
-        found |= {f"CIFAR ResNet-{depth}": partial(networks.cifar, cifar, depth) for depth in (20, 56)}
+        makers |= {f"CIFAR ResNet-{depth}": partial(networks.cifar, cifar, depth) for depth in (20, 56)}
     if photographs:
-        found["EfficientNet-Lite0"] = partial(networks.lite0, photographs)
-    found |= {"ViT, CIFAR-10": networks.vit, "MiniLM": networks.minilm}
-    return found | {"Llama, 3 M, trained here": networks.small_llama, "SmolLM2-135M": networks.smollm}
+        makers["EfficientNet-Lite0"] = partial(networks.lite0, photographs)
+    makers |= {"ViT, CIFAR-10": networks.vit, "MiniLM": networks.minilm}
+    return makers | {"Llama, 3 M, trained here": networks.small_llama, "SmolLM2-135M": networks.smollm}
 
 
 def accuracy() -> int:
@@ -87,17 +87,17 @@ def accuracy() -> int:
     parser.add_argument("--again", action="store_true", help="measure rows that are there already, too")
     parser.add_argument("--rows", default="", help="a part of the precision's name")
     parser.add_argument("--how", action="append", default=[], help="a way, as often as wanted; without one all")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    kept = Kept(ACCURACY_FILE)
-    for name, make in networks_by_name(given.photographs, given.cifar).items():
-        if given.only in name:
-            if given.again:
-                kept.discard_codes(name)
-            for row in rows(make(), kept, given.rows, given.how):
+    store = RowStore(ACCURACY_FILE)
+    for name, make in networks_by_name(options.photographs, options.cifar).items():
+        if options.only in name:
+            if options.again:
+                store.forget(name)
+            for row in rows(make(), store, options.rows, options.how):
                 print(row, flush=True)
-    found = kept.ordered()
-    return int(not publish(shown(found), found, ACCURACY_FILE))
+    ordered_rows = store.ordered()
+    return int(not publish(rows_table(ordered_rows), ordered_rows, ACCURACY_FILE))
 
 
 PEER_TOOLS = Path(__file__).parent / "peer_tools.py"
@@ -120,37 +120,37 @@ def run_peer(how: str, network: str, python: str, data: Path) -> tuple[Tensor, f
         if run.returncode:
             print(f"{how} on {network}: {run.stderr.strip().splitlines()[-1]}", flush=True)
             return None
-    found = load_file(output)
-    return found["outputs"], float(found["seconds"])
+    tensors = load_file(output)
+    return tensors["outputs"], float(tensors["seconds"])
 
 
 def peer_row(subject: Subject, how: str, plain: Plain, run: object, seconds: float) -> Row:
-    found, level = judged(subject, run, plain)  # type: ignore[arg-type]
-    reached, apart = score(subject, found.marks), error(subject, found.marks, plain.marks)
+    scores, level = score_run(subject, run, plain)  # type: ignore[arg-type]
+    reached, apart = score(subject, scores.marks), error(subject, scores.marks, plain.marks)
     return Row(subject.name, "W4A8", how, reached, apart, level, seconds)
 
 
-def compare_peers(subject: Subject, network: str, python: str, kept: Kept) -> None:
+def compare_peers(subject: Subject, network: str, python: str, store: RowStore) -> None:
     data = OUT / "peers" / f"{network}.safetensors"
     data.parent.mkdir(parents=True, exist_ok=True)
     test = torch.cat([images for images, _ in subject.judging()])
     save_file({"calibration": torch.cat(list(subject.calibration)), "test": test}, data)
-    plain, _ = judged(subject, subject.model)
-    kept.add(Row(subject.name, "float", "float", score(subject, plain.marks), 0.0, None, 0.0))
+    plain, _ = score_run(subject, subject.model)
+    store.add(Row(subject.name, "float", "float", score(subject, plain.marks), 0.0, None, 0.0))
     for name, how in PEERS.items():
-        if (subject.name, "W4A8", name) in kept.rows:
+        if (subject.name, "W4A8", name) in store.rows:
             continue
-        found = run_peer(how, network, python, data)
-        if found is not None:
-            parts = iter(found[0].split([len(answers) for _, answers in subject.judging()]))
-            kept.add(peer_row(subject, name, plain, lambda _, parts=parts: next(parts), found[1]))
+        outputs = run_peer(how, network, python, data)
+        if outputs is not None:
+            parts = iter(outputs[0].split([len(answers) for _, answers in subject.judging()]))
+            store.add(peer_row(subject, name, plain, lambda _, parts=parts: next(parts), outputs[1]))
     for how in (NEAREST, BALANCED):
         model, seconds = prepared(subject, "W4A8", how)
-        kept.add(peer_row(subject, f"scalepoint, {how}", plain, model, seconds))
-    ours = kept.rows[subject.name, "W4A8", f"scalepoint, {BALANCED}"]
-    limits = [Limit("decibels", 0.0, name) for name in PEERS if (subject.name, "W4A8", name) in kept.rows]
-    judgement = with_limits(ours, limits, list(kept.rows.values()))
-    kept.add(replace(judgement, limits="dB ahead of each"))
+        store.add(peer_row(subject, f"scalepoint, {how}", plain, model, seconds))
+    ours = store.rows[subject.name, "W4A8", f"scalepoint, {BALANCED}"]
+    limits = [Limit("decibels", 0.0, name) for name in PEERS if (subject.name, "W4A8", name) in store.rows]
+    judgement = with_limits(ours, limits, list(store.rows.values()))
+    store.add(replace(judgement, limits="dB ahead of each"))
 
 
 def peers() -> int:
@@ -159,14 +159,14 @@ def peers() -> int:
     parser = argparse.ArgumentParser(description="4-bit weights of CNNs by other tools")
     parser.add_argument("--python", required=True, help="of an environment with brevitas and nncf")
     parser.add_argument("--photographs", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    kept = Kept(OUT / "tuning-peers.json")
-    compare_peers(networks.resnet8(), "resnet8", given.python, kept)
-    if given.photographs:
-        compare_peers(networks.lite0(given.photographs), "lite0", given.python, kept)
-    found = kept.ordered()
-    return int(not publish(shown(found), found, OUT / "tuning-peers.json"))
+    store = RowStore(OUT / "tuning-peers.json")
+    compare_peers(networks.resnet8(), "resnet8", options.python, store)
+    if options.photographs:
+        compare_peers(networks.lite0(options.photographs), "lite0", options.python, store)
+    rows = store.ordered()
+    return int(not publish(rows_table(rows), rows, OUT / "tuning-peers.json"))
 
 
 LANGUAGE_PEERS = {"auto-round": "auto-round, 50 iterations", "nncf": "NNCF, AWQ and scale estimation"}
@@ -184,17 +184,17 @@ def run_language_peer(subject: Subject, how: str, python: str) -> float | None:
         if run.returncode:
             print(f"{how}: {(run.stderr.strip().splitlines() or ['it ended'])[-1][-300:]}", flush=True)
             return None
-    found = load_file(output)
-    seconds = float(found.pop("seconds"))
-    for name, weight in found.items():
-        own = name.replace("model.layers.", "blocks.").replace("self_attn", "attention")
-        subject.model.get_parameter(f"{own}.weight").data.copy_(weight)
+    tensors = load_file(output)
+    seconds = float(tensors.pop("seconds"))
+    for name, weight in tensors.items():
+        name_in_subject = name.replace("model.layers.", "blocks.").replace("self_attn", "attention")
+        subject.model.get_parameter(f"{name_in_subject}.weight").data.copy_(weight)
     return seconds
 
 
 def language_row(subject: Subject, how: str, run: torch.nn.Module, plain: Plain, seconds: float) -> Row:
-    found, level = judged(subject, run, plain)
-    reached, apart = score(subject, found.marks), error(subject, found.marks, plain.marks)
+    scores, level = score_run(subject, run, plain)
+    reached, apart = score(subject, scores.marks), error(subject, scores.marks, plain.marks)
     return Row(subject.name, PRECISION, how, reached, apart, level, seconds, is_perplexity=True)
 
 
@@ -202,23 +202,23 @@ def language_peers() -> int:
     parser = argparse.ArgumentParser(description="SmolLM2-135M in 4 bits by other tools")
     parser.add_argument("--python", required=True, help="of an environment that has the tool")
     parser.add_argument("--only", default="", help="a tool; without one both, and ours")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     import trained_networks as networks
 
-    subject, kept = networks.smollm(), Kept(OUT / "language-peers.json")
-    plain, _ = judged(subject, subject.model)
-    kept.add(Row(subject.name, "float", "float", score(subject, plain.marks), 0.0, None, 0.0, is_perplexity=True))
+    subject, store = networks.smollm(), RowStore(OUT / "language-peers.json")
+    plain, _ = score_run(subject, subject.model)
+    store.add(Row(subject.name, "float", "float", score(subject, plain.marks), 0.0, None, 0.0, is_perplexity=True))
     for how in (NEAREST, BALANCED):
         name = f"scalepoint, {how}"
-        if (subject.name, PRECISION, name) not in kept.rows:
+        if (subject.name, PRECISION, name) not in store.rows:
             model, seconds = prepared(subject, PRECISION, how)
-            kept.add(language_row(subject, name, model, plain, seconds))
+            store.add(language_row(subject, name, model, plain, seconds))
     for how, name in LANGUAGE_PEERS.items():
-        if given.only in how and (seconds := run_language_peer(subject, how, given.python)) is not None:
-            kept.add(language_row(subject, name, subject.model, plain, seconds))
-    found = kept.ordered()
-    return int(not publish(shown(found), found, OUT / "language-peers.json"))
+        if options.only in how and (seconds := run_language_peer(subject, how, options.python)) is not None:
+            store.add(language_row(subject, name, subject.model, plain, seconds))
+    rows = store.ordered()
+    return int(not publish(rows_table(rows), rows, OUT / "language-peers.json"))
 
 
 WIDTH, PIXELS, BATCH, REPEATS = 32, 16, 32, 3
@@ -252,9 +252,9 @@ def make_tuning(layers: int, batches: int, memory: str = "2GB") -> Callable[[], 
     model, settings = make_chain(layers), TuneConfig(memory=memory, rows=2048)  # type: ignore[arg-type]
 
     def run() -> object:
-        made: Any = quantize(model, next(iter(Stream(1))), CONFIG, forward_loop=Stream(2), progress=False)
-        assert isinstance(made, fx.GraphModule)
-        return tune(made, Stream(batches), settings, progress=False)
+        quantized: Any = quantize(model, next(iter(Stream(1))), CONFIG, forward_loop=Stream(2), progress=False)
+        assert isinstance(quantized, fx.GraphModule)
+        return tune(quantized, Stream(batches), settings, progress=False)
 
     return run
 
@@ -268,8 +268,8 @@ def peaks_of_memory() -> dict[int, int]:
 def measured_apart() -> dict[int, int]:
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
     command = [sys.executable, __file__, "cost", MEMORY]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return {int(count): peak for count, peak in json.loads(found.stdout).items()}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return {int(count): peak for count, peak in json.loads(process.stdout).items()}
 
 
 def cost() -> int:

@@ -69,20 +69,20 @@ class Limit:
             return f"{names[self.of]} within {-self.by:g} of {self.than}"
         return f"{self.by:g} {names[self.of]} above {self.than}"
 
-    def is_kept(self, row: Row, others: Sequence[Row]) -> bool:
+    def is_kept(self, row: Row, other_rows: Sequence[Row]) -> bool:
         sign = -1 if self.of == "seconds" or (self.of == "score" and row.is_perplexity) else 1
         base = 0.0
         if self.than:
-            other = next((each for each in others if each.how == self.than), None)
+            other = next((row_of_peer for row_of_peer in other_rows if row_of_peer.how == self.than), None)
             value = None if other is None else getattr(other, self.of)
             if value is None:
                 return False
             base = value
-        found = getattr(row, self.of)
-        return found is not None and sign * found >= sign * base + (self.by if self.than else sign * self.by)
+        measured = getattr(row, self.of)
+        return measured is not None and sign * measured >= sign * base + (self.by if self.than else sign * self.by)
 
 
-class Kept:
+class RowStore:
     """Rows by network, precision and way, written after each, so that a run that was stopped goes on."""
 
     def __init__(self, path: Path) -> None:
@@ -96,30 +96,30 @@ class Kept:
 
     def ordered(self) -> list[Row]:
         """By network and precision as they came, float first, and ways in the order of `WAYS`."""
-        models, precisions = (list(dict.fromkeys(key[place] for key in self.rows)) for place in (0, 1))
+        models, precisions = (list(dict.fromkeys(key[order] for key in self.rows)) for order in (0, 1))
         precisions = sorted(precisions, key=lambda precision: precision != "float")
-        known = {how: place for place, how in enumerate(WAYS)}
+        known = {how: order for order, how in enumerate(WAYS)}
 
-        def place(row: Row) -> tuple[int, int, int]:
+        def order(row: Row) -> tuple[int, int, int]:
             return models.index(row.model), precisions.index(row.precision), known.get(row.how, len(known))
 
-        return sorted(self.rows.values(), key=place)
+        return sorted(self.rows.values(), key=order)
 
     def forget(self, part: str) -> None:
         self.rows = {key: row for key, row in self.rows.items() if part not in " ".join(key)}
         self._write()
 
     def _saved(self) -> dict[tuple[str, str, str], Row]:
-        found = json.loads(self.path.read_text()) if self.path.exists() else []
-        rows = [Row(**{key: value for key, value in each.items() if key != "holds"}) for each in found]
+        entries = json.loads(self.path.read_text()) if self.path.exists() else []
+        rows = [Row(**{key: value for key, value in entry.items() if key != "holds"}) for entry in entries]
         return {(row.model, row.precision, row.how): row for row in rows}
 
     def _write(self) -> None:
         self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text(json.dumps([{**asdict(each), "holds": each.holds} for each in self.ordered()], indent=2))
+        self.path.write_text(json.dumps([{**asdict(row), "holds": row.holds} for row in self.ordered()], indent=2))
 
 
-def shown(rows: Sequence[Row]) -> Table:
+def rows_table(rows: Sequence[Row]) -> Table:
     table = Table(title="below 8 bits, calibrated and judged on different data")
     for column in ("network", "", "how", "score", "+-", "dB", "CPU s", "limits"):
         table.add_column(column)
@@ -197,12 +197,12 @@ class Plain:
 
 
 @torch.no_grad()
-def judged(subject: Subject, run: Callable[..., Tensor], plain: Plain | None = None) -> tuple[Plain, float | None]:
+def score_run(subject: Subject, run: Callable[..., Tensor], plain: Plain | None = None) -> tuple[Plain, float | None]:
     """Marks of all samples, and dB against the outputs of the float network where it is given."""
-    found, outputs, signal, noise, room = [], [], 0.0, 0.0, COMPARED
+    parts, outputs, signal, noise, room = [], [], 0.0, 0.0, COMPARED
     for index, (inputs, answers) in enumerate(subject.judging()):
         output = run(**inputs) if isinstance(inputs, dict) else run(inputs)
-        found.append(subject.marks(output, answers))
+        parts.append(subject.marks(output, answers))
         if plain is None and output.numel() <= room:
             outputs.append(output)
             room -= output.numel()
@@ -210,7 +210,7 @@ def judged(subject: Subject, run: Callable[..., Tensor], plain: Plain | None = N
             signal += float(plain.outputs[index].double().square().sum())
             noise += float((plain.outputs[index] - output).double().square().sum())
     level = None if plain is None or not signal else 10 * math.log10(signal / max(noise, 1e-300))
-    return Plain(torch.cat(found), outputs), level
+    return Plain(torch.cat(parts), outputs), level
 
 
 def score(subject: Subject, marks: Tensor) -> float:
@@ -225,34 +225,34 @@ def error(subject: Subject, marks: Tensor, plain: Tensor) -> float:
     return spread * score(subject, marks) if subject.is_perplexity else 100 * spread
 
 
-def rows(subject: Subject, kept: Kept, part: str = "", only: Sequence[str] = ()) -> Iterator[Row]:
+def rows(subject: Subject, store: RowStore, part: str = "", only: Sequence[str] = ()) -> Iterator[Row]:
     """All rows of a network that are not there yet, or those of some precisions and ways."""
-    wanted = [(precision, how) for precision in subject.limits for how in subject.ways]
-    wanted += [(precision, BEST) for precision in subject.best]
-    wanted = [(precision, how) for precision, how in wanted if part in precision and (not only or how in only)]
-    if all((subject.name, *each) in kept.rows for each in wanted):
+    pairs = [(precision, how) for precision in subject.limits for how in subject.ways]
+    pairs += [(precision, BEST) for precision in subject.best]
+    pairs = [(precision, how) for precision, how in pairs if part in precision and (not only or how in only)]
+    if all((subject.name, *pair) in store.rows for pair in pairs):
         return
-    plain, _ = judged(subject, subject.model)
+    plain, _ = score_run(subject, subject.model)
     first = Row(subject.name, "float", "float", score(subject, plain.marks), 0.0, None, 0.0, subject.is_perplexity)
-    kept.add(first)
+    store.add(first)
     yield first
-    for precision, how in wanted:
-        if (subject.name, precision, how) in kept.rows:
+    for precision, how in pairs:
+        if (subject.name, precision, how) in store.rows:
             continue
         model, seconds = prepared(subject, precision, how)
-        found, level = judged(subject, model, plain)
-        reached, apart = score(subject, found.marks), error(subject, found.marks, plain.marks)
+        scores, level = score_run(subject, model, plain)
+        reached, apart = score(subject, scores.marks), error(subject, scores.marks, plain.marks)
         row = Row(subject.name, precision, how, reached, apart, level, seconds, subject.is_perplexity)
         if how in PRESETS:
-            row = with_limits(row, subject.limits[precision], list(kept.rows.values()))
-        kept.add(row)
+            row = with_limits(row, subject.limits[precision], list(store.rows.values()))
+        store.add(row)
         yield row
 
 
 def with_limits(row: Row, limits: Sequence[Limit], rows: Sequence[Row]) -> Row:
-    others = [each for each in rows if each.model == row.model and each.precision in (row.precision, "float")]
+    same_rows = [peer for peer in rows if peer.model == row.model and peer.precision in (row.precision, "float")]
     binding = [limit for limit in limits if limit.how in ("", row.how)]
-    missed = [limit.text() for limit in binding if not limit.is_kept(row, others)]
+    missed = [limit.text() for limit in binding if not limit.is_kept(row, same_rows)]
     return replace(row, limits=", ".join(limit.text() for limit in binding), missed=", ".join(missed))
 
 

@@ -51,8 +51,8 @@ class Result:
     against_float: float
 
 
-def sqnr(expected: Tensor, found: Tensor) -> float:
-    noise = (expected - found).double().square().sum()
+def sqnr(expected: Tensor, output: Tensor) -> float:
+    noise = (expected - output).double().square().sum()
     return float(10 * torch.log10(expected.double().square().sum() / noise))
 
 
@@ -62,7 +62,7 @@ def ours(model: Any, words: Tensor, folder: Path, runtime: str) -> Iterator[tupl
         quantized = quantize(model, words, QuantConfig.weight_only(dtype, block), target=runtime)
         path = folder / f"{runtime}-{dtype}-{block}.onnx"
         scalepoint.export(quantized, path, words, float_path=None if plain.exists() else plain)
-        found = scalepoint.verify(path, quantized, words, runtime=runtime)
+        verification = scalepoint.verify(path, quantized, words, runtime=runtime)
         yield (
             path,
             Result(
@@ -70,10 +70,10 @@ def ours(model: Any, words: Tensor, folder: Path, runtime: str) -> Iterator[tupl
                 OURS,
                 f"{dtype}, {'a scale a channel' if block is None else f'blocks of {block}'}",
                 0.0,
-                found.size / ONNX.about(plain).size,
-                f"{found.low_precision} of {found.low_precision + len(found.fallbacks)}",
-                found.sqnr,
-                found.exact[0].sqnr if found.exact else None,
+                verification.size / ONNX.about(plain).size,
+                f"{verification.low_precision} of {verification.low_precision + len(verification.fallbacks)}",
+                verification.sqnr,
+                verification.exact[0].sqnr if verification.exact else None,
                 sqnr(expected, quantized(words)),
             ),
         )
@@ -93,24 +93,24 @@ def theirs(model: Any, words: Tensor, folder: Path) -> Iterator[tuple[Path, Resu
         quantizer.model.save_model_to_file(str(path))
         narrow = [node.op_type for node in onnx.load(path).graph.node].count("MatMulNBits")
         size = ONNX.about(path).size / ONNX.about(plain).size
-        told, error = f"{narrow} of {7 * SIZES.layers + 1}", sqnr(expected, RuntimeModel(path, threads=1)(words))
-        yield path, Result("onnxruntime", THEIRS, f"int4, blocks of {block}", 0.0, size, told, None, None, error)
+        coverage, error = f"{narrow} of {7 * SIZES.layers + 1}", sqnr(expected, RuntimeModel(path, threads=1)(words))
+        yield path, Result("onnxruntime", THEIRS, f"int4, blocks of {block}", 0.0, size, coverage, None, None, error)
 
 
-def timed(made: list[tuple[Path, Result]], words: Tensor, plain: Path) -> list[Result]:
+def timed(files: list[tuple[Path, Result]], words: Tensor, plain: Path) -> list[Result]:
     """The same rows with the speed of each file, all of a runtime in turns in one process."""
     feeds = {RuntimeModel(plain, threads=1).session.inputs[0]: words.numpy()}
-    found = speeds([plain, *(path for path, _ in made)], feeds, made[0][1].runtime)
-    return [replace(row, speed=speed) for (_, row), speed in zip(made, found[1:], strict=True)]
+    ratios = speeds([plain, *(path for path, _ in files)], feeds, files[0][1].runtime)
+    return [replace(row, speed=speed) for (_, row), speed in zip(files, ratios[1:], strict=True)]
 
 
 def missed(results: list[Result]) -> list[str]:
-    others = {result.format: result.speed for result in results if result.how == THEIRS}
+    peer_speeds = {result.format: result.speed for result in results if result.how == THEIRS}
     lines = []
     for row in results:
         if (row.runtime, row.how, row.format[:4]) != ("onnxruntime", OURS, "int4"):
             continue
-        least = max(LEAST_SPEED, NOISE * others[row.format])
+        least = max(LEAST_SPEED, NOISE * peer_speeds[row.format])
         if row.speed < least or row.size > LARGEST_SIZE:
             lines.append(f"{row.format}: {row.speed:.2f}x the speed of {least:.2f}x, {row.size:.3f}x the size")
     return lines
@@ -124,8 +124,8 @@ def main() -> int:
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = [*ours(model, words, folder, "onnxruntime"), *theirs(model, words, folder)]
-        results += timed(made, words, folder / "float.onnx")
+        files = [*ours(model, words, folder, "onnxruntime"), *theirs(model, words, folder)]
+        results += timed(files, words, folder / "float.onnx")
         results += timed([*ours(model, words, folder, "openvino")], words, folder / "float.onnx")
     table = Table(title="weights alone, one word at a time, one thread")
     for column in asdict(results[0]):

@@ -33,8 +33,8 @@ def plain_table(path: Path) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
         cells = (row.get(column) for column in columns)
-        shown = ("" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
-        lines.append("| " + " | ".join(shown) + " |")
+        texts = ("" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
 
@@ -43,7 +43,7 @@ Rows = list[list[str]]
 
 def load_table(path: Path) -> str:
     """What is held after little and after much."""
-    rows = [each for part in json.loads(path.read_text()).values() for each in part]
+    rows = [table_row for part in json.loads(path.read_text()).values() for table_row in part]
     cells = [[row["what"], row["before"], marked(row["after"], row["holds"])] for row in rows]
     return markdown(["", "before", "after"], cells)
 
@@ -62,27 +62,27 @@ def markdown(columns: list[str], rows: Rows) -> str:
 
 def narrow_table(path: Path) -> str:
     """Files with narrow weights; no dB to the simulation is an exact agreement."""
-    shown: Rows = []
+    rows: Rows = []
     for row in json.loads(path.read_text()):
         agreed = "" if row["how"] == "float" else "exactly" if row["simulation"] is None else f"{row['simulation']:.2f}"
         numbers = [f"{row['score']:.2f}", row["int8"], agreed, f"{row['speed']:.2f}", f"{row['size']:.2f}"]
-        shown.append([row["network"], row["how"], *numbers])
-    return markdown(["network", "how", "score", "int8", "simulation", "speed", "size"], shown)
+        rows.append([row["network"], row["how"], *numbers])
+    return markdown(["network", "how", "score", "int8", "simulation", "speed", "size"], rows)
 
 
 def marked(text: str, holds: bool) -> str:
     return text if holds else f"{text} **missed**"
 
 
-def files_table(path: Path, runtime: str, others: str) -> str:
+def files_table(path: Path, runtime: str, other_ways: str) -> str:
     """Our file of each network, and the one of the tool that its users would reach for."""
     rows: Rows = []
-    for found in json.loads(path.read_text()).values():
-        files = {row["how"]: row for row in found.get(runtime, [])}
-        least = 0.0 if found["is_transformer"] else LEAST_AGREEMENT[runtime]
-        for how in (OURS, OURS_VNNI, others):
+    for network in json.loads(path.read_text()).values():
+        files = {row["how"]: row for row in network.get(runtime, [])}
+        least = 0.0 if network["is_transformer"] else LEAST_AGREEMENT[runtime]
+        for how in (OURS, OURS_VNNI, other_ways):
             if how in files:
-                rows.append([found["title"], how, *file_cells(files[how], least, files.get(others))])
+                rows.append([network["title"], how, *file_cells(files[how], least, files.get(other_ways))])
     return markdown(["model", "", "int8", "dB against float", "dB to the simulation", "speed", "size"], rows)
 
 
@@ -102,25 +102,25 @@ def file_cells(row: dict[str, Any], least: float, other: dict[str, Any] | None) 
 def saturation_table(path: Path) -> str:
     """Four answers to u8 x s8 products that are added in pairs of 16 bits."""
     rows, answers = [], [*ANSWERS, OURS]
-    for found in json.loads(path.read_text()).values():
-        files = {row["how"]: row for row in found.get("onnxruntime", [])}
+    for network in json.loads(path.read_text()).values():
+        files = {row["how"]: row for row in network.get("onnxruntime", [])}
         if not all(how in files for how in answers):
             continue
         cells = (f"{files[how]['against_float']:.1f} dB, {files[how]['speed']:.2f}x" for how in answers)
-        rows.append([found["title"], *cells])
+        rows.append([network["title"], *cells])
     return markdown(["model", *answers], rows)
 
 
 def layers_table(path: Path) -> str:
     rows = []
-    for found in json.loads(path.read_text()).values():
-        for row in found.get("layers", []):
+    for network in json.loads(path.read_text()).values():
+        for row in network.get("layers", []):
             equal, codes = f"{row['least_equal']:.4%}", str(row["largest_codes"])
             if row["how"] in (OURS, OURS_VNNI):
                 equal = marked(equal, row["least_equal"] >= LEAST_EQUAL)
                 codes = marked(codes, row["largest_codes"] <= 1)
             steps = f"{row['largest_float_steps']:.2g}"
-            rows.append([found["title"], row["how"], str(row["tensors"]), row["int8"], equal, codes, steps])
+            rows.append([network["title"], row["how"], str(row["tensors"]), row["int8"], equal, codes, steps])
     return markdown(["model", "", "tensors", "int8", "equal codes, worst", "codes apart", "float32 steps apart"], rows)
 
 
@@ -129,8 +129,8 @@ def accuracy_table(path: Path) -> str:
     for row in json.loads(path.read_text()):
         limit = row["limit"]
         drop = marked(f"{row['drop']:.2f}", limit is None or row["drop"] <= limit)
-        shown = "" if limit is None else f"{limit:.2f}"
-        rows.append([row["model"], row["how"], f"{row['accuracy']:.2f}", drop, shown])
+        limit_text = "" if limit is None else f"{limit:.2f}"
+        rows.append([row["model"], row["how"], f"{row['accuracy']:.2f}", drop, limit_text])
     return markdown(["model", "how", "accuracy", "drop", "limit"], rows)
 
 
@@ -139,41 +139,41 @@ OUTCOMES = {"runs": "run", "refused": "refused before any work", "departs": "dep
 
 def coverage_table(path: Path) -> str:
     """How many architectures come out how, then each of them."""
-    found = list(json.loads(path.read_text()).values())
-    counts = Counter(row["outcome"] for row in found)
-    foreign = sum(row["foreign"] for row in found)
-    told = ", ".join(f"{counts[outcome]} {words}" for outcome, words in OUTCOMES.items())
+    results = list(json.loads(path.read_text()).values())
+    counts = Counter(row["outcome"] for row in results)
+    foreign = sum(row["foreign"] for row in results)
+    summary = ", ".join(f"{counts[outcome]} {words}" for outcome, words in OUTCOMES.items())
     rows: Rows = []
-    for row in found:
+    for row in results:
         share = "" if row["quantized"] is None else f"{row['quantized']:.0%}"
         agreement = "" if row["sqnr"] is None else "exactly" if row["sqnr"] > EXACT else f"{row['sqnr']:.1f}"
         where = row["outcome"] if row["outcome"] == "runs" else f"**{row['outcome']}** at {row['stage']}"
         low = "" if row["low"] is None else str(row["low"])
         rows.append([row["name"], where, share, low, agreement, reason_of(row)])
     columns = ["model", "", "MACs quantized", "operations in int8", "dB to the simulation", "why"]
-    return f"Of {len(found)}: {told}; {foreign} foreign exceptions.\n\n{markdown(columns, rows)}"
+    return f"Of {len(results)}: {summary}; {foreign} foreign exceptions.\n\n{markdown(columns, rows)}"
 
 
 def sizes_table(path: Path) -> str:
     """How many models take other sizes in each runtime, then each of them."""
-    found = {tuple(name.split()): row for name, row in json.loads(path.read_text()).items()}
-    runtimes = list(dict.fromkeys(runtime for _, runtime in found))
-    told = []
+    row_by_model = {tuple(name.split()): row for name, row in json.loads(path.read_text()).items()}
+    runtimes = list(dict.fromkeys(runtime for _, runtime in row_by_model))
+    notes = []
     for runtime in runtimes:
-        counts = Counter(row["outcome"] for (_, where), row in found.items() if where == runtime)
-        told.append(f"{runtime}: {counts['runs']} of {sum(counts.values())} run")
+        counts = Counter(row["outcome"] for (_, where), row in row_by_model.items() if where == runtime)
+        notes.append(f"{runtime}: {counts['runs']} of {sum(counts.values())} run")
     rows: Rows = []
-    for name in dict.fromkeys(name for name, _ in found):
-        own = [found.get((name, runtime)) for runtime in runtimes]
-        shown = next(row for row in own if row)
-        cells = ["" if row is None else _sizes_cell(row) for row in own]
-        free = ", ".join(_free_cell(shown, label) for label in _labels(shown))
-        rows.append([name, free, *cells, next((reason_of(row) for row in own if row and row["reason"]), "")])
-    return f"{'; '.join(told)}.\n\n{markdown(['model', 'free', *runtimes, 'why not'], rows)}"
+    for name in dict.fromkeys(name for name, _ in row_by_model):
+        model_rows = [row_by_model.get((name, runtime)) for runtime in runtimes]
+        first_row = next(row for row in model_rows if row)
+        cells = ["" if row is None else _sizes_cell(row) for row in model_rows]
+        free = ", ".join(_free_cell(first_row, label) for label in _labels(first_row))
+        rows.append([name, free, *cells, next((reason_of(row) for row in model_rows if row and row["reason"]), "")])
+    return f"{'; '.join(notes)}.\n\n{markdown(['model', 'free', *runtimes, 'why not'], rows)}"
 
 
 def _labels(row: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(label for own in row.get("free", {}).values() for label in own.values()))
+    return list(dict.fromkeys(label for input_axes in row.get("free", {}).values() for label in input_axes.values()))
 
 
 def _free_cell(row: dict[str, Any], label: str) -> str:
@@ -185,16 +185,16 @@ def _sizes_cell(row: dict[str, Any]) -> str:
     """Of a file that runs the agreement at the example's sizes, and the worst at others."""
     if row["outcome"] not in ("runs", "departs"):
         return f"**{row['outcome']}**"
-    first, *others = (
-        "exactly" if each > EXACT else f"{each:.0f}" for each in (row["agreed"][0], min(row["agreed"][1:]))
+    first, *agreements = (
+        "exactly" if level > EXACT else f"{level:.0f}" for level in (row["agreed"][0], min(row["agreed"][1:]))
     )
-    return f"{'' if row['outcome'] == 'runs' else '**departs** '}{first}, {others[0]}"
+    return f"{'' if row['outcome'] == 'runs' else '**departs** '}{first}, {agreements[0]}"
 
 
 def coverage_count(path: Path) -> str:
     """How many architectures come out how, and what does not run, with the reason."""
-    whole = coverage_table(path).splitlines()
-    return "\n".join([*whole[:4], *(line for line in whole[4:] if "| runs |" not in line)])
+    lines = coverage_table(path).splitlines()
+    return "\n".join([*lines[:4], *(line for line in lines[4:] if "| runs |" not in line)])
 
 
 def reason_of(row: dict[str, Any]) -> str:
@@ -206,8 +206,8 @@ def reason_of(row: dict[str, Any]) -> str:
 def tuning_table(path: Path, models: tuple[str, ...] = ()) -> str:
     """Nearest codes and chosen ones, network by network; of all networks, or of those whose names begin so."""
     rows: Rows = []
-    found = [row for row in json.loads(path.read_text()) if not models or row["model"].startswith(models)]
-    for row in found:
+    results = [row for row in json.loads(path.read_text()) if not models or row["model"].startswith(models)]
+    for row in results:
         score, level = f"{row['score']:.2f}", row["decibels"]
         if row["precision"] == "float":
             rows.append([row["model"], "float", "", score, "", "", ""])
@@ -215,7 +215,7 @@ def tuning_table(path: Path, models: tuple[str, ...] = ()) -> str:
         cells = [row["model"], row["precision"], row["how"], f"{score} +-{row['error']:.2f}"]
         limits = row["limits"] if row["holds"] else f"{row['limits']}; **missed**: {row['missed']}"
         rows.append([*cells, "" if level is None else f"{level:.1f}", f"{row['seconds']:.0f}", limits])
-    score = "perplexity" if found and found[0]["is_perplexity"] else "score"
+    score = "perplexity" if results and results[0]["is_perplexity"] else "score"
     return markdown(["network", "", "how", score, "dB", "CPU s", "limits"], rows)
 
 
@@ -224,7 +224,7 @@ def costs_table(path: Path) -> str:
     rows: Rows = []
     for row in json.loads(path.read_text()):
         numbers = [row["quantizing"], row["to a file"]]
-        seconds = ["" if each is None else f"{each:.1f}" for each in numbers]
+        seconds = ["" if number is None else f"{number:.1f}" for number in numbers]
         memory = "" if row["MB"] is None else f"{row['MB']:.0f} MB"
         rows.append([row["network"], row["tool"], *seconds, memory, row.get("note") or ""])
     return markdown(["network", "tool", "quantizing, CPU s", "to a file, CPU s", "memory", ""], rows)
@@ -323,15 +323,15 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "small_cnns-openvino": ("small_cnns-openvino-avx2", small_table),
     "accuracy": ("accuracy", accuracy_table),
     "accuracy-runtime": ("accuracy-runtime", accuracy_table),
-    "deployed": ("deployed", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),
-    "deployed-vnni": ("deployed-vnni", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),
+    "deployed": ("deployed", partial(files_table, runtime="onnxruntime", other_ways=QUANTIZE_STATIC)),
+    "deployed-vnni": ("deployed-vnni", partial(files_table, runtime="onnxruntime", other_ways=QUANTIZE_STATIC)),
     "layers": ("deployed", layers_table),
     "saturation": ("deployed", saturation_table),
     "bias_correction": ("bias_correction", plain_table),
     "pair_safe": ("pair_safe", plain_table),
     "narrow": ("narrow", narrow_table),
-    "openvino": ("deployed-vnni", partial(files_table, runtime="openvino", others=NNCF)),
-    "openvino-avx2": ("deployed", partial(files_table, runtime="openvino", others=NNCF)),
+    "openvino": ("deployed-vnni", partial(files_table, runtime="openvino", other_ways=NNCF)),
+    "openvino-avx2": ("deployed", partial(files_table, runtime="openvino", other_ways=NNCF)),
     "xnnpack": ("xnnpack", plain_table),
     "litert": ("litert", litert_table),
     "weight_only": ("weight_only", plain_table),

@@ -23,7 +23,7 @@ INT4 = QuantizationSpec(
     qparam_calculator_cls="static",
 )
 MAX_DROP = 0.1
-SHOWN = 3
+MAX_SHOWN = 3
 
 
 def main() -> None:
@@ -42,9 +42,9 @@ def main() -> None:
     )
     console.print(done.report.table())
     for index, trial in enumerate(done.trials):
-        steps = [f"{each.layer or 'all layers'} to {each.to}" for each in trial.precision_changes]
-        more = f" and {len(steps) - SHOWN} more" if len(steps) > SHOWN else ""
-        raised = ", ".join(steps[:SHOWN]) + more or "as configured"
+        steps = [f"{change.layer or 'all layers'} to {change.to}" for change in trial.precision_changes]
+        more = f" and {len(steps) - MAX_SHOWN} more" if len(steps) > MAX_SHOWN else ""
+        raised = ", ".join(steps[:MAX_SHOWN]) + more or "as configured"
         console.print(
             f"file {index}: {trial.score:.1f} ({(trial.score or 0) - (done.float_score or 0):+.1f})  {raised}"
         )

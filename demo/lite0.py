@@ -76,9 +76,9 @@ def state() -> dict[str, Tensor]:
 def trained() -> Lite0:
     """The network with its weights, paired by position: both list them in the order of the forward pass."""
     model = Lite0()
-    given = [value for name, value in state().items() if not name.endswith("num_batches_tracked")]
-    own = {name: value for name, value in model.state_dict().items() if not name.endswith("num_batches_tracked")}
-    if [value.shape for value in given] != [value.shape for value in own.values()]:
+    values = [value for name, value in state().items() if not name.endswith("num_batches_tracked")]
+    parameters = {name: value for name, value in model.state_dict().items() if not name.endswith("num_batches_tracked")}
+    if [value.shape for value in values] != [value.shape for value in parameters.values()]:
         raise SystemExit("the package holds another network than EfficientNet-Lite0")
-    model.load_state_dict(dict(zip(own, given, strict=True)), strict=False)
+    model.load_state_dict(dict(zip(parameters, values, strict=True)), strict=False)
     return model.eval()

@@ -41,8 +41,8 @@ class MiniLM(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        places = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self.norm(self.words(input_ids) + self.positions(places) + self.types(torch.zeros_like(input_ids)))
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.norm(self.words(input_ids) + self.positions(positions) + self.types(torch.zeros_like(input_ids)))
         mask = attention_mask[:, None, None, :].bool()
         for layer in self.layers:
             x = layer(x, mask)
@@ -52,7 +52,7 @@ class MiniLM(nn.Module):
 
 def names() -> dict[str, str]:
     """Our name of each module -> its published one."""
-    found = {
+    their_names = {
         "words": "embeddings.word_embeddings",
         "positions": "embeddings.position_embeddings",
         "types": "embeddings.token_type_embeddings",
@@ -62,15 +62,19 @@ def names() -> dict[str, str]:
         theirs = f"encoder.layer.{index}"
         parts = {part: f"attention.self.{part}" for part in ("query", "key", "value")}
         parts |= {"dense": "attention.output.dense", "norm": "attention.output.LayerNorm"}
-        found |= {f"layers.{index}.attention.{own}": f"{theirs}.{other}" for own, other in parts.items()}
+        their_names |= {
+            f"layers.{index}.attention.{our_name}": f"{theirs}.{other}" for our_name, other in parts.items()
+        }
         rest = {"up": "intermediate.dense", "down": "output.dense", "norm": "output.LayerNorm"}
-        found |= {f"layers.{index}.{own}": f"{theirs}.{other}" for own, other in rest.items()}
-    return found
+        their_names |= {f"layers.{index}.{our_name}": f"{theirs}.{other}" for our_name, other in rest.items()}
+    return their_names
 
 
 def loaded(tensors: dict[str, Tensor]) -> MiniLM:
     model = MiniLM()
     known = names()
-    own = {name: tensors[f"{known[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}"] for name in model.state_dict()}
-    model.load_state_dict(own)
+    state = {
+        name: tensors[f"{known[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}"] for name in model.state_dict()
+    }
+    model.load_state_dict(state)
     return model.eval()

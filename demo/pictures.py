@@ -52,8 +52,8 @@ def main() -> None:
     test, answers = pictures("test_batch"), labels()
 
     def accuracy(run: Callable[[Tensor], Tensor]) -> float:
-        found = torch.cat([run(batch).argmax(1) for batch in test.split(BATCH)])
-        return 100 * float((found == answers).float().mean())
+        predictions = torch.cat([run(batch).argmax(1) for batch in test.split(BATCH)])
+        return 100 * float((predictions == answers).float().mean())
 
     calibration = list(pictures("data_batch_1", CALIBRATION).split(BATCH))
     done = scalepoint.deploy(

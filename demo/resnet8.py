@@ -58,18 +58,18 @@ def trained() -> ResNet8:
     with zipfile.ZipFile(io.BytesIO(member(archive, MEMBER))) as files:
         stored = h5py.File(io.BytesIO(files.read("image_classification.h5")))["model_weights"]
     model = ResNet8()
-    convs = [each for each in model.modules() if isinstance(each, nn.Conv2d)]
-    norms = [each for each in model.modules() if isinstance(each, nn.BatchNorm2d)]
+    convs = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
     with torch.no_grad():
-        for index, each in enumerate(convs):
+        for index, layer in enumerate(convs):
             group = _group(stored, "conv2d", index)
-            each.weight.copy_(_tensor(group["kernel:0"]).permute(3, 2, 0, 1))
-            each.bias.copy_(_tensor(group["bias:0"]))  # type: ignore[union-attr]
-        for index, each in enumerate(norms):
+            layer.weight.copy_(_tensor(group["kernel:0"]).permute(3, 2, 0, 1))
+            layer.bias.copy_(_tensor(group["bias:0"]))  # type: ignore[union-attr]
+        for index, layer in enumerate(norms):
             group = _group(stored, "batch_normalization", index)
-            for own, theirs in (("weight", "gamma"), ("bias", "beta"), ("running_mean", "moving_mean")):
-                getattr(each, own).copy_(_tensor(group[f"{theirs}:0"]))
-            each.running_var.copy_(_tensor(group["moving_variance:0"]))  # type: ignore[union-attr]
+            for our_name, theirs in (("weight", "gamma"), ("bias", "beta"), ("running_mean", "moving_mean")):
+                getattr(layer, our_name).copy_(_tensor(group[f"{theirs}:0"]))
+            layer.running_var.copy_(_tensor(group["moving_variance:0"]))  # type: ignore[union-attr]
         group = stored["dense"]["dense"]
         model.head.weight.copy_(_tensor(group["kernel:0"]).T)
         model.head.bias.copy_(_tensor(group["bias:0"]))

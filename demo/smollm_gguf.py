@@ -39,22 +39,22 @@ def read(file: BinaryIO) -> Contents:
         about[name] = _value(file, _scalar(file, "I"))
     heads = [_head(file) for _ in range(tensors)]
     start = -(-file.tell() // ALIGNMENT) * ALIGNMENT
-    found = {}
+    fields = {}
     for name, shape, kind, offset in heads:
         file.seek(start + offset)
-        found[name] = _tensor(file, shape, kind)
-    return Contents(about, found)
+        fields[name] = _tensor(file, shape, kind)
+    return Contents(about, fields)
 
 
 def tokenizer(about: dict[str, Any]) -> Tokenizer:
     """Byte-level BPE that splits digits, as `smollm` does."""
     words = {word: number for number, word in enumerate(about["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in about["tokenizer.ggml.merges"]]
-    made = Tokenizer(models.BPE(vocab=words, merges=merges))
+    result = Tokenizer(models.BPE(vocab=words, merges=merges))
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    made.decoder = decoders.ByteLevel()
-    return made
+    result.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    result.decoder = decoders.ByteLevel()
+    return result
 
 
 def _scalar(file: BinaryIO, kind: str) -> Any:

@@ -54,9 +54,9 @@ def sqnr(x: Tensor, y: Tensor) -> float:
 
 
 def quantizer(spec: QuantizationSpec, name: str) -> FakeQuantizeImplBase:
-    made = QuantizationComponentFactory.create_fake_quantizer(spec, "weight")
-    made.name = name
-    return made
+    fake_quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, "weight")
+    fake_quantizer.name = name
+    return fake_quantizer
 
 
 def size_of(spec: QuantizationSpec, quantizer: FakeQuantizeImplBase, weight: Tensor) -> float:
@@ -65,17 +65,17 @@ def size_of(spec: QuantizationSpec, quantizer: FakeQuantizeImplBase, weight: Ten
     return weight.numel() * spec.n_bits / 8 + quantizer.calculate_qparams().scale.numel() * scale_bytes
 
 
-def formats_table(found: dict[str, Tensor]) -> Table:
-    total = sum(weight.numel() for weight in found.values())
+def formats_table(tensors: dict[str, Tensor]) -> Table:
+    total = sum(weight.numel() for weight in tensors.values())
     table = Table(
-        title=f"EfficientNet-Lite0, {len(found)} weight tensors, {total / 1e6:.1f} M values: SQNR of the weights"
+        title=f"EfficientNet-Lite0, {len(tensors)} weight tensors, {total / 1e6:.1f} M values: SQNR of the weights"
     )
     for column in ("format", "median dB", "worst dB", "size", "worst layer"):
         right = "dB" in column or column == "size"
         table.add_column(column, justify="right" if right else "left", no_wrap=column != "worst layer", overflow="fold")
     for name, spec in FORMATS.items():
         ratios, size = {}, 0.0
-        for layer, weight in found.items():
+        for layer, weight in tensors.items():
             fq = quantizer(spec, layer)
             ratios[layer] = sqnr(weight, fq(weight))
             size += size_of(spec, fq, weight)
@@ -103,10 +103,10 @@ def ranges_table(layer: str, weight: Tensor) -> Table:
 
 def main() -> int:
     console = Console()
-    found = weights()
-    console.print(formats_table(found))
+    tensors = weights()
+    console.print(formats_table(tensors))
     layer = "_blocks.5._expand_conv.weight"
-    console.print(ranges_table(layer, found[layer]))
+    console.print(ranges_table(layer, tensors[layer]))
     spec = Path("out") / "int8-per-channel.yaml"
     spec.parent.mkdir(exist_ok=True)
     spec.write_text(FORMATS["int8 per channel"].to_yaml())

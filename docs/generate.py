@@ -49,7 +49,7 @@ from scalepoint.tuning.steps import (
 
 DOCS = Path(__file__).parent
 SOURCE = Path(scalepoint.__file__).parent
-MADE = (
+GENERATED = (
     "<!-- made by docs/generate.py: change the code it is made from, and run it -->\n\n"
 )
 # Pages must not depend on the CPU of this machine: they describe CPUs without VNNI, and the differences of others.
@@ -113,12 +113,12 @@ def targets_page() -> str:
         rows.append((f"[{name}]({name}.md)", *tensors, target.bias, proof))
     listed = table(("target", "activations", "weights", "bias", "proven by"), rows)
     end = "These are the defaults; a page lists all that its target accepts.\n"
-    return "\n".join((f"# Targets\n\n{MADE}{TARGETS}", listed, end))
+    return "\n".join((f"# Targets\n\n{GENERATED}{TARGETS}", listed, end))
 
 
 def target_page(name: str) -> str:
     target = target_of(name)
-    parts = [f"# {name}\n\n{MADE}{target.summary}.\n\nProven by {PROOF[name]}.\n"]
+    parts = [f"# {name}\n\n{GENERATED}{target.summary}.\n\nProven by {PROOF[name]}.\n"]
     if name in CPU_TARGETS:
         parts.append(_options(name))
     parts += [
@@ -130,20 +130,20 @@ def target_page(name: str) -> str:
 def _options(name: str) -> str:
     """The one option of the CPU targets, and what it changes."""
     factory = CPU_TARGETS[name]
-    said = " ".join((factory.__doc__ or "").split())
-    own, other = (
+    summary = " ".join((factory.__doc__ or "").split())
+    own_options, shared_options = (
         {tuple(row): None for section in describe(factory(cpu)) for row in section.rows}
         for cpu in (PLAIN_CPU, "vnni")
     )
-    rest = [row[0] for row in own if row not in other]
+    rest = [row[0] for row in own_options if row not in shared_options]
     changed = ", ".join(
-        f'"{each}"'
-        for each in dict.fromkeys(rest)
-        if not each.startswith(("made with", "measured"))
+        f'"{option_name}"'
+        for option_name in dict.fromkeys(rest)
+        if not option_name.startswith(("made with", "measured"))
     )
     choices = ", ".join(map(code, CPU_CHOICES))
     return (
-        f"## Options\n\n`scalepoint.targets.{name}_target(cpu=...)`: one of {choices}.\n{said}\n\n"
+        f"## Options\n\n`scalepoint.targets.{name}_target(cpu=...)`: one of {choices}.\n{summary}\n\n"
         f'Below is `cpu="{PLAIN_CPU}"`; `cpu="vnni"` differs in the rows {changed}.\n'
     )
 
@@ -184,45 +184,58 @@ keyword of the Python function and a key of the [config file](config.md).
 def command_line_page() -> str:
     root: Any = get_command(app)
     codes = [
-        each.strip(" .").split(" ", 1)
-        for each in EXIT_CODES.removeprefix("Exit codes: ").split(";")
+        item.strip(" .").split(" ", 1)
+        for item in EXIT_CODES.removeprefix("Exit codes: ").split(";")
     ]
     parts = [
-        f"# Command line\n\n{MADE}{COMMANDS}",
+        f"# Command line\n\n{GENERATED}{COMMANDS}",
         "## Exit codes\n",
         table(("code", "meaning"), codes),
     ]
     for name, command in root.commands.items():
         inner = getattr(command, "commands", None)
-        for each, title in (
+        for item, title in (
             [(one, f"{name} {key}") for key, one in inner.items()]
             if inner is not None
             else [(command, name)]
         ):
-            parts.append(_command(each, f"scalepoint {title}"))
+            parts.append(_command(item, f"scalepoint {title}"))
     return "\n".join(parts)
 
 
 def _command(command: Any, title: str) -> str:
-    arguments = [each for each in command.params if each.param_type_name == "argument"]
-    options = [
-        each
-        for each in command.params
-        if each.param_type_name == "option" and each.name != "help"
+    arguments = [
+        parameter
+        for parameter in command.params
+        if parameter.param_type_name == "argument"
     ]
-    usage = " ".join([title, *(each.metavar or each.name for each in arguments)])
+    options = [
+        parameter
+        for parameter in command.params
+        if parameter.param_type_name == "option" and parameter.name != "help"
+    ]
+    usage = " ".join(
+        [title, *(parameter.metavar or parameter.name for parameter in arguments)]
+    )
     parts = [f"## {title}\n", f"{_sentence(command.help)}\n", f"`{usage}`\n"]
     if arguments:
         parts.append(
             table(
                 ("argument", "what it is"),
-                [(code(each.metavar), each.help or "") for each in arguments],
+                [
+                    (code(parameter.metavar), parameter.help or "")
+                    for parameter in arguments
+                ],
             )
         )
-    has_config = any(each.name == "config" for each in options)
+    has_config = any(parameter.name == "config" for parameter in options)
     rows = [
-        (code(", ".join(each.opts)), each.help or "", _default(each, has_config))
-        for each in options
+        (
+            code(", ".join(parameter.opts)),
+            parameter.help or "",
+            _default(parameter, has_config),
+        )
+        for parameter in options
     ]
     parts.append(table(("option", "what it does", "default"), rows))
     lines = [line.strip() for line in (command.epilog or "").splitlines()]
@@ -259,7 +272,7 @@ def config_page() -> str:
         encoding="utf-8"
     )
     parts = [
-        f"# Config file\n\n{MADE}{CONFIG}",
+        f"# Config file\n\n{GENERATED}{CONFIG}",
         f'```yaml title="scalepoint.yaml"\n{template}```\n',
     ]
     models: tuple[tuple[type[Config], str], ...] = (
@@ -306,7 +319,7 @@ def _key_rows(model: type[Config]) -> Iterator[tuple[str, tuple[str, str]]]:
     schema = model.model_json_schema(schema_generator=SchemaGenerator)
     for name, entry in schema["properties"].items():
         default = model.model_fields[name].default
-        shown = (
+        type_text = (
             "defaults"
             if isinstance(default, Config)
             else "none"
@@ -314,7 +327,7 @@ def _key_rows(model: type[Config]) -> Iterator[tuple[str, tuple[str, str]]]:
             else f"`{default!s}`"
         )
         types = _type(entry, schema.get("$defs", {}))
-        yield name, (types, re.sub(r"`(\(\)|{})`", "empty", shown))
+        yield name, (types, re.sub(r"`(\(\)|{})`", "empty", type_text))
 
 
 def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:  # a table of cases
@@ -327,7 +340,9 @@ def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:  # a table of ca
         return ", ".join(map(code, choices)) if choices else name
     if "anyOf" in entry:
         words = [
-            _type(each, known) for each in entry["anyOf"] if each.get("type") != "null"
+            _type(option, known)
+            for option in entry["anyOf"]
+            if option.get("type") != "null"
         ]
         return " or ".join(dict.fromkeys(words))
     if "const" in entry:
@@ -367,7 +382,7 @@ def errors_page() -> str:
         )
         rows.append((key, code(name), builtin, when))
     listed = table(("code", "class", "builtin", "when"), sorted(rows))
-    return "\n".join((f"# Errors\n\n{MADE}{ERRORS}", listed, WARNINGS))
+    return "\n".join((f"# Errors\n\n{GENERATED}{ERRORS}", listed, WARNINGS))
 
 
 # the API ---------------------------------------------------------------------------------------------------------
@@ -424,15 +439,15 @@ def api_index() -> str:
     for name, module in sorted(
         pages.items(), key=lambda pair: (order.index(pair[1]), pair[0])
     ):
-        said = _sentence(
+        summary = _sentence(
             (getattr(scalepoint, name).__doc__ or "").strip().partition("\n\n")[0]
         )
-        rows.append((f"[`{name}`]({module}.md#{anchor(module, name)})", said))
+        rows.append((f"[`{name}`]({module}.md#{anchor(module, name)})", summary))
     modules = [
         (f"[`scalepoint.{name}`]({name}.md)", what) for name, what in MODULES.items()
     ]
     parts = (
-        f"# Python API\n\n{MADE}{API}",
+        f"# Python API\n\n{GENERATED}{API}",
         "## Names of `scalepoint`\n",
         table(("name", "what it does"), rows),
     )
@@ -449,7 +464,7 @@ def api_page(module: str) -> str:
     )
     listed = f"\n      members:\n{members}" if members else "\n      members: []\n"
     parts = [
-        f"# scalepoint.{module}\n\n{MADE}::: scalepoint.{module}\n    options:{listed}"
+        f"# scalepoint.{module}\n\n{GENERATED}::: scalepoint.{module}\n    options:{listed}"
     ]
     files = [name for name in names if _is_file(module, name)]
     parts += [
@@ -475,13 +490,13 @@ def public_names(module: str) -> list[str]:
     """What `__all__` says; for a module without one, what it defines."""
     if module in HOMES:
         return list(HOMES[module])
-    found = import_module(f"scalepoint.{module}")
-    if hasattr(found, "__all__"):
-        return list(found.__all__)
+    module_object = import_module(f"scalepoint.{module}")
+    if hasattr(module_object, "__all__"):
+        return list(module_object.__all__)
     return [
         name
-        for name, value in vars(found).items()
-        if not name.startswith("_") and is_own(value, found.__name__)
+        for name, value in vars(module_object).items()
+        if not name.startswith("_") and is_own(value, module_object.__name__)
     ]
 
 
@@ -498,7 +513,7 @@ def decisions_page() -> str:
         lines.append(f"| {number} | [{title}]({path.name}) |\n")
     start = (
         "# Decisions\n\n"
-        + MADE
+        + GENERATED
         + "Why it is built as it is, in short records.\n\n| | |\n|---|---|\n"
     )
     return start + "".join(lines)
@@ -517,7 +532,7 @@ def steps_page() -> str:
     """Every step of tuning and every migration, as its file explains it."""
     text = (
         "# Steps and migrations, one by one\n\n"
-        + MADE
+        + GENERATED
         + "What each does, as the file that does it says. [Tuning](tuning.md) and [migrations](migrations.md) show how "
         "they are used.\n\n## Steps of tuning\n\n"
     )
@@ -538,8 +553,8 @@ def steps_page() -> str:
 
 def _explained(module: str) -> str:
     """What a module says of itself, with its formulas fenced."""
-    said, fenced, result = (import_module(module).__doc__ or "").strip(), False, []
-    for line in said.split("\n"):
+    text, fenced, result = (import_module(module).__doc__ or "").strip(), False, []
+    for line in text.split("\n"):
         is_formula = line.startswith("    ")
         if is_formula != fenced and line:
             result.append("```formula" if is_formula else "```")
@@ -609,17 +624,17 @@ def readme() -> str:
     rows = list(compared(measured_text()))
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    made = table(("model", "", *COLUMNS), rows)
-    return before + BEGIN + made + END + after if rows and rest else text
+    model_table = table(("model", "", *COLUMNS), rows)
+    return before + BEGIN + model_table + END + after if rows and rest else text
 
 
 def compared(measured: str) -> Iterator[tuple[str, ...]]:
     """Yield the first file of scalepoint and of quantize_static for each model in ONNX Runtime."""
-    seen = set()
+    models = set()
     for row in rows_of(measured, "deployed"):
         tool = row["how"].partition(",")[0]
-        if tool in COMPARED and (row["model"], tool) not in seen:
-            seen.add((row["model"], tool))
+        if tool in COMPARED and (row["model"], tool) not in models:
+            models.add((row["model"], tool))
             yield (
                 weights_named(row["model"]),
                 tool,
@@ -664,15 +679,16 @@ def summary(measured: str) -> str:
     """Medians for each runtime, then the rows of trained models."""
     runtimes, trained = [], []
     for name, (title, other, columns) in SUMMARIZED.items():
-        found = pairs(rows_of(measured, name), other, columns)
+        column_pairs = pairs(rows_of(measured, name), other, columns)
         medians = [
             tuple(
-                median(pair[side][place] for pair in found.values()) for side in (0, 1)
+                median(pair[side][column_index] for pair in column_pairs.values())
+                for side in (0, 1)
             )
-            for place in range(len(COLUMNS))
+            for column_index in range(len(COLUMNS))
         ]
-        runtimes.append((title, other, str(len(found)), *format_pairs(medians)))
-        for model, (ours, theirs) in found.items():
+        runtimes.append((title, other, str(len(column_pairs)), *format_pairs(medians)))
+        for model, (ours, theirs) in column_pairs.items():
             if model.endswith("trained"):
                 row = format_pairs(list(zip(ours, theirs, strict=True)))
                 trained.append((title, model.removesuffix(", trained"), *row))
@@ -685,8 +701,8 @@ def summary(measured: str) -> str:
     )
 
 
-def format_pairs(found: Sequence[tuple[float, ...]]) -> list[str]:
-    (decibels, speed, size) = found
+def format_pairs(number_pairs: Sequence[tuple[float, ...]]) -> list[str]:
+    (decibels, speed, size) = number_pairs
     return [
         f"{decibels[0]:.1f} / {decibels[1]:.1f}",
         f"{speed[0]:.2f}x / {speed[1]:.2f}x",
@@ -800,9 +816,11 @@ def page_summary(path: str) -> str:
 
 def pages() -> dict[Path, str]:
     """All generated pages by their path in docs/."""
-    made = {Path("targets") / f"{name}.md": target_page(name) for name in PROOF}
-    made |= {Path("reference/api") / f"{name}.md": api_page(name) for name in MODULES}
-    return made | {
+    contents = {Path("targets") / f"{name}.md": target_page(name) for name in PROOF}
+    contents |= {
+        Path("reference/api") / f"{name}.md": api_page(name) for name in MODULES
+    }
+    return contents | {
         Path("reference/api/index.md"): api_index(),
         Path("targets/index.md"): targets_page(),
         Path("decisions/index.md"): decisions_page(),
@@ -814,9 +832,9 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for place, text in pages().items():
-        (DOCS / place).parent.mkdir(parents=True, exist_ok=True)
-        (DOCS / place).write_text(text, encoding="utf-8")
+    for page_path, text in pages().items():
+        (DOCS / page_path).parent.mkdir(parents=True, exist_ok=True)
+        (DOCS / page_path).write_text(text, encoding="utf-8")
     (DOCS.parent / "README.md").write_text(readme(), encoding="utf-8")
     (DOCS / "guides" / "recipes.md").write_text(recipes(), encoding="utf-8")
     (DOCS / "measured.md").write_text(measured_page(), encoding="utf-8")

@@ -86,7 +86,7 @@ self._private
 
 def test_names_say_what_a_value_is():
     """For example `config` instead of `given`. A name that has to stay needs a reason in tools/plain_code.py."""
-    lines, used = plain_code.find_vague_names("src", "tests")
+    lines, used = plain_code.find_vague_names()
     assert lines == []
     assert used == set(plain_code.ALLOWED_NAMES), "these entries of ALLOWED_NAMES are not needed"
 

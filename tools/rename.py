@@ -96,7 +96,7 @@ class Log:
     """What was changed and what was left."""
 
     changed: Counter[str] = field(default_factory=Counter)
-    left: list[str] = field(default_factory=list)
+    remaining: list[str] = field(default_factory=list)
     clashes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
@@ -113,7 +113,7 @@ class Source:
 
     def __post_init__(self) -> None:
         maps = self.wrapper.resolve_many(PROVIDERS)
-        self.spans, self.names, self.scopes, self.parents = (maps[each] for each in PROVIDERS)
+        self.spans, self.names, self.scopes, self.parents = (maps[provider] for provider in PROVIDERS)
         self.nodes = list(_walk(self.wrapper.module))
 
     def line(self, node: cst.CSTNode) -> int:
@@ -127,8 +127,10 @@ class Source:
         names = self.names.get(node, ())
         names = names() if callable(names) else names
         return {
-            each.name if each.source is not meta.QualifiedNameSource.LOCAL else f"{self.module}.{each.name}"
-            for each in names
+            qualified_name.name
+            if qualified_name.source is not meta.QualifiedNameSource.LOCAL
+            else f"{self.module}.{qualified_name.name}"
+            for qualified_name in names
         }
 
     def replace(self, node: cst.CSTNode, new: str, entry: str) -> None:
@@ -196,14 +198,16 @@ class Project:
 
     def _moves_of(self, old: str, new: str) -> dict[str, str]:
         """Files of a module or package and the tests that mirror it, old path -> new path."""
-        here, there = (f"src/{each.replace('.', '/')}" for each in (old, new))
-        moves = {f"{here}.py": f"{there}.py"} if f"{here}.py" in self.texts else {}
-        moves |= {path: there + path[len(here) :] for path in self.texts if path.startswith(f"{here}/")}
-        tests, other = (f"tests/{'/'.join(each.split('.')[1:])}" for each in (old, new))
-        mirror, target = (f"{each.rpartition('/')[0]}/test_{each.rpartition('/')[2]}.py" for each in (tests, other))
+        old_path, new_path = (f"src/{module.replace('.', '/')}" for module in (old, new))
+        moves = {f"{old_path}.py": f"{new_path}.py"} if f"{old_path}.py" in self.texts else {}
+        moves |= {path: new_path + path[len(old_path) :] for path in self.texts if path.startswith(f"{old_path}/")}
+        tests, other = (f"tests/{'/'.join(module.split('.')[1:])}" for module in (old, new))
+        mirror, target = (
+            f"{module.rpartition('/')[0]}/test_{module.rpartition('/')[2]}.py" for module in (tests, other)
+        )
         if moves and mirror in self.texts and (mirror == target or target not in self.texts):
             moves[mirror] = target
-        if moves and f"{here}.py" not in moves:
+        if moves and f"{old_path}.py" not in moves:
             moves |= {path: other + path[len(tests) :] for path in self.texts if path.startswith(f"{tests}/")}
         return moves
 
@@ -211,13 +215,15 @@ class Project:
         root = self.table.root
         text = re.sub(rf"(?<![\w.]){root}(?:\.\w+)+", lambda match: self.table.moved(match[0]), text)
         for old, new in sorted(self.table.modules.items(), key=lambda item: -len(item[0])):
-            here, there = (each.split(".", 1)[1].replace(".", "/") for each in (old, new))
-            text = re.sub(rf"(?<![\w/])((?:src/)?(?:{root}/)?){re.escape(here)}(?=\.py\b|/\w)", rf"\g<1>{there}", text)
+            old_path, new_path = (module.split(".", 1)[1].replace(".", "/") for module in (old, new))
+            text = re.sub(
+                rf"(?<![\w/])((?:src/)?(?:{root}/)?){re.escape(old_path)}(?=\.py\b|/\w)", rf"\g<1>{new_path}", text
+            )
             package, _, name = old.rpartition(".")
             if new.rpartition(".")[0] == package:
                 text = self._rename_submodule(path, text, package, name, new.rpartition(".")[2])
             elif re.search(rf"from {re.escape(package)} import [^\n]*\b{name}\b", text):
-                self.log.left.append(f"{path}: from {package} import {name} (the package changes)")
+                self.log.remaining.append(f"{path}: from {package} import {name} (the package changes)")
         for source, target in self.moves.items():
             if source.startswith("tests/"):
                 text = re.sub(rf"(?<![\w/]){re.escape(source)}\b", target, text)
@@ -247,7 +253,7 @@ class Project:
                 path, self.module_of(path), text, meta.MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
             )
         except cst.ParserSyntaxError:
-            self.log.left.append(f"{path}: not parsed")
+            self.log.remaining.append(f"{path}: not parsed")
             return None
 
     def rename_names(self) -> None:
@@ -318,7 +324,11 @@ class Project:
                 name = alias.evaluated_alias or alias.evaluated_name
                 self.origin[f"{module}.{name}"] = f"{source}.{alias.evaluated_name}"
         elif isinstance(small, (cst.Assign, cst.AnnAssign)):
-            targets = [each.target for each in small.targets] if isinstance(small, cst.Assign) else [small.target]
+            targets = (
+                [assign_target.target for assign_target in small.targets]
+                if isinstance(small, cst.Assign)
+                else [small.target]
+            )
             for target in targets:
                 for node in _walk(target):
                     if isinstance(node, cst.Name):
@@ -338,21 +348,21 @@ class Project:
             name = f"{prefix}{statement.name.value}"
             owner = f"{module}.{name}"
             code = cst.Module([]).code_for_node
-            self.bases[owner] = [re.sub(r"\[.*", "", code(each.value)) for each in statement.bases]
+            self.bases[owner] = [re.sub(r"\[.*", "", code(part.value)) for part in statement.bases]
             members = self.members[owner]
-            for each in statement.body.body:
-                if isinstance(each, cst.FunctionDef):
-                    members.add(each.name.value)
+            for part in statement.body.body:
+                if isinstance(part, cst.FunctionDef):
+                    members.add(part.name.value)
                     members |= {
                         node.target.attr.value
-                        for node in _walk(each)
+                        for node in _walk(part)
                         if isinstance(node, (cst.AssignTarget, cst.AnnAssign))
                         and isinstance(node.target, cst.Attribute)
                         and isinstance(node.target.value, cst.Name)
                         and node.target.value.value in ("self", "cls")
                     }
-                elif isinstance(each, cst.SimpleStatementLine):
-                    for small in each.body:
+                elif isinstance(part, cst.SimpleStatementLine):
+                    for small in part.body:
                         if isinstance(small, cst.AnnAssign) and isinstance(small.target, cst.Name):
                             members.add(small.target.value)
                         elif isinstance(small, cst.Assign):
@@ -361,9 +371,9 @@ class Project:
 
     def resolve(self, path: str) -> str:
         """Follow re-exports to where a dotted name is defined."""
-        seen = set()
-        while path not in seen:
-            seen.add(path)
+        visited = set()
+        while path not in visited:
+            visited.add(path)
             if path in self.origin:
                 path = self.origin[path]
                 continue
@@ -377,15 +387,15 @@ class Project:
         family = {owner}
         while True:
             more = set()
-            for each, bases in self.bases.items():
-                module = each
+            for class_path, bases in self.bases.items():
+                module = class_path
                 while module and module not in self.defined and module not in self.origin:
                     module = module.rpartition(".")[0]
                 resolved = {self.resolve(f"{module}.{base}") for base in bases} & self.bases.keys()
-                if each in family:
+                if class_path in family:
                     more |= resolved
                 elif resolved & family:
-                    more.add(each)
+                    more.add(class_path)
             if more <= family:
                 return family
             family |= more
@@ -403,17 +413,17 @@ class Project:
         }
         self.kinds: dict[str, list[tuple[str, str, tuple[str, ...], set[str], bool]]] = defaultdict(list)
         for (module, owner, name), (new, files) in self.table.attributes.items():
-            owners = [f"{module}.{each}" for each in (owner, self.table.symbols.get((module, owner), owner))]
-            cls = next((each for each in owners if each in self.bases), None)
+            owners = [f"{module}.{candidate}" for candidate in (owner, self.table.symbols.get((module, owner), owner))]
+            cls = next((candidate for candidate in owners if candidate in self.bases), None)
             if cls is None:
                 self.log.missing.append(f"attribute {module}:{owner}.{name}")
                 continue
             family = self.family(cls)
-            if not any(name in self.members[each] for each in family):
-                if not any(new in self.members[each] for each in family):
+            if not any(name in self.members[candidate] for candidate in family):
+                if not any(new in self.members[candidate] for candidate in family):
                     self.log.missing.append(f"attribute {module}:{owner}.{name}")
                 continue
-            if any(new in self.members[each] for each in family):
+            if any(new in self.members[candidate] for candidate in family):
                 self.log.clashes.append(f"{module}:{owner}.{name} -> {new}: {new} is already an attribute")
             self.kinds[name].append((cls, new, files, family, False))
         for name, entries in self.kinds.items():
@@ -505,9 +515,9 @@ class Project:
         if is_bound:
             scope = scope or source.scopes.get(name)
             bound = [
-                each
-                for each in (scope[new] if scope is not None else ())
-                if not isinstance(each, meta.BuiltinAssignment)
+                assignment
+                for assignment in (scope[new] if scope is not None else ())
+                if not isinstance(assignment, meta.BuiltinAssignment)
             ]
             if bound or hasattr(builtins, new):
                 self.log.clashes.append(f"{source.where(name)}: {name.value} -> {new}: {new} is already bound here")
@@ -524,7 +534,9 @@ class Project:
         )
         call = source.parents.get(parent) if isinstance(parent, cst.Arg) else None
         if isinstance(call, cst.Call) and len(call.args) > 1 and call.args[1] is parent and _called(call) in SETTERS:
-            paths = {f"{self.resolve(each)}.{value}" for each in source.qualified(call.args[0].value)}
+            paths = {
+                f"{self.resolve(qualified_name)}.{value}" for qualified_name in source.qualified(call.args[0].value)
+            }
             is_known = True
         for path in paths if is_known else ():
             new = targets.get(self.resolve(path))
@@ -563,7 +575,7 @@ class Project:
                 ):
                     self._edit_named_attribute(source, node, call)
                 elif any(unique for *_, unique in self.kinds[node.raw_value]):
-                    self.log.left.append(f"{source.where(node)}: string {node.value}")
+                    self.log.remaining.append(f"{source.where(node)}: string {node.value}")
 
     def _class_of(self, source: Source, node: cst.CSTNode) -> str | None:
         """The class in whose body a name is bound (not in a method of it)."""
@@ -592,21 +604,21 @@ class Project:
 
     def _edit_attribute(self, source: Source, attr: cst.Name, node: cst.Attribute) -> None:
         value = node.value
-        own = isinstance(value, cst.Name) and value.value in ("self", "cls")
-        own = own or (isinstance(value, cst.Call) and _called(value) == "super")
-        owner = self._enclosing_class(source, node) if own else None
-        classes = {self.resolve(each) for each in source.qualified(value)}
+        is_own = isinstance(value, cst.Name) and value.value in ("self", "cls")
+        is_own = is_own or (isinstance(value, cst.Call) and _called(value) == "super")
+        owner = self._enclosing_class(source, node) if is_own else None
+        classes = {self.resolve(qualified_name) for qualified_name in source.qualified(value)}
         for cls, new, files, family, unique in self.kinds[attr.value]:
-            if owner in family if own else (unique or classes & family or _matches(source.path, files)):
+            if owner in family if is_own else (unique or classes & family or _matches(source.path, files)):
                 source.replace(attr, new, f"attribute {cls}.{attr.value}")
                 return
-        if not own:
-            self.log.left.append(f"{source.where(attr)}: .{attr.value}")
+        if not is_own:
+            self.log.remaining.append(f"{source.where(attr)}: .{attr.value}")
 
     def _edit_keyword(self, source: Source, node: cst.Name, call: cst.CSTNode) -> None:
         if not isinstance(call, cst.Call):
             return
-        called = {self.resolve(each) for each in source.qualified(call.func)}
+        called = {self.resolve(qualified_name) for qualified_name in source.qualified(call.func)}
         for cls, new, files, family, unique in self.kinds[node.value]:
             constructed = called & family or (_called(call) == "cls" and self._enclosing_class(source, node) in family)
             copied = _called(call) == "replace" and (unique or _matches(source.path, files))
@@ -614,15 +626,15 @@ class Project:
                 source.replace(node, new, f"attribute {cls}.{node.value}")
                 return
         if _called(call) == "replace":
-            self.log.left.append(f"{source.where(node)}: replace(..., {node.value}=)")
+            self.log.remaining.append(f"{source.where(node)}: replace(..., {node.value}=)")
 
     def _edit_named_attribute(self, source: Source, node: cst.SimpleString, call: cst.Call) -> None:
-        classes = {self.resolve(each) for each in source.qualified(call.args[0].value)}
+        classes = {self.resolve(qualified_name) for qualified_name in source.qualified(call.args[0].value)}
         for cls, new, files, family, unique in self.kinds[node.raw_value]:
             if unique or classes & family or _matches(source.path, files):
                 source.replace(node, f"{node.prefix}{node.quote}{new}{node.quote}", f"attribute {cls}.{node.raw_value}")
                 return
-        self.log.left.append(f"{source.where(node)}: {_called(call)}(..., {node.value})")
+        self.log.remaining.append(f"{source.where(node)}: {_called(call)}(..., {node.value})")
 
     # -- locals -------------------------------------------------------------------------------------------------------
 
@@ -660,24 +672,27 @@ class Project:
         for old, new in names.items():
             nodes: list[cst.CSTNode] = []
             for scope in scopes.values():
-                bindings = [each for each in scope.assignments if each.name == old and each.scope is scope]
-                nodes += [node for each in bindings for node in _bound_names(each.node, old)]
+                bindings = [binding for binding in scope.assignments if binding.name == old and binding.scope is scope]
+                nodes += [node for binding in bindings for node in _bound_names(binding.node, old)]
                 nodes += [
-                    access.node for each in bindings for access in each.references if isinstance(access.node, cst.Name)
+                    access.node
+                    for binding in bindings
+                    for access in binding.references
+                    if isinstance(access.node, cst.Name)
                 ]
             if not nodes:
-                if not any(each.name == new for scope in scopes.values() for each in scope.assignments):
+                if not any(binding.name == new for scope in scopes.values() for binding in scope.assignments):
                     self.log.missing.append(f"locals of {source.module}:{name}: {old}")
                 continue
             if new in vars(builtins):
                 self.log.clashes.append(f"{source.where(function)}: {name}: {old} -> {new} is a builtin")
-            taken = [
+            existing = [
                 node
                 for node in _walk(function)
                 if isinstance(node, cst.Name) and node.value == new and self._is_reference(source, node)
             ]
-            if taken:
-                self.log.clashes.append(f"{source.where(taken[0])}: {name}: {old} -> {new}: {new} is already used")
+            if existing:
+                self.log.clashes.append(f"{source.where(existing[0])}: {name}: {old} -> {new}: {new} is already used")
             for node in nodes:
                 source.replace(node, new, f"local {source.module}:{name}.{old}")
 
@@ -686,17 +701,19 @@ class Project:
         for node in source.nodes:
             if not isinstance(node, cst.Call):
                 continue
-            words = [each for each in node.args if each.keyword is not None]
+            words = [keyword for keyword in node.args if keyword.keyword is not None]
             if not words:
                 continue
             target = node.args[0].value if _called(node) == "partial" and node.args else node.func
-            for path in {self.resolve(each) for each in source.qualified(target)} | self._methods(source, target):
+            for path in {self.resolve(name) for name in source.qualified(target)} | self._methods(source, target):
                 for key, names in self._parameters().items():
                     if path == key:
-                        for each in words:
-                            if each.keyword is not None and each.keyword.value in names:
+                        for keyword in words:
+                            if keyword.keyword is not None and keyword.keyword.value in names:
                                 source.replace(
-                                    each.keyword, names[each.keyword.value], f"keyword {key}.{each.keyword.value}"
+                                    keyword.keyword,
+                                    names[keyword.keyword.value],
+                                    f"keyword {key}.{keyword.keyword.value}",
                                 )
 
     def _methods(self, source: Source, target: cst.BaseExpression) -> set[str]:
@@ -767,7 +784,7 @@ def _library_attributes() -> set[str]:
         types += [np.ndarray, torch.Tensor, torch.nn.Module, torch.fx.Node, torch.fx.Graph, torch.fx.GraphModule]
     except ImportError:
         pass
-    return {name for each in types for name in dir(each)}
+    return {name for kind in types for name in dir(kind)}
 
 
 def _identifiers(text: str) -> set[str]:
@@ -787,7 +804,7 @@ def _called(call: cst.Call) -> str:
 
 
 def _matches(path: str, files: tuple[str, ...]) -> bool:
-    return any(fnmatch(path, each) for each in files)
+    return any(fnmatch(path, pattern) for pattern in files)
 
 
 def _is_in_all(source: Source, node: cst.CSTNode) -> bool:
@@ -796,8 +813,12 @@ def _is_in_all(source: Source, node: cst.CSTNode) -> bool:
         parent = source.parents.get(parent)
     if parent is None:
         return False
-    targets = [parent.target] if isinstance(parent, cst.AugAssign) else [each.target for each in parent.targets]
-    return any(isinstance(each, cst.Name) and each.value == "__all__" for each in targets)
+    targets = (
+        [parent.target]
+        if isinstance(parent, cst.AugAssign)
+        else [assign_target.target for assign_target in parent.targets]
+    )
+    return any(isinstance(assign_target, cst.Name) and assign_target.value == "__all__" for assign_target in targets)
 
 
 def _function_of(source: Source, node: cst.CSTNode) -> cst.CSTNode | None:
@@ -834,7 +855,7 @@ def _bound_names(node: cst.CSTNode, name: str) -> list[cst.Name]:
         return [node]
     if isinstance(node, cst.Param):
         return [node.name]
-    return [each for each in _walk(node) if isinstance(each, cst.Name) and each.value == name][:1]
+    return [child for child in _walk(node) if isinstance(child, cst.Name) and child.value == name][:1]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -852,7 +873,11 @@ def main(arguments: list[str] | None = None) -> int:
     out = sys.stdout.write
     for entry, count in sorted(project.log.changed.items()):
         out(f"changed {count:4d}  {entry}\n")
-    for kind, lines in (("left", project.log.left), ("not found", project.log.missing), ("clash", project.log.clashes)):
+    for kind, lines in (
+        ("left", project.log.remaining),
+        ("not found", project.log.missing),
+        ("clash", project.log.clashes),
+    ):
         for line in sorted(set(lines)):
             out(f"{kind}: {line}\n")
     if project.log.clashes:

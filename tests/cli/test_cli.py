@@ -329,11 +329,11 @@ def test_the_written_config_contains_the_flags_and_can_be_deployed_again(call, h
     code, _, err = call("deploy", "-c", "c.yaml", *flags, "--smoke")
     assert code == 0, err
     for output in ("result", "again"):
-        written = DeployConfig.from_file(here / output / "config.yaml")
-        assert (written.model, written.data, written.root) == ("nets:Net", "nets:batches", "..")
-        assert (written.threads, written.max_trials, written.max_batches) == (3, 4, 2)
-        assert (written.leave, written.choices, written.output) == (("head",), ("int4", "int8"), output)
-        assert written.allow_departure is False
+        config = DeployConfig.from_file(here / output / "config.yaml")
+        assert (config.model, config.data, config.root) == ("nets:Net", "nets:batches", "..")
+        assert (config.threads, config.max_trials, config.max_batches) == (3, 4, 2)
+        assert (config.leave, config.choices, config.output) == (("head",), ("int4", "int8"), output)
+        assert config.allow_departure is False
         code, _, err = call("deploy", "-c", "result/config.yaml", "-o", "again", "--smoke", "--force")
         assert code == 0, err
 

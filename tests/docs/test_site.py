@@ -36,7 +36,7 @@ def test_generated_pages_are_up_to_date() -> None:
     pages = generator().pages()
     stale = [str(path) for path, text in pages.items() if (DOCS / path).read_text(encoding="utf-8") != text]
     assert not stale, f"run: python docs/generate.py ({stale})"
-    marked = {path.relative_to(DOCS) for path in DOCS.rglob("*.md") if generator().MADE in path.read_text()}
+    marked = {path.relative_to(DOCS) for path in DOCS.rglob("*.md") if generator().GENERATED in path.read_text()}
     assert marked == set(pages), "a page is no longer generated"
 
 

@@ -67,8 +67,8 @@ def sweep(
         say(f"scalepoint {scalepoint.__version__}: {settings.model} over {', '.join(grid)} into {folder}/")
 
     names = {KEYWORD_NAMES.get(key, key): values for key, values in grid.items()}
-    own = {*names, "allow_departure"}  # a run that departs is a row of the table
-    shared = {key: value for key, value in deploy_keywords(settings).items() if key not in own}
+    grid_options = {*names, "allow_departure"}  # a run that departs is a row of the table
+    shared = {key: value for key, value in deploy_keywords(settings).items() if key not in grid_options}
     try:
         result = load_public("sweep")(
             model, inputs, [] if batches is None else batches, grid=names, output=folder, resume=resume, force=force,
