@@ -114,8 +114,8 @@ class Activated(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.second(self.activation(self.first(x)))
-        return made
+        output: Tensor = self.second(self.activation(self.first(x)))
+        return output
 
 
 class Decoder(nn.Module):
@@ -129,8 +129,8 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         skip = torch.relu(self.outer(x))
         x = torch.relu(self.inner(nn.functional.max_pool2d(skip, 2)))
-        made: Tensor = self.up(torch.cat([nn.functional.interpolate(x, scale_factor=2), skip], 1))
-        return made
+        output: Tensor = self.up(torch.cat([nn.functional.interpolate(x, scale_factor=2), skip], 1))
+        return output
 
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -143,9 +143,11 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 def with_and_without(folder: Path, model: nn.Module, x: Tensor, rule: str) -> dict[str, onnxruntime.InferenceSession]:
     """A network in int8 as two files, with a rule and without."""
-    own, config = onnxruntime_target(), QuantConfig(speed_first=False)
-    plain = replace(own, rewrites=tuple(each for each in own.rewrites if each.name != rule))
-    for name, target in {"with": own, "without": plain}.items():
+    default_target, config = onnxruntime_target(), QuantConfig(speed_first=False)
+    plain = replace(
+        default_target, rewrites=tuple(rewrite for rewrite in default_target.rewrites if rewrite.name != rule)
+    )
+    for name, target in {"with": default_target, "without": plain}.items():
         quantized = quantize(model.eval(), x, config, forward_loop=[x], target=target, freeze_weights=True)
         export(quantized, folder / f"{name}.onnx", x)
     return {name: session(folder / f"{name}.onnx") for name in ("with", "without")}
@@ -154,8 +156,10 @@ def with_and_without(folder: Path, model: nn.Module, x: Tensor, rule: str) -> di
 def integer_row(title: str, model: nn.Module, pixels: int, rule: str) -> Row:
     shape = (1, 3, pixels, pixels)
     with tempfile.TemporaryDirectory() as folder:
-        taken = timed(with_and_without(Path(folder), model, torch.randn(shape), rule), shape)
-    return Row(f"{title}, {pixels} px", taken["with"] / taken["without"], 1.0, "as exported", onnxruntime.__version__)
+        medians = timed(with_and_without(Path(folder), model, torch.randn(shape), rule), shape)
+    return Row(
+        f"{title}, {pixels} px", medians["with"] / medians["without"], 1.0, "as exported", onnxruntime.__version__
+    )
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:

@@ -110,8 +110,8 @@ def test_similar_activations_are_not_rewritten(name, tmp_path):
         "swish with a factor": lambda x: x * torch.sigmoid(1.7 * x),
     }
     quantized, path, x = export_with(similar[name], tmp_path)
-    written = Counter(node.op_type for node in onnx.load(path).graph.node)
-    assert not set(written) & {"QuickGelu", "Gelu", "FastGelu", "Exp"}
+    operator_counts = Counter(node.op_type for node in onnx.load(path).graph.node)
+    assert not set(operator_counts) & {"QuickGelu", "Gelu", "FastGelu", "Exp"}
     assert verify(path, quantized, x).holds
 
 
@@ -123,8 +123,8 @@ def test_activations_of_float_tensors_keep_their_operators(tmp_path):
     quantized = quantize(model, x, ALL_INT8, forward_loop=[x], target="onnxruntime", freeze_weights=True)
     path = export(quantized, tmp_path / "m.onnx", x)
     proto = onnx.load(path)
-    written = Counter(node.op_type for node in proto.graph.node)
-    assert (written["Sigmoid"], written["Erf"]) == (1, 1)
+    operator_counts = Counter(node.op_type for node in proto.graph.node)
+    assert (operator_counts["Sigmoid"], operator_counts["Erf"]) == (1, 1)
     assert all(node.domain == "" for node in proto.graph.node)
 
 
