@@ -24,7 +24,17 @@ from scalepoint.patterns.base import (
     StemConvBNReLUMaxPoolPattern,
 )
 from scalepoint.patterns.fused import Fused
-from scalepoint.patterns.language import Pattern, PatternMatch, Point, Refusal, chain, join, op, optional
+from scalepoint.patterns.language import (
+    Pattern,
+    PatternMatch,
+    Point,
+    Refusal,
+    chain,
+    join,
+    op,
+    optional,
+    without_points,
+)
 from scalepoint.patterns.plan import TransformationPlan
 
 __all__ = [
@@ -59,4 +69,5 @@ __all__ = [
     "join",
     "op",
     "optional",
+    "without_points",
 ]
