@@ -47,7 +47,7 @@ def test_a_resumed_run_with_fixed_sizes_writes_the_same_file(tmp_path, monkeypat
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(2, 8)
     options = {"fixed_sizes": True, "output": tmp_path / "out", "progress": False}
-    whole = scalepoint.deploy(model, x, [x], **{**options, "output": tmp_path / "whole"})
+    uninterrupted = scalepoint.deploy(model, x, [x], **{**options, "output": tmp_path / "whole"})
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
@@ -57,7 +57,7 @@ def test_a_resumed_run_with_fixed_sizes_writes_the_same_file(tmp_path, monkeypat
         with pytest.raises(KeyboardInterrupt):
             scalepoint.deploy(model, x, [x], **options)
     resumed = scalepoint.deploy(model, x, [x], resume=True, **options)
-    assert resumed.path.read_bytes() == whole.path.read_bytes()
+    assert resumed.path.read_bytes() == uninterrupted.path.read_bytes()
 
 
 class Segments(nn.Module):

@@ -283,8 +283,8 @@ def describe_float_layers(report: "Report") -> list[str]:
             groups.setdefault(("norm", "") if is_norm else ("", row.reason), []).append(row)
     ordered = sorted(groups.values(), key=lambda rows: -sum(row.macs or 0 for row in rows))
     lines = [f"{_name_float_layers(rows)}: {_float_reason(rows)}" for rows in ordered[:MAX_FLOAT_GROUPS]]
-    left = sum(map(len, ordered[MAX_FLOAT_GROUPS:]))
-    return lines + ([f"and {format_plural(left, 'other layer')}"] if left else [])
+    other_count = sum(map(len, ordered[MAX_FLOAT_GROUPS:]))
+    return lines + ([f"and {format_plural(other_count, 'other layer')}"] if other_count else [])
 
 
 def _float_reason(rows: Sequence[CoverageRow]) -> str:

@@ -379,9 +379,9 @@ class ReportView:
     @property
     def share_legend(self) -> list[tuple[str, str]]:
         macs, parameters = self._shares
-        shown = self._by_colour(macs or {}) | self._by_colour(parameters)  # every colour of the two bars
+        colours = self._by_colour(macs or {}) | self._by_colour(parameters)  # every colour of the two bars
         shares = self._by_colour(parameters if macs is None else macs)
-        return [(css, f"{COLOURS[css]} {formatting.format_share(shares.get(css, 0.0)) or '0%'}") for css in shown]
+        return [(css, f"{COLOURS[css]} {formatting.format_share(shares.get(css, 0.0)) or '0%'}") for css in colours]
 
     # layers
 
@@ -557,14 +557,14 @@ def colour_of(precision: str) -> str:
     """Return the CSS class of a precision. It depends on the precision alone, so that reports can be compared."""
     if precision in ("", headline.FLOAT):
         return "p-float" if precision else "p-none"
-    first, *others = precision.split(", ")
+    first, *other_precisions = precision.split(", ")
     bits = re.search(r"\d+", first)
     if bits is None:
         return "p5"
     if "fp" in first or "float" in first or "mx" in first:
         return "p3" if bits[0] in ("8", "08") else "p2" if bits[0] == "4" else "p5"
     if bits[0] == "8":
-        return "p0" if others or not first.startswith(("w ", "stored ")) else "p1"
+        return "p0" if other_precisions or not first.startswith(("w ", "stored ")) else "p1"
     return "p2" if bits[0] == "4" else "p4" if bits[0] in ("1", "2", "3") else "p5"
 
 

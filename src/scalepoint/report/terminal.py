@@ -209,7 +209,7 @@ def _time_table(report: "Report", narrow: bool, limit: int) -> Table | None:
     if verification is None or not verification.times:
         return None
     least = MIN_TIME_SHARE * sum_seconds(verification.times)[1]
-    shown = [row for row in verification.times if (row.seconds or 0.0) >= least]
+    slow_rows = [row for row in verification.times if (row.seconds or 0.0) >= least]
     rows = [
         (
             shorten(row.name),
@@ -218,7 +218,7 @@ def _time_table(report: "Report", narrow: bool, limit: int) -> Table | None:
             format_ratio(row.float_seconds / row.seconds) if row.float_seconds and row.seconds else "",
             shorten(" + ".join(row.kernels[:2]), 60),
         )
-        for row in shown[:limit]
+        for row in slow_rows[:limit]
     ]
     if not rows:
         return None
