@@ -123,10 +123,36 @@ def _parse_axes(value: Any) -> Any:
         raise ValueError(error.args[0].removeprefix("dynamic_axes: ")) from error
 
 
+def _parse_shapes(value: Any) -> Any:
+    """Convert flags such as x=1,3,224,224 to shapes by name. A shape without a name has its number as the name."""
+    if not isinstance(value, list | tuple):
+        return {str(name): tuple(shape) for name, shape in value.items()} if isinstance(value, Mapping) else value
+    shapes = {}
+    for number, text in enumerate(value):
+        name, _, sizes = str(text).rpartition("=")
+        try:
+            shapes[name or str(number)] = tuple(int(size) for size in sizes.replace("x", ",").split(","))
+        except ValueError as error:
+            raise ValueError(f"a shape is whole numbers with commas between, as x=1,3,224,224: {error}") from error
+    return shapes or None
+
+
+def _parse_fixed_inputs(value: Any) -> Any:
+    """Convert flags such as rate=16000 to numbers by name."""
+    if not isinstance(value, list | tuple):
+        return value
+    pairs = [str(text).rpartition("=") for text in value]
+    if not all(name for name, _, _ in pairs):
+        raise ValueError("a fixed input is a name and a number, as rate=16000")
+    return {name: json.loads(number) for name, _, number in pairs} or None
+
+
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch.manual_seed takes
 Channels = Annotated[tuple[float, ...], BeforeValidator(_split_commas)]
 Choices = Annotated[tuple[str, ...], BeforeValidator(_split_commas), AfterValidator(_check_choices)]
+InputShapes = Annotated[dict[str, tuple[Count, ...]] | None, BeforeValidator(_parse_shapes)]
+FixedInputs = Annotated[dict[str, Any] | None, BeforeValidator(_parse_fixed_inputs)]
 FreeAxes = Annotated[dict[str, dict[int, str]] | None, BeforeValidator(_parse_axes)]
 OptionalBudget = Annotated[
     Budget | None,
@@ -238,6 +264,35 @@ class DeployOptions(CommonOptions):
             ("quantize",),
         ),
     ] = False
+    shape: Annotated[
+        InputShapes,
+        Option(
+            "Shape of an input, as x=1,3,224,224; without a name for models with one input. deploy takes it for .onnx "
+            "files, whose own shapes are the default. May be repeated.",
+            FILE_GROUP,
+            ("quantize", "export float"),
+            metavar="<sizes>",
+            is_repeated=True,
+        ),
+    ] = None
+    fixed_inputs: Annotated[
+        FixedInputs,
+        Option(
+            "An .onnx file: the value of an input that becomes a constant, as rate=16000. May be repeated.",
+            FILE_GROUP,
+            ("quantize", "export float"),
+            metavar="<value>",
+            is_repeated=True,
+        ),
+    ] = None
+    requantize: Annotated[
+        bool,
+        Option(
+            "An .onnx file that is already quantized: read its weights back as real numbers and quantize them anew.",
+            FILE_GROUP,
+            ("quantize", "export float"),
+        ),
+    ] = False
     float_dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
         Option(
@@ -330,16 +385,18 @@ class SourceOptions(Config):
         str | None,
         Option(
             "A model, or a class or function without arguments that creates it; it may return (model, example_inputs). "
-            "Or timm:NAME or hf:FOLDER, without download. Or the folder of a language model's checkpoint.",
+            "Or an .onnx file. Or timm:NAME or hf:FOLDER, without download. Or the folder of a language model's "
+            "checkpoint.",
             metavar="package.module:name",
         ),
     ] = None
     data: Annotated[
         str | None,
         Option(
-            "Data: a .npz or .safetensors file (samples along the first axis), a folder of images with --size, "
-            "--mean and --std, or package.module:function that returns batches. For language models a text file, a "
-            ".jsonl file, or a folder of such files.",
+            "Data: a .npz, .npy or .safetensors file (samples along the first axis), a folder of arrays (one batch "
+            "each) or of images with --size, --mean and --std, or package.module:function that returns batches. "
+            "random for an .onnx file: its accuracy then means nothing. For language models a text file, a .jsonl "
+            "file, or a folder of such files.",
             flags=("--data", "-d"),
         ),
     ] = None

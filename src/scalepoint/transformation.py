@@ -99,7 +99,7 @@ def transform(
     """Capture a model and group its operations by patterns, such as convolution + batch norm + ReLU.
 
     Args:
-        model: A module, an ExportedProgram, or the path of a .pt2 file.
+        model: A module, an ExportedProgram, or the path of an .onnx or .pt2 file.
         args: Example inputs: a tensor, a tuple, or a dict of keyword inputs.
         patterns: The patterns to look for; those of the target by default.
         target: A target or its name.
@@ -142,7 +142,7 @@ def get_transformation_plan(
     Edit `match.apply` of the matches, then call `apply_transformation_plan`.
 
     Args:
-        model: A module, an ExportedProgram, or the path of a .pt2 file.
+        model: A module, an ExportedProgram, or the path of an .onnx or .pt2 file.
         args: Example inputs: a tensor, a tuple, or a dict of keyword inputs.
         patterns: The patterns to look for; those of the target by default.
         target: A target or its name.

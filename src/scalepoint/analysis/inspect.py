@@ -31,7 +31,7 @@ def inspect(
     The model stays unchanged. A warning is given if nothing would be quantized.
 
     Args:
-        model: A module, an ExportedProgram, or the path of a .pt2 file.
+        model: A module, an ExportedProgram, or the path of an .onnx or .pt2 file.
         example_inputs: A tensor, a tuple, or a dict of keyword inputs. Without them torch.fx records what it can, and
             the number of MACs is not known.
         target: A target or its name.

@@ -17,11 +17,14 @@ from scalepoint.cli.output import say
 from scalepoint.errors import DocumentError, ScalepointError
 from scalepoint.support.untrusted import check_file
 
-FILE_SUFFIXES = (".npz", ".safetensors")
+FILE_SUFFIXES = (".npz", ".npy", ".safetensors")
+ARRAY_SUFFIXES = (".npz", ".npy")  # of the files in a folder, one for each batch
+RANDOM_DATA = "random"  # for .onnx files
+RANDOM_BATCHES = 8
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 MAX_DATA_BYTES = 2**34  # of a .npz file after decompression
 PREPROCESSING_EXAMPLE = "--size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225"
-DATA_KINDS = "a .npz or .safetensors file, a folder of images, or package.module:function"
+DATA_KINDS = "a .npz, .npy or .safetensors file, a folder of such arrays or of images, or package.module:function"
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ def check_data(text: str, options: DataOptions) -> None:
         if not path.exists():
             raise usage_error(f"data {text!r}: there is no such file in {Path.cwd()}")
         if path.is_dir():
-            _require_preprocessing(text, options)
+            if not _has_arrays(path):
+                _require_preprocessing(text, options)
         elif suffix not in FILE_SUFFIXES:
             kind = suffix or "a file without a suffix"
             raise usage_error(f"data {text!r}: {kind} cannot be used as data: use {DATA_KINDS}")
@@ -89,9 +93,9 @@ def load_data(text: str, options: DataOptions) -> Batches:
     check_data(text, options)
     path = options.loader.resolve(text)
     if path.is_dir():
-        return _image_batches(path, options)
+        return _array_batches(path, options) if _has_arrays(path) else _image_batches(path, options)
     if path.suffix.lower() in FILE_SUFFIXES:
-        arrays = _read_npz(path) if path.suffix.lower() == ".npz" else _read_safetensors(path)
+        arrays = _read_safetensors(path) if path.suffix.lower() == ".safetensors" else _read_npz(path)
         return Batches(text, lambda: _slice_batches(arrays, options.batch_size), options.max_batches)
     source = load_object(text, "data", options.loader)
     if not callable(source) and not isinstance(source, Iterable):
@@ -102,12 +106,31 @@ def load_data(text: str, options: DataOptions) -> Batches:
     return Batches(text, source if callable(source) else lambda: source, options.max_batches)
 
 
+def _has_arrays(folder: Path) -> bool:
+    return any(path.suffix.lower() in ARRAY_SUFFIXES for path in folder.iterdir())
+
+
+def _array_batches(folder: Path, options: DataOptions) -> Batches:
+    """Read each .npz or .npy file of a folder as one batch."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in ARRAY_SUFFIXES)
+
+    def start() -> Iterator[Any]:
+        for path in paths:
+            arrays = _read_npz(path)
+            yield from _slice_batches(arrays, max(len(array) for array in arrays.values()))
+
+    return Batches(str(folder), start, options.max_batches)
+
+
 def _read_npz(path: Path) -> dict[str, Any]:
+    """Read the arrays of a .npz file by name, or the array of a .npy file as arr_0."""
     import numpy as np
     import torch
 
     _check_file(path)
     try:
+        if path.suffix.lower() == ".npy":
+            return _check_samples(path, {"arr_0": torch.from_numpy(np.load(path, allow_pickle=False))})
         with zipfile.ZipFile(path) as file:
             size = sum(entry.file_size for entry in file.infolist())
         if size > MAX_DATA_BYTES:
@@ -118,7 +141,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
     except ScalepointError:
         raise
     except Exception as error:  # a damaged archive raises many types
-        raise usage_error(f"{path} is not a .npz file of plain arrays: {error}") from error
+        raise usage_error(f"{path} is not a {path.suffix} file of plain arrays: {error}") from error
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from scalepoint.cli import flags
 from scalepoint.cli.deploy_checkpoint import CheckpointRun, is_folder
 from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
 from scalepoint.cli.flags import takes
-from scalepoint.cli.inspect import load_model_and_data, preview
-from scalepoint.cli.load_objects import ObjectLoader, load_evaluate, load_public
+from scalepoint.cli.inspect import load_model_and_data, load_onnx_data, preview
+from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file, load_evaluate, load_public
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.output import say, show, show_json
 from scalepoint.cli.run_config import (
@@ -179,7 +179,10 @@ class DeployRun:
         settings = self.settings
         seed_all(settings.seed)
         evaluate = load_evaluate(settings.evaluate, self.loader) if settings.evaluate else None
-        model, inputs, batches = load_model_and_data(settings, self.loader)
+        if is_onnx_file(settings.model):  # deploy reads the file itself, compares with it, and chooses the example
+            model, inputs, batches = self.loader.resolve(settings.model), None, load_onnx_data(settings, self.loader)
+        else:
+            model, inputs, batches = load_model_and_data(settings, self.loader)
         _print_status(
             f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.folder}/",
             self.quiet,

@@ -2,17 +2,17 @@
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from scalepoint.cli import flags
-from scalepoint.cli.data import Batches, load_data
-from scalepoint.cli.exit_codes import Code, usage_error
+from scalepoint.cli.data import RANDOM_BATCHES, RANDOM_DATA, Batches, load_data
+from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.flags import takes
 from scalepoint.cli.library_models import is_library_model, without_labels
-from scalepoint.cli.load_objects import ObjectLoader, load_model, load_public
-from scalepoint.cli.metadata import is_model_file, show_file_info
+from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file, load_model, load_public
+from scalepoint.cli.metadata import is_float_onnx, is_model_file, show_file_info
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.cli.run_config import check_names, check_settings, data_options, load_settings, object_loader
 from scalepoint.errors import CoverageError
@@ -25,14 +25,11 @@ UNKNOWN_SIZES_NOTE = (
 
 
 @takes(
-    "model", "target", "data", "leave", "dynamic_axes", "batch_size", "size", "mean", "std", "root", "weights", "random"
+    *("model", "target", "data", "leave", "dynamic_axes", "batch_size", "size", "mean", "std", "root", "weights"),
+    *("random", "shape", "fixed_inputs", "requantize"),
 )
 def inspect(
     context: typer.Context,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(help="Shape of an input, such as 1,3,224,224; repeat the flag for further inputs."),
-    ] = None,
     config: flags.Config = None,
     trust: flags.Trust = False,
     json: flags.Json = False,
@@ -40,16 +37,16 @@ def inspect(
 ) -> int:
     """Show which operations of a model a target would quantize, which stay float, and why.
 
-    No data is needed. For an exported file: show its inputs and its metadata.
+    No data is needed. For a quantized file: show its inputs and its metadata.
     """
     model = context.params["model"]
-    if is_model_file(model):
+    if is_model_file(model) and not is_float_onnx(model):
         return show_file_info(Path(str(model)), json=json)
     check_names(context.params)
     settings = load_settings(context.params)
     loader = object_loader(settings, context.params)
     check_settings(settings, loader, needs_data=False)
-    return preview(settings, loader, "inspect", _random_inputs(shape or []), json=json)
+    return preview(settings, loader, "inspect", _random_inputs(settings), json=json)
 
 
 def preview(settings: Any, loader: ObjectLoader, command: str, example: Any = None, *, json: bool) -> int:
@@ -92,6 +89,8 @@ def load_model_and_data(settings: Any, loader: ObjectLoader, example: Any = None
     The example inputs are `example`, else those that the user's factory returns, else the first batch of the data. A
     model of a library has generated example inputs; there the first batch of the data is preferred.
     """
+    if is_onnx_file(settings.model):
+        return load_onnx_and_data(settings, loader)
     model, inputs = load_model(settings.model, loader)
     batches = load_data(settings.data, data_options(settings, loader)) if settings.data else None
     if example is not None:
@@ -101,6 +100,31 @@ def load_model_and_data(settings: Any, loader: ObjectLoader, example: Any = None
     elif inputs is None and batches is not None:
         inputs = batch_to_example(model, batches.first())
     return model, inputs, batches
+
+
+def load_onnx_and_data(settings: Any, loader: ObjectLoader) -> tuple[Any, Any, Batches | None]:
+    """Load an .onnx file, its data, and example inputs: the first batch of the data, or random ones."""
+    from scalepoint.pipeline.onnx_source import read_source
+
+    options = {name: getattr(settings, name) for name in ("shape", "fixed_inputs", "requantize")}
+    batches = load_onnx_data(settings, loader)
+    source = read_source(loader.resolve(settings.model), None, None, batches, options, progress=None)
+    return source.model, source.example, batches
+
+
+def load_onnx_data(settings: Any, loader: ObjectLoader) -> Any:
+    """Load the data for an .onnx file, or make random data if the user asked for it."""
+    if settings.data != RANDOM_DATA:
+        return load_data(settings.data, data_options(settings, loader)) if settings.data else None
+    from scalepoint.onnx_reader import load_onnx
+    from scalepoint.pipeline.onnx_source import named_shapes
+
+    say("note: random data: the quantized file runs, but its accuracy means nothing", "yellow")
+    model = load_onnx(
+        loader.resolve(settings.model), fixed_inputs=settings.fixed_inputs, requantize=settings.requantize
+    )
+    shapes = named_shapes(model, settings.shape or {})
+    return [model.make_example(shapes, seed) for seed in range(settings.max_batches or RANDOM_BATCHES)]
 
 
 def batch_to_example(model: Any, batch: Any) -> Any:
@@ -120,13 +144,11 @@ def coverage_listing(coverage: Any) -> Listing:
     return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))
 
 
-def _random_inputs(shapes: list[str]) -> Any:
+def _random_inputs(settings: Any) -> Any:
+    """Return random inputs of the shapes of --shape, for a model that is not a file."""
     import torch
 
-    try:
-        sizes = [[int(side) for side in shape.replace("x", ",").split(",")] for shape in shapes]
-    except ValueError as error:
-        raise usage_error(f"--shape must be whole numbers such as 1,3,224,224: {error}") from error
-    if any(side < 1 for size in sizes for side in size):
-        raise usage_error("--shape must be whole numbers above 0, such as 1,3,224,224")
-    return tuple(torch.randn(size) for size in sizes) or None
+    if not settings.shape or is_onnx_file(settings.model):
+        return None
+    inputs = {name: torch.randn(sizes) for name, sizes in settings.shape.items()}
+    return tuple(inputs.values()) if all(name.isdecimal() for name in inputs) else inputs

@@ -36,6 +36,11 @@ _BUILD_HINT = (
 )
 
 
+def is_onnx_file(text: str | None) -> bool:
+    """Whether a model is named by an .onnx file."""
+    return bool(text) and Path(str(text)).suffix.lower() == ".onnx"
+
+
 def load_public(name: str) -> Any:
     """Return a public function of scalepoint. It is imported only now, because that loads torch."""
     import scalepoint
@@ -72,6 +77,10 @@ def check_name(text: str, what: str, loader: ObjectLoader | None = None) -> None
         package = "transformers" if text.startswith("hf:") else text.partition(":")[0]
         _check_trust(text, what, loader, _find_local_package(package, loader))
         check_library_model(text, loader.resolve(text.partition(":")[2]).parent if text.startswith("hf:") else Path())
+        return
+    if what == "model" and is_onnx_file(text):
+        if not loader.resolve(text).is_file():
+            raise usage_error(f"model {text!r}: there is no such file in {_list_folders(loader)}")
         return
     module, colon, name = text.partition(":")
     suffix = Path(text.rstrip("/")).suffix.lower()

@@ -58,6 +58,14 @@ def is_model_file(name: str | None) -> bool:
     return bool(name) and Path(str(name)).suffix in MODEL_SUFFIXES
 
 
+def is_float_onnx(name: str | None) -> bool:
+    """Whether a model is an .onnx file that scalepoint did not quantize: its layers are shown."""
+    from scalepoint.formats import find_format
+
+    path = Path(str(name))
+    return path.suffix.lower() == ".onnx" and path.is_file() and not find_format("onnx").about(path).made_for
+
+
 def show_file_info(path: Path, *, json: bool) -> int:
     """Show inputs, size and metadata of a file. The file is not run."""
     from scalepoint.formats import find_format, list_formats, read_value

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint import distributed
-from scalepoint.cli.data import DataOptions, check_data
+from scalepoint.cli.data import RANDOM_DATA, DataOptions, check_data
 from scalepoint.cli.exit_codes import usage_error
 from scalepoint.cli.library_models import is_library_model
-from scalepoint.cli.load_objects import ObjectLoader, check_name
+from scalepoint.cli.load_objects import ObjectLoader, check_name, is_onnx_file
 from scalepoint.errors import ConfigError, did_you_mean
 from scalepoint.options import CheckpointOptions, CommonOptions, DeployConfig, SweepConfig, changed_values
 from scalepoint.support.validation_errors import find_validation_error, list_problems
@@ -19,6 +19,7 @@ CHECKPOINT_ONLY_OPTIONS = tuple(
     name for name in CheckpointOptions.model_fields if name not in CommonOptions.model_fields
 )
 IMAGE_OPTIONS = ("size", "mean", "std")
+FILE_OPTIONS = ("shape", "fixed_inputs", "requantize")  # of .onnx files; inspect takes shapes for other models too
 
 
 def load_settings(parameters: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
@@ -82,14 +83,17 @@ def check_settings(settings: Any, loader: ObjectLoader, *, needs_data: bool = Tr
     check_with_target(settings)
     if not settings.data and needs_data and settings.quantization.activation != "float":
         raise usage_error("which data? Pass --data, or a config with `data:` by -c")
-    _check_options_apply(settings, loader)
-    if settings.data:
+    _check_options_apply(settings, loader, needs_data=needs_data)
+    if settings.data == RANDOM_DATA:
+        if not is_onnx_file(settings.model):
+            raise usage_error("--data random is for .onnx files, whose inputs have known shapes")
+    elif settings.data:
         check_data(settings.data, data_options(settings, loader))
     if settings.max_drop is not None and not settings.evaluate:
         raise usage_error("--max-drop needs a metric: pass --evaluate package.module:function")
 
 
-def _check_options_apply(settings: Any, loader: ObjectLoader) -> None:
+def _check_options_apply(settings: Any, loader: ObjectLoader, *, needs_data: bool) -> None:
     """Refuse options that have no effect in this run."""
     for name in changed_values(settings):
         flag = f"--{name}"
@@ -102,6 +106,11 @@ def _check_options_apply(settings: Any, loader: ObjectLoader) -> None:
             raise usage_error(
                 f"{flag} is for data that is a folder of images: it cannot be used with {settings.data!r}"
             )
+        if name == "weights" and is_onnx_file(settings.model):
+            raise usage_error(f"{flag} is for a model that is built by code: {settings.model!r} has its weights")
+        if name in FILE_OPTIONS and not (is_onnx_file(settings.model) or (name == "shape" and not needs_data)):
+            flag = flag.replace("_", "-")
+            raise usage_error(f"{flag} is for .onnx files: it cannot be used with {settings.model!r}")
         if name == "random" and not is_library_model(settings.model):
             raise usage_error(f"{flag} is for timm:NAME and hf:FOLDER: it cannot be used with {settings.model!r}")
 

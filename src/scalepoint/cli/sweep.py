@@ -12,8 +12,8 @@ from scalepoint.cli import flags
 from scalepoint.cli.deploy import deploy_keywords, make_command
 from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
 from scalepoint.cli.flags import takes
-from scalepoint.cli.inspect import load_model_and_data
-from scalepoint.cli.load_objects import load_evaluate, load_public
+from scalepoint.cli.inspect import load_model_and_data, load_onnx_data
+from scalepoint.cli.load_objects import is_onnx_file, load_evaluate, load_public
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.output import say, show, show_json
 from scalepoint.cli.run_config import (
@@ -62,7 +62,10 @@ def sweep(
     folder = Path(settings.output)
     SweepWorkspace(folder, resume=resume, force=force).check(input_paths(dict(settings), loader))
     evaluate = load_evaluate(settings.evaluate, loader) if settings.evaluate else None
-    model, inputs, batches = load_model_and_data(settings, loader)
+    if is_onnx_file(settings.model):
+        model, inputs, batches = loader.resolve(settings.model), None, load_onnx_data(settings, loader)
+    else:
+        model, inputs, batches = load_model_and_data(settings, loader)
     if not quiet:
         say(f"scalepoint {scalepoint.__version__}: {settings.model} over {', '.join(grid)} into {folder}/")
 

@@ -15,9 +15,9 @@ from scalepoint.cli.data import Batches, check_data, load_data
 from scalepoint.cli.deploy_checkpoint import is_folder
 from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.flags import takes
-from scalepoint.cli.inspect import batch_to_example
+from scalepoint.cli.inspect import batch_to_example, load_onnx_and_data
 from scalepoint.cli.library_models import without_labels
-from scalepoint.cli.load_objects import load_model, load_public
+from scalepoint.cli.load_objects import is_onnx_file, load_model, load_public
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.cli.run_config import check_names, data_options, load_settings, object_loader
 from scalepoint.support.formatting import describe_quality, format_decibels, format_plural, format_share, to_one_line
@@ -187,6 +187,9 @@ def restore_run(
         raise usage_error(f"which float model was it made from? Pass package.module:name{hint}")
     if settings.data:
         check_data(settings.data, options)
+    if is_onnx_file(settings.model):
+        model, inputs, batches = load_onnx_and_data(settings, loader)
+        return model, load_public("load")(saved, model, inputs), inputs, batches
     model, inputs = load_model(settings.model, loader)
     batches = load_data(settings.data, options) if settings.data else None
     if batches is not None:

@@ -4,10 +4,11 @@ None of them changes torch. All other modules import them from here, so that a n
 """
 
 import copy
+from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.autograd import forward_ad
@@ -32,6 +33,7 @@ __all__ = [
     "TorchDispatchMode",
     "copy_codegen",
     "default_store",
+    "get_reserved_names",
     "has_saved_tensor_hooks",
     "is_fake",
     "is_functorch_active",
@@ -73,6 +75,13 @@ def has_saved_tensor_hooks() -> bool:
     if not autograd._saved_tensors_hooks_is_enabled() or torch._C._are_functorch_transforms_active():
         return True
     return autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@cache
+def get_reserved_names() -> frozenset[str]:
+    """Return the attribute names that fx.GraphModule uses itself, so that a model cannot use them."""
+    empty = fx.GraphModule(nn.Module(), fx.Graph())
+    return frozenset(dir(empty)) - frozenset(dir(nn.Module()))
 
 
 def default_store() -> Any:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from scalepoint.compat.torch_names import pytree
+from scalepoint.compat.torch_names import get_reserved_names, pytree
 from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, short_repr
-from scalepoint.graph.captured_module import CapturedGraph, adopt_modules, get_reserved_names, is_valid_name
+from scalepoint.graph.captured_module import CapturedGraph, adopt_modules, is_valid_name
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.dynamic_axes import Axes, check_axes, get_named_inputs, parse_axes
@@ -39,6 +39,7 @@ from scalepoint.graph.symbolic_trace import trace
 from scalepoint.graph.torch_export import export_logs_silenced, find_fixed_batches, load, widen_batch
 from scalepoint.graph.user_traceback import user_level, user_line
 from scalepoint.graph.value_dependent_sizes import record_sizes
+from scalepoint.support.interface_names import InterfaceNames
 from scalepoint.support.torch_state import caller_dtype, serialized
 
 Inputs = Any
@@ -46,7 +47,7 @@ BoundInputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword i
 
 # Classes of torch that wrap a model, and the attribute with the model.
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
-Model = nn.Module | ExportedProgram | str | Path  # a path names a .pt2 file
+Model = nn.Module | ExportedProgram | str | Path  # a path names an .onnx or .pt2 file
 
 
 @serialized
@@ -67,7 +68,7 @@ def capture(
     warning says so.
 
     Args:
-        model: A module, an ExportedProgram, or the path of a .pt2 file.
+        model: A module, an ExportedProgram, or the path of an .onnx or .pt2 file.
         args: Example inputs: a tensor, a tuple, or a dict of keyword inputs. Without them torch.fx records what it can.
         kwargs: Keyword inputs of the model.
         copy: False shares the parameters with the given model.
@@ -84,6 +85,8 @@ def capture(
         CaptureError: The model cannot be captured, or it fixes an axis of `dynamic_axes`.
     """
     model, axes = load_if_path(model, trust), parse_axes(dynamic_axes)
+    if args is None and not kwargs and isinstance(getattr(model, "interface_names", None), InterfaceNames):
+        args = model.make_example()  # type: ignore[union-attr, operator]  # the shapes are in the file
     if isinstance(model, ExportedProgram):
         if axes:
             raise UsageError(
@@ -110,6 +113,9 @@ def capture(
         else:
             inputs = _make_inputs_distinct(as_inputs(args, kwargs))
             graph_module = _capture_in_eval(working, inputs, dynamic, axes, tuple(leave))
+    names = getattr(model, "interface_names", None)
+    if isinstance(names, InterfaceNames):
+        set_origin(graph_module, interface_names=names)
     for name, module in graph_module.named_modules():
         path = name
         while path not in modes:  # a module that capture added takes the mode of its nearest parent
@@ -292,9 +298,13 @@ def _keep_constants(graph_module: fx.GraphModule, unlifted: nn.Module, owner: nn
 
 
 def load_if_path(model: Model, trust: bool) -> nn.Module | ExportedProgram:
-    """Load a .pt2 file if the model is a path, which needs trust=True. Return every other model unchanged."""
+    """Load an .onnx file, or a .pt2 file, which needs trust=True. Return a model that is not a path unchanged."""
     if not isinstance(model, str | Path):
         return model
+    if Path(model).suffix.lower() == ".onnx":
+        from scalepoint.onnx_reader import load_onnx  # noqa: PLC0415  # loads onnx
+
+        return load_onnx(model)
     if not trust:
         raise CaptureError(
             f"{short_repr(str(model))} is a path: loading an exported program runs code from the file. Pass trust=True "

@@ -4,7 +4,6 @@ import warnings
 from ast import literal_eval
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from keyword import iskeyword
 from typing import Any
 from unicodedata import normalize
@@ -45,13 +44,6 @@ def adopt_modules(graph_module: fx.GraphModule, owner: nn.Module) -> None:
     attributes["_parameters"] = dict(owner._parameters)
     attributes["_buffers"] = {**owner._buffers, **constants}
     attributes["_non_persistent_buffers_set"] = owner._non_persistent_buffers_set | set(constants)
-
-
-@cache
-def get_reserved_names() -> frozenset[str]:
-    """Return the attribute names that fx.GraphModule uses itself, so that the model cannot use them."""
-    empty = fx.GraphModule(nn.Module(), fx.Graph())
-    return frozenset(dir(empty)) - frozenset(dir(nn.Module()))
 
 
 def is_valid_name(name: str) -> bool:

@@ -34,6 +34,7 @@ from scalepoint.graph.serialization import (
 )
 from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.graph.values import decode, get_function
+from scalepoint.support.interface_names import InterfaceNames
 
 MAX_INPUT_ELEMENTS = 2**28  # only the shape of an example input is used, but torch allocates the tensor
 
@@ -77,6 +78,7 @@ def _rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
         axes=parse_axes(data.axes),
         size_steps=data.steps,
         compared_sizes=data.tried,
+        interface_names=InterfaceNames(tuple(data.input_names), tuple(data.output_names)),
     )
     _record_shapes(model, data.inputs)
     check_graph(model)

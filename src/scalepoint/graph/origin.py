@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from scalepoint.graph.dynamic_axes import Axes
 from scalepoint.graph.nodes import get_state, set_state
+from scalepoint.support.interface_names import InterfaceNames
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Origin:
         size_steps: The step in which the size of each named axis may change.
         compared_sizes: Other sizes, at which the graph was compared with the model.
         ignored_autocast: Lines where torch.autocast would have cast, and the dtype.
+        interface_names: Names of inputs and outputs in the file that the model was read from.
     """
 
     fixed_batch: Mapping[str, int] = field(default_factory=dict)
@@ -31,6 +33,7 @@ class Origin:
     size_steps: Mapping[str, int] = field(default_factory=dict)
     compared_sizes: Mapping[str, int] = field(default_factory=dict)
     ignored_autocast: tuple[str, ...] = ()
+    interface_names: InterfaceNames = field(default_factory=InterfaceNames)
 
 
 def get_origin(model: nn.Module) -> Origin:

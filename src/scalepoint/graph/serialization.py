@@ -85,6 +85,8 @@ class GraphData(FrozenData):
     axes: dict[str, dict[str, str]] = {}  # free axes: input -> axis -> name
     steps: dict[str, int] = {}
     tried: dict[str, int] = {}
+    input_names: list[str] = []  # names in the file that the model was read from
+    output_names: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,8 @@ def _describe(model: fx.GraphModule, info: Any) -> GraphDescription:
         },
         steps=dict(origin.size_steps),
         tried=dict(origin.compared_sizes),
+        input_names=list(origin.interface_names.inputs),
+        output_names=list(origin.interface_names.outputs),
     )
     return GraphDescription(data, constants)
 

@@ -79,7 +79,8 @@ class OperatorModule(nn.Module):
         return find_operator(self.node)(self.node, *inputs)
 
     def extra_repr(self) -> str:
-        return self.node.operator
+        settings = [f"{name}={value}" for name, value in self.node.attributes.items() if not isinstance(value, Tensor)]
+        return ", ".join([self.node.operator, *settings])
 
 
 class GraphModule(nn.Module):
@@ -92,16 +93,26 @@ class GraphModule(nn.Module):
         self.steps: list[Step] = []
         self.nodes: dict[str, Node] = {}  # path of a child -> its node
 
-    def run(self, inputs: Sequence[AnyValue], outer: Mapping[str, AnyValue] | None = None) -> list[AnyValue]:
+    def run(
+        self,
+        inputs: Sequence[AnyValue],
+        outer: Mapping[str, AnyValue] | None = None,
+        record: dict[str, AnyValue] | None = None,
+    ) -> list[AnyValue]:
         """Run all steps.
 
         Args:
             inputs: Values of the graph's inputs.
             outer: Values of the graphs around a body, by name.
+            record: Filled with the results of all steps, by name.
         """
         values: dict[str, AnyValue] = {**(outer or {}), **dict(zip(self.graph_inputs, inputs, strict=True))}
         for step in self.steps:
             self._run_step(step, values)
+            if record is not None:
+                record.update((name, values[name]) for name in step.outputs if name in values)
+            for name in step.frees:
+                values.pop(name, None)
         return [self._argument(output, values) for output in self.graph_outputs]
 
     def _run_step(self, step: Step, values: dict[str, AnyValue]) -> None:
@@ -121,8 +132,6 @@ class GraphModule(nn.Module):
             raise _with_node(OnnxReadError(f"{node}: {type(error).__name__}: {_first_line(error)}"), node) from error
         results = results if isinstance(results, tuple) else (results,)
         values.update(zip(step.outputs, results, strict=False))
-        for name in step.frees:
-            values.pop(name, None)
 
     def _argument(self, argument: Any, values: Mapping[str, AnyValue]) -> AnyValue:
         if isinstance(argument, Stored):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +25,15 @@ from scalepoint.onnx_reader import (  # noqa: F401  # they fill the table of ope
     shapes,
     signals,
 )
+from scalepoint.onnx_reader.example import TensorInfo
 from scalepoint.onnx_reader.graph import Graph, ModuleBuilder
-from scalepoint.onnx_reader.model import OnnxModel, TensorInfo, make_model
+from scalepoint.onnx_reader.model import OnnxModel, make_model
 from scalepoint.onnx_reader.names import identifier
 from scalepoint.onnx_reader.operators import Node
 from scalepoint.onnx_reader.quantized import QUANTIZED_OPERATORS
 from scalepoint.onnx_reader.requantize import without_quantizers
 from scalepoint.onnx_reader.values import tensor_from_array, torch_dtype
+from scalepoint.support.files import compute_digest
 from scalepoint.support.onnx_file import OnnxFile, read_model, tensor_array
 
 MIN_OPSET = 7
@@ -85,6 +88,7 @@ def build_model(
     file = read_model(source, min_opset=MIN_OPSET, infer_shapes=False)
     reader = FileReader(file, half_as_float=half_as_float)
     graph = reader.read_graph(file.model.graph)
+    is_requantized = False
     if quantizers != "keep" and (layer_count := count_quantized_layers(graph)):
         if quantizers == "refuse":
             name = "the model" if isinstance(source, ModelProto) else str(source)
@@ -92,36 +96,34 @@ def build_model(
                 f"{name} is already quantized: {layer_count} nodes quantize, or compute with integers. Give the float "
                 "model, or pass requantize=True to read its weights back as real numbers and quantize them anew"
             )
-        graph = without_quantizers(graph)
-    graph = _fix_inputs(graph, fixed_inputs)
+        graph, is_requantized = without_quantizers(graph), True
+    graph = reader.fix_inputs(graph, file.model.graph.inputs, fixed_inputs)
     inputs = reader.describe(file.model.graph.inputs, graph.inputs)
-    input_names = _unique_identifiers(graph.inputs)
+    input_names = _argument_names(graph.inputs)
     model = make_model(graph, input_names)
     model.inputs = dict(zip(input_names, inputs, strict=True))
     model.outputs = reader.describe(file.model.graph.outputs, graph.outputs)
     model.metadata = {str(key): str(value) for key, value in file.model.metadata_props.items()}
-    model.path = "" if isinstance(source, ModelProto) else str(Path(source).resolve())
+    if not isinstance(source, ModelProto):
+        model.path = str(Path(source).resolve())
+        model.digest = compute_digest(Path(source))[:16]
+    model.fixed_inputs = {name: graph.constants[name] for name in fixed_inputs}
+    model.is_requantized = is_requantized
+    model.has_half_precision = reader.has_half_precision
     ModuleBuilder(graph, model).build()
     return model.eval()
 
 
-def _unique_identifiers(names: Sequence[str]) -> list[str]:
+def _argument_names(names: Sequence[str]) -> list[str]:
+    """Return the inputs as arguments of forward; in lower case, as torch.export names them in a graph."""
     unique: list[str] = []
     for name in names:
-        candidate, number = identifier(name, "input"), 1
+        argument = identifier(name, "input").lower()
+        candidate, number = argument, 1
         while candidate in unique or candidate == "self":
-            candidate, number = f"{identifier(name, 'input')}_{number}", number + 1
+            candidate, number = f"{argument}_{number}", number + 1
         unique.append(candidate)
     return unique
-
-
-def _fix_inputs(graph: Graph, values: Mapping[str, Any]) -> Graph:
-    unknown = sorted(set(values) - set(graph.inputs))
-    if unknown:
-        raise UsageError(f"fixed_inputs: the file has no input {unknown[0]!r}; it has {', '.join(graph.inputs)}")
-    constants = {name: torch.as_tensor(value) for name, value in values.items()}
-    inputs = tuple(name for name in graph.inputs if name not in values)
-    return Graph(graph.name, graph.nodes, inputs, graph.outputs, {**graph.constants, **constants}, graph.parameters)
 
 
 def iterate_nodes(graph: Graph) -> Iterator[Node]:
@@ -149,6 +151,7 @@ class FileReader:
     def __init__(self, file: OnnxFile, *, half_as_float: bool) -> None:
         self.file = file
         self.half_as_float = half_as_float
+        self.has_half_precision = False
 
     def read_graph(self, graph: ir.Graph) -> Graph:
         constants = {
@@ -177,11 +180,27 @@ class FileReader:
             shape = tuple(size if isinstance(size, int) else str(size.value or "") for size in value.shape)
         return TensorInfo(value.name or "", self._dtype(file_dtype), shape, file_dtype)
 
+    def fix_inputs(self, graph: Graph, inputs: Sequence[ir.Value], values: Mapping[str, Any]) -> Graph:
+        """Turn inputs into constants."""
+        if unknown := sorted(set(values) - set(graph.inputs)):
+            names = ", ".join(graph.inputs)
+            raise UsageError(f"fixed_inputs: the file has no input {unknown[0]!r}; it has {names}")
+        constants = dict(graph.constants)
+        for info in self.describe(inputs, list(values)):
+            try:
+                tensor = torch.as_tensor(values[info.name]).to(info.dtype)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UsageError(f"fixed_inputs: {short_repr(values[info.name])} for {info.name!r}: {error}") from error
+            is_single = tensor.numel() == 1 and all(size == 1 for size in info.shape or ())
+            constants[info.name] = tensor.reshape([1] * len(info.shape or ())) if is_single else tensor
+        return replace(graph, inputs=tuple(name for name in graph.inputs if name not in values), constants=constants)
+
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self.half_as_float and dtype in HALF_TYPES else dtype
 
     def _read_tensor(self, tensor: ir.TensorProtocol) -> Tensor:
         values = tensor_from_array(tensor_array(tensor, self.file.folder))
+        self.has_half_precision |= values.dtype in HALF_TYPES
         return values.to(self._dtype(values.dtype))
 
     def _read_node(self, node: ir.Node, index: int) -> Node:

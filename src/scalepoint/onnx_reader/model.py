@@ -2,33 +2,17 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scalepoint.errors import OnnxReadError
+from scalepoint.onnx_reader.example import TensorInfo, example_inputs
 from scalepoint.onnx_reader.graph import Graph, GraphModule
 from scalepoint.onnx_reader.names import identifier
 from scalepoint.onnx_reader.values import as_tensor
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """An input or output of the file.
-
-    Attributes:
-        name: Its name in the file.
-        dtype: Its type in the module.
-        shape: Sizes; the name of the axis, or "" without one, for an axis that may have any size. None if unknown.
-        file_dtype: Its type in the file.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int | str, ...] | None
-    file_dtype: torch.dtype
+from scalepoint.support.interface_names import InterfaceNames
 
 
 class OnnxModel(GraphModule):
@@ -41,6 +25,11 @@ class OnnxModel(GraphModule):
         inputs: The inputs, by the name that `forward` gives them.
         outputs: The outputs.
         metadata: The metadata of the file.
+        fixed_inputs: Values of inputs that became constants.
+        has_half_precision: Whether the file computes in float16 or bfloat16.
+        digest: Digest of the file.
+        is_requantized: Whether quantizers were left out, so that the file computes something else.
+        interface_names: Names in the file; a file that is made of this model gets them too.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -49,6 +38,35 @@ class OnnxModel(GraphModule):
         self.inputs: Mapping[str, TensorInfo] = {}
         self.outputs: Sequence[TensorInfo] = ()
         self.metadata: Mapping[str, str] = {}
+        self.fixed_inputs: Mapping[str, Tensor] = {}
+        self.is_requantized = False
+        self.has_half_precision = False
+        self.digest = ""
+
+    @property
+    def interface_names(self) -> InterfaceNames:
+        return InterfaceNames(
+            tuple(info.name for info in self.inputs.values()), tuple(info.name for info in self.outputs)
+        )
+
+    def make_example(self, shapes: Mapping[str, Sequence[int]] | None = None, seed: int = 0) -> dict[str, Tensor]:
+        """Make inputs of the shapes in the file: random numbers, and zeros and ones for whole numbers.
+
+        Args:
+            shapes: Shapes of inputs, by name, for those with free axes. By default a free axis has the size of
+                `DEFAULT_SIZES`; axes with the same name have the same size.
+            seed: Seed of the random numbers.
+        """
+        return example_inputs(self.inputs, shapes or {}, seed)
+
+    def free_axes(self) -> dict[str, dict[int, str]]:
+        """Return the axes after the first that may have any size in the file, with their names, by input."""
+        axes: dict[str, dict[int, str]] = {}
+        for name, info in self.inputs.items():
+            for axis, size in enumerate(info.shape or ()):
+                if axis and not isinstance(size, int):
+                    axes.setdefault(name, {})[axis] = identifier(size, f"{name}_{axis}")
+        return axes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         values = self._bind(args, kwargs)
@@ -73,7 +91,9 @@ class OnnxModel(GraphModule):
         return make_model, (Graph("", (), self.graph_inputs, ()), tuple(self.inputs)), self.__dict__
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}: {_describe(info)}" for name, info in self.inputs.items())
+        source = [f"file: {Path(self.path).name}"] if self.path else []
+        inputs = [f"{name}: {_describe(info)}" for name, info in self.inputs.items()]
+        return ", ".join([*source, *([f"digest: {self.digest}"] if self.digest else []), *inputs])
 
 
 def _as_output(value: Any) -> Any:

@@ -10,7 +10,7 @@ from keyword import iskeyword
 
 from torch import Tensor, nn
 
-from scalepoint.graph.captured_module import get_reserved_names
+from scalepoint.compat.torch_names import get_reserved_names
 
 _MAX_LENGTH = 120
 _WEIGHT_SUFFIXES = (".weight", ".weight_v", ".kernel", ".gamma", ".bias")

@@ -288,14 +288,7 @@ def _embedding_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | 
     weight = constants[0]
     if weight is None or weight.ndim != 2 or node.get("axis", 0) != 0 or not weight.is_floating_point():
         return None
-    return Layer(Embedding(weight), (1,))
-
-
-class Embedding(nn.Embedding):
-    """An nn.Embedding that takes negative indices, which count from the end, only where they are constants."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__(weight.shape[0], weight.shape[1], _weight=weight)
+    return Layer(nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight), (1,))
 
 
 @operator("Gather", known=_gather_numbers, known_inputs=(1,), make_layer=_embedding_layer)

@@ -32,6 +32,7 @@ from scalepoint.pipeline import stages
 from scalepoint.pipeline.build_report import build_report
 from scalepoint.pipeline.job import Job, prepare_job
 from scalepoint.pipeline.local_placement import is_measured_here, search_placement
+from scalepoint.pipeline.onnx_source import check_source_file
 from scalepoint.pipeline.reproduction import write_run_files
 from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
 from scalepoint.pipeline.stages import StageContext
@@ -54,7 +55,7 @@ MAX_SIZE_TRIALS = 3  # files tried for a size budget; each one corrects the esti
 @serialized
 @distributed.participating()
 def deploy(
-    model: nn.Module | ExportedProgram,
+    model: nn.Module | ExportedProgram | str | Path,
     example_inputs: Any,
     calibration_data: Any,
     *,
@@ -74,6 +75,9 @@ def deploy(
     leave: Sequence[str] = (),
     dynamic_axes: Mapping[str, Mapping[int, str] | Sequence[int]] | None = None,
     fixed_sizes: bool = False,
+    shape: Mapping[str, Sequence[int]] | None = None,
+    fixed_inputs: Mapping[str, Any] | None = None,
+    requantize: bool = False,
     strict: bool = False,
     allow_departure: bool = False,
     float_dtype: str | None = None,
@@ -94,9 +98,11 @@ def deploy(
     The model is not changed. Every argument is checked before any work starts.
 
     Args:
-        model: The trained float model, or an ExportedProgram.
+        model: The trained float model, an ExportedProgram, or the path of an .onnx file. A file is first compared with
+            its PyTorch form, and it is the baseline of size and speed.
         example_inputs: One set of inputs: a tensor, a tuple of positional inputs, or a dict of keyword inputs. The
-            sizes in the file are those of the example, except along the batch axis and `dynamic_axes`.
+            sizes in the file are those of the example, except along the batch axis and `dynamic_axes`. None for an
+            .onnx file takes the first batch of the data, or random numbers with the file's shapes.
         calibration_data: Batches of inputs (list, DataLoader, ...), or a function that calls the model it is given. An
             iterator can be read only once; `accuracy`, `max_drop`, `min_speed` and `budget` read the data several
             times. None or [] for weight-only quantization.
@@ -120,9 +126,13 @@ def deploy(
         on_nan: What to do with a batch that contains NaN or infinity: "error", or "skip" it.
         kwargs: Keyword inputs of the example, in addition to `example_inputs`.
         leave: Names of submodules that are not captured; the graph calls them as they are, and they stay float.
-        dynamic_axes: Input axes whose size may change, as in torch.onnx.export: {"x": {2: "height"}}.
+        dynamic_axes: Input axes whose size may change, as in torch.onnx.export: {"x": {2: "height"}}. None keeps the
+            free axes of an .onnx file free if that is possible.
         fixed_sizes: Fix all sizes of the file to those of the example. Otherwise the batch can change at run time,
             which makes small networks a little slower.
+        shape: Shapes of inputs of an .onnx file, if it does not fix them: {"x": (1, 3, 640, 640)}.
+        fixed_inputs: Values for inputs of an .onnx file that become constants, such as {"rate": 16000}.
+        requantize: Accept an .onnx file that is already quantized: its weights are read back as real numbers.
         strict: Raise if a layer with weights stays float although the config did not ask for it.
         allow_departure: Return a file that does not match the simulation, instead of raising.
         float_dtype: Data type of tensors that are not quantized: "float32", "float16" or "bfloat16".
@@ -186,6 +196,8 @@ def deploy(
         workspace.open(),
         callback_registered(workspace.log),
     ):
+        if job.source_file is not None:
+            check_source_file(job)
         deployment = run_job(StageContext(job=job.for_smoke() if smoke else job, workspace=workspace))
     return deployment if allow_departure else deployment.checked()
 

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, get_args
 
 from torch import nn
@@ -29,6 +30,7 @@ from scalepoint.options import Command, DeployOptions, Placement
 from scalepoint.pipeline.accuracy import check_accuracy
 from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.model_metadata import read_library_metadata
+from scalepoint.pipeline.onnx_source import check_no_file_options, is_onnx_file, read_source
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
 from scalepoint.quantize.feeding import check_data, drop_extra_inputs
@@ -60,6 +62,8 @@ class Job:
         metadata: Metadata for the file: what timm or transformers declare for the model, updated by the user's.
         dynamic_axes: `options.dynamic_axes`, checked against the example.
         command: The command line that started the run; None for a call from Python.
+        source_file: The .onnx file that the model was read from; None for a PyTorch model.
+        may_fix_axes: Whether `dynamic_axes` are those of the file, which become fixed if they cannot stay free.
         is_smoke: Whether this is a quick run that only looks for errors.
         progress: Show progress; None shows it on a terminal only.
     """
@@ -75,6 +79,8 @@ class Job:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     dynamic_axes: Axes = field(default_factory=dict)
     command: Command | None = None
+    source_file: Path | None = None
+    may_fix_axes: bool = False
     is_smoke: bool = False
     progress: bool | None = None
 
@@ -95,7 +101,7 @@ class Job:
 
 
 def prepare_job(
-    model: nn.Module | ExportedProgram,
+    model: nn.Module | ExportedProgram | str | Path,
     example_inputs: Any,
     calibration_data: Any,
     *,
@@ -122,7 +128,18 @@ def prepare_job(
         from scalepoint.allocation import check_choices  # noqa: PLC0415
 
         check_choices(values["choices"])
-    model, checked_target = _check_model(model), find_target(target, values["cpu"])
+    checked_target, values = find_target(target, values["cpu"]), dict(values)
+    source, may_fix_axes = None, False
+    if is_onnx_file(model):
+        source = read_source(Path(str(model)), example_inputs, kwargs, calibration_data, values, progress)
+        model, example_inputs = source.model, source.example
+        is_open = values["dynamic_axes"] is None and not values["fixed_sizes"]
+        may_fix_axes = is_open and not checked_target.fixed_shapes_reason
+        if may_fix_axes:
+            values["dynamic_axes"] = source.free_axes
+    else:
+        check_no_file_options(values)
+    model = _check_model(model)  # type: ignore[arg-type]  # a path that is not an .onnx file is refused there
     example, axes = _check_example(checked_target, model, as_inputs(example_inputs, kwargs), values["dynamic_axes"])
     _check_min_speed(values, calibration_data, checked_target, smoke=smoke)
     quantization, placement = choose_placement(
@@ -145,7 +162,8 @@ def prepare_job(
             f"accuracy={options.accuracy!r} reads the calibration data a second time, which is not possible without "
             "data or with an iterator: pass a list, a DataLoader or a function"
         )
-    metadata = to_jsonable({**read_library_metadata(model), **(values["metadata"] or {})})
+    own_metadata = read_library_metadata(model) if source is None else source.metadata
+    metadata = to_jsonable({**own_metadata, **(values["metadata"] or {})})
     check_metadata(metadata)
     distributed.run_on_main(
         "looking for the runtime",
@@ -163,6 +181,8 @@ def prepare_job(
         metadata=metadata,
         dynamic_axes=axes,
         command=command,
+        source_file=None if source is None else source.path,
+        may_fix_axes=may_fix_axes,
         progress=progress,
     )
 

@@ -7,6 +7,7 @@ once per run; each trial gets a copy of the graph that shares its parameters.
 
 import copy
 import math
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -21,9 +22,10 @@ from pydantic import TypeAdapter
 from torch import fx, nn
 
 from scalepoint import distributed
-from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, short_repr
+from scalepoint.errors import CaptureError, NonFiniteError, ScalepointWarning, UsageError, VerificationError, short_repr
 from scalepoint.formats import ExportRequest, FileFormat, export, find_format
 from scalepoint.graph.module_state import eval_mode
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import stage_values
 from scalepoint.pipeline.accuracy import choose_tuning
 from scalepoint.pipeline.cache import Inputs, Stage
@@ -37,6 +39,7 @@ from scalepoint.pipeline.workspace import (
     FLOAT_STEM,
     PLAIN_STEM,
     QUANTIZED_FOLDER,
+    SOURCE_STEM,
     DeployWorkspace,
 )
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
@@ -99,18 +102,29 @@ class StageContext:
         """The graph of the model with the target's fusions. torch.export runs here, once per run."""
         job = self.job
         with self.timed("capturing"):
-            result = transform(
-                job.model,
-                job.example.args,
-                target=job.target,
-                kwargs=job.example.kwargs,
-                leave=job.options.leave,
-                dynamic=not job.options.fixed_sizes,
-                dynamic_axes=job.dynamic_axes,
-            )
+            result = self._transform()
             if self.format.check is not None:
                 self.format.check(result.model, ExportRequest(job.example, job.target))
         return result
+
+    def _transform(self) -> TransformationResult:
+        job = self.job
+        options: dict[str, Any] = {"target": job.target, "kwargs": job.example.kwargs, "leave": job.options.leave}
+        options["dynamic"] = not job.options.fixed_sizes
+        try:
+            return transform(job.model, job.example.args, dynamic_axes=job.dynamic_axes, **options)
+        except CaptureError as error:
+            if not (job.may_fix_axes and job.dynamic_axes):
+                raise
+            names = sorted({name for labels in job.dynamic_axes.values() for name in labels.values()})
+            message = (
+                f"the axes {', '.join(names)} are free in {job.source_file}, but the model computes with their sizes. "
+                f"They are fixed to those of the example: {error.args[0]}"
+            )
+            warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+        options_without_axes = job.options.model_copy(update={"dynamic_axes": None})
+        self.job = replace(job, dynamic_axes={}, options=options_without_axes)
+        return transform(job.model, job.example.args, **options)
 
     def path(self, folder: Path, name: str) -> Path:
         """Return the path of a file, with the suffix of the target's format."""
@@ -118,9 +132,13 @@ class StageContext:
 
     @property
     def plain_path(self) -> Path | None:
-        """The float model as torch.onnx.export writes it; None if it was not written."""
-        path = self.path(self.workspace.work, PLAIN_STEM)
+        """The float model as torch.onnx.export writes it, or the file it was read from; None if it was not written."""
+        path = self._plain_path
         return path if path.is_file() else None
+
+    @property
+    def _plain_path(self) -> Path:
+        return self.path(self.workspace.work, PLAIN_STEM if self.job.source_file is None else SOURCE_STEM)
 
     def timed(self, doing: str, *, is_phase: bool = True) -> AbstractContextManager[None]:
         """Time a step and show its progress. Pass is_phase=False for a step that shows its own progress."""
@@ -322,10 +340,21 @@ def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
     """Write the float model with torch.onnx.export if speed is measured: it may be faster than our float file."""
     job = context.job
     runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
-    if runtime is not None and runtime.is_installed and not runtime.why_not_run:
+    if job.source_file is not None:
+        if context.format.suffix == job.source_file.suffix:
+            _copy_source(context, job.source_file)
+    elif runtime is not None and runtime.is_installed and not runtime.why_not_run:
         names = tuple(build_feeds(model, job.example))
         request = ExportRequest(job.example, dynamic=not job.options.fixed_sizes, names=names)
         write_baseline_file(job.model, context.format, request, context.path(context.workspace.work, PLAIN_STEM))
+
+
+def _copy_source(context: StageContext, source: Path) -> None:
+    """Copy the .onnx file with its external data: it is the baseline. A file under our names is not copied over."""
+    for file in context.format.files(source):
+        target = context._plain_path if file == source else context.workspace.work / file.name
+        if not target.exists():
+            shutil.copyfile(file, target)
 
 
 def verify_file(
@@ -369,11 +398,12 @@ def _verify(
         runtime=job.target.runtime,
         float_path=None if job.is_smoke else float_path,
         plain_path=context.plain_path,
-        baseline=baseline,
+        baseline=baseline or (None if job.source_file is None or context.plain_path is None else PLAIN_BASELINE),
         threads=job.options.threads,
         layers=not job.is_smoke,
     )
-    return result if job.is_smoke else replace(result, float_size=context.format.about(float_path).size)
+    original = context.plain_path if job.source_file is not None else None
+    return result if job.is_smoke else replace(result, float_size=context.format.about(original or float_path).size)
 
 
 def file_sizes(context: StageContext, *paths: Path) -> list[int]:

@@ -43,6 +43,7 @@ WORK_FOLDER = ".scalepoint"
 LOG_FILE, BEST_CONFIG_FILE, SCRIPT_FILE = "log.txt", "kept.yaml", "reproduce.py"
 FAILING_FOLDER, QUANTIZED_FOLDER = "failing", "quantized"
 FILE_STEM, FLOAT_STEM, PLAIN_STEM = "model", "float", "float_plain"  # names without the suffix of the format
+SOURCE_STEM = "original"  # a copy of the .onnx file that the model was read from
 REPORT_FILES = (JSON_FILE, HTML_FILE)
 OUTPUT_NAMES = (
     *REPORT_FILES,
@@ -57,7 +58,7 @@ OUTPUT_NAMES = (
 CONTINUE_HINT = "continue with resume=True (--resume), or start again with force=True (--force)"
 OVERWRITE_HINT = "choose another output, or overwrite it with force=True (--force)"
 WORK_NAMES = re.compile(
-    r"journal\.json|log\.txt|trial-\d+|float(_plain)?(\..*)?|inputs\.safetensors"
+    r"journal\.json|log\.txt|trial-\d+|(float(_plain)?|original)(\..*)?|inputs\.safetensors"
 )  # files of runs in OUT/.scalepoint
 
 
@@ -197,7 +198,7 @@ class DeployWorkspace(Workspace):
             suffix: Suffix of the files of the target's format.
             resume, force: See Workspace.
         """
-        files = (f"{stem}{suffix}" for stem in (FILE_STEM, FLOAT_STEM, PLAIN_STEM))
+        files = (f"{stem}{suffix}" for stem in (FILE_STEM, FLOAT_STEM, PLAIN_STEM, SOURCE_STEM))
         super().__init__(output, output, output / WORK_FOLDER, (*OUTPUT_NAMES, *files), resume=resume, force=force)
         self.cache = StageCache(self.work)
 

@@ -126,7 +126,10 @@ class Benchmark:
         """The float file that the speed is compared with."""
         if not self.baseline_file:
             return f"{self.baseline}, the fastest float file"
-        exporter = ", which torch.onnx.export writes" if self.baseline == PLAIN_BASELINE else ""
+        is_original = Path(self.baseline_file).stem == "original"  # a copy of the .onnx file that was given
+        exporter = ", which torch.onnx.export writes" if self.baseline == PLAIN_BASELINE and not is_original else ""
+        if is_original:
+            return f"the given file, {self.baseline_file}"
         return f"the fastest float file, {self.baseline_file}{exporter}"
 
     @property

@@ -15,17 +15,32 @@ from torch.export import ExportedProgram
 from scalepoint.errors import ExportError
 from scalepoint.formats.interface_names import input_names, output_names, unused_name
 from scalepoint.graph.dynamic_axes import BATCH, SEQUENCE, Axes
+from scalepoint.support.interface_names import InterfaceNames
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
-def name_interface(model: Any, program: ExportedProgram, axes: Axes | None = None) -> None:
-    """Rename inputs, outputs and axes of the graph in place. `axes` has the names that the user gave to axes."""
+def name_interface(
+    model: Any, program: ExportedProgram, axes: Axes | None = None, file_names: InterfaceNames | None = None
+) -> None:
+    """Rename inputs, outputs and axes of the graph in place.
+
+    Args:
+        model: The graph.
+        program: The program that it was translated from.
+        axes: The names that the user gave to axes.
+        file_names: The names in the file that the model was read from; they win.
+    """
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
     inputs = input_names(program)
     inputs = inputs if len(inputs) == len(graph.inputs) else [value.name for value in graph.inputs]
     outputs = output_names(program, len(graph.outputs))
+    if file_names is not None and len(file_names.inputs) == len(inputs):
+        axes = {new: (axes or {}).get(old, {}) for old, new in zip(inputs, file_names.inputs, strict=True)}
+        inputs = list(file_names.inputs)
+    if file_names is not None and len(file_names.outputs) == len(outputs):
+        outputs = list(file_names.outputs)
     new_names = [*inputs, *(unused_name(name, set(inputs)) for name in outputs)]
     interface = [*graph.inputs, *graph.outputs]
     for value in values:  # internal values that have one of these names get another one

@@ -112,5 +112,6 @@ def _convert_to_onnx(model: fx.GraphModule, options: _GraphOptions) -> Any:
     graph.opset_imports[""] = options.opset
     apply_rewrites(graph, options.rewrites)
     run_passes(graph, IR_VERSIONS[options.opset], options.float_dtype)
-    name_interface(graph, exported, get_origin(model).axes)
+    origin = get_origin(model)
+    name_interface(graph, exported, origin.axes, origin.interface_names)
     return graph

@@ -1,0 +1,137 @@
+"""An .onnx file as the model of a run: its module, example inputs, free axes, and the comparison with the file."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from scalepoint import distributed
+from scalepoint.errors import ScalepointWarning, UsageError, VerificationError
+from scalepoint.formats.metadata import KEY_PREFIX
+from scalepoint.graph.user_traceback import user_level
+from scalepoint.support.progress import write_line
+
+if TYPE_CHECKING:
+    from scalepoint.onnx_reader import OnnxModel
+    from scalepoint.pipeline.job import Job
+
+FILE_OPTIONS = ("shape", "fixed_inputs", "requantize")
+
+
+@dataclass(frozen=True)
+class OnnxSource:
+    """A file that was read.
+
+    Attributes:
+        path: The file.
+        model: Its module.
+        example: One set of inputs.
+        free_axes: The axes after the first that may have any size in the file, if the example has two or more of them.
+        metadata: The metadata of the file.
+    """
+
+    path: Path
+    model: "OnnxModel"
+    example: Any
+    free_axes: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_onnx_file(model: object) -> bool:
+    return isinstance(model, str | Path) and Path(model).suffix.lower() == ".onnx"
+
+
+def check_no_file_options(values: Mapping[str, Any]) -> None:
+    """Refuse options of .onnx files for another model."""
+    for name in FILE_OPTIONS:
+        if values[name]:
+            hint = ": pass example_inputs with these sizes" if name == "shape" else ""
+            raise UsageError(f"{name}= is for .onnx files{hint}")
+
+
+def read_source(
+    path: str | Path, example: Any, kwargs: Any, data: Any, values: Mapping[str, Any], progress: bool | None
+) -> OnnxSource:
+    """Read the file and choose example inputs: those that were given, the first batch of the data, or random ones."""
+    from scalepoint.onnx_reader import load_onnx  # noqa: PLC0415  # loads onnx
+
+    model = load_onnx(path, fixed_inputs=values["fixed_inputs"], requantize=values["requantize"])
+    if example is None and not kwargs:
+        example = _choose_example(model, data, values["shape"], show=progress is not False)
+    elif values["shape"]:
+        raise UsageError("shape= is for files without example_inputs: pass one of them")
+    metadata = {
+        key: text for key, text in model.metadata.items() if key.isprintable() and not key.startswith(KEY_PREFIX)
+    }
+    return OnnxSource(Path(path).resolve(), model, example, _named_axes(model, example), metadata)
+
+
+def _choose_example(model: "OnnxModel", data: Any, shape: Mapping[str, Any] | None, *, show: bool) -> Any:
+    from scalepoint.onnx_reader.example import choose_shapes  # noqa: PLC0415
+
+    is_batches = isinstance(data, Iterable) and not isinstance(data, Iterator | Mapping | Tensor | str)
+    if not shape and is_batches and not callable(data):
+        for batch in islice(data, 1):
+            return _inputs_of_batch(model, batch)
+    shapes, defaults = choose_shapes(model.inputs, named_shapes(model, shape or {}))
+    if show and defaults:
+        sizes = ", ".join(f"{name}={size}" for name, size in defaults.items())
+        first = next(iter(shapes))
+        text = ",".join(map(str, shapes[first]))
+        write_line(f"the file has free axes: the example inputs have {sizes}. Others: --shape {first}={text} (shape=)")
+    return model.make_example(shapes)
+
+
+def named_shapes(model: "OnnxModel", shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Give shapes without a name, which have their number as the name, that of the input at this place."""
+    names = list(model.inputs)
+    return {
+        names[int(name)] if name.isdecimal() and name not in names and int(name) < len(names) else name: shape
+        for name, shape in shapes.items()
+    }
+
+
+def _inputs_of_batch(model: "OnnxModel", batch: Any) -> Any:
+    from scalepoint.quantize.feeding import to_model_inputs  # noqa: PLC0415
+
+    args, kwargs = to_model_inputs(batch, model)
+    return kwargs or args
+
+
+def _named_axes(model: "OnnxModel", example: Any) -> dict[str, dict[int, str]]:
+    """Return the free axes of the file that are not of size 1 in the example: torch.export takes 1 for a constant."""
+    values = example if isinstance(example, Mapping) else dict(zip(model.inputs, _as_tuple(example), strict=False))
+    axes = {
+        name: {axis: label for axis, label in labels.items() if getattr(values.get(name), "shape", (1,) * 9)[axis] > 1}
+        for name, labels in model.free_axes().items()
+    }
+    return {name: labels for name, labels in axes.items() if labels}
+
+
+def _as_tuple(example: Any) -> tuple[Any, ...]:
+    return tuple(example) if isinstance(example, list | tuple) else (example,)
+
+
+def check_source_file(job: "Job") -> None:
+    """Compare the module with the file in ONNX Runtime, before any work.
+
+    Raises:
+        VerificationError: They differ; with allow_departure=True this is a warning.
+    """
+    from scalepoint.verification.onnx_parity import Parity, ParityResult, check_parity  # noqa: PLC0415
+
+    model: Any = job.model
+    inputs = dict(zip(model.inputs, job.example.args, strict=False)) | job.example.kwargs
+    result = distributed.run_on_main("comparing with the file", lambda: check_parity(model, inputs), ParityResult)
+    if result.status == Parity.DIFFERENT:
+        if not job.options.allow_departure:
+            raise VerificationError(
+                f"{result.message}. Nothing was quantized. Please report this file; allow_departure=True goes on"
+            )
+        warnings.warn(ScalepointWarning(result.message), stacklevel=user_level())
+    elif job.progress is not False:
+        write_line(f"{job.source_file.name}: {result.message}" if job.source_file else result.message)
