@@ -270,7 +270,6 @@ class DeployOptions(CommonOptions):
             "Shape of an input, as x=1,3,224,224; without a name for models with one input. deploy takes it for .onnx "
             "files, whose own shapes are the default. May be repeated.",
             FILE_GROUP,
-            ("quantize", "export float"),
             metavar="<sizes>",
             is_repeated=True,
         ),
@@ -280,7 +279,6 @@ class DeployOptions(CommonOptions):
         Option(
             "An .onnx file: the value of an input that becomes a constant, as rate=16000. May be repeated.",
             FILE_GROUP,
-            ("quantize", "export float"),
             metavar="<value>",
             is_repeated=True,
         ),
@@ -290,7 +288,6 @@ class DeployOptions(CommonOptions):
         Option(
             "An .onnx file that is already quantized: read its weights back as real numbers and quantize them anew.",
             FILE_GROUP,
-            ("quantize", "export float"),
         ),
     ] = False
     float_dtype: Annotated[
@@ -393,8 +390,8 @@ class SourceOptions(Config):
     data: Annotated[
         str | None,
         Option(
-            "Data: a .npz, .npy or .safetensors file (samples along the first axis), a folder of arrays (one batch "
-            "each) or of images with --size, --mean and --std, or package.module:function that returns batches. "
+            "Data: a .npz, .npy or .safetensors file (samples along the first axis), a folder of arrays, one batch "
+            "each; a folder of images with --size, --mean and --std; package.module:function that returns batches; "
             "random for an .onnx file: its accuracy then means nothing. For language models a text file, a .jsonl "
             "file, or a folder of such files.",
             flags=("--data", "-d"),

@@ -711,7 +711,7 @@ def test_the_schema_has_every_key(call) -> None:
     ("variables", "suggestions"),
     [
         ({"COMP_WORDS": "scalepoint de", "COMP_CWORD": "1"}, ["deploy"]),
-        ({"COMP_WORDS": "scalepoint deploy --re", "COMP_CWORD": "2"}, ["--resume"]),
+        ({"COMP_WORDS": "scalepoint deploy --res", "COMP_CWORD": "2"}, ["--resume"]),
         ({"COMP_WORDS": "scalepoint inspect --le", "COMP_CWORD": "2"}, ["--leave"]),
     ],
     ids=["command", "flag", "flag of inspect"],

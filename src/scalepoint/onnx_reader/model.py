@@ -92,8 +92,10 @@ class OnnxModel(GraphModule):
 
     def extra_repr(self) -> str:
         source = [f"file: {Path(self.path).name}"] if self.path else []
+        fixed = [f"{name}={value.tolist()}" for name, value in self.fixed_inputs.items()]
+        requantized = ["requantized"] if self.is_requantized else []
         inputs = [f"{name}: {_describe(info)}" for name, info in self.inputs.items()]
-        return ", ".join([*source, *([f"digest: {self.digest}"] if self.digest else []), *inputs])
+        return ", ".join([*source, *([f"digest: {self.digest}"] if self.digest else []), *inputs, *fixed, *requantized])
 
 
 def _as_output(value: Any) -> Any:
