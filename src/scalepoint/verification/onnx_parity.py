@@ -69,7 +69,7 @@ def check_parity(model: OnnxModel, inputs: Mapping[str, Tensor]) -> ParityResult
         return ParityResult(Parity.NOT_COMPARED, "not compared with the file, whose quantizers were left out")
     feeds = _build_feeds(model, inputs)
     with exchange_files(feeds) as files:
-        request = {"task": "run", "path": model.path, "options": {"threads": 1}, **files.files}
+        request = {"task": "run", "path": model.path, "options": {"threads": 1}, **files.paths}
         answer = run_task(find_runtime(RUNTIME), request)
         if answer.status != Status.OK:
             return ParityResult(Parity.NOT_COMPARED, f"not compared: {RUNTIME} cannot run the file: {answer.message}")
@@ -153,6 +153,6 @@ def _run_with_all_outputs(
     with TemporaryFolder() as temporary, exchange_files(feeds) as files:
         path = temporary / "all_outputs.onnx"
         path.write_bytes(proto.SerializeToString())
-        request = {"task": "run", "path": str(path), "options": {"threads": 1, "optimize": False}, **files.files}
+        request = {"task": "run", "path": str(path), "options": {"threads": 1, "optimize": False}, **files.paths}
         answer = run_task(find_runtime(RUNTIME), request)
         return files.outputs(answer) if answer.status == Status.OK else {}
