@@ -151,7 +151,7 @@ def _options(name: str) -> str:
 LEGENDS = {
     "Patterns": """Longer patterns go first. `[ ]` may be absent; `( )` is a condition; *another tensor* comes from
 outside of the chain. Q/DQ stand on the operands named in the last column, and nowhere else.""",
-    "Accepts": "What else is asked for is refused, with the nearest choice that can run.",
+    "Accepts": "Other precisions are refused with the nearest supported one.",
     "Left float": "Operations that are better left float, with the reason in the coverage.",
     "Before patterns are matched": "The graph is rewritten until nothing changes.",
     "Static checks": """`scalepoint check model.onnx` applies them to an ONNX file, without the compiler. They are
@@ -361,7 +361,7 @@ def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:  # a table of ca
     return names.get(entry.get("type", ""), entry.get("type", "anything"))
 
 
-ERRORS = """Every error says what was given, what is allowed, where, and the way out, and ends with its code. All derive
+ERRORS = """Every error says what was given, what is allowed, where, and what to do, and ends with its code. All derive
 from `scalepoint.errors.ScalepointError` and from the builtin named here. Fields of specs and configs are
 checked by pydantic: its `ValidationError` is the cause of the `SpecError` or `ConfigError`.
 """
