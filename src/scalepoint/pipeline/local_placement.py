@@ -38,6 +38,7 @@ from scalepoint.targets.local_times import LocalTimes, load_local_times, local_t
 from scalepoint.verification.layer_times import LayerTime
 
 CONVERSION_KINDS = {"QuantizeLinear": "quantize", "DequantizeLinear": "dequantize"}
+MIN_CONVERTED_ELEMENTS = 8192  # about 1 us per conversion, as long as a call takes
 MAX_TRIALS = 3  # all layers in int8, the cut over measured times, and one correction
 MIN_GAIN = 0.01  # a later trial must be faster by this share: less is noise
 MIN_SPEED = 0.99  # below, a placement from cached times is slower than float here and is measured again
@@ -142,7 +143,10 @@ def _find_owners(model: fx.GraphModule, layers: Collection[str]) -> dict[str, st
 
 
 def _measure_conversions(model: fx.GraphModule, rows: Sequence[LayerTime]) -> dict[str, float]:
-    """Return seconds per element of QuantizeLinear and DequantizeLinear."""
+    """Return seconds per element of QuantizeLinear and DequantizeLinear.
+
+    Small tensors are left out: the time of the call itself would be taken for that of their few elements.
+    """
     stubs = {str(node.target): node for node in model.graph.nodes if node.op == "call_module"}
     share = get_example_share(model)
     seconds: dict[str, float] = defaultdict(float)
@@ -151,7 +155,7 @@ def _measure_conversions(model: fx.GraphModule, rows: Sequence[LayerTime]) -> di
         kind = CONVERSION_KINDS.get(row.kernels[0]) if len(row.kernels) == 1 else None
         node = stubs.get(row.name)
         shape = get_shape(node.all_input_nodes[0]) if node is not None and node.all_input_nodes else None
-        if kind is not None and shape is not None:
+        if kind is not None and shape is not None and prod(shape) >= MIN_CONVERTED_ELEMENTS:
             seconds[kind] += row.seconds or 0.0
             elements[kind] += prod(shape) * share
     return {kind: seconds[kind] / elements[kind] for kind in seconds if elements[kind]}
