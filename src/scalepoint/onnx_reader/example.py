@@ -46,20 +46,20 @@ def choose_shapes(
     for name in shapes:
         if name not in by_name:
             raise UsageError(f"shape: the file has no input {name!r}: {did_you_mean(name, by_name)}")
-    given = {by_name[name]: tuple(shape) for name, shape in shapes.items()}
+    requested = {by_name[name]: tuple(shape) for name, shape in shapes.items()}
     sizes: dict[str, int] = {}  # of named axes
-    for name, shape in given.items():
+    for name, shape in requested.items():
         _check_shape(inputs[name], shape)
         declared = inputs[name].shape or ()
         sizes |= {axis: size for axis, size in zip(declared, shape, strict=False) if isinstance(axis, str) and axis}
     chosen: dict[str, tuple[int, ...]] = {}
     defaults: dict[str, int] = {}
     for name, info in inputs.items():
-        if name not in given and info.shape is None:
+        if name not in requested and info.shape is None:
             raise UsageError(
                 f"the file does not say the shape of {info.name!r}: give it, as shape={{{name!r}: (1, 3)}}"
             )
-        chosen[name] = given.get(name) or tuple(
+        chosen[name] = requested.get(name) or tuple(
             _choose_size(size, axis, info, sizes, defaults) for axis, size in enumerate(info.shape or ())
         )
     return chosen, defaults

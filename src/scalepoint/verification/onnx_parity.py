@@ -90,17 +90,19 @@ def _judge(
 ) -> ParityResult:
     bound = MIN_SQNR_HALF if model.has_half_precision else MIN_SQNR
     is_tiny = {name: _is_tiny(array) for name, array in outputs.items()}
-    wrong = [each for each in agreements if each.sqnr < bound and not is_tiny.get(each.output, False)]
-    compared = [each for each in agreements if each.sqnr >= bound and not each.uncompared]
+    wrong = [
+        agreement for agreement in agreements if agreement.sqnr < bound and not is_tiny.get(agreement.output, False)
+    ]
+    compared = [agreement for agreement in agreements if agreement.sqnr >= bound and not agreement.uncompared]
     if wrong:
         node = _first_different_node(model, inputs, feeds, bound)
         where = f": the first node that differs is {node}" if node else ""
         text = f"the model in PyTorch differs from the file in {RUNTIME} ({'; '.join(map(str, wrong))}){where}"
-        return ParityResult(Parity.DIFFERENT, text, min(each.sqnr for each in wrong), node)
+        return ParityResult(Parity.DIFFERENT, text, min(agreement.sqnr for agreement in wrong), node)
     if not compared:
         text = "nothing could be compared with the file: its outputs are about 0 or constant on these inputs. Pass real"
         return ParityResult(Parity.NOT_COMPARED, f"{text} ones as example_inputs or data")
-    sqnr = min(each.sqnr for each in compared)
+    sqnr = min(agreement.sqnr for agreement in compared)
     closeness = "exactly" if sqnr == np.inf else f"to {format_decibels(sqnr)} dB"
     return ParityResult(Parity.SAME, f"PyTorch and {RUNTIME} agree {closeness} on the file", sqnr)
 
