@@ -106,10 +106,12 @@ def test_the_next_run_takes_the_times_of_the_cache_and_needs_one_file(tmp_path, 
     assert float_layers(again) == set()
 
 
-def test_a_network_that_int8_makes_slower_is_not_slower_than_float_by_more_than_noise(tmp_path):
+def test_a_network_that_int8_makes_slower_stays_float(tmp_path, times_as_told, monkeypatch):
+    times_as_told(1e-4, 1e-3)
+    monkeypatch.setattr(local_placement, "_find_fastest", lambda trials: trials[-1])
     done = deploy(tiny_net(), torch.randn(1, 8), tmp_path / "out")
     assert float_layers(done) == {"0", "2"}
-    assert all("in float" in row.reason for row in done.coverage.operations if row.is_for_speed)
+    assert all("measured on this machine" in row.reason for row in done.coverage.operations if row.is_for_speed)
     assert done.report.verdict().startswith("Nothing was quantized")
 
 
