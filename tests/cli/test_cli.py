@@ -240,7 +240,7 @@ class _Deployment:
         self.drop = None if score is None else float_score - score
         self.coverage = SimpleNamespace(to_list=list)
         self.report = SimpleNamespace(
-            table=lambda: "the table", summary=list, next_steps=list, reproduction=None, findings=None
+            table=lambda verbose: "the table", summary=list, next_steps=list, reproduction=None, findings=None
         )
         state = SimpleNamespace(value=status)
         fields = {"sqnr": float("inf"), "name": "\x1b[31m"}

@@ -1,7 +1,10 @@
 """budget= of deploy: a precision for every layer, the file within the budget, told in the report, resumed."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import scalepoint
@@ -71,8 +74,9 @@ def test_the_report_shows_precision_front_and_tuning(bits):
     assert "Precision by layer" in page
     assert "<h2>Tuning</h2>" in page
     assert "all int8" in page
-    text = str(done.report)
-    assert "Error against cost" in text
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(done.report.table(verbose=True))
+    assert "Error against cost" in console.export_text()
     assert "bits per weight, 5 allowed" in "\n".join(report.summary())
 
 

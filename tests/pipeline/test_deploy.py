@@ -131,7 +131,7 @@ class TestDeploy:
         text = str(done[0])
         assert "onnxruntime" in text
         assert "size" in text
-        assert "latency" in text
+        assert "speed" in text
 
     def test_what_was_saved_is_what_was_deployed(self, done, model, data):
         deployment, _, folder = done
