@@ -177,5 +177,5 @@ def test_unsupported_configs_are_rejected_before_any_work_with_the_nearest_suppo
         quantize(net(), pictures(), clipped, target="coreml")
     volumes = nn.Sequential(nn.Conv3d(3, 8, 3), nn.ReLU()).eval()
     x = torch.randn(1, 3, 8, 8, 8)
-    with raises(CoverageError, "three axes", "weight_only('int8')"):
+    with raises(CoverageError, "3-d convolution", "weight_only('int8')"):
         quantize(volumes, x, target="coreml")
