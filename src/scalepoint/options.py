@@ -144,7 +144,14 @@ def _parse_fixed_inputs(value: Any) -> Any:
     pairs = [str(text).rpartition("=") for text in value]
     if not all(name for name, _, _ in pairs):
         raise ValueError("a fixed input is a name and a number, as rate=16000")
-    return {name: json.loads(number) for name, _, number in pairs} or None
+    return {name: _parse_number(number) for name, _, number in pairs} or None
+
+
+def _parse_number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 Count = Annotated[int, Field(ge=1)]

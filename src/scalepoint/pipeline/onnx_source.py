@@ -13,6 +13,7 @@ from scalepoint import distributed
 from scalepoint.errors import ScalepointWarning, UsageError, VerificationError
 from scalepoint.formats.metadata import KEY_PREFIX
 from scalepoint.graph.user_traceback import user_level
+from scalepoint.support.formatting import escape_unprintable
 from scalepoint.support.progress import write_line
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def read_source(
     elif values["shape"]:
         raise UsageError("shape= is for files without example_inputs: pass one of them")
     metadata = {
-        key: text for key, text in model.metadata.items() if key.isprintable() and not key.startswith(KEY_PREFIX)
+        key: text
+        for key, text in model.metadata.items()
+        if escape_unprintable(key) == key and not key.startswith(KEY_PREFIX)
     }
     return OnnxSource(Path(path).resolve(), model, example, _named_axes(model, example), metadata)
 

@@ -306,7 +306,7 @@ def test_a_resumed_run_applies_a_changed_list_of_migrations(tmp_path):
     with pytest.warns(ScalepointWarning, match="the config changed"):
         result = scalepoint.deploy(model, data[0], data, config=config, resume=True, **options).report
     assert {row.migration for row in result.migrated.rows} == {"equalize", "absorb"}
-    assert any(line.startswith("migrations: ") for line in result.summary())
+    assert any(line.startswith("migrated") for line in result.summary())
     assert type(result).from_json(result.to_json()).migrated == result.migrated
 
 
