@@ -240,7 +240,7 @@ def test_compare_of_two_runs_shows_the_differences(call, output_folder, tmp_path
     code, _, err = call("compare", output_folder, tmp_path / "other", "--data", "nets:batches")
     assert (code, "cannot be used with two runs" in " ".join(err.split())) == (Code.USAGE, True)
     code, _, err = call("compare", output_folder, tmp_path)
-    assert (code, "is not a run" in err) == (Code.USAGE, True)
+    assert (code, "is not a run" in " ".join(err.split())) == (Code.USAGE, True)
 
 
 @pytest.mark.slow
