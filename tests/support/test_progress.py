@@ -5,6 +5,7 @@ import itertools
 import re
 import sys
 import threading
+import time
 
 import pytest
 
@@ -66,15 +67,23 @@ def test_a_phase_that_fails_shows_what_was_done(capsys):
     assert hide_times(capsys.readouterr().err) == "calibrating: stopped after 1 batch, T\n"
 
 
-def test_a_long_phase_writes_intermediate_lines(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_INTERVAL_SECONDS", 0.0)
-    with phase("calibrating", total=4) as running:
-        running.advance()
-        running.advance(3)
-    first, second, last = hide_times(capsys.readouterr().err).splitlines()
-    assert first == "calibrating: batch 1 of 4 (25 %), T, about T left"
-    assert second.startswith("calibrating: batch 4 of 4 (100 %)")
-    assert last == "calibrating: 4 batches in T"
+def test_a_long_phase_writes_a_line_when_one_is_due(capsys):
+    running = make_phase("calibrating", 4, 4.0)  # each look at the clock is 4 s later
+    writer = progress._LineWriter(running)
+    for done in (1, 2, 3):
+        running.done = done
+        writer(running.make_event("advance"))
+    assert capsys.readouterr().err == "calibrating: batch 2 of 4 (50 %), 12 s, about 12 s left\n"
+
+
+def test_a_phase_with_one_long_step_writes_that_it_is_running(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_INTERVAL_SECONDS", 0.02)
+    text, deadline = "", time.monotonic() + 20
+    with phase("capturing"):
+        while not text and time.monotonic() < deadline:
+            time.sleep(0.01)
+            text = capsys.readouterr().err
+    assert hide_times(text).splitlines()[0] == "capturing: running for T"
 
 
 def test_the_remaining_time_is_estimated_from_the_speed():

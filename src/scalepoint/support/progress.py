@@ -9,6 +9,7 @@ events go to the `callback=` of deploy. Phases are not nested: a bar cannot be s
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -132,17 +133,34 @@ class RunningPhase:
 
 
 class _LineWriter:
-    """Writes a line every ten seconds, and one at the end."""
+    """Writes a line every ten seconds, and one at the end.
 
-    def __init__(self) -> None:
-        self._last = 0.0
+    A thread writes the line while a single step of the phase takes longer than that.
+    """
+
+    def __init__(self, phase: "RunningPhase") -> None:
+        self._phase = phase
+        self._seconds_of_last_line = 0.0
+        self._has_ended = threading.Event()
 
     def __call__(self, event: Event) -> None:
-        if event.kind == "end":
+        if event.kind == "start":
+            threading.Thread(target=self._write_while_waiting, name="progress", daemon=True).start()
+        elif event.kind == "end":
+            self._has_ended.set()
             write_line(str(event))
-        elif event.kind == "advance" and event.seconds - self._last >= LINE_INTERVAL_SECONDS:
-            self._last = event.seconds
-            write_line(str(event))
+        else:
+            self._write_if_due(str(event))
+
+    def _write_while_waiting(self) -> None:
+        while not self._has_ended.wait(LINE_INTERVAL_SECONDS):
+            self._write_if_due(f"{self._phase.name}: running for {format_duration(self._phase.seconds)}")
+
+    def _write_if_due(self, line: str) -> None:
+        seconds = self._phase.seconds
+        if seconds - self._seconds_of_last_line >= LINE_INTERVAL_SECONDS:
+            self._seconds_of_last_line = seconds
+            write_line(line)
 
 
 class _ProgressBar:
@@ -182,7 +200,7 @@ def phase(
     check_interrupt()
     running = RunningPhase(name, total, unit)
     if show is not False and distributed.is_main():
-        running.display = _ProgressBar(running) if is_live() else _LineWriter()
+        running.display = _ProgressBar(running) if is_live() else _LineWriter(running)
     is_whole = False
     running.send("start")
     try:
