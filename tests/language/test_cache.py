@@ -112,7 +112,7 @@ def test_one_block_in_another_precision_is_refused(wide, tmp_path):
 @pytest.mark.slow
 def test_heads_that_are_no_whole_blocks_are_refused(llama, tmp_path):
     folder, _ = llama  # of 16 channels
-    with raises(UsageError, "16 channels", "blocks of 32"):
+    with raises(UsageError, "16 channels", "block size 32"):
         deployed(folder, tmp_path / "out", "gguf", "int8")
 
 
