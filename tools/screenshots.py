@@ -16,7 +16,10 @@ def take_picture(page: Path, picture: Path, width: int, height: int, *, is_dark:
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--timeout=20000"]
     dark = ["--blink-settings=preferredColorScheme=0", "--force-dark-mode"] if is_dark else []
     size = f"--window-size={width},{height}"
-    subprocess.run([*command, *dark, size, f"--screenshot={picture}", page.resolve().as_uri()], check=True, timeout=120)
+    command += [*dark, size, f"--screenshot={picture}", page.resolve().as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if result.returncode or not picture.exists():
+        raise SystemExit(f"{picture}: chromium failed with exit code {result.returncode}:\n{result.stderr[-2000:]}")
 
 
 def main() -> None:
