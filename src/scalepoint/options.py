@@ -92,18 +92,13 @@ class QuantizationField:
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: Any) -> Any:
         from scalepoint.quantize.config import QuantConfig  # noqa: PLC0415  # loads torch
 
-        return handler(QuantConfig.__pydantic_core_schema__)
+        return handler.resolve_ref_schema(handler(QuantConfig.__pydantic_core_schema__))
 
 
 def _build_quantization(value: Any) -> Any:
     from scalepoint.quantize.config import QuantConfig  # noqa: PLC0415  # loads torch
 
     return QuantConfig.model_validate({} if value is None else value)
-
-
-def _split_commas(value: Any) -> Any:
-    """Convert the text of a flag, values separated by commas, to a tuple. A config file has a list."""
-    return tuple(value.split(",")) if isinstance(value, str) else value
 
 
 def _check_choices(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -120,7 +115,7 @@ def _parse_axes(value: Any) -> Any:
     try:
         return parse_axes(value) or None
     except UsageError as error:
-        raise ValueError(error.args[0].removeprefix("dynamic_axes: ")) from error
+        raise ValueError(error.args[0].removeprefix("dynamic_axes").lstrip(": ")) from error
 
 
 def _parse_shapes(value: Any) -> Any:
@@ -156,8 +151,7 @@ def _parse_number(text: str) -> int | float:
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch.manual_seed takes
-Channels = Annotated[tuple[float, ...], BeforeValidator(_split_commas)]
-Choices = Annotated[tuple[str, ...], BeforeValidator(_split_commas), AfterValidator(_check_choices)]
+Choices = Annotated[tuple[str, ...], AfterValidator(_check_choices)]
 InputShapes = Annotated[dict[str, tuple[Count, ...]] | None, BeforeValidator(_parse_shapes)]
 FixedInputs = Annotated[dict[str, Any] | None, BeforeValidator(_parse_fixed_inputs)]
 FreeAxes = Annotated[dict[str, dict[int, str]] | None, BeforeValidator(_parse_axes)]
@@ -188,6 +182,7 @@ class CommonOptions(Config):
     ] = None
     allow_departure: Annotated[bool, Option("Accept a file that does not match the simulation.", LIMITS_GROUP)] = False
     quantization: Annotated[
+        Any,
         QuantizationField,
         Option("Data types and granularity, globally and per layer; the target's defaults if empty."),
     ] = Field(default=None, validate_default=True)
@@ -323,7 +318,7 @@ class DeployOptions(CommonOptions):
         ),
     ] = None
     metadata: Annotated[
-        dict[str, Any] | str | None,
+        dict[Any, Any] | str | None,
         Option(
             "What the file stores besides the model, by key: labels, preprocessing, author. On the command line a "
             ".yaml or .json file.",
@@ -413,10 +408,12 @@ class SourceOptions(Config):
         Option("Images: the shorter side is scaled to this length, then the central square is used.", DATA_GROUP),
     ] = None
     mean: Annotated[
-        Channels | None, Option("Images: mean of each channel of values in 0..1, such as 0.5,0.5,0.5.", DATA_GROUP)
+        tuple[float, ...] | None,
+        Option("Images: mean of each channel of values in 0..1, such as 0.5,0.5,0.5.", DATA_GROUP),
     ] = None
     std: Annotated[
-        Channels | None, Option("Images: standard deviation of each channel, such as 0.25,0.25,0.25.", DATA_GROUP)
+        tuple[float, ...] | None,
+        Option("Images: standard deviation of each channel, such as 0.25,0.25,0.25.", DATA_GROUP),
     ] = None
     weights: Annotated[
         str | None,

@@ -206,7 +206,7 @@ def test_inspect_needs_no_data(call) -> None:
         ),
         ("- a list", "a mapping of keys"),
         ("{", "config.yaml: not valid YAML"),
-        ("target: nowhere\nmodel: nets:net\ndata: nets:batches", "there is no target 'nowhere'"),
+        ("target: nowhere\nmodel: nets:net\ndata: nets:batches", "no target 'nowhere'"),
         ("model: nets:net", "--data"),
         ("data: nets:batches", "which model?"),
         ("model: nets:net\ndata: nets:batches\nmax_drop: 1", "--evaluate"),

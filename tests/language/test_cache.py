@@ -55,7 +55,9 @@ def test_the_scales_are_those_of_the_largest_keys_and_values(wide, tmp_path, mon
     form = CheckpointFormat("ort-genai", "", write, lambda *_: None)
     monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "ort-genai", form)
     deployed(wide, tmp_path / "out", "ort-genai", "int8", verify=False)
-    job = prepare_checkpoint_job(wide, tmp_path / "again", "ort-genai", None, "fast", None, "int8")
+    job = prepare_checkpoint_job(
+        wide, tmp_path / "again", target="ort-genai", config=None, values={"accuracy": "fast", "cache": "int8"}
+    )
     model, weights = build_quantized_graph(job, [])
     weights.load(model.parameters())
     texts = load_sequences(wide / "calibration.txt", job.source, length=32, count=12, what="text")
@@ -104,7 +106,9 @@ def test_a_config_that_does_not_tell_its_heads_is_refused(tmp_path):
 @pytest.mark.slow
 def test_one_block_in_another_precision_is_refused(wide, tmp_path):
     config = {"overrides": [{"name": "model.layers.0.self_attn.attention", "input": "float"}]}
-    job = prepare_checkpoint_job(wide, tmp_path / "out", "ort-genai", config, "fast", None, "int8")
+    job = prepare_checkpoint_job(
+        wide, tmp_path / "out", target="ort-genai", config=config, values={"accuracy": "fast", "cache": "int8"}
+    )
     with raises(UsageError, "1 of 2 blocks", "precision"):
         build_quantized_graph(job, [])
 

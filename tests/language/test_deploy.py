@@ -263,8 +263,8 @@ def test_targets_of_language_models_are_a_list_of_their_own():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"length": 1}, "length must be at least 2"),
-        ({"samples": 0}, "samples at least 1"),
+        ({"length": 1}, "length: must be at least 2"),
+        ({"samples": 0}, "samples: must be at least 1"),
         ({"memory": "lots"}, "memory='lots'"),
     ],
     ids=str,

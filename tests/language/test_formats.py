@@ -61,8 +61,14 @@ def test_what_no_runtime_here_reads_is_written_and_told(llama, tmp_path, target)
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "awq"])
 def test_blocks_are_as_large_as_the_layers_allow_unless_asked(llama, tmp_path, target):
     folder, _ = llama  # of 64 inputs: the target's blocks of 128 do not divide them
-    done = prepare_checkpoint_job(folder, tmp_path / "out", target, None, "fast", None)
+    done = prepare_checkpoint_job(folder, tmp_path / "out", target=target, config=None, values={"accuracy": "fast"})
     assert done.config.spec_for("weight", (), ()).granularity.block_size == 64
     assert find_target(target).weight.granularity.block_size == 128
     with pytest.raises(TargetError, match="64, 32, 16"):
-        prepare_checkpoint_job(folder, tmp_path / "out", target, {"weight": find_target(target).weight}, "fast", None)
+        prepare_checkpoint_job(
+            folder,
+            tmp_path / "out",
+            target=target,
+            config={"weight": find_target(target).weight},
+            values={"accuracy": "fast"},
+        )

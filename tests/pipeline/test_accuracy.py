@@ -91,7 +91,7 @@ def test_data_that_cannot_be_read_again_is_refused_before_capture(tmp_path, monk
 
 
 def test_another_word_is_refused(net, data, tmp_path):
-    with pytest.raises(UsageError, match="one of fast, balanced"):
+    with pytest.raises(UsageError, match="'fast', 'balanced' or 'best'"):
         deployed(net, data, tmp_path, accuracy="beste")
 
 

@@ -102,7 +102,7 @@ def test_a_file_that_stays_too_large_is_kept_with_a_warning(net, data, tmp_path,
         ({"budget": Budget(bits=5), "max_drop": 1.0, "evaluate": lambda run: 0.0}, "Pass one of them"),
         ({"budget": "small"}, "written as size=0.2"),
         ({"budget": Budget(bits=5), "choices": ("int4", "int9")}, "'int9' is not a weight format"),
-        ({"budget": Budget(bits=5), "choices": "int4"}, "names of weight formats"),
+        ({"budget": Budget(bits=5), "choices": "int4"}, "must be a list"),
     ],
     ids=["with max_drop", "no budget", "no format", "one word"],
 )

@@ -20,8 +20,9 @@ from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file, load_evaluat
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.output import say, show, show_json
 from scalepoint.cli.run_config import (
+    check_deploy_options,
+    check_installed,
     check_names,
-    check_runtime,
     check_settings,
     input_paths,
     load_settings,
@@ -72,6 +73,7 @@ def _run_deploy(parameters: dict[str, Any]) -> int:
     loader = object_loader(settings, parameters)
     check_settings(settings, loader)
     settings = with_metadata(settings, loader)
+    check_deploy_options(settings, smoke=bool(parameters["smoke"]))
     if config is not None:
         resume = _check_output(dict(settings), loader, resume, force=force or dry_run)
     if dry_run:
@@ -80,7 +82,7 @@ def _run_deploy(parameters: dict[str, Any]) -> int:
         code = preview(settings, loader, "deploy", json=json)
         _print_status("dry run: nothing was written", quiet)
         return code
-    check_runtime(settings)
+    check_installed(settings)
     is_smoke, is_verbose = bool(parameters["smoke"]), bool(parameters["verbose"])
     return DeployRun(settings, loader, is_smoke, resume, force, quiet, json, is_verbose).run()
 

@@ -10,6 +10,7 @@ from scalepoint import distributed
 from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
 from scalepoint.cli.load_objects import load_public
 from scalepoint.cli.output import say, show, show_json
+from scalepoint.errors import VerificationError
 from scalepoint.options import CheckpointOptions, changed_values
 
 # Keys of a config that are used for a checkpoint.
@@ -25,9 +26,8 @@ def checkpoint_keywords(settings: Any) -> dict[str, Any]:
     """Return the keyword arguments of scalepoint.deploy_checkpoint that a config contains."""
     options = dict(settings.part(CheckpointOptions))
     config = options.pop("quantization")
-    for name in ("output", "allow_departure"):
-        del options[name]
-    return {**options, "config": config, "accuracy": settings.accuracy or "balanced"}
+    del options["output"]
+    return {**options, "config": config}
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,13 @@ class CheckpointRun:
         return Path(self.settings.output)
 
     def check(self) -> bool:
-        """Check the settings without the model. Return whether to continue an interrupted run."""
-        from scalepoint.pipeline.job import check_runtime_installed
+        """Check that all options apply to a checkpoint. Return whether to continue an interrupted run."""
         from scalepoint.pipeline.workspace import CheckpointWorkspace
-        from scalepoint.targets import find_target, list_targets
 
-        target = find_target(self.settings.target)
-        if not target.is_language:
-            raise usage_error(
-                f"{self.settings.model} is a folder, the checkpoint of a language model: --target must be one of "
-                f"{', '.join(list_targets(language=True))}, got {self.settings.target!r}"
-            )
         for name in changed_values(self.settings):
             if name not in USED_OPTIONS:
                 flag = f"--{name.replace('_', '-')}"
                 raise usage_error(f"{flag} cannot be used with checkpoints of language models")
-        if not self.settings.allow_departure and (self.settings.data or self.settings.judge):
-            check_runtime_installed(target, allow_departure=False)
         return self.resume or (distributed.is_restarted() and CheckpointWorkspace(self.output).is_unfinished())
 
     def run(self) -> int:
@@ -77,11 +67,14 @@ class CheckpointRun:
                 self.output,
                 data=settings.data,
                 **checkpoint_keywords(settings),
-                allow_departure=True,  # a departure is reported by the exit code
                 resume=resume,
                 force=self.force,
                 progress=not self.quiet,
             )
+        except VerificationError as error:
+            if error.deployment is None:
+                raise
+            deployment = error.deployment  # the exit code tells what is wrong
         except KeyboardInterrupt:
             return report_interrupt(self._describe_interrupted())
         return self._show_result(deployment)

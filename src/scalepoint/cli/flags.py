@@ -112,8 +112,18 @@ def build_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         annotation = Annotated[str | None, typer.Argument(**common)]
     else:
         flags = option.flags or (f"--{name.replace('_', '-')}",)
-        annotation = Annotated[_flag_type(field) | None, typer.Option(*flags, **common)]
+        callback = _split_commas if _is_list(field) and not option.is_repeated else None
+        annotation = Annotated[_flag_type(field) | None, typer.Option(*flags, callback=callback, **common)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return any(get_origin(kind) is tuple for kind in _plain_types(field.annotation))
+
+
+def _split_commas(text: str | None) -> tuple[str, ...] | None:
+    """Convert the text of a flag to the list that a config file and Python have."""
+    return None if text is None else tuple(text.split(","))
 
 
 def _flag_type(field: FieldInfo) -> Any:

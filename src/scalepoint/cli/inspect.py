@@ -106,9 +106,8 @@ def load_onnx_and_data(settings: Any, loader: ObjectLoader) -> tuple[Any, Any, B
     """Load an .onnx file, its data, and example inputs: the first batch of the data, or random ones."""
     from scalepoint.pipeline.onnx_source import read_source
 
-    options = {name: getattr(settings, name) for name in ("shape", "fixed_inputs", "requantize")}
     batches = load_onnx_data(settings, loader)
-    source = read_source(loader.resolve(settings.model), None, None, batches, options, progress=None)
+    source = read_source(loader.resolve(settings.model), None, None, batches, settings, progress=None)
     return source.model, source.example, batches
 
 

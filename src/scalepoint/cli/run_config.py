@@ -11,8 +11,15 @@ from scalepoint.cli.data import RANDOM_DATA, DataOptions, check_data
 from scalepoint.cli.exit_codes import usage_error
 from scalepoint.cli.library_models import is_library_model
 from scalepoint.cli.load_objects import ObjectLoader, check_name, is_onnx_file
-from scalepoint.errors import ConfigError, did_you_mean
-from scalepoint.options import CheckpointOptions, CommonOptions, DeployConfig, SweepConfig, changed_values
+from scalepoint.errors import ConfigError, TargetError
+from scalepoint.options import (
+    CheckpointOptions,
+    CommonOptions,
+    DeployConfig,
+    DeployOptions,
+    SweepConfig,
+    changed_values,
+)
 from scalepoint.support.validation_errors import find_validation_error, list_problems
 
 CHECKPOINT_ONLY_OPTIONS = tuple(
@@ -79,8 +86,7 @@ def check_settings(settings: Any, loader: ObjectLoader, *, needs_data: bool = Tr
     if not settings.model:
         raise usage_error("which model? Pass package.module:name, or a config with `model:` by -c")
     check_name(settings.model, "model", loader)
-    check_target(settings.target)
-    check_with_target(settings)
+    check_target(settings.target, settings.cpu)
     if not settings.data and needs_data and settings.quantization.activation != "float":
         raise usage_error("which data? Pass --data, or a config with `data:` by -c")
     _check_options_apply(settings, loader, needs_data=needs_data)
@@ -89,8 +95,6 @@ def check_settings(settings: Any, loader: ObjectLoader, *, needs_data: bool = Tr
             raise usage_error("--data random is for .onnx files, whose inputs have known shapes")
     elif settings.data:
         check_data(settings.data, data_options(settings, loader))
-    if settings.max_drop is not None and not settings.evaluate:
-        raise usage_error("--max-drop needs a metric: pass --evaluate package.module:function")
 
 
 def _check_options_apply(settings: Any, loader: ObjectLoader, *, needs_data: bool) -> None:
@@ -115,35 +119,32 @@ def _check_options_apply(settings: Any, loader: ObjectLoader, *, needs_data: boo
             raise usage_error(f"{flag} is for timm:NAME and hf:FOLDER: it cannot be used with {settings.model!r}")
 
 
-def check_target(name: str) -> None:
-    """Refuse an unknown target, and a target for checkpoints of language models."""
-    from scalepoint.targets import list_targets
+def check_target(name: str, cpu: str) -> Any:
+    """Return the target. An unknown target, and a target for checkpoints of language models, are usage errors."""
+    from scalepoint.pipeline.job import find_model_target
 
-    if name in list_targets(language=True):
-        raise usage_error(
-            f"target {name!r} is for checkpoints of language models: pass the folder of a checkpoint as the model"
-        )
-    if name not in list_targets():
-        raise usage_error(f"there is no target {name!r}: {did_you_mean(name, list_targets())}")
+    try:
+        return find_model_target(name, cpu)
+    except TargetError as error:
+        raise usage_error(str(error.args[0])) from error
 
 
-def check_with_target(settings: Any) -> None:
-    """Check float_dtype and dynamic_axes against the target."""
-    from scalepoint.targets import find_target
+def check_deploy_options(settings: Any, *, smoke: bool) -> None:
+    """Check the options as deploy does, before the model is loaded."""
+    from scalepoint.pipeline import job
 
-    target = find_target(settings.target, settings.cpu)
-    target.check_float_dtype(settings.float_dtype)
-    target.check_free_sizes(settings.dynamic_axes)
+    options, target = settings.part(DeployOptions), check_target(settings.target, settings.cpu)
+    job.check_options(options, has_metric=bool(settings.evaluate), smoke=smoke)
+    job.check_with_target(options, target)
 
 
-def check_runtime(settings: Any) -> None:
-    """Refuse a target whose runtime is not installed, unless --allow-departure accepts an unverified file."""
-    from scalepoint.pipeline.job import check_installed
-    from scalepoint.targets import find_target
+def check_installed(settings: Any) -> None:
+    """Refuse a target whose packages are not installed, unless --allow-departure accepts an unverified file."""
+    from scalepoint.pipeline import job
 
-    target = find_target(settings.target, settings.cpu)
+    target = check_target(settings.target, settings.cpu)
     if not settings.allow_departure:
-        distributed.run_on_main("checking the runtime", lambda: check_installed(target, allow_departure=False))
+        distributed.run_on_main("checking the runtime", lambda: job.check_installed(target, allow_departure=False))
 
 
 def input_paths(values: Mapping[str, Any], loader: ObjectLoader) -> dict[str, Path]:

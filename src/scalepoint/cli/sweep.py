@@ -57,7 +57,7 @@ def sweep(
     check_settings(settings, loader)
     settings = with_metadata(settings, loader)
     for target in grid.get("target", ()):
-        check_target(target)
+        check_target(target, settings.cpu)
     smoke, resume = bool(context.params["smoke"]), bool(context.params["resume"]) or distributed.is_restarted()
     folder = Path(settings.output)
     SweepWorkspace(folder, resume=resume, force=force).check(input_paths(dict(settings), loader))

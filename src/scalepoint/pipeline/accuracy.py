@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from scalepoint.errors import UsageError
 from scalepoint.options import Accuracy
 from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize
 
@@ -44,12 +43,6 @@ def choose_tuning(model: fx.GraphModule, accuracy: Accuracy | None, *, has_data:
 
     has_ranges = accuracy == "balanced" and _has_narrow_activations(model)
     return TuneConfig(steps=("ranges", *CLOSED_FORM) if has_ranges else PRESETS[accuracy])
-
-
-def check_accuracy(accuracy: str | None) -> None:
-    """Raise UsageError if `accuracy` is not the name of a preset."""
-    if accuracy is not None and accuracy not in PRESETS:
-        raise UsageError(f"accuracy={accuracy!r}: must be one of {', '.join(PRESETS)}")
 
 
 def _has_narrow_activations(model: fx.GraphModule) -> bool:

@@ -12,8 +12,8 @@ from scalepoint.errors import ConfigError, ScalepointError, StoreError, UsageErr
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.registry import find_checkpoint_format
 from scalepoint.numerics import QuantizationFormulation, QuantizationScheme, get_format
-from scalepoint.options import Accuracy
-from scalepoint.pipeline.accuracy import CLOSED_FORM, check_accuracy
+from scalepoint.options import CheckpointOptions
+from scalepoint.pipeline.accuracy import CLOSED_FORM
 from scalepoint.pipeline.kv_cache import add_cache_quantization
 from scalepoint.pipeline.workspace import CheckpointWorkspace
 from scalepoint.quantize import QuantConfig
@@ -31,6 +31,7 @@ from scalepoint.tuning import TuneConfig
 
 # "intercept" corrects biases, and most layers of language models have none.
 BALANCED_STEPS = tuple(step for step in CLOSED_FORM if step != "intercept")
+DEFAULT_ACCURACY = "balanced"
 PRESETS: dict[str, tuple[str, ...]] = {
     "fast": (),
     "balanced": BALANCED_STEPS,
@@ -48,8 +49,8 @@ class CheckpointJob:
         target: The target, with weights in blocks that fit the checkpoint's layers.
         format: The format of the target.
         config: The completed config.
+        options: The options of the call.
         tuning: Tuning steps and the memory limit.
-        cache: Data type of the KV cache; "" for float.
     """
 
     source: Source
@@ -57,8 +58,13 @@ class CheckpointJob:
     target: Target
     format: CheckpointFormat
     config: QuantConfig
+    options: CheckpointOptions
     tuning: TuneConfig
-    cache: str = ""
+
+    @property
+    def cache(self) -> str:
+        """Data type of the KV cache; "" for float."""
+        return self.options.cache or ""
 
     @property
     def path(self) -> Path:
@@ -69,37 +75,33 @@ class CheckpointJob:
 def prepare_checkpoint_job(
     source: str | Path,
     output: str | Path,
+    *,
     target: str | Target,
     config: QuantConfig | Mapping[str, Any] | None,
-    accuracy: Accuracy,
-    memory: int | str | None,
-    cache: str | None = None,
+    values: Mapping[str, Any],
     texts: Mapping[str, Any] | None = None,
-    *,
-    force: bool = False,
     resume: bool = False,
+    force: bool = False,
 ) -> CheckpointJob:
     """Check every argument and return the job.
 
     Args:
         source: Folder of the float checkpoint.
-        output: File or folder to write.
-        target: A target for language models.
-        config: Data types and granularity; the target's defaults if None.
-        accuracy: Preset of tuning steps.
-        memory: Memory for activations, in bytes or as text such as "2GB".
-        cache: Data type of the KV cache.
+        output, target, config, resume, force: See deploy_checkpoint.
+        values: The other options of deploy_checkpoint, by name.
         texts: Description -> calibration or evaluation text. The output folder must not contain these files.
-        force: Files in the output may be overwritten.
-        resume: An interrupted run may be continued.
     """
     known_target = find_target(target)
     if not known_target.is_language:
         raise UsageError(
-            f"target {known_target.name!r} takes models, not checkpoints: choose from "
+            f"target {known_target.name!r} takes models, not checkpoints: choose a target (--target) from "
             f"{', '.join(list_targets(language=True))}; or load the model and call deploy"
         )
-    check_accuracy(accuracy)
+    converted = {"output": str(output), "target": known_target.name, "quantization": QuantConfig.build(config)}
+    try:
+        options = CheckpointOptions.model_validate({**values, **converted})
+    except ConfigError as error:
+        raise UsageError(error.args[0]) from error
     file_format = find_checkpoint_format(known_target.format)
     checkpoint = Source.open(source)
     workspace = CheckpointWorkspace(
@@ -107,18 +109,19 @@ def prepare_checkpoint_job(
     )
     workspace.check({"checkpoint": checkpoint.folder, **_existing_files(texts or {})})
     known_target = replace(known_target, weight=_fit_blocks(known_target.weight, checkpoint, file_format))
-    full_config = complete_config(QuantConfig.build(config), known_target, is_rounded=not PRESETS[accuracy])
+    steps = PRESETS[options.accuracy or DEFAULT_ACCURACY]
+    full_config = complete_config(options.quantization, known_target, is_rounded=not steps)
     check_formulations(full_config, known_target)
     _check_format(file_format, checkpoint, known_target, full_config)
-    if cache is not None:
-        known_target, full_config = add_cache_quantization(known_target, full_config, cache)
+    if options.cache is not None:
+        known_target, full_config = add_cache_quantization(known_target, full_config, options.cache)
     try:
-        tuning = TuneConfig(steps=PRESETS[accuracy], **({} if memory is None else {"memory": memory}))
+        tuning = TuneConfig(steps=steps, **({} if options.memory is None else {"memory": options.memory}))
     except ValueError:
         raise UsageError(
-            f'memory={memory!r}: must be a number of bytes, at least 1,000,000, or text such as "2GB"'
+            f'memory={options.memory!r}: must be a number of bytes, at least 1,000,000, or text such as "2GB"'
         ) from None
-    return CheckpointJob(checkpoint, workspace, known_target, file_format, full_config, tuning, cache or "")
+    return CheckpointJob(checkpoint, workspace, known_target, file_format, full_config, options, tuning)
 
 
 def _existing_files(texts: Mapping[str, Any]) -> dict[str, Path]:

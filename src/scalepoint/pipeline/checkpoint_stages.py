@@ -28,7 +28,7 @@ from scalepoint.checkpoints.text import (
     load_sequences,
     load_tokenizer,
 )
-from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, VerificationError
+from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, VerificationError
 from scalepoint.numerics import dtype_name
 from scalepoint.pipeline.build_report import describe_environment
 from scalepoint.pipeline.checkpoint_codes import TunedCodes, find_rounding, find_unstorable_layers
@@ -62,12 +62,9 @@ MAX_FLOAT_CHECKPOINT_BYTES = 4_000_000_000  # a larger float checkpoint is not r
 FLOAT_RUNTIME = "transformers"
 
 
-def read_text(
-    job: CheckpointJob, data: Text, judge: Text, length: int, samples: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def read_text(job: CheckpointJob, data: Text, judge: Text) -> tuple[list[Tensor], list[Tensor]]:
     """Return the sequences for calibration, and those that perplexity is measured on."""
-    if length < 2 or samples < 1:
-        raise UsageError(f"length={length}, samples={samples}: length must be at least 2, samples at least 1")
+    length, samples = job.options.length, job.options.samples
     load = partial(load_sequences, source=job.source, length=length)
     if data is None and not job.tuning.steps and not job.cache:
         return [], [] if judge is None else load(judge, count=MAX_EVALUATED_SEQUENCES, what="text")

@@ -168,10 +168,8 @@ def deploy(
         done = scalepoint.deploy(model, batches[0], batches, target="onnxruntime", output="out")
         print(done)
     """
-    arguments = dict(locals())  # must be the first line: locals() has only the arguments here
-    # The arguments that options.py declares, so that a new option needs no other line here.
-    values = {name: arguments[name] for name in DeployOptions.model_fields if name in arguments}
-    values["output"] = str(output or "out")
+    # The options that are plain values. This must be the first line: later locals() has other names too.
+    values = {name: value for name, value in locals().items() if name in DeployOptions.model_fields}
     job = prepare_job(
         model,
         example_inputs,
@@ -183,13 +181,13 @@ def deploy(
         progress=progress,
         smoke=smoke,
         command=command,
-        values=values,
+        values={**values, "output": str(output or "out")},
     )
     if isinstance(target, str) and cpu == "auto" and progress is not False:
         _print_cpu_choice(job)
     suffix = find_format(job.target.format).suffix
     workspace = DeployWorkspace(Path(job.options.output), suffix=suffix, resume=resume, force=force)
-    workspace.check()
+    workspace.check({} if job.source_file is None else {"model": job.source_file})
     with (
         seeded(job.options.seed),
         callback_registered(callback),

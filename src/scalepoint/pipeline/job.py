@@ -1,4 +1,12 @@
-"""Job: the checked arguments of deploy. `prepare_job` checks every argument before any work starts."""
+"""Job: the checked arguments of deploy. `prepare_job` checks every argument before any work starts.
+
+    options.py            type and range of each option
+    check_options         options that need or exclude each other
+    check_with_target     what the target supports
+    prepare_job           calls these, then checks model, example, data and metric
+
+The command line calls the first three before it loads the model.
+"""
 
 import os
 import warnings
@@ -21,15 +29,14 @@ from scalepoint.errors import (
     did_you_mean,
     short_repr,
 )
-from scalepoint.formats import check_metadata, find_format
+from scalepoint.formats import find_format
 from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrap_model
-from scalepoint.graph.dynamic_axes import Axes, check_axes, get_named_inputs, parse_axes
+from scalepoint.graph.dynamic_axes import Axes, check_axes, get_named_inputs
 from scalepoint.graph.example_inputs import check_example
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import Command, DeployOptions, Placement
-from scalepoint.pipeline.accuracy import check_accuracy
 from scalepoint.pipeline.inputs import DataSource, Example
-from scalepoint.pipeline.model_metadata import read_library_metadata
+from scalepoint.pipeline.model_metadata import collect_metadata, read_library_metadata
 from scalepoint.pipeline.onnx_source import check_no_file_options, is_onnx_file, read_source
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
@@ -38,7 +45,6 @@ from scalepoint.quantize.placement import check_formulations
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import describe_missing
 from scalepoint.support.cpu import check_threads
-from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target, find_target
 
 Evaluate = Callable[[Any], float]
@@ -55,8 +61,8 @@ class Job:
         example: One set of inputs of the model.
         data: Calibration data.
         target: Where the file will run.
-        config: Data types and granularity, with deploy's defaults filled in; equal to `options.quantization`.
-        options: All options of the call.
+        config: `options.quantization` with the defaults of deploy filled in.
+        options: All options of the call, as they were given.
         placement: How layers are chosen that stay float for speed: `options.placement`, or its default.
         evaluate: The user's metric; None if there is none.
         metadata: Metadata for the file: what timm or transformers declare for the model, updated by the user's.
@@ -121,50 +127,42 @@ def prepare_job(
         smoke: Whether the job will be run as `for_smoke`, which some options exclude.
         values: The other options of deploy, by name.
     """
-    check_accuracy(values["accuracy"])
-    _check_data_and_metric(calibration_data, evaluate, values["max_drop"])
-    budget = _build_budget(values["budget"], values["max_drop"], calibration_data)
-    if budget is not None:
-        from scalepoint.allocation import check_choices  # noqa: PLC0415
-
-        check_choices(values["choices"])
-    checked_target, values = find_target(target, values["cpu"]), dict(values)
-    source, may_fix_axes = None, False
-    if is_onnx_file(model):
-        source = read_source(Path(str(model)), example_inputs, kwargs, calibration_data, values, progress)
-        model, example_inputs = source.model, source.example
-        is_open = values["dynamic_axes"] is None and not values["fixed_sizes"]
-        may_fix_axes = is_open and not checked_target.fixed_shapes_reason
-        if may_fix_axes:
-            values["dynamic_axes"] = source.free_axes
-    else:
-        check_no_file_options(values)
-    model = _check_model(model)  # type: ignore[arg-type]  # a path that is not an .onnx file is refused there
-    example, axes = _check_example(checked_target, model, as_inputs(example_inputs, kwargs), values["dynamic_axes"])
-    _check_min_speed(values, calibration_data, checked_target, smoke=smoke)
-    quantization, placement = choose_placement(
-        QuantConfig.build(config), values["placement"], strict=values["strict"], has_budget=budget is not None
-    )
-    check_formulations(quantization, checked_target)
-    if values["fixed_sizes"] and axes:
-        raise UsageError("fixed_sizes= cannot be used with dynamic_axes=: one fixes all sizes, the other frees some")
-    checked_target.check_float_dtype(values["float_dtype"])
-    check_metadata(values["metadata"])
-    checked = {"target": checked_target.name, "budget": budget, "dynamic_axes": axes, "quantization": quantization}
+    checked_target = find_model_target(target, values["cpu"])
+    budget = None if values["budget"] is None else Budget.build(values["budget"])
+    converted = {"target": checked_target.name, "quantization": QuantConfig.build(config), "budget": budget}
     try:
-        options = DeployOptions.model_validate({**values, **checked})
+        options = DeployOptions.model_validate({**values, **converted})
     except ConfigError as error:
         raise UsageError(error.args[0]) from error
-    check_threads(options.threads)
-    data = DataSource(_data_or_empty(calibration_data, quantization), options.max_batches)
+    check_options(options, has_metric=evaluate is not None, smoke=smoke)
+    check_with_target(options, checked_target)
+    quantization, placement = choose_placement(
+        options.quantization, options.placement, strict=options.strict, has_budget=options.budget is not None
+    )
+    if evaluate is not None and not callable(evaluate):
+        raise UsageError(
+            f"evaluate= must be a function that takes the model and returns a number, got {short_repr(evaluate)}"
+        )
+    source, may_fix_axes = None, False
+    dynamic_axes: Axes | None = options.dynamic_axes
+    if is_onnx_file(model):
+        source = read_source(Path(str(model)), example_inputs, kwargs, calibration_data, options, progress)
+        model, example_inputs = source.model, source.example
+        may_fix_axes = dynamic_axes is None and not options.fixed_sizes and not checked_target.fixed_shapes_reason
+        if may_fix_axes:
+            dynamic_axes = source.free_axes
+    else:
+        check_no_file_options(options)
+    model = _check_model(model)  # type: ignore[arg-type]  # a path that is not an .onnx file is refused there
+    example, axes = _check_example(model, as_inputs(example_inputs, kwargs), dynamic_axes)
+    data = DataSource(_check_data(calibration_data, options), options.max_batches)
     if options.accuracy is not None and not data.is_rereadable:
         raise UsageError(
             f"accuracy={options.accuracy!r} reads the calibration data a second time, which is not possible without "
             "data or with an iterator: pass a list, a DataLoader or a function"
         )
     own_metadata = read_library_metadata(model) if source is None else source.metadata
-    metadata = to_jsonable({**own_metadata, **(values["metadata"] or {})})
-    check_metadata(metadata)
+    metadata = collect_metadata(own_metadata, options.metadata)
     distributed.run_on_main(
         "looking for the runtime",
         lambda: check_installed(checked_target, allow_departure=options.allow_departure),
@@ -185,6 +183,52 @@ def prepare_job(
         may_fix_axes=may_fix_axes,
         progress=progress,
     )
+
+
+def find_model_target(target: str | Target, cpu: str) -> Target:
+    """Return the target of a model; targets for checkpoints of language models are refused."""
+    known = find_target(target, cpu)
+    if known.is_language:
+        raise UsageError(
+            f"target {known.name!r} is for checkpoints of language models: pass the folder of a checkpoint to "
+            "deploy_checkpoint, or as the model on the command line"
+        )
+    return known
+
+
+def check_options(options: DeployOptions, *, has_metric: bool, smoke: bool) -> None:
+    """Check options that need or exclude each other. The type of each option is declared in options.py."""
+    check_threads(options.threads)
+    if options.max_drop is not None and not has_metric:
+        raise UsageError("max_drop= needs evaluate= (--evaluate), the metric that may drop by at most max_drop")
+    if options.max_drop is not None and options.budget is not None:
+        raise UsageError(
+            "budget= and max_drop= exclude each other: budget= fixes size or speed, max_drop= fixes accuracy. Pass one "
+            "of them"
+        )
+    if options.fixed_sizes and options.dynamic_axes:
+        raise UsageError("fixed_sizes= cannot be used with dynamic_axes=: one fixes all sizes, the other frees some")
+    if options.min_speed is None:
+        return
+    if options.max_drop is not None or options.budget is not None:
+        raise UsageError(
+            "min_speed= cannot be used with max_drop= or budget=: it chooses layers by their time, the others by their "
+            "error. Pass one of them"
+        )
+    if smoke:
+        raise UsageError("min_speed= cannot be used with smoke=True: a smoke run measures no time")
+
+
+def check_with_target(options: DeployOptions, target: Target) -> None:
+    """Check that the target supports what the options ask for."""
+    target.check_float_dtype(options.float_dtype)
+    target.check_free_sizes(options.dynamic_axes)
+    check_formulations(options.quantization, target)
+    if options.min_speed is not None and (target.runtime is None or not find_runtime(target.runtime).profiles):
+        raise UsageError(
+            f"min_speed= cannot be used with target {target.name!r}: it has no runtime with a profiler, which measures "
+            "the time of each layer"
+        )
 
 
 def choose_placement(
@@ -242,72 +286,24 @@ def _check_model(model: nn.Module | ExportedProgram) -> nn.Module:
     return model
 
 
-def _check_example(
-    target: Target, model: nn.Module, inputs: tuple[Any, Any], dynamic_axes: object
-) -> tuple[Example, Axes]:
-    """Return the example without inputs that the model does not have, and the checked dynamic axes."""
-    example, axes = Example(*drop_extra_inputs(model, *inputs)), parse_axes(dynamic_axes)
+def _check_example(model: nn.Module, inputs: tuple[Any, Any], dynamic_axes: Axes | None) -> tuple[Example, Axes]:
+    """Return the example without inputs that the model does not have, and the dynamic axes of these inputs."""
+    example = Example(*drop_extra_inputs(model, *inputs))
     check_example(model, example)
-    target.check_free_sizes(axes)
-    return example, check_axes(axes, get_named_inputs(model, *example)) if axes else axes
+    return example, check_axes(dynamic_axes, get_named_inputs(model, *example)) if dynamic_axes else {}
 
 
-def _check_data_and_metric(data: Any, evaluate: Any, max_drop: float | None) -> None:
-    if data is not None:
-        check_data(data)
-    if evaluate is not None and not callable(evaluate):
-        raise UsageError(
-            f"evaluate= must be a function that takes the model and returns a number, got {short_repr(evaluate)}"
-        )
-    if max_drop is not None and evaluate is None:
-        raise UsageError("max_drop= needs evaluate=, the metric that may drop by at most max_drop")
-    if max_drop is not None:
-        _check_is_rereadable(data, "max_drop=")
-
-
-def _check_is_rereadable(data: Any, option: str) -> None:
-    if isinstance(data, Iterator):
-        raise UsageError(f"{option} reads the data several times, an iterator only once: pass a list or a function")
-
-
-def _data_or_empty(data: Any, config: QuantConfig) -> Any:
-    """Return the data, or [] for None. None is allowed only if activations stay float."""
-    if data is not None:
-        return data
-    if config.activation != FLOAT:
-        raise UsageError(
-            "calibration_data=None: pass batches of typical inputs. Only weight-only configs need no data, such as "
-            "QuantConfig.weight_only('int4')"
-        )
-    return []
-
-
-def _build_budget(budget: Any, max_drop: float | None, data: Any) -> Budget | None:
-    if budget is None:
-        return None
-    if max_drop is not None:
-        raise UsageError(
-            "budget= and max_drop= exclude each other: budget= fixes size or speed, max_drop= fixes accuracy. Pass one "
-            "of them"
-        )
-    _check_is_rereadable(data, "budget=")
-    return Budget.build(budget)
-
-
-def _check_min_speed(values: Mapping[str, Any], data: Any, target: Target, *, smoke: bool) -> None:
-    min_speed = values["min_speed"]
-    if min_speed is None:
-        return
-    if values["max_drop"] is not None or values["budget"] is not None:
-        raise UsageError(
-            "min_speed= cannot be used with max_drop= or budget=: it chooses layers by their time, the others by their "
-            "error. Pass one of them"
-        )
-    _check_is_rereadable(data, "min_speed=")
-    if smoke:
-        raise UsageError("min_speed= cannot be used with smoke=True: a smoke run measures no time")
-    if target.runtime is None or not find_runtime(target.runtime).profiles:
-        raise UsageError(
-            f"min_speed= cannot be used with target {target.name!r}: it has no runtime with a profiler, which measures "
-            "the time of each layer"
-        )
+def _check_data(data: Any, options: DeployOptions) -> Any:
+    """Return the data, or [] for None, which is allowed only if activations stay float."""
+    if data is None:
+        if options.quantization.activation != FLOAT:
+            raise UsageError(
+                "calibration_data=None: pass batches of typical inputs. Only weight-only configs need no data, such as "
+                "QuantConfig.weight_only('int4')"
+            )
+        return []
+    check_data(data)
+    for name in ("max_drop", "min_speed", "budget"):
+        if getattr(options, name) is not None and isinstance(data, Iterator):
+            raise UsageError(f"{name}= reads the data several times, an iterator only once: pass a list or a function")
+    return data

@@ -5,8 +5,24 @@ from typing import Any
 
 from torch import nn
 
+from scalepoint.formats import check_metadata
+from scalepoint.support.jsonable import to_jsonable
+
 PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # keys of timm's pretrained_cfg
 MAX_LABEL_CHARACTERS = 500_000  # longer labels would be most of a small file
+
+
+def collect_metadata(own_metadata: Mapping[str, Any], user_metadata: Any) -> dict[str, Any]:
+    """Return the metadata of a model, updated by the user's metadata.
+
+    Raises:
+        UsageError: The user's metadata is not a mapping, or has a key or value that a file cannot store.
+    """
+    if user_metadata is None:
+        user_metadata = {}
+    metadata = {**own_metadata, **user_metadata} if isinstance(user_metadata, Mapping) else user_metadata
+    check_metadata(metadata)
+    return dict(to_jsonable(metadata))
 
 
 def read_library_metadata(model: nn.Module) -> dict[str, Any]:

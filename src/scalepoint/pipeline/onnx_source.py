@@ -13,6 +13,7 @@ from scalepoint import distributed
 from scalepoint.errors import ScalepointWarning, UsageError, VerificationError
 from scalepoint.formats.metadata import KEY_PREFIX
 from scalepoint.graph.user_traceback import user_level
+from scalepoint.options import DeployOptions
 from scalepoint.support.formatting import escape_unprintable
 from scalepoint.support.progress import write_line
 
@@ -46,24 +47,24 @@ def is_onnx_file(model: object) -> bool:
     return isinstance(model, str | Path) and Path(model).suffix.lower() == ".onnx"
 
 
-def check_no_file_options(values: Mapping[str, Any]) -> None:
+def check_no_file_options(options: DeployOptions) -> None:
     """Refuse options of .onnx files for another model."""
     for name in FILE_OPTIONS:
-        if values[name]:
+        if getattr(options, name):
             hint = ": pass example_inputs with these sizes" if name == "shape" else ""
             raise UsageError(f"{name}= is for .onnx files{hint}")
 
 
 def read_source(
-    path: str | Path, example: Any, kwargs: Any, data: Any, values: Mapping[str, Any], progress: bool | None
+    path: str | Path, example: Any, kwargs: Any, data: Any, options: DeployOptions, progress: bool | None
 ) -> OnnxSource:
     """Read the file and choose example inputs: those that were given, the first batch of the data, or random ones."""
     from scalepoint.onnx_reader import load_onnx  # noqa: PLC0415  # loads onnx
 
-    model = load_onnx(path, fixed_inputs=values["fixed_inputs"], requantize=values["requantize"])
+    model = load_onnx(path, fixed_inputs=options.fixed_inputs, requantize=options.requantize)
     if example is None and not kwargs:
-        example = _choose_example(model, data, values["shape"], show=progress is not False)
-    elif values["shape"]:
+        example = _choose_example(model, data, options.shape, show=progress is not False)
+    elif options.shape:
         raise UsageError("shape= is for files without example_inputs: pass one of them")
     metadata = {
         key: text

@@ -19,7 +19,6 @@ from scalepoint import targets
 from scalepoint.options import DeployConfig, changed_values
 from scalepoint.pipeline.fingerprints import fingerprint
 from scalepoint.pipeline.job import Job
-from scalepoint.pipeline.model_metadata import read_library_metadata
 from scalepoint.pipeline.result import Trial
 from scalepoint.pipeline.stages import StageContext, package_version
 from scalepoint.pipeline.workspace import BEST_CONFIG_FILE, SCRIPT_FILE
@@ -143,9 +142,8 @@ def options_as_source(job: Job, best: Trial) -> dict[str, str]:
     values: dict[str, Any] = {
         name: value for name, value in changed_values(job.options).items() if name not in OMITTED_OPTIONS
     }
-    from_library = to_jsonable(read_library_metadata(job.model))
-    if from_user := {key: value for key, value in job.metadata.items() if from_library.get(key) != value}:
-        values["metadata"] = from_user
+    if job.options.metadata:
+        values["metadata"] = to_jsonable(job.options.metadata)
     if job.is_smoke:
         values["smoke"] = True
     if best.verification is not None and not best.verification.holds:
