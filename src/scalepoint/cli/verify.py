@@ -71,7 +71,7 @@ def verify(
     if code:
         has_outputs = verification.sqnr > float("-inf")
         say("failed: the file does not agree with the simulation" if has_outputs else "failed", "red")
-        _extract_first_departure(verification, file, quantized, inputs, folder / "failing")
+        _extract_first_departure(verification, file, quantized, inputs, folder)
     return code
 
 
@@ -79,10 +79,11 @@ def _extract_first_departure(verification: Any, file: Path, quantized: Any, inpu
     """Write the first layer that departs by itself as a small file, if ONNX Runtime ran the file."""
     if verification.status.value != "ok" or verification.runtime != "onnxruntime":
         return
-    from scalepoint.verification import extract_failing
+    from scalepoint.pipeline.stages import write_departing_layer
+    from scalepoint.pipeline.workspace import DeployWorkspace
 
-    if extract_failing(file, quantized, inputs, folder) is not None:
-        say(f"to reproduce the first layer that departs: python {folder / 'run.py'}")
+    if script := write_departing_layer(DeployWorkspace(folder), file, quantized, inputs):
+        say(f"to reproduce the first layer that departs: python {script}")
 
 
 @takes("data", "max_batches", "batch_size", "size", "mean", "std", "root", "weights", "random")

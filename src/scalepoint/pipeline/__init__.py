@@ -5,6 +5,7 @@
     search.py            which config to try next            workspace.py      the output folder
     sweep.py             deploy over a grid                  cache.py          finished stages, for resume
     build_report.py      results -> Report                   result.py         Trial, Limits, Deployment
+    reproduction.py      config.yaml, reproduce.py
 
     deploy_checkpoint.py, checkpoint_job.py, checkpoint_stages.py    the same for the folder of a language model
     checkpoint_codes.py  tuned codes for the file formats    perplexity.py, kv_cache.py

@@ -9,7 +9,7 @@ import copy
 import math
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -520,15 +520,23 @@ def extract_departure(context: StageContext, best: Trial) -> None:
         return
     if verification.runtime != "onnxruntime":
         return
+    with suppress(VerificationError):  # the file does not run, so there are no layers to compare
+        example = job.example
+        if script := write_departing_layer(context.workspace, best.path, best.model, example.args, example.kwargs):
+            send_event(Event("file", str(script)))
+
+
+def write_departing_layer(
+    workspace: DeployWorkspace, path: Path, model: fx.GraphModule, args: Any, kwargs: Mapping[str, Any] | None = None
+) -> Path | None:
+    """Write the first layer that differs to failing/. Returns the script that runs it; None if no layer differs."""
 
     def write(folder: Path) -> list[Path]:
-        if not extract_failing(best.path, best.model, job.example.args, folder, kwargs=job.example.kwargs, force=True):
-            return []
-        send_event(Event("file", str(folder / "run.py")))
-        return [folder / name for name in EXTRACTED_FILES]
+        is_written = extract_failing(path, model, args, folder, kwargs=kwargs, force=True) is not None
+        return [folder / name for name in EXTRACTED_FILES] if is_written else []
 
-    with suppress(VerificationError):  # the file does not run, so there are no layers to compare
-        context.workspace.write_folder(FAILING_FOLDER, write)
+    paths = workspace.write_folder(FAILING_FOLDER, write)
+    return paths[-1] if paths else None
 
 
 def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:

@@ -12,7 +12,7 @@ ranks a workspace has only the paths.
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -244,9 +244,11 @@ class DeployWorkspace(Workspace):
             self.record([path])
             send_event(Event("file", str(path)))
 
-    def write_folder(self, name: str, write_files: Callable[[Path], Iterable[Path]]) -> None:
-        """Call `write_files` with the path of a folder, and record the files that it returns."""
-        self.record(write_files(self.output / name))
+    def write_folder(self, name: str, write_files: Callable[[Path], Sequence[Path]]) -> Sequence[Path]:
+        """Call `write_files` with the path of a folder. Record the files that it returns, and return them."""
+        paths = write_files(self.output / name)
+        self.record(paths)
+        return paths
 
     def finish(self) -> None:
         """Copy the log, and delete the files of earlier runs."""
