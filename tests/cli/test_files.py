@@ -270,8 +270,8 @@ def test_verify_of_a_file_that_departs_writes_the_departing_layer(call, output_f
     assert code == Code.UNVERIFIED
     assert "run.py" in "".join(err.split())
     assert (tmp_path / "other" / "failing" / "model.onnx").is_file()
-    written = json.loads((tmp_path / "other" / ".scalepoint-files.json").read_text())["files"]
-    assert {"failing/model.onnx", "failing/run.py"} <= set(written)
+    manifest = json.loads((tmp_path / "other" / ".scalepoint-files.json").read_text())["files"]
+    assert {"failing/model.onnx", "failing/run.py"} <= set(manifest)
     assert call("verify", tmp_path / "other", "--json")[0] == Code.UNVERIFIED  # again, over the same files
 
 

@@ -26,3 +26,9 @@ def test_a_sweep_writes_a_folder_per_run_and_can_be_resumed(call, here) -> None:
     assert (code, "--resume" in err) == (Code.USAGE, True)
     code, out, _ = call("sweep", "-c", "sweep.yaml", "-o", "all", "--resume")
     assert (code, "config1" in out) == (0, True)
+
+
+def test_options_of_all_runs_are_checked_before_the_model_is_loaded(call, here) -> None:
+    (here / "sweep.yaml").write_text("model: nets:none\ndata: nets:fixed_batches\ngrid: {max_drop: [1]}\n")
+    code, _, err = call("sweep", "-c", "sweep.yaml", "-o", "all")
+    assert (code, "--evaluate" in err) == (Code.USAGE, True)

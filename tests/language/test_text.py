@@ -68,7 +68,7 @@ def test_tokens_that_are_no_sequence_are_refused(llama, tokens):
 def test_sequences_longer_than_the_context_are_refused(llama, tmp_path, data):
     data = llama[0] / "calibration.txt" if data == "text" else data
     with pytest.raises(UsageError, match="length=128"):
-        deploy_checkpoint(llama[0], tmp_path / "out", target="gguf", config=CONFIG, data=data, length=150)
+        deploy_checkpoint(llama[0], tmp_path / "out", target="compressed-tensors", config=CONFIG, data=data, length=150)
     assert not (tmp_path / "out").exists()
 
 

@@ -123,7 +123,7 @@ def test_options_of_files_are_refused_for_other_models(tmp_path):
             scalepoint.deploy(nn.Linear(2, 2), torch.ones(1, 2), [], output=tmp_path / "out", **options)
     path = save(network(), tmp_path / "net.onnx")
     with pytest.raises(UsageError, match="does not fit the file"):
-        scalepoint.deploy(path, None, None, shape={"images:0": (1, 4, 8, 8)}, output=tmp_path / "out")
+        scalepoint.deploy(path, None, [], shape={"images:0": (1, 4, 8, 8)}, output=tmp_path / "out")
 
 
 def test_a_file_that_is_not_onnx_is_refused_by_name(tmp_path):

@@ -23,6 +23,7 @@ from scalepoint.errors import (
     UsageError,
 )
 from scalepoint.formats.onnx import save
+from scalepoint.options import DeployOptions
 from scalepoint.pipeline import stages
 from scalepoint.pipeline.job import choose_placement
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
@@ -44,34 +45,32 @@ PLAIN = "float_plain.onnx"  # kept where it is the faster float file
 
 
 @pytest.mark.parametrize(
-    ("config", "strict", "has_budget", "expected"),
+    ("config", "options", "expected"),
     [
-        pytest.param(UNSAID, False, False, True, id="unsaid"),
-        pytest.param(UNSAID, True, False, False, id="strict asks for all"),
-        pytest.param(UNSAID, False, True, False, id="a budget says what layers get"),
-        pytest.param(ALL, False, False, False, id="said"),
-        pytest.param(FAST, True, True, True, id="said against both"),
+        pytest.param(UNSAID, {}, True, id="unsaid"),
+        pytest.param(UNSAID, {"strict": True}, False, id="strict asks for all"),
+        pytest.param(UNSAID, {"budget": "bits=5"}, False, id="a budget says what layers get"),
+        pytest.param(ALL, {}, False, id="said"),
+        pytest.param(FAST, {"strict": True, "budget": "bits=5"}, True, id="said against both"),
     ],
 )
-def test_deploy_leaves_slow_layers_float_unless_another_option_contradicts(
-    config, strict, has_budget, expected, monkeypatch
-):
+def test_deploy_leaves_slow_layers_float_unless_another_option_contradicts(config, options, expected, monkeypatch):
     monkeypatch.delenv("SCALEPOINT_PLACEMENT")
-    filled, placement = choose_placement(config, None, strict=strict, has_budget=has_budget)
+    filled, placement = choose_placement(DeployOptions(quantization=config, **options))
     assert filled.speed_first is expected
     assert placement == ("measured" if expected else "int8")
 
 
 def test_a_placement_for_speed_is_refused_where_every_layer_must_be_quantized():
-    for refused in ({"strict": True, "has_budget": False}, {"strict": False, "has_budget": True}):
+    for refused in ({"strict": True}, {"budget": "bits=5"}):
         with pytest.raises(UsageError, match="placement='measured' cannot be used with"):
-            choose_placement(UNSAID, "measured", **refused)
+            choose_placement(DeployOptions(placement="measured", **refused))
 
 
 def test_an_unknown_default_placement_of_the_environment_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("SCALEPOINT_PLACEMENT", "mesured")
     with pytest.raises(UsageError, match=r"SCALEPOINT_PLACEMENT='mesured'.*did you mean 'measured'"):
-        choose_placement(UNSAID, None, strict=False, has_budget=False)
+        choose_placement(DeployOptions())
 
 
 @pytest.mark.parametrize("config", [None, ALL], ids=["unsaid", "all"])

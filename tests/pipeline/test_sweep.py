@@ -120,6 +120,38 @@ def test_a_sweep_deploys_each_tells_failures_and_resumes(tmp_path):
     assert again.rows[0] == table.rows[0]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grid": {"accuracy": ["fast", "beste"]}}, "run beste: .*accuracy"),
+        ({"grid": {"target": ["reference", "onnxrutime"]}}, "run onnxrutime: "),
+        ({"grid": {"config": [{}, {"weihgt": "float"}]}}, "run config2: .*weight"),
+        ({"grid": {"seed": [0, 1]}, "max_drop": 1.0}, "max_drop= needs evaluate="),
+        ({"grid": {"max_drop": [1.0]}, "evaluate": "top1"}, "must be a function"),
+    ],
+    ids=str,
+)
+def test_options_of_all_runs_are_checked_before_the_first_one(tmp_path, options, message):
+    model, example = net()
+    with pytest.raises(UsageError, match=message):
+        scalepoint.sweep(model, example, [example], output=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_one_target_does_not_support_is_a_failed_run(tmp_path):
+    model, example = net()
+    options = {"float_dtype": "float16", "output": tmp_path / "out"}
+    table = scalepoint.sweep(model, example, [example], grid={"target": ["onnxruntime", "reference"]}, **options)
+    assert [row.status for row in table.rows] == ["failed", "done"]
+    assert "float_dtype" in table.rows[0].message
+
+
+def test_an_onnx_file_in_the_output_is_refused(tmp_path):
+    path = tmp_path / "out" / "net.onnx"
+    with pytest.raises(UsageError, match=r"net\.onnx"):
+        scalepoint.sweep(path, None, [], grid={"seed": [0]}, output=tmp_path / "out")
+
+
 def test_data_that_is_read_once_is_refused(tmp_path):
     model, example = net()
     with pytest.raises(UsageError, match="iterator"):

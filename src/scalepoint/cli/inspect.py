@@ -75,9 +75,7 @@ def measure_coverage(settings: Any, loader: ObjectLoader, example: Any = None) -
     from scalepoint.targets import find_target
 
     model, inputs, _ = load_model_and_data(settings, loader, example)
-    config, _ = choose_placement(
-        settings.quantization, settings.placement, strict=settings.strict, has_budget=settings.budget is not None
-    )
+    config, _ = choose_placement(settings)
     target = find_target(settings.target, settings.cpu)
     options = {"config": config, "leave": settings.leave, "dynamic_axes": settings.dynamic_axes}
     return load_public("inspect")(model, inputs, target=target, **options), inputs is not None

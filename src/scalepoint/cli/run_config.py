@@ -148,9 +148,10 @@ def check_installed(settings: Any) -> None:
 
 
 def input_paths(values: Mapping[str, Any], loader: ObjectLoader) -> dict[str, Path]:
-    """Return description -> path of the checkpoint, the weights and the data, if they exist."""
+    """Return description -> path of the .onnx file, the checkpoint, the weights and the data, if they exist."""
     model = values["model"] or ""
     names = {
+        "model": model if is_onnx_file(model) else None,
         "checkpoint": model.partition(":")[2] if model.startswith("hf:") else None,
         "weights": values["weights"],
         "data": values["data"],

@@ -19,7 +19,6 @@ from scalepoint.cli.output import say, show, show_json
 from scalepoint.cli.run_config import (
     check_names,
     check_settings,
-    check_target,
     input_paths,
     load_settings,
     object_loader,
@@ -43,6 +42,7 @@ def sweep(
     The key `grid:` of the config has a list of values for each setting. Every run gets a folder; a table and a page
     compare the runs.
     """
+    from scalepoint.pipeline.sweep import check_runs, list_runs
     from scalepoint.pipeline.workspace import SweepWorkspace
 
     distributed.init_from_torchrun()
@@ -56,8 +56,10 @@ def sweep(
     loader = object_loader(settings, context.params)
     check_settings(settings, loader)
     settings = with_metadata(settings, loader)
-    for target in grid.get("target", ()):
-        check_target(target, settings.cpu)
+    names = {KEYWORD_NAMES.get(key, key): values for key, values in grid.items()}
+    grid_options = {*names, "allow_departure"}  # a run that departs is a row of the table
+    shared = {key: value for key, value in deploy_keywords(settings).items() if key not in grid_options}
+    check_runs(list_runs(names), {**shared, "smoke": context.params["smoke"]}, has_metric=bool(settings.evaluate))
     smoke, resume = bool(context.params["smoke"]), bool(context.params["resume"]) or distributed.is_restarted()
     folder = Path(settings.output)
     SweepWorkspace(folder, resume=resume, force=force).check(input_paths(dict(settings), loader))
@@ -69,9 +71,6 @@ def sweep(
     if not quiet:
         say(f"scalepoint {scalepoint.__version__}: {settings.model} over {', '.join(grid)} into {folder}/")
 
-    names = {KEYWORD_NAMES.get(key, key): values for key, values in grid.items()}
-    grid_options = {*names, "allow_departure"}  # a run that departs is a row of the table
-    shared = {key: value for key, value in deploy_keywords(settings).items() if key not in grid_options}
     try:
         result = load_public("sweep")(
             model, inputs, [] if batches is None else batches, grid=names, output=folder, resume=resume, force=force,

@@ -3,9 +3,10 @@
     options.py            type and range of each option
     check_options         options that need or exclude each other
     check_with_target     what the target supports
-    prepare_job           calls these, then checks model, example, data and metric
+    build_options         all of these; sweep calls it for every run before the first one starts
+    prepare_job           build_options, then metric, data, installed packages, model and example
 
-The command line calls the first three before it loads the model.
+The command line checks the options before it loads the model.
 """
 
 import os
@@ -127,22 +128,19 @@ def prepare_job(
         smoke: Whether the job will be run as `for_smoke`, which some options exclude.
         values: The other options of deploy, by name.
     """
-    checked_target = find_model_target(target, values["cpu"])
-    budget = None if values["budget"] is None else Budget.build(values["budget"])
-    converted = {"target": checked_target.name, "quantization": QuantConfig.build(config), "budget": budget}
-    try:
-        options = DeployOptions.model_validate({**values, **converted})
-    except ConfigError as error:
-        raise UsageError(error.args[0]) from error
-    check_options(options, has_metric=evaluate is not None, smoke=smoke)
-    check_with_target(options, checked_target)
-    quantization, placement = choose_placement(
-        options.quantization, options.placement, strict=options.strict, has_budget=options.budget is not None
-    )
-    if evaluate is not None and not callable(evaluate):
+    options, checked_target = build_options(target, config, values, has_metric=evaluate is not None, smoke=smoke)
+    quantization, placement = choose_placement(options)
+    check_metric(evaluate)
+    data = DataSource(_check_data(calibration_data, options), options.max_batches)
+    if options.accuracy is not None and not data.is_rereadable:
         raise UsageError(
-            f"evaluate= must be a function that takes the model and returns a number, got {short_repr(evaluate)}"
+            f"accuracy={options.accuracy!r} reads the calibration data a second time, which is not possible without "
+            "data or with an iterator: pass a list, a DataLoader or a function"
         )
+    distributed.run_on_main(
+        "looking for the runtime",
+        lambda: check_installed(checked_target, allow_departure=options.allow_departure),
+    )
     source, may_fix_axes = None, False
     dynamic_axes: Axes | None = options.dynamic_axes
     if is_onnx_file(model):
@@ -155,18 +153,8 @@ def prepare_job(
         check_no_file_options(options)
     model = _check_model(model)  # type: ignore[arg-type]  # a path that is not an .onnx file is refused there
     example, axes = _check_example(model, as_inputs(example_inputs, kwargs), dynamic_axes)
-    data = DataSource(_check_data(calibration_data, options), options.max_batches)
-    if options.accuracy is not None and not data.is_rereadable:
-        raise UsageError(
-            f"accuracy={options.accuracy!r} reads the calibration data a second time, which is not possible without "
-            "data or with an iterator: pass a list, a DataLoader or a function"
-        )
     own_metadata = read_library_metadata(model) if source is None else source.metadata
     metadata = collect_metadata(own_metadata, options.metadata)
-    distributed.run_on_main(
-        "looking for the runtime",
-        lambda: check_installed(checked_target, allow_departure=options.allow_departure),
-    )
     return Job(
         model=model,
         example=example,
@@ -185,6 +173,40 @@ def prepare_job(
     )
 
 
+def build_options(
+    target: str | Target, config: Any, values: Mapping[str, Any], *, has_metric: bool, smoke: bool
+) -> tuple[DeployOptions, Target]:
+    """Check the options of deploy, without model and data.
+
+    Args:
+        target, config, smoke: See deploy.
+        values: The other options of deploy, by name. Missing ones have their default.
+        has_metric: Whether `evaluate` is given.
+
+    Returns:
+        The options and the target.
+    """
+    checked_target = find_model_target(target, values.get("cpu", "auto"))
+    converted = {"target": checked_target.name, "quantization": QuantConfig.build(config)}
+    if values.get("budget") is not None:
+        converted["budget"] = Budget.build(values["budget"])
+    try:
+        options = DeployOptions.model_validate({**values, **converted})
+    except ConfigError as error:
+        raise UsageError(error.args[0]) from error
+    check_options(options, has_metric=has_metric, smoke=smoke)
+    check_with_target(options, checked_target)
+    return options, checked_target
+
+
+def check_metric(evaluate: object) -> None:
+    """Raise UsageError for a metric that is not a function."""
+    if evaluate is not None and not callable(evaluate):
+        raise UsageError(
+            f"evaluate= must be a function that takes the model and returns a number, got {short_repr(evaluate)}"
+        )
+
+
 def find_model_target(target: str | Target, cpu: str) -> Target:
     """Return the target of a model; targets for checkpoints of language models are refused."""
     known = find_target(target, cpu)
@@ -199,6 +221,7 @@ def find_model_target(target: str | Target, cpu: str) -> Target:
 def check_options(options: DeployOptions, *, has_metric: bool, smoke: bool) -> None:
     """Check options that need or exclude each other. The type of each option is declared in options.py."""
     check_threads(options.threads)
+    choose_placement(options)
     if options.max_drop is not None and not has_metric:
         raise UsageError("max_drop= needs evaluate= (--evaluate), the metric that may drop by at most max_drop")
     if options.max_drop is not None and options.budget is not None:
@@ -231,19 +254,19 @@ def check_with_target(options: DeployOptions, target: Target) -> None:
         )
 
 
-def choose_placement(
-    config: QuantConfig, placement: Placement | None, *, strict: bool, has_budget: bool
-) -> tuple[QuantConfig, Placement]:
+def choose_placement(options: DeployOptions) -> tuple[QuantConfig, Placement]:
     """Return the config with `speed_first` filled in, and the placement.
 
     Without a choice of the user, every layer is int8 with `strict`, which asks for that, and with a budget, which
     chooses each precision.
     """
+    config, placement = options.quantization, options.placement
+    needs_int8 = options.strict or options.budget is not None
     if placement is None:
-        wants_speed = config.speed_first if config.speed_first is not None else not strict and not has_budget
+        wants_speed = config.speed_first if config.speed_first is not None else not needs_int8
         placement = _default_placement() if wants_speed else "int8"
-    elif placement != "int8" and (strict or has_budget or config.speed_first is False):
-        option = "strict=True" if strict else "budget=" if has_budget else "speed_first=False"
+    elif placement != "int8" and (needs_int8 or config.speed_first is False):
+        option = "strict=True" if options.strict else "budget=" if needs_int8 else "speed_first=False"
         raise UsageError(f"placement={placement!r} cannot be used with {option}: it leaves layers float for speed")
     is_speed_first = placement != "int8" if config.speed_first is None else config.speed_first
     return config.model_copy(update={"speed_first": is_speed_first}), placement

@@ -9,6 +9,7 @@ becomes a row with its error, and the sweep goes on. With several ranks, each ra
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from torch import nn
+from torch.export import ExportedProgram
 
 from scalepoint import distributed
-from scalepoint.errors import ScalepointError, StoreError, UsageError, did_you_mean
+from scalepoint.errors import ConfigError, ScalepointError, StoreError, TargetError, UsageError, did_you_mean
 from scalepoint.options import DeployOptions, RunOptions
 from scalepoint.pipeline.deploy import deploy
 from scalepoint.pipeline.fingerprints import fingerprint_target
+from scalepoint.pipeline.job import build_options, check_metric, find_model_target
+from scalepoint.pipeline.onnx_source import is_onnx_file
 from scalepoint.pipeline.workspace import SweepWorkspace, list_finished_stages
 from scalepoint.quantize.feeding import is_split_across_ranks
 from scalepoint.report import Sweep, SweepRow, sweep_page
@@ -37,7 +41,7 @@ RunCallback = Callable[[Any, Path, Mapping[str, Any]], object]
 
 @distributed.participating()
 def sweep(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram | str | Path,
     example_inputs: Any,
     calibration_data: Any,
     *,
@@ -50,12 +54,14 @@ def sweep(
 ) -> Sweep:
     """Deploy a model with every combination of a grid of options, and compare the results.
 
-    Every run writes a subfolder of `output`, as deploy does. The files sweep.json and sweep.html compare all runs. A
-    run that fails does not stop the sweep: its row in the table has the error.
+    Every run writes a subfolder of `output`, as deploy does. The files sweep.json and sweep.html compare all runs. The
+    options of all runs are checked before the first one starts. A run that fails does not stop the sweep: its row in
+    the table has the error.
 
     Args:
-        model: The trained float model.
-        example_inputs: One set of inputs: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        model: The trained float model, an ExportedProgram, or the path of an .onnx file.
+        example_inputs: One set of inputs: a tensor, a tuple of positional inputs, or a dict of keyword inputs. None
+            for an .onnx file, as in deploy.
         calibration_data: Batches of inputs (list, DataLoader, ...), or a function that calls the model it is given.
             Not an iterator, because every run reads the data.
         grid: Keyword of `deploy` -> list of values, such as {"target": ["onnxruntime", "openvino"], "accuracy":
@@ -70,13 +76,15 @@ def sweep(
         The table of all runs; print it, or open sweep.html.
 
     Raises:
-        UsageError: The grid is invalid, the data is an iterator, or the output folder is not empty.
+        UsageError: An option or the grid is invalid, the data is an iterator, or the output folder is not empty.
 
     Example:
         table = scalepoint.sweep(model, batches[0], batches, grid={"accuracy": ["fast", "best"]}, evaluate=top1)
         print(table)
     """
     runs = list_runs(grid)
+    check_metric(options.get("evaluate"))
+    check_runs(runs, options, has_metric=options.get("evaluate") is not None)
     if isinstance(calibration_data, Iterator):
         raise UsageError("a sweep reads the data in every run, an iterator only once: pass a list or a function")
     if is_split_across_ranks(calibration_data) and not callable(calibration_data):
@@ -84,7 +92,7 @@ def sweep(
             "a sweep cannot be used with a DistributedSampler: every rank makes complete runs and needs all data"
         )
     workspace = SweepWorkspace(Path(output), resume=resume, force=force)
-    workspace.check()
+    workspace.check({"model": Path(str(model))} if is_onnx_file(model) else {})
     with workspace.open():
         finished = distributed.run_on_main(
             "looking for finished runs", lambda: _finished_rows(workspace), dict[str, SweepRow]
@@ -106,6 +114,32 @@ def sweep(
             table = Sweep(tuple(rows[name] for name in runs if name in rows))
             distributed.run_on_main("the table", partial(_write_table, workspace, table))
     return table
+
+
+def check_runs(runs: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], *, has_metric: bool) -> None:
+    """Check the options of every run. What a target does not support is not an error here: that run fails.
+
+    Args:
+        runs: Name of each run -> its keywords of deploy.
+        options: Keywords of deploy for all runs.
+        has_metric: Whether `evaluate` is given.
+    """
+    for name, run in runs.items():
+        arguments = {**options, **run}
+        target = arguments.get("target", DeployOptions.model_fields["target"].default)
+        values = {key: value for key, value in arguments.items() if key in DeployOptions.model_fields}
+        try:
+            find_model_target(target, values.get("cpu", "auto"))
+            with suppress(TargetError):
+                build_options(
+                    target,
+                    arguments.get("config"),
+                    values,
+                    has_metric=has_metric,
+                    smoke=bool(arguments.get("smoke")),
+                )
+        except (UsageError, ConfigError, TargetError) as error:
+            raise UsageError(f"run {name}: {error.args[0]}") from error
 
 
 def _batches_of_runs(names: Sequence[str]) -> Iterator[Sequence[str]]:
