@@ -120,6 +120,29 @@ def test_shape_arithmetic_stays_symbolic_in_a_captured_graph():
     assert graph(torch.randn(5, 3, 6, 4)).shape == (5, 72)
 
 
+def test_a_shape_that_is_compared_with_filled_numbers_is_known_in_a_captured_graph():
+    """As TorchScript writes x.expand(n, -1): every -1 of the shape becomes 1."""
+    model = model_of(
+        """net (float[n, 3] x, float[1, 3] row) => (float[n, 3] y) {
+            s = Shape(x)
+            first = Constant<value_ints = [0]>()
+            n = Gather(s, first)
+            rest = Constant<value_ints = [-1]>()
+            target = Concat<axis = 0>(n, rest)
+            count = Shape(target)
+            ones = ConstantOfShape<value = int64[1] {1}>(count)
+            minus = Neg(ones)
+            is_free = Equal(target, minus)
+            sizes = Where(is_free, ones, target)
+            rows = Expand(row, sizes)
+            y = Add(x, rows)
+        }"""
+    )
+    inputs = (torch.ones(2, 3), torch.ones(1, 3))
+    graph = scalepoint.graph.capture(scalepoint.load_onnx(model), inputs)
+    torch.testing.assert_close(graph(*inputs), torch.full((2, 3), 2.0))
+
+
 def test_weights_behind_other_constants_are_found():
     model = model_of(
         """net (float[2, 4] x) => (float[2, 3] y) {
@@ -218,6 +241,29 @@ def test_inputs_whose_names_are_no_identifiers_get_one():
     assert list(loaded.inputs) == ["serving_default_0"]
     assert loaded.inputs["serving_default_0"].name == "serving default:0"
     assert loaded(serving_default_0=torch.ones(2)).shape == (2,)
+
+
+def test_an_axis_of_size_minus_1_is_free():
+    loaded = scalepoint.load_onnx(model_of("net (float[-1, 3] x) => (float[-1, 3] y) { y = Relu(x) }"))
+    assert loaded.inputs["x"].shape == ("", 3)
+    assert loaded.make_example()["x"].shape == (1, 3)
+
+
+def test_layers_have_the_names_of_modules_that_the_exporter_notes_even_if_their_biases_are_one_tensor():
+    model = model_of(
+        """net (float[2, 4] x) => (float[2, 4] y) {
+            a = Gemm(x, v1, norm__bias)
+            y = Gemm(a, v2, norm__bias)
+        }""".replace("__", "_"),
+        v1=random(4, 4),
+        v2=random(4, 4, seed=1),
+        norm_bias=np.zeros(4, np.float32),
+    )
+    for node, path in zip(model.graph.node, ("encoder.query", "encoder.key"), strict=True):
+        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=str(["", "encoder", path, "linear"]))
+    loaded = scalepoint.load_onnx(model)
+    names = [name for name, module in loaded.named_modules() if isinstance(module, nn.Linear)]
+    assert names == ["encoder.query", "encoder.key"]
 
 
 def test_a_half_precision_file_is_computed_in_float32_unless_asked():

@@ -6,8 +6,9 @@ Nodes whose inputs are constants are computed while the file is read. The other 
 with the node's weights (nn.Conv2d, nn.Linear, ...), or an OperatorModule that computes its row of the table.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -167,23 +168,32 @@ class ModuleBuilder:
     """
 
     def __init__(self, graph: Graph, module: GraphModule, outer: Constants | None = None) -> None:
-        self.graph = graph
+        self.graph = replace(graph, constants={})  # they are in self.constants until the layers have them
         self.module = module
         self.outer = dict(outer or {})
         self.constants: dict[str, Any] = {**self.outer, **graph.constants}
         self.weight_names: dict[str, str] = {name: name for name in graph.parameters}
         self.names = NameTable(module)
+        self._readers: Counter[int] = Counter()
         self._shared: dict[tuple[Any, ...], nn.Parameter] = {}
+        self._alive: list[Tensor] = []
         self._stored: dict[str, Stored] = {}
 
     def build(self) -> GraphModule:
         nodes = self._fold(self.graph.nodes)
         nodes = self._fold(rewrite(nodes, self.constants))
         nodes = _without_unused(nodes, self.graph.outputs)
-        last_reader = {name: node.outputs for node in nodes for name in names_read(node)}
-        for node in nodes:
-            frees = tuple(name for name, reader in last_reader.items() if reader is node.outputs)
-            self._add_step(node, tuple(name for name in frees if name not in self.graph.outputs))
+        self._count_readers(nodes)
+        last_reader = {name: index for index, node in enumerate(nodes) for name in names_read(node)}
+        read_last: dict[int, list[str]] = {}
+        for name, index in last_reader.items():
+            if name not in self.graph.outputs:
+                read_last.setdefault(index, []).append(name)
+        for index, node in enumerate(nodes):
+            frees = read_last.get(index, [])
+            self._add_step(node, tuple(frees))
+            for name in frees:
+                self.constants.pop(name, None)  # the weights of large files: the layers have copies in their own order
         self.module.graph_outputs = tuple(
             self._constant_argument(name) if name in self.constants else name for name in self.graph.outputs
         )
@@ -246,6 +256,11 @@ class ModuleBuilder:
 
     # --- steps ---
 
+    def _count_readers(self, nodes: Sequence[Node]) -> None:
+        """Count the inputs of nodes that lie at each address."""
+        constants = (self.constants.get(name) for node in nodes for name in node.inputs)
+        self._readers = Counter(value.data_ptr() for value in constants if isinstance(value, Tensor))
+
     def _add_step(self, node: Node, frees: tuple[str, ...]) -> None:
         layer = self._make_layer(node)
         weights: list[str] = []
@@ -259,7 +274,8 @@ class ModuleBuilder:
             while arguments and arguments[-1] is None:
                 arguments.pop()
             weights = [self.weight_names[name] for name in node.inputs if name in self.weight_names]
-        path = self.names.add_child(child, node.name or node.outputs[0], weights)
+        name = f"{node.module_path}/{node.operator}" if node.module_path else node.name or node.outputs[0]
+        path = self.names.add_child(child, name, weights)
         self.module.nodes[path] = node
         self.module.steps.append(Step(path, tuple(arguments), node.outputs, frees))
 
@@ -283,17 +299,17 @@ class ModuleBuilder:
         """Use one parameter for weights that two nodes read; make all of them contiguous, as for a state_dict."""
         for module in root.modules():
             for name, value in list(module._parameters.items()):
-                if value is None:
-                    continue
-                key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-                if key not in self._shared or value.numel() == 0:
-                    self._shared[key] = nn.Parameter(value.detach().contiguous(), requires_grad=value.requires_grad)
-                    self._keep_alive(value)
-                module._parameters[name] = self._shared[key]
+                if value is not None:
+                    module._parameters[name] = self._parameter(value)
 
-    def _keep_alive(self, tensor: Tensor) -> None:
-        """Keep the memory until the graph is built, so that no other tensor gets the same address."""
-        self._alive = [*getattr(self, "_alive", ()), tensor]
+    def _parameter(self, value: nn.Parameter) -> nn.Parameter:
+        if self._readers[value.data_ptr()] < 2:
+            return _contiguous(value)
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if key not in self._shared:
+            self._shared[key] = _contiguous(value)
+            self._alive.append(value)  # so that no other tensor gets the same address
+        return self._shared[key]
 
     def _make_child(self, node: Node) -> nn.Module:
         if node.operator == "If":
@@ -343,6 +359,10 @@ class ModuleBuilder:
         if name not in self._stored:
             self._stored[name] = Stored(self.names.add_tensor(value, name, is_weight=name in self.weight_names))
         return self._stored[name]
+
+
+def _contiguous(value: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(value.detach().contiguous(), requires_grad=value.requires_grad)
 
 
 def _small(value: Any) -> Any:

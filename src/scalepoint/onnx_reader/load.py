@@ -28,13 +28,14 @@ from scalepoint.onnx_reader import (  # noqa: F401  # they fill the table of ope
 from scalepoint.onnx_reader.example import TensorInfo
 from scalepoint.onnx_reader.graph import Graph, ModuleBuilder
 from scalepoint.onnx_reader.model import OnnxModel, make_model
-from scalepoint.onnx_reader.names import identifier
+from scalepoint.onnx_reader.names import identifier, module_path_of
 from scalepoint.onnx_reader.operators import Node
 from scalepoint.onnx_reader.quantized import QUANTIZED_OPERATORS
 from scalepoint.onnx_reader.requantize import without_quantizers
-from scalepoint.onnx_reader.values import tensor_from_array, torch_dtype
+from scalepoint.onnx_reader.values import known_from_tensor, tensor_from_array, torch_dtype
 from scalepoint.support.files import compute_digest
 from scalepoint.support.onnx_file import OnnxFile, read_model, tensor_array
+from scalepoint.support.torch_state import gc_paused
 
 MIN_OPSET = 7
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -110,7 +111,10 @@ def build_model(
     model.fixed_inputs = {name: graph.constants[name] for name in fixed_inputs}
     model.is_requantized = is_requantized
     model.has_half_precision = reader.has_half_precision
-    ModuleBuilder(graph, model).build()
+    builder = ModuleBuilder(graph, model)
+    del graph, file, reader  # the builder frees weights of which the layers have copies
+    with gc_paused():  # each layer is several objects, and every collection would look at those of all layers
+        builder.build()
     return model.eval()
 
 
@@ -138,6 +142,13 @@ def iterate_nodes(graph: Graph) -> Iterator[Node]:
 def count_quantized_layers(graph: Graph) -> int:
     """Return how many quantizers and quantized layers a file has; 0 for a float file."""
     return sum(node.operator in QUANTIZED_OPERATORS for node in iterate_nodes(graph))
+
+
+def _axis(size: int | ir.SymbolicDim) -> int | str:
+    """Return a size, or the name of an axis that may have any. Some exporters write -1 or 0 for such an axis."""
+    if isinstance(size, int):
+        return size if size > 0 else ""
+    return str(size.value or "")
 
 
 def _shortest(number: float) -> float:
@@ -177,7 +188,7 @@ class FileReader:
         file_dtype = torch.float32 if value.dtype is None else torch_dtype(int(value.dtype))
         shape = None
         if value.shape is not None:
-            shape = tuple(size if isinstance(size, int) else str(size.value or "") for size in value.shape)
+            shape = tuple(map(_axis, value.shape))
         return TensorInfo(value.name or "", self._dtype(file_dtype), shape, file_dtype)
 
     def fix_inputs(self, graph: Graph, inputs: Sequence[ir.Value], values: Mapping[str, Any]) -> Graph:
@@ -213,9 +224,12 @@ class FileReader:
             attributes = {key: self._read_attribute(attribute) for key, attribute in node.attributes.items()}
         except ScalepointError as error:
             raise type(error)(f"node {short_repr(name)} ({operator}): {error.args[0]}") from error
+        if operator == "ConstantOfShape" and "value" in attributes:
+            attributes["value"] = known_from_tensor(attributes["value"])
         while inputs and not inputs[-1]:
             inputs = inputs[:-1]
-        return Node(operator, name, inputs, outputs, self._cast_attributes(operator, attributes), opset)
+        attributes = self._cast_attributes(operator, attributes)
+        return Node(operator, name, inputs, outputs, attributes, opset, module_path_of(node.metadata_props))
 
     def _cast_attributes(self, operator: str, attributes: dict[str, Any]) -> dict[str, Any]:
         """Replace half precision in attributes that say a type."""

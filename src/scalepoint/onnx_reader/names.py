@@ -4,8 +4,9 @@
 /layer1/layer1.0/Add                                               ->  layer1.0.Add
 """
 
+import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from keyword import iskeyword
 
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from scalepoint.compat.torch_names import get_reserved_names
 
 _MAX_LENGTH = 120
+_MAX_SCOPES = 10_000
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 _WEIGHT_SUFFIXES = (".weight", ".weight_v", ".kernel", ".gamma", ".bias")
 
 
@@ -33,6 +36,19 @@ def path_of_node(name: str) -> list[str]:
         else:
             parts += parents
     return [path_part(part) for part in parts if part] or ["node"]
+
+
+def module_path_of(metadata: Mapping[str, str]) -> str:
+    """Return the module that torch.onnx.export (dynamo) notes for a node: ["", "encoder", "encoder.fc", "linear_1"]."""
+    text = metadata.get(_SCOPES_KEY, "")
+    if len(text) > _MAX_SCOPES:
+        return ""
+    try:
+        scopes = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return ""
+    has_path = isinstance(scopes, list) and len(scopes) > 1 and isinstance(scopes[-2], str)
+    return scopes[-2] if has_path else ""
 
 
 def path_part(text: str) -> str:

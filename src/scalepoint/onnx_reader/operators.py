@@ -30,6 +30,7 @@ class Node:
         outputs: Names of its outputs, "" for unused ones.
         attributes: Plain values; tensors as torch tensors.
         opset: Version of the operator set of its domain.
+        module_path: Path of its module in the model that was exported, if the file says it.
     """
 
     operator: str
@@ -38,6 +39,7 @@ class Node:
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     opset: int = 18
+    module_path: str = ""
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.attributes.get(name, default)

@@ -19,7 +19,6 @@ from scalepoint.onnx_reader.values import (
     as_tensor,
     check_size,
     known,
-    known_from_tensor,
     torch_dtype,
 )
 
@@ -411,21 +410,25 @@ def unique(node: Node, x: Tensor) -> Any:
 # --- new tensors ---------------------------------------------------------------------------------------------------
 
 
+def _fill_value(node: Node) -> KnownArray:
+    """The value as numbers, which stay known in a trace; a tensor's would not."""
+    value: KnownArray = node.get("value") or known([0.0], (1,), torch.float32)
+    return value
+
+
 def _constant_numbers(node: Node, sizes: KnownArray) -> Any:
-    value, lengths = node.get("value"), as_list(sizes)
+    value, lengths = _fill_value(node), as_list(sizes)
     is_small = all(isinstance(length, int) for length in lengths) and math.prod(lengths) <= 64
-    if not is_small or value is None or value.is_floating_point():
+    if not is_small or value.dtype.is_floating_point:
         return NotImplemented
-    return known([known_from_tensor(value).to_list()[0]] * math.prod(lengths), lengths, value.dtype)
+    return known(value.to_list() * math.prod(lengths), lengths, value.dtype)
 
 
 @operator("ConstantOfShape", known=_constant_numbers, known_inputs=(0,))
 def constant_of_shape(node: Node, sizes: Value) -> Tensor:
-    value, lengths = node.get("value"), as_list(sizes, "shape")
+    value, lengths = _fill_value(node), as_list(sizes, "shape")
     check_size(lengths)
-    if value is None:
-        return torch.zeros(lengths)
-    return torch.full(lengths, value.reshape(-1)[0].item(), dtype=value.dtype)
+    return torch.full(lengths, as_number(value, "value"), dtype=value.dtype)
 
 
 def _range_numbers(node: Node, start: KnownArray, end: KnownArray, step: KnownArray) -> Any:
