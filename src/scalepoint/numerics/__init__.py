@@ -33,6 +33,7 @@ from scalepoint.numerics.qparams import (
 from scalepoint.numerics.quantize import dequantize, quantize
 from scalepoint.numerics.rounding import round_to_float
 from scalepoint.numerics.saved_codes import save_codes_for_backward
+from scalepoint.numerics.small_tensors import max_prepared_elements, prepare_round_trip
 from scalepoint.numerics.tracing import is_traced
 
 __all__ = [
@@ -68,8 +69,10 @@ __all__ = [
     "get_format",
     "is_traced",
     "make_steps",
+    "max_prepared_elements",
     "min_max",
     "power_of_two_scale",
+    "prepare_round_trip",
     "quantize",
     "round_to_float",
     "round_trip_folded",

@@ -1,5 +1,6 @@
 """The default fake quantizer: the arithmetic of `scalepoint.numerics`, with caches for frozen tensors."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,11 +15,15 @@ from scalepoint.numerics import (
     fake_quantize_by_steps,
     is_traced,
     make_steps,
+    max_prepared_elements,
+    prepare_round_trip,
     quantize,
 )
 from scalepoint.numerics.affine import FEW_ELEMENTS
 from scalepoint.numerics.blocks import block_view, is_ragged
-from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeImplBase
+from scalepoint.spec.fake_quantize import SWITCHES, CompressionTargetTensor, FakeQuantizeImplBase
+
+_STEPS_OF_FORWARD = ("forward", "passes_through", "simulate", "fake_quantize")
 
 
 class _StepsCache(NamedTuple):
@@ -80,6 +85,64 @@ def _versions(scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -
     )
 
 
+class _PreparedCall(NamedTuple):
+    """A call of a frozen quantizer with a small tensor, prepared because its checks take longer than its arithmetic.
+
+    Attributes:
+        run: Computes the result.
+        grid: The grid of the quantizer.
+        buffers: The switches and parameters that `run` was prepared from.
+        versions: Sum of the version counters of the buffers.
+        shape: Shape of the tensor, if `run` depends on it.
+        ndim: Number of axes of the tensor.
+        max_elements: Largest size of the tensor.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    grid: Grid
+    buffers: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+    versions: int
+    shape: torch.Size | None
+    ndim: int
+    max_elements: int
+
+    def is_valid_for(self, tensor: Tensor, fake_quantizer: "DefaultFakeQuantize") -> bool:
+        """Return whether `run` gives what `forward` gives: nothing was written to, and nothing is traced."""
+        _, grid, (observing, quantizing, disabled, scale, zero_point, minval), versions, shape, ndim, size = self
+        modules = fake_quantizer._modules
+        switches, parameters = fake_quantizer._buffers, modules["qparams_calculator"]._buffers  # type: ignore[union-attr]
+        return (
+            _is_small_and_plain(tensor, ndim, size)
+            and (shape is None or tensor.shape == shape)
+            and switches["observer_enabled"] is observing
+            and switches["fake_quant_enabled"] is quantizing
+            and switches["disabled"] is disabled
+            and parameters["scale"] is scale
+            and parameters["zero_point"] is zero_point
+            and parameters["minval"] is minval
+            and observing._version + quantizing._version + disabled._version + _versions(scale, zero_point, minval)
+            == versions
+            and fake_quantizer.grid is grid
+        )
+
+
+def _is_small_and_plain(tensor: Tensor, ndim: int, max_elements: int) -> bool:
+    """Return whether a tensor can be given to a function of `prepare_round_trip`."""
+    return (
+        not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # torch does not annotate it
+        and type(tensor) is Tensor
+        and tensor.dtype is torch.float32
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.ndim == ndim
+        and 0 < tensor.numel() <= max_elements
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and not is_traced(tensor)
+    )
+
+
 class _WeightCache(NamedTuple):
     """A fake-quantized weight, and what it was computed from.
 
@@ -111,6 +174,53 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         self.cache_weights = cache_weights
         self._cache: _WeightCache | None = None
         self._steps_cache: _StepsCache | None = None
+        self._prepared_call: _PreparedCall | None = None
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().forward(tensor)
+        prepared = self._prepared_call
+        if prepared is not None and prepared.is_valid_for(tensor, self):
+            return prepared.run(tensor)
+        result = super().forward(tensor)
+        self._prepared_call = self._prepare_call(tensor)
+        return result
+
+    def _prepare_call(self, tensor: Tensor) -> _PreparedCall | None:
+        """Prepare the next call, if this one was of a frozen quantizer with a small tensor.
+
+        None for weights whose result is cached, and for classes that change a step of `forward`.
+        """
+        steps, fmt = self._steps_cache, self.grid.format
+        if steps is None or steps.view is not None:
+            return None
+        if not _is_small_and_plain(tensor, tensor.ndim, max_prepared_elements(fmt)) or not self._has_default_steps():
+            return None
+        calculator: Any = self._modules["qparams_calculator"]
+        stored = calculator.stored
+        is_cached_weight = self.quantization_target == CompressionTargetTensor.WEIGHT and self.cache_weights
+        is_frozen = self.are_on(SWITCHES) == [False, True, False] and not calculator.always_called
+        if is_cached_weight or not is_frozen or not steps.is_valid_for(tensor, *stored):
+            return None
+        switches = (self.observer_enabled, self.fake_quant_enabled, self.disabled)
+        if any(switch.is_inference() for switch in switches):
+            return None
+        return _PreparedCall(
+            prepare_round_trip(steps.steps, fmt),
+            self.grid,
+            (*switches, *stored),
+            sum(switch._version for switch in switches) + _versions(*stored),
+            None if steps.shape is None and steps.steps.is_uniform else tensor.shape,
+            tensor.ndim,
+            max_prepared_elements(fmt),
+        )
+
+    def _has_default_steps(self) -> bool:
+        """Return whether neither the class nor this object replaces a step of `forward`."""
+        return all(
+            getattr(type(self), name) is getattr(DefaultFakeQuantize, name) and name not in self.__dict__
+            for name in _STEPS_OF_FORWARD
+        )
 
     def quantize(
         self,
@@ -185,7 +295,7 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": None, "_steps_cache": None}
+        return {**self.__dict__, "_cache": None, "_steps_cache": None, "_prepared_call": None}
 
 
 def _versions_and_pointers(tensor: Tensor, qparams: QParams) -> tuple[int, ...]:

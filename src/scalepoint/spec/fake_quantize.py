@@ -31,7 +31,7 @@ from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, to_qparams
 from scalepoint.spec.registry import ClassRegistry, parse_enum, to_scheme
 from scalepoint.spec.state import Stateful
 
-_SWITCHES = ("observer_enabled", "fake_quant_enabled", "disabled")
+SWITCHES = ("observer_enabled", "fake_quant_enabled", "disabled")
 
 
 class CompressionTargetTensor(StrEnum):
@@ -50,6 +50,10 @@ class FakeQuantizeImplBase(ClassRegistry, Stateful):
     """
 
     _registry: ClassVar[dict[str, Any]] = {}
+
+    observer_enabled: Tensor
+    fake_quant_enabled: Tensor
+    disabled: Tensor
 
     def __init__(
         self,
@@ -109,7 +113,7 @@ class FakeQuantizeImplBase(ClassRegistry, Stateful):
             self.qparams_calculator.granularity = granularity
 
     def forward(self, tensor: Tensor) -> Tensor:
-        observing, quantizing, disabled = self.are_on(_SWITCHES)
+        observing, quantizing, disabled = self.are_on(SWITCHES)
         if disabled or not (observing or quantizing) or self.passes_through(tensor, observing):
             return tensor
         calculator: Any = self._modules["qparams_calculator"]
