@@ -57,10 +57,10 @@ def expected(fake_quantizer: DefaultFakeQuantize, x: Tensor, qparams: QParams | 
     return fake_quantize(x, qparams, fake_quantizer.grid, block, fixed_zero=True)
 
 
-def assert_same_bits(actual: Tensor, wanted: Tensor) -> None:
-    assert actual.dtype == wanted.dtype
-    assert actual.stride() == wanted.stride()
-    assert torch.equal(actual.view(torch.int32), wanted.view(torch.int32))
+def assert_same_bits(actual: Tensor, reference: Tensor) -> None:
+    assert actual.dtype == reference.dtype
+    assert actual.stride() == reference.stride()
+    assert torch.equal(actual.view(torch.int32), reference.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -120,10 +120,10 @@ def test_new_parameters_are_used_at_once(way):
     fake_quantizer, x = prepared(), sample()
     before = fake_quantizer(x)
     CHANGES[way](fake_quantizer)
-    wanted = expected(fake_quantizer, x)
-    assert not torch.equal(wanted, before)
+    reference = expected(fake_quantizer, x)
+    assert not torch.equal(reference, before)
     for _ in range(2):
-        assert_same_bits(fake_quantizer(x), wanted)
+        assert_same_bits(fake_quantizer(x), reference)
 
 
 @pytest.mark.parametrize("way", ["method", "buffer", "new buffer", "load_state_dict", "disabled"])
@@ -228,10 +228,10 @@ def test_other_tensors_take_the_normal_path(name, change):
     fake_quantizer, x = prepared(SPECS[name]), change(sample())
     fresh = copy.deepcopy(fake_quantizer)
     with torch.no_grad():
-        actual, wanted = fake_quantizer(x), fresh(x)
-    assert actual.dtype == wanted.dtype
-    assert actual.stride() == wanted.stride()
-    assert torch.equal(actual, wanted)
+        actual, reference = fake_quantizer(x), fresh(x)
+    assert actual.dtype == reference.dtype
+    assert actual.stride() == reference.stride()
+    assert torch.equal(actual, reference)
 
 
 def test_another_shape_per_channel_is_still_an_error():
@@ -243,14 +243,14 @@ def test_another_shape_per_channel_is_still_an_error():
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp rules
 def test_transforms_of_torch_func():
     fake_quantizer, x = prepared(), sample() * 2
-    wanted = expected(fake_quantizer, x)
-    assert torch.equal(torch.func.vmap(fake_quantizer)(x[None])[0], wanted)
+    reference = expected(fake_quantizer, x)
+    assert torch.equal(torch.func.vmap(fake_quantizer)(x[None])[0], reference)
     grad = torch.func.grad(lambda t: fake_quantizer(t).sum())(x)
     assert 0 < grad.mean() < 1
     primal, tangent = torch.func.jvp(fake_quantizer, (x,), (torch.ones_like(x),))
-    assert torch.equal(primal, wanted)
+    assert torch.equal(primal, reference)
     assert torch.equal(tangent, grad)
-    assert_same_bits(fake_quantizer(x), wanted)
+    assert_same_bits(fake_quantizer(x), reference)
 
 
 @pytest.mark.parametrize(
@@ -267,13 +267,13 @@ def test_contexts_of_torch(context):
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_traced_graphs_contain_the_arithmetic():
     fake_quantizer, x, other = prepared(), sample(), sample(1)
-    wanted = expected(fake_quantizer, other)
+    reference = expected(fake_quantizer, other)
     exported = torch.export.export(fake_quantizer, (x,)).module()
     compiled = torch.compile(fake_quantizer, backend="eager", fullgraph=True)
     traced = torch.jit.trace(fake_quantizer, (x,))
     for graph in (exported, compiled, traced):
         graph(x)
-        assert torch.equal(graph(other), wanted)
+        assert torch.equal(graph(other), reference)
     fake_quantizer.qparams_calculator.scale.mul_(2)
     assert torch.equal(compiled(other), expected(fake_quantizer, other))
 

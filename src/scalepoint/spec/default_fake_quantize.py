@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from scalepoint.compat.torch_names import is_functorch_active
 from scalepoint.numerics import (
     Grid,
     QParams,
@@ -120,17 +121,24 @@ class _PreparedCall(NamedTuple):
             and parameters["scale"] is scale
             and parameters["zero_point"] is zero_point
             and parameters["minval"] is minval
-            and observing._version + quantizing._version + disabled._version + _versions(scale, zero_point, minval)
-            == versions
             and fake_quantizer.grid is grid
+            and versions
+            == (
+                observing._version
+                + quantizing._version
+                + disabled._version
+                + scale._version
+                + (0 if zero_point is None else zero_point._version)
+                + (0 if minval is None else minval._version)
+            )
         )
 
 
 def _is_small_and_plain(tensor: Tensor, ndim: int, max_elements: int) -> bool:
-    """Return whether a tensor can be given to a function of `prepare_round_trip`."""
+    """Return whether a tensor can be given to a function of `prepare_round_trip`. torch.compile never asks."""
     return (
-        not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # torch does not annotate it
-        and type(tensor) is Tensor
+        type(tensor) is Tensor
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # torch does not annotate it
         and tensor.dtype is torch.float32
         and tensor.layout is torch.strided
         and not tensor.is_nested
@@ -139,7 +147,7 @@ def _is_small_and_plain(tensor: Tensor, ndim: int, max_elements: int) -> bool:
         and tensor.is_cpu
         and tensor.is_contiguous()
         and not (tensor.requires_grad and torch.is_grad_enabled())
-        and not is_traced(tensor)
+        and not is_functorch_active()
     )
 
 
@@ -192,15 +200,15 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         None for weights whose result is cached, and for classes that change a step of `forward`.
         """
         steps, fmt = self._steps_cache, self.grid.format
-        if steps is None or steps.view is not None:
+        is_cached_weight = self.cache_weights and self.quantization_target == CompressionTargetTensor.WEIGHT
+        if is_cached_weight or steps is None or steps.view is not None:
             return None
         if not _is_small_and_plain(tensor, tensor.ndim, max_prepared_elements(fmt)) or not self._has_default_steps():
             return None
         calculator: Any = self._modules["qparams_calculator"]
         stored = calculator.stored
-        is_cached_weight = self.quantization_target == CompressionTargetTensor.WEIGHT and self.cache_weights
         is_frozen = self.are_on(SWITCHES) == [False, True, False] and not calculator.always_called
-        if is_cached_weight or not is_frozen or not steps.is_valid_for(tensor, *stored):
+        if not is_frozen or not steps.is_valid_for(tensor, *stored):
             return None
         switches = (self.observer_enabled, self.fake_quant_enabled, self.disabled)
         if any(switch.is_inference() for switch in switches):
