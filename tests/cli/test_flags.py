@@ -17,17 +17,22 @@ from scalepoint.cli.app import app
 from scalepoint.cli.flags import takes
 from scalepoint.options import (
     CheckpointOptions,
+    Command,
     DeployConfig,
     DeployOptions,
     Option,
     RunOptions,
+    SourceOptions,
     get_option,
     stage_values,
 )
+from scalepoint.pipeline import reproduction
 from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.reproduction import options_as_source
 from scalepoint.pipeline.result import Trial
+from scalepoint.pipeline.stages import StageContext
+from scalepoint.pipeline.workspace import DeployWorkspace
 from scalepoint.quantize import QuantConfig
 from scalepoint.targets import describe, find_target
 from tests.cli.conftest import child
@@ -41,6 +46,7 @@ print(codes, "torch" in sys.modules, file=sys.stderr)
 """
 # Keywords of deploy that no option declares.
 OBJECTS = {"example_inputs", "calibration_data", "model", "evaluate", "kwargs", "progress", "callback", "command"}
+TRIAL = Trial(QuantConfig(), None, None, None, None, None)
 RENAMED = {"quantization": "config"}  # key of a config file -> keyword in Python
 
 
@@ -147,15 +153,26 @@ class TestAnAddedOption:
         assert stage_values(config, "verify")["flavour"] == "sweet"
         assert "flavour" not in stage_values(config, "export")
 
-    def test_is_in_the_call_that_repeats_a_run(self) -> None:
-        job = Job(
+    def job(self, **values) -> Job:
+        return Job(
             model=nn.Linear(2, 2),
             example=Example((torch.ones(1, 2),), {}),
             data=DataSource([]),
             target=find_target("reference"),
             config=QuantConfig(),
-            options=self.Config(flavour="sweet"),
+            options=self.Config(flavour="sweet", **values),
             placement="int8",
+            command=Command(SourceOptions(model="nets:net", root=".")),
         )
-        trial = Trial(QuantConfig(), None, None, None, None, None)
-        assert options_as_source(job, trial) == {"flavour": "'sweet'", "threads": "1", "seed": "0"}
+
+    def test_is_in_the_call_that_repeats_a_run(self) -> None:
+        assert options_as_source(self.job(), TRIAL) == {"flavour": "'sweet'", "threads": "1", "seed": "0"}
+
+    def test_is_in_the_config_that_reproduce_py_runs(self, tmp_path, monkeypatch) -> None:
+        monkeypatch.setattr(reproduction, "DeployConfig", self.Config)
+        workspace = DeployWorkspace(tmp_path / "out")
+        with workspace.open():
+            job = self.job(output=str(workspace.output))
+            reproduction.write_run_files(StageContext(job=job, workspace=workspace), TRIAL, [TRIAL])
+        assert self.Config.from_file(tmp_path / "out" / "config.yaml").flavour == "sweet"
+        assert '"config.yaml"' in (tmp_path / "out" / "reproduce.py").read_text()

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -369,8 +370,8 @@ def test_an_unfinished_run_is_refused_unless_resumed(run, unfinished):
         run()
 
 
-INTERRUPTED = """
-import sys, torch, scalepoint
+KILLED = """
+import os, signal, sys, torch, scalepoint
 from torch import nn
 
 class Net(nn.Module):
@@ -383,26 +384,29 @@ class Net(nn.Module):
         return torch.relu(self.layer(x)) if self.kind in {"relu", "gelu", "silu", "tanh"} else self.layer(x)
 
 def stop(event):
-    if "stop" in sys.argv and event.kind == "metric":
-        raise KeyboardInterrupt
+    if "kill" in sys.argv and event.kind == "metric":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 torch.manual_seed(1)
 x = torch.randn(4, 8)
-options = {"target": "onnxruntime", "config": {"speed_first": False}, "smoke": True, "resume": "stop" not in sys.argv}
-scalepoint.deploy(Net().eval(), x, [x], output="out", progress=True, callback=stop, **options)
+options = {"target": "onnxruntime", "config": {"speed_first": False}, "smoke": True, "resume": "resume" in sys.argv}
+scalepoint.deploy(Net().eval(), x, [x], output=sys.argv[1], progress=True, callback=stop, **options)
 """
 
 
 @pytest.mark.slow
-def test_another_process_with_another_hash_seed_goes_on_where_the_first_ended(tmp_path):
+def test_another_process_with_another_hash_seed_goes_on_where_the_killed_one_was(tmp_path):
     texts = []
-    for seed, arguments in (("1", ["stop"]), ("2", [])):
+    for seed, *arguments in (("1", "out", "kill"), ("2", "out", "resume"), ("3", "whole")):
         env = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-W", "ignore", "-c", INTERRUPTED, *arguments]
+        command = [sys.executable, "-W", "ignore", "-c", KILLED, *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == (-signal.SIGKILL if "kill" in arguments else 0), done.stderr
         texts.append(done.stderr)
-    assert "KeyboardInterrupt" in texts[0]
-    assert all(
-        f"{stage}: from the cache" in texts[1] for stage in ("quantizing", "exporting", "verifying in the runtime")
-    )
+    stages = ("quantizing", "exporting", "verifying in the runtime")
+    assert [all(f"{stage}: from the cache" in text for stage in stages) for text in texts] == [False, True, False]
     assert "changed" not in texts[1]
+    resumed, whole = tmp_path / "out", tmp_path / "whole"
+    files = [path.relative_to(whole) for path in whole.rglob("*") if path.suffix in (".onnx", ".safetensors")]
+    assert len(files) >= 2
+    assert all((resumed / file).read_bytes() == (whole / file).read_bytes() for file in files)

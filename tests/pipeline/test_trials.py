@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import scalepoint
 from scalepoint.allocation import UNCHANGED, Width, WidthRow, Widths
@@ -17,7 +18,6 @@ from scalepoint.quantize import CalibrationMethod, Override, QuantConfig, Tensor
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report
 from scalepoint.targets import find_target
-from scalepoint.transformation import transform
 
 INT8 = "int8 weights"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -36,12 +36,13 @@ def searched(model, data, tmp_path_factory):
     more = {"config": config, "output": folder, "evaluate": evaluate, "max_drop": 0.2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "export", counted)
-        patch.setattr(stages, "transform", captured)
+        patch.setattr(torch.export, "export", torch_exported)
         return scalepoint.deploy(model, data[0][:1], data, target="reference", **more), folder
 
 
 EXPORTED_PATHS: list[tuple[Path, Path | None]] = []
-CAPTURED: list[object] = []
+TORCH_EXPORTS: list[object] = []
+TORCH_EXPORT = torch.export.export
 
 
 def counted(model, path, *args, float_path=None, **kwargs):
@@ -49,15 +50,15 @@ def counted(model, path, *args, float_path=None, **kwargs):
     return export(model, path, *args, float_path=float_path, **kwargs)
 
 
-def captured(model, *args, **kwargs):
-    CAPTURED.append(model)
-    return transform(model, *args, **kwargs)
+def torch_exported(model, *args, **kwargs):
+    TORCH_EXPORTS.append(model)
+    return TORCH_EXPORT(model, *args, **kwargs)
 
 
-def test_the_model_is_captured_once_for_all_trials(searched):
+def test_torch_export_runs_once_for_all_trials(searched):
     done, _ = searched
     assert len(done.trials) > 2
-    assert len(CAPTURED) == 1
+    assert len(TORCH_EXPORTS) == 1
 
 
 def test_every_trial_is_exported_once_and_the_float_model_with_the_first(searched):
