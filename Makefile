@@ -80,7 +80,7 @@ bench: architectures
 	-$(BIN)/python bench/tuning.py cost
 	-$(BIN)/python bench/low_bit.py deployed
 	-$(BIN)/python bench/deployed.py networks
-	-$(BIN)/python bench/weight_only.py
+	-$(BIN)/python bench/low_bit.py weight-only
 	-$(BIN)/python bench/genai.py
 	$(BIN)/python bench/write_page.py
 	$(BIN)/python docs/generate.py

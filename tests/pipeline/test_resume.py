@@ -406,7 +406,7 @@ def test_another_process_with_another_hash_seed_goes_on_where_the_killed_one_was
     stages = ("quantizing", "exporting", "verifying in the runtime")
     assert [all(f"{stage}: from the cache" in text for stage in stages) for text in texts] == [False, True, False]
     assert "changed" not in texts[1]
-    resumed, whole = tmp_path / "out", tmp_path / "whole"
-    files = [path.relative_to(whole) for path in whole.rglob("*") if path.suffix in (".onnx", ".safetensors")]
+    resumed, complete = tmp_path / "out", tmp_path / "whole"
+    files = [path.relative_to(complete) for path in complete.rglob("*") if path.suffix in (".onnx", ".safetensors")]
     assert len(files) >= 2
-    assert all((resumed / file).read_bytes() == (whole / file).read_bytes() for file in files)
+    assert all((resumed / file).read_bytes() == (complete / file).read_bytes() for file in files)

@@ -135,7 +135,7 @@ def test_tuning_keeps_the_mask_and_lowers_the_error(steps: tuple[str, ...]) -> N
 def test_gradient_tuning_keeps_the_mask() -> None:
     data = [torch.randn(32, 3, 12, 12) for _ in range(2)]
     model = pruned("2:4", data)
-    config = TuneConfig(steps=("intercept", "scale", "gptq", "ada_round"), unit="block")
+    config = TuneConfig(steps=("intercept", "scale", "gptq", "sign_round"), unit="block")
     scalepoint.tune(model, data, config, progress=False)
     assert all(is_two_of_four(codes(layer)) for layer in layers(model)[1:])
 

@@ -43,7 +43,7 @@ from scalepoint.support.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.support.plugins import entry_point_names
 from scalepoint.support.validation_errors import CheckedModel, Config
 
-BUILT_IN_MIGRATIONS = ("smooth", "equalize", "absorb", "awq", "rotate")  # others are entry points
+BUILT_IN_MIGRATIONS = ("smooth", "equalize", "awq", "rotate")  # others are entry points
 FLOAT = "float"  # used instead of a tensor's config: the tensor is not quantized
 
 
@@ -310,7 +310,7 @@ class QuantConfig(Config):
         skip_weight_quant_for: Kinds of operations whose weights stay float.
         smooth_quant: SmoothQuant settings.
         migrate: Rewrites of the float weights before calibration that do not change what the model computes, in this
-            order: "smooth", "equalize", "absorb", "awq", "rotate".
+            order: "smooth", "equalize", "awq", "rotate".
         overrides: Different settings for some operations.
         speed_first: Leave operations in float that int8 would make slower, if the target knows the times of its
             kernels. True by default in deploy, False in the single steps.

@@ -1,6 +1,6 @@
 """Gradient steps on a piece: variables of its quantized layers move until its exits are close to the float ones.
 
-    loss = sum over exits |piece(x~) - exact|^2 / |exact|^2 + penalty      x~: some elements exact (QDrop)
+    loss = sum over exits |piece(x~) - exact|^2 / |exact|^2      x~: some elements exact (QDrop)
            (the mean over its rows for an exit that a norm reads)
 
 The loop is the same for all steps. A step decides what the variables are and how they move. A few times on the way the
@@ -100,21 +100,6 @@ class TrainableVariables(ABC):
     def harden(self) -> None:
         """Round the variables and let the modules use the result."""
 
-    def penalty(self, progress: float) -> Tensor | float:
-        """A term that is added to the loss."""
-        return 0.0
-
-
-class AdamVariables(TrainableVariables):
-    """Variables that an optimizer moves."""
-
-    optimizer: torch.optim.Optimizer
-
-    def update(self, gradients: Sequence[Tensor | None], progress: float) -> None:
-        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        self.optimizer.step()
-
 
 def reconstruct(task: PieceTask, variables: TrainableVariables) -> None:
     """Run the gradient steps. The modules end with the best hardened variables, or as they were."""
@@ -123,7 +108,7 @@ def reconstruct(task: PieceTask, variables: TrainableVariables) -> None:
     evaluations = {round((number + 1) * task.iterations / EVALUATION_COUNT) for number in range(EVALUATION_COUNT)}
     for step in range(task.iterations):
         progress = step / task.iterations
-        gradients = _compute_gradients(task, subset, variables, step, progress)
+        gradients = _compute_gradients(task, subset, variables, step)
         with torch.no_grad():
             variables.update(gradients, progress)
         if step + 1 in evaluations:
@@ -138,7 +123,7 @@ def reconstruct(task: PieceTask, variables: TrainableVariables) -> None:
 
 
 def _compute_gradients(
-    task: PieceTask, subset: SampleSubset, variables: TrainableVariables, step: int, progress: float
+    task: PieceTask, subset: SampleSubset, variables: TrainableVariables, step: int
 ) -> list[Tensor | None]:
     """Gradients of one batch, or of some samples of it.
 
@@ -150,7 +135,7 @@ def _compute_gradients(
     with distributed.phase("gradients") as phase:
         if owner == distributed.rank():
             with torch.enable_grad(), variables.installed():
-                loss = _compute_loss(task, subset, index, step) + variables.penalty(progress)
+                loss = _compute_loss(task, subset, index, step)
                 gradients = list(torch.autograd.grad(loss, variables.parameters(), allow_unused=True))
             phase.value = [gradient is not None for gradient in gradients]
     if distributed.world_size() == 1:
@@ -169,7 +154,7 @@ def _draw_batch(step: int, count: int) -> int:
 
 
 def _compute_loss(task: PieceTask, subset: SampleSubset, index: int, step: int) -> Tensor:
-    """The loss of one batch, or of the samples that the subset draws from it, without the penalty."""
+    """The loss of one batch, or of the samples that the subset draws from it."""
     walk, positions = task.walk, subset.draw(index, step)
     entries = subset.select(walk.get_entries(task.piece, index, noisy=True), index, positions)
     if task.drop:

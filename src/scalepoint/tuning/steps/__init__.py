@@ -1,6 +1,6 @@
 """The steps of tuning. Importing this package registers them."""
 
-from scalepoint.tuning.steps import ada_round, descend, gptq, learned_scales, ranges, scale, sign_round, target
+from scalepoint.tuning.steps import descend, gptq, learned_scales, ranges, scale, sign_round, target
 from scalepoint.tuning.steps.registry import (
     INTERCEPT,
     LayerStep,
@@ -18,7 +18,6 @@ __all__ = [
     "PieceStep",
     "StubStep",
     "TuningStep",
-    "ada_round",
     "descend",
     "find_step",
     "gptq",

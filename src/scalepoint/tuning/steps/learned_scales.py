@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scalepoint.numerics import QParams
 from scalepoint.quantize.quantizers import QuantStub
-from scalepoint.tuning.reconstruct import AdamVariables, PieceTask, TrainableWeight, enter_all, reconstruct
+from scalepoint.tuning.reconstruct import PieceTask, TrainableVariables, TrainableWeight, enter_all, reconstruct
 from scalepoint.tuning.steps.registry import register
 
 LEARNING_RATES = {"clip": 2e-3, "end_to_end": 2e-4}
@@ -41,7 +41,7 @@ def _learn_scales(task: PieceTask, learning_rate: float) -> None:
         reconstruct(task, LearnedScales(layers, stubs, learning_rate))
 
 
-class LearnedScales(AdamVariables):
+class LearnedScales(TrainableVariables):
     """Exponents a of scales s0 exp(a), which stay positive."""
 
     def __init__(self, layers: Sequence[TrainableWeight], stubs: Sequence[QuantStub], learning_rate: float) -> None:
@@ -54,6 +54,11 @@ class LearnedScales(AdamVariables):
 
     def parameters(self) -> list[Tensor]:
         return [*self.weight_exponents, *self.stub_exponents, *(layer.shift for layer in self.layers)]
+
+    def update(self, gradients: Sequence[Tensor | None], progress: float) -> None:
+        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
 
     def installed(self) -> Any:
         weights = [
