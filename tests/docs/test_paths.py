@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT, ROOT / "src" / "scalepoint", ROOT / "src" / "scalepoint" / "runtimes" / "onnxruntime")
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|yml|toml|html|txt)|/)(?![\w/])")
-OUTPUTS = {"report.html", "log.txt", "out/"}  # written by deploy and by the benches
+OUTPUTS = {"reproduce.py", "report.html", "log.txt", "out/"}  # written by deploy and by the benches
 PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md")
 
 
