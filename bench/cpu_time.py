@@ -1,8 +1,10 @@
-"""CPU seconds of importing scalepoint, of writing files, of a smoke run, and of a search with several trials.
+"""CPU seconds of importing scalepoint, of writing files, of smoke runs, of a first file, and of a search with trials.
 
     python bench/cpu_time.py import
     python bench/cpu_time.py export [--architectures] [--repeats 3]
     python bench/cpu_time.py smoke
+    python bench/cpu_time.py first-file [NETWORK ...] [--repeats 3] [--before OTHER/src]
+    python bench/cpu_time.py timing [NETWORK ...]
     python bench/cpu_time.py trials --before OTHER/src
 
 import: `import scalepoint` against `import torch`, and the quick commands; medians of fresh interpreters.
@@ -11,11 +13,17 @@ writes them; both come from the same captured graph. The note has the time of wr
 --architectures adds nets of timm at 64 pixels that have many branches.
 smoke: the demo's deployment with `smoke=True`, with the processes of the runtime, against the full run. Without a
 metric, and with the demo's, which is called as often and takes as long in both.
+first-file: each way to a quantized file in a fresh interpreter, with the processes it starts, from the moment when
+torch is imported and the network and its data exist: torch.onnx.export (TorchScript or dynamo) with quantize_static; a
+smoke run; deploy on a machine that has measured no layer yet; deploy when the layers are in the cache of the user.
+timing: the speed of ten networks in ONNX Runtime, from benchmarks that stop when the ratio is known to 2 %, next to two
+benchmarks of all 50 rounds; and layer times from 7 runs next to two profiles of 20 runs.
 trials: three trials of ResNet-18 with this checkout and with another one: CPU seconds and peak memory of the process,
 and how often torch.export ran. Medians of three runs in turn.
 """
 
 import argparse
+import json
 import os
 import resource
 import statistics
@@ -30,6 +38,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+import plain_models
 from measure import Row, interleave, report, run_part
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests know how these are imported
@@ -189,6 +198,151 @@ def smoke_time() -> int:
     return 0 if report("a smoke run, CPU seconds", rows, OUT / "smoke.json") else 1
 
 
+FIRST_FILE = """
+import os, sys, warnings
+sys.path.insert(0, {bench!r})
+warnings.simplefilter("ignore")
+import torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+import plain_models
+name, way, folder = sys.argv[1:]
+model, shape = plain_models.FIRST_FILE_MODELS[name]()
+batches = [torch.randint(0, 1000, shape) if name == "bert6" else torch.randn(shape) for _ in range(4)]
+before = sum(os.times()[:4])
+if way in ("TorchScript", "dynamo"):
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+    torch.onnx.export(model, (batches[0],), folder + "/float.onnx", input_names=["x"], dynamo=way == "dynamo")
+    class Reader(CalibrationDataReader):
+        remaining = iter(batches)
+        def get_next(self):
+            batch = next(self.remaining, None)
+            return None if batch is None else {{"x": batch.numpy()}}
+    quantize_static(folder + "/float.onnx", folder + "/int8.onnx", Reader(), per_channel=True,
+                    activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8)
+else:
+    import scalepoint
+    options = {{"force": True, "smoke": way == "smoke", "progress": False}}
+    scalepoint.deploy(model, batches[0], batches, output=folder + "/" + way, **options)
+print(sum(os.times()[:4]) - before)
+"""
+FIRST_FILE_NETWORKS = ("unet", "resnet18", "mobilenetv2", "bert6")
+FIRST_FILE_WAYS = ("TorchScript", "dynamo", "smoke", "first deploy", "second deploy")
+SMOKE_GOAL, DEPLOY_GOAL = 1.2, 2.5  # of torch.onnx.export and quantize_static
+
+
+def first_file_time() -> int:
+    """CPU seconds until the first file exists."""
+    parser = argparse.ArgumentParser(description="CPU seconds until the first quantized file, by the way it is made")
+    parser.add_argument("networks", nargs="*", choices=[[], *FIRST_FILE_NETWORKS], help="all if not given")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--before", type=Path, help="the folder src of another checkout, which is measured too")
+    options = parser.parse_args()
+    sources = {"": Path(__file__).parent.parent / "src", **({"before: ": options.before} if options.before else {})}
+    rows, table = [], []
+    for network in options.networks or FIRST_FILE_NETWORKS:
+        measured: dict[str, list[float]] = {}
+        for _ in range(options.repeats):
+            for prefix, source in sources.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    for way in FIRST_FILE_WAYS[2 if prefix else 0 :]:
+                        measured.setdefault(prefix + way, []).append(_first_file(network, way, source, folder))
+        medians = {way: statistics.median(times) for way, times in measured.items()}
+        table.append({"network": network, **medians})
+        Console().print(network, {way: round(time, 2) for way, time in medians.items()})
+        for way, limit in zip(FIRST_FILE_WAYS[2:], (SMOKE_GOAL, DEPLOY_GOAL, DEPLOY_GOAL), strict=True):
+            for base in FIRST_FILE_WAYS[:2]:
+                ratio, note = medians[way] / medians[base], f"{medians[way]:.1f} s against {medians[base]:.1f} s"
+                rows.append(Row(f"{network}: {way}", ratio, limit, f"{base} export + quantize_static", note))
+    OUT.mkdir(exist_ok=True)
+    (OUT / "first_file_seconds.json").write_text(json.dumps(table, indent=1))
+    return 0 if report("the first file, CPU seconds", rows, OUT / "first_file.json") else 1
+
+
+def _first_file(network: str, way: str, source: Path, folder: str) -> float:
+    program = FIRST_FILE.format(bench=str(Path(__file__).parent))
+    environment = {**os.environ, "PYTHONPATH": str(source.resolve()), "SCALEPOINT_CACHE": f"{folder}/cache"}
+    command = [sys.executable, "-c", program, network, way, folder]
+    run = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=environment)
+    return float(run.stdout.split()[-1])
+
+
+TIMING_NETWORKS = ("yolo", "lstm", "cnn28", "mlp256", "encoder64", "conv1d")  # of placement.py, after those above
+FULL_RUNS, LARGE_SHARE = 20, 0.02  # of a profile; of the time of a file
+
+
+def timing() -> int:
+    """How far results of fewer rounds are from those of all rounds, and those of all rounds from each other."""
+    from placement import SMALL  # noqa: PLC0415
+
+    models = {**plain_models.FIRST_FILE_MODELS, **{name: SMALL[name] for name in TIMING_NETWORKS}}
+    parser = argparse.ArgumentParser(description="speed and layer times from fewer rounds, next to all rounds")
+    parser.add_argument("networks", nargs="*", choices=[[], *models], help="all if not given")
+    networks = parser.parse_args().networks or models
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows = []
+    for name in networks:
+        with tempfile.TemporaryDirectory() as folder:
+            float_path, path, inputs = _write_files(name, models[name](), Path(folder))
+            rows.append({"network": name, **_time_file(float_path, path, inputs)})
+        Console().print(rows[-1])
+    OUT.mkdir(exist_ok=True)
+    (OUT / "timing.json").write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def _write_files(name: str, network: Any, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """Write the float and the int8 file of a network."""
+    from scalepoint.formats.export import export  # noqa: PLC0415
+    from scalepoint.quantize import quantize  # noqa: PLC0415
+    from scalepoint.verification.simulation import build_feeds  # noqa: PLC0415
+
+    if isinstance(network, tuple):
+        model, shape = network
+        inputs = torch.randint(0, 1000, shape) if name == "bert6" else torch.randn(shape)
+    else:
+        model, inputs = network.model, network.inputs
+    quantized = quantize(model, inputs, forward_loop=[inputs], target="onnxruntime", progress=False)
+    float_path, path = folder / "float.onnx", folder / "model.onnx"
+    export(quantized, path, inputs, float_path=float_path)
+    return float_path, path, build_feeds(quantized, ((inputs,), {}))
+
+
+def _time_file(float_path: Path, path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
+    from scalepoint.runtimes.process import children_reused  # noqa: PLC0415
+    from scalepoint.verification import benchmark, profile, profiling  # noqa: PLC0415
+
+    with children_reused():
+        first, adaptive, second = (benchmark(float_path, path, inputs, precision=share) for share in (0, 0.02, 0))
+        fewer_runs = profiling.MAX_RUNS
+        profiles = []
+        for runs in (FULL_RUNS, fewer_runs, FULL_RUNS):
+            profiling.MAX_RUNS = runs
+            profiles.append({row.name: row.seconds or 0.0 for row in profile(float_path, path, inputs)})
+        profiling.MAX_RUNS = fewer_runs
+    return {
+        "speed": first.ratio,
+        "rounds": adaptive.repeats,
+        "speed in fewer rounds": adaptive.ratio,
+        "difference": f"{adaptive.ratio / first.ratio - 1:+.1%}",
+        "of two full measurements": f"{second.ratio / first.ratio - 1:+.1%}",
+        "quartiles": f"{max(first.spread):.0%}",
+        "rank correlation of layers": _rank_correlation(profiles[0], profiles[1]),
+        "of two full profiles": _rank_correlation(profiles[0], profiles[2]),
+    }
+
+
+def _rank_correlation(first: dict[str, float], second: dict[str, float]) -> float:
+    """Spearman's correlation of the layers that take at least 2 % of the time; 1.0 for fewer than three layers."""
+    total = sum(first.values())
+    names = [name for name, seconds in first.items() if seconds >= LARGE_SHARE * total and name in second]
+    if len(names) < 3:
+        return 1.0
+    ranks = [[sorted(names, key=lambda name: row[name]).index(name) for name in names] for row in (first, second)]
+    return statistics.correlation(*ranks)
+
+
 TRIALS = """
 import resource, sys, tempfile, warnings
 sys.path.insert(0, {bench!r})
@@ -241,7 +395,14 @@ def trials_time() -> int:
     return 0 if report("three trials of ResNet-18", rows, OUT / "trials.json") else 1
 
 
-PARTS = {"import": import_time, "export": export_time, "smoke": smoke_time, "trials": trials_time}
+PARTS = {
+    "import": import_time,
+    "export": export_time,
+    "smoke": smoke_time,
+    "first-file": first_file_time,
+    "timing": timing,
+    "trials": trials_time,
+}
 
 if __name__ == "__main__":
     sys.exit(run_part(__doc__, PARTS))

@@ -23,11 +23,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import scalepoint
 from networks import SUBJECTS, Subject
 from onnx_files import arrays, nncf_quantize, quantize_static, ran, run, sqnr
+from plain_models import UNet
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.support.cpu import describe_cpu
@@ -35,38 +35,6 @@ from scalepoint.targets import find_target
 
 OUT = Path(__file__).parent.parent / "out"
 ROUNDS = 60
-
-
-class UNet(nn.Module):
-    """Three levels of 16 to 128 channels, nearest upsampling."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(
-            [self.block(3, width), self.block(width, 2 * width), self.block(2 * width, 4 * width)]
-        )
-        self.middle = self.block(4 * width, 8 * width)
-        inputs = ((12, 4), (6, 2), (3, 1))
-        self.up = nn.ModuleList(self.block(first * width, second * width) for first, second in inputs)
-        self.head = nn.Conv2d(width, 2, 1)
-
-    @staticmethod
-    def block(inputs: int, outputs: int) -> nn.Sequential:
-        first, second = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
-        norms = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
-        return nn.Sequential(first, norms[0], nn.ReLU(), second, norms[1], nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for block in self.down:
-            x = block(x)
-            skips.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.middle(x)
-        for block, skip in zip(self.up, reversed(skips), strict=True):
-            x = block(torch.cat([F.interpolate(x, scale_factor=2), skip], 1))
-        output: Tensor = self.head(x)
-        return output
 
 
 class C2f(nn.Module):

@@ -1,5 +1,6 @@
-"""ResNet-18 and a small Llama in plain torch, with random weights. Needs no other package."""
+"""Networks in plain torch with random weights. Only BERT needs another package, transformers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -153,3 +154,94 @@ class Llama(nn.Module):
 def llama(sizes: Sizes) -> Llama:
     torch.manual_seed(0)
     return Llama(sizes).eval()
+
+
+class UNet(nn.Module):
+    """Three levels of 16 to 128 channels, nearest upsampling."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(
+            [self.block(3, width), self.block(width, 2 * width), self.block(2 * width, 4 * width)]
+        )
+        self.middle = self.block(4 * width, 8 * width)
+        inputs = ((12, 4), (6, 2), (3, 1))
+        self.up = nn.ModuleList(self.block(first * width, second * width) for first, second in inputs)
+        self.head = nn.Conv2d(width, 2, 1)
+
+    @staticmethod
+    def block(inputs: int, outputs: int) -> nn.Sequential:
+        first, second = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
+        norms = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        return nn.Sequential(first, norms[0], nn.ReLU(), second, norms[1], nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for block, skip in zip(self.up, reversed(skips), strict=True):
+            x = block(torch.cat([F.interpolate(x, scale_factor=2), skip], 1))
+        output: Tensor = self.head(x)
+        return output
+
+
+class InvertedResidual(nn.Module):
+    """The block of MobileNetV2."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        inner = inputs * expansion
+        expand = [] if expansion == 1 else conv_norm_relu6(inputs, inner, 1)
+        depthwise = conv_norm_relu6(inner, inner, 3, stride, inner)
+        self.body = nn.Sequential(
+            *expand, *depthwise, nn.Conv2d(inner, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        )
+        self.has_skip = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.body(x)
+        return x + output if self.has_skip else output
+
+
+def conv_norm_relu6(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return [conv, nn.BatchNorm2d(outputs), nn.ReLU6()]
+
+
+def mobilenet_v2() -> nn.Module:
+    rows = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+    layers, inputs = conv_norm_relu6(3, 32, 3, 2), 32
+    for expansion, outputs, repeats, stride in rows:
+        for index in range(repeats):
+            layers.append(InvertedResidual(inputs, outputs, stride if index == 0 else 1, expansion))
+            inputs = outputs
+    layers += [*conv_norm_relu6(inputs, 1280, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1280, 1000)]
+    return nn.Sequential(*layers)
+
+
+class Bert(nn.Module):
+    """6 layers of width 384 from transformers, with a pooled classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers  # noqa: PLC0415
+
+        transformers.logging.set_verbosity_error()
+        sizes = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536, "num_hidden_layers": 6}
+        self.bert = transformers.BertModel(transformers.BertConfig(**sizes))
+        self.head = nn.Linear(384, 4)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        output: Tensor = self.head(self.bert(input_ids).pooler_output)
+        return output
+
+
+FIRST_FILE_MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
+    "unet": lambda: (UNet().eval(), (1, 3, 128, 128)),
+    "resnet18": lambda: (resnet18(), (1, 3, 224, 224)),
+    "mobilenetv2": lambda: (mobilenet_v2().eval(), (1, 3, 224, 224)),
+    "bert6": lambda: (Bert().eval(), (1, 64)),
+}

@@ -19,7 +19,13 @@ from scalepoint.errors import VerificationError
 from scalepoint.formats import ExportRequest
 from scalepoint.formats.onnx.float_baseline import write_baseline
 from scalepoint.runtimes import Runtime, Status, find_runtime
-from scalepoint.runtimes.process import count_low_precision, exchange_files, run_task, total_memory
+from scalepoint.runtimes.process import (
+    children_reused,
+    count_low_precision,
+    exchange_files,
+    run_task,
+    total_memory,
+)
 from scalepoint.runtimes.serving import RuntimeSession
 from scalepoint.verification import RuntimeModel, verify
 
@@ -42,6 +48,11 @@ class File:
         if self.kind == "crashing":
             import os, signal
             os.kill(os.getpid(), signal.SIGSEGV)
+        if self.kind == "process":
+            import os
+            return [("y", np.asarray(os.getpid()))]
+        if self.kind == "large":
+            np.ones(300_000_000, np.uint8)
         if self.kind == "printing":
             print("hello from the runtime")
         if self.kind == "refusing":
@@ -141,6 +152,47 @@ def test_a_failure_in_the_child_becomes_the_status_of_the_answer(run, kind, stat
     answer, _ = run(kind, memory=1_000_000_000, seconds=3 if kind == "hanging" else 60)
     assert answer.status == status
     assert message in answer.message
+
+
+def process_of(run, **limits):
+    return int(run("process", **limits)[1]["y"])
+
+
+def test_tasks_share_one_child_until_it_fails(run):
+    assert process_of(run) != process_of(run)
+    with children_reused():
+        first = process_of(run)
+        with children_reused():
+            assert process_of(run) == first
+        assert process_of(run) == first
+        with pytest.raises(ProcessLookupError), ThreadPoolExecutor(1) as pool:  # another thread has its own child
+            os.kill(pool.submit(process_of, run).result(), 0)
+        for kind, status in (("refusing", Status.FAILED), ("crashing", Status.CRASHED)):
+            assert run(kind)[0].status == status
+            assert process_of(run) != first
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+def test_a_child_that_died_between_two_tasks_is_replaced(run):
+    with children_reused():
+        first = process_of(run)
+        os.kill(first, signal.SIGKILL)
+        time.sleep(0.1)
+        assert process_of(run) != first
+
+
+def test_each_task_has_its_own_limits_and_errors(run):
+    with children_reused():
+        first = process_of(run)
+        assert run("large", memory=100_000_000)[0].message.startswith("toy needs more memory than its limit of 0.10 GB")
+        second = process_of(run, memory=200_000_000)
+        assert run("large", memory=1_000_000_000)[0].status == Status.OK
+        assert process_of(run) == second != first
+        assert "did not end within 1 s" in run("hanging", seconds=1)[0].message
+        assert run("printing")[0].status == Status.OK
+        assert "SIGSEGV" in run("crashing")[0].message
+        assert "hello" not in run("refusing")[0].message
 
 
 def test_the_default_limit_is_the_memory_of_this_machine():

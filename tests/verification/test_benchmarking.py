@@ -1,7 +1,9 @@
 """Speed of files in one process, with interleaved runs; the baseline is the faster float file."""
 
+import statistics
 import time
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -13,6 +15,7 @@ from scalepoint.errors import UsageError, VerificationError
 from scalepoint.formats import ExportRequest, find_format
 from scalepoint.quantize import quantize
 from scalepoint.runtimes import Runtime, find_runtime
+from scalepoint.runtimes.child_loop import LOOKS, _is_precise
 from scalepoint.verification.benchmarking import baseline_file, make_random_inputs, throughput
 from scalepoint.verification.file_formats import find_runtime_for
 from tests.errors import raises
@@ -118,11 +121,11 @@ def timed(tmp_path):
         (tmp_path / f"{name}.onnx").write_text(str(seconds))
     (tmp_path / "broken.onnx").write_text("not a number")
 
-    def run(first, second, plain=None, baseline=None):
+    def run(first, second, plain=None, baseline=None, **limits):
         names = (tmp_path / f"{name}.onnx" for name in (first, second))
         feeds = {"x": torch.zeros(3, 2).numpy()}
         plain_path = None if plain is None else tmp_path / f"{plain}.onnx"
-        limits = {"repeats": 5, "seconds": 1}
+        limits = {"repeats": 5, "seconds": 1, **limits}
         return benchmark(*names, feeds, runtime=runtime, plain_path=plain_path, baseline=baseline, **limits)
 
     return run
@@ -151,6 +154,32 @@ def test_the_baseline_can_be_fixed_for_a_series_of_measurements(timed):
     result = timed("slow", "quantized", "fast", baseline="the float file")
     assert (result.baseline, result.baseline_file) == ("the float file", "slow.onnx")
     assert result.ratio == pytest.approx(4, rel=0.4)
+
+
+def test_a_benchmark_stops_when_the_ratio_is_known(timed):
+    rough, exact = (timed("slow", "quantized", repeats=18, seconds=60, precision=share) for share in (0.5, 0))
+    assert rough.repeats < exact.repeats == 18
+    assert rough.ratio == pytest.approx(4, rel=0.4)
+
+
+def test_the_interval_of_a_ratio_contains_its_median_at_every_look():
+    generator = np.random.default_rng(0)
+
+    def measure(level):
+        """Rounds and ratio of one measurement with heavy-tailed noise; the true ratio is 1."""
+        times = [[], []]
+        while len(times[0]) < 50:
+            for file_times in times:
+                file_times.append(1 + generator.exponential(level) + (generator.random() < 0.05))
+            if len(times[0]) in LOOKS and _is_precise(times, 0.02):
+                break
+        return len(times[0]), statistics.median(times[0]) / statistics.median(times[1])
+
+    quiet, noisy = ([measure(level) for _ in range(300)] for level in (0.01, 0.1))
+    assert statistics.mean(rounds for rounds, _ in quiet) < 30
+    assert statistics.mean(rounds for rounds, _ in noisy) == 50
+    wrong = [ratio for rounds, ratio in quiet if rounds < 50 and abs(ratio - 1) > 0.02]
+    assert len(wrong) <= 0.05 * len(quiet)
 
 
 def test_an_unknown_baseline_is_refused(timed):

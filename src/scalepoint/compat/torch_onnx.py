@@ -2,8 +2,8 @@
 
 In every call torch.onnx.export (torch 2.13) rebuilds its table of 500 operators, reads the schema of an ONNX operator
 again for each node, and runs the whole program once more to find operands of mixed dtypes. Here the tables are cached,
-and the dtypes are read from the program. The graph is the same. If torch does not have these parts, or if the program
-needs type promotion, torch.onnx.export itself runs.
+their functions are not parsed before they are used, and the dtypes are read from the program. The graph is the same. If
+torch does not have these parts, or if the program needs type promotion, torch.onnx.export itself runs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -143,7 +143,21 @@ def _build_registry(opset: int, translations: TranslationTable) -> Any:
 def _torch_registry(opset: int) -> Any:
     from torch.onnx._internal.exporter._registration import ONNXRegistry  # noqa: PLC0415
 
-    return ONNXRegistry.from_torchlib(opset_version=opset)
+    with _unparsed_functions(), _cached_signatures():
+        return ONNXRegistry.from_torchlib(opset_version=opset)
+
+
+def _unparsed_functions() -> AbstractContextManager[None]:
+    """Inside this context, onnxscript does not parse the source of its translations to know their domain.
+
+    onnxscript 0.7 parses about 450 functions when it lists them for torch, which reads neither domain nor body.
+    """
+    from onnxscript import values  # noqa: PLC0415
+
+    traced = getattr(values, "TracedOnnxFunction", None)
+    if traced is None or "function_ir" not in vars(traced):
+        return nullcontext()
+    return attribute_replaced(traced, "function_ir", property(lambda function: function.opset))  # it has the domain
 
 
 def _needs_promotion(node: fx.Node) -> bool:

@@ -42,6 +42,7 @@ from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report
 from scalepoint.report.html import HTML_FILE
 from scalepoint.results import PrecisionAllocation, PrecisionChange
+from scalepoint.runtimes.process import children_reused
 from scalepoint.support.cpu import AUTOMATIC_CHOICE_NOTES
 from scalepoint.support.progress import Callback, Event, callback_registered, send_event, write_line
 from scalepoint.support.torch_state import serialized
@@ -54,6 +55,7 @@ MAX_SIZE_TRIALS = 3  # files tried for a size budget; each one corrects the esti
 
 @serialized
 @distributed.participating()
+@children_reused()
 def deploy(
     model: nn.Module | ExportedProgram | str | Path,
     example_inputs: Any,

@@ -9,13 +9,16 @@ CHILD.py belongs to one runtime. It defines a class File(path, options) with
     generate(tokens, count)    {"tokens", "prefill_seconds", "decode_seconds"}; only for language models
     gaps                       exceptions that mean "cannot be evaluated here"; only if File replaces a missing runtime
 
-A request is a line of JSON on stdin, and its answer a line of JSON on stdout. Tensors are in .npz files. The task
-"serve" answers many requests; there the tensors are .npz frames in the pipes. This process exits when stdin ends, so it
-also exits if the parent is killed.
+A request is a line of JSON on stdin, and its answer a line of JSON on stdout. Tensors are in .npz files. The next
+request may follow the answer. A task that fails ends the process: its exit code and stderr describe the error. The task
+"serve" runs one file until stdin ends; there the tensors are .npz frames in the pipes. This process exits when stdin
+ends, so it also exits if the parent is killed.
 """
 
+import gc
 import io
 import json
+import math
 import os
 import resource
 import runpy
@@ -34,6 +37,8 @@ OUT_OF_MEMORY = 70  # exit code
 NOT_EVALUATED = 71  # exit code if File raised one of its `gaps`
 OUT_OF_MEMORY_PHRASES = ("bad_alloc", "allocate memory", "failed to allocate")  # in error messages of runtimes
 MIN_RUNS = 5
+LOOKS = (10, 16, 24, 32, 40)  # rounds of a benchmark after which it may stop
+ERROR_PROBABILITY = 0.05  # that a benchmark stops although a ratio is not known to the requested precision
 EXIT_GRACE_SECONDS = 1.0  # time for the main thread to exit by itself; the parent waits 5 s
 TIME_OUTPUTS = ("prefill_seconds", "decode_seconds")
 Arrays = dict[str, np.ndarray]
@@ -43,14 +48,17 @@ def main() -> None:
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # some runtimes print to stdout, which would mix with the answers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    request = json.loads(sys.stdin.buffer.readline())
-    if request.get("memory"):
-        resource.setrlimit(resource.RLIMIT_DATA, (request["memory"], request["memory"]))
+    file_class: Any = None
     gaps: tuple[type[Exception], ...] = ()
     try:
-        file_class = runpy.run_path(sys.argv[1])["File"]
-        gaps = tuple(getattr(file_class, "gaps", ()))
-        TASKS[request["task"]](file_class, request, pipe)
+        while line := sys.stdin.buffer.readline():
+            request = json.loads(line)
+            _limit_memory(request.get("memory"))  # before the import of the runtime, which counts
+            if file_class is None:
+                file_class = runpy.run_path(sys.argv[1])["File"]
+                gaps = tuple(getattr(file_class, "gaps", ()))
+            TASKS[request["task"]](file_class, request, pipe)
+            gc.collect()  # the files of this task, before the next one counts its memory
     except gaps as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(NOT_EVALUATED)
@@ -60,6 +68,14 @@ def main() -> None:
         if any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY_PHRASES):
             sys.exit(OUT_OF_MEMORY)
         raise
+
+
+def _limit_memory(size: int | None) -> None:
+    """Set the limit of one task. Only the soft limit, so that the next task can have a higher one."""
+    hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if size is None or (hard_limit != resource.RLIM_INFINITY and size > hard_limit):
+        size = hard_limit
+    resource.setrlimit(resource.RLIMIT_DATA, (size, hard_limit))
 
 
 def _exit_with_parent() -> None:
@@ -87,7 +103,10 @@ def run(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO)
 
 
 def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
-    """Measure the seconds of a run of several files. Runs are interleaved, so that noise affects all files equally."""
+    """Measure the seconds of a run of several files. Runs are interleaved, so that noise affects all files equally.
+
+    With "precision", rounds stop when the times relative to the second file are known to that share.
+    """
     # With one thread CPU time is measured, because other processes share the CPU.
     clock = time.process_time if request["options"].get("threads") == 1 else time.perf_counter
     arrays = _read_arrays(request["inputs"])
@@ -105,8 +124,39 @@ def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: Bin
             file.run(feed)
             file_times.append(clock() - start)
         sequence.reverse()  # the CPU caches depend on the file that ran before: alternate the order
+        if len(times[0]) in LOOKS and _is_precise(times, request.get("precision", 0.0)):
+            break
     quartiles = [statistics.quantiles(file_times, n=4) for file_times in times]
     _send_json(pipe, {"quartiles": quartiles, "repeats": len(times[0])})
+
+
+def _is_precise(times: list[list[float]], precision: float) -> bool:
+    """Whether the median of the ratio to the second file is known to `precision` for all other files.
+
+    The interval of a median is between two order statistics (the sign test): it assumes nothing about the noise except
+    that rounds are independent. The probability that any interval of any look misses its median is ERROR_PROBABILITY
+    at most, because each gets an equal share of it. So to look again and again does not make the intervals wrong.
+    """
+    second_times, compared = times[1], [*times[:1], *times[2:]]
+    error_probability = ERROR_PROBABILITY / (len(LOOKS) * len(compared))
+    for file_times in compared:
+        ratios = sorted(seconds / second for seconds, second in zip(file_times, second_times, strict=True))
+        tail = _count_tail(len(ratios), error_probability)
+        if tail == 0 or ratios[-tail] - ratios[tail - 1] > 2 * precision * statistics.median(ratios):
+            return False
+    return True
+
+
+def _count_tail(count: int, error_probability: float) -> int:
+    """Return k, so that the interval from the k-th smallest to the k-th largest value contains the median.
+
+    It misses the median with `error_probability` at most. 0 if there are too few values.
+    """
+    tail, probability = 0, 2 * 0.5**count  # of an interval from the smallest to the largest value
+    while probability <= error_probability:
+        tail += 1
+        probability += 2 * math.comb(count, tail) * 0.5**count
+    return tail
 
 
 def profile(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -60,7 +61,7 @@ def total_memory() -> int:
 def run_task(
     runtime: Runtime, request: Mapping[str, Any], *, seconds: float = TIMEOUT_SECONDS, memory: int | None = None
 ) -> TaskResult:
-    """Run one task in a child process.
+    """Run one task in a child process, in the same one as earlier tasks inside `children_reused`.
 
     Args:
         runtime: The runtime.
@@ -71,23 +72,78 @@ def run_task(
     if not runtime.is_installed:
         return describe_missing(runtime)
     check_threads(request.get("options", {}).get("threads") or 0)
-    limit = memory or total_memory()
-    with Child(runtime) as child:
-        with child.within(seconds):
-            child.send(json.dumps({**request, "memory": limit}).encode() + b"\n")
-            output = child.output.read().decode(errors="replace")
-            exit_code = child.wait()
-        errors = child.errors()
-    if child.is_late:
-        return TaskResult(Status.TIMEOUT, f"{runtime.name} did not end within {seconds:.0f} s")
-    if exit_code:
-        return describe_exit(runtime, exit_code, errors, limit)
+    with children_reused() as children:
+        return children.run(runtime, {**request, "memory": memory or total_memory()}, seconds)
+
+
+@contextmanager
+def children_reused() -> Iterator["RuntimeChildren"]:
+    """Inside this context, all tasks of a runtime run one after the other in the same child process.
+
+    Inside another such context, the children of the outer one are used. Other threads and forked processes have their
+    own children.
+    """
+    outer = _children.get()
+    if outer is not None and outer.owner == os.getpid():
+        yield outer
+        return
+    children = RuntimeChildren()
+    token = _children.set(children)
     try:
-        return TaskResult(Status.OK, data=json.loads(output.strip().splitlines()[-1]))
-    except (ValueError, IndexError):
-        return TaskResult(
-            Status.FAILED, f"{runtime.name} gave no answer: {_error_message(errors) or 'it printed no error'}"
-        )
+        yield children
+    finally:
+        _children.reset(token)
+        children.close()
+
+
+class RuntimeChildren:
+    """The idle child processes of `children_reused`, one per runtime.
+
+    A child that fails, dies or exceeds its time limit is dropped, and the next task starts a fresh one.
+    """
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._idle: dict[tuple[str, ...], Child] = {}
+
+    def run(self, runtime: Runtime, request: Mapping[str, Any], seconds: float) -> TaskResult:
+        """Send a request to the child of the runtime and wait for its answer."""
+        key = tuple(child_command(runtime))
+        with ExitStack() as stack:
+            child = self._take_idle(key) or Child(runtime)
+            stack.enter_context(child)  # kills it, unless it has answered
+            child.clear_errors()
+            with child.within(seconds):
+                child.send(json.dumps(request).encode() + b"\n")
+                answer = child.output.readline()
+                is_complete = answer.endswith(b"\n")
+                exit_code = 0 if is_complete else child.wait()
+            if is_complete and not child.is_late:
+                stack.pop_all()
+                self._idle[key] = child
+                return TaskResult(Status.OK, data=json.loads(answer))
+            errors = child.errors()
+        if child.is_late:
+            return TaskResult(Status.TIMEOUT, f"{runtime.name} did not end within {seconds:.0f} s")
+        if exit_code:
+            return describe_exit(runtime, exit_code, errors, request["memory"])
+        reason = _error_message(errors) or "it printed no error"
+        return TaskResult(Status.FAILED, f"{runtime.name} gave no answer: {reason}")
+
+    def close(self) -> None:
+        """End all children."""
+        while self._idle:
+            self._idle.popitem()[1].close()
+
+    def _take_idle(self, key: tuple[str, ...]) -> "Child | None":
+        child = self._idle.pop(key, None)
+        if child is not None and not child.is_running:
+            child.close()
+            return None
+        return child
+
+
+_children: ContextVar[RuntimeChildren | None] = ContextVar("_children", default=None)
 
 
 class Child:
@@ -144,8 +200,16 @@ class Child:
     def wait(self) -> int:
         return self._process.wait()
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def kill(self) -> None:
         self._process.kill()
+
+    def clear_errors(self) -> None:
+        """Forget what earlier tasks printed to stderr."""
+        self._stderr_end = b""
 
     def errors(self) -> str:
         """Return the end of stderr. The process must have exited."""

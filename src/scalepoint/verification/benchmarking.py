@@ -20,6 +20,7 @@ from scalepoint.support.files import TemporaryFolder
 from scalepoint.verification.file_formats import check_exists, find_runtime_for, read_file_info
 from scalepoint.verification.result import OWN_BASELINE, PLAIN_BASELINE, Benchmark
 
+RATIO_PRECISION = 0.02  # of the speed ratio
 MAX_BASELINE_BYTES = 1_000_000_000  # of weights: the second float export of a larger model takes too long
 
 
@@ -31,6 +32,7 @@ def benchmark(
     runtime: str | Runtime | None = None,
     threads: int = 1,
     repeats: int = 50,
+    precision: float = RATIO_PRECISION,
     seconds: float = 20,
     memory: int | None = None,
     plain_path: str | Path | None = None,
@@ -45,6 +47,7 @@ def benchmark(
         runtime: A runtime or its name. Default: the first runtime that reads this kind of file.
         threads: Threads of the runtime.
         repeats: Maximum number of runs of each file.
+        precision: Fewer runs are made if the speed ratio is known to this share with 95 % confidence; 0 makes all.
         seconds: Time limit for all runs together. Each file runs at least 5 times.
         memory: Memory limit of the runtime in bytes; the memory of the machine by default.
         plain_path: A second float file, written by torch.onnx.export. The faster float file is the baseline.
@@ -66,7 +69,7 @@ def benchmark(
     if runtime.why_not_run:
         raise VerificationError(f"the speed cannot be measured here: {runtime.why_not_run}")
     feeds = dict(inputs) if inputs is not None else make_random_inputs(paths[0], runtime)
-    limits = {"options": {"threads": threads}, "repeats": repeats, "seconds": seconds}
+    limits = {"options": {"threads": threads}, "repeats": repeats, "precision": precision, "seconds": seconds}
     with exchange_files(feeds) as files:
         answer = None
         if plain_path is not None:

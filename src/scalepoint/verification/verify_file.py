@@ -24,7 +24,14 @@ from scalepoint.graph.nodes import find_random_nodes
 from scalepoint.graph.origin import get_origin
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, Variant, find_runtime
-from scalepoint.runtimes.process import ExchangeFiles, TaskResult, count_low_precision, exchange_files, run_task
+from scalepoint.runtimes.process import (
+    ExchangeFiles,
+    TaskResult,
+    children_reused,
+    count_low_precision,
+    exchange_files,
+    run_task,
+)
 from scalepoint.runtimes.runtime import ExecutedNodes
 from scalepoint.support.cpu import instruction_set
 from scalepoint.support.files import TemporaryFolder
@@ -60,6 +67,7 @@ EVALUATED_DB = 10.0
 
 
 @serialized
+@children_reused()
 def verify(
     path: str | Path,
     model: nn.Module,
