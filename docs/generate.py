@@ -66,7 +66,21 @@ PROOF = {
     "litert": "running the file in LiteRT (`pip install 'scalepoint[litert]'`)",
     "coreml": "reading the file back, bit by bit, and evaluating it; on macOS by running it "
     "(`pip install 'scalepoint[coreml]'`)",
+    "coreai": "reading the file back, bit by bit, and running it in Core AI's own runtime, on a CPU "
+    "(`pip install 'scalepoint[coreai]'`)",
     "reference": "nothing: it is a simulation",
+}
+NOT_RUN = {
+    "coreai": """Files were run with coreai-core 1.0.0b3 on Linux x86_64, on the CPU. Not run:
+
+- No Apple device: neither macOS 27 nor iOS 27, no Neural Engine, no GPU. The runtime on Linux has no delegates for them.
+- No integer kernels: it computes `quantize` and `dequantize` as float operations. Which of them a device fuses into an
+  integer convolution is unknown here.
+- No speed and no memory: times of this runtime say nothing about a device, so none is reported.
+- No large program in float16: products in float16 take about 100 times as long as in float32. Above 10 million
+  multiplications the float16 numbers are converted to float32, without rounding, before the run. An overflow of
+  float16 sums is not found then.
+""",
 }
 
 
@@ -119,6 +133,8 @@ def targets_page() -> str:
 def target_page(name: str) -> str:
     target = target_of(name)
     parts = [f"# {name}\n\n{GENERATED}{target.summary}.\n\nProven by {PROOF[name]}.\n"]
+    if name in NOT_RUN:
+        parts.append(f"## What was not run\n\n{NOT_RUN[name]}")
     if name in CPU_TARGETS:
         parts.append(_options(name))
     parts += [

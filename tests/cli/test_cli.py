@@ -605,7 +605,9 @@ def test_targets_are_listed(call) -> None:
     assert "onnxruntime" in call("targets")[1]
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml", "reference"])
+@pytest.mark.parametrize(
+    "name", ["onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml", "coreai", "reference"]
+)
 def test_a_target_is_described_completely(call, name: str) -> None:
     from scalepoint.targets import find_target
 

@@ -15,7 +15,7 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import ScalepointError, StoreError
 from scalepoint.formats import find_format
-from scalepoint.formats.apple.package import MODEL_FOLDER
+from scalepoint.formats.apple.coreml.package import MODEL_FOLDER
 from scalepoint.quantize import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -23,6 +23,7 @@ FORMATS = {  # suffix, target, file inside of the package
     "litert": (".tflite", "litert", Path()),
     "executorch": (".pte", "executorch", Path()),
     "coreml": (".mlpackage", "coreml", MODEL_FOLDER / "model.mlmodel"),
+    "coreai": (".aimodel", "coreai", Path("metadata.json")),
     "onnx": (".onnx", "onnxruntime", Path()),
 }
 TRIALS = {"few": (25, 40), "all": (1500, 1500)}  # numbers of truncated lengths and of changed bytes
@@ -32,6 +33,8 @@ amounts = pytest.mark.parametrize("amount", ["few", pytest.param("all", marks=py
 def write_model(name: str, folder: Path) -> tuple[Path, Path]:
     """Write a model. Returns its path, and the file to damage, which may be inside of a package."""
     suffix, target, inside = FORMATS[name]
+    if name == "coreai":
+        pytest.importorskip("coreai_torch", reason="pip install scalepoint[coreai]")
     torch.manual_seed(0)
     x = torch.randn(2, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()

@@ -196,7 +196,7 @@ def test_a_file_that_is_not_free_is_found_out(segments, pictures, tmp_path):
         verification.check()
 
 
-@pytest.mark.parametrize("target", ["coreml", "executorch", "litert"])
+@pytest.mark.parametrize("target", ["coreml", "coreai", "executorch", "litert"])
 def test_a_target_of_fixed_sizes_refuses_before_any_work(target, segments, pictures, tmp_path):
     with raises(TargetError, f"'{target}'", "fixed sizes", "once for each size"):
         scalepoint.deploy(segments, pictures[0], pictures, target=target, output=tmp_path / "out", dynamic_axes=PICTURE)

@@ -28,7 +28,7 @@ from tests.pairwise import Case, as_parameters, contents, pairwise
 
 FACTORS = {
     "net": ("convolution", "linear"),
-    "target": ("onnxruntime", "openvino", "executorch", "litert", "coreml", "tensorrt", "reference"),
+    "target": ("onnxruntime", "openvino", "executorch", "litert", "coreml", "coreai", "tensorrt", "reference"),
     "data": ("list", "iterator", "loader", "function"),
     "goal": ("nothing", "fast", "balanced", "best", "max_drop", "min_speed", "size=0.9", "bits=16", "speed=1.05"),
     "inputs": ("positional", "keywords", "both"),
@@ -43,7 +43,7 @@ NO_WEIGHTS_ONLY = {
     "convolution": ("onnxruntime", "openvino", "executorch", "litert", "tensorrt"),
     "linear": ("executorch", "litert"),
 }
-COSTLY = ("executorch", "coreml", "best")
+COSTLY = ("executorch", "coreml", "coreai", "best")
 FOREIGN = ("notes.txt", "quantized/notes.txt")  # files of the user in the output folder
 
 

@@ -48,7 +48,7 @@ def test_a_file_that_may_be_unverified_is_written_without_its_runtime(tmp_path):
     assert done.path.is_file()
 
 
-@pytest.mark.parametrize("name", ["executorch", "litert", "coreml"])
+@pytest.mark.parametrize("name", ["executorch", "litert", "coreml", "coreai"])
 def test_a_missing_writer_is_told_before_the_data_is_read(monkeypatch, tmp_path, name):
     package = find_format(name).package
     find_spec_without = lambda name: None if name == package else find_spec(name)  # noqa: E731  # as where it is not installed

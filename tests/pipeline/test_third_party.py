@@ -70,7 +70,7 @@ def test_it_is_listed_and_a_broken_one_breaks_nothing(python):
     assert done.returncode == 0
     listed = json.loads(done.stdout)
     names = [row["name"] for row in listed["targets"]]
-    builtin_targets = {"onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml", "reference"}
+    builtin_targets = {"onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml", "coreai", "reference"}
     assert set(names) == {*builtin_targets, *list_targets(language=True), "acme"}
     assert next(row for row in listed["targets"] if row["name"] == "acme")["runtime"] == "ok"
     assert {row["name"] for row in listed["broken"]} == {"acme-broken", "acme-nothing", "acme-other"}

@@ -18,8 +18,9 @@ PACKAGES = {
     "executorch": "executorch",
     "litert": "ai_edge_litert",
     "coreml": "coremltools",
+    "coreai": "coreai_torch",
 }
-SUFFIXES = {"executorch": ".pte", "litert": ".tflite", "coreml": ".mlpackage"}
+SUFFIXES = {"executorch": ".pte", "litert": ".tflite", "coreml": ".mlpackage", "coreai": ".aimodel"}
 ACTIVATIONS = {
     "CELU": nn.CELU(), "CELU_half": nn.CELU(0.5), "ELU": nn.ELU(), "ELU_half": nn.ELU(0.5), "GELU": nn.GELU(),
     "GELU_tanh": nn.GELU(approximate="tanh"), "GLU": nn.GLU(1), "Hardshrink": nn.Hardshrink(),
@@ -70,7 +71,7 @@ def test_the_table_has_every_activation_of_torch():
     assert activations_of_torch == {type(activation).__name__ for activation in ACTIVATIONS.values()}
 
 
-@pytest.mark.parametrize("target", ["litert", "coreml"])
+@pytest.mark.parametrize("target", ["litert", "coreml", "coreai"])
 def test_activations_without_an_operation_in_a_format_are_written_with_other_operations(target, tmp_path):
     if find_spec(PACKAGES[target]) is None:
         pytest.skip(f"{PACKAGES[target]} is not installed")

@@ -41,6 +41,7 @@ DISTRIBUTION_NAMES = {
     "onnx_ir": "onnx-ir",
     "ml_dtypes": "ml-dtypes",
     "ai_edge_litert": "ai-edge-litert",
+    "coreai_torch": "coreai-torch",
     "compressed_tensors": "compressed-tensors",
     "onnxruntime_genai": "onnxruntime-genai",
 }
@@ -49,6 +50,7 @@ OPTIONAL_PACKAGES = (  # package, its purpose, the extra of scalepoint that inst
     ("executorch", "writes and runs .pte files", "executorch"),
     ("ai_edge_litert", "writes and runs .tflite files", "litert"),
     ("coremltools", "writes and reads files of the target coreml", "coreml"),
+    ("coreai_torch", "writes and runs files of the target coreai", "coreai"),
     ("transformers", "reads checkpoints of language models, hf:FOLDER, and runs packed folders", "transformers"),
     ("compressed_tensors", "lets transformers load folders of the target compressed-tensors", "transformers"),
     ("onnxruntime_genai", "runs folders of the target ort-genai", "genai"),

@@ -16,7 +16,8 @@ _FILE_FORMATS = PluginRegistry(
         "onnx": "scalepoint.formats.onnx:ONNX",
         "executorch": "scalepoint.formats.executorch:EXECUTORCH",
         "litert": "scalepoint.formats.litert:LITERT",
-        "coreml": "scalepoint.formats.apple:COREML",
+        "coreml": "scalepoint.formats.apple.coreml:COREML",
+        "coreai": "scalepoint.formats.apple.coreai:COREAI",
     },
     UsageError,
 )

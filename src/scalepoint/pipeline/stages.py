@@ -343,7 +343,7 @@ def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
     if job.source_file is not None:
         if context.format.suffix == job.source_file.suffix:
             _copy_source(context, job.source_file)
-    elif runtime is not None and runtime.is_installed and not runtime.why_not_run:
+    elif runtime is not None and runtime.is_installed and not runtime.why_no_speed:
         names = tuple(build_feeds(model, job.example))
         request = ExportRequest(job.example, dynamic=not job.options.fixed_sizes, names=names)
         write_baseline_file(job.model, context.format, request, context.path(context.workspace.work, PLAIN_STEM))

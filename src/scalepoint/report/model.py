@@ -245,7 +245,7 @@ def _next_steps(report: Report) -> tuple[str, ...]:
     steps = [*_coverage_steps(report), *_runtime_steps(report), *_accuracy_steps(report)]
     verification = report.verification
     was_run = verification is not None and verification.status.value == "ok" and verification.is_run
-    if was_run and verification is not None and verification.float_size:
+    if was_run and verification is not None and verification.latency is not None:
         steps.append(f"measure the speed again: {_bench_command(verification)}")
     return tuple(steps[:MAX_NEXT_STEPS])
 

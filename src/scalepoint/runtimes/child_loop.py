@@ -7,6 +7,7 @@ CHILD.py belongs to one runtime. It defines a class File(path, options) with
     executed()                 [{"name", "op", "low", "why"}, ..]: nodes that really run; "low" is None without weights
     profiled()                 [{"name", "op", "seconds"}, ..]: medians without the first run, with option "profile"
     generate(tokens, count)    {"tokens", "prefill_seconds", "decode_seconds"}; only for language models
+    note                       what is special about the run, for the user; only if there is something
     gaps                       exceptions that mean "cannot be evaluated here"; only if File replaces a missing runtime
 
 A request is a line of JSON on stdin, and its answer a line of JSON on stdout. Tensors are in .npz files. The next
@@ -99,7 +100,8 @@ def run(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO)
     with open(request["outputs"], "wb") as target:
         target.write(_to_npz(outputs))
     executed = file.executed() if request.get("executed") else []
-    _send_json(pipe, {"names": [name for name, _ in outputs], "executed": executed})
+    note = getattr(file, "note", "")
+    _send_json(pipe, {"names": [name for name, _ in outputs], "executed": executed, "note": note})
 
 
 def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:

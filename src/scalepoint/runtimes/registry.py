@@ -13,6 +13,7 @@ _RUNTIMES = PluginRegistry(
         "executorch": "scalepoint.runtimes.executorch:EXECUTORCH",
         "litert": "scalepoint.runtimes.litert:LITERT",
         "coreml": "scalepoint.runtimes.coreml:COREML",
+        "coreai": "scalepoint.runtimes.coreai:COREAI",
         "ort-genai": "scalepoint.runtimes.genai:ORT_GENAI",
         "llamacpp": "scalepoint.runtimes.llamacpp:LLAMACPP",
         "transformers": "scalepoint.runtimes.transformers:TRANSFORMERS",

@@ -55,6 +55,7 @@ class Runtime:
         install: Command that installs the runtime, if it is not `pip install PACKAGE`.
         check_platform: Returns why the child evaluates files on this machine instead of running them; "" if it runs
             them.
+        no_speed_reason: Why the speed on this machine says nothing about the target; "" if it does.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Runtime:
     detect: Callable[[], bool] | None = None
     install: str = ""
     check_platform: Callable[[], str] | None = None
+    no_speed_reason: str = ""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
@@ -104,6 +106,11 @@ class Runtime:
     def why_not_run(self) -> str:
         """Why the child evaluates files on this machine instead of running them; "" if it runs them."""
         return "" if self.check_platform is None else self.check_platform()
+
+    @property
+    def why_no_speed(self) -> str:
+        """Why no speed is measured with this runtime on this machine; "" if it is measured."""
+        return self.why_not_run or self.no_speed_reason
 
 
 _VARIANT_NAMES = ("unoptimized", "exact")

@@ -157,6 +157,7 @@ def describe_size_change(before: float, after: float) -> tuple[str, str]:
 
 
 RUNTIME_NAMES = {
+    "coreai": "Core AI",
     "coreml": "Core ML",
     "executorch": "ExecuTorch",
     "litert": "LiteRT",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from scalepoint.errors import TargetError, UsageError, did_you_mean, short_repr
 from scalepoint.support.cpu import CPU_CHOICES
 from scalepoint.support.plugins import PluginRegistry
+from scalepoint.targets.coreai import COREAI
 from scalepoint.targets.coreml import COREML
 from scalepoint.targets.executorch import EXECUTORCH
 from scalepoint.targets.language_models import LANGUAGE_TARGETS
@@ -15,7 +16,17 @@ from scalepoint.targets.reference import REFERENCE
 from scalepoint.targets.target import Target
 from scalepoint.targets.tensorrt import TENSORRT
 
-_BUILTIN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, LITERT, COREML, REFERENCE, *LANGUAGE_TARGETS)
+_BUILTIN = (
+    onnxruntime_target(),
+    openvino_target(),
+    TENSORRT,
+    EXECUTORCH,
+    LITERT,
+    COREML,
+    COREAI,
+    REFERENCE,
+    *LANGUAGE_TARGETS,
+)
 TARGETS_WITH_CPU_OPTION: Mapping[str, Callable[[str], Target]] = {
     "onnxruntime": onnxruntime_target,
     "openvino": openvino_target,

@@ -66,8 +66,8 @@ def benchmark(
     check_baseline(baseline)
     paths = [check_exists(float_path), check_exists(quantized_path)]
     runtime = find_runtime_for(paths[1]) if runtime is None else find_runtime(runtime)
-    if runtime.why_not_run:
-        raise VerificationError(f"the speed cannot be measured here: {runtime.why_not_run}")
+    if runtime.why_no_speed:
+        raise VerificationError(f"the speed cannot be measured here: {runtime.why_no_speed}")
     feeds = dict(inputs) if inputs is not None else make_random_inputs(paths[0], runtime)
     limits = {"options": {"threads": threads}, "repeats": repeats, "precision": precision, "seconds": seconds}
     with exchange_files(feeds) as files:

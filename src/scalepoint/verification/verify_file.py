@@ -128,7 +128,7 @@ def verify(
         if answer.status != Status.OK:
             answer = explain_crash(runtime, answer, files, None if float_path is None else Path(float_path), seconds)
             return replace(result, status=answer.status, message=answer.message, is_run=not runtime.why_not_run)
-        executed = list((answer.data or {})["executed"])
+        executed, note = list((answer.data or {})["executed"]), (answer.data or {})["note"]
         compared = run.compare(answer)
         result = replace(result, optimized=compared.agreements, choices=compared.choices)
         # The fields `unoptimized`, `exact` and `rounded`; and `resized`.
@@ -138,6 +138,10 @@ def verify(
             result = replace(result, departure=_find_departure(run, compared.codes, info, result, source))
     if runtime.why_not_run:  # another program evaluated the file, so its speed says nothing
         result = replace(result, is_run=False, message=runtime.why_not_run, bound=min(result.bound, EVALUATED_DB))
+    elif runtime.no_speed_reason:
+        float_size = None if float_path is None else read_file_info(float_path, runtime).size
+        message = "; ".join(filter(None, (runtime.no_speed_reason, note)))
+        result = replace(result, message=message, float_size=float_size)
     elif float_path is not None:
         latency = _measure_speed(
             run, _BaselineFiles(float_path, plain_path, baseline), float_model, model_inputs, feeds

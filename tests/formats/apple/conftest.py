@@ -1,4 +1,4 @@
-"""Small quantized models for Core ML. All tests here need coremltools: pip install scalepoint[coreml]."""
+"""Small quantized models for Core ML and Core AI, whose tests need coremltools or coreai-torch."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,12 +11,13 @@ from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.quantize_model import quantize
 
 NEEDS_COREMLTOOLS = pytest.mark.skipif(find_spec("coremltools") is None, reason="pip install scalepoint[coreml]")
+NEEDS_COREAI = pytest.mark.skipif(find_spec("coreai_torch") is None, reason="pip install scalepoint[coreai]")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(NEEDS_COREMLTOOLS)
+            item.add_marker(NEEDS_COREAI if "coreai" in item.path.name else NEEDS_COREMLTOOLS)
 
 
 def net() -> nn.Module:
@@ -47,6 +48,6 @@ CONFIGS = {
 }
 
 
-def quantized(config: str = "int8", model: nn.Module | None = None) -> torch.fx.GraphModule:
+def quantized(config: str = "int8", model: nn.Module | None = None, target: str = "coreml") -> torch.fx.GraphModule:
     x = pictures()
-    return quantize(model or net(), x, CONFIGS[config], forward_loop=[x], target="coreml", freeze_weights=True).eval()
+    return quantize(model or net(), x, CONFIGS[config], forward_loop=[x], target=target, freeze_weights=True).eval()

@@ -12,7 +12,7 @@ from torch import nn
 from scalepoint import export
 from scalepoint.errors import CoverageError, ExportError, StoreError, TargetError
 from scalepoint.formats import find_format
-from scalepoint.formats.apple.package import MODEL_FOLDER, read_operations, read_spec
+from scalepoint.formats.apple.coreml.package import MODEL_FOLDER, read_operations, read_spec
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.quantize_model import quantize
 from scalepoint.spec import QuantizationSpec

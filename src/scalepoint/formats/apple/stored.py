@@ -1,12 +1,19 @@
-"""Modules of the graph that is written to Core ML: weights as codes with scales, quantizers as Q/DQ."""
+"""The stored graph of Core ML and Core AI: weights as codes with scales or tables, quantizers as Q/DQ.
+
+Both formats describe a quantized model with the same modules. They differ in the dtypes that a file can hold, which
+`StorableTypes` lists, and in the operations that the modules are translated to.
+"""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.layers import InputFirstFloatWeight, WeightedOperation
+from scalepoint.formats.layers import FloatWeight, InputFirstFloatWeight, WeightedOperation
 from scalepoint.formats.operators import dequantize, look_up, quantize
 from scalepoint.formats.stored_graph import ModuleFactories, build_stored_graph
 from scalepoint.numerics import dtype_name
@@ -20,29 +27,53 @@ from scalepoint.spec import (
 )
 from scalepoint.spec.palette import is_palette
 
-ACTIVATION_RANGES = {"uint8": (0, 255), "int8": (-128, 127)}
-FOUR_BIT_TYPES = ("int4", "uint4")  # since iOS 18
-WEIGHT_TYPES = (*FOUR_BIT_TYPES, *ACTIVATION_RANGES)
+
+@dataclass(frozen=True)
+class StorableTypes:
+    """The dtypes that files of a format can hold.
+
+    Attributes:
+        format: Name of the format, for errors.
+        weights: Dtypes of weight codes.
+        activations: Lowest and highest code by dtype: the operation clips to the whole range of the dtype.
+        has_channel_activations: Whether activations may have one scale per channel.
+    """
+
+    format: str
+    weights: tuple[str, ...]
+    activations: Mapping[str, tuple[float, float]]
+    has_channel_activations: bool = False
 
 
-class CoreMlStoredWeight(WeightedOperation):
+INTEGER_ACTIVATIONS = {"uint8": (0, 255), "int8": (-128, 127)}
+FOUR_BIT_TYPES = ("int4", "uint4")  # in Core ML since iOS 18
+COREML_TYPES = StorableTypes("Core ML", (*FOUR_BIT_TYPES, *INTEGER_ACTIVATIONS), INTEGER_ACTIVATIONS)
+COREAI_TYPES = StorableTypes(
+    "Core AI",
+    ("int2", "uint2", *COREML_TYPES.weights),
+    INTEGER_ACTIVATIONS,
+    has_channel_activations=True,
+)
+
+
+class StoredWeight(WeightedOperation):
     """An operation whose weight is stored as codes (out, in, ..).
 
     The zero point is None if it is zero everywhere.
     """
 
-    def __init__(self, source: QuantizedLayer) -> None:
+    def __init__(self, types: StorableTypes, source: QuantizedLayer) -> None:
         super().__init__(source)
         quant, deployed = source.weight_quant, source.get_deployed()
         granularity = quant.calculator.granularity
         self.fmt = dtype_name(quant.spec.dtype)
-        if self.fmt not in WEIGHT_TYPES:
+        if self.fmt not in types.weights:
             raise ExportError(
-                f"{quant.name}: Core ML does not support {self.fmt} weights: use int4, uint4, int8 or uint8"
+                f"{quant.name}: {types.format} does not support {self.fmt} weights: use {', '.join(types.weights)}"
             )
         if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity | PerBlockGranularity):
             raise ExportError(
-                f"{quant.name}: Core ML does not support weights with {granularity!r}: "
+                f"{quant.name}: {types.format} does not support weights with {granularity!r}: "
                 "use one scale per tensor, per channel or per block"
             )
         self.axis = 0 if isinstance(granularity, PerTensorGranularity) else int(granularity.axis or 0)
@@ -78,7 +109,7 @@ class CoreMlStoredWeight(WeightedOperation):
         return self.product(x, weight, self.bias)
 
 
-class CoreMlStoredPalette(WeightedOperation):
+class StoredPalette(WeightedOperation):
     """An operation whose weight is stored as indices (out, in, ..) into tables (groups, entries)."""
 
     def __init__(self, source: QuantizedLayer) -> None:
@@ -101,43 +132,58 @@ class CoreMlStoredPalette(WeightedOperation):
         return self.product(x, weight, self.bias)
 
 
-def build_stored_weight(source: QuantizedLayer) -> nn.Module:
-    return CoreMlStoredPalette(source) if is_palette(source.weight_quant.spec) else CoreMlStoredWeight(source)
+def _build_stored_weight(types: StorableTypes, source: QuantizedLayer) -> nn.Module:
+    return StoredPalette(source) if is_palette(source.weight_quant.spec) else StoredWeight(types, source)
 
 
-class CoreMlStoredStub(nn.Module):
+class StoredStub(nn.Module):
     """A quantizer of activations as quantize and dequantize with constant parameters.
 
     `factor` is multiplied into the scale: the scaling of an attention's query (see attention.py).
     """
 
-    def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
+    def __init__(self, types: StorableTypes, stub: QuantStub, factor: float = 1.0) -> None:
         super().__init__()
-        grid = stub.quantizer.grid
+        grid, granularity = stub.quantizer.grid, stub.calculator.granularity
         self.fmt, self.low, self.high = grid.format.name, grid.low, grid.high
-        if ACTIVATION_RANGES.get(self.fmt) != (grid.low, grid.high) or stub.scale.ndim or grid.formulation != "zp":
+        is_per_channel = isinstance(granularity, PerChannelGranularity) and types.has_channel_activations
+        if types.activations.get(self.fmt) != (grid.low, grid.high) or grid.formulation != "zp":
             raise ExportError(
-                f"{stub.name}: Core ML quantizes activations to the full range of int8 or uint8, with one scale and "
-                "zero point per tensor"
+                f"{stub.name}: {types.format} quantizes activations to the full range of "
+                f"{' or '.join(types.activations)}, with a zero point"
             )
+        if stub.scale.ndim and not is_per_channel:
+            raise ExportError(f"{stub.name}: {types.format} does not support activations with {granularity!r}")
+        self.axis = int(granularity.axis or 0) if isinstance(granularity, PerChannelGranularity) else 0
         self.register_buffer("scale", (stub.scale.detach() * factor).to(torch.float32))
-        self.register_buffer("zero_point", stub.zero_point.detach().to(grid.format.storage).clone())
+        zero_point = stub.zero_point.detach().expand(stub.scale.shape)
+        self.register_buffer("zero_point", zero_point.to(grid.format.storage).clone())
 
     scale: Tensor
     zero_point: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        codes = quantize(x, self.scale, self.zero_point, axis=0, low=self.low, high=self.high, fmt=self.fmt)
-        values: Tensor = dequantize(codes, self.scale, self.zero_point, axis=0, block=0, fmt=self.fmt)
+        codes = quantize(x, self.scale, self.zero_point, axis=self.axis, low=self.low, high=self.high, fmt=self.fmt)
+        values: Tensor = dequantize(codes, self.scale, self.zero_point, axis=self.axis, block=0, fmt=self.fmt)
         return values
 
 
-COREML_FACTORIES = ModuleFactories(build_stored_weight, CoreMlStoredStub, InputFirstFloatWeight)
+COREML_FACTORIES = ModuleFactories(
+    partial(_build_stored_weight, COREML_TYPES), partial(StoredStub, COREML_TYPES), InputFirstFloatWeight
+)
+COREAI_FACTORIES = ModuleFactories(
+    partial(_build_stored_weight, COREAI_TYPES), partial(StoredStub, COREAI_TYPES), FloatWeight
+)
 
 
 def build_coreml_graph(model: fx.GraphModule, float_dtype: torch.dtype) -> fx.GraphModule:
-    """Copy a model for export: weights as codes, scales rounded to `float_dtype`."""
+    """Copy a model for export to Core ML: weights as codes, scales rounded to `float_dtype`."""
     return build_stored_graph(model, COREML_FACTORIES, float_dtype)
+
+
+def build_coreai_graph(model: fx.GraphModule, float_dtype: torch.dtype) -> fx.GraphModule:
+    """Copy a model for export to Core AI: weights as codes, scales rounded to `float_dtype`."""
+    return build_stored_graph(model, COREAI_FACTORIES, float_dtype)
 
 
 def operation_label(path: str) -> str:

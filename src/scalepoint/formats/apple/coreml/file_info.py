@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.errors import StoreError
-from scalepoint.formats.apple.package import read_spec
+from scalepoint.formats.apple.coreml.package import read_spec
 from scalepoint.formats.format import FileInfo, FileInput
 from scalepoint.formats.metadata import read_target_options
 

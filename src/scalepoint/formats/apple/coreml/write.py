@@ -19,12 +19,12 @@ import torch
 from torch import fx
 
 from scalepoint.errors import ExportError, ScalepointError
-from scalepoint.formats.apple.operators import register_operators
-from scalepoint.formats.apple.package import import_coremltools, without_warnings
+from scalepoint.formats.apple.coreml.operators import register_operators
+from scalepoint.formats.apple.coreml.package import import_coremltools, without_warnings
 from scalepoint.formats.apple.stored import (
     COREML_FACTORIES,
-    CoreMlStoredPalette,
-    CoreMlStoredWeight,
+    StoredPalette,
+    StoredWeight,
     build_coreml_graph,
     operation_label,
 )
@@ -59,8 +59,7 @@ def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
 
 def _write_graph(model: fx.GraphModule, path: Path, request: ExportRequest, metadata: Mapping[str, str]) -> None:
     for_ios18 = any(
-        isinstance(module, CoreMlStoredWeight | CoreMlStoredPalette) and module.needs_ios18
-        for module in model.modules()
+        isinstance(module, StoredWeight | StoredPalette) and module.needs_ios18 for module in model.modules()
     )
     import_coremltools()  # first, because this import silences its warnings
     try:
@@ -104,7 +103,7 @@ def _find_sparse_weights(model: fx.GraphModule) -> frozenset[str]:
     return frozenset(
         operation_label(path)
         for path, module in model.named_modules()
-        if isinstance(module, CoreMlStoredWeight) and module.is_sparse
+        if isinstance(module, StoredWeight) and module.is_sparse
     )
 
 

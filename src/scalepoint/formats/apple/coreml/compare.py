@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from scalepoint.formats.apple.package import read_operations, read_spec, without_warnings
+from scalepoint.formats.apple.coreml.package import read_operations, read_spec, without_warnings
+from scalepoint.formats.apple.describe_unequal import describe_unequal
 from scalepoint.formats.apple.stored import (
-    CoreMlStoredPalette,
-    CoreMlStoredStub,
-    CoreMlStoredWeight,
+    StoredPalette,
+    StoredStub,
+    StoredWeight,
     build_coreml_graph,
     operation_label,
 )
@@ -42,7 +43,7 @@ def compare_with_model(path: Path, model: fx.GraphModule) -> list[str]:
 
 def _compare_weights(stored: fx.GraphModule, operations: dict[str, Any], scale_dtype: torch.dtype) -> Iterator[str]:
     for path, module in stored.named_modules():
-        if not isinstance(module, CoreMlStoredWeight | CoreMlStoredPalette):
+        if not isinstance(module, StoredWeight | StoredPalette):
             continue
         op = operations.get(operation_label(path))
         if op is not None:
@@ -51,7 +52,7 @@ def _compare_weights(stored: fx.GraphModule, operations: dict[str, Any], scale_d
             yield f"{path}: its weight is not in the file as codes"
 
 
-def _has_weight(op: Any, path: str, module: CoreMlStoredWeight | CoreMlStoredPalette, scale_dtype: torch.dtype) -> bool:
+def _has_weight(op: Any, path: str, module: StoredWeight | StoredPalette, scale_dtype: torch.dtype) -> bool:
     """Whether an operation with another name holds this weight: coremltools stores equal constants once."""
     if _declared_type(op) != module.fmt or tuple(op.outputs[0].shape) != tuple(module.codes.shape):
         return False
@@ -59,25 +60,25 @@ def _has_weight(op: Any, path: str, module: CoreMlStoredWeight | CoreMlStoredPal
 
 
 def _compare_weight(
-    path: str, module: CoreMlStoredWeight | CoreMlStoredPalette, op: Any, scale_dtype: torch.dtype
+    path: str, module: StoredWeight | StoredPalette, op: Any, scale_dtype: torch.dtype
 ) -> Iterator[str]:
     file_dtype = _declared_type(op)
     if file_dtype != module.fmt:
         yield f"{path}: its codes are {file_dtype} in the file, {module.fmt} in the model"
-    yield from _describe_unequal(path, "codes", _to_dense(op), module.codes)
-    if isinstance(module, CoreMlStoredPalette):
+    yield from describe_unequal(path, "codes", _to_dense(op), module.codes)
+    if isinstance(module, StoredPalette):
         table = op.inputs.get("lut")
         entries = np.zeros(0) if table is None else table.val
         expected = module.tables.to(scale_dtype)
-        yield from _describe_unequal(path, "entries", np.asarray(entries).reshape(-1), expected.reshape(-1))
+        yield from describe_unequal(path, "entries", np.asarray(entries).reshape(-1), expected.reshape(-1))
         return
     scale, zero_point = module.broadcast_parameters()
     file_scale = np.asarray(op.scale.val)
     if file_scale.size not in (1, scale.numel()):
         yield f"{path}: {file_scale.size} scales in the file, {scale.numel()} in the model"
         return
-    yield from _describe_unequal(path, "scales", _reshape_like_scale(file_scale, scale), scale.to(scale_dtype))
-    yield from _describe_unequal(
+    yield from describe_unequal(path, "scales", _reshape_like_scale(file_scale, scale), scale.to(scale_dtype))
+    yield from describe_unequal(
         path,
         "zero points",
         _reshape_like_scale(_read_zero_point(op), scale),
@@ -89,7 +90,7 @@ def _compare_stubs(stored: fx.GraphModule, operations: list[Any], scale_dtype: t
     stubs = {
         operation_label(path): (path, module)
         for path, module in stored.named_modules()
-        if isinstance(module, CoreMlStoredStub)
+        if isinstance(module, StoredStub)
     }
     compared = set()
     for op in operations:
@@ -101,9 +102,9 @@ def _compare_stubs(stored: fx.GraphModule, operations: list[Any], scale_dtype: t
             continue
         path, stub = stubs[name]
         compared.add(name)
-        yield from _describe_unequal(path, "scale", op.scale.val, stub.scale.to(scale_dtype))
+        yield from describe_unequal(path, "scale", op.scale.val, stub.scale.to(scale_dtype))
         zero_point = 0 if op.zero_point is None else op.zero_point.val
-        yield from _describe_unequal(path, "zero point", zero_point, stub.zero_point)
+        yield from describe_unequal(path, "zero point", zero_point, stub.zero_point)
         if op.output_dtype.val != stub.fmt:
             yield f"{path}: its codes are {op.output_dtype.val} in the file, {stub.fmt} in the model"
     for name, (path, _) in stubs.items():
@@ -150,18 +151,3 @@ def _reshape_like_scale(value: Any, scale: Tensor) -> np.ndarray:
     """Reshape to the axes of `scale`: constexpr_affine_dequantize has a scalar or one axis."""
     array = np.asarray(value)
     return np.broadcast_to(array, tuple(scale.shape)) if array.ndim == 0 else array.reshape(tuple(scale.shape))
-
-
-def _describe_unequal(path: str, what: str, file_value: Any, model_value: Tensor) -> Iterator[str]:
-    expected = model_value.detach().numpy()
-    array = np.asarray(file_value)
-    array = array.astype(expected.dtype) if array.dtype != expected.dtype else array
-    if array.shape != expected.shape:
-        yield f"{path}: {what} of shape {array.shape} in the file, {expected.shape} in the model"
-    elif array.tobytes() != np.ascontiguousarray(expected).tobytes():
-        differences = np.flatnonzero(array.reshape(-1) != expected.reshape(-1))
-        first = int(differences[0]) if len(differences) else 0
-        yield (
-            f"{path}: {len(differences)} of {array.size} {what} differ in the file, the first is "
-            f"{array.reshape(-1)[first]} instead of {expected.reshape(-1)[first]}"
-        )

@@ -1,0 +1,136 @@
+"""Compare a Core AI file with its model bit by bit: codes and their dtype, scales, zero points, palette tables.
+
+The compiler prints the program of the file. Constants are found by name, and the operation that reads the codes must
+read the scales, zero points or tables of the same layer.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor, fx
+
+from scalepoint.errors import StoreError
+from scalepoint.formats.apple.coreai.elements import FLOAT_TYPES, element_type, from_bytes
+from scalepoint.formats.apple.coreai.lowering import blockwise_shape, constant_name, table_shape
+from scalepoint.formats.apple.coreai.package import read_metadata, read_program
+from scalepoint.formats.apple.coreai.write import FLOAT_DTYPE_KEY
+from scalepoint.formats.apple.describe_unequal import describe_unequal
+from scalepoint.formats.apple.stored import StoredPalette, StoredStub, StoredWeight, build_coreai_graph
+from scalepoint.spec.spec import to_dtype
+from scalepoint.support.coreai_text import ProgramText
+
+_CONSTANT = re.compile(r"^ *(%\S+) = coreai\.constant dense_resource<([^>]+)> : tensor<((?:\d+x)*)(\w+)>")
+_OPERATION = re.compile(r"^ *(%\S+) = (coreai\.\w+) (%[^ ,]+(?:, %[^ ,]+)*)")
+_WEIGHT_OPERATIONS = ("coreai.blockwise_shift_scale", "coreai.lut_to_dense")
+
+
+class _Constant(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    element_type: str
+
+
+class _FileContent:
+    """The named constants of a program, and the operations that read them."""
+
+    def __init__(self, program: ProgramText) -> None:
+        self.data = program.constants
+        self.constants: dict[str, _Constant] = {}
+        constant_of_value: dict[str, str] = {}
+        self.operations: dict[str, list[tuple[str, tuple[str, ...]]]] = {}  # by operand: operation, all its operands
+        for line in program.lines:
+            if constant := _CONSTANT.match(line):
+                value, name, sizes, element = constant.groups()
+                self.constants[name] = _Constant(name, tuple(map(int, sizes.split("x")[:-1])), element)
+                constant_of_value[value] = name
+            elif operation := _OPERATION.match(line):
+                operands = tuple(constant_of_value.get(value, "") for value in operation[3].split(", "))
+                for name in filter(None, operands):
+                    self.operations.setdefault(name, []).append((operation[2], operands))
+
+
+def compare_with_model(path: Path, model: fx.GraphModule) -> list[str]:
+    """Return one sentence for every tensor that differs between file and model; an empty list if all are equal."""
+    scale_dtype = read_metadata(path).get(FLOAT_DTYPE_KEY, "float32")
+    stored = build_coreai_graph(model, to_dtype(scale_dtype))
+    try:
+        content = _FileContent(read_program(path))
+    except StoreError as error:
+        return [str(error)]
+    return list(_compare_modules(content, stored, scale_dtype))
+
+
+def _compare_modules(content: _FileContent, stored: fx.GraphModule, scale_dtype: str) -> Iterator[str]:
+    compared: set[str] = set()
+    for path, module in stored.named_modules():
+        if not isinstance(module, StoredWeight | StoredPalette | StoredStub):
+            continue
+        expected = {
+            constant_name(f"{path}.{buffer}"): (what, values, fmt)
+            for buffer, (what, values, fmt) in _list_tensors(module, scale_dtype).items()
+        }
+        compared |= expected.keys()
+        for name, (what, values, fmt) in expected.items():
+            yield from _compare_constant(content, path, name, what, values, fmt)
+        yield from _compare_operation(content, path, module, set(expected))
+    for name in content.constants:
+        if name not in compared and any(op.endswith("quantize") for op, _ in content.operations.get(name, ())):
+            yield f"{name}: the file quantizes with this constant, which the model does not have"
+
+
+def _list_tensors(
+    module: StoredWeight | StoredPalette | StoredStub, scale_dtype: str
+) -> Mapping[str, tuple[str, Tensor, str]]:
+    """Return the tensors of a module that are named in the file, by buffer: what they are, values, dtype."""
+    if isinstance(module, StoredStub):
+        tensors = {"scale": ("scales", module.scale, scale_dtype)}
+        if bool(module.zero_point.any()):
+            tensors["zero_point"] = ("zero points", module.zero_point, module.fmt)
+        return tensors
+    codes = tuple(module.codes.shape)
+    tensors = {"codes": ("codes", module.codes, module.fmt)}
+    if isinstance(module, StoredPalette):
+        shape = table_shape(codes, tuple(module.tables.shape), module.axis)
+        return {**tensors, "tables": ("entries", module.tables.reshape(shape), scale_dtype)}
+    shape = blockwise_shape(codes, tuple(module.scale.shape), module.axis)
+    tensors["scale"] = ("scales", module.scale.reshape(shape), scale_dtype)
+    if module.zero_point is not None:
+        tensors["zero_point"] = ("zero points", module.zero_point.reshape(shape), module.fmt)
+    return tensors
+
+
+def _compare_constant(
+    content: _FileContent, path: str, name: str, what: str, values: Tensor, fmt: str
+) -> Iterator[str]:
+    constant = content.constants.get(name)
+    if constant is None:
+        yield f"{path}: its {what} are not in the file"
+        return
+    if constant.element_type != element_type(fmt):
+        yield f"{path}: its {what} are {constant.element_type} in the file, {fmt} in the model"
+        return
+    try:
+        array = from_bytes(bytes.fromhex(content.data[name]), fmt, constant.shape)
+    except ValueError as error:
+        yield f"{path}: its {what} cannot be read from the file: {error}"
+        return
+    yield from describe_unequal(path, what, array, values.to(to_dtype(fmt)) if fmt in FLOAT_TYPES else values)
+
+
+def _compare_operation(
+    content: _FileContent, path: str, module: StoredWeight | StoredPalette | StoredStub, names: set[str]
+) -> Iterator[str]:
+    """Check that one operation reads all constants of a module."""
+    first = constant_name(f"{path}.{'scale' if isinstance(module, StoredStub) else 'codes'}")
+    operations = content.operations.get(first, [])
+    if isinstance(module, StoredStub):
+        kinds = {name for name, _ in operations}
+        if kinds != {"coreai.quantize", "coreai.dequantize"}:
+            yield f"{path}: the file does not quantize here"
+    elif not any(name in _WEIGHT_OPERATIONS for name, _ in operations):
+        yield f"{path}: its weight is not in the file as codes"
+    for name, operands in operations:
+        if not names <= set(operands):
+            yield f"{path}: {name} in the file does not read all of its constants"

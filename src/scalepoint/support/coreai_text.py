@@ -1,0 +1,155 @@
+"""The text form of a Core AI program: its operations, and its constants as bytes by name.
+
+    %8 = coreai.constant dense_resource<layer.fc.codes> : tensor<100x128xsi4>
+    ...
+    layer.fc.codes: "0x10000000341376..."          4 bytes of alignment, then the elements, bits packed low first
+
+The compiler gives every large constant a name that differs from process to process, so `rename_constants` numbers
+them. `convert_floats` changes float32 into float16 or back. The child program of the runtime loads this file too, so it
+imports nothing of scalepoint.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+OWN_PREFIX = "layer."  # constants that the writer has named; the compiler's names start differently
+ALIGNMENT = "10000000"  # 16 bytes, as 4 little-endian bytes in hexadecimal digits
+NUMPY_TYPES = {"f16": np.float16, "f32": np.float32}
+_RESOURCE = re.compile(r'^ *"?([^\s":]+)"?: "0x[0-9A-F]{8}([0-9A-F]*)"', re.MULTILINE)
+_CONSTANT = re.compile(r"^( *%\S+ = coreai\.constant )(dense\S*<.*>)( : tensor<(?:[\d?]+x)*)(\w+)(>.*)$")
+_USE = re.compile(r"dense_resource<([^>]+)>")
+_NUMBER = re.compile(r"0x[0-9A-F]+|-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
+_ARGUMENT = re.compile(r"(%arg\d+): (tensor<[^>]*>)")
+
+
+@dataclass(frozen=True)
+class ProgramText:
+    """Operations, one line each, and the elements of named constants in hexadecimal digits."""
+
+    lines: tuple[str, ...]
+    constants: dict[str, str]
+
+    def __str__(self) -> str:
+        operations = "\n".join(self.lines)
+        if not self.constants:
+            return f"{operations}\n"
+        constants = ",\n".join(f'      {name}: "0x{ALIGNMENT}{digits}"' for name, digits in self.constants.items())
+        return f"{operations}\n{{-#\n  dialect_resources: {{\n    builtin: {{\n{constants}\n    }}\n  }}\n#-}}\n"
+
+
+def parse_program(text: str) -> ProgramText:
+    """Parse the text that the compiler prints."""
+    operations, _, resources = text.partition("\n{-#\n")
+    return ProgramText(tuple(operations.rstrip().split("\n")), dict(_RESOURCE.findall(resources)))
+
+
+def rename_constants(program: ProgramText) -> ProgramText:
+    """Number the constants that the compiler has named, in the order of their use."""
+    names: dict[str, str] = {}
+    for line in program.lines:
+        for name in _USE.findall(line):
+            if name not in names:
+                names[name] = name if name.startswith(OWN_PREFIX) else f"constant.{len(names)}"
+    lines = tuple(_USE.sub(lambda use: f"dense_resource<{names[use[1]]}>", line) for line in program.lines)
+    constants = {new: program.constants[old] for old, new in names.items()}
+    return ProgramText(lines, dict(sorted(constants.items())))
+
+
+def convert_floats(program: ProgramText, source: str, result: str, *, keeps_interface: bool) -> ProgramText:
+    """Convert every tensor of one float type to another.
+
+    Values beyond the largest float16 become that number, except infinity.
+
+    Args:
+        program: The program.
+        source: "f32" or "f16".
+        result: The other one.
+        keeps_interface: Leave inputs and outputs as they are, with casts next to them.
+    """
+    constants = dict(program.constants)
+    type_pattern = re.compile(rf"(?<=[x<]){source}(?=[,>])")
+
+    def replace_types(line: str) -> str:
+        return type_pattern.sub(result, line)
+
+    lines: list[str] = []
+    cast_inputs: dict[str, str] = {}
+    for line in program.lines:
+        constant = _CONSTANT.match(line)
+        if constant is not None and constant[4] == source:
+            lines.append(replace_types(_convert_constant(constant, constants, source, result)))
+        elif line.startswith("  coreai.graph ") and keeps_interface:
+            lines.append(line)
+            for name, tensor_type in _ARGUMENT.findall(line):
+                if type_pattern.search(tensor_type):
+                    cast_inputs[name] = f"{name}_{result}"
+                    lines.append(
+                        f"    {name}_{result} = coreai.cast {name} : {tensor_type} to {replace_types(tensor_type)}"
+                    )
+        elif line.startswith("    coreai.output ") and keeps_interface:
+            lines += _cast_outputs(_replace_operands(line, cast_inputs), type_pattern, replace_types)
+        else:
+            lines.append(replace_types(_replace_operands(line, cast_inputs)))
+    return ProgramText(tuple(lines), constants)
+
+
+def _replace_operands(line: str, names: dict[str, str]) -> str:
+    return re.sub(r"%arg\d+", lambda use: names.get(use[0], use[0]), line) if names else line
+
+
+def _cast_outputs(line: str, type_pattern: re.Pattern[str], replace_types: Callable[[str], str]) -> list[str]:
+    """Return the casts of all converted outputs, and the line that returns them."""
+    values, _, types = line.strip().removeprefix("coreai.output ").partition(" : ")
+    lines, names = [], values.split(", ")
+    for index, tensor_type in enumerate(re.findall(r"tensor<[^>]*>", types)):
+        if type_pattern.search(tensor_type):
+            lines.append(
+                f"    %output{index} = coreai.cast {names[index]} : {replace_types(tensor_type)} to {tensor_type}"
+            )
+            names[index] = f"%output{index}"
+    return [*lines, f"    coreai.output {', '.join(names)} : {types}"]
+
+
+def _convert_constant(match: re.Match[str], constants: dict[str, str], source: str, result: str) -> str:
+    """Convert the elements of a constant: named, inline in hexadecimal digits, or inline as numbers."""
+    start, value, *rest = match.groups()
+    if value.startswith("dense_resource<"):
+        name = value.removeprefix("dense_resource<").removesuffix(">")
+        constants[name] = _convert_bytes(constants[name], source, result)
+    elif value.startswith('dense<"0x'):
+        digits = value.removeprefix('dense<"0x').removesuffix('">')
+        value = f'dense<"0x{_convert_bytes(digits, source, result)}">'
+    else:
+        value = _NUMBER.sub(lambda number: _format(_parse(number[0], source), result), value)
+    return "".join((start, value, *rest))
+
+
+def _convert_bytes(digits: str, source: str, result: str) -> str:
+    values = np.frombuffer(bytes.fromhex(digits), NUMPY_TYPES[source])
+    return _round(values, result).tobytes().hex().upper()
+
+
+def _round(values: np.ndarray, result: str) -> np.ndarray:
+    """Convert to a float type: finite values stay finite."""
+    dtype = NUMPY_TYPES[result]
+    largest = np.finfo(dtype).max
+    with np.errstate(over="ignore"):
+        return np.where(np.isfinite(values), np.clip(values, -largest, largest), values).astype(dtype)
+
+
+def _parse(number: str, source: str) -> np.ndarray:
+    """Read a number; infinity and NaN are printed as their bits."""
+    dtype = NUMPY_TYPES[source]
+    if number.startswith("0x"):
+        return np.frombuffer(int(number, 16).to_bytes(np.dtype(dtype).itemsize, "little"), dtype)[0]
+    return np.asarray(float(number), dtype)
+
+
+def _format(value: np.ndarray, result: str) -> str:
+    converted = _round(value, result)
+    if np.isfinite(converted):
+        return f"{float(converted):.9e}"
+    return "0x" + converted.tobytes()[::-1].hex().upper()

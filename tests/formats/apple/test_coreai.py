@@ -1,0 +1,261 @@
+"""An .aimodel equals the model bit by bit, and Core AI's own runtime computes what the model computes."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint import export
+from scalepoint.errors import ExportError, StoreError, TargetError, VerificationError
+from scalepoint.formats import find_format
+from scalepoint.formats.apple.coreai.elements import from_bytes, to_bytes
+from scalepoint.formats.apple.coreai.package import PROGRAM_FILE, read_program, write_package
+from scalepoint.quantize import QuantConfig
+from scalepoint.quantize.quantize_model import quantize
+from scalepoint.spec import QuantizationSpec
+from scalepoint.support.coreai_text import ProgramText, convert_floats
+from scalepoint.support.files import compute_digest
+from scalepoint.verification import Status
+from tests.errors import raises
+from tests.formats.apple.conftest import CONFIGS, net, pictures, quantized
+
+COREAI = find_format("coreai")
+FAST = ("int8", "weights uint4 per channel", "palettes of 3 bits per group", "weights int4 in blocks")
+
+
+@cache
+def _export_once(config: str, **options) -> tuple[tempfile.TemporaryDirectory, torch.fx.GraphModule]:
+    folder, model = tempfile.TemporaryDirectory(prefix="exported-"), quantized(config, target="coreai")
+    export(model, Path(folder.name) / "m.aimodel", pictures(), **options)
+    return folder, model
+
+
+def exported(config: str = "int8", **options) -> tuple[Path, torch.fx.GraphModule]:
+    """A file that tests only read, and its model."""
+    folder, model = _export_once(config, **options)
+    return Path(folder.name) / "m.aimodel", model
+
+
+def edited(path: Path, edit: Callable[[ProgramText], ProgramText], source: Path) -> Path:
+    """Write a copy of a file with a changed program and its right hash."""
+    from coreai_torch import TorchConverter  # noqa: F401
+
+    path.mkdir()
+    program, metadata = edit(read_program(source)), (source / "metadata.json").read_bytes()
+    write_package(path, program, {})
+    (path / "metadata.json").write_bytes(metadata)
+    return path
+
+
+def with_changed_byte(name: str, program: ProgramText) -> ProgramText:
+    data = bytearray(bytes.fromhex(program.constants[name]))
+    data[0] ^= 1
+    return replace(program, constants={**program.constants, name: data.hex().upper()})
+
+
+@pytest.mark.parametrize(
+    "config", [config if config in FAST else pytest.param(config, marks=pytest.mark.slow) for config in CONFIGS]
+)
+def test_a_file_equals_the_model_bit_by_bit_and_runs_as_simulated(config: str) -> None:
+    path, model = exported(config)
+    result = scalepoint.verify(path, model, pictures())
+    assert result.status == Status.OK, result.message
+    assert result.differences == ()
+    assert result.sqnr > 40
+    assert result.low_precision == 3
+    assert result.executed.get("lut_to_dense", 0) == (3 if config.startswith("palettes") else 0)
+    assert result.executed.get("blockwise_shift_scale", 0) == (0 if config.startswith("palettes") else 3)
+    assert result.executed.get("quantize", 0) == (5 if config.startswith("int8") else 0)
+
+
+def test_a_float32_file_computes_what_the_simulation_computes_and_no_speed_is_claimed() -> None:
+    path, model = exported(float_dtype="float32")
+    result = scalepoint.verify(path, model, pictures(), float_path=path)
+    assert result.sqnr > 100
+    assert result.is_run
+    assert "on a CPU, not on a device" in result.message
+    assert result.latency is None
+    assert "xf16>" not in str(read_program(path))
+    with raises(VerificationError, "speed cannot be measured", "not on a device"):
+        scalepoint.benchmark(path, path)
+
+
+def test_deploy_writes_a_float16_file_with_float32_inputs_and_metadata(tmp_path: Path) -> None:
+    x = pictures()
+    done = scalepoint.deploy(
+        net(), x, [x], target="coreai", output=tmp_path / "out", metadata={"labels": ["cat"]}, progress=False
+    )
+    assert done.path == tmp_path / "out" / "model.aimodel"
+    assert done.verification.holds
+    info = COREAI.about(done.path)
+    assert [(value.name, value.dtype, value.shape) for value in info.inputs] == [("input", "float32", (2, 3, 16, 16))]
+    assert info.made_for == {"target": "coreai"}
+    assert info.metadata["labels"] == '["cat"]'
+    assert done.verification.float_size == COREAI.about(done.float_path).size
+    header, *lines = (line for line in read_program(done.path).lines if line.startswith("  ") and "cast" not in line)
+    assert "xf32>" in header
+    assert not any("xf32>" in line for line in lines if "output" not in line)
+    assert "scalepoint bench" not in str(done.report)
+
+
+def test_weights_take_the_space_of_their_bits(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
+    configs = {
+        8: QuantConfig.weight_only("int8", None),
+        2: QuantConfig.weight_only("int2", None),
+        3: QuantConfig.palettes(3),
+    }
+    for bits, config in configs.items():
+        narrow = quantize(model, x, config, target="coreai", freeze_weights=True)
+        path = export(narrow, tmp_path / f"{bits}.aimodel", x)
+        assert (path / PROGRAM_FILE).stat().st_size == pytest.approx(2 * 256 * 256 * bits / 8, abs=6000)
+        assert COREAI.compare(path, narrow) == []
+
+
+def test_a_changed_code_scale_or_zero_point_is_found_and_named(tmp_path: Path) -> None:
+    path, model = exported()
+    for name, what in (
+        ("layer.4_5.stored_conv.codes", "4_5.stored_conv: 1 of 1152 codes differ in the file"),
+        ("layer.4_5.stored_conv.scale", "4_5.stored_conv: 1 of 32 scales differ in the file"),
+        ("layer.input_quant.zero_point", "input_quant: 1 of 1 zero points differ in the file"),
+    ):
+        changed = edited(tmp_path / f"{name}.aimodel", partial(with_changed_byte, name), path)
+        (difference,) = COREAI.compare(changed, model)
+        assert difference.startswith(what)
+        result = scalepoint.verify(changed, model, pictures(), layers=False)
+        assert not result.holds
+        with raises(VerificationError, "differs from the model", what.partition(":")[0]):
+            result.check()
+
+
+def test_codes_that_are_read_with_the_scale_of_another_layer_are_found(tmp_path: Path) -> None:
+    model = quantize(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval(), torch.randn(2, 8),
+        QuantConfig.weight_only("int8", None), target="coreai", freeze_weights=True,
+    )  # fmt: skip
+    path = export(model, tmp_path / "m.aimodel", torch.randn(2, 8))
+
+    def swap_scales(program: ProgramText) -> ProgramText:
+        names = [name for name in program.constants if name.endswith(".scale")]
+        swapped = {f"<{names[0]}>": f"<{names[1]}>", f"<{names[1]}>": f"<{names[0]}>"}
+        lines = tuple(
+            next((line.replace(old, new) for old, new in swapped.items() if old in line), line)
+            for line in program.lines
+        )
+        return replace(program, lines=lines)
+
+    differences = COREAI.compare(edited(tmp_path / "swapped.aimodel", swap_scales, path), model)
+    assert len(differences) == 2
+    assert all("does not read all of its constants" in difference for difference in differences)
+
+
+def test_truncated_and_damaged_programs_are_reported_without_a_crash(tmp_path: Path) -> None:
+    path, model = exported()
+    damaged = Path(tmp_path / "m.aimodel")
+    damaged.mkdir()
+    for file in path.iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    data = (damaged / PROGRAM_FILE).read_bytes()
+    (damaged / PROGRAM_FILE).write_bytes(data[: len(data) // 2])
+    (difference,) = COREAI.compare(damaged, model)
+    assert "damaged" in difference
+    (damaged / "main.hash").write_bytes(hashlib.sha256(data[: len(data) // 2]).digest())
+    (difference,) = COREAI.compare(damaged, model)
+    assert "cannot read" in difference
+    result = scalepoint.verify(damaged, model, pictures())
+    assert result.status in (Status.CRASHED, Status.FAILED)
+    assert not result.holds
+    (damaged / PROGRAM_FILE).unlink()
+    with pytest.raises(StoreError, match="Core AI package"):
+        COREAI.about(damaged)
+
+
+WRITE = """
+import sys, torch
+from scalepoint import export
+from tests.formats.apple.conftest import pictures, quantized
+for config in ("int8", "palettes of 3 bits per group"):
+    export(quantized(config, target="coreai"), f"{sys.argv[1]}/{config}.aimodel", pictures())
+"""
+
+
+@pytest.mark.slow
+def test_three_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    digests = []
+    for seed in ("0", "1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, "-c", WRITE, str(folder)], env=environment, check=True, capture_output=True)
+        digests.append([compute_digest(path) for path in sorted(folder.iterdir())])
+    assert digests[0] == digests[1] == digests[2]
+
+
+def test_names_of_constants_do_not_come_from_the_process() -> None:
+    path, _ = exported()
+    names = read_program(path).constants
+    assert names
+    assert all(name.startswith(("layer.", "constant.")) for name in names)
+
+
+def test_export_without_coreai_torch_says_how_to_install_it(tmp_path: Path, monkeypatch) -> None:
+    model = quantized(target="coreai")
+    monkeypatch.setitem(sys.modules, "coreai_torch", None)
+    with pytest.raises(ExportError, match=r"pip install 'scalepoint\[coreai\]'"):
+        export(model, tmp_path / "m.aimodel", pictures())
+    assert not (tmp_path / "m.aimodel").exists()
+
+
+def test_unsupported_configs_are_rejected_before_any_work() -> None:
+    clipped = QuantConfig(activation=QuantizationSpec(qscheme="symmetric_with_clipping"))
+    with raises(TargetError, "'coreai'", "symmetric_with_clipping as activation"):
+        quantize(net(), pictures(), clipped, target="coreai")
+    with raises(TargetError, "'coreai'", "float6"):
+        quantize(net(), pictures(), QuantConfig(weight=QuantizationSpec(dtype="float6_e2m3fn")), target="coreai")
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("kind", ["int", "uint"])
+def test_codes_of_every_width_are_packed_and_read_back(kind: str, bits: int) -> None:
+    low = -(2 ** (bits - 1)) if kind == "int" else 0
+    codes = torch.arange(low, low + 2**bits).repeat(3)[: 3 * 2**bits - 1].to(torch.int8 if low else torch.uint8)
+    data = to_bytes(codes, f"{kind}{bits}")
+    assert len(data) == -(-len(codes) * bits // 8)
+    assert np.array_equal(from_bytes(data, f"{kind}{bits}", codes.shape), codes.numpy())
+
+
+def test_conversion_to_float16_rounds_and_the_way_back_is_exact() -> None:
+    values = np.array([0.1, -1.5, 1e-7, 7e4, np.inf, np.nan, 0.0], np.float32)
+    inline = "[1.000000e-01, -1.500000e+00, 1.000000e-07, 7.000000e+04, 0x7F800000, 0x7FC00000, 0.000000e+00]"
+    program = ProgramText(
+        (
+            "module {",
+            f"    %0 = coreai.constant dense<{inline}> : tensor<7xf32>",
+            f'    %1 = coreai.constant dense<"0x{values.tobytes().hex().upper()}"> : tensor<7xf32>',
+            "    %2 = coreai.constant dense_resource<a> : tensor<7xf32>",
+            "    %3 = coreai.constant dense<[1, 2]> : tensor<2xui32>",
+        ),
+        {"a": values.tobytes().hex().upper()},
+    )
+    half = convert_floats(program, "f32", "f16", keeps_interface=False)
+    expected = np.array([0.1, -1.5, 1e-7, 65504, np.inf, np.nan, 0.0]).astype(np.float16)
+    assert np.array_equal(np.frombuffer(bytes.fromhex(half.constants["a"]), np.float16), expected, equal_nan=True)
+    assert half.lines[2].count(expected.tobytes().hex().upper()) == 1
+    assert half.lines[4] == program.lines[4]
+    wide = convert_floats(half, "f16", "f32", keeps_interface=False)
+    back = np.frombuffer(bytes.fromhex(wide.constants["a"]), np.float32)
+    assert np.array_equal(back, expected.astype(np.float32), equal_nan=True)
+    numbers = wide.lines[1].partition("[")[2].partition("]")[0].split(", ")
+    assert np.array(numbers[:4], np.float32).tolist() == expected[:4].astype(float).tolist()
+    assert numbers[4] == "0x7F800000"
