@@ -133,6 +133,7 @@ ALLOWED = {
     "verification/layers.py": "onnx.load, after check_file",
     "formats/onnx/save.py": "reads a file that it has just written",
     "formats/apple/coreml/write.py": "reads a file that it has just written",
+    "formats/apple/coreai/package.py": "reads a file that it has just written",
     "formats/checkpoint_folder/shards.py": "opened for writing",
     "formats/genai/initializers.py": "opened for writing",
     "verification/extraction.py": "opened for writing",

@@ -12,12 +12,14 @@ imports nothing of scalepoint.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+MAIN_GRAPH = " @main("  # other graphs are called by it: compositions such as attention
 OWN_PREFIX = "layer."  # constants that the writer has named; the compiler's names start differently
 ALIGNMENT = "10000000"  # 16 bytes, as 4 little-endian bytes in hexadecimal digits
-NUMPY_TYPES = {"f16": np.float16, "f32": np.float32}
+NUMPY_TYPES: dict[str, Any] = {"f16": np.float16, "f32": np.float32}
 _RESOURCE = re.compile(r'^ *"?([^\s":]+)"?: "0x[0-9A-F]{8}([0-9A-F]*)"', re.MULTILINE)
 _CONSTANT = re.compile(r"^( *%\S+ = coreai\.constant )(dense\S*<.*>)( : tensor<(?:[\d?]+x)*)(\w+)(>.*)$")
 _USE = re.compile(r"dense_resource<([^>]+)>")
@@ -77,11 +79,15 @@ def convert_floats(program: ProgramText, source: str, result: str, *, keeps_inte
 
     lines: list[str] = []
     cast_inputs: dict[str, str] = {}
+    keeps_types = False  # of this graph's inputs and outputs
     for line in program.lines:
+        if line.startswith("  coreai.graph "):
+            keeps_types = keeps_interface and MAIN_GRAPH in line
+            cast_inputs = {}
         constant = _CONSTANT.match(line)
         if constant is not None and constant[4] == source:
             lines.append(replace_types(_convert_constant(constant, constants, source, result)))
-        elif line.startswith("  coreai.graph ") and keeps_interface:
+        elif line.startswith("  coreai.graph ") and keeps_types:
             lines.append(line)
             for name, tensor_type in _ARGUMENT.findall(line):
                 if type_pattern.search(tensor_type):
@@ -89,7 +95,7 @@ def convert_floats(program: ProgramText, source: str, result: str, *, keeps_inte
                     lines.append(
                         f"    {name}_{result} = coreai.cast {name} : {tensor_type} to {replace_types(tensor_type)}"
                     )
-        elif line.startswith("    coreai.output ") and keeps_interface:
+        elif line.startswith("    coreai.output ") and keeps_types:
             lines += _cast_outputs(_replace_operands(line, cast_inputs), type_pattern, replace_types)
         else:
             lines.append(replace_types(_replace_operands(line, cast_inputs)))
@@ -129,10 +135,11 @@ def _convert_constant(match: re.Match[str], constants: dict[str, str], source: s
 
 def _convert_bytes(digits: str, source: str, result: str) -> str:
     values = np.frombuffer(bytes.fromhex(digits), NUMPY_TYPES[source])
-    return _round(values, result).tobytes().hex().upper()
+    data: bytes = _round(values, result).tobytes()
+    return data.hex().upper()
 
 
-def _round(values: np.ndarray, result: str) -> np.ndarray:
+def _round(values: Any, result: str) -> Any:
     """Convert to a float type: finite values stay finite."""
     dtype = NUMPY_TYPES[result]
     largest = np.finfo(dtype).max
@@ -140,7 +147,7 @@ def _round(values: np.ndarray, result: str) -> np.ndarray:
         return np.where(np.isfinite(values), np.clip(values, -largest, largest), values).astype(dtype)
 
 
-def _parse(number: str, source: str) -> np.ndarray:
+def _parse(number: str, source: str) -> Any:
     """Read a number; infinity and NaN are printed as their bits."""
     dtype = NUMPY_TYPES[source]
     if number.startswith("0x"):
@@ -148,8 +155,9 @@ def _parse(number: str, source: str) -> np.ndarray:
     return np.asarray(float(number), dtype)
 
 
-def _format(value: np.ndarray, result: str) -> str:
+def _format(value: Any, result: str) -> str:
     converted = _round(value, result)
     if np.isfinite(converted):
         return f"{float(converted):.9e}"
-    return "0x" + converted.tobytes()[::-1].hex().upper()
+    bits: bytes = converted.tobytes()[::-1]
+    return f"0x{bits.hex().upper()}"

@@ -157,7 +157,7 @@ def test_codes_that_are_read_with_the_scale_of_another_layer_are_found(tmp_path:
 
     differences = COREAI.compare(edited(tmp_path / "swapped.aimodel", swap_scales, path), model)
     assert len(differences) == 2
-    assert all("does not read all of its constants" in difference for difference in differences)
+    assert all("no operation of the file reads all of its constants" in difference for difference in differences)
 
 
 def test_truncated_and_damaged_programs_are_reported_without_a_crash(tmp_path: Path) -> None:
@@ -223,6 +223,47 @@ def test_unsupported_configs_are_rejected_before_any_work() -> None:
         quantize(net(), pictures(), clipped, target="coreai")
     with raises(TargetError, "'coreai'", "float6"):
         quantize(net(), pictures(), QuantConfig(weight=QuantizationSpec(dtype="float6_e2m3fn")), target="coreai")
+
+
+class Rare(nn.Module):
+    """Operations that coreai-torch does not convert."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.linear(x)
+        return {
+            "elu": nn.functional.elu(y, 0.5),
+            "remainder": y % 0.75,
+            "variance": torch.var(y, -1, correction=1),
+            "deviation": y.std(0),
+            "sorted": torch.sort(y, -1, descending=True)[0],
+            "ascending": y.sort(0)[0],
+        }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+
+class Spectrum(Rare):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(self.linear(x)).abs()
+
+
+def test_operations_that_the_converter_lacks_are_decomposed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Rare().eval(), torch.randn(4, 16)
+    narrow = quantize(model, x, QuantConfig.weight_only("int8", None), target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x, float_dtype="float32")
+    result = scalepoint.verify(path, narrow, x)
+    assert len(result.optimized) == 6
+    assert result.sqnr > 60
+
+
+def test_an_operation_that_cannot_be_written_is_named_with_its_line_before_calibration(tmp_path: Path) -> None:
+    calls = []
+    with raises(TargetError, "fft", "test_coreai.py:", "'coreai'", "other operations"):
+        scalepoint.deploy(Spectrum().eval(), torch.randn(4, 16), calls.append, target="coreai", output=tmp_path / "out")
+    assert calls == []
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])

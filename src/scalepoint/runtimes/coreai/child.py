@@ -23,7 +23,7 @@ TEXT = runpy.run_path(str(Path(__file__).parents[2] / "support" / "coreai_text.p
 MAX_FLOAT16_MACS = 10_000_000  # of a program that runs in float16: about 2 seconds
 MAX_MACS = 20_000_000_000  # of a program that runs at all: about 2 minutes
 PROGRAM_FILE = "main.mlirb"
-NUMPY_TYPES = {"f32": np.float32, "f16": np.float16, "i1": np.bool_, "si8": np.int8, "ui8": np.uint8}
+NUMPY_TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "i1": np.bool_, "si8": np.int8, "ui8": np.uint8}
 NUMPY_TYPES |= {"si16": np.int16, "ui16": np.uint16, "si32": np.int32, "ui32": np.uint32}
 PRODUCTS = ("conv1d", "conv2d", "conv3d", "conv_transpose", "batch_matmul")
 WEIGHT_OPERATIONS = ("blockwise_shift_scale", "lut_to_dense")
@@ -45,7 +45,7 @@ class File:
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.path = Path(path)
         self.program = TEXT["parse_program"](str(AIModelAsset.load(path).program))
-        header = next(line for line in self.program.lines if line.startswith("  coreai.graph "))
+        header = next(line for line in self.program.lines if TEXT["MAIN_GRAPH"] in line)
         arguments, _, results = header.partition(") -> ")
         self.input_types = {name: NUMPY_TYPES[element] for _, _, element, name in _SIGNATURE.findall(arguments)}
         self.inputs = list(self.input_types)
@@ -64,7 +64,9 @@ class File:
         if macs > MAX_FLOAT16_MACS and any("xf16>" in line for line in program.lines):
             program = TEXT["convert_floats"](program, "f16", "f32", keeps_interface=True)
             self.note = "its float16 numbers were computed in float32, because this runtime is slow in float16"
-        arrays = {name: np.ascontiguousarray(feeds[name], self.input_types[name]) for name in self.inputs}
+        arrays: dict[str, Any] = {
+            name: np.ascontiguousarray(feeds[name], self.input_types[name]) for name in self.inputs
+        }
         with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
             copy = Path(folder) / "program.aimodel"
             if program is self.program:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, fx
 
 from scalepoint.errors import StoreError
-from scalepoint.formats.apple.coreai.elements import FLOAT_TYPES, element_type, from_bytes
+from scalepoint.formats.apple.coreai.elements import FLOAT_TYPES, element_type, from_bytes, to_bytes
 from scalepoint.formats.apple.coreai.lowering import blockwise_shape, constant_name, table_shape
 from scalepoint.formats.apple.coreai.package import read_metadata, read_program
 from scalepoint.formats.apple.coreai.write import FLOAT_DTYPE_KEY
@@ -23,7 +23,6 @@ from scalepoint.support.coreai_text import ProgramText
 
 _CONSTANT = re.compile(r"^ *(%\S+) = coreai\.constant dense_resource<([^>]+)> : tensor<((?:\d+x)*)(\w+)>")
 _OPERATION = re.compile(r"^ *(%\S+) = (coreai\.\w+) (%[^ ,]+(?:, %[^ ,]+)*)")
-_WEIGHT_OPERATIONS = ("coreai.blockwise_shift_scale", "coreai.lut_to_dense")
 
 
 class _Constant(NamedTuple):
@@ -38,17 +37,28 @@ class _FileContent:
     def __init__(self, program: ProgramText) -> None:
         self.data = program.constants
         self.constants: dict[str, _Constant] = {}
+        self.names_by_value: dict[str, list[str]] = {}
         constant_of_value: dict[str, str] = {}
         self.operations: dict[str, list[tuple[str, tuple[str, ...]]]] = {}  # by operand: operation, all its operands
         for line in program.lines:
             if constant := _CONSTANT.match(line):
                 value, name, sizes, element = constant.groups()
                 self.constants[name] = _Constant(name, tuple(map(int, sizes.split("x")[:-1])), element)
+                self.names_by_value.setdefault(self.data[name], []).append(name)
                 constant_of_value[value] = name
             elif operation := _OPERATION.match(line):
                 operands = tuple(constant_of_value.get(value, "") for value in operation[3].split(", "))
                 for name in filter(None, operands):
                     self.operations.setdefault(name, []).append((operation[2], operands))
+
+    def find(self, name: str, values: Tensor, fmt: str) -> str:
+        """Return the name under which a constant is stored: the compiler stores equal constants once."""
+        if name in self.constants:
+            return name
+        data = to_bytes(values, fmt).hex().upper()
+        expected = (tuple(values.shape), element_type(fmt))
+        candidates = self.names_by_value.get(data, ())
+        return next((other for other in candidates if self.constants[other][1:] == expected), name)
 
 
 def compare_with_model(path: Path, model: fx.GraphModule) -> list[str]:
@@ -67,14 +77,13 @@ def _compare_modules(content: _FileContent, stored: fx.GraphModule, scale_dtype:
     for path, module in stored.named_modules():
         if not isinstance(module, StoredWeight | StoredPalette | StoredStub):
             continue
-        expected = {
-            constant_name(f"{path}.{buffer}"): (what, values, fmt)
-            for buffer, (what, values, fmt) in _list_tensors(module, scale_dtype).items()
-        }
-        compared |= expected.keys()
-        for name, (what, values, fmt) in expected.items():
+        names = set()
+        for buffer, (what, values, fmt) in _list_tensors(module, scale_dtype).items():
+            name = content.find(constant_name(f"{path}.{buffer}"), values, fmt)
+            names.add(name)
             yield from _compare_constant(content, path, name, what, values, fmt)
-        yield from _compare_operation(content, path, module, set(expected))
+        compared |= names
+        yield from _compare_operations(content, path, module, names)
     for name in content.constants:
         if name not in compared and any(op.endswith("quantize") for op, _ in content.operations.get(name, ())):
             yield f"{name}: the file quantizes with this constant, which the model does not have"
@@ -119,18 +128,13 @@ def _compare_constant(
     yield from describe_unequal(path, what, array, values.to(to_dtype(fmt)) if fmt in FLOAT_TYPES else values)
 
 
-def _compare_operation(
+def _compare_operations(
     content: _FileContent, path: str, module: StoredWeight | StoredPalette | StoredStub, names: set[str]
 ) -> Iterator[str]:
-    """Check that one operation reads all constants of a module."""
-    first = constant_name(f"{path}.{'scale' if isinstance(module, StoredStub) else 'codes'}")
-    operations = content.operations.get(first, [])
-    if isinstance(module, StoredStub):
-        kinds = {name for name, _ in operations}
-        if kinds != {"coreai.quantize", "coreai.dequantize"}:
-            yield f"{path}: the file does not quantize here"
-    elif not any(name in _WEIGHT_OPERATIONS for name, _ in operations):
-        yield f"{path}: its weight is not in the file as codes"
-    for name, operands in operations:
-        if not names <= set(operands):
-            yield f"{path}: {name} in the file does not read all of its constants"
+    """Check that an operation of each expected kind reads all constants of a module."""
+    is_stub = isinstance(module, StoredStub)
+    kinds = {kind for name in names for kind, operands in content.operations.get(name, ()) if names <= set(operands)}
+    if is_stub and not kinds >= {"coreai.quantize", "coreai.dequantize"}:
+        yield f"{path}: the file does not quantize with all of its constants"
+    if not is_stub and not kinds & {"coreai.blockwise_shift_scale", "coreai.lut_to_dense"}:
+        yield f"{path}: no operation of the file reads all of its constants"

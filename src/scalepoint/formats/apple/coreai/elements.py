@@ -46,11 +46,12 @@ def from_bytes(data: bytes, fmt: str, shape: Sequence[int]) -> np.ndarray:
     if len(data) != math.ceil(width * count / 8):
         raise ValueError(f"{len(data)} bytes for {count} elements of {width} bits")
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=width * count, bitorder="little").reshape(count, width)
-    codes = (bits << np.arange(width, dtype=np.uint8)).sum(-1, dtype=np.uint8).reshape(shape)
+    codes: np.ndarray = (bits << np.arange(width, dtype=np.uint8)).sum(-1, dtype=np.uint8).reshape(shape)
     if fmt.startswith("uint"):
         return codes
     unused_bits = np.uint8(8 - width)
-    return (codes << unused_bits).view(np.int8) >> unused_bits.view(np.int8)
+    signed: np.ndarray = (codes << unused_bits).view(np.int8) >> unused_bits.view(np.int8)
+    return signed
 
 
 def _integer_width(fmt: str) -> int:

@@ -17,6 +17,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from scalepoint.errors import ExportError, ScalepointError
+from scalepoint.formats.apple.coreai.decompositions import check_operations, decompose_program
 from scalepoint.formats.apple.coreai.file_info import DESCRIPTION_KEY
 from scalepoint.formats.apple.coreai.lowering import register_operators
 from scalepoint.formats.apple.coreai.package import coreai_imported, write_package
@@ -43,11 +44,22 @@ def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
         _write_graph(build_float_graph(model, COREAI_FACTORIES), request.float_path, request, {})
 
 
+def check(model: fx.GraphModule, request: ExportRequest) -> None:
+    """Raise TargetError if the model has an operation that cannot be written. Runs before calibration."""
+    with coreai_imported() as coreai_torch, torch.no_grad():
+        program = _export(build_float_graph(model, COREAI_FACTORIES), request)
+        check_operations(decompose_program(coreai_torch, program))
+
+
+def _export(model: fx.GraphModule, request: ExportRequest) -> ExportedProgram:
+    args, kwargs = inputs_to_float32(request.inputs)
+    return export_graph(prepare_graph(model), args, kwargs, False)
+
+
 def _write_graph(model: fx.GraphModule, path: Path, request: ExportRequest, metadata: Mapping[str, str]) -> None:
     try:
         with coreai_imported() as coreai_torch, torch.no_grad():
-            args, kwargs = inputs_to_float32(request.inputs)
-            program = export_graph(prepare_graph(model), args, kwargs, False)
+            program = _export(model, request)
             text = rename_constants(_convert_program(coreai_torch, program))
             if request.float_dtype == torch.float16:
                 text = convert_floats(text, "f32", "f16", keeps_interface=True)
@@ -61,8 +73,11 @@ def _write_graph(model: fx.GraphModule, path: Path, request: ExportRequest, meta
 
 def _convert_program(coreai_torch: Any, program: ExportedProgram) -> ProgramText:
     names = input_names(program)
-    decomposed = program.run_decompositions(coreai_torch.get_decomp_table())
+    decomposed = decompose_program(coreai_torch, program)
+    check_operations(decomposed)
     for node in decomposed.graph.nodes:
+        if node.op == "placeholder":  # coreai-torch looks constants up by target; names differ in capital letters
+            node.target = node.name
         # coreai-torch reads class names as text from the module stack, which ours does not have.
         for key in ("nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack"):
             node.meta.pop(key, None)
