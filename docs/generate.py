@@ -73,7 +73,8 @@ PROOF = {
 NOT_RUN = {
     "coreai": """Files were run with coreai-core 1.0.0b3 on Linux x86_64, on the CPU. Not run:
 
-- No Apple device: neither macOS 27 nor iOS 27, no Neural Engine, no GPU. The runtime on Linux has no delegates for them.
+- No Apple device: neither macOS 27 nor iOS 27, no Neural Engine, no GPU. The runtime on Linux has none of
+  their kernels.
 - No integer kernels: it computes `quantize` and `dequantize` as float operations. Which of them a device fuses into an
   integer convolution is unknown here.
 - No speed and no memory: times of this runtime say nothing about a device, so none is reported.

@@ -1,7 +1,7 @@
 """Operations that coreai-torch 0.4.3 does not convert, written with operations that it converts.
 
 Each function has the signature of its aten operation. It returns NotImplemented for arguments that it does not take.
-`find_unsupported` finds the operations that remain.
+`check_operations` names an operation that remains.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from scalepoint.compat.torch_names import OpOverload
 from scalepoint.errors import TargetError
 from scalepoint.graph.user_traceback import describe_location, get_operation_name
 
@@ -28,7 +29,7 @@ def check_operations(program: ExportedProgram) -> None:
     from coreai_torch._aten_to_core import _aten_to_core_resolver  # noqa: PLC0415
 
     for node in program.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         namespace, _, name = str(node.target).partition(".")
         is_check = "assert" in name or "sym_constrain" in name  # coreai-torch removes them
