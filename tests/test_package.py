@@ -42,6 +42,7 @@ def test_the_public_names_are_pinned():
         "errors",
         "export",
         "formats",
+        "gate",
         "get_transformation_plan",
         "graph",
         "insert_qdq",

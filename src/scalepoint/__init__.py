@@ -45,6 +45,7 @@ _FUNCTIONS = {
     "deploy": "pipeline.deploy",
     "deploy_checkpoint": "pipeline.deploy_checkpoint",
     "export": "formats",
+    "gate": "report",
     "get_transformation_plan": "transformation",
     "insert_qdq": "quantize",
     "inspect": "analysis",

@@ -18,8 +18,8 @@ from scalepoint.support.interrupts import interrupts_remembered
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, from click or from the copy of click inside typer
 EXIT_CODES = (
     "Exit codes: 0 done and verified; 1 internal error; 2 usage or config; 3 the model cannot be captured or the "
-    "target cannot run it; 4 verification failed or the runtime is missing; 5 accuracy or latency below the given "
-    "limit; 130 interrupted."
+    "target cannot run it; 4 verification failed or the runtime is missing; 5 accuracy, speed or size outside the "
+    "given limits; 130 interrupted."
 )
 
 
@@ -102,6 +102,11 @@ COMMANDS = (
     (files.check, "check", ("scalepoint check model.onnx --target tensorrt --target-version 10.9",)),
     (files.bench, "bench", ("scalepoint bench out/float.onnx out/model.onnx --threads 2 --min-ratio 1.5",)),
     (files.report, "report", ("scalepoint report out/", "scalepoint report out/ --html page.html")),
+    (
+        files.gate,
+        "gate",
+        ("scalepoint gate out/ --max-drop 0.5 --min-speed 1.5 --max-size 30MB", "scalepoint gate out/ --json"),
+    ),
     (
         verify.compare,
         "compare",

@@ -2,7 +2,7 @@
 
 0 done and verified          3 the model cannot be captured, or the target cannot run it
 1 internal error             4 exported, but verification failed or the runtime is missing
-2 usage or config            5 accuracy or latency below the given limit          130 interrupted
+2 usage or config            5 accuracy, speed or size outside given limits       130 interrupted
 """
 
 import sys

@@ -1,6 +1,8 @@
-"""The commands `scalepoint check`, `bench` and `report`, which work on existing files."""
+"""The commands `scalepoint check`, `bench`, `report` and `gate`, which work on existing files."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,12 +14,13 @@ from rich.text import Text
 from scalepoint.cli import flags
 from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.load_objects import load_public
-from scalepoint.cli.output import Listing, say, show, show_json
+from scalepoint.cli.output import Listing, say, show, show_json, write
 from scalepoint.errors import TargetError, UsageError
 from scalepoint.support.formatting import format_ratio, format_size, format_time, to_one_line
 
 MAX_SHOWN_NODES = 3  # nodes of one finding
 MAX_SLOWEST_LAYERS = 10
+SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"  # set by GitHub Actions: a file that the page of the job shows
 OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")]
 
 
@@ -264,6 +267,48 @@ def report(
     if page.is_file():
         say(f"page: {page}")
     return Code.DONE
+
+
+def gate(
+    folder: flags.Folder,
+    max_drop: Annotated[
+        float | None, typer.Option(help="Largest allowed drop of the metric from the float model.")
+    ] = None,
+    min_speed: Annotated[
+        float | None, typer.Option(help="Smallest allowed speed relative to the fastest float file, such as 1.5.")
+    ] = None,
+    max_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Largest allowed size of the file, such as 30MB or 8MiB.")
+    ] = None,
+    allow_unverified: Annotated[
+        bool, typer.Option("--allow-unverified", help="Accept a file that could not run in its runtime.")
+    ] = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
+) -> int:
+    """Check a deployment against limits, for CI. Prints a Markdown summary; runs no model.
+
+    Exit code 0: all passed. 5: a limit is exceeded. 4: the file does not match the simulation, was not run, or changed
+    after it was measured. 2: there is no report, or a limit cannot be checked because its value was not measured.
+    In GitHub Actions the summary is also appended to the page of the job.
+    """
+    from scalepoint.report import Outcome
+
+    limits = {"max_drop": max_drop, "min_speed": min_speed, "max_size": max_size}
+    result = load_public("gate")(folder, **limits, allow_unverified=allow_unverified)
+    codes = {Outcome.UNVERIFIED: Code.UNVERIFIED, Outcome.FAILED: Code.LIMIT, Outcome.NOT_MEASURED: Code.USAGE}
+    code = next((code for outcome, code in codes.items() if result.with_outcome(outcome)), Code.DONE)
+    summary = result.to_markdown()
+    if summary_path := os.environ.get(SUMMARY_VARIABLE):
+        with Path(summary_path).open("a", encoding="utf-8") as file:
+            file.write(summary)
+    if json:
+        show_json("gate", {"exit_code": int(code), **result.to_dict()})
+    else:
+        write(sys.stdout, summary)
+    if code:
+        say(f"failed: {', '.join(check.name for check in result.checks if check.outcome != Outcome.PASSED)}", "red")
+    return code
 
 
 def _check_file(path: Path, suffix: str | None = ".onnx") -> None:
