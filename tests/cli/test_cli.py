@@ -352,6 +352,8 @@ NAMES_OF_OBJECTS = {
 }  # Python passes objects instead
 RUN_FLAGS = {"smoke", "resume", "force"}  # for one run, not in a config
 FLAGS_OF_ONE_COMMAND = {
+    "max_size",
+    "allow_unverified",
     "folder",
     "path",
     "first",

@@ -46,7 +46,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_action(cwd: Path, summary: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
     """Run the last step of action.yml, as GitHub does: its script in bash, with the inputs as variables."""
     action = yaml.safe_load(ACTION.read_text())
-    values = {name: str(given["default"]) for name, given in action["inputs"].items()} | inputs
+    values = {name: str(declared["default"]) for name, declared in action["inputs"].items()} | inputs
     assert set(inputs) <= set(action["inputs"])
     step = action["runs"]["steps"][-1]
     variables = {
