@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scalepoint.errors import UsageError
 
-_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+_HAS_PAGES = hasattr(mmap, "MADV_DONTNEED")  # not on Windows: there the memory of a tensor stays until it is deleted
 
 
 def release_freed_memory() -> None:
@@ -25,6 +25,13 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):  # musl, macOS and Windows have no malloc_trim and do not need it
         return
+
+
+def _reserve(size: int) -> mmap.mmap:
+    """Reserve address space. Memory is used once a value is written."""
+    if not _HAS_PAGES:
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
 
 
 class PagedTensors:
@@ -39,7 +46,7 @@ class PagedTensors:
         if not size.numel():
             return torch.empty(size, dtype=dtype)
         try:
-            pages = mmap.mmap(-1, size.numel() * dtype.itemsize, flags=_FLAGS)
+            pages = _reserve(size.numel() * dtype.itemsize)
         except OSError as error:
             raise UsageError(
                 f"no address space for a weight of shape {tuple(size)} ({error}): raise the limit of `ulimit -v`, or "
@@ -56,6 +63,9 @@ class PagedTensors:
 
     def drop(self, tensor: Tensor) -> None:
         """Release the memory of a tensor."""
+        if not _HAS_PAGES:
+            tensor.detach().zero_()
+            return
         self._pages[tensor.data_ptr()].madvise(mmap.MADV_DONTNEED)
         # Writing zero elements increments the version counter, so caches that depend on the values are invalidated.
         tensor.detach()[..., :0].zero_()

@@ -21,7 +21,6 @@ import io
 import json
 import math
 import os
-import resource
 import runpy
 import select
 import statistics
@@ -33,6 +32,11 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import numpy as np
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 OUT_OF_MEMORY = 70  # exit code
 NOT_EVALUATED = 71  # exit code if File raised one of its `gaps`
@@ -73,6 +77,8 @@ def main() -> None:
 
 def _limit_memory(size: int | None) -> None:
     """Set the limit of one task. Only the soft limit, so that the next task can have a higher one."""
+    if resource is None:
+        return
     hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if size is None or (hard_limit != resource.RLIM_INFINITY and size > hard_limit):
         size = hard_limit
@@ -82,8 +88,11 @@ def _limit_memory(size: int | None) -> None:
 def _exit_with_parent() -> None:
     """Exit soon after the parent closed stdin, even in the middle of a run.
 
-    `poll` reports the end of a pipe without reading from it, so requests stay in the pipe for the main thread.
+    `poll` reports the end of a pipe without reading from it, so requests stay in the pipe for the main thread. Windows
+    has no `poll`: there this process exits at the end of its run.
     """
+    if not hasattr(select, "poll"):
+        return
     stdin = select.poll()
     stdin.register(0, 0)
     stdin.poll()

@@ -30,6 +30,7 @@ from scalepoint.support.files import TemporaryFolder
 TIMEOUT_SECONDS = 600
 CHILD_LOOP = Path(__file__).with_name("child_loop.py")
 TRACEBACK_HEADER = "Traceback (most recent call last)"
+ASSUMED_MEMORY_BYTES = 8_000_000_000  # where the system does not say how much it has
 STDERR_BYTES = 65_536  # of the end of stderr, which contains the error
 
 
@@ -55,6 +56,8 @@ class TaskResult:
 
 def total_memory() -> int:
     """Return the bytes of memory of this machine, the default limit of a child."""
+    if not hasattr(os, "sysconf"):  # Windows, where children run without a limit
+        return ASSUMED_MEMORY_BYTES
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

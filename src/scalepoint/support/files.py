@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from scalepoint.errors import StoreError
 
+IS_WINDOWS = os.name == "nt"
 TEMPORARY_PREFIX = ".tmp-"
 TEMPORARY_FOLDER_PREFIX = "scalepoint-"  # in the system's temporary folder
 LOCK_FILE = ".lock"
@@ -228,8 +229,8 @@ class TemporaryFolder:
             ) from error
 
     def close(self) -> None:
+        self._lock.release()  # first: Windows does not delete an open file
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
 
     def __enter__(self) -> Path:
         return self.path
@@ -243,8 +244,8 @@ def remove_leftover_folders() -> None:
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_FOLDER_PREFIX}*"):
             with suppress(OSError):
-                if path.is_symlink() or path.stat().st_uid != os.geteuid():
-                    continue
+                if path.is_symlink() or (hasattr(os, "geteuid") and path.stat().st_uid != os.geteuid()):
+                    continue  # of another user; on Windows every user has a temporary folder of their own
                 # A process locks its folder shortly after it is created: keep new folders.
                 if time.time() - (path / LOCK_FILE).stat().st_mtime > MIN_AGE_SECONDS:
                     with suppress(Timeout), _lock_of(path):
@@ -265,7 +266,9 @@ def _write_bytes(path: Path, data: bytes) -> None:
 
 def _flush(path: Path) -> None:
     """Flush a file, or the renames in a folder, to the disk, so that a power cut does not undo them."""
-    handle = os.open(path, os.O_RDONLY)
+    if IS_WINDOWS and path.is_dir():
+        return  # Windows cannot open a folder
+    handle = os.open(path, os.O_RDWR if IS_WINDOWS else os.O_RDONLY)  # Windows flushes only what can be written
     try:
         os.fsync(handle)
     finally:

@@ -19,6 +19,8 @@ from typing import IO, Any
 from scalepoint.errors import DocumentError, short_repr
 
 MAX_BYTES = 1_000_000  # of a text
+# O_BINARY exists on Windows only, where text mode would change line ends; the other two exist everywhere else.
+OPEN_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 LARGEST_PROTOBUF = 2**31 - 1  # bytes
 LARGEST_FLATBUFFER = 2**31 - 1  # bytes: offsets are signed 32-bit integers
 
@@ -138,7 +140,7 @@ def _path_in_errors(path: Path) -> Iterator[None]:
 @contextmanager
 def _opened(path: Path, limit: int | None) -> Iterator[IO[bytes]]:
     # The file may have been replaced since check_file: opening a FIFO without O_NONBLOCK would wait for a writer.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with os.fdopen(os.open(path, OPEN_FLAGS), "rb") as file:
         _check_status(path, os.fstat(file.fileno()), limit)
         yield file
 

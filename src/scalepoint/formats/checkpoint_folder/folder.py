@@ -81,7 +81,7 @@ def attention_layers(source: Source) -> list[str]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    path.write_bytes(json.dumps(value, indent=2).encode() + b"\n")
 
 
 def write_config(folder: Path, source: Source, quantization: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ class ShardWriter:
             (self.folder / _temporary_name(number)).rename(self.folder / file_name)
         weight_map = {name: file_names[number - 1] for name, number in sorted(self.shard_numbers.items())}
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (self.folder / "model.safetensors.index.json").write_bytes(json.dumps(index, indent=2).encode() + b"\n")
 
     def abort(self) -> None:
         """Close the open shard; the caller deletes the folder."""

@@ -57,7 +57,7 @@ def _write_folder(checkpoint: QuantizedCheckpoint, decoder: Decoder, folder: Pat
         NetworkWriter(graph, decoder).write()
     _save_graph(graph, decoder, folder / MODEL_FILE, checkpoint.cache)
     config = build_genai_config(decoder, _read_generation_config(checkpoint.source))
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG_FILE).write_bytes(json.dumps(config, indent=2).encode() + b"\n")
     for file in checkpoint.source.tokenizer_files:
         shutil.copyfile(file, folder / file.name)
 

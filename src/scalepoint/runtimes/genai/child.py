@@ -27,7 +27,7 @@ class File:
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.folder, self.options = Path(path), options
-        self.config = json.loads((self.folder / "genai_config.json").read_text())["model"]["decoder"]
+        self.config = json.loads((self.folder / "genai_config.json").read_text("utf-8"))["model"]["decoder"]
         self.session: Any = None  # ONNX Runtime session, computes logits
         self.model: Any = None  # GenAI model, generates text
         self.inputs = ["input_ids"]

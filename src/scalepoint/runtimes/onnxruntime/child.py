@@ -71,7 +71,7 @@ class File:
     def profiled(self) -> list[dict[str, Any]]:
         """Return the median time of each node from the profile of ONNX Runtime, without the first run."""
         run_times: dict[tuple[str, str, str], list[float]] = {}  # (index, name, operator) -> seconds in each run
-        for event in json.loads(Path(self.session.end_profiling()).read_text()):
+        for event in json.loads(Path(self.session.end_profiling()).read_text("utf-8")):
             if event.get("cat") == "Node" and event["name"].endswith(KERNEL_EVENT_SUFFIX):
                 index, op = str(event["args"].get("node_index", "")), str(event["args"].get("op_name", ""))
                 name = event["name"].removesuffix(KERNEL_EVENT_SUFFIX)

@@ -71,7 +71,7 @@ class File:
 
 
 def _load_model(folder: Path) -> Any:
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     settings = config.get("quantization_config", {})
     options = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
     if settings.get("quant_method") not in ("gptq", "awq"):
