@@ -39,7 +39,7 @@ UNSAID, ALL, FAST = QuantConfig(), QuantConfig(speed_first=False), QuantConfig(s
 
 EXPECTED_FILES = {
     "model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt",
-    ".scalepoint-files.json", "inputs.safetensors",
+    ".scalepoint-files.json", "inputs.safetensors", "README.md", "use.py", "bom.cdx.json",
 }  # fmt: skip
 PLAIN = "float_plain.onnx"  # kept where it is the faster float file
 

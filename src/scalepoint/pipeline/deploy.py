@@ -30,6 +30,7 @@ from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import DEFAULT_CHOICES, Accuracy, Command, DeployOptions, Placement
 from scalepoint.pipeline import stages
 from scalepoint.pipeline.build_report import build_report
+from scalepoint.pipeline.describe_output import write_description_files
 from scalepoint.pipeline.job import Job, prepare_job
 from scalepoint.pipeline.local_placement import is_measured_here, search_placement
 from scalepoint.pipeline.onnx_source import check_source_file
@@ -223,6 +224,7 @@ def run_job(context: StageContext) -> Deployment:
     def finish() -> None:
         stages.extract_departure(context, best)
         write_run_files(context, best, trials)
+        write_description_files(context, best, report)
         workspace.finish()
 
     distributed.run_on_main("writing the last files", finish)

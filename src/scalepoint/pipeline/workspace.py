@@ -9,6 +9,7 @@ written (support/output_folder.py), and only files in the list are ever deleted.
 ranks a workspace has only the paths.
 """
 
+import os
 import re
 import warnings
 from abc import ABC, abstractmethod
@@ -18,7 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from scalepoint import distributed
-from scalepoint.errors import NonFiniteError, StoreError, UsageError
+from scalepoint.errors import NonFiniteError, ScalepointWarning, StoreError, UsageError
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.pipeline.cache import StageCache
 from scalepoint.report import Report, write
 from scalepoint.report.html import HTML_FILE, JSON_FILE
@@ -41,6 +43,7 @@ from scalepoint.verification.inputs import INPUTS_FILE
 
 WORK_FOLDER = ".scalepoint"
 LOG_FILE, BEST_CONFIG_FILE, SCRIPT_FILE = "log.txt", "kept.yaml", "reproduce.py"
+CARD_FILE, USE_FILE, BOM_FILE = "README.md", "use.py", "bom.cdx.json"
 FAILING_FOLDER, QUANTIZED_FOLDER = "failing", "quantized"
 FILE_STEM, FLOAT_STEM, PLAIN_STEM = "model", "float", "float_plain"  # names without the suffix of the format
 SOURCE_STEM = "original"  # a copy of the .onnx file that the model was read from
@@ -54,6 +57,9 @@ OUTPUT_NAMES = (
     INPUTS_FILE,
     BEST_CONFIG_FILE,
     SCRIPT_FILE,
+    CARD_FILE,
+    USE_FILE,
+    BOM_FILE,
 )
 CONTINUE_HINT = "continue with resume=True (--resume), or start again with force=True (--force)"
 OVERWRITE_HINT = "choose another output, or overwrite it with force=True (--force)"
@@ -172,6 +178,20 @@ class Workspace(ABC):
     def write_text(self, name: str, text: str) -> None:
         replace_text(self.folder / name, text)
         self.record([self.folder / name])
+
+    def write_unless_foreign(self, name: str, text: str) -> None:
+        """Write a file, unless there is one that scalepoint did not write, or that was edited since."""
+        path = self.folder / name
+        if os.path.lexists(path) and name not in WrittenFiles(self.folder):
+            message = f"{path} is not ours, or was edited: it stays as it is, and ours is not written"
+            warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+            return
+        self.write_text(name, text)
+
+    def hashes(self) -> dict[str, str]:
+        """Return the sha256 of every file that this run wrote, by name."""
+        records = WrittenFiles(self.folder).records
+        return {name: records[name].sha256 for name in dict.fromkeys(self._file_names)}
 
     def write_report(self, report: Report) -> None:
         """Write report.json and report.html."""

@@ -36,7 +36,7 @@ import numpy as np
 try:
     import resource
 except ImportError:  # Windows
-    resource = None
+    resource = None  # type: ignore[assignment]
 
 OUT_OF_MEMORY = 70  # exit code
 NOT_EVALUATED = 71  # exit code if File raised one of its `gaps`
