@@ -113,7 +113,7 @@ def test_nothing_but_the_best_file_stays(searched):
     _, folder = searched
     assert {path.name for path in folder.iterdir()} == {
         "model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt",
-        ".scalepoint-files.json", "README.md", "use.py", "bom.cdx.json",
+        ".scalepoint-files.json", "README.md", "bom.cdx.json",
     }  # fmt: skip
 
 
