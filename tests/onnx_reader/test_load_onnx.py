@@ -143,6 +143,34 @@ def test_a_shape_that_is_compared_with_filled_numbers_is_known_in_a_captured_gra
     torch.testing.assert_close(graph(*inputs), torch.full((2, 3), 2.0))
 
 
+@pytest.mark.parametrize("has_nan_rows", [False, True])
+def test_attention_that_is_spelled_out_becomes_scaled_dot_product_attention(has_nan_rows):
+    """As torch.onnx.export writes it: the root of the scale on both sides, a mask, rows without a key as 0."""
+    rows = "s = Softmax<axis = -1>(masked) bad = IsNaN(s) p = Where(bad, zero, s)"
+    rows = rows if has_nan_rows else "p = Softmax<axis = -1>(masked)"
+    model = model_of(
+        f"""net (float[n, 2, 5, 4] q, float[n, 2, 5, 4] k, float[n, 2, 5, 4] v, float[5, 5] m) => (float[n, 2, 5, 4] y)
+        {{
+            a = Mul(q, root)
+            t = Transpose<perm = [0, 1, 3, 2]>(k)
+            b = Mul(t, root)
+            scores = MatMul(a, b)
+            masked = Add(scores, m)
+            {rows}
+            y = MatMul(p, v)
+        }}""",
+        root=np.float32(0.5**0.5),
+        zero=np.float32(0),
+    )
+    inputs = (*(torch.from_numpy(random(2, 2, 5, 4, seed=seed)) for seed in range(3)), torch.from_numpy(random(5, 5)))
+    loaded = scalepoint.load_onnx(model)
+    expected = nn.functional.scaled_dot_product_attention(*inputs)
+    torch.testing.assert_close(loaded(*inputs), expected)
+    assert scalepoint.transform(loaded, inputs, dynamic=False).report.counts() == {
+        "ScaledDotProductAttentionPattern": 1
+    }
+
+
 def test_weights_behind_other_constants_are_found():
     model = model_of(
         """net (float[2, 4] x) => (float[2, 3] y) {

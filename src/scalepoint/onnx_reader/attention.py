@@ -123,6 +123,17 @@ def _spelled_attention(
     return probabilities @ value, stages[mode]
 
 
+@operator("AttentionScores")
+def attention_scores(node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Softmax(scale * query @ key + mask) @ value; rewrites.py has joined these nodes. The key is transposed."""
+    axis, sizes = node.get("axis"), [(x.shape[:-2]) for x in (query, key, value)]
+    is_last = query.ndim == key.ndim == value.ndim > 2 and axis in (-1, query.ndim - 1)
+    if is_last and sizes[0] == sizes[1] == sizes[2]:
+        return F.scaled_dot_product_attention(query, key.transpose(-1, -2), value, mask, scale=node.get("scale"))
+    scores = query @ key * node.get("scale")
+    return torch.softmax(scores if mask is None else scores + mask, axis) @ value
+
+
 @operator("RotaryEmbedding")
 def rotary_embedding(node: Node, x: Tensor, cosine: Tensor, sine: Tensor, positions: Tensor | None = None) -> Tensor:
     has_joined_heads = x.ndim == 3

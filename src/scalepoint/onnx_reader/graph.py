@@ -141,6 +141,8 @@ class GraphModule(nn.Module):
                 if argument.name in self._parameters
                 else self.get_buffer(argument.name)
             )
+        if isinstance(argument, str) and argument not in values:
+            raise OnnxReadError(f"no node computes the value {argument!r} before it is read")
         return values[argument] if isinstance(argument, str) else argument
 
 
@@ -315,23 +317,28 @@ class ModuleBuilder:
         if node.operator == "If":
             return self._make_if(node)
         if node.operator in CONTROL_FLOW:
-            body: Any = self._build_body(node.get("body"))
+            body: Any = self._build_body(node, "body")
             return Loop(node, body) if node.operator == "Loop" else Scan(node, body)
         find_operator(node)  # raises if there is none
         return OperatorModule(node)
 
-    def _build_body(self, graph: Graph) -> GraphModule:
+    def _build_body(self, node: Node, attribute: str) -> GraphModule:
+        graph = node.get(attribute)
+        if not isinstance(graph, Graph):
+            raise OnnxReadError(f"{node}: its attribute {attribute} is missing")
         return ModuleBuilder(graph, GraphModule(graph.inputs, graph.outputs), self.constants).build()
 
     def _make_if(self, node: Node) -> nn.Module:
         """Build both branches, or the one that a constant chooses."""
+        if not node.inputs:
+            raise OnnxReadError(f"{node}: its condition is missing")
         condition = self.constants.get(node.inputs[0])
         choices = (True, False) if condition is None else (bool(as_number(condition)),)
         branches: dict[bool, nn.Module] = {}
         errors: dict[bool, str] = {}
         for choice in choices:
             try:
-                branches[choice] = self._build_body(node.get(BRANCHES[choice]))
+                branches[choice] = self._build_body(node, BRANCHES[choice])
             except OnnxReadError as error:
                 if len(choices) == 1:
                     raise

@@ -6,6 +6,7 @@
     Gelu        0.5 * x * (1 + Erf(x / sqrt(2)))  in its orders; also with Tanh
     LayerNormalization   (x - mean) / sqrt(mean((x - mean)^2) + e) * w + b
     RMSNormalization     x / sqrt(mean(x^2) + e) * w
+    AttentionScores      Softmax(scale * q @ k + mask) @ v    k transposed
 
 A rule looks at the last node of a spelling and returns the node that replaces it. Nodes in between stay if others read
 them, and are dropped as unused if not.
@@ -21,13 +22,22 @@ from torch import Tensor
 from scalepoint.onnx_reader.operators import Node
 from scalepoint.onnx_reader.values import KnownArray
 
+# Inputs of the operators that rules take apart; all others have at least one.
+INPUT_COUNTS = {"Add": 2, "Div": 2, "MatMul": 2, "Mul": 2, "Pow": 2, "Sub": 2, "Where": 3}
+
+
+def has_all_inputs(node: Node) -> bool:
+    """Whether a node has as many inputs as its operator needs: those of a damaged file may not."""
+    count = len(node.inputs)
+    return count == INPUT_COUNTS.get(node.operator, max(count, 1))
+
 
 class Spelling:
     """The nodes of a graph by what they make, and its constants, for rules that look upwards."""
 
     def __init__(self, nodes: Sequence[Node], constants: Mapping[str, Any]) -> None:
         self.constants = constants
-        self.makers = {name: node for node in nodes for name in node.outputs if name}
+        self.makers = {name: node for node in nodes if has_all_inputs(node) for name in node.outputs if name}
 
     def maker(self, name: str, *operators: str) -> Node | None:
         """Return the node that makes a value if it is one of these operators."""
@@ -61,6 +71,9 @@ class Spelling:
         return None
 
 
+FLOAT = 1  # ONNX's number of float32
+SOFTMAX_OF_LAST_AXIS = 13  # opset since which Softmax is over one axis, by default the last one
+
 Rule = Callable[[Node, Spelling], Node | None]
 
 
@@ -70,7 +83,7 @@ def rewrite(nodes: Sequence[Node], constants: Mapping[str, Any]) -> list[Node]:
     for rule in RULES:
         spelling = Spelling(nodes, constants)
         for index, node in enumerate(nodes):
-            replacement = rule(node, spelling)
+            replacement = rule(node, spelling) if has_all_inputs(node) else None
             if replacement is not None:
                 nodes[index] = replacement
                 spelling.makers.update(dict.fromkeys(filter(None, replacement.outputs), replacement))
@@ -228,7 +241,9 @@ def join_norm_scale(node: Node, spelling: Spelling) -> Node | None:
         weight = spelling.tensor(weight_name)
         if weight is None or weight.ndim != 1 or not weight.is_floating_point():
             continue
-        normalized = _normalized(name, spelling)
+        cast = spelling.maker(name, "Cast")  # of models that compute norms in float32 whatever the other types are
+        is_float = cast is not None and cast.get("to") == FLOAT
+        normalized = _normalized(cast.inputs[0] if cast is not None and is_float else name, spelling)
         if normalized is not None:
             kind, x, epsilon = normalized
             return _replace(node, kind, x, weight_name, axis=-1, epsilon=epsilon)
@@ -314,11 +329,51 @@ def _centered(name: str, spelling: Spelling) -> str | None:
     return difference.inputs[0]
 
 
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+def join_attention(node: Node, spelling: Spelling) -> Node | None:
+    """Softmax(scale * q @ k + mask) @ v. torch multiplies q and k by the root of the scale, and turns NaN rows to 0."""
+    if node.operator != "MatMul":
+        return None
+    softmax = spelling.maker(_without_nan(node.inputs[0], spelling), "Softmax")
+    if softmax is None or softmax.get("axis", -1 if softmax.opset >= SOFTMAX_OF_LAST_AXIS else 1) not in (-1, 3):
+        return None
+    scores = softmax.inputs[0]
+    masked = spelling.maker(scores, "Add")
+    pairs = [(scores, "")] if masked is None else [masked.inputs, masked.inputs[::-1]]
+    for scaled_product, mask in pairs:
+        products, scale = _factors(scaled_product, spelling)
+        product = spelling.maker(products[0], "MatMul") if len(products) == 1 else None
+        if product is None:
+            continue
+        (query, query_scale), (key, key_scale) = (_scaled_value(name, spelling) for name in product.inputs)
+        inputs = (query, key, node.inputs[1], *([mask] if mask else []))
+        scale *= query_scale * key_scale
+        return _replace(node, "AttentionScores", *inputs, scale=scale, axis=softmax.get("axis", -1))
+    return None
+
+
+def _without_nan(name: str, spelling: Spelling) -> str:
+    """Return p if a value is Where(IsNaN(p), 0, p)."""
+    choice = spelling.maker(name, "Where")
+    test = None if choice is None else spelling.maker(choice.inputs[0], "IsNaN")
+    if choice is None or test is None or test.inputs[0] != choice.inputs[2]:
+        return name
+    return choice.inputs[2] if spelling.is_number(choice.inputs[1], 0) else name
+
+
+def _scaled_value(name: str, spelling: Spelling) -> tuple[str, float]:
+    values, number = _factors(name, spelling)
+    return (values[0], number) if len(values) == 1 else (name, 1.0)
+
+
 RULES: tuple[Rule, ...] = (
     join_swish,
     join_hard_swish,
     join_gelu,
     join_norm_scale,
     join_norm_shift,
+    join_attention,
     join_linear,
 )
