@@ -123,7 +123,7 @@ def test_a_bound_that_cannot_be_held_keeps_the_best(model, data, tmp_path, fidel
     done = scalepoint.deploy(model, data[0][:1], data, target="reference", **more)
     assert len(done.trials) == 3
     assert done.score == max(trial.score for trial in done.trials)
-    assert "more than the 0 allowed" in "\n".join(done.report.summary())
+    assert "more than the allowed 0" in "\n".join(done.report.summary())
 
 
 def widths(*rows):

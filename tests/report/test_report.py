@@ -207,7 +207,7 @@ def test_summary_of_an_ordinary_run():
         "outputs: 28.9 dB against the float model: good, error 3.6%",
         "top-1: 0.6976 -> 0.6958 (-0.0018, in the runtime)",
         "top-5: 0.8908 -> 0.8896 (-0.0012, in the runtime)",
-        "accuracy: within the allowed 0.002",
+        "accuracy: the drop is within the allowed 0.002",
         "accuracy: 3 files tried; raised: all layers to other ranges, layer4.1.conv2 to float",
         "quantized: 20 of 22 layers, 93.8% of the MACs: int8 weights per channel, uint8 activations",
         "precision: 13 int4, 7 int8: 0.178 of the float file's size, 0.18 allowed; 29.6 dB expected",
@@ -666,7 +666,7 @@ def test_what_was_raised_is_followed_back_to_the_first_file():
 
 def test_a_drop_that_is_too_large_is_said():
     report = replace(example_reports.ordinary(), max_drop=0.001)
-    assert "accuracy: more than the allowed 0.001" in report.summary()
+    assert "accuracy: the drop is more than the allowed 0.001" in report.summary()
     assert "more than the allowed 0.001" in to_html(report)
     assert 'class="tile warn"' in to_html(report)
 

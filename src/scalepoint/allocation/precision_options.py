@@ -25,7 +25,7 @@ from scalepoint.spec.extended import spec_from_dict
 from scalepoint.spec.spec import to_code_type
 from scalepoint.targets import Target
 
-UNCHANGED = "as it is"  # name of the configured precision
+UNCHANGED = "as configured"  # name of the configured precision
 WIDER_WEIGHTS = ("int4", "int8")
 
 

@@ -78,8 +78,8 @@ def _problem(report: "Report") -> str:
     latency = verification.latency
     if latency is not None and latency.is_slower:
         return f"Slower than float: {format_ratio(latency.ratio)} its speed."
-    if describe_score_limit(report).startswith("more"):
-        return f"Loses {describe_score_limit(report)} of {shorten(report.accuracy[0].name)}."
+    if exceeds_max_drop(report):
+        return f"Loses more than the allowed {report.max_drop:g} of {shorten(report.accuracy[0].name)}."
     if not report.accuracy and report.output_db is not None and not report.output_db >= POOR_DB:
         return f"Far from the float model: {describe_output_error(report.output_db)}."
     return ""
@@ -351,12 +351,16 @@ def has_only_placements(report: "Report") -> bool:
     return len(report.trials) > 1 and report.max_drop is None and report.min_speed is None and not report.allocation
 
 
+def exceeds_max_drop(report: "Report") -> bool:
+    """Whether the metric dropped by more than the limit."""
+    return report.max_drop is not None and bool(report.accuracy) and not report.accuracy[0].is_within(report.max_drop)
+
+
 def describe_score_limit(report: "Report") -> str:
     """Return whether the metric dropped by more than max_drop; "" without a limit."""
     if report.max_drop is None or not report.accuracy:
         return ""
-    holds = report.accuracy[0].is_within(report.max_drop)
-    return f"{'within' if holds else 'more than'} the allowed {report.max_drop:g}"
+    return f"the drop is {'more than' if exceeds_max_drop(report) else 'within'} the allowed {report.max_drop:g}"
 
 
 def describe_speed_limit(report: "Report") -> str:
@@ -386,9 +390,9 @@ def describe_search(report: "Report") -> str:
 
 
 def describe_cost(unit: str, value: float) -> str:
-    """Return a cost with its unit."""
+    """Return a cost with its unit. Without a unit, the cost is the share of the size plus the share of the time."""
     words = {"size": "of the float file's size", "bits": "bits per weight", "speed": "times the speed by MACs"}
-    return f"{value:.3g} {words.get(unit, 'of size and time')}"
+    return f"{value:.3g} {words[unit]}" if unit in words else f"size and time cost {value:.3g}, float costs 2"
 
 
 def describe_allocation(report: "Report") -> str:
