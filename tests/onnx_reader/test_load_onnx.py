@@ -60,6 +60,16 @@ def test_an_exported_model_computes_what_the_original_does_at_other_sizes_too(ex
         torch.testing.assert_close(loaded(x=x), model(x))
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 4, 4), (2, 3, 2, 4, 4)])
+def test_an_instance_norm_takes_any_number_of_spatial_axes(shape):
+    axes = ", ".join(map(str, shape))
+    text = f"net (float[{axes}] x) => (float[{axes}] y) {{ y = InstanceNormalization(x, scale, bias) }}"
+    loaded = scalepoint.load_onnx(model_of(text, scale=random(3), bias=random(3, seed=1)))
+    x = torch.randn(shape)
+    scale, bias = torch.from_numpy(random(3)), torch.from_numpy(random(3, seed=1))
+    torch.testing.assert_close(loaded(x), nn.functional.instance_norm(x, weight=scale, bias=bias))
+
+
 def test_layers_have_the_names_and_classes_of_the_original(exported):
     model, path = exported
     layers = dict(scalepoint.load_onnx(path).named_modules())

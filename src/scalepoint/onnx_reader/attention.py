@@ -26,13 +26,15 @@ def _join_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], x.shape[1] * x.shape[3])
 
 
-def _causal_bias(queries: Any, keys: Any, past: Any, like: Tensor) -> Tensor:
-    rows = torch.arange(queries, device=like.device).unsqueeze(1) + past
-    allowed = torch.arange(keys, device=like.device) <= rows
-    return torch.zeros_like(allowed, dtype=like.dtype).masked_fill(~allowed, float("-inf"))
+def _causal_bias(query: Tensor, key: Tensor, past: Any) -> Tensor:
+    """Return 0 where a query may attend to a key, and -inf where not; `past` keys come before those of the queries."""
+    query_positions = torch.arange(query.shape[2], device=query.device).unsqueeze(1) + past
+    is_allowed = torch.arange(key.shape[2], device=query.device) <= query_positions
+    return _as_bias(is_allowed, query)
 
 
 def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask as numbers that are added to the scores. A mask of numbers is one already."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, float("-inf"))
@@ -47,7 +49,7 @@ def attention(
     mask: Tensor | None = None,
     past_key: Tensor | None = None,
     past_value: Tensor | None = None,
-    lengths: Tensor | None = None,
+    key_counts: Tensor | None = None,
 ) -> Any:
     unknown = sorted(set(node.attributes) - _ATTENTION_ATTRIBUTES)
     require(not unknown, f"Attention with {', '.join(unknown)}")
@@ -59,30 +61,36 @@ def attention(
     if past_key is not None and past_value is not None:
         past = past_key.shape[2]
         key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
-    is_plain = lengths is None and not node.get("softcap", 0.0) and not node.has_output(3)
-    if is_plain:
-        y, scores = _plain_attention(node, query, key, value, mask, past), None
+    if key_counts is None and not node.get("softcap", 0.0) and not node.has_output(3):
+        y, scores = _torch_attention(node, query, key, value, mask, past), None
     else:
-        y, scores = _spelled_attention(node, query, key, value, mask, past, lengths)
+        y, scores = _attention_by_formula(node, query, key, value, mask, past, key_counts)
     return outputs_of(node, _join_heads(y) if has_joined_heads else y, key, value, scores)
 
 
-def _plain_attention(node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, past: Any) -> Tensor:
+def _torch_attention(node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, past: Any) -> Tensor:
+    """Compute attention with torch's own function, which a target can recognize."""
     is_causal = bool(node.get("is_causal", 0))
     mask = _padded_mask(mask, query, key)
     if is_causal and (mask is not None or not isinstance(past, int) or past):
-        causal = _causal_bias(query.shape[2], key.shape[2], past, query)
+        # torch's is_causal assumes that there is no mask and no past.
+        causal = _causal_bias(query, key, past)
         mask = causal if mask is None else _as_bias(mask, query) + causal
         is_causal = False
-    groups = query.shape[1] // key.shape[1]
-    scale = node.get("scale")
-    if groups != 1:
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+    key, value = _repeat_key_heads(query, key, value)
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=node.get("scale"))
+
+
+def _repeat_key_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat the heads of keys and values, of which there may be fewer than heads of queries."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats == 1:
+        return key, value
+    return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
 
 
 def _padded_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask may be shorter than the keys: what it does not cover is not attended to."""
+    """Return the mask for all keys. A shorter one forbids the keys at the end."""
     if mask is None:
         return None
     missing = key.shape[2] - mask.shape[-1]
@@ -91,30 +99,42 @@ def _padded_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | No
     return mask
 
 
-def _spelled_attention(
-    node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, past: Any, lengths: Tensor | None
+def _attention_by_formula(
+    node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, past: Any, key_counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention by its formula, with the scores as a second result."""
-    groups = query.shape[1] // key.shape[1]
-    if groups != 1:
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    scale = math.sqrt(node.get("scale") or 1 / math.sqrt(query.shape[-1]))
-    scores = (query * scale) @ (key.transpose(-1, -2) * scale)
+    """Compute attention step by step.
+
+    Args:
+        node: The node.
+        query: (batch, heads, tokens, size), like key and value.
+        key: The keys; they may have fewer heads.
+        value: The values.
+        mask: Bool or numbers; the keys that a query may attend to.
+        past: Number of keys before those of the queries.
+        key_counts: Number of keys of each sequence that are not padding.
+
+    Returns:
+        The result, and the scores at the stage that the attribute qk_matmul_output_mode chooses: products, masked
+        products, products after softcap, or probabilities.
+    """
+    key, value = _repeat_key_heads(query, key, value)
+    root_of_scale = math.sqrt(node.get("scale") or 1 / math.sqrt(query.shape[-1]))
+    scores = (query * root_of_scale) @ (key.transpose(-1, -2) * root_of_scale)
     mode, stages = node.get("qk_matmul_output_mode", 0), [scores]
     bias = _padded_mask(mask, query, key)
-    require(lengths is None or not node.get("is_causal", 0), "is_causal with nonpad_kv_seqlen")
+    require(key_counts is None or not node.get("is_causal", 0), "is_causal with nonpad_kv_seqlen")
     if bias is not None:
         scores = scores + _as_bias(bias, query)
     if node.get("is_causal", 0):
-        scores = scores + _causal_bias(query.shape[2], key.shape[2], past, query)
-    if lengths is not None:
-        is_token = torch.arange(key.shape[2], device=query.device) < lengths.reshape(-1, 1, 1, 1)
+        scores = scores + _causal_bias(query, key, past)
+    if key_counts is not None:
+        is_token = torch.arange(key.shape[2], device=query.device) < key_counts.reshape(-1, 1, 1, 1)
         scores = scores + _as_bias(is_token, query)
     stages.append(scores)
     softcap = node.get("softcap", 0.0)
     require(not softcap or mode == 0, "qk_matmul_output_mode with softcap")
     if softcap:
-        require(bias is None and not node.get("is_causal", 0) and lengths is None, "softcap with a mask")
+        require(bias is None and not node.get("is_causal", 0) and key_counts is None, "softcap with a mask")
         scores = softcap * torch.tanh(scores / softcap)
     stages.append(scores)
     is_masked = torch.isneginf(scores.amax(-1, keepdim=True))  # a row without any key gives 0, not NaN
@@ -139,20 +159,20 @@ def rotary_embedding(node: Node, x: Tensor, cosine: Tensor, sine: Tensor, positi
     has_joined_heads = x.ndim == 3
     if has_joined_heads:
         x = _split_heads(x, node.get("num_heads"))
-    cosine, sine = (cosine, sine) if positions is None else (cosine[positions], sine[positions])
-    cosine, sine = (value.unsqueeze(1) for value in (cosine, sine))  # (batch, 1, tokens, size / 2)
+    if positions is not None:
+        cosine, sine = cosine[positions], sine[positions]
+    cosine, sine = cosine.unsqueeze(1), sine.unsqueeze(1)  # (batch, 1, tokens, size / 2)
     size = node.get("rotary_embedding_dim", 0) or x.shape[-1]
     part, rest = x[..., :size], x[..., size:]
-    if node.get("interleaved", 0):
+    is_interleaved = bool(node.get("interleaved", 0))
+    if is_interleaved:
         first, second = part[..., 0::2], part[..., 1::2]
     else:
         first, second = part.chunk(2, -1)
     real, imaginary = first * cosine - second * sine, first * sine + second * cosine
-    if node.get("interleaved", 0):
-        turned = torch.stack([real, imaginary], -1).flatten(-2)
-    else:
-        turned = torch.cat([real, imaginary], -1)
-    y = torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    parts = [real, imaginary]
+    rotated = torch.stack(parts, -1).flatten(-2) if is_interleaved else torch.cat(parts, -1)
+    y = torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
     return _join_heads(y) if has_joined_heads else y
 
 
@@ -258,28 +278,29 @@ def embed_layer_norm(
     if segments is not None and segment_table is not None:
         total = total + F.embedding(segments.long(), segment_table)
     y = F.layer_norm(total, (weight.shape[0],), weight, shift, node.get("epsilon", 1e-12))
-    lengths = words.new_zeros(words.shape[0]) if mask is None else mask.sum(1)
-    return outputs_of(node, y, lengths.to(torch.int32), total)
+    token_counts = words.new_zeros(words.shape[0]) if mask is None else mask.sum(1)
+    return outputs_of(node, y, token_counts.to(torch.int32), total)
 
 
-def _attention_projection(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
-    """The joined projection of queries, keys and values as a layer of its own."""
+def _microsoft_attention_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
     weight, bias = constants[1:3]
     if weight is None:
         return None
-    return Layer(JoinedAttention(node, linear_layer(weight.T, bias)), (0, 3, 4, 5))
+    return Layer(JoinedAttention(node, linear_layer(weight.T, bias)), data_inputs=(0, 3, 4, 5))
 
 
 class JoinedAttention(torch.nn.Module):
-    """com.microsoft's Attention: one product for queries, keys and values, then attention."""
+    """com.microsoft::Attention: one linear layer computes queries, keys and values; then attention."""
 
     def __init__(self, node: Node, projection: torch.nn.Module) -> None:
         super().__init__()
         require(not node.get("do_rotary", 0), "Attention with do_rotary")
         sizes = node.get("qkv_hidden_sizes")
         require(not sizes or len(set(sizes)) == 1, "Attention with different sizes of queries and values")
-        self.heads, self.scale = node.get("num_heads"), node.get("scale") or None
-        self.is_causal, self.mask_value = bool(node.get("unidirectional", 0)), node.get("mask_filter_value", -10000.0)
+        self.heads = node.get("num_heads")
+        self.scale = node.get("scale") or None
+        self.is_causal = bool(node.get("unidirectional", 0))
+        self.mask_value = node.get("mask_filter_value", -10000.0)
         self.in_proj = projection
 
     def forward(
@@ -291,7 +312,7 @@ class JoinedAttention(torch.nn.Module):
         if added is not None:
             bias = added if bias is None else bias + added
         if self.is_causal and bias is not None:
-            bias = bias + _causal_bias(query.shape[2], key.shape[2], 0, query)
+            bias = bias + _causal_bias(query, key, past=0)
         is_causal = self.is_causal and bias is None
         return _join_heads(
             F.scaled_dot_product_attention(query, key, value, bias, is_causal=is_causal, scale=self.scale)
@@ -299,14 +320,17 @@ class JoinedAttention(torch.nn.Module):
 
 
 def _microsoft_mask(mask: Tensor | None, query: Tensor, filter_value: float) -> Tensor | None:
+    """Return the bias of a mask with 1 for tokens and 0 for padding, as (batch, heads, queries, keys)."""
     if mask is None:
         return None
     require(mask.ndim != 1, "a mask of sequence lengths")
     bias = (1.0 - mask.to(query.dtype)) * filter_value
-    return bias[:, None, None] if mask.ndim == 2 else bias[:, None] if mask.ndim == 3 else bias
+    if mask.ndim == 2:  # (batch, keys)
+        return bias[:, None, None]
+    return bias[:, None] if mask.ndim == 3 else bias
 
 
-@operator(_MICROSOFT + "Attention", make_layer=_attention_projection)
+@operator(_MICROSOFT + "Attention", make_layer=_microsoft_attention_layer)
 def microsoft_attention(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
     result: Tensor = JoinedAttention(node, linear_layer(weight.T, bias))(x, *rest)
     return result
@@ -332,11 +356,13 @@ def multi_head_attention(
         query, key, value = (x + part for x, part in zip((query, key, value), torch.split(bias, sizes), strict=True))
     heads = node.get("num_heads")
     query, key, value = (x if x.ndim == 4 else _split_heads(x, heads) for x in (query, key, value))
-    total = _microsoft_mask(mask, query, node.get("mask_filter_value", -10000.0))
+    score_bias = _microsoft_mask(mask, query, node.get("mask_filter_value", -10000.0))
     if added is not None:
-        total = added if total is None else total + added
+        score_bias = added if score_bias is None else score_bias + added
     is_causal = bool(node.get("unidirectional", 0))
-    require(not (is_causal and total is not None), "a causal MultiHeadAttention with a mask")
+    require(not (is_causal and score_bias is not None), "a causal MultiHeadAttention with a mask")
     return _join_heads(
-        F.scaled_dot_product_attention(query, key, value, total, is_causal=is_causal, scale=node.get("scale") or None)
+        F.scaled_dot_product_attention(
+            query, key, value, score_bias, is_causal=is_causal, scale=node.get("scale") or None
+        )
     )

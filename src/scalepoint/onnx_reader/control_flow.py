@@ -1,17 +1,18 @@
-"""If, Loop and Scan whose conditions and counts are known when the model is captured, and sequences of tensors.
+"""If, Loop and Scan, and sequences of tensors.
 
-A branch is chosen, and a loop is unrolled. What depends on data runs, but cannot be captured.
+When torch.export captures the model, only the chosen branch is recorded, and loops are unrolled. So conditions and
+numbers of iterations must not depend on data then.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scalepoint.errors import OnnxReadError
 from scalepoint.onnx_reader.operators import Node, operator, require
-from scalepoint.onnx_reader.values import AnyValue, KnownArray, as_number, as_tensor, known
+from scalepoint.onnx_reader.values import AnyValue, KnownArray, as_list, as_number, as_tensor, known_array
 
 CONTROL_FLOW = ("If", "Loop", "Scan")
 BRANCHES = {True: "then_branch", False: "else_branch"}  # attributes of If
@@ -19,7 +20,7 @@ MAX_ITERATIONS = 10_000
 
 
 class Body(Protocol):
-    """A graph inside of If, Loop or Scan: a GraphModule."""
+    """A graph inside of If, Loop or Scan. It is a GraphModule, which this module cannot import."""
 
     graph_outputs: tuple[Any, ...]
 
@@ -27,7 +28,7 @@ class Body(Protocol):
 
 
 class If(nn.Module):
-    """Runs one of two graphs. A branch that cannot be read is an error only if it is chosen."""
+    """Runs one of two graphs. A branch that could not be read raises its error only if it is chosen."""
 
     def __init__(self, branches: Mapping[bool, nn.Module], errors: Mapping[bool, str]) -> None:
         super().__init__()
@@ -44,7 +45,10 @@ class If(nn.Module):
 
 
 class Loop(nn.Module):
-    """Runs a body a known number of times."""
+    """Runs a body until a count is reached or a condition is false.
+
+    The body takes iteration, condition and states; it returns condition, states, and slices of the scan outputs.
+    """
 
     def __init__(self, node: Node, body: Body) -> None:
         super().__init__()
@@ -53,25 +57,29 @@ class Loop(nn.Module):
 
     def forward(self, *inputs: AnyValue, outer: Mapping[str, AnyValue]) -> Any:
         count, condition, *state = inputs
-        trips = MAX_ITERATIONS if count is None else int(as_number(count, "number of iterations"))
+        max_iterations = MAX_ITERATIONS if count is None else int(as_number(count, "number of iterations"))
         is_active = condition is None or bool(as_number(condition, "condition"))
-        results: list[list[Any]] = [[] for _ in range(len(self.node.outputs) - len(state))]
+        scan_outputs: list[list[Any]] = [[] for _ in range(len(self.node.outputs) - len(state))]
         iteration = 0
-        while iteration < trips and is_active:
+        while iteration < max_iterations and is_active:
             require(iteration < MAX_ITERATIONS, f"a Loop of more than {MAX_ITERATIONS} iterations")
-            active = known([True], (), torch.bool)
-            outputs = self.body.run([known([iteration], ()), active, *state], outer)
+            active = known_array([True], (), torch.bool)
+            outputs = self.body.run([known_array([iteration], ()), active, *state], outer)
             is_active = bool(as_number(outputs[0], "condition"))
             state = outputs[1 : len(state) + 1]
-            for result, value in zip(results, outputs[len(state) + 1 :], strict=True):
-                result.append(as_tensor(value))
+            for slices, value in zip(scan_outputs, outputs[len(state) + 1 :], strict=True):
+                slices.append(as_tensor(value))
             iteration += 1
-        require(bool(iteration) or not results, "a Loop without iterations that has scan outputs")
-        return (*state, *(torch.stack(values) for values in results))
+        require(bool(iteration) or not scan_outputs, "a Loop without iterations that has scan outputs")
+        return (*state, *(torch.stack(slices) for slices in scan_outputs))
 
 
 class Scan(nn.Module):
-    """Runs a body for each slice of its inputs."""
+    """Runs a body for each slice of its scan inputs.
+
+    The body takes states and slices; it returns states, and slices of the scan outputs. A direction of 1 means that
+    the slices are read or written from the last to the first.
+    """
 
     def __init__(self, node: Node, body: Body) -> None:
         super().__init__()
@@ -81,27 +89,32 @@ class Scan(nn.Module):
 
     def forward(self, *inputs: AnyValue, outer: Mapping[str, AnyValue]) -> Any:
         node, count = self.node, self.node.get("num_scan_inputs")
-        states, scanned = list(inputs[:-count]), [as_tensor(value) for value in inputs[-count:]]
-        results_count = len(self.body.graph_outputs) - len(states)
+        states = list(inputs[:-count])
         axes = node.get("scan_input_axes", [0] * count)
         directions = node.get("scan_input_directions", [0] * count)
-        slices = [
-            value.flip(axis) if back else value for value, axis, back in zip(scanned, axes, directions, strict=True)
-        ]
-        length = slices[0].shape[axes[0]]
+        scan_inputs = _flip_if_reversed([as_tensor(value) for value in inputs[-count:]], axes, directions)
+        length = scan_inputs[0].shape[axes[0]]
         require(isinstance(length, int), "a Scan over a free axis")
         require(length <= MAX_ITERATIONS, f"a Scan of more than {MAX_ITERATIONS} slices")
-        results: list[list[Any]] = [[] for _ in range(results_count)]
+        output_count = len(self.body.graph_outputs) - len(states)
+        scan_outputs: list[list[Any]] = [[] for _ in range(output_count)]
         for index in range(length):
-            outputs = self.body.run([*states, *(v.select(a, index) for v, a in zip(slices, axes, strict=True))], outer)
+            current = [tensor.select(axis, index) for tensor, axis in zip(scan_inputs, axes, strict=True)]
+            outputs = self.body.run([*states, *current], outer)
             states = outputs[: len(states)]
-            for result, value in zip(results, outputs[len(states) :], strict=True):
-                result.append(as_tensor(value))
-        output_axes = node.get("scan_output_axes", [0] * results_count)
-        output_directions = node.get("scan_output_directions", [0] * results_count)
-        stacked = [torch.stack(values, axis) for values, axis in zip(results, output_axes, strict=True)]
-        turned = [v.flip(a) if back else v for v, a, back in zip(stacked, output_axes, output_directions, strict=True)]
-        return (*states, *turned)
+            for slices, value in zip(scan_outputs, outputs[len(states) :], strict=True):
+                slices.append(as_tensor(value))
+        axes = node.get("scan_output_axes", [0] * output_count)
+        directions = node.get("scan_output_directions", [0] * output_count)
+        stacked = [torch.stack(slices, axis) for slices, axis in zip(scan_outputs, axes, strict=True)]
+        return (*states, *_flip_if_reversed(stacked, axes, directions))
+
+
+def _flip_if_reversed(tensors: Sequence[Tensor], axes: Sequence[int], directions: Sequence[int]) -> list[Tensor]:
+    return [
+        tensor.flip(axis) if is_reversed else tensor
+        for tensor, axis, is_reversed in zip(tensors, axes, directions, strict=True)
+    ]
 
 
 # --- sequences: lists of values ------------------------------------------------------------------------------------
@@ -136,7 +149,7 @@ def sequence_at(node: Node, sequence: list[AnyValue], position: AnyValue) -> Any
 
 @operator("SequenceLength")
 def sequence_length(node: Node, sequence: list[AnyValue]) -> KnownArray:
-    return known([len(sequence)], ())
+    return known_array([len(sequence)], ())
 
 
 @operator("ConcatFromSequence")
@@ -152,5 +165,5 @@ def split_to_sequence(node: Node, x: Any, sizes: AnyValue = None) -> list[Any]:
     if sizes is None:
         parts = list(x.split(1, axis))
         return parts if node.get("keepdims", 1) else [part.squeeze(axis) for part in parts]
-    lengths = sizes.to_list() if isinstance(sizes, KnownArray) else sizes.reshape(-1).tolist()
+    lengths = as_list(sizes, "list of sizes")
     return list(x.split(lengths[0] if sizes.ndim == 0 else lengths, axis))

@@ -1,7 +1,7 @@
-"""Operators that compute each element by itself: arithmetic, comparisons, activations, casts."""
+"""Operators that compute each element from the elements at the same position: arithmetic, activations, casts."""
 
 import math
-import operator as python
+import operator as python_operator  # `operator` is the decorator of the table
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalepoint.errors import OnnxReadError
-from scalepoint.onnx_reader.operators import OPERATORS, Layer, Node, Operator, Run, operator, require
+from scalepoint.onnx_reader.operators import OPERATORS, Layer, Node, Operator, RunFunction, operator, require
 from scalepoint.onnx_reader.values import KnownArray, as_number, sym_float, sym_int, sym_max, sym_min, torch_dtype
 
 # --- one input -----------------------------------------------------------------------------------------------------
@@ -28,10 +27,10 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Ceil": torch.ceil,
     "Cos": torch.cos,
     "Cosh": torch.cosh,
-    "Det": torch.linalg.det,
     "Erf": torch.erf,
     "Exp": torch.exp,
     "Floor": torch.floor,
+    "HardSwish": F.hardswish,
     "IsNaN": torch.isnan,
     "Log": torch.log,
     "Mish": F.mish,
@@ -49,15 +48,14 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Sqrt": torch.sqrt,
     "Tan": torch.tan,
     "Tanh": torch.tanh,
-    "HardSwish": F.hardswish,
 }
-# The same on numbers. Symbolic sizes take part in these only.
+# The operators that also compute sizes of tensors, as functions of Python numbers and symbolic sizes.
 _NUMBER_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "Abs": abs,
     "Ceil": math.ceil,
     "Floor": math.floor,
-    "Neg": python.neg,
-    "Not": python.not_,
+    "Neg": python_operator.neg,
+    "Not": python_operator.not_,
     "Round": round,
     "Sqrt": math.sqrt,
 }
@@ -78,19 +76,19 @@ def _add_unary_rows() -> None:
         OPERATORS[name] = Operator(
             name,
             _unary(function),
-            known=None if number_function is None else _unary_on_numbers(number_function),
+            on_numbers=None if number_function is None else _unary_on_numbers(number_function),
             make_layer=None if module is None else _activation_layer(module),
         )
 
 
-def _unary(function: Callable[[Tensor], Tensor]) -> Run:
+def _unary(function: Callable[[Tensor], Tensor]) -> RunFunction:
     return lambda node, x: function(x)
 
 
-def _unary_on_numbers(function: Callable[[Any], Any]) -> Run:
+def _unary_on_numbers(function: Callable[[Any], Any]) -> RunFunction:
     def run(node: Node, x: KnownArray) -> Any:
         if function is math.sqrt and any(number < 0 for number in x.to_list()):
-            return NotImplemented
+            return NotImplemented  # math.sqrt raises an error; torch.sqrt returns NaN
         return x.map(function)
 
     return run
@@ -103,7 +101,7 @@ def _activation_layer(module: type[nn.Module]) -> Any:
 _add_unary_rows()
 
 
-@operator("Identity", known=lambda node, x: x)
+@operator("Identity", on_numbers=lambda node, x: x)
 def identity(node: Node, x: Any) -> Any:
     return x
 
@@ -138,7 +136,7 @@ def thresholded_relu(node: Node, x: Tensor) -> Tensor:
 def hard_sigmoid(node: Node, x: Tensor) -> Tensor:
     alpha, beta = node.get("alpha", 0.2), node.get("beta", 0.5)
     if abs(alpha - 1 / 6) < 1e-6 and beta == 0.5:
-        return F.hardsigmoid(x)
+        return F.hardsigmoid(x)  # torch's function has these values built in
     return torch.clamp(x * alpha + beta, 0, 1)
 
 
@@ -160,8 +158,9 @@ def swish(node: Node, x: Tensor) -> Tensor:
 @operator("SwiGLU")
 def swiglu(node: Node, x: Tensor, gate: Tensor | None = None) -> Tensor:
     alpha = node.get("alpha", 1.0)
-    if gate is None or set(node.attributes) > {"alpha"}:
-        raise OnnxReadError("SwiGLU of one joined input, or with limits, is not supported")
+    require(gate is not None, "SwiGLU whose only input contains both values and gates")
+    unsupported = sorted(set(node.attributes) - {"alpha"})
+    require(not unsupported, f"SwiGLU with {', '.join(unsupported)}")
     return x * torch.sigmoid(x * alpha) * gate
 
 
@@ -199,72 +198,77 @@ def _divide(x: Any, y: Any) -> Any:
 
 def _power(x: Any, y: Any) -> Tensor:
     if isinstance(y, float) and y.is_integer():
-        y = int(y)
+        y = int(y)  # torch computes x**2 as x * x
     result = torch.pow(x, y)
     return result.to(x.dtype) if isinstance(x, Tensor) else result.to(y.dtype)
 
 
 _BINARY_FUNCTIONS: dict[str, Callable[[Any, Any], Tensor]] = {
     "Add": torch.add,
-    "Sub": python.sub,
+    "Sub": python_operator.sub,
     "Mul": torch.mul,
     "Div": _divide,
     "Pow": _power,
-    "Equal": python.eq,
-    "Less": python.lt,
-    "LessOrEqual": python.le,
-    "Greater": python.gt,
-    "GreaterOrEqual": python.ge,
+    "Equal": python_operator.eq,
+    "Less": python_operator.lt,
+    "LessOrEqual": python_operator.le,
+    "Greater": python_operator.gt,
+    "GreaterOrEqual": python_operator.ge,
     "And": torch.logical_and,
     "Or": torch.logical_or,
     "Xor": torch.logical_xor,
-    "BitwiseAnd": python.and_,
-    "BitwiseOr": python.or_,
-    "BitwiseXor": python.xor,
+    "BitwiseAnd": python_operator.and_,
+    "BitwiseOr": python_operator.or_,
+    "BitwiseXor": python_operator.xor,
 }
-_NUMBER_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "Add": python.add,
-    "Sub": python.sub,
-    "Mul": python.mul,
-    "Pow": python.pow,
-    "Equal": python.eq,
-    "Less": python.lt,
-    "LessOrEqual": python.le,
-    "Greater": python.gt,
-    "GreaterOrEqual": python.ge,
+_BINARY_NUMBER_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": python_operator.add,
+    "Sub": python_operator.sub,
+    "Mul": python_operator.mul,
+    "Pow": python_operator.pow,
+    "Equal": python_operator.eq,
+    "Less": python_operator.lt,
+    "LessOrEqual": python_operator.le,
+    "Greater": python_operator.gt,
+    "GreaterOrEqual": python_operator.ge,
     "And": lambda x, y: bool(x) and bool(y),
     "Or": lambda x, y: bool(x) or bool(y),
     "Xor": lambda x, y: bool(x) != bool(y),
 }
-_COMPARISONS = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor")
-_TENSORS_ONLY = ("And", "Or", "Xor")
+_LOGICAL = ("And", "Or", "Xor")  # torch's functions for these take no Python numbers
+_RETURNS_BOOL = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", *_LOGICAL)
 
 
 def _add_binary_rows() -> None:
     for name, function in _BINARY_FUNCTIONS.items():
-        operation = _NUMBER_OPERATIONS.get(name)
+        number_function = _BINARY_NUMBER_FUNCTIONS.get(name)
         OPERATORS[name] = Operator(
             name,
             _binary(function),
-            known=None if operation is None else _binary_on_numbers(operation, is_comparison=name in _COMPARISONS),
-            takes_numbers=name not in _TENSORS_ONLY,
+            on_numbers=None
+            if number_function is None
+            else _binary_on_numbers(number_function, returns_bool=name in _RETURNS_BOOL),
+            takes_numbers=name not in _LOGICAL,
         )
 
 
-def _binary(function: Callable[[Any, Any], Tensor]) -> Run:
+def _binary(function: Callable[[Any, Any], Tensor]) -> RunFunction:
     def run(node: Node, x: Any, y: Any) -> Tensor:
-        if node.opset < 7 and node.get("axis") is not None and isinstance(y, Tensor):
-            y = y.reshape(*y.shape, *(1 for _ in range(x.ndim - node.get("axis") - y.ndim)))
+        axis = node.get("axis")
+        if node.opset < 7 and axis is not None and isinstance(y, Tensor):
+            # Before opset 7 the axes of y are those of x from `axis` on: add axes of size 1 after them.
+            new_axes = x.ndim - axis - y.ndim
+            y = y.reshape(*y.shape, *[1] * new_axes)
         return function(x, y)
 
     return run
 
 
-def _binary_on_numbers(operation: Callable[[Any, Any], Any], *, is_comparison: bool) -> Run:
+def _binary_on_numbers(function: Callable[[Any, Any], Any], *, returns_bool: bool) -> RunFunction:
     def run(node: Node, x: KnownArray, y: KnownArray) -> Any:
-        if operation is python.pow and any(number < 0 for number in (*x.to_list(), *y.to_list())):
-            return NotImplemented
-        return x.map(operation, y, dtype=torch.bool if is_comparison else None)
+        if function is python_operator.pow and any(number < 0 for number in (*x.to_list(), *y.to_list())):
+            return NotImplemented  # Python may return a complex number or divide by zero
+        return x.map(function, y, dtype=torch.bool if returns_bool else None)
 
     return run
 
@@ -274,28 +278,29 @@ _add_binary_rows()
 
 def _divide_numbers(node: Node, x: KnownArray, y: KnownArray) -> Any:
     if any(isinstance(number, int | float) and number == 0 for number in y.to_list()):
-        return NotImplemented
+        return NotImplemented  # Python raises an error; torch returns infinity or NaN
     if x.dtype.is_floating_point:
         return x.map(lambda a, b: a / b, y)
     return x.map(_truncated_quotient, y)
 
 
 def _truncated_quotient(x: Any, y: Any) -> Any:
-    """Integer division towards zero. Sizes are never negative, so a floor is the same for them."""
+    """Divide integers and round towards zero."""
+    # Symbolic sizes are never negative, so // rounds them towards zero, too.
     if isinstance(x, int) and isinstance(y, int) and (x < 0) != (y < 0):
         return -(abs(x) // abs(y))
     return x // y
 
 
-OPERATORS["Div"] = Operator("Div", _binary(_divide), known=_divide_numbers, takes_numbers=True)
+OPERATORS["Div"] = Operator("Div", _binary(_divide), on_numbers=_divide_numbers, takes_numbers=True)
 
 
 def _modulo_numbers(node: Node, x: KnownArray, y: KnownArray) -> Any:
-    is_plain = not node.get("fmod", 0) and not x.dtype.is_floating_point and 0 not in y.to_list()
-    return x.map(python.mod, y) if is_plain else NotImplemented
+    is_integer_modulo = not node.get("fmod", 0) and not x.dtype.is_floating_point and 0 not in y.to_list()
+    return x.map(python_operator.mod, y) if is_integer_modulo else NotImplemented
 
 
-@operator("Mod", known=_modulo_numbers)
+@operator("Mod", on_numbers=_modulo_numbers)
 def modulo(node: Node, x: Tensor, y: Tensor) -> Tensor:
     return torch.fmod(x, y) if node.get("fmod", 0) else torch.remainder(x, y)
 
@@ -303,17 +308,17 @@ def modulo(node: Node, x: Tensor, y: Tensor) -> Tensor:
 @operator("BitShift")
 def bit_shift(node: Node, x: Tensor, y: Tensor) -> Any:
     bits = torch.iinfo(x.dtype).bits
-    wide, shift = x.to(torch.int64), y.to(torch.int64)
     require(bits < 64, "a shift of 64-bit numbers")
+    wide, shift = x.to(torch.int64), y.to(torch.int64)  # torch has no shifts for uint16 and uint32
     shifted = wide << shift if node.get("direction") == "LEFT" else wide >> shift
     return (shifted & (2**bits - 1)).to(x.dtype)
 
 
 def _select_numbers(node: Node, condition: KnownArray, x: KnownArray, y: KnownArray) -> KnownArray:
-    return condition.map(lambda chosen, a, b: a if chosen else b, x, y, dtype=x.dtype)
+    return condition.map(lambda is_true, a, b: a if is_true else b, x, y, dtype=x.dtype)
 
 
-@operator("Where", known=_select_numbers)
+@operator("Where", on_numbers=_select_numbers)
 def where(node: Node, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(condition, x, y)
 
@@ -321,22 +326,21 @@ def where(node: Node, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
 # --- several inputs ------------------------------------------------------------------------------------------------
 
 
-def _variadic(
-    function: Callable[[Any, Any], Any], number_function: Callable[[Any, Any], Any] | None, name: str
+def _add_variadic_row(
+    name: str, function: Callable[[Any, Any], Any], number_function: Callable[[Any, Any], Any]
 ) -> None:
     def run(node: Node, *tensors: Tensor) -> Tensor:
         return reduce(function, tensors)
 
-    def on_numbers(node: Node, *arrays: KnownArray) -> Any:
-        assert number_function is not None  # noqa: S101  # see the row
+    def run_on_numbers(node: Node, *arrays: KnownArray) -> Any:
         return reduce(lambda x, y: x.map(number_function, y), arrays)
 
-    OPERATORS[name] = Operator(name, run, known=None if number_function is None else on_numbers)
+    OPERATORS[name] = Operator(name, run, on_numbers=run_on_numbers)
 
 
-_variadic(torch.maximum, sym_max, "Max")
-_variadic(torch.minimum, sym_min, "Min")
-_variadic(torch.add, python.add, "Sum")
+_add_variadic_row("Max", torch.maximum, sym_max)
+_add_variadic_row("Min", torch.minimum, sym_min)
+_add_variadic_row("Sum", torch.add, python_operator.add)
 
 
 @operator("Mean")
@@ -347,33 +351,41 @@ def mean(node: Node, *tensors: Tensor) -> Tensor:
 # --- limits and types ----------------------------------------------------------------------------------------------
 
 
+_NO_UPPER_LIMIT = 3.4e38  # exporters write the largest float32 for a limit that is not there
+
+
 def _clip_numbers(node: Node, x: KnownArray, low: KnownArray | None = None, high: KnownArray | None = None) -> Any:
-    result = x
+    if low is None and high is None:
+        return NotImplemented  # before opset 11 the limits are attributes; `clip` reads them
     if low is not None:
-        result = result.map(sym_max, low)
+        x = x.map(sym_max, low)
     if high is not None:
-        result = result.map(sym_min, high)
-    return result if low is not None or high is not None else NotImplemented
+        x = x.map(sym_min, high)
+    return x
 
 
 def _clip_limits(node: Node, low: Any, high: Any) -> tuple[Any, Any]:
-    """Return the limits: numbers or None, or tensors that are computed from data."""
-    limits = (node.get("min"), node.get("max")) if node.opset < 11 else (low, high)
-    low, high = (as_number(limit, "limit") if isinstance(limit, KnownArray) else limit for limit in limits)
+    """Return both limits: each a number, None, or a tensor that is computed from data."""
+    if node.opset < 11:
+        return node.get("min"), node.get("max")
+    low, high = (as_number(limit, "limit") if isinstance(limit, KnownArray) else limit for limit in (low, high))
     return low, high
 
 
 def _clip_layer(node: Node, constants: Any) -> Layer | None:
-    if any(name and constants[index + 1] is None for index, name in enumerate(node.inputs[1:])):
+    has_computed_limit = any(name and constants[index] is None for index, name in enumerate(node.inputs) if index > 0)
+    if has_computed_limit:
         return None
-    numbers = [None if limit is None or limit.numel() != 1 else limit.item() for limit in (*constants, None, None)[1:3]]
+    numbers = [None if limit is None or limit.numel() != 1 else limit.item() for limit in constants[1:3]]
     low, high = _clip_limits(node, *numbers)
-    if low == 0 and high == 6:
+    if low != 0:
+        return None
+    if high == 6:
         return Layer(nn.ReLU6())
-    return Layer(nn.ReLU()) if low == 0 and (high is None or high >= 3.4e38) else None
+    return Layer(nn.ReLU()) if high is None or high >= _NO_UPPER_LIMIT else None
 
 
-@operator("Clip", known=_clip_numbers, known_inputs=(1, 2), make_layer=_clip_layer)
+@operator("Clip", on_numbers=_clip_numbers, known_inputs=(1, 2), make_layer=_clip_layer)
 def clip(node: Node, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     low, high = _clip_limits(node, low, high)
     if isinstance(low, Tensor) or isinstance(high, Tensor):
@@ -391,23 +403,30 @@ def _cast_numbers(node: Node, x: KnownArray, *like: KnownArray) -> Any:
     if dtype not in (torch.float32, torch.float64, torch.int32, torch.int64, torch.bool):
         return NotImplemented
     if dtype.is_floating_point:
-        return x.map(lambda n: sym_float(n) if isinstance(n, torch.SymInt) else float(n), dtype=dtype)
+        return x.map(_number_to_float, dtype=dtype)
     if dtype == torch.bool:
         return x.map(bool, dtype=dtype)
     if any(isinstance(number, float) and not math.isfinite(number) for number in x.to_list()):
         return NotImplemented
-    return x.map(
-        lambda n: sym_int(n) if isinstance(n, torch.SymFloat) else n if isinstance(n, torch.SymInt) else int(n),
-        dtype=dtype,
-    )
+    return x.map(_number_to_int, dtype=dtype)
 
 
-@operator("Cast", known=_cast_numbers)
+def _number_to_float(number: Any) -> Any:
+    return sym_float(number) if isinstance(number, torch.SymInt) else float(number)
+
+
+def _number_to_int(number: Any) -> Any:
+    if isinstance(number, torch.SymInt):
+        return number
+    return sym_int(number) if isinstance(number, torch.SymFloat) else int(number)
+
+
+@operator("Cast", on_numbers=_cast_numbers)
 def cast(node: Node, x: Tensor) -> Tensor:
     return _to_dtype(node, x, torch_dtype(node.get("to")))
 
 
-@operator("CastLike", known=_cast_numbers)
+@operator("CastLike", on_numbers=_cast_numbers)
 def cast_like(node: Node, x: Tensor, like: Tensor) -> Tensor:
     return _to_dtype(node, x, like.dtype)
 
@@ -419,14 +438,11 @@ def _to_dtype(node: Node, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _to_float8(node: Node, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to an 8-bit float. By default numbers out of range saturate, which torch's cast does for some types only."""
-    require(node.get("round_mode", "nearest") == "nearest", "round_mode")
-    wide = x.to(torch.float32)
-    if node.get("saturate", 1):
-        largest = torch.finfo(dtype).max
-        return torch.where(wide.isnan(), wide, wide.clamp(-largest, largest)).to(dtype)
-    require(False, "a cast to an 8-bit float without saturation")
-    return wide
+    """Cast to an 8-bit float, where numbers out of range become the largest one. torch does so for some types only."""
+    require(node.get("round_mode", "nearest") == "nearest", "a cast with another round_mode than nearest")
+    require(node.get("saturate", 1), "a cast to an 8-bit float without saturation")
+    wide, largest = x.to(torch.float32), torch.finfo(dtype).max
+    return torch.where(wide.isnan(), wide, wide.clamp(-largest, largest)).to(dtype)
 
 
 @operator("BitCast")

@@ -1,9 +1,10 @@
-"""Executes a graph of an ONNX file: a module with one child for each node.
+"""Builds and runs the module of a graph in an ONNX file. The module has one child for each node.
 
-    file --read--> Nodes and constants --fold--> fewer nodes --rewrite--> known spellings --build--> GraphModule
+    Graph --fold constants--> fewer nodes --rewrite--> joined nodes --build--> GraphModule
 
-Nodes whose inputs are constants are computed while the file is read. The other nodes become children: a module of torch
-with the node's weights (nn.Conv2d, nn.Linear, ...), or an OperatorModule that computes its row of the table.
+A node whose inputs are all constants is computed while the module is built. Each of the other nodes becomes a child: a
+module of torch with the node's weights (nn.Conv2d, nn.Linear, ...), or an OperatorModule, which looks the operator up
+in the table and computes it.
 """
 
 from collections import Counter
@@ -17,11 +18,17 @@ from torch import Tensor, nn
 from scalepoint.errors import OnnxReadError, ScalepointError
 from scalepoint.onnx_reader.control_flow import BRANCHES, CONTROL_FLOW, If, Loop, Scan
 from scalepoint.onnx_reader.names import NameTable
-from scalepoint.onnx_reader.operators import Layer, Node, find_operator
+from scalepoint.onnx_reader.operators import MIN_CONSTANTS, Layer, Node, find_operator
 from scalepoint.onnx_reader.rewrites import rewrite
 from scalepoint.onnx_reader.values import AnyValue, KnownArray, as_constant, as_number, as_tensor, known_from_tensor
 
 Constants = Mapping[str, Any]  # name -> Tensor, KnownArray or list of them
+# Constants with more numbers are not converted to a KnownArray for `Operator.known_inputs`.
+MAX_KNOWN_INPUT = 4096
+MAX_KNOWN_FLOATS = 64
+_KEEPS_WEIGHT = frozenset(  # operators whose result is still the same weight, in another type or shape
+    ("Identity", "Transpose", "Cast", "Reshape", "Squeeze", "Unsqueeze", "DequantizeLinear")
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Graph:
         inputs: Names of the inputs, without those that have a constant value.
         outputs: Names of the outputs.
         constants: Tensors by name.
-        parameters: Names of the constants that are initializers: weights, if they are numbers with a fraction.
+        parameters: Names of the constants that are initializers of the file. Those of a float type are weights.
     """
 
     name: str
@@ -47,7 +54,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Stored:
-    """An argument of a step that is a parameter or buffer of the graph's module."""
+    """An argument of a step: the parameter or buffer of the GraphModule with this name."""
 
     name: str
 
@@ -60,17 +67,17 @@ class Step:
         module: Path of the child.
         arguments: For each argument the name of a value, a Stored, a KnownArray, or None for an omitted input.
         outputs: Names of the results.
-        frees: Names of values that no later step reads.
+        last_reads: Names of values that no later step reads. They are released after this step.
     """
 
     module: str
     arguments: tuple[Any, ...]
     outputs: tuple[str, ...]
-    frees: tuple[str, ...] = ()
+    last_reads: tuple[str, ...] = ()
 
 
 class OperatorModule(nn.Module):
-    """Computes one node by its row in the table of operators."""
+    """Computes one node with its operator in the table."""
 
     def __init__(self, node: Node) -> None:
         super().__init__()
@@ -105,14 +112,17 @@ class GraphModule(nn.Module):
         Args:
             inputs: Values of the graph's inputs.
             outer: Values of the graphs around a body, by name.
-            record: Filled with the results of all steps, by name.
+            record: Is filled with the results of all steps, by name.
+
+        Returns:
+            Values of the graph's outputs.
         """
         values: dict[str, AnyValue] = {**(outer or {}), **dict(zip(self.graph_inputs, inputs, strict=True))}
         for step in self.steps:
             self._run_step(step, values)
             if record is not None:
                 record.update((name, values[name]) for name in step.outputs if name in values)
-            for name in step.frees:
+            for name in step.last_reads:
                 values.pop(name, None)
         return [self._argument(output, values) for output in self.graph_outputs]
 
@@ -123,31 +133,30 @@ class GraphModule(nn.Module):
         try:
             if node.operator in CONTROL_FLOW:
                 results = module(*arguments, outer=values)
-            else:
-                results = module(*(arguments if isinstance(module, OperatorModule) else map(_to_tensor, arguments)))
+            elif isinstance(module, OperatorModule):
+                results = module(*arguments)
+            else:  # a module of torch takes no KnownArrays
+                results = module(*map(_to_tensor, arguments))
         except ScalepointError as error:
             if getattr(error, "node", None) is not None:
-                raise
+                raise  # it names a node in a body
             raise _with_node(type(error)(f"{node}: {error.args[0]}"), node) from error
-        except Exception as error:  # torch raises many kinds for inputs that do not fit
+        except Exception as error:  # torch raises exceptions of many types for inputs that do not fit
             raise _with_node(OnnxReadError(f"{node}: {type(error).__name__}: {_first_line(error)}"), node) from error
         results = results if isinstance(results, tuple) else (results,)
         values.update(zip(step.outputs, results, strict=False))
 
     def _argument(self, argument: Any, values: Mapping[str, AnyValue]) -> AnyValue:
         if isinstance(argument, Stored):
-            return (
-                self.get_parameter(argument.name)
-                if argument.name in self._parameters
-                else self.get_buffer(argument.name)
-            )
+            is_parameter = argument.name in self._parameters
+            return self.get_parameter(argument.name) if is_parameter else self.get_buffer(argument.name)
         if isinstance(argument, str) and argument not in values:
             raise OnnxReadError(f"no node computes the value {argument!r} before it is read")
         return values[argument] if isinstance(argument, str) else argument
 
 
 def _with_node(error: ScalepointError, node: Node) -> ScalepointError:
-    error.node = node  # type: ignore[attr-defined]  # so that the graphs around a body do not add theirs
+    error.node = node  # type: ignore[attr-defined]  # tells the steps around a body that the error names its node
     return error
 
 
@@ -160,26 +169,24 @@ def _to_tensor(value: AnyValue) -> AnyValue:
 
 
 class ModuleBuilder:
-    """Makes a GraphModule of a Graph.
+    """Adds the children and steps of a Graph to a GraphModule.
 
     Args:
         graph: The graph.
-        module: The module to fill.
+        module: An empty GraphModule.
         outer: Constants of the graphs around a body.
-        names: The names in use; bodies have a table of their own.
     """
 
     def __init__(self, graph: Graph, module: GraphModule, outer: Constants | None = None) -> None:
         self.graph = replace(graph, constants={})  # they are in self.constants until the layers have them
         self.module = module
-        self.outer = dict(outer or {})
-        self.constants: dict[str, Any] = {**self.outer, **graph.constants}
-        self.weight_names: dict[str, str] = {name: name for name in graph.parameters}
+        self.constants: dict[str, Any] = {**(outer or {}), **graph.constants}
+        self.weight_names: dict[str, str] = {name: name for name in graph.parameters}  # constant -> its weight
         self.names = NameTable(module)
-        self._readers: Counter[int] = Counter()
-        self._shared: dict[tuple[Any, ...], nn.Parameter] = {}
+        self._readers: Counter[int] = Counter()  # address of a tensor -> number of inputs that read it
+        self._shared: dict[tuple[Any, ...], nn.Parameter] = {}  # address, shape, ... of a tensor -> its parameter
         self._alive: list[Tensor] = []
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, Stored] = {}  # constant -> its parameter or buffer
 
     def build(self) -> GraphModule:
         nodes = self._fold(self.graph.nodes)
@@ -187,15 +194,15 @@ class ModuleBuilder:
         nodes = _without_unused(nodes, self.graph.outputs)
         self._count_readers(nodes)
         last_reader = {name: index for index, node in enumerate(nodes) for name in names_read(node)}
-        read_last: dict[int, list[str]] = {}
+        last_reads: dict[int, list[str]] = {}  # index of a node -> values that no later node reads
         for name, index in last_reader.items():
             if name not in self.graph.outputs:
-                read_last.setdefault(index, []).append(name)
+                last_reads.setdefault(index, []).append(name)
         for index, node in enumerate(nodes):
-            frees = read_last.get(index, [])
-            self._add_step(node, tuple(frees))
-            for name in frees:
-                self.constants.pop(name, None)  # the weights of large files: the layers have copies in their own order
+            names = last_reads.get(index, [])
+            self._add_step(node, last_reads=tuple(names))
+            for name in names:
+                self.constants.pop(name, None)  # frees weights of large files: layers may have contiguous copies
         self.module.graph_outputs = tuple(
             self._constant_argument(name) if name in self.constants else name for name in self.graph.outputs
         )
@@ -214,19 +221,24 @@ class ModuleBuilder:
         return remaining
 
     def _fold_node(self, node: Node) -> bool:
-        """Compute a node if it reads constants only. Nodes that fail are kept: they may never run."""
+        """Compute a node that reads constants only, and return whether that was possible.
+
+        A node that fails stays in the graph: it may be in a branch that is never chosen.
+        """
         reads_constants = all(name in self.constants for name in names_read(node))
         if not reads_constants or node.operator in CONTROL_FLOW or node.operator.startswith("Sequence"):
             return False
         values = [self.constants[name] if name else None for name in node.inputs]
         try:
-            row = find_operator(node)
+            operator = find_operator(node)
             inputs = [
-                known_from_tensor(value) if isinstance(value, Tensor) and index in row.known_inputs else _small(value)
+                known_from_tensor(value)
+                if isinstance(value, Tensor) and index in operator.known_inputs
+                else _known_if_small(value)
                 for index, value in enumerate(values)
             ]
             with torch.no_grad():
-                results = row(node, *inputs)
+                results = operator(node, *inputs)
         except Exception:  # the step that runs the node explains what is wrong
             return False
         results = results if isinstance(results, tuple) else (results,)
@@ -237,20 +249,13 @@ class ModuleBuilder:
         return True
 
     def _inherit_weight_name(self, node: Node, output: str) -> None:
-        """A transposed or converted weight is still that weight."""
+        """Give a transposed or converted weight the name of the weight."""
         sources = [name for name in node.inputs if name in self.weight_names]
-        if sources and node.operator in (
-            "Identity",
-            "Transpose",
-            "Cast",
-            "Reshape",
-            "Squeeze",
-            "Unsqueeze",
-            "DequantizeLinear",
-        ):
+        if sources and node.operator in _KEEPS_WEIGHT:
             self.weight_names[output] = self.weight_names[sources[0]]
 
     def _constant_tensor(self, name: str) -> Tensor | None:
+        """Return a constant as a tensor; None for an omitted input or a value that is not constant."""
         value = self.constants.get(name) if name else None
         if value is None or isinstance(value, Tensor):
             return value
@@ -259,11 +264,11 @@ class ModuleBuilder:
     # --- steps ---
 
     def _count_readers(self, nodes: Sequence[Node]) -> None:
-        """Count the inputs of nodes that lie at each address."""
+        """Count how many inputs of nodes are the tensor at each address."""
         constants = (self.constants.get(name) for node in nodes for name in node.inputs)
         self._readers = Counter(value.data_ptr() for value in constants if isinstance(value, Tensor))
 
-    def _add_step(self, node: Node, frees: tuple[str, ...]) -> None:
+    def _add_step(self, node: Node, last_reads: tuple[str, ...]) -> None:
         layer = self._make_layer(node)
         weights: list[str] = []
         if layer is None:
@@ -271,23 +276,24 @@ class ModuleBuilder:
             child = self._make_child(node)
         else:
             child = layer.module
-            inputs = [node.inputs[i] if i < len(node.inputs) else "" for i in layer.data_inputs]
-            arguments = [self._argument(node, None, name) for name in inputs]
+            names = [node.inputs[i] if i < len(node.inputs) else "" for i in layer.data_inputs]
+            arguments = [self._argument(node, None, name) for name in names]
             while arguments and arguments[-1] is None:
                 arguments.pop()
             weights = [self.weight_names[name] for name in node.inputs if name in self.weight_names]
         name = f"{node.module_path}/{node.operator}" if node.module_path else node.name or node.outputs[0]
         path = self.names.add_child(child, name, weights)
         self.module.nodes[path] = node
-        self.module.steps.append(Step(path, tuple(arguments), node.outputs, frees))
+        self.module.steps.append(Step(path, tuple(arguments), node.outputs, last_reads))
 
     def _make_layer(self, node: Node) -> Layer | None:
-        row = None if node.operator in CONTROL_FLOW else find_operator(node)
-        if row is None or row.make_layer is None:
+        """Make a module of torch with the weights of a node, or return None if there is none for the node."""
+        operator = None if node.operator in CONTROL_FLOW else find_operator(node)
+        if operator is None or operator.make_layer is None:
             return None
         constants = [self._constant_tensor(name) for name in node.inputs]
         try:
-            layer = row.make_layer(node, [*constants, *[None] * (8 - len(constants))])
+            layer = operator.make_layer(node, [*constants, *[None] * (MIN_CONSTANTS - len(constants))])
         except ScalepointError as error:
             raise type(error)(f"{node}: {error.args[0]}") from error
         except Exception as error:  # weights of shapes that do not fit
@@ -298,22 +304,27 @@ class ModuleBuilder:
         return layer
 
     def _share_parameters(self, root: nn.Module) -> None:
-        """Use one parameter for weights that two nodes read; make all of them contiguous, as for a state_dict."""
+        """Use one parameter for a weight that several nodes read, and make all parameters contiguous.
+
+        safetensors, for example, stores contiguous tensors only.
+        """
         for module in root.modules():
             for name, value in list(module._parameters.items()):
                 if value is not None:
                     module._parameters[name] = self._parameter(value)
 
     def _parameter(self, value: nn.Parameter) -> nn.Parameter:
+        """Return a contiguous parameter; the same one for each node that reads this tensor."""
         if self._readers[value.data_ptr()] < 2:
             return _contiguous(value)
         key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if key not in self._shared:
             self._shared[key] = _contiguous(value)
-            self._alive.append(value)  # so that no other tensor gets the same address
+            self._alive.append(value)  # another tensor at the same address would have the same key
         return self._shared[key]
 
     def _make_child(self, node: Node) -> nn.Module:
+        """Make the module of a node that is no layer."""
         if node.operator == "If":
             return self._make_if(node)
         if node.operator in CONTROL_FLOW:
@@ -346,21 +357,21 @@ class ModuleBuilder:
         return If(branches, errors)
 
     def _argument(self, node: Node, index: int | None, name: str) -> Any:
+        """Return the argument of a step: see Step. `index` is the position among the inputs; None for a layer."""
         if not name:
             return None
         if name not in self.constants:
             return name
         value = self.constants[name]
         if index is not None and node.operator not in CONTROL_FLOW and isinstance(value, Tensor):
-            if index in find_operator(node).known_inputs and not value.is_floating_point() and value.numel() <= 4096:
-                return known_from_tensor(value)
-            if index in find_operator(node).known_inputs and value.numel() <= 64:
+            max_numbers = MAX_KNOWN_FLOATS if value.is_floating_point() else MAX_KNOWN_INPUT
+            if index in find_operator(node).known_inputs and value.numel() <= max_numbers:
                 return known_from_tensor(value)
         return self._constant_argument(name)
 
     def _constant_argument(self, name: str) -> Any:
-        """Return a small constant as it is, and register a large one with the module."""
-        value = _small(self.constants[name])
+        """Return a small constant as a KnownArray, and register a large one with the module."""
+        value = _known_if_small(self.constants[name])
         if not isinstance(value, Tensor):
             return value
         if name not in self._stored:
@@ -372,7 +383,7 @@ def _contiguous(value: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(value.detach().contiguous(), requires_grad=value.requires_grad)
 
 
-def _small(value: Any) -> Any:
+def _known_if_small(value: Any) -> Any:
     return as_constant(value) if isinstance(value, Tensor) else value
 
 
@@ -382,9 +393,9 @@ def constant_value(node: Node) -> Tensor:
     if "value" in attributes:
         value: Tensor = attributes["value"]
         return value
-    for name, dtype in (("value_float", torch.float32), ("value_floats", torch.float32)):
+    for name in ("value_float", "value_floats"):
         if name in attributes:
-            return torch.tensor(attributes[name], dtype=dtype)
+            return torch.tensor(attributes[name], dtype=torch.float32)
     for name in ("value_int", "value_ints"):
         if name in attributes:
             return torch.tensor(attributes[name], dtype=torch.int64)
@@ -392,7 +403,7 @@ def constant_value(node: Node) -> Tensor:
 
 
 def names_read(node: Node) -> list[str]:
-    """Return the values that a node reads, also in its bodies."""
+    """Return the names of the values that a node and its bodies read."""
     names = [name for name in node.inputs if name]
     for value in node.attributes.values():
         if isinstance(value, Graph):
@@ -403,6 +414,7 @@ def names_read(node: Node) -> list[str]:
 
 
 def _without_unused(nodes: Sequence[Node], outputs: Sequence[str]) -> list[Node]:
+    """Return the nodes that the outputs depend on."""
     needed = set(outputs)
     used = []
     for node in reversed(nodes):

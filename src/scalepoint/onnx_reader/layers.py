@@ -1,7 +1,7 @@
-"""Operators with weights: products, convolutions, norms, and pooling next to them.
+"""Convolutions, matrix products, normalization and pooling.
 
-If the weights are constants, a node becomes a module of torch (nn.Conv2d, nn.Linear, ...), so that it prints, trains
-and is quantized like one of a PyTorch model.
+A node whose weights are constants becomes a module of torch (nn.Conv2d, nn.Linear, ...), which prints, trains and is
+quantized like a layer of a PyTorch model.
 """
 
 import math
@@ -18,9 +18,9 @@ from scalepoint.onnx_reader.values import as_list, check_size, sym_max
 # Any: the modules and functions for 1, 2 and 3 axes have different types.
 CONVOLUTIONS: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONV_FUNCTIONS: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
-_TRANSPOSED: tuple[Any, ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+TRANSPOSED_CONVOLUTIONS: tuple[Any, ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _TRANSPOSED_FUNCTIONS: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-_NOT_GIVEN = "NOTSET"
+_EXPLICIT_PADS = "NOTSET"  # the value of auto_pad with which the attribute `pads` holds
 
 
 def parameter(tensor: Tensor) -> nn.Parameter:
@@ -38,30 +38,30 @@ def set_weights(module: nn.Module, **weights: Tensor | None) -> nn.Module:
 
 
 class Padding(nn.Module):
-    """Adds what auto_pad or different pads on both sides ask for. Fixed pads, or pads that depend on the size.
+    """Padding that torch's layers cannot do: different amounts at both ends, or amounts that depend on the input size.
 
     Args:
-        pads: (before, after) for each spatial axis; None if `mode` says how much.
-        mode: "SAME_UPPER" or "SAME_LOWER".
-        window: Kernel, stride and dilation of each spatial axis, for `mode`.
+        pads: (before, after) for each spatial axis; None if the amounts depend on the input size.
+        mode: With pads=None: "SAME_UPPER" or "SAME_LOWER", as in ONNX's auto_pad.
+        windows: With pads=None: kernel size, stride and dilation of each spatial axis.
         fill: The value of the padding.
     """
 
     def __init__(
         self,
         pads: Sequence[tuple[int, int]] | None,
-        mode: str = _NOT_GIVEN,
-        window: Sequence[tuple[int, int, int]] = (),
+        mode: str = _EXPLICIT_PADS,
+        windows: Sequence[tuple[int, int, int]] = (),
         fill: float = 0.0,
     ) -> None:
         super().__init__()
-        self.pads, self.mode, self.window, self.fill = pads, mode, tuple(window), fill
+        self.pads, self.mode, self.windows, self.fill = pads, mode, tuple(windows), fill
 
     def forward(self, x: Tensor) -> Tensor:
         pads = self.pads
         if pads is None:
             sizes = x.shape[2:]
-            pads = [same_pads(self.mode, size, *window) for size, window in zip(sizes, self.window, strict=True)]
+            pads = [same_pads(self.mode, size, *window) for size, window in zip(sizes, self.windows, strict=True)]
         if all(isinstance(amount, int) and amount == 0 for pair in pads for amount in pair):
             return x
         return F.pad(x, [amount for pair in reversed(pads) for amount in pair], value=self.fill)
@@ -71,29 +71,31 @@ class Padding(nn.Module):
 
 
 def same_pads(mode: str, size: Any, kernel: int, stride: int, dilation: int) -> tuple[Any, Any]:
-    """Return the pads with which the output has ceil(size / stride) values."""
-    outputs = -(-size // stride)
+    """Return the padding before and after an axis with which the output has ceil(size / stride) values."""
+    outputs = -(-size // stride)  # ceil(size / stride)
     total = sym_max((outputs - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
-    small = total // 2
-    return (small, total - small) if mode == "SAME_UPPER" else (total - small, small)
+    smaller = total // 2
+    larger = total - smaller
+    return (smaller, larger) if mode == "SAME_UPPER" else (larger, smaller)
 
 
-def symmetric_padding(node: Node, kernel: Sequence[int], fill: float = 0.0) -> tuple[tuple[int, ...], Padding | None]:
-    """Return the padding that torch's layer does itself, and a module for padding that it cannot do."""
-    rank, mode = len(kernel), node.get("auto_pad", _NOT_GIVEN)
-    none = (0,) * rank
+def split_padding(node: Node, kernel: Sequence[int], fill: float = 0.0) -> tuple[tuple[int, ...], Padding | None]:
+    """Return the `padding` argument of torch's layer, and a module for padding that the layer cannot do itself."""
+    rank, mode = len(kernel), node.get("auto_pad", _EXPLICIT_PADS)
+    zeros = (0,) * rank
     if mode in ("SAME_UPPER", "SAME_LOWER"):
         strides, dilations = node.get("strides", [1] * rank), node.get("dilations", [1] * rank)
-        return none, Padding(None, mode, list(zip(kernel, strides, dilations, strict=True)), fill)
-    amounts = none * 2 if mode == "VALID" else tuple(node.get("pads", none * 2))
+        windows = list(zip(kernel, strides, dilations, strict=True))
+        return zeros, Padding(None, mode, windows, fill)
+    amounts = zeros * 2 if mode == "VALID" else tuple(node.get("pads", zeros * 2))
     before, after = amounts[:rank], amounts[rank:]
     if before == after and all(amount >= 0 for amount in before):
         return before, None
-    return none, Padding(list(zip(before, after, strict=True)), fill=fill)
+    return zeros, Padding(list(zip(before, after, strict=True)), fill=fill)
 
 
 class PaddedLayer(nn.Module):
-    """A layer after padding that it cannot do itself."""
+    """A layer of torch after padding that the layer cannot do itself."""
 
     def __init__(self, padding: Padding, layer: nn.Module) -> None:
         super().__init__()
@@ -112,8 +114,8 @@ def _with_padding(padding: Padding | None, layer: nn.Module) -> Layer:
 # --- convolutions --------------------------------------------------------------------------------------------------
 
 
-def _is_missing(node: Node, constants: Sequence[Tensor | None], index: int) -> bool:
-    """Whether an input is given and is not a constant."""
+def _is_computed(node: Node, constants: Sequence[Tensor | None], index: int) -> bool:
+    """Whether the node has this input and its value is not a constant."""
     return len(node.inputs) > index and bool(node.inputs[index]) and constants[index] is None
 
 
@@ -127,11 +129,11 @@ def _conv_settings(node: Node, rank: int) -> dict[str, Any]:
 
 def conv_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
     weight = constants[1]
-    if weight is None or _is_missing(node, constants, 2) or not 3 <= weight.ndim <= 5:
+    if weight is None or _is_computed(node, constants, 2) or not 3 <= weight.ndim <= 5:
         return None
     bias = constants[2]
     rank, kernel = weight.ndim - 2, tuple(weight.shape[2:])
-    inner, padding = symmetric_padding(node, kernel)
+    inner, padding = split_padding(node, kernel)
     settings = _conv_settings(node, rank)
     channels = weight.shape[1] * settings["groups"]
     layer = CONVOLUTIONS[rank - 1](
@@ -144,7 +146,7 @@ def conv_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
 def conv(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     rank = weight.ndim - 2
     require(1 <= rank <= 3, f"a convolution over {rank} axes")
-    inner, padding = symmetric_padding(node, tuple(weight.shape[2:]))
+    inner, padding = split_padding(node, tuple(weight.shape[2:]))
     x = x if padding is None else padding(x)
     return _CONV_FUNCTIONS[rank - 1](x, weight, bias, padding=inner, **_conv_settings(node, rank))
 
@@ -152,12 +154,12 @@ def conv(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> A
 def _transposed_settings(
     node: Node, sizes: Sequence[int], kernel: Sequence[int]
 ) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """Return the settings of torch's layer, and what to cut off its output: (before, after) for each axis."""
+    """Return the settings of torch's layer, and the amounts to cut off its output: (before, after) for each axis."""
     rank = len(kernel)
     settings = _conv_settings(node, rank)
     extra = tuple(node.get("output_padding", [0] * rank))
-    shape, mode = node.get("output_shape"), node.get("auto_pad", _NOT_GIVEN)
-    full = [
+    shape, mode = node.get("output_shape"), node.get("auto_pad", _EXPLICIT_PADS)
+    uncut_sizes = [
         (size - 1) * stride + (k - 1) * dilation + 1 + added
         for size, stride, k, dilation, added in zip(
             sizes, settings["stride"], kernel, settings["dilation"], extra, strict=True
@@ -166,7 +168,8 @@ def _transposed_settings(
     if shape is None and mode.startswith("SAME"):
         shape = [size * stride for size, stride in zip(sizes, settings["stride"], strict=True)]
     if shape is not None:
-        totals = [length - size for length, size in zip(full, shape[-rank:], strict=True)]
+        # An odd amount is divided as ONNX says: SAME_UPPER cuts more after the values, all other modes before them.
+        totals = [uncut - size for uncut, size in zip(uncut_sizes, shape[-rank:], strict=True)]
         is_upper = mode == "SAME_UPPER"
         cuts = [(t // 2, t - t // 2) if is_upper else (t - t // 2, t // 2) for t in totals]
     elif mode == "VALID":
@@ -180,16 +183,18 @@ def _transposed_settings(
 
 def conv_transpose_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
     weight = constants[1]
-    depends_on_size = node.get("output_shape") or node.get("auto_pad", _NOT_GIVEN) not in (_NOT_GIVEN, "VALID")
-    if weight is None or _is_missing(node, constants, 2) or depends_on_size or not 3 <= weight.ndim <= 5:
+    depends_on_size = node.get("output_shape") or node.get("auto_pad", _EXPLICIT_PADS) not in (_EXPLICIT_PADS, "VALID")
+    if weight is None or _is_computed(node, constants, 2) or depends_on_size or not 3 <= weight.ndim <= 5:
         return None
     rank, kernel = weight.ndim - 2, tuple(weight.shape[2:])
     settings, cuts = _transposed_settings(node, [1] * rank, kernel)
-    limits = zip(settings["stride"], settings["dilation"], settings["output_padding"], strict=True)
-    if any(before != after for before, after in cuts) or any(e >= max(s, d) for s, d, e in limits):
+    if any(before != after for before, after in cuts):
         return None
+    steps = zip(settings["output_padding"], settings["stride"], settings["dilation"], strict=True)
+    if any(extra >= max(stride, dilation) for extra, stride, dilation in steps):
+        return None  # torch refuses such an output_padding
     bias = constants[2]
-    layer = _TRANSPOSED[rank - 1](
+    layer = TRANSPOSED_CONVOLUTIONS[rank - 1](
         weight.shape[0],
         weight.shape[1] * settings["groups"],
         kernel,
@@ -206,16 +211,15 @@ def conv_transpose(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = 
     rank = x.ndim - 2
     require(1 <= rank <= 3, f"a convolution over {rank} axes")
     settings, cuts = _transposed_settings(node, x.shape[2:], weight.shape[2:])
-    extra = settings.pop("output_padding")
+    output_padding = settings.pop("output_padding")
     y = _TRANSPOSED_FUNCTIONS[rank - 1](x, weight, bias, **settings)
-    pads = [
-        amount
-        for (before, after), e in reversed(list(zip(cuts, extra, strict=True)))
-        for amount in (-before, e - after)
-    ]
-    if bias is None or not any(extra):
+    pads: list[Any] = []  # in the order of F.pad: from the last axis; negative amounts cut
+    for (before, after), extra in reversed(list(zip(cuts, output_padding, strict=True))):
+        pads += [-before, extra - after]
+    if bias is None or not any(output_padding):
         return F.pad(y, pads)
-    return F.pad(y - bias.reshape(-1, *[1] * rank), pads) + bias.reshape(-1, *[1] * rank)
+    channel_bias = bias.reshape(-1, *[1] * rank)
+    return F.pad(y - channel_bias, pads) + channel_bias  # the padded values are the bias, not 0
 
 
 # --- products ------------------------------------------------------------------------------------------------------
@@ -236,19 +240,19 @@ def matmul_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None
 
 @operator("MatMul", "Linear", make_layer=matmul_layer)
 def matmul(node: Node, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product. "Linear" is a MatMul and an Add of a constant vector, which `rewrites.py` has joined."""
+    """Compute x @ y + bias. "Linear" is not an operator of ONNX: `rewrites.py` makes it of MatMul and Add."""
     product = torch.matmul(x, y)
     return product if bias is None else product + bias
 
 
 def gemm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
     weight, bias = constants[1:3]
-    if weight is None or _is_missing(node, constants, 2) or node.get("transA", 0) or not weight.is_floating_point():
+    if weight is None or _is_computed(node, constants, 2) or node.get("transA", 0) or not weight.is_floating_point():
         return None
     weight = weight if node.get("transB", 0) else weight.T
     if bias is not None:
         if bias.numel() not in (1, weight.shape[0]) or (bias.ndim == 2 and bias.shape[0] != 1):
-            return None
+            return None  # a matrix, or a column with one number for each row of x
         bias = bias.reshape(-1).expand(weight.shape[0]) * node.get("beta", 1.0)
     if node.get("alpha", 1.0) != 1:
         weight = weight * node.get("alpha")
@@ -271,11 +275,16 @@ def einsum(node: Node, *tensors: Tensor) -> Tensor:
     return torch.einsum(node.get("equation").replace(" ", ""), *tensors)
 
 
-# --- norms ---------------------------------------------------------------------------------------------------------
+@operator("Det")
+def determinant(node: Node, x: Tensor) -> Any:
+    return torch.linalg.det(x)
+
+
+# --- normalization -------------------------------------------------------------------------------------------------
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """A batch norm that takes any number of spatial axes, since the file may not say how many there are."""
+    """nn.BatchNorm2d for inputs with any number of spatial axes: a file may not declare the shape of the input."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  # the name in torch
         pass
@@ -285,11 +294,10 @@ def batch_norm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | 
     weight, bias, mean, variance = constants[1:5]
     if weight is None or bias is None or mean is None or variance is None or node.get("training_mode", 0):
         return None
-    layer = BatchNorm(
-        weight.shape[0], node.get("epsilon", 1e-5), round(1 - node.get("momentum", 0.9), 6), device="meta"
-    )
+    momentum = round(1 - node.get("momentum", 0.9), 6)  # ONNX's momentum is the share of the old average
+    layer = BatchNorm(weight.shape[0], node.get("epsilon", 1e-5), momentum, device="meta")
     set_weights(layer, weight=weight, bias=bias)
-    # Exporters store equal tensors once, and training changes these but not the weights.
+    # Exporters store equal tensors once: without a copy, training would change other averages with the same numbers.
     layer.running_mean, layer.running_var = mean.clone(), variance.clone()
     layer.num_batches_tracked = torch.tensor(0)
     return Layer(layer)
@@ -300,17 +308,20 @@ def batch_norm(node: Node, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor,
     epsilon = node.get("epsilon", 1e-5)
     if not node.get("training_mode", 0):
         return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
-    keep = node.get("momentum", 0.9)
+    old_share = node.get("momentum", 0.9)
     axes = [axis for axis in range(x.ndim) if axis != 1]
     new_mean, new_variance = x.mean(axes), x.var(axes, correction=0)
     y = F.batch_norm(x, new_mean, new_variance, scale, bias, eps=epsilon)
-    return outputs_of(node, y, keep * mean + (1 - keep) * new_mean, keep * variance + (1 - keep) * new_variance)
+    running_mean = old_share * mean + (1 - old_share) * new_mean
+    running_variance = old_share * variance + (1 - old_share) * new_variance
+    return outputs_of(node, y, running_mean, running_variance)
 
 
 def layer_norm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
     weight = constants[1]
-    # One axis: its size is that of the weight. Several axes: torch needs their sizes, which a weight may broadcast to.
-    if weight is None or weight.ndim != 1 or node.get("axis", -1) != -1 or _is_missing(node, constants, 2):
+    # nn.LayerNorm needs the sizes of the normalized axes. Only for one axis the weight says it; a weight of one number
+    # may also be broadcast.
+    if weight is None or weight.ndim != 1 or node.get("axis", -1) != -1 or _is_computed(node, constants, 2):
         return None
     bias = constants[2]
     if node.get("stash_type", 1) != 1 or len(node.outputs) > 1 or weight.numel() == 1:
@@ -332,8 +343,9 @@ def layer_norm(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None
 
 def rms_norm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
     weight = constants[1]
-    is_plain = weight is not None and weight.ndim == 1 and node.get("axis", -1) == -1 and weight.numel() > 1
-    if not is_plain or weight is None or len(node.outputs) > 1:
+    if weight is None or weight.ndim != 1 or weight.numel() == 1:  # one number may be broadcast
+        return None
+    if node.get("axis", -1) != -1 or len(node.outputs) > 1:
         return None
     return Layer(set_weights(nn.RMSNorm(weight.shape[0], node.get("epsilon", 1e-5), device="meta"), weight=weight))
 
@@ -353,13 +365,10 @@ def instance_norm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer
 
 
 class InstanceNorm(nn.InstanceNorm2d):
-    """An instance norm that takes any number of spatial axes."""
+    """nn.InstanceNorm2d for inputs with any number of spatial axes."""
 
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
-        pass
-
-    def _get_no_batch_dim(self) -> int:
-        return 1
+    def forward(self, x: Tensor) -> Tensor:
+        return F.instance_norm(x, weight=self.weight, bias=self.bias, eps=self.eps)
 
 
 @operator("InstanceNormalization", make_layer=instance_norm_layer)
@@ -393,44 +402,54 @@ _AVERAGE_POOL_MODULES: tuple[Any, ...] = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool
 
 
 def _pool_settings(node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return kernel sizes, strides and dilations."""
     kernel = tuple(node.get("kernel_shape"))
     ones = (1,) * len(kernel)
     return kernel, tuple(node.get("strides", ones)), tuple(node.get("dilations", ones))
 
 
 def _extra_pads(node: Node, x: Tensor, pads: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Return how far beyond the padding the last window reaches with ceil_mode; negative if it ends before."""
+    """Return the padding that the last window needs at the end of each axis with ceil_mode.
+
+    A number is negative if the last window ends before the padding does.
+    """
     if not node.get("ceil_mode", 0):
         return [0] * len(pads)
     extra = []
     for size, k, stride, dilation, (before, after) in zip(x.shape[2:], *_pool_settings(node), pads, strict=True):
-        rest = size + before + after - (k - 1) * dilation - 1
-        outputs = -(-rest // stride) + 1
+        last_start = size + before + after - (k - 1) * dilation - 1  # where a window must start to end with the padding
+        outputs = -(-last_start // stride) + 1  # ceil(last_start / stride) + 1
         if (outputs - 1) * stride >= size + before:  # ONNX and torch drop a window that starts in the padding
             outputs -= 1
-        extra.append((outputs - 1) * stride - rest)
+        extra.append((outputs - 1) * stride - last_start)
     return extra
 
 
 def _window_pads(node: Node, x: Tensor, kernel: Sequence[int]) -> list[tuple[Any, Any]]:
-    inner, padding = symmetric_padding(node, kernel)
+    """Return the padding (before, after) of each spatial axis."""
+    inner, padding = split_padding(node, kernel)
     if padding is None:
         return [(amount, amount) for amount in inner]
     if padding.pads is not None:
         return list(padding.pads)
-    return [same_pads(padding.mode, size, *window) for size, window in zip(x.shape[2:], padding.window, strict=True)]
+    return [same_pads(padding.mode, size, *window) for size, window in zip(x.shape[2:], padding.windows, strict=True)]
 
 
 def max_pool_layer(node: Node, constants: Any) -> Layer | None:
     kernel, strides, dilations = _pool_settings(node)
-    inner, padding = symmetric_padding(node, kernel, float("-inf"))
-    is_plain = (
-        not node.has_output(1) and 1 <= len(kernel) <= 3 and not (padding is not None and node.get("ceil_mode", 0))
-    )
-    if not is_plain or any(amount > k // 2 for amount, k in zip(inner, kernel, strict=True)):
+    inner, padding = split_padding(node, kernel, fill=float("-inf"))
+    ceil_mode = bool(node.get("ceil_mode", 0))
+    if node.has_output(1) or not 1 <= len(kernel) <= 3 or (padding is not None and ceil_mode):
         return None
-    module = _MAX_POOL_MODULES[len(kernel) - 1]
-    return _with_padding(padding, module(kernel, strides, inner, dilations, ceil_mode=bool(node.get("ceil_mode", 0))))
+    if _exceeds_half_a_window(inner, kernel):
+        return None
+    layer = _MAX_POOL_MODULES[len(kernel) - 1](kernel, strides, inner, dilations, ceil_mode=ceil_mode)
+    return _with_padding(padding, layer)
+
+
+def _exceeds_half_a_window(padding: Sequence[int], kernel: Sequence[int]) -> bool:
+    """Whether torch's pooling refuses this padding."""
+    return any(amount > k // 2 for amount, k in zip(padding, kernel, strict=True))
 
 
 @operator("MaxPool", make_layer=max_pool_layer)
@@ -439,29 +458,29 @@ def max_pool(node: Node, x: Tensor) -> Any:
     rank = len(kernel)
     require(1 <= rank <= 3, f"pooling over {rank} axes")
     pads = _window_pads(node, x, kernel)
-    wide = x.to(torch.float32) if not x.is_floating_point() else x
+    wide = x.to(torch.float32) if not x.is_floating_point() else x  # integers have no -inf
     padded = F.pad(wide, _pad_amounts(pads, _extra_pads(node, x, pads)), value=float("-inf"))
     settings = {"kernel_size": kernel, "stride": strides, "dilation": dilations}
     if not node.has_output(1):
         return _MAX_POOLS[rank - 1](padded, **settings).to(x.dtype)
-    values, flat = _MAX_POOLS[rank - 1](padded, return_indices=True, **settings)
-    return values.to(x.dtype), _indices_in_file(node, x, flat, padded.shape[2:], pads)
+    values, indices = _MAX_POOLS[rank - 1](padded, return_indices=True, **settings)
+    return values.to(x.dtype), _indices_in_tensor(node, x, indices, padded.shape[2:], pads)
 
 
-def _indices_in_file(
-    node: Node, x: Tensor, flat: Tensor, padded: Sequence[int], pads: Sequence[tuple[int, int]]
+def _indices_in_tensor(
+    node: Node, x: Tensor, indices: Tensor, padded_sizes: Sequence[int], pads: Sequence[tuple[int, int]]
 ) -> Tensor:
-    """Convert torch's index in the padded plane to the file's: in the whole tensor without padding."""
-    sizes, rest = list(x.shape[2:]), flat
+    """Convert torch's indices, which count in one padded channel, to ONNX's, which count in the whole tensor `x`."""
+    sizes, rest = list(x.shape[2:]), indices
     coordinates: list[Tensor] = []
-    for size in reversed(padded):
+    for size in reversed(padded_sizes):
         coordinates.insert(0, rest % size)
         rest = rest // size
-    coordinates = [value - before for value, (before, _) in zip(coordinates, pads, strict=True)]
-    axes = range(len(sizes))
-    order = list(axes) if node.get("storage_order", 0) == 0 else list(reversed(axes))
-    index, stride = torch.zeros_like(flat), 1
-    for axis in reversed(order):
+    coordinates = [coordinate - before for coordinate, (before, _) in zip(coordinates, pads, strict=True)]
+    axes_from_last = list(reversed(range(len(sizes))))
+    is_column_major = node.get("storage_order", 0) == 1
+    index, stride = torch.zeros_like(indices), 1
+    for axis in reversed(axes_from_last) if is_column_major else axes_from_last:
         index = index + coordinates[axis] * stride
         stride *= sizes[axis]
     planes = torch.arange(x.shape[0] * x.shape[1], device=x.device) * stride
@@ -470,37 +489,44 @@ def _indices_in_file(
 
 def average_pool_layer(node: Node, constants: Any) -> Layer | None:
     kernel, strides, dilations = _pool_settings(node)
-    inner, padding = symmetric_padding(node, kernel)
-    counts = bool(node.get("count_include_pad", 0))
-    has_pads = padding is not None or any(inner)
-    is_plain = 1 <= len(kernel) <= 3 and not any(d != 1 for d in dilations) and (padding is None or counts)
-    if not is_plain or (node.get("ceil_mode", 0) and (has_pads or counts)):
+    inner, padding = split_padding(node, kernel)
+    counts_padding, ceil_mode = bool(node.get("count_include_pad", 0)), bool(node.get("ceil_mode", 0))
+    if not 1 <= len(kernel) <= 3 or any(dilation != 1 for dilation in dilations):
         return None
-    if any(amount > k // 2 for amount, k in zip(inner, kernel, strict=True)):
+    if padding is not None and not counts_padding:
+        return None  # the layer would take the values of `padding` for values of the input
+    has_padding = padding is not None or any(inner)
+    if ceil_mode and (has_padding or counts_padding):
+        return None  # torch divides the last window by another number than ONNX
+    if _exceeds_half_a_window(inner, kernel):
         return None
     module = _AVERAGE_POOL_MODULES[len(kernel) - 1]
-    layer = module(kernel, strides, inner, ceil_mode=bool(node.get("ceil_mode", 0)), count_include_pad=counts)
+    layer = module(kernel, strides, inner, ceil_mode=ceil_mode, count_include_pad=counts_padding)
     return _with_padding(padding, layer)
 
 
 @operator("AveragePool", make_layer=average_pool_layer)
 def average_pool(node: Node, x: Tensor) -> Any:
-    """The sum over each window, divided by the number of its values that count."""
+    """Divide the sum over each window by the number of its values that count."""
     pads = _window_pads(node, x, tuple(node.get("kernel_shape")))
     extra = _extra_pads(node, x, pads)
-    ones = torch.ones_like(x[:1, :1])
-    counted = F.pad(ones, _pad_amounts(pads), value=1.0 if node.get("count_include_pad", 0) else 0.0)
-    counts = _window_sums(node, F.pad(counted, _pad_amounts([(0, amount) for amount in extra])))
+    # 1 where a value counts: the input, and the declared padding with count_include_pad, but never the extra padding.
+    padding_counts = 1.0 if node.get("count_include_pad", 0) else 0.0
+    is_counted = F.pad(torch.ones_like(x[:1, :1]), _pad_amounts(pads), value=padding_counts)
+    counts = _window_sums(node, F.pad(is_counted, _pad_amounts([(0, amount) for amount in extra])))
     return _window_sums(node, F.pad(x, _pad_amounts(pads, extra))) / counts
 
 
 def _pad_amounts(pads: Sequence[tuple[Any, Any]], extra: Sequence[Any] | None = None) -> list[Any]:
-    """Return pads in the order of F.pad: from the last axis, with `extra` added at the ends."""
-    ends = [0] * len(pads) if extra is None else extra
-    return [a for (before, after), e in reversed(list(zip(pads, ends, strict=True))) for a in (before, after + e)]
+    """Return amounts in the order of F.pad: from the last axis. `extra` is added at the end of each axis."""
+    amounts: list[Any] = []
+    for (before, after), more in reversed(list(zip(pads, extra or [0] * len(pads), strict=True))):
+        amounts += [before, after + more]
+    return amounts
 
 
 def _window_sums(node: Node, x: Tensor) -> Any:
+    """Return the sum over each window: a convolution with ones, where each channel is an image of its own."""
     kernel, strides, dilations = _pool_settings(node)
     require(1 <= len(kernel) <= 3, f"pooling over {len(kernel)} axes")
     flat, ones = x.reshape(-1, 1, *x.shape[2:]), torch.ones((1, 1, *kernel), dtype=x.dtype, device=x.device)
@@ -516,10 +542,6 @@ def lp_pool(node: Node, x: Tensor) -> Any:
     return _window_sums(node, padded).pow(1 / p)
 
 
-def _global_average_layer(node: Node, constants: Any) -> Layer:
-    return Layer(GlobalAveragePool())
-
-
 class GlobalAveragePool(nn.Module):
     """The mean over all spatial axes."""
 
@@ -527,7 +549,7 @@ class GlobalAveragePool(nn.Module):
         return F.adaptive_avg_pool2d(x, 1) if x.ndim == 4 else x.mean(list(range(2, x.ndim)), keepdim=True)
 
 
-@operator("GlobalAveragePool", make_layer=_global_average_layer)
+@operator("GlobalAveragePool", make_layer=lambda node, constants: Layer(GlobalAveragePool()))
 def global_average_pool(node: Node, x: Tensor) -> Any:
     return GlobalAveragePool()(x)
 
@@ -550,10 +572,10 @@ def max_unpool(node: Node, x: Tensor, indices: Tensor, shape: Any = None) -> Ten
         (size - 1) * stride + k - pads[axis] - pads[axis + len(kernel)]
         for axis, (size, stride, k) in enumerate(zip(x.shape[2:], strides, kernel, strict=True))
     ]
-    natural = [*x.shape[:2], *sizes]
-    check_size(natural)
-    flat = x.new_zeros(math.prod(natural)).scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(natural)
+    unpooled_shape = [*x.shape[:2], *sizes]
+    check_size(unpooled_shape)
+    y = x.new_zeros(math.prod(unpooled_shape)).scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(unpooled_shape)
     if shape is None:
-        return flat
-    growth = [new - old for old, new in zip(natural, as_list(shape, "shape"), strict=True)]
-    return F.pad(flat, [end for count in reversed(growth) for end in (0, count)])
+        return y
+    growth = [(0, new - old) for old, new in zip(unpooled_shape, as_list(shape, "shape"), strict=True)]
+    return F.pad(y, _pad_amounts(growth))

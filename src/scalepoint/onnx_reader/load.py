@@ -1,4 +1,7 @@
-"""load_onnx: read an ONNX file as a module of torch."""
+"""load_onnx: reads an ONNX file as a PyTorch module.
+
+file --read_model--> onnx_ir model --FileReader--> Graph of plain values --ModuleBuilder--> OnnxModel
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +16,7 @@ from onnx import ModelProto
 from torch import Tensor
 
 from scalepoint.errors import OnnxReadError, ScalepointError, UsageError, short_repr
-from scalepoint.onnx_reader import (  # noqa: F401  # they fill the table of operators
+from scalepoint.onnx_reader import (  # noqa: F401  # importing these modules fills the table of operators
     attention,
     control_flow,
     elementwise,
@@ -39,7 +42,7 @@ from scalepoint.support.torch_state import gc_paused
 
 MIN_OPSET = 7
 HALF_TYPES = (torch.float16, torch.bfloat16)
-_OWN_DOMAINS = ("", "ai.onnx")
+_STANDARD_DOMAINS = ("", "ai.onnx")
 
 
 def load_onnx(
@@ -51,16 +54,16 @@ def load_onnx(
 ) -> OnnxModel:
     """Read an ONNX file as a PyTorch module.
 
-    It trains, saves, prints and is captured like any other module. Layers have the names of the file's weights or
-    nodes. Only numbers are read from the file: no code runs, and external data must lie in its folder.
+    The module can be trained, saved, printed and captured like any other. Its layers are named after the weights or
+    nodes of the file. Only numbers are read: no code of the file runs, and external data must be in the file's folder.
 
     Args:
         path: The file, or a model in memory.
-        fixed_inputs: Values for inputs that become constants, by name, such as {"sr": 16000}. Branches that depend on
-            them are then chosen.
-        requantize: Read a file that is already quantized: its weights become real-valued again, and its quantizers are
-            left out. Without it such a file is refused.
-        half_as_float: Compute in float32 what the file computes in float16 or bfloat16.
+        fixed_inputs: Values for inputs that become constants, by name, such as {"sr": 16000}. This also chooses the
+            branches that depend on these inputs.
+        requantize: Read a file that is already quantized: its weights are dequantized, and its quantizers of
+            activations are left out. By default such a file is refused.
+        half_as_float: Compute in float32 where the file computes in float16 or bfloat16.
 
     Returns:
         The model, in eval mode.
@@ -85,7 +88,7 @@ def build_model(
     quantizers: Literal["refuse", "remove", "keep"],
     half_as_float: bool,
 ) -> OnnxModel:
-    """Read a file; see load_onnx. With quantizers="keep" the model computes what a quantized file computes."""
+    """Read a file as `load_onnx` does. With quantizers="keep" the model also computes what quantizers compute."""
     file = read_model(source, min_opset=MIN_OPSET, infer_shapes=False)
     reader = FileReader(file, half_as_float=half_as_float)
     graph = reader.read_graph(file.model.graph)
@@ -94,8 +97,8 @@ def build_model(
         if quantizers == "refuse":
             name = "the model" if isinstance(source, ModelProto) else str(source)
             raise OnnxReadError(
-                f"{name} is already quantized: {layer_count} nodes quantize, or compute with integers. Give the float "
-                "model, or pass requantize=True to read its weights back as real numbers and quantize them anew"
+                f"{name} is already quantized: {layer_count} nodes quantize, or compute with integers. Pass the "
+                "float model, or requantize=True to dequantize its weights and quantize them again"
             )
         graph, is_requantized = without_quantizers(graph), True
     graph = reader.fix_inputs(graph, file.model.graph.inputs, fixed_inputs)
@@ -119,7 +122,7 @@ def build_model(
 
 
 def _argument_names(names: Sequence[str]) -> list[str]:
-    """Return the inputs as arguments of forward; in lower case, as torch.export names them in a graph."""
+    """Return the names of the arguments of `forward`. They are in lower case, like torch.export's names of inputs."""
     unique: list[str] = []
     for name in names:
         argument = identifier(name, "input").lower()
@@ -131,7 +134,7 @@ def _argument_names(names: Sequence[str]) -> list[str]:
 
 
 def iterate_nodes(graph: Graph) -> Iterator[Node]:
-    """All nodes, also those in the bodies of If, Loop and Scan."""
+    """Yield all nodes, also those in the bodies of If, Loop and Scan."""
     for node in graph.nodes:
         yield node
         for value in node.attributes.values():
@@ -157,7 +160,7 @@ def _shortest(number: float) -> float:
 
 
 class FileReader:
-    """Turns the graphs of a file into plain values."""
+    """Converts the graphs of a file to Graphs: plain values that do not depend on the onnx package."""
 
     def __init__(self, file: OnnxFile, *, half_as_float: bool) -> None:
         self.file = file
@@ -180,7 +183,7 @@ class FileReader:
         )
 
     def describe(self, values: Sequence[ir.Value], names: Sequence[str]) -> list[TensorInfo]:
-        """Describe the inputs or outputs with these names."""
+        """Describe those inputs or outputs that have one of the names."""
         by_name = {value.name: value for value in values}
         return [self._describe(by_name[name]) for name in names]
 
@@ -202,11 +205,14 @@ class FileReader:
                 tensor = torch.as_tensor(values[info.name]).to(info.dtype)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UsageError(f"fixed_inputs: {short_repr(values[info.name])} for {info.name!r}: {error}") from error
-            is_single = tensor.numel() == 1 and all(size == 1 for size in info.shape or ())
-            constants[info.name] = tensor.reshape([1] * len(info.shape or ())) if is_single else tensor
+            declared_shape = info.shape or ()
+            if tensor.numel() == 1 and all(size == 1 for size in declared_shape):
+                tensor = tensor.reshape([1] * len(declared_shape))  # 16000 for an input of shape [1]
+            constants[info.name] = tensor
         return replace(graph, inputs=tuple(name for name in graph.inputs if name not in values), constants=constants)
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type that the module has for a type of the file."""
         return torch.float32 if self.half_as_float and dtype in HALF_TYPES else dtype
 
     def _read_tensor(self, tensor: ir.TensorProtocol) -> Tensor:
@@ -215,7 +221,7 @@ class FileReader:
         return values.to(self._dtype(values.dtype))
 
     def _read_node(self, node: ir.Node, index: int) -> Node:
-        operator = node.op_type if node.domain in _OWN_DOMAINS else f"{node.domain}::{node.op_type}"
+        operator = node.op_type if node.domain in _STANDARD_DOMAINS else f"{node.domain}::{node.op_type}"
         outputs = tuple(value.name or "" for value in node.outputs)
         name = node.name or next(filter(None, outputs), f"{node.op_type}_{index}")
         inputs = tuple("" if value is None else value.name or "" for value in node.inputs)
@@ -226,13 +232,13 @@ class FileReader:
             raise type(error)(f"node {short_repr(name)} ({operator}): {error.args[0]}") from error
         if operator == "ConstantOfShape" and "value" in attributes:
             attributes["value"] = known_from_tensor(attributes["value"])
-        while inputs and not inputs[-1]:
+        while inputs and not inputs[-1]:  # an omitted input at the end
             inputs = inputs[:-1]
         attributes = self._cast_attributes(operator, attributes)
         return Node(operator, name, inputs, outputs, attributes, opset, module_path_of(node.metadata_props))
 
     def _cast_attributes(self, operator: str, attributes: dict[str, Any]) -> dict[str, Any]:
-        """Replace half precision in attributes that say a type."""
+        """Replace float16 and bfloat16 in attributes that contain a data type."""
         halves = (int(ir.DataType.FLOAT16), int(ir.DataType.BFLOAT16))
         if self.half_as_float:
             for key in ("to", "dtype", "output_datatype"):

@@ -16,20 +16,20 @@ from scalepoint.support.interface_names import InterfaceNames
 
 
 class OnnxModel(GraphModule):
-    """A model that was read from an ONNX file. `scalepoint.load_onnx` makes it.
+    """A PyTorch module that computes what an ONNX file computes. `scalepoint.load_onnx` returns it.
 
-    It is called with the file's inputs, in its order or by name, and returns a tensor or a tuple of tensors.
+    Call it with the inputs of the file, in their order or by name. It returns a tensor or a tuple of tensors.
 
     Attributes:
         path: The file; "" for a model in memory.
-        inputs: The inputs, by the name that `forward` gives them.
+        inputs: The inputs, by the name of their argument of `forward`.
         outputs: The outputs.
         metadata: The metadata of the file.
         fixed_inputs: Values of inputs that became constants.
         has_half_precision: Whether the file computes in float16 or bfloat16.
         digest: Digest of the file.
-        is_requantized: Whether quantizers were left out, so that the file computes something else.
-        interface_names: Names in the file; a file that is made of this model gets them too.
+        is_requantized: Whether quantizers of the file were left out. The results then differ from those of the file.
+        interface_names: Names of inputs and outputs in the file, for files that are exported from this model.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -50,17 +50,20 @@ class OnnxModel(GraphModule):
         )
 
     def make_example(self, shapes: Mapping[str, Sequence[int]] | None = None, seed: int = 0) -> dict[str, Tensor]:
-        """Make inputs of the shapes in the file: random numbers, and zeros and ones for whole numbers.
+        """Make random inputs of the shapes in the file.
 
         Args:
-            shapes: Shapes of inputs, by name, for those with free axes. By default a free axis has the size of
-                `DEFAULT_SIZES`; axes with the same name have the same size.
+            shapes: Shapes of inputs, by name. By default a free axis has the size 1 if it is the first axis, 224 in an
+                image, and 64 otherwise. Axes with the same name have the same size.
             seed: Seed of the random numbers.
+
+        Returns:
+            The inputs by name: normally distributed numbers; for integer inputs zeros and ones, or pixels.
         """
         return example_inputs(self.inputs, shapes or {}, seed)
 
     def free_axes(self) -> dict[str, dict[int, str]]:
-        """Return the axes after the first that may have any size in the file, with their names, by input."""
+        """Return the free axes of each input after the first axis: {input: {axis: name}}."""
         axes: dict[str, dict[int, str]] = {}
         for name, info in self.inputs.items():
             for axis, size in enumerate(info.shape or ()):
@@ -81,21 +84,23 @@ class OnnxModel(GraphModule):
         return [self._as_input(name, values[name]) for name in names]
 
     def _as_input(self, name: str, value: Any) -> Any:
-        """Half-precision inputs of a file that is computed in float32 may come as they are in the file."""
+        """Convert an input of a half-precision file to float32 if the model computes in float32."""
         info = self.inputs.get(name)
         if info is not None and info.dtype != info.file_dtype and isinstance(value, Tensor):
             return value.to(info.dtype)
         return value
 
     def __reduce__(self) -> Any:
+        # The class that make_model creates cannot be found by its name: unpickling creates it again.
         return make_model, (Graph("", (), self.graph_inputs, ()), tuple(self.inputs)), self.__dict__
 
     def extra_repr(self) -> str:
-        source = [f"file: {Path(self.path).name}"] if self.path else []
-        fixed = [f"{name}={value.tolist()}" for name, value in self.fixed_inputs.items()]
-        requantized = ["requantized"] if self.is_requantized else []
-        inputs = [f"{name}: {_describe(info)}" for name, info in self.inputs.items()]
-        return ", ".join([*source, *([f"digest: {self.digest}"] if self.digest else []), *inputs, *fixed, *requantized])
+        parts = [f"file: {Path(self.path).name}"] if self.path else []
+        parts += [f"digest: {self.digest}"] if self.digest else []
+        parts += [f"{name}: {_describe(info)}" for name, info in self.inputs.items()]
+        parts += [f"{name}={value.tolist()}" for name, value in self.fixed_inputs.items()]
+        parts += ["requantized"] if self.is_requantized else []
+        return ", ".join(parts)
 
 
 def _as_output(value: Any) -> Any:
@@ -108,7 +113,7 @@ def _describe(info: TensorInfo) -> str:
 
 
 def make_model(graph: Graph, input_names: Sequence[str]) -> OnnxModel:
-    """Make an empty model whose `forward` has these arguments: torch.export and dynamic_axes go by them."""
+    """Make an empty model whose `forward` has these arguments: torch.export and dynamic_axes need their names."""
 
     def forward(self: OnnxModel, *args: Any, **kwargs: Any) -> Any:
         return OnnxModel.forward(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Names of layers and weights: readable, valid in Python, and those of the original model if the file has them.
+"""Names of layers and weights: valid in Python, and those of the original model if the file contains them.
 
 /layer1/layer1.0/conv1/Conv with the weight layer1.0.conv1.weight  ->  layer1.0.conv1
 /layer1/layer1.0/Add                                               ->  layer1.0.Add
@@ -20,26 +20,27 @@ _WEIGHT_SUFFIXES = (".weight", ".weight_v", ".kernel", ".gamma", ".bias")
 
 
 def identifier(text: str, default: str = "value") -> str:
-    """Turn a text into an identifier."""
+    """Turn a text into a Python identifier; `default` if it has no letters or digits."""
     name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_")[:_MAX_LENGTH] or default
     name = f"_{name}" if name[0].isdigit() else name
     return f"{name}_" if iskeyword(name) else name
 
 
 def path_of_node(name: str) -> list[str]:
-    """Split the name of a node into the path of its module: torch repeats the path before the index of a Sequential."""
+    """Split the name of a node into the path of its module: "/layer1/layer1.0/conv1/Conv" -> layer1, 0, conv1, Conv.
+
+    torch.onnx repeats the name of a Sequential before the index of its child, as "layer1.0" after "layer1".
+    """
     parts: list[str] = []
     for part in filter(None, name.strip("/").split("/")):
-        parents = part.split(".")
-        if parts and len(parents) > 1 and parts[-len(parents[:-1]) :] == parents[:-1]:
-            parts.append(parents[-1])
-        else:
-            parts += parents
-    return [path_part(part) for part in parts if part] or ["node"]
+        *parents, leaf = part.split(".")
+        is_repeated = bool(parents) and parts[-len(parents) :] == parents
+        parts += [leaf] if is_repeated else [*parents, leaf]
+    return [to_path_part(part) for part in parts if part] or ["node"]
 
 
 def module_path_of(metadata: Mapping[str, str]) -> str:
-    """Return the module that torch.onnx.export (dynamo) notes for a node: ["", "encoder", "encoder.fc", "linear_1"]."""
+    """Return the module path that torch.onnx.export (dynamo) notes for a node, as in ["", "fc", "fc.0", "linear_1"]."""
     text = metadata.get(_SCOPES_KEY, "")
     if len(text) > _MAX_SCOPES:
         return ""
@@ -51,7 +52,8 @@ def module_path_of(metadata: Mapping[str, str]) -> str:
     return scopes[-2] if has_path else ""
 
 
-def path_part(text: str) -> str:
+def to_path_part(text: str) -> str:
+    """Return a valid name for one part of a module's path; the index of a Sequential's child is one."""
     return text if text.isdigit() else identifier(text, "node")
 
 
@@ -63,23 +65,28 @@ class NameTable:
         self.reserved = frozenset(dir(nn.Module())) | frozenset(vars(root)) | get_reserved_names()
 
     def add_child(self, child: nn.Module, node_name: str, weight_names: Sequence[str]) -> str:
-        """Add a child under a name of the original model, from the node or the weight, else under that of its node."""
+        """Add a child, and return its path.
+
+        The path is that of the layer in the original model if the name of the node or of a weight contains it, else
+        the name of the node.
+        """
         parts = path_of_node(node_name)
-        if len(parts) > 1 and has_parameters(child) and re.fullmatch(r"[A-Z][A-Za-z]*(_\d+)?", parts[-1]):
+        ends_with_operator = re.fullmatch(r"[A-Z][A-Za-z]*(_\d+)?", parts[-1]) is not None
+        if len(parts) > 1 and has_parameters(child) and ends_with_operator:
             parts = parts[:-1]  # /encoder/fc/MatMul is the layer encoder.fc
         else:
             parts = next(filter(None, map(_path_of_weight, weight_names)), parts)
         *parents, leaf = parts
         module, path = self.root, []
         for part in parents:
-            path.append(self._free_container(module, part))
+            path.append(self._container_name(module, part))
             module = module.get_submodule(path[-1])
         leaf = self._unused(module, leaf)
         module.add_module(leaf, child)
         return ".".join([*path, leaf])
 
     def add_tensor(self, tensor: Tensor, name: str, *, is_weight: bool) -> str:
-        """Register a tensor with the root: a parameter if it is a weight with a fraction, else a buffer."""
+        """Register a tensor with the root and return its name. A float weight becomes a parameter, others a buffer."""
         key = self._unused(self.root, identifier(name.replace("::", "_")))
         if is_weight and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
             self.root.register_parameter(key, nn.Parameter(tensor.contiguous()))
@@ -87,16 +94,17 @@ class NameTable:
             self.root.register_buffer(key, tensor.contiguous())
         return key
 
-    def _free_container(self, module: nn.Module, name: str) -> str:
-        """Return the name of a child that only contains others; add it if there is none."""
+    def _container_name(self, module: nn.Module, name: str) -> str:
+        """Return the name of a child that only contains other modules; add one if there is none."""
         name = f"{name}_" if name in self.reserved else name
         while name in module._modules and type(module._modules[name]) is not nn.Module:
-            name = f"{name}_"  # a layer has this name
+            name = f"{name}_"  # the name of a layer
         if name not in module._modules:
             module.add_module(name, nn.Module())
         return name
 
     def _unused(self, module: nn.Module, name: str) -> str:
+        """Return this name, with a number if the module has a child, parameter or buffer of this name."""
         name = f"{name}_" if name in self.reserved else name
         candidate, number = name, 1
         while candidate in module._modules or candidate in module._parameters or candidate in module._buffers:
@@ -105,13 +113,13 @@ class NameTable:
 
 
 def _path_of_weight(name: str) -> list[str]:
-    """Return the path of the layer if the weight is named like one of a PyTorch model: a.b.weight."""
+    """Return the path of the layer if the name is like that of a weight in a PyTorch model: a.b.weight -> a, b."""
     layer = next((name.removesuffix(suffix) for suffix in _WEIGHT_SUFFIXES if name.endswith(suffix)), "")
     parts = layer.split(".")
-    return [path_part(part) for part in parts] if layer and all(map(_is_plain, parts)) else []
+    return [to_path_part(part) for part in parts] if layer and all(map(_is_word, parts)) else []
 
 
-def _is_plain(part: str) -> bool:
+def _is_word(part: str) -> bool:
     return re.fullmatch(r"\w+", part, flags=re.ASCII) is not None
 
 

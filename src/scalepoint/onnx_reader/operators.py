@@ -1,9 +1,10 @@
 """The table of operators: one row says how a node of an ONNX file is computed in torch.
 
-    @operator("Concat", known=concat_known)
+    @operator("Concat", on_numbers=_concat_numbers)
     def concat(node, *tensors): return torch.cat(tensors, node.get("axis"))
 
-The modules of this package that are named after a topic (elementwise, shapes, layers, ...) fill the table.
+The modules of this package that are named after a topic (elementwise, shapes, layers, ...) fill the table. What an
+operator computes is described in the ONNX specification, so most of these functions have no docstring.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,16 @@ from torch import Tensor, nn
 from scalepoint.errors import OnnxReadError
 from scalepoint.onnx_reader.values import AnyValue, KnownArray, Value, as_tensor
 
-Run = Callable[..., Any]  # run(node, *inputs) -> a value, or a tuple of values
-UNSEEDED = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
+RunFunction = Callable[..., Any]  # run(node, *inputs) -> a value, or a tuple of values
+# Operators without a seed would give other numbers in each runtime.
+RANDOM_OPERATORS = (
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,9 @@ class Layer:
     data_inputs: tuple[int, ...] = (0,)
 
 
-# make_layer(node, constants) -> Layer, or None if this node needs `run`. There are at least 8 constants; one is None if
-# the input is omitted or computed.
+# make_layer(node, constants) -> Layer, or None if this node needs `run`. A constant is None if the input is omitted or
+# computed. The list is filled up with None, so that make_layer need not check its length.
+MIN_CONSTANTS = 8
 MakeLayer = Callable[[Node, Sequence[Tensor | None]], Layer | None]
 
 
@@ -76,29 +86,31 @@ class Operator:
     Attributes:
         name: As `Node.operator`.
         run: Computes the node on tensors.
-        known: Computes it on KnownArrays, if all inputs are KnownArrays.
+        on_numbers: Computes the node if all inputs are KnownArrays. If it returns NotImplemented, `run` computes the
+            node on tensors.
         known_inputs: Positions of inputs that `run` takes as KnownArrays: shapes, axes, limits.
-        takes_numbers: Whether `run` takes a Python number for a KnownArray of one number.
-        make_layer: Makes a module if the weights are constants; None if this node needs `run`.
+        takes_numbers: Whether `run` gets a KnownArray of one number as a Python number instead of a tensor.
+        make_layer: Makes a module with the weights of a node; None for an operator that has no such module.
     """
 
     name: str
-    run: Run
-    known: Run | None = None
+    run: RunFunction
+    on_numbers: RunFunction | None = None
     known_inputs: tuple[int, ...] = ()
     takes_numbers: bool = False
     make_layer: MakeLayer | None = None
 
     def __call__(self, node: Node, *inputs: AnyValue) -> Any:
         values = [value for value in inputs if value is not None]
-        if self.known is not None and values and all(isinstance(value, KnownArray) for value in values):
-            result = self.known(node, *inputs)
+        if self.on_numbers is not None and values and all(isinstance(value, KnownArray) for value in values):
+            result = self.on_numbers(node, *inputs)
             if result is not NotImplemented:
                 return result
         like = next((value for value in values if isinstance(value, Tensor)), None)
         return self.run(node, *(self._prepare(index, value, like) for index, value in enumerate(inputs)))
 
     def _prepare(self, index: int, value: AnyValue, like: Tensor | None) -> Any:
+        """Convert an input to what `run` takes. A new tensor is on the device of `like`."""
         if not isinstance(value, KnownArray) or index in self.known_inputs:
             return value
         if self.takes_numbers and like is not None and value.numbers.size == 1 and value.ndim <= like.ndim:
@@ -109,26 +121,32 @@ class Operator:
 OPERATORS: dict[str, Operator] = {}
 
 
-def operator(*names: str, **row: Any) -> Callable[[Run], Run]:
-    """Decorator: add rows to the table, one for each name."""
+def operator(*names: str, **columns: Any) -> Callable[[RunFunction], RunFunction]:
+    """Decorator that adds a function to the table under each of the names.
 
-    def add(run: Run) -> Run:
+    Args:
+        names: Names of operators.
+        columns: Other attributes of `Operator`, such as `on_numbers`.
+    """
+
+    def add(run: RunFunction) -> RunFunction:
         for name in names:
-            OPERATORS[name] = Operator(name, run, **row)
+            OPERATORS[name] = Operator(name, run, **columns)
         return run
 
     return add
 
 
 def find_operator(node: Node) -> Operator:
+    """Return the row of the table for a node; raise OnnxReadError if there is none."""
     if node.operator in OPERATORS:
         return OPERATORS[node.operator]
-    why = "draws random numbers" if node.operator in UNSEEDED else "is not supported"
-    raise OnnxReadError(f"{node}: the operator {node.operator} {why}")
+    reason = "draws random numbers" if node.operator in RANDOM_OPERATORS else "is not supported"
+    raise OnnxReadError(f"{node}: the operator {node.operator} {reason}")
 
 
 def require(condition: bool, text: str) -> None:
-    """Raise for a setting of an operator that is not supported."""
+    """Raise OnnxReadError unless the condition holds. The text names what is not supported."""
     if not condition:
         raise OnnxReadError(f"{text} is not supported")
 

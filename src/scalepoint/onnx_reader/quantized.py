@@ -1,13 +1,15 @@
-"""Operators of quantized files. Constants are dequantized while the file is read."""
+"""Operators of quantized files. A quantized weight is a constant, so it is dequantized while the module is built."""
 
 from typing import Any
 
 import torch
+from onnx_ir import DataType
 from torch import Tensor
 
 from scalepoint.onnx_reader.operators import Node, operator, outputs_of, require
 from scalepoint.onnx_reader.values import torch_dtype
 
+# A file with one of these counts as quantized. The table of operators has only those that are defined below.
 QUANTIZED_OPERATORS = frozenset(
     (
         "QuantizeLinear",
@@ -36,11 +38,11 @@ QUANTIZED_OPERATORS = frozenset(
         "com.microsoft::DequantizeLinear",
     )
 )
-_RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.uint16: (0, 65535), torch.int16: (-32768, 32767)}
+_CODE_RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.uint16: (0, 65535), torch.int16: (-32768, 32767)}
 
 
 def _along_axis(node: Node, x: Tensor, parameter: Tensor) -> Tensor:
-    """Give a scale or zero point the shape with which it multiplies x: per tensor, axis or block."""
+    """Give a scale or zero point a shape that broadcasts to `x`: per tensor, per channel or per block."""
     if parameter.numel() == 1:
         return parameter.reshape(())
     axis = node.get("axis", 1) % x.ndim
@@ -51,15 +53,15 @@ def _along_axis(node: Node, x: Tensor, parameter: Tensor) -> Tensor:
 
 @operator("QuantizeLinear", "com.microsoft::QuantizeLinear")
 def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
-    dtype = zero_point.dtype if zero_point is not None else torch_dtype(node.get("output_dtype") or 2)
+    dtype = zero_point.dtype if zero_point is not None else torch_dtype(node.get("output_dtype") or DataType.UINT8)
     if dtype.is_floating_point:
         largest = torch.finfo(dtype).max
         return (x.float() / _along_axis(node, x, scale.float())).clamp(-largest, largest).to(dtype)
-    require(dtype in _RANGES, f"quantization to {dtype}")
+    require(dtype in _CODE_RANGES, f"quantization to {dtype}")
     codes = torch.round(x.float() / _along_axis(node, x, scale.float()))
     if zero_point is not None:
         codes = codes + _along_axis(node, x, zero_point.float())
-    return codes.clamp(*_RANGES[dtype]).to(dtype)
+    return codes.clamp(*_CODE_RANGES[dtype]).to(dtype)
 
 
 @operator("DequantizeLinear", "com.microsoft::DequantizeLinear")
@@ -85,9 +87,8 @@ def matmul_integer(
 ) -> Tensor:
     left, right = x.to(torch.int32), y.to(torch.int32)
     if x_zero is not None:
-        left = left - (
-            x_zero.to(torch.int32).unsqueeze(-1) if x_zero.ndim == 1 and x_zero.numel() > 1 else x_zero.to(torch.int32)
-        )
+        is_per_row = x_zero.ndim == 1 and x_zero.numel() > 1
+        left = left - (x_zero.unsqueeze(-1) if is_per_row else x_zero).to(torch.int32)
     if y_zero is not None:
         right = right - y_zero.to(torch.int32)
     return torch.matmul(left, right)
@@ -95,8 +96,17 @@ def matmul_integer(
 
 @operator("QLinearMatMul")
 def qlinear_matmul(
-    node: Node, x: Tensor, xs: Tensor, xz: Tensor, y: Tensor, ys: Tensor, yz: Tensor, zs: Tensor, zz: Tensor
+    node: Node,
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero: Tensor,
+    y: Tensor,
+    y_scale: Tensor,
+    y_zero: Tensor,
+    result_scale: Tensor,
+    result_zero: Tensor,
 ) -> Tensor:
-    product = torch.matmul((x.double() - xz.double()), (y.double() - yz.double()))
-    codes = torch.round(product * (xs.double() * ys.double() / zs.double())) + zz.double()
-    return codes.clamp(*_RANGES[zz.dtype]).to(zz.dtype)
+    product = torch.matmul((x.double() - x_zero.double()), (y.double() - y_zero.double()))
+    factor = x_scale.double() * y_scale.double() / result_scale.double()
+    codes = torch.round(product * factor) + result_zero.double()
+    return codes.clamp(*_CODE_RANGES[result_zero.dtype]).to(result_zero.dtype)

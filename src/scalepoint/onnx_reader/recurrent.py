@@ -17,7 +17,10 @@ _MODULES: dict[str, Any] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer of torch with the inputs and outputs of ONNX, which has an axis for directions."""
+    """A recurrent layer of torch with the inputs and outputs of ONNX.
+
+    ONNX has the output as (time, direction, batch, hidden), or as (batch, time, direction, hidden) with layout=1.
+    """
 
     def __init__(self, cell: nn.RNNBase, *, is_reversed: bool, batch_first: bool, hidden_size: int) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class Recurrent(nn.Module):
         if self.is_reversed:
             x = x.flip(0)
         if isinstance(self.cell, nn.LSTM) and len(states) == 1:
-            states.append(torch.zeros_like(states[0]))
+            states.append(torch.zeros_like(states[0]))  # ONNX may omit the second state, torch may not
         y, last = self.cell(x, *([tuple(states)] if len(states) == 2 else states))
         if self.is_reversed:
             y = y.flip(0)
@@ -50,7 +53,7 @@ def _gates_in_torch_order(kind: str, tensor: Tensor) -> Tensor:
     return torch.cat([parts[position] for position in _GATES[kind]])
 
 
-def _check(node: Node) -> None:
+def _check_attributes(node: Node) -> None:
     directions = 2 if node.get("direction", "forward") == "bidirectional" else 1
     activations = [name.lower() for name in node.get("activations") or _ACTIVATIONS[node.operator] * directions]
     require(activations == _ACTIVATIONS[node.operator] * directions, f"{node.operator} with activations {activations}")
@@ -62,22 +65,26 @@ def _check(node: Node) -> None:
 def recurrent_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
     weight, recurrence, bias = constants[1:4]
     has_computed_bias = len(node.inputs) > 3 and bool(node.inputs[3]) and bias is None
-    if weight is None or recurrence is None or has_computed_bias or (len(node.inputs) > 7 and node.inputs[7]):
+    has_peepholes = len(node.inputs) > 7 and bool(node.inputs[7])
+    if weight is None or recurrence is None or has_computed_bias or has_peepholes:
         return None
-    _check(node)
+    _check_attributes(node)
     if len(node.inputs) > 4 and node.inputs[4]:
         lengths = constants[4]
-        is_equal = lengths is not None and bool((lengths == lengths[0]).all())
-        require(is_equal, f"{node.operator} with sequence_lens that differ or are not constant")
-    cell = _make_cell(node, weight, recurrence, bias)
-    is_reversed = node.get("direction", "forward") == "reverse"
-    module = Recurrent(
-        cell,
-        is_reversed=is_reversed,
+        are_equal = lengths is not None and bool((lengths == lengths[0]).all())
+        require(are_equal, f"{node.operator} with sequence_lens that differ or are not constant")
+    # Inputs 5 and 6 are the initial states.
+    data_inputs = (0, 5, 6) if node.operator == "LSTM" else (0, 5)
+    return Layer(_make_module(node, weight, recurrence, bias), data_inputs)
+
+
+def _make_module(node: Node, weight: Tensor, recurrence: Tensor, bias: Tensor | None) -> Recurrent:
+    return Recurrent(
+        _make_cell(node, weight, recurrence, bias),
+        is_reversed=node.get("direction", "forward") == "reverse",
         batch_first=bool(node.get("layout", 0)),
         hidden_size=recurrence.shape[-1],
     )
-    return Layer(module, (0, 5, 6) if node.operator == "LSTM" else (0, 5))
 
 
 def _make_cell(node: Node, weight: Tensor, recurrence: Tensor, bias: Tensor | None) -> nn.RNNBase:
@@ -94,19 +101,13 @@ def _make_cell(node: Node, weight: Tensor, recurrence: Tensor, bias: Tensor | No
 
 @operator("LSTM", "GRU", "RNN", known_inputs=(4,), make_layer=recurrent_layer)
 def recurrent(node: Node, x: Tensor, weight: Tensor, recurrence: Tensor, *rest: Any) -> Any:
-    """The same with weights that are inputs of the model."""
+    """Compute a node whose weights are not constants."""
     bias, lengths, state, cell_state, peepholes = (*rest, *[None] * 5)[:5]
-    _check(node)
+    _check_attributes(node)
     require(peepholes is None, "peepholes")
     if lengths is not None:
         steps = x.shape[1 if node.get("layout", 0) else 0]
-        require(
-            all(length == steps for length in as_list(lengths, "sequence_lens")), "sequence_lens shorter than the input"
-        )
-    module = Recurrent(
-        _make_cell(node, weight, recurrence, bias),
-        is_reversed=node.get("direction", "forward") == "reverse",
-        batch_first=bool(node.get("layout", 0)),
-        hidden_size=recurrence.shape[-1],
-    )
+        is_whole_input = all(length == steps for length in as_list(lengths, "sequence_lens"))
+        require(is_whole_input, "sequence_lens shorter than the input")
+    module = _make_module(node, weight, recurrence, bias)
     return module(x, *(value for value in (state, cell_state) if value is not None))

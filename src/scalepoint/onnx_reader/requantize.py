@@ -1,7 +1,8 @@
-"""Takes the quantizers out of a quantized file, so that it can be quantized anew.
+"""Removes the quantizers of a quantized file, so that it can be quantized again.
 
-Weights become real numbers: DequantizeLinear of constants is computed while the file is read. Quantizers of activations
-are left out, and integer operators become their float counterparts.
+DequantizeLinear of a constant            stays: it is computed while the module is built
+quantizer of an activation                Identity
+QLinearConv, QLinearMatMul                DequantizeLinear of the weight, then Conv or MatMul
 """
 
 from dataclasses import replace
@@ -17,11 +18,12 @@ def without_quantizers(graph: Graph) -> Graph:
     constants = set(graph.constants) | {node.outputs[0] for node in graph.nodes if node.operator == "Constant"}
     nodes: list[Node] = []
     for node in graph.nodes:
-        nodes += _without_quantizer(node, constants)
+        nodes += _to_float_nodes(node, constants)
     return replace(graph, nodes=tuple(nodes))
 
 
-def _without_quantizer(node: Node, constants: set[str]) -> list[Node]:
+def _to_float_nodes(node: Node, constants: set[str]) -> list[Node]:
+    """Return the nodes that replace a node."""
     kind = node.operator.removeprefix("com.microsoft::")
     if node.operator not in QUANTIZED_OPERATORS or (kind == "DequantizeLinear" and node.inputs[0] in constants):
         return [node]
@@ -33,7 +35,7 @@ def _without_quantizer(node: Node, constants: set[str]) -> list[Node]:
         x, _, _, weight, scale, zero, *_ = node.inputs
         product = replace(node, operator="MatMul", inputs=(x, f"{weight}_real"), attributes={})
         return [_dequantize(node, weight, scale, zero, axis=1), product]
-    raise OnnxReadError(f"{node}: the weights of {node.operator} cannot be read back as real numbers")
+    raise OnnxReadError(f"{node}: the weights of {node.operator} cannot be dequantized")
 
 
 def _dequantize(node: Node, weight: str, scale: str, zero: str, axis: int) -> Node:
@@ -42,13 +44,15 @@ def _dequantize(node: Node, weight: str, scale: str, zero: str, axis: int) -> No
 
 
 def _float_conv(node: Node) -> list[Node]:
-    """A QLinearConv as DequantizeLinear and Conv. Its bias is in steps of input scale times weight scale."""
+    """Return DequantizeLinear and Conv for a QLinearConv. The scale of its bias is input scale * weight scale."""
     x, x_scale, _, weight, scale, zero, _, _, *bias = node.inputs
     nodes = [_dequantize(node, weight, scale, zero, axis=0)]
     inputs = [x, f"{weight}_real"]
     if bias and bias[0]:
-        step, real = f"{bias[0]}_step", f"{bias[0]}_real"
-        nodes.append(Node("Mul", f"{node.name}_bias_scale", (x_scale, scale), (step,)))
-        nodes.append(Node("DequantizeLinear", f"{node.name}_bias", (bias[0], step), (real,), {"axis": 0}, 13))
-        inputs.append(real)
+        bias_scale, real_bias = f"{bias[0]}_step", f"{bias[0]}_real"
+        nodes.append(Node("Mul", f"{node.name}_bias_scale", (x_scale, scale), (bias_scale,)))
+        nodes.append(
+            Node("DequantizeLinear", f"{node.name}_bias", (bias[0], bias_scale), (real_bias,), {"axis": 0}, 13)
+        )
+        inputs.append(real_bias)
     return [*nodes, replace(node, operator="Conv", inputs=tuple(inputs))]

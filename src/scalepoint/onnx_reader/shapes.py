@@ -18,7 +18,7 @@ from scalepoint.onnx_reader.values import (
     as_number,
     as_tensor,
     check_size,
-    known,
+    known_array,
     torch_dtype,
 )
 
@@ -30,19 +30,19 @@ _INT64_LIMIT = 2**31 - 1  # exporters write this or more for "to the end"
 
 def _shape(node: Node, x: Any) -> KnownArray:
     sizes = list(x.shape)
-    return known(sizes[slice(node.get("start", 0), node.get("end"))])
+    return known_array(sizes[slice(node.get("start", 0), node.get("end"))])
 
 
-@operator("Shape", known=_shape)
+@operator("Shape", on_numbers=_shape)
 def shape(node: Node, x: Tensor) -> KnownArray:
     return _shape(node, x)
 
 
 def _count(node: Node, x: Any) -> KnownArray:
-    return known([math.prod(x.shape)], ())
+    return known_array([math.prod(x.shape)], ())
 
 
-@operator("Size", known=_count)
+@operator("Size", on_numbers=_count)
 def count(node: Node, x: Tensor) -> KnownArray:
     return _count(node, x)
 
@@ -59,7 +59,7 @@ def _new_sizes(node: Node, x: Any, sizes: Value | None) -> list[Any]:
     return [x.shape[axis] if zero else size for axis, (size, zero) in enumerate(zip(new_sizes, is_zero, strict=True))]
 
 
-@operator("Reshape", known=_reshape_numbers, known_inputs=(1,))
+@operator("Reshape", on_numbers=_reshape_numbers, known_inputs=(1,))
 def reshape(node: Node, x: Tensor, sizes: Value | None = None) -> Tensor:
     return x.reshape(_new_sizes(node, x, sizes))
 
@@ -82,7 +82,7 @@ def _squeeze_numbers(node: Node, x: KnownArray, axes: KnownArray | None = None) 
     return KnownArray(np.squeeze(x.numbers, None if chosen is None else tuple(chosen)), x.dtype)
 
 
-@operator("Squeeze", known=_squeeze_numbers, known_inputs=(1,))
+@operator("Squeeze", on_numbers=_squeeze_numbers, known_inputs=(1,))
 def squeeze(node: Node, x: Tensor, axes: Value | None = None) -> Tensor:
     chosen = _axes(node, axes)
     return x.squeeze() if chosen is None else x.squeeze(tuple(chosen))
@@ -100,7 +100,7 @@ def _unsqueeze_numbers(node: Node, x: KnownArray, axes: KnownArray | None = None
     return KnownArray(numbers, x.dtype)
 
 
-@operator("Unsqueeze", known=_unsqueeze_numbers, known_inputs=(1,))
+@operator("Unsqueeze", on_numbers=_unsqueeze_numbers, known_inputs=(1,))
 def unsqueeze(node: Node, x: Tensor, axes: Value | None = None) -> Tensor:
     for axis in _positions_of_new_axes(node, x.ndim, axes):
         x = x.unsqueeze(axis)
@@ -111,7 +111,7 @@ def _transpose_numbers(node: Node, x: KnownArray) -> KnownArray:
     return KnownArray(x.numbers.transpose(node.get("perm")), x.dtype)
 
 
-@operator("Transpose", known=_transpose_numbers)
+@operator("Transpose", on_numbers=_transpose_numbers)
 def transpose(node: Node, x: Tensor) -> Tensor:
     return x.permute(node.get("perm") or list(reversed(range(x.ndim))))
 
@@ -133,7 +133,7 @@ def _expand_numbers(node: Node, x: KnownArray, sizes: KnownArray) -> Any:
     return KnownArray(np.broadcast_to(x.numbers.reshape(old), new), x.dtype)
 
 
-@operator("Expand", known=_expand_numbers, known_inputs=(1,))
+@operator("Expand", on_numbers=_expand_numbers, known_inputs=(1,))
 def expand(node: Node, x: Tensor, sizes: Value) -> Tensor:
     new = _broadcast_sizes(x, as_list(sizes, "shape"))[1]
     check_size(new)
@@ -147,7 +147,7 @@ def _tile_numbers(node: Node, x: KnownArray, repeats: KnownArray) -> Any:
     return KnownArray(np.tile(x.numbers, counts), x.dtype)
 
 
-@operator("Tile", known=_tile_numbers, known_inputs=(1,))
+@operator("Tile", on_numbers=_tile_numbers, known_inputs=(1,))
 def tile(node: Node, x: Tensor, repeats: Value) -> Tensor:
     counts = as_list(repeats, "list of repeats")
     check_size([size * repeat for size, repeat in zip(x.shape, counts, strict=True)])
@@ -161,7 +161,7 @@ def _concat_numbers(node: Node, *arrays: KnownArray) -> KnownArray:
     return KnownArray(np.concatenate([array.numbers for array in arrays], node.get("axis")), arrays[0].dtype)
 
 
-@operator("Concat", known=_concat_numbers)
+@operator("Concat", on_numbers=_concat_numbers)
 def concat(node: Node, *tensors: Tensor) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, node.get("axis"))
 
@@ -181,7 +181,7 @@ def _split_numbers(node: Node, x: KnownArray, sizes: KnownArray | None = None) -
     return tuple(KnownArray(part, x.dtype) for part in np.split(x.numbers, ends, node.get("axis", 0)))
 
 
-@operator("Split", known=_split_numbers, known_inputs=(1,))
+@operator("Split", on_numbers=_split_numbers, known_inputs=(1,))
 def split(node: Node, x: Tensor, sizes: Value | None = None) -> Any:
     return tuple(torch.split(x, _part_sizes(node, x, sizes), node.get("axis", 0)))
 
@@ -216,7 +216,7 @@ def _slice_numbers(node: Node, x: KnownArray, *limits: KnownArray | None) -> Kno
     return KnownArray(x.numbers[tuple(index)], x.dtype)
 
 
-@operator("Slice", known=_slice_numbers, known_inputs=(1, 2, 3, 4))
+@operator("Slice", on_numbers=_slice_numbers, known_inputs=(1, 2, 3, 4))
 def slice_(node: Node, x: Tensor, *limits: Value | None) -> Tensor:
     index = [slice(None)] * x.ndim
     for axis, start, end, step in _slices(node, x.ndim, limits):
@@ -290,7 +290,7 @@ def _embedding_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | 
     return Layer(nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight), (1,))
 
 
-@operator("Gather", known=_gather_numbers, known_inputs=(1,), make_layer=_embedding_layer)
+@operator("Gather", on_numbers=_gather_numbers, known_inputs=(1,), make_layer=_embedding_layer)
 def gather(node: Node, x: Any, indices: Value) -> Any:
     axis = node.get("axis", 0) % x.ndim
     if isinstance(indices, KnownArray) and indices.ndim == 0:
@@ -411,8 +411,8 @@ def unique(node: Node, x: Tensor) -> Any:
 
 
 def _fill_value(node: Node) -> KnownArray:
-    """The value as numbers, which stay known in a trace; a tensor's would not."""
-    value: KnownArray = node.get("value") or known([0.0], (1,), torch.float32)
+    """Return the value of a ConstantOfShape. Its number stays known while the model is traced."""
+    value: KnownArray = node.get("value") or known_array([0.0], (1,), torch.float32)
     return value
 
 
@@ -421,10 +421,10 @@ def _constant_numbers(node: Node, sizes: KnownArray) -> Any:
     is_small = all(isinstance(length, int) for length in lengths) and math.prod(lengths) <= 64
     if not is_small or value.dtype.is_floating_point:
         return NotImplemented
-    return known(value.to_list() * math.prod(lengths), lengths, value.dtype)
+    return known_array(value.to_list() * math.prod(lengths), lengths, value.dtype)
 
 
-@operator("ConstantOfShape", known=_constant_numbers, known_inputs=(0,))
+@operator("ConstantOfShape", on_numbers=_constant_numbers, known_inputs=(0,))
 def constant_of_shape(node: Node, sizes: Value) -> Tensor:
     value, lengths = _fill_value(node), as_list(sizes, "shape")
     check_size(lengths)
@@ -436,10 +436,10 @@ def _range_numbers(node: Node, start: KnownArray, end: KnownArray, step: KnownAr
     is_plain = all(isinstance(number, int) for number in (first, last, by)) and by != 0
     if not is_plain or len(range(first, last, by)) > 64:
         return NotImplemented
-    return known(list(range(first, last, by)), dtype=start.dtype)
+    return known_array(list(range(first, last, by)), dtype=start.dtype)
 
 
-@operator("Range", known=_range_numbers, known_inputs=(0, 1, 2))
+@operator("Range", on_numbers=_range_numbers, known_inputs=(0, 1, 2))
 def range_(node: Node, start: Value, end: Value, step: Value) -> Tensor:
     first, last, by = (as_number(value, "limit") for value in (start, end, step))
     if all(isinstance(number, int | float) for number in (first, last, by)):

@@ -19,7 +19,7 @@ from torch import Tensor
 from scalepoint.compat.torch_names import FakeTensor
 from scalepoint.errors import OnnxReadError
 
-MAX_KNOWN_INTEGERS = 64  # constants of more whole numbers are tensors
+MAX_KNOWN_INTEGERS = 64  # a constant with more whole numbers is a tensor: it is data, not a shape
 MAX_ELEMENTS = 2**31  # of one tensor that an operator such as Expand or ConstantOfShape creates
 
 _DTYPES: dict[ir.DataType, torch.dtype] = {
@@ -43,14 +43,15 @@ _DTYPES: dict[ir.DataType, torch.dtype] = {
     ir.DataType.FLOAT8E5M2: torch.float8_e5m2,
     ir.DataType.FLOAT8E5M2FNUZ: torch.float8_e5m2fnuz,
 }
-_SAME_BITS = {
+# numpy type -> numpy type of the same size that torch reads, and the torch type of its bits
+_TYPES_OF_ML_DTYPES = {
     np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
     np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
     np.dtype(ml_dtypes.float8_e4m3fnuz): (np.uint8, torch.float8_e4m3fnuz),
     np.dtype(ml_dtypes.float8_e5m2): (np.uint8, torch.float8_e5m2),
     np.dtype(ml_dtypes.float8_e5m2fnuz): (np.uint8, torch.float8_e5m2fnuz),
 }
-_SMALL_INTEGERS = {np.dtype(ml_dtypes.int4): np.int8, np.dtype(ml_dtypes.uint4): np.uint8}
+_INT4_CONTAINERS = {np.dtype(ml_dtypes.int4): np.int8, np.dtype(ml_dtypes.uint4): np.uint8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,31 +83,32 @@ class KnownArray:
         """Apply a function to each number, and to those of other arrays at the same position after broadcasting."""
         dtype = dtype or self.dtype
         arrays = np.broadcast_arrays(self.numbers, *(other.numbers for other in other_arrays))
-        results = [
-            round_number(function(*numbers), dtype) for numbers in zip(*(a.reshape(-1) for a in arrays), strict=True)
-        ]
-        return known(results, arrays[0].shape, dtype)
+        rows = zip(*(array.reshape(-1) for array in arrays), strict=True)
+        results = [round_number(function(*numbers), dtype) for numbers in rows]
+        return known_array(results, arrays[0].shape, dtype)
 
 
 Value = Tensor | KnownArray
-# torch's functions on symbolic sizes have no types.
+AnyValue = Any  # a Value, None for an omitted input, or a list of values: an ONNX sequence
+# torch's functions for symbolic sizes, which have no type annotations
 sym_max: Callable[[Any, Any], Any] = torch.sym_max
 sym_min: Callable[[Any, Any], Any] = torch.sym_min
 sym_float: Callable[[Any], Any] = torch.sym_float
 sym_int: Callable[[Any], Any] = torch.sym_int
-AnyValue = Any  # a Value, None for an omitted one, or a list of values: an ONNX sequence
 
 
-def known(numbers: Sequence[Any], shape: Sequence[int] | None = None, dtype: torch.dtype = torch.int64) -> KnownArray:
-    """Make a KnownArray of numbers. numpy must not look into them, since it cannot convert symbolic sizes."""
-    array = np.empty(len(numbers), dtype=object)
+def known_array(
+    numbers: Sequence[Any], shape: Sequence[int] | None = None, dtype: torch.dtype = torch.int64
+) -> KnownArray:
+    """Make a KnownArray of a flat sequence of numbers; by default a vector."""
+    array = np.empty(len(numbers), dtype=object)  # np.array(numbers) would try to convert symbolic sizes
     for index, number in enumerate(numbers):
         array[index] = number
     return KnownArray(array.reshape(len(numbers) if shape is None else tuple(shape)), dtype)
 
 
 def round_number(number: Any, dtype: torch.dtype) -> Any:
-    """Convert a number that was computed in Python to the precision of its type in the file."""
+    """Convert a number that Python computed to the precision and range of a type. Symbolic sizes stay as they are."""
     if isinstance(number, torch.SymInt | torch.SymFloat):
         return number
     if dtype == torch.bool:
@@ -115,10 +117,12 @@ def round_number(number: Any, dtype: torch.dtype) -> Any:
         return float(np.float32(number)) if dtype == torch.float32 else float(number)
     if isinstance(number, float) and not math.isfinite(number):
         raise OnnxReadError(f"the whole number {number} cannot be represented")
+    # An integer that is too large wraps around, as in torch.
     bits, number = torch.iinfo(dtype).bits, int(number)
     if dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
         return number % 2**bits
-    return (number + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)  # an overflow wraps around
+    half_range = 2 ** (bits - 1)
+    return (number + half_range) % 2**bits - half_range
 
 
 def as_tensor(value: Value, like: Tensor | None = None) -> Tensor:
@@ -133,41 +137,41 @@ def as_tensor(value: Value, like: Tensor | None = None) -> Tensor:
     return torch.tensor(numbers, dtype=value.dtype, device=device).reshape(value.shape)
 
 
-def as_number(value: Value, what: str = "value") -> Any:
-    """Return the only number of a value."""
-    numbers = as_list(value, what)
+def as_number(value: Value, description: str = "value") -> Any:
+    """Return the only number of a value. The description names the value in errors."""
+    numbers = as_list(value, description)
     if len(numbers) != 1:
-        raise OnnxReadError(f"{what} has {len(numbers)} numbers instead of one")
+        raise OnnxReadError(f"{description} has {len(numbers)} numbers instead of one")
     return numbers[0]
 
 
-def as_list(value: Value, what: str = "value") -> list[Any]:
-    """Return the numbers of a value. A tensor has them only outside of a trace."""
+def as_list(value: Value, description: str = "value") -> list[Any]:
+    """Return the numbers of a value. While torch.export traces the model, a tensor has none: OnnxReadError."""
     if isinstance(value, KnownArray):
         return value.to_list()
     if is_traced(value):
         raise OnnxReadError(
-            f"its {what} is computed from data, so it is not known when the model is captured: keep this part out of "
-            "the file, or fix the input that it depends on with fixed_inputs="
+            f"its {description} is computed from data, so it is not known when the model is captured: keep this part "
+            "out of the file, or fix the input that it depends on with fixed_inputs="
         )
     numbers: list[Any] = value.reshape(-1).tolist()
     return numbers
 
 
 def is_traced(value: Tensor) -> bool:
-    """Whether a tensor has no values now, because torch.export records the model."""
+    """Whether a tensor has no values because torch.export traces the model."""
     return isinstance(value, FakeTensor) or torch.compiler.is_exporting() or value.is_meta
 
 
 def check_size(shape: Sequence[Any]) -> None:
-    """Raise if a tensor of this shape would take many gigabytes: a damaged file may ask for any size."""
+    """Raise OnnxReadError if a shape has negative sizes or more than MAX_ELEMENTS elements, as in a damaged file."""
     sizes = [size for size in shape if isinstance(size, int)]
     if any(size < 0 for size in sizes) or math.prod(sizes) > MAX_ELEMENTS:
         raise OnnxReadError(f"a tensor of shape {list(shape)} cannot be made")
 
 
 def torch_dtype(code: int) -> torch.dtype:
-    """Return the torch type of an ONNX data type."""
+    """Return the torch type for the number of an ONNX data type."""
     try:
         return _DTYPES[ir.DataType(code)]
     except (KeyError, ValueError):
@@ -177,13 +181,13 @@ def torch_dtype(code: int) -> torch.dtype:
 
 
 def tensor_from_array(array: np.ndarray) -> Tensor:
-    """Convert numpy's values, including those of ml_dtypes, to a tensor with memory of its own or the array's."""
+    """Convert an array, also with a type of ml_dtypes, to a tensor. The tensor may share the memory of the array."""
     array = np.asarray(array)
-    if array.dtype in _SAME_BITS:
-        bits, dtype = _SAME_BITS[array.dtype]
+    if array.dtype in _TYPES_OF_ML_DTYPES:
+        bits, dtype = _TYPES_OF_ML_DTYPES[array.dtype]
         return torch.from_numpy(np.array(array).view(bits)).view(dtype)
-    if array.dtype in _SMALL_INTEGERS:
-        array = array.astype(_SMALL_INTEGERS[array.dtype])
+    if array.dtype in _INT4_CONTAINERS:
+        array = array.astype(_INT4_CONTAINERS[array.dtype])
     if array.dtype.kind not in "biufc" or array.dtype.itemsize > 16:
         raise OnnxReadError(f"values of type {array.dtype} cannot be read")
     is_shared = array.flags.writeable and array.flags.c_contiguous
@@ -191,15 +195,16 @@ def tensor_from_array(array: np.ndarray) -> Tensor:
 
 
 def as_constant(tensor: Tensor) -> Value:
-    """Return a constant as a KnownArray if it has one number, or a few whole ones."""
-    is_whole = not tensor.is_floating_point() and not tensor.is_complex()
-    if tensor.is_complex() or tensor.numel() > (MAX_KNOWN_INTEGERS if is_whole else 1) or tensor.dtype.itemsize == 0:
+    """Return a constant as a KnownArray if it may be a shape or a setting: one number, or a few whole numbers."""
+    if tensor.is_complex():
         return tensor
-    if tensor.is_floating_point() and tensor.numel() == 0:
-        return tensor
-    return known_from_tensor(tensor)
+    if tensor.is_floating_point():
+        return known_from_tensor(tensor) if tensor.numel() == 1 else tensor
+    return known_from_tensor(tensor) if tensor.numel() <= MAX_KNOWN_INTEGERS else tensor
 
 
 def known_from_tensor(tensor: Tensor) -> KnownArray:
+    """Convert a tensor to a KnownArray."""
+    # float8 has no tolist()
     plain = tensor.float() if tensor.dtype.is_floating_point and tensor.dtype != torch.float64 else tensor
-    return known(plain.reshape(-1).tolist(), tuple(tensor.shape), tensor.dtype)
+    return known_array(plain.reshape(-1).tolist(), tuple(tensor.shape), tensor.dtype)
