@@ -8,7 +8,8 @@ from torch import Tensor
 
 from scalepoint.errors import UsageError, did_you_mean
 
-# Size of a free axis after the first, by the number of axes: pictures have 4. The first axis, the batch, has size 1.
+# Default size of a free axis by the number of axes of the input: images have 4, videos and volumes 5. Other inputs get
+# OTHER_DEFAULT_SIZE. The first axis is the batch: it gets the size 1.
 DEFAULT_SIZES = {4: 224, 5: 32}
 OTHER_DEFAULT_SIZE = 64
 
@@ -20,7 +21,7 @@ class TensorInfo:
     Attributes:
         name: Its name in the file.
         dtype: Its type in the module.
-        shape: Sizes; the name of the axis, or "" without one, for an axis that may have any size. None if unknown.
+        shape: The size of each axis. A free axis has its name instead, or "". None if the file does not say the shape.
         file_dtype: Its type in the file.
     """
 
@@ -40,14 +41,14 @@ def choose_shapes(
         shapes: Shapes that the user chose, by the name of the input.
 
     Returns:
-        The shapes, and the default sizes that were chosen, by the name of the axis.
+        The shapes by argument name, and the default sizes that were chosen, by the name of the axis.
     """
     by_name = {info.name: name for name, info in inputs.items()} | {name: name for name in inputs}
     for name in shapes:
         if name not in by_name:
             raise UsageError(f"shape: the file has no input {name!r}: {did_you_mean(name, by_name)}")
     requested = {by_name[name]: tuple(shape) for name, shape in shapes.items()}
-    sizes: dict[str, int] = {}  # of named axes
+    sizes: dict[str, int] = {}  # name of an axis -> its size: axes with the same name have the same size
     for name, shape in requested.items():
         _check_shape(inputs[name], shape)
         declared = inputs[name].shape or ()
@@ -94,7 +95,7 @@ def _check_shape(info: TensorInfo, shape: Sequence[int]) -> None:
 def example_inputs(
     inputs: Mapping[str, TensorInfo], shapes: Mapping[str, Sequence[int]], seed: int
 ) -> dict[str, Tensor]:
-    """Make random inputs with these shapes; the same ones at every call with the same seed."""
+    """Make random inputs. The same seed gives the same inputs; shapes that are missing are chosen."""
     generator = torch.Generator().manual_seed(seed)
     chosen, _ = choose_shapes(inputs, shapes)
     return {name: _random_tensor(inputs[name], shape, generator) for name, shape in chosen.items()}
@@ -105,7 +106,8 @@ def _random_tensor(info: TensorInfo, shape: Sequence[int], generator: torch.Gene
         return torch.randn(tuple(shape), generator=generator).to(info.dtype)
     if info.dtype == torch.bool:
         return torch.ones(tuple(shape), dtype=torch.bool)
-    largest = 255 if info.dtype == torch.uint8 and len(shape) > 2 else 1  # pictures; token ids and masks
     if not shape:
         return torch.tensor(1, dtype=info.dtype)
+    is_image = info.dtype == torch.uint8 and len(shape) > 2
+    largest = 255 if is_image else 1  # 0 and 1 are valid token ids and masks
     return torch.randint(0, largest + 1, tuple(shape), generator=generator).to(info.dtype)

@@ -1,4 +1,4 @@
-"""Rewrites: what exporters spell out in several nodes becomes one node again, before layers are made.
+"""Rewrites: joins the nodes into which exporters split one layer, before modules are made.
 
     Linear      MatMul(x, W) + b                                 W and b constant
     Swish       x * Sigmoid(x)
@@ -8,8 +8,8 @@
     RMSNormalization     x / sqrt(mean(x^2) + e) * w
     AttentionScores      Softmax(scale * q @ k + mask) @ v    k transposed
 
-A rule looks at the last node of a spelling and returns the node that replaces it. Nodes in between stay if others read
-them, and are dropped as unused if not.
+A rule gets the last node of such a group, finds the others by following inputs, and returns the node that replaces the
+last one. The others are dropped later, unless another node reads them.
 """
 
 import math
@@ -32,16 +32,16 @@ def has_all_inputs(node: Node) -> bool:
     return count == INPUT_COUNTS.get(node.operator, max(count, 1))
 
 
-class Spelling:
-    """The nodes of a graph by what they make, and its constants, for rules that look upwards."""
+class GraphLookup:
+    """The constants of a graph, and the node that computes each value: for rules that follow inputs."""
 
     def __init__(self, nodes: Sequence[Node], constants: Mapping[str, Any]) -> None:
         self.constants = constants
-        self.makers = {name: node for node in nodes if has_all_inputs(node) for name in node.outputs if name}
+        self.producers = {name: node for node in nodes if has_all_inputs(node) for name in node.outputs if name}
 
-    def maker(self, name: str, *operators: str) -> Node | None:
-        """Return the node that makes a value if it is one of these operators."""
-        node = self.makers.get(name)
+    def producer(self, name: str, *operators: str) -> Node | None:
+        """Return the node that computes a value if it is one of these operators."""
+        node = self.producers.get(name)
         return node if node is not None and node.operator in operators else None
 
     def tensor(self, name: str) -> Tensor | None:
@@ -49,7 +49,7 @@ class Spelling:
         return value if isinstance(value, Tensor) else None
 
     def number(self, name: str) -> float | None:
-        """Return the number of a constant that has one."""
+        """Return a constant that is one number; None for other values."""
         value = self.constants.get(name)
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             return float(value.item())
@@ -62,7 +62,7 @@ class Spelling:
         return value is not None and math.isclose(value, number, rel_tol=1e-4)
 
     def split_constant(self, node: Node) -> tuple[str, float] | None:
-        """Return the value and the number of a node that joins the two, in either order."""
+        """Return the variable and the number that a binary node combines, in either order; None for other nodes."""
         if len(node.inputs) == 2:
             for value, constant in (node.inputs, node.inputs[::-1]):
                 number = self.number(constant)
@@ -73,25 +73,27 @@ class Spelling:
 
 FLOAT = 1  # ONNX's number of float32
 SOFTMAX_OF_LAST_AXIS = 13  # opset since which Softmax is over one axis, by default the last one
+JOINED_OPSET = 24  # of the nodes that rules return: a new version, so that operators have their newest meaning
 
-Rule = Callable[[Node, Spelling], Node | None]
+Rule = Callable[[Node, GraphLookup], Node | None]
 
 
 def rewrite(nodes: Sequence[Node], constants: Mapping[str, Any]) -> list[Node]:
-    """Apply each rule to all nodes. A node that a rule made can be part of a later spelling."""
+    """Apply each rule to all nodes. A later rule also sees the nodes that an earlier rule returned."""
     nodes = list(nodes)
     for rule in RULES:
-        spelling = Spelling(nodes, constants)
+        graph = GraphLookup(nodes, constants)
         for index, node in enumerate(nodes):
-            replacement = rule(node, spelling) if has_all_inputs(node) else None
+            replacement = rule(node, graph) if has_all_inputs(node) else None
             if replacement is not None:
                 nodes[index] = replacement
-                spelling.makers.update(dict.fromkeys(filter(None, replacement.outputs), replacement))
+                graph.producers.update(dict.fromkeys(filter(None, replacement.outputs), replacement))
     return nodes
 
 
 def _replace(node: Node, operator: str, *inputs: str, **attributes: Any) -> Node:
-    return replace(node, operator=operator, inputs=inputs, attributes=attributes, opset=24)
+    """Return a node of another operator with the same name and outputs."""
+    return replace(node, operator=operator, inputs=inputs, attributes=attributes, opset=JOINED_OPSET)
 
 
 def _other_input(node: Node, name: str) -> str | None:
@@ -101,12 +103,21 @@ def _other_input(node: Node, name: str) -> str | None:
     return node.inputs[1] if node.inputs[0] == name else node.inputs[0]
 
 
-def join_linear(node: Node, spelling: Spelling) -> Node | None:
-    if node.operator != "Add" or len(node.inputs) != 2:
+def _both_orders(node: Node) -> Sequence[tuple[str, str]]:
+    """Return the inputs of a binary node in both orders; nothing for other nodes."""
+    if len(node.inputs) != 2:
+        return ()
+    first, second = node.inputs
+    return (first, second), (second, first)
+
+
+def join_linear(node: Node, graph: GraphLookup) -> Node | None:
+    """Join MatMul(x, W) + b."""
+    if node.operator != "Add":
         return None
-    for product_name, bias_name in (node.inputs, node.inputs[::-1]):
-        product, bias = spelling.maker(product_name, "MatMul"), spelling.tensor(bias_name)
-        weight = None if product is None else spelling.tensor(product.inputs[1])
+    for product_name, bias_name in _both_orders(node):
+        product, bias = graph.producer(product_name, "MatMul"), graph.tensor(bias_name)
+        weight = None if product is None else graph.tensor(product.inputs[1])
         if product is None or weight is None or bias is None or weight.ndim != 2:
             continue
         if bias.ndim == 1 and bias.shape[0] == weight.shape[1] and weight.is_floating_point():
@@ -114,11 +125,12 @@ def join_linear(node: Node, spelling: Spelling) -> Node | None:
     return None
 
 
-def join_swish(node: Node, spelling: Spelling) -> Node | None:
-    if node.operator != "Mul" or len(node.inputs) != 2:
+def join_swish(node: Node, graph: GraphLookup) -> Node | None:
+    """Join x * Sigmoid(x) and x * HardSigmoid(x)."""
+    if node.operator != "Mul":
         return None
-    for x, factor in (node.inputs, node.inputs[::-1]):
-        gate = spelling.maker(factor, "Sigmoid", "HardSigmoid")
+    for x, factor in _both_orders(node):
+        gate = graph.producer(factor, "Sigmoid", "HardSigmoid")
         if gate is None or gate.inputs[0] != x:
             continue
         if gate.operator == "Sigmoid":
@@ -128,203 +140,217 @@ def join_swish(node: Node, spelling: Spelling) -> Node | None:
     return None
 
 
-def join_hard_swish(node: Node, spelling: Spelling) -> Node | None:
-    """x * Clip(x + 3, 0, 6) / 6, where the division may come before or after the product."""
+def join_hard_swish(node: Node, graph: GraphLookup) -> Node | None:
+    """Join x * Clip(x + 3, 0, 6) / 6, where the division may come before or after the product."""
     if node.operator not in ("Div", "Mul"):
         return None
-    scaled = _divided_by_6(node, spelling)
-    if scaled is not None:
-        product = spelling.maker(scaled, "Mul")
-        for x, gate in () if product is None or len(product.inputs) != 2 else (product.inputs, product.inputs[::-1]):
-            if _is_clipped_shift(gate, x, spelling):
+    dividend = _divided_by_6(node, graph)
+    product = None if dividend is None else graph.producer(dividend, "Mul")
+    if product is not None:  # (x * clip) / 6
+        for x, clip in _both_orders(product):
+            if _is_clipped_shift(clip, x, graph):
                 return _replace(node, "HardSwish", x)
-    for x, factor in () if len(node.inputs) != 2 or node.operator != "Mul" else (node.inputs, node.inputs[::-1]):
-        gate_node = spelling.maker(factor, "Div", "Mul")
-        gate_name = None if gate_node is None else _divided_by_6(gate_node, spelling)
-        if gate_name is not None and _is_clipped_shift(gate_name, x, spelling):
-            return _replace(node, "HardSwish", x)
+    if node.operator == "Mul":  # x * (clip / 6)
+        for x, factor in _both_orders(node):
+            quotient = graph.producer(factor, "Div", "Mul")
+            clip_name = None if quotient is None else _divided_by_6(quotient, graph)
+            if clip_name is not None and _is_clipped_shift(clip_name, x, graph):
+                return _replace(node, "HardSwish", x)
     return None
 
 
-def _divided_by_6(node: Node, spelling: Spelling) -> str | None:
-    if node.operator == "Div" and len(node.inputs) == 2 and spelling.is_number(node.inputs[1], 6):
+def _divided_by_6(node: Node, graph: GraphLookup) -> str | None:
+    """Return x if a node computes x / 6 or x * (1 / 6)."""
+    if node.operator == "Div" and len(node.inputs) == 2 and graph.is_number(node.inputs[1], 6):
         return node.inputs[0]
-    parts = spelling.split_constant(node) if node.operator == "Mul" else None
+    parts = graph.split_constant(node) if node.operator == "Mul" else None
     return parts[0] if parts is not None and math.isclose(parts[1], 1 / 6, rel_tol=1e-4) else None
 
 
-def _is_clipped_shift(name: str, x: str, spelling: Spelling) -> bool:
+def _is_clipped_shift(name: str, x: str, graph: GraphLookup) -> bool:
     """Whether a value is Clip(x + 3, 0, 6)."""
-    clip = spelling.maker(name, "Clip")
+    clip = graph.producer(name, "Clip")
     if clip is None:
         return False
     if len(clip.inputs) == 3:
-        low, high = (spelling.number(limit) for limit in clip.inputs[1:])
+        low, high = (graph.number(limit) for limit in clip.inputs[1:])
     else:
         low, high = clip.get("min"), clip.get("max")
-    shift = spelling.maker(clip.inputs[0], "Add")
-    return (low, high) == (0, 6) and shift is not None and spelling.split_constant(shift) == (x, 3.0)
+    shift = graph.producer(clip.inputs[0], "Add")
+    return (low, high) == (0, 6) and shift is not None and graph.split_constant(shift) == (x, 3.0)
 
 
-def join_gelu(node: Node, spelling: Spelling) -> Node | None:
-    """A product of x, 0.5 and 1 + Erf(x / sqrt(2)) or 1 + Tanh(...), in any order."""
+def join_gelu(node: Node, graph: GraphLookup) -> Node | None:
+    """Join the product of x, 0.5 and 1 + Erf(x / sqrt(2)) or 1 + Tanh(...), in any order."""
     if node.operator != "Mul":
         return None
-    factors, number = _factors(node.outputs[0], spelling)
+    factors, number = _factors(node.outputs[0], graph)
     if len(factors) != 2 or not math.isclose(number, 0.5, rel_tol=1e-4):
         return None
     for x, gate in (factors, factors[::-1]):
-        shift = spelling.maker(gate, "Add")
-        parts = None if shift is None else spelling.split_constant(shift)
+        shift = graph.producer(gate, "Add")
+        parts = None if shift is None else graph.split_constant(shift)
         if parts is None or parts[1] != 1:
             continue
-        inner = spelling.maker(parts[0], "Erf", "Tanh")
-        if inner is not None and inner.operator == "Erf" and _is_scaled(inner.inputs[0], x, math.sqrt(0.5), spelling):
+        inner = graph.producer(parts[0], "Erf", "Tanh")
+        if inner is not None and inner.operator == "Erf" and _is_scaled(inner.inputs[0], x, math.sqrt(0.5), graph):
             return _replace(node, "Gelu", x)
-        if inner is not None and inner.operator == "Tanh" and _is_tanh_argument(inner.inputs[0], x, spelling):
+        if inner is not None and inner.operator == "Tanh" and _is_tanh_argument(inner.inputs[0], x, graph):
             return _replace(node, "Gelu", x, approximate="tanh")
     return None
 
 
-def _factors(name: str, spelling: Spelling, depth: int = 3) -> tuple[list[str], float]:
-    """Take a product apart into values and the product of its numbers."""
-    node = spelling.maker(name, "Mul", "Div") if depth else None
+def _factors(name: str, graph: GraphLookup, depth: int = 3) -> tuple[list[str], float]:
+    """Split a product of products into its values and one number: 0.5 * (x * y) / 2 -> [x, y], 0.25."""
+    node = graph.producer(name, "Mul", "Div") if depth else None
     if node is None or len(node.inputs) != 2:
         return [name], 1.0
     if node.operator == "Div":
-        divisor = spelling.number(node.inputs[1])
+        divisor = graph.number(node.inputs[1])
         if not divisor:
             return [name], 1.0
-        values, number = _factors(node.inputs[0], spelling, depth - 1)
+        values, number = _factors(node.inputs[0], graph, depth - 1)
         return values, number / divisor
-    total, values = 1.0, []
-    for part in node.inputs:
-        constant = spelling.number(part)
+    values, number = [], 1.0
+    for factor in node.inputs:
+        constant = graph.number(factor)
         if constant is not None:
-            total *= constant
+            number *= constant
             continue
-        inner, number = _factors(part, spelling, depth - 1)
-        values += inner
-        total *= number
-    return values, total
+        inner_values, inner_number = _factors(factor, graph, depth - 1)
+        values += inner_values
+        number *= inner_number
+    return values, number
 
 
-def _is_scaled(name: str, x: str, factor: float, spelling: Spelling) -> bool:
-    values, number = _factors(name, spelling, depth=1)
+def _is_scaled(name: str, x: str, factor: float, graph: GraphLookup) -> bool:
+    """Whether a value is x * factor."""
+    values, number = _factors(name, graph, depth=1)
     return values == [x] and math.isclose(number, factor, rel_tol=1e-4)
 
 
-def _is_tanh_argument(name: str, x: str, spelling: Spelling) -> bool:
+def _is_tanh_argument(name: str, x: str, graph: GraphLookup) -> bool:
     """Whether a value is sqrt(2 / pi) * (x + 0.044715 * x^3)."""
-    values, number = _factors(name, spelling, depth=1)
+    values, number = _factors(name, graph, depth=1)
     if len(values) != 1 or not math.isclose(number, math.sqrt(2 / math.pi), rel_tol=1e-4):
         return False
-    total = spelling.maker(values[0], "Add")
+    total = graph.producer(values[0], "Add")
     cubic = None if total is None else _other_input(total, x)
     if cubic is None:
         return False
-    factors, weight = _factors(cubic, spelling)
-    powers = [spelling.maker(factor, "Pow") for factor in factors]
+    factors, weight = _factors(cubic, graph)
+    powers = [graph.producer(factor, "Pow") for factor in factors]
     is_power = len(powers) == 1 and powers[0] is not None and powers[0].inputs[0] == x
-    is_cube = factors == [x] * 3 or (is_power and powers[0] is not None and spelling.is_number(powers[0].inputs[1], 3))
+    is_cube = factors == [x] * 3 or (is_power and powers[0] is not None and graph.is_number(powers[0].inputs[1], 3))
     return is_cube and math.isclose(weight, 0.044715, rel_tol=1e-3)
 
 
 # --- norms ---------------------------------------------------------------------------------------------------------
 
 
-def join_norm_scale(node: Node, spelling: Spelling) -> Node | None:
-    """(normalized x) * w of a LayerNorm or RMSNorm over the last axis."""
-    if node.operator != "Mul" or len(node.inputs) != 2:
+def join_norm_scale(node: Node, graph: GraphLookup) -> Node | None:
+    """Join (normalized x) * w of a LayerNorm or RMSNorm over the last axis."""
+    if node.operator != "Mul":
         return None
-    for name, weight_name in (node.inputs, node.inputs[::-1]):
-        weight = spelling.tensor(weight_name)
+    for name, weight_name in _both_orders(node):
+        weight = graph.tensor(weight_name)
         if weight is None or weight.ndim != 1 or not weight.is_floating_point():
             continue
-        cast = spelling.maker(name, "Cast")  # of models that compute norms in float32 whatever the other types are
+        cast = graph.producer(name, "Cast")  # some models compute norms in float32, whatever the other types are
         is_float = cast is not None and cast.get("to") == FLOAT
-        normalized = _normalized(cast.inputs[0] if cast is not None and is_float else name, spelling)
+        normalized = _normalized(cast.inputs[0] if cast is not None and is_float else name, graph)
         if normalized is not None:
-            kind, x, epsilon = normalized
-            return _replace(node, kind, x, weight_name, axis=-1, epsilon=epsilon)
+            operator, x, epsilon = normalized
+            return _replace(node, operator, x, weight_name, axis=-1, epsilon=epsilon)
     return None
 
 
-def join_norm_shift(node: Node, spelling: Spelling) -> Node | None:
-    """LayerNormalization without a bias, plus a constant vector."""
-    if node.operator != "Add" or len(node.inputs) != 2:
+def join_norm_shift(node: Node, graph: GraphLookup) -> Node | None:
+    """Join a LayerNormalization without a bias and the Add of a constant vector."""
+    if node.operator != "Add":
         return None
-    for name, bias_name in (node.inputs, node.inputs[::-1]):
-        norm, bias = spelling.maker(name, "LayerNormalization"), spelling.tensor(bias_name)
-        is_free = norm is not None and len(norm.inputs) == 2 and len(norm.outputs) == 1 and norm.get("axis", -1) == -1
-        if norm is None or not is_free or bias is None or bias.ndim != 1 or not bias.is_floating_point():
+    for name, bias_name in _both_orders(node):
+        norm, bias = graph.producer(name, "LayerNormalization"), graph.tensor(bias_name)
+        if norm is None or bias is None or bias.ndim != 1 or not bias.is_floating_point():
             continue
-        weight = spelling.tensor(norm.inputs[1])
+        if len(norm.inputs) != 2 or len(norm.outputs) != 1 or norm.get("axis", -1) != -1:
+            continue
+        weight = graph.tensor(norm.inputs[1])
         if weight is not None and weight.shape == bias.shape:
             return replace(norm, inputs=(*norm.inputs, bias_name), outputs=node.outputs)
     return None
 
 
-def _normalized(name: str, spelling: Spelling) -> tuple[str, str, float] | None:
-    """Return the operator, its input and epsilon if a value is x / sqrt(mean(x^2) + e), perhaps of x - mean(x)."""
-    node = spelling.maker(name, "Div", "Mul")
+def _normalized(name: str, graph: GraphLookup) -> tuple[str, str, float] | None:
+    """Return the operator, its input and epsilon if a value is normalized over its last axis; else None.
+
+    Such a value is v / sqrt(mean(v^2) + e) or v * (1 / sqrt(mean(v^2) + e)), where v is x - mean(x) for
+    LayerNormalization and x for RMSNormalization.
+    """
+    node = graph.producer(name, "Div", "Mul")
     if node is None or len(node.inputs) != 2:
         return None
-    pairs = [node.inputs] if node.operator == "Div" else [node.inputs, node.inputs[::-1]]
-    for x, root in pairs:
-        root_name = root
-        if node.operator == "Mul":
-            inverse = spelling.maker(root, "Reciprocal", "Div")
-            if inverse is None or (inverse.operator == "Div" and not spelling.is_number(inverse.inputs[0], 1)):
-                continue
-            root_name = inverse.inputs[-1]
-        squares = _root_of_shifted(root_name, spelling)
-        mean = None if squares is None else _mean_over_last(squares[0], spelling)
-        if squares is None or mean is None or not _is_square(mean, x, spelling):
+    pairs = _both_orders(node) if node.operator == "Mul" else [(node.inputs[0], node.inputs[1])]
+    for v, factor in pairs:
+        root = _inverted(factor, graph) if node.operator == "Mul" else factor
+        mean_and_epsilon = None if root is None else _root_of_shifted(root, graph)
+        if mean_and_epsilon is None:
             continue
-        centered = _centered(x, spelling)
-        if centered is not None:
-            return "LayerNormalization", centered, squares[1]
-        return "RMSNormalization", x, squares[1]
+        mean, epsilon = mean_and_epsilon
+        square = _mean_over_last(mean, graph)
+        if square is None or not _is_square(square, v, graph):
+            continue
+        x = _centered(v, graph)
+        return ("RMSNormalization", v, epsilon) if x is None else ("LayerNormalization", x, epsilon)
     return None
 
 
-def _root_of_shifted(name: str, spelling: Spelling) -> tuple[str, float] | None:
-    """Return v and e of sqrt(v + e)."""
-    root = spelling.maker(name, "Sqrt", "Pow")
-    if root is None or (root.operator == "Pow" and not spelling.is_number(root.inputs[1], 0.5)):
+def _inverted(name: str, graph: GraphLookup) -> str | None:
+    """Return x if a value is 1 / x."""
+    inverse = graph.producer(name, "Reciprocal", "Div")
+    if inverse is None or (inverse.operator == "Div" and not graph.is_number(inverse.inputs[0], 1)):
         return None
-    shift = spelling.maker(root.inputs[0], "Add")
-    return None if shift is None else spelling.split_constant(shift)
+    return inverse.inputs[-1]
 
 
-def _mean_over_last(name: str, spelling: Spelling) -> str | None:
-    mean = spelling.maker(name, "ReduceMean")
+def _root_of_shifted(name: str, graph: GraphLookup) -> tuple[str, float] | None:
+    """Return v and e of sqrt(v + e)."""
+    root = graph.producer(name, "Sqrt", "Pow")
+    if root is None or (root.operator == "Pow" and not graph.is_number(root.inputs[1], 0.5)):
+        return None
+    shift = graph.producer(root.inputs[0], "Add")
+    return None if shift is None else graph.split_constant(shift)
+
+
+def _mean_over_last(name: str, graph: GraphLookup) -> str | None:
+    """Return x if a value is the mean of x over the last axis."""
+    mean = graph.producer(name, "ReduceMean")
     if mean is None or not mean.get("keepdims", 1):
         return None
-    axes = [spelling.number(mean.inputs[1])] if len(mean.inputs) > 1 else list(mean.get("axes", ()))
+    axes = [graph.number(mean.inputs[1])] if len(mean.inputs) > 1 else list(mean.get("axes", ()))
     return mean.inputs[0] if axes == [-1] else None
 
 
-def _is_square(name: str, x: str, spelling: Spelling) -> bool:
-    square = spelling.maker(name, "Pow", "Mul")
+def _is_square(name: str, x: str, graph: GraphLookup) -> bool:
+    """Whether a value is x * x or x^2."""
+    square = graph.producer(name, "Pow", "Mul")
     if square is None:
         return False
     if square.operator == "Mul":
         return square.inputs == (x, x)
-    return spelling.is_number(square.inputs[1], 2) and _same_difference(square.inputs[0], x, spelling)
+    return graph.is_number(square.inputs[1], 2) and _are_equal(square.inputs[0], x, graph)
 
 
-def _same_difference(name: str, x: str, spelling: Spelling) -> bool:
-    """Whether two values are the same: some exporters write x - mean twice."""
-    first, second = spelling.maker(name, "Sub"), spelling.maker(x, "Sub")
+def _are_equal(name: str, x: str, graph: GraphLookup) -> bool:
+    """Whether two values are the same, or the same difference: some exporters write x - mean(x) twice."""
+    first, second = graph.producer(name, "Sub"), graph.producer(x, "Sub")
     return name == x or (first is not None and second is not None and first.inputs == second.inputs)
 
 
-def _centered(name: str, spelling: Spelling) -> str | None:
+def _centered(name: str, graph: GraphLookup) -> str | None:
     """Return x if a value is x - mean(x)."""
-    difference = spelling.maker(name, "Sub")
-    if difference is None or _mean_over_last(difference.inputs[1], spelling) != difference.inputs[0]:
+    difference = graph.producer(name, "Sub")
+    if difference is None or _mean_over_last(difference.inputs[1], graph) != difference.inputs[0]:
         return None
     return difference.inputs[0]
 
@@ -332,42 +358,47 @@ def _centered(name: str, spelling: Spelling) -> str | None:
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
-def join_attention(node: Node, spelling: Spelling) -> Node | None:
-    """Softmax(scale * q @ k + mask) @ v. torch multiplies q and k by the root of the scale, and turns NaN rows to 0."""
+def join_attention(node: Node, graph: GraphLookup) -> Node | None:
+    """Join Softmax(scale * q @ k + mask) @ v.
+
+    torch multiplies q and k by the root of the scale, and replaces the NaN of rows without any key by 0.
+    """
     if node.operator != "MatMul":
         return None
-    softmax = spelling.maker(_without_nan(node.inputs[0], spelling), "Softmax")
+    softmax = graph.producer(_without_nan_check(node.inputs[0], graph), "Softmax")
     if softmax is None or softmax.get("axis", -1 if softmax.opset >= SOFTMAX_OF_LAST_AXIS else 1) not in (-1, 3):
         return None
     scores = softmax.inputs[0]
-    masked = spelling.maker(scores, "Add")
-    pairs = [(scores, "")] if masked is None else [masked.inputs, masked.inputs[::-1]]
+    masked = graph.producer(scores, "Add")
+    pairs = [(scores, "")] if masked is None else _both_orders(masked)
     for scaled_product, mask in pairs:
-        products, scale = _factors(scaled_product, spelling)
-        product = spelling.maker(products[0], "MatMul") if len(products) == 1 else None
+        products, scale = _factors(scaled_product, graph)
+        product = graph.producer(products[0], "MatMul") if len(products) == 1 else None
         if product is None:
             continue
-        (query, query_scale), (key, key_scale) = (_scaled_value(name, spelling) for name in product.inputs)
+        (query, query_scale), (key, key_scale) = (_split_scale(name, graph) for name in product.inputs)
         inputs = (query, key, node.inputs[1], *([mask] if mask else []))
         scale *= query_scale * key_scale
         return _replace(node, "AttentionScores", *inputs, scale=scale, axis=softmax.get("axis", -1))
     return None
 
 
-def _without_nan(name: str, spelling: Spelling) -> str:
-    """Return p if a value is Where(IsNaN(p), 0, p)."""
-    choice = spelling.maker(name, "Where")
-    test = None if choice is None else spelling.maker(choice.inputs[0], "IsNaN")
-    if choice is None or test is None or test.inputs[0] != choice.inputs[2]:
+def _without_nan_check(name: str, graph: GraphLookup) -> str:
+    """Return p if a value is Where(IsNaN(p), 0, p), else the value itself."""
+    choice = graph.producer(name, "Where")
+    is_nan = None if choice is None else graph.producer(choice.inputs[0], "IsNaN")
+    if choice is None or is_nan is None or is_nan.inputs[0] != choice.inputs[2]:
         return name
-    return choice.inputs[2] if spelling.is_number(choice.inputs[1], 0) else name
+    return choice.inputs[2] if graph.is_number(choice.inputs[1], 0) else name
 
 
-def _scaled_value(name: str, spelling: Spelling) -> tuple[str, float]:
-    values, number = _factors(name, spelling)
+def _split_scale(name: str, graph: GraphLookup) -> tuple[str, float]:
+    """Return x and the number if a value is x times a number, else the value and 1."""
+    values, number = _factors(name, graph)
     return (values[0], number) if len(values) == 1 else (name, 1.0)
 
 
+# join_norm_shift needs the result of join_norm_scale.
 RULES: tuple[Rule, ...] = (
     join_swish,
     join_hard_swish,

@@ -1,8 +1,11 @@
-"""Operators that change shapes or move values: reshape, slice, gather, scatter, pad; and those that make tensors."""
+"""Operators that change shapes or move values (reshape, slice, gather, scatter, pad), or create tensors.
+
+A function with the suffix _numbers computes its operator on KnownArrays: see `Operator.on_numbers`.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +25,10 @@ from scalepoint.onnx_reader.values import (
     torch_dtype,
 )
 
-_INT64_LIMIT = 2**31 - 1  # exporters write this or more for "to the end"
+_MIN_OPEN_END = 2**31 - 1  # exporters write this number or a larger one for a slice "to the end"
+
+
+_MAX_KNOWN_NUMBERS = 256  # of the result of Expand and Tile; a larger one is data, not a shape
 
 
 # --- shapes --------------------------------------------------------------------------------------------------------
@@ -52,11 +58,11 @@ def _reshape_numbers(node: Node, x: KnownArray, sizes: KnownArray | None = None)
 
 
 def _new_sizes(node: Node, x: Any, sizes: Value | None) -> list[Any]:
-    """Return the sizes of a Reshape; 0 means that the axis stays as it is."""
+    """Return the sizes of a Reshape. A size of 0 means that the axis keeps its size, unless allowzero=1."""
     new_sizes = list(node.get("shape", ())) if sizes is None else as_list(sizes, "shape")
-    keeps_zero = node.get("allowzero", 0)
-    is_zero = [isinstance(size, int) and size == 0 and not keeps_zero for size in new_sizes]
-    return [x.shape[axis] if zero else size for axis, (size, zero) in enumerate(zip(new_sizes, is_zero, strict=True))]
+    if node.get("allowzero", 0):
+        return new_sizes
+    return [x.shape[axis] if isinstance(size, int) and size == 0 else size for axis, size in enumerate(new_sizes)]
 
 
 @operator("Reshape", on_numbers=_reshape_numbers, known_inputs=(1,))
@@ -74,23 +80,24 @@ def flatten(node: Node, x: Tensor) -> Tensor:
 
 
 def _axes(node: Node, axes: Value | None) -> list[int] | None:
+    """Return the axes, which are an attribute in old opsets and an input in new ones; None if there are none."""
     return node.get("axes") if axes is None else as_list(axes, "list of axes")
 
 
 def _squeeze_numbers(node: Node, x: KnownArray, axes: KnownArray | None = None) -> KnownArray:
-    chosen = _axes(node, axes)
-    return KnownArray(np.squeeze(x.numbers, None if chosen is None else tuple(chosen)), x.dtype)
+    squeezed_axes = _axes(node, axes)
+    return KnownArray(np.squeeze(x.numbers, None if squeezed_axes is None else tuple(squeezed_axes)), x.dtype)
 
 
 @operator("Squeeze", on_numbers=_squeeze_numbers, known_inputs=(1,))
 def squeeze(node: Node, x: Tensor, axes: Value | None = None) -> Tensor:
-    chosen = _axes(node, axes)
-    return x.squeeze() if chosen is None else x.squeeze(tuple(chosen))
+    squeezed_axes = _axes(node, axes)
+    return x.squeeze() if squeezed_axes is None else x.squeeze(tuple(squeezed_axes))
 
 
 def _positions_of_new_axes(node: Node, ndim: int, axes: Value | None) -> list[int]:
-    chosen = _axes(node, axes) or []
-    return sorted(axis % (ndim + len(chosen)) for axis in chosen)
+    new_axes = _axes(node, axes) or []
+    return sorted(axis % (ndim + len(new_axes)) for axis in new_axes)
 
 
 def _unsqueeze_numbers(node: Node, x: KnownArray, axes: KnownArray | None = None) -> KnownArray:
@@ -117,32 +124,34 @@ def transpose(node: Node, x: Tensor) -> Tensor:
 
 
 def _broadcast_sizes(x: Any, sizes: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the shape of x with axes of size 1 before it, and the shape after broadcasting."""
+    """Return the shape of x with new axes of size 1 at its beginning, and the shape after broadcasting to `sizes`."""
     rank = max(len(sizes), x.ndim)
-    old = [1] * (rank - x.ndim) + list(x.shape)
-    new = [1] * (rank - len(sizes)) + list(sizes)
-    return old, [
-        before if isinstance(after, int) and after == 1 else after for before, after in zip(old, new, strict=True)
+    x_sizes = [1] * (rank - x.ndim) + list(x.shape)
+    target_sizes = [1] * (rank - len(sizes)) + list(sizes)
+    broadcast = [
+        own_size if isinstance(target, int) and target == 1 else target
+        for own_size, target in zip(x_sizes, target_sizes, strict=True)
     ]
+    return x_sizes, broadcast
 
 
 def _expand_numbers(node: Node, x: KnownArray, sizes: KnownArray) -> Any:
-    old, new = _broadcast_sizes(x, as_list(sizes))
-    if not all(isinstance(size, int) for size in new) or math.prod(new) > 256:
+    x_sizes, broadcast = _broadcast_sizes(x, as_list(sizes))
+    if not all(isinstance(size, int) for size in broadcast) or math.prod(broadcast) > _MAX_KNOWN_NUMBERS:
         return NotImplemented
-    return KnownArray(np.broadcast_to(x.numbers.reshape(old), new), x.dtype)
+    return KnownArray(np.broadcast_to(x.numbers.reshape(x_sizes), broadcast), x.dtype)
 
 
 @operator("Expand", on_numbers=_expand_numbers, known_inputs=(1,))
 def expand(node: Node, x: Tensor, sizes: Value) -> Tensor:
-    new = _broadcast_sizes(x, as_list(sizes, "shape"))[1]
-    check_size(new)
-    return x.expand(new)
+    _, broadcast = _broadcast_sizes(x, as_list(sizes, "shape"))
+    check_size(broadcast)
+    return x.expand(broadcast)
 
 
 def _tile_numbers(node: Node, x: KnownArray, repeats: KnownArray) -> Any:
     counts = as_list(repeats)
-    if not all(isinstance(repeat, int) for repeat in counts) or x.numbers.size * math.prod(counts) > 256:
+    if not all(isinstance(repeat, int) for repeat in counts) or x.numbers.size * math.prod(counts) > _MAX_KNOWN_NUMBERS:
         return NotImplemented
     return KnownArray(np.tile(x.numbers, counts), x.dtype)
 
@@ -167,6 +176,7 @@ def concat(node: Node, *tensors: Tensor) -> Tensor:
 
 
 def _part_sizes(node: Node, x: Any, sizes: Value | None) -> list[Any]:
+    """Return the sizes of the parts of a Split. By default they are equal, except for a smaller last one."""
     axis = node.get("axis", 0)
     part_sizes = node.get("split") if sizes is None else as_list(sizes, "list of sizes")
     if part_sizes is not None:
@@ -186,32 +196,43 @@ def split(node: Node, x: Tensor, sizes: Value | None = None) -> Any:
     return tuple(torch.split(x, _part_sizes(node, x, sizes), node.get("axis", 0)))
 
 
-def _slices(node: Node, ndim: int, limits: Sequence[Value | None]) -> list[tuple[int, Any, Any, int]]:
-    """Return axis, start, end and step of each slice; None for "from the start" or "to the end"."""
+class AxisSlice(NamedTuple):
+    """The slice of one axis. The end is None for a slice to the end."""
+
+    axis: int
+    start: Any
+    end: Any
+    step: int
+
+
+def _list_slices(node: Node, ndim: int, limits: Sequence[Value | None]) -> list[AxisSlice]:
+    """Return the slices of a node. `limits` are its inputs after the first one; before opset 10 they are attributes."""
+    lists: list[list[Any] | None]
     if limits:
         names = ("starts", "ends", "list of axes", "list of steps")
-        values = [None if v is None else as_list(v, name) for v, name in zip(limits, names, strict=False)]
+        lists = [None if limit is None else as_list(limit, name) for limit, name in zip(limits, names, strict=False)]
     else:
-        values = [node.get("starts"), node.get("ends"), node.get("axes")]
-    starts, ends, axes, steps = (list(v) if v is not None else None for v in (*values, None, None)[:4])
+        lists = [node.get("starts"), node.get("ends"), node.get("axes")]
+    starts, ends, axes, steps = (*lists, None, None)[:4]
     if starts is None or ends is None:
         raise OnnxReadError("a slice needs starts and ends")
     axes = list(range(len(starts))) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
     return [
-        (axis % ndim, start, _open_end(end, step), step)
+        AxisSlice(axis % ndim, start, _open_end(end, step), step)
         for axis, start, end, step in zip(axes, starts, ends, steps, strict=True)
     ]
 
 
 def _open_end(end: Any, step: int) -> Any:
-    is_open = isinstance(end, int) and (end >= _INT64_LIMIT if step > 0 else end <= -_INT64_LIMIT)
+    """Return None for a slice to the end."""
+    is_open = isinstance(end, int) and (end >= _MIN_OPEN_END if step > 0 else end <= -_MIN_OPEN_END)
     return None if is_open else end
 
 
 def _slice_numbers(node: Node, x: KnownArray, *limits: KnownArray | None) -> KnownArray:
     index = [slice(None)] * x.ndim
-    for axis, start, end, step in _slices(node, x.ndim, limits):
+    for axis, start, end, step in _list_slices(node, x.ndim, limits):
         index[axis] = slice(start, end, step)
     return KnownArray(x.numbers[tuple(index)], x.dtype)
 
@@ -219,7 +240,7 @@ def _slice_numbers(node: Node, x: KnownArray, *limits: KnownArray | None) -> Kno
 @operator("Slice", on_numbers=_slice_numbers, known_inputs=(1, 2, 3, 4))
 def slice_(node: Node, x: Tensor, *limits: Value | None) -> Tensor:
     index = [slice(None)] * x.ndim
-    for axis, start, end, step in _slices(node, x.ndim, limits):
+    for axis, start, end, step in _list_slices(node, x.ndim, limits):
         if step > 0:
             is_first = isinstance(start, int) and start == 0
             index[axis] = slice(None if is_first else start, end, None if step == 1 else step)
@@ -229,53 +250,51 @@ def slice_(node: Node, x: Tensor, *limits: Value | None) -> Tensor:
     return x if all(part == slice(None) for part in index) else x[tuple(index)]
 
 
-def _center_slice(node: Node, x: Tensor, sizes: Sequence[Any], axes: Sequence[int]) -> Tensor:
+@operator("CenterCropPad", known_inputs=(1,))
+def center_crop_pad(node: Node, x: Tensor, sizes: Value) -> Tensor:
+    axes = node.get("axes") or list(range(x.ndim))
     pads: dict[int, tuple[int, int]] = {}
-    for axis, size in zip(axes, sizes, strict=True):
+    for axis, size in zip(axes, as_list(sizes, "shape"), strict=True):
         surplus = x.shape[axis] - size
         if surplus > 0:
             x = x.narrow(axis, surplus // 2, size)
         elif surplus < 0:
-            pads[axis % x.ndim] = (-surplus // 2, -surplus - (-surplus // 2))
+            before = -surplus // 2
+            pads[axis % x.ndim] = (before, -surplus - before)
     return F.pad(x, [pad for axis in reversed(range(x.ndim)) for pad in pads.get(axis, (0, 0))])
 
 
-@operator("CenterCropPad", known_inputs=(1,))
-def center_crop_pad(node: Node, x: Tensor, sizes: Value) -> Tensor:
-    return _center_slice(node, x, as_list(sizes, "shape"), node.get("axes") or list(range(x.ndim)))
-
-
-_PAD_MODES = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+_PAD_MODES = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}  # ONNX's name -> torch's name
 
 
 @operator("Pad", known_inputs=(1, 2, 3))
 def pad(node: Node, x: Tensor, pads: Value | None = None, fill: Value | None = None, axes: Value | None = None) -> Any:
     amounts = list(node.get("pads")) if pads is None else as_list(pads, "list of pads")
-    chosen = list(range(x.ndim)) if axes is None else [axis % x.ndim for axis in as_list(axes, "list of axes")]
+    padded_axes = list(range(x.ndim)) if axes is None else [axis % x.ndim for axis in as_list(axes, "list of axes")]
     mode = node.get("mode", "constant")
-    by_axis = {axis: (amounts[index], amounts[index + len(chosen)]) for index, axis in enumerate(chosen)}
-    around = [by_axis.get(axis, (0, 0)) for axis in range(x.ndim)]
-    check_size([size + before + after for size, (before, after) in zip(x.shape, around, strict=True)])
+    by_axis = {axis: (amounts[index], amounts[index + len(padded_axes)]) for index, axis in enumerate(padded_axes)}
+    axis_pads = [by_axis.get(axis, (0, 0)) for axis in range(x.ndim)]
+    check_size([size + before + after for size, (before, after) in zip(x.shape, axis_pads, strict=True)])
     if mode == "constant":
         value = node.get("value", 0.0) if fill is None else as_number(fill, "fill value")
-        return F.pad(x, [amount for pair in reversed(around) for amount in pair], value=value)
-    return _pad_with_values(x, around, _PAD_MODES[mode])
+        return F.pad(x, [amount for pair in reversed(axis_pads) for amount in pair], value=value)
+    return _pad_with_own_values(x, axis_pads, _PAD_MODES[mode])
 
 
-def _pad_with_values(x: Tensor, around: Sequence[tuple[Any, Any]], mode: str) -> Any:
+def _pad_with_own_values(x: Tensor, axis_pads: Sequence[tuple[Any, Any]], mode: str) -> Any:
     """Pad with values of the tensor, one axis after the other: torch limits which axes it pads together."""
-    for axis, (before, after) in enumerate(around):
+    for axis, (before, after) in enumerate(axis_pads):
         if isinstance(before, int) and isinstance(after, int) and before <= 0 and after <= 0:
             x = x.narrow(axis, -before, x.shape[axis] + before + after) if before or after else x
             continue
         last = x.transpose(axis, -1)
-        flat = last.reshape(1, -1, last.shape[-1])
+        flat = last.reshape(1, -1, last.shape[-1])  # F.pad needs (batch, channels, values) to pad the last axis
         padded = F.pad(flat, (before, after), mode=mode)
         x = padded.reshape(*last.shape[:-1], padded.shape[-1]).transpose(axis, -1)
     return x
 
 
-# --- reading and writing by index ----------------------------------------------------------------------------------
+# --- gather and scatter --------------------------------------------------------------------------------------------
 
 
 def _gather_numbers(node: Node, x: KnownArray, indices: KnownArray) -> KnownArray:
@@ -303,6 +322,7 @@ def gather(node: Node, x: Any, indices: Value) -> Any:
 
 
 def _positive(index: Tensor, size: int) -> Tensor:
+    """Replace negative indices, which count from the end."""
     index = index.long()
     return torch.where(index < 0, index + size, index)
 
@@ -319,15 +339,16 @@ def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
     index = tuple(_positive(part, x.shape[batch + axis]) for axis, part in enumerate(indices.unbind(-1)))
     if not batch:
         return x[index]
-    leading = math.prod(x.shape[:batch])
-    flat, rows = x.reshape(leading, *x.shape[batch:]), indices.reshape(leading, -1, depth)
+    # Join the batch axes of both tensors to one, and index it, too.
+    batch_size = math.prod(x.shape[:batch])
+    flat, rows = x.reshape(batch_size, *x.shape[batch:]), indices.reshape(batch_size, -1, depth)
     index = tuple(_positive(part, flat.shape[1 + axis]) for axis, part in enumerate(rows.unbind(-1)))
-    numbers = torch.arange(leading, device=x.device).unsqueeze(1).expand(rows.shape[:2])
-    values = flat[(numbers, *index)]
+    batch_index = torch.arange(batch_size, device=x.device).unsqueeze(1).expand(rows.shape[:2])
+    values = flat[(batch_index, *index)]
     return values.reshape(*indices.shape[:-1], *x.shape[batch + depth :])
 
 
-_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+_SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}  # ONNX's name -> torch's name
 
 
 @operator("ScatterElements", "Scatter")
@@ -336,7 +357,7 @@ def scatter_elements(node: Node, x: Tensor, indices: Tensor, updates: Tensor) ->
     index = _positive(indices, x.shape[axis])
     if reduction == "none":
         return x.scatter(axis, index, updates)
-    return x.scatter_reduce(axis, index, updates, _REDUCTIONS[reduction], include_self=True)
+    return x.scatter_reduce(axis, index, updates, _SCATTER_REDUCTIONS[reduction], include_self=True)
 
 
 @operator("ScatterND")
@@ -347,11 +368,12 @@ def scatter_nd(node: Node, x: Tensor, indices: Tensor, updates: Tensor) -> Tenso
         return x.index_put(index, updates)
     if reduction == "add":
         return x.index_put(index, updates, accumulate=True)
+    # torch has no other reductions for several indices: join the indexed axes of x to one.
     strides = [math.prod(x.shape[axis + 1 : indices.shape[-1]]) for axis in range(indices.shape[-1])]
     rows = torch.stack([part * stride for part, stride in zip(index, strides, strict=True)]).sum(0).reshape(-1)
     flat = x.reshape(-1, *x.shape[indices.shape[-1] :])
     values = updates.reshape(rows.shape[0], *flat.shape[1:])
-    return flat.index_reduce(0, rows, values, _REDUCTIONS[reduction], include_self=True).reshape(x.shape)
+    return flat.index_reduce(0, rows, values, _SCATTER_REDUCTIONS[reduction], include_self=True).reshape(x.shape)
 
 
 @operator("TensorScatter")
@@ -362,9 +384,9 @@ def tensor_scatter(node: Node, cache: Tensor, update: Tensor, starts: Tensor | N
     positions = first.unsqueeze(1) + steps
     if node.get("mode", "linear") == "circular":
         positions = positions % cache.shape[axis]
-    view = [1] * cache.ndim
-    view[0], view[axis] = positions.shape
-    return cache.scatter(axis, positions.reshape(view).expand(update.shape), update)
+    index_shape = [1] * cache.ndim
+    index_shape[0], index_shape[axis] = positions.shape
+    return cache.scatter(axis, positions.reshape(index_shape).expand(update.shape), update)
 
 
 @operator("Compress")
@@ -392,10 +414,12 @@ def reverse_sequence(node: Node, x: Tensor, lengths: Value) -> Tensor:
 
 @operator("Unique")
 def unique(node: Node, x: Tensor) -> Any:
-    """Unique values, in the order of their values or of their first appearance."""
+    """Return unique values, in the order of their values or of their first occurrence."""
     axis = node.get("axis")
     array = x.numpy()
-    values, first, inverse, counts = np.unique(array, True, True, True, axis=axis)
+    values, first, inverse, counts = np.unique(
+        array, return_index=True, return_inverse=True, return_counts=True, axis=axis
+    )
     inverse = inverse.reshape(-1)
     if not node.get("sorted", 1):
         order = np.argsort(first)
@@ -471,7 +495,7 @@ def trilu(node: Node, x: Tensor, k: Value | None = None) -> Tensor:
     return torch.triu(x, diagonal) if node.get("upper", 1) else torch.tril(x, diagonal)
 
 
-# --- blocks of pixels ----------------------------------------------------------------------------------------------
+# --- blocks of an image --------------------------------------------------------------------------------------------
 
 
 @operator("DepthToSpace")

@@ -13,28 +13,28 @@ from scalepoint.onnx_reader.values import Value, as_number, check_size, torch_dt
 
 @operator("DFT", known_inputs=(1, 2))
 def dft(node: Node, x: Tensor, length: Value | None = None, axis: Value | None = None) -> Any:
-    """The transform as a product with its matrix, whose real and imaginary parts are the last axis."""
+    """Compute a Fourier transform. The last axis of x has the real part, or the real and the imaginary part."""
     along = (node.get("axis", 1) if axis is None else as_number(axis, "axis")) % x.ndim
     require(along != x.ndim - 1, "a transform of the last axis")
     is_inverse, is_onesided = bool(node.get("inverse", 0)), bool(node.get("onesided", 0))
-    steps = x.shape[along] if length is None else as_number(length, "length")
+    size = x.shape[along] if length is None else as_number(length, "length")
     if is_inverse and is_onesided:
-        steps = 2 * (x.shape[along] - 1) if length is None else steps
+        size = 2 * (x.shape[along] - 1) if length is None else size
         half = torch.view_as_complex(x.transpose(along, -2).contiguous())
-        return torch.fft.irfft(half, n=steps).unsqueeze(-1).transpose(along, -2)
-    x = x.narrow(along, 0, min(steps, x.shape[along])).transpose(along, -2)
+        return torch.fft.irfft(half, n=size).unsqueeze(-1).transpose(along, -2)
+    x = x.narrow(along, 0, min(size, x.shape[along])).transpose(along, -2)
     if x.shape[-1] == 1:
-        x = F.pad(x, (0, 1))
-    numbers = torch.view_as_complex(x.contiguous())
-    result = torch.fft.ifft(numbers, n=steps) if is_inverse else torch.fft.fft(numbers, n=steps)
+        x = F.pad(x, (0, 1))  # imaginary parts of 0
+    signal = torch.view_as_complex(x.contiguous())
+    result = torch.fft.ifft(signal, n=size) if is_inverse else torch.fft.fft(signal, n=size)
     if is_onesided:
-        result = result[..., : steps // 2 + 1]
+        result = result[..., : size // 2 + 1]
     return torch.view_as_real(result).transpose(along, -2)
 
 
 @operator("STFT", known_inputs=(1, 3))
 def stft(node: Node, x: Tensor, step: Value, window: Tensor | None = None, length: Value | None = None) -> Tensor:
-    """Frames times the window times the matrix of the transform: operators that every runtime has."""
+    """Compute the transform as a convolution with cosines and sines, which every runtime has, unlike torch.stft."""
     require(window is not None or length is not None, "STFT without window and length")
     size = int(as_number(length, "length")) if length is not None else window.shape[0]  # type: ignore[union-attr]
     hop = int(as_number(step, "step"))
@@ -51,14 +51,15 @@ def stft(node: Node, x: Tensor, step: Value, window: Tensor | None = None, lengt
 
 
 def _fourier_basis(size: int, bins: int, dtype: torch.dtype) -> Tensor:
-    """Return cosines, then negative sines: (2 * bins, size)."""
+    """Return the real, then the imaginary parts of the Fourier matrix: (2 * bins, size)."""
     check_size([2 * bins, size])
     products = torch.arange(bins, dtype=torch.float64).unsqueeze(1) * torch.arange(size, dtype=torch.float64)
-    angles = 2 * math.pi / size * torch.remainder(products, size)
+    angles = 2 * math.pi / size * torch.remainder(products, size)  # large angles would lose precision
     return torch.cat([torch.cos(angles), -torch.sin(angles)]).to(dtype)
 
 
 def _cosine_window(node: Node, size: Value, *weights: float) -> Tensor:
+    """Return weights[0] + weights[1] * cos(angle) + weights[2] * cos(2 * angle)."""
     count = int(as_number(size, "size"))
     check_size([count])
     steps = count if node.get("periodic", 1) else count - 1
@@ -84,13 +85,14 @@ def blackman_window(node: Node, size: Value) -> Tensor:
 
 @operator("MelWeightMatrix", known_inputs=(0, 1, 2, 3, 4))
 def mel_weight_matrix(node: Node, *settings: Any) -> Tensor:
-    bands, size, rate, low, high = (as_number(value, "setting") for value in settings)
-    bins = int(size) // 2 + 1
+    """Return triangles that overlap, one for each band: (bins of the transform, bands)."""
+    bands, dft_size, sample_rate, low_hertz, high_hertz = (as_number(value, "setting") for value in settings)
+    bins = int(dft_size) // 2 + 1
     check_size([bins, int(bands)])
-    low_mel, high_mel = (2595 * math.log10(1 + hertz / 700) for hertz in (low, high))
+    low_mel, high_mel = (2595 * math.log10(1 + hertz / 700) for hertz in (low_hertz, high_hertz))
     step = (high_mel - low_mel) / (bands + 2)
     mels = torch.arange(int(bands) + 2, dtype=torch.float64) * step + low_mel
-    edges = torch.floor((size + 1) * 700 * (10 ** (mels / 2595) - 1) / rate)
+    edges = torch.floor((dft_size + 1) * 700 * (10 ** (mels / 2595) - 1) / sample_rate)
     matrix = torch.zeros(bins, int(bands), dtype=torch.float64)
     for band in range(int(bands)):
         lower, center, upper = (int(edge) for edge in edges[band : band + 3])

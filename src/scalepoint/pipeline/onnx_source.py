@@ -32,7 +32,8 @@ class OnnxSource:
         path: The file.
         model: Its module.
         example: One set of inputs.
-        free_axes: The axes after the first that may have any size in the file, if the example has two or more of them.
+        free_axes: Names of the free axes after the first: {input: {axis: name}}. Axes of size 1 in the example are left
+            out.
         metadata: The metadata of the file.
     """
 
@@ -48,7 +49,7 @@ def is_onnx_file(model: object) -> bool:
 
 
 def check_no_file_options(options: DeployOptions) -> None:
-    """Refuse options of .onnx files for another model."""
+    """Raise UsageError for an option of .onnx files if the model is not one."""
     for name in FILE_OPTIONS:
         if getattr(options, name):
             hint = ": pass example_inputs with these sizes" if name == "shape" else ""
@@ -58,7 +59,7 @@ def check_no_file_options(options: DeployOptions) -> None:
 def read_source(
     path: str | Path, example: Any, kwargs: Any, data: Any, options: DeployOptions, progress: bool | None
 ) -> OnnxSource:
-    """Read the file and choose example inputs: those that were given, the first batch of the data, or random ones."""
+    """Read the file. Without example inputs, use the first batch of the data, or random ones."""
     from scalepoint.onnx_reader import load_onnx  # noqa: PLC0415  # loads onnx
 
     model = load_onnx(path, fixed_inputs=options.fixed_inputs, requantize=options.requantize)
@@ -77,6 +78,7 @@ def read_source(
 def _choose_example(model: "OnnxModel", data: Any, shape: Mapping[str, Any] | None, *, show: bool) -> Any:
     from scalepoint.onnx_reader.example import choose_shapes  # noqa: PLC0415
 
+    # The first batch of an iterator would be missing in calibration.
     is_batches = isinstance(data, Iterable) and not isinstance(data, Iterator | Mapping | Tensor | str)
     if not shape and is_batches and not callable(data):
         for batch in islice(data, 1):
@@ -84,19 +86,23 @@ def _choose_example(model: "OnnxModel", data: Any, shape: Mapping[str, Any] | No
     shapes, defaults = choose_shapes(model.inputs, named_shapes(model, shape or {}))
     if show and defaults:
         sizes = ", ".join(f"{name}={size}" for name, size in defaults.items())
-        first = next(iter(shapes))
-        text = ",".join(map(str, shapes[first]))
-        write_line(f"the file has free axes: the example inputs have {sizes}. Others: --shape {first}={text} (shape=)")
+        input_name = next(iter(shapes))
+        shape_text = ",".join(map(str, shapes[input_name]))
+        write_line(
+            f"the file has free axes: the example inputs have {sizes}. "
+            f"Others: --shape {input_name}={shape_text} (shape=)"
+        )
     return model.make_example(shapes)
 
 
 def named_shapes(model: "OnnxModel", shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Give shapes without a name, which have their number as the name, that of the input at this place."""
+    """Replace the key of each shape that is the position of an input, such as "0", by the name of the input."""
     names = list(model.inputs)
-    return {
-        names[int(name)] if name.isdecimal() and name not in names and int(name) < len(names) else name: shape
-        for name, shape in shapes.items()
-    }
+    by_name = {}
+    for key, shape in shapes.items():
+        is_position = key not in names and key.isdecimal() and int(key) < len(names)
+        by_name[names[int(key)] if is_position else key] = shape
+    return by_name
 
 
 def _inputs_of_batch(model: "OnnxModel", batch: Any) -> Any:
@@ -107,12 +113,13 @@ def _inputs_of_batch(model: "OnnxModel", batch: Any) -> Any:
 
 
 def _named_axes(model: "OnnxModel", example: Any) -> dict[str, dict[int, str]]:
-    """Return the free axes of the file that are not of size 1 in the example: torch.export takes 1 for a constant."""
+    """Return the free axes of the file, without those of size 1 in the example: torch.export makes these constant."""
     values = example if isinstance(example, Mapping) else dict(zip(model.inputs, _as_tuple(example), strict=False))
-    axes = {
-        name: {axis: label for axis, label in labels.items() if getattr(values.get(name), "shape", (1,) * 9)[axis] > 1}
-        for name, labels in model.free_axes().items()
-    }
+    axes = {}
+    for name, labels in model.free_axes().items():
+        value = values.get(name)
+        if isinstance(value, Tensor):
+            axes[name] = {axis: label for axis, label in labels.items() if value.shape[axis] > 1}
     return {name: labels for name, labels in axes.items() if labels}
 
 

@@ -1,4 +1,7 @@
-"""Safe reading of untrusted ONNX files: returns a valid model, or raises a StoreError that says what is wrong."""
+"""Reads untrusted ONNX files: returns a model that passed all checks, or raises StoreError.
+
+file --parse--> ModelProto --check header and tensors, inline functions, check graph--> onnx_ir model
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +18,7 @@ from scalepoint.errors import DocumentError, StoreError, short_repr
 from scalepoint.support.untrusted import read_bytes, read_part
 
 MIN_OPSET = 10  # the first with QuantizeLinear
-MAX_NODES = 1_000_000  # with all functions inlined: nested functions can double the number of nodes per level
+MAX_NODES = 1_000_000  # after inlining: each level of nested functions can multiply the number of nodes
 MAX_BYTES = 2**31  # the limit of protobuf
 MAX_FUNCTION_DEPTH = 64
 
@@ -130,7 +133,7 @@ def _check_header(model: ModelProto, name: str, min_opset: int) -> None:
 
 
 def read_opset(model: ModelProto) -> int:
-    """Return the opset of the standard domain, or 0."""
+    """Return the opset of the standard domain; 0 if the model does not import it."""
     return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
 
 
@@ -173,6 +176,7 @@ def _list_attribute_graphs(attribute: AttributeProto) -> list[GraphProto]:
 
 
 def _check_tensor(tensor: TensorProto, folder: Path | None) -> None:
+    """Check that a tensor has one source of values, a valid type and shape, and safe external data."""
     name = short_repr(tensor.name)
     fields = [field for field in _DATA_FIELDS if len(getattr(tensor, field))]
     fields += ["raw_data"] if tensor.HasField("raw_data") and tensor.raw_data else []
@@ -215,6 +219,7 @@ def _locate_external_data(
 
 
 def _resolve_in_folder(location: str, folder: Path, name: str) -> Path:
+    """Return the path of a data file. It must be in the folder, and no link to a file outside of it."""
     parts = location.replace("\\", "/").split("/")
     if not location or "\0" in location or ".." in parts or Path(location).is_absolute() or ":" in parts[0]:
         raise StoreError(
@@ -222,8 +227,8 @@ def _resolve_in_folder(location: str, folder: Path, name: str) -> Path:
         )
     path = folder / location
     relative_parts = Path(location).parts
-    prefixes = [folder.joinpath(*relative_parts[: count + 1]) for count in range(len(relative_parts))]
-    if any(prefix.is_symlink() for prefix in prefixes):
+    paths = [folder.joinpath(*relative_parts[: count + 1]) for count in range(len(relative_parts))]
+    if any(path_or_parent.is_symlink() for path_or_parent in paths):
         raise StoreError(f"tensor {name}: {short_repr(location)} is a symbolic link; copy the file instead")
     if not path.is_file():
         raise StoreError(f"tensor {name}: its data file {short_repr(location)} is missing")
@@ -233,6 +238,7 @@ def _resolve_in_folder(location: str, folder: Path, name: str) -> Path:
 
 
 def _inline_functions(model: ModelProto, name: str) -> ModelProto:
+    """Replace calls of the model's functions by their nodes, after a check that not too many nodes result."""
     if not model.functions:
         return model
     functions = {(function.domain, function.name): function for function in model.functions}
@@ -290,7 +296,7 @@ def _list_bodies(node: NodeProto) -> list[GraphProto]:
 def _infer_shapes(model: ModelProto) -> ModelProto:
     try:
         return shape_inference.infer_shapes(model, data_prop=True)
-    except Exception:  # shapes are optional: a rule that needs an unknown shape reports nothing
+    except Exception:  # the model can be used without inferred shapes
         return model
 
 
@@ -332,6 +338,7 @@ def _check_text(name: str) -> None:
 
 
 def _root_cause(error: BaseException) -> str:
+    """Return the text of the first error in a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error)[:200]

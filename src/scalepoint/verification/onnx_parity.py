@@ -1,7 +1,7 @@
-"""Compares a model that was read from an ONNX file with the file itself in ONNX Runtime, before anything is quantized.
+"""Checks that a model that was read from an ONNX file computes the same as the file in ONNX Runtime.
 
 inputs --> file in ONNX Runtime --> outputs  <-- SQNR -->  outputs of the module
-                 |  if they differ: every tensor of the file, in the order of its nodes
+                 |  if they differ: run the file again with all tensors as outputs
                  v
            the first node whose outputs differ
 """
@@ -27,14 +27,14 @@ from scalepoint.support.formatting import format_decibels
 from scalepoint.support.untrusted import LARGEST_PROTOBUF, read_bytes
 from scalepoint.verification.agreement import Agreement, compare_outputs
 
-MIN_SQNR = 40.0  # dB; float32 in two runtimes agrees to 80 dB or more
+MIN_SQNR = 40.0  # dB; the float32 results of two runtimes usually agree to 80 dB or more
 MIN_SQNR_HALF = 20.0  # dB, for a file that computes in half precision
-TINY = 1e-3  # outputs below this that differ are called "about 0": a difference says nothing
+MAX_TINY = 1e-3  # a tensor without a larger number is about 0: its SQNR only compares rounding errors
 RUNTIME = "onnxruntime"
 
 
 class Parity(StrEnum):
-    """How the comparison ended."""
+    """The outcome of a comparison."""
 
     SAME = "same"
     DIFFERENT = "different"
@@ -62,8 +62,11 @@ def check_parity(model: OnnxModel, inputs: Mapping[str, Tensor]) -> ParityResult
     """Compare a loaded model with its file.
 
     Args:
-        model: What `load_onnx` returned, unchanged.
+        model: The result of `load_onnx`, unchanged.
         inputs: One set of inputs, by name.
+
+    Returns:
+        The status, a message, the SQNR, and the first node that differs.
     """
     if model.is_requantized:
         return ParityResult(Parity.NOT_COMPARED, "not compared with the file, whose quantizers were left out")
@@ -78,51 +81,51 @@ def check_parity(model: OnnxModel, inputs: Mapping[str, Tensor]) -> ParityResult
         results = model(**inputs)
     expected = results if isinstance(results, tuple) else (results,)
     agreements = compare_outputs(expected, outputs)
-    return _judge(model, inputs, feeds, agreements, outputs)
+    return _summarize(model, inputs, feeds, agreements, outputs)
 
 
-def _judge(
+def _summarize(
     model: OnnxModel,
     inputs: Mapping[str, Tensor],
     feeds: Mapping[str, np.ndarray],
     agreements: tuple[Agreement, ...],
     outputs: Mapping[str, np.ndarray],
 ) -> ParityResult:
-    bound = MIN_SQNR_HALF if model.has_half_precision else MIN_SQNR
-    is_tiny = {name: _is_tiny(array) for name, array in outputs.items()}
-    wrong = [
-        agreement for agreement in agreements if agreement.sqnr < bound and not is_tiny.get(agreement.output, False)
+    min_sqnr = MIN_SQNR_HALF if model.has_half_precision else MIN_SQNR
+    tiny_outputs = {name for name, array in outputs.items() if _is_tiny(array)}
+    different = [
+        agreement for agreement in agreements if agreement.sqnr < min_sqnr and agreement.output not in tiny_outputs
     ]
-    compared = [agreement for agreement in agreements if agreement.sqnr >= bound and not agreement.uncompared]
-    if wrong:
-        node = _first_different_node(model, inputs, feeds, bound)
+    same = [agreement for agreement in agreements if agreement.sqnr >= min_sqnr and not agreement.uncompared]
+    if different:
+        node = _first_different_node(model, inputs, feeds, min_sqnr)
         where = f": the first node that differs is {node}" if node else ""
-        text = f"the model in PyTorch differs from the file in {RUNTIME} ({'; '.join(map(str, wrong))}){where}"
-        return ParityResult(Parity.DIFFERENT, text, min(agreement.sqnr for agreement in wrong), node)
-    if not compared:
+        text = f"the model in PyTorch differs from the file in {RUNTIME} ({'; '.join(map(str, different))}){where}"
+        return ParityResult(Parity.DIFFERENT, text, min(agreement.sqnr for agreement in different), node)
+    if not same:
         text = "nothing could be compared with the file: its outputs are about 0 or constant on these inputs. Pass real"
         return ParityResult(Parity.NOT_COMPARED, f"{text} ones as example_inputs or data")
-    sqnr = min(agreement.sqnr for agreement in compared)
+    sqnr = min(agreement.sqnr for agreement in same)
     closeness = "exactly" if sqnr == np.inf else f"to {format_decibels(sqnr)} dB"
     return ParityResult(Parity.SAME, f"PyTorch and {RUNTIME} agree {closeness} on the file", sqnr)
 
 
 def _is_tiny(array: np.ndarray) -> bool:
-    return array.dtype.kind == "f" and bool(np.abs(array.astype(np.float64)).max(initial=0) < TINY)
+    return array.dtype.kind == "f" and bool(np.abs(array.astype(np.float64)).max(initial=0) < MAX_TINY)
 
 
 def _build_feeds(model: OnnxModel, inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Return the inputs by their names and in their types in the file, with those that were fixed."""
+    """Return all inputs of the file, with its names and types, including the fixed ones."""
     feeds = {
         info.name: inputs[name].detach().to(info.file_dtype).contiguous().numpy()
         for name, info in model.inputs.items()
-        if info.file_dtype != torch.bfloat16  # has no numpy type: ONNX Runtime then says that the input is missing
+        if info.file_dtype != torch.bfloat16  # numpy has no such type; ONNX Runtime will report a missing input
     }
     return feeds | {name: value.numpy() for name, value in model.fixed_inputs.items()}
 
 
 def _first_different_node(
-    model: OnnxModel, inputs: Mapping[str, Tensor], feeds: Mapping[str, np.ndarray], bound: float
+    model: OnnxModel, inputs: Mapping[str, Tensor], feeds: Mapping[str, np.ndarray], min_sqnr: float
 ) -> str:
     """Return the first node whose outputs differ; "" if the file with all outputs does not run."""
     proto = ModelProto()
@@ -130,17 +133,17 @@ def _first_different_node(
     values: dict[str, Any] = {}
     with torch.no_grad():
         model.run([inputs[name] for name in model.inputs], record=values)
-    nodes = [
-        (name, f"{node.name or node.output[0]!r} ({node.op_type})") for node in proto.graph.node for name in node.output
-    ]
-    runtime_values = _run_with_all_outputs(proto, [name for name, _ in nodes if name in values], feeds)
-    for name, node in nodes:
+    node_texts = {
+        name: f"{node.name or node.output[0]!r} ({node.op_type})" for node in proto.graph.node for name in node.output
+    }
+    runtime_values = _run_with_all_outputs(proto, [name for name in node_texts if name in values], feeds)
+    for name, node_text in node_texts.items():
         if name not in runtime_values or name not in values or not isinstance(values[name], Tensor | KnownArray):
             continue
         array = runtime_values[name]
         agreement = compare_outputs([as_tensor(values[name])], {name: array})[0]
-        if agreement.sqnr < bound and not _is_tiny(array):
-            return node
+        if agreement.sqnr < min_sqnr and not _is_tiny(array):
+            return node_text
     return ""
 
 
