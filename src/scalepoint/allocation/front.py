@@ -156,7 +156,7 @@ def trim_allocation(items: Sequence[Item], allocation: Allocation, share: float)
 
 
 def lower_hull(choices: Sequence[PrecisionChoice]) -> list[PrecisionChoice]:
-    """The lower convex hull of the (cost, error) points, the cheapest first."""
+    """Return the lower convex hull of the (cost, error) points, the cheapest first."""
     hull: list[PrecisionChoice] = []
     for choice in sorted(choices, key=lambda choice: (choice.cost, choice.error)):
         if hull and choice.error >= hull[-1].error:
@@ -168,13 +168,13 @@ def lower_hull(choices: Sequence[PrecisionChoice]) -> list[PrecisionChoice]:
 
 
 def _error_per_cost(low: PrecisionChoice, high: PrecisionChoice) -> float:
-    """The error that is removed per unit of cost, from one choice to a more expensive one."""
+    """Return the error that is removed per unit of cost, from one choice to a more expensive one."""
     cost = high.cost - low.cost
     return (low.error - high.error) / cost if cost > 0 else math.inf
 
 
 def _order_of_raises(hulls: Sequence[Sequence[PrecisionChoice]]) -> list[int]:
-    """The index of the item to raise next, again and again: most error removed per cost first, then earlier items."""
+    """Return the index of the item of each raise: most error removed per cost first, and of equals the earlier item."""
     raises = [(-_error_per_cost(low, high), index) for index, hull in enumerate(hulls) for low, high in pairwise(hull)]
     return [index for _, index in sorted(raises)]
 
@@ -189,7 +189,7 @@ def _total_cost(choices: Sequence[PrecisionChoice]) -> float:
 
 
 def _get_choices(items: Sequence[Item], allocation: Allocation) -> list[PrecisionChoice]:
-    """The choices of an allocation, in the order of the items."""
+    """Return the choices of an allocation, in the order of the items."""
     return [next(choice for choice in item.choices if choice.name == allocation.chosen[item.name]) for item in items]
 
 

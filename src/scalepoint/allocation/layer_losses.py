@@ -90,7 +90,7 @@ class _LayerMeasurement:
         self.layer = use.layer
 
     def measure(self, specs: Sequence[QuantizationSpec]) -> tuple[dict[QuantizationSpec, float], float]:
-        """The loss at each spec relative to the present error, and the present error over the output's variance."""
+        """Return each spec's loss relative to the present error, and the present error over the output's variance."""
         geometry = get_geometry(self.layer)
         fit = holdout = None
         if geometry is not None:
@@ -111,7 +111,7 @@ class _LayerMeasurement:
     def _solved_error(
         self, layer: QuantizedLayer, geometry: Geometry, weight: Tensor, fit: Moments, holdout: Moments
     ) -> float:
-        """The least squared error of the nearest codes and of the steps' solutions."""
+        """Return the least squared error of the nearest codes and of the steps' solutions."""
         least_error = _current_error(layer, geometry, holdout)
         if self.steps is None or layer.weight_quant.spec.qformulation != "zp":
             return least_error  # the solver works on codes with a zero point
@@ -140,7 +140,7 @@ def _compute_over_ranks(
 
 
 def _requantize_layer(layer: QuantizedLayer, spec: QuantizationSpec) -> QuantizedLayer:
-    """A frozen copy of a layer with another weight quantizer."""
+    """Return a frozen copy of a layer with another weight quantizer."""
     channel_axis = 1 if layer.kind == "conv_transpose" else 0
     quant = WeightFakeQuantize([], spec=spec, channel_axis=channel_axis)
     copy = QuantizedLayer(layer.operation, layer.norm, quant)
@@ -153,7 +153,7 @@ def _requantize_layer(layer: QuantizedLayer, spec: QuantizationSpec) -> Quantize
 
 
 def _current_error(layer: QuantizedLayer, geometry: Geometry, moments: Moments) -> float:
-    """The squared error of the codes that a layer has, with the mismatch of the means."""
+    """Return the squared error of the codes that a layer has, with the mismatch of the means."""
     quant = layer.weight_quant
     values = geometry.to_groups(quant.values(layer.get_deployed().codes).to(torch.float64))
     return float(moments.error(values, moments.mean_mismatch(values)).sum())

@@ -160,14 +160,14 @@ def _count_work(row: CoverageRow | None, node: fx.Node) -> float:
 
 
 def _float_bytes(model: fx.GraphModule) -> float:
-    """The bytes of all parameters and float buffers in float32. A shared tensor counts once."""
+    """Return the bytes of all parameters and float buffers in float32. A shared tensor counts once."""
     tensors = (*model.parameters(), *model.buffers())
     sizes = {tensor.data_ptr(): tensor.numel() for tensor in tensors if tensor.is_floating_point()}
     return 4.0 * sum(sizes.values())
 
 
 def _make_row(group: Sequence[LayerOptions], measured: "_NoiseMeasurement", macs: Mapping[str, float]) -> WidthRow:
-    """The row of layers that must have the same precision, with the precisions that all of them can have."""
+    """Return the row of layers that must have the same precision, with the precisions that all of them can have."""
     refused = {name: reason for layer in group for name, reason in layer.refused.items()}
     shapes = {layer.name: get_weight_shape(layer.first.site.part) for layer in group if layer.first.weight is not None}
     is_one_weight = measured.share_a_weight(group)
@@ -224,7 +224,7 @@ class _NoiseMeasurement:
         )
 
     def _wide_config(self) -> QuantConfig:
-        """The config with 8 bits for all weights that have a choice, or with their widest precision."""
+        """Return the config with 8 bits for all weights that have a choice, or with their widest precision."""
         overrides = []
         for layer in self.layers:
             if layer.first.weight is None:
@@ -306,7 +306,7 @@ class _NoiseMeasurement:
         return len(group) > 1 and len(addresses) == 1
 
     def error(self, layer: LayerOptions, option: PrecisionOption) -> float:
-        """The noise to signal that a layer is expected to add to the output."""
+        """Return the noise to signal that a layer is expected to add to the output."""
         error = 0.0
         if option.weight is not None:
             present = self.weight_noise.get(layer.name, 0.0)

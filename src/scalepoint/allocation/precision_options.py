@@ -81,7 +81,7 @@ class LayerOptions:
 
 
 def group_by_layer(decisions: Iterable[Decision]) -> list[LayerOptions]:
-    """The quantized layers without options, in graph order. Embedding tables are left out: nothing multiplies them."""
+    """Return the quantized layers without options, in graph order. Embedding tables have no products: they are left out."""
     layers: dict[str, LayerOptions] = {}
     for decision in decisions:
         if (decision.weight is not None or decision.points) and not is_embedding_table(decision.site):
@@ -187,7 +187,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _find_wider_weight(layer: LayerOptions, name: str, config: QuantConfig, target: Target) -> dict[str, Any] | None:
-    """The override for a wider weight that the target runs; None if there is none."""
+    """Return the override for a wider weight that the target runs; None if there is none."""
     wider = LayerOptions(layer.name, layer.decisions)
     _add_choice(wider, name, config, target)
     return wider.options[0].override if wider.options else None
@@ -221,7 +221,7 @@ def build_option(
 
 
 def _configured_weight(decision: Decision, config: QuantConfig, target: Target) -> QuantizationSpec:
-    """The spec of the weight in the config, before the target adapts it."""
+    """Return the spec of the weight in the config, before the target adapts it."""
     spec = config.spec_for("weight", decision.site.names, decision.site.types)
     return spec if isinstance(spec, QuantizationSpec) else target.weight
 

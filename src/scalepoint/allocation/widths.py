@@ -96,7 +96,7 @@ class Widths:
     rest_time: float
 
     def items(self, unit: CostUnit) -> list[Item]:
-        """The rows as items of the search for the best allocation."""
+        """Return the rows as items of the search for the best allocation."""
         return [
             Item(
                 row.name,

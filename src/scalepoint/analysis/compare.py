@@ -67,7 +67,7 @@ class Comparison:
     batches: int
 
     def worst(self, n: int = 5) -> list[LayerError]:
-        """The n layers with the largest local error, or error in the quantized model if that was not measured."""
+        """Return the n layers with the largest local error, or with the largest error in the quantized model instead."""
         return sorted(self.rows, key=lambda row: -row.badness)[:n]
 
     def table(self, rows: Iterable[LayerError] | None = None) -> Table:
@@ -246,7 +246,7 @@ def _run_alone(node: fx.Node, runner: FloatAndQuantizedRunner) -> Any:
 
 @torch.no_grad()
 def _weight_sqnr(layer: AnalyzedLayer, quantized_model: nn.Module) -> float | None:
-    """The weight with the batch norm folded in, against its quantized form; None if it is not quantized."""
+    """Return the weight with the batch norm folded in, against its quantized form; None if it is not quantized."""
     part = get_quantized_part(quantized_model, layer)
     if part is None or not part.weight_quant.enabled or part.weight_quant.quantizer.is_disabled():
         return None
@@ -295,7 +295,7 @@ class _OutputErrorSums:
                 self.graph.add(reference, of_graph)
 
     def sums_of_all_ranks(self) -> list[ErrorSums]:
-        """All sums, with empty ones for outputs that only other ranks have seen."""
+        """Return all sums, with empty ones for outputs that only other ranks have seen."""
         parts = distributed.gather_values("naming outputs", list(self.by_output))
         names = dict.fromkeys(name for part in parts for name in part)
         self.by_output = {name: self.by_output.get(name, ErrorSums()) for name in names}

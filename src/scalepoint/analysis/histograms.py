@@ -72,7 +72,7 @@ def histograms(
 
 
 def _make_hook(histograms_by_stub: dict[str, Histogram], target: str) -> Any:
-    """A forward pre-hook that adds the input of a module to its histogram."""
+    """Return a forward pre-hook that adds the input of a module to its histogram."""
 
     def hook(module: Any, inputs: tuple[Tensor, ...]) -> None:
         _add_histogram(histograms_by_stub, target, _fine_histogram(inputs[0]))
@@ -107,7 +107,7 @@ def _fine_histogram(tensor: Tensor) -> Histogram:
 
 
 def _weight_histogram(layer: AnalyzedLayer, model: fx.GraphModule, bins: int) -> list[TensorHistogram]:
-    """The histogram of a layer's weight with the batch norm folded in; none for a layer without a quantized weight."""
+    """Return the histogram of a layer's weight with the batch norm folded in; [] if the weight is not quantized."""
     part = get_quantized_part(model, layer)
     if part is None:
         return []

@@ -42,7 +42,7 @@ class AnalyzedLayer:
 
 
 def get_layers(model: fx.GraphModule) -> list[AnalyzedLayer]:
-    """The layers in graph order, including groups that the coverage does not count (an add, a pool)."""
+    """Return the layers in graph order, including groups that the coverage does not count (an add, a pool)."""
     rows, nodes = coverage(model).operations, {node.name: node for node in model.graph.nodes}
     layers = []
     for site in record_of(model).sites:
@@ -67,7 +67,7 @@ def _make_uncounted_layer(model: fx.GraphModule, node: fx.Node, name: str) -> An
 
 
 def select_layers(layers: list[AnalyzedLayer], names: list[str]) -> list[AnalyzedLayer]:
-    """The layers with these names, in the order of the names. Raises UsageError for an unknown name."""
+    """Return the layers with these names, in the order of the names. Raises UsageError for an unknown name."""
     layers_by_name = {layer.name: layer for layer in reversed(layers)}  # of equal names the first layer
     for name in names:
         if name not in layers_by_name:
@@ -80,7 +80,7 @@ def get_quantizers(model: nn.Module) -> list[QuantizerBase]:
 
 
 def get_quantized_part(model: nn.Module, layer: AnalyzedLayer) -> QuantizedLayer | None:
-    """The part of a layer that has a quantized weight."""
+    """Return the part of a layer that has a quantized weight."""
     if layer.node.op != "call_module":
         return None
     module = model.get_submodule(str(layer.node.target))
@@ -89,7 +89,7 @@ def get_quantized_part(model: nn.Module, layer: AnalyzedLayer) -> QuantizedLayer
 
 
 def get_code_range(quantizer: QuantizerBase) -> tuple[Tensor, Tensor] | None:
-    """The values of the lowest and the highest code; None if each tensor gets a range of its own."""
+    """Return the values of the lowest and the highest code; None if each tensor gets a range of its own."""
     if quantizer.calculator.always_called and not quantizer.is_learned:
         return None
     grid = quantizer.quantizer.grid
@@ -102,7 +102,7 @@ def get_code_range(quantizer: QuantizerBase) -> tuple[Tensor, Tensor] | None:
 
 
 def check_has_active_quantizers(model: nn.Module) -> Coverage:
-    """The coverage of a quantized model. Raises UsageError if all its quantizers are off."""
+    """Return the coverage of a quantized model. Raises UsageError if all its quantizers are off."""
     model_coverage = coverage(model)
     quantizers = get_quantizers(model)
     if not any(quantizer.enabled for quantizer in quantizers):

@@ -81,7 +81,7 @@ class NoiseFlow:
         return weights
 
     def gain(self, node: fx.Node) -> float:
-        """How much of the noise of its inputs a node passes on."""
+        """Return how much of the noise of its inputs a node passes on."""
         input_noise = sum(self.noise[source] for source in node.all_input_nodes)
         return self.passed_noise.get(node, self.noise[node]) / input_noise if input_noise else 0.0
 

@@ -41,7 +41,7 @@ class FloatAndQuantizedRunner(nn.Module):
         return self._noisy.env
 
     def run_without_own_quantizers(self, node: fx.Node) -> Any:
-        """The value of a node for the noisy inputs if its own quantizers are off."""
+        """Return the value of a node for the noisy inputs if its own quantizers are off."""
         self._propagated.env = self._noisy.env
         return self._propagated.run_node(node)
 

@@ -150,7 +150,7 @@ def _quantize_if_float(
 
 
 def _find_quantized_layers(model: fx.GraphModule) -> dict[str, AnalyzedLayer]:
-    """The layers with at least one active quantizer, by name."""
+    """Return the layers with at least one active quantizer, by name."""
     active = {name for quantizer in get_quantizers(model) if quantizer.enabled for name in quantizer.consumers}
     layers: dict[str, AnalyzedLayer] = {}
     for layer in get_layers(model):
@@ -196,14 +196,14 @@ def _layer_enabled(quantizers: Sequence[QuantizerBase], name: str) -> Iterator[N
 
 
 def _copy_with_quantizers_off(quantized: fx.GraphModule) -> tuple[fx.GraphModule, list[QuantizerBase]]:
-    """A copy of the model with all quantizers off, and those of its quantizers that are on in the model."""
+    """Return a copy of the model with all quantizers off, and those of its quantizers that are on in the model."""
     model = copy_with_shared_parameters(quantized, quantizing=False)
     pairs = zip(get_quantizers(quantized), get_quantizers(model), strict=True)
     return model, [copied for original, copied in pairs if original.enabled]
 
 
 def _metric_one_at_a_time(quantized: fx.GraphModule, names: Sequence[str], metric: Metric) -> dict[str, float]:
-    """The metric with each layer quantized alone; under "" that of the float model. Ranks share the layers."""
+    """Return the metric with each layer quantized alone; under "" that of the float model. Ranks share the layers."""
     model, quantizers = _copy_with_quantizers_off(quantized)
     values: dict[str, float] = {}
     with distributed.phase("one layer at a time") as step:

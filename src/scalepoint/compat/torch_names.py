@@ -44,7 +44,7 @@ __all__ = [
 
 
 def pytree_info(graph: fx.Graph) -> PyTreeInfo | None:
-    """How inputs and outputs of a graph are nested; None for a graph of torch.fx.symbolic_trace."""
+    """Return how inputs and outputs of a graph are nested; None for a graph of torch.fx.symbolic_trace."""
     info: PyTreeInfo | None = getattr(graph._codegen, "pytree_info", None)
     return info
 

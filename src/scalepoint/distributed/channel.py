@@ -183,7 +183,7 @@ class Channel:
                 tensor.copy_(on_device)
 
     def _device(self) -> "torch.device":
-        """The device of tensors in collectives: nccl needs CUDA, gloo the CPU."""
+        """Return the device of tensors in collectives: nccl needs CUDA, gloo the CPU."""
         import torch  # noqa: PLC0415
         from torch import distributed  # noqa: PLC0415
 

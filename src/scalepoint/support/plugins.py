@@ -43,7 +43,7 @@ class PluginRegistry(Generic[T]):
         self.noun = group.rpartition(".")[2].removesuffix("s")
 
     def names(self) -> list[str]:
-        """All names, the built-in ones first. Nothing is imported."""
+        """Return all names, the built-in ones first. Nothing is imported."""
         return [*self.builtin, *(name for name in entry_point_names(self.group) if name not in self.builtin)]
 
     def find(self, value: str | T) -> T:

@@ -81,7 +81,7 @@ class Checkpoint:
 
     @classmethod
     def open_finished(cls, folder: Path) -> "Checkpoint":
-        """The checkpoint of a finished run. Only rank 0 reads it."""
+        """Return the checkpoint of a finished run. Only rank 0 reads it."""
         journal = TuningJournal(fingerprint="")
         if distributed.is_main():
             try:
@@ -120,7 +120,7 @@ class Checkpoint:
         return _unflatten_states(tensors), result
 
     def modules_by_file(self) -> dict[Path, list[str]]:
-        """The paths of the modules whose state is stored, by file."""
+        """Return the paths of the modules whose state is stored, by file."""
         assert self.folder is not None  # noqa: S101  # called only for a checkpoint in a folder
         modules: dict[Path, list[str]] = {}
         for entry in self.journal.pieces.values():
@@ -197,7 +197,7 @@ def _parse_journal(path: Path) -> TuningJournal:
 
 
 def _read_journal(path: Path, fingerprint: str) -> TuningJournal:
-    """The journal to continue with; an empty one, with a warning, if the run must start from the beginning."""
+    """Return the journal to continue with; an empty one, with a warning, if the run must start from the beginning."""
     try:
         journal = _parse_journal(path)
     except FileNotFoundError:

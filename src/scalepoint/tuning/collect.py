@@ -53,7 +53,7 @@ class AddedOperand:
     value: Tensor | None
 
     def adjust_targets(self, targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The targets of these rows with the drift added, and the weights of the rows."""
+        """Return the targets of these rows with the drift added, and the weights of the rows."""
         weights = None if self.value is None else row_weights((targets + self.value[rows]).flatten(1)).view(-1)
         return (targets if self.drift is None else targets + self.drift[rows]), weights
 
@@ -107,7 +107,7 @@ class RowCollector:
         self.uses = [LayerUse(node, *layer) for node, layer in layers if layer is not None]
 
     def uses_of(self, layer: QuantizedLayer) -> list[fx.Node]:
-        """The nodes that multiply by the layer's weight, in graph order."""
+        """Return the nodes that multiply by the layer's weight, in graph order."""
         return [use.node for use in self.uses if use.layer.weight_quant is layer.weight_quant]
 
     def is_needed_later(self, use: LayerUse, nodes: Collection[fx.Node]) -> bool:
@@ -119,7 +119,7 @@ class RowCollector:
         return any(node not in nodes for node in (*self.uses_of(use.layer), *readers))
 
     def is_held_out(self, numbers: Tensor) -> Tensor:
-        """Which of the samples (or rows) with these numbers only judge."""
+        """Return which of the samples (or rows) with these numbers only judge."""
         return hash_to_uniform(numbers, salt=1) < self.holdout
 
     def collect_residuals(self, use: LayerUse, grouped: GroupedLayer) -> tuple[ResidualSums, ResidualSums]:
@@ -175,7 +175,7 @@ class RowCollector:
         return any(fit is not None and fit.cache is moments.cache for fit, _ in self._shared_moments.values())
 
     def _find_readers(self, use: LayerUse, grouped: GroupedLayer) -> list[tuple[LayerUse, GroupedLayer]]:
-        """The use, and later ones that read the same value in the same way."""
+        """Return the use, and later ones that read the same value in the same way."""
         readers = [(use, grouped)]
         if self._has_own_input(use) or self._depends_on_add(use):
             return readers
@@ -269,7 +269,7 @@ class RowCollector:
         return all(exact.shape == shape for exact, shape in zip(inputs, shapes, strict=True))
 
     def _added_operand(self, use: LayerUse, grouped: GroupedLayer, index: int, count: int) -> AddedOperand:
-        """The other operand of the add that a layer feeds, in one batch."""
+        """Return the other operand of the add that a layer feeds, in one batch."""
         walk, geometry, outputs = self.walk, grouped.geometry, grouped.size[1]
 
         def to_rows(value: Any) -> Tensor | None:
@@ -310,7 +310,7 @@ def explain_refusal(use: LayerUse, geometry: Geometry | None) -> str:
 
 
 def find_changed_operand(walk: StreamWalk, use: LayerUse) -> fx.Node | None:
-    """The other operand of the add that a layer feeds, if it is computed already and differs between the streams."""
+    """Return the other operand of the add that a layer feeds if it has a value that differs between the streams."""
     operand, _ = _find_add(walk, use)
     if operand is None or operand in walk.same_nodes or not walk.has_value(operand):
         return None
@@ -318,7 +318,7 @@ def find_changed_operand(walk: StreamWalk, use: LayerUse) -> fx.Node | None:
 
 
 def find_normed_operand(walk: StreamWalk, use: LayerUse) -> fx.Node | None:
-    """The other operand of the add that a layer feeds, if it is computed already and a norm reads the sum."""
+    """Return the other operand of the add that a layer feeds, if it is computed already and a norm reads the sum."""
     operand, total = _find_add(walk, use)
     if operand is None or total is None or not walk.has_value(operand) or not feeds_norm(walk, total):
         return None
@@ -326,12 +326,12 @@ def find_normed_operand(walk: StreamWalk, use: LayerUse) -> fx.Node | None:
 
 
 def _find_add(walk: StreamWalk, use: LayerUse) -> tuple[fx.Node | None, fx.Node | None]:
-    """The other operand of the add that a layer feeds, and the node of the sum; None without such an add."""
+    """Return the other operand of the add that a layer feeds, and the node of the sum; None without such an add."""
     return _find_add_in_group(walk, use) or _find_add_after(walk, use.node) or (None, None)
 
 
 def _find_add_in_group(walk: StreamWalk, use: LayerUse) -> tuple[fx.Node, fx.Node] | None:
-    """An add that is fused with the layer."""
+    """Return an add that is fused with the layer."""
     parts, inputs = walk.get_parts(use.node), use.node.args
     if len(parts) < 2 or parts[0] is not use.layer or not _is_add(parts[1]) or len(inputs) != 2:
         return None
@@ -339,7 +339,7 @@ def _find_add_in_group(walk: StreamWalk, use: LayerUse) -> tuple[fx.Node, fx.Nod
 
 
 def _find_add_after(walk: StreamWalk, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """An add that alone reads the node, directly or behind an activation quantizer."""
+    """Return an add that alone reads the node, directly or behind an activation quantizer."""
     if len(walk.get_parts(node)) != 1 or len(node.users) != 1:
         return None
     user = next(iter(node.users))

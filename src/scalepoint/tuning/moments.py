@@ -68,11 +68,11 @@ class Moments:
         )
 
     def in_float32(self) -> "Moments":
-        """The same with H in float32, which is what the steps read. H of a wide layer is most of the memory."""
+        """Return the moments with H in float32, which the steps read. H of a wide layer takes most of the memory."""
         return replace(self, hessian=float32_hessian(self))
 
     def select_outputs(self, outputs: slice) -> "Moments":
-        """The moments of some outputs. H and the mean do not depend on the outputs."""
+        """Return the moments of some outputs. H and the mean do not depend on the outputs."""
         return replace(
             self,
             cross=self.cross[:, outputs],
@@ -217,7 +217,7 @@ class MomentSums:
         return merged
 
     def _moved_to(self, noisy: Tensor, target: Tensor) -> "MomentSums":
-        """The same sums around another center, at distance d: sum (z + d)(z + d)' = sum zz' + d s' + s d' + n dd'."""
+        """Return the sums around another center at distance d: sum (z + d)(z + d)' = sum zz' + d s' + s d' + n dd'."""
         moved = MomentSums(self.weight)
         moved._allocate(noisy, target)
         if self.center is None:
@@ -333,7 +333,7 @@ class ResidualSums:
         return self.sums[0] / self.total
 
     def error(self, shift: Tensor | None = None) -> float:
-        """The squared error of the outputs over their energy, after a shift of the bias."""
+        """Return the squared error of the outputs over their energy, after a shift of the bias."""
         assert self.sums is not None  # noqa: S101  # as above
         residual, square, target, energy = (total / self.total for total in self.sums)
         target_variance = float((energy - target.square()).clamp(min=0).sum())

@@ -30,12 +30,12 @@ class PieceEvaluator:
     collector: RowCollector
 
     def stored_error(self, piece: Piece) -> float:
-        """The error of the stored values of the exits."""
+        """Return the error of the stored values of the exits."""
         exits = self._compared_exits(piece)
         return self._mean_error(piece, lambda index: [self.walk.get_value(node, index, noisy=True) for node in exits])
 
     def error_if_rerun(self, piece: Piece) -> float:
-        """The error with the modules as they are now. The piece runs again; nothing is stored."""
+        """Return the error with the modules as they are now. The piece runs again; nothing is stored."""
         is_compared = [node in self._compared_exits(piece) for node in piece.exits]
 
         def exit_values(index: int) -> list[Any]:
@@ -48,7 +48,7 @@ class PieceEvaluator:
         return [node for node in piece.exits if node not in self.walk.same_nodes and self.walk.has_value(node)]
 
     def _mean_error(self, piece: Piece, exit_values: Callable[[int], Sequence[Any]]) -> float:
-        """The mean error over the exits; `exit_values` returns their values in a batch of the quantized stream."""
+        """Return the mean error over the exits. `exit_values` returns their quantized values in a batch."""
         exits = self._compared_exits(piece)
         sums = [_ExitErrorSums(feeds_norm(self.walk, node)) for node in exits]
         with torch.no_grad():
@@ -85,7 +85,7 @@ class PieceEvaluator:
         return self._holdout_masks is None or bool(self._holdout_masks[index].any())
 
     def select_part(self, value: Tensor, index: int, *, is_holdout: bool) -> Tensor:
-        """The held-out samples of a batch, or its other samples; the whole value if it cannot be split."""
+        """Return the held-out samples of a batch, or its other samples; the whole value if it cannot be split."""
         if self._holdout_masks is None:
             return value
         mask = self._holdout_masks[index] == is_holdout

@@ -87,7 +87,7 @@ class CodeGrid:
         return x.copy_(round_to_float(x.to(torch.float32), self.float_format))
 
     def nearest_codes(self, x: Tensor) -> Tensor:
-        """The nearest codes. If the sum of a pair is too large, both codes move by half of the excess, towards zero."""
+        """Return the nearest codes. If the sum of a pair is too large, both move towards zero by half of the excess."""
         codes = self.round_(x.clamp(*self.limits))
         for partner in () if self.partners is None else self.partners:
             partner_codes = codes[..., partner]
@@ -163,7 +163,7 @@ class LayerProblem:
     _errors: dict[int, ErrorAroundWeight] = field(default_factory=dict)  # by id of the moments
 
     def select_outputs(self, outputs: slice) -> "LayerProblem":
-        """The problem of this rank, if other ranks solve the other outputs."""
+        """Return the problem of this rank, if other ranks solve the other outputs."""
         fit = self.fit.select_outputs(outputs)
         return replace(
             self,
@@ -192,7 +192,7 @@ class LayerProblem:
         return self.grid.nearest_codes(target / expand_scale(scale, target.shape[-1])).to(torch.float32)
 
     def error(self, solution: Solution, moments: Moments | None = None, outputs: slice = slice(None)) -> float:
-        """The squared error of the outputs over the variance of their targets.
+        """Return the squared error of the outputs over the variance of their targets.
 
         Args:
             solution: The codes and scales.
@@ -227,7 +227,7 @@ class LayerProblem:
 
 
 def with_ridge(hessian: Tensor, share: float) -> Tensor:
-    """A copy of H with a share of its mean diagonal added to the diagonal."""
+    """Return a copy of H with a share of its mean diagonal added to the diagonal."""
     mean = hessian.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
     damped = hessian.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(share * mean[:, None])
@@ -247,7 +247,7 @@ class GroupedLayer:
     geometry: Geometry
 
     def weight(self) -> Tensor:
-        """The float weight in float64, with the batch norm folded in."""
+        """Return the float weight in float64, with the batch norm folded in."""
         weight, _ = self.layer.fold_norm()
         return self.geometry.to_groups(self.layer.to_output_first(weight).detach().to(torch.float64))
 
@@ -258,7 +258,7 @@ class GroupedLayer:
         return weight.shape[0], weight.shape[1], weight.shape[2]
 
     def current_solution(self, weight: Tensor) -> Solution:
-        """The codes and scales that the layer has now, as a solution for `weight`."""
+        """Return the codes and scales that the layer has now, as a solution for `weight`."""
         codes = self.layer.get_deployed().codes
         scale = self._group_parameter(self.layer.weight_quant.broadcast_qparams(codes).scale.to(torch.float64), codes)
         # Steps work on codes minus zero points, so that values are codes times scales.
@@ -266,7 +266,7 @@ class GroupedLayer:
         return Solution(weight, centred, scale)
 
     def code_grid(self) -> CodeGrid:
-        """The values that codes minus their zero points may have; only zero for pruned weights."""
+        """Return the values that codes minus their zero points may have; only zero for pruned weights."""
         quant, zero_points = self.layer.weight_quant, self._zero_points()
         code_format = quant.quantizer.grid.format
         is_pair_safe = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls) == "pair_safe"
@@ -282,7 +282,7 @@ class GroupedLayer:
         )
 
     def _find_partners(self) -> Tensor:
-        """The columns whose products the kernel adds in pairs.
+        """Return the columns whose products the kernel adds in pairs.
 
         The kernel orders products by (position, channel). Neighbours in this order are paired; if the number of
         channels is odd, a kernel may also pair within each position, so both pairings are respected.
@@ -297,7 +297,7 @@ class GroupedLayer:
         return torch.stack([torch.empty_like(partner).scatter_(0, kernel_order, partner) for partner in pairings])
 
     def _zero_points(self) -> Tensor:
-        """The zero point of every code, as one value if all are the same. Steps never change it."""
+        """Return the zero point of every code, as one value if all are the same. Steps never change it."""
         codes = self.layer.get_deployed().codes
         # Mostly 0, or one value for all: then the limits of all codes are numbers, which is much faster.
         zero_point = self.layer.weight_quant.broadcast_qparams(codes).zero_point
@@ -308,7 +308,7 @@ class GroupedLayer:
         return expand_scale(self._group_parameter(zero_point.to(torch.float64), codes), size)
 
     def _group_parameter(self, value: Tensor, codes: Tensor) -> Tensor:
-        """A scale or zero point as (groups, outputs, blocks)."""
+        """Return a scale or zero point as (groups, outputs, blocks)."""
         granularity = self.layer.weight_quant.calculator.granularity
         groups, outputs = self.geometry.to_groups(codes).shape[:2]
         if isinstance(granularity, PerBlockGranularity):
@@ -353,7 +353,7 @@ class GroupedLayer:
 
 
 def _pair_neighbours(columns: Tensor) -> Tensor:
-    """The partner of each of a row of columns. The last of an odd number is its own partner."""
+    """Return the partner of each of a row of columns. The last of an odd number is its own partner."""
     count = len(columns) // 2 * 2
     pairs = columns[:count].view(-1, 2).flip(1).reshape(-1)
     return torch.cat([pairs, columns[count:]])

@@ -58,7 +58,7 @@ class PieceTask:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def layers(self) -> list[GroupedLayer]:
-        """The layers, one for each weight."""
+        """Return the layers, one for each weight."""
         layers: dict[int, GroupedLayer] = {}
         for use in self.uses:
             geometry = get_geometry(use.layer)
@@ -67,7 +67,7 @@ class PieceTask:
         return list(layers.values())
 
     def stubs(self) -> list[QuantStub]:
-        """The activation quantizers with one static scale that are used in this piece only."""
+        """Return the activation quantizers with one static scale that are used in this piece only."""
         modules = self.modules.values()
         stubs = [module for module in modules if isinstance(module, QuantStub) and has_static_scale(module)]
         inside = set(self.piece.nodes)
@@ -149,12 +149,12 @@ def _compute_gradients(
 
 
 def _draw_batch(step: int, count: int) -> int:
-    """The number of a batch, the same on every machine."""
+    """Return the number of a batch, the same on every machine."""
     return int(hash_to_uniform(torch.tensor([step]), salt=7)[0] * count)
 
 
 def _compute_loss(task: PieceTask, subset: SampleSubset, index: int, step: int) -> Tensor:
-    """The loss of one batch, or of the samples that the subset draws from it."""
+    """Return the loss of one batch, or of the samples that the subset draws from it."""
     walk, positions = task.walk, subset.draw(index, step)
     entries = subset.select(walk.get_entries(task.piece, index, noisy=True), index, positions)
     if task.drop:

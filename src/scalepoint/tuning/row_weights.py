@@ -33,5 +33,5 @@ def _is_norm(walk: StreamWalk, node: fx.Node) -> bool:
 
 
 def row_weights(x: Tensor) -> Tensor:
-    """The weight of every row of (.., channels); the last axis has size 1."""
+    """Return the weight of every row of (.., channels); the last axis has size 1."""
     return 1 / (x.to(torch.float32).square().mean(-1, keepdim=True) + EPSILON)

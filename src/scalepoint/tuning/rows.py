@@ -37,7 +37,7 @@ class Geometry:
         return prod(map(int, shape[:-1])) if self.kind == "linear" else prod(self._output_sizes(shape))
 
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
-        """The rows (r, groups, n) with these numbers, in float32. Only these are gathered; x is never padded."""
+        """Return the rows (r, groups, n) with these numbers, in float32. Only these are gathered; x is never padded."""
         if self.kind == "linear":
             return _select_rows(x.reshape(-1, x.shape[-1]), index).to(torch.float32).unsqueeze(1)
         dims, output_sizes = len(self.kernel), self._output_sizes(x.shape)
@@ -103,7 +103,7 @@ class Geometry:
         return _select_rows(flat, index).to(torch.float32).reshape(len(index), self.groups, outputs)
 
     def to_groups(self, weight: Tensor) -> Tensor:
-        """A weight in the shape that its quantizer sees, as (groups, outputs, n)."""
+        """Return a weight in the shape that its quantizer sees, as (groups, outputs, n)."""
         if self.kind != "conv_transpose":
             return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
         inputs = weight.shape[0] // self.groups
@@ -123,7 +123,7 @@ def _select_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def get_geometry(layer: QuantizedLayer) -> Geometry | None:
-    """The geometry of a layer; None if rows cannot describe it.
+    """Return the geometry of a layer; None if rows cannot describe it.
 
     That is the case for padding other than zeros inside the layer, and for a palette, whose codes are table indices.
     """
@@ -154,7 +154,7 @@ def get_geometry(layer: QuantizedLayer) -> Geometry | None:
 
 
 def _edge_padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The padding of a convolution before and after each axis."""
+    """Return the padding of a convolution before and after each axis."""
     if padding == "same":
         totals = [step * (tap_count - 1) for tap_count, step in zip(kernel, dilation, strict=True)]
         return tuple((total // 2, total - total // 2) for total in totals)
@@ -189,7 +189,7 @@ def _insert_zeros(x: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def limit_row_count(max_rows: int, groups: int, unknowns: int) -> int:
-    """How many rows to use. With groups every row is long but has few unknowns per output, so fewer rows are enough."""
+    """Return how many rows to use. Rows of grouped layers are long but have few unknowns per output: fewer suffice."""
     return max_rows if groups == 1 else min(max_rows, max(MIN_ROWS, ROWS_PER_UNKNOWN * unknowns))
 
 
@@ -210,7 +210,7 @@ def sample_rows(first: int, count: int, share: float) -> Tensor:
 
 
 def hash_to_uniform(numbers: Tensor, salt: int = 0) -> Tensor:
-    """A number in [0, 1) for each integer, the same on every machine (splitmix64)."""
+    """Return a number in [0, 1) for each integer, the same on every machine (splitmix64)."""
     h = (numbers.to(torch.int64) + salt) * -7046029254386353131 + 1442695040888963407
     h = (h ^ _shift_right(h, 30)) * -4658895280553007687
     h = (h ^ _shift_right(h, 27)) * -7723592293110705685
@@ -218,5 +218,5 @@ def hash_to_uniform(numbers: Tensor, salt: int = 0) -> Tensor:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """A logical shift: torch has no unsigned 64-bit integers, and its shift repeats the sign."""
+    """Return a logical shift: torch has no unsigned 64-bit integers, and its shift repeats the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -40,7 +40,7 @@ class SampleSubset:
         return draw_samples(positions, self.walk.first_samples[index], self.count, step)
 
     def select(self, values: dict[fx.Node, Any], index: int, positions: Tensor | None) -> dict[fx.Node, Any]:
-        """The values of these samples only."""
+        """Return the values of these samples only."""
         if positions is None:
             return values
         samples = self.walk.samples_per_batch[index]

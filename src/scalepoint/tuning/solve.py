@@ -216,7 +216,7 @@ def _as_steps_read(fit: Moments, holdout: Moments, has_bias: bool) -> tuple[Mome
 
 
 def outputs_of_rank(weight: Tensor) -> slice | None:
-    """The outputs that this rank solves; None if every rank solves all outputs.
+    """Return the outputs that this rank solves; None if every rank solves all outputs.
 
     For a small layer, exchanging the solutions takes longer than solving it.
     """
@@ -228,7 +228,7 @@ def outputs_of_rank(weight: Tensor) -> slice | None:
 
 
 def _gather_outputs(part: Solution, nearest: Solution) -> Solution:
-    """The solution of all outputs, from the parts of all ranks."""
+    """Return the solution of all outputs, from the parts of all ranks."""
     parts = distributed.gather_tensors({"codes": part.codes.to(torch.float32), "scale": part.scale}, "solved")
     codes, scale = (torch.cat([tensors[name] for tensors in parts], 1) for name in ("codes", "scale"))
     return Solution(nearest.target, codes, scale.to(torch.float64))
@@ -246,7 +246,7 @@ def can_shift_bias(walk: StreamWalk, use: LayerUse) -> bool:
 
 
 def _compute_bias_shift(fit: Moments, holdout: Moments, solution: Solution) -> Tensor:
-    """The mean mismatch over all rows, fitted and held out."""
+    """Return the mean mismatch over all rows, fitted and held out."""
     if holdout is fit:
         return fit.mean_mismatch(solution.values)
     parts = [(moments.count, moments.mean_mismatch(solution.values)) for moments in (fit, holdout)]

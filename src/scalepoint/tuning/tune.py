@@ -289,7 +289,7 @@ class _TuningRun:
         self._add_result(whole_model, modules, states, result)
 
     def _load_modules(self, piece: Piece) -> dict[str, nn.Module]:
-        """The modules of a piece that may change, by path, with the weights of a provider loaded."""
+        """Return the modules of a piece that may change, by path, with the weights of a provider loaded."""
         modules = self._changeable_modules(piece)
         if self.weight_provider is not None:
             load_weights(self.walk, piece, self.weight_provider)
@@ -402,7 +402,7 @@ class _TuningRun:
         return PieceResult(piece=summary, rows=(), skipped={})
 
     def _changeable_modules(self, piece: Piece) -> dict[str, nn.Module]:
-        """The quantized layers and activation quantizers of a piece, by path."""
+        """Return the quantized layers and activation quantizers of a piece, by path."""
         modules: dict[str, nn.Module] = {}
         for node in piece.nodes:
             stub = self.walk.get_stub(node)
@@ -519,7 +519,7 @@ def _choose_nearest(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _reverted_row(row: TunedLayer, variant: str) -> TunedLayer:
-    """The row of a layer whose piece was better without its bias shift, or with the nearest codes."""
+    """Return the row of a layer whose piece was better without its bias shift, or with the nearest codes."""
     notes = f"{row.notes}; block: {variant}".strip("; ")
     if variant != "nearest":
         return replace(row, notes=notes)

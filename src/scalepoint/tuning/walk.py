@@ -94,14 +94,14 @@ class StreamWalk:
     # -- the modules and tensors of a node ----------------------------------------------------------------------------
 
     def get_layer(self, node: fx.Node) -> tuple[str, QuantizedLayer] | None:
-        """The quantized layer of a node and its path, if its quantizer is on."""
+        """Return the quantized layer of a node and its path, if its quantizer is on."""
         for part in self.get_parts(node):
             if isinstance(part, QuantizedLayer) and part.kind != EMBEDDING and part.weight_quant.enabled:
                 return self.names[id(part)], part
         return None
 
     def get_stub(self, node: fx.Node) -> QuantStub | None:
-        """The activation quantizer of a node, if it is one."""
+        """Return the activation quantizer of a node, if it is one."""
         module = self.get_module(node)
         return module if isinstance(module, QuantStub) else None
 
@@ -109,7 +109,7 @@ class StreamWalk:
         return self.quantized_model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def get_parameters(self, node: fx.Node) -> list[Tensor]:
-        """The tensors that a node computes with."""
+        """Return the tensors that a node computes with."""
         if node.op == "get_attr":
             path, _, name = str(node.target).rpartition(".")
             value = getattr(self.quantized_model.get_submodule(path), name)
@@ -120,15 +120,15 @@ class StreamWalk:
         return [tensor for module in (*modules, *inner) for tensor in get_tensors(module)]
 
     def get_quantized_layers(self, node: fx.Node) -> list[QuantizedLayer]:
-        """The layers and embedding tables with codes at a node."""
+        """Return the layers and embedding tables with codes at a node."""
         return [part for part in self.get_parts(node) if isinstance(part, QuantizedLayer) and part.weight_quant.enabled]
 
     def get_parts(self, node: fx.Node) -> list[nn.Module]:
-        """The parts of a fused group, in order; none for other nodes."""
+        """Return the parts of a fused group, in order; none for other nodes."""
         return list(getattr(self.get_module(node), "parts", {}).values())
 
     def find_source(self, node: fx.Node, layer: QuantizedLayer) -> fx.Node | None:
-        """The node whose value a layer reads; None if it reads the result of another part of its group."""
+        """Return the node whose value a layer reads; None if it reads the result of another part of its group."""
         if self.get_parts(node)[0] is not layer:
             return None
         argument = getattr(self.get_module(node), "wiring", [[0]])[0][0]
@@ -162,7 +162,7 @@ class StreamWalk:
                 self._drop(source)
 
     def float_value(self, node: fx.Node, index: int) -> Any:
-        """The value of a node in one batch of the float stream; run and stored if it is not stored yet."""
+        """Return the value of a node in one batch of the float stream; run and stored if it is not stored yet."""
         if node.op == "get_attr":
             return self.get_value(node, index, noisy=False)
         # The collector reads targets from the value before the walk advances; `advance` then finds it stored.
@@ -201,13 +201,13 @@ class StreamWalk:
         return node in self.stored_nodes
 
     def get_value(self, node: fx.Node, index: int, *, noisy: bool) -> Any:
-        """The stored value of a node in one batch of the float stream, or of the quantized one if `noisy`."""
+        """Return the stored value of a node in one batch of the float stream, or of the quantized one if `noisy`."""
         if node.op == "get_attr":
             return (self._noisy if noisy else self._exact).fetch_attr(str(node.target))
         return self.activation_store.get((noisy and node not in self.same_nodes, node, index))
 
     def capture_input(self, node: fx.Node, path: str, index: int, *, noisy: bool) -> Tensor:
-        """The input of the layer at `path`, which is a part of `node`, in one batch of one stream.
+        """Return the input of the layer at `path`, which is a part of `node`, in one batch of one stream.
 
         The layer may be in the middle of a fused group, so the node runs until a hook of the layer stops it.
         """
@@ -231,7 +231,7 @@ class StreamWalk:
     # -- pieces -------------------------------------------------------------------------------------------------------
 
     def get_entries(self, piece: Piece, index: int, *, noisy: bool) -> dict[fx.Node, Any]:
-        """The values that a piece reads, in one batch of one stream."""
+        """Return the values that a piece reads, in one batch of one stream."""
         return {node: self.get_value(node, index, noisy=noisy) for node in piece.entries}
 
     def run_piece(self, piece: Piece, entries: Mapping[fx.Node, Any], *, noisy: bool = True) -> list[Any]:

@@ -115,7 +115,7 @@ def compute_scales(site: ScalingSite, mean: Tensor, a: float) -> Tensor:
 
 
 def _iterate_errors(context: MigrationContext, site: ScalingSite, s: Tensor) -> Iterator[float]:
-    """The error of each quantized reader with the scales s."""
+    """Yield the error of each quantized reader with the scales s."""
     for (reader, columns), sample in zip(site.readers, site.measured, strict=True):
         if not _is_quantized(reader):
             continue
@@ -129,7 +129,7 @@ def _iterate_errors(context: MigrationContext, site: ScalingSite, s: Tensor) -> 
 
 
 def quantize_weight(reader: RewritableLayer, weight: Tensor) -> Tensor:
-    """A weight (out, in) rounded as the quantizer of the layer would round it."""
+    """Return a weight (out, in) rounded as the quantizer of the layer would round it."""
     quant: WeightFakeQuantize = reader.module.weight_quant  # type: ignore[assignment]  # the layer is quantized
     shaped = weight.to(reader.weight.device)
     with _unfrozen(quant):
@@ -150,7 +150,7 @@ def _unfrozen(quant: WeightFakeQuantize) -> Iterator[None]:
 
 
 def _input_step(context: MigrationContext, reader: RewritableLayer, low: Tensor, high: Tensor) -> float:
-    """The step that the activation quantizer of the input will have with this range; 0 if there is none."""
+    """Return the step that the activation quantizer of the input will have with this range; 0 if there is none."""
     source = reader.op.node.args[0]
     module = context.model.get_submodule(str(source.target)) if get_kind(source) == "quant" else None  # type: ignore[union-attr, arg-type]
     if not isinstance(module, QuantStub) or module.quantizer.grid.format.is_float or module.is_fixed:

@@ -107,7 +107,7 @@ def trace_channels(
 
 
 def channel_axis(op: RecordedOperation) -> int:
-    """The axis on which a layer or norm has its channels, in its input and output, counted from the end."""
+    """Return the axis on which a layer or norm has its channels, in its input and output, counted from the end."""
     if op.kind in ("conv", "conv_transpose", "head"):
         return 1 - int(op.operation.weight.ndim)
     return -1
@@ -120,7 +120,7 @@ def _explain_unknown(op: RecordedOperation) -> str:
 
 
 def _drop_expanded_axes(numbers: Tensor) -> Tensor:
-    """The numbers with size 1 on axes that only repeat them (stride 0). They are compared much faster."""
+    """Return the numbers with size 1 on axes that only repeat them (stride 0). They are compared much faster."""
     return numbers[tuple(slice(1) if stride == 0 else slice(None) for stride in numbers.stride())]
 
 
@@ -131,14 +131,14 @@ def _unique_numbers(numbers: Any) -> list[int]:
 
 
 def numbers_along(numbers: Tensor, axis: int) -> Tensor | None:
-    """The numbers along an axis, if they are the same at all positions of the other axes."""
+    """Return the numbers along an axis, if they are the same at all positions of the other axes."""
     last = _drop_expanded_axes(numbers.movedim(axis, -1)).expand(*[-1] * (numbers.ndim - 1), numbers.shape[axis])
     rows = last.reshape(-1, numbers.shape[axis])
     return rows[0].clone() if bool((rows == rows[0]).all()) else None
 
 
 def _reader_columns(op: RecordedOperation, inputs: Mapping[int, Any]) -> Tensor | None:
-    """The channel number of each input of a layer with a weight; None for other operations."""
+    """Return the channel number of each input of a layer with a weight; None for other operations."""
     if op.kind not in WEIGHT_PRODUCTS or len(op.inputs) != 1 or not isinstance(inputs[op.inputs[0]], Tensor):
         return None
     return numbers_along(inputs[op.inputs[0]], channel_axis(op))
@@ -193,7 +193,7 @@ def _pass_add(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any
 
 
 def get_value_input(op: RecordedOperation) -> int:
-    """The operation whose result an attention or a product sums (the v of softmax(q k') v); -1 if there is none."""
+    """Return the operation whose result an attention or a product sums: v in softmax(q k') v; -1 if there is none."""
     names = ("value", "other", "mat2", "2" if op.kind == "attention" else "1")
     return next((index for position, index in enumerate(op.inputs) if op.argument_name(position) in names), -1)
 
@@ -236,7 +236,7 @@ PASS_RULES: tuple[tuple[Collection[str], PassRule, str], ...] = (  # kinds, rule
 
 
 def _pass_numbers(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> tuple[Any, str]:
-    """The numbers of an operation's result, and the reason if they are None."""
+    """Return the numbers of an operation's result, and the reason if they are None."""
     for kinds, rule, reason in PASS_RULES:
         if op.kind in kinds:
             return rule(graph, op, inputs), f"{op.name} {reason}"

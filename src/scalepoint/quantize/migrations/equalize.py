@@ -53,7 +53,7 @@ def _exclude_clamped_channels(context: MigrationContext, result: MigrationSites)
 
 
 def min_scale(site: ScalingSite, extremes: "ChannelExtremes") -> Tensor:
-    """The smallest s of each channel with which no clamp is reached; above 1 if one is reached already."""
+    """Return the smallest s of each channel with which no clamp is reached; above 1 if one is reached already."""
     least = torch.zeros(site.trace.channels, dtype=torch.float64)
     if any(op.kind in ("mul", "div") for op in site.trace.passed):
         return least + 2  # the clamp reads other values than those observed at the source

@@ -78,7 +78,7 @@ class RewritableLayer:
         return int(getattr(self.operation, "groups", 1))
 
     def matrix(self) -> Tensor:
-        """A view of the weight as (groups, outputs per group, inputs per group, taps). Writes change the weight."""
+        """Return a writable view of the weight as (groups, outputs per group, inputs per group, taps)."""
         weight = self.weight
         if self.kind in ("linear", "head"):
             is_transposed = isinstance(self.operation, Operation) and self.operation.has_transposed_weight
@@ -87,12 +87,12 @@ class RewritableLayer:
         return grouped.transpose(1, 2) if self.kind == "conv_transpose" else grouped
 
     def folded_matrix(self) -> Tensor:
-        """The weight in float64, with the batch norm folded in."""
+        """Return the weight in float64, with the batch norm folded in."""
         matrix = self.matrix().double()
         return matrix if self.norm is None else matrix * self.norm_factor().view(matrix.shape[0], -1, 1, 1)
 
     def norm_factor(self) -> Tensor:
-        """What the batch norm multiplies each output by."""
+        """Return what the batch norm multiplies each output by."""
         settings = get_norm_settings(self.norm)
         factor = torch.rsqrt(settings.var.double() + settings.eps)
         return factor if settings.weight is None else settings.weight.detach().double() * factor
@@ -104,11 +104,11 @@ class RewritableLayer:
         return settings.weight, settings.bias
 
     def output_ranges(self) -> Tensor:
-        """The largest magnitude of the weights of each output."""
+        """Return the largest magnitude of the weights of each output."""
         return self.folded_matrix().abs().amax((2, 3)).reshape(-1).cpu()
 
     def input_ranges(self) -> Tensor:
-        """The largest magnitude of the weights of each input."""
+        """Return the largest magnitude of the weights of each input."""
         return self.folded_matrix().abs().amax((1, 3)).reshape(-1).cpu()
 
     def scale_outputs(self, factors: Tensor) -> None:
@@ -136,7 +136,7 @@ class RewritableLayer:
             give_parameter(self.operation, "bias", self.weight.new_zeros(self.output_ranges().numel()))
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that a migration may write."""
+        """Return all tensors that a migration may write."""
         tensors = [self.weight, self.bias, *(self.norm_tensors if self.norm is not None else ())]
         return [tensor.detach() for tensor in tensors if tensor is not None]
 
@@ -193,7 +193,7 @@ class RewritableNorm:
             _multiply_(tensor, factors)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that a migration may write."""
+        """Return all tensors that a migration may write."""
         return [tensor for tensor in self.ensure_affine() if tensor is not None]
 
     def explain_fixed(self, graph: RecordedGraph) -> str:

@@ -73,7 +73,7 @@ class MigrationContext:
         self.expected = self.run_probes()
 
     def run_probes(self) -> list[list[Tensor]]:
-        """The float outputs of the probes, up to a limit of values."""
+        """Return the float outputs of the probes, up to a limit of values."""
         outputs: list[list[Tensor]] = []
         remaining = MAX_COMPARED_VALUES
         for inputs in self.probes:
@@ -85,7 +85,7 @@ class MigrationContext:
         return outputs
 
     def output_change(self) -> float:
-        """How far the float output is now from the output before all migrations, relative to its norm."""
+        """Return how far the float output is now from the output before all migrations, relative to its norm."""
         return relative_difference(self.expected, self.run_probes())
 
     @property
@@ -219,7 +219,7 @@ class _InputCollector(nn.Module):
 
 
 def collect_probes(model: fx.GraphModule, run: RunData) -> list[tuple[Any, ...]]:
-    """The flat inputs of the batches that `run` feeds."""
+    """Return the flat inputs of the batches that `run` feeds."""
     collector = _InputCollector()
     receiver = wrap_with_signature(model, collector, gives_outputs=False)
 

@@ -52,7 +52,7 @@ class RecordedOperation:
         return self.module.operation if isinstance(self.module, QuantizedLayer) else self.module
 
     def argument_name(self, position: int) -> str:
-        """The name of the argument that the input at this position is; its number for plain modules and functions."""
+        """Return the name of the argument for the input at a position; its number for plain modules and functions."""
         if not isinstance(self.module, Operation):
             return str(position)
         for name, value in self.module.arguments.items():
@@ -163,7 +163,7 @@ class _BatchRecorder(fx.Interpreter):
 
 
 def _operation_kind(node: fx.Node, module: nn.Module | None) -> str:
-    """The kind of a node. A quantizer with a given range has its own kind, because its values must not be scaled."""
+    """Return the kind of a node. A quantizer with a fixed range has its own kind: its values must not be scaled."""
     has_given_range = isinstance(module, QuantStub) and (
         module.fixed_calibration is not None or any(end is not None for end in module.spec.float_range)
     )
@@ -180,7 +180,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _count_uses(model: fx.GraphModule, operations: Sequence[RecordedOperation]) -> Counter[int]:
-    """How many operations use each tensor, by its address; and how often each module runs, by its id."""
+    """Return how many operations use each tensor, by its address; and how often each module runs, by its id."""
     uses: Counter[int] = Counter()
     for op in operations:
         if op.node.op == "get_attr":

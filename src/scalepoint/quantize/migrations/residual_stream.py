@@ -243,7 +243,7 @@ class _StreamSearch:
             raise StreamRefusedError(f"{op.name} adds something that does not commute with a rotation")
 
     def _added_parameters(self, op: RecordedOperation, axis: int) -> list[Tensor]:
-        """The parameters that an add adds."""
+        """Return the parameters that an add adds."""
         tensors = op.module.tensors() if isinstance(op.module, Operation) else []
         if any(tensor.ndim < -axis or tensor.shape[axis] != self.width for tensor in tensors):
             raise StreamRefusedError(f"{op.name} adds a tensor that does not have {self.width} channels")
@@ -273,7 +273,7 @@ class _StreamSearch:
         return numbers
 
     def _axis_after(self, op: RecordedOperation, axis: int) -> int:
-        """The axis of the channels in the result of an operation that moves values, from that in its inputs."""
+        """Return the axis of the channels in the result of an operation that moves values, from that in its inputs."""
         numbers = self._send(op, self._number_inputs(op, axis))
         if numbers is not None:
             for new_axis in range(-1, -numbers.ndim - 1, -1):
@@ -282,7 +282,7 @@ class _StreamSearch:
         raise StreamRefusedError(f"{op.name} ({op.kind}) mixes channels with something else")
 
     def _axis_before(self, op: RecordedOperation, source: int, axis: int) -> int:
-        """The axis of the channels in an input of an operation that moves values, from that in its result."""
+        """Return the axis of the channels in an input of an operation that moves values, from that in its result."""
         shape = self.graph.operations[source].shape or ()
         for old_axis in range(-1, -len(shape) - 1, -1):
             numbered = self._number_inputs(op, old_axis) if shape[old_axis] == self.width else {}

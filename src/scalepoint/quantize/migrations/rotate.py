@@ -101,7 +101,7 @@ def _find_heads(context: MigrationContext, op: RecordedOperation, result: Migrat
 
 
 def _find_head_channels(trace: ChannelTrace, sums: Sequence[RecordedOperation]) -> Tensor | None:
-    """The channels of each head; None if several attentions read them, or not all of them are free."""
+    """Return the channels of each head; None if several attentions read them, or not all of them are free."""
     if len(sums) != 1:
         return None
     numbers = trace.numbers[get_value_input(sums[0])]

@@ -71,7 +71,7 @@ class ScalingSite:
 
 
 def gather_scales(scales: Tensor, columns: Tensor) -> Tensor:
-    """The scale of each input of a reader; 1 for inputs that do not come from the source."""
+    """Return the scale of each input of a reader; 1 for inputs that do not come from the source."""
     return torch.where(columns == FOREIGN, 1.0, scales[columns.clamp(min=0)])
 
 

@@ -73,7 +73,7 @@ def _factor_inverse(problem: LayerProblem) -> tuple[Tensor | None, Tensor, float
 
 
 def _upper_factor(hessian: Tensor, reversed_order: Tensor) -> Tensor | None:
-    """The upper factor U of H^-1 = U'U; None if H is not positive definite.
+    """Return the upper factor U of H^-1 = U'U; None if H is not positive definite.
 
     H with its columns reversed is L L'. The inverse of L, reversed again, is U. So H itself is never inverted.
     """

@@ -91,7 +91,7 @@ def _channel_importance(walk: StreamWalk, node: fx.Node) -> dict[int, Tensor]:
 
 
 def _sample_values(walk: StreamWalk, node: fx.Node, importance: dict[int, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """A sample of the values that reach the quantizer in the quantized stream, and the weight of each.
+    """Return a sample of the values that reach the quantizer in the quantized stream, and the weight of each.
 
     Returns None if there are none, or not all are finite.
     """
@@ -116,7 +116,7 @@ def _sample_values(walk: StreamWalk, node: fx.Node, importance: dict[int, Tensor
 
 
 def _broadcast_importance(importance: dict[int, Tensor], x: Tensor) -> Tensor:
-    """The importance of all axes that fit the shape of x, added up; 1 if none fits."""
+    """Return the importance of all axes that fit the shape of x, added up; 1 if none fits."""
     fitting = [
         channels.view(-1, *(1 for _ in range(-axis - 1)))
         for axis, channels in importance.items()

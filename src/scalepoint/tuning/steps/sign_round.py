@@ -80,5 +80,5 @@ class RoundingOffsets(TrainableVariables):
 
 
 def _to_float32(grid: CodeGrid) -> CodeGrid:
-    """The grid without partners, whose limits hardening applies."""
+    """Return the grid without partners, whose limits hardening applies."""
     return CodeGrid(grid.low.to(torch.float32), grid.high.to(torch.float32), grid.float_format)

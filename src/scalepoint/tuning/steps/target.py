@@ -40,7 +40,7 @@ def target(problem: LayerProblem, solution: Solution) -> Solution:
 
 
 def _choose_ridge(problem: LayerProblem) -> float | None:
-    """The ridge that is best on held-out rows; None if no change is best. Compares some of the outputs."""
+    """Return the ridge that is best on held-out rows; None if no change is best. Compares some of the outputs."""
     holdout_error = problem.error_around_weight(problem.holdout)
     outputs = problem.sampled_outputs
     (best_error,) = problem.sum_over_ranks(float(holdout_error.base[:, outputs].sum()))
