@@ -81,7 +81,7 @@ class LayerOptions:
 
 
 def group_by_layer(decisions: Iterable[Decision]) -> list[LayerOptions]:
-    """Return the quantized layers without options, in graph order. Embedding tables have no products: they are left out."""
+    """Return the quantized layers without options, in graph order; without embedding tables, which have no products."""
     layers: dict[str, LayerOptions] = {}
     for decision in decisions:
         if (decision.weight is not None or decision.points) and not is_embedding_table(decision.site):

@@ -67,7 +67,7 @@ class Comparison:
     batches: int
 
     def worst(self, n: int = 5) -> list[LayerError]:
-        """Return the n layers with the largest local error, or with the largest error in the quantized model instead."""
+        """Return the n layers with the largest error: the local one, or that in the quantized model if not measured."""
         return sorted(self.rows, key=lambda row: -row.badness)[:n]
 
     def table(self, rows: Iterable[LayerError] | None = None) -> Table:

@@ -4,8 +4,8 @@
 
 d lets the layer correct what the quantized stream already lacks; it is zero if r is not computed yet, or the same in
 both streams. Layers that read one value (q, k, v) share one pass over it. A weight that several nodes use has one sum
-over all of them, and is solved at the last one. Rows are either fitted (the layer is solved on them) or held out (they
-only judge solutions). ~ or "noisy" is the quantized stream, "exact" the float stream.
+over all of them, and is solved at the last one. Rows are either fitted (the layer is solved on them) or held out
+(solutions are compared on them). ~ or "noisy" is the quantized stream, "exact" the float stream.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -63,9 +63,9 @@ class RowChunk:
     """Some rows of one layer and batch.
 
     Attributes:
-        is_holdout: Whether they only judge.
+        is_holdout: Whether they are held out.
         noisy: Rows of the quantized stream.
-        targets: What the outputs should be; rows of the float stream if the caller passed no weight.
+        targets: The outputs to approximate; rows of the float stream if the caller passed no weight.
         row_weights: The weight of each row; 1 if None.
     """
 
@@ -82,9 +82,9 @@ class RowCollector:
     Attributes:
         walk: The two streams.
         max_rows: Rows per layer.
-        holdout: Share of the samples that only judge.
+        holdout: Share of the samples that are held out.
         names: Name of every node, for messages.
-        uses_quantized_inputs: Take W x~ as target instead of W x: the error of the codes alone, whatever came before.
+        uses_quantized_inputs: Take W x~ as target instead of W x, to measure the error of the codes alone.
         uses: All quantized layers in graph order.
         nan_hint: End of the message about non-finite inputs.
     """
@@ -95,8 +95,8 @@ class RowCollector:
     names: dict[str, str]
     uses_quantized_inputs: bool = False
     uses: list[LayerUse] = field(default_factory=list)
-    nan_hint: str = "Mend the data, or leave such batches out: on_nan='skip'"
-    # Sums for fitting and for judging, by id of the weight quantizer, of weights that later nodes use too.
+    nan_hint: str = "Correct the data, or leave such batches out: on_nan='skip'"
+    # Sums of fitted and of held-out rows, by id of the weight quantizer, for weights that later nodes use too.
     _unfinished_moments: dict[int, tuple[MomentSums, MomentSums]] = field(default_factory=dict)
     _unfinished_residuals: dict[int, tuple[ResidualSums, ResidualSums]] = field(default_factory=dict)
     # Moments of later layers that read the same value, by id of the layer.
@@ -119,7 +119,7 @@ class RowCollector:
         return any(node not in nodes for node in (*self.uses_of(use.layer), *readers))
 
     def is_held_out(self, numbers: Tensor) -> Tensor:
-        """Return which of the samples (or rows) with these numbers only judge."""
+        """Return which of the samples (or rows) with these numbers are held out."""
         return hash_to_uniform(numbers, salt=1) < self.holdout
 
     def collect_residuals(self, use: LayerUse, grouped: GroupedLayer) -> tuple[ResidualSums, ResidualSums]:
@@ -139,7 +139,7 @@ class RowCollector:
     def collect_moments(self, use: LayerUse, grouped: GroupedLayer) -> tuple[Moments | None, Moments | None]:
         """Moments of the fitted and of the held-out rows, over all uses of the weight up to this one."""
         shared = self._shared_moments.pop(id(use.layer), None)
-        if shared is not None:
+        if shared is not None:  # collected with an earlier layer that reads the same value
             return shared
         # Layers with one input are collected together: their weights are stacked along the outputs.
         readers = self._find_readers(use, grouped)
@@ -186,12 +186,9 @@ class RowCollector:
             reads_the_same = geometry == grouped.geometry and self.walk.find_source(later.node, later.layer) is source
             if geometry is None or not reads_the_same:
                 continue
-            if (
-                not self._has_own_input(later)
-                and not self._depends_on_add(later)
-                and not explain_refusal(later, geometry)
-            ):
-                readers.append((later, GroupedLayer(later.layer, geometry)))
+            if self._has_own_input(later) or self._depends_on_add(later) or explain_refusal(later, geometry):
+                continue
+            readers.append((later, GroupedLayer(later.layer, geometry)))
         return readers
 
     def _depends_on_add(self, use: LayerUse) -> bool:
@@ -225,7 +222,7 @@ class RowCollector:
             noisy = walk.capture_input(use.node, use.path, index, noisy=True)
             exact = walk.capture_input(use.node, use.path, index, noisy=False) if is_paired else noisy
             # A hash of the number of a row, counted over all ranks, decides whether it is used, and a hash of its
-            # sample's number whether it judges. So neither depends on the batch size or the number of ranks.
+            # sample's number whether it is held out. So neither depends on the batch size or the number of ranks.
             rows = sample_rows(offset, count, share)
             numbers, samples = offset + rows, walk.samples_per_batch[index]
             if splits_by_sample and samples and count % samples == 0:
@@ -297,16 +294,19 @@ class RowCollector:
 
 
 def explain_refusal(use: LayerUse, geometry: Geometry | None) -> str:
-    """Why a layer cannot be tuned; "" if it can."""
+    """Return the reason why a layer cannot be tuned; "" if it can."""
     quant = use.layer.weight_quant
-    reasons = (
-        (quant.quantizer.is_disabled(), quant.quantizer.reason),
-        (quant.chosen is not None, "its codes were chosen before: quantize the model again to choose new ones"),
-        (quant.spec.qformulation != "zp", "its codes are relative to a minimum, not to a zero point"),
-        (geometry is None, "it pads with values other than zeros"),
-        (any(layer.kind == EMBEDDING for layer in use.layer.sharing_layers), "its weight is an embedding table too"),
-    )
-    return next((reason for is_refused, reason in reasons if is_refused), "")
+    if quant.quantizer.is_disabled():
+        return quant.quantizer.reason
+    if quant.chosen is not None:
+        return "its codes were chosen before: quantize the model again to choose new ones"
+    if quant.spec.qformulation != "zp":
+        return "its codes are relative to a minimum, not to a zero point"
+    if geometry is None:
+        return "it pads with values other than zeros"
+    if any(layer.kind == EMBEDDING for layer in use.layer.sharing_layers):
+        return "its weight is an embedding table too"
+    return ""
 
 
 def find_changed_operand(walk: StreamWalk, use: LayerUse) -> fx.Node | None:
@@ -361,6 +361,6 @@ def _is_add(part: Any) -> bool:
 
 
 def _fit_and_holdout(sums: tuple[SumsT, SumsT]) -> tuple[SumsT, SumsT]:
-    """Sums to fit and to judge. If one of them has no rows (too few, or all held out), the other one is both."""
+    """Return the sums of fitted and held-out rows. If one has no rows, the other one is used for both."""
     fit, holdout = sums
     return (fit if fit.count else holdout), (holdout if holdout.count else fit)

@@ -36,11 +36,11 @@ class PieceEvaluator:
 
     def error_if_rerun(self, piece: Piece) -> float:
         """Return the error with the modules as they are now. The piece runs again; nothing is stored."""
-        is_compared = [node in self._compared_exits(piece) for node in piece.exits]
+        compared_exits = self._compared_exits(piece)
 
         def exit_values(index: int) -> list[Any]:
             values = self.walk.run_piece(piece, self.walk.get_entries(piece, index, noisy=True))
-            return [value for value, is_used in zip(values, is_compared, strict=True) if is_used]
+            return [value for node, value in zip(piece.exits, values, strict=True) if node in compared_exits]
 
         return self._mean_error(piece, exit_values)
 
@@ -63,7 +63,7 @@ class PieceEvaluator:
                             self.select_part(noisy, index, is_holdout=True),
                         )
         ranks = distributed.gather_values(
-            "judging", [[part.count, part.squared_error, part.energy, part.total] for part in sums]
+            "comparing pieces", [[part.count, part.squared_error, part.energy, part.total] for part in sums]
         )
         for index, exit_sums in enumerate(sums):
             totals = map(sum, zip(*(parts[index] for parts in ranks), strict=True))
@@ -109,7 +109,7 @@ def select_samples(value: Any, samples: int, selection: Tensor) -> Any:
 
 
 class _ExitErrorSums:
-    """Sums over the batches of one exit."""
+    """Sums over the batches for the error of one exit, which is relative to each row if a norm reads the exit."""
 
     def __init__(self, is_by_row: bool) -> None:
         self.is_by_row, self.count = is_by_row, 0
@@ -127,5 +127,6 @@ class _ExitErrorSums:
         self.count += exact.numel()
 
     def error(self) -> float:
-        variance = self.energy - self.total**2 / self.count  # the energy itself by row, where `total` stays 0
+        # By row `total` is 0, so this is the energy |exact|^2.
+        variance = self.energy - self.total**2 / self.count
         return self.squared_error / max(variance, 1e-30)

@@ -1,12 +1,14 @@
-"""Cuts a graph into pieces, which are solved and judged together. Only the graph decides, never names of classes.
+"""Cuts a graph into pieces, which are solved and compared as one. Only the graph decides, never names of classes.
 
     layer   a node with a quantized layer, and the nodes before it
-    block   ends where one value alone goes on: a residual block, an attention with its join, or a few plain layers
+    block   ends where later nodes read one value only: after a residual block, an attention with its add, or a few
+            plain layers
     model   the whole graph
 
-Values that are the same in both streams (masks, positions) may cross a cut: nothing can go wrong with them.
+Values that are the same in both streams (masks, positions) do not count: quantization cannot change them.
 """
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
@@ -51,25 +53,23 @@ def cut_into_pieces(
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     order = {node: index for index, node in enumerate(graph.nodes)}
     parts: list[list[fx.Node]] = [[]]
-    layer_count, alive = 0, set[fx.Node]()  # alive: values that a later node reads
+    min_layers = {"layer": 1, "block": MIN_LAYERS_PER_BLOCK, "model": math.inf}[unit]
+    layer_count = 0  # in the last part
+    read_later: set[fx.Node] = set()  # nodes so far whose values a later node reads
     for node in nodes:
         parts[-1].append(node)
         layer_count += has_layer(node)
-        alive.add(node)
-        alive = {source for source in alive if any(order[user] > order[node] for user in source.users)}
-        has_one_value = len([source for source in alive if source not in same]) <= 1
-        is_end = {
-            "layer": layer_count >= 1,
-            "block": layer_count >= MIN_LAYERS_PER_BLOCK and has_one_value,
-            "model": False,
-        }[unit]
-        if is_end:
+        read_later.add(node)
+        read_later = {source for source in read_later if any(order[user] > order[node] for user in source.users)}
+        is_joined = len([source for source in read_later if source not in same]) <= 1
+        if layer_count >= min_layers and (is_joined or unit == "layer"):
             parts.append([])
             layer_count = 0
     return [_make_piece(part) for part in parts if part]
 
 
 def _make_piece(nodes: list[fx.Node]) -> Piece:
+    """Find entries, exits and last reads of consecutive nodes."""
     inside = set(nodes)
     entries = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
     exits = tuple(node for node in nodes if any(user not in inside for user in node.users))

@@ -118,8 +118,9 @@ class CodeGrid:
             limit[..., min(column, limit.shape[-1] - 1)] for limit in map(torch.atleast_1d, (self.low, self.high))
         )
         for partner in () if self.partners is None else self.partners:
-            if int(partner[column]) != column:
-                partner_codes = codes[..., int(partner[column])]
+            partner_column = int(partner[column])
+            if partner_column != column:
+                partner_codes = codes[..., partner_column]
                 high = torch.minimum(high, MAX_PAIR_SUM - partner_codes.clamp(min=0))
                 low = torch.maximum(low, -MAX_PAIR_SUM - partner_codes.clamp(max=0))
         return low, high
@@ -142,11 +143,11 @@ class LayerProblem:
         weight: The float weight, (groups, outputs, n).
         grid: The values that codes may have.
         fit: Moments of the fitted rows.
-        holdout: Moments of the rows that judge a solution; `fit` itself if there are too few rows to split.
+        holdout: Moments of the rows on which solutions are compared; `fit` itself if there are too few rows to split.
         can_change_scales: Whether every output has its own scales, and these may change.
-        has_intercept: Whether a shift of the bias takes up a mismatch of the means.
+        has_intercept: Whether a shift of the bias will correct a mismatch of the means.
         ridge: Regularization of the target.
-        notes: What the steps report.
+        notes: Texts and numbers of the steps for the report, by name.
         is_part: Whether other ranks solve the other outputs.
     """
 
@@ -262,8 +263,8 @@ class GroupedLayer:
         codes = self.layer.get_deployed().codes
         scale = self._group_parameter(self.layer.weight_quant.broadcast_qparams(codes).scale.to(torch.float64), codes)
         # Steps work on codes minus zero points, so that values are codes times scales.
-        centred = self.geometry.to_groups(codes.to(torch.float32)) - self._zero_points().to(torch.float32)
-        return Solution(weight, centred, scale)
+        centered = self.geometry.to_groups(codes.to(torch.float32)) - self._zero_points().to(torch.float32)
+        return Solution(weight, centered, scale)
 
     def code_grid(self) -> CodeGrid:
         """Return the values that codes minus their zero points may have; only zero for pruned weights."""
@@ -299,12 +300,12 @@ class GroupedLayer:
     def _zero_points(self) -> Tensor:
         """Return the zero point of every code, as one value if all are the same. Steps never change it."""
         codes = self.layer.get_deployed().codes
-        # Mostly 0, or one value for all: then the limits of all codes are numbers, which is much faster.
         zero_point = self.layer.weight_quant.broadcast_qparams(codes).zero_point
         size = self.geometry.to_groups(codes).shape[-1]
+        # If all zero points are equal, the limits of all codes are two numbers, which makes clamping much faster.
         if zero_point is None or bool((zero_point == zero_point.flatten()[0]).all()):
-            first = 0 if zero_point is None else zero_point.flatten()[0]
-            return torch.as_tensor(first, dtype=torch.float64).reshape(1, 1, 1)
+            common_value = 0 if zero_point is None else zero_point.flatten()[0]
+            return torch.as_tensor(common_value, dtype=torch.float64).reshape(1, 1, 1)
         return expand_scale(self._group_parameter(zero_point.to(torch.float64), codes), size)
 
     def _group_parameter(self, value: Tensor, codes: Tensor) -> Tensor:
@@ -330,7 +331,7 @@ class GroupedLayer:
         return is_fine and not groups_share_scales and is_float32
 
     def apply(self, solution: Solution) -> None:
-        """Let the layer use a solution, except for outputs whose bias would not fit into int32 then."""
+        """Set codes and scales of a solution in the layer, except for outputs whose int32 bias would overflow."""
         quant, codes = self.layer.weight_quant, self.layer.get_deployed().codes
         solution = self._revert_small_scales(solution)
         stored = self.geometry.from_groups((solution.codes + self._zero_points()).to(torch.float32), codes)

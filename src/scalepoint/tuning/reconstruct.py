@@ -35,7 +35,7 @@ EVALUATION_COUNT = 4  # how often variables are hardened and measured
 
 @dataclass
 class PieceTask:
-    """A piece, and all that a step may use of it.
+    """The argument of a step: a piece, and all that the step may use.
 
     Attributes:
         walk: Both streams.
@@ -86,7 +86,8 @@ class TrainableVariables(ABC):
     """The variables of a step."""
 
     @abstractmethod
-    def parameters(self) -> list[Tensor]: ...
+    def parameters(self) -> list[Tensor]:
+        """Return the tensors that get gradients."""
 
     @abstractmethod
     def installed(self) -> Any:
@@ -103,29 +104,30 @@ class TrainableVariables(ABC):
 
 def reconstruct(task: PieceTask, variables: TrainableVariables) -> None:
     """Run the gradient steps. The modules end with the best hardened variables, or as they were."""
-    best_states, best_error = copy_states(task.modules), task.evaluator.stored_error(task.piece)
-    before, subset = best_error, choose_subset(task.walk, task.evaluator, task.piece)
-    evaluations = {round((number + 1) * task.iterations / EVALUATION_COUNT) for number in range(EVALUATION_COUNT)}
+    first_error = task.evaluator.stored_error(task.piece)
+    best_states, best_error = copy_states(task.modules), first_error
+    subset = choose_subset(task.walk, task.evaluator, task.piece)
+    evaluated_steps = {round((number + 1) * task.iterations / EVALUATION_COUNT) for number in range(EVALUATION_COUNT)}
     for step in range(task.iterations):
         progress = step / task.iterations
         gradients = _compute_gradients(task, subset, variables, step)
         with torch.no_grad():
             variables.update(gradients, progress)
-        if step + 1 in evaluations:
-            start = copy_states(task.modules)
+        if step + 1 in evaluated_steps:
+            unhardened = copy_states(task.modules)
             variables.harden()
             error = task.evaluator.error_if_rerun(task.piece)
             if error < best_error:
                 best_states, best_error = copy_states(task.modules), error
-            restore_states(task.modules, start)
+            restore_states(task.modules, unhardened)
     restore_states(task.modules, best_states)
-    task.notes["gain"] = f"{before:.3g} -> {best_error:.3g}"
+    task.notes["gain"] = f"{first_error:.3g} -> {best_error:.3g}"
 
 
 def _compute_gradients(
     task: PieceTask, subset: SampleSubset, variables: TrainableVariables, step: int
 ) -> list[Tensor | None]:
-    """Gradients of one batch, or of some samples of it.
+    """Compute the gradients of one batch, or of some samples of it.
 
     The rank that has the batch computes them and sends them to the others: all ranks make the same steps on the same
     gradients, so their variables stay equal.

@@ -18,12 +18,21 @@ from scalepoint.graph import Operation
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.spec.palette import is_palette
 
-MIN_ROWS, ROWS_PER_UNKNOWN = 4096, 128  # limit the rows that a layer with groups gets, see limit_row_count
+# A layer with groups gets ROWS_PER_UNKNOWN rows for each of its unknowns, but at least MIN_ROWS.
+MIN_ROWS = 4096
+ROWS_PER_UNKNOWN = 128
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a layer moves over its input: the numbers that say which inputs one output position reads."""
+    """Which inputs one output position of a layer reads: the settings of a linear layer or convolution.
+
+    Attributes:
+        kind: "linear", "conv" or "conv_transpose".
+        groups: Number of groups of channels.
+        kernel, stride, dilation: Settings of each axis.
+        padding: Zeros before and after each axis.
+    """
 
     kind: str
     groups: int = 1
@@ -33,7 +42,7 @@ class Geometry:
     padding: tuple[tuple[int, int], ...] = ()
 
     def count_rows(self, shape: torch.Size) -> int:
-        """Number of rows of an input of this shape."""
+        """Return the number of rows of an input of this shape."""
         return prod(map(int, shape[:-1])) if self.kind == "linear" else prod(self._output_sizes(shape))
 
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
@@ -60,7 +69,7 @@ class Geometry:
         return patches.reshape(patches.shape[0], self.groups, -1)
 
     def _output_sizes(self, shape: torch.Size) -> tuple[int, ...]:
-        """Number of samples, and number of output positions on each axis."""
+        """Return the number of samples, and the number of output positions on each axis."""
         dims = len(self.kernel)
         samples = int(shape[0]) if len(shape) == dims + 2 else 1
         sizes = list(map(int, shape[-dims:]))
@@ -73,7 +82,7 @@ class Geometry:
         )
 
     def _tap_positions(self, output_positions: Sequence[Tensor]) -> Iterator[Tensor]:
-        """For each axis the input positions (r, kernel) that the kernel reads; negative in the padding."""
+        """Yield for each axis the input positions (r, kernel) that the kernel reads; negative in the padding."""
         axes = zip(output_positions, self._strides, self.padding, self.kernel, self.dilation, strict=True)
         for position, stride, pads, tap_count, dilation in axes:
             yield position[:, None] * stride - pads[0] + torch.arange(tap_count) * dilation
@@ -84,7 +93,7 @@ class Geometry:
         return self.stride if self.kind == "conv" else (1,) * len(self.kernel)
 
     def output_rows(self, y: Tensor, index: Tensor, count: int, outputs: int) -> Tensor | None:
-        """Rows of a tensor that has the shape of the layer's output.
+        """Gather rows of a tensor that has the shape of the layer's output.
 
         Args:
             y: The tensor.
@@ -110,7 +119,7 @@ class Geometry:
         return weight.reshape(self.groups, inputs, weight.shape[1], -1).transpose(1, 2).flatten(2)
 
     def from_groups(self, grouped: Tensor, like: Tensor) -> Tensor:
-        """(groups, outputs, n) back in the shape of the weight `like`."""
+        """Convert (groups, outputs, n) back to the shape of the weight `like`."""
         if self.kind != "conv_transpose":
             return grouped.reshape(like.shape)
         inputs = like.shape[0] // self.groups
@@ -118,7 +127,7 @@ class Geometry:
 
 
 def _select_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows with these ascending numbers. If all rows are chosen, nothing is copied."""
+    """Return the rows with these ascending numbers. If all rows are chosen, nothing is copied."""
     return rows if len(index) == len(rows) else rows[index]
 
 
@@ -134,7 +143,8 @@ def get_geometry(layer: QuantizedLayer) -> Geometry | None:
     operation, kernel = layer.operation, tuple(layer.weight.shape[2:])
     dims = len(kernel)
     if layer.kind == "head":  # the last linear layer, which a conversion turned into a 1x1 convolution
-        return Geometry("conv", 1, kernel, (1,) * dims, (1,) * dims, ((0, 0),) * dims)
+        ones = (1,) * dims
+        return Geometry("conv", kernel=kernel, stride=ones, dilation=ones, padding=((0, 0),) * dims)
     stride = _get_setting_per_axis(operation, "stride", 1, dims)
     dilation = _get_setting_per_axis(operation, "dilation", 1, dims)
     groups = int(_get_setting_per_axis(operation, "groups", 1, 1)[0])
@@ -178,7 +188,7 @@ def _to_tuple(value: Any, dims: int) -> tuple[int, ...]:
 
 
 def _insert_zeros(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Insert stride - 1 zeros between neighbours, as a transposed convolution sees its input."""
+    """Insert stride - 1 zeros between neighbours: a transposed convolution is a convolution of the result."""
     if all(step == 1 for step in stride):
         return x
     sizes = [(size - 1) * step + 1 for size, step in zip(x.shape[2:], stride, strict=True)]

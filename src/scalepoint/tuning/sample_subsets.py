@@ -1,9 +1,9 @@
-"""Some samples of a batch for one gradient step. Early layers of an image model have many rows per sample.
+"""Chooses some samples of a batch for one gradient step, because a whole batch may take long in early layers of a CNN.
 
-    samples per step = as many as have `VALUES_PER_STEP` values in the entries and exits of the piece, at least two
+    samples per step = VALUES_PER_STEP / values per sample in the largest entry or exit of the piece, at least two
 
-That is right only if a piece computes each sample by itself, which is tried on one batch. A graph with a constant batch
-size, or a quantizer whose scale depends on the whole batch, gets whole batches.
+This needs a piece that computes each sample by itself, which is tried on one batch. Whole batches are used for a graph
+with a constant batch size, and for a quantizer whose scale depends on the whole batch.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class SampleSubset:
     count: int | None
 
     def draw(self, index: int, step: int) -> Tensor | None:
-        """Positions of the samples of a batch that a step uses; None for all. Held-out samples are not among them."""
+        """Return the positions of the fitted samples that a step uses; None to run the whole batch."""
         positions = self.evaluator.fitted_samples(index)
         if self.count is None or len(positions) <= self.count:
             return None
@@ -48,9 +48,13 @@ class SampleSubset:
 
 
 def draw_samples(positions: Tensor, first: int, count: int, step: int) -> Tensor:
-    """Choose `count` of the samples at these positions of a batch, the same on every machine, others at each step.
+    """Choose samples by a hash, so that each step gets different ones, and every machine the same.
 
-    `first` is the number of the batch's first sample among all samples.
+    Args:
+        positions: Positions in the batch to choose from.
+        first: Number of the batch's first sample, counted over all batches.
+        count: Number of samples to choose.
+        step: Number of the step.
     """
     order = hash_to_uniform(first + positions, salt=1_000_003 * (step + 1)).argsort()
     return positions[order[:count]].sort().values

@@ -15,7 +15,7 @@ from scalepoint.tuning.rows import get_geometry
 from scalepoint.tuning.steps import INTERCEPT, LayerStep, find_step
 from scalepoint.tuning.walk import StreamWalk
 
-ALWAYS_JUDGED_STEPS = 2  # the last ones; the steps before them are judged only if these do not improve the layer
+ALWAYS_COMPARED_STEPS = 2  # the last ones; earlier steps are compared only if these do not improve the layer
 MIN_ROWS = 8  # with fewer rows a layer is not tuned
 MIN_SHARED_PRODUCTS = 3e7  # products per sweep from which ranks share the outputs of a layer
 
@@ -79,7 +79,7 @@ class LayerSolver:
 
     @property
     def _needs_moments(self) -> bool:
-        """Whether a step reads products of the rows; the intercept alone needs only means."""
+        """Whether a step needs second moments of the rows; the intercept alone needs only means."""
         return any(isinstance(find_step(name), LayerStep) for name in self.steps if name != INTERCEPT)
 
     def _correct_bias(self, use: LayerUse, grouped: GroupedLayer, name: str) -> TunedLayer | None:
@@ -125,7 +125,7 @@ class LayerSolver:
         is_cache_shared = self.collector.has_later_readers(fit)
         nearest = grouped.current_solution(weight)
         has_bias = INTERCEPT in self.steps and can_shift_bias(self.collector.walk, use)
-        fit, holdout = _as_steps_read(fit, holdout, has_bias)
+        fit, holdout = _prepare_moments(fit, holdout, has_bias)
         problem = LayerProblem(
             name=name,
             weight=weight,
@@ -162,7 +162,10 @@ class LayerSolver:
     def _solve_over_ranks(
         self, problem: LayerProblem, nearest: Solution, *, is_cache_shared: bool
     ) -> tuple[_BestSolution, float, float]:
-        """Find the best solution, outputs shared over ranks; and the errors on fitted rows before and after."""
+        """Find the best solution; each rank solves some of the outputs.
+
+        Returns the solution, and the errors on fitted rows with the nearest codes and with the solution.
+        """
         outputs = outputs_of_rank(problem.weight)
         part, start = problem, nearest
         if outputs is not None:
@@ -178,13 +181,13 @@ class LayerSolver:
         return best, fitted_before, fitted_after
 
     def find_best(self, problem: LayerProblem, nearest: Solution, *, is_cache_shared: bool = True) -> _BestSolution:
-        """Run the steps and judge their solutions on held-out rows.
+        """Run the steps and compare their solutions on held-out rows.
 
         Args:
             problem: The layer.
             nearest: The nearest codes, which the steps start from.
             is_cache_shared: Whether later layers read what the steps store in the cache of the moments. If not, it is
-                dropped before the solutions are judged.
+                dropped before the solutions are compared.
         """
         candidates: list[tuple[Solution, str]] = [(nearest, INTERCEPT)] if problem.has_intercept else []
         solution = nearest
@@ -195,11 +198,11 @@ class LayerSolver:
                 candidates.append((solution, name))
         if not is_cache_shared:
             problem.fit.cache.clear()
-        # The nearest codes are judged without a shift of the bias: that is the model before tuning.
+        # The error of the nearest codes includes the mismatch of the means: no bias was shifted before tuning.
         before = replace(problem, has_intercept=False).error(nearest)
         best = _BestSolution(nearest, "", before, before)
         for position, (solution, name) in enumerate(reversed(candidates)):
-            if position >= ALWAYS_JUDGED_STEPS and best.step:
+            if position >= ALWAYS_COMPARED_STEPS and best.step:
                 break  # later steps start from earlier ones and are nearly always better
             error = problem.error(solution)
             if error < best.after:
@@ -207,12 +210,14 @@ class LayerSolver:
         return best
 
 
-def _as_steps_read(fit: Moments, holdout: Moments, has_bias: bool) -> tuple[Moments, Moments]:
-    """Convert H to float32, and take moments around zero if no bias takes up the means."""
-    fit_read, holdout_read = (
-        moments.in_float32() if has_bias else moments.around_zero().in_float32() for moments in (fit, holdout)
-    )
-    return fit_read, fit_read if holdout is fit else holdout_read
+def _prepare_moments(fit: Moments, holdout: Moments, has_bias: bool) -> tuple[Moments, Moments]:
+    """Convert H to float32. Without a bias that corrects the means, take moments around zero."""
+
+    def prepare(moments: Moments) -> Moments:
+        return moments.in_float32() if has_bias else moments.around_zero().in_float32()
+
+    prepared = prepare(fit)
+    return prepared, prepared if holdout is fit else prepare(holdout)
 
 
 def outputs_of_rank(weight: Tensor) -> slice | None:

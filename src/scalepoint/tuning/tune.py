@@ -1,14 +1,14 @@
 """Chooses codes, scales and bias shifts of the quantized weights, so that the model computes what the float model does.
 
-    walk both streams to a layer -> moments of its rows -> steps, judged on held-out rows -> apply the best -> walk on
-    at the end of a piece: compare with the nearest codes at the exits of the piece; then run the steps over pieces
+    each layer:  walk both streams to it -> moments of its rows -> steps, compared on held-out rows -> apply the best
+    each piece:  compare its exits with those of the nearest codes -> run the steps that work on pieces
 
 The float parameters are never written. Words of this module:
 
 stream        all values of the float model ("exact"), or of the quantized model with the codes chosen so far ("noisy")
 walk, pass    run a node on all batches in both streams, and store its outputs; every node is passed once
 piece         a layer or a block; its entries are the nodes outside that it reads, its exits the nodes that others read
-nearest       codes rounded to nearest: what a piece has before it is tuned
+nearest       codes rounded to nearest: those of a piece before it is tuned
 error         of the exits, on held-out samples: of their stored values (`stored_error`), or of the values that the
               present codes would give (`error_if_rerun`, stores nothing; `store_rerun` then stores them)
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -58,8 +58,29 @@ PROVIDED_WEIGHTS_NAN_HINT = (
 # the signal, and the held-out samples may have too few of them to show it.
 MAX_ERROR_RATIO = 0.9
 WHOLE_MODEL = "all"  # name of the whole model in the checkpoint, where pieces are numbered
-RangeProposal = tuple[str, QuantStub, QParams]  # name of an activation quantizer, the quantizer, other parameters
 _BYTES_PER_UNIT = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class RangeProposal(NamedTuple):
+    """Other parameters for an activation quantizer. `name` is the name of its node."""
+
+    name: str
+    stub: QuantStub
+    qparams: QParams
+
+
+class ChosenVariant(NamedTuple):
+    """Which codes and bias shifts of a solved piece are applied.
+
+    Attributes:
+        nearest_error: Error of the piece with the nearest codes.
+        error: Error of the piece with this variant.
+        name: "as solved", "without bias shifts" or "nearest".
+    """
+
+    nearest_error: float
+    error: float
+    name: str
 
 
 def _parse_bytes(value: Any) -> Any:
@@ -76,12 +97,12 @@ class TuneConfig(Config):
 
     Attributes:
         steps: Names of the steps, in order.
-        unit: What is judged and reconstructed together: a layer or a block.
+        unit: The size of a piece, which is compared and reconstructed as one: a layer or a block.
         rows: Rows of data used per layer.
-        ridge: Regularization of the target, as a share of the mean diagonal.
-        holdout: Share of the samples that only judge the result.
+        ridge: Regularization of the target, as a share of the mean diagonal of H. "auto" compares several.
+        holdout: Share of the samples that are only used to compare results.
         iterations: Iterations of the gradient steps.
-        memory: Memory for activations between layers; more goes to disk.
+        memory: Bytes of memory for activations between layers, or a text such as "2GB"; more goes to disk.
     """
 
     steps: tuple[str, ...] = (INTERCEPT, "target", "scale", "gptq", "descend")
@@ -319,7 +340,7 @@ class _TuningRun:
     def _observe_range(self, node: fx.Node) -> dict[str, nn.Module]:
         """Observe the range of an activation quantizer in the float stream, if it has none.
 
-        Returns the quantizer by its path, or nothing.
+        Returns the quantizer by its path; {} if no range was observed.
         """
         stub = self.walk.get_stub(node)
         if self.weight_provider is None or stub is None or not _needs_range(self.walk, node):
@@ -328,7 +349,9 @@ class _TuningRun:
         with distributed.phase("observing"):
             for stub_node in self.walk.stub_nodes[id(stub)]:
                 source = stub_node.all_input_nodes[0]
-                for index in range(self.walk.batch_count if self.walk.has_value(source) else 0):
+                if not self.walk.has_value(source):
+                    continue
+                for index in range(self.walk.batch_count):
                     value = self.walk.get_value(source, index, noisy=False)
                     self.collector.check_finite(self._name(node), [value])
                     stub.quantizer(value)
@@ -351,36 +374,39 @@ class _TuningRun:
         self.passed.add(node)
 
     def _tune_piece(self, piece: Piece, modules: Mapping[str, nn.Module]) -> PieceResult:
-        """Solve the layers of a piece one by one, judge them together, and run the steps over the piece.
+        """Solve the layers of a piece one by one, compare the piece with the nearest codes, and run the piece steps.
 
-        After each of the three the stored values of the exits are those of the present states of the modules.
+        After each of these three, the stored values of the exits match the states of the modules.
         """
-        start, nearest = time.perf_counter(), copy_states(modules)
+        start = time.perf_counter()
+        nearest = copy_states(modules)
         entries = [node for node in piece.entries if node not in self.walk.pinned]
         self.walk.pin(entries)  # the piece is run again below
         tuned: list[tuple[LayerUse, TunedLayer]] = []
         proposals: list[RangeProposal] = []
         self.solver.skipped = {}
         for node in piece.nodes:
-            nearest |= copy_states(self._observe_range(node))  # the nearest codes are judged with these ranges too
+            nearest |= copy_states(self._observe_range(node))  # the nearest codes are compared with the same ranges
             proposals += self._propose_ranges(node)
             if node in self.uses and self.config.steps:
                 row = self.solver.solve(self.uses[node], self._name(node))
-                tuned += [] if row is None else [(self.uses[node], row)]
+                if row is not None:
+                    tuned.append((self.uses[node], row))
             self._advance(node)
         rows = tuple(row for _, row in tuned)
         result = PieceResult(piece=None, rows=rows, skipped=self.solver.skipped)
         if tuned:
-            before, after, variant = self._choose_variant(piece, modules, nearest)
-            if variant != "as solved":
-                rows = tuple(_reverted_row(row, variant) for row in rows)
+            variant = self._choose_variant(piece, modules, nearest)
+            if variant.name != "as solved":
+                rows = tuple(_reverted_row(row, variant.name) for row in rows)
             steps = [step for step in self.piece_steps if step.over == "piece"]
-            notes = self._run_piece_steps(piece, modules, [use for use, _ in tuned], steps, proposals, after)
+            uses = [use for use, _ in tuned]
+            notes = self._run_piece_steps(piece, modules, uses, steps, proposals, error=variant.error)
             summary = TunedPiece(
                 layers=tuple(row.name for row in rows),
-                before=before,
+                before=variant.nearest_error,
                 after=self.evaluator.stored_error(piece),
-                how=variant,
+                how=variant.name,
                 notes=notes,
                 seconds=time.perf_counter() - start,
             )
@@ -402,7 +428,10 @@ class _TuningRun:
         return PieceResult(piece=summary, rows=(), skipped={})
 
     def _changeable_modules(self, piece: Piece) -> dict[str, nn.Module]:
-        """Return the quantized layers and activation quantizers of a piece, by path."""
+        """Return the quantized layers and activation quantizers of a piece, by path.
+
+        Embedding tables are not tuned. With a weight provider they are included, because their codes must be stored.
+        """
         modules: dict[str, nn.Module] = {}
         for node in piece.nodes:
             stub = self.walk.get_stub(node)
@@ -414,7 +443,7 @@ class _TuningRun:
         return modules
 
     def _propose_ranges(self, node: fx.Node) -> list[RangeProposal]:
-        """Run the steps over activation quantizers. Below 8 bits their range is applied, otherwise returned."""
+        """Run the steps for activation quantizers. Below 8 bits their range is applied at once, otherwise returned."""
         stub = self.walk.get_stub(node)
         if stub is None or len(self.walk.stub_nodes[id(stub)]) > 1 or not has_static_scale(stub):
             return []
@@ -424,32 +453,30 @@ class _TuningRun:
             if qparams is not None and stub.spec.n_bits < 8:
                 stub.set_parameters(qparams)
             elif qparams is not None:
-                proposals.append((self._name(node), stub, qparams))
+                proposals.append(RangeProposal(self._name(node), stub, qparams))
         return proposals
 
-    def _choose_variant(
-        self, piece: Piece, modules: Mapping[str, nn.Module], nearest: States
-    ) -> tuple[float, float, str]:
-        """Compare the solved layers with the nearest codes at the exits of the piece, and apply the better ones.
-
-        Returns the error with the nearest codes, the error of the chosen variant, and the variant: "as solved",
-        "without bias shifts" or "nearest".
-        """
-        solved, after = copy_states(modules), self.evaluator.stored_error(piece)
+    def _choose_variant(self, piece: Piece, modules: Mapping[str, nn.Module], nearest: States) -> ChosenVariant:
+        """Compare the solved layers with the nearest codes at the exits of the piece, and apply the better ones."""
+        solved = copy_states(modules)
+        solved_error = self.evaluator.stored_error(piece)
         restore_states(modules, nearest)
-        before = self.evaluator.error_if_rerun(piece)
-        if after <= before:
+        nearest_error = self.evaluator.error_if_rerun(piece)
+        if solved_error <= nearest_error:
             restore_states(modules, solved)
-            return before, after, "as solved"
+            return ChosenVariant(nearest_error, solved_error, "as solved")
         unshifted: States = {
             path: {key: value for key, value in state.items() if key != "bias_shift"} for path, state in solved.items()
         }
         restore_states(modules, unshifted)
-        error = self.evaluator.error_if_rerun(piece)
-        variant = "without bias shifts" if error < before else "nearest"
-        restore_states(modules, unshifted if variant == "without bias shifts" else nearest)
-        self.walk.store_rerun(piece)  # the stored values are those of the solved layers
-        return before, min(error, before), variant
+        unshifted_error = self.evaluator.error_if_rerun(piece)
+        if unshifted_error < nearest_error:
+            variant = ChosenVariant(nearest_error, unshifted_error, "without bias shifts")
+        else:
+            restore_states(modules, nearest)
+            variant = ChosenVariant(nearest_error, nearest_error, "nearest")
+        self.walk.store_rerun(piece)  # until here the values of the solved layers are stored
+        return variant
 
     def _run_piece_steps(
         self,
@@ -466,7 +493,7 @@ class _TuningRun:
 
         Args:
             piece: The piece.
-            modules: What may change.
+            modules: The modules that may change, by path.
             uses: The tuned layers of the piece.
             steps: The steps.
             proposals: Ranges of activation quantizers.
@@ -477,7 +504,7 @@ class _TuningRun:
         """
         notes: list[str] = []
         inside = set(piece.nodes)
-        # A weight that another piece uses too is not changed: its other uses are judged elsewhere.
+        # A weight that another piece uses too is not changed: the error of this piece does not include those uses.
         own_uses = [use for use in uses if all(node in inside for node in self.collector.uses_of(use.layer))]
         for name, stub, qparams in proposals:
             current = copy_states(modules)
@@ -512,7 +539,7 @@ def _fingerprint_model(model: fx.GraphModule, weight_provider: WeightProvider | 
 
 
 def _choose_nearest(modules: Mapping[str, nn.Module]) -> None:
-    """Store the nearest codes of layers without chosen ones: the weights will be released, so codes must be there."""
+    """Set the nearest codes in layers without codes: they cannot be computed after the weights are released."""
     for layer in modules.values():
         if isinstance(layer, QuantizedLayer) and layer.weight_quant.chosen is None:
             layer.set_codes(layer.get_deployed().codes)

@@ -30,7 +30,7 @@ class _InputReached(BaseException):
 
 
 class StreamWalk:
-    """Both streams of a model over the batches of this rank.
+    """Runs both streams of a model over the batches of this rank, and stores their values.
 
     Attributes:
         float_model, quantized_model: Copies that share the parameters; the first has no active quantizers.
@@ -38,7 +38,7 @@ class StreamWalk:
         samples_per_batch: Number of samples in each batch of this rank.
         first_samples: Number of the first sample of each batch, counted over all ranks.
         sample_count: Samples of all ranks.
-        batch_owners: (rank, index there) of every batch of all ranks.
+        batch_owners: For every batch of all ranks, its rank and its index on that rank.
         placeholders: The input nodes.
         same_nodes: Nodes with one value for both streams.
         stored_nodes: Nodes whose values are stored now.

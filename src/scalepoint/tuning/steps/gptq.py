@@ -2,9 +2,9 @@
 
     U = chol(H^-1) upper;   e_j = (w_j - s q_j) / U_jj,   w_k -= e_j U_jk  for k after j
 
-Columns are rounded in the order of the diagonal of H, the largest first, each with the scale of its own block: the
-order leaves no trace in the file. H is damped by a share of its mean diagonal that grows with unknowns per row. If it
-is not positive definite then, the share is raised tenfold, and the report says by how much.
+Columns are rounded in the order of the diagonal of H, the largest first, each with the scale of its own block, so the
+file does not depend on the order. H is damped by a share of its mean diagonal that grows with unknowns per row. If the
+result is not positive definite, the share is raised tenfold; the report contains the share.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _sort_columns(values: Tensor, order: Tensor) -> Tensor:
 
 
 def _sort_limits(grid: CodeGrid, order: Tensor) -> Sequence[LowHigh]:
-    """Low and high of every column, in this order."""
+    """Return low and high of every column, in this order."""
     if grid.low.numel() == grid.high.numel() == 1:
         return grid.column_limits(order.shape[-1])
     lows, highs = (_sort_columns(limit, order).unbind(1) for limit in (grid.low, grid.high))
@@ -57,7 +57,10 @@ def _sort_limits(grid: CodeGrid, order: Tensor) -> Sequence[LowHigh]:
 
 
 def _factor_inverse(problem: LayerProblem) -> tuple[Tensor | None, Tensor, float]:
-    """U of the formula above, the order of the columns, and the damping. Shared by layers with the same inputs."""
+    """Return U of the formula above, the order of the columns, and the damping.
+
+    Layers with the same inputs share them in the cache of the moments.
+    """
     cache = problem.fit.cache
     if "gptq" not in cache:
         order = problem.fit.hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
@@ -82,7 +85,7 @@ def _upper_factor(hessian: Tensor, reversed_order: Tensor) -> Tensor | None:
     lower, failed = torch.linalg.cholesky_ex(permuted)
     if bool(failed.any()):
         return None
-    identity = permuted.zero_()  # in the same memory: for a wide layer each matrix counts
+    identity = permuted.zero_()  # in the same memory, because a wide layer's matrices take gigabytes
     identity.diagonal(dim1=-2, dim2=-1).fill_(1)
     upper = torch.linalg.solve_triangular(lower, identity, upper=False, out=identity).flip(-1, -2)
     return upper if bool(upper.isfinite().all()) else None
@@ -91,7 +94,7 @@ def _upper_factor(hessian: Tensor, reversed_order: Tensor) -> Tensor | None:
 def _round_columns(
     weight: Tensor, scale: Tensor, grid: CodeGrid, column_limits: Sequence[LowHigh], factor: Tensor
 ) -> Tensor:
-    """Codes (groups, n, outputs). Changes `weight`.
+    """Return codes (groups, n, outputs). Changes `weight`.
 
     Columns are rounded in blocks: within a block one by one; the columns after it get the errors of the whole block in
     one product.

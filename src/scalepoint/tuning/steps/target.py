@@ -1,11 +1,11 @@
-"""Target: the weight that gives the float outputs for the inputs that the quantized model really has.
+"""Target: the weight that gives the float outputs for the inputs of the quantized model.
 
     W* = W + (P - W H) (H + lam I)^-1          P = cov(W x + d, x~)
 
-The exact form of asymmetric calibration (GPTAQ, Qronos). With d, what the other operand of a residual add lacks, it
-corrects that too. W* overfits if rows are few, so the ridge lam is chosen on held-out rows before anything is rounded,
-among 0.01 .. 10 of the mean diagonal and "no change": from 0.3 on, in the direction that improves. If no rows are held
-out it is 0.3 + 2 n/N.
+This is the exact form of asymmetric calibration (GPTAQ, Qronos). d is the error of the other operand of a residual add,
+which W* corrects too. With few rows W* overfits, so the ridge lam is chosen on held-out rows before rounding: among
+0.01 .. 10 times the mean diagonal of H and "no change", from 0.3 on in the direction that improves. If no rows are held
+out, it is 0.3 + 2 n / N times the mean diagonal, with n unknowns and N rows.
 """
 
 import torch
@@ -24,7 +24,7 @@ def target(problem: LayerProblem, solution: Solution) -> Solution:
     """Choose another target, and the nearest codes to it."""
     fit = problem.fit
     if fit.count < 2 * fit.size:
-        problem.notes["ridge"] = "none: fewer than two rows an unknown"
+        problem.notes["ridge"] = "none: fewer than two rows per unknown"
         return solution
     share: float | None
     if problem.ridge != "auto":
@@ -63,7 +63,7 @@ def _choose_ridge(problem: LayerProblem) -> float | None:
 
 
 def _solve_with_ridge(problem: LayerProblem, share: float, outputs: slice = slice(None)) -> Tensor | None:
-    """W* of some outputs; None if H is singular. The factor of H is shared by layers with the same inputs."""
+    """Return W* of some outputs; None if H is singular. Layers with the same inputs share the factor of H."""
     cache = problem.fit.cache
     if ("ridge", share) not in cache:
         factor, failed = torch.linalg.cholesky_ex(with_ridge(float32_hessian(problem.fit), share))
