@@ -415,7 +415,8 @@ def _product_sizes(view: QdqView, node: Node) -> tuple[int | None, int | None, i
     if node.op_type == "Gemm":
         left = left[::-1] if get_int_attribute(node, "transA") else left
         right = right[::-1] if get_int_attribute(node, "transB") else right
-    return left[0], left[1] if left[1] is not None else right[0], right[1]
+    k = left[1] if left[1] is not None else right[0]  # the common size, if one of the shapes is known
+    return left[0], k, right[1]
 
 
 def check_small_convolutions(view: QdqView) -> Iterator[Fault]:

@@ -9,6 +9,7 @@ import sys
 import traceback
 from difflib import get_close_matches
 from enum import IntEnum
+from typing import NamedTuple
 
 from scalepoint import distributed, errors
 from scalepoint.cli.output import say, shorten, show_json, write
@@ -83,21 +84,31 @@ def _print_error(code: Code, label: str, message: str, hint: str, command: str, 
     return code
 
 
-def classify_error(error: Exception) -> tuple[Code, str, str, str]:
-    """Return exit code, error code, message and hint of an error."""
+class ErrorInfo(NamedTuple):
+    """What the command line prints about an error."""
+
+    exit_code: Code
+    error_code: str
+    message: str
+    hint: str
+
+
+def classify_error(error: Exception) -> ErrorInfo:
+    """Find exit code, error code, message and hint of an error."""
     for kind, code, hint in EXIT_CODES_BY_ERROR:
         if isinstance(error, kind) and isinstance(error, errors.ScalepointError):
-            return code, error.code, str(error.args[0]) if error.args else type(error).__name__, hint
+            message = str(error.args[0]) if error.args else type(error).__name__
+            return ErrorInfo(code, error.code, message, hint)
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return (
+        return ErrorInfo(
             Code.USAGE,
             errors.StoreError.code,
             f"{where}{error.strerror or error}",
             "check the path, its permissions and the free space of the disk",
         )
     if isinstance(error, MemoryError):
-        return (
+        return ErrorInfo(
             Code.USAGE,
             "SP-M001",
             "out of memory",
@@ -106,8 +117,8 @@ def classify_error(error: Exception) -> tuple[Code, str, str, str]:
     text = f"{type(error).__name__}: {error}"
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, errors.BatchNote)]
     if notes:  # the model failed on a batch of the user's data
-        return Code.USAGE, errors.CalibrationError.code, f"{text} ({', '.join(reversed(notes))})", _DATA_HINT
-    return (
+        return ErrorInfo(Code.USAGE, errors.CalibrationError.code, f"{text} ({', '.join(reversed(notes))})", _DATA_HINT)
+    return ErrorInfo(
         Code.INTERNAL,
         "SP-0001",
         text,

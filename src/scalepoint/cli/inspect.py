@@ -2,7 +2,7 @@
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -81,7 +81,15 @@ def measure_coverage(settings: Any, loader: ObjectLoader, example: Any = None) -
     return load_public("inspect")(model, inputs, target=target, **options), inputs is not None
 
 
-def load_model_and_data(settings: Any, loader: ObjectLoader, example: Any = None) -> tuple[Any, Any, Batches | None]:
+class ModelAndData(NamedTuple):
+    """A model, its example inputs, and its data if there is any."""
+
+    model: Any
+    inputs: Any
+    batches: Batches | None
+
+
+def load_model_and_data(settings: Any, loader: ObjectLoader, example: Any = None) -> ModelAndData:
     """Load the model, its example inputs and the data.
 
     The example inputs are `example`, else those that the user's factory returns, else the first batch of the data. A
@@ -97,16 +105,17 @@ def load_model_and_data(settings: Any, loader: ObjectLoader, example: Any = None
         inputs = without_labels(model, batch_to_example(model, batches.first()))
     elif inputs is None and batches is not None:
         inputs = batch_to_example(model, batches.first())
-    return model, inputs, batches
+    return ModelAndData(model, inputs, batches)
 
 
-def load_onnx_and_data(settings: Any, loader: ObjectLoader) -> tuple[Any, Any, Batches | None]:
+def load_onnx_and_data(settings: Any, loader: ObjectLoader) -> ModelAndData:
     """Load an .onnx file, its data, and example inputs: the first batch of the data, or random ones."""
     from scalepoint.pipeline.onnx_source import read_source
 
     batches = load_onnx_data(settings, loader)
-    source = read_source(loader.resolve(settings.model), None, None, batches, settings, progress=None)
-    return source.model, source.example, batches
+    path = loader.resolve(settings.model)
+    source = read_source(path, example=None, kwargs=None, data=batches, values=settings, progress=None)
+    return ModelAndData(source.model, source.example, batches)
 
 
 def load_onnx_data(settings: Any, loader: ObjectLoader) -> Any:

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.text import Text
@@ -167,10 +167,17 @@ def compare_folders(first: Path, second: Path, parameters: Mapping[str, Any]) ->
     return Code.DONE
 
 
-def restore_run(
-    folder: Path, parameters: Mapping[str, Any], max_batches: int | None
-) -> tuple[Any, Any, Any, Batches | None]:
-    """Load a run from its folder. Return the float model or None, the quantized model, example inputs and the data."""
+class RestoredRun(NamedTuple):
+    """The models, example inputs and data of an output folder. The float model is None if it is not needed."""
+
+    float_model: Any
+    quantized: Any
+    inputs: Any
+    batches: Batches | None
+
+
+def restore_run(folder: Path, parameters: Mapping[str, Any], max_batches: int | None) -> RestoredRun:
+    """Load the models, example inputs and data of a run from its output folder."""
     check_names(parameters)
     saved = folder / "quantized"
     _check_exists(folder)
@@ -190,14 +197,14 @@ def restore_run(
         check_data(settings.data, options)
     if is_onnx_file(settings.model):
         model, inputs, batches = load_onnx_and_data(settings, loader)
-        return model, load_public("load")(saved, model, inputs), inputs, batches
+        return RestoredRun(model, load_public("load")(saved, model, inputs), inputs, batches)
     model, inputs = load_model(settings.model, loader)
     batches = load_data(settings.data, options) if settings.data else None
     if batches is not None:
         inputs = without_labels(model, batch_to_example(model, batches.first()))
     if inputs is None:
         raise usage_error("no inputs: pass --data, or let the factory return (model, example_inputs)")
-    return model, load_public("load")(saved, model, inputs), inputs, batches
+    return RestoredRun(model, load_public("load")(saved, model, inputs), inputs, batches)
 
 
 def _config_has_model(config: Path) -> bool:
@@ -220,14 +227,14 @@ def _has_graph(saved: Path) -> bool:
     return has_saved_graph(saved)
 
 
-def _load_without_float_model(saved: Path, settings: Any, options: Any) -> tuple[Any, Any, Any, Batches | None]:
+def _load_without_float_model(saved: Path, settings: Any, options: Any) -> RestoredRun:
     """Load a saved model that contains its graph. Without data its inputs have the shapes of the capture."""
     from scalepoint.graph.serialization import make_example
 
     quantized = load_public("load")(saved)
     batches = load_data(settings.data, options) if settings.data else None
     inputs = make_example(quantized) if batches is None else batch_to_example(quantized, batches.first())
-    return None, quantized, inputs, batches
+    return RestoredRun(None, quantized, inputs, batches)
 
 
 def _find_run_and_file(path: Path) -> tuple[Path, Path]:

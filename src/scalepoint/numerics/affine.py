@@ -89,12 +89,13 @@ def make_steps(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Ste
     """
     scale, zero_point, minval = qparams
     if grid.format.is_float:
-        return Steps(scale, None, grid.low, grid.high)
+        return Steps(scale, shift=None, low=grid.low, high=grid.high)
     if grid.formulation == QuantizationFormulation.MINVAL:
-        return Steps(scale, minval, 0.0, grid.span)
+        return Steps(scale, shift=minval, low=0.0, high=grid.span)
     if zero_point is None or (fixed_zero and grid.is_symmetric):
-        return Steps(scale, None, grid.low - grid.middle, grid.high - grid.middle)
-    return Steps(scale, None, grid.low - zero_point.to(scale.dtype), grid.high - zero_point.to(scale.dtype))
+        return Steps(scale, shift=None, low=grid.low - grid.middle, high=grid.high - grid.middle)
+    offset = zero_point.to(scale.dtype)
+    return Steps(scale, shift=None, low=grid.low - offset, high=grid.high - offset)
 
 
 def code_offset(qparams: QParams, grid: Grid) -> Tensor | float:

@@ -255,7 +255,7 @@ def _observe_data(
         stub.skip_reason = ""
         stub.calculator.on_nan = on_nan
         stub.calibrating = True
-    set_batch_recording(stubs, True)
+    set_batch_recording(stubs, enabled=True)
 
     def merge() -> None:
         merge_ranges(stubs)
@@ -266,7 +266,7 @@ def _observe_data(
         with bias_correction or nullcontext():
             fed = run("calibrating", merge=merge)
     finally:
-        set_batch_recording(stubs, False)
+        set_batch_recording(stubs, enabled=False)
         for stub in stubs:
             stub.calibrating = False
     if fed.skipped:

@@ -15,7 +15,7 @@ from scalepoint.quantize.smooth import SmoothQuantObserver, get_linear_weight
 from scalepoint.spec.running import RunningRangeMixin
 
 
-def set_batch_recording(stubs: Sequence[QuantStub], enabled: bool) -> None:
+def set_batch_recording(stubs: Sequence[QuantStub], *, enabled: bool) -> None:
     """With several ranks, make moving averages record the range of each batch, so that they merge in batch order.
 
     Also resets the number of replicas: each rank sees complete batches here, but parts of batches in training.

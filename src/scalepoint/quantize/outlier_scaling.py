@@ -222,7 +222,7 @@ def scale_outlier_channels(factors: Sequence[ChannelFactors], run: Callable[[str
             f"{int((values > 1).sum())} of {len(values)} channels divided by up to {float(values.max()):g}, "
             f"error {error_ratio:.2f} of before"
         )
-        rows.append(MigrationRow(MIGRATION_NAME, module.name, True, note))
+        rows.append(MigrationRow(MIGRATION_NAME, module.name, done=True, note=note))
     return MigrationReport(tuple(rows))
 
 

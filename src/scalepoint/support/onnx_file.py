@@ -81,7 +81,8 @@ def tensor_array(tensor: ir.TensorProtocol, folder: Path | None) -> np.ndarray:
     try:
         if isinstance(tensor, ir.ExternalTensor):  # its own numpy() would open any file that the model names
             entries = {"location": str(tensor.location), "offset": tensor.offset, "length": tensor.length}
-            data = read_part(*_locate_external_data(name, entries, folder), folder=folder)
+            location = _locate_external_data(name, entries, folder)
+            data = read_part(location.path, location.offset, location.length, folder=folder)
             dims = list(tensor.shape.numpy())
             proto = TensorProto(name=name, data_type=int(tensor.dtype), dims=dims, raw_data=data)
             tensor = ir.serde.deserialize_tensor(proto)
@@ -196,10 +197,18 @@ def _check_tensor(tensor: TensorProto, folder: Path | None) -> None:
         _locate_external_data(tensor.name, entries, folder)
 
 
+class _DataLocation(NamedTuple):
+    """Where the external data of a tensor is stored."""
+
+    path: Path
+    offset: int
+    length: int
+
+
 def _locate_external_data(
     tensor_name: str, entries: Mapping[str, str | int | None], folder: Path | None
-) -> tuple[Path, int, int]:
-    """Return file, offset and length of a tensor's data, which must be a regular file in the model's folder."""
+) -> _DataLocation:
+    """Return where a tensor's data is stored. It must be in a regular file in the model's folder."""
     name = short_repr(tensor_name)
     if folder is None:
         raise StoreError(f"tensor {name} has external data: pass the path of the file instead of a ModelProto")
@@ -215,7 +224,7 @@ def _locate_external_data(
         raise StoreError(
             f"tensor {name} needs bytes {offset} to {offset + length} of {short_repr(location)}, which has {size} bytes"
         )
-    return path, offset, length
+    return _DataLocation(path, offset, length)
 
 
 def _resolve_in_folder(location: str, folder: Path, name: str) -> Path:

@@ -59,7 +59,7 @@ def read_bytes(path: Path, limit: int, *, folder: Path | None = None) -> bytes:
 def read_head(path: Path, count: int, *, folder: Path | None = None) -> bytes:
     """Read the first `count` bytes of a file of any size."""
     check_file(path, folder=folder)
-    with _opened(path, None) as file:
+    with _opened(path, limit=None) as file:
         return file.read(count)
 
 
@@ -68,7 +68,7 @@ def read_part(path: Path, offset: int, length: int, *, folder: Path | None = Non
     size = check_file(path, folder=folder)
     if not (offset >= 0 and length >= 0 and offset + length <= size):
         raise DocumentError(f"{path} cannot be read: it has no bytes {offset} to {offset + length}, only {size}")
-    with _opened(path, None) as file:
+    with _opened(path, limit=None) as file:
         file.seek(offset)
         return file.read(length)
 
@@ -103,7 +103,7 @@ def read_yaml(path: Path, *, folder: Path | None = None) -> Any:
 def open_text(path: Path) -> Iterator[IO[str]]:
     """Open a UTF-8 text of any size, for a reader that stops by itself."""
     check_file(path)
-    with _opened(path, None) as file, open(file.fileno(), encoding="utf-8", closefd=False) as text:
+    with _opened(path, limit=None) as file, open(file.fileno(), encoding="utf-8", closefd=False) as text:
         yield text
 
 

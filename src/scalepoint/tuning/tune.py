@@ -345,7 +345,7 @@ class _TuningRun:
         stub = self.walk.get_stub(node)
         if self.weight_provider is None or stub is None or not _needs_range(self.walk, node):
             return {}
-        set_batch_recording([stub], True)
+        set_batch_recording([stub], enabled=True)
         with distributed.phase("observing"):
             for stub_node in self.walk.stub_nodes[id(stub)]:
                 source = stub_node.all_input_nodes[0]
@@ -357,7 +357,7 @@ class _TuningRun:
                     stub.quantizer(value)
         if distributed.world_size() > 1:
             merge_ranges([stub])
-        set_batch_recording([stub], False)
+        set_batch_recording([stub], enabled=False)
         stub.compute_parameters()
         return {str(node.target): stub}
 

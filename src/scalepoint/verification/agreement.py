@@ -20,13 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close one output of the file is to the simulation."""
+    """How close one output of the file is to the simulation.
+
+    Attributes:
+        output: The name of the output.
+        sqnr: In dB; inf if all values are equal, -inf if the output is missing or has another shape.
+        max_difference: The largest difference of two values.
+        top1: The share of samples or tokens with the same largest class; None if the output has no classes.
+        uncompared: Why equal values prove nothing, for example "it is empty (0x4)"; "" if they do.
+    """
 
     output: str
     sqnr: float
     max_difference: float
     top1: float | None
-    uncompared: str = ""  # why equal values prove nothing, for example "it is empty (0x4)"
+    uncompared: str = ""
 
     def __str__(self) -> str:
         if self.uncompared:
@@ -70,21 +78,26 @@ def _compare_output(
     name: str, expected: np.ndarray, output: np.ndarray | None, token_shapes: Container[tuple[int, ...]]
 ) -> Agreement:
     if output is None or expected.shape != output.shape:
-        return Agreement(name, -inf, inf, None)
+        return Agreement(name, sqnr=-inf, max_difference=inf, top1=None)
     x, y = expected.astype(np.float64), output.astype(np.float64)
     is_equal = x == y
     with np.errstate(invalid="ignore"):  # inf - inf
         difference = np.where(is_equal, 0.0, np.abs(x - y))
     if reason := _why_uncompared(x, is_equal):
-        return Agreement(name, inf, 0.0, None, reason)
+        return Agreement(name, sqnr=inf, max_difference=0.0, top1=None, uncompared=reason)
     has_classes = (x.ndim == 2 or x.shape[:-1] in token_shapes) and x.shape[-1] > 1 and expected.dtype.kind == "f"
     top1 = float((x.argmax(-1) == y.argmax(-1)).mean()) if has_classes else None
     if not np.isfinite(difference).all():
         return Agreement(name, -inf, inf, top1)
     noise = float(np.square(difference).sum())
     signal = float(np.square(x, where=np.isfinite(x), out=np.zeros_like(x)).sum())
-    sqnr = inf if noise == 0 else 10 * log10(signal / noise) if signal else -inf
-    return Agreement(name, sqnr, float(difference.max(initial=0.0)), top1)
+    return Agreement(name, _to_decibels(signal, noise), float(difference.max(initial=0.0)), top1)
+
+
+def _to_decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return inf
+    return 10 * log10(signal / noise) if signal else -inf
 
 
 def _why_uncompared(expected: np.ndarray, is_equal: np.ndarray) -> str:

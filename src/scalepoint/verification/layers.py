@@ -40,10 +40,10 @@ Calls = dict[str, list[np.ndarray]]  # one array per call of a module
 class LayerAgreement:
     """Agreement of one layer: codes compared by value, floats in float32 steps of the layer's largest output."""
 
-    where: str
+    where: str  # name of the node
     is_float: bool
     equal: float  # share of equal codes; for a float output, share of values within MAX_FLOAT_STEPS
-    largest: float  # largest difference
+    largest: float  # largest difference, in codes or float32 steps
 
     @property
     def holds(self) -> bool:
@@ -283,11 +283,12 @@ def _force_inputs(proto: Any, codes: Mapping[str, np.ndarray], floats: Mapping[s
 
 def _compare_codes(node_name: str, expected: np.ndarray, output: np.ndarray) -> LayerAgreement:
     difference = np.abs(expected.astype(np.int32) - output.astype(np.int32))
-    return LayerAgreement(node_name, False, float((difference == 0).mean()), int(difference.max(initial=0)))
+    equal_share, largest = float((difference == 0).mean()), int(difference.max(initial=0))
+    return LayerAgreement(node_name, is_float=False, equal=equal_share, largest=largest)
 
 
 def _compare_floats(node_name: str, expected: np.ndarray, output: np.ndarray) -> LayerAgreement:
     step = FLOAT_STEP * float(np.abs(expected).max(initial=np.finfo(np.float32).tiny))
     steps_apart = np.abs(expected.astype(np.float64) - output.astype(np.float64)) / step
     share_within = float((steps_apart <= MAX_FLOAT_STEPS).mean())
-    return LayerAgreement(node_name, True, share_within, float(steps_apart.max(initial=0.0)))
+    return LayerAgreement(node_name, is_float=True, equal=share_within, largest=float(steps_apart.max(initial=0.0)))

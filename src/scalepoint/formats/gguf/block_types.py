@@ -69,6 +69,7 @@ class BlockType:
         return None if split is None else self.pack(split)
 
 
+# name, columns, columns_per_scale, low, high, has_minimum, pack, max_factor; the smallest types first
 BLOCK_TYPES = (
     BlockType("Q2_K", 256, 16, 0, 3, True, superblocks.pack_q2_k, 15),
     BlockType("Q3_K", 256, 16, -4, 3, False, superblocks.pack_q3_k, 31),

@@ -110,7 +110,7 @@ def _write_topk(writer: GraphWriter, node: fx.Node, axis: int, k: int, *, descen
     value_tensor = writer.file.add_tensor(f"{node.name}_", shape, x.dtype)
     index_tensor = writer.file.add_tensor(f"{node.name}_at", shape, "int32")
     inputs = [writer.materialize(x), writer.add_constant(np.array(k, np.int32), "count")]
-    writer.file.add_operator("TOPK_V2", inputs, [value_tensor, index_tensor], False, {})
+    writer.file.add_operator("TOPK_V2", inputs, [value_tensor, index_tensor], is_integer=False, options={})
     values = Value(shape, x.dtype, {model_order(x.rank): value_tensor})
     indices = Value(shape, "int32", {model_order(x.rank): index_tensor})
     if not descending:

@@ -152,9 +152,11 @@ def _apply_migration(context: MigrationContext, migration: Migration) -> tuple[l
     change = context.output_change() if sites else 0.0
     if change > context.max_change:
         sites, notes, change = _apply_one_by_one(context, migration, result, backup)
-    done = [MigrationRow(migration.name, site.name, True, note) for site, note in zip(sites, notes, strict=True)]
-    refused = [MigrationRow(migration.name, name, False, reason) for name, reason in result.refused.items()]
-    return [*done, *refused], change
+    rows = [
+        MigrationRow(migration.name, site.name, done=True, note=note) for site, note in zip(sites, notes, strict=True)
+    ]
+    rows += [MigrationRow(migration.name, name, done=False, note=reason) for name, reason in result.refused.items()]
+    return rows, change
 
 
 def _apply_one_by_one(
@@ -197,7 +199,7 @@ class _TensorBackup:
 
 
 def relative_difference(expected: Sequence[Sequence[Tensor]], outputs: Sequence[Sequence[Tensor]]) -> float:
-    """|output - expected| / |expected| of the worst output. Outputs that were not finite before are not compared."""
+    """Return |output - expected| / |expected| of the worst output. Outputs that were not finite before are left out."""
     worst = 0.0
     for expected_batch, batch in zip(expected, outputs, strict=True):
         for before, after in zip(expected_batch, batch, strict=True):
@@ -208,7 +210,7 @@ def relative_difference(expected: Sequence[Sequence[Tensor]], outputs: Sequence[
 
 
 class _InputCollector(nn.Module):
-    """Collects flat inputs."""
+    """Stores the flat inputs of every call."""
 
     def __init__(self) -> None:
         super().__init__()
