@@ -56,7 +56,7 @@ def test_without_example_inputs_macs_are_unknown():
     assert result.share_of_macs() is None
 
 
-def test_named_inputs():
+def test_inputs_by_name():
     assert inspect(float_net(), kwargs={"x": batches()[0]}) == inspect(float_net(), batches()[0])
 
 

@@ -180,7 +180,7 @@ class TestFloatModel:
         expected = quantize(float_net(), batches()[0], forward_loop=batches(), target="tensorrt")
         assert scores(rows) == pytest.approx(scores(sensitivity(expected, batches(), how=how)), rel=1e-3)
 
-    def test_named_inputs(self):
+    def test_inputs_by_name(self):
         rows = sensitivity(float_net(), [{"x": batch} for batch in batches()])
         assert sorted(row.name for row in rows) == sorted(NAMES)
 

@@ -277,9 +277,7 @@ class _Deployment:
         ({"speed": 1.2}, ["--min-speed", "1.2"], Code.DONE),
     ],
 )
-def test_the_exit_code_tells_whether_the_result_is_within_the_limits(
-    call, here, monkeypatch, result_fields, arguments, code
-) -> None:
+def test_the_exit_code_depends_on_the_limits(call, here, monkeypatch, result_fields, arguments, code) -> None:
     (here / "out").mkdir()
     options = {}
 
@@ -526,7 +524,7 @@ def test_resume_needs_something_to_resume(call, here) -> None:
         ("deply 2>&-", 2),
     ],
 )
-def test_a_closed_output_stream_is_no_error(line, code, tmp_path) -> None:
+def test_a_closed_output_stream_is_not_an_error(line, code, tmp_path) -> None:
     line = f"set -o pipefail; {sys.executable} -m scalepoint.cli {line}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd=tmp_path)  # noqa: S607
     assert done.stderr == ""

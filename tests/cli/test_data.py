@@ -82,7 +82,7 @@ def test_a_generator_function_is_called_for_each_iteration(here) -> None:
         ("data.pkl", "never opened"),
     ],
 )
-def test_a_name_that_is_no_data_is_refused(here, name, message) -> None:
+def test_a_name_that_is_not_data_is_refused(here, name, message) -> None:
     np.savez("objects.npz", x=np.array([{}, {}], dtype=object))
     np.savez("unequal.npz", x=np.ones((2, 1)), y=np.ones((3, 1)))
     np.savez("scalar.npz", x=np.ones(()))

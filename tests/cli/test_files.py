@@ -73,7 +73,7 @@ def test_report_is_shown_and_written_without_overwriting_files(call, output_fold
     assert (code, json.loads(out)["report"]["target"]) == (0, "onnxruntime")
 
 
-def test_a_file_that_is_no_report_is_refused(call, here) -> None:
+def test_a_file_that_is_not_a_report_is_refused(call, here) -> None:
     (here / "report.json").write_text("{")
     (here / "binary.json").write_bytes(b"\xff\xfe\x00")
     for path in (".", "binary.json", "nowhere", "nets.py"):

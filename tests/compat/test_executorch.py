@@ -131,7 +131,7 @@ def _managers() -> tuple[object, object]:
     return outside, inside
 
 
-def test_the_installed_executorch_is_a_tested_one_whose_passes_are_known() -> None:
+def test_the_installed_executorch_was_tested_and_has_no_new_passes() -> None:
     from executorch.backends.xnnpack import _passes
 
     outside, inside = _managers()

@@ -175,7 +175,7 @@ def test_an_encoder_with_a_mask_is_captured(with_patches, no_patches):
     assert not model.encoder._forward_pre_hooks
 
 
-def test_a_mask_is_causal_only_if_the_caller_says_so(no_patches):
+def test_a_mask_is_causal_only_if_is_causal_is_set(no_patches):
     no_patches()
     encoder = Encoder().eval().encoder
     hints = []

@@ -89,7 +89,7 @@ def test_the_file_does_not_depend_on_the_key_order_or_on_save_and_load(path, qua
         ({"labels": ENDLESS}, "contains itself"),
     ],
 )
-def test_what_makes_no_sense_is_refused(user_metadata, message) -> None:
+def test_invalid_metadata_is_refused(user_metadata, message) -> None:
     with pytest.raises(UsageError, match=message):
         check_metadata(user_metadata)
 

@@ -33,7 +33,7 @@ def deployed(folder, path, target, cache, **more):
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in LEAST]
 )
-def test_a_runtime_keeps_keys_and_values_as_simulated(wide, tmp_path, case):
+def test_a_runtime_quantizes_the_cache_of_keys_and_values_like_the_simulation(wide, tmp_path, case):
     target, cache = case.split()
     runtime = find_runtime(find_target(target).runtime)
     if not runtime.is_installed:
@@ -45,7 +45,7 @@ def test_a_runtime_keeps_keys_and_values_as_simulated(wide, tmp_path, case):
     assert result.continuation.split()[:5]
 
 
-def test_the_scales_are_those_of_the_largest_keys_and_values(wide, tmp_path, monkeypatch):
+def test_scales_are_computed_from_the_largest_keys_and_values(wide, tmp_path, monkeypatch):
     checkpoints = []
 
     def write(checkpoint, path):
@@ -91,14 +91,14 @@ def _largest(model, tokens):
     return maxima
 
 
-def test_a_target_without_it_is_refused_with_those_that_have_it(wide, tmp_path):
+def test_a_target_without_a_quantized_cache_is_refused_and_the_error_lists_those_with_one(wide, tmp_path):
     with pytest.raises(UsageError, match="compressed-tensors, gguf, ort-genai"):
         deployed(wide, tmp_path / "out", "gptq", "int8")
     with pytest.raises(UsageError, match="int8, int4"):
         deployed(wide, tmp_path / "out", "gguf", "fp8")
 
 
-def test_a_config_that_does_not_tell_its_heads_is_refused(tmp_path):
+def test_a_config_without_the_number_of_heads_is_refused(tmp_path):
     with raises(CaptureError, "config.json", "num_attention_heads or n_head"):
         count_key_value_heads(Source(tmp_path, {"model_type": "other"}, {}))
 
@@ -114,13 +114,13 @@ def test_one_block_in_another_precision_is_refused(wide, tmp_path):
 
 
 @pytest.mark.slow
-def test_heads_that_are_no_whole_blocks_are_refused(llama, tmp_path):
+def test_heads_that_blocks_do_not_divide_are_refused(llama, tmp_path):
     folder, _ = llama  # of 16 channels
     with raises(UsageError, "16 channels", "block size 32"):
         deployed(folder, tmp_path / "out", "gguf", "int8")
 
 
-def test_attention_that_hides_its_keys_is_refused(tmp_path, monkeypatch):
+def test_attention_whose_keys_are_not_in_the_graph_is_refused(tmp_path, monkeypatch):
     form = CheckpointFormat("ort-genai", "", lambda _, path: path.mkdir(), lambda *_: None)
     monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "ort-genai", form)
     save_model("gemma2", tmp_path / "m")

@@ -89,13 +89,13 @@ def perplexity_of_folder(folder, path):
         return perplexity(lambda batch: model(batch).logits, tokens)
 
 
-def test_the_simulation_is_what_the_written_weights_compute(llama, uninterrupted):
+def test_the_simulation_equals_the_written_weights(llama, uninterrupted):
     done, path, _ = uninterrupted
     check_simulation(llama, done, path)
 
 
 @pytest.mark.slow
-def test_the_simulation_is_what_the_weights_for_gguf_compute(llama, tmp_path):
+def test_the_simulation_equals_the_weights_for_gguf(llama, tmp_path):
     check_simulation(llama, deployed(llama, tmp_path / "out", "gguf"), tmp_path / "out")
 
 
@@ -120,7 +120,7 @@ def test_tuning_loses_less_than_rounding(llama, tmp_path):
     assert abs(tuned.score - tuned.float_score) < 0.5 * (fast.score - fast.float_score)
 
 
-def test_static_activations_are_observed_on_the_way(llama, tmp_path):
+def test_ranges_of_static_activations_are_observed_while_tuning(llama, tmp_path):
     config = QuantConfig(weight={"per_channel": True}, activation={"symmetric": True})
     done = deployed(llama, tmp_path / "out", config=config)
     assert done.score == pytest.approx(done.float_score, rel=0.05)
@@ -128,7 +128,7 @@ def test_static_activations_are_observed_on_the_way(llama, tmp_path):
 
 
 @pytest.mark.slow
-def test_nearest_codes_are_judged_with_the_ranges_that_were_observed(llama, tmp_path):
+def test_nearest_codes_are_compared_with_the_observed_ranges(llama, tmp_path):
     config = QuantConfig(weight={"per_channel": True}, activation={"symmetric": True})
     done = deployed(llama, tmp_path / "out", config=config)
     assert all(piece.before < 0.1 for piece in done.tuned.pieces)  # without ranges it is about 1
@@ -138,7 +138,7 @@ class Killed(BaseException):
     pass
 
 
-def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkeypatch, uninterrupted):
+def test_a_killed_run_is_resumed_and_writes_the_same_bytes(llama, tmp_path, monkeypatch, uninterrupted):
     stored, keep = [], Checkpoint.store_piece
 
     def killed(self, name, states, done):
@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_what_was_chosen_for_other_codes_is_not_gone_on_with(llama, tmp_path, monkeypatch):
+def test_a_run_with_another_config_is_not_resumed(llama, tmp_path, monkeypatch):
     def stopped(self, name, states, done):
         keep(self, name, states, done)
         raise Killed
@@ -178,12 +178,12 @@ def test_what_was_chosen_for_other_codes_is_not_gone_on_with(llama, tmp_path, mo
     assert len(written_weight[0, :32].unique()) > 16
 
 
-def test_weights_are_here_one_piece_at_a_time(uninterrupted):
+def test_only_the_weights_of_one_piece_are_in_memory(uninterrupted):
     block = 3 * 64 * 128 + 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64
     assert 0 < uninterrupted[2] < block
 
 
-def test_no_weight_is_looked_at_before_it_is_here(llama, tmp_path, monkeypatch):
+def test_no_weight_is_read_before_it_is_loaded(llama, tmp_path, monkeypatch):
     """Scales that are searched for cost as much over weights that are not there."""
     norms, freeze = [], QuantizedLayer.freeze
 
@@ -205,7 +205,7 @@ def test_without_data_weights_are_rounded_and_nothing_is_scored(llama, tmp_path)
     assert max(len(block.unique()) for row in steps for block in row) <= 16
 
 
-def test_asking_for_what_cannot_be_is_refused_before_any_work(llama, tmp_path):
+def test_impossible_options_are_refused_before_any_work(llama, tmp_path):
     folder, _ = llama
     with pytest.raises(CalibrationError, match="accuracy='fast'"):
         deployed(llama, tmp_path / "out", data=None, judge=None)
@@ -244,7 +244,7 @@ def spoiled(folder, tmp_path, **config):
     ],
     ids=["shapes", "missing", "unknown", "remote code"],
 )
-def test_a_config_that_does_not_fit_the_weights_is_told(llama, tmp_path, config, error, says):
+def test_a_config_that_does_not_fit_the_weights_is_an_error(llama, tmp_path, config, error, says):
     folder, _ = llama
     copy = spoiled(folder, tmp_path, **config)
     data = [torch.ones(2, 8, dtype=torch.int64)]
@@ -252,7 +252,7 @@ def test_a_config_that_does_not_fit_the_weights_is_told(llama, tmp_path, config,
         deploy_checkpoint(copy, tmp_path / "out", target="gguf", data=data, verify=False)
 
 
-def test_targets_of_language_models_are_a_list_of_their_own():
+def test_targets_of_language_models_are_listed_separately():
     assert list_targets(language=True) == ["compressed-tensors", "gptq", "awq", "gguf", "ort-genai"]
     assert "gguf" not in list_targets()
     assert find_target("gguf").is_language
@@ -269,7 +269,7 @@ def test_targets_of_language_models_are_a_list_of_their_own():
     ],
     ids=str,
 )
-def test_numbers_that_mean_nothing_are_refused(llama, tmp_path, options, says):
+def test_invalid_numbers_are_refused(llama, tmp_path, options, says):
     with pytest.raises(UsageError, match=says):
         deployed(llama, tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
@@ -290,20 +290,20 @@ def damaged(llama, folder, change):
     return folder, None
 
 
-def test_a_config_that_transformers_refuses_is_told_as_such(llama, tmp_path):
+def test_the_error_says_that_transformers_refuses_the_config(llama, tmp_path):
     source = damaged(llama, tmp_path / "source", {"num_attention_heads": 5})
     with pytest.raises(CaptureError, match="cannot make a language model"):
         deployed(source, tmp_path / "out")
 
 
-def test_what_fails_before_a_block_is_finished_leaves_nothing(llama, tmp_path):
+def test_a_failure_before_the_first_finished_block_leaves_no_files(llama, tmp_path):
     source = damaged(llama, tmp_path / "source", {"num_hidden_layers": 3})
     with pytest.raises(StoreError, match=r"has no model\.layers\.2\."):
         deployed(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_run_that_fails_leaves_the_users_own_folder(llama, tmp_path):
+def test_a_failed_run_does_not_delete_the_users_folder(llama, tmp_path):
     source = damaged(llama, tmp_path / "source", {"num_hidden_layers": 3})
     (tmp_path / "out").mkdir()
     with pytest.raises(StoreError, match=r"has no model\.layers\.2\."):
@@ -312,7 +312,7 @@ def test_a_run_that_fails_leaves_the_users_own_folder(llama, tmp_path):
 
 
 @pytest.mark.parametrize("finished", [0, 1])
-def test_a_full_disk_is_told_and_finished_blocks_stay(llama, tmp_path, monkeypatch, finished):
+def test_a_full_disk_is_reported_and_finished_blocks_are_kept_on_disk(llama, tmp_path, monkeypatch, finished):
     keep, stored = Checkpoint.store_piece, []
 
     def full(self, *args):
@@ -345,7 +345,7 @@ scalepoint.deploy_checkpoint(source, output, data=[long], length=long.shape[1], 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
-def test_memory_that_runs_out_is_told_and_leaves_nothing(llama, tmp_path):
+def test_running_out_of_memory_is_reported_and_leaves_no_files(llama, tmp_path):
     """The mask of 100,000 tokens takes 10 GB."""
     source, _ = damaged(llama, tmp_path / "source", {"max_position_embeddings": 100_000})
     command = [*warm(), "-c", LIMITED, str(source), str(tmp_path / "out")]

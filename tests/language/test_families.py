@@ -28,7 +28,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS])
-def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, kind):
+def test_the_simulation_of_a_tuned_model_equals_its_weights(tmp_path, monkeypatch, kind):
     quantized = {}
 
     def write(checkpoint, path):
@@ -58,7 +58,7 @@ def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, k
     assert set(quantized) >= {name for name in layers if name.endswith("proj.weight")}
 
 
-def test_what_a_format_cannot_hold_stays_float(tmp_path):
+def test_a_layer_that_the_format_cannot_store_stays_float(tmp_path):
     save_model("qwen3_moe", tmp_path / "source")
     config = {"weight": {"n_bits": 4, "block_size": 8}}
     done = deploy_checkpoint(
@@ -92,7 +92,7 @@ def tokens_of(count):
 
 
 @pytest.mark.parametrize("kind", ["cohere", pytest.param("cohere2", marks=pytest.mark.slow)])
-def test_weights_that_the_graph_reads_far_from_where_it_names_them_are_there(tmp_path, kind):
+def test_weights_are_loaded_also_if_the_graph_reads_them_in_a_later_piece(tmp_path, kind):
     """Norms of Cohere are arithmetic on a parameter, which stands at the head of the graph."""
     model, tokens = write_model(kind, tmp_path / "m", head_dim=16), tokens_of(4)
     done = deploy_checkpoint(
@@ -122,7 +122,7 @@ def test_a_family_whose_packed_weights_transformers_cannot_load_is_refused_befor
         pytest.param("ort-genai", marks=pytest.mark.slow),
     ],
 )
-def test_a_head_of_its_own_is_kept_where_the_config_ties_it(tmp_path, target):
+def test_an_untied_head_is_written_even_if_the_config_says_that_it_is_tied(tmp_path, target):
     runtime = find_runtime(find_target(target).runtime)
     if not runtime.is_installed:
         pytest.skip(f"{runtime.name} is not installed")

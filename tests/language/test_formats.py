@@ -25,7 +25,7 @@ LEAST = {"transformers": 40, "ort-genai": 25, "llamacpp": 20}  # kernels of the 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case == "compressed-tensors" else SLOW) for case in CASES]
 )
-def test_a_runtime_computes_what_was_simulated(llama, tmp_path, case):
+def test_the_runtime_agrees_with_the_simulation(llama, tmp_path, case):
     folder, _ = llama
     target = case.partition(" ")[0]
     runtime = find_runtime(find_target(target).runtime)
@@ -48,7 +48,7 @@ def test_a_runtime_computes_what_was_simulated(llama, tmp_path, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["gptq", "awq"])
-def test_what_no_runtime_here_reads_is_written_and_told(llama, tmp_path, target):
+def test_a_file_that_no_installed_runtime_reads_is_written_with_a_note(llama, tmp_path, target):
     folder, _ = llama
     done = deploy_checkpoint(
         folder, tmp_path / "out", target=target, data=folder / "calibration.txt", accuracy="fast",
@@ -59,7 +59,7 @@ def test_what_no_runtime_here_reads_is_written_and_told(llama, tmp_path, target)
 
 
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "awq"])
-def test_blocks_are_as_large_as_the_layers_allow_unless_asked(llama, tmp_path, target):
+def test_blocks_are_by_default_as_large_as_the_layers_allow(llama, tmp_path, target):
     folder, _ = llama  # of 64 inputs: the target's blocks of 128 do not divide them
     done = prepare_checkpoint_job(folder, tmp_path / "out", target=target, config=None, values={"accuracy": "fast"})
     assert done.config.spec_for("weight", (), ()).granularity.block_size == 64

@@ -111,14 +111,14 @@ def test_the_bits_of_a_weight_are_those_of_the_file(narrow, tmp_path, target, na
         ("ort-genai", {"n_bits": 3, "block_size": 32}, "4-bit codes"),
     ],
 )
-def test_codes_in_a_wider_container_are_told(narrow, tmp_path, target, weight, says):
+def test_codes_that_are_stored_in_more_bits_are_reported(narrow, tmp_path, target, weight, says):
     done = fast(narrow, tmp_path / "out", target, weight)
     assert any(says in warning for warning in done.report.warnings)
     assert says in "\n".join(done.report.summary())
     assert done.report.language.bits > 4.5
 
 
-def test_codes_that_have_whole_super_blocks_are_not_told(folder, tmp_path):
+def test_codes_that_fill_super_blocks_are_not_reported(folder, tmp_path):
     done = fast(folder, tmp_path / "m.gguf", "gguf", {"n_bits": 3, "block_size": 32})
     assert done.report.warnings == ()
 

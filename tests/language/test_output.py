@@ -68,7 +68,7 @@ def test_an_output_that_contains_the_text_is_refused(source, tmp_path, name):
 @pytest.mark.parametrize(
     "target", ["gptq", *(pytest.param(name, marks=pytest.mark.slow) for name in (*FOLDERS, "gguf") if name != "gptq")]
 )
-def test_files_of_others_are_refused_and_stay_when_forced(llama, tmp_path, target):
+def test_foreign_files_are_refused_and_not_deleted_with_force(llama, tmp_path, target):
     out = tmp_path / "out"
     (out / "deep").mkdir(parents=True)
     mine = {"mine.txt": b"precious", "deep/model.safetensors": b"other weights", ".tmp-7-mine": b"of another program"}
@@ -86,7 +86,7 @@ def test_files_of_others_are_refused_and_stay_when_forced(llama, tmp_path, targe
                                       ".scalepoint-files.json"}  # fmt: skip
 
 
-def test_files_of_others_do_not_count_as_what_was_written(llama, tmp_path):
+def test_foreign_files_do_not_count_as_written_files(llama, tmp_path):
     fresh = deployed(llama[0], tmp_path / "fresh").report.language
     (tmp_path / "out").mkdir()
     save_file({"lora": torch.zeros(500_000)}, tmp_path / "out" / "adapter.safetensors")
@@ -95,7 +95,7 @@ def test_files_of_others_do_not_count_as_what_was_written(llama, tmp_path):
 
 
 @pytest.mark.slow
-def test_files_of_an_earlier_run_go_unless_they_were_changed(llama, tmp_path):
+def test_unchanged_files_of_an_earlier_run_are_deleted(llama, tmp_path):
     out = tmp_path / "out"
     deployed(llama[0], out, "ort-genai")
     before = set(contents(out))
@@ -122,7 +122,7 @@ def test_a_link_in_the_output_is_refused(llama, tmp_path, name):
     assert (tmp_path / "elsewhere").read_text() == "mine"
 
 
-def test_a_link_in_the_place_of_the_work_folder_is_refused(llama, tmp_path):
+def test_a_work_folder_that_is_a_link_is_refused(llama, tmp_path):
     (tmp_path / "elsewhere" / "tuning").mkdir(parents=True)
     (tmp_path / "elsewhere" / "tuning" / "mine").write_text("mine")
     (tmp_path / ".out.work").symlink_to(tmp_path / "elsewhere")
@@ -133,7 +133,7 @@ def test_a_link_in_the_place_of_the_work_folder_is_refused(llama, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gguf_file_that_is_there_is_refused_unless_forced(llama, tmp_path):
+def test_an_existing_gguf_file_is_refused_without_force(llama, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"mine")
     with pytest.raises(UsageError, match=r"model\.gguf already exists.*force=True"):
@@ -173,7 +173,7 @@ def test_an_hf_folder_is_an_input_of_the_command_line(source, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_what_somebody_put_into_the_work_folder_stays(llama, tmp_path):
+def test_foreign_files_in_the_work_folder_are_not_deleted(llama, tmp_path):
     (tmp_path / ".out.work").mkdir()
     (tmp_path / ".out.work" / "mine").write_text("mine")
     deployed(llama[0], tmp_path / "out")
@@ -197,7 +197,7 @@ def stopping(monkeypatch, error, after):
 
 
 @pytest.mark.parametrize("blocks", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_is_interrupted_before_a_block_is_finished_leaves_nothing(llama, tmp_path, monkeypatch, blocks):
+def test_an_interrupt_before_the_first_finished_block_leaves_no_files(llama, tmp_path, monkeypatch, blocks):
     stopping(monkeypatch, Stopped(), blocks)
     with pytest.raises(Stopped):
         deployed(llama[0], tmp_path / "out")
@@ -219,7 +219,7 @@ def test_an_unfinished_run_is_refused_unless_resumed_or_forced(llama, tmp_path, 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_not_a_number_leaves_nothing_to_go_on_from(llama, tmp_path):
+def test_a_run_that_fails_with_nan_cannot_be_resumed(llama, tmp_path):
     """Going on would end the same way."""
     shutil.copytree(llama[0], tmp_path / "in")
     tensors = load_file(tmp_path / "in" / "model.safetensors")
@@ -231,7 +231,7 @@ def test_not_a_number_leaves_nothing_to_go_on_from(llama, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_full_disk_is_told_with_what_is_needed_and_how_to_go_on(llama, tmp_path, monkeypatch):
+def test_the_error_for_a_full_disk_says_how_much_is_needed_and_how_to_resume(llama, tmp_path, monkeypatch):
     stopping(monkeypatch, OSError(28, os.strerror(28)), 1)
     with pytest.raises(StoreError, match=r"No space left.*needs .*[\d,]+ bytes.*resume=True"):
         deployed(llama[0], tmp_path / "out")

@@ -43,7 +43,7 @@ def as_bfloat16(folder, path):
     return path
 
 
-def test_scales_a_token_are_rounded_without_text_and_stored_ones_are_not(llama, tmp_path):
+def test_without_text_scales_per_token_are_allowed_and_stored_scales_are_not(llama, tmp_path):
     folder, _ = llama
     done = {}
     for name, (weight, activation) in list(SCHEMES.items())[:2]:
@@ -57,7 +57,7 @@ def test_scales_a_token_are_rounded_without_text_and_stored_ones_are_not(llama, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformers_computes_what_was_simulated(llama, tmp_path, scheme):
+def test_transformers_agrees_with_the_simulation(llama, tmp_path, scheme):
     folder, _ = llama
     folder = as_bfloat16(folder, tmp_path / "in") if "fp4" in scheme else folder
     weight, activation = SCHEMES[scheme]

@@ -60,7 +60,7 @@ def test_a_lower_perplexity_is_an_improvement_in_every_place_that_shows_it(llama
     assert row.mood == "better"
 
 
-def test_a_missing_runtime_is_an_error_before_any_work_unless_it_may_be_unverified(llama, tmp_path, monkeypatch):
+def test_a_missing_runtime_is_an_error_before_any_work_without_allow_departure(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(Runtime, "is_installed", False)
     with pytest.raises(VerificationError, match="transformers is not installed"):
         deployed(llama, tmp_path / "out")
@@ -73,7 +73,7 @@ def test_a_missing_runtime_is_an_error_before_any_work_unless_it_may_be_unverifi
     assert not deployed(llama, tmp_path / "unasked", verify=False).report.language.status
 
 
-def test_a_file_that_computes_something_else_is_an_error_unless_allowed(llama, tmp_path, monkeypatch):
+def test_a_file_that_departs_is_an_error_without_allow_departure(llama, tmp_path, monkeypatch):
     use_format(monkeypatch, lambda weight: weight.roll(1, 0))
     with pytest.raises(VerificationError, match="allow_departure=True") as error:
         deployed(llama, tmp_path / "out")
@@ -82,7 +82,7 @@ def test_a_file_that_computes_something_else_is_an_error_unless_allowed(llama, t
 
 
 @pytest.mark.slow
-def test_a_file_that_departs_is_returned_where_that_is_allowed(llama, tmp_path, monkeypatch):
+def test_a_file_that_departs_is_returned_with_allow_departure(llama, tmp_path, monkeypatch):
     use_format(monkeypatch, lambda weight: weight.roll(1, 0))
     done = deployed(llama, tmp_path / "out", allow_departure=True)
     assert done.report.language.status == "departs"
@@ -91,7 +91,7 @@ def test_a_file_that_departs_is_returned_where_that_is_allowed(llama, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("more", "code"), [([], 4), (["--allow-departure"], 0)], ids=["refused", "allowed"])
-def test_the_command_ends_by_what_is_allowed(llama, tmp_path, monkeypatch, capsys, more, code):
+def test_the_exit_code_depends_on_allow_departure(llama, tmp_path, monkeypatch, capsys, more, code):
     use_format(monkeypatch, lambda weight: weight.roll(1, 0))
     config = tmp_path / "config.yaml"
     config.write_text("quantization: {weight: {n_bits: 4, block_size: 32}}\nlength: 32\naccuracy: fast\n")
@@ -117,7 +117,7 @@ def test_a_file_that_its_runtime_cannot_load_is_an_error(llama, tmp_path, monkey
         deployed(llama, tmp_path / "out")
 
 
-def test_a_perplexity_that_is_no_number_is_an_error():
+def test_a_nan_perplexity_is_an_error():
     tokens = [torch.arange(8)[None]]
     with pytest.raises(NonFiniteError, match="NaN"):
         perplexity(lambda batch: torch.full((1, 8, 10), torch.nan), tokens)
@@ -149,7 +149,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("case", DAMAGES)
 @pytest.mark.parametrize("judge", [True, False])
-def test_a_weight_that_is_no_number_is_refused_by_name(llama, tmp_path, case, judge):
+def test_a_weight_with_nan_is_refused_by_name(llama, tmp_path, case, judge):
     name, change = DAMAGES[case]
     source = damaged(llama, tmp_path / "source", name, change)
     more = {} if judge else {"judge": None}
@@ -161,7 +161,7 @@ def test_a_weight_that_is_no_number_is_refused_by_name(llama, tmp_path, case, ju
 
 
 @pytest.mark.parametrize("more", [{"accuracy": "balanced"}, {"accuracy": "fast"}], ids=str)
-def test_values_that_overflow_are_an_error_that_advises_what_exists(llama, tmp_path, more):
+def test_the_error_for_an_overflow_suggests_existing_options(llama, tmp_path, more):
     def huge(value):
         return torch.full_like(value, 3e38)
 
@@ -172,7 +172,7 @@ def test_values_that_overflow_are_an_error_that_advises_what_exists(llama, tmp_p
     assert "on_nan" not in str(error.value)
 
 
-def test_the_size_names_the_type_it_is_compared_with_and_nothing_measured_is_said_so(llama, tmp_path):
+def test_the_report_names_the_type_of_the_float_size_and_says_if_nothing_was_measured(llama, tmp_path):
     done = deployed(llama, tmp_path / "out", judge=None)
     text = "\n".join(done.report.summary())
     assert "smaller than the float32 checkpoint" in text

@@ -32,7 +32,7 @@ def test_tokens_are_cut_and_counted_as_text_is(llama, shapes, length, count, siz
     assert torch.equal(sequences[0][0], data[0].reshape(-1, data[0].shape[-1])[0, : sizes[0]])
 
 
-def test_a_run_reads_no_more_tokens_than_it_is_asked_for(llama, tmp_path):
+def test_a_run_reads_only_as_many_tokens_as_requested(llama, tmp_path):
     torch.manual_seed(0)
     rows = torch.randint(0, 320, (64, 48))
     done = deploy_checkpoint(
@@ -49,7 +49,7 @@ def test_a_run_reads_no_more_tokens_than_it_is_asked_for(llama, tmp_path):
 
 
 @pytest.mark.parametrize("data", [[torch.arange(32)[None]], "text"], ids=["tokens", "text"])
-def test_one_sequence_does_not_both_calibrate_and_judge(llama, tmp_path, data):
+def test_no_sequence_is_used_for_both_calibration_and_evaluation(llama, tmp_path, data):
     if data == "text":
         data = tmp_path / "short.txt"
         data.write_text("the cat sees the dog , and then it sleeps . " * 4)
@@ -59,7 +59,7 @@ def test_one_sequence_does_not_both_calibrate_and_judge(llama, tmp_path, data):
 
 
 @pytest.mark.parametrize("tokens", [torch.zeros(1, 1).long(), torch.zeros(4), torch.zeros(1, 1, 4).long(), "a"])
-def test_tokens_that_are_no_sequence_are_refused(llama, tokens):
+def test_tokens_that_are_not_a_sequence_are_refused(llama, tokens):
     with pytest.raises(UsageError, match="integer tensors"):
         load_text(llama, [tokens], length=8, count=2)
 

@@ -19,7 +19,7 @@ def test_a_hadamard_matrix_has_signs_and_orthogonal_rows(size):
 
 
 @pytest.mark.parametrize("size", WITHOUT)
-def test_sizes_that_have_none_here_say_so(size):
+def test_sizes_without_a_rotation_are_an_error(size):
     assert make_hadamard(size) is None
 
 
@@ -32,7 +32,7 @@ def test_a_rotation_is_orthogonal(size, keeps_mean):
 
 
 @pytest.mark.parametrize("size", [2, 7, 16, 36, 50, 384])
-def test_the_mean_is_kept_where_asked(size):
+def test_the_mean_is_preserved_on_request(size):
     ones = torch.ones(size, dtype=torch.float64)
     r = make_rotation(size, keeps_mean=True)
     torch.testing.assert_close(r @ ones, ones, rtol=0, atol=1e-12)
@@ -46,7 +46,7 @@ def test_an_outlier_is_spread_over_all_channels():
     assert float((x @ make_rotation(384, keeps_mean=True)).abs().max()) < 3 * 100 / 384**0.5
 
 
-def test_the_seed_alone_decides():
+def test_the_rotation_depends_on_the_seed_only():
     assert torch.equal(make_rotation(12, 3), make_rotation(12, 3))
     assert not torch.equal(make_rotation(12, 3), make_rotation(12, 4))
     assert not torch.equal(make_rotation(7, 3), make_rotation(7, 4))

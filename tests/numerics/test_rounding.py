@@ -143,7 +143,7 @@ def test_rounding_in_place_with_a_scratch_gives_the_same(dtype):
     assert torch.equal(bits(work), bits(expected))
 
 
-def test_without_out_the_input_is_left_alone():
+def test_without_out_the_input_does_not_change():
     x = torch.tensor([0.3, 5.1])
     round_to_float(x, get_format(FP4))
     assert x.tolist() == torch.tensor([0.3, 5.1]).tolist()

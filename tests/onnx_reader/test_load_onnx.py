@@ -272,7 +272,7 @@ def test_loops_of_known_length_are_unrolled():
     torch.testing.assert_close(graph(torch.ones(2)), torch.full((2,), 8.0))
 
 
-def test_inputs_whose_names_are_no_identifiers_get_one():
+def test_inputs_whose_names_are_not_identifiers_get_one():
     model = model_of("net (float[2] x) => (float[2] y) { y = Relu(x) }")
     model.graph.input[0].name = model.graph.node[0].input[0] = "serving default:0"
     loaded = scalepoint.load_onnx(model)
@@ -304,7 +304,7 @@ def test_layers_have_the_names_of_modules_that_the_exporter_notes_even_if_their_
     assert names == ["encoder.query", "encoder.key"]
 
 
-def test_a_half_precision_file_is_computed_in_float32_unless_asked():
+def test_a_half_precision_file_is_computed_in_float32_by_default():
     weight = random(4, 3).astype(np.float16)
     model = model_of("net (float16[2, 4] x) => (float16[2, 3] y) { y = MatMul(x, w) }", w=weight)
     x = torch.randn(2, 4)

@@ -37,7 +37,7 @@ def shifted(model):
     return [module.bias_shift is not None for module in model.modules() if isinstance(module, QuantizedLayer)]
 
 
-def test_four_bits_are_balanced_unless_told(net, data, tmp_path):
+def test_the_default_accuracy_of_4_bits_is_balanced(net, data, tmp_path):
     done = deployed(net, data, tmp_path / "balanced")
     assert [layer.name for layer in done.tuned.layers] == ["0", "2", "4"]
     assert all(layer.moved > 0 for layer in done.tuned.layers)
@@ -50,14 +50,14 @@ def test_four_bits_are_balanced_unless_told(net, data, tmp_path):
     assert errors[0] < 0.5 * errors[1]
 
 
-def test_eight_bits_are_rounded_unless_asked(net, data, tmp_path):
+def test_weights_of_8_bits_are_only_rounded_by_default(net, data, tmp_path):
     assert deployed(net, data, tmp_path / "plain", config=None).tuned is None
     tuned = deployed(net, data, tmp_path / "asked", config=None, accuracy="balanced")
     assert len(tuned.tuned.layers) == 3
 
 
 @pytest.mark.slow
-def test_what_was_tuned_is_resumed(net, data, tmp_path):
+def test_tuning_is_resumed(net, data, tmp_path):
     class Stop(KeyboardInterrupt):
         pass
 
@@ -74,7 +74,7 @@ def test_what_was_tuned_is_resumed(net, data, tmp_path):
     assert done.path.read_bytes() == fresh.path.read_bytes()
 
 
-def test_without_data_nothing_is_chosen():
+def test_without_data_nothing_is_tuned():
     linear = nn.Sequential(nn.Linear(32, 32)).eval()
     model = quantize(linear, torch.randn(2, 32), QuantConfig.weight_only("int4", block_size=32))
     assert choose_tuning(model, None, has_data=False) is None
@@ -90,7 +90,7 @@ def test_data_that_cannot_be_read_again_is_refused_before_capture(tmp_path, monk
     assert not (tmp_path / "out").exists()
 
 
-def test_another_word_is_refused(net, data, tmp_path):
+def test_an_unknown_accuracy_is_refused(net, data, tmp_path):
     with pytest.raises(UsageError, match="'fast', 'balanced' or 'best'"):
         deployed(net, data, tmp_path, accuracy="beste")
 

@@ -49,7 +49,7 @@ def bits(net, data, tmp_path_factory):
     return deployed(net, data, folder, budget=Budget(bits=5), choices=("int4", "int8")), folder
 
 
-def test_bits_are_given_where_they_remove_most_error(bits):
+def test_layers_where_it_removes_most_error_get_more_bits(bits):
     done, _ = bits
     allocation = done.allocation
     assert widths(done.model) == {layer.name: int(layer.chosen[3:]) for layer in allocation.layers}
@@ -80,7 +80,7 @@ def test_the_report_shows_precision_front_and_tuning(bits):
     assert "bits per weight, 5 allowed" in "\n".join(report.summary())
 
 
-def test_a_budget_of_size_holds_for_the_file(net, data, tmp_path):
+def test_the_file_is_within_a_size_budget(net, data, tmp_path):
     """The file holds more than weights: the first is too large, and tells by how much."""
     done = deployed(net, data, tmp_path, budget="size=0.25")
     share = done.path.stat().st_size / done.float_path.stat().st_size
@@ -89,7 +89,7 @@ def test_a_budget_of_size_holds_for_the_file(net, data, tmp_path):
     assert len(done.trials) == 1
 
 
-def test_a_file_that_stays_too_large_is_kept_with_a_warning(net, data, tmp_path, monkeypatch):
+def test_a_file_that_is_too_large_is_written_with_a_warning(net, data, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "MAX_SIZE_TRIALS", 1)
     with pytest.warns(ScalepointWarning, match=r"budget: .*more than the requested 0\.3.*0\.\d+ of it is not weights"):
         done = deployed(net, data, tmp_path, budget="size=0.3")
@@ -106,18 +106,18 @@ def test_a_file_that_stays_too_large_is_kept_with_a_warning(net, data, tmp_path,
     ],
     ids=["with max_drop", "no budget", "no format", "one word"],
 )
-def test_what_makes_no_sense_is_refused(net, data, tmp_path, options, why):
+def test_an_invalid_budget_is_refused(net, data, tmp_path, options, why):
     with pytest.raises((UsageError, ConfigError), match=why):
         deployed(net, data, tmp_path, **options)
 
 
-def test_data_that_comes_once_is_refused(net, data, tmp_path):
+def test_an_iterator_is_refused(net, data, tmp_path):
     with raises(UsageError, "budget=", "iterator"):
         scalepoint.deploy(net, data[0], iter(data), budget=Budget(bits=5), output=tmp_path)
 
 
 @pytest.mark.slow
-def test_what_was_measured_is_resumed_and_another_choice_measured_anew(net, data, tmp_path, monkeypatch):
+def test_measurements_are_resumed_and_measured_again_for_other_choices(net, data, tmp_path, monkeypatch):
     counts = []
     measure = allocation.measure_widths
     monkeypatch.setattr(allocation, "measure_widths", lambda *a, **k: counts.append(1) or measure(*a, **k))
@@ -143,7 +143,7 @@ def test_what_was_measured_is_resumed_and_another_choice_measured_anew(net, data
     assert len(counts) == 2
 
 
-def test_weights_alone_need_no_data(tmp_path):
+def test_a_weight_only_config_needs_no_data(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
     config = QuantConfig.weight_only("int4", block_size=32)
@@ -154,7 +154,7 @@ def test_weights_alone_need_no_data(tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["budget", "max_drop"])
-def test_a_net_that_ends_in_a_quantized_convolution_is_measured_too(net, data, tmp_path, limit):
+def test_a_net_that_ends_in_a_quantized_convolution_is_measured(net, data, tmp_path, limit):
     """The default target quantizes the output of the last layer: a quantizer that the output alone reads."""
     options = {"budget": "bits=8"} if limit == "budget" else {"max_drop": 1e-9, "max_trials": 3}
     expected = net(data[0])

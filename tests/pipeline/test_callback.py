@@ -31,7 +31,7 @@ def test_every_phase_starts_and_ends_once_in_order(recorded_run):
     assert counted == [1, 2, 3]
 
 
-def test_numbers_and_files_are_told(recorded_run):
+def test_the_callback_gets_numbers_and_files(recorded_run):
     done, heard, folder = recorded_run
     numbers = {event.name: event.value for event in heard if event.kind == "metric"}
     assert (numbers["float score"], numbers["score"]) == (0.5, 0.5)
@@ -40,7 +40,7 @@ def test_numbers_and_files_are_told(recorded_run):
     assert {str(folder / "report.html"), str(done.path)} <= files
 
 
-def test_a_notebook_shows_the_result_inert(recorded_run):
+def test_a_notebook_shows_the_result_without_scripts(recorded_run):
     done, _, _ = recorded_run
     page = done._repr_html_()
     assert "Sequential" in page

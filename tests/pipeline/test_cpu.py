@@ -29,7 +29,7 @@ def deploy(folder, **options):
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 @pytest.mark.filterwarnings("ignore:.*VNNI")
-def test_a_file_for_another_cpu_says_so_when_it_is_verified(tmp_path, target):
+def test_verification_notes_that_the_file_is_for_another_cpu(tmp_path, target):
     done = deploy(tmp_path, target=target, cpu=OTHER)
     assert find_format("onnx").about(done.path).made_for["cpu"] == OTHER
     assert f"cpu {OTHER}; verified on another CPU, {HERE}" in done.verification.origin
@@ -37,13 +37,13 @@ def test_a_file_for_another_cpu_says_so_when_it_is_verified(tmp_path, target):
     assert DeployConfig.from_file(tmp_path / "config.yaml").cpu == OTHER
 
 
-def test_the_file_of_this_cpu_needs_no_word(tmp_path):
+def test_a_file_for_this_cpu_has_no_note(tmp_path):
     done = deploy(tmp_path, cpu=HERE)
     assert "another CPU" not in str(done.verification)
     assert find_format("onnx").about(done.path).made_for["cpu"] == HERE
 
 
-def test_an_automatic_choice_is_told_in_one_line_and_kept(tmp_path, capsys):
+def test_an_automatic_choice_is_printed_in_one_line_and_recorded(tmp_path, capsys):
     deploy(tmp_path / "auto", progress=True)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cpu: ")]
     assert f"--cpu {OTHER}" in line
@@ -59,7 +59,7 @@ def test_a_target_of_another_package_may_have_an_option_of_the_same_name(tmp_pat
     assert DeployConfig.from_file(tmp_path / "config.yaml").cpu == "auto"
 
 
-def test_what_cannot_be_chosen_is_refused_before_any_work(tmp_path):
+def test_an_invalid_cpu_is_refused_before_any_work(tmp_path):
     with pytest.raises(UsageError, match="did you mean 'avx2'"):
         deploy(tmp_path, cpu="avx-2")
     with raises(UsageError, "cpu=", "'tensorrt'"):
@@ -71,7 +71,7 @@ def test_what_cannot_be_chosen_is_refused_before_any_work(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*VNNI")
-def test_a_run_that_goes_on_for_another_cpu_is_made_again(tmp_path):
+def test_a_run_that_is_resumed_for_another_cpu_starts_again(tmp_path):
     def fail(run):
         raise RuntimeError("no metric")
 

@@ -115,7 +115,7 @@ class TestDeploy:
         assert deployment.float_score == 0
         assert -0.1 < deployment.score < 0
 
-    def test_the_folder_holds_all_and_nothing_half_written(self, done):
+    def test_the_folder_contains_complete_files_only(self, done):
         deployment, _, folder = done
         names = {path.name for path in folder.iterdir()}
         baseline = deployment.verification.latency.baseline_file
@@ -132,7 +132,7 @@ class TestDeploy:
         assert "size" in text
         assert "speed" in text
 
-    def test_what_was_saved_is_what_was_deployed(self, done, model, data):
+    def test_the_saved_model_equals_the_deployed_one(self, done, model, data):
         deployment, _, folder = done
         again = scalepoint.load(folder / "quantized", model, data[0][:1])
         with torch.no_grad():
@@ -149,7 +149,7 @@ def test_batches_with_nan_can_be_left_out(model, data, tmp_path):
     assert done.verification.holds
 
 
-def test_data_of_unknown_length_will_do(model, data, tmp_path):
+def test_data_of_unknown_length_is_accepted(model, data, tmp_path):
     """A loader has a length by its type, and an error where its dataset has none."""
 
     class Stream(IterableDataset):
@@ -161,7 +161,7 @@ def test_data_of_unknown_length_will_do(model, data, tmp_path):
     assert done.tuned.layers
 
 
-def test_a_smoke_run_leaves_away_what_only_measures(model, data, tmp_path, monkeypatch):
+def test_a_smoke_run_measures_nothing(model, data, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("scalepoint.pipeline.build_report.compare", lambda *_, **__: calls.append("compare"))
     monkeypatch.setattr("scalepoint.pipeline.build_report.histograms", lambda *_, **__: calls.append("histograms"))
@@ -192,7 +192,7 @@ class Nested(nn.Module):
         return {"y": self.layer(x), "none": None, "text": "a word", "more": [self.layer(x).sum(1), None]}
 
 
-def test_a_metric_sees_the_models_own_structure_with_its_nones(tmp_path):
+def test_the_metric_gets_outputs_with_the_models_structure_and_nones(tmp_path):
     x = torch.randn(2, 8)
 
     def metric(run):
@@ -205,7 +205,7 @@ def test_a_metric_sees_the_models_own_structure_with_its_nones(tmp_path):
     assert done.report.accuracy[0].where == "runtime"
 
 
-def test_a_metric_that_is_nan_for_the_file_gets_a_word(model, data, tmp_path):
+def test_a_metric_that_is_nan_for_the_file_is_reported(model, data, tmp_path):
     def evaluate(run):
         return 0.5 if run is model else math.nan
 
@@ -214,7 +214,7 @@ def test_a_metric_that_is_nan_for_the_file_gets_a_word(model, data, tmp_path):
     assert math.isnan(done.score)
 
 
-def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatch):
+def test_external_weights_are_written_with_the_file_and_old_ones_deleted(tmp_path, monkeypatch):
     """A model of more than 2 GB has its weights in files of their own; here everything counts as that large."""
     monkeypatch.setattr(save, "MAX_SINGLE_FILE_BYTES", 100)
     x = torch.randn(2, 64)
@@ -233,7 +233,7 @@ def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatc
         assert torch.nn.functional.cosine_similarity(run(x), net(x)).min() > 0.99
 
 
-def test_of_a_model_in_train_mode_what_is_deployed_is_in_eval(model, data, tmp_path):
+def test_a_model_in_train_mode_is_deployed_in_eval_mode(model, data, tmp_path):
     train_model = copy.deepcopy(model).train()
     done = scalepoint.deploy(train_model, data[0], data, output=tmp_path, smoke=True)
     assert train_model.training
@@ -256,7 +256,7 @@ class Speech(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["list", "iterator", "function", "by name"])
-def test_data_of_sizes_that_the_file_will_not_take_is_told_of(form, tmp_path):
+def test_data_with_sizes_that_the_file_does_not_accept_causes_a_warning(form, tmp_path):
     batches = [torch.randn(count, 8, length) for count, length in ((3, 41), (2, 17))]
     options = {
         "list": batches,
@@ -268,7 +268,7 @@ def test_data_of_sizes_that_the_file_will_not_take_is_told_of(form, tmp_path):
         scalepoint.deploy(Speech().eval(), torch.randn(2, 8, 30), options[form], output=tmp_path, smoke=True)
 
 
-def test_other_batches_and_lengths_of_tokens_are_free_and_not_told_of(tmp_path):
+def test_other_batch_sizes_and_token_counts_cause_no_warning(tmp_path):
     batches = [(torch.randn(n, 8, 30), torch.randint(0, 9, (n, length))) for n, length in ((2, 5), (3, 7))]
     with warnings.catch_warnings():
         warnings.simplefilter("error", ScalepointWarning)
@@ -292,7 +292,7 @@ class TestRefused:
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize("value", [None, "high", torch.zeros(2)])
-    def test_a_metric_that_is_no_number(self, model, data, tmp_path, value):
+    def test_a_metric_that_returns_no_number(self, model, data, tmp_path, value):
         with pytest.raises(UsageError, match="one number"):
             scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=lambda run: value, progress=False)
 
@@ -314,7 +314,7 @@ class TestRefused:
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
-    def test_a_value_that_makes_no_sense_before_any_work(self, model, data, tmp_path, options, message):
+    def test_invalid_values_are_refused_before_any_work(self, model, data, tmp_path, options, message):
         with pytest.raises(ScalepointError, match=message):
             scalepoint.deploy(model, data[0], data, output=tmp_path / "out", **options)
         assert not (tmp_path / "out").exists()
@@ -330,7 +330,7 @@ class TestRefused:
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize("bad_example", ["a loader", "a shape"])
-    def test_an_example_without_a_tensor_gets_the_way_to_one(self, model, data, tmp_path, bad_example):
+    def test_the_error_for_an_example_without_a_tensor_says_what_to_pass(self, model, data, tmp_path, bad_example):
         example = DataLoader(data) if bad_example == "a loader" else tuple(data[0].shape)
         with raises(CaptureError, "no tensor", "next(iter(loader))"):
             scalepoint.deploy(model, example, data, output=tmp_path)
@@ -348,12 +348,12 @@ class TestRefused:
     @pytest.mark.parametrize(
         "batch", [torch.randn(2, 9), torch.ones(2, 8, dtype=torch.long)], ids=["another size", "another type"]
     )
-    def test_data_that_is_unlike_the_example(self, batch, tmp_path):
+    def test_data_that_differs_from_the_example(self, batch, tmp_path):
         model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
         with raises(CalibrationError, "batch 1", "unlike the example", "captured"):
             scalepoint.deploy(model, x, [x, batch], output=tmp_path / "out", progress=False)
 
-    def test_a_folder_whose_name_is_no_text(self, model, data, tmp_path):
+    def test_a_folder_whose_name_is_not_text(self, model, data, tmp_path):
         with raises(UsageError, "cannot be encoded", "PYTHONUTF8=1"):
             scalepoint.deploy(model, data[0], data, output=tmp_path / "out\udcff", progress=False)
 
@@ -371,7 +371,7 @@ class TestConfigFile:
         config.to_file(tmp_path / name)
         assert DeployConfig.from_file(tmp_path / name) == config
 
-    def test_a_misspelt_key_names_the_nearest(self, tmp_path):
+    def test_the_error_for_a_misspelt_key_suggests_the_nearest(self, tmp_path):
         (tmp_path / "c.yaml").write_text("max_dorp: 1\n")
         with pytest.raises(ConfigError, match="max_drop"):
             DeployConfig.from_file(tmp_path / "c.yaml")
@@ -392,13 +392,13 @@ class TestConfigFile:
             lambda: scalepoint.deploy(nn.Linear(2, 2), torch.ones(1, 2), [], config={"weight": {"n_bits": 99}}),
         ],
     )
-    def test_a_field_that_cannot_be_is_an_error_of_ours(self, wrong):
+    def test_an_invalid_field_is_a_scalepoint_error(self, wrong):
         with pytest.raises(ScalepointError) as caught:
             wrong()
         assert "errors.pydantic.dev" not in str(caught.value)
 
     @pytest.mark.parametrize("text", ["- 1", "a: [", "\0"])
-    def test_what_is_no_config(self, tmp_path, text):
+    def test_values_that_are_not_a_config(self, tmp_path, text):
         (tmp_path / "c.yaml").write_text(text)
         with pytest.raises(DocumentError):
             DeployConfig.from_file(tmp_path / "c.yaml")
@@ -418,7 +418,7 @@ class TestStaticRules:
         assert "find no problem" in done.report.verdict()
         assert Report.from_json((tmp_path / "report.json").read_text()).findings == ()
 
-    def test_faults_are_told(self, tmp_path):
+    def test_findings_are_reported(self, tmp_path):
         x = torch.randn(2, 64)
         half = QuantConfig(overrides=(Override(name="0", weight="float"),))
         done = scalepoint.deploy(
@@ -434,7 +434,7 @@ class TestStaticRules:
         assert "find 1 problem" in done.report.verdict()
         assert "R09" in (tmp_path / "report.html").read_text()
 
-    def test_other_targets_have_none(self, tmp_path):
+    def test_other_targets_have_no_findings(self, tmp_path):
         x = torch.randn(2, 64)
         done = scalepoint.deploy(
             nn.Sequential(nn.Linear(64, 64)).eval(), x, [x], output=tmp_path, smoke=True, progress=False
@@ -464,7 +464,7 @@ def test_an_example_may_have_positional_and_keyword_inputs(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple", "iterator", "labels"])
-def test_an_input_that_the_data_has_and_the_example_lacks_is_named(tmp_path, kind):
+def test_an_input_that_only_the_data_has_is_named(tmp_path, kind):
     """Labels that follow the inputs are no input, whatever forward would take in their place."""
     torch.manual_seed(0)
     x, scale = torch.randn(4, 16), torch.rand(4, 16)
@@ -490,7 +490,7 @@ class OtherSelf(nn.Module):
         return this.linear(x)
 
 
-def test_the_first_argument_of_forward_is_no_input_whatever_its_name(tmp_path):
+def test_the_self_argument_of_forward_may_have_any_name(tmp_path):
     x = torch.randn(4, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -505,7 +505,7 @@ def a_call(folder, **options):
     return scalepoint.deploy(**{**arguments, **options})
 
 
-def test_an_error_of_the_metric_is_not_taken_for_a_lock(tmp_path):
+def test_an_os_error_of_the_metric_is_not_reported_as_a_locked_folder(tmp_path):
     def evaluate(run):
         raise BlockingIOError(11, "a socket of the metric has nothing to read")
 
@@ -513,7 +513,7 @@ def test_an_error_of_the_metric_is_not_taken_for_a_lock(tmp_path):
         a_call(tmp_path, evaluate=evaluate)
 
 
-def test_no_data_is_refused_at_once_where_it_is_needed(tmp_path):
+def test_missing_data_is_refused_before_any_work(tmp_path):
     class NeverRun(nn.Linear):
         def forward(self, x):
             raise AssertionError
@@ -525,12 +525,12 @@ def test_no_data_is_refused_at_once_where_it_is_needed(tmp_path):
 
 
 @pytest.mark.parametrize("value", [object(), {"inner": [object()]}, b"bytes", nn.Linear, len])
-def test_metadata_that_no_file_can_hold_is_refused(tmp_path, value):
+def test_metadata_that_cannot_be_stored_is_refused(tmp_path, value):
     with pytest.raises(UsageError, match="'a' contains"):
         a_call(tmp_path, metadata={"a": value})
 
 
-def test_an_empty_batch_is_told_without_an_option_that_deploy_lacks(tmp_path):
+def test_the_error_for_an_empty_batch_mentions_options_of_deploy_only(tmp_path):
     with pytest.raises(CalibrationError) as caught:
         a_call(tmp_path, calibration_data=[torch.empty(0, 16)], config={"speed_first": False})
     assert "is empty" in str(caught.value)

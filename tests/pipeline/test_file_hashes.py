@@ -113,7 +113,7 @@ def file_hash(case: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("case", fast(CASES, *(case for case in CASES if "executorch" not in case)))
-def test_a_file_has_the_bytes_that_it_had(case, tmp_path):
+def test_the_bytes_of_a_file_have_not_changed(case, tmp_path):
     assert file_hash(case, tmp_path) == HASHES[case]
 
 

@@ -38,7 +38,7 @@ class Tripling(nn.Linear):
 
 
 class TestModel:
-    def test_the_same_model_made_again_has_the_same_mark(self):
+    def test_a_model_that_is_built_again_has_the_same_fingerprint(self):
         assert fingerprint_model(net()) == fingerprint_model(net())
 
     @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ class TestModel:
         ],
         ids=["weight", "activation", "module"],
     )
-    def test_another_has_another(self, other):
+    def test_another_model_has_another_fingerprint(self, other):
         assert fingerprint_model(other()) != fingerprint_model(net())
 
-    def test_the_code_of_forward_counts(self):
+    def test_the_code_of_forward_changes_the_fingerprint(self):
         first, second = Doubling(2, 2), Tripling(2, 2)
         second.load_state_dict(first.state_dict())
         Tripling.__qualname__ = Doubling.__qualname__
@@ -62,7 +62,7 @@ class TestModel:
 
 
 class TestCode:
-    def test_what_a_function_does_counts(self):
+    def test_a_function_is_fingerprinted_by_its_code(self):
         def first(run):
             return run(1) + 2
 
@@ -73,7 +73,7 @@ class TestCode:
         assert fingerprint_code(first) == fingerprint_code(first)
         assert fingerprint_code(first) != fingerprint_code(second)
 
-    def test_a_wrapped_function_is_what_it_wraps(self):
+    def test_a_wrapped_function_has_the_fingerprint_of_the_inner_one(self):
         def metric(run):
             return 1.0
 
@@ -83,7 +83,7 @@ class TestCode:
 
         assert fingerprint_code(wrapping) == fingerprint_code(metric)
 
-    def test_objects_that_can_be_called_have_one_too(self):
+    def test_callable_objects_have_a_fingerprint(self):
         class Metric:
             def __call__(self, run):
                 return 1.0
@@ -91,7 +91,7 @@ class TestCode:
         assert fingerprint_code(Metric()) == fingerprint_code(Metric())
         assert fingerprint_code(functools.partial(max, 1))
 
-    def test_sets_in_the_code_and_addresses_count_as_what_they_hold(self):
+    def test_sets_and_addresses_in_code_do_not_change_the_fingerprint(self):
         """repr() of a set of strings follows the hash seed; numbers that collide show the same in one process."""
         code = compile("lambda kind: kind in {'a', 'b', 'c', 'd'}", "", "eval").co_consts[0]
         orders = [frozenset(order) for order in (range(0, 64, 8), range(56, -1, -8))]
@@ -115,13 +115,13 @@ class TestValues:
     def test_of_any_kind(self, value):
         assert fingerprint_tensors(value) == fingerprint_tensors(value)
 
-    def test_type_shape_and_bytes_count(self):
+    def test_type_shape_and_bytes_change_the_fingerprint(self):
         values = [torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.tensor([0, 0, 0, 1.0])]
         assert len({fingerprint_tensors(value) for value in values}) == 4
 
 
 class TestData:
-    def test_batches_are_marked_as_they_go_by(self):
+    def test_batches_are_fingerprinted_while_they_are_read(self):
         batches = [torch.full((2,), float(index)) for index in range(6)]
         looked = []
         recorded = DataSource(batches).with_fingerprint(looked.append)
@@ -132,14 +132,14 @@ class TestData:
         assert recorded.fingerprint() != DataSource(batches[:5]).fingerprint()
         assert recorded.fingerprint() != DataSource(batches[::-1]).fingerprint()
 
-    def test_what_is_read_once_or_is_no_data_is_left_alone(self):
+    def test_iterators_and_values_that_are_not_data_are_not_read(self):
         once = iter([torch.ones(1)])
         assert DataSource(once).fingerprint() is None
         assert len(list(once)) == 1
         for value in (torch.ones(2), {"a": 1}, "text", print, None):
             assert DataSource(value).with_fingerprint(print).data is value
 
-    def test_a_generator_function_is_marked_by_its_code(self):
+    def test_a_generator_function_is_fingerprinted_by_its_code(self):
         def loop(model):
             model(torch.ones(1))
 
@@ -163,7 +163,7 @@ def at_least(size):
 
 
 class TestTarget:
-    def test_it_is_the_same_every_time(self):
+    def test_the_fingerprint_of_a_target_is_reproducible(self):
         assert fingerprint_target(find_target("onnxruntime")) == fingerprint_target(find_target("onnxruntime"))
         assert fingerprint_target(onnxruntime_target(cpu="avx2")) != fingerprint_target(onnxruntime_target(cpu="vnni"))
 
@@ -196,11 +196,11 @@ class TestTarget:
             "options",
         ],
     )
-    def test_whatever_it_declares_counts(self, change):
+    def test_every_declaration_of_a_target_changes_its_fingerprint(self, change):
         target = onnxruntime_target(cpu="avx2")
         assert fingerprint_target(replace(target, **change)) != fingerprint_target(target)
 
-    def test_what_a_rule_was_made_with_counts(self):
+    def test_the_arguments_of_a_rule_change_the_fingerprint(self):
         target = find_target("onnxruntime")
         rules = (at_least(3), at_least(4), never, always)
         marks = {fingerprint_target(replace(target, rules=(rule,))) for rule in rules}

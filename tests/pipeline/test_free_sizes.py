@@ -145,7 +145,7 @@ def test_the_file_runs_at_any_size_as_simulated(done, size):
     assert (output - expected).square().sum() <= 1e-4 * expected.square().sum()
 
 
-def test_what_is_kept_keeps_the_free_axes(done, segments, pictures):
+def test_a_saved_model_has_the_free_axes(done, segments, pictures):
     folder = done.path.parent
     config = DeployConfig.from_file(folder / "config.yaml")
     assert config.dynamic_axes == PICTURE
@@ -169,7 +169,7 @@ def test_macs_are_those_of_the_example(segments, pictures):
 
 
 @pytest.mark.parametrize("runtime", fast(("onnxruntime", "openvino"), "onnxruntime"))
-def test_frames_of_any_number(runtime, tmp_path):
+def test_a_file_takes_any_number_of_frames(runtime, tmp_path):
     if not find_runtime(runtime).is_installed:
         pytest.skip(f"{runtime} is not installed")
     torch.manual_seed(0)
@@ -184,7 +184,7 @@ def test_frames_of_any_number(runtime, tmp_path):
     assert verification.resized.sizes == {"frames": 30}
 
 
-def test_a_file_that_is_not_free_is_found_out(segments, pictures, tmp_path):
+def test_verification_fails_for_a_file_whose_axes_are_not_free(segments, pictures, tmp_path):
     options = {"forward_loop": pictures[:1], "target": "onnxruntime", "progress": False}
     free = quantize(segments, pictures[0], dynamic_axes=PICTURE, **options)
     fixed = quantize(segments, pictures[0], **options)
@@ -205,7 +205,7 @@ def test_a_target_of_fixed_sizes_refuses_before_any_work(target, segments, pictu
         transform(segments, pictures[0], target=target, dynamic_axes=PICTURE)
 
 
-def test_a_name_that_is_none_is_told_before_any_work(segments, pictures, tmp_path):
+def test_an_unknown_input_name_is_refused_before_any_work(segments, pictures, tmp_path):
     with pytest.raises(UsageError, match="no input 'image'"):
         scalepoint.deploy(segments, pictures[0], pictures, output=tmp_path / "out", dynamic_axes={"image": [2, 3]})
     assert not (tmp_path / "out").exists()

@@ -57,7 +57,7 @@ def test_a_tensor_that_is_not_dense_is_refused_as_example_and_as_data(make, says
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_the_single_steps_refuse_such_tensors_too() -> None:
+def test_transform_and_calibrate_refuse_such_tensors() -> None:
     with pytest.raises(TensorError, match="nested"):
         scalepoint.transform(linear(), nested(torch.strided))
     result = scalepoint.transform(linear(), X)
@@ -84,7 +84,7 @@ def test_ids_out_of_range_in_a_function_for_data_and_in_verify(tmp_path) -> None
         verify(done.path, done.model, IDS * 11)
 
 
-def test_an_index_error_of_the_users_own_code_stays_as_it_is(tmp_path) -> None:
+def test_an_index_error_of_the_users_code_is_not_changed(tmp_path) -> None:
     def data(model):
         return tuple(model(IDS))[3]
 
@@ -92,7 +92,7 @@ def test_an_index_error_of_the_users_own_code_stays_as_it_is(tmp_path) -> None:
         deploy(Tokens().eval(), IDS, data, tmp_path)
 
 
-def test_an_index_error_in_forward_is_not_taken_for_ids_out_of_range(tmp_path) -> None:
+def test_an_index_error_in_forward_is_not_reported_as_ids_out_of_range(tmp_path) -> None:
     class Wrong(Tokens):
         factors = (1.0, 2.0)
 
@@ -105,13 +105,13 @@ def test_an_index_error_in_forward_is_not_taken_for_ids_out_of_range(tmp_path) -
 
 
 @pytest.mark.parametrize("seed", ["abc", 1.5, None, 2**64, -(2**63) - 1])
-def test_a_seed_that_is_none_is_refused(seed, tmp_path) -> None:
+def test_an_invalid_seed_is_refused(seed, tmp_path) -> None:
     with pytest.raises(UsageError, match="seed: must be"):
         deploy(linear(), X, [X], tmp_path, seed=seed)
 
 
 @pytest.mark.parametrize("budget", ["small", "size=abc", "mass=3", "size=nan", {"size": 7}, 7, "size=", {}, "=3"])
-def test_a_budget_that_is_none_is_refused(budget, tmp_path) -> None:
+def test_an_invalid_budget_is_refused(budget, tmp_path) -> None:
     with pytest.raises(ConfigError):
         deploy(linear(), X, [X], tmp_path, budget=budget)
 
@@ -134,7 +134,7 @@ def test_no_result_shows_a_control_character(tmp_path) -> None:
     assert [type(line) for line in results if "\x1b" in repr(line) + str(line)] == []
 
 
-def test_every_refusal_is_caught_as_one_of_ours(tmp_path) -> None:
+def test_every_refusal_is_a_scalepoint_error(tmp_path) -> None:
     for options in ({"seed": "abc"}, {"budget": "size=abc"}, {"threads": 10**6}):
         with pytest.raises(ScalepointError):
             deploy(linear(), X, [X], tmp_path, **options)

@@ -49,7 +49,7 @@ def test_a_file_that_may_be_unverified_is_written_without_its_runtime(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["executorch", "litert", "coreml", "coreai"])
-def test_a_missing_writer_is_told_before_the_data_is_read(monkeypatch, tmp_path, name):
+def test_a_missing_writer_is_reported_before_the_data_is_read(monkeypatch, tmp_path, name):
     package = find_format(name).package
     find_spec_without = lambda name: None if name == package else find_spec(name)  # noqa: E731  # as where it is not installed
     monkeypatch.setattr("scalepoint.formats.format.find_spec", find_spec_without)
@@ -59,5 +59,5 @@ def test_a_missing_writer_is_told_before_the_data_is_read(monkeypatch, tmp_path,
     assert read == []
 
 
-def test_formats_of_our_own_dependencies_need_nothing():
+def test_formats_without_extra_packages_are_always_installed():
     find_format("onnx").check_installed()

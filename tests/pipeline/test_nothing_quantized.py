@@ -51,7 +51,7 @@ def test_batches_with_nan_can_be_left_out_of_the_check(tmp_path):
     deployed([EXAMPLE * float("nan"), EXAMPLE], tmp_path / "out", smoke=True, on_nan="skip")
 
 
-def test_nan_that_the_model_itself_makes_is_found(tmp_path):
+def test_nan_that_the_model_computes_is_found(tmp_path):
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()

@@ -74,7 +74,7 @@ def test_an_output_that_is_a_link_to_a_folder_is_written_to(tmp_path, finished_r
     assert set(contents(tmp_path / "disk")) == set(contents(finished_run[1]))
 
 
-def test_files_of_others_stay(tmp_path):
+def test_foreign_files_are_not_deleted(tmp_path):
     out = tmp_path / "out"
     mine = ("notes.txt", ".tmp-mine", ".tmp-12-mine", "float.onnx", "kept.yaml", ".scalepoint/mine", "quantized/mine")
     for name in mine:
@@ -87,7 +87,7 @@ def test_files_of_others_stay(tmp_path):
     assert {"model.onnx", "report.html", "config.yaml", "quantized/scalepoint.json"} <= set(listed)
 
 
-def test_what_an_earlier_run_wrote_goes_unless_it_was_changed(tmp_path, finished_run):
+def test_unchanged_files_of_an_earlier_run_are_deleted(tmp_path, finished_run):
     out = Path(shutil.copytree(finished_run[1], tmp_path / "out"))
     file_list = json.loads((out / LIST).read_text())
     (out / "failing").mkdir()
@@ -102,7 +102,7 @@ def test_what_an_earlier_run_wrote_goes_unless_it_was_changed(tmp_path, finished
     assert set(contents(out)) - {"kept.yaml"} == set(contents(finished_run[1]))
 
 
-def test_a_smoke_run_keeps_what_was_asked_and_names_no_missing_file(finished_run):
+def test_the_report_of_a_smoke_run_has_the_options_and_names_no_missing_file(finished_run):
     done, folder = finished_run
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert (config["max_batches"], config["max_trials"]) == (7, 5)
@@ -124,7 +124,7 @@ def test_files_have_the_modes_that_the_umask_gives(tmp_path):
     assert not wrong
 
 
-def test_a_full_disk_is_told_with_what_is_needed_and_how_to_go_on(tmp_path, monkeypatch):
+def test_the_error_for_a_full_disk_says_how_much_is_needed_and_how_to_resume(tmp_path, monkeypatch):
     """The report cannot be written: everything before it is kept."""
     write_bytes = Path.write_bytes
 
@@ -142,7 +142,7 @@ def test_a_full_disk_is_told_with_what_is_needed_and_how_to_go_on(tmp_path, monk
 
 
 @pytest.mark.parametrize(("name", "says"), [("a" * 300, "too long"), ("a\0b", "NUL")])
-def test_a_name_that_cannot_be_is_refused_before_any_work(tmp_path, name, says):
+def test_an_invalid_folder_name_is_refused_before_any_work(tmp_path, name, says):
     for refused in (
         lambda: deployed(tmp_path / name),
         lambda: deployed(tmp_path / name, resume=True),
@@ -206,7 +206,7 @@ deployed(sys.argv[1])
 
 
 @pytest.mark.parametrize("subfolder", ["report.html", pytest.param("trial-0/.tmp-", marks=pytest.mark.slow)])
-def test_what_a_killed_run_left_half_written_is_gone_when_it_is_resumed(tmp_path, subfolder):
+def test_incomplete_files_of_a_killed_run_are_deleted_when_it_is_resumed(tmp_path, subfolder):
     out = tmp_path / "out"
     done = subprocess.run([*warm(), "-c", KILLED, str(out), subfolder], check=False, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -216,7 +216,7 @@ def test_what_a_killed_run_left_half_written_is_gone_when_it_is_resumed(tmp_path
     assert not (out / ".scalepoint").exists()
 
 
-def test_temporary_folders_of_killed_processes_are_deleted_and_others_stay(tmp_path, monkeypatch):
+def test_only_temporary_folders_of_killed_processes_are_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "import os\nfrom scalepoint.support.files import TemporaryFolder\nTemporaryFolder()\nos.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "TMPDIR": str(tmp_path)})
@@ -237,7 +237,7 @@ def test_a_missing_temporary_folder_is_an_error(tmp_path, monkeypatch, finished_
         scalepoint.verify(finished_run[0].path, finished_run[0].model, DATA[0])
 
 
-def test_onnx_runtime_sends_and_writes_nothing_of_its_own(tmp_path, monkeypatch, finished_run):
+def test_onnx_runtime_sends_no_telemetry_and_writes_no_files(tmp_path, monkeypatch, finished_run):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for name in ("CI", "ORT_DISABLE_TELEMETRY"):
         monkeypatch.delenv(name, raising=False)

@@ -54,7 +54,7 @@ def moved(step):
     return [override.name for override in step.config.overrides]
 
 
-def test_layers_that_are_slower_than_in_float_go_to_float(quantized_model):
+def test_layers_that_are_slower_in_int8_become_float(quantized_model):
     times = (row("stem", 10, 30), row("body", 90, 40), row("head", 2, 3), row("input_quant", None, 4, "QuantizeLinear"))
     step = next_for_speed([trial(quantized_model, times)])
     assert moved(step) == ["stem"]  # what the head loses is noise
@@ -62,17 +62,17 @@ def test_layers_that_are_slower_than_in_float_go_to_float(quantized_model):
     assert step.start == 0
 
 
-def test_where_none_loses_those_go_that_win_less_than_conversions_take(quantized_model):
+def test_without_slower_layers_those_become_float_that_gain_less_than_conversions_cost(quantized_model):
     times = (row("stem", 12, 10), row("body", 90, 40), row("convert", None, 9, "DequantizeLinear"))
     assert moved(next_for_speed([trial(quantized_model, times)])) == ["stem"]
 
 
-def test_nothing_is_tried_where_all_win(quantized_model):
+def test_no_other_file_is_tried_if_all_layers_gain(quantized_model):
     assert next_for_speed([trial(quantized_model, (row("stem", 20, 10), row("body", 90, 40)))]) is None
     assert next_for_speed([trial(quantized_model)]) is None  # nothing was profiled
 
 
-def test_what_is_float_already_is_not_moved_again(quantized_model):
+def test_float_layers_are_not_changed_again(quantized_model):
     times = (row("stem", 10, 30), row("body", 90, 40))
     step = next_for_speed([trial(quantized_model, times)])
     assert next_for_speed([trial(quantized_model, times, config=step.config)]) is None
@@ -83,7 +83,7 @@ def test_the_largest_weight_stays_quantized(quantized_model):
     assert set(moved(next_for_speed([trial(quantized_model, times)]))) == {"stem", "head"}
 
 
-def test_the_first_file_that_is_fast_enough_is_kept_or_the_fastest():
+def test_the_best_file_is_the_first_that_is_fast_enough_or_the_fastest():
     trials = [trial(None, speed=speed) for speed in (0.8, 1.3, 1.2)]
     assert best_trial(trials, Limits(None, None, min_speed=1.1)) is trials[1]
     assert best_trial(trials, Limits(None, None, min_speed=2.0)) is trials[1]
@@ -99,7 +99,7 @@ def test_the_first_file_that_is_fast_enough_is_kept_or_the_fastest():
         pytest.param({"min_speed": 1.0, "target": "tensorrt"}, "tensorrt.*no runtime", id="no runtime"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_any_work(options, message, tmp_path):
+def test_min_speed_without_a_profiler_is_refused_before_any_work(options, message, tmp_path):
     with pytest.raises(UsageError, match=message):
         scalepoint.deploy(Net(), torch.randn(1, 3, 24, 24), [], output=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -121,7 +121,7 @@ def paced(tmp_path_factory):
     )
 
 
-def test_what_the_profiler_finds_slow_is_moved_and_the_fastest_file_kept(paced):
+def test_layers_that_the_profiler_measures_as_slow_become_float(paced):
     first, second = paced.trials
     assert second.float_layers  # which, the profiler says: it depends on the machine
     fastest = max(paced.trials, key=lambda trial: trial.speed)
@@ -136,7 +136,7 @@ def test_the_report_says_whether_it_is_fast_enough(paced, tmp_path):
     assert "at least the required 0.01x" in str(replace(paced.report, min_speed=0.01))
 
 
-def test_a_net_of_which_nothing_is_quantized_has_no_layer_to_give_back(tmp_path):
+def test_a_net_without_quantized_layers_has_no_further_trial(tmp_path):
     """All of it stays float for speed: no other file can be faster."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval(), torch.randn(4, 3, 12, 12)

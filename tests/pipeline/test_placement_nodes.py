@@ -41,7 +41,7 @@ def test_quantized_layers_are_not_called_float(model, data):
     assert not any("quant" in node.kind for node in nodes.values())
 
 
-def test_moves_and_stubs_are_no_operations_and_edges_lead_through_them():
+def test_moves_and_stubs_are_not_shown_and_edges_pass_through_them():
     quantized_model = quantized(Encoder(), torch.randint(0, 20, (2, 6)))
     nodes = {node.name: node for node in build_placement_nodes(quantized_model)}
     assert list(nodes) == ["tokens", "words", "norm", "query", "key", "value", "attention", "add", "head"]
@@ -51,7 +51,7 @@ def test_moves_and_stubs_are_no_operations_and_edges_lead_through_them():
     assert nodes["head"].kind == "linear"
 
 
-def test_reasons_are_words_for_people():
+def test_reasons_are_readable_sentences():
     rows = coverage(quantized(Encoder(), torch.randint(0, 20, (2, 6)))).operations
     reasons = {row.name: row.reason for row in rows if row.precision == "float"}
     assert set(reasons) == {"words", "norm", "attention"}

@@ -22,7 +22,7 @@ def make_run(folder, **options):
     return scalepoint.deploy(model, example, data, target="reference", output=folder, progress=False, **options)
 
 
-def test_a_seed_makes_the_same_bytes_and_another_one_others(tmp_path):
+def test_the_seed_determines_the_bytes(tmp_path):
     files = [make_run(tmp_path / str(index), seed=seed).path.read_bytes() for index, seed in enumerate((1, 1, 2))]
     assert files[0] == files[1]
     assert files[0] != files[2]
@@ -37,7 +37,7 @@ def test_the_callers_random_state_is_untouched(tmp_path):
     assert random.getstate() == state
 
 
-def test_every_default_is_written_out_also_from_python(tmp_path):
+def test_the_saved_config_has_every_default(tmp_path):
     done = make_run(tmp_path / "out", seed=3, max_batches=2, config={"overrides": [{"name": "0", "weight": "float"}]})
     config = DeployConfig.from_file(tmp_path / "out" / "config.yaml")
     assert (config.seed, config.max_batches, config.target) == (3, 2, "reference")
@@ -47,7 +47,7 @@ def test_every_default_is_written_out_also_from_python(tmp_path):
     assert config.quantization.to_dict()["overrides"] == done.report.config["overrides"]
 
 
-def test_the_log_tells_what_was_done_and_when(tmp_path):
+def test_the_log_lists_the_phases_with_their_times(tmp_path):
     make_run(tmp_path / "out", evaluate=lambda run: 0.5)
     lines = (tmp_path / "out" / "log.txt").read_text().splitlines()
     assert all(line.startswith("20") for line in lines)
@@ -66,7 +66,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*contain NaN")
-def test_the_call_of_the_report_makes_the_same_file(tmp_path, monkeypatch):
+def test_the_call_in_the_report_writes_the_same_file(tmp_path, monkeypatch):
     """With all options that change the file or whether there is one."""
     torch.manual_seed(0)
     model, x, scale = Scaled().eval(), torch.randn(4, 8), torch.rand(4, 8)

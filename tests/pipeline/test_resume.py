@@ -143,7 +143,7 @@ def test_an_interrupted_stage_is_the_first_that_runs(run, counter, stage_index, 
     assert not work.exists()
 
 
-def test_a_metric_that_fails_can_be_mended(run, counter, data):
+def test_a_run_can_be_resumed_after_its_metric_was_corrected(run, counter, data):
     """The float model is judged, then the file: everything before is there when the run goes on."""
     scores = []
 
@@ -160,7 +160,7 @@ def test_a_metric_that_fails_can_be_mended(run, counter, data):
     assert (done.score, counter.counts) == (1.0, {})
 
 
-def test_an_end_before_the_first_stage_leaves_nothing(run, counter, tmp_path):
+def test_an_interrupt_before_the_first_stage_leaves_no_files(run, counter, tmp_path):
     counter.stop.append("transform")
     with pytest.raises(Stop):
         run(evaluate=None)
@@ -172,7 +172,7 @@ def test_an_end_before_the_first_stage_leaves_nothing(run, counter, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_nothing_is_done_twice_and_the_file_is_the_same(run, counter, unfinished, saved):
+def test_no_stage_runs_twice_and_the_file_is_the_same(run, counter, unfinished, saved):
     done = run(resume=True)
     assert counter.counts == {}
     assert done.path.read_bytes() == saved[1].read_bytes()
@@ -180,7 +180,7 @@ def test_nothing_is_done_twice_and_the_file_is_the_same(run, counter, unfinished
     assert not (unfinished / ".scalepoint").exists()
 
 
-def test_without_resume_everything_is_done_anew(run, counter, unfinished):
+def test_without_resume_every_stage_runs_again(run, counter, unfinished):
     counter.stop.append("calibrate")
     with pytest.raises(Stop):
         run(force=True)
@@ -216,7 +216,9 @@ DATA_CHANGED = "the calibration data changed"
         }.items()
     ],
 )
-def test_what_changed_is_named_and_done_again(run, counter, unfinished, model, data, change, expected_text, again):
+def test_stages_with_changed_inputs_are_named_and_run_again(
+    run, counter, unfinished, model, data, change, expected_text, again
+):
     done, messages = run_and_list_warnings(run, **change(model, data))
     assert any(expected_text in message for message in messages)
     assert all(expected_text.split(": ")[-1] in message for message in messages)  # nothing else is named
@@ -224,7 +226,7 @@ def test_what_changed_is_named_and_done_again(run, counter, unfinished, model, d
     assert done.verification is not None
 
 
-def test_another_version_is_named(run, counter, unfinished, monkeypatch):
+def test_another_version_of_scalepoint_is_named(run, counter, unfinished, monkeypatch):
     monkeypatch.setitem(stages.PACKAGE_VERSIONS, "torch", "9.9")
     _, messages = run_and_list_warnings(run)
     assert any("quantized: torch changed" in message for message in messages)
@@ -241,7 +243,7 @@ def test_another_version_is_named(run, counter, unfinished, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("damage", ["cut", pytest.param("gone", marks=pytest.mark.slow)])
-def test_a_damaged_stage_is_told_and_done_again(run, counter, unfinished, name, again, damage):
+def test_a_damaged_stage_is_reported_and_runs_again(run, counter, unfinished, name, again, damage):
     path = next((unfinished / ".scalepoint").glob(name))
     path.write_bytes(path.read_bytes()[:-10]) if damage == "cut" else path.unlink()
     done, messages = run_and_list_warnings(run)
@@ -252,14 +254,14 @@ def test_a_damaged_stage_is_told_and_done_again(run, counter, unfinished, name, 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2, "stages": {}}', '{"stages": {"a": 1}}', "\0"])
-def test_a_damaged_journal_is_told_and_all_is_done_again(run, counter, unfinished, text):
+def test_a_damaged_cache_is_reported_and_every_stage_runs_again(run, counter, unfinished, text):
     (unfinished / ".scalepoint" / caches.JOURNAL_FILE).write_text(text)
     counter.stop.append("calibrate")
     with pytest.warns(ScalepointWarning, match="from the beginning"), pytest.raises(Stop):
         run(resume=True)
 
 
-def test_a_saved_verification_that_is_none_is_told_and_done_again(run, counter, unfinished):
+def test_an_invalid_saved_verification_is_reported_and_runs_again(run, counter, unfinished):
     path = unfinished / ".scalepoint" / caches.JOURNAL_FILE
     pages = json.loads(path.read_text())
     pages["stages"]["trial-0 verified"]["result"] = {"path": 3}
@@ -269,7 +271,7 @@ def test_a_saved_verification_that_is_none_is_told_and_done_again(run, counter, 
     assert counter.counts == {"verify": 1}
 
 
-def test_nothing_to_resume_is_told(run, counter):
+def test_resuming_without_an_unfinished_run_is_reported(run, counter):
     counter.stop.append("calibrate")
     with pytest.warns(ScalepointWarning, match="no unfinished run to resume"), pytest.raises(Stop):
         run(resume=True)
@@ -311,7 +313,7 @@ def test_trials_are_resumed_too(run, counter, model, data, tmp_path):
     assert [trial.score for trial in fresh.trials] == [trial.score for trial in done.trials]
 
 
-def test_smoke_goes_through_all_stages(run, counter, data):
+def test_a_smoke_run_runs_all_stages(run, counter, data):
     runs = []
 
     def batches():
@@ -332,7 +334,7 @@ def test_smoke_goes_through_all_stages(run, counter, data):
     assert set(counter.counts) == set(STAGES)
 
 
-def test_what_a_metric_wrote_stays_when_the_first_stage_fails(run, tmp_path):
+def test_files_of_the_metric_are_not_deleted_if_the_first_stage_fails(run, tmp_path):
     def evaluate(run):
         (tmp_path / "out" / "mine.txt").write_text("precious")
         raise ValueError("the metric failed")
@@ -342,20 +344,20 @@ def test_what_a_metric_wrote_stays_when_the_first_stage_fails(run, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
-def test_a_new_folder_goes_again_when_the_first_stage_fails(run, tmp_path):
+def test_a_new_folder_is_deleted_if_the_first_stage_fails(run, tmp_path):
     with pytest.raises(ZeroDivisionError):
         run(evaluate=lambda model: 1 / 0)
     assert not (tmp_path / "out").exists()
 
 
-def test_other_example_inputs_make_another_file(run, counter, model, data, unfinished):
+def test_other_example_inputs_give_another_file(run, counter, model, data, unfinished):
     larger = torch.randn(1, 3, 12, 12)
     _, messages = run_and_list_warnings(run, example_inputs=larger, evaluate=lambda model: 1.0)
     assert any("exported: the example inputs changed" in message for message in messages)
     assert counter.counts["export"] == 1
 
 
-def test_a_folder_that_holds_something_is_refused_unless_forced(run, counter, tmp_path):
+def test_a_folder_that_is_not_empty_is_refused_without_force(run, counter, tmp_path):
     run()
     before = (tmp_path / "out" / "model.onnx").read_bytes()
     with pytest.raises(UsageError, match=r"not empty.*force=True"):
@@ -395,7 +397,7 @@ scalepoint.deploy(Net().eval(), x, [x], output=sys.argv[1], progress=True, callb
 
 
 @pytest.mark.slow
-def test_another_process_with_another_hash_seed_goes_on_where_the_killed_one_was(tmp_path):
+def test_another_process_with_another_hash_seed_resumes_a_killed_run(tmp_path):
     texts = []
     for seed, *arguments in (("1", "out", "kill"), ("2", "out", "resume"), ("3", "whole")):
         env = {**os.environ, "PYTHONHASHSEED": seed}

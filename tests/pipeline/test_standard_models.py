@@ -86,7 +86,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "example"), CASES.values(), ids=CASES)
-def test_it_is_quantized_and_the_file_agrees(tmp_path, make, example):
+def test_the_file_of_a_standard_model_agrees_with_the_simulation(tmp_path, make, example):
     torch.manual_seed(0)
     model, inputs = make().eval(), example()
     done = deploy(
@@ -96,7 +96,7 @@ def test_it_is_quantized_and_the_file_agrees(tmp_path, make, example):
     assert done.verification.sqnr > 30
 
 
-def test_packed_sequences_are_refused_with_the_way_out(tmp_path):
+def test_packed_sequences_are_refused_with_a_hint(tmp_path):
     inputs = (torch.randn(2, 6, 16), torch.tensor([6, 4]))
     with pytest.raises(CaptureError, match=r"Packed sequences.*padded tensor"):
         deploy(Packed().eval(), inputs, [inputs], output=tmp_path / "out", smoke=True, progress=False)

@@ -30,7 +30,7 @@ def net() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval(), torch.randn(2, 3, 8, 8)
 
 
-def test_the_front_is_what_no_other_beats():
+def test_the_front_contains_the_runs_that_no_other_run_beats():
     table = Sweep(ROWS)
     assert [row.name for row in table.front("size")] == ["small", "middle", "large"]
     assert [row.name for row in table.front("speed")] == ["small", "middle", "large"]
@@ -89,7 +89,7 @@ def test_a_grid_becomes_named_points():
         ({"threads": list(range(1001))}, "at most 1000"),
     ],
 )
-def test_a_grid_that_makes_no_sense_is_refused(grid, message):
+def test_an_invalid_grid_is_refused(grid, message):
     with pytest.raises(UsageError, match=message):
         list_runs(grid)
 
@@ -98,7 +98,7 @@ def test_names_of_folders_are_safe():
     assert list(list_runs({"target": ["../../x y", "..", "a"]})) == ["x_y", "target2", "a"]
 
 
-def test_a_sweep_deploys_each_tells_failures_and_resumes(tmp_path):
+def test_a_sweep_deploys_every_run_reports_failures_and_resumes(tmp_path):
     model, example = net()
     override_lists = [[{"name": name, "weight": "float", "activation": "float"}] for name in ("2", "no such layer")]
     grid = {"config": [{}, *({"overrides": override} for override in override_lists)]}
@@ -138,7 +138,7 @@ def test_options_of_all_runs_are_checked_before_the_first_one(tmp_path, options,
     assert not (tmp_path / "out").exists()
 
 
-def test_what_one_target_does_not_support_is_a_failed_run(tmp_path):
+def test_an_option_that_one_target_does_not_support_is_a_failed_run(tmp_path):
     model, example = net()
     options = {"float_dtype": "float16", "output": tmp_path / "out"}
     table = scalepoint.sweep(model, example, [example], grid={"target": ["onnxruntime", "reference"]}, **options)
@@ -159,7 +159,7 @@ def test_data_that_is_read_once_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", '{"schema": 2}', '{"schema": 1, "rows": [{"name": 3}]}', "[]"])
-def test_what_is_no_sweep_is_refused(tmp_path, text):
+def test_values_that_are_not_a_sweep_are_refused(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(StoreError, match="not a sweep"):
         Sweep.from_file(tmp_path / "sweep.json")
@@ -173,7 +173,7 @@ def test_values_of_a_grid_are_checked_as_those_of_the_config():
         SweepConfig(grid={"accuracy": ("slow",)}).validate_grid()
 
 
-def test_the_table_and_the_page_show_all_rows_inert(monkeypatch):
+def test_the_table_and_the_page_show_all_rows_without_scripts(monkeypatch):
     table = Sweep(ROWS)
     for width in ("40", "120"):
         monkeypatch.setenv("COLUMNS", width)

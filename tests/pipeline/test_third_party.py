@@ -65,7 +65,7 @@ def python(site):
     return run
 
 
-def test_it_is_listed_and_a_broken_one_breaks_nothing(python):
+def test_a_third_party_target_is_listed_and_a_broken_one_is_ignored(python):
     done = python("-m", "scalepoint.cli", "targets", "--json")
     assert done.returncode == 0
     listed = json.loads(done.stdout)
@@ -77,7 +77,7 @@ def test_it_is_listed_and_a_broken_one_breaks_nothing(python):
     assert all("'acme-targets'" in row["why"] for row in listed["broken"])
 
 
-def test_it_deploys_and_is_verified_in_the_runtime_that_it_names(python, tmp_path):
+def test_a_third_party_target_deploys_and_is_verified_in_its_runtime(python, tmp_path):
     done = python("-c", DEPLOY, str(tmp_path / "out"))
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == [
         "capturing", "calibrating", "exporting", "verifying in the runtime", "reporting",
@@ -102,7 +102,7 @@ BROKEN = {
 }
 
 
-def test_a_broken_one_is_an_error_that_names_the_package(python):
+def test_the_error_for_a_broken_target_names_its_package(python):
     output_lines = python("-c", ASK, *BROKEN).stdout.strip().splitlines()
     for line, why in zip(output_lines, BROKEN.values(), strict=True):
         assert "the package 'acme-targets'" in line

@@ -97,7 +97,7 @@ def test_encoders_and_decoders_with_masks_are_quantized_and_verified(tmp_path, n
     assert done.verification.sqnr > 30
 
 
-def test_a_program_of_torch_export_is_deployed_as_its_model_is(tmp_path):
+def test_an_exported_program_is_deployed_like_its_model(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 1)).eval()
     x = torch.randn(2, 3, 8, 8)
@@ -110,7 +110,7 @@ def test_a_program_of_torch_export_is_deployed_as_its_model_is(tmp_path):
         torch.testing.assert_close(done.model(x), direct.model(x))
 
 
-def test_what_is_no_model_is_still_refused(tmp_path):
+def test_values_that_are_not_a_model_are_refused(tmp_path):
     with pytest.raises((CaptureError, UsageError)):
         deployed({"weight": torch.ones(2)}, torch.ones(2), tmp_path / "out")
 

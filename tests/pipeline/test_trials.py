@@ -68,7 +68,7 @@ def test_every_trial_is_exported_once_and_the_float_model_with_the_first(searche
     assert [float_path is not None for _, float_path in EXPORTED_PATHS] == [True, *[False] * (len(files) - 1)]
 
 
-def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
+def test_other_ranges_are_tried_before_more_precision(searched):
     done, _ = searched
     first, ranges, layers = done.trials[:3]
     assert first.score < -0.2
@@ -83,7 +83,7 @@ def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
         _ = next(trial for trial in done.trials if trial.file is None).path
 
 
-def test_the_report_says_what_was_raised_and_why(searched):
+def test_the_report_lists_the_layers_with_more_precision(searched):
     done, folder = searched
     report = Report.from_json((folder / "report.json").read_text())
     assert [trial.score for trial in report.trials] == [trial.score for trial in done.trials]
@@ -98,7 +98,7 @@ def test_the_report_says_what_was_raised_and_why(searched):
     assert "within the allowed 0.2" in "\n".join(report.summary())
 
 
-def test_the_call_in_the_report_makes_the_same_file(searched, model, data, tmp_path, monkeypatch):
+def test_the_call_in_the_report_writes_the_same_file(searched, model, data, tmp_path, monkeypatch):
     done, folder = searched
     script = tmp_path / "again.py"
     script.write_text(done.report.reproduction.call)
@@ -109,7 +109,7 @@ def test_the_call_in_the_report_makes_the_same_file(searched, model, data, tmp_p
     assert again.report.reproduction.marks == done.report.reproduction.marks
 
 
-def test_nothing_but_the_best_file_stays(searched):
+def test_only_the_best_file_is_not_deleted(searched):
     _, folder = searched
     assert {path.name for path in folder.iterdir()} == {
         "model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt",
@@ -118,7 +118,7 @@ def test_nothing_but_the_best_file_stays(searched):
 
 
 @pytest.mark.slow
-def test_a_bound_that_cannot_be_held_keeps_the_best(model, data, tmp_path, fidelity):
+def test_an_unreachable_limit_gives_the_best_trial(model, data, tmp_path, fidelity):
     more = {"output": tmp_path, "evaluate": fidelity, "max_drop": 0.0, "max_trials": 3}
     done = scalepoint.deploy(model, data[0][:1], data, target="reference", **more)
     assert len(done.trials) == 3
@@ -163,17 +163,17 @@ def searched_with(table, bar, scores, most=10):
 class TestRaising:
     FOUR = widths(("a", 1.0, 0.01, 1.0), ("b", 0.5, 0.01, 1.0), ("c", 0.2, 0.01, 1.0), ("d", 0.1, 0.01, 1.0))
 
-    def test_what_removes_most_error_for_its_cost_comes_first(self):
+    def test_layers_that_remove_most_error_for_their_cost_come_first(self):
         step = next_for_accuracy([trial(98.0)], self.FOUR, Limits(100.0, 1.0))
         assert [(change.layer, change.to) for change in step.precision_changes] == [("a", INT8)]
         assert step.cost == pytest.approx(0.01)
         assert step.config.overrides[0].name == "a"
 
-    def test_the_larger_the_drop_the_more_is_raised_at_once(self):
+    def test_a_larger_drop_raises_more_layers_at_once(self):
         step = next_for_accuracy([trial(50.0)], self.FOUR, Limits(100.0, 1.0))
         assert [change.layer for change in step.precision_changes] == ["a", "b", "c"]
 
-    def test_after_a_file_that_holds_less_is_tried(self):
+    def test_after_a_file_within_the_limit_a_cheaper_one_is_tried(self):
         def scores(raised):
             return 99.5 if {"a", "b"} <= raised else 60.0
 
@@ -187,7 +187,7 @@ class TestRaising:
         trials = searched_with(table, Limits(100.0, 1.0), lambda raised: 99.5 if {"a", "b", "d"} <= raised else 60.0)
         assert {change.layer for change in best_trial(trials, Limits(100.0, 1.0)).precision_changes} == {"a", "b", "d"}
 
-    def test_few_layers_are_raised_where_few_are_enough(self):
+    def test_few_layers_are_raised_if_few_are_enough(self):
         """Six cheap layers come before the two that count; a few files later only these are left."""
         cheap = [(name, 0.1, 0.0, 0.05) for name in "cdefgh"]
         table, bar = widths(("a", 1.0, 0.01, 3.0), ("b", 0.8, 0.01, 3.0), *cheap), Limits(100.0, 1.0)
@@ -208,21 +208,21 @@ class TestRaising:
         trials = searched_with(self.FOUR, Limits(100.0, 1.0), lambda _: 0.0, most=99)
         assert all(any(width != FLOAT for width in trial.chosen.values()) for trial in trials[1:])
 
-    def test_the_last_file_goes_further(self):
+    def test_the_last_trial_aims_at_a_smaller_error(self):
         bar = Limits(100.0, 1.0)
         one, last = (next_for_accuracy([trial(98.0)], self.FOUR, bar, is_last=is_last) for is_last in (False, True))
         assert len(last.precision_changes) > len(one.precision_changes)
 
-    def test_a_score_that_is_no_number_is_a_fall_without_end(self):
+    def test_a_nan_score_is_an_infinite_drop(self):
         step = next_for_accuracy([trial(float("nan"))], self.FOUR, Limits(100.0, 1.0))
         assert len(step.precision_changes) == 3
 
-    def test_the_better_of_the_plain_files_is_raised(self):
+    def test_more_precision_starts_from_the_better_of_the_first_files(self):
         step = next_for_accuracy([trial(90.0), trial(95.0)], self.FOUR, Limits(100.0, 1.0))
         assert step.start == 1
 
 
-def test_the_cheapest_file_that_holds_is_kept_and_the_best_where_none_does():
+def test_the_result_is_the_cheapest_file_within_the_limit_or_the_best():
     bar = Limits(100.0, 1.0)
     dear, cheap, bad = (replace(trial(score), cost=cost) for score, cost in ((99.9, 0.5), (99.2, 0.1), (98.0, 0.0)))
     assert best_trial([dear, cheap, bad], bar) is cheap
@@ -235,7 +235,7 @@ class TestRanges:
         ("method", "other"),
         [("mse", "global_minmax"), ("percentile", "global_minmax"), ("minmax", "histogram_mse")],
     )
-    def test_of_activations(self, method, other):
+    def test_activation_ranges_are_replaced_by_other_methods(self, method, other):
         activation = TensorQuantConfig(symmetric=False, calibration_method=CalibrationMethod(method))
         overrides = (Override(name="a", input=activation, weight=FLOAT),)
         new_config = use_other_ranges(
@@ -245,7 +245,7 @@ class TestRanges:
         assert new_config.to_dict()["overrides"][0]["input"]["qparam_calculator_cls"] == other
         assert new_config.overrides[0].weight == FLOAT
 
-    def test_of_weights_only_where_bits_are_few(self):
+    def test_weight_ranges_are_replaced_below_8_bits_only(self):
         target = find_target("onnxruntime")
         config = QuantConfig(activation=FLOAT, weight=TensorQuantConfig(n_bits=4, per_channel=True))
         assert use_other_ranges(config, target).to_dict()["weight"]["range_calculator_cls"] == "mse"

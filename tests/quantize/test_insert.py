@@ -166,7 +166,7 @@ class TestCounts:
 
 
 class TestPlacement:
-    def test_no_stub_stands_inside_a_fused_group(self):
+    def test_no_stub_is_inside_a_fused_group(self):
         model = inserted(with_norm_statistics(ResNet((1, 1, 1, 1), 8, 4)), torch.randn(1, 3, 64, 64))
         assert len([module for module in model.modules() if isinstance(module, Fused)]) > 10
         for module in model.modules():

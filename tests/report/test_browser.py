@@ -54,7 +54,7 @@ def choose(browser: Browser, identifier: str, value: str) -> None:
 
 @pytest.mark.parametrize("name", ["ordinary", "bare", "evil", "large", "swept"])
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (380, False)], ids=["wide", "dark", "phone"])
-def test_it_opens_without_a_complaint_and_fits(browser, pages, name, width, dark):
+def test_the_page_opens_without_errors_and_fits_the_window(browser, pages, name, width, dark):
     browser.open(pages[name], width=width, dark=dark)
     assert browser.run("document.documentElement.classList.contains('js')")  # the script ran to its start
     assert browser.run("!document.getElementById('save-data').hidden")  # and to its end
@@ -64,14 +64,14 @@ def test_it_opens_without_a_complaint_and_fits(browser, pages, name, width, dark
     assert browser.complaints == []
 
 
-def test_words_of_a_table_are_not_taken_apart_on_a_phone(browser, pages):
+def test_words_in_tables_are_not_broken_on_a_phone(browser, pages):
     browser.open(pages["swept"], width=400)
     widths = "[...document.querySelectorAll('.scroll td:first-child')].map(each => each.clientWidth)"
     assert min(browser.run(widths)) >= 100
     assert browser.run("document.documentElement.scrollWidth") == 400
 
 
-def test_the_slowest_layers_stand_beside_their_float_time(browser, pages):
+def test_the_slowest_layers_are_shown_next_to_their_float_time(browser, pages):
     browser.open(pages["ordinary"])
     rows = browser.run(
         "[...document.querySelectorAll('#time-table tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
@@ -86,7 +86,7 @@ def test_the_slowest_layers_stand_beside_their_float_time(browser, pages):
     )
 
 
-def test_the_style_sheet_is_let_in_by_the_policy_and_nothing_else_is(browser, pages):
+def test_the_policy_allows_the_style_sheet_only(browser, pages):
     browser.open(pages["bare"])
     assert browser.run("getComputedStyle(document.querySelector('.tiles')).display") == "grid"
     browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
@@ -98,7 +98,7 @@ def test_the_style_sheet_is_let_in_by_the_policy_and_nothing_else_is(browser, pa
     assert len(browser.complaints) >= 2  # the policy speaks up: so its silence elsewhere means something
 
 
-def test_names_do_nothing(browser, pages):
+def test_names_are_not_executed(browser, pages):
     browser.open(pages["evil"])
     browser.run("new Promise((done) => setTimeout(done, 300))")
     assert browser.run("document.title") == "<script>alert(1)</script> · scalepoint"
@@ -110,7 +110,7 @@ def test_names_do_nothing(browser, pages):
     assert browser.complaints == []
 
 
-def test_a_click_sorts_and_a_second_one_turns_it_round(browser, pages):
+def test_a_click_sorts_and_a_second_one_reverses_the_order(browser, pages):
     browser.open(pages["ordinary"])
     first = browser.run(NAMES)
     values = f"{ROWS}.map((row) => Number(row.cells[6].dataset.v))"
@@ -127,7 +127,7 @@ def test_a_click_sorts_and_a_second_one_turns_it_round(browser, pages):
     assert browser.complaints == []
 
 
-def test_the_keyboard_sorts_too(browser, pages):
+def test_the_keyboard_sorts(browser, pages):
     browser.open(pages["ordinary"])
     browser.run("document.getElementById('precision').focus()")
     for _ in range(20):
@@ -139,7 +139,7 @@ def test_the_keyboard_sorts_too(browser, pages):
     assert browser.run(NAMES)[0] == "layer4.0.conv1"
 
 
-def test_filters_narrow_each_other(browser, pages):
+def test_filters_are_combined(browser, pages):
     browser.open(pages["ordinary"])
     browser.run(TYPE.format(text="LAYER4 conv"))
     assert all(name.startswith("layer4") for name in browser.run(NAMES))
@@ -153,7 +153,7 @@ def test_filters_narrow_each_other(browser, pages):
     assert browser.run("document.getElementById('shown').textContent") == "22 layers"
 
 
-def test_one_block_is_shown_and_boxes_lead_into_others(browser, pages):
+def test_one_block_is_shown_and_boxes_open_others(browser, pages):
     browser.open(pages["ordinary"])
     visible_blocks = (
         "[...document.querySelectorAll('details.block')].filter((each) => !each.hidden).map((each) => each.id)"
@@ -193,7 +193,7 @@ def test_a_click_copies_how_to_reproduce(browser, pages):
     assert browser.complaints == []
 
 
-def test_without_script_everything_is_there_to_read(browser, pages):
+def test_without_scripts_everything_is_readable(browser, pages):
     browser.open(pages["ordinary"], script=False)
     assert not browser.run("document.documentElement.classList.contains('js')")
     assert len(browser.run(NAMES)) == 22
@@ -201,7 +201,7 @@ def test_without_script_everything_is_there_to_read(browser, pages):
     assert browser.run("getComputedStyle(document.getElementById('filter').parentElement).display") == "none"
 
 
-def test_it_prints(browser, pages):
+def test_the_page_can_be_printed(browser, pages):
     browser.open(pages["ordinary"], dark=True)
     assert browser.pdf().startswith(b"%PDF")
     browser.call("Emulation.setEmulatedMedia", media="print")

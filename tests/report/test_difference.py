@@ -58,7 +58,7 @@ def ordinary_with_latency(spread, more):
     return replace(report, verification=replace(verification, latency=latency))
 
 
-def test_numbers_say_whether_they_are_better(difference):
+def test_numbers_are_marked_as_better_or_worse(difference):
     moods = {number.name: number.mood for number in difference.numbers}
     assert moods["top-1"] == moods["size"] == moods["speed against float"] == moods["latency"] == "better"
     assert moods["MACs in low precision"] == ""  # neither is better
@@ -93,7 +93,7 @@ def test_the_layer_that_changed_most_comes_first_and_equal_ones_last(difference)
     assert len(difference.layers) == len(first.coverage.operations)
 
 
-def test_layers_of_other_names_are_told_as_missing():
+def test_layers_that_only_one_run_has_are_listed_as_missing():
     first = example_reports.ordinary()
     rows = (replace(first.coverage.operations[0], name="stem"), *first.coverage.operations[1:])
     difference = compare_runs(first, replace(first, coverage=replace(first.coverage, operations=rows)))
@@ -103,7 +103,7 @@ def test_layers_of_other_names_are_told_as_missing():
     }
 
 
-def test_names_that_repeat_are_compared_each_with_its_own():
+def test_repeated_names_are_compared_in_order():
     first = example_reports.ordinary()
     twice = (first.layers[0], replace(first.layers[0], sqnr_db=3.0))
     better = (twice[0], replace(twice[1], sqnr_db=5.0))
@@ -111,7 +111,7 @@ def test_names_that_repeat_are_compared_each_with_its_own():
     assert [(layer.name, layer.change) for layer in difference.changed_layers] == [("conv1 (2)", 2.0)]
 
 
-def test_settings_and_circumstances_are_told_by_key(difference):
+def test_changed_settings_are_listed_by_key(difference):
     assert {setting.key: (setting.first, setting.second) for setting in difference.settings} == {
         "activation": ("uint8", "int8"),
         "weight.dtype": ("int8", "int4"),
@@ -119,7 +119,7 @@ def test_settings_and_circumstances_are_told_by_key(difference):
     assert [setting.key for setting in difference.circumstances] == ["onnxruntime"]
 
 
-def test_other_models_data_and_machines_are_warned_of():
+def test_other_models_data_and_machines_cause_a_warning():
     first, second = example_reports.ordinary(), example_reports.ordinary()
     marks = dict.fromkeys(("model", "calibration data", "example inputs"), "one")
     again = replace(first.reproduction, marks=marks)
@@ -147,7 +147,7 @@ def test_a_run_is_the_same_as_itself():
     )
 
 
-def test_folders_are_read_with_the_config_beside_them(tmp_path):
+def test_folders_are_read_with_the_config_in_them(tmp_path):
     for name, report, config in (
         ("a", example_reports.ordinary(), "max_drop: 0.1"),
         ("b", other(), "max_drop: 0.2\noutput: b"),
@@ -161,7 +161,7 @@ def test_folders_are_read_with_the_config_beside_them(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"schema": 99}', "\xff"], ids=["none", "half", "newer", "no text"])
-def test_what_is_no_run_is_refused_by_its_name(tmp_path, content):
+def test_a_path_that_is_not_a_run_is_refused_by_name(tmp_path, content):
     if content is not None:
         (tmp_path / "report.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(StoreError, match=tmp_path.name):
@@ -169,7 +169,7 @@ def test_what_is_no_run_is_refused_by_its_name(tmp_path, content):
 
 
 @pytest.mark.parametrize("width", [40, 100])
-def test_the_terminal_shows_it_at_any_width(difference, width):
+def test_the_terminal_shows_the_difference_at_any_width(difference, width):
     console = Console(width=width, record=True, file=None)
     with console.capture() as capture:
         console.print(DifferenceTable(difference, rows=1))
@@ -181,7 +181,7 @@ def test_the_terminal_shows_it_at_any_width(difference, width):
     assert "Layers that differ" in text
 
 
-def test_sixty_columns_keep_what_is_compared_in_one_piece():
+def test_sixty_columns_do_not_break_the_compared_values():
     runs = (
         replace(example_reports.ordinary(), title="a"),
         replace(example_reports.ordinary(), title="b", target="openvino"),

@@ -85,7 +85,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
-def test_json_brings_the_same_report_back(make):
+def test_a_report_read_from_json_is_the_same(make):
     report = make()
     again = Report.from_json(report.to_json())
     assert again.to_dict() == report.to_dict()
@@ -94,7 +94,7 @@ def test_json_brings_the_same_report_back(make):
     json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_json_says_what_verification_found():
+def test_json_contains_the_result_of_verification():
     data = example_reports.ordinary().to_dict()
     assert data["schema"] == 2
     assert data["verification"]["holds"] is True
@@ -132,7 +132,7 @@ def test_another_schema_or_a_wrong_value_is_a_clear_error(change, message):
 
 
 @pytest.mark.parametrize("schema", [1, 3], ids=["older", "newer"])
-def test_a_file_of_another_schema_is_refused_by_its_name(tmp_path, schema):
+def test_a_file_of_another_schema_is_refused_by_name(tmp_path, schema):
     path = tmp_path / "report.json"
     path.write_text(json.dumps(example_reports.ordinary().to_dict() | {"schema": schema}))
     with raises(StoreError, str(path), f"schema {schema}", "reads schema 2", "deploy again"):
@@ -142,7 +142,7 @@ def test_a_file_of_another_schema_is_refused_by_its_name(tmp_path, schema):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", "{", '{"schema": 2}', "[" * 100_000, '{"a": 1, "a": 2}'])
-def test_a_text_that_is_no_report_is_refused(text):
+def test_a_text_that_is_not_a_report_is_refused(text):
     with pytest.raises(StoreError):
         Report.from_json(text)
 
@@ -156,7 +156,7 @@ def test_a_truncated_file_is_refused_at_every_length():
 
 @pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
 @pytest.mark.parametrize("width", [20, 40, 80, 120])
-def test_the_terminal_shows_it_at_any_width(make, width):
+def test_the_terminal_shows_the_report_at_any_width(make, width):
     file = StringIO()
     Console(file=file, width=width, force_terminal=True, color_system="truecolor").print(make().table())
     plain = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
@@ -164,7 +164,7 @@ def test_the_terminal_shows_it_at_any_width(make, width):
     assert not set(plain) & {"\x1b", "\x00", "\u202e", "\u2028"}
 
 
-def test_forty_columns_keep_names_and_errors():
+def test_forty_columns_show_names_and_errors():
     file = StringIO()
     Console(file=file, width=40).print(example_reports.ordinary().table(verbose=True))
     text = file.getvalue()
@@ -175,13 +175,13 @@ def test_forty_columns_keep_names_and_errors():
     assert "cosine" not in text
 
 
-def test_a_next_step_that_takes_two_lines_stays_beside_its_word():
+def test_a_next_step_of_two_lines_is_indented():
     file = StringIO()
     Console(file=file, width=60).print(example_reports.ordinary().table())
     assert re.search(r"\nNext: measure the speed again: scalepoint bench *\n      out/float.onnx", file.getvalue())
 
 
-def test_what_was_asked_of_speed_is_not_told_of_accuracy():
+def test_a_speed_limit_is_not_shown_as_an_accuracy_limit():
     lines = replace(example_reports.ordinary(), max_drop=None, min_speed=1.5).summary()
     assert "speed: at least the required 1.50x" in lines
     assert not any(line.startswith("accuracy: at least") for line in lines)
@@ -191,7 +191,7 @@ def test_markup_in_a_name_is_shown_as_it_is():
     assert "[bold red]markup[/bold red]" in str(example_reports.evil())
 
 
-def test_str_is_ascii_where_the_names_are():
+def test_str_is_ascii_if_the_names_are():
     text = str(example_reports.ordinary())
     assert text.isascii()
     assert "\x1b" not in text
@@ -232,7 +232,7 @@ def test_summary_of_an_ordinary_run():
         (example_reports.verification(ratio=0.999), "as fast as float, 0.99x is within the noise"),
     ],
 )
-def test_the_verdict_hides_nothing(verification, words):
+def test_the_verdict_lists_every_problem(verification, words):
     report = replace(example_reports.ordinary(), verification=verification)
     assert re.search(words, report.summary()[0])
     assert re.search(words, to_html(report).replace("&lt;", "<"))
@@ -250,13 +250,13 @@ def test_the_verdict_hides_nothing(verification, words):
         ),
     ],
 )
-def test_one_line_says_whether_the_runtime_gives_the_simulated_values(verification, words):
+def test_one_line_says_whether_the_runtime_agrees_with_the_simulation(verification, words):
     report = replace(example_reports.ordinary(), verification=verification)
     assert re.search(f"checked: ONNX Runtime .*{words}", "\n".join(report.summary()))
     assert re.search(words, html.unescape(to_html(report)))
 
 
-def test_outputs_far_from_the_float_model_are_said_first_unless_a_metric_was_measured():
+def test_outputs_far_from_the_float_model_come_first_without_a_metric():
     report = replace(example_reports.ordinary(), output_db=7.0)
     assert report.verdict().startswith("Verified")
     report = replace(report, accuracy=())
@@ -267,7 +267,7 @@ def test_outputs_far_from_the_float_model_are_said_first_unless_a_metric_was_mea
 @pytest.mark.parametrize(
     ("ratio", "spread", "is_same"), [(0.99, 0.0, True), (0.9, 0.04, False), (0.9, 0.2, True), (1.1, 0.2, True)]
 )
-def test_a_speed_within_the_quartiles_is_the_same_speed(ratio, spread, is_same):
+def test_a_ratio_within_the_quartiles_is_called_the_same_speed(ratio, spread, is_same):
     verification = example_reports.verification(ratio)
     latency = replace(verification.latency, spread=(spread, spread))
     report = replace(example_reports.ordinary(), verification=replace(verification, latency=latency))
@@ -329,13 +329,13 @@ def test_measured_placements_are_one_line():
 
 
 @pytest.mark.parametrize(("speed", "is_slower"), [(0.83, True), (0.99, False), (1.2, False)])
-def test_the_page_calls_a_file_slower_that_is_so_beyond_noise(speed, is_slower):
+def test_the_page_calls_a_file_slower_only_beyond_noise(speed, is_slower):
     page = to_html(replace(example_reports.ordinary(), verification=example_reports.verification(ratio=speed)))
     assert ("the speed of float: slower" in page) == is_slower
 
 
 @pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
-def test_the_page_is_sound_and_asks_for_nothing(make):
+def test_the_page_is_valid_html_without_external_resources(make):
     page = Page(to_html(make()))
     allowed = {"href": re.compile("#"), "src": re.compile("(?!)"), "style": re.compile("(?!)")}
     for _, attributes in page.elements:
@@ -351,7 +351,7 @@ def test_the_page_is_sound_and_asks_for_nothing(make):
 
 @given(st.text(max_size=60))
 @settings(max_examples=60, deadline=None)
-def test_whatever_a_layer_is_called_the_page_has_the_same_elements(name):
+def test_names_of_layers_cannot_add_elements_to_the_page(name):
     def shape(text: str) -> list[str]:
         return [element for element, _ in Page(text).elements if element != "wbr"]
 
@@ -368,7 +368,7 @@ def test_whatever_a_layer_is_called_the_page_has_the_same_elements(name):
     assert len(elements) == len(expected)
 
 
-def test_the_data_in_the_page_is_the_report_and_cannot_end_its_element():
+def test_the_data_in_the_page_is_the_report_and_is_escaped():
     report = example_reports.evil()
     text = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', to_html(report), re.S)[1]
     assert text.isascii()
@@ -376,7 +376,7 @@ def test_the_data_in_the_page_is_the_report_and_cannot_end_its_element():
     assert json.loads(text) == report.to_dict()
 
 
-def test_the_policy_names_exactly_what_the_page_holds():
+def test_the_policy_lists_exactly_the_scripts_and_styles_of_the_page():
     text = to_html(example_reports.bare())
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1].replace("&#39;", "'")
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
@@ -389,7 +389,7 @@ def test_the_page_of_300_layers_is_below_a_megabyte_and_the_same_every_time():
     assert text == to_html(example_reports.large(300))
 
 
-def test_missing_parts_say_how_to_get_them():
+def test_the_page_says_how_to_get_missing_parts():
     text = to_html(example_reports.bare())
     for words in ("evaluate=", "float_path=", "MACs not known", "scalepoint verify"):
         assert words in text
@@ -397,14 +397,14 @@ def test_missing_parts_say_how_to_get_them():
         assert f'id="{identifier}"' not in text
 
 
-def test_nothing_at_all_is_still_a_page():
+def test_an_empty_report_is_a_valid_page():
     empty = Report("", "", "", Coverage(()))
     Page(to_html(empty))
     assert "No operation with weights" in to_html(empty)
     assert str(empty)
 
 
-def test_names_that_repeat_keep_their_own_errors():
+def test_repeated_names_have_separate_errors():
     rows = Coverage((example_reports.operation("a"), example_reports.operation("a"), example_reports.operation("b")))
     layers = (
         example_reports.layer_error("a", 11.0),
@@ -415,7 +415,7 @@ def test_names_that_repeat_keep_their_own_errors():
     assert re.findall(r'c6 number" role="cell" data-v="(\d+)"', text) == ["11", "22", "33"]
 
 
-def test_worst_layers_begin_with_what_is_no_number():
+def test_nan_errors_are_listed_first_among_the_worst_layers():
     layers = (
         example_reports.layer_error("good", 40),
         example_reports.layer_error("bad", 5),
@@ -435,12 +435,12 @@ def test_histogram_needs_one_more_edge_than_counts():
         TensorHistogram("a", "weight", "", (0, 1), (1, 1), 0, 1)
 
 
-def test_the_change_of_a_score_is_that_of_its_value():
+def test_the_change_of_a_score_is_the_difference_of_its_values():
     assert Score("m", 0.4, 0.5).change == pytest.approx(-0.1)
     assert Score("m", 0.3, 0.5, "runtime", simulated_value=0.4).change == pytest.approx(-0.2)
 
 
-def test_inner_blocks_are_opened_where_that_gives_few_boxes(monkeypatch):
+def test_inner_blocks_are_opened_if_that_gives_few_boxes(monkeypatch):
     inside = [GraphNode(f"encoder.{layer}.{name}", "k") for layer in range(3) for name in "abc"]
     monkeypatch.setattr(placement_graph, "MAX_OPENED_BOXES", 5)
     whole_model = build_blocks([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
@@ -456,7 +456,7 @@ def test_inner_blocks_are_opened_where_that_gives_few_boxes(monkeypatch):
     assert [box.label for box in whole_model.boxes] == ["embeddings.word", "encoder", "pooler"]
 
 
-def test_a_tensor_that_passes_as_codes_is_drawn_so():
+def test_a_tensor_between_integer_layers_is_drawn_as_codes():
     nodes = (GraphNode("a", "conv"), GraphNode("b", "conv", ("a",), "x uint8", ("a",)), GraphNode("c", "add", ("b",)))
     page = to_html(replace(example_reports.bare(), graph=nodes))
     assert page.count('class="edge codes"') == 1
@@ -481,7 +481,7 @@ def test_names_of_the_worst_layers_do_not_overlap():
 
 
 @pytest.mark.parametrize("share", [0.9996, 0.99999, 1.0, 0.5])
-def test_the_terminal_and_the_page_round_alike(share):
+def test_the_terminal_and_the_page_round_equally(share):
     rows = (
         example_reports.operation("a", macs=int(share * 1e6)),
         example_reports.float_row("b", "why", macs=10**6 - int(share * 1e6)),
@@ -492,14 +492,14 @@ def test_the_terminal_and_the_page_round_alike(share):
     assert f'<span class="number">{share_text}</span>' in to_html(report)
 
 
-def test_a_speed_is_the_same_number_wherever_it_is_told():
+def test_a_speed_is_the_same_number_everywhere():
     report = example_reports.ordinary(ratio=0.5899)
     assert "0.58x" in report.verdict()
     assert "0.58x" in str(report.verification.latency)
     assert "0.59" not in to_html(report).partition("<script")[0] + str(report)
 
 
-def test_an_unverified_run_speaks_of_numbers_of_the_simulation_only_where_it_has_some():
+def test_an_unverified_run_mentions_the_simulation_only_if_it_has_its_numbers():
     report = replace(example_reports.ordinary(), verification=None)
     assert "of the simulation" in report.verdict()
     assert "of the simulation" not in replace(report, accuracy=(), layers=()).verdict()
@@ -525,7 +525,7 @@ def test_a_command_in_the_next_steps_can_be_typed_whatever_the_folder_is_called(
     assert "scalepoint compare 'my out' -c 'my out/config.yaml' --trust" in "\n".join(report.next_steps())
 
 
-def test_only_what_the_config_asked_for_is_called_asked():
+def test_only_operations_that_the_config_names_are_shown_as_requested():
     rows = (
         example_reports.float_row("a", "asked for by the config", is_asked=True),
         example_reports.float_row("b", "a norm"),
@@ -538,7 +538,7 @@ def test_only_what_the_config_asked_for_is_called_asked():
     ("sqnr", "word"),
     [(60, "very good"), (28.9, "good"), (20, "fair"), (3, "poor"), (math.nan, "broken"), (math.inf, ""), (None, "")],
 )
-def test_a_level_comes_with_a_word(sqnr, word):
+def test_a_noise_level_has_a_word_next_to_it(sqnr, word):
     assert describe_quality(sqnr) == word
     if sqnr is not None:
         report = replace(example_reports.bare(), layers=(example_reports.layer_error("only", sqnr),))
@@ -566,7 +566,7 @@ def test_the_report_says_what_to_do_next(change, step):
     assert report.next_steps()[0] in html.unescape(to_html(report))
 
 
-def test_a_file_that_is_slower_or_departs_gets_its_own_advice():
+def test_a_file_that_is_slower_or_departs_has_special_advice():
     report = example_reports.ordinary(ratio=0.5)
     assert "scalepoint targets" in report.next_steps()[0]
     broken = replace(report, verification=replace(report.verification, status=Status.CRASHED))
@@ -582,7 +582,7 @@ def test_blocks_are_the_tree_of_the_names_without_repetition(monkeypatch):
     assert [box.row for box in second.boxes] == [0, 1]
 
 
-def test_a_block_that_feeds_itself_through_another_is_drawn(monkeypatch):
+def test_a_block_with_a_cycle_through_another_block_is_drawn(monkeypatch):
     nodes = [
         GraphNode("a.x", "k"),
         GraphNode("b.x", "k", ("a.x",)),
@@ -595,13 +595,13 @@ def test_a_block_that_feeds_itself_through_another_is_drawn(monkeypatch):
     to_html(replace(example_reports.bare(), graph=tuple(nodes)))
 
 
-def test_a_block_of_many_operations_says_what_it_leaves_out():
+def test_a_block_of_many_operations_says_how_many_are_hidden():
     nodes = tuple(GraphNode(f"op{index}", "add", (f"op{index - 1}",)) for index in range(1000))
     assert build_blocks(nodes)[0].left_out == 800
     assert "and 800 more, not drawn" in to_html(replace(example_reports.bare(), graph=nodes))
 
 
-def test_write_makes_both_files_and_replaces_them(tmp_path):
+def test_write_creates_or_replaces_both_files(tmp_path):
     page = write(example_reports.bare(), tmp_path / "new" / "out")
     write(example_reports.ordinary(), page.parent)
     assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "report.json"]
@@ -609,18 +609,18 @@ def test_write_makes_both_files_and_replaces_them(tmp_path):
     assert page.read_text() == to_html(example_reports.ordinary())
 
 
-def test_write_into_a_file_is_an_error_of_ours(tmp_path):
+def test_writing_into_a_file_is_a_scalepoint_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write into"):
         write(example_reports.bare(), tmp_path / "file")
 
 
-def test_evil_names_can_be_written(tmp_path):
+def test_hostile_names_can_be_written(tmp_path):
     write(example_reports.evil(), tmp_path)
     assert Report.from_json((tmp_path / "report.json").read_text()).title == example_reports.EVIL[0]
 
 
-def test_printing_works_where_only_ascii_does():
+def test_printing_works_with_an_ascii_terminal():
     code = "from tests.report import example_reports; print(example_reports.ordinary())"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
@@ -653,7 +653,7 @@ def test_numbers_are_never_rounded_into_something_better(text, expected):
     assert text == expected
 
 
-def test_what_was_raised_is_followed_back_to_the_first_file():
+def test_precision_changes_are_followed_back_to_the_first_trial():
     report = example_reports.ordinary()
     assert [(change.layer, change.to) for change in report.precision_changes()] == [
         ("", "other ranges"),
@@ -664,14 +664,14 @@ def test_what_was_raised_is_followed_back_to_the_first_file():
     assert len(looped.precision_changes()) == 1
 
 
-def test_a_drop_that_is_too_large_is_said():
+def test_a_drop_that_is_too_large_is_reported():
     report = replace(example_reports.ordinary(), max_drop=0.001)
     assert "accuracy: the drop is more than the allowed 0.001" in report.summary()
     assert "more than the allowed 0.001" in to_html(report)
     assert 'class="tile warn"' in to_html(report)
 
 
-def test_how_to_reproduce_is_there_to_copy():
+def test_the_page_has_the_command_to_reproduce_the_run():
     page = to_html(example_reports.ordinary())
     for text in ("pip install scalepoint==0.1.0", "scalepoint deploy -c out/config.yaml", "calibration_data,"):
         assert text in page
@@ -689,12 +689,12 @@ def test_how_to_reproduce_is_there_to_copy():
         (1.0, math.nan, 5.0, False),
     ],
 )
-def test_a_rounding_is_no_fall(before, after, allowed, holds):
+def test_a_drop_within_rounding_is_not_reported(before, after, allowed, holds):
     assert is_within(before, after, allowed) is holds
     assert Score("score", after, before).is_within(allowed) is holds
 
 
-def test_the_page_shows_precision_by_layer_the_front_and_what_was_tuned():
+def test_the_page_shows_precision_by_layer_the_front_and_tuning():
     report = example_reports.ordinary()
     page = to_html(report)
     assert 'id="allocation"' in page
@@ -709,13 +709,13 @@ def test_the_page_shows_precision_by_layer_the_front_and_what_was_tuned():
     assert "<h2>Tuning</h2>" not in without
 
 
-def test_the_terminal_shows_the_front_and_who_differs():
+def test_the_terminal_shows_the_front_and_the_layers_that_differ():
     text = render_as_text(example_reports.ordinary().table(verbose=True))
     assert "<- chosen near here" in text
     assert text.index("layer1.1.conv2") < text.index("and 10 more")
 
 
-def test_a_file_without_a_float_one_still_shows_its_size():
+def test_a_file_without_a_float_file_shows_its_size():
     report = example_reports.ordinary()
     page = to_html(replace(report, verification=replace(report.verification, float_size=None)))
     assert "no float file to compare with" in page

@@ -92,7 +92,7 @@ def test_the_generated_text_is_that_of_the_simulation(tmp_path, name):
     not RUNTIME.is_installed, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]"
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_batch_of_texts_with_padding_is_generated_like_each_text_alone(tmp_path, name):
+def test_a_padded_batch_generates_the_same_as_each_text_by_itself(tmp_path, name):
     import onnxruntime_genai
 
     save_model(name, tmp_path / "float")

@@ -94,7 +94,7 @@ def test_choices_by_scores_that_do_not_agree_are_not_followed(tmp_path: Path) ->
     assert result.choices == ()
 
 
-def test_a_choice_that_is_wrong_by_its_own_scores_departs(tmp_path: Path) -> None:
+def test_a_choice_that_contradicts_its_scores_departs(tmp_path: Path) -> None:
     case = Case(tmp_path)
     proto = onnx.load(case.path)
     node = next(node for node in proto.graph.node if node.op_type == "TopK")

@@ -53,7 +53,7 @@ def test_random_numbers_in_the_model_are_named_as_the_cause(tmp_path):
         result.check()
 
 
-def test_a_padding_that_the_exporter_folded_is_no_departure(tmp_path):
+def test_a_padding_that_the_exporter_folded_is_not_a_departure(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 16, 16)
     quantized = quantize(PaddedStem().eval(), x, forward_loop=[x], target="onnxruntime")

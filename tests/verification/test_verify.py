@@ -122,7 +122,7 @@ def test_openvino_runs_every_layer_in_int8(tmp_path):
 
 
 class TestErrors:
-    def test_a_file_that_is_no_model_fails(self, case, tmp_path):
+    def test_a_file_that_is_not_a_model_fails(self, case, tmp_path):
         quantized, x, _ = case
         (tmp_path / "bad.onnx").write_bytes(b"not a model")
         result = verify(tmp_path / "bad.onnx", quantized, x)

@@ -114,7 +114,7 @@ def load_onnx_and_data(settings: Any, loader: ObjectLoader) -> ModelAndData:
 
     batches = load_onnx_data(settings, loader)
     path = loader.resolve(settings.model)
-    source = read_source(path, example=None, kwargs=None, data=batches, values=settings, progress=None)
+    source = read_source(path, example=None, kwargs=None, data=batches, options=settings, progress=None)
     return ModelAndData(source.model, source.example, batches)
 
 

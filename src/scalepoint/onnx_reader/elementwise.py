@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scalepoint.errors import OnnxReadError
 from scalepoint.onnx_reader.operators import OPERATORS, Layer, Node, Operator, RunFunction, operator, require
 from scalepoint.onnx_reader.values import KnownArray, as_number, sym_float, sym_int, sym_max, sym_min, torch_dtype
 
@@ -158,7 +159,8 @@ def swish(node: Node, x: Tensor) -> Tensor:
 @operator("SwiGLU")
 def swiglu(node: Node, x: Tensor, gate: Tensor | None = None) -> Tensor:
     alpha = node.get("alpha", 1.0)
-    require(gate is not None, "SwiGLU whose only input contains both values and gates")
+    if gate is None:
+        raise OnnxReadError("SwiGLU whose only input contains both values and gates is not supported")
     unsupported = sorted(set(node.attributes) - {"alpha"})
     require(not unsupported, f"SwiGLU with {', '.join(unsupported)}")
     return x * torch.sigmoid(x * alpha) * gate

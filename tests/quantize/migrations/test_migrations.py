@@ -118,7 +118,7 @@ class TestTheData:
         assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
     @pytest.mark.filterwarnings("ignore:.*were skipped")
-    def test_batches_that_are_not_finite_are_left_out_when_asked(self):
+    def test_batches_that_are_not_finite_are_skipped_with_on_nan_skip(self):
         model, data = seeded(Chain), pictures()
         result = transform(model, data[0])
         quantized = insert_qdq(result.model, result.matches, QuantConfig(migrate=("equalize",)))
