@@ -1,4 +1,4 @@
-"""Write the pages that follow from the code: `python docs/generate.py`. A test holds them to what this makes."""
+"""Write the pages that are generated from the code: `python docs/generate.py`. A test compares them with the files."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,7 +58,7 @@ CPU_TARGETS: dict[str, Callable[..., Target]] = {
     "openvino": openvino_target,
 }
 PLAIN_CPU = "avx2"
-PROOF = {
+VERIFICATION = {
     "onnxruntime": "running the file in ONNX Runtime",
     "openvino": "running the file in OpenVINO (`pip install 'scalepoint[openvino]'`)",
     "tensorrt": "static rules over the file: `scalepoint check`",
@@ -91,7 +91,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """One line; what Markdown would take for its own is kept as it is."""
+    """Return a text as one line of a table, with Markdown characters escaped."""
     return (
         " ".join(str(text).split())
         .replace("|", "\\|")
@@ -111,29 +111,33 @@ def target_of(name: str) -> Target:
     return CPU_TARGETS[name](PLAIN_CPU) if name in CPU_TARGETS else find_target(name)
 
 
-TARGETS = """A target is one declaration: what its compiler fuses, where it wants Q/DQ, which numbers it can run, and
-what does not pay. Nothing is quantized that the target does not ask for. `scalepoint targets NAME` prints what these
-pages show; a [target of your own](../guides/target.md) is one value.
+TARGETS = """A target is one declaration: what its compiler fuses, where Q/DQ must be, which types it can run, and which
+operations are faster in float. Only what a pattern of the target names is quantized. `scalepoint targets NAME` prints
+what these pages show. A [target of your own](../guides/target.md) is one Python object.
 """
 
 
 def targets_page() -> str:
     rows = []
-    for name, proof in PROOF.items():
+    for name, proof in VERIFICATION.items():
         target = target_of(name)
         tensors = (
             format_spec(target.activation, "activation"),
             format_spec(target.weight, "weight"),
         )
         rows.append((f"[{name}]({name}.md)", *tensors, target.bias, proof))
-    listed = table(("target", "activations", "weights", "bias", "proven by"), rows)
-    end = "These are the defaults; a page lists all that its target accepts.\n"
+    listed = table(("target", "activations", "weights", "bias", "verified by"), rows)
+    end = (
+        "These are the defaults; each page lists everything that its target accepts.\n"
+    )
     return "\n".join((f"# Targets\n\n{GENERATED}{TARGETS}", listed, end))
 
 
 def target_page(name: str) -> str:
     target = target_of(name)
-    parts = [f"# {name}\n\n{GENERATED}{target.summary}.\n\nProven by {PROOF[name]}.\n"]
+    parts = [
+        f"# {name}\n\n{GENERATED}{target.summary}.\n\nVerified by {VERIFICATION[name]}.\n"
+    ]
     if name in NOT_RUN:
         parts.append(f"## What was not run\n\n{NOT_RUN[name]}")
     if name in CPU_TARGETS:
@@ -145,7 +149,7 @@ def target_page(name: str) -> str:
 
 
 def _options(name: str) -> str:
-    """The one option of the CPU targets, and what it changes."""
+    """Describe the `cpu` option of the CPU targets, and what it changes."""
     factory = CPU_TARGETS[name]
     summary = " ".join((factory.__doc__ or "").split())
     own_options, shared_options = (
@@ -166,13 +170,13 @@ def _options(name: str) -> str:
 
 
 LEGENDS = {
-    "Patterns": """Longer patterns go first. `[ ]` may be absent; `( )` is a condition; *another tensor* comes from
-outside of the chain. Q/DQ stand on the operands named in the last column, and nowhere else.""",
-    "Accepts": "Other precisions are refused with the nearest supported one.",
-    "Left float": "Operations that are better left float, with the reason in the coverage.",
-    "Before patterns are matched": "The graph is rewritten until nothing changes.",
-    "Static checks": """`scalepoint check model.onnx` applies them to an ONNX file, without the compiler. They are
-necessary for a fast engine, not sufficient.""",
+    "Patterns": """Longer patterns are tried first. `[ ]` is optional; `( )` is a condition; *another tensor* comes from
+outside of the chain. Q/DQ are inserted at the operands in the last column only.""",
+    "Accepts": "Other precisions are refused with an error that names the nearest supported one.",
+    "Left float": "Operations that stay float although a pattern matches; the coverage has the reason.",
+    "Before patterns are matched": "These rewrites are repeated until nothing changes.",
+    "Static checks": """`scalepoint check model.onnx` applies these rules to an ONNX file, without the compiler. A fast
+engine needs a file without findings, but such a file may still be slow.""",
 }
 
 
@@ -185,7 +189,7 @@ def _section(section: Section) -> str:
 
 
 def _coded(row: Sequence[str]) -> tuple[str, ...]:
-    """The first cell is a name."""
+    """Format the first cell as code if it is a name."""
     first, *rest = row
     return (code(first) if re.fullmatch(r"\w+", first) else first, *rest)
 
@@ -193,8 +197,8 @@ def _coded(row: Sequence[str]) -> tuple[str, ...]:
 # the command line ------------------------------------------------------------------------------------------------
 
 
-COMMANDS = """stdout is the result, stderr the talk. `--json` gives one JSON document for machines. A flag here is a
-keyword of the Python function and a key of the [config file](config.md).
+COMMANDS = """Results are printed to stdout, messages to stderr. `--json` prints one JSON document for machines. A flag
+here is a keyword of the Python function and a key of the [config file](config.md).
 """
 
 
@@ -378,12 +382,12 @@ def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:  # a table of ca
     return names.get(entry.get("type", ""), entry.get("type", "anything"))
 
 
-ERRORS = """Every error says what was given, what is allowed, where, and what to do, and ends with its code. All derive
-from `scalepoint.errors.ScalepointError` and from the builtin named here. Fields of specs and configs are
-checked by pydantic: its `ValidationError` is the cause of the `SpecError` or `ConfigError`.
+ERRORS = """Every error says what was passed, what is allowed, where, and what to do, and ends with its code. All
+classes derive from `scalepoint.errors.ScalepointError` and from the built-in class in the table. Fields of specs and
+configs are checked by pydantic: its `ValidationError` is the cause of the `SpecError` or `ConfigError`.
 """
-WARNINGS = """What works, but not as one may think (a batch that the model fixes), is a `ScalepointWarning`, a
-`UserWarning`. [Troubleshooting](../troubleshooting.md) goes by what you see.
+WARNINGS = """Something that works differently from what a user may expect (a batch size that the model fixes) is a
+`ScalepointWarning`, which is a `UserWarning`. [Troubleshooting](../troubleshooting.md) is sorted by symptom.
 """
 
 
@@ -444,8 +448,8 @@ HOMES = {
 }
 
 
-API = """Everything on these pages is public; what is not here may change. `import scalepoint` loads nothing: a name
-loads what it needs when it is first used.
+API = """Everything on these pages is public; everything else may change. `import scalepoint` is fast: a module is
+imported when one of its names is first used.
 """
 
 
@@ -522,7 +526,7 @@ def is_own(value: Any, module: str) -> bool:
 
 
 def decisions_page() -> str:
-    """All records, by the heading of each."""
+    """Return the index of all decisions: number and title of each."""
     lines = []
     for path in sorted((DOCS / "decisions").glob("0*.md")):
         heading = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
@@ -531,7 +535,7 @@ def decisions_page() -> str:
     start = (
         "# Decisions\n\n"
         + GENERATED
-        + "Why it is built as it is, in short records.\n\n| | |\n|---|---|\n"
+        + "Short records of design decisions and their reasons.\n\n| | |\n|---|---|\n"
     )
     return start + "".join(lines)
 
@@ -546,11 +550,11 @@ OVER = {
 
 
 def steps_page() -> str:
-    """Every step of tuning and every migration, as its file explains it."""
+    """Return the page with the docstrings of all tuning steps and migrations."""
     text = (
         "# Steps and migrations, one by one\n\n"
         + GENERATED
-        + "What each does, as the file that does it says. [Tuning](tuning.md) and [migrations](migrations.md) show how "
+        + "The docstring of each step and migration. [Tuning](tuning.md) and [migrations](migrations.md) show how "
         "they are used.\n\n## Steps of tuning\n\n"
     )
     for name in step_names():
@@ -569,7 +573,7 @@ def steps_page() -> str:
 
 
 def _explained(module: str) -> str:
-    """What a module says of itself, with its formulas fenced."""
+    """Return the docstring of a module, with its formulas in code blocks."""
     text, fenced, result = (import_module(module).__doc__ or "").strip(), False, []
     for line in text.split("\n"):
         is_formula = line.startswith("    ")
@@ -833,7 +837,9 @@ def page_summary(path: str) -> str:
 
 def pages() -> dict[Path, str]:
     """All generated pages by their path in docs/."""
-    contents = {Path("targets") / f"{name}.md": target_page(name) for name in PROOF}
+    contents = {
+        Path("targets") / f"{name}.md": target_page(name) for name in VERIFICATION
+    }
     contents |= {
         Path("reference/api") / f"{name}.md": api_page(name) for name in MODULES
     }
