@@ -266,7 +266,9 @@ def choose_placement(options: DeployOptions) -> tuple[QuantConfig, Placement]:
         wants_speed = config.speed_first if config.speed_first is not None else not needs_int8
         placement = _default_placement() if wants_speed else "int8"
     elif placement != "int8" and (needs_int8 or config.speed_first is False):
-        option = "strict=True" if options.strict else "budget=" if needs_int8 else "speed_first=False"
+        option = "budget=" if needs_int8 else "speed_first=False"
+        if options.strict:
+            option = "strict=True"
         raise UsageError(f"placement={placement!r} cannot be used with {option}: it leaves layers float for speed")
     is_speed_first = placement != "int8" if config.speed_first is None else config.speed_first
     return config.model_copy(update={"speed_first": is_speed_first}), placement

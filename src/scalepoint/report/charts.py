@@ -236,7 +236,9 @@ def _layer_points(layers: Sequence[LayerError], points: Sequence[Point], floats:
     labels = LabelPlacer()
     for index in sorted(order[:40]) if is_crowded else range(len(layers)):
         layer, (x, y) = layers[index], points[index]
-        css = "dot-worst" if index in worst else "dot-float" if layer.name in floats else "dot"
+        css = "dot-float" if layer.name in floats else "dot"
+        if index in worst:
+            css = "dot-worst"
         title = f"{shorten(layer.name)}: {format_decibels(layer.sqnr_db)} dB"
         shapes.append(circle(x, y, 5.0 if index in worst else 3.4, css, title))
         if index in worst:

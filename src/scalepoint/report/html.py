@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import Markup, escape
 
@@ -240,14 +240,22 @@ class FloatGroup:
 
 @dataclass(frozen=True)
 class TimeRow:
-    """A row of the time table; cells are (seconds, width of the bar, its class) for float and quantized."""
+    """A row of the time table, with a cell for the float file and one for the quantized file."""
 
     name: str
     kernels: str
-    cells: Sequence[tuple[float | None, float, str]]
+    cells: Sequence["TimeCell"]
     speed: str
     share: str
     is_rest: bool
+
+
+class TimeCell(NamedTuple):
+    """A time as number and bar. `width` is in percent, `css` the class of the bar."""
+
+    seconds: float | None
+    width: float
+    css: str
 
 
 @dataclass(frozen=True)
@@ -407,7 +415,7 @@ class ReportView:
         macs, parameters = (row.macs, row.parameters) if row else (None, None)
         clipped, used = (error.saturation, error.used_range) if error else (None, None)
         return LayerRow(
-            name=row.name if row else error.name if error else "",
+            name=next((item.name for item in (row, error) if item is not None), ""),
             kind=row.kind if row else "",
             precision=precision,
             reason=row.explanation if row else "",
@@ -562,10 +570,10 @@ def colour_of(precision: str) -> str:
     if bits is None:
         return "p5"
     if "fp" in first or "float" in first or "mx" in first:
-        return "p3" if bits[0] in ("8", "08") else "p2" if bits[0] == "4" else "p5"
+        return {"8": "p3", "08": "p3", "4": "p2"}.get(bits[0], "p5")
     if bits[0] == "8":
         return "p0" if other_precisions or not first.startswith(("w ", "stored ")) else "p1"
-    return "p2" if bits[0] == "4" else "p4" if bits[0] in ("1", "2", "3") else "p5"
+    return {"4": "p2", "3": "p4", "2": "p4", "1": "p4"}.get(bits[0], "p5")
 
 
 def _sort_key(value: float | None) -> str | None:
@@ -600,7 +608,10 @@ def _time_row(row: LayerTime, largest: float, total: float, *, is_slow: bool = F
     return TimeRow(
         name=row.name,
         kernels=" + ".join(row.kernels[:3]),
-        cells=((before, widths[0] or 0.0, "before"), (seconds, widths[1] or 0.0, "slow" if is_slow else "after")),
+        cells=(
+            TimeCell(before, widths[0] or 0.0, "before"),
+            TimeCell(seconds, widths[1] or 0.0, "slow" if is_slow else "after"),
+        ),
         speed=formatting.format_ratio(before / seconds) if before and seconds else "",
         share=formatting.format_share(seconds / total) if seconds and total else "",
         is_rest=is_rest,

@@ -63,7 +63,9 @@ def format_value(value: float | None) -> str:
         return "-"
     if not math.isfinite(value):
         return str(value)
-    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1e5 else f"{value:.4g}"
+    if abs(value) < 10:
+        return f"{value:.4f}"
+    return f"{value:.2f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def format_change(value: float) -> str:
@@ -110,7 +112,7 @@ def format_share(value: float | None) -> str:
     return "99.9%" if text == "100.0%" and value < 1 else text.replace("100.0%", "100%").replace("0.00%", "0%")
 
 
-GOOD_DB, FAIR_DB, POOR_DB = 35, 25, 15
+GOOD_DB, FAIR_DB, POOR_DB = 35, 25, 15  # lowest levels that are called very good, good and fair
 SCALE = f"{GOOD_DB} dB and more is very good, {FAIR_DB} good, {POOR_DB} fair, less is poor"
 
 
@@ -120,7 +122,10 @@ def describe_quality(sqnr: float | None) -> str:
         return ""
     if math.isnan(sqnr):
         return "broken"
-    return "very good" if sqnr >= GOOD_DB else "good" if sqnr >= FAIR_DB else "fair" if sqnr >= POOR_DB else "poor"
+    for level, word in ((GOOD_DB, "very good"), (FAIR_DB, "good"), (POOR_DB, "fair")):
+        if sqnr >= level:
+            return word
+    return "poor"
 
 
 def format_error_share(sqnr: float) -> str:
@@ -139,7 +144,9 @@ def format_decibels(value: float | None) -> str:
 
 def format_noise_level(error: float) -> str:
     """Format noise power divided by signal power as a signal-to-noise ratio in dB."""
-    return "exact" if error <= 0 else f"{-10 * math.log10(error):.1f}" if math.isfinite(error) else "broken"
+    if error <= 0:
+        return "exact"
+    return f"{-10 * math.log10(error):.1f}" if math.isfinite(error) else "broken"
 
 
 def format_ratio(value: float) -> str:

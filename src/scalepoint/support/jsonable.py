@@ -33,4 +33,6 @@ def to_jsonable(value: Any) -> Any:  # a table of cases
 def _number(value: float) -> float | str:
     if math.isnan(value):
         return "NaN"
-    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
+    if math.isfinite(value):
+        return value
+    return "Infinity" if value > 0 else "-Infinity"

@@ -40,8 +40,10 @@ class ProductShape:
             return self.kind
         if self.groups > 1:
             kind = "depthwise"
+        elif self.inputs < 4:
+            kind = "stem"
         else:
-            kind = "stem" if self.inputs < 4 else "pointwise" if self.kernel == 1 else "dense"
+            kind = "pointwise" if self.kernel == 1 else "dense"
         return kind if self.rank == 2 else f"{kind} {self.rank}d"
 
     def distance(self, other: "ProductShape") -> float:

@@ -263,8 +263,8 @@ class GroupedLayer:
         codes = self.layer.get_deployed().codes
         scale = self._group_parameter(self.layer.weight_quant.broadcast_qparams(codes).scale.to(torch.float64), codes)
         # Steps work on codes minus zero points, so that values are codes times scales.
-        centered = self.geometry.to_groups(codes.to(torch.float32)) - self._zero_points().to(torch.float32)
-        return Solution(weight, centered, scale)
+        centred = self.geometry.to_groups(codes.to(torch.float32)) - self._zero_points().to(torch.float32)
+        return Solution(weight, centred, scale)
 
     def code_grid(self) -> CodeGrid:
         """Return the values that codes minus their zero points may have; only zero for pruned weights."""

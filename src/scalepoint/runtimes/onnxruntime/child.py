@@ -156,7 +156,11 @@ def _describe_nodes(path: str) -> list[dict[str, Any]]:
             conversions.append(producers[name])
             name = producers[name].input[0]
         is_float = node.op_type in FLOAT_OPERATORS and name in constants
-        low = True if node.op_type in LOW_PRECISION_OPERATORS else False if is_float else None
+        low = None  # an operation without weights
+        if node.op_type in LOW_PRECISION_OPERATORS:
+            low = True
+        elif is_float:
+            low = False
         why = _why_float(node, conversions, constants[name]) if is_float else ""
         nodes.append({"name": node.name, "op": node.op_type, "low": low, "why": why})
     return nodes
