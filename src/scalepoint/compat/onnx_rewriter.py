@@ -72,10 +72,9 @@ class _IndexedRules:
         self.last_applied = next((rule for rule in rules if not rule.remove_nodes), rules[0])
         ends = [_PatternEnd(rule) for rule in rules]
         self.for_any_operator = [end for end in ends if end.operator is None]
-        self.by_operator = {
-            operator: [end for end in ends if end.operator in (operator, None)]
-            for operator in {end.operator for end in ends}
-        }
+        self.by_operator: dict[str | None, list[_PatternEnd]] = {}  # each list in the order of the rules
+        for operator in {end.operator for end in ends}:
+            self.by_operator[operator] = [end for end in ends if end.operator in (operator, None)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.last_applied, name)

@@ -47,10 +47,13 @@ def _restores_axes(flatten: fx.Node, linear: fx.Node, unflatten: fx.Node) -> boo
     """Whether all axes but the last are joined before the layer and restored after it."""
     source = flatten.args[0] if isinstance(flatten.args[0], fx.Node) else flatten
     values = [get_fake_tensor(node) for node in (source, flatten, linear, unflatten)]
-    if any(value is None for value in values):
+    shapes = [list(value.shape) for value in values if value is not None]
+    if len(shapes) < len(values):
         return False
-    x, rows, product, result = (list(value.shape) for value in values if value is not None)
+    x, rows, product, result = shapes
     if len(rows) != 2 or len(x) < 3 or len(x) != len(result):
         return False
-    equal_sizes = [*zip(x[:-1], result[:-1], strict=True), (x[-1], rows[-1]), (product[-1], result[-1])]
-    return all(statically_known_true(size == other_size) for size, other_size in equal_sizes)
+    # Sizes may be symbolic: two of them are equal only if that holds for every batch and length.
+    outer_sizes = list(zip(x[:-1], result[:-1], strict=True))
+    last_sizes = [(x[-1], rows[-1]), (product[-1], result[-1])]
+    return all(statically_known_true(size == other_size) for size, other_size in (*outer_sizes, *last_sizes))

@@ -133,6 +133,7 @@ def _find_user_module(
 
 
 def _computes_same(module: nn.Module | None, kind: str, bound: dict[str, Any], inputs: list[fx.Node]) -> bool:
+    """Whether a module has this kind, no hooks, and exactly the parameters and buffers of the operation."""
     if module is None or MODULE_KINDS.get(type(module)) != kind or len(inputs) != 1:
         return False
     if any(getattr(module, hooks) for hooks in _HOOKS) or nn.utils.parametrize.is_parametrized(module):

@@ -74,14 +74,20 @@ class AllowedSizes:
         return 0
 
     def iterate_other_sizes(self) -> Iterator[dict[str, int]]:
-        """Yield allowed sizes that differ from the example, all names at once; the most telling ones come first.
+        """Yield allowed sizes of all names that differ from the example; those that find most errors come first.
 
-        Larger and smaller sizes in turns, all larger by half, all smaller by a quarter, the next step, double, half.
+        Larger and smaller sizes alternately, all larger by half, all smaller by a quarter, one step larger, double,
+        half.
         """
-        larger = {name: size + _round_to_step(size / 2, self.steps[name]) for name, size in self.example.items()}
-        smaller = {name: size - _round_to_step(size / 4, self.steps[name]) for name, size in self.example.items()}
-        smaller = {name: size if size > 1 else larger[name] for name, size in smaller.items()}
-        mixed = {name: (larger, smaller)[index % 2][name] for index, name in enumerate(self.example)}
+        mixed: dict[str, int] = {}
+        larger: dict[str, int] = {}
+        smaller: dict[str, int] = {}
+        for index, (name, size) in enumerate(self.example.items()):
+            step = self.steps[name]
+            larger[name] = size + _round_to_step(size / 2, step)
+            reduced = size - _round_to_step(size / 4, step)
+            smaller[name] = reduced if reduced > 1 else larger[name]
+            mixed[name] = larger[name] if index % 2 == 0 else smaller[name]
         one_step_larger = {name: size + self.steps[name] for name, size in self.example.items()}
         double = {name: 2 * size for name, size in self.example.items()}
         half = {name: max(2, size // 2) for name, size in self.example.items()}

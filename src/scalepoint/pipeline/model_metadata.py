@@ -33,13 +33,16 @@ def read_library_metadata(model: nn.Module) -> dict[str, Any]:
 
 def _read_labels(model: nn.Module) -> list[str]:
     """Return one label per class, in the order of the classes; [] if they are not known."""
-    by_index = getattr(getattr(model, "config", None), "id2label", None)
+    names: list[Any] = []
+    by_index = getattr(getattr(model, "config", None), "id2label", None)  # of transformers
     if isinstance(by_index, Mapping):
-        is_complete = set(by_index) == set(range(len(by_index)))
-        names = [by_index[index] for index in range(len(by_index))] if is_complete else []
+        if set(by_index) == set(range(len(by_index))):
+            names = [by_index[index] for index in range(len(by_index))]
     else:
-        declared, count = _pretrained_config(model).get("label_names"), getattr(model, "num_classes", None)
-        names = list(declared) if isinstance(declared, list | tuple) and count in (None, len(declared)) else []
+        timm_names = _pretrained_config(model).get("label_names")
+        count = getattr(model, "num_classes", None)
+        if isinstance(timm_names, list | tuple) and count in (None, len(timm_names)):
+            names = list(timm_names)
     labels = [str(name).encode("utf-8", "replace").decode() for name in names]  # without unpaired surrogates
     are_placeholders = labels == [f"LABEL_{index}" for index in range(len(labels))]  # the default of transformers
     return [] if are_placeholders or sum(map(len, labels)) > MAX_LABEL_CHARACTERS else labels

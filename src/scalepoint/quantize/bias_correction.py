@@ -72,17 +72,21 @@ class BiasCorrection:
 
     def merge(self) -> None:
         """Add up the sums of all ranks, in rank order."""
-        local = {f"{index} sum": sums for index, sums in enumerate(self.sums) if sums is not None}
-        local |= {f"{index} count": torch.tensor(count) for index, count in enumerate(self.counts)}
-        local |= {f"{index} sizes": torch.tensor(sizes) for index, sizes in enumerate(self.sizes) if sizes}
+        local: dict[str, Tensor] = {}
+        for index, (sums, count, sizes) in enumerate(zip(self.sums, self.counts, self.sizes, strict=True)):
+            local[f"{index} count"] = torch.tensor(count)
+            if sums is not None:
+                local[f"{index} sum"] = sums
+            if sizes:
+                local[f"{index} sizes"] = torch.tensor(sizes)
         per_rank: Sequence[dict[str, Tensor]] = distributed.gather_tensors(local, "merging means")
         for index in range(len(self.layers)):
             with_sum = [tensors for tensors in per_rank if f"{index} sum" in tensors]
             if with_sum:
                 self.sums[index] = torch.stack([tensors[f"{index} sum"] for tensors in with_sum]).sum(0)
                 self.counts[index] = sum(int(tensors[f"{index} count"]) for tensors in with_sum)
-                sizes = with_sum[0].get(f"{index} sizes")
-                self.sizes[index] = () if sizes is None else tuple(map(int, sizes.tolist()))
+                gathered_sizes = with_sum[0].get(f"{index} sizes")
+                self.sizes[index] = () if gathered_sizes is None else tuple(map(int, gathered_sizes.tolist()))
 
     @torch.no_grad()
     def correct(self) -> None:

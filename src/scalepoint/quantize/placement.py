@@ -178,7 +178,15 @@ def _make_site(
     reason = explain_unsupported_weight(fused.parts[role], kind) if role is not None else ""
     operands = find_operands(match, node, fused)
     return QuantizationSite(
-        match, node, fused, None if reason else role, kind, operands, enclosing_classes, reason, is_constant
+        match=match,
+        node=node,
+        fused=fused,
+        role=None if reason else role,
+        kind=kind,
+        operands=operands,
+        enclosing_classes=enclosing_classes,
+        unsupported_reason=reason,
+        is_constant=is_constant,
     )
 
 

@@ -57,12 +57,16 @@ class RealTensors:
         current = [slot.table.get(slot.name) for slot in self._slots]
         tables = {id(slot.table): slot.table for slot in self._slots}.values()
         count = sum(tensor is not None for table in tables for tensor in table.values())
-        return count == len(self._slots) and run_untraced(
-            lambda: all(
+        if count != len(self._slots):
+            return False
+
+        def compare() -> bool:
+            return all(
                 tensor is not None and tensor.shape == slot.tensor.shape
                 for slot, tensor in zip(self._slots, current, strict=True)
             )
-        )
+
+        return run_untraced(compare)
 
     def compute(self, function: Callable[[], Result]) -> Result:
         """Call a function with the real tensors in their modules, untraced."""

@@ -209,9 +209,11 @@ def _list_precisions(quantized: Sequence[CoverageRow]) -> str:
         return ""
     if len(counts) == 1:
         return f": {shorten(counts[0][0])}"
-    listed = [f"{shorten(text)} ({count})" for text, count in counts[:MAX_PRECISIONS]]
-    more = [f"others ({sum(count for _, count in counts[MAX_PRECISIONS:])})"] if len(counts) > MAX_PRECISIONS else []
-    return f": {'; '.join([*listed, *more])}"
+    texts = [f"{shorten(text)} ({count})" for text, count in counts[:MAX_PRECISIONS]]
+    other_count = sum(count for _, count in counts[MAX_PRECISIONS:])
+    if other_count:
+        texts.append(f"others ({other_count})")
+    return f": {'; '.join(texts)}"
 
 
 def describe_speed(report: "Report") -> str:
@@ -276,15 +278,17 @@ def describe_check(report: "Report") -> str:
 
 def describe_float_layers(report: "Report") -> list[str]:
     """Return one line per reason why layers stay float, the reason with the most MACs first; all norms in one line."""
-    groups: dict[tuple[str, str], list[CoverageRow]] = {}
+    groups: dict[tuple[bool, str], list[CoverageRow]] = {}  # by (whether it is a norm, reason)
     for row in report.coverage.operations:
         if row.precision == FLOAT:
             is_norm = "norm" in row.kind
-            groups.setdefault(("norm", "") if is_norm else ("", row.reason), []).append(row)
+            groups.setdefault((is_norm, "" if is_norm else row.reason), []).append(row)
     ordered = sorted(groups.values(), key=lambda rows: -sum(row.macs or 0 for row in rows))
     lines = [f"{_name_float_layers(rows)}: {_float_reason(rows)}" for rows in ordered[:MAX_FLOAT_GROUPS]]
     other_count = sum(map(len, ordered[MAX_FLOAT_GROUPS:]))
-    return lines + ([f"and {format_plural(other_count, 'other layer')}"] if other_count else [])
+    if other_count:
+        lines.append(f"and {format_plural(other_count, 'other layer')}")
+    return lines
 
 
 def _float_reason(rows: Sequence[CoverageRow]) -> str:

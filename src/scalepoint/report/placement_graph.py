@@ -75,12 +75,11 @@ def build_blocks(graph: Sequence[GraphNode]) -> list[Block]:
             members.setdefault(path[:length], []).append(index)
     blocks = _find_blocks(members)
     position = {node.name: index for index, node in enumerate(graph)}
-    return [
-        _build_block(
-            graph, paths, path, members[path], _find_closed_blocks(paths, path, members[path], blocks), position
-        )
-        for path in blocks
-    ]
+    built = []
+    for path in blocks:
+        closed = _find_closed_blocks(paths, path, members[path], blocks)
+        built.append(_build_block(graph, paths, path, members[path], closed, position))
+    return built
 
 
 def _find_closed_blocks(
@@ -90,14 +89,19 @@ def _find_closed_blocks(
 
     All blocks of the outermost level are opened together, level by level, while the picture has few boxes.
     """
+
+    def list_boxes(closed: Mapping[BlockPath, None]) -> dict[BlockPath | tuple[int], None]:
+        """Return the boxes of the picture: closed blocks by their path, operations by their index."""
+        return dict.fromkeys(_box_of(paths[index], prefix, closed) or (index,) for index in nodes)
+
     closed = dict(blocks)
     while True:
-        boxes = dict.fromkeys(_box_of(paths[index], prefix, closed) or (index,) for index in nodes)
-        inner = [box for box in boxes if box in closed]
-        level = min(map(len, inner), default=0)
-        still_closed = {path: None for path in closed if path not in inner or len(path) > level}
-        boxes_after = {_box_of(paths[index], prefix, still_closed) or (index,) for index in nodes}
-        if not inner or len(boxes_after) > MAX_OPENED_BOXES:
+        shown_blocks = [box for box in list_boxes(closed) if box in closed]
+        if not shown_blocks:
+            return closed
+        level = min(map(len, shown_blocks))
+        still_closed = {path: None for path in closed if path not in shown_blocks or len(path) > level}
+        if len(list_boxes(still_closed)) > MAX_OPENED_BOXES:
             return closed
         closed = still_closed
 

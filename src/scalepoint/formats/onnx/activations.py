@@ -67,11 +67,11 @@ class _Gelu(NamedTuple):
 
 
 def _find_gelus(model: Any, is_curve: Callable[[Any, Any], bool]) -> Iterator[_Gelu]:
-    """Find GELUs in the order of torch. `is_curve` tells whether a node is the erf or tanh of x."""
+    """Find x * (0.5 * (1 + curve)), as torch writes GELU. `is_curve` returns whether a node is the erf or tanh of x."""
     for inner in list(model.graph):
         half, total = _match_product(inner, lambda value: _is_number(value, 0.5))
         outer = None if half is None else _get_only_reader(inner)
-        _, x = (None, None) if outer is None else _match_product(outer, partial(is_, inner.outputs[0]))
+        _, x = _match_product(outer, partial(is_, inner.outputs[0]))
         add = None if x is None else total.producer()
         if add is None or add.op_type != "Add" or not any(_is_number(value, 1) for value in add.inputs):
             continue
@@ -92,12 +92,12 @@ def _is_erf_of_gelu(node: Any, x: Any) -> bool:
 def _is_tanh_of_gelu(node: Any, x: Any) -> bool:
     """Whether a node is tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))."""
     scaled = node.inputs[0].producer() if node.op_type == "Tanh" else None
-    _, total = (None, None) if scaled is None else _match_product(scaled, lambda value: _is_number(value, sqrt(2 / pi)))
+    _, total = _match_product(scaled, lambda value: _is_number(value, sqrt(2 / pi)))
     add = None if total is None else total.producer()
     if add is None or add.op_type != "Add" or x not in add.inputs:
         return False
     cubic = next((value.producer() for value in add.inputs if value is not x), None)
-    _, power = (None, None) if cubic is None else _match_product(cubic, lambda value: _is_number(value, 0.044715))
+    _, power = _match_product(cubic, lambda value: _is_number(value, 0.044715))
     cube = None if power is None else power.producer()
     return cube is not None and cube.op_type == "Pow" and cube.inputs[0] is x and _is_number(cube.inputs[1], 3)
 
@@ -114,8 +114,11 @@ def _find_silu_input(multiply: Any) -> Any:
 
 
 def _match_product(node: Any, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
-    """Return the operand of a Mul for which `is_first` holds and the other operand; (None, None) if there is none."""
-    if node.op_type != "Mul" or None in node.inputs:
+    """Return the operand of a Mul for which `is_first` holds, and the other operand.
+
+    Returns (None, None) for another node, for None, and if `is_first` holds for no operand.
+    """
+    if node is None or node.op_type != "Mul" or None in node.inputs:
         return None, None
     left, right = node.inputs
     if is_first(left):

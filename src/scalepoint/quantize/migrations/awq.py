@@ -96,11 +96,13 @@ def apply_awq(context: MigrationContext, sites: Sequence[ScalingSite]) -> list[s
     for site in sites:
         mean = site.reduce_to_channels([sample.mean for sample in site.measured], "mean")
         errors = {a: sum(_iterate_errors(context, site, compute_scales(site, mean, a))) for a in EXPONENTS}
-        limit = errors[0.0] * (1 - MIN_IMPROVEMENT)
-        best = min(EXPONENTS, key=lambda a: (errors[a] >= limit, errors[a], a))
-        best = best if errors[best] < limit else 0.0
+        unscaled_error = errors[0.0]  # with a = 0 all scales are 1
+        best = min(EXPONENTS, key=lambda a: (errors[a], a))
+        if errors[best] >= unscaled_error * (1 - MIN_IMPROVEMENT):
+            best = 0.0
         site.scale(compute_scales(site, mean, best))
-        notes.append(f"a = {best:g}, error {errors[best] / errors[0.0] if errors[0.0] else 1:.2f} of before")
+        ratio = errors[best] / unscaled_error if unscaled_error else 1
+        notes.append(f"a = {best:g}, error {ratio:.2f} of before")
     return notes
 
 

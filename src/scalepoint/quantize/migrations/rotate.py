@@ -86,14 +86,14 @@ def _find_heads(context: MigrationContext, op: RecordedOperation, result: Migrat
         return
     source, readers = RewritableLayer(op), [RewritableLayer(reader) for reader, _ in trace.readers]
     channels = _find_head_channels(trace, sums)
-    reason = next(filter(None, (layer.explain_fixed(graph) for layer in (source, *readers))), "")
-    if not reason and any(reader.kind != "linear" for reader in readers):
-        reason = "a layer that reads the attention is not linear"
-    if not reason and (channels is None or not readers):
-        reason = "several attentions read it" if len(sums) > 1 else trace.reason
-    if not reason and channels is not None:
-        is_head_by_head = all(_has_whole_heads(columns, channels) for _, columns in trace.readers)
-        reason = "" if is_head_by_head else "the heads do not lie side by side in what reads them"
+    reasons = [reason for layer in (source, *readers) if (reason := layer.explain_fixed(graph))]
+    if any(reader.kind != "linear" for reader in readers):
+        reasons.append("a layer that reads the attention is not linear")
+    if channels is None or not readers:
+        reasons.append("several attentions read it" if len(sums) > 1 else trace.reason)
+    elif not reasons and not all(_has_whole_heads(columns, channels) for _, columns in trace.readers):
+        reasons.append("the heads are not next to each other in the input of a layer that reads them")
+    reason = next(filter(None, reasons), "")
     if reason or channels is None:
         result.refuse(f"{op.name} -> {', '.join(reader.name for reader in readers) or '?'}", reason)
     else:
