@@ -91,13 +91,13 @@ class Coverage:
     operations: tuple[CoverageRow, ...]
 
     def share_of_macs(self) -> dict[str, float] | None:
-        """Precision -> share of the multiply-accumulates; None when capture had no example inputs."""
+        """Return the share of the multiply-accumulates by precision; None when capture had no example inputs."""
         if any(row.macs is None for row in self.operations):
             return None
         return self._shares([(row.precision, row.macs or 0) for row in self.operations])
 
     def share_of_parameters(self) -> dict[str, float]:
-        """Precision -> share of the weights."""
+        """Return the share of the weights by precision."""
         rows = ((f"stored {row.stored}" if row.stored else row.precision, row) for row in self.operations)
         return self._shares([(precision, row.parameters - row.shared) for precision, row in rows])
 
@@ -190,5 +190,5 @@ class Coverage:
         return render_as_text(self.table())
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return [{**vars(row), "state": row.state.value} for row in self.operations]

@@ -179,7 +179,7 @@ class TensorHistogram:
         return "weight" if self.role == "weight" else "activation"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {**vars(self), "edges": list(self.edges), "counts": list(self.counts)}
 
 

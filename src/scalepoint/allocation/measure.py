@@ -152,7 +152,7 @@ def _add_fixed_costs(
 
 
 def _count_work(row: CoverageRow | None, node: fx.Node) -> float:
-    """Multiply-accumulates of an operation; for one without products, the number of its values."""
+    """Return the multiply-accumulates of an operation; for one without products, the number of its values."""
     if row is not None and row.macs:
         return float(row.macs)
     shape = get_shape(node)
@@ -172,13 +172,13 @@ def _make_row(group: Sequence[LayerOptions], measured: "_NoiseMeasurement", macs
     shapes = {layer.name: get_weight_shape(layer.first.site.part) for layer in group if layer.first.weight is not None}
     is_one_weight = measured.share_a_weight(group)
     weights = prod(next(iter(shapes.values()))) if is_one_weight else sum(map(prod, shapes.values()))
-    options_of = [{option.name: option for option in layer.options} for layer in group]
+    options_by_layer = [{option.name: option for option in layer.options} for layer in group]
     widths = []
-    for name in options_of[0]:
-        if not all(name in options for options in options_of):
+    for name in options_by_layer[0]:
+        if not all(name in options for options in options_by_layer):
             continue
-        pairs = [(layer, options[name]) for layer, options in zip(group, options_of, strict=True)]
-        first = pairs[0][1]
+        pairs = [(layer, options[name]) for layer, options in zip(group, options_by_layer, strict=True)]
+        _, first = pairs[0]
         sizes = [_weight_bytes(option.weight, shapes[layer.name]) for layer, option in pairs if layer.name in shapes]
         widths.append(
             Width(
@@ -198,7 +198,7 @@ def _to_override_value(value: Any) -> Any:
 
 
 def _weight_bytes(spec: QuantizationSpec | None, shape: tuple[int, ...]) -> float:
-    """Bytes of the codes, of scales in float32, and of zero points if there are any."""
+    """Return the bytes of the codes, of scales in float32, and of zero points if there are any."""
     count = prod(shape)
     if spec is None:
         return FLOAT_BITS / 8 * count

@@ -266,7 +266,7 @@ def group_layers_sharing_precision(layers: Sequence[LayerOptions]) -> list[list[
 
 
 def _sharing_keys(layer: LayerOptions) -> list[object]:
-    """Layers with a common key must have the same precision: one weight, or one input of linear layers."""
+    """Return the keys of a layer. Layers with a common key (a weight, an input of linears) must have one precision."""
     keys: list[object] = []
     for decision in layer.decisions:
         if decision.weight is None:

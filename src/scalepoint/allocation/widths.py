@@ -106,11 +106,11 @@ class Widths:
         ]
 
     def table(self, unit: CostUnit) -> ChoiceTable:
-        """Row -> name of a width -> its error and cost."""
+        """Return error and cost of each width: row -> name of the width -> choice."""
         return {item.name: {choice.name: choice for choice in item.choices} for item in self.items(unit)}
 
     def _cost(self, row: WidthRow, width: Width, unit: CostUnit) -> float:
-        """Cost in a unit that can be added up: bits, bytes, MACs; for "cost" the share of size plus that of time."""
+        """Return the cost in a unit that can be added up: bits, bytes, MACs; for "cost" the shares of size and time."""
         if unit == "bits":
             return width.bits * row.weights
         if unit == "size":
@@ -204,7 +204,7 @@ class Widths:
         )
 
     def _uniform_costs(self, table: ChoiceTable, unit: CostUnit) -> dict[str, tuple[float, float]]:
-        """Cost and error if all layers have the same width, for each width that all layers can have."""
+        """Return cost and error if all layers have the same width, for each width that all layers can have."""
         uniform = {}
         for name in dict.fromkeys(width.name for row in self.rows for width in row.widths):
             if all(name in choices for choices in table.values()):
@@ -213,7 +213,7 @@ class Widths:
         return uniform
 
     def _layer_counts(self, chosen: Mapping[str, str]) -> dict[str, int]:
-        """Width -> number of layers that have it."""
+        """Return the number of layers by width."""
         counts: Counter[str] = Counter()
         for row in self.rows:
             counts[chosen[row.name]] += len(row.layers)

@@ -98,7 +98,7 @@ class Comparison:
         return render_as_text(self.table())
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Plain values, for JSON. A ratio that is not finite (no error, no signal) is None."""
+        """Return plain values for JSON. A ratio that is not finite (no error, no signal) is None."""
         return [{name: _finite_or_none(value) for name, value in vars(row).items()} for row in self.rows]
 
 

@@ -126,7 +126,7 @@ def _make_tensor_histogram(
 
 
 def _group_bins(histogram: Histogram, bins: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Edges and counts of at most `bins` groups of fine bins, from the first to the last fine bin with a value."""
+    """Return edges and counts of at most `bins` groups of fine bins, from the first to the last one with a value."""
     fine_counts, width = histogram.counts[0], float(bin_width(histogram)[0])
     filled = fine_counts.nonzero().view(-1)
     first, last = (int(filled[0]), int(filled[-1])) if filled.numel() else (FINE_BINS // 2, FINE_BINS // 2)

@@ -67,7 +67,7 @@ class NoiseFlow:
                     _add_to(sums_of_nodes, nodes[name], value)
 
     def weights(self, graph: fx.Graph) -> dict[fx.Node, float]:
-        """weight(n): how much of a node's noise reaches the outputs, as noise to signal."""
+        """Return weight(n) of each node: how much of its noise reaches the outputs, as noise to signal."""
         weights = dict.fromkeys(graph.nodes, 0.0)
         for node, signal in self.signal.items():
             weights[node] += 1 / signal if signal else 0.0

@@ -63,7 +63,7 @@ class Sensitivity:
     metric: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {name: _finite_or_none(value) for name, value in vars(self).items()}
 
 
@@ -160,7 +160,7 @@ def _find_quantized_layers(model: fx.GraphModule) -> dict[str, AnalyzedLayer]:
 
 
 def _rank_layers(layers: dict[str, AnalyzedLayer], scores: dict[str, float]) -> list[Sensitivity]:
-    """Rows sorted by score. NaN, a broken model, comes first; equal scores stay in graph order."""
+    """Return rows sorted by score. NaN, a broken model, comes first; equal scores stay in graph order."""
     total_macs = sum(layer.macs or 0 for layer in layers.values()) or 1
     total_parameters = sum(layer.parameters for layer in layers.values()) or 1
     rows = []
@@ -249,7 +249,7 @@ class _OneLayerNoise(nn.Module):
 def _noise_one_at_a_time(
     quantized: fx.GraphModule, names: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
 ) -> dict[str, float]:
-    """Noise to signal at the output with each layer quantized alone."""
+    """Return noise to signal at the output with each layer quantized alone."""
     inner = _OneLayerNoise(quantized, names)
     feed_data(
         wrap_with_signature(quantized, inner), data, "one layer at a time", max_batches=max_batches, progress=progress,

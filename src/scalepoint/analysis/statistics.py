@@ -20,18 +20,18 @@ def float_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def energy(tensor: Tensor) -> float:
-    """sum x^2, added up in float64"""
+    """Return sum x^2, added up in float64."""
     return float(tensor.detach().to(torch.float32).square().sum(dtype=torch.float64))
 
 
 def error_energy(reference: Any, value: Any) -> float:
-    """sum (x - y)^2 over the float tensors of two outputs"""
+    """Return sum (x - y)^2 over the float tensors of two outputs."""
     pairs = zip(float_tensors(reference), float_tensors(value), strict=True)
     return sum(0.0 if x is y else energy(x.to(torch.float32) - y.to(torch.float32)) for x, y in pairs)
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise): inf without noise, -inf for noise without signal, NaN if one is NaN."""
+    """Return 10 log10(signal / noise): inf without noise, -inf for noise without signal, NaN if one is NaN."""
     if math.isnan(signal) or math.isnan(noise):
         return math.nan
     if noise == 0 or signal == 0:

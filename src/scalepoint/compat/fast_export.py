@@ -164,7 +164,7 @@ class _GraphWithOptionalCode(fx.Graph):
 def _batch_norm_in_eval(
     x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, _cudnn: bool
 ) -> Any:
-    """Batch norm with running statistics, as the operation that torch.export records for it."""
+    """Replace a batch norm with running statistics by the operation that torch.export records for it."""
     if training:
         raise NotRecordedError("batch norm with the statistics of the batch")
     return torch.ops.aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)[0]
@@ -181,7 +181,7 @@ def _check_same_layout(x: Tensor, size: Sequence[Any], stride: Sequence[Any], of
 
 
 def _rrelu_in_eval(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Any:
-    """A randomized leaky ReLU in eval mode has the mean of its slopes."""
+    """Replace a randomized leaky ReLU in eval mode by a leaky ReLU with the mean slope."""
     if training:
         raise NotRecordedError("a leaky ReLU with random slopes")
     return torch.ops.aten.leaky_relu(x, (lower + upper) / 2)

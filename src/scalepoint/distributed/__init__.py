@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Index of this process in the group; 0 without a group."""
+    """Return the index of this process in the group; 0 without a group."""
     channel = current_channel()
     return 0 if channel is None else channel.rank
 
 
 def world_size() -> int:
-    """Number of processes in the group; 1 without a group."""
+    """Return the number of processes in the group; 1 without a group."""
     channel = current_channel()
     return 1 if channel is None else channel.size
 

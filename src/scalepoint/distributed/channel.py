@@ -34,7 +34,7 @@ ALL = "all"  # instead of a rank, in the key of the list of all messages
 
 
 def heartbeat_timeout() -> float:
-    """Seconds after which a rank without a heartbeat counts as dead."""
+    """Return the seconds after which a rank without a heartbeat counts as dead."""
     text = os.environ.get(TIMEOUT_VARIABLE, "")
     try:
         seconds = float(text or DEFAULT_TIMEOUT)
@@ -217,7 +217,7 @@ class Channel:
         return number
 
     def _collect(self, number: int) -> list[Message]:
-        """On rank 0: read the messages of all ranks and write their list."""
+        """Read the messages of all ranks and write their list. Rank 0 calls this."""
         texts = self._wait_for({rank: _key(number, rank) for rank in range(self.size)})
         messages = [json.loads(text) for text in texts]
         with _store_errors():
@@ -230,13 +230,13 @@ class Channel:
         return messages
 
     def _receive_list(self, number: int) -> list[Message]:
-        """On the other ranks: read the list that rank 0 writes. It needs all ranks, so each of them must be alive."""
+        """Read the list that rank 0 writes; other ranks call this. Rank 0 needs all ranks, so each must be alive."""
         texts = self._wait_for(dict.fromkeys(range(self.size), _key(number, ALL)))
         messages: list[Message] = json.loads(texts[0])
         return messages
 
     def _wait_for(self, keys: Mapping[int, str]) -> list[bytes]:
-        """Values of the keys, once all exist; the rank of a missing key must be alive."""
+        """Return the values of the keys, once all exist; the rank of a missing key must be alive."""
         start_time, missing = time.monotonic(), dict(keys)
         while missing:
             with _store_errors():

@@ -15,7 +15,7 @@ OUTPUT = "output"
 
 
 def input_names(program: ExportedProgram) -> list[str]:
-    """Names of the tensor arguments of forward, in order."""
+    """Return the names of the tensor arguments of forward, in order."""
     return [
         spec.arg.name
         for spec in program.graph_signature.input_specs
@@ -24,7 +24,7 @@ def input_names(program: ExportedProgram) -> list[str]:
 
 
 def output_names(program: ExportedProgram, output_count: int) -> list[str]:
-    """Names of the tensors and sizes that the model returns, in order.
+    """Return the names of the tensors and sizes that the model returns, in order.
 
     A name is made from the keys and fields that lead to the value, or is output_0, output_1, ... without any.
     """

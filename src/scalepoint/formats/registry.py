@@ -36,7 +36,7 @@ _CHECKPOINT_FORMATS = PluginRegistry(
 
 
 def list_formats() -> list[str]:
-    """Names of the file formats, the built-in ones first. No format is imported."""
+    """Return the names of the file formats, the built-in ones first. No format is imported."""
     return _FILE_FORMATS.names()
 
 
@@ -52,7 +52,7 @@ def find_format(name: str | FileFormat) -> FileFormat:
 
 
 def list_checkpoint_formats() -> list[str]:
-    """Names of the formats of language models, the built-in ones first. No format is imported."""
+    """Return the names of the formats of language models, the built-in ones first. No format is imported."""
     return _CHECKPOINT_FORMATS.names()
 
 

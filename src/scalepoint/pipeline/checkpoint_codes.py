@@ -101,7 +101,7 @@ def _by_row(value: Tensor, rows: int) -> Tensor:
 
 
 def _input_stubs(model: fx.GraphModule) -> dict[str, tuple[str, QuantStub]]:
-    """Module path of each layer -> path and quantizer of its input."""
+    """Return path and quantizer of the input of each layer, by the path of the layer."""
     paths = {id(module): path for path, module in model.named_modules()}
     stubs: dict[str, tuple[str, QuantStub]] = {}
     for node in model.graph.nodes:

@@ -81,7 +81,7 @@ class SmoothQuantObserver(nn.Module):
             self._handle = None
 
     def reset(self) -> None:
-        """Forget everything that was observed."""
+        """Discard everything that was observed."""
         self.activation_max, self.mean_square, self.count = None, None, 0
 
     def _observe_output(self, module: nn.Module, inputs: Any, output: Tensor) -> None:

@@ -211,7 +211,7 @@ class Child:
         self._process.kill()
 
     def clear_errors(self) -> None:
-        """Forget what earlier tasks printed to stderr."""
+        """Discard what earlier tasks printed to stderr."""
         self._stderr_end = b""
 
     def errors(self) -> str:

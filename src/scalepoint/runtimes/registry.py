@@ -23,7 +23,7 @@ _RUNTIMES = PluginRegistry(
 
 
 def list_runtimes() -> list[str]:
-    """Names of the runtimes, the built-in ones first. No runtime is imported."""
+    """Return the names of the runtimes, the built-in ones first. No runtime is imported."""
     return _RUNTIMES.names()
 
 

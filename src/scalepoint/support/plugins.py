@@ -24,7 +24,7 @@ T = TypeVar("T", bound=HasName)
 
 
 def entry_point_names(group: str) -> list[str]:
-    """Names that other packages register in an entry point group. Nothing of these packages is imported."""
+    """Return the names that other packages register in an entry point group. Nothing of these packages is imported."""
     return sorted({point.name for point in entry_points(group=group)})
 
 

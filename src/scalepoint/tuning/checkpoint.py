@@ -143,7 +143,7 @@ class Checkpoint:
 
 
 def flatten_states(states: States) -> dict[str, Tensor]:
-    """States as tensors named "path|key". Every path has a tensor "path|" too, so a module without state is kept."""
+    """Return states as tensors named "path|key". Every path has a tensor "path|" too, also a module without state."""
     tensors = {f"{path}|": torch.zeros(1, dtype=torch.float32) for path in states}
     for path, state in states.items():
         tensors |= {f"{path}|{key}": value.contiguous() for key, value in state.items()}
@@ -166,7 +166,7 @@ def _remove_temporary_files(folder: Path) -> None:
 
 
 def compute_fingerprint(model: object, walk: StreamWalk, config: str) -> str:
-    """Fingerprint of the calibrated model, the data of all ranks and the config.
+    """Return a fingerprint of the calibrated model, the data of all ranks and the config.
 
     Args:
         model: A fingerprint of the model, as JSON values.

@@ -123,7 +123,7 @@ class RowCollector:
         return hash_to_uniform(numbers, salt=1) < self.holdout
 
     def collect_residuals(self, use: LayerUse, grouped: GroupedLayer) -> tuple[ResidualSums, ResidualSums]:
-        """Sums of target minus output, of the fitted and the held-out rows. Cheaper than moments: no products."""
+        """Return sums of target minus output, of fitted and held-out rows. Without products, they are cheaper than moments."""
         key, float_weight = id(use.layer.weight_quant), grouped.weight()
         sums = self._unfinished_residuals.pop(key, (ResidualSums(), ResidualSums()))
         weight = float_weight.to(torch.float32)
@@ -137,7 +137,7 @@ class RowCollector:
         return _fit_and_holdout((sums[0].merge_ranks(), sums[1].merge_ranks()))
 
     def collect_moments(self, use: LayerUse, grouped: GroupedLayer) -> tuple[Moments | None, Moments | None]:
-        """Moments of the fitted and of the held-out rows, over all uses of the weight up to this one."""
+        """Return the moments of the fitted and of the held-out rows, over all uses of the weight up to this one."""
         shared = self._shared_moments.pop(id(use.layer), None)
         if shared is not None:  # collected with an earlier layer that reads the same value
             return shared
@@ -248,7 +248,7 @@ class RowCollector:
                     yield RowChunk(is_holdout, noisy_rows, *operand.adjust_targets(targets, chunk))
 
     def _float_outputs(self, use: LayerUse, grouped: GroupedLayer, index: int, count: int) -> Tensor | None:
-        """Output rows of the float layer without its bias; None if the node's value is something else."""
+        """Return output rows of the float layer without its bias; None if the node's value is something else."""
         layer, is_alone = use.layer, len(self.walk.get_parts(use.node)) == 1
         value = self.walk.float_value(use.node, index) if is_alone and layer.norm is None else None
         if not isinstance(value, Tensor):

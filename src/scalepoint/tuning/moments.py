@@ -40,7 +40,7 @@ class Moments:
         return int(self.hessian.shape[-1])
 
     def error(self, values: Tensor, mismatch: Tensor | None = None) -> Tensor:
-        """Mean squared error of each output if `values` are the weight.
+        """Return the mean squared error of each output if `values` are the weight.
 
         Pass the mismatch of the means if no bias takes it up.
         """
@@ -49,11 +49,11 @@ class Moments:
         return error if mismatch is None else error + mismatch.square()
 
     def mean_mismatch(self, values: Tensor) -> Tensor:
-        """E[y] - V m~: what the mean of each output lacks."""
+        """Return E[y] - V m~: what the mean of each output lacks."""
         return self.mean_target - torch.einsum("gon,gn->go", values, self.mean)
 
     def around_zero(self) -> "Moments":
-        """Moments around zero instead of the means, for layers without a bias: the means are part of their error."""
+        """Return the moments around zero. In a layer without a bias the means are part of the error."""
         if "around zero" not in self.cache:
             self.cache["around zero"] = _second_moment(self.hessian, self.mean), {}
         hessian, cache = self.cache["around zero"]
@@ -106,7 +106,7 @@ class ErrorAroundWeight:
         self.base = base.add_(moments.target_variance).clamp_(min=0)
 
     def error(self, values: Tensor, outputs: slice = slice(None)) -> Tensor:
-        """Mean squared error of each of the outputs, if a bias takes up the means."""
+        """Return the mean squared error of each of the outputs, if a bias corrects the means."""
         difference = (values - self.weight[:, outputs]).to(torch.float32)
         added = (difference * 2 * self.slope[:, outputs]).sum(-1, dtype=torch.float64)
         for start in range(0, difference.shape[-1], COLUMNS_PER_PRODUCT):  # D H D' from the upper triangle of H
@@ -124,7 +124,7 @@ def split_outputs(outputs: slice, count: int) -> Iterator[slice]:
 
 
 def float32_hessian(moments: Moments) -> Tensor:
-    """H in float32, converted once."""
+    """Return H in float32, converted once."""
     if "float32" not in moments.cache:
         moments.cache["float32"] = moments.hessian.to(torch.float32)
     hessian: Tensor = moments.cache["float32"]
@@ -263,7 +263,7 @@ def _shifted_product(e: Tensor, y: Tensor, d: Tensor, z: Tensor, n: float) -> Te
 
 
 def _second_moment(covariance: Tensor, mean: Tensor) -> Tensor:
-    """H + m m' in float32, some rows at a time."""
+    """Compute H + m m' in float32, some rows at a time."""
     moment = torch.empty_like(covariance, dtype=torch.float32)
     for start in range(0, covariance.shape[-1], COLUMNS_PER_PRODUCT):
         rows = slice(start, start + COLUMNS_PER_PRODUCT)

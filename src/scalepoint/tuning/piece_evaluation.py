@@ -92,14 +92,14 @@ class PieceEvaluator:
         return value if bool(mask.all()) else select_samples(value, self.walk.samples_per_batch[index], mask)
 
     def fitted_samples(self, index: int) -> Tensor:
-        """Positions of the samples of a batch that are not held out."""
+        """Return the positions of the samples of a batch that are not held out."""
         if self._holdout_masks is None:
             return torch.arange(self.walk.samples_per_batch[index])
         return (~self._holdout_masks[index]).nonzero().flatten()
 
 
 def select_samples(value: Any, samples: int, selection: Tensor) -> Any:
-    """Samples of a batch by a mask or positions. A value without a batch axis stays as it is.
+    """Select samples of a batch by a mask or positions. A value without a batch axis stays as it is.
 
     The first axis may be a multiple of the batch, such as batch * heads.
     """

@@ -106,14 +106,14 @@ class CodeGrid:
         return (float(self.low), float(self.high)) if is_uniform else (self.low, self.high)
 
     def column_limits(self, size: int) -> Sequence[LowHigh]:
-        """Low and high of each of `size` columns, as numbers or (groups, outputs). Partners are not considered."""
+        """Return low and high of each of `size` columns, as numbers or (groups, outputs), without regard to partners."""
         if isinstance(self.limits[0], float):  # one limit for all codes
             return [self.limits] * size
         lows, highs = (_split_columns(limit, size) for limit in (self.low, self.high))
         return list(zip(lows, highs, strict=True))
 
     def paired_limits(self, codes: Tensor, column: int) -> tuple[Tensor, Tensor]:
-        """Low and high of a column, given the codes of its partners."""
+        """Return low and high of a column, given the codes of its partners."""
         low, high = (
             limit[..., min(column, limit.shape[-1] - 1)] for limit in map(torch.atleast_1d, (self.low, self.high))
         )
@@ -184,7 +184,7 @@ class LayerProblem:
         return [sum(values) for values in zip(*parts, strict=True)]
 
     def error_around_weight(self, moments: Moments) -> ErrorAroundWeight:
-        """Errors of values near the float weight, prepared once per moments."""
+        """Return the errors of values near the float weight, prepared once per moments."""
         if id(moments) not in self._errors:
             self._errors[id(moments)] = ErrorAroundWeight(moments, self.weight)
         return self._errors[id(moments)]
@@ -219,7 +219,7 @@ class LayerProblem:
         return slice(None, None, max(1, -(-self.weight.shape[1] // MAX_SAMPLED_OUTPUTS)))
 
     def damped_hessian(self, min_share: float = 0.01) -> Tensor:
-        """H with a raised diagonal, in float32.
+        """Return H with a raised diagonal, in float32.
 
         The damping grows with unknowns per row: with few rows, rounding fits noise too. With it H is so far from
         singular that float32 is enough.
@@ -236,7 +236,7 @@ def with_ridge(hessian: Tensor, share: float) -> Tensor:
 
 
 def expand_scale(scale: Tensor, size: int) -> Tensor:
-    """One value per element from one value per block."""
+    """Repeat one value per block to one value per element."""
     return scale if scale.shape[-1] == 1 else scale.repeat_interleave(size // scale.shape[-1], -1)
 
 

@@ -525,7 +525,7 @@ class _TuningRun:
 
 
 def _fingerprint_model(model: fx.GraphModule, weight_provider: WeightProvider | None) -> object:
-    """Fingerprint of the model and its quantizers. Only rank 0 computes it, because only rank 0 reads the folder."""
+    """Return a fingerprint of the model and its quantizers. Only rank 0, which reads the folder, computes it."""
     if not distributed.is_main():
         return None
     if weight_provider is None:

@@ -255,7 +255,7 @@ class StreamWalk:
                         self.activation_store.put((True, node, index), value, self.get_stub(node))
 
     def _find_same_nodes(self) -> set[fx.Node]:
-        """Nodes that no active quantizer comes before: the start of the model, and masks computed from its inputs."""
+        """Return the nodes before any active quantizer: the start of the model, and masks computed from its inputs."""
         same = set(self.placeholders)
         for node in self.graph.nodes:
             if all(source in same for source in node.all_input_nodes) and not self._has_active_quantizer(node):

@@ -44,7 +44,7 @@ def find_sites(context: MigrationContext) -> MigrationSites:
 
 
 def _explain_refusal(op: RecordedOperation) -> str:
-    """Why a reader cannot be used; "" if it can."""
+    """Return why a reader cannot be used; "" if it can."""
     return "" if op.kind in ("linear", "head") else f"{op.name} is not a linear layer ({op.kind})"
 
 
@@ -107,7 +107,7 @@ def apply_awq(context: MigrationContext, sites: Sequence[ScalingSite]) -> list[s
 
 
 def compute_scales(site: ScalingSite, mean: Tensor, a: float) -> Tensor:
-    """s of each channel of the source; 1 for a channel that is always zero or must not be scaled."""
+    """Return s of each channel of the source; 1 for a channel that is always zero or must not be scaled."""
     is_used = site.free & (mean > 0)
     if a == 0 or not bool(is_used.any()):
         return torch.ones_like(mean)

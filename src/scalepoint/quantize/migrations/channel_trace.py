@@ -163,7 +163,7 @@ def _pass_pool(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, An
 
 
 def _pass_mean(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> Tensor | None:
-    """The mean of equal numbers is that number, and the mean of their squares its square; of others it is not."""
+    """Pass channels that are equal along the reduced axes: the mean of equal numbers is that number."""
     mean = graph.rerun(op, {index: numbers.double() for index, numbers in inputs.items()})
     mean_square = graph.rerun(op, {index: numbers.double() ** 2 for index, numbers in inputs.items()})
     if mean is None or mean_square is None:
@@ -172,7 +172,7 @@ def _pass_mean(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, An
 
 
 def _pass_product(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> Tensor | None:
-    """One traced factor or numerator. A second one would square the scale, a denominator invert it."""
+    """Pass one factor or numerator. A second traced factor would square the scale, a denominator would invert it."""
     positions = [position for position, index in enumerate(op.inputs) if index in inputs]
     is_denominator = op.kind == "div" and any(
         op.argument_name(position) not in ("self", "input", "0") for position in positions
@@ -184,7 +184,7 @@ def _pass_product(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int,
 
 
 def _pass_add(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> Tensor | None:
-    """x + x is 2 x. In any other sum one operand would not be scaled along."""
+    """Pass x + x, which is 2 x. In any other sum the other operand would not be scaled."""
     constants = op.module.tensors() if isinstance(op.module, Operation) else []
     parts = [inputs[index] for index in op.inputs if index in inputs]
     if len(parts) != len(op.inputs) or len(parts) < 2 or constants:
@@ -210,7 +210,7 @@ def _keep_value_input(trace: ChannelTrace, op: RecordedOperation, inputs: dict[i
 
 
 def _pass_weighted_sum(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any]) -> Tensor | None:
-    """sum_t p_t v_t: each channel of v is one channel of the result, in each head that reads it."""
+    """Pass v of sum_t p_t v_t: each channel of v is one channel of the result, in each head that reads it."""
     numbers = inputs.get(get_value_input(op))
     if numbers is None or len(inputs) != 1:
         return None

@@ -107,7 +107,7 @@ def equalize(context: MigrationContext, sites: Sequence[ScalingSite]) -> list[st
 
 
 def compute_factors(site: ScalingSite) -> Tensor:
-    """s of the formula above; 1 for channels with zero weights."""
+    """Return s of the formula above; 1 for channels with zero weights."""
     first = site.source.output_ranges()  # type: ignore[union-attr]  # a layer: norms were not requested
     second = site.reduce_to_channels([reader.input_ranges() for reader, _ in site.readers], "amax")
     is_dead = (first <= DEAD_CHANNEL_SHARE * first.max()) | (second <= DEAD_CHANNEL_SHARE * second.max())

@@ -141,7 +141,7 @@ class RewritableLayer:
         return [tensor.detach() for tensor in tensors if tensor is not None]
 
     def explain_fixed(self, graph: RecordedGraph) -> str:
-        """Why the layer must not be changed; "" if it may."""
+        """Return why the layer must not be changed; "" if it may."""
         if isinstance(self.operation, Operation) and self.operation.is_computed:
             return f"the weight of {self.name} is computed, not stored"
         if self.norm is not None and any(tensor is None for tensor in self.norm_tensors):
@@ -153,7 +153,7 @@ class RewritableLayer:
         return ""
 
     def explain_no_bias(self) -> str:
-        """Why the layer cannot get a bias; "" if it can or has one."""
+        """Return why the layer cannot get a bias; "" if it can or has one."""
         is_product = isinstance(self.operation, Operation) and "weight" not in self.operation.arguments
         return f"{self.name} is a plain product and cannot have a bias" if is_product and self.bias is None else ""
 
@@ -171,12 +171,12 @@ class RewritableNorm:
         return self.op.shape[-1]
 
     def ensure_affine(self) -> tuple[Tensor, Tensor | None]:
-        """Its weight and bias. A norm without a weight gets one of ones."""
+        """Return weight and bias. A norm without a weight gets one of ones."""
         tensors = get_norm_tensors(self.module, torch.ones((), dtype=torch.float32))
         return tensors.weight, tensors.bias
 
     def affine(self) -> tuple[Tensor | None, Tensor | None]:
-        """Its weight and bias; None for what it does not have."""
+        """Return weight and bias; None for a missing one."""
         if isinstance(self.module, Operation):
             tensors = {name: reference.value.detach() for name, reference in self.module.references().items()}
             if self.module.kind == "mul":  # the last part of a norm in single operations
@@ -197,7 +197,7 @@ class RewritableNorm:
         return [tensor for tensor in self.ensure_affine() if tensor is not None]
 
     def explain_fixed(self, graph: RecordedGraph) -> str:
-        """Why the norm must not be changed; "" if it may."""
+        """Return why the norm must not be changed; "" if it may."""
         tensors = self.affine_tensors()
         if graph.is_shared(tensors) or graph.uses[id(self.module)] > 1:
             return f"{self.name} is used more than once"

@@ -262,7 +262,7 @@ class _StreamSearch:
         return value
 
     def _number_inputs(self, op: RecordedOperation, axis: int) -> dict[int, Tensor]:
-        """Channel numbers along an axis, for each input that has as many channels there as the stream."""
+        """Return channel numbers along an axis, for each input that has as many channels there as the stream."""
         numbers = {}
         for index in op.inputs:
             shape = self.graph.operations[index].shape

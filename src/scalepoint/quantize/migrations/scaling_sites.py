@@ -50,7 +50,7 @@ class ScalingSite:
             reader.scale_inputs(gather_scales(s, columns))
 
     def reduce_to_channels(self, values: Sequence[Tensor], reduction: str) -> Tensor:
-        """One value per channel of the source, from one value per input of each reader.
+        """Compute one value per channel of the source from one value per input of each reader.
 
         Args:
             values: The values of each reader.

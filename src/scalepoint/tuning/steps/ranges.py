@@ -44,7 +44,7 @@ def ranges(walk: StreamWalk, node: fx.Node, stub: QuantStub) -> QParams | None:
 
 
 def _candidates(stub: QuantStub) -> Iterator[QParams]:
-    """Smaller ranges. Both ends of an asymmetric range that includes zero shrink independently."""
+    """Yield smaller ranges. Both ends of an asymmetric range that includes zero shrink independently."""
     spec, scale, zero_point = stub.spec, float(stub.scale), float(stub.zero_point)
     low, high = (spec.quant_min - zero_point) * scale, (spec.quant_max - zero_point) * scale
     if stub.quantizer.grid.is_symmetric or low >= 0 or high <= 0:
@@ -66,7 +66,7 @@ def _cost(stub: QuantStub, values: Tensor, weights: Tensor, qparams: QParams) ->
 
 
 def _channel_importance(walk: StreamWalk, node: fx.Node) -> dict[int, Tensor]:
-    """|W_c|^2 of every channel, by the axis of the channels; empty if no layer reads the value itself.
+    """Return |W_c|^2 of every channel, by the axis of the channels; empty if no layer reads the value itself.
 
     Axes are counted from the end: a linear layer multiplies the last one, a convolution the one before its positions.
     If a linear layer and a 2-d convolution read the value, the result has the keys -1 and -3.

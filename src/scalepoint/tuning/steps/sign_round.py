@@ -50,7 +50,7 @@ class RoundingOffsets(TrainableVariables):
         )
 
     def _codes(self, index: int) -> Tensor:
-        """Rounded codes, with the gradient of the unrounded ones."""
+        """Return rounded codes, with the gradient of the unrounded ones."""
         grid = self.grids[index]
         unrounded = (self.layers[index].initial_codes + self.offsets[index]).clamp(grid.low, grid.high)
         return unrounded + (grid.round_(unrounded.detach().clone()) - unrounded).detach()
