@@ -83,7 +83,7 @@ def test_the_table_of_the_readme_has_one_row_per_model() -> None:
 
 def test_every_target_has_a_page() -> None:
     documented = [name for name in list_targets() if (DOCS / "targets" / f"{name}.md").is_file()]
-    assert documented == list(generator().PROOF)
+    assert documented == list(generator().VERIFICATION)
     assert {"onnxruntime", "openvino", "tensorrt", "reference"} <= set(documented)
 
 

@@ -123,7 +123,7 @@ class RowCollector:
         return hash_to_uniform(numbers, salt=1) < self.holdout
 
     def collect_residuals(self, use: LayerUse, grouped: GroupedLayer) -> tuple[ResidualSums, ResidualSums]:
-        """Return sums of target minus output, of fitted and held-out rows. Without products, they are cheaper than moments."""
+        """Return sums of target minus output, of fitted and held-out rows. They need no products, unlike moments."""
         key, float_weight = id(use.layer.weight_quant), grouped.weight()
         sums = self._unfinished_residuals.pop(key, (ResidualSums(), ResidualSums()))
         weight = float_weight.to(torch.float32)

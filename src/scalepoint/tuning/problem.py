@@ -106,7 +106,7 @@ class CodeGrid:
         return (float(self.low), float(self.high)) if is_uniform else (self.low, self.high)
 
     def column_limits(self, size: int) -> Sequence[LowHigh]:
-        """Return low and high of each of `size` columns, as numbers or (groups, outputs), without regard to partners."""
+        """Return low and high of each of `size` columns, as numbers or (groups, outputs). Partners are ignored."""
         if isinstance(self.limits[0], float):  # one limit for all codes
             return [self.limits] * size
         lows, highs = (_split_columns(limit, size) for limit in (self.low, self.high))

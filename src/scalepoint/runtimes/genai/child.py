@@ -68,7 +68,7 @@ class File:
 
     @contextmanager
     def _model_folder(self) -> Iterator[str]:
-        """Yield the folder to load: with "exact" a temporary one with a changed graph and hard links to the other files."""
+        """Yield the folder to load; with "exact" a copy with a changed graph and hard links to the other files."""
         if not self.options.get("exact"):
             yield str(self.folder)
             return
