@@ -145,10 +145,10 @@ def _attention_by_formula(
 
 @operator("AttentionScores")
 def attention_scores(node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Softmax(scale * query @ key + mask) @ value; rewrites.py has joined these nodes. The key is transposed."""
-    axis, sizes = node.get("axis"), [(x.shape[:-2]) for x in (query, key, value)]
-    is_last = query.ndim == key.ndim == value.ndim > 2 and axis in (-1, query.ndim - 1)
-    if is_last and sizes[0] == sizes[1] == sizes[2]:
+    """Compute Softmax(scale * query @ key + mask) @ value. `rewrites.py` makes this operator; the key is transposed."""
+    axis, batch_shapes = node.get("axis"), [x.shape[:-2] for x in (query, key, value)]
+    is_over_keys = query.ndim == key.ndim == value.ndim > 2 and axis in (-1, query.ndim - 1)
+    if is_over_keys and batch_shapes[0] == batch_shapes[1] == batch_shapes[2]:
         return F.scaled_dot_product_attention(query, key.transpose(-1, -2), value, mask, scale=node.get("scale"))
     scores = query @ key * node.get("scale")
     return torch.softmax(scores if mask is None else scores + mask, axis) @ value
