@@ -51,6 +51,9 @@ for layer in sorted(layers, key=lambda each: -lines[each]):
     print(f"{layer:16} {files[layer]:6} {layers[layer]:10} {lines[layer]:6}")
 print(f"{'all':16} {sum(files.values()):6} {sum(layers.values()):10} {sum(lines.values()):6}")
 print(f"modules of scalepoint that were loaded: {sum(name.startswith('scalepoint') for name in sys.modules)}")
+packages = {name.split(".")[2] for name in sys.modules if name.startswith("scalepoint.formats.")}
+formats = packages & {path.name for path in (root / "formats").iterdir() if path.is_dir()}
+print(f"packages of file formats that were loaded: {', '.join(sorted(formats))}")
 """
 
 

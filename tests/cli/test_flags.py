@@ -69,7 +69,7 @@ def test_every_name_of_a_lazy_package_can_be_imported() -> None:
     done = child("targets", "nowhere")
     known = "onnxruntime, openvino, ort-genai, reference, tensorrt"
     assert (done.returncode, known in " ".join(done.stderr.split())) == (2, True)
-    for package in ("targets", "verification"):
+    for package in ("checking", "report", "targets", "verification"):
         module = import_module(f"scalepoint.{package}")
         assert all(getattr(module, name) is not None for name in module.__all__)
         with pytest.raises(AttributeError, match="has no attribute 'nowhere'"):

@@ -9,24 +9,26 @@ Needs the package onnx; `import scalepoint` does not import this package.
 import os
 from typing import TYPE_CHECKING
 
-from scalepoint.checking.rule import Finding, Rule, Severity, make_finding
 from scalepoint.errors import TargetError, did_you_mean, short_repr
+from scalepoint.support.plugins import lazy_attributes
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
     from scalepoint.checking.qdq_graph import CompilerVersion
+    from scalepoint.checking.rule import Finding, Rule, Severity
     from scalepoint.targets import Section
 
 __all__ = ["Finding", "Severity", "check", "describe_rules", "has_rules"]
 
 _TARGETS = ("tensorrt",)
 _NEWEST_MINOR = 99
+__getattr__ = lazy_attributes(__name__, {"Finding": "rule", "Severity": "rule"})
 
 
 def check(
     source: "str | os.PathLike[str] | ModelProto", target: str = "tensorrt", *, version: int | str = 10
-) -> list[Finding]:
+) -> "list[Finding]":
     """List what the compiler of a target would reject or run slowly in an ONNX file.
 
     Args:
@@ -46,6 +48,7 @@ def check(
             f"no static checks for the target {short_repr(target)}. {did_you_mean(str(target), _TARGETS)}"
         )
     from scalepoint.checking.qdq_graph import read_views  # noqa: PLC0415  # onnx_ir is slow, and not always needed
+    from scalepoint.checking.rule import make_finding  # noqa: PLC0415
 
     compiler_version = _parse_version(version)
     findings: list[Finding] = []
@@ -86,7 +89,7 @@ def describe_rules(target: str) -> "tuple[Section, ...]":
     )
 
 
-def _rules(target: str) -> tuple[Rule, ...]:
+def _rules(target: str) -> "tuple[Rule, ...]":
     from scalepoint.checking.tensorrt import RULES  # noqa: PLC0415
 
     return {"tensorrt": RULES}[target]

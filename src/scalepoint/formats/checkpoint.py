@@ -9,16 +9,19 @@ checkpoint one tensor at a time; a failed write leaves an old file unchanged.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from scalepoint.checkpoints import QuantizedCheckpoint, Source
 from scalepoint.spec import QuantizationSpec
+
+if TYPE_CHECKING:
+    from scalepoint.checkpoints import QuantizedCheckpoint, Source
 
 RoundScales = Callable[[QuantizationSpec, int, Tensor], Tensor]  # (spec, columns, scales (rows, blocks)) -> scales
 RoundScalesAndMinima = Callable[[QuantizationSpec, int, Tensor, Tensor], tuple[Tensor, Tensor]]
-CheckSource = Callable[[Source, QuantizationSpec | None, QuantizationSpec | None], None]
+CheckSource = Callable[["Source", QuantizationSpec | None, QuantizationSpec | None], None]
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,13 @@ class CheckpointFormat:
 
     name: str
     suffix: str
-    write: Callable[[QuantizedCheckpoint, Path], None]
+    write: Callable[["QuantizedCheckpoint", Path], None]
     check: CheckSource
     scale_dtype: torch.dtype | None = torch.float32
     summary: str = ""
     round_scales: RoundScales | None = None
     round_scales_and_minima: RoundScalesAndMinima | None = None
-    choose_block_size: Callable[[Source, int], int] = lambda source, size: size
-    can_quantize: Callable[[Source, str], bool] = lambda source, name: True
+    choose_block_size: Callable[["Source", int], int] = lambda source, size: size
+    can_quantize: Callable[["Source", str], bool] = lambda source, name: True
     tensor_bytes: Callable[[Path], int] | None = None
     describe_wider_type: Callable[[QuantizationSpec, int], str] = lambda spec, columns: ""

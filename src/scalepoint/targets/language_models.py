@@ -62,7 +62,7 @@ def _accept_weights(dtypes: tuple[torch.dtype, ...], *granularities: str, sizes:
     return Accepted("weight", dtypes, (), granularities, sizes)
 
 
-_BASE = Target(
+COMPRESSED_TENSORS = Target(
     name="compressed-tensors",
     summary="folders for vLLM and transformers: w4a16, w8a8, fp8, nvfp4",
     patterns=PATTERNS,
@@ -79,7 +79,7 @@ _BASE = Target(
     is_language=True,
 )
 GPTQ = replace(
-    _BASE,
+    COMPRESSED_TENSORS,
     name="gptq",
     summary="folders in the layout of GPTQ: int4, int8 (and 2, 3) in groups, no activations",
     accepts=(ACCEPTED_ACTIVATIONS, _accept_weights((*SIGNED_DTYPES, *UNSIGNED_DTYPES), "per_block", "per_channel")),
@@ -87,7 +87,7 @@ GPTQ = replace(
     format="gptq",
 )
 AWQ = replace(
-    _BASE,
+    COMPRESSED_TENSORS,
     name="awq",
     summary="folders in the layout of AWQ: 4 bits in groups with zero points, no activations",
     weight=_block_spec("uint4", 128, QuantizationScheme.ASYMMETRIC),
@@ -96,7 +96,7 @@ AWQ = replace(
     format="awq",
 )
 GGUF = replace(
-    _BASE,
+    COMPRESSED_TENSORS,
     name="gguf",
     summary="one file for llama.cpp: weights of 2 to 8 bits in blocks",
     weight=_block_spec("int4", 32),
@@ -116,7 +116,7 @@ GGUF = replace(
     runtime="llamacpp",
 )
 ORT_GENAI = replace(
-    _BASE,
+    COMPRESSED_TENSORS,
     name="ort-genai",
     summary="a folder for ONNX Runtime GenAI: int4 or int8 in blocks, with KV cache",
     weight=_block_spec("int4", 32),
@@ -130,4 +130,3 @@ ORT_GENAI = replace(
     format="ort-genai",
     runtime="ort-genai",
 )
-LANGUAGE_TARGETS = (_BASE, GPTQ, AWQ, GGUF, ORT_GENAI)

@@ -5,33 +5,34 @@ from collections.abc import Callable, Mapping
 from scalepoint.errors import TargetError, UsageError, did_you_mean, short_repr
 from scalepoint.support.cpu import CPU_CHOICES
 from scalepoint.support.plugins import PluginRegistry
-from scalepoint.targets.coreai import COREAI
-from scalepoint.targets.coreml import COREML
-from scalepoint.targets.executorch import EXECUTORCH
-from scalepoint.targets.language_models import LANGUAGE_TARGETS
-from scalepoint.targets.litert import LITERT
 from scalepoint.targets.onnxruntime import onnxruntime_target
 from scalepoint.targets.openvino import openvino_target
-from scalepoint.targets.reference import REFERENCE
 from scalepoint.targets.target import Target
-from scalepoint.targets.tensorrt import TENSORRT
 
-_BUILTIN = (
-    onnxruntime_target(),
-    openvino_target(),
-    TENSORRT,
-    EXECUTORCH,
-    LITERT,
-    COREML,
-    COREAI,
-    REFERENCE,
-    *LANGUAGE_TARGETS,
-)
+# The module of a target in text is imported when the target is used.
+_LANGUAGE_TARGETS = {
+    "compressed-tensors": "scalepoint.targets.language_models:COMPRESSED_TENSORS",
+    "gptq": "scalepoint.targets.language_models:GPTQ",
+    "awq": "scalepoint.targets.language_models:AWQ",
+    "gguf": "scalepoint.targets.language_models:GGUF",
+    "ort-genai": "scalepoint.targets.language_models:ORT_GENAI",
+}
+_TARGETS: dict[str, Target | str] = {
+    "onnxruntime": onnxruntime_target(),
+    "openvino": openvino_target(),
+    "tensorrt": "scalepoint.targets.tensorrt:TENSORRT",
+    "executorch": "scalepoint.targets.executorch:EXECUTORCH",
+    "litert": "scalepoint.targets.litert:LITERT",
+    "coreml": "scalepoint.targets.coreml:COREML",
+    "coreai": "scalepoint.targets.coreai:COREAI",
+    "reference": "scalepoint.targets.reference:REFERENCE",
+    **_LANGUAGE_TARGETS,
+}
 TARGETS_WITH_CPU_OPTION: Mapping[str, Callable[[str], Target]] = {
     "onnxruntime": onnxruntime_target,
     "openvino": openvino_target,
 }
-_REGISTRY = PluginRegistry(Target, "scalepoint.targets", {target.name: target for target in _BUILTIN}, TargetError)
+_REGISTRY = PluginRegistry(Target, "scalepoint.targets", _TARGETS, TargetError)
 
 
 def list_targets(*, language: bool = False) -> list[str]:
@@ -40,8 +41,7 @@ def list_targets(*, language: bool = False) -> list[str]:
     Args:
         language: List the targets of `deploy_checkpoint` instead.
     """
-    language_names = {target.name for target in LANGUAGE_TARGETS}
-    return [name for name in _REGISTRY.names() if (name in language_names) == language]
+    return [name for name in _REGISTRY.names() if (name in _LANGUAGE_TARGETS) == language]
 
 
 def has_cpu_option(target: Target) -> bool:
