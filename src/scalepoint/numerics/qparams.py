@@ -26,7 +26,7 @@ from scalepoint.numerics.rounding import floor_log2, power_of_two, round_to_floa
 EPS = torch.finfo(torch.float32).eps
 TINY = torch.finfo(torch.float32).tiny
 HUGE = torch.finfo(torch.float32).max
-MANTISSA = 0x7FFFFF
+MANTISSA = 0x7FFFFF  # the 23 mantissa bits of float32
 
 
 class QParams(NamedTuple):
@@ -140,13 +140,14 @@ def power_of_two_scale(max_abs: Tensor, fmt: Format, rounding: ScaleRounding) ->
         fmt: The element format.
         rounding: Which of the rules above.
     """
+    # Exponent and mantissa are read from the bits of float32: log2() would round.
     if rounding in (ScaleRounding.RNE, ScaleRounding.RCEIL):
         bits = (max_abs / fmt.high).view(torch.int32)
         power, rest = floor_log2(bits), bits & MANTISSA
         if rounding == ScaleRounding.RCEIL:
             power = power + (rest > 0)
         else:
-            half = 1 << 22
+            half = 1 << 22  # the highest mantissa bit: the value is in the middle between two powers
             power = power + ((rest > half) | ((rest == half) & (power % 2 != 0)))
     else:
         bits = max_abs.view(torch.int32)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -69,6 +69,13 @@ class PieceResult:
     ]
 
 
+class StoredPiece(NamedTuple):
+    """What the folder contains about one finished piece."""
+
+    states: States
+    result: PieceResult
+
+
 class Checkpoint:
     """The finished pieces of a run. Without a folder nothing is stored."""
 
@@ -94,17 +101,19 @@ class Checkpoint:
         checkpoint.folder, checkpoint.journal = folder, journal
         return checkpoint
 
-    def load_piece(self, name: str) -> tuple[States, PieceResult] | None:
+    def load_piece(self, name: str) -> StoredPiece | None:
         """Load a finished piece; None if it is missing or damaged. Rank 0 reads it and sends it to the other ranks."""
         if self.folder is None:
             return None
-        loaded = self._read_piece(name) if distributed.is_main() else None
+        stored = self._read_piece(name) if distributed.is_main() else None
+        local_result = None if stored is None else stored.result
+        local_tensors = {} if stored is None else flatten_states(stored.states)
         phase_name = f"piece {name}"
-        result = distributed.run_on_main(phase_name, lambda: loaded and loaded[1], PieceResult | None)
-        tensors = distributed.broadcast_tensors({} if loaded is None else flatten_states(loaded[0]), phase_name)
-        return None if result is None else (_unflatten_states(tensors), result)
+        result = distributed.run_on_main(phase_name, lambda: local_result, PieceResult | None)
+        tensors = distributed.broadcast_tensors(local_tensors, phase_name)
+        return None if result is None else StoredPiece(_unflatten_states(tensors), result)
 
-    def _read_piece(self, name: str) -> tuple[States, PieceResult] | None:
+    def _read_piece(self, name: str) -> StoredPiece | None:
         entry = self.journal.pieces.get(name)
         if entry is None or self.folder is None:
             return None
@@ -117,7 +126,7 @@ class Checkpoint:
         except (OSError, SafetensorError, DocumentError, ValidationError) as error:
             _warn(f"{path} cannot be used ({str(error).splitlines()[0]}): {name} is tuned again")
             return None
-        return _unflatten_states(tensors), result
+        return StoredPiece(_unflatten_states(tensors), result)
 
     def modules_by_file(self) -> dict[Path, list[str]]:
         """Return the paths of the modules whose state is stored, by file."""

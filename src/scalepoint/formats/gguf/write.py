@@ -69,7 +69,7 @@ def tensor_bytes(path: Path) -> int:
 
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     """Write the file; a failed write leaves nothing behind."""
-    check(checkpoint.source, None, None)
+    check(checkpoint.source, weight=None, activation=None)  # the precision was checked before any work
     entries = list_entries(checkpoint)
     replace_file(path, lambda temporary: _write_entries(checkpoint, entries, temporary))
 
