@@ -91,6 +91,10 @@ def test_names_say_what_a_value_is():
     assert used == set(plain_code.ALLOWED_NAMES), "these entries of ALLOWED_NAMES are not needed"
 
 
+def test_names_of_tests_are_plain_sentences():
+    assert plain_code.find_unclear_tests() == []
+
+
 def test_no_two_classes_of_the_package_have_the_same_name():
     assert set(plain_code.find_repeated_classes()) == set(plain_code.ALLOWED_CLASSES)
 

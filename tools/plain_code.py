@@ -1,8 +1,8 @@
-"""Print a report about the code: sizes, repeated class names, vague names, and exported names without a docstring.
+"""Print a report: sizes, repeated class names, vague names, unclear test names, exported names without a docstring.
 
     python tools/plain_code.py
 
-Sizes are information and limit nothing. tests/test_plain_code.py expects the other three lists to be empty.
+Sizes are information and limit nothing. tests/test_plain_code.py expects the other lists to be empty.
 """
 
 import ast
@@ -28,6 +28,7 @@ VAGUE_NAMES = frozenset(
         """,
     )
 )
+UNCLEAR_TEST_WORDS = frozenset(("anew", "asked", "beside", "heeds", "mended", "nobody", "stands", "told", "whoever"))
 # "left" is a good name next to one of these.
 OPPOSITES = {"left": {"right", "top"}}
 # (file, name) -> why the name stays
@@ -91,6 +92,17 @@ def find_vague_names(*folders: str) -> tuple[list[str], set[tuple[str, str]]]:
             else:
                 lines.append(f"{file}:{line}: {name}")
     return lines, used
+
+
+def find_unclear_tests() -> list[str]:
+    """Return the tests whose names contain a word of UNCLEAR_TEST_WORDS."""
+    return [
+        f"{path.relative_to(ROOT).as_posix()}:{node.lineno}: {node.name}"
+        for path in list_files("tests")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if UNCLEAR_TEST_WORDS & set(node.name.split("_"))
+    ]
 
 
 def find_repeated_classes() -> dict[str, list[str]]:
@@ -166,6 +178,7 @@ def main() -> int:
     problems = {
         "repeated class names": [f"{name}: {', '.join(classes[name])}" for name in classes.keys() - ALLOWED_CLASSES],
         "vague names": find_vague_names()[0],
+        "unclear names of tests": find_unclear_tests(),
         "exported names without docstring": find_undocumented(),
     }
     for title, lines in problems.items():
