@@ -14,7 +14,7 @@ from scalepoint.spec import ExtendedQuantizationSpec, PerBlockGranularity, PerCh
 from tests.formats.gguf.checkpoints import VOCABULARY_SIZE, save_byte_level_tokenizer
 from tests.language.conftest import text, write_llama
 
-FILES = ("onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml", "coreai")
+FILES = ("onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml")
 FOLDERS = ("compressed-tensors", "gptq", "awq", "ort-genai")
 
 

@@ -5,6 +5,9 @@
     look_up       x' = table[codes], for palettized weights
     rows          x' = x rounded to int8 per row, with parameters computed from each row
 
+    quantize_minval     codes = clamp(round((x - minval) / scale) + low, low, high)
+    dequantize_minval   x' = (codes - low) * scale + minval
+
 `axis` is the axis of the scales. With `block` > 0 that many elements along it share a scale. `fmt` is the numerics
 format of the codes, for example int4 codes that are stored in int8.
 """
@@ -37,8 +40,8 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: in
     """Return the values of the codes. `zero_point=None` stands for 0."""
     zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
     if block:
-        scale = scale.to(torch.float32).repeat_interleave(block, axis)
-        zero_point = zero_point.to(torch.float32).repeat_interleave(block, axis)
+        scale = _expand_blocks(scale, codes.shape, axis, block)
+        zero_point = _expand_blocks(zero_point, codes.shape, axis, block)
     else:
         scale, zero_point = _broadcast_along_axis(scale, zero_point, codes.ndim, axis)
     return (codes.to(torch.float32) - zero_point) * scale
@@ -46,7 +49,36 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: in
 
 @dequantize.register_fake
 def _(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int, fmt: str) -> Tensor:
-    return torch.empty(codes.shape, dtype=scale.dtype, device=codes.device)
+    dtype = torch.float32 if scale.dtype == torch.float8_e8m0fnu else scale.dtype
+    return torch.empty(codes.shape, dtype=dtype, device=codes.device)
+
+
+@torch.library.custom_op("scalepoint::quantize_minval", mutates_args=())
+def quantize_minval(x: Tensor, scale: Tensor, minval: Tensor, axis: int, low: float, high: float, fmt: str) -> Tensor:
+    """Return the codes in their storage dtype."""
+    scale, minval = _broadcast_along_axis(scale, minval, x.ndim, axis)
+    codes = ((x.to(torch.float32) - minval) / scale).round() + low
+    return codes.clamp(low, high).to(get_format(to_dtype(fmt)).storage)
+
+
+@quantize_minval.register_fake
+def _(x: Tensor, scale: Tensor, minval: Tensor, axis: int, low: float, high: float, fmt: str) -> Tensor:
+    return torch.empty_like(x, dtype=get_format(to_dtype(fmt)).storage)
+
+
+@torch.library.custom_op("scalepoint::dequantize_minval", mutates_args=())
+def dequantize_minval(codes: Tensor, scale: Tensor, minval: Tensor, axis: int, block: int, fmt: str) -> Tensor:
+    """Return the values of the codes; the lowest code has the value `minval`."""
+    if block:
+        scale, minval = (_expand_blocks(value, codes.shape, axis, block) for value in (scale, minval))
+    else:
+        scale, minval = _broadcast_along_axis(scale, minval, codes.ndim, axis)
+    return (codes.to(torch.float32) - get_format(to_dtype(fmt)).low) * scale + minval
+
+
+@dequantize_minval.register_fake
+def _(codes: Tensor, scale: Tensor, minval: Tensor, axis: int, block: int, fmt: str) -> Tensor:
+    return torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
 
 
 @torch.library.custom_op("scalepoint::look_up", mutates_args=())
@@ -81,3 +113,12 @@ def _broadcast_along_axis(scale: Tensor, zero_point: Tensor, rank: int, axis: in
     if scale.ndim:
         shape[axis] = -1
     return scale.to(torch.float32).view(shape), zero_point.to(torch.float32).view(shape)
+
+
+def _expand_blocks(values: Tensor, shape: torch.Size, axis: int, block: int) -> Tensor:
+    """Repeat one value per block for the elements of the block; other axes may have blocks too."""
+    values = values.to(torch.float32).repeat_interleave(block, axis)
+    for other, size in enumerate(shape):
+        if other != axis and values.shape[other] not in (1, size):
+            values = values.repeat_interleave(size // values.shape[other], other)
+    return values

@@ -10,22 +10,38 @@ from dataclasses import replace
 
 import torch
 
-from scalepoint.spec import QuantizationScheme
+from scalepoint.numerics import E4M3, E5M2, E8M0, FP4
+from scalepoint.spec import QuantizationFormulation, QuantizationScheme
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.coreml import COREML, INTEGER_WEIGHT_DTYPES, PALETTE_INDEX_DTYPES
 from scalepoint.targets.target import Accepted
 
 UNCLIPPED_SCHEMES = (QuantizationScheme.SYMMETRIC, QuantizationScheme.ASYMMETRIC)
+FLOAT8_DTYPES = (E4M3, E5M2)
 WEIGHT_DTYPES = (*map(to_dtype, ("int2", "uint2")), *INTEGER_WEIGHT_DTYPES)
+WEIGHT_GRANULARITIES = ("per_tensor", "per_channel", "per_block")
+CONSTANT_GRANULARITIES = ("per_tensor", "per_channel")
+FORMULATIONS = (QuantizationFormulation.ZP, QuantizationFormulation.MINVAL)
+# Scales are of the dtype of the float tensors or e8m0. Core AI's runtime ends its process for the e4m3 scales of NVFP4.
+SCALE_DTYPES = (None, E8M0)
 
 COREAI = replace(
     COREML,
     name="coreai",
-    summary="Core AI on Apple devices (macOS and iOS 27): int8, weights of 1 to 8 bits, the rest float16",
+    summary="Core AI on Apple devices (macOS and iOS 27): int8, fp8, weights of 1 to 8 bits, the rest float16",
     accepts=(
-        Accepted("activation", (torch.uint8,), (), ("per_tensor", "per_channel"), dynamic=False),
-        Accepted("activation", (torch.int8,), UNCLIPPED_SCHEMES, ("per_tensor", "per_channel"), dynamic=False),
-        Accepted("weight", WEIGHT_DTYPES, (), ("per_tensor", "per_channel", "per_block")),
+        Accepted("activation", (torch.uint8,), (), CONSTANT_GRANULARITIES, formulations=FORMULATIONS, dynamic=False),
+        Accepted(
+            "activation",
+            (torch.int8,),
+            UNCLIPPED_SCHEMES,
+            CONSTANT_GRANULARITIES,
+            formulations=FORMULATIONS,
+            dynamic=False,
+        ),
+        Accepted("activation", FLOAT8_DTYPES, (), CONSTANT_GRANULARITIES, scale_dtypes=(None,), dynamic=False),
+        Accepted("weight", WEIGHT_DTYPES, (), WEIGHT_GRANULARITIES, formulations=FORMULATIONS),
+        Accepted("weight", (*FLOAT8_DTYPES, FP4), (), WEIGHT_GRANULARITIES, scale_dtypes=SCALE_DTYPES),
         Accepted("weight", PALETTE_INDEX_DTYPES, (), ("per_grouped_channel",)),
     ),
     format="coreai",

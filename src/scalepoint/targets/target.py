@@ -72,6 +72,7 @@ class Accepted:
     block_sizes: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()  # of operations
     formulations: tuple[QuantizationFormulation, ...] = (QuantizationFormulation.ZP,)
+    scale_dtypes: tuple[torch.dtype | None, ...] = ()  # None: the dtype of the float tensors
     dynamic: bool = True  # whether scales may be computed in every call; False: they are constants of the file
 
     def distance(self, dtype: CodeType) -> tuple[bool, bool, int]:
@@ -104,6 +105,9 @@ class Accepted:
         block_size = getattr(spec.granularity, "block_size", None)
         if self.block_sizes and block_size is not None and block_size not in self.block_sizes:
             return f"{dtype_name(spec.dtype)} in blocks of {block_size}"
+        if self.scale_dtypes and spec.scale_dtype not in self.scale_dtypes:
+            scale = "float" if spec.scale_dtype is None else dtype_name(spec.scale_dtype)
+            return f"{dtype_name(spec.dtype)} with {scale} scales"
         if not self.dynamic and issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator):
             return f"{dtype_name(spec.dtype)} with scales that are computed in every call (dynamic)"
         return None

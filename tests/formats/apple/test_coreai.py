@@ -22,8 +22,15 @@ from scalepoint.formats import find_format
 from scalepoint.formats.apple.coreai.elements import from_bytes, to_bytes
 from scalepoint.formats.apple.coreai.package import PROGRAM_FILE, read_program, write_package
 from scalepoint.quantize import QuantConfig
+from scalepoint.quantize.presets import MXFP4, NVFP4
 from scalepoint.quantize.quantize_model import quantize
-from scalepoint.spec import QuantizationSpec
+from scalepoint.spec import (
+    ExtendedQuantizationSpec,
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerTensorGranularity,
+    QuantizationSpec,
+)
 from scalepoint.support.coreai_text import ProgramText, convert_floats
 from scalepoint.support.files import compute_digest
 from scalepoint.verification import Status
@@ -217,7 +224,94 @@ def test_export_without_coreai_torch_says_how_to_install_it(tmp_path: Path, monk
     assert not (tmp_path / "m.aimodel").exists()
 
 
+GRANULARITIES = {
+    "tensor": PerTensorGranularity(),
+    "channel": PerChannelGranularity(),
+    "blocks of inputs": PerBlockGranularity(block_size=8),
+    "blocks of outputs": PerBlockGranularity(axis=0, block_size=8),
+}
+
+
+def weight_specs() -> dict[str, QuantizationSpec]:
+    """Every dtype x granularity x formulation of weights that Core AI stores."""
+    specs = {}
+    for granularity, value in GRANULARITIES.items():
+        for dtype in ("int8", "int4", "int2", "uint8", "uint4", "uint2"):
+            for formulation in ("zp", "minval"):
+                specs[f"{dtype}, {granularity}, {formulation}"] = QuantizationSpec(
+                    dtype=dtype, qscheme="asymmetric", qformulation=formulation, granularity=value
+                )
+        for dtype in ("float8_e4m3fn", "float8_e5m2"):
+            specs[f"{dtype}, {granularity}"] = QuantizationSpec(dtype=dtype, granularity=value)
+    for dtype in ("float8_e4m3fn", "float4_e2m1fn_x2"):
+        specs[f"MX {dtype}"] = QuantizationSpec(
+            dtype=dtype, scale_dtype="float8_e8m0fnu", granularity=GRANULARITIES["blocks of inputs"]
+        )
+    return specs
+
+
+def activation_specs() -> dict[str, QuantizationSpec]:
+    specs = {}
+    for name, granularity in (("tensor", PerTensorGranularity()), ("channel", PerChannelGranularity(axis=1))):
+        for dtype, formulation in (("uint8", "zp"), ("uint8", "minval"), ("int8", "zp"), ("int8", "minval")):
+            specs[f"{dtype}, {name}, {formulation}"] = QuantizationSpec(
+                dtype=dtype, qscheme="asymmetric", qformulation=formulation, granularity=granularity,
+                qparam_calculator_cls="global_minmax",
+            )  # fmt: skip
+        for dtype in ("float8_e4m3fn", "float8_e5m2"):
+            specs[f"{dtype}, {name}"] = QuantizationSpec(
+                dtype=dtype, granularity=granularity, qparam_calculator_cls="global_minmax"
+            )
+    return specs
+
+
+FAST_SPECS = ("int4, blocks of outputs, minval", "MX float4_e2m1fn_x2", "float8_e5m2, channel", "uint8, channel, zp")
+    "int4, blocks of outputs, minval",
+    "MX float4_e2m1fn_x2",
+    "float8_e5m2, channel",
+    "uint8, channel, minval",
+)
+
+
+def as_cases(specs: dict[str, QuantizationSpec]) -> list:
+    return [
+        pytest.param(spec, id=name, marks=() if name in FAST_SPECS else pytest.mark.slow)
+        for name, spec in specs.items()
+    ]
+
+
+def check_spec(config: QuantConfig, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 1)).eval(), torch.randn(2, 8, 6, 6)
+    narrow = quantize(model, x, config, forward_loop=[x], target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x, float_dtype="float32")
+    result = scalepoint.verify(path, narrow, x, layers=False)
+    assert result.status == Status.OK, result.message
+    assert result.differences == ()
+    assert result.sqnr > 100
+    assert result.low_precision == 2
+
+
+@pytest.mark.parametrize("spec", as_cases(weight_specs()))
+def test_every_weight_that_the_target_accepts_is_stored_and_runs(
+    spec: QuantizationSpec, tmp_path: Path
+) -> None:
+    check_spec(QuantConfig(activation="float", weight=spec), tmp_path)
+
+
+@pytest.mark.parametrize("spec", as_cases(activation_specs()))
+def test_every_activation_that_the_target_accepts_runs(spec: QuantizationSpec, tmp_path: Path) -> None:
+    check_spec(QuantConfig(activation=spec), tmp_path)
+
+
 def test_unsupported_configs_are_rejected_before_any_work() -> None:
+    with raises(TargetError, "'coreai'", "float4_e2m1fn_x2 with float8_e4m3fn scales"):  # the runtime ends its process
+        quantize(net(), pictures(), QuantConfig(activation="float", weight=NVFP4.weight), target="coreai")
+    with raises(TargetError, "'coreai'", "float4_e2m1fn_x2 as activation"):
+        quantize(net(), pictures(), MXFP4, target="coreai")
+    for dtype in ("int3", "int16", "int1"):
+        with raises(TargetError, "'coreai'", f"dtype {dtype} as weight"):
+            quantize(net(), pictures(), QuantConfig(weight=ExtendedQuantizationSpec(dtype=dtype)), target="coreai")
     clipped = QuantConfig(activation=QuantizationSpec(qscheme="symmetric_with_clipping"))
     with raises(TargetError, "'coreai'", "symmetric_with_clipping as activation"):
         quantize(net(), pictures(), clipped, target="coreai")

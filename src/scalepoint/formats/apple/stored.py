@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.layers import FloatWeight, InputFirstFloatWeight, WeightedOperation
-from scalepoint.formats.operators import dequantize, look_up, quantize
+from scalepoint.formats.operators import dequantize, dequantize_minval, look_up, quantize, quantize_minval
 from scalepoint.formats.stored_graph import ModuleFactories, build_stored_graph
-from scalepoint.numerics import dtype_name
+from scalepoint.numerics import E8M0, dtype_name
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.spec import (
@@ -37,12 +37,16 @@ class StorableTypes:
         weights: Dtypes of weight codes.
         activations: Lowest and highest code by dtype: the operation clips to the whole range of the dtype.
         has_channel_activations: Whether activations may have one scale per channel.
+        has_minval: Whether a float minimum may be stored instead of a zero point.
+        scale_dtypes: Dtypes of scales besides that of the float tensors.
     """
 
     format: str
     weights: tuple[str, ...]
     activations: Mapping[str, tuple[float, float]]
     has_channel_activations: bool = False
+    has_minval: bool = False
+    scale_dtypes: tuple[torch.dtype, ...] = ()
 
 
 INTEGER_ACTIVATIONS = {"uint8": (0, 255), "int8": (-128, 127)}
@@ -50,16 +54,18 @@ FOUR_BIT_TYPES = ("int4", "uint4")  # in Core ML since iOS 18
 COREML_TYPES = StorableTypes("Core ML", (*FOUR_BIT_TYPES, *INTEGER_ACTIVATIONS), INTEGER_ACTIVATIONS)
 COREAI_TYPES = StorableTypes(
     "Core AI",
-    ("int2", "uint2", *COREML_TYPES.weights),
-    INTEGER_ACTIVATIONS,
+    ("int2", "uint2", *COREML_TYPES.weights, "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"),
+    {**INTEGER_ACTIVATIONS, "float8_e4m3fn": (-448.0, 448.0), "float8_e5m2": (-57344.0, 57344.0)},
     has_channel_activations=True,
+    has_minval=True,
+    scale_dtypes=(E8M0,),
 )
 
 
 class StoredWeight(WeightedOperation):
     """An operation whose weight is stored as codes (out, in, ..).
 
-    The zero point is None if it is zero everywhere.
+    The zero point is None if it is zero everywhere. With a minimum (`minval`) there is no zero point.
     """
 
     def __init__(self, types: StorableTypes, source: QuantizedLayer) -> None:
@@ -76,18 +82,29 @@ class StoredWeight(WeightedOperation):
                 f"{quant.name}: {types.format} does not support weights with {granularity!r}: "
                 "use one scale per tensor, per channel or per block"
             )
+        scale_dtype = quant.spec.scale_dtype
+        if scale_dtype is not None and scale_dtype not in types.scale_dtypes:
+            raise ExportError(f"{quant.name}: {types.format} does not support {dtype_name(scale_dtype)} scales")
+        if quant.minval is not None and not types.has_minval:
+            raise ExportError(f"{quant.name}: {types.format} needs zero points: use qformulation='zp'")
         self.axis = 0 if isinstance(granularity, PerTensorGranularity) else int(granularity.axis or 0)
-        self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
+        self.block = 0  # elements along `axis` that share a scale
+        if isinstance(granularity, PerBlockGranularity):
+            self.axis, self.block = _find_block(granularity.get_block_size(deployed.codes.shape), deployed.codes.shape)
         self.is_sparse = quant.mask is not None and not bool(quant.zero_point.any())
+        has_zero_point = quant.minval is None and bool(quant.zero_point.any())
         zero_point = quant.zero_point.expand(quant.scale.shape).to(deployed.codes.dtype)
         self.register_buffer("codes", deployed.codes.contiguous())
-        self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
-        self.register_buffer("zero_point", zero_point.contiguous() if bool(zero_point.any()) else None)
+        self.register_buffer("scale", quant.scale.detach().to(scale_dtype or torch.float32).contiguous().clone())
+        self.register_buffer("zero_point", zero_point.contiguous() if has_zero_point else None)
+        minval = None if quant.minval is None else quant.minval.detach().to(torch.float32).expand(quant.scale.shape)
+        self.register_buffer("minval", None if minval is None else minval.contiguous().clone())
         self.register_buffer("bias", None if deployed.bias is None else deployed.bias.detach().clone())
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
+    minval: Tensor | None
     bias: Tensor | None
 
     @property
@@ -105,8 +122,11 @@ class StoredWeight(WeightedOperation):
         return self.scale.view(shape), None if self.zero_point is None else self.zero_point.view(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt).to(torch.float32)
-        return self.product(x, weight, self.bias)
+        if self.minval is None:
+            weight = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt)
+        else:
+            weight = dequantize_minval(self.codes, self.scale, self.minval, self.axis, self.block, self.fmt)
+        return self.product(x, weight.to(torch.float32), self.bias)
 
 
 class StoredPalette(WeightedOperation):
@@ -132,6 +152,12 @@ class StoredPalette(WeightedOperation):
         return self.product(x, weight, self.bias)
 
 
+def _find_block(block: tuple[int, ...], shape: torch.Size) -> tuple[int, int]:
+    """Return the first axis that has several blocks, and the size of a block along it."""
+    axis = next((axis for axis, size in enumerate(block) if 1 < size < shape[axis]), 0)
+    return axis, block[axis]
+
+
 def _build_stored_weight(types: StorableTypes, source: QuantizedLayer) -> nn.Module:
     return StoredPalette(source) if is_palette(source.weight_quant.spec) else StoredWeight(types, source)
 
@@ -147,22 +173,34 @@ class StoredStub(nn.Module):
         grid, granularity = stub.quantizer.grid, stub.calculator.granularity
         self.fmt, self.low, self.high = grid.format.name, grid.low, grid.high
         is_per_channel = isinstance(granularity, PerChannelGranularity) and types.has_channel_activations
-        if types.activations.get(self.fmt) != (grid.low, grid.high) or grid.formulation != "zp":
+        has_range = types.activations.get(self.fmt) == (grid.low, grid.high)
+        if not has_range or (stub.minval is not None and not types.has_minval):
             raise ExportError(
                 f"{stub.name}: {types.format} quantizes activations to the full range of "
-                f"{' or '.join(types.activations)}, with a zero point"
+                f"{' or '.join(types.activations)}{'' if types.has_minval else ', with a zero point'}"
             )
         if stub.scale.ndim and not is_per_channel:
             raise ExportError(f"{stub.name}: {types.format} does not support activations with {granularity!r}")
         self.axis = int(granularity.axis or 0) if isinstance(granularity, PerChannelGranularity) else 0
-        self.register_buffer("scale", (stub.scale.detach() * factor).to(torch.float32))
-        zero_point = stub.zero_point.detach().expand(stub.scale.shape)
+        scale, zero_point = stub.scale.detach() * factor, stub.zero_point.detach().expand(stub.scale.shape)
+        minval = None if stub.minval is None else (stub.minval.detach() * factor).expand(stub.scale.shape)
+        if is_per_channel:
+            scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
+            minval = None if minval is None else minval.reshape(-1)
+        self.register_buffer("scale", scale.to(torch.float32))
         self.register_buffer("zero_point", zero_point.to(grid.format.storage).clone())
+        self.has_zero_point = stub.minval is None and bool(zero_point.any())
+        self.register_buffer("minval", None if minval is None else minval.to(torch.float32).clone())
 
     scale: Tensor
     zero_point: Tensor
+    minval: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.minval is not None:
+            codes = quantize_minval(x, self.scale, self.minval, self.axis, self.low, self.high, self.fmt)
+            restored: Tensor = dequantize_minval(codes, self.scale, self.minval, self.axis, 0, self.fmt)
+            return restored
         codes = quantize(x, self.scale, self.zero_point, axis=self.axis, low=self.low, high=self.high, fmt=self.fmt)
         values: Tensor = dequantize(codes, self.scale, self.zero_point, axis=self.axis, block=0, fmt=self.fmt)
         return values

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from scalepoint.errors import StoreError
 from scalepoint.formats.apple.coreai.elements import FLOAT_TYPES, element_type, from_bytes, to_bytes
-from scalepoint.formats.apple.coreai.lowering import blockwise_shape, constant_name, table_shape
+from scalepoint.formats.apple.coreai.lowering import blockwise_shape, constant_name, scale_format, table_shape
 from scalepoint.formats.apple.coreai.package import read_metadata, read_program
 from scalepoint.formats.apple.coreai.write import FLOAT_DTYPE_KEY
 from scalepoint.formats.apple.describe_unequal import describe_unequal
@@ -95,8 +96,10 @@ def _list_tensors(
     """Return the tensors of a module that are named in the file, by buffer: what they are, values, dtype."""
     if isinstance(module, StoredStub):
         tensors = {"scale": ("scales", module.scale, scale_dtype)}
-        if bool(module.zero_point.any()):
+        if module.has_zero_point:
             tensors["zero_point"] = ("zero points", module.zero_point, module.fmt)
+        if module.minval is not None:
+            tensors["minval"] = ("minima", module.minval, scale_dtype)
         return tensors
     codes = tuple(module.codes.shape)
     tensors = {"codes": ("codes", module.codes, module.fmt)}
@@ -104,7 +107,9 @@ def _list_tensors(
         shape = table_shape(codes, tuple(module.tables.shape), module.axis)
         return {**tensors, "tables": ("entries", module.tables.reshape(shape), scale_dtype)}
     shape = blockwise_shape(codes, tuple(module.scale.shape), module.axis)
-    tensors["scale"] = ("scales", module.scale.reshape(shape), scale_dtype)
+    tensors["scale"] = ("scales", module.scale.reshape(shape), scale_format(module.scale, scale_dtype))
+    if module.minval is not None:
+        tensors["minval"] = ("minima", module.minval.reshape(shape), scale_dtype)
     if module.zero_point is not None:
         tensors["zero_point"] = ("zero points", module.zero_point.reshape(shape), module.fmt)
     return tensors
@@ -125,7 +130,9 @@ def _compare_constant(
     except ValueError as error:
         yield f"{path}: its {what} cannot be read from the file: {error}"
         return
-    yield from describe_unequal(path, what, array, values.to(to_dtype(fmt)) if fmt in FLOAT_TYPES else values)
+    if fmt in FLOAT_TYPES:
+        values = values.to(torch.float16 if fmt == "float16" else torch.float32)
+    yield from describe_unequal(path, what, array, values)
 
 
 def _compare_operations(

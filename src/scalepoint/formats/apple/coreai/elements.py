@@ -7,15 +7,22 @@ The names of the types are those of MLIR. Integers of n bits are siN and uiN, fl
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import ml_dtypes
 import numpy as np
+import torch
 from torch import Tensor
 
-FLOAT_TYPES = {
-    "float32": ("f32", np.float32),
-    "float16": ("f16", np.float16),
+FLOAT_TYPES: dict[str, tuple[str, Any, int]] = {
+    "float32": ("f32", np.float32, 32),
+    "float16": ("f16", np.float16, 16),
+    "float8_e4m3fn": ("f8E4M3FN", ml_dtypes.float8_e4m3fn, 8),
+    "float8_e5m2": ("f8E5M2", ml_dtypes.float8_e5m2, 8),
+    "float8_e8m0fnu": ("f8E8M0FNU", ml_dtypes.float8_e8m0fnu, 8),
+    "float4_e2m1fn_x2": ("f4E2M1FN", ml_dtypes.float4_e2m1fn, 4),
 }
-"""By our name: the name in Core AI, and the numpy type."""
+"""By our name: the name in Core AI, the numpy type, bits."""
 
 
 def element_type(fmt: str) -> str:
@@ -27,32 +34,44 @@ def element_type(fmt: str) -> str:
 
 def to_bytes(values: Tensor, fmt: str) -> bytes:
     """Return the elements as a constant of a file stores them."""
-    array = values.detach().cpu().numpy()
-    if fmt in FLOAT_TYPES:
-        return np.ascontiguousarray(array, FLOAT_TYPES[fmt][1]).tobytes()
-    width = _integer_width(fmt)
-    codes = np.ascontiguousarray(array).reshape(-1).astype(np.uint8)
-    if width == 8:
-        return codes.tobytes()
-    bits = (codes[:, None] >> np.arange(width, dtype=np.uint8)) & 1
-    return np.packbits(bits.reshape(-1), bitorder="little").tobytes()
+    values = values.detach().cpu()
+    if fmt not in FLOAT_TYPES:
+        return _pack_bits(np.ascontiguousarray(values.numpy()).astype(np.uint8), int(fmt.partition("int")[2]))
+    _, dtype, bits = FLOAT_TYPES[fmt]
+    array = np.ascontiguousarray(values.to(torch.float32).numpy(), np.float32).astype(dtype)
+    return _pack_bits(array.view(np.uint8), bits) if bits < 8 else array.tobytes()
 
 
 def from_bytes(data: bytes, fmt: str, shape: Sequence[int]) -> np.ndarray:
-    """Return the elements of a constant; integers as int8 or uint8. Raises ValueError for a wrong number of bytes."""
+    """Return the elements of a constant: integers as int8 or uint8, 8-bit and 4-bit floats as float32.
+
+    Raises:
+        ValueError: The number of bytes is wrong.
+    """
     if fmt in FLOAT_TYPES:
-        return np.frombuffer(data, FLOAT_TYPES[fmt][1]).reshape(shape)
-    width, count = _integer_width(fmt), math.prod(shape)
-    if len(data) != math.ceil(width * count / 8):
-        raise ValueError(f"{len(data)} bytes for {count} elements of {width} bits")
-    bits = np.unpackbits(np.frombuffer(data, np.uint8), count=width * count, bitorder="little").reshape(count, width)
-    codes: np.ndarray = (bits << np.arange(width, dtype=np.uint8)).sum(-1, dtype=np.uint8).reshape(shape)
+        _, dtype, bits = FLOAT_TYPES[fmt]
+        codes = _unpack_bits(data, bits, math.prod(shape)).view(dtype) if bits < 8 else np.frombuffer(data, dtype)
+        array: np.ndarray = codes.reshape(shape)
+        return array if bits > 8 else array.astype(np.float32)
+    width = int(fmt.partition("int")[2])
+    integers = _unpack_bits(data, width, math.prod(shape)).reshape(shape)
     if fmt.startswith("uint"):
-        return codes
+        return integers
     unused_bits = np.uint8(8 - width)
-    signed: np.ndarray = (codes << unused_bits).view(np.int8) >> unused_bits.view(np.int8)
+    signed: np.ndarray = (integers << unused_bits).view(np.int8) >> unused_bits.view(np.int8)
     return signed
 
 
-def _integer_width(fmt: str) -> int:
-    return int(fmt.removeprefix("u").removeprefix("int"))
+def _pack_bits(codes: np.ndarray, width: int) -> bytes:
+    if width == 8:
+        return codes.tobytes()
+    bits = (codes.reshape(-1, 1) >> np.arange(width, dtype=np.uint8)) & 1
+    return np.packbits(bits.reshape(-1), bitorder="little").tobytes()
+
+
+def _unpack_bits(data: bytes, width: int, count: int) -> np.ndarray:
+    if len(data) != math.ceil(width * count / 8):
+        raise ValueError(f"{len(data)} bytes for {count} elements of {width} bits")
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), count=width * count, bitorder="little").reshape(count, width)
+    codes: np.ndarray = (bits << np.arange(width, dtype=np.uint8)).sum(-1, dtype=np.uint8)
+    return codes

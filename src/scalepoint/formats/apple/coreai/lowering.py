@@ -6,6 +6,9 @@
                   blockwise_shift_scale     weights: the scale has as many axes as the codes and divides their shape
     look_up       lut_to_dense              palettes: a table of (groups, .., 2^n, 1)
 
+All but look_up compute (code - offset1) * scale + offset2. With a zero point offset1 is the zero point and offset2 is
+zero; with a minimum (quantize_minval, dequantize_minval) they are the lowest code of the dtype and the minimum.
+
 Codes, scales, zero points and tables are constants named after their buffers, for example "layer.fc.codes", so that
 compare.py finds them in a file. Offsets that are zero stay without a name: the compiler removes them only then.
 """
@@ -15,10 +18,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from scalepoint.formats.apple.coreai.elements import element_type, to_bytes
+from scalepoint.numerics import E8M0, dtype_name, get_format
+from scalepoint.spec.spec import to_dtype
 from scalepoint.support.coreai_text import OWN_PREFIX
 
 
@@ -30,13 +36,13 @@ def constant_name(buffer_path: str) -> str:
 def register_operators(converter: Any, program: ExportedProgram) -> None:
     """Register the translation of our operators with a TorchConverter, for the constants of one program."""
     lowerings = _Lowerings(program)
-    for name in ("quantize", "dequantize", "look_up"):
+    for name in ("quantize", "dequantize", "quantize_minval", "dequantize_minval", "look_up"):
         for overload in ("", ".default"):
             converter.register_torch_lowering(f"scalepoint::{name}{overload}")(getattr(lowerings, name))
 
 
 class _Lowerings:
-    """Lowerings of our three operators, as TorchConverter calls them: (values by node name, node, location)."""
+    """Lowerings of our operators, as TorchConverter calls them: (values by node name, node, location)."""
 
     def __init__(self, program: ExportedProgram) -> None:
         self.constants: dict[str, tuple[str, Tensor]] = {}  # by node name: path of the buffer, and its value
@@ -48,40 +54,53 @@ class _Lowerings:
         self.emitted: dict[str, Any] = {}  # constants that the graph already has, by name
 
     def quantize(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
-        from coreai._compiler.dialects import coreai  # noqa: PLC0415
-
         x, scale, zero_point, axis, _, _, fmt = node.args
-        return coreai.quantize(
-            values[_name(x)],
-            self._constant(scale, "float32"),
-            self._offset(zero_point, str(fmt), self._shape(scale)),
-            _zeros("float32", self._shape(scale)),
-            coreai.constant(np.array(axis, np.int32)),
-            loc=location,
-        )
+        shape = self._shape(scale)
+        offsets = self._offset(zero_point, str(fmt), shape), _zeros("float32", shape)
+        return self._activation("quantize", values, x, scale, offsets, axis, location)
+
+    def quantize_minval(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
+        x, scale, minval, axis, _, _, fmt = node.args
+        offsets = _lowest_codes(str(fmt), self._shape(scale)), self._constant(minval, "float32", self._shape(scale))
+        return self._activation("quantize", values, x, scale, offsets, axis, location)
 
     def dequantize(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
+        codes, scale, zero_point, axis, _, fmt = node.args
+        shape = self._parameter_shape(codes, scale, axis)
+        offsets = self._offset(zero_point, str(fmt), shape), _zeros("float32", shape)
+        return self._dequantize(values, node, offsets, location)
+
+    def dequantize_minval(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
+        codes, scale, minval, axis, _, fmt = node.args
+        shape = self._parameter_shape(codes, scale, axis)
+        offsets = _lowest_codes(str(fmt), shape), self._constant(minval, "float32", shape)
+        return self._dequantize(values, node, offsets, location)
+
+    def _dequantize(self, values: Mapping[str, Any], node: fx.Node, offsets: tuple[Any, Any], location: Any) -> Any:
+        """Emit the operation for codes of an activation, or for codes that are a constant."""
         from coreai._compiler.dialects import coreai  # noqa: PLC0415
 
-        codes, scale, zero_point, axis, _, fmt = node.args
-        fmt = str(fmt)
+        codes, scale, _, axis, _, fmt = node.args
         if _name(codes) not in self.constants:
-            return coreai.dequantize(
-                values[_name(codes)],
-                self._constant(scale, "float32"),
-                self._offset(zero_point, fmt, self._shape(scale)),
-                _zeros("float32", self._shape(scale)),
-                coreai.constant(np.array(axis, np.int32)),
-                loc=location,
-            )
-        shape = blockwise_shape(self._shape(codes), self._shape(scale), int(str(axis)))
-        return coreai.blockwise_shift_scale(
-            self._constant(codes, fmt),
-            self._constant(scale, "float32", shape),
-            self._offset(zero_point, fmt, shape),
-            _zeros("float32", shape),
-            loc=location,
-        )
+            return self._activation("dequantize", values, codes, scale, offsets, axis, location)
+        scales = self._constant(scale, self._scale_format(scale), self._parameter_shape(codes, scale, axis))
+        return coreai.blockwise_shift_scale(self._constant(codes, str(fmt)), scales, *offsets, loc=location)
+
+    def _activation(
+        self,
+        kind: str,
+        values: Mapping[str, Any],
+        x: Any,
+        scale: Any,
+        offsets: tuple[Any, Any],
+        axis: Any,
+        location: Any,
+    ) -> Any:
+        from coreai._compiler.dialects import coreai  # noqa: PLC0415
+
+        axis_constant = coreai.constant(np.array(axis, np.int32))
+        operands = values[_name(x)], self._constant(scale, "float32"), *offsets, axis_constant
+        return getattr(coreai, kind)(*operands, loc=location)
 
     def look_up(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
         from coreai._compiler.dialects import coreai  # noqa: PLC0415
@@ -91,6 +110,15 @@ class _Lowerings:
         vector_axis = coreai.constant(np.array(0, np.int16))
         indices, entries = self._constant(codes, str(fmt)), self._constant(tables, "float32", shape)
         return coreai.lut_to_dense(indices, entries, vector_axis, loc=location)
+
+    def _parameter_shape(self, codes: Any, scale: Any, axis: Any) -> tuple[int, ...]:
+        """Return the shape of scales and offsets: that of the scale for activations, one axis per axis for weights."""
+        if _name(codes) not in self.constants:
+            return self._shape(scale)
+        return blockwise_shape(self._shape(codes), self._shape(scale), int(axis))
+
+    def _scale_format(self, scale: Any) -> str:
+        return scale_format(self.constants[_name(scale)][1], "float32")
 
     def _shape(self, node: Any) -> tuple[int, ...]:
         return tuple(self.constants[_name(node)][1].shape)
@@ -104,9 +132,14 @@ class _Lowerings:
 
     def _offset(self, zero_point: Any, fmt: str, shape: tuple[int, ...]) -> Any:
         """Return the zero point as a constant. Zeros have no name."""
-        if zero_point is None or not bool(self.constants[_name(zero_point)][1].any()):
+        if zero_point is None or not bool(self.constants[_name(zero_point)][1].to(torch.float32).any()):
             return _zeros(fmt, shape)
         return self._constant(zero_point, fmt, shape)
+
+
+def scale_format(scale: Tensor, float_format: str) -> str:
+    """Return the dtype of a weight's scale in a file: e8m0, or that of all float tensors."""
+    return dtype_name(scale.dtype) if scale.dtype == E8M0 else float_format
 
 
 def blockwise_shape(codes: tuple[int, ...], scale: tuple[int, ...], axis: int) -> tuple[int, ...]:
@@ -137,9 +170,17 @@ def _emit_constant(name: str, value: Tensor, fmt: str) -> Any:
 
 
 def _zeros(fmt: str, shape: tuple[int, ...]) -> Any:
+    return _filled("0.0" if fmt.startswith("float") else "0", fmt, shape)
+
+
+def _lowest_codes(fmt: str, shape: tuple[int, ...]) -> Any:
+    return _filled(str(int(get_format(to_dtype(fmt)).low)), fmt, shape)
+
+
+def _filled(number: str, fmt: str, shape: tuple[int, ...]) -> Any:
+    """Emit a constant with one value everywhere."""
     from coreai._compiler.dialects import coreai  # noqa: PLC0415
     from coreai._compiler.ir import Attribute  # noqa: PLC0415
 
-    zero = "0.0" if fmt == "float32" else "0"
     tensor_type = f"tensor<{''.join(f'{size}x' for size in shape)}{element_type(fmt)}>"
-    return coreai.ConstantOp(value=Attribute.parse(f"dense<{zero}> : {tensor_type}")).result
+    return coreai.ConstantOp(value=Attribute.parse(f"dense<{number}> : {tensor_type}")).result
