@@ -266,11 +266,6 @@ def activation_specs() -> dict[str, QuantizationSpec]:
 
 
 FAST_SPECS = ("int4, blocks of outputs, minval", "MX float4_e2m1fn_x2", "float8_e5m2, channel", "uint8, channel, zp")
-    "int4, blocks of outputs, minval",
-    "MX float4_e2m1fn_x2",
-    "float8_e5m2, channel",
-    "uint8, channel, minval",
-)
 
 
 def as_cases(specs: dict[str, QuantizationSpec]) -> list:
@@ -293,9 +288,7 @@ def check_spec(config: QuantConfig, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", as_cases(weight_specs()))
-def test_every_weight_that_the_target_accepts_is_stored_and_runs(
-    spec: QuantizationSpec, tmp_path: Path
-) -> None:
+def test_every_weight_that_the_target_accepts_is_stored_and_runs(spec: QuantizationSpec, tmp_path: Path) -> None:
     check_spec(QuantConfig(activation="float", weight=spec), tmp_path)
 
 
