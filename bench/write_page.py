@@ -315,6 +315,8 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "ptq_time": ("ptq_time", costs_table),
     "export_time": ("export_time", table),
     "smoke": ("smoke", table),
+    "first_file": ("first_file", plain_table),
+    "timing": ("timing", plain_table),
     "load": ("load", load_table),
     "calibration_time": ("calibration_time", table),
     "spellings": ("spellings", table),

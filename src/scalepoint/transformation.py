@@ -159,11 +159,17 @@ def get_transformation_plan(
     known_target = None if target is None else find_target(target)
     if known_target is not None:
         known_target.check_free_sizes(dynamic_axes)
-    graph_module = capture(
+    graph_module = capture_for_plan(
         model, args, kwargs, copy=copy, dynamic=dynamic, dynamic_axes=dynamic_axes, leave=leave, trust=trust
     )
-    store_description(graph_module)
     return plan_captured_graph(graph_module, patterns, known_target)
+
+
+def capture_for_plan(model: Model, args: Any, kwargs: Mapping[str, Any] | None, **options: Any) -> fx.GraphModule:
+    """Capture a model for `plan_captured_graph`. The options are those of `capture`."""
+    graph_module = capture(model, args, kwargs, **options)
+    store_description(graph_module)
+    return graph_module
 
 
 def plan_captured_graph(

@@ -82,7 +82,7 @@ def test_without_data_nothing_is_tuned():
 
 @pytest.mark.parametrize("bad_data", [list, lambda: iter([torch.ones(2, 32)])], ids=["no batches", "an iterator"])
 def test_data_that_cannot_be_read_again_is_refused_before_capture(tmp_path, monkeypatch, bad_data):
-    monkeypatch.setattr(stages, "transform", None)  # it would fail if it ran
+    monkeypatch.setattr(stages, "capture_for_plan", None)  # it would fail if it ran
     with pytest.raises(UsageError, match="accuracy='balanced' reads the calibration data a second time"):
         scalepoint.deploy(
             nn.Linear(32, 32), torch.ones(2, 32), bad_data(), accuracy="balanced", output=tmp_path / "out"

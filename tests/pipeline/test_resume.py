@@ -24,7 +24,7 @@ from scalepoint.targets import find_target
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 MINMAX = find_target("onnxruntime").activation.replace(qparam_calculator_cls="global_minmax")
-STAGES = ("transform", "calibrate", "export", "verify", "score")
+STAGES = ("capture_for_plan", "calibrate", "export", "verify", "score")
 
 
 class Stop(KeyboardInterrupt):
@@ -138,7 +138,7 @@ def test_an_interrupted_stage_is_the_first_that_runs(run, counter, stage_index, 
     assert not list(work.rglob(".tmp-*"))
     counter.stop.clear()
     done = run(resume=True)
-    assert set(counter.counts) - {"transform"} == set(STAGES[stage_index:])
+    assert set(counter.counts) - {"capture_for_plan"} == set(STAGES[stage_index:])
     assert done.verification.holds
     assert not work.exists()
 
@@ -160,8 +160,13 @@ def test_a_run_can_be_resumed_after_its_metric_was_corrected(run, counter, data)
     assert (done.score, counter.counts) == (1.0, {})
 
 
+<<<<<<< HEAD
 def test_an_interrupt_before_the_first_stage_leaves_no_files(run, counter, tmp_path):
     counter.stop.append("transform")
+=======
+def test_an_end_before_the_first_stage_leaves_nothing(run, counter, tmp_path):
+    counter.stop.append("capture_for_plan")
+>>>>>>> e2b40953 (Capture a model once for all runs of a sweep, and time one baseline if it is fixed)
     with pytest.raises(Stop):
         run(evaluate=None)
     assert not (tmp_path / "out").exists()
@@ -236,8 +241,8 @@ def test_another_version_of_scalepoint_is_named(run, counter, unfinished, monkey
 @pytest.mark.parametrize(
     ("name", "again"),
     [
-        ("trial-0/quantized/scalepoint.json", {"transform", "calibrate"}),
-        ("trial-0/quantized/tensors-*", {"transform", "calibrate"}),
+        ("trial-0/quantized/scalepoint.json", {"capture_for_plan", "calibrate"}),
+        ("trial-0/quantized/tensors-*", {"capture_for_plan", "calibrate"}),
         ("trial-0/model.onnx", {"export"}),
         ("float.onnx", {"export"}),
     ],

@@ -46,6 +46,26 @@ def test_speeds_of_runs_with_other_float_files_are_compared_by_time():
     assert "1.00x" in render_as_text(SweepTable(table))
 
 
+def test_runs_that_differ_in_nothing_that_capture_reads_capture_the_model_once(tmp_path, monkeypatch):
+    model, example = net()
+    traced, original = [], torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *args, **options: traced.append(1) or original(*args, **options))
+    grid = {"target": ["onnxruntime", "openvino"], "fixed_sizes": [False, True]}
+    options = {"smoke": True, "progress": False, "cpu": "vnni", "allow_departure": True}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of VNNI
+        table = scalepoint.sweep(model, example, [example], grid=grid, output=tmp_path / "sweep", **options)
+        assert len(traced) == 2  # with a free batch, and with fixed sizes
+        alone = scalepoint.deploy(
+            model, example, [example], target="openvino", fixed_sizes=True, output=tmp_path / "alone", **options
+        )
+    assert all(row.is_done for row in table.rows)
+    last = tmp_path / "sweep" / table.rows[-1].name
+    assert (last / alone.path.name).read_bytes() == alone.path.read_bytes()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
 def test_a_sweep_over_target_objects_is_resumed_in_another_process(tmp_path, capsys):
     model, example = net()
     targets = [onnxruntime_target(cpu=cpu) for cpu in ("avx2", "vnni")]

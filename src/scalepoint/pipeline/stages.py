@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -50,7 +51,12 @@ from scalepoint.support.files import compute_digest
 from scalepoint.support.progress import Event, send_event, timed_phase, write_line
 from scalepoint.support.torch_state import caller_dtype
 from scalepoint.targets.local_times import LocalTimes
-from scalepoint.transformation import TransformationResult, transform
+from scalepoint.transformation import (
+    TransformationResult,
+    apply_transformation_plan,
+    capture_for_plan,
+    plan_captured_graph,
+)
 from scalepoint.verification import RuntimeModel, Status, Verification, extract_failing, verify
 from scalepoint.verification.benchmarking import write_baseline_file
 from scalepoint.verification.extraction import EXTRACTED_FILES
@@ -64,6 +70,19 @@ if TYPE_CHECKING:
     from scalepoint.tuning import TuneConfig
 
 PACKAGE_VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
+
+
+_captures: ContextVar[dict[str, fx.GraphModule] | None] = ContextVar("_captures", default=None)
+
+
+@contextmanager
+def captures_reused() -> Iterator[None]:
+    """Inside this context, runs of one model with the same example inputs and free axes capture it once."""
+    token = _captures.set({})
+    try:
+        yield
+    finally:
+        _captures.reset(token)
 
 
 @dataclass(kw_only=True)
@@ -109,10 +128,9 @@ class StageContext:
 
     def _transform(self) -> TransformationResult:
         job = self.job
-        options: dict[str, Any] = {"target": job.target, "kwargs": job.example.kwargs, "leave": job.options.leave}
-        options["dynamic"] = not job.options.fixed_sizes
+        job.target.check_free_sizes(job.dynamic_axes)
         try:
-            return transform(job.model, job.example.args, dynamic_axes=job.dynamic_axes, **options)
+            graph = self._capture()
         except CaptureError as error:
             if not (job.may_fix_axes and job.dynamic_axes):
                 raise
@@ -122,9 +140,22 @@ class StageContext:
                 f"They are fixed to those of the example: {error.args[0]}"
             )
             warnings.warn(ScalepointWarning(message), stacklevel=user_level())
-        options_without_axes = job.options.model_copy(update={"dynamic_axes": None})
-        self.job = replace(job, dynamic_axes={}, options=options_without_axes)
-        return transform(job.model, job.example.args, **options)
+            options_without_axes = job.options.model_copy(update={"dynamic_axes": None})
+            self.job = replace(job, dynamic_axes={}, options=options_without_axes)
+            graph = self._capture()
+        return apply_transformation_plan(plan_captured_graph(graph, target=job.target))
+
+    def _capture(self) -> fx.GraphModule:
+        """Capture the model. Inside `captures_reused` an earlier run may have done it: no target matters for it."""
+        job, earlier = self.job, _captures.get()
+        options: dict[str, Any] = {"leave": job.options.leave, "dynamic": not job.options.fixed_sizes}
+        options["dynamic_axes"] = job.dynamic_axes
+        if earlier is None:
+            return capture_for_plan(job.model, job.example.args, job.example.kwargs, **options)
+        key = fingerprint(self.model_fingerprint, job.example.fingerprint(), options)
+        if key not in earlier:  # shares the parameters with the model, each run has its own
+            earlier[key] = capture_for_plan(job.model, job.example.args, job.example.kwargs, copy=False, **options)
+        return copy.deepcopy(earlier[key])
 
     def path(self, folder: Path, name: str) -> Path:
         """Return the path of a file, with the suffix of the target's format."""

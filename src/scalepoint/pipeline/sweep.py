@@ -26,6 +26,7 @@ from scalepoint.pipeline.deploy import deploy
 from scalepoint.pipeline.fingerprints import fingerprint_target
 from scalepoint.pipeline.job import build_options, check_metric, find_model_target
 from scalepoint.pipeline.onnx_source import is_onnx_file
+from scalepoint.pipeline.stages import captures_reused
 from scalepoint.pipeline.workspace import SweepWorkspace, list_finished_stages
 from scalepoint.quantize.feeding import is_split_across_ranks
 from scalepoint.report import Sweep, SweepRow, sweep_page
@@ -93,7 +94,7 @@ def sweep(
         )
     workspace = SweepWorkspace(Path(output), resume=resume, force=force)
     workspace.check({"model": Path(str(model))} if is_onnx_file(model) else {})
-    with workspace.open():
+    with workspace.open(), captures_reused():
         finished = distributed.run_on_main(
             "looking for finished runs", lambda: _finished_rows(workspace), dict[str, SweepRow]
         )

@@ -116,7 +116,7 @@ def run(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO)
 def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
     """Measure the seconds of a run of several files. Runs are interleaved, so that noise affects all files equally.
 
-    With "precision", rounds stop when the times relative to the second file are known to that share.
+    With "precision", rounds stop when the times relative to the last file are known to that share.
     """
     # With one thread CPU time is measured, because other processes share the CPU.
     clock = time.process_time if request["options"].get("threads") == 1 else time.perf_counter
@@ -142,16 +142,16 @@ def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: Bin
 
 
 def _is_precise(times: list[list[float]], precision: float) -> bool:
-    """Whether the median of the ratio to the second file is known to `precision` for all other files.
+    """Whether the median of the ratio to the last file is known to `precision` for all other files.
 
     The interval of a median is between two order statistics (the sign test): it assumes nothing about the noise except
     that rounds are independent. The probability that any interval of any look misses its median is ERROR_PROBABILITY
     at most, because each gets an equal share of it. So to look again and again does not make the intervals wrong.
     """
-    second_times, compared = times[1], [*times[:1], *times[2:]]
+    *compared, last_times = times
     error_probability = ERROR_PROBABILITY / (len(LOOKS) * len(compared))
     for file_times in compared:
-        ratios = sorted(seconds / second for seconds, second in zip(file_times, second_times, strict=True))
+        ratios = sorted(seconds / last for seconds, last in zip(file_times, last_times, strict=True))
         tail = _count_tail(len(ratios), error_probability)
         if tail == 0 or ratios[-tail] - ratios[tail - 1] > 2 * precision * statistics.median(ratios):
             return False

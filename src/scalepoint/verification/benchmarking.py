@@ -64,38 +64,47 @@ def benchmark(
         print(benchmark("float.onnx", "model.onnx", threads=4))
     """
     check_baseline(baseline)
+<<<<<<< HEAD
     paths = [check_exists(float_path), check_exists(quantized_path)]
     runtime = find_runtime_for(paths[1]) if runtime is None else find_runtime(runtime)
     if runtime.why_no_speed:
         raise VerificationError(f"the speed cannot be measured here: {runtime.why_no_speed}")
     feeds = dict(inputs) if inputs is not None else make_random_inputs(paths[0], runtime)
+=======
+    path, floats = check_exists(quantized_path), {OWN_BASELINE: check_exists(float_path)}
+    plain_path = None if plain_path is None else check_exists(plain_path)
+    runtime = find_runtime_for(path) if runtime is None else find_runtime(runtime)
+    if runtime.why_not_run:
+        raise VerificationError(f"the speed cannot be measured here: {runtime.why_not_run}")
+    feeds = dict(inputs) if inputs is not None else make_random_inputs(floats[OWN_BASELINE], runtime)
+>>>>>>> e2b40953 (Capture a model once for all runs of a sweep, and time one baseline if it is fixed)
     limits = {"options": {"threads": threads}, "repeats": repeats, "precision": precision, "seconds": seconds}
+    candidates = dict(floats)
+    if plain_path is not None and baseline != OWN_BASELINE:
+        candidates[PLAIN_BASELINE] = plain_path
+        if baseline == PLAIN_BASELINE:  # the other float file is not needed
+            del candidates[OWN_BASELINE]
     with exchange_files(feeds) as files:
-        answer = None
-        if plain_path is not None:
-            answer = _run_benchmark(runtime, [*paths, check_exists(plain_path)], files, limits, memory)
-        if answer is None or answer.status != Status.OK:  # the plain export may be a file that does not run
-            answer = _run_benchmark(runtime, paths, files, limits, memory)
-        answer = explain_crash(runtime, answer, files, paths[0], seconds * 10 + 300)
+        answer = _run_benchmark(runtime, [*candidates.values(), path], files, limits, memory)
+        if answer.status != Status.OK and PLAIN_BASELINE in candidates:  # the plain export may not run
+            candidates = floats
+            answer = _run_benchmark(runtime, [*candidates.values(), path], files, limits, memory)
+        answer = explain_crash(runtime, answer, files, floats[OWN_BASELINE], seconds * 10 + 300)
     if answer.status != Status.OK or answer.data is None:
         raise VerificationError(f"{runtime.name} could not run the files: {answer.status.value}: {answer.message}")
-    float_quartiles, quantized_quartiles, *plain_quartiles = answer.data["quartiles"]
-    candidates = {OWN_BASELINE: float_quartiles}
-    if plain_quartiles:
-        candidates[PLAIN_BASELINE] = plain_quartiles[0]
-    fastest = min(candidates, key=lambda name: candidates[name][1])
-    chosen = baseline if baseline in candidates else fastest
-    baseline_quartiles = candidates[chosen]
+    *float_quartiles, quantized_quartiles = answer.data["quartiles"]
+    quartiles = dict(zip(candidates, float_quartiles, strict=True))
+    chosen = min(quartiles, key=lambda name: quartiles[name][1])
     return Benchmark(
-        ratio=baseline_quartiles[1] / quantized_quartiles[1],
-        seconds=(baseline_quartiles[1], quantized_quartiles[1]),
+        ratio=quartiles[chosen][1] / quantized_quartiles[1],
+        seconds=(quartiles[chosen][1], quantized_quartiles[1]),
         threads=threads,
         repeats=int(answer.data["repeats"]),
         runtime=runtime.name,
         shapes={name: value.shape for name, value in feeds.items()},
-        spread=(_relative_spread(baseline_quartiles), _relative_spread(quantized_quartiles)),
+        spread=(_relative_spread(quartiles[chosen]), _relative_spread(quantized_quartiles)),
         baseline=chosen,
-        baseline_file=paths[0].name if chosen == OWN_BASELINE or plain_path is None else Path(plain_path).name,
+        baseline_file=candidates[chosen].name,
     )
 
 
