@@ -166,7 +166,17 @@ def get_transformation_plan(
 
 
 def capture_for_plan(model: Model, args: Any, kwargs: Mapping[str, Any] | None, **options: Any) -> fx.GraphModule:
-    """Capture a model for `plan_captured_graph`. The options are those of `capture`."""
+    """Capture a model for `plan_captured_graph`.
+
+    Args:
+        model: A module, an ExportedProgram, or the path of an .onnx or .pt2 file.
+        args: Example inputs: a tensor, a tuple, or a dict of keyword inputs.
+        kwargs: Keyword inputs of the model.
+        **options: Further arguments of `capture`.
+
+    Returns:
+        The graph, with a description of itself that `save` writes.
+    """
     graph_module = capture(model, args, kwargs, **options)
     store_description(graph_module)
     return graph_module

@@ -160,13 +160,8 @@ def test_a_run_can_be_resumed_after_its_metric_was_corrected(run, counter, data)
     assert (done.score, counter.counts) == (1.0, {})
 
 
-<<<<<<< HEAD
 def test_an_interrupt_before_the_first_stage_leaves_no_files(run, counter, tmp_path):
-    counter.stop.append("transform")
-=======
-def test_an_end_before_the_first_stage_leaves_nothing(run, counter, tmp_path):
     counter.stop.append("capture_for_plan")
->>>>>>> e2b40953 (Capture a model once for all runs of a sweep, and time one baseline if it is fixed)
     with pytest.raises(Stop):
         run(evaluate=None)
     assert not (tmp_path / "out").exists()

@@ -64,20 +64,12 @@ def benchmark(
         print(benchmark("float.onnx", "model.onnx", threads=4))
     """
     check_baseline(baseline)
-<<<<<<< HEAD
-    paths = [check_exists(float_path), check_exists(quantized_path)]
-    runtime = find_runtime_for(paths[1]) if runtime is None else find_runtime(runtime)
-    if runtime.why_no_speed:
-        raise VerificationError(f"the speed cannot be measured here: {runtime.why_no_speed}")
-    feeds = dict(inputs) if inputs is not None else make_random_inputs(paths[0], runtime)
-=======
     path, floats = check_exists(quantized_path), {OWN_BASELINE: check_exists(float_path)}
     plain_path = None if plain_path is None else check_exists(plain_path)
     runtime = find_runtime_for(path) if runtime is None else find_runtime(runtime)
-    if runtime.why_not_run:
-        raise VerificationError(f"the speed cannot be measured here: {runtime.why_not_run}")
+    if runtime.why_no_speed:
+        raise VerificationError(f"the speed cannot be measured here: {runtime.why_no_speed}")
     feeds = dict(inputs) if inputs is not None else make_random_inputs(floats[OWN_BASELINE], runtime)
->>>>>>> e2b40953 (Capture a model once for all runs of a sweep, and time one baseline if it is fixed)
     limits = {"options": {"threads": threads}, "repeats": repeats, "precision": precision, "seconds": seconds}
     candidates = dict(floats)
     if plain_path is not None and baseline != OWN_BASELINE:
