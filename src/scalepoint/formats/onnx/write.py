@@ -84,6 +84,7 @@ def _convert_to_onnx(model: fx.GraphModule, options: _GraphOptions) -> Any:
     from scalepoint.formats.onnx.names import name_interface  # noqa: PLC0415
     from scalepoint.formats.onnx.operators import operator_translations  # noqa: PLC0415  # onnx is imported by an export only
     from scalepoint.formats.onnx.passes import run_passes  # noqa: PLC0415
+    from scalepoint.formats.onnx.shape_arithmetic import fold_shape_arithmetic  # noqa: PLC0415
     from scalepoint.formats.onnx.target_rewrites import apply_rewrites  # noqa: PLC0415
 
     opset = min(options.opset, MAX_TRANSLATION_OPSET)
@@ -110,6 +111,7 @@ def _convert_to_onnx(model: fx.GraphModule, options: _GraphOptions) -> Any:
     if isinstance(exported, RecordedProgram) and exported.trace_error is not None:
         warn_about_second_trace(exported.trace_error)
     graph.opset_imports[""] = options.opset
+    fold_shape_arithmetic(graph)
     apply_rewrites(graph, options.rewrites)
     run_passes(graph, IR_VERSIONS[options.opset], options.float_dtype)
     origin = get_origin(model)

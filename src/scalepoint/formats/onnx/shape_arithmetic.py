@@ -1,0 +1,184 @@
+"""Replaces shapes that a graph computes when it runs, so that files with free sizes have fewer operations.
+
+    Reshape(x, Concat(Shape(x)[0], [20], ..))       ->  Reshape(x, [0, 20, ..])
+    Reshape -> Transpose -> Reshape (torch's K^T)   ->  Transpose of the last two axes
+    LSTM(x, initial states = Expand(0, batch))      ->  LSTM(x), whose states start at zero by default
+    Transpose -> Reshape of one LSTM direction      ->  Squeeze
+
+Each operation on a shape takes about 1 us in ONNX Runtime, as long as a small layer. A free size is a symbol here;
+sizes are equal if their symbols are.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+RECURRENT_OPERATORS = ("LSTM", "GRU", "RNN")
+INITIAL_STATES = (5, 6)  # positions of their inputs; GRU and RNN have only the first
+MOVES_OF_CONSTANTS = ("Expand", "Slice", "Unsqueeze", "Squeeze", "Reshape", "Identity", "Transpose", "Concat")
+
+Size = int | str  # a number, or the symbol of a free size
+
+
+def fold_shape_arithmetic(model: Any) -> None:
+    """Fold shapes in place. Run it on a graph whose values have the shapes of torch.export."""
+    for node in list(model.graph):
+        if node.op_type in RECURRENT_OPERATORS:
+            _drop_zero_states(node)
+            _infer_output_shape(node)
+            _squeeze_direction(model.graph, node)
+    for node in list(model.graph):
+        if node.op_type == "Reshape" and node.graph is not None:
+            _swap_last_axes(model.graph, node)
+    for node in list(model.graph):
+        if node.op_type == "Reshape":
+            _fold_reshape(model.graph, node)
+    ir.passes.common.RemoveUnusedNodesPass()(model)
+
+
+def _fold_reshape(graph: Any, node: Any) -> None:
+    """Replace a computed shape by a constant: 0 copies a free size of the same axis, -1 stands for one other size."""
+    x, computed = node.inputs
+    sizes = _evaluate_sizes(computed)
+    if sizes is None or computed.const_value is not None:
+        return
+    before = _read_shape(x) or ()
+    target = [0 if isinstance(size, str) and before[i : i + 1] == (size,) else size for i, size in enumerate(sizes)]
+    shape = [-1 if isinstance(size, str) else size for size in target]
+    # 0 is "the size of this axis" only without allowzero; a literal 0 would need it.
+    if shape.count(-1) > 1 or 0 in sizes:
+        return
+    if "allowzero" in node.attributes:
+        node.attributes.pop("allowzero")
+    node.replace_input_with(1, _add_constant(graph, f"{node.outputs[0].name}.shape", shape))
+
+
+def _swap_last_axes(graph: Any, last: Any) -> None:
+    """Replace Reshape -> Transpose(0, 2, 1) -> Reshape by one Transpose, if they swap the last two axes."""
+    transpose = last.inputs[0].producer()
+    if transpose is None or transpose.op_type != "Transpose" or _read_axes(transpose) != (0, 2, 1):
+        return
+    first = transpose.inputs[0].producer()
+    if first is None or first.op_type != "Reshape":
+        return
+    before = _read_shape(first.inputs[0])
+    flat, after = _evaluate_sizes(first.inputs[1]), _evaluate_sizes(last.inputs[1])
+    if before is None or flat is None or after is None or len(before) < 3:
+        return
+    if len(flat) != 3 or tuple(flat[1:]) != before[-2:]:
+        return
+    if not _is_shape(after, (*before[:-2], before[-1], before[-2])):
+        return
+    axes = list(range(len(before)))
+    node = ir.node("Transpose", [first.inputs[0]], {"perm": [*axes[:-2], axes[-1], axes[-2]]})
+    _replace(graph, last, node)
+
+
+def _drop_zero_states(node: Any) -> None:
+    """Leave out initial states that are zero: it is their default."""
+    for position in INITIAL_STATES:
+        if position < len(node.inputs) and _is_zero(node.inputs[position]):
+            node.replace_input_with(position, None)
+
+
+def _infer_output_shape(node: Any) -> None:
+    """Set the shape of the output: (steps, directions, batch, size of the hidden state)."""
+    steps_and_batch = _read_shape(node.inputs[0])
+    weight = node.inputs[2].shape if node.inputs[2] is not None else None
+    if steps_and_batch is not None and weight is not None and _read_shape(node.outputs[0]) is None:
+        steps, batch, _ = steps_and_batch
+        node.outputs[0].shape = ir.Shape([steps, weight[0], batch, weight[2]])
+
+
+def _squeeze_direction(graph: Any, node: Any) -> None:
+    """Write Transpose -> Reshape of the output (steps, 1, batch, size) as a Squeeze of the second axis."""
+    output = node.outputs[0]
+    shape = _read_shape(output)
+    if shape is None or shape[1] != 1:
+        return
+    squeezed = (shape[0], *shape[2:])
+    for transpose in [use.node for use in output.uses()]:
+        if transpose.op_type != "Transpose" or _read_axes(transpose) != (0, 2, 1, 3):
+            continue
+        for reshape in [use.node for use in transpose.outputs[0].uses() if use.node.op_type == "Reshape"]:
+            if _is_shape(_evaluate_sizes(reshape.inputs[1]), squeezed):
+                axes = _add_constant(graph, f"{reshape.outputs[0].name}.axes", [1])
+                reshape.outputs[0].shape = ir.Shape(squeezed)
+                _replace(graph, reshape, ir.node("Squeeze", [output, axes]))
+
+
+def _is_shape(sizes: Sequence[Size] | None, shape: Sequence[Size]) -> bool:
+    """Whether the sizes that a Reshape gets, of which one may be -1, are this shape."""
+    if sizes is None or len(sizes) != len(shape):
+        return False
+    differences = [size for size, expected in zip(sizes, shape, strict=True) if size != expected]
+    return differences in ([], [-1])
+
+
+def _replace(graph: Any, old: Any, new: Any) -> None:
+    new.metadata_props.update(old.metadata_props)
+    new.outputs[0].shape, new.outputs[0].type = old.outputs[0].shape, old.outputs[0].type
+    ir.convenience.replace_nodes_and_values(graph, old, [old], [new], [old.outputs[0]], [new.outputs[0]])
+
+
+def _add_constant(graph: Any, name: str, numbers: Sequence[int]) -> Any:
+    tensor = ir.Tensor(np.array(numbers, dtype=np.int64), name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether a tensor is made of zero constants only."""
+    if value is None:
+        return False
+    if value.const_value is not None:
+        return not value.const_value.numpy().any()
+    node = value.producer()
+    if node is None or node.op_type not in MOVES_OF_CONSTANTS:
+        return False
+    sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+    return all(map(_is_zero, sources))
+
+
+def _evaluate_sizes(value: Any) -> list[Size] | None:
+    """Return the numbers and symbols of a computed shape; None if it is computed in another way."""
+    if value.const_value is not None:
+        return [int(number) for number in value.const_value.numpy().reshape(-1)]
+    node = value.producer()
+    if node is None:
+        return None
+    if node.op_type == "Shape":
+        shape = _read_shape(node.inputs[0])
+        start, end = (node.attributes[name].as_int() if name in node.attributes else None for name in ("start", "end"))
+        return None if shape is None else list(shape[start:end])
+    inputs = [_evaluate_sizes(source) for source in node.inputs if source is not None]
+    sizes = [size for size in inputs if size is not None]
+    if not sizes or len(sizes) < len(inputs):
+        return None
+    if node.op_type == "Concat":
+        return [size for part in sizes for size in part]
+    if node.op_type == "Slice" and len(sizes) == 3:
+        start, end = sizes[1][0], sizes[2][0]
+        return sizes[0][start:end] if isinstance(start, int) and isinstance(end, int) else None
+    if node.op_type == "Reshape" and len(sizes[0]) == 1:
+        return sizes[0]
+    if node.op_type == "Mul" and all(len(part) == 1 and isinstance(part[0], int) for part in sizes):
+        return [int(np.prod([part[0] for part in sizes]))]
+    return None
+
+
+def _read_shape(value: Any) -> tuple[Size, ...] | None:
+    """Return the shape of a tensor; None if a size has neither a number nor a symbol."""
+    sizes = [None] if value.shape is None else [size if isinstance(size, int) else size.value for size in value.shape]
+    if None not in sizes:
+        return tuple(sizes)
+    node = value.producer()
+    before = _read_shape(node.inputs[0]) if node is not None and node.op_type == "Transpose" else None
+    return None if before is None else tuple(before[axis] for axis in _read_axes(node))
+
+
+def _read_axes(transpose: Any) -> tuple[int, ...]:
+    return tuple(transpose.attributes["perm"].as_ints())

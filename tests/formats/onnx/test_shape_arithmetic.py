@@ -1,0 +1,97 @@
+"""Files with free sizes compute no shapes that are known, or that another size has."""
+
+from collections import Counter
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.formats import export
+from scalepoint.quantize import quantize
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.cells = kind(8, 16, **options)
+        self.head = nn.Linear(32 if options.get("bidirectional") else 16, 8)
+
+    def forward(self, x):
+        return self.head(self.cells(x)[0])
+
+
+class GivenState(Recurrent):
+    """An LSTM whose first state is not zero."""
+
+    def forward(self, x):
+        state = torch.full((1, x.shape[0], 16), 0.5)
+        return self.head(self.cells(x, (state, torch.zeros_like(state)))[0])
+
+
+class Attention(nn.Module):
+    """Attention with a free batch and a free number of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = (part.view(batch, tokens, 2, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, 16))
+
+
+def export_quantized(model, x, folder, **options):
+    """Export a model with free sizes. Returns the count of its operators, and a function that runs the file."""
+    torch.manual_seed(0)
+    quantized = quantize(model.eval(), (x,), forward_loop=[x], target="onnxruntime", **options)
+    path = export(quantized, folder / "model.onnx", (x,))
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+
+    def run(value):
+        return torch.from_numpy(session.run(None, {name: value.numpy()})[0])
+
+    return quantized, Counter(node.op_type for node in onnx.load(path).graph.node), run
+
+
+@pytest.mark.parametrize(
+    ("model", "reshapes"),
+    [
+        pytest.param(Recurrent(nn.LSTM, batch_first=True), 0, id="LSTM"),
+        pytest.param(Recurrent(nn.LSTM), 0, id="LSTM, steps first"),
+        pytest.param(Recurrent(nn.LSTM, batch_first=True, bidirectional=True), 1, id="LSTM, both directions"),
+        pytest.param(Recurrent(nn.LSTM, batch_first=True, num_layers=2), 0, id="LSTM, two layers"),
+        pytest.param(Recurrent(nn.GRU, batch_first=True), 0, id="GRU"),
+    ],
+)
+def test_a_recurrent_layer_with_a_free_batch_computes_no_shape(model, reshapes, tmp_path):
+    quantized, operators, run = export_quantized(model, torch.randn(3, 5, 8), tmp_path)
+    assert operators["Shape"] == operators["Expand"] == 0
+    assert operators["Reshape"] == reshapes
+    for batch in (3, 1, 7) if model.cells.batch_first else (3, 3):
+        x = torch.randn(batch, 5, 8)
+        torch.testing.assert_close(run(x), quantized(x), atol=0.05, rtol=0.0)
+
+
+def test_a_state_that_is_not_zero_stays(tmp_path):
+    quantized, _, run = export_quantized(GivenState(nn.LSTM, batch_first=True), torch.randn(3, 5, 8), tmp_path)
+    for batch in (3, 1):
+        x = torch.randn(batch, 5, 8)
+        torch.testing.assert_close(run(x), quantized(x), atol=0.05, rtol=0.0)
+
+
+def test_attention_with_free_sizes_has_constant_shapes_and_one_transpose_of_the_keys(tmp_path):
+    x = torch.randn(2, 6, 16)
+    axes = {"x": {0: "batch", 1: "tokens"}}
+    quantized, operators, run = export_quantized(Attention(), x, tmp_path, dynamic_axes=axes)
+    assert operators["Shape"] == 0
+    assert operators["Reshape"] == 4  # three into heads, one back
+    for batch, tokens in ((2, 6), (1, 3), (3, 9)):
+        x = torch.randn(batch, tokens, 16)
+        torch.testing.assert_close(run(x), quantized(x), atol=0.05, rtol=0.0)
