@@ -121,8 +121,9 @@ class Coverage:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no operation is quantized and no weight is stored quantized."""
-        return not self.in_state(OperationState.QUANTIZED) and not any(row.stored for row in self.operations)
+        """Whether no operation is quantized, no weight is stored quantized, and that is not for speed."""
+        is_float = not self.in_state(OperationState.QUANTIZED)
+        return is_float and not any(row.stored or row.is_for_speed for row in self.operations)
 
     @property
     def is_float_for_speed(self) -> bool:

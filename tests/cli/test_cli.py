@@ -19,6 +19,8 @@ from scalepoint import DeployConfig, errors
 from scalepoint.cli.app import COMMANDS
 from scalepoint.cli.deploy import deploy as deploy_command
 from scalepoint.cli.exit_codes import Code, report_error
+from scalepoint.targets.local_times import LocalTimes
+from scalepoint.targets.measurement_cache import add_measurements, measurements_path
 from tests.cli.conftest import child
 from tests.warm import warm
 
@@ -352,6 +354,7 @@ RUN_FLAGS = {"smoke", "resume", "force"}  # for one run, not in a config
 FLAGS_OF_ONE_COMMAND = {
     "max_size",
     "allow_unverified",
+    "clear",
     "folder",
     "path",
     "first",
@@ -389,7 +392,9 @@ def test_flags_keywords_and_config_keys_have_the_same_names() -> None:
 def test_an_option_has_one_name_in_all_commands(command, name) -> None:
     known = set(inspect.signature(deploy_command).parameters) | FLAGS_OF_ONE_COMMAND | {"runtime"}
     assert set(inspect.signature(command).parameters) <= known
-    function = {"bench": "benchmark", "report": "", "targets": "", "doctor": "", "init": ""}.get(name, name)
+    function = {"bench": "benchmark", "report": "", "targets": "", "doctor": "", "init": "", "cache": ""}.get(
+        name, name
+    )
     if function:
         shared = {"target", "runtime", "threads", "leave", "max_batches"} & set(inspect.signature(command).parameters)
         assert shared <= set(inspect.signature(getattr(scalepoint, function)).parameters)
@@ -658,6 +663,23 @@ def test_doctor_reports_what_is_missing_and_how_to_install_it(call, monkeypatch)
     assert code == Code.UNVERIFIED
     assert "pip install onnxruntime" in " ".join(out.split())
     assert "failed" in err
+
+
+def test_cache_shows_and_deletes_the_measurements(call, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("SCALEPOINT_CACHE", str(tmp_path / "measured"))
+    path = measurements_path("onnxruntime", "1.0", threads=2)
+    add_measurements(path, LocalTimes({"a": (1.0, 2.0)}), ("a network", (0,), 1.5))
+    note = tmp_path / "measured" / "note.txt"
+    note.write_text("of the user")
+    code, out, _ = call("cache", "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["folder"] == str(tmp_path / "measured")
+    assert [(row["file"], row["layers"], row["networks"]) for row in result["files"]] == [(path.name, 1, 1)]
+    assert "1 files deleted from" in call("cache", "--clear")[1]
+    assert not path.exists()
+    assert note.exists()
+    assert json.loads(call("cache", "--json")[1])["files"] == []
 
 
 def test_doctor_lists_every_optional_package_with_its_extra(call, monkeypatch) -> None:

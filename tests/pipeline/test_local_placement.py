@@ -2,6 +2,8 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,15 +11,33 @@ from torch import nn
 
 import scalepoint
 from scalepoint.pipeline import local_placement
-from scalepoint.targets.local_times import LocalTimes, load_local_times, save_local_times
+from scalepoint.targets import measurement_cache
+from scalepoint.targets.local_times import LocalTimes
+from scalepoint.targets.measurement_cache import (
+    MAX_AGE_DAYS,
+    MAX_LAYERS,
+    MAX_NETWORKS,
+    MAX_SAMPLES,
+    Measurements,
+    add_measurements,
+    load_measurements,
+)
+from scalepoint.verification.layer_times import LayerTime
 
 X = torch.linspace(-1, 1, 3 * 64 * 64).reshape(1, 3, 64, 64)
+
+
+adds_up = local_placement._adds_up
 
 
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("SCALEPOINT_CACHE", str(folder))
+    # Other programs on the machine of the tests must not decide what is stored.
+    monkeypatch.setattr(local_placement, "_adds_up", lambda trial: True)
+    monkeypatch.setattr(local_placement, "MAX_SPREAD", 1e6)
+    monkeypatch.setattr(local_placement, "MAX_SPEED_LOSS", 0.9)
     return folder
 
 
@@ -65,7 +85,7 @@ def test_the_profile_of_the_first_file_gives_times_of_all_its_layers(target, tmp
     assert done.verification.holds
     (path,) = (cache_folder / "kernel-times").glob("*.json")
     assert target in path.name
-    times = load_local_times(path)
+    times = load_measurements(path).times()
     convolutions = [key for key in times.layers if key.startswith("conv")]
     assert len(convolutions) == 3
     assert all(float_seconds > 0 and int8_seconds > 0 for float_seconds, int8_seconds in map(times.get, convolutions))
@@ -74,10 +94,10 @@ def test_the_profile_of_the_first_file_gives_times_of_all_its_layers(target, tmp
 def test_conversions_of_small_tensors_do_not_count_as_times_per_element(tmp_path, cache_folder):
     deploy(wide_net(), X, tmp_path / "wide")
     (path,) = (cache_folder / "kernel-times").glob("*.json")
-    before = load_local_times(path)
+    before = load_measurements(path).times()
     assert 0 < before.conversions["quantize"] < 1e-8
     deploy(tiny_net(), torch.randn(1, 8), tmp_path / "tiny")
-    after = load_local_times(path)
+    after = load_measurements(path).times()
     assert after.conversions == before.conversions
     assert len(after.layers) > len(before.layers)
 
@@ -106,10 +126,11 @@ def test_the_next_run_takes_the_times_of_the_cache_and_needs_one_file(tmp_path, 
     assert float_layers(again) == set()
 
 
-def test_a_network_that_int8_makes_slower_stays_float(tmp_path, times_as_told, monkeypatch):
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_a_network_that_int8_makes_slower_stays_float(target, tmp_path, times_as_told, monkeypatch):
     times_as_told(1e-4, 1e-3)
     monkeypatch.setattr(local_placement, "_find_fastest", lambda trials: trials[-1])
-    done = deploy(tiny_net(), torch.randn(1, 8), tmp_path / "out")
+    done = deploy(tiny_net(), torch.randn(1, 8), tmp_path / "out", target=target)
     assert float_layers(done) == {"0", "2"}
     assert all("measured on this machine" in row.reason for row in done.coverage.operations if row.is_for_speed)
     assert done.report.verdict().startswith("Nothing was quantized")
@@ -160,22 +181,138 @@ def test_a_resumed_run_plans_with_the_times_that_it_started_with(tmp_path, times
     with pytest.raises(KeyboardInterrupt):
         deploy(wide_net(), X, tmp_path / "out", evaluate=evaluate)
     (path,) = (cache_folder / "kernel-times").glob("*.json")
-    assert load_local_times(path).layers  # they would make the first file of a new run another one
+    assert load_measurements(path).times().layers  # they would make the first file of a new run another one
     monkeypatch.delenv("INTERRUPTED")
     resumed = deploy(wide_net(), X, tmp_path / "out", evaluate=evaluate, resume=True)  # a warning would be an error
     assert len(resumed.trials) == 2
 
 
-OTHER_FORMAT = json.dumps({"format": 99, "cpu": "", "times": {"layers": {}, "conversions": {}}})
+OTHER_FORMAT = json.dumps({"format": 99, "cpu": "", "measurements": {"layers": {}, "conversions": {}, "networks": {}}})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', OTHER_FORMAT])
-def test_a_damaged_file_of_times_is_ignored_and_written_again(text, tmp_path, times_as_told, cache_folder):
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', OTHER_FORMAT, "[" * 100_000])
+def test_a_damaged_file_of_times_is_ignored_and_written_again(text, tmp_path):
     path = tmp_path / "times.json"
     path.write_text(text)
-    assert load_local_times(path) == LocalTimes()
-    assert save_local_times(path, LocalTimes({"a": (1.0, 2.0)}, {"quantize": 1e-9}))
-    assert load_local_times(path) == LocalTimes({"a": (1.0, 2.0)}, {"quantize": 1e-9})
+    assert load_measurements(path) == Measurements()
+    assert add_measurements(path, LocalTimes({"a": (1.0, 2.0)}, {"quantize": 1e-9}))
+    assert load_measurements(path).times() == LocalTimes({"a": (1.0, 2.0)}, {"quantize": 1e-9})
+
+
+def test_an_endless_file_of_times_is_not_read(tmp_path):
+    path = tmp_path / "times.json"
+    path.symlink_to("/dev/zero")
+    assert load_measurements(path) == Measurements()
+
+
+def test_a_layer_keeps_its_latest_samples_and_counts_with_their_median(tmp_path):
+    path = tmp_path / "times.json"
+    for int8_seconds in (9.0, 1.0, 1.0, 1.1, 1.0, 1.2):
+        add_measurements(path, LocalTimes({"a": (2.0, int8_seconds)}))
+    measurements = load_measurements(path)
+    assert measurements.layers["a"] == ((2.0, 1.0), (2.0, 1.0), (2.0, 1.1), (2.0, 1.0), (2.0, 1.2))
+    assert len(measurements.layers["a"]) == MAX_SAMPLES
+    assert measurements.times().get("a") == (2.0, 1.0)
+
+
+def test_a_layer_whose_samples_disagree_counts_as_unknown_until_most_agree():
+    measurements = Measurements().with_times(LocalTimes({"a": (2e-3, 1e-3)}))
+    assert measurements.are_known(["a"])
+    assert not measurements.are_known(["a", "b"])
+    disturbed = measurements.with_times(LocalTimes({"a": (2e-3, 9e-3)}))
+    assert not disturbed.are_known(["a"])
+    assert disturbed.with_times(LocalTimes({"a": (2e-3, 1.1e-3)})).are_known(["a"])
+
+
+def test_the_file_of_times_has_a_largest_size():
+    measurements = Measurements().with_times(LocalTimes({f"layer {i}": (1.0, 1.0) for i in range(MAX_LAYERS)}))
+    measurements = measurements.with_times(LocalTimes({"new": (1.0, 1.0)}))
+    assert len(measurements.layers) == MAX_LAYERS
+    assert "layer 0" not in measurements.layers
+    assert "new" in measurements.layers
+    for i in range(MAX_NETWORKS + 1):
+        measurements = measurements.with_network(f"network {i}", (), 1.0)
+    assert list(measurements.networks) == [f"network {i}" for i in range(1, MAX_NETWORKS + 1)]
+
+
+def test_processes_that_add_to_one_file_at_a_time_lose_nothing(tmp_path):
+    path = tmp_path / "times.json"
+    names = [f"layer {i}" for i in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda name: add_measurements(path, LocalTimes({name: (1.0, 1.0)})), names))
+    assert all(results)
+    assert sorted(load_measurements(path).layers) == sorted(names)
+
+
+def test_what_was_measured_next_to_a_busy_program_is_not_stored(tmp_path, cache_folder, monkeypatch):
+    monkeypatch.setattr(local_placement, "MAX_SPREAD", -1.0)
+    deploy(wide_net(), X, tmp_path / "out")
+    (path,) = (cache_folder / "kernel-times").glob("*.json")
+    assert load_measurements(path) == Measurements()
+
+
+def test_times_that_do_not_add_up_to_the_speed_of_the_file_are_not_stored(tmp_path):
+    (trial,) = deploy(wide_net(), X, tmp_path / "out", placement="int8").trials
+    verification = trial.verification
+    rows = (LayerTime("0", seconds=1e-3, float_seconds=1e-3 * verification.latency.ratio),)
+    quiet = replace(trial, verification=replace(verification, times=rows))
+    busy = replace(trial, verification=replace(verification, times=(replace(rows[0], seconds=2e-3),)))
+    assert adds_up(quiet)
+    assert not adds_up(busy)
+
+
+def change_record(cache_folder, **changes):
+    """Change the record of the only network in the only cache file."""
+    (path,) = (cache_folder / "kernel-times").glob("*.json")
+    content = json.loads(path.read_text())
+    (record,) = content["measurements"]["networks"].values()
+    record.update(changes)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_the_next_run_takes_the_fastest_placement_also_if_the_times_say_otherwise(tmp_path, times_as_told, monkeypatch):
+    times_as_told(1e-4, 1e-3)
+    monkeypatch.setattr(local_placement, "_find_fastest", lambda trials: trials[0])
+    first = deploy(wide_net(), X, tmp_path / "first")
+    assert len(first.trials) == 2
+    assert float_layers(first) == set()
+    again = deploy(wide_net(), X, tmp_path / "second")
+    assert len(again.trials) == 1
+    assert float_layers(again) == set()
+
+
+def test_a_file_that_is_slower_than_the_cache_says_is_measured_again(tmp_path, times_as_told, cache_folder):
+    times_as_told(1e-3, 1e-4)
+    deploy(wide_net(), X, tmp_path / "first")
+    path = change_record(cache_folder, speeds=[1000.0], float_layers=[0, 1, 2, 3])
+    assert len(deploy(wide_net(), X, tmp_path / "second").trials) == 2
+    (record,) = load_measurements(path).networks.values()
+    assert record.speed < 1000
+    assert record.float_layers == ()
+
+
+def test_a_network_is_measured_again_after_some_time(tmp_path, times_as_told, cache_folder):
+    times_as_told(1e-4, 1e-3)
+    deploy(wide_net(), X, tmp_path / "first")
+    path = change_record(cache_folder, day=measurement_cache.today() - MAX_AGE_DAYS - 1)
+    assert len(deploy(wide_net(), X, tmp_path / "second").trials) == 2
+    (record,) = load_measurements(path).networks.values()
+    assert record.day == measurement_cache.today()
+
+
+def test_times_of_other_networks_do_not_leave_all_layers_float_without_a_trial_in_int8(
+    tmp_path, times_as_told, cache_folder
+):
+    times_as_told(1e-4, 1e-3)
+    deploy(wide_net(), X, tmp_path / "first")
+    (path,) = (cache_folder / "kernel-times").glob("*.json")
+    content = json.loads(path.read_text())
+    content["measurements"]["networks"] = {}
+    path.write_text(json.dumps(content))
+    changes = [trial.precision_changes for trial in deploy(wide_net(), X, tmp_path / "second").trials]
+    assert len(changes) == 2
+    assert any(change.to == "int8" for trial in changes for change in trial)
 
 
 def test_a_cache_folder_that_cannot_be_written_costs_only_the_times(tmp_path, monkeypatch, capsys):

@@ -105,7 +105,7 @@ def check_has_active_quantizers(model: nn.Module) -> Coverage:
     """Return the coverage of a quantized model. Raises UsageError if all its quantizers are off."""
     model_coverage = coverage(model)
     quantizers = get_quantizers(model)
-    if not any(quantizer.enabled for quantizer in quantizers):
+    if not any(quantizer.enabled for quantizer in quantizers) and not model_coverage.is_float_for_speed:
         raise UsageError(
             f"all {len(quantizers)} quantizers of this model are off: calibrate it first, or call enable_fake_quant"
         )

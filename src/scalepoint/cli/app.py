@@ -120,6 +120,7 @@ COMMANDS = (
         "targets",
         ("scalepoint targets", "scalepoint targets tensorrt", "scalepoint targets --json"),
     ),
+    (setup_commands.cache, "cache", ("scalepoint cache", "scalepoint cache --clear")),
     (setup_commands.doctor, "doctor", ("scalepoint doctor",)),
     (init.init, "init", ("scalepoint init", "scalepoint init new-folder/")),
 )

@@ -1,4 +1,4 @@
-"""The commands `scalepoint targets` and `scalepoint doctor`."""
+"""The commands `scalepoint targets`, `scalepoint cache` and `scalepoint doctor`."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 import os
@@ -151,6 +151,37 @@ class DoctorLine:
     is_needed: bool = False
 
 
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete all measurements.")] = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
+) -> int:
+    """Show or delete the measured times of layers that decide what runs in int8 on this machine.
+
+    Each file is for one CPU model, runtime, runtime version and number of threads.
+    """
+    from scalepoint.targets.measurement_cache import (
+        clear_measurements,
+        list_measurement_files,
+        load_measurements,
+        user_cache_folder,
+    )
+
+    rows = []
+    for path in list_measurement_files():
+        measurements = load_measurements(path)
+        counts = {"layers": len(measurements.layers), "networks": len(measurements.networks)}
+        rows.append({"file": path.name, **counts, "bytes": path.stat().st_size})
+    deleted = clear_measurements() if clear else 0
+    folder = str(user_cache_folder())
+    if json:
+        show_json("cache", {"folder": folder, "files": rows, "deleted": deleted})
+        return Code.DONE
+    show(Listing(("file", "layers", "networks", "bytes"), [tuple(row.values()) for row in rows], numbers=(1, 2, 3)))
+    show(Text(f"{len(rows)} files {'deleted from' if clear else 'in'} {folder}"))
+    return Code.DONE
+
+
 def doctor(json: flags.Json = False, debug: flags.Debug = False) -> int:
     """Check this machine: versions, instruction set, runtimes and disk space.
 
@@ -231,7 +262,7 @@ def _check_instruction_set() -> DoctorLine:
             f"not known: {type(error).__name__}: {error}",
             "reinstall torch: pip install torch",
         )
-    note = "" if instructions == "vnni" else "; no VNNI: int8 gains less speed here, and the pair-safe scale is used"
+    note = "" if instructions != "avx2" else "; no VNNI: int8 gains less speed here, and the pair-safe scale is used"
     return DoctorLine("int8 instructions", "ok", f"{instructions}{note}")
 
 

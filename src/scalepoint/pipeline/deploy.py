@@ -32,7 +32,7 @@ from scalepoint.pipeline import stages
 from scalepoint.pipeline.build_report import build_report
 from scalepoint.pipeline.describe_output import write_description_files
 from scalepoint.pipeline.job import Job, prepare_job
-from scalepoint.pipeline.local_placement import is_measured_here, search_placement
+from scalepoint.pipeline.local_placement import describe_prediction, is_measured_here, search_placement
 from scalepoint.pipeline.onnx_source import check_source_file
 from scalepoint.pipeline.reproduction import write_run_files
 from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
@@ -84,7 +84,7 @@ def deploy(
     strict: bool = False,
     allow_departure: bool = False,
     float_dtype: str | None = None,
-    cpu: Literal["auto", "vnni", "avx2"] = "auto",
+    cpu: Literal["auto", "vnni", "avx2", "arm"] = "auto",
     placement: Placement | None = None,
     metadata: Mapping[str, Any] | None = None,
     threads: int = 1,
@@ -140,7 +140,8 @@ def deploy(
         allow_departure: Return a file that does not match the simulation, instead of raising.
         float_dtype: Data type of tensors that are not quantized: "float32", "float16" or "bfloat16".
         cpu: The CPU on which the file of an onnxruntime or openvino target will run. "vnni" uses all 8 bits of the
-            weights. "avx2" limits them so that CPUs without VNNI do not saturate. "auto" checks this machine.
+            weights. "avx2" limits them so that CPUs without VNNI do not saturate. "arm" (onnxruntime) uses all 8 bits,
+            and every layer that can run in int8 does. "auto" checks this machine.
         placement: How layers are chosen that stay float because int8 is slower. "measured": the runtime times them on
             this machine, which takes up to 3 files; times are kept in the user's cache folder for the next run.
             "predicted": by times of other CPUs that scalepoint ships; the same on every machine. "int8": every layer
@@ -292,6 +293,8 @@ def _search_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], 
         # The search for limits starts from the fastest placement. Only that one is evaluated.
         trials = [*(() if has_limits else placements[:-1]), score_trial(context, placements[-1])]
     else:
+        if context.job.progress is not False and (line := describe_prediction(context.job)):
+            write_line(line)
         trials = [run_trial(context, [], TrialPlan(config), is_only=not has_limits or max_trials == 1)]
     if not has_limits:
         return trials, None

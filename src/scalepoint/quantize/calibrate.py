@@ -35,7 +35,7 @@ from scalepoint.quantize.merge_ranks import merge_ranges, merge_smoothing, set_b
 from scalepoint.quantize.outlier_scaling import ChannelFactors, find_unset_factors, scale_outlier_channels
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize, join_consumer_names
-from scalepoint.quantize.record import has_record, record_of, update_record
+from scalepoint.quantize.record import has_record, is_float_for_speed, record_of, update_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, find_smoothing_observers
 from scalepoint.support.torch_state import serialized
 
@@ -80,6 +80,8 @@ def calibrate(
     stubs = [module for module in model.modules() if isinstance(module, QuantStub)]
     weights = [module for module in model.modules() if isinstance(module, WeightFakeQuantize)]
     if not stubs and not weights:
+        if is_float_for_speed(model):
+            return model
         raise UsageError("this model has no quantizers: pass the model that insert_qdq returned, not the float model")
     _check_choices(on_unseen=on_unseen, on_nan=on_nan)
     corrects_bias = _should_correct_bias(model, correct_bias, freeze_weights)

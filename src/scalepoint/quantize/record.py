@@ -79,6 +79,11 @@ def has_record(model: nn.Module) -> bool:
     return get_state(model, Record) is not None
 
 
+def is_float_for_speed(model: nn.Module) -> bool:
+    """Return whether insert_qdq left all layers float because int8 is slower: the model needs no quantizers."""
+    return has_record(model) and record_of(model).coverage.is_float_for_speed
+
+
 def record_of(model: nn.Module) -> Record:
     """Return what `insert_qdq` decided for a model: matches, config, target and coverage.
 

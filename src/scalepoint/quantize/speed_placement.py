@@ -53,7 +53,8 @@ def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decis
     same: the file stays small and runs no slower than float.
     """
     model, config, target, local = context.model, context.config, context.target, context.local_times
-    if target is None or not config.speed_first or not (target.kernel_tables or local.layers):
+    is_known = bool(target and target.kernel_tables) or bool(local.layers) or local.float_layers is not None
+    if target is None or not config.speed_first or not is_known:
         return decisions
     share = get_example_share(model)
     # A target without tables has a table without rows: only layers that were measured here have a time.
@@ -66,6 +67,9 @@ def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decis
     for times in sources:
         must_quantize |= _build_problem(model, decisions, times, target).without_time
     cpus = [CpuModel(model, decisions, times, target, must_quantize) for times in sources]
+    if local.float_layers is not None:
+        fastest = [i for i in cpus[0].layers if decisions[i].site.name in local.float_layers]
+        return _make_float(decisions, fastest, cpus, context, target)
 
     is_measured = all(local.get(layer_key(decisions[i], share)) is not None for i in cpus[0].layers)
     is_too_small = not is_measured and 0 < max(cpu.all_float_seconds for cpu in cpus) < MIN_NETWORK_SECONDS
@@ -73,8 +77,8 @@ def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decis
         float_layers = [i for i in cpus[0].layers if i not in must_quantize]
     else:
         float_layers = _choose_float_layers(cpus, must_quantize)
-    if len(float_layers) == len(cpus[0].layers) and not target.dequantizes_weights_on_load:
-        # Nothing is faster in int8. Quantize the largest weight all the same, so that the file is smaller than float.
+    if len(float_layers) == len(cpus[0].layers) and not (target.dequantizes_weights_on_load or is_measured):
+        # A prediction may be wrong: quantize the largest weight all the same, so that the file is smaller than float.
         largest = max(float_layers, key=lambda i: _count_weights(decisions[i]), default=None)
         must_quantize |= set() if largest is None else {largest}
         float_layers = _choose_float_layers(
@@ -83,12 +87,25 @@ def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decis
     best_gain = max(_predict_gain(cpu, float_layers) for cpu in cpus)
     if best_gain < (MIN_MEASURED_GAIN if is_measured else MIN_GAIN) and not is_too_small:
         return decisions
+    return _make_float(decisions, float_layers, cpus, context, target, TOO_SMALL if is_too_small else FASTER)
+
+
+def _make_float(
+    decisions: Sequence[Decision],
+    float_layers: Sequence[int],
+    cpus: Sequence["CpuModel"],
+    context: PlacementContext,
+    target: Target,
+    predicted_reason: str = MEASURED_FASTER,
+) -> Sequence[Decision]:
+    """Return the decisions with these layers in float. Layers without a measured time get `predicted_reason`."""
+    share = get_example_share(context.model)
     result = list(decisions)
     for i in float_layers:
         seconds = [cpu.layer_seconds[i] for cpu in cpus]
-        is_local = local.get(layer_key(decisions[i], share)) is not None
-        reason = MEASURED_FASTER if is_local else TOO_SMALL if is_too_small else FASTER
-        result[i] = _make_float_decision(decisions[i], seconds, reason, config, target)
+        is_local = context.local_times.get(layer_key(decisions[i], share)) is not None
+        reason = MEASURED_FASTER if is_local else predicted_reason
+        result[i] = _make_float_decision(decisions[i], seconds, reason, context.config, target)
     return result
 
 

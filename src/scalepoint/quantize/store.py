@@ -289,7 +289,7 @@ class Manifest(BaseModel):
     calibrated: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     constant: str = ""
     tuned_threads: int | None = None
-    local_times: dict[str, dict[str, Any]] | None = None
+    local_times: dict[str, Any] | None = None
     graph: dict[str, Any] | None = None
     aliases: dict[str, str]
     tensors: TensorFile

@@ -286,11 +286,11 @@ def compute_digest(path: Path) -> str:
 
 
 @contextmanager
-def folder_locked(folder: Path) -> Iterator[None]:
-    """Inside this context, other processes cannot lock this folder: they get a StoreError."""
+def folder_locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[None]:
+    """Inside this context, other processes cannot lock this folder: they get a StoreError after `wait_seconds`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock_of(folder).acquire()
+        lock = _lock_of(folder).acquire(timeout=wait_seconds, blocking=wait_seconds > 0)
     except Timeout:
         message = f"another process is writing into {folder}: wait for it, or choose another folder"
         raise StoreError(message) from None

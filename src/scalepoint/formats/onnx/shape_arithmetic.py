@@ -10,6 +10,7 @@ sizes are equal if their symbols are.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -165,16 +166,16 @@ def _evaluate_sizes(value: Any) -> list[Size] | None:
         return sizes[0][start:end] if isinstance(start, int) and isinstance(end, int) else None
     if node.op_type == "Reshape" and len(sizes[0]) == 1:
         return sizes[0]
-    if node.op_type == "Mul" and all(len(part) == 1 and isinstance(part[0], int) for part in sizes):
-        return [int(np.prod([part[0] for part in sizes]))]
-    return None
+    numbers = [part[0] for part in sizes if len(part) == 1 and isinstance(part[0], int)]
+    return [prod(numbers)] if node.op_type == "Mul" and len(numbers) == len(sizes) else None
 
 
 def _read_shape(value: Any) -> tuple[Size, ...] | None:
     """Return the shape of a tensor; None if a size has neither a number nor a symbol."""
-    sizes = [None] if value.shape is None else [size if isinstance(size, int) else size.value for size in value.shape]
-    if None not in sizes:
-        return tuple(sizes)
+    if value.shape is not None:
+        sizes = [size if isinstance(size, int) else size.value for size in value.shape]
+        if None not in sizes:
+            return tuple(sizes)
     node = value.producer()
     before = _read_shape(node.inputs[0]) if node is not None and node.op_type == "Transpose" else None
     return None if before is None else tuple(before[axis] for axis in _read_axes(node))
