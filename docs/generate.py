@@ -162,7 +162,10 @@ def _options(name: str) -> str:
         for option_name in dict.fromkeys(rest)
         if not option_name.startswith(("made with", "measured"))
     )
-    choices = ", ".join(map(code, CPU_CHOICES))
+    # OpenVINO was never run on an ARM CPU.
+    choices = ", ".join(
+        code(cpu) for cpu in CPU_CHOICES if cpu != "arm" or name == "onnxruntime"
+    )
     return (
         f"## Options\n\n`scalepoint.targets.{name}_target(cpu=...)`: one of {choices}.\n{summary}\n\n"
         f'Below is `cpu="{PLAIN_CPU}"`; `cpu="vnni"` differs in the rows {changed}.\n'

@@ -301,10 +301,10 @@ class DeployOptions(CommonOptions):
         ),
     ] = None
     cpu: Annotated[
-        Literal["auto", "vnni", "avx2"],
+        Literal["auto", "vnni", "avx2", "arm"],
         Option(
             "The CPU that files of onnxruntime and openvino are for. vnni uses all 8 bits of the weights; avx2 is also "
-            "exact without VNNI; auto looks at this machine.",
+            "exact without VNNI; arm is for ARM CPUs (onnxruntime); auto looks at this machine.",
             FILE_GROUP,
         ),
     ] = "auto"

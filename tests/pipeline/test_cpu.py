@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import onnx
 import pytest
 import torch
+from onnx import numpy_helper as nh
 from torch import nn
 
 import scalepoint
-from scalepoint.errors import ScalepointWarning, UsageError
+from scalepoint.errors import ScalepointWarning, TargetError, UsageError
 from scalepoint.formats import find_format
 from scalepoint.options import DeployConfig
 from scalepoint.support.cpu import instruction_set
@@ -16,7 +18,7 @@ from tests.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 HERE = instruction_set()
-OTHER = {"vnni": "avx2", "avx2": "vnni"}[HERE]
+OTHER = {"vnni": "avx2", "avx2": "vnni", "arm": "avx2"}[HERE]
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -35,6 +37,29 @@ def test_verification_notes_that_the_file_is_for_another_cpu(tmp_path, target):
     assert f"cpu {OTHER}; verified on another CPU, {HERE}" in done.verification.origin
     assert ("made for", done.verification.origin) in done.verification.rows()
     assert DeployConfig.from_file(tmp_path / "config.yaml").cpu == OTHER
+
+
+@pytest.mark.filterwarnings("ignore:.*ARM")
+def test_a_file_for_arm_uses_all_bits_of_the_weights_and_every_int8_kernel(tmp_path, capsys):
+    done = deploy(tmp_path, cpu="arm", smoke=False, placement="predicted", strict=False, progress=True)
+    assert find_format("onnx").about(done.path).made_for["cpu"] == "arm"
+    assert {row.state for row in done.coverage.operations} == {"quantized"}
+    codes = [nh.to_array(tensor) for tensor in onnx.load(done.path).graph.initializer if tensor.data_type == 3]
+    assert max(int(abs(array).max()) for array in codes if array.ndim == 2) == 127
+    if HERE != "arm":
+        assert "the file is for another CPU (arm), so no times are known" in capsys.readouterr().err
+
+
+def test_a_file_for_another_cpu_names_the_times_that_place_its_layers(tmp_path, capsys):
+    deploy(tmp_path, cpu=OTHER, smoke=False, placement="predicted", strict=False, progress=True)
+    assert (
+        f"another CPU ({OTHER}), so layers stay float by shipped times (onnxruntime-{OTHER}" in capsys.readouterr().err
+    )
+
+
+def test_openvino_has_no_files_for_arm(tmp_path):
+    with raises(TargetError, "'arm'", "onnxruntime"):
+        deploy(tmp_path, target="openvino", cpu="arm")
 
 
 def test_a_file_for_this_cpu_has_no_note(tmp_path):

@@ -31,13 +31,15 @@ PROBED_LIBRARIES = ("torch", "openvino")
 PROBE_SECONDS = 120
 CPUINFO = Path("/proc/cpuinfo")
 
-CPU_CHOICES = ("auto", "vnni", "avx2")
+CPU_CHOICES = ("auto", "vnni", "avx2", "arm")
 # Printed with cpu="auto"
 AUTOMATIC_CHOICE_NOTES = {
     "vnni": "cpu: this CPU has VNNI, so weights use all 8 bits; on a CPU without VNNI the file can saturate. "
     "cpu='avx2' (--cpu avx2) makes a file for both",
     "avx2": "cpu: this CPU has no VNNI, so weights are scaled to be exact without it, on every CPU. "
     "cpu='vnni' (--cpu vnni) uses all 8 bits, for CPUs with VNNI only",
+    "arm": "cpu: this CPU is an ARM, so weights use all 8 bits; on an x86 CPU without VNNI the file can saturate. "
+    "cpu='avx2' (--cpu avx2) makes a file for both",
 }
 
 
@@ -72,16 +74,17 @@ def describe_cpu() -> str:
 
 
 def instruction_set(cpu: str = "auto") -> str:
-    """Return "vnni" where int8 products are summed exactly (VNNI, AMX, ARM), else "avx2".
+    """Return "arm", "vnni" (x86 with VNNI or AMX) or "avx2".
 
-    Without VNNI, products of uint8 and int8 are added in pairs that saturate at 16 bits.
+    ARM and VNNI sum int8 products exactly. With "avx2", products of uint8 and int8 are added in pairs that saturate at
+    16 bits.
     """
     if cpu not in CPU_CHOICES:
         raise TargetError(f"cpu={cpu!r}: {did_you_mean(str(cpu), CPU_CHOICES)}")
     if cpu != "auto":
         return cpu
     if platform.machine().lower() in ("arm64", "aarch64"):
-        return "vnni"
+        return "arm"
     return "vnni" if read_cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"} else "avx2"
 
 

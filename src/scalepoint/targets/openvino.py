@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from scalepoint.errors import TargetError
 from scalepoint.patterns import Pattern, Point
 from scalepoint.patterns.fused import FusedConcat
 from scalepoint.spec.spec import to_dtype
@@ -48,6 +49,8 @@ def openvino_target(cpu: str = "auto") -> Target:
         cpu: "vnni" uses all 8 bits of the weights; "avx2" keeps sums of two products within 16 bits; "auto" chooses
             for this machine.
     """
+    if cpu == "arm":
+        raise TargetError("cpu='arm' is for target onnxruntime: files of OpenVINO were never run on an ARM CPU")
     base = onnxruntime_target(cpu)
     return replace(
         base,
@@ -60,10 +63,10 @@ def openvino_target(cpu: str = "auto") -> Target:
             Accepted("weight", (to_dtype("int4"),), SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
             Accepted("weight", WEIGHT_ONLY_DTYPES, (), ("per_block", "per_channel"), (), ("linear",)),
         ),
-        folds_input_scaling=base.options["cpu"] == "vnni",
+        folds_input_scaling=base.options["cpu"] != "avx2",
         bias="float",
         rewrites=(NARROW_WEIGHTS_AS_INT8, QUANTIZERS_BEFORE_POOLS, JOINS_BEFORE_PRODUCTS)
-        if base.options["cpu"] == "vnni"
+        if base.options["cpu"] != "avx2"
         else (NARROW_WEIGHTS_AS_INT8, QUANTIZERS_BEFORE_POOLS, LINEARS_AS_CONVOLUTIONS),
         dequantizes_weights_on_load=False,
         runtime="openvino",

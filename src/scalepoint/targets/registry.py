@@ -54,8 +54,8 @@ def find_target(target: str | Target, cpu: str = "auto") -> Target:
 
     Args:
         target: A target or its name.
-        cpu: For targets that run on CPUs: "vnni" uses all 8 bits of the weights, "avx2" chooses scales that are also
-            exact on CPUs without VNNI, "auto" chooses for this machine, or returns a Target unchanged.
+        cpu: For targets that run on CPUs: "vnni" and "arm" use all 8 bits of the weights, "avx2" chooses scales that
+            are also exact on CPUs without VNNI, "auto" chooses for this machine, or returns a Target unchanged.
 
     Returns:
         The target.

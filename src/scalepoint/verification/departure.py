@@ -90,11 +90,12 @@ def _find_cause(optimized: Sequence[Agreement], unoptimized: Sequence[Agreement]
 
 
 def predict_saturation(origin: Mapping[str, str], path: Path, has_quantizers: bool) -> str:
-    """Return a warning if the file was made for VNNI and this CPU has none; "" otherwise.
+    """Return a warning if the file was made for VNNI or ARM and this is an x86 CPU without VNNI; "" otherwise.
 
     A file without activation quantizers (weight-only) does not saturate: its products are float.
     """
-    if origin.get("cpu") == "vnni" and instruction_set() != "vnni" and has_quantizers:
+    made_for = {"vnni": "a CPU with VNNI", "arm": "an ARM CPU"}.get(origin.get("cpu", ""))
+    if made_for is not None and instruction_set() == "avx2" and has_quantizers:
         cause, advice = SATURATION_CAUSE
-        return f"{path.name} was made for a CPU with VNNI, but this CPU has no VNNI: {cause}. {advice}"
+        return f"{path.name} was made for {made_for}, but this CPU has no VNNI: {cause}. {advice}"
     return ""

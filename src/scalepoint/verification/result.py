@@ -172,7 +172,7 @@ class Verification:
     differences: tuple[str, ...] = ()  # codes, scales and tables of the file that differ from the model
     resized: Resized | None = None  # agreement at other sizes, if the model has named free axes
     choices: tuple[Choice, ...] = ()  # choices of the runtime that the simulation took over for the comparison
-    machine_cpu: str = ""  # instruction set of the machine that ran the file: "vnni" or "avx2"
+    machine_cpu: str = ""  # instruction set of the machine that ran the file: "vnni", "avx2" or "arm"
 
     @property
     def origin(self) -> str:
