@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 ARCHITECTURES := .architectures
 # A process a core; a test that dies takes only its process down, which is started again (not so with --dist loadfile).
 SPREAD := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help architectures demo demo-vision demo-accuracy demo-llm test test-all check format bench docs clean
+.PHONY: help architectures demo demo-vision demo-accuracy demo-llm test test-all check format bench docs dist compat clean
 
 help:
 	@echo "make demo      a sentence encoder in int8 on this CPU: accuracy, size, speed, and the report"
@@ -17,12 +18,20 @@ help:
 	@echo "make test      the fast tests      make test-all  also the slow ones"
 	@echo "make check     ruff, mypy --strict, import-linter, vulture"
 	@echo "make bench     the speed and memory tables    make docs  the documentation site"
+	@echo "make dist      sdist and wheel in dist/       make compat  the tests with other versions of torch"
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip uninstall --quiet --yes torchvision timm 2>/dev/null  # of an older .venv: see tests/architectures.py
+	@touch $@
+
+# What the first demos need, and nothing for tests, documentation or other runtimes. Modules are compiled when they are
+# first imported, which is faster than compiling all of torch.
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -e $(STAMP) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo]'
 	@touch $@
 
 # Architectures for the tests and benches: in a folder of their own, which no other code sees.
@@ -32,13 +41,13 @@ $(ARCHITECTURES)/.installed: $(STAMP)
 
 architectures: $(ARCHITECTURES)/.installed
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/python demo/sentences.py
 
-demo-vision: $(STAMP)
+demo-vision: $(DEMO_STAMP)
 	$(BIN)/python demo/pictures.py
 
-demo-accuracy: $(STAMP)
+demo-accuracy: $(DEMO_STAMP)
 	$(BIN)/python demo/accuracy.py
 
 demo-llm: $(STAMP)
@@ -91,5 +100,15 @@ docs: $(STAMP)
 	cd docs && find . -name '*.md' -exec cp --parents {} ../.site \;  # llms.txt links to the pages as Markdown
 	@echo "built: $(BIN)/python -m http.server -d .site, or open .site/index.html"
 
+# The same commit gives the same bytes: the time in the archives is that of the commit.
+dist: $(STAMP)
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+
+# Minutes of downloads and 4 GB of disk for each version: tools/compat.py says which environments and tests.
+compat:
+	$(PYTHON) tools/compat.py
+
 clean:
-	rm -rf $(VENV) $(ARCHITECTURES) .site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ARCHITECTURES) dist .compat .site .mypy_cache .ruff_cache .pytest_cache .hypothesis
