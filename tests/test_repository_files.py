@@ -1,0 +1,41 @@
+"""Files that services read: GitHub workflows, issue templates, the action, the citation file, the hooks."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import scalepoint
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+SCRIPTS = re.compile(r"(?:^|\s)((?:tests|tools|docs|bench|\.ci)/[\w./-]+)")
+
+
+def run_lines(path):
+    steps = [step for job in yaml.safe_load(path.read_text())["jobs"].values() for step in job["steps"]]
+    return [step["run"] for step in steps if "run" in step]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_names_targets_and_scripts_that_exist(path):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    lines = run_lines(path)
+    assert {name for line in lines for name in re.findall(r"\bmake ([\w-]+)", line)} <= targets
+    assert [name for line in lines for name in SCRIPTS.findall(line) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_only_read_unless_a_job_needs_more(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert all("secrets" not in str(job) for job in workflow["jobs"].values())
+    assert all("${{" not in line for line in run_lines(path))  # an expression in a script could run a command
+
+
+def test_the_citation_and_the_hooks_have_the_versions_of_the_project():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == scalepoint.__version__
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    ruff = next(repo["rev"] for repo in hooks if "ruff" in repo["repo"])
+    assert f"ruff=={ruff.removeprefix('v')}" in (ROOT / "constraints.txt").read_text()
