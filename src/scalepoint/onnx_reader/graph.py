@@ -23,8 +23,8 @@ from scalepoint.onnx_reader.rewrites import rewrite
 from scalepoint.onnx_reader.values import AnyValue, KnownArray, as_constant, as_number, as_tensor, known_from_tensor
 
 Constants = Mapping[str, Any]  # name -> Tensor, KnownArray or list of them
-# Constants with more numbers are not converted to a KnownArray for `Operator.known_inputs`.
-MAX_KNOWN_INPUT = 4096
+# A constant with more numbers than this stays a tensor, even for `Operator.known_inputs`.
+MAX_KNOWN_INTEGERS = 4096
 MAX_KNOWN_FLOATS = 64
 _KEEPS_WEIGHT = frozenset(  # operators whose result is still the same weight, in another type or shape
     ("Identity", "Transpose", "Cast", "Reshape", "Squeeze", "Unsqueeze", "DequantizeLinear")
@@ -189,6 +189,7 @@ class ModuleBuilder:
         self._stored: dict[str, Stored] = {}  # constant -> its parameter or buffer
 
     def build(self) -> GraphModule:
+        """Compute constants, join nodes, and add a step for each of the nodes that the outputs depend on."""
         nodes = self._fold(self.graph.nodes)
         nodes = self._fold(rewrite(nodes, self.constants))
         nodes = _without_unused(nodes, self.graph.outputs)
@@ -269,6 +270,7 @@ class ModuleBuilder:
         self._readers = Counter(value.data_ptr() for value in constants if isinstance(value, Tensor))
 
     def _add_step(self, node: Node, last_reads: tuple[str, ...]) -> None:
+        """Add a child for a node, and the step that calls it."""
         layer = self._make_layer(node)
         weights: list[str] = []
         if layer is None:
@@ -364,7 +366,7 @@ class ModuleBuilder:
             return name
         value = self.constants[name]
         if index is not None and node.operator not in CONTROL_FLOW and isinstance(value, Tensor):
-            max_numbers = MAX_KNOWN_FLOATS if value.is_floating_point() else MAX_KNOWN_INPUT
+            max_numbers = MAX_KNOWN_FLOATS if value.is_floating_point() else MAX_KNOWN_INTEGERS
             if index in find_operator(node).known_inputs and value.numel() <= max_numbers:
                 return known_from_tensor(value)
         return self._constant_argument(name)
