@@ -67,7 +67,7 @@ def _prepare_cast(steps: Steps, dtype: torch.dtype) -> RoundTrip:
 
 
 def _prepare_exponents(steps: Steps, fmt: Format) -> RoundTrip:
-    """The operations of `round_to_float`, with their constants as tensors: a Python number takes longer."""
+    """Prepare the operations of `round_to_float`. Their constants are tensors, which are faster than Python numbers."""
     scale, low, high = steps.scale, float(steps.low), float(steps.high)
     bits = torch.tensor(EXPONENT_BITS, dtype=torch.int32, device="cpu")
     unit = torch.tensor(2.0 ** -(fmt.mantissa or 0), dtype=torch.float32, device="cpu")

@@ -103,7 +103,8 @@ def _save_with_data_file(graph: Any, path: Path) -> str:
         proto = onnx.load(folder / path.name, load_external_data=False)
         for tensor in proto.graph.initializer:
             for entry in tensor.external_data:
-                entry.value = name if entry.key == "location" else entry.value
+                if entry.key == "location":
+                    entry.value = name
         (folder / path.name).write_bytes(proto.SerializeToString(deterministic=True))
         onnx.checker.check_model(str(folder / path.name))
         os.replace(folder / name, path.parent / name)
@@ -198,7 +199,10 @@ def _serialize_around(message: Any, name: str) -> tuple[bytes, bytes]:
     end.CopyFrom(message)
     number = message.DESCRIPTOR.fields_by_name[name].number
     for field in message.DESCRIPTOR.fields:
-        (end if field.number <= number else start).ClearField(field.name)
+        if field.number <= number:
+            end.ClearField(field.name)
+        else:
+            start.ClearField(field.name)
     return start.SerializeToString(deterministic=True), end.SerializeToString(deterministic=True)
 
 
