@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -16,8 +17,10 @@ from scalepoint.formats import ExportRequest, find_format
 from scalepoint.quantize import quantize
 from scalepoint.runtimes import Runtime, find_runtime
 from scalepoint.runtimes.child_loop import LOOKS, _is_precise
+from scalepoint.verification import benchmarking
 from scalepoint.verification.benchmarking import baseline_file, make_random_inputs, throughput
 from scalepoint.verification.file_formats import find_runtime_for
+from scalepoint.verification.result import Benchmark
 from tests.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -77,6 +80,36 @@ def test_throughput_is_measured_per_batch_size_and_needs_a_free_batch(files, tmp
     export(quantized, tmp_path / "m.onnx", ARGS, kwargs=KWARGS, dynamic=False)
     with raises(UsageError, "batches of 4", "16", "free batch"):
         throughput(tmp_path / "m.onnx", tmp_path / "m.onnx", batches=(4, 16), repeats=3)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_a_file_with_free_sizes_is_measured_with_fixed_sizes_too(files, tmp_path, runtime, monkeypatch):
+    _, quantized, folder = files
+    free = folder / "float.onnx"
+    assert benchmark(free, free, runtime=runtime, repeats=5).fixed_seconds > 0
+    export(quantized, tmp_path / "m.onnx", ARGS, kwargs=KWARGS, float_path=tmp_path / "float.onnx", dynamic=False)
+    fixed = tmp_path / "float.onnx"
+    assert benchmark(fixed, fixed, runtime=runtime, repeats=5).fixed_seconds is None
+    monkeypatch.setattr(benchmarking, "MAX_FIXED_SECONDS", 1e-9)
+    assert benchmark(free, free, runtime=runtime, repeats=5).fixed_seconds is None
+
+
+def test_the_cost_of_free_sizes_is_said_with_the_option_if_it_is_more_than_noise():
+    latency = Benchmark(1.0, (1e-4, 1e-4), 1, 50, "onnxruntime", fixed_seconds=8e-5)
+    assert "100 us, but 80 us" in latency.free_sizes_text
+    assert "--fixed-sizes" in latency.free_sizes_text
+    for other in ({"fixed_seconds": None}, {"fixed_seconds": 9.6e-5}, {"spread": (0.1, 0.6)}):
+        assert not replace(latency, **other).free_sizes_text
+
+
+def test_the_plain_file_has_the_free_axes_of_the_float_file(files):
+    model, _, folder = files
+    file_format = find_format("onnx")
+    free_axes = file_format.about(folder / "float.onnx").free_axes
+    assert free_axes == {"inputs_x": (0,), "offset": (0,)}
+    request = ExportRequest((ARGS, KWARGS), names=("inputs_x", "offset"), free_axes=free_axes)
+    with baseline_file(model, file_format, request) as path:
+        assert file_format.about(path).free_axes == free_axes
 
 
 def test_the_plain_exporter_accepts_the_inputs_of_deploy(files):

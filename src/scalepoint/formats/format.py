@@ -30,6 +30,7 @@ class ExportRequest:
     float_dtype: torch.dtype = torch.float32  # of everything that is not quantized
     dynamic: bool = True  # whether the batch is dynamic
     names: tuple[str, ...] = ()  # of the tensors among the inputs, for `write_baseline`
+    free_axes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by input name, for `write_baseline`
     metadata: Mapping[str, str] = field(default_factory=dict)  # stored in the quantized file
 
 
@@ -51,6 +52,12 @@ class FileInfo:
     made_for: Mapping[str, str] = field(default_factory=dict)  # target and its options
     quantizers: Mapping[str, str] = field(default_factory=dict)  # of activations: name -> the tensor of its codes
     metadata: Mapping[str, str] = field(default_factory=dict)  # all metadata, by key
+
+    @property
+    def free_axes(self) -> dict[str, tuple[int, ...]]:
+        """The free axes of the inputs that have any, by name."""
+        axes = {info.name: tuple(axis for axis, size in enumerate(info.shape) if size is None) for info in self.inputs}
+        return {name: free for name, free in axes.items() if free}
 
 
 @dataclass(frozen=True)

@@ -376,7 +376,8 @@ def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
             _copy_source(context, job.source_file)
     elif runtime is not None and runtime.is_installed and not runtime.why_no_speed:
         names = tuple(build_feeds(model, job.example))
-        request = ExportRequest(job.example, dynamic=not job.options.fixed_sizes, names=names)
+        float_path = context.path(context.workspace.work, FLOAT_STEM)
+        request = ExportRequest(job.example, names=names, free_axes=context.format.about(float_path).free_axes)
         write_baseline_file(job.model, context.format, request, context.path(context.workspace.work, PLAIN_STEM))
 
 
@@ -433,6 +434,8 @@ def _verify(
         threads=job.options.threads,
         layers=not job.is_smoke,
     )
+    if job.options.dynamic_axes and result.latency is not None:  # free sizes were asked for: their cost is no news
+        result = replace(result, latency=replace(result.latency, fixed_seconds=None))
     original = context.plain_path if job.source_file is not None else None
     return result if job.is_smoke else replace(result, float_size=context.format.about(original or float_path).size)
 

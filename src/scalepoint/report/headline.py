@@ -140,6 +140,7 @@ def result_rows(report: "Report") -> list[Row]:
         ("tuned", describe_tuning(report)),
         ("migrated", report.migrated.summary() if report.migrated else ""),
         ("speed", _speed_row(report)),
+        ("free sizes", _free_sizes_row(report)),
         ("slower in", _slower_layers(report)),
         ("size", _size_row(report)),
         ("checked", describe_check(report)),
@@ -237,6 +238,11 @@ def _speed_row(report: "Report") -> str:
         f"same as the fastest float file ({ratio}, noise)" if latency.is_same else f"{ratio} the fastest float file"
     )
     return f"{change}: {before} -> {after}, {format_plural(latency.threads, 'thread')}{batch}"
+
+
+def _free_sizes_row(report: "Report") -> str:
+    latency = None if report.verification is None else report.verification.latency
+    return "" if latency is None else latency.free_sizes_text
 
 
 def _slower_layers(report: "Report") -> str:

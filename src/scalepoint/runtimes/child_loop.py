@@ -117,6 +117,7 @@ def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: Bin
     """Measure the seconds of a run of several files. Runs are interleaved, so that noise affects all files equally.
 
     With "precision", rounds stop when the times relative to the last file are known to that share.
+    If a run of the last file takes less than `fixed_below` seconds, that file with fixed sizes is measured too.
     """
     # With one thread CPU time is measured, because other processes share the CPU.
     clock = time.process_time if request["options"].get("threads") == 1 else time.perf_counter
@@ -124,6 +125,9 @@ def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: Bin
     files = [file_class(path, request["options"]) for path in request["paths"]]
     feeds = [_match_input_names(file.inputs, arrays) for file in files]
     times: list[list[float]] = [[] for _ in files]
+    fixed_file = _fix_sizes(files[-1], feeds[-1], request.get("fixed_below", 0.0))
+    if fixed_file is not None:
+        files, feeds, times = [*files, fixed_file], [*feeds, feeds[-1]], [*times, []]
     for file, feed in zip(files, feeds, strict=True):  # warm up
         file.run(feed)
         file.run(feed)
@@ -135,10 +139,24 @@ def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: Bin
             file.run(feed)
             file_times.append(clock() - start)
         sequence.reverse()  # the CPU caches depend on the file that ran before: alternate the order
-        if len(times[0]) in LOOKS and _is_precise(times, request.get("precision", 0.0)):
+        if len(times[0]) in LOOKS and _is_precise(times[: len(request["paths"])], request.get("precision", 0.0)):
             break
     quartiles = [statistics.quantiles(file_times, n=4) for file_times in times]
-    _send_json(pipe, {"quartiles": quartiles, "repeats": len(times[0])})
+    fixed_seconds = None if fixed_file is None else quartiles.pop()[1]
+    _send_json(pipe, {"quartiles": quartiles, "repeats": len(times[0]), "fixed_seconds": fixed_seconds})
+
+
+def _fix_sizes(file: Any, feeds: Arrays, below: float) -> Any:
+    """Return the file with the sizes of these inputs; None if it has no free size or is so slow that it hardly matters.
+
+    Free sizes add a few operations that compute shapes. Only in a short run is their time noticeable.
+    """
+    if not below or not hasattr(file, "with_fixed_sizes"):
+        return None
+    file.run(feeds)
+    start = time.perf_counter()
+    file.run(feeds)
+    return file.with_fixed_sizes(feeds) if time.perf_counter() - start < below else None
 
 
 def _is_precise(times: list[list[float]], precision: float) -> bool:

@@ -17,6 +17,7 @@ from scalepoint.support.formatting import (
     format_ratio,
     format_share,
     format_size,
+    format_time,
     render_as_text,
 )
 from scalepoint.support.jsonable import to_jsonable
@@ -26,6 +27,7 @@ from scalepoint.verification.layer_times import LayerTime, describe_slower_layer
 BOUND_DB = 20.0  # smallest SQNR that counts as agreement
 SUSPICIOUS_DB = 10.0  # the optimisations of the runtime may not lower the SQNR by more than this,
 SURE_DB = 40.0  # unless it still is this high
+MIN_FREE_SIZES_COST = 0.05  # share of the time; less is not worth a line
 ROUNDED_DB = 10.0  # smallest SQNR if the runtime rounds floats by itself, for example to bfloat16
 MAX_NAMED_DIFFERENCES = 3
 MAX_SHOWN_FALLBACKS = 12
@@ -98,6 +100,7 @@ class Benchmark:
     spread: tuple[float, float] = (0.0, 0.0)  # interquartile range / median, of the two files
     baseline: str = OWN_BASELINE  # which float file it is compared with: "the plain export" is by torch.onnx.export
     baseline_file: str = ""  # name of that file; "" if it was temporary
+    fixed_seconds: float | None = None  # median of the quantized file with fixed sizes, if that was measured
 
     @property
     def is_same(self) -> bool:
@@ -109,6 +112,18 @@ class Benchmark:
     def is_slower(self) -> bool:
         """Whether the quantized file is slower by more than measurement noise."""
         return self.ratio < 1 and not self.is_same
+
+    @property
+    def free_sizes_text(self) -> str:
+        """The time of the quantized file with and without free sizes, if they differ by more than noise; else ""."""
+        seconds = self.seconds[1]
+        min_cost = max(MIN_FREE_SIZES_COST, self.spread[1] / 2)
+        if self.fixed_seconds is None or seconds <= (1 + min_cost) * self.fixed_seconds:
+            return ""
+        return (
+            f"{format_time(seconds)}, but {format_time(self.fixed_seconds)} with all sizes fixed to those of the "
+            "example (fixed_sizes=True, --fixed-sizes)"
+        )
 
     @property
     def batch(self) -> int | None:
@@ -304,6 +319,8 @@ class Verification:
         if self.latency:
             rows.append(("speed", str(self.latency)))
             rows.append(("compared with", self.latency.baseline_text))
+            if self.latency.free_sizes_text:
+                rows.append(("free sizes", self.latency.free_sizes_text))
         if slower_layers := describe_slower_layers(self.times):
             is_slower = self.latency is not None and self.latency.is_slower
             rows.append(("slower because of" if is_slower else "loses time in", slower_layers))

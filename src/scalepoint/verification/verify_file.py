@@ -178,7 +178,9 @@ def _measure_speed(
     if baselines.plain_path is not None or float_model is None:
         return measure(plain_path=baselines.plain_path)
     file_format = find_file_format(run.path, run.runtime)
-    with baseline_file(float_model, file_format, ExportRequest(inputs, names=tuple(feeds))) as temporary_path:
+    free_axes = read_file_info(baselines.float_path, run.runtime).free_axes
+    request = ExportRequest(inputs, names=tuple(feeds), free_axes=free_axes)
+    with baseline_file(float_model, file_format, request) as temporary_path:
         latency = measure(plain_path=temporary_path)
     return latency if latency.baseline == OWN_BASELINE else replace(latency, baseline_file="")  # deleted by now
 

@@ -32,6 +32,7 @@ class FlattenedModel(nn.Module):
 def write_baseline(model: nn.Module, path: Path, request: ExportRequest) -> None:
     """Write the model with torch.onnx.export for the shapes of the example. Errors of torch are not caught.
 
+    The file has the free axes of the request, because a file with fixed sizes is faster than one with free sizes.
     It uses the older exporter (dynamo=False), which takes about a second.
     """
     flat = FlattenedModel(model, request.inputs)
@@ -45,4 +46,11 @@ def write_baseline(model: nn.Module, path: Path, request: ExportRequest) -> None
         cache_disabled(model),
         caller_dtype(),
     ):
-        torch.onnx.export(flat, tensors, str(path), dynamo=False, input_names=list(request.names) or None)
+        torch.onnx.export(
+            flat,
+            tensors,
+            str(path),
+            dynamo=False,
+            input_names=list(request.names) or None,
+            dynamic_axes={name: list(axes) for name, axes in request.free_axes.items()} or None,
+        )

@@ -37,7 +37,7 @@ class File:
     """A loaded file.
 
     Options: threads (0: ONNX Runtime chooses), optimize, session (session config entries), expose (outputs of all
-    QuantizeLinear nodes become outputs of the file), profile.
+    QuantizeLinear nodes become outputs of the file), profile, sizes (of free axes, by the name of the axis).
     """
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
@@ -50,6 +50,16 @@ class File:
 
     def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
         return list(zip(self.outputs, self.session.run(None, feeds), strict=True))
+
+    def with_fixed_sizes(self, feeds: dict[str, np.ndarray]) -> "File | None":
+        """Return this file with its free axes fixed to the sizes of these inputs; None if it has no free axis."""
+        sizes = {
+            axis_name: feeds[node.name].shape[axis]
+            for node in self.session.get_inputs()
+            for axis, axis_name in enumerate(node.shape)
+            if isinstance(axis_name, str)
+        }
+        return File(self.path, {**self.options, "sizes": sizes}) if sizes else None
 
     def executed(self) -> list[dict[str, Any]]:
         """Return the nodes of the compiled graph."""
@@ -110,6 +120,8 @@ class File:
         if isinstance(model, bytes):  # ONNX Runtime cannot derive the folder of external data from bytes
             folder = str(Path(self.path).parent)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        for axis_name, size in self.options.get("sizes", {}).items():
+            options.add_free_dimension_override_by_name(axis_name, size)
         for key, value in {**(entries or {}), **self.options.get("session", {})}.items():
             options.add_session_config_entry(key, value)
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -19,15 +19,23 @@ ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
 
 
 class File:
-    """A compiled file. Options: threads (0: OpenVINO chooses), profile, accurate (compute floats in float32)."""
+    """A compiled file.
+
+    Options: threads (0: OpenVINO chooses), profile, accurate (compute floats in float32), shapes (of inputs by name).
+    """
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
+        self.path, self.options = path, options
         settings = {"INFERENCE_NUM_THREADS": options["threads"]} if options.get("threads") else {}
         if os.environ.get("ONEDNN_MAX_CPU_ISA") == ISA_WITHOUT_AMX:
             settings |= {"INFERENCE_PRECISION_HINT": "f32"}
         settings |= {"PERF_COUNT": "YES"} if options.get("profile") else {}
         settings |= {"EXECUTION_MODE_HINT": "ACCURACY"} if options.get("accurate") else {}
-        self.compiled = openvino.Core().compile_model(path, "CPU", settings)
+        core = openvino.Core()
+        model = core.read_model(path)
+        if options.get("shapes"):
+            model.reshape(options["shapes"])
+        self.compiled = core.compile_model(model, "CPU", settings)
         self.inputs = [port.get_any_name() for port in self.compiled.inputs]
         self.outputs = [_output_name(port, index) for index, port in enumerate(self.compiled.outputs)]
 
@@ -46,6 +54,12 @@ class File:
             if node.status == openvino.ProfilingInfo.Status.EXECUTED or key in self.run_times:
                 self._add_time(key, node.real_time.total_seconds())
         return [(name, result[index]) for index, name in enumerate(self.outputs)]
+
+    def with_fixed_sizes(self, feeds: dict[str, np.ndarray]) -> "File | None":
+        """Return this file with its free axes fixed to the sizes of these inputs; None if it has no free axis."""
+        if not any(port.partial_shape.is_dynamic for port in self.compiled.inputs):
+            return None
+        return File(self.path, {**self.options, "shapes": {name: list(value.shape) for name, value in feeds.items()}})
 
     def _add_time(self, key: tuple[str, str], average: float) -> None:
         """Compute the time of this run from the new average.
