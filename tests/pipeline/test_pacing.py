@@ -83,6 +83,14 @@ def test_the_largest_weight_stays_quantized(quantized_model):
     assert set(moved(next_for_speed([trial(quantized_model, times)]))) == {"stem", "head"}
 
 
+def test_a_file_that_is_as_fast_as_float_within_the_noise_reaches_1():
+    same, slower = trial(None, speed=0.98), trial(None, speed=0.9)
+    assert best_trial([slower, same], Limits(None, None, min_speed=1.0)) is same
+    assert Limits(None, None, min_speed=1.0).allows_speed(same.verification)
+    assert not Limits(None, None, min_speed=1.0).allows_speed(slower.verification)
+    assert not Limits(None, None, min_speed=1.01).allows_speed(same.verification)
+
+
 def test_the_best_file_is_the_first_that_is_fast_enough_or_the_fastest():
     trials = [trial(None, speed=speed) for speed in (0.8, 1.3, 1.2)]
     assert best_trial(trials, Limits(None, None, min_speed=1.1)) is trials[1]

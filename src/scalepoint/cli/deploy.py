@@ -261,12 +261,12 @@ def _exit_code(
     if max_drop is not None and drop is not None and not is_within(deployment.float_score, deployment.score, max_drop):
         result = "has a score of NaN" if isnan(drop) else f"loses {format_value(drop)}"
         return Code.LIMIT, f"the best file {result}, but at most {max_drop:g} is allowed; it was kept"
-    speed = None if verification is None or verification.latency is None else verification.latency.ratio
-    if min_speed is not None and speed is not None and speed < min_speed:
+    latency = None if verification is None else verification.latency
+    if min_speed is not None and latency is not None and not latency.reaches(min_speed):
         limit = f"at least {format_ratio(min_speed)} is required"
         return (
             Code.LIMIT,
-            f"the fastest file has {format_ratio(speed)} the speed of the float file, but {limit}; it was kept",
+            f"the fastest file has {format_ratio(latency.ratio)} the speed of the float file, but {limit}; it was kept",
         )
     if verification is None:
         return Code.DONE, "not verified: no runtime of this target is known here"

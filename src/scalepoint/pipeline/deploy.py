@@ -301,7 +301,7 @@ def _search_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], 
     from scalepoint.pipeline import search  # noqa: PLC0415  # imports allocation, which most runs do not need
 
     # min_speed: leave slow layers in float until a file is fast enough
-    while len(trials) < max_trials and not limits.allows_speed(trials[-1].speed):
+    while len(trials) < max_trials and not limits.allows_speed(trials[-1].verification):
         if (plan := search.next_for_speed(trials)) is None:
             break
         trials = [*drop_models(trials, limits), run_trial(context, trials, plan)]

@@ -43,8 +43,10 @@ class Limits:
             return True
         return is_within(self.float_score, score, self.max_drop)
 
-    def allows_speed(self, speed: float | None) -> bool:
-        return self.min_speed is None or speed is None or speed >= self.min_speed
+    def allows_speed(self, verification: Verification | None) -> bool:
+        """Whether a file is fast enough. A file that was not timed is."""
+        latency = None if verification is None else verification.latency
+        return self.min_speed is None or latency is None or latency.reaches(self.min_speed)
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def best_trial(trials: Sequence[Trial], limits: Limits) -> Trial:
     `max_drop`: the cheapest trial within the limit, or the trial with the highest score if none is.
     """
     if limits.min_speed is not None:
-        fast = [trial for trial in trials if limits.allows_speed(trial.speed)]
+        fast = [trial for trial in trials if limits.allows_speed(trial.verification)]
         return fast[0] if fast else max(trials, key=lambda trial: trial.speed or 0.0)
     if limits.max_drop is None:
         return trials[-1]

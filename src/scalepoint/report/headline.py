@@ -378,7 +378,7 @@ def describe_speed_limit(report: "Report") -> str:
     verification = report.verification
     if report.min_speed is None or verification is None or verification.latency is None:
         return ""
-    holds = verification.latency.ratio >= report.min_speed
+    holds = verification.latency.reaches(report.min_speed)
     return f"{'at least' if holds else 'less than'} the required {format_ratio(report.min_speed)}"
 
 

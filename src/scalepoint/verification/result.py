@@ -108,6 +108,13 @@ class Benchmark:
         tolerance = max(SAME_SPEED_TOLERANCE, sum(self.spread) / 2)
         return abs(self.ratio - 1) <= tolerance
 
+    def reaches(self, speed: float) -> bool:
+        """Whether the quantized file has at least this speed, relative to the float file.
+
+        A file that is as fast as the float file within the noise reaches 1, even if the measured ratio is 0.99.
+        """
+        return self.ratio >= speed or (self.is_same and speed <= 1)
+
     @property
     def is_slower(self) -> bool:
         """Whether the quantized file is slower by more than measurement noise."""
