@@ -19,11 +19,13 @@ import numpy as np
 MAIN_GRAPH = " @main("  # other graphs are called by it: compositions such as attention
 OWN_PREFIX = "layer."  # constants that the writer has named; the compiler's names start differently
 ALIGNMENT = "10000000"  # 16 bytes, as 4 little-endian bytes in hexadecimal digits
+FLOAT32_OPERANDS = {"coreai.interpolate": (2, 3)}  # scales and offsets, constants that must stay float32
 NUMPY_TYPES: dict[str, Any] = {"f16": np.float16, "f32": np.float32}
 _RESOURCE = re.compile(r'^ *"?([^\s":]+)"?: "0x[0-9A-F]{8}([0-9A-F]*)"', re.MULTILINE)
 _CONSTANT = re.compile(r"^( *%\S+ = coreai\.constant )(dense\S*<.*>)( : tensor<(?:[\d?]+x)*)(\w+)(>.*)$")
 _USE = re.compile(r"dense_resource<([^>]+)>")
 _NUMBER = re.compile(r"0x[0-9A-F]+|-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
+_FLOAT32_OPERATION = re.compile(rf"^ *%\S+ = ({'|'.join(map(re.escape, FLOAT32_OPERANDS))}) ([^{{:]*)(.*)$")
 _ARGUMENT = re.compile(r"(%arg\d+): (tensor<[^>]*>)")
 
 
@@ -78,6 +80,7 @@ def convert_floats(program: ProgramText, source: str, result: str, *, keeps_inte
         return type_pattern.sub(result, line)
 
     lines: list[str] = []
+    float32_values = _find_float32_operands(program.lines) if source == "f32" else frozenset()
     cast_inputs: dict[str, str] = {}
     keeps_types = False  # of this graph's inputs and outputs
     for line in program.lines:
@@ -85,6 +88,8 @@ def convert_floats(program: ProgramText, source: str, result: str, *, keeps_inte
             keeps_types = keeps_interface and MAIN_GRAPH in line
             cast_inputs = {}
         constant = _CONSTANT.match(line)
+        if constant is not None and constant[1].split()[0] in float32_values:
+            lines.append(_copy_constant(line, constant, constants))
         if constant is not None and constant[4] == source:
             lines.append(replace_types(_convert_constant(constant, constants, source, result)))
         elif line.startswith("  coreai.graph ") and keeps_types:
@@ -97,9 +102,48 @@ def convert_floats(program: ProgramText, source: str, result: str, *, keeps_inte
                     )
         elif line.startswith("    coreai.output ") and keeps_types:
             lines += _cast_outputs(_replace_operands(line, cast_inputs), type_pattern, replace_types)
+        elif float32_values and (operation := _FLOAT32_OPERATION.match(line)):
+            lines.append(_keep_float32_operands(line, operation, replace_types))
         else:
             lines.append(replace_types(_replace_operands(line, cast_inputs)))
     return ProgramText(tuple(lines), constants)
+
+
+def _find_float32_operands(lines: tuple[str, ...]) -> frozenset[str]:
+    """Return the values that FLOAT32_OPERANDS names."""
+    operations = filter(None, map(_FLOAT32_OPERATION.match, lines))
+    return frozenset(
+        operation[2].strip().split(", ")[index] for operation in operations for index in FLOAT32_OPERANDS[operation[1]]
+    )
+
+
+def _float32_name(value: str) -> str:
+    """Return the name of the unconverted copy: %35 -> %float32_35 (a name that starts with a digit has only digits)."""
+    return f"%float32_{value.removeprefix('%')}"
+
+
+def _copy_constant(line: str, match: re.Match[str], constants: dict[str, str]) -> str:
+    """Return the definition of a second, unconverted constant with the same elements."""
+    value, use = match[1].split()[0], _USE.search(line)
+    if use is not None:
+        constants[f"{use[1]}.f32"] = constants[use[1]]
+        line = line.replace(f"<{use[1]}>", f"<{use[1]}.f32>")
+    return line.replace(f"{value} = ", f"{_float32_name(value)} = ", 1)
+
+
+def _keep_float32_operands(line: str, match: re.Match[str], replace_types: Callable[[str], str]) -> str:
+    """Convert the types of an operation but those of its float32 operands, which are the copied constants."""
+    kept = FLOAT32_OPERANDS[match[1]]
+    operands = match[2].strip().split(", ")
+    names = ", ".join(_float32_name(name) if index in kept else name for index, name in enumerate(operands))
+    attributes, _, types = match[3].partition(" : (")
+    operand_types, _, result = types.partition(") -> ")
+    converted = (
+        tensor_type if index in kept else replace_types(tensor_type)
+        for index, tensor_type in enumerate(re.findall(r"tensor<[^>]*>", operand_types))
+    )
+    start = line[: match.start(2)]
+    return f"{start}{names} {attributes} : ({', '.join(converted)}) -> {replace_types(result)}"
 
 
 def _replace_operands(line: str, names: dict[str, str]) -> str:

@@ -312,6 +312,14 @@ def test_unsupported_configs_are_rejected_before_any_work() -> None:
         quantize(net(), pictures(), QuantConfig(weight=QuantizationSpec(dtype="float6_e2m3fn")), target="coreai")
 
 
+def test_upsampling_keeps_its_float32_operands_in_a_float16_file(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Upsample(scale_factor=1.5, mode="bilinear")).eval(), pictures()
+    narrow = quantize(model, x, QuantConfig.weight_only("int8", None), target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    result = scalepoint.verify(path, narrow, x)
+    assert result.sqnr > 40, result.message
+
+
 class Rare(nn.Module):
     """Operations that coreai-torch does not convert."""
 

@@ -68,7 +68,7 @@ def _write_graph(model: fx.GraphModule, path: Path, request: ExportRequest, meta
     except ScalepointError:
         raise
     except Exception as error:  # coreai raises exceptions of many types
-        raise ExportError(f"coreai-torch cannot convert this model: {_first_line(error)}") from error
+        raise ExportError(f"coreai-torch cannot convert this model: {_summarize(error)}") from error
 
 
 def _convert_program(coreai_torch: Any, program: ExportedProgram) -> ProgramText:
@@ -102,5 +102,7 @@ def _describe(program: ExportedProgram) -> str:
     return json.dumps({"inputs": inputs})
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _summarize(error: Exception) -> str:
+    """Return the first two lines: the compiler writes the cause into the second."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    return " ".join(lines[:2]) or type(error).__name__

@@ -1,0 +1,256 @@
+"""Core AI files of ten networks, next to those of coreai-opt: size, and dB against the float model.
+
+    python bench/core_ai.py [--json FILE] [--tuned] [resnet18 mobilenet lite0 resnet8 minilm small_vit convnext ...]
+
+Needs `pip install scalepoint[coreai]`. coreai-opt 0.3.0 takes part if it can be imported. It gets the same model and
+calibration data, and its file is written as its documentation says (16-bit floats, release mode). Both files run in
+Core AI's own runtime on the CPU, in a child process. dB compares the outputs of the held-out batch with those of the
+float model. Sizes are those of the program (main.mlirb). "agrees" is our file against our simulation, "differ" the
+tensors of our file that differ from the model's (none may). --tuned adds our files with accuracy="balanced".
+All networks but lite0, resnet8 and minilm have random weights. Pictures are small, because this runtime is slow.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import scalepoint
+from networks import SUBJECTS, Subject, liven, torchvision_models
+from plain_models import Sizes, UNet, llama, mobilenet_v2, resnet18
+from scalepoint.compat.torch_names import pytree
+from scalepoint.graph.torch_export import export_logs_silenced
+from scalepoint.pipeline.accuracy import PRESETS
+from scalepoint.quantize import QuantConfig, quantize
+from scalepoint.runtimes import find_runtime
+from scalepoint.runtimes.process import exchange_files, run_task
+from scalepoint.tuning import TuneConfig, tune
+
+try:
+    import coreai_opt
+except ModuleNotFoundError:
+    coreai_opt = None
+
+WAYS = {
+    "W8A8": QuantConfig(),
+    "w8": QuantConfig.weight_only("int8", None),
+    "w4 / 32": QuantConfig.weight_only("int4", 32),
+    "palette 4 / 16": QuantConfig.palettes(4, 16),
+}
+PROGRAM_FILE = "main.mlirb"
+SECONDS = 900
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 128, batch_first=True), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(x)
+        output: Tensor = self.head(hidden)
+        return output
+
+
+def random_inputs(title: str, model: nn.Module, *shape: int) -> Subject:
+    generator = torch.Generator().manual_seed(0)
+    held_out, *calibration = (torch.randn(*shape, generator=generator) for _ in range(5))
+    return Subject(title, model.eval(), held_out, calibration, held_out)
+
+
+def convnext() -> Subject:
+    torch.manual_seed(0)
+    block = torchvision_models().convnext.CNBlockConfig
+    stages = [block(48, 96, 2), block(96, 192, 2), block(192, None, 2)]
+    model = torchvision_models().convnext.ConvNeXt(stages, layer_scale=1.0, num_classes=100)
+    return random_inputs("ConvNeXt @64", model, 1, 3, 64, 64)
+
+
+def unet() -> Subject:
+    torch.manual_seed(0)
+    model = UNet()
+    liven(model)
+    return random_inputs("U-Net @64", model, 1, 3, 64, 64)
+
+
+def lstm() -> Subject:
+    torch.manual_seed(0)
+    return random_inputs("LSTM, 16 steps", Lstm(), 1, 16, 64)
+
+
+def small_llama() -> Subject:
+    batches = [torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    return Subject("Llama of 2 layers", llama(Sizes()), batches[0], batches[1:], batches[0])
+
+
+def resnet8() -> Subject:
+    from trained_networks import resnet8 as trained  # noqa: PLC0415
+
+    subject = trained()
+    calibration = list(subject.calibration[:4])
+    return Subject("ResNet-8 @32, trained", subject.model, calibration[0][:4], calibration[1:], calibration[0][:4])
+
+
+def first_sample(name: str) -> Subject:
+    subject = SUBJECTS[name](None)
+    held_out = pytree.tree_map(lambda value: value[:1], subject.held_out)
+    return Subject(subject.title, subject.model, held_out, subject.calibration, held_out)
+
+
+NETWORKS: Mapping[str, Callable[[], Subject]] = {
+    "resnet18": lambda: random_inputs("ResNet-18 @64", resnet18(), 1, 3, 64, 64),
+    "mobilenet": lambda: random_inputs("MobileNetV2 @96", mobilenet_v2(), 1, 3, 96, 96),
+    "lite0": lambda: first_sample("lite0"),
+    "resnet8": resnet8,
+    "minilm": lambda: first_sample("minilm"),
+    "small_vit": lambda: first_sample("small_vit"),
+    "convnext": convnext,
+    "unet": unet,
+    "lstm": lstm,
+    "llama": small_llama,
+}
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
+
+
+def float_outputs(subject: Subject) -> list[np.ndarray]:
+    args, kwargs = as_call(subject.held_out)
+    with torch.no_grad():
+        return [value.numpy() for value in pytree.tree_leaves(subject.model(*args, **kwargs))]
+
+
+def run_file(path: Path, inputs: Any) -> list[np.ndarray]:
+    """Run a file in Core AI's runtime and return its outputs."""
+    feeds = {str(index): value.numpy() for index, value in enumerate(pytree.tree_leaves(inputs))}
+    with exchange_files(feeds) as files:
+        request = {"task": "run", "path": str(path), "options": {}, "executed": False, **files.paths}
+        answer = run_task(find_runtime("coreai"), request, seconds=SECONDS)
+        if answer.status.value != "ok":
+            raise RuntimeError(f"{answer.status.value}: {answer.message}")
+        return list(files.outputs(answer).values())
+
+
+def decibels(expected: list[np.ndarray], actual: list[np.ndarray]) -> float:
+    """Signal-to-noise ratio of the worst output."""
+    ratios = []
+    for reference, output in zip(expected, actual, strict=True):
+        noise = float(((reference - output.astype(np.float64)) ** 2).sum())
+        signal = float((reference.astype(np.float64) ** 2).sum())
+        ratios.append(float("inf") if noise == 0 else 10 * np.log10(signal / noise))
+    return min(ratios)
+
+
+def our_file(subject: Subject, way: str, folder: Path, *, tuned: bool) -> dict[str, Any]:
+    args, kwargs = as_call(subject.held_out)
+    path = folder / "ours.aimodel"
+    needs_data = way == "W8A8" or tuned
+    data = subject.calibration if needs_data else None
+    with warnings.catch_warnings(), export_logs_silenced():
+        warnings.simplefilter("ignore")
+        model = quantize(
+            subject.model, args, WAYS[way], kwargs=kwargs, forward_loop=data, target="coreai", freeze_weights=True
+        ).eval()
+        if tuned:
+            tune(model, subject.calibration, TuneConfig(steps=PRESETS["balanced"]))
+        scalepoint.export(model, path, args, kwargs=kwargs)
+        verification = scalepoint.verify(path, model, args, kwargs=kwargs, layers=False, seconds=SECONDS)
+    row: dict[str, Any] = {"agrees": verification.sqnr, "differ": len(verification.differences)}
+    row |= {"status": verification.status.value, "layers": verification.low_precision}
+    return row | measure(path, subject)
+
+
+def peer_file(subject: Subject, way: str, folder: Path) -> dict[str, Any]:
+    """The file of coreai-opt, written as its documentation says."""
+    import coreai_torch  # noqa: PLC0415
+    from coreai_opt.casting import cast_to_16_bit_precision  # noqa: PLC0415
+    from coreai_opt.palettization import KMeansPalettizer, KMeansPalettizerConfig  # noqa: PLC0415
+    from coreai_opt.quantization import Quantizer, QuantizerConfig  # noqa: PLC0415
+
+    args, kwargs = as_call(subject.held_out)
+    args = (*args, *kwargs.values())
+    model = copy.deepcopy(subject.model)
+    path = folder / "peer.aimodel"
+    with warnings.catch_warnings(), export_logs_silenced():
+        warnings.simplefilter("ignore")
+        if way.startswith("palette"):
+            compressor = KMeansPalettizer(model, KMeansPalettizerConfig.presets.w4(group_size=16))
+        else:
+            presets = QuantizerConfig.presets
+            configs = {"W8A8": QuantizerConfig, "w8": presets.w8, "w4 / 32": presets.w4_per_block}
+            compressor = Quantizer(model, configs[way]())
+        prepared = compressor.prepare(args)
+        if way == "W8A8":
+            with compressor.calibration_mode(), torch.no_grad():
+                for batch in subject.calibration:
+                    batch_args, batch_kwargs = as_call(batch)
+                    prepared(*batch_args, *batch_kwargs.values())
+        finalized = compressor.finalize()
+        program = torch.export.export(finalized, args).run_decompositions(coreai_torch.get_decomp_table())
+        cast_to_16_bit_precision(program)
+        converter = coreai_torch.TorchConverter(mode=coreai_torch.TorchConverter.Mode.RELEASE)
+        converter.add_exported_program(program)
+        converter.to_coreai().save_asset(path)
+    return measure(path, subject)
+
+
+def measure(path: Path, subject: Subject) -> dict[str, Any]:
+    size = (path / PROGRAM_FILE).stat().st_size
+    return {"kb": size / 1e3, "db": decibels(float_outputs(subject), run_file(path, subject.held_out))}
+
+
+def rows_of(name: str, *, tuned: bool) -> list[dict[str, Any]]:
+    subject = NETWORKS[name]()
+    rows = []
+    for way in WAYS:
+        makers: dict[str, Callable[[Path], dict[str, Any]]] = {
+            "scalepoint": lambda folder, way=way: our_file(subject, way, folder, tuned=False)  # type: ignore[misc]
+        }
+        if tuned:
+            makers["scalepoint, tuned"] = lambda folder, way=way: our_file(subject, way, folder, tuned=True)  # type: ignore[misc]
+        if coreai_opt is not None:
+            makers["coreai-opt"] = lambda folder, way=way: peer_file(subject, way, folder)  # type: ignore[misc]
+        for tool, make in makers.items():
+            row: dict[str, Any] = {"network": subject.title, "way": way, "tool": tool}
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    row |= make(Path(folder))
+                except Exception as error:  # a tool that refuses or fails is a result of this bench
+                    row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+            rows.append(row)
+            print(describe(row), flush=True)
+    return rows
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    start = f"{row['network']:24} {row['way']:15} {row['tool']:18}"
+    if "error" in row:
+        return f"{start} {row['error']}"
+    own = f"  agrees {row['agrees']:6.1f} dB, {row['differ']} differ, {row['layers']} layers" if "agrees" in row else ""
+    return f"{start} {row['kb']:9.1f} kB {row['db']:6.1f} dB{own}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=tuple(NETWORKS))
+    parser.add_argument("--tuned", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row for name in options.names for row in rows_of(name, tuned=options.tuned)]
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
