@@ -236,8 +236,10 @@ def describe(row: Mapping[str, Any]) -> str:
     start = f"{row['network']:24} {row['way']:15} {row['tool']:18}"
     if "error" in row:
         return f"{start} {row['error']}"
-    own = f"  agrees {row['agrees']:6.1f} dB, {row['differ']} differ, {row['layers']} layers" if "agrees" in row else ""
-    return f"{start} {row['kb']:9.1f} kB {row['db']:6.1f} dB{own}"
+    agreement = (
+        f"  agrees {row['agrees']:6.1f} dB, {row['differ']} differ, {row['layers']} layers" if "agrees" in row else ""
+    )
+    return f"{start} {row['kb']:9.1f} kB {row['db']:6.1f} dB{agreement}"
 
 
 def main() -> None:

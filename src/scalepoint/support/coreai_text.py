@@ -133,13 +133,13 @@ def _copy_constant(line: str, match: re.Match[str], constants: dict[str, str]) -
 
 def _keep_float32_operands(line: str, match: re.Match[str], replace_types: Callable[[str], str]) -> str:
     """Convert the types of an operation but those of its float32 operands, which are the copied constants."""
-    kept = FLOAT32_OPERANDS[match[1]]
+    float32_indices = FLOAT32_OPERANDS[match[1]]
     operands = match[2].strip().split(", ")
-    names = ", ".join(_float32_name(name) if index in kept else name for index, name in enumerate(operands))
+    names = ", ".join(_float32_name(name) if index in float32_indices else name for index, name in enumerate(operands))
     attributes, _, types = match[3].partition(" : (")
     operand_types, _, result = types.partition(") -> ")
     converted = (
-        tensor_type if index in kept else replace_types(tensor_type)
+        tensor_type if index in float32_indices else replace_types(tensor_type)
         for index, tensor_type in enumerate(re.findall(r"tensor<[^>]*>", operand_types))
     )
     start = line[: match.start(2)]
