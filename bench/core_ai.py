@@ -1,6 +1,6 @@
 """Core AI files of ten networks, next to those of coreai-opt: size, and dB against the float model.
 
-    python bench/core_ai.py [--json FILE] [--tuned] [resnet18 mobilenet lite0 resnet8 minilm small_vit convnext ...]
+    python bench/core_ai.py [--json FILE] [--tuned] [--ways W8A8 w8] [resnet18 mobilenet lite0 resnet8 minilm small_vit convnext ...]
 
 Needs `pip install scalepoint[coreai]`. coreai-opt 0.3.0 takes part if it can be imported. It gets the same model and
 calibration data, and its file is written as its documentation says (16-bit floats, release mode). Both files run in
@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,10 +209,10 @@ def measure(path: Path, subject: Subject) -> dict[str, Any]:
     return {"kb": size / 1e3, "db": decibels(float_outputs(subject), run_file(path, subject.held_out))}
 
 
-def rows_of(name: str, *, tuned: bool) -> list[dict[str, Any]]:
+def rows_of(name: str, ways: Sequence[str], *, tuned: bool) -> list[dict[str, Any]]:
     subject = NETWORKS[name]()
     rows = []
-    for way in WAYS:
+    for way in ways:
         makers: dict[str, Callable[[Path], dict[str, Any]]] = {
             "scalepoint": lambda folder, way=way: our_file(subject, way, folder, tuned=False)  # type: ignore[misc]
         }
@@ -246,10 +246,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=tuple(NETWORKS))
     parser.add_argument("--tuned", action="store_true")
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), help="default: all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row for name in options.names for row in rows_of(name, tuned=options.tuned)]
+    rows = [row for name in options.names for row in rows_of(name, options.ways, tuned=options.tuned)]
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 

@@ -26,6 +26,7 @@ _CONSTANT = re.compile(r"^( *%\S+ = coreai\.constant )(dense\S*<.*>)( : tensor<(
 _USE = re.compile(r"dense_resource<([^>]+)>")
 _NUMBER = re.compile(r"0x[0-9A-F]+|-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _FLOAT32_OPERATION = re.compile(rf"^ *%\S+ = ({'|'.join(map(re.escape, FLOAT32_OPERANDS))}) ([^{{:]*)(.*)$")
+_QUANTIZE = re.compile(r"^ *(%\S+) = coreai\.quantize %[^,]+, (%[^,]+),.*-> (tensor<[^>]*>)")
 _ARGUMENT = re.compile(r"(%arg\d+): (tensor<[^>]*>)")
 
 
@@ -60,6 +61,51 @@ def rename_constants(program: ProgramText) -> ProgramText:
     lines = tuple(_USE.sub(lambda use: f"dense_resource<{names[use[1]]}>", line) for line in program.lines)
     constants = {new: program.constants[old] for old, new in names.items()}
     return ProgramText(lines, dict(sorted(constants.items())))
+
+
+def find_quantizers(program: ProgramText) -> dict[str, tuple[str, str]]:
+    """Return the value and type of every quantizer's codes, by "NAME/QuantizeLinear".
+
+    A quantizer is named after its scale. The compiler stores equal scales once: those of several operations are left
+    out, because they have no clear name.
+    """
+    scales: dict[str, str] = {}
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in program.lines:
+        if (constant := _CONSTANT.match(line)) and (use := _USE.search(line)):
+            scales[constant[1].split()[0]] = use[1]
+        elif quantizer := _QUANTIZE.match(line):
+            value, scale, code_type = quantizer.groups()
+            found.setdefault(scales.get(scale, ""), []).append((value, code_type))
+    return {
+        f"{scale.removeprefix(OWN_PREFIX).removesuffix('.scale')}/QuantizeLinear": codes[0]
+        for scale, codes in found.items()
+        if len(codes) == 1 and scale.endswith(".scale")
+    }
+
+
+def with_codes_as_outputs(program: ProgramText) -> ProgramText:
+    """Return a program that also returns the codes of its quantizers."""
+    quantizers = find_quantizers(program)
+    if not quantizers:
+        return program
+    results = "".join(f', {code_type} {{coreai.name = "{name}"}}' for name, (_, code_type) in quantizers.items())
+    values = "".join(f", {value}" for value, _ in quantizers.values())
+    types = "".join(f", {code_type}" for _, code_type in quantizers.values())
+    lines: list[str] = []
+    is_main = False
+    for line in program.lines:
+        if line.startswith("  coreai.graph "):
+            is_main = MAIN_GRAPH in line
+        if is_main and line.startswith("  coreai.graph "):
+            start, _, end = line.rpartition('"})')
+            lines.append(f'{start}"}}{results}){end}')
+        elif is_main and line.startswith("    coreai.output "):
+            outputs, _, output_types = line.partition(" : ")
+            lines.append(f"{outputs}{values} : {output_types}{types}")
+        else:
+            lines.append(line)
+    return ProgramText(tuple(lines), program.constants)
 
 
 def convert_floats(program: ProgramText, source: str, result: str, *, keeps_interface: bool) -> ProgramText:

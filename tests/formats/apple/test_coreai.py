@@ -167,6 +167,20 @@ def test_codes_that_are_read_with_the_scale_of_another_layer_are_found(tmp_path:
     assert all("no operation of the file reads all of its constants" in difference for difference in differences)
 
 
+def test_the_first_layer_whose_codes_differ_from_the_simulation_is_named(tmp_path: Path) -> None:
+    path, model = exported()
+    assert set(COREAI.about(path).quantizers) >= {"input_quant/QuantizeLinear", "4_5_quant/QuantizeLinear"}
+    assert scalepoint.verify(path, model, pictures()).departure is None
+    program = read_program(path)
+    scale = "layer.4_5_quant.scale"
+    halved = np.frombuffer(bytes.fromhex(program.constants[scale]), np.float16) / 2
+    constants = {**program.constants, scale: halved.astype(np.float16).tobytes().hex().upper()}
+    changed = edited(tmp_path / "m.aimodel", lambda program: replace(program, constants=constants), path)
+    result = scalepoint.verify(changed, model, pictures())
+    assert result.departure is not None
+    assert result.departure.where == "4_5_quant"
+
+
 def test_truncated_and_damaged_programs_are_reported_without_a_crash(tmp_path: Path) -> None:
     path, model = exported()
     damaged = Path(tmp_path / "m.aimodel")

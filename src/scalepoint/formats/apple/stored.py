@@ -94,7 +94,8 @@ class StoredWeight(WeightedOperation):
         self.is_sparse = quant.mask is not None and not bool(quant.zero_point.any())
         has_zero_point = quant.minval is None and bool(quant.zero_point.any())
         zero_point = quant.zero_point.expand(quant.scale.shape).to(deployed.codes.dtype)
-        self.register_buffer("codes", deployed.codes.detach().contiguous())  # a tensor of its own: names follow it
+        # detach() returns another tensor object: a constant is named after the first buffer that holds its tensor.
+        self.register_buffer("codes", deployed.codes.detach().contiguous())
         self.register_buffer("scale", quant.scale.detach().to(scale_dtype or torch.float32).contiguous().clone())
         self.register_buffer("zero_point", zero_point.contiguous() if has_zero_point else None)
         minval = None if quant.minval is None else quant.minval.detach().to(torch.float32).expand(quant.scale.shape)
@@ -138,7 +139,7 @@ class StoredPalette(WeightedOperation):
         granularity = quant.calculator.granularity
         assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # the only one of a palette
         self.fmt, self.axis = dtype_name(quant.spec.dtype), int(granularity.axis or 0)
-        self.register_buffer("codes", deployed.codes.detach().contiguous())  # a tensor of its own: names follow it
+        self.register_buffer("codes", deployed.codes.detach().contiguous())
         self.register_buffer("tables", quant.scale.detach().to(torch.float32).contiguous().clone())
         self.register_buffer("bias", None if deployed.bias is None else deployed.bias.detach().clone())
 

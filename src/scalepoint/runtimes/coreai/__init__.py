@@ -15,6 +15,7 @@ COREAI = Runtime(
     child=Path(__file__).with_name("child.py"),
     formats=("coreai",),
     summary="Core AI's own runtime, on the CPU of this machine",
+    shows_codes=True,
     install=install_hint("coreai"),
     no_speed_reason="Core AI's own runtime ran the file on a CPU, not on a device: its speed was not measured",
 )

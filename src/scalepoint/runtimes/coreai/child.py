@@ -45,6 +45,9 @@ class File:
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.path = Path(path)
         self.program = TEXT["parse_program"](str(AIModelAsset.load(path).program))
+        if options.get("expose"):
+            self.program = TEXT["with_codes_as_outputs"](self.program)
+        self.is_changed = bool(options.get("expose"))
         header = next(line for line in self.program.lines if TEXT["MAIN_GRAPH"] in line)
         arguments, _, results = header.partition(") -> ")
         self.input_types = {name: NUMPY_TYPES[element] for _, _, element, name in _SIGNATURE.findall(arguments)}
@@ -69,7 +72,7 @@ class File:
         }
         with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
             copy = Path(folder) / "program.aimodel"
-            if program is self.program:
+            if program is self.program and not self.is_changed:
                 shutil.copytree(self.path, copy)
             else:
                 _write_program(program, self.path, copy)

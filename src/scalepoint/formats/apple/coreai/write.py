@@ -29,7 +29,13 @@ from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.stored_graph import build_float_graph
 from scalepoint.graph.torch_export import export_graph
 from scalepoint.numerics import dtype_name
-from scalepoint.support.coreai_text import ProgramText, convert_floats, parse_program, rename_constants
+from scalepoint.support.coreai_text import (
+    ProgramText,
+    convert_floats,
+    find_quantizers,
+    parse_program,
+    rename_constants,
+)
 from scalepoint.support.files import replace_folder
 
 FLOAT_DTYPE_KEY = "scalepoint.float_dtype"
@@ -63,7 +69,7 @@ def _write_graph(model: fx.GraphModule, path: Path, request: ExportRequest, meta
             text = rename_constants(_convert_program(coreai_torch, program))
             if request.float_dtype == torch.float16:
                 text = convert_floats(text, "f32", "f16", keeps_interface=True)
-            content = {**metadata, DESCRIPTION_KEY: _describe(program)}
+            content = {**metadata, DESCRIPTION_KEY: _describe(program, text)}
             replace_folder(path, lambda folder: write_package(folder, text, content))
     except ScalepointError:
         raise
@@ -88,8 +94,8 @@ def _convert_program(coreai_torch: Any, program: ExportedProgram) -> ProgramText
     return parse_program(str(converter.to_coreai()))
 
 
-def _describe(program: ExportedProgram) -> str:
-    """Return the inputs as JSON, for `read_info`."""
+def _describe(program: ExportedProgram, text: ProgramText) -> str:
+    """Return the inputs and quantizers as JSON, for `read_info`."""
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     inputs = [
         {
@@ -99,7 +105,7 @@ def _describe(program: ExportedProgram) -> str:
         }
         for name in input_names(program)
     ]
-    return json.dumps({"inputs": inputs})
+    return json.dumps({"inputs": inputs, "quantizers": {name: name for name in find_quantizers(text)}})
 
 
 def _summarize(error: Exception) -> str:
