@@ -1,3 +1,3 @@
 """The version of this package: a module of its own, so that what writes it down need not import the whole."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
