@@ -174,7 +174,8 @@ def test_a_loop_without_a_body_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_damaged_files_are_read_or_refused(time_limit):
+@pytest.mark.usefixtures("time_limit")
+def test_damaged_files_are_read_or_refused():
     original, outcomes = _network().SerializeToString(), Counter()
     for seed in range(COUNT):
         generator, model = random.Random(seed), ModelProto()  # noqa: S311
