@@ -1,6 +1,6 @@
 """Core AI files of ten networks, next to those of coreai-opt: size, and dB against the float model.
 
-    python bench/core_ai.py [--json FILE] [--tuned] [--ways W8A8 w8] [resnet18 mobilenet lite0 resnet8 minilm small_vit convnext ...]
+    python bench/core_ai.py [--json FILE] [--tuned] [--ways W8A8 w8] [resnet18 mobilenet lite0 ...]
 
 Needs `pip install scalepoint[coreai]`. coreai-opt 0.3.0 takes part if it can be imported. It gets the same model and
 calibration data, and its file is written as its documentation says (16-bit floats, release mode). Both files run in
