@@ -16,12 +16,14 @@ from scalepoint.patterns import ConcatPattern, chain, get_kind, op
 from scalepoint.patterns.fused import FusedConcat
 from scalepoint.patterns.language import Nodes
 from scalepoint.targets.executorch import EXECUTORCH, INPUT_AND_OUTPUT
-from scalepoint.targets.onnxruntime import SAME_SCALE_KINDS, comes_from_convolution
+from scalepoint.targets.onnxruntime import SAME_SCALE_KINDS, comes_from_convolution, has_parameter
 from scalepoint.targets.target import OperationFacts
 
 
 def joins_integers(cat: fx.Node, nodes: Nodes) -> str | None:
-    """All inputs come from convolutions, or from such a concat."""
+    """All inputs come from convolutions, or from such a concat, and none is a parameter such as a class token."""
+    if has_parameter(cat):
+        return "one of its inputs is a parameter"
     sources = [node for node in cat.all_input_nodes if get_kind(node) != "cat" or joins_integers(node, nodes)]
     return None if all(map(comes_from_convolution, sources)) else "not all of its inputs come from convolutions"
 

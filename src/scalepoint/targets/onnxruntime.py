@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from scalepoint.graph.kinds import VALUE_PRESERVING
+from scalepoint.graph.operations import Operation
 from scalepoint.patterns import (
     AdaptiveAvgPoolPattern,
     ConcatPattern,
@@ -78,10 +79,19 @@ def _skip_moves(node: fx.Node) -> fx.Node:
 
 
 def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
-    """All inputs come from convolutions."""
+    """All inputs come from convolutions, and none is a parameter such as a class token."""
+    if has_parameter(node):
+        return "one of its inputs is a parameter"
     if node.all_input_nodes and all(map(comes_from_convolution, node.all_input_nodes)):
         return None
     return "not all of its inputs come from convolutions"
+
+
+def has_parameter(node: fx.Node) -> bool:
+    """Whether an operation reads parameters: they are references of its module, not inputs of the node."""
+    modules = node.graph.owning_module
+    part = None if modules is None or node.op != "call_module" else modules.get_submodule(str(node.target))
+    return isinstance(part, Operation) and bool(part.references())
 
 
 INT4, UINT4, INT2 = map(to_dtype, ("int4", "uint4", "int2"))

@@ -90,6 +90,8 @@ def _insert_casts(
             cast = ir.node("Cast", [value], {"to": dtype}, name=f"{node.name}/from_float")
             _redirect_readers(value, cast, dtype)
             value.dtype = FLOAT
+            del constants_of_narrowed[value]
+            constants_of_narrowed[cast.outputs[0]] = None  # a reader that needs float32 gets a Cast of it
             graph.insert_after(node, cast)
 
 

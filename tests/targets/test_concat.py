@@ -1,0 +1,29 @@
+"""Which concats are quantized."""
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.transformation import transform
+
+
+class Tokens(nn.Module):
+    """A convolution whose output is joined with a class token, or with the output of another convolution."""
+
+    def __init__(self, has_class_token):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 8, 1))
+        self.first, self.second = nn.Conv1d(3, 8, 4), nn.Conv1d(3, 8, 4)
+        self.has_class_token = has_class_token
+
+    def forward(self, x):
+        other = self.token if self.has_class_token else self.second(x)
+        return torch.cat([other, self.first(x)], 2)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "litert"])
+def test_a_concat_of_convolutions_is_quantized_but_not_one_with_a_class_token(target):
+    x = torch.randn(1, 3, 16)
+    for has_class_token in (True, False):
+        report = transform(Tokens(has_class_token).eval(), x, target=target, dynamic=False).report
+        assert ("ConcatPattern" in report.counts()) != has_class_token
