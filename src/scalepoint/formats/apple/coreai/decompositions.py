@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from scalepoint.compat.torch_names import OpOverload
 from scalepoint.errors import TargetError
+from scalepoint.formats.recurrent import RECURRENT_DECOMPOSITIONS
 from scalepoint.graph.user_traceback import describe_location, get_operation_name
 
 aten = torch.ops.aten
@@ -75,4 +76,5 @@ DECOMPOSITIONS = {
     aten.remainder.Scalar: remainder,
     aten.var.correction: variance,
     aten.sort.default: sort,
+    **RECURRENT_DECOMPOSITIONS,
 }
