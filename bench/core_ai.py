@@ -30,7 +30,7 @@ from plain_models import Sizes, UNet, llama, mobilenet_v2, resnet18
 from scalepoint.compat.torch_names import pytree
 from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.pipeline.accuracy import PRESETS
-from scalepoint.quantize import QuantConfig, quantize
+from scalepoint.quantize import Override, QuantConfig, quantize
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.tuning import TuneConfig, tune
@@ -40,10 +40,11 @@ try:
 except ModuleNotFoundError:
     coreai_opt = None
 
+INT4_TABLES = Override(type="Embedding", weight={"n_bits": 4, "block_size": 32})  # as in coreai-opt's preset
 WAYS = {
     "W8A8": QuantConfig(),
     "w8": QuantConfig.weight_only("int8", None),
-    "w4 / 32": QuantConfig.weight_only("int4", 32),
+    "w4 / 32": QuantConfig.weight_only("int4", 32, overrides=[INT4_TABLES]),
     "palette 4 / 16": QuantConfig.palettes(4, 16),
 }
 PROGRAM_FILE = "main.mlirb"
@@ -100,19 +101,25 @@ def resnet8() -> Subject:
     return Subject("ResNet-8 @32, trained", subject.model, calibration[0][:4], calibration[1:], calibration[0][:4])
 
 
-def first_sample(name: str) -> Subject:
+def single_samples(name: str, most: int) -> Subject:
+    """One sample in every batch: the programs of coreai-opt have the batch of the example."""
     subject = SUBJECTS[name](None)
     held_out = pytree.tree_map(lambda value: value[:1], subject.held_out)
-    return Subject(subject.title, subject.model, held_out, subject.calibration, held_out)
+    calibration = [
+        pytree.tree_map(lambda value, index=index: value[index : index + 1], batch)
+        for batch in subject.calibration
+        for index in range(len(pytree.tree_leaves(batch)[0]))
+    ]
+    return Subject(subject.title, subject.model, held_out, calibration[:most], held_out)
 
 
 NETWORKS: Mapping[str, Callable[[], Subject]] = {
     "resnet18": lambda: random_inputs("ResNet-18 @64", resnet18(), 1, 3, 64, 64),
     "mobilenet": lambda: random_inputs("MobileNetV2 @96", mobilenet_v2(), 1, 3, 96, 96),
-    "lite0": lambda: first_sample("lite0"),
+    "lite0": lambda: single_samples("lite0", 8),
     "resnet8": resnet8,
-    "minilm": lambda: first_sample("minilm"),
-    "small_vit": lambda: first_sample("small_vit"),
+    "minilm": lambda: single_samples("minilm", 16),
+    "small_vit": lambda: single_samples("small_vit", 8),
     "convnext": convnext,
     "unet": unet,
     "lstm": lstm,

@@ -120,6 +120,7 @@ def convert_floats(program: ProgramText, source: str, result: str, *, keeps_inte
         keeps_interface: Leave inputs and outputs as they are, with casts next to them.
     """
     constants = dict(program.constants)
+    shared_names = _find_names_of_other_types(program.lines, source)
     type_pattern = re.compile(rf"(?<=[x<]){source}(?=[,>])")
 
     def replace_types(line: str) -> str:
@@ -137,7 +138,14 @@ def convert_floats(program: ProgramText, source: str, result: str, *, keeps_inte
         if constant is not None and constant[1].split()[0] in float32_values:
             lines.append(_copy_constant(line, constant, constants))
         if constant is not None and constant[4] == source:
-            lines.append(replace_types(_convert_constant(constant, constants, source, result)))
+            name = _find_resource(constant[2])
+            if name is not None:  # the compiler stores equal bytes once, so several lines may have this name
+                new_name = f"{name}.{result}" if name in shared_names else name
+                constants[new_name] = _convert_bytes(program.constants[name], source, result)
+                line = line.replace(f"<{name}>", f"<{new_name}>")
+            else:
+                line = _convert_inline_constant(constant, source, result)
+            lines.append(replace_types(line))
         elif line.startswith("  coreai.graph ") and keeps_types:
             lines.append(line)
             for name, tensor_type in _ARGUMENT.findall(line):
@@ -153,6 +161,18 @@ def convert_floats(program: ProgramText, source: str, result: str, *, keeps_inte
         else:
             lines.append(replace_types(_replace_operands(line, cast_inputs)))
     return ProgramText(tuple(lines), constants)
+
+
+def _find_resource(value: str) -> str | None:
+    """Return the name of the bytes of a constant; None if its elements are inline."""
+    return value.removeprefix("dense_resource<").removesuffix(">") if value.startswith("dense_resource<") else None
+
+
+def _find_names_of_other_types(lines: tuple[str, ...], source: str) -> frozenset[str]:
+    """Return the names whose bytes are also those of constants of another type than `source`."""
+    constants = filter(None, map(_CONSTANT.match, lines))
+    names = {_find_resource(constant[2]) for constant in constants if constant[4] != source}
+    return frozenset(name for name in names if name is not None)
 
 
 def _find_float32_operands(lines: tuple[str, ...]) -> frozenset[str]:
@@ -209,13 +229,10 @@ def _cast_outputs(line: str, type_pattern: re.Pattern[str], replace_types: Calla
     return [*lines, f"    coreai.output {', '.join(names)} : {types}"]
 
 
-def _convert_constant(match: re.Match[str], constants: dict[str, str], source: str, result: str) -> str:
-    """Convert the elements of a constant: named, inline in hexadecimal digits, or inline as numbers."""
+def _convert_inline_constant(match: re.Match[str], source: str, result: str) -> str:
+    """Convert the elements of a constant: hexadecimal digits or numbers."""
     start, value, *rest = match.groups()
-    if value.startswith("dense_resource<"):
-        name = value.removeprefix("dense_resource<").removesuffix(">")
-        constants[name] = _convert_bytes(constants[name], source, result)
-    elif value.startswith('dense<"0x'):
+    if value.startswith('dense<"0x'):
         digits = value.removeprefix('dense<"0x').removesuffix('">')
         value = f'dense<"0x{_convert_bytes(digits, source, result)}">'
     else:

@@ -368,6 +368,23 @@ def test_operations_that_the_converter_lacks_are_decomposed(tmp_path: Path) -> N
     assert result.sqnr > 60
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_run_as_steps(layer: type[nn.RNNBase], tmp_path: Path) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = layer(8, 16, bidirectional=True, batch_first=True), nn.Linear(32, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layer(x)[0])
+
+    torch.manual_seed(0)
+    model, x = Recurrent().eval(), torch.randn(2, 3, 8)
+    narrow = quantize(model, x, QuantConfig.weight_only("int8", None), target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x, float_dtype="float32")
+    assert scalepoint.verify(path, narrow, x).sqnr > 100
+
+
 def test_an_operation_that_cannot_be_written_is_named_with_its_line_before_calibration(tmp_path: Path) -> None:
     calls = []
     with raises(TargetError, "fft", "test_coreai.py:", "'coreai'", "other operations"):
@@ -383,6 +400,24 @@ def test_codes_of_every_width_are_packed_and_read_back(kind: str, bits: int) -> 
     data = to_bytes(codes, f"{kind}{bits}")
     assert len(data) == -(-len(codes) * bits // 8)
     assert np.array_equal(from_bytes(data, f"{kind}{bits}", codes.shape), codes.numpy())
+
+
+def test_bytes_that_several_constants_share_are_converted_once() -> None:
+    data = np.array([1.5, -2.0], np.float16).tobytes().hex().upper()
+    program = ProgramText(
+        (
+            "module {",
+            "    %0 = coreai.constant dense_resource<a> : tensor<2xf16>",
+            "    %1 = coreai.constant dense_resource<a> : tensor<2xf16>",
+            "    %2 = coreai.constant dense_resource<a> : tensor<2xui16>",
+        ),
+        {"a": data},
+    )
+    wide = convert_floats(program, "f16", "f32", keeps_interface=False)
+    assert wide.lines[1] == "    %0 = coreai.constant dense_resource<a.f32> : tensor<2xf32>"
+    assert wide.lines[3] == program.lines[3]
+    assert np.frombuffer(bytes.fromhex(wide.constants["a.f32"]), np.float32).tolist() == [1.5, -2.0]
+    assert wide.constants["a"] == data
 
 
 def test_conversion_to_float16_rounds_and_the_way_back_is_exact() -> None:
