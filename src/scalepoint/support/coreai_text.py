@@ -139,13 +139,13 @@ def convert_floats(program: ProgramText, source: str, result: str, *, keeps_inte
             lines.append(_copy_constant(line, constant, constants))
         if constant is not None and constant[4] == source:
             name = _find_resource(constant[2])
-            if name is not None:  # the compiler stores equal bytes once, so several lines may have this name
-                new_name = f"{name}.{result}" if name in shared_names else name
-                constants[new_name] = _convert_bytes(program.constants[name], source, result)
-                line = line.replace(f"<{name}>", f"<{new_name}>")
-            else:
-                line = _convert_inline_constant(constant, source, result)
-            lines.append(replace_types(line))
+            if name is None:
+                lines.append(replace_types(_convert_inline_constant(constant, source, result)))
+                continue
+            # The compiler stores equal bytes once, so several lines may have this name.
+            new_name = f"{name}.{result}" if name in shared_names else name
+            constants[new_name] = _convert_bytes(program.constants[name], source, result)
+            lines.append(replace_types(line.replace(f"<{name}>", f"<{new_name}>")))
         elif line.startswith("  coreai.graph ") and keeps_types:
             lines.append(line)
             for name, tensor_type in _ARGUMENT.findall(line):
