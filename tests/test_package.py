@@ -112,10 +112,14 @@ def test_the_public_names_are_pinned():
         "ScaleRounding",
         "SignedScaleQParamsCalculator",
         "Sparsity",
+        "StatefulQParamsCalculatorBase",
+        "StatelessQParamsCalculatorBase",
         "StaticQParamsCalculator",
         "default_activation_quantization_spec",
         "default_weight_quantization_spec",
+        "fp4_forward",
         "palette_spec",
+        "resolve_block_sizes",
     ]
 
 

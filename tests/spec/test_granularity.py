@@ -1,15 +1,20 @@
 """Contract A2: block sizes, axes from layers, errors."""
 
 import pytest
+import torch
 from torch import nn
 
 from scalepoint.errors import BlockSizeMismatchError, SpecError
 from scalepoint.spec import (
+    CompressionTargetTensor,
     PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
     PerTokenGranularity,
+    QuantizationComponentFactory,
     QuantizationGranularity,
+    QuantizationSpec,
+    resolve_block_sizes,
 )
 
 
@@ -26,6 +31,8 @@ from scalepoint.spec import (
         (PerBlockGranularity(axis=1, block_size=4), (10, 20), (1, 4)),
         (PerBlockGranularity(axis=1, block_size=8), (7, 16, 3, 3), (1, 8, 3, 3)),
         (PerBlockGranularity(axis=0, block_size=4), (8,), (4,)),
+        (PerBlockGranularity(axis=2, block_size=3), (8, 16, 3, 3), (1, 1, 3, 3)),
+        (PerBlockGranularity(axis=-1, block_size=4), (10, 20), (1, 4)),
         (PerBlockGranularity(block_size=(4, 2, -1, 1)), (8, 16, 3, 3), (4, 2, 3, 1)),
         (PerBlockGranularity(block_size=(2,)), (10,), (2,)),
         (PerBlockGranularity(axis=1, block_size=8, pad=True), (4, 20), (1, 8)),
@@ -36,6 +43,63 @@ from scalepoint.spec import (
 )
 def test_the_extent_of_a_block_on_every_axis(granularity, shape, block):
     assert granularity.get_block_size(shape) == block
+
+
+@pytest.mark.parametrize(
+    ("axis", "shape", "weight", "activation"),
+    [
+        (1, (4, 8, 3, 5), (1, 4, 3, 5), (1, 4, 1, 1)),
+        (0, (4, 8, 3, 5), (4, 1, 3, 5), (4, 1, 1, 1)),
+        (-1, (2, 3, 8), (1, 1, 4), (1, 1, 4)),
+        (-1, (4, 8), (1, 4), (1, 4)),
+    ],
+    ids=str,
+)
+def test_blocks_of_an_activation_have_size_1_on_all_other_axes(axis, shape, weight, activation):
+    granularity = PerBlockGranularity(axis=axis, block_size=4)
+    assert granularity.get_block_size(shape) == weight
+    assert granularity.get_block_size(shape, CompressionTargetTensor.WEIGHT) == weight
+    assert granularity.get_block_size(shape, quantization_target=CompressionTargetTensor.ACTIVATION) == activation
+
+
+@pytest.mark.parametrize("calculator", ["static", "moving_average", "histogram_mse", "dynamic", "learned"])
+def test_a_quantizer_has_one_scale_for_each_block_of_its_target(calculator):
+    x = torch.randn(4, 8, 3, 5)
+    spec = QuantizationSpec(granularity=PerBlockGranularity(axis=1, block_size=4), qparam_calculator_cls=calculator)
+    for target, counts in (("weight", (4, 2, 1, 1)), ("activation", (4, 2, 3, 5))):
+        quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, target)
+        y = quantizer(x)
+        assert quantizer.qparams_calculator.stored.scale.shape == counts
+        assert quantizer.get_block_size(x.shape) == tuple(
+            size // count for size, count in zip(x.shape, counts, strict=True)
+        )
+        quantizer.disable_observer()
+        torch.testing.assert_close(quantizer(x), y)
+
+
+def test_a_granularity_of_a_user_may_take_the_shape_alone():
+    class Rows(PerTokenGranularity):
+        def get_block_size(self, shape):
+            return (1, *shape[1:])
+
+    QuantizationGranularity.register("rows of a test")(Rows)
+    try:
+        quantizer = QuantizationComponentFactory.create_fake_quantizer(
+            QuantizationSpec(granularity=Rows(), qparam_calculator_cls="static"), "activation"
+        )
+        quantizer(torch.randn(3, 4))
+        assert quantizer.qparams_calculator.scale.shape == (3, 1)
+    finally:
+        del QuantizationGranularity._registry["rows of a test"]
+
+
+def test_block_sizes_are_resolved_against_a_shape():
+    assert resolve_block_sizes((8, 16, 3), (4, -1, 3)) == [4, 16, 3]
+    for sizes, words in [((4, 4), "2 axes"), ((4, 0, 1), "positive"), ((4, -2, 1), "positive")]:
+        with pytest.raises(ValueError, match=words):
+            resolve_block_sizes((8, 16, 3), sizes)
+    with pytest.raises(BlockSizeMismatchError, match="do not divide"):
+        resolve_block_sizes((8, 16, 3), (3, -1, -1))
 
 
 @pytest.mark.parametrize(
@@ -78,8 +142,6 @@ def test_blocks_that_do_not_divide_raise_a_block_size_mismatch_error(granularity
     "fields",
     [
         {"type": "per_block", "axis": 1, "block_size": 0},
-        {"type": "per_block", "axis": 2, "block_size": 4},
-        {"type": "per_block", "axis": -1, "block_size": 4},
         {"type": "per_block", "axis": 1, "block_size": -1},
         {"type": "per_block", "block_size": [2, 0]},
         {"type": "per_block", "block_size": []},

@@ -233,7 +233,7 @@ class TestAliases:
         fq = create(qparam_calculator_cls="global_minmax", granularity=PerChannelGranularity(axis=0))
         fq(x)
         x.zero_()
-        assert fq.qparams_calculator.running_min.tolist() == [1.0, 2.0, 3.0]
+        assert fq.qparams_calculator.running_max.tolist() == [1.0, 2.0, 3.0]
         save_file(fq.state_dict(), tmp_path / "state.safetensors")
 
     @pytest.mark.parametrize("key", ["static", "moving_average", "global_minmax", "histogram_mse", "learned"])

@@ -3,17 +3,19 @@
 from scalepoint.errors import BlockSizeMismatchError
 from scalepoint.numerics import QParams, QuantizationFormulation, QuantizationScheme, ScaleRounding
 from scalepoint.spec.components import QuantizationComponentFactory
-from scalepoint.spec.default_fake_quantize import DefaultFakeQuantize
-from scalepoint.spec.dynamic import DynamicQParamsCalculator
+from scalepoint.spec.default_fake_quantize import DefaultFakeQuantize, fp4_forward
+from scalepoint.spec.dynamic import DynamicQParamsCalculator, StatelessQParamsCalculatorBase
 from scalepoint.spec.extended import ExtendedQuantizationSpec
-from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeImplBase
+from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
 from scalepoint.spec.granularity import (
+    CompressionTargetTensor,
     PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
     PerTokenBlockGranularity,
     PerTokenGranularity,
     QuantizationGranularity,
+    resolve_block_sizes,
 )
 from scalepoint.spec.histogram import (
     HistogramEntropyQParamsCalculator,
@@ -32,6 +34,7 @@ from scalepoint.spec.palette import (
 from scalepoint.spec.qparams_calculator import (
     DefaultQParamsCalculator,
     QParamsCalculatorBase,
+    StatefulQParamsCalculatorBase,
     StaticQParamsCalculator,
 )
 from scalepoint.spec.range_calculator import (
@@ -94,8 +97,12 @@ __all__ = [
     "ScaleRounding",
     "SignedScaleQParamsCalculator",
     "Sparsity",
+    "StatefulQParamsCalculatorBase",
+    "StatelessQParamsCalculatorBase",
     "StaticQParamsCalculator",
     "default_activation_quantization_spec",
     "default_weight_quantization_spec",
+    "fp4_forward",
     "palette_spec",
+    "resolve_block_sizes",
 ]

@@ -8,23 +8,27 @@ from torch import Tensor
 
 from scalepoint.compat.torch_names import is_functorch_active
 from scalepoint.numerics import (
+    FP4,
     Grid,
     QParams,
     Steps,
     dequantize,
     fake_quantize,
     fake_quantize_by_steps,
+    get_format,
     is_traced,
     make_steps,
     max_prepared_elements,
     prepare_round_trip,
     quantize,
+    round_to_float,
 )
 from scalepoint.numerics.affine import FEW_ELEMENTS
 from scalepoint.numerics.blocks import block_view, is_ragged
-from scalepoint.spec.fake_quantize import SWITCHES, CompressionTargetTensor, FakeQuantizeImplBase
+from scalepoint.spec.fake_quantize import SWITCHES, FakeQuantizeImplBase
+from scalepoint.spec.granularity import CompressionTargetTensor
 
-_STEPS_OF_FORWARD = ("forward", "passes_through", "simulate", "fake_quantize")
+_STEPS_OF_FORWARD = ("forward", "passes_through", "simulate", "fake_quantize", "_fused_fake_quant_dequant")
 
 
 class _StepsCache(NamedTuple):
@@ -252,6 +256,16 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         return dequantize(tensor, QParams(scale, zero_point, minval), self.grid, self._block(tensor)).to(output_dtype)
 
     def fake_quantize(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> Tensor:
+        if type(self)._fused_fake_quant_dequant is DefaultFakeQuantize._fused_fake_quant_dequant:
+            return self._round_trip(tensor, scale, zero_point, minval)
+        return super().fake_quantize(tensor, scale, zero_point, minval)
+
+    def _fused_fake_quant_dequant(
+        self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None
+    ) -> Tensor:
+        return self._round_trip(tensor, scale, zero_point, minval)
+
+    def _round_trip(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> Tensor:
         cache = None if torch.compiler.is_compiling() else self._steps_cache
         if cache is None or not cache.is_valid_for(tensor, scale, zero_point, minval):
             qparams = QParams(scale, zero_point, minval)
@@ -264,8 +278,7 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         return fake_quantize_by_steps(tensor.view(cache.view), cache.steps, self.grid.format).reshape(tensor.shape)
 
     def _block(self, tensor: Tensor) -> tuple[int, ...] | None:
-        granularity = self.granularity
-        return None if granularity.broadcasts else granularity.get_block_size(tensor.shape)
+        return None if self.granularity.broadcasts else self.get_block_size(tensor.shape)
 
     def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
         if not self._may_cache(tensor) or qparams.scale.is_inference():
@@ -304,6 +317,21 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": None, "_steps_cache": None, "_prepared_call": None}
+
+
+def fp4_forward(tensor: Tensor) -> Tensor:
+    """Round to the nearest FP4 (E2M1) value: 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with either sign.
+
+    A tie goes to the even code. Larger magnitudes become 6, and NaN stays NaN.
+
+    Args:
+        tensor: Values already divided by their scale.
+
+    Returns:
+        The rounded values in float32.
+    """
+    fmt = get_format(FP4)
+    return round_to_float(tensor.to(torch.float32).clamp(fmt.low, fmt.high), fmt)
 
 
 def _versions_and_pointers(tensor: Tensor, qparams: QParams) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""Dynamic quantization: parameters are computed again in every call, per tensor, token or block."""
+"""Dynamic quantization: parameters are computed again in every call, per tensor, token or block.
+
+tensor -> range_calculator -> (min, max) -> compute_qparams -> scale, zero_point, minval
+"""
 
 from typing import Any
 
@@ -6,17 +9,15 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics import QParams, choose_qparams, tensor_scale
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind, to_qparams
 
 
-@QParamsCalculatorBase.register("dynamic")
-class DynamicQParamsCalculator(QParamsCalculatorBase):
-    """Computes the parameters from the current tensor in every call, also when frozen and in export.
+class StatelessQParamsCalculatorBase(QParamsCalculatorBase):
+    """Base of the calculators that compute the parameters of every tensor, also when frozen and in export.
 
-    With PerTokenGranularity every token has its own scale, with PerTokenBlockGranularity every block of a token. The
-    parameters are not part of the state; `get_qparams()` returns those of the last call. For two-level formats (NVFP4)
-    only the block scales are dynamic: runtimes take the scale of the tensor as a constant, so it is the largest
-    observed.
+    The parameters are not part of the state; `get_qparams()` returns those of the last call. For two-level formats
+    (NVFP4) only the block scales are computed again: runtimes take the scale of the tensor as a constant, so it is the
+    largest observed. A subclass may override `compute_qparams(tensor, min_val, max_val)`.
     """
 
     always_called = True
@@ -27,7 +28,7 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
 
     def forward(self, tensor: Tensor) -> QParams:
         if self.needs_calibration and not self.is_on("export_mode"):
-            low, high = self._range(tensor.detach())
+            low, high = self._observe_range(tensor.detach())
             self._raise_tensor_scale(tensor_scale(torch.maximum(-low, high), self.grid.format))
         return self._compute(tensor)
 
@@ -42,20 +43,19 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
             return self._compute(tensor)
 
     def _compute(self, tensor: Tensor) -> QParams:
-        outer = None if self.tensor_scale is None or not self.tensor_scale.numel() else self.tensor_scale
-        qparams = choose_qparams(*self._range(tensor), self.grid, outer)
+        low, high = self._observe_range(tensor)
+        qparams = to_qparams(self.compute_qparams(tensor, low, high), type(self).__name__)
         if not torch.compiler.is_compiling():
             self._last = qparams.map(Tensor.detach) if qparams.scale.requires_grad else qparams
         return qparams
 
-    def _range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the range of a tensor, with the fixed ends of `float_range`."""
-        fixed = self.float_range
-        observed = self._zero_range(tensor) if None not in fixed else self.range_calculator(tensor)
-        low, high = (
-            value if end is None else torch.full_like(value, end) for value, end in zip(observed, fixed, strict=True)
-        )
-        return low.clamp(max=0.0), high.clamp(min=0.0)
+    def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
+        outer = None if self.tensor_scale is None or not self.tensor_scale.numel() else self.tensor_scale
+        return choose_qparams(min_val, max_val, self.grid, outer)
+
+    def _observe_range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        observed = self._zero_range(tensor) if None not in self.float_range else self.range_calculator(tensor)
+        return self.prepare_range(*observed)
 
     @property
     def needs_calibration(self) -> bool:
@@ -82,3 +82,11 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
     def reset(self) -> None:
         super().reset()
         self._last = None
+
+
+@QParamsCalculatorBase.register("dynamic")
+class DynamicQParamsCalculator(StatelessQParamsCalculatorBase):
+    """Computes the parameters from the current tensor in every call, also when frozen and in export.
+
+    With PerTokenGranularity every token has its own scale, with PerTokenBlockGranularity every block of a token.
+    """

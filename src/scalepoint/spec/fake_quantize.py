@@ -6,8 +6,7 @@ For a new kind of rounding derive from DefaultFakeQuantize, or implement `quanti
 import sys
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
-from enum import StrEnum
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -25,7 +24,8 @@ from scalepoint.numerics import (
     get_format,
 )
 from scalepoint.numerics.blocks import block_counts
-from scalepoint.spec.granularity import QuantizationGranularity
+from scalepoint.spec.dynamic import StatelessQParamsCalculatorBase
+from scalepoint.spec.granularity import CompressionTargetTensor, QuantizationGranularity
 from scalepoint.spec.onnx_export import in_onnx_export, quantize_linear
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, to_qparams
 from scalepoint.spec.registry import ClassRegistry, parse_enum, to_scheme
@@ -34,19 +34,12 @@ from scalepoint.spec.state import Stateful
 SWITCHES = ("observer_enabled", "fake_quant_enabled", "disabled")
 
 
-class CompressionTargetTensor(StrEnum):
-    """Whether a quantizer is for a weight or for an activation."""
-
-    WEIGHT = "weight"
-    ACTIVATION = "activation"
-
-
 class FakeQuantizeImplBase(ClassRegistry, Stateful):
     """Observes when `observer_enabled`, quantizes and dequantizes when `fake_quant_enabled`.
 
     Both switches are one-byte buffers, which may also be written to directly. A tensor that cannot be quantized
     (integers, an empty one) passes through, and `reason` says why. If blocks do not divide a tensor, the quantizer is
-    disabled with a warning; with strict=True that is an error.
+    disabled with a warning; with strict=True that is an error. Arguments that are None are those of the calculator.
     """
 
     _registry: ClassVar[dict[str, Any]] = {}
@@ -58,32 +51,43 @@ class FakeQuantizeImplBase(ClassRegistry, Stateful):
     def __init__(
         self,
         dtype: CodeType,
-        qscheme: QuantizationScheme,
-        qformulation: QuantizationFormulation,
-        granularity: QuantizationGranularity,
-        target_dtype: torch.dtype,
-        quant_min: float,
-        quant_max: float,
-        qparams_calculator: QParamsCalculatorBase,
-        quantization_target: CompressionTargetTensor | str = CompressionTargetTensor.WEIGHT,
+        qscheme: QuantizationScheme | None = None,
+        qformulation: QuantizationFormulation | None = None,
+        granularity: QuantizationGranularity | None = None,
+        target_dtype: torch.dtype | None = None,
+        quant_min: float | None = None,
+        quant_max: float | None = None,
+        qparams_calculator: QParamsCalculatorBase | None = None,
+        quantization_target: CompressionTargetTensor | str | None = None,
         n_bits: int | None = None,
         *,
         strict: bool = False,
         **extra: Any,
     ) -> None:
         super().__init__()
+        if qparams_calculator is None:
+            raise SpecError(
+                f"{type(self).__name__} needs qparams_calculator=: build it with create_fake_quantizer(spec)"
+            )
         _register_with_torchao()
-        fmt = get_format(dtype)
-        self.dtype, self.target_dtype = dtype, target_dtype
+        fmt, calculator_grid = get_format(dtype), qparams_calculator.grid
+        self.dtype, self.target_dtype = dtype, target_dtype or qparams_calculator.target_dtype
         self.n_bits = fmt.bits if n_bits is None else n_bits
-        self.quantization_target = parse_enum(CompressionTargetTensor, quantization_target)
-        scheme, formulation = to_scheme(qscheme), parse_enum(QuantizationFormulation, qformulation)
-        self.grid = Grid(fmt, quant_min, quant_max, scheme, formulation)
+        self.grid = Grid(
+            fmt,
+            calculator_grid.low if quant_min is None else quant_min,
+            calculator_grid.high if quant_max is None else quant_max,
+            to_scheme(calculator_grid.scheme if qscheme is None else qscheme),
+            parse_enum(QuantizationFormulation, qformulation or calculator_grid.formulation),
+        )
         self.strict = strict
         self.reason = ""
         self._fitting_shape: torch.Size | None = None
         self.qparams_calculator = qparams_calculator
-        self.granularity = granularity
+        if granularity is not None:
+            self.granularity = granularity
+        if quantization_target is not None:
+            self.quantization_target = quantization_target
         self.add_switch("observer_enabled", True)
         self.add_switch("fake_quant_enabled", True)
         self.add_switch("disabled", False)
@@ -103,6 +107,20 @@ class FakeQuantizeImplBase(ClassRegistry, Stateful):
         self.qparams_calculator.name = name
 
     @property
+    def quantization_target(self) -> CompressionTargetTensor:
+        """Whether the tensor is a weight, an activation or a table."""
+        return self.qparams_calculator.quantization_target
+
+    @quantization_target.setter
+    def quantization_target(self, target: CompressionTargetTensor | str) -> None:
+        self.qparams_calculator.quantization_target = parse_enum(CompressionTargetTensor, target)
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether the parameters are computed again from every tensor, and none are stored."""
+        return isinstance(self.qparams_calculator, StatelessQParamsCalculatorBase)
+
+    @property
     def granularity(self) -> QuantizationGranularity:
         return self.qparams_calculator.granularity
 
@@ -111,6 +129,10 @@ class FakeQuantizeImplBase(ClassRegistry, Stateful):
         granularity = QuantizationGranularity.build(granularity)
         if granularity != self.qparams_calculator.granularity:
             self.qparams_calculator.granularity = granularity
+
+    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the size of a block along each axis of a tensor of this shape."""
+        return self.qparams_calculator.get_block_size(shape)
 
     def forward(self, tensor: Tensor) -> Tensor:
         observing, quantizing, disabled = self.are_on(SWITCHES)
@@ -147,9 +169,19 @@ class FakeQuantizeImplBase(ClassRegistry, Stateful):
         return self.fake_quantize(tensor, *qparams)
 
     def fake_quantize(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> Tensor:
-        """Compute dequantize(quantize(tensor)). The gradient is 1, also for clamped values."""
+        """Compute dequantize(quantize(tensor)) in float32, and return it in the dtype of the tensor."""
+        values = self._fused_fake_quant_dequant(tensor.to(torch.float32), scale, zero_point, minval)
+        return values.to(tensor.dtype)
+
+    def _fused_fake_quant_dequant(
+        self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None
+    ) -> Tensor:
+        """Quantize and dequantize a float32 tensor. The gradient is 1, also for clamped values.
+
+        A subclass may override it, for example for another gradient.
+        """
         codes = self.quantize(tensor.detach(), scale, zero_point, minval, cast_to_target_dtype=False)
-        values = self.dequantize(codes, scale, zero_point, minval).to(tensor.dtype)
+        values = self.dequantize(codes, scale, zero_point, minval)
         return values + (tensor - tensor.detach()) if torch.is_grad_enabled() and tensor.requires_grad else values
 
     @abstractmethod
@@ -293,7 +325,7 @@ class FakeQuantizeImplBase(ClassRegistry, Stateful):
 
     def _check_shape(self, tensor: Tensor, scale: Tensor) -> None:
         """Raise TensorError if a tensor has other blocks than the parameters."""
-        counts = block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))
+        counts = block_counts(tensor.shape, self.get_block_size(tensor.shape))
         if tuple(scale.shape) != counts:
             raise TensorError(
                 f"{self._where()} has parameters of shape {tuple(scale.shape)}, but {self.granularity!r} of a tensor "

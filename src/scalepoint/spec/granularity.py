@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, StrictInt, field_validator, model_serializer, model_validator
@@ -17,6 +18,14 @@ from scalepoint.support.validation_errors import CheckedModel
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
+class CompressionTargetTensor(StrEnum):
+    """Whether a quantizer is for a weight, an activation, or the table (LUT) of a palettized weight."""
+
+    WEIGHT = "weight"
+    ACTIVATION = "activation"
+    LUT = "lut"
+
+
 class QuantizationGranularity(CheckedModel, ClassRegistry):
     """Base class and registry of granularities. A mapping such as {"type": "per_channel", "axis": 0} builds one."""
 
@@ -24,8 +33,17 @@ class QuantizationGranularity(CheckedModel, ClassRegistry):
     error_class = SpecError
     _registry: ClassVar[dict[str, Any]] = {}
 
-    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the size of a block along each axis of a tensor of this shape."""
+    def get_block_size(
+        self,
+        shape: Sequence[int],
+        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+    ) -> tuple[int, ...]:
+        """Return the size of a block along each axis of a tensor of this shape.
+
+        Args:
+            shape: Shape of the tensor.
+            quantization_target: Whether the tensor is a weight or an activation. It matters for PerBlockGranularity.
+        """
         raise SpecError(f"{type(self).__name__} must implement get_block_size(shape)")
 
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
@@ -73,7 +91,11 @@ class QuantizationGranularity(CheckedModel, ClassRegistry):
 class PerTensorGranularity(QuantizationGranularity):
     """One scale per tensor."""
 
-    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def get_block_size(
+        self,
+        shape: Sequence[int],
+        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+    ) -> tuple[int, ...]:
         return tuple(shape)
 
 
@@ -83,7 +105,11 @@ class PerChannelGranularity(QuantizationGranularity):
 
     axis: StrictInt | None = None
 
-    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def get_block_size(
+        self,
+        shape: Sequence[int],
+        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+    ) -> tuple[int, ...]:
         axis = _normalize_axis(self, self.axis, shape)
         return (*shape[:axis], 1, *shape[axis + 1 :])
 
@@ -97,7 +123,11 @@ class PerChannelGranularity(QuantizationGranularity):
 class PerTokenGranularity(QuantizationGranularity):
     """One scale for each vector along the last axis, such as a token of a sequence."""
 
-    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def get_block_size(
+        self,
+        shape: Sequence[int],
+        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+    ) -> tuple[int, ...]:
         if not len(shape):
             raise SpecError("a 0-d tensor has no last axis: use PerTensorGranularity()")
         return (*(1 for _ in shape[:-1]), shape[-1])
@@ -113,7 +143,11 @@ class PerTokenBlockGranularity(QuantizationGranularity):
     def broadcasts(self) -> bool:
         return False
 
-    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def get_block_size(
+        self,
+        shape: Sequence[int],
+        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+    ) -> tuple[int, ...]:
         if not len(shape):
             raise SpecError("a 0-d tensor has no last axis: use PerTensorGranularity()")
         block = (*(1 for _ in shape[:-1]), self.block_size)
@@ -127,21 +161,21 @@ class PerBlockGranularity(QuantizationGranularity):
 
     Attributes:
         axis: Axis of the blocks; None is the axis of input channels.
-        block_size: An int is the size along `axis` (0 or 1), with size 1 on the other of the first two axes and all
-            of the later axes. A tuple is the size along every axis, -1 for all of it.
+        block_size: An int is the size along `axis`. In a weight a block has size 1 on the others of the first two axes,
+            and contains all of the later axes (a kernel); in an activation it has size 1 on all other axes. A tuple is
+            the size along every axis, -1 for all of it.
         pad: Allow a shorter last block.
+
+    Example:
+        >>> PerBlockGranularity(axis=1, block_size=16).get_block_size((8, 64, 3, 3))
+        (1, 16, 3, 3)
+        >>> PerBlockGranularity(axis=1, block_size=16).get_block_size((8, 64, 3, 3), CompressionTargetTensor.ACTIVATION)
+        (1, 16, 1, 1)
     """
 
     axis: StrictInt | None = None
     block_size: StrictInt | tuple[StrictInt, ...]
     pad: bool = False
-
-    @field_validator("axis")
-    @classmethod
-    def _first_two_axes(cls, axis: int | None) -> int | None:
-        if axis not in (None, 0, 1):
-            raise SpecError(f"axis={axis}: must be 0 or 1; for blocks along other axes pass block_size as a tuple")
-        return axis
 
     @field_validator("block_size")
     @classmethod
@@ -168,8 +202,15 @@ class PerBlockGranularity(QuantizationGranularity):
     def broadcasts(self) -> bool:
         return False
 
-    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
-        block = self._tile(shape) if isinstance(self.block_size, tuple) else self._along_axis(self.block_size, shape)
+    def get_block_size(
+        self,
+        shape: Sequence[int],
+        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+    ) -> tuple[int, ...]:
+        if isinstance(self.block_size, tuple):
+            block = self._tile(shape)
+        else:
+            block = self._along_axis(self.block_size, shape, quantization_target)
         if self.pad:
             return tuple(min(extent, size) for extent, size in zip(block, shape, strict=True))
         check_divides(shape, block)
@@ -184,11 +225,12 @@ class PerBlockGranularity(QuantizationGranularity):
                 f"block_size={self.block_size} is for tensors of {len(self.block_size)} axes, got shape "
                 f"{tuple(shape)}: give one size per axis, -1 for all of it"
             )
-        return tuple(size if extent == -1 else extent for extent, size in zip(self.block_size, shape, strict=True))
+        return _replace_whole_axes(shape, self.block_size)
 
-    def _along_axis(self, block_size: int, shape: Sequence[int]) -> tuple[int, ...]:
+    def _along_axis(self, block_size: int, shape: Sequence[int], target: CompressionTargetTensor) -> tuple[int, ...]:
         axis = _normalize_axis(self, self.axis, shape)
-        block = [1 if index < 2 else size for index, size in enumerate(shape)]
+        is_activation = target == CompressionTargetTensor.ACTIVATION
+        block = [1 if is_activation or index < 2 else size for index, size in enumerate(shape)]
         block[axis] = block_size
         return tuple(block)
 
@@ -196,6 +238,45 @@ class PerBlockGranularity(QuantizationGranularity):
         if self.axis is not None or isinstance(self.block_size, tuple):
             return self
         return self.model_copy(update={"axis": 0 if _is_transposed(layer) else 1})
+
+
+def resolve_block_sizes(tensor_shape: Sequence[int], block_sizes: Sequence[int]) -> list[int]:
+    """Return the size of a block along each axis, with -1 replaced by the size of the axis.
+
+    Args:
+        tensor_shape: Shape of the tensor.
+        block_sizes: One size per axis; -1 for all of it.
+
+    Raises:
+        SpecError: There is not one size per axis, or a size is neither positive nor -1.
+        BlockSizeMismatchError: A size does not divide its axis.
+    """
+    if len(block_sizes) != len(tensor_shape):
+        raise SpecError(
+            f"block sizes {tuple(block_sizes)} are for {len(block_sizes)} axes, got shape {tuple(tensor_shape)}: give "
+            "one size per axis, -1 for all of it"
+        )
+    if any(size < 1 and size != -1 for size in block_sizes):
+        raise SpecError(f"block sizes {tuple(block_sizes)}: each must be positive, or -1 for all of an axis")
+    block = _replace_whole_axes(tensor_shape, block_sizes)
+    check_divides(tensor_shape, block)
+    return list(block)
+
+
+def get_target_block_size(
+    granularity: QuantizationGranularity, shape: Sequence[int], target: CompressionTargetTensor
+) -> tuple[int, ...]:
+    """Return the size of a block of a weight or an activation. A user's class may take the shape alone."""
+    if (
+        target == CompressionTargetTensor.ACTIVATION
+        and type(granularity).get_block_size is PerBlockGranularity.get_block_size
+    ):
+        return granularity.get_block_size(shape, target)
+    return granularity.get_block_size(shape)
+
+
+def _replace_whole_axes(shape: Sequence[int], block_sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size if extent == -1 else extent for extent, size in zip(block_sizes, shape, strict=True))
 
 
 def _normalize_axis(granularity: QuantizationGranularity, axis: int | None, shape: Sequence[int]) -> int:

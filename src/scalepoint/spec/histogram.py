@@ -13,14 +13,18 @@ from scalepoint.errors import SpecError
 from scalepoint.numerics import QParams
 from scalepoint.numerics.histogram import Histogram, compute_block_histograms, merge_histograms
 from scalepoint.numerics.range_search import least_divergence, least_squares_of_histogram, percentile_of_histogram
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
+from scalepoint.spec.qparams_calculator import (
+    QParamsCalculatorBase,
+    StatefulQParamsCalculatorBase,
+    check_same_kind,
+)
 from scalepoint.spec.range_calculator import check_bins, check_percentile, count_levels
 from scalepoint.spec.running import Range, add_range, merge_extremes, merge_range, seed_range, update_range
 
 MAX_BINNED_VALUE = 2.0**127
 
 
-class HistogramQParamsCalculator(QParamsCalculatorBase):
+class HistogramQParamsCalculator(StatefulQParamsCalculatorBase):
     """Base of calculators that collect one histogram per block (`counts`, `power`) and the extremes of all batches."""
 
     counts: Tensor
@@ -48,13 +52,15 @@ class HistogramQParamsCalculator(QParamsCalculatorBase):
         """
         raise SpecError(f"{type(self).__name__} must implement choose_range(histogram, low, high)")
 
+    def prepare_range(self, min_val: Tensor, max_val: Tensor) -> Range:
+        """Keep the range as observed: that is where the histogram has values."""
+        return min_val, max_val
+
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
         self.check_shape(min_val.shape)
         if torch.compiler.is_compiling():
             tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; update_range counts the batch
-        self._add_histogram(
-            compute_block_histograms(tensor.detach(), self.granularity.get_block_size(tensor.shape), self.bins)
-        )
+        self._add_histogram(compute_block_histograms(tensor.detach(), self.get_block_size(tensor.shape), self.bins))
         observed_range = update_range(self, (min_val, max_val), merge_extremes)
         return self.choose(*observed_range) if self.is_deferred else self._from_histogram()
 

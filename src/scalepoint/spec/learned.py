@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from scalepoint.errors import SpecError
 from scalepoint.numerics import E8M0, EPS, QParams, is_traced
 from scalepoint.numerics.blocks import block_counts
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
+from scalepoint.spec.qparams_calculator import (
+    QParamsCalculatorBase,
+    StatefulQParamsCalculatorBase,
+    check_same_kind,
+)
 
 
 class _PositiveScale(torch.autograd.Function):
@@ -32,7 +36,7 @@ class _PositiveScale(torch.autograd.Function):
 
 
 @QParamsCalculatorBase.register("learned")
-class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
+class LearnedScaleQParamsCalculator(StatefulQParamsCalculatorBase):
     """The scale is a Parameter that is trained (LSQ). The zero point is constant.
 
     The first tensor sets the scale, so run one batch before the first optimizer step. The Parameter object stays the
@@ -64,7 +68,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
 
     def _with_scaled_gradient(self, tensor: Tensor) -> QParams:
         """Return the scale, clamped to be positive, with the gradient factor of the paper."""
-        self.check_shape(torch.Size(block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))))
+        self.check_shape(torch.Size(block_counts(tensor.shape, self.get_block_size(tensor.shape))))
         _, zero_point, minval = self.stored
         if not torch.is_grad_enabled() or not self.scale.requires_grad or self.is_on("export_mode"):
             return QParams(self.scale.detach().clamp(min=EPS), zero_point, minval)

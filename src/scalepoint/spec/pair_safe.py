@@ -23,7 +23,7 @@ class PairSafeRangeCalculator(RangeCalculatorBase):
     """For a weight (out, in, ...) with a scale per output channel or per tensor, and codes from -127 to 127."""
 
     def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        block = self.granularity.get_block_size(tensor.shape)
+        block = self.get_block_size(tensor.shape)
         low, high = min_max(tensor, block)
         largest = torch.maximum(-low, high)
         pairs = pair_sums(tensor)

@@ -17,9 +17,14 @@ from scalepoint.numerics import QParams, check_divides
 from scalepoint.numerics.palette import from_groups, make_tables, nearest_entries, to_groups
 from scalepoint.spec.extended import choose_spec_class
 from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
-from scalepoint.spec.granularity import QuantizationGranularity, _is_transposed, _normalize_axis
+from scalepoint.spec.granularity import (
+    CompressionTargetTensor,
+    QuantizationGranularity,
+    _is_transposed,
+    _normalize_axis,
+)
 from scalepoint.spec.onnx_export import in_onnx_export
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, StatefulQParamsCalculatorBase
 from scalepoint.spec.spec import QuantizationSpec
 
 INDEX_BITS = (1, 2, 3, 4, 6, 8)
@@ -36,7 +41,11 @@ class PerGroupedChannelGranularity(QuantizationGranularity):
     def broadcasts(self) -> bool:
         return False
 
-    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def get_block_size(
+        self,
+        shape: Sequence[int],
+        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+    ) -> tuple[int, ...]:
         axis = _normalize_axis(self, self.axis, shape)
         block = (*shape[:axis], self.group_size or shape[axis], *shape[axis + 1 :])
         check_divides(shape, block)
@@ -52,7 +61,7 @@ class PerGroupedChannelGranularity(QuantizationGranularity):
 
 
 @QParamsCalculatorBase.register("palette")
-class PaletteQParamsCalculator(QParamsCalculatorBase):
+class PaletteQParamsCalculator(StatefulQParamsCalculatorBase):
     """Computes the tables of the current weight by k-means. Palettes have no zero point."""
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:

@@ -8,6 +8,7 @@ tensor -> range_calculator -> (min, max) -> compute_qparams -> scale, zero_point
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -28,7 +29,12 @@ from scalepoint.numerics import (
     tensor_scale,
 )
 from scalepoint.numerics.blocks import as_memory_order, block_counts
-from scalepoint.spec.granularity import PerTensorGranularity, QuantizationGranularity
+from scalepoint.spec.granularity import (
+    CompressionTargetTensor,
+    PerTensorGranularity,
+    QuantizationGranularity,
+    get_target_block_size,
+)
 from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
 from scalepoint.spec.registry import ClassRegistry, parse_enum, to_scheme
 from scalepoint.spec.state import Stateful
@@ -108,10 +114,46 @@ class QParamsCalculatorBase(ClassRegistry, Stateful):
     observed_batches: Tensor
     skipped_batches: Tensor
 
-    qscheme = property(lambda self: self.grid.scheme)
-    quant_min = property(lambda self: self.grid.low)
-    quant_max = property(lambda self: self.grid.high)
-    scale_dtype = property(lambda self: self.grid.scale_dtype)
+    @property
+    def qscheme(self) -> QuantizationScheme:
+        return self.grid.scheme
+
+    @qscheme.setter
+    def qscheme(self, qscheme: QuantizationScheme) -> None:
+        self.grid = replace(self.grid, scheme=to_scheme(qscheme))
+
+    @property
+    def quant_min(self) -> float:
+        return self.grid.low
+
+    @quant_min.setter
+    def quant_min(self, quant_min: float) -> None:
+        self.grid = replace(self.grid, low=quant_min)
+
+    @property
+    def quant_max(self) -> float:
+        return self.grid.high
+
+    @quant_max.setter
+    def quant_max(self, quant_max: float) -> None:
+        self.grid = replace(self.grid, high=quant_max)
+
+    @property
+    def scale_dtype(self) -> torch.dtype | None:
+        return self.grid.scale_dtype
+
+    @property
+    def quantization_target(self) -> CompressionTargetTensor:
+        """Whether the tensor is a weight, an activation or a table."""
+        return self.range_calculator.quantization_target
+
+    @quantization_target.setter
+    def quantization_target(self, target: CompressionTargetTensor) -> None:
+        self.range_calculator.quantization_target = target
+
+    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the size of a block along each axis of a tensor of this shape."""
+        return get_target_block_size(self.granularity, shape, self.quantization_target)
 
     @property
     def is_initialized(self) -> bool:
@@ -142,7 +184,10 @@ class QParamsCalculatorBase(ClassRegistry, Stateful):
         observed_range = self._compute_range(tensor)
         if observed_range is None:  # a skipped batch
             return self.stored
-        qparams = to_qparams(self.compute_qparams(tensor, *observed_range), type(self).__name__)
+        batch_range = self.prepare_range(*observed_range)
+        if not self.is_initialized:
+            self._initialize_state(tensor, *batch_range)
+        qparams = to_qparams(self.compute_qparams(tensor, *batch_range), type(self).__name__)
         self.store(qparams)
         self.observed_batches.add_(1)
         return qparams
@@ -156,15 +201,34 @@ class QParamsCalculatorBase(ClassRegistry, Stateful):
         """Whether the parameters depend on calibration data."""
         return True
 
+    def prepare_range(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the range of a batch that `compute_qparams` gets: with zero, and the fixed ends of float_range."""
+        low, high = self._replace_fixed_ends(min_val, max_val)
+        return low.clamp(max=0.0), high.clamp(min=0.0)
+
+    def _replace_fixed_ends(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = self.float_range
+        return (
+            min_val if low is None else torch.full_like(min_val, low),
+            max_val if high is None else torch.full_like(max_val, high),
+        )
+
+    def _initialize_state(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> None:
+        """Do nothing. A subclass may create state here: it is called once, before the first `compute_qparams`.
+
+        Args:
+            tensor: The first tensor.
+            min_val: Its smallest value per block, at most 0.
+            max_val: Its largest value per block, at least 0.
+        """
+
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
         """Return the parameters for a tensor with this range. A subclass may return a plain tuple of the three."""
         return self.choose(min_val, max_val)
 
     def choose(self, min_val: Tensor, max_val: Tensor) -> QParams:
         """Compute the parameters of a range. Fixed ends of float_range replace the observed ones."""
-        low, high = self.float_range
-        min_val = min_val if low is None else torch.full_like(min_val, low)
-        max_val = max_val if high is None else torch.full_like(max_val, high)
+        min_val, max_val = self._replace_fixed_ends(min_val, max_val)
         if self.tensor_scale is not None:
             largest = torch.maximum(min_val.clamp(max=0.0).abs(), max_val.clamp(min=0.0))
             self.set_buffer("tensor_scale", tensor_scale(largest, self.grid.format))
@@ -267,7 +331,7 @@ class QParamsCalculatorBase(ClassRegistry, Stateful):
 
     def _zero_range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Return a range of zeros, for a float_range with two fixed ends."""
-        counts = block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))
+        counts = block_counts(tensor.shape, self.get_block_size(tensor.shape))
         zeros = torch.zeros(counts, dtype=torch.float32, device=tensor.device)
         return zeros, zeros
 
@@ -367,8 +431,12 @@ class DefaultQParamsCalculator(QParamsCalculatorBase):
         )
 
 
+class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
+    """Base of the calculators that store their parameters as buffers, unlike `StatelessQParamsCalculatorBase`."""
+
+
 @QParamsCalculatorBase.register("static")
-class StaticQParamsCalculator(QParamsCalculatorBase):
+class StaticQParamsCalculator(StatefulQParamsCalculatorBase):
     """Computes parameters from the current tensor only. The default for weights."""
 
 

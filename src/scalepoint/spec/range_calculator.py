@@ -8,6 +8,7 @@ class ThreeSigma(RangeCalculatorBase):
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from scalepoint.numerics import CodeType, Grid, QuantizationScheme, as_blocks, g
 from scalepoint.numerics.blocks import block_counts, is_ragged, split_ragged
 from scalepoint.numerics.histogram import compute_histogram
 from scalepoint.numerics.range_search import least_divergence, least_squares, percentile_of_rows
-from scalepoint.spec.granularity import QuantizationGranularity
+from scalepoint.spec.granularity import CompressionTargetTensor, QuantizationGranularity, get_target_block_size
 from scalepoint.spec.registry import ClassRegistry
 
 
@@ -27,9 +28,19 @@ class RangeCalculatorBase(ClassRegistry, nn.Module):
 
     _registry: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, granularity: QuantizationGranularity, **extra: Any) -> None:
+    def __init__(
+        self,
+        granularity: QuantizationGranularity,
+        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        **extra: Any,
+    ) -> None:
         super().__init__()
         self.granularity = granularity
+        self.quantization_target = quantization_target
+
+    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the size of a block along each axis of a tensor of this shape."""
+        return get_target_block_size(self.granularity, shape, self.quantization_target)
 
     @abstractmethod
     def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,10 +49,10 @@ class RangeCalculatorBase(ClassRegistry, nn.Module):
 
     def blocks(self, tensor: Tensor) -> Tensor:
         """Return the tensor as float32 with one row per block."""
-        return as_blocks(tensor.to(torch.float32), self.granularity.get_block_size(tensor.shape))
+        return as_blocks(tensor.to(torch.float32), self.get_block_size(tensor.shape))
 
     def forward(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        block = self.granularity.get_block_size(tensor.shape)
+        block = self.get_block_size(tensor.shape)
         counts = block_counts(tensor.shape, block)
         if not is_ragged(tensor.shape, block):
             low, high = self._generate_min_max(tensor)
@@ -66,7 +77,7 @@ class MinMaxRangeCalculator(RangeCalculatorBase):
     """Range from the smallest to the largest value."""
 
     def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        return min_max(tensor, self.granularity.get_block_size(tensor.shape))
+        return min_max(tensor, self.get_block_size(tensor.shape))
 
 
 @RangeCalculatorBase.register("percentile")

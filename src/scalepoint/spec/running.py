@@ -14,7 +14,11 @@ from torch import Tensor
 from scalepoint.errors import SpecError
 from scalepoint.numerics import QParams
 from scalepoint.spec.granularity import PerTensorGranularity
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
+from scalepoint.spec.qparams_calculator import (
+    QParamsCalculatorBase,
+    StatefulQParamsCalculatorBase,
+    check_same_kind,
+)
 
 Range = tuple[Tensor, Tensor]
 
@@ -82,7 +86,7 @@ def merge_range(
     calculator.observed_batches.add_(other.observed_batches.to(calculator.observed_batches.device))
 
 
-class RunningRangeMixin(QParamsCalculatorBase):
+class RunningRangeMixin(StatefulQParamsCalculatorBase):
     """Stores `running_min` and `running_max` over batches. A subclass decides how the range of a batch changes them.
 
     Attributes:
@@ -121,15 +125,7 @@ class RunningRangeMixin(QParamsCalculatorBase):
         return self.choose(*self._update_range(min_val, max_val))
 
     def _update_range(self, min_val: Tensor, max_val: Tensor) -> Range:
-        new = self._batch_range(min_val, max_val)
-        return update_range(self, new, lambda _, batch: self.update_running_range(*batch))
-
-    def _batch_range(self, min_val: Tensor, max_val: Tensor) -> Range:
-        """Widen the range of a batch to include zero, before it is averaged.
-
-        The average of [0.5, 2] and [-1, 2] with c = 0.01 starts at -0.01 that way. Widening the average gives 0.
-        """
-        return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
+        return update_range(self, (min_val, max_val), lambda _, batch: self.update_running_range(*batch))
 
     def statistics(self) -> dict[str, Tensor]:
         history = {} if not self.history else {"history": torch.stack([batch.flatten(1) for batch in self.history])}
@@ -169,7 +165,10 @@ class RunningRangeMixin(QParamsCalculatorBase):
 
 @QParamsCalculatorBase.register("moving_average")
 class MovingAverageQParamsCalculator(RunningRangeMixin):
-    """Range by moving average: running = c * new + (1 - c) * running; `new` is the range of a batch, with zero."""
+    """Range by moving average: running = c * new + (1 - c) * running; `new` is the range of a batch, with zero.
+
+    So the average of [0.5, 2] and [-1, 2] with c = 0.01 starts at -0.01. Widening the average instead would give 0.
+    """
 
     def __init__(self, *args: Any, averaging_constant: float = 0.01, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -191,10 +190,6 @@ class GlobalMinMaxQParamsCalculator(RunningRangeMixin):
     """Range from the smallest to the largest value of all batches."""
 
     is_ordered = False
-
-    def _batch_range(self, min_val: Tensor, max_val: Tensor) -> Range:
-        """Keep the range as observed: widening the extremes to include zero later gives the same parameters."""
-        return min_val, max_val
 
     def update_running_range(self, min_val: Tensor, max_val: Tensor) -> Range:
         return merge_extremes((self.running_min, self.running_max), (min_val, max_val))

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from scalepoint.errors import SpecError
 from scalepoint.numerics import QParams, QuantizationFormulation, QuantizationScheme
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, StatefulQParamsCalculatorBase
 
 TINY = torch.finfo(torch.float32).tiny
 
 
 @QParamsCalculatorBase.register("signed_scale")
-class SignedScaleQParamsCalculator(QParamsCalculatorBase):
+class SignedScaleQParamsCalculator(StatefulQParamsCalculatorBase):
     """Computes parameters from the current tensor, like `static`, with scales that may be negative."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
