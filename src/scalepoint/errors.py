@@ -198,10 +198,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the most similar known name, then all of them."""
     names = sorted(known)
     by_lower_case = {candidate.casefold(): candidate for candidate in reversed(names)}  # "openvino" for "OpenVINO"
-    similar = (
-        get_close_matches(name, names, n=1, cutoff=0.6)
-        or [by_lower_case[match] for match in get_close_matches(name.casefold(), by_lower_case, n=1, cutoff=0.6)]
-        or [candidate for candidate in names if len(name) > 2 and candidate.startswith(name)]  # "onnx": "onnxruntime"
-    )
+    similar = get_close_matches(name, names, n=1, cutoff=0.6)
+    if not similar:
+        lower_case_matches = get_close_matches(name.casefold(), by_lower_case, n=1, cutoff=0.6)
+        similar = [by_lower_case[match] for match in lower_case_matches]
+    if not similar and len(name) > 2:  # "onnx": "onnxruntime"
+        similar = [candidate for candidate in names if candidate.startswith(name)]
     hint = f"did you mean {similar[0]!r}? " if similar else ""
     return f"{hint}Known: {', '.join(names)}"

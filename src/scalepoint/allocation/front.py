@@ -9,7 +9,7 @@ between two points, and `trim_allocation` lowers layers again that gain little.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -144,15 +144,29 @@ def trim_allocation(items: Sequence[Item], allocation: Allocation, share: float)
     while True:
         steps = [
             (cheaper.error - current.error, index, cheaper)
-            for index, (item, current) in enumerate(zip(items, choices, strict=True))
-            for cheaper in item.choices
-            if cheaper.cost < current.cost and allocation.error + cheaper.error - current.error <= max_error
+            for index, current, cheaper in _cheaper_choices(items, choices)
+            if allocation.error + cheaper.error - current.error <= max_error
         ]
         if not steps:
             return allocation
-        _, index, choice = min(steps, key=lambda step: step[:2])
+        _, index, choice = min(steps, key=_by_priority)
         choices[index] = choice
         allocation = _make_allocation(items, choices)
+
+
+def _cheaper_choices(
+    items: Sequence[Item], choices: Sequence[PrecisionChoice]
+) -> Iterator[tuple[int, PrecisionChoice, PrecisionChoice]]:
+    """Yield every way to lower one item: its index, its present choice and a cheaper one."""
+    for index, (item, current) in enumerate(zip(items, choices, strict=True)):
+        for choice in item.choices:
+            if choice.cost < current.cost:
+                yield index, current, choice
+
+
+def _by_priority(step: tuple[float, int, PrecisionChoice]) -> tuple[float, int]:
+    """Order steps by their first value and of equals by the index of the item; choices cannot be compared."""
+    return step[:2]
 
 
 def lower_hull(choices: Sequence[PrecisionChoice]) -> list[PrecisionChoice]:
@@ -175,7 +189,9 @@ def _error_per_cost(low: PrecisionChoice, high: PrecisionChoice) -> float:
 
 def _order_of_raises(hulls: Sequence[Sequence[PrecisionChoice]]) -> list[int]:
     """Return the index of the item of each raise: most error removed per cost first, and of equals the earlier item."""
-    raises = [(-_error_per_cost(low, high), index) for index, hull in enumerate(hulls) for low, high in pairwise(hull)]
+    raises: list[tuple[float, int]] = []
+    for index, hull in enumerate(hulls):
+        raises += [(-_error_per_cost(low, high), index) for low, high in pairwise(hull)]
     return [index for _, index in sorted(raises)]
 
 
@@ -205,7 +221,7 @@ def _fill_up(items: Sequence[Item], choices: list[PrecisionChoice], limit: float
         ]
         if not steps:
             return _make_allocation(items, choices)
-        _, negative_index, choice = max(steps, key=lambda step: step[:2])  # negative: of equals the earlier item
+        _, negative_index, choice = max(steps, key=_by_priority)  # negative: of equals the earlier item
         choices[-negative_index] = choice
 
 
@@ -214,11 +230,9 @@ def _lower_until_fits(items: Sequence[Item], choices: list[PrecisionChoice], lim
     while _total_cost(choices) > limit:
         steps = [
             (_error_per_cost(cheaper, current), index, cheaper)
-            for index, (item, current) in enumerate(zip(items, choices, strict=True))
-            for cheaper in item.choices
-            if cheaper.cost < current.cost
+            for index, current, cheaper in _cheaper_choices(items, choices)
         ]
-        _, index, choice = min(steps, key=lambda step: step[:2])
+        _, index, choice = min(steps, key=_by_priority)
         choices[index] = choice
     return choices
 

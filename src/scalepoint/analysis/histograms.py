@@ -121,7 +121,9 @@ def _make_tensor_histogram(
 ) -> TensorHistogram:
     edges, counts = _group_bins(histogram, bins)
     code_range = get_code_range(quantizer)
-    low, high = (None, None) if code_range is None else (float(code_range[0].min()), float(code_range[1].max()))
+    low = high = None
+    if code_range is not None:
+        low, high = float(code_range[0].min()), float(code_range[1].max())
     return TensorHistogram(name, role, stub, edges, counts, low, high)
 
 
@@ -129,7 +131,9 @@ def _group_bins(histogram: Histogram, bins: int) -> tuple[tuple[float, ...], tup
     """Return edges and counts of at most `bins` groups of fine bins, from the first to the last one with a value."""
     fine_counts, width = histogram.counts[0], float(bin_width(histogram)[0])
     filled = fine_counts.nonzero().view(-1)
-    first, last = (int(filled[0]), int(filled[-1])) if filled.numel() else (FINE_BINS // 2, FINE_BINS // 2)
+    first = last = FINE_BINS // 2
+    if filled.numel():
+        first, last = int(filled[0]), int(filled[-1])
     fine_per_group = -(-(last - first + 1) // bins)
     group_count = -(-(last - first + 1) // fine_per_group)
     padded = torch.zeros(group_count * fine_per_group, dtype=torch.int64)

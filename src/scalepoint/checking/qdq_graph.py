@@ -405,7 +405,9 @@ class QdqView:
     def element_count(self, tensor: Tensor) -> int | None:
         """Return the number of elements; None if a size is unknown."""
         shape = self.shape(tensor)
-        return None if shape is None or None in shape else prod(size or 0 for size in shape)
+        if shape is None or None in shape:
+            return None
+        return prod(size or 0 for size in shape)
 
 
 def last_sizes(shape: TensorShape | None, count: int) -> TensorShape:

@@ -95,7 +95,9 @@ def _is_scale(view: QdqView, node: Node) -> bool:
 
 
 def _format_shape(shape: TensorShape | None) -> str:
-    return "unknown" if shape is None else "x".join("?" if size is None else str(size) for size in shape) or "scalar"
+    if shape is None:
+        return "unknown"
+    return "x".join("?" if size is None else str(size) for size in shape) or "scalar"
 
 
 def check_scales(view: QdqView) -> Iterator[Fault]:

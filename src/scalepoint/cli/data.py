@@ -186,7 +186,9 @@ def _slice_batches(arrays: Mapping[str, Any], size: int) -> Iterator[Any]:
 
     np.savez gives the names arr_0, arr_1, ... to positional arrays.
     """
-    names = sorted(arrays, key=lambda name: (len(name), name)) if all(map(_is_numbered, arrays)) else list(arrays)
+    names = list(arrays)
+    if all(map(_is_numbered, names)):  # arr_2 comes before arr_10
+        names.sort(key=lambda name: (len(name), name))
     for start in range(0, len(arrays[names[0]]), size):
         parts = {name: arrays[name][start : start + size] for name in names}
         if len(names) == 1:

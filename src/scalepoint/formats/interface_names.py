@@ -53,9 +53,10 @@ def _paths(spec: Any) -> list[tuple[str | int, ...]]:
     if spec is None or spec.is_leaf():
         return [()]
     children = spec.children()
-    return [
-        (key, *path) for key, child in zip(_keys(spec, len(children)), children, strict=True) for path in _paths(child)
-    ]
+    paths: list[tuple[str | int, ...]] = []
+    for key, child in zip(_keys(spec, len(children)), children, strict=True):
+        paths += [(key, *path) for path in _paths(child)]
+    return paths
 
 
 def _keys(spec: Any, child_count: int) -> Sequence[str | int]:

@@ -38,7 +38,9 @@ def lstm(
 
 def has_projection(params: Sequence[Any], has_biases: bool, num_layers: int, bidirectional: bool) -> bool:
     """Whether an LSTM projects its hidden state (proj_size > 0): its layers then have one more weight."""
-    return len(params) > (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
+    weights_per_direction = 4 if has_biases else 2
+    directions = 2 if bidirectional else 1
+    return len(params) > weights_per_direction * directions * num_layers
 
 
 def gru(

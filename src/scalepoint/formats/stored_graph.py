@@ -97,6 +97,7 @@ def _replace_layers(
     quantized_layer: Callable[[QuantizedLayer], nn.Module],
     float_layer: Callable[[QuantizedLayer], nn.Module],
 ) -> fx.GraphModule:
+    """Replace the layers of a copied model in place. A layer that several groups share gets one replacement."""
     replacements: dict[int, nn.Module] = {}
     with torch.no_grad():
         for fused in model.modules():
@@ -109,8 +110,8 @@ def _replace_layers(
                         replacements[id(part)] = (float_layer if is_disabled else quantized_layer)(part).eval()
                         fused.add_module(f"stored_{role}", replacements[id(part)])
                     fused.parts[role] = replacements[id(part)]
-    copy_after_masked_attention(model)  # in place, as is everything here
-    for node in model.graph.nodes:  # torch.export names its nodes after this stack
+    copy_after_masked_attention(model)
+    for node in model.graph.nodes:  # torch.export names its nodes after nn_module_stack
         path = get_layer_name(node) if node.op != "call_module" else str(node.target)
         node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}
     return model
@@ -148,8 +149,8 @@ def _list_shareable(model: fx.GraphModule, changes_scales: bool) -> list[Any]:
     shareable += model.buffers()
     for module in model.modules():
         if isinstance(module, QuantStub | QuantizedLayer):
-            holds_stub = any(isinstance(part, QuantStub) for part in module.modules() if part is not module)
-            shareable += [] if holds_stub else [module]
+            contains_stub = any(isinstance(part, QuantStub) for part in module.modules() if part is not module)
+            shareable += [] if contains_stub else [module]
         elif type(module) in MODULE_KINDS and not module._modules:
             shareable.append(module)
     return shareable
@@ -179,10 +180,10 @@ def check_is_calibrated(model: fx.GraphModule) -> None:
         if not weighted.weight_quant.enabled
     ]
     problems += [
-        (name, "has a live weight scale: freeze(model) first, or calibrate(..., freeze_weights=True)")
+        (name, "has a weight scale that is not frozen: freeze(model) first, or calibrate(..., freeze_weights=True)")
         for name, weighted in weights.items()
         if weighted.weight_quant.enabled and not weighted.weight_quant.frozen
     ]
     if problems:
         name, reason = problems[0]
-        raise ExportError(f"{name} {reason} ({len(problems)} like it)")
+        raise ExportError(f"{name} {reason} ({len(problems)} such modules)")

@@ -22,7 +22,8 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
     """Discard what a run writes into buffers: inside, the modules have copies of their buffers."""
     originals = [(module, module._buffers) for module in model.modules()]
     for module, buffers in originals:
-        vars(module)["_buffers"] = {name: None if value is None else value.clone() for name, value in buffers.items()}
+        copies = {name: None if value is None else value.clone() for name, value in buffers.items()}
+        vars(module)["_buffers"] = copies
     try:
         yield
     finally:

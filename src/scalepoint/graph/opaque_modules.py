@@ -49,10 +49,11 @@ def _call_opaque(inputs: list[Tensor], key: int) -> list[Tensor]:
 @_call_opaque.register_fake
 def _(inputs: list[Tensor], key: int) -> list[Tensor]:
     opaque = _OPAQUE_MODULES[key]
-    return [
-        inputs[0].new_empty([inputs[0].shape[0] if size is None else size for size in shape], dtype=dtype)
-        for shape, dtype in zip(opaque.shapes, opaque.dtypes, strict=True)
-    ]
+    outputs = []
+    for shape, dtype in zip(opaque.shapes, opaque.dtypes, strict=True):
+        sizes = [inputs[0].shape[0] if size is None else size for size in shape]  # None: the batch size
+        outputs.append(inputs[0].new_empty(sizes, dtype=dtype))
+    return outputs
 
 
 class _OpaqueStandIn(nn.Module):

@@ -59,7 +59,8 @@ def _split_bias(graph: fx.Graph, node: fx.Node, constant_nodes: set[fx.Node]) ->
         else:
             product = graph.call_function(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
             product.meta = dict(node.meta)
-            product.args = (*product.args[:2], None, *product.args[3:]) if len(product.args) > 2 else product.args
+            if len(product.args) > 2:  # the bias, which is added after the product now
+                product.args = (*product.args[:2], None, *product.args[3:])
             product.kwargs = {key: argument for key, argument in product.kwargs.items() if key != "bias"}
         total = _call(_aten.add.Tensor, (product, _reshape_bias(node, bias)), node)
     node.replace_all_uses_with(total)

@@ -192,7 +192,9 @@ def find_fixed_batches(program: ExportedProgram) -> dict[str, int]:
 
 def _has_batch(shape: tuple[int, ...]) -> bool:
     """Whether the first axis is a batch. A vector of one value is a setting, not a batch."""
-    return len(shape) > 1 or (len(shape) == 1 and not (is_concrete_int(shape[0]) and shape[0] == 1))
+    if len(shape) == 1:
+        return not (is_concrete_int(shape[0]) and shape[0] == 1)
+    return len(shape) > 1
 
 
 def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -90,7 +90,9 @@ class Format:
 
 def _integer_format(name: str, bits: int, storage: torch.dtype) -> Format:
     signed = name.startswith("int")
-    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    low, high = 0, 2**bits - 1
+    if signed:
+        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     return Format(name, bits, low, high, storage)
 
 

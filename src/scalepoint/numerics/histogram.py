@@ -57,7 +57,8 @@ def _bin_index(rows: Tensor, power: Tensor, bins: int, *, is_exact: bool) -> Ten
     if is_exact:
         return (rows * (power_of_two(-power)[:, None] * half)).floor_()
     # Two exact multiplications: 2^-e alone would be subnormal for the largest ranges.
-    unit = rows * power_of_two(-power // 2)[:, None] * power_of_two(-power - (-power // 2))[:, None]
+    half_power = -power // 2  # two factors, because one power of two may overflow
+    unit = rows * power_of_two(half_power)[:, None] * power_of_two(-power - half_power)[:, None]
     index = (unit * half).floor().clamp(-half, half - 1)
     return torch.where(
         rows < 0, index.clamp(max=-1), index

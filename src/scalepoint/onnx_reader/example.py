@@ -84,9 +84,10 @@ def _check_shape(info: TensorInfo, shape: Sequence[int]) -> None:
         raise UsageError(f"shape of {info.name!r}: sizes start at 1, got {tuple(shape)}")
     if declared is None:
         return
-    fits = len(declared) == len(shape) and all(
-        not isinstance(size, int) or size == new for size, new in zip(declared, shape, strict=True)
-    )
+    fits = len(declared) == len(shape)
+    for size, requested_size in zip(declared, shape, strict=False):
+        if isinstance(size, int) and size != requested_size:
+            fits = False
     if not fits:
         sizes = ", ".join(str(size) or "?" for size in declared)
         raise UsageError(f"shape of {info.name!r}: {tuple(shape)} does not fit the file, which says [{sizes}]")

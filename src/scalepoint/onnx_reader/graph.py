@@ -232,12 +232,12 @@ class ModuleBuilder:
         values = [self.constants[name] if name else None for name in node.inputs]
         try:
             operator = find_operator(node)
-            inputs = [
-                known_from_tensor(value)
-                if isinstance(value, Tensor) and index in operator.known_inputs
-                else _known_if_small(value)
-                for index, value in enumerate(values)
-            ]
+            inputs = []
+            for index, value in enumerate(values):
+                if isinstance(value, Tensor) and index in operator.known_inputs:
+                    inputs.append(known_from_tensor(value))
+                else:
+                    inputs.append(_known_if_small(value))
             with torch.no_grad():
                 results = operator(node, *inputs)
         except Exception:  # the step that runs the node explains what is wrong

@@ -568,10 +568,10 @@ def global_lp_pool(node: Node, x: Tensor) -> Any:
 def max_unpool(node: Node, x: Tensor, indices: Tensor, shape: Any = None) -> Tensor:
     kernel, strides, _ = _pool_settings(node)
     pads = node.get("pads", [0] * (2 * len(kernel)))
-    sizes = [
-        (size - 1) * stride + k - pads[axis] - pads[axis + len(kernel)]
-        for axis, (size, stride, k) in enumerate(zip(x.shape[2:], strides, kernel, strict=True))
-    ]
+    sizes = []
+    for axis, (size, stride, window) in enumerate(zip(x.shape[2:], strides, kernel, strict=True)):
+        total_pad = pads[axis] + pads[axis + len(kernel)]
+        sizes.append((size - 1) * stride + window - total_pad)
     unpooled_shape = [*x.shape[:2], *sizes]
     check_size(unpooled_shape)
     y = x.new_zeros(math.prod(unpooled_shape)).scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(unpooled_shape)

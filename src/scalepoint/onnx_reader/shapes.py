@@ -62,7 +62,8 @@ def _new_sizes(node: Node, x: Any, sizes: Value | None) -> list[Any]:
     new_sizes = list(node.get("shape", ())) if sizes is None else as_list(sizes, "shape")
     if node.get("allowzero", 0):
         return new_sizes
-    return [x.shape[axis] if isinstance(size, int) and size == 0 else size for axis, size in enumerate(new_sizes)]
+    copies = [isinstance(size, int) and size == 0 for size in new_sizes]
+    return [x.shape[axis] if copies[axis] else size for axis, size in enumerate(new_sizes)]
 
 
 @operator("Reshape", on_numbers=_reshape_numbers, known_inputs=(1,))

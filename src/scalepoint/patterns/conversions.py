@@ -221,7 +221,8 @@ def _has_no_effect(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _all_equal(value: object, expected: int | None) -> bool:
-    return all(item == expected for item in (value if isinstance(value, list | tuple) else [value]))
+    items = value if isinstance(value, list | tuple) else [value]
+    return all(item == expected for item in items)
 
 
 def _is_pure(node: fx.Node) -> bool:

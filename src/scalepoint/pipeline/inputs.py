@@ -281,4 +281,5 @@ def _tensors_by_input(model: fx.GraphModule, args: Any, kwargs: Any) -> dict[str
 
 def _first_three(sizes: set[int]) -> str:
     ordered = sorted(sizes)
-    return ", ".join(map(str, ordered[:3])) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
+    text = ", ".join(map(str, ordered[:3]))
+    return f"{text} and {len(ordered) - 3} more" if len(ordered) > 3 else text

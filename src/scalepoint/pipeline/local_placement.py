@@ -152,6 +152,7 @@ def _confirms(trial: Trial, measured: LocalTimes, cached: Measurements, network:
     if (record := cached.networks.get(network)) is not None:
         return speed >= record.speed * (1 - MAX_SPEED_LOSS - _spread(trial))
     known = [key for key in measured.layers if key in times.layers]
+    # Float and int8 seconds of these layers, summed.
     old, new = ([sum(source.layers[key][i] for key in known) for i in (0, 1)] for source in (times, measured))
     if not known or min(*old, *new) <= 0:
         return False

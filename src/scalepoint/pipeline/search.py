@@ -171,11 +171,10 @@ def _front_points(widths: Widths) -> list[Allocation]:
     items = widths.items("cost")
     points = [trim_allocation(items, point, TRIM_SHARE) for point in thin_front(compute_front(items), MAX_FRONT_POINTS)]
     unique_points = {_choice_key(point.chosen): point for point in points}.values()
-    return [
-        point
-        for point in sorted(unique_points, key=lambda point: point.cost)
-        if not weighted or any(point.chosen[name] != FLOAT for name in weighted)
-    ]
+    points = sorted(unique_points, key=lambda point: point.cost)
+    if weighted:  # a point with all weights in float is the float model
+        points = [point for point in points if any(point.chosen[name] != FLOAT for name in weighted)]
+    return points
 
 
 def _choice_key(chosen: Mapping[str, str] | None) -> ChoiceKey:
@@ -208,7 +207,8 @@ def _fewer_layers(
     """
     table, best = widths.table("cost"), _choices_of_cheapest(trials, limits)
     gains = {name: table[name][UNCHANGED].error - table[name][width].error for name, width in best.items()}
-    raised = sorted((name for name, width in best.items() if width != UNCHANGED), key=lambda name: -gains[name])
+    raised = [name for name, width in best.items() if width != UNCHANGED]
+    raised.sort(key=lambda name: -gains[name])
 
     def raise_first(count: int) -> dict[str, str]:
         names = set(raised[:count])

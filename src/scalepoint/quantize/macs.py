@@ -126,8 +126,11 @@ def _compute_output_sizes(part: nn.Module, input_shape: TensorShape, kernel: Ten
     if padding[0] == "same":
         return list(spatial)
     paddings = [0 if padding[0] == "valid" else int(value) for value in padding]
-    rows = zip(spatial, paddings, dilation, kernel, stride, strict=True)
-    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in rows]
+    sizes = []
+    for size, pad, step, taps, move in zip(spatial, paddings, dilation, kernel, stride, strict=True):
+        window = step * (taps - 1) + 1
+        sizes.append((size + 2 * pad - window) // move + 1)
+    return sizes
 
 
 def count_output_positions(part: nn.Module | None, input_shape: TensorShape, weight: TensorShape) -> int:

@@ -214,12 +214,9 @@ def find_operands(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tupl
     value is the further input of the last part. RESIDUAL_INPUT is the further input of a later part, such as an add
     after a convolution, otherwise the second input of the first part. INPUT of a concat is each of its inputs.
     """
-    # For each part after the first that takes an input of the group: the index of that input.
-    later_inputs = [
-        next(index for index in sources if index is not None)
-        for sources in fused.wiring[1:]
-        if any(index is not None for index in sources)
-    ]
+    later_inputs = []  # for each part after the first that takes an input of the group: the index of that input
+    for sources in fused.wiring[1:]:
+        later_inputs += [index for index in sources if index is not None][:1]
     first_part = next(iter(fused.parts.values()))
     first_inputs = _order_inputs(first_part, fused.wiring[0])
     is_concat = get_part_kind(first_part) == "cat"
@@ -544,7 +541,9 @@ def check_overrides(
         if settings == {FLOAT} and is_unmatched:
             continue
         name = override.type or override.name or ""
-        known = {kind for site in sites for kind in site.types} if override.type else {site.name for site in sites}
+        known = {site.name for site in sites}
+        if override.type:
+            known = {site_type for site in sites for site_type in site.types}
         raise ConfigError(
             f"the override for {override.label} fits no operation of this model: {_suggest_name(name, known)}"
         )

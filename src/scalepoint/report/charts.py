@@ -120,7 +120,8 @@ def rectangle(x: float, y: float, width: float, height: float, css: str) -> SvgE
 
 def polyline(points: Sequence[Point], css: str) -> SvgElement:
     """Return a line through the points."""
-    return SvgElement("path", {"d": "M" + "L".join(f"{x:g} {y:g}" for x, y in points) if points else "", "class": css})
+    steps = "M" + "L".join(f"{x:g} {y:g}" for x, y in points) if points else ""
+    return SvgElement("path", {"d": steps, "class": css})
 
 
 def format_number(value: float) -> str:
@@ -274,7 +275,8 @@ def draw_front(allocated: PrecisionAllocation) -> Picture:
     drawn += [*allocated.uniform.values(), (allocated.reached, allocated.error)]
     least = _least_error(error for _, error in drawn)
     levels = [_drawn_decibels(error, least) for _, error in drawn]
-    costs = [cost for cost in (*(cost for cost, _ in drawn), allocated.limit or 0.0) if 0 < cost < math.inf] or [1]
+    costs = [*(cost for cost, _ in drawn), allocated.limit or 0.0]
+    costs = [cost for cost in costs if 0 < cost < math.inf] or [1]
     low, high, start, end = min(levels) - 2, max(levels) + 2, min(costs) / 1.05, max(costs) * 1.08
     floor = height - bottom
 
@@ -323,7 +325,8 @@ def draw_gains(layers: Sequence[TunedLayer]) -> Picture:
     """Draw signal-to-noise of every layer's output before and after tuning, in the order of execution."""
     least = _least_error(error for layer in layers for error in (layer.before, layer.after))
     pairs = [(_drawn_decibels(layer.before, least), _drawn_decibels(layer.after, least)) for layer in layers]
-    low, largest = min(0.0, *(min(pair) for pair in pairs)), max(max(pair) for pair in pairs)
+    low = min(0.0, *(min(pair) for pair in pairs))
+    largest = max(max(pair) for pair in pairs)
     high = largest + 0.08 * abs(largest) + 1
     axes = Axes(height=230.0, bottom=26.0, top=12.0, low=low, high=high, count=len(layers))
     shapes = axes.grid(from_bottom=8)

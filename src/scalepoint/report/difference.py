@@ -424,9 +424,8 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _compare_circumstances(first: Report, second: Report) -> Iterator[str]:
     """Yield warnings about differences that make the two runs hard to compare."""
     marks_1, marks_2 = (dict(report.reproduction.marks) if report.reproduction else {} for report in (first, second))
-    changed = [
-        name for key, name in INPUT_NAMES.items() if key in marks_1 and key in marks_2 and marks_1[key] != marks_2[key]
-    ]
+    in_both = marks_1.keys() & marks_2.keys()
+    changed = [name for key, name in INPUT_NAMES.items() if key in in_both and marks_1[key] != marks_2[key]]
     if changed:
         yield f"not the same: {', '.join(changed)}"
     instructions_1, instructions_2 = (report.environment.get("instructions") for report in (first, second))

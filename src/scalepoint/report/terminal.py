@@ -181,7 +181,8 @@ def _precision_table(allocation: PrecisionAllocation, narrow: bool, limit: int) 
         )
         for layer in ordered[:limit]
     ]
-    rows += [(f"and {len(ordered) - limit} more", "", *("" for _ in choices))] if len(ordered) > limit else []
+    if len(ordered) > limit:
+        rows.append((f"and {len(ordered) - limit} more", "", *("" for _ in choices)))
     if narrow:
         return plain_table(("layer", "chosen"), [row[:2] for row in rows])
     heads = ("layer", "chosen", *(f"dB at {shorten(choice, 24)}" for choice in choices))

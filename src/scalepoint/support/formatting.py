@@ -40,7 +40,9 @@ def to_one_line(text: object) -> str:
 
 def shorten(text: str, longest: int = MAX_LENGTH) -> str:
     """Return one line. The middle of a long name is left out, because both ends of a module path are informative."""
-    text = to_one_line(text[: longest * 4] + text[-longest * 4 :] if len(text) > longest * 8 else text)
+    if len(text) > longest * 8:  # look at both ends only: the text may be megabytes long
+        text = text[: longest * 4] + text[-longest * 4 :]
+    text = to_one_line(text)
     if len(text) <= longest:
         return text
     end = longest // 2

@@ -82,7 +82,9 @@ def callback_registered(callback: Callback | None) -> Iterator[None]:
 
     An error that the callback raises ends the run.
     """
-    token = None if callback is None or not distributed.is_main() else _CALLBACKS.set((*_CALLBACKS.get(), callback))
+    token = None
+    if callback is not None and distributed.is_main():
+        token = _CALLBACKS.set((*_CALLBACKS.get(), callback))
     try:
         yield
     finally:

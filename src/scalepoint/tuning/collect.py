@@ -75,6 +75,23 @@ class RowChunk:
     row_weights: Tensor | None
 
 
+@dataclass(frozen=True)
+class _RowPlan:
+    """Which rows of a layer are collected.
+
+    Attributes:
+        counts: Rows of each batch of this rank.
+        offsets: Number of the first row of each of these batches, counted over all ranks.
+        share: Share of the rows that are used.
+        is_paired: Whether the rows of the two streams correspond. If not, the targets are W x~.
+    """
+
+    counts: list[int]
+    offsets: list[int]
+    share: float
+    is_paired: bool
+
+
 @dataclass
 class RowCollector:
     """Collects rows of the layers of one walk.
@@ -208,36 +225,23 @@ class RowCollector:
             weight: Computes the targets; may be stacked of several layers. None: targets are rows of the float stream.
         """
         geometry, walk = grouped.geometry, self.walk
-        shapes = [walk.capture_input(use.node, use.path, index, noisy=True).shape for index in range(walk.batch_count)]
-        counts = [geometry.count_rows(shape) for shape in shapes]
-        has_pairs = not self.uses_quantized_inputs and self._has_same_shapes(use, shapes)
-        parts = distributed.gather_values("rows", [counts, has_pairs])
-        offsets, total = distributed.batch_offsets([counts_of_rank for counts_of_rank, _ in parts])
-        # All ranks must do the same: if rows differ between the streams on one rank, no rank compares them.
-        is_paired = all(has_pairs_on_rank for _, has_pairs_on_rank in parts)
-        groups, outputs, size = grouped.size
-        share = min(1.0, limit_row_count(self.max_rows, groups, size) / max(total, 1))
-        splits_by_sample = walk.sample_count >= MIN_SAMPLES_TO_SPLIT
-        for index, (count, offset, first_sample) in enumerate(zip(counts, offsets, walk.first_samples, strict=True)):
+        plan = self._plan_rows(use, grouped)
+        _, outputs, _ = grouped.size
+        for index, (count, offset) in enumerate(zip(plan.counts, plan.offsets, strict=True)):
             noisy = walk.capture_input(use.node, use.path, index, noisy=True)
-            exact = walk.capture_input(use.node, use.path, index, noisy=False) if is_paired else noisy
-            # A hash of the number of a row, counted over all ranks, decides whether it is used, and a hash of its
-            # sample's number whether it is held out. So neither depends on the batch size or the number of ranks.
-            rows = sample_rows(offset, count, share)
-            numbers, samples = offset + rows, walk.samples_per_batch[index]
-            if splits_by_sample and samples and count % samples == 0:
-                numbers = first_sample + rows // (count // samples)
-            is_held_out = self.is_held_out(numbers)
+            exact = walk.capture_input(use.node, use.path, index, noisy=False) if plan.is_paired else noisy
+            rows = sample_rows(offset, count, plan.share)
+            is_held_out = self._is_row_held_out(rows, index, count, offset)
             operand = AddedOperand(drift=None, value=None)
-            if is_paired or self.uses_quantized_inputs:
+            if plan.is_paired or self.uses_quantized_inputs:
                 operand = self._added_operand(use, grouped, index, count)
             # The float stream has the outputs already, unless `weight` is stacked of several layers.
-            has_outputs = is_paired and weight is not None and weight.shape[1] == outputs
+            has_outputs = plan.is_paired and weight is not None and weight.shape[1] == outputs
             float_outputs = self._float_outputs(use, grouped, index, count) if has_outputs else None
             for is_holdout in (False, True):
-                part = rows[is_held_out == is_holdout]
-                for start in range(0, len(part), ROWS_PER_CHUNK):
-                    chunk = part[start : start + ROWS_PER_CHUNK]
+                selected = rows[is_held_out == is_holdout]
+                for start in range(0, len(selected), ROWS_PER_CHUNK):
+                    chunk = selected[start : start + ROWS_PER_CHUNK]
                     exact_rows, noisy_rows = geometry.rows(exact, chunk), geometry.rows(noisy, chunk)
                     self.check_finite(self.names.get(use.node.name, use.path), (exact_rows, noisy_rows))
                     targets = exact_rows
@@ -246,6 +250,32 @@ class RowCollector:
                     elif weight is not None:
                         targets = torch.einsum("rgn,gon->rgo", exact_rows, weight)
                     yield RowChunk(is_holdout, noisy_rows, *operand.adjust_targets(targets, chunk))
+
+    def _plan_rows(self, use: LayerUse, grouped: GroupedLayer) -> _RowPlan:
+        """Count the rows of all ranks, and choose which share of them is used."""
+        walk = self.walk
+        shapes = [walk.capture_input(use.node, use.path, index, noisy=True).shape for index in range(walk.batch_count)]
+        counts = [grouped.geometry.count_rows(shape) for shape in shapes]
+        has_pairs = not self.uses_quantized_inputs and self._has_same_shapes(use, shapes)
+        parts = distributed.gather_values("rows", [counts, has_pairs])
+        offsets, total = distributed.batch_offsets([counts_of_rank for counts_of_rank, _ in parts])
+        # All ranks must do the same: if rows differ between the streams on one rank, no rank compares them.
+        is_paired = all(has_pairs_on_rank for _, has_pairs_on_rank in parts)
+        groups, _, size = grouped.size
+        share = min(1.0, limit_row_count(self.max_rows, groups, size) / max(total, 1))
+        return _RowPlan(counts, offsets, share, is_paired)
+
+    def _is_row_held_out(self, rows: Tensor, index: int, count: int, offset: int) -> Tensor:
+        """Return which rows of a batch are held out: all rows of a held-out sample, if there are enough samples.
+
+        Rows and samples are counted over all ranks, so the result depends neither on the batch size nor on the number
+        of ranks.
+        """
+        samples = self.walk.samples_per_batch[index]
+        if self.walk.sample_count < MIN_SAMPLES_TO_SPLIT or not samples or count % samples:
+            return self.is_held_out(offset + rows)
+        rows_per_sample = count // samples
+        return self.is_held_out(self.walk.first_samples[index] + rows // rows_per_sample)
 
     def _float_outputs(self, use: LayerUse, grouped: GroupedLayer, index: int, count: int) -> Tensor | None:
         """Return output rows of the float layer without its bias; None if the node's value is something else."""
@@ -275,22 +305,23 @@ class RowCollector:
             return geometry.output_rows(value, torch.arange(count), count, outputs)
 
         drift = None
-        changed = None if self.uses_quantized_inputs else find_changed_operand(walk, use)
-        if changed is not None and isinstance(exact := walk.get_value(changed, index, noisy=False), Tensor):
-            noisy = walk.get_value(changed, index, noisy=True)
-            drift = to_rows(exact - noisy) if noisy.shape == exact.shape else None
-        normed = find_normed_operand(walk, use)
-        value = None if normed is None else to_rows(walk.get_value(normed, index, noisy=False))
+        changed_node = None if self.uses_quantized_inputs else find_changed_operand(walk, use)
+        if changed_node is not None:
+            exact, noisy = (walk.get_value(changed_node, index, noisy=noisy) for noisy in (False, True))
+            if isinstance(exact, Tensor) and noisy.shape == exact.shape:
+                drift = to_rows(exact - noisy)
+        normed_node = find_normed_operand(walk, use)
+        value = None if normed_node is None else to_rows(walk.get_value(normed_node, index, noisy=False))
         _, bias = use.layer.fold_norm()
         if value is not None and bias is not None:
             value = value + bias.detach().reshape(value.shape[1:])  # targets have no bias, what the norm reads has
         return AddedOperand(drift, value)
 
     def check_finite(self, name: str, inputs: Sequence[Tensor]) -> None:
-        """Raise NonFiniteError if an input of this layer holds NaN or infinity."""
-        # The sum is finite if all values are, except if it overflows; only then all values are looked at.
+        """Raise NonFiniteError if an input of this layer contains NaN or infinity."""
+        # A sum is much faster than isfinite on every value. If the sum is not finite, it may only have overflowed.
         if not all(bool(rows.sum().isfinite()) or bool(rows.isfinite().all()) for rows in inputs):
-            raise NonFiniteError(f"{name}: its input holds NaN or infinity. {self.nan_hint}")
+            raise NonFiniteError(f"{name}: its input contains NaN or infinity. {self.nan_hint}")
 
 
 def explain_refusal(use: LayerUse, geometry: Geometry | None) -> str:
@@ -311,7 +342,7 @@ def explain_refusal(use: LayerUse, geometry: Geometry | None) -> str:
 
 def find_changed_operand(walk: StreamWalk, use: LayerUse) -> fx.Node | None:
     """Return the other operand of the add that a layer feeds if it has a value that differs between the streams."""
-    operand, _ = _find_add(walk, use)
+    operand, _ = _find_add(walk, use)  # the other operand and the sum
     if operand is None or operand in walk.same_nodes or not walk.has_value(operand):
         return None
     return operand
@@ -319,8 +350,8 @@ def find_changed_operand(walk: StreamWalk, use: LayerUse) -> fx.Node | None:
 
 def find_normed_operand(walk: StreamWalk, use: LayerUse) -> fx.Node | None:
     """Return the other operand of the add that a layer feeds, if it is computed already and a norm reads the sum."""
-    operand, total = _find_add(walk, use)
-    if operand is None or total is None or not walk.has_value(operand) or not feeds_norm(walk, total):
+    operand, sum_node = _find_add(walk, use)
+    if operand is None or sum_node is None or not walk.has_value(operand) or not feeds_norm(walk, sum_node):
         return None
     return operand
 

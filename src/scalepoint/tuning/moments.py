@@ -138,12 +138,25 @@ class MomentSums:
     up instead of the outputs, and
 
         P = W cov(x, x~),  var(y) = diag(W cov(x, x) W').
+
+    All sums are taken around `center`, in float64. z and y are a row of the quantized stream and its target, minus the
+    center.
+
+    Attributes:
+        weight: W; None if the `targets` of `add` are the outputs.
+        count: Rows that are not all zero.
+        total: Sum of the row weights.
+        center: The means of z and y in the first rows; None before any rows were added.
+        z_sum, y_sum: Sums of z (g, n) and of y (g, o).
+        zz_sum: Sums of z z', (g, n, n); only the blocks on the diagonal and right of it are filled.
+        yz_sum: Sums of y z', (g, o, n).
+        yy_sum: Sums of y^2, (g, o); with `weight` of y y', filled like `zz_sum`.
     """
 
     def __init__(self, weight: Tensor | None = None) -> None:
-        self.weight = weight  # W; None: `targets` of `add` are the outputs
-        self.count, self.total = 0, 0.0  # rows that are not all zero; sum of the row weights
-        self.center: tuple[Tensor, Tensor] | None = None  # the point that sums are taken around
+        self.weight = weight
+        self.count, self.total = 0, 0.0
+        self.center: tuple[Tensor, Tensor] | None = None
         self.pending: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def add(self, noisy: Tensor, targets: Tensor, row_weights: Tensor | None = None) -> None:
@@ -167,12 +180,7 @@ class MomentSums:
         targets = torch.cat([rows for _, rows, _ in pending])
         row_weights = None
         if any(weights is not None for *_, weights in pending):
-            row_weights = torch.cat(
-                [
-                    torch.ones(len(rows), dtype=torch.float32) if weights is None else weights
-                    for rows, _, weights in pending
-                ]
-            )
+            row_weights = torch.cat([_weights_or_ones(weights, rows) for rows, _, weights in pending])
         if self.center is None:
             self._allocate(noisy.mean(0), targets.mean(0))
         assert self.center is not None  # noqa: S101  # set by _allocate
@@ -182,24 +190,24 @@ class MomentSums:
         z, y = noisy.sub_(self.center[0]), targets.sub_(self.center[1])  # torch.cat made copies: they may be changed
         weighted_z = z if row_weights is None else z * row_weights[:, None, None]
         weighted_y = y if row_weights is None else y * row_weights[:, None, None]
-        self.sums[0].add_(weighted_z.sum(0))
-        self.sums[1].add_(weighted_y.sum(0))
-        by_group = weighted_z.transpose(0, 1)
-        _add_upper_product_(self.products[0], z.transpose(0, 1), by_group)
-        self.products[1].add_(y.transpose(0, 1).mT @ by_group)
+        self.z_sum.add_(weighted_z.sum(0))
+        self.y_sum.add_(weighted_y.sum(0))
+        weighted_z_by_group = weighted_z.transpose(0, 1)
+        _add_upper_product_(self.zz_sum, z.transpose(0, 1), weighted_z_by_group)
+        self.yz_sum.add_(y.transpose(0, 1).mT @ weighted_z_by_group)
         if self.weight is None:
-            self.energy.add_((y * weighted_y).sum(0))
+            self.yy_sum.add_((y * weighted_y).sum(0))
         else:
-            _add_upper_product_(self.energy, y.transpose(0, 1), weighted_y.transpose(0, 1))
+            _add_upper_product_(self.yy_sum, y.transpose(0, 1), weighted_y.transpose(0, 1))
         self.total += noisy.shape[0] if row_weights is None else float(row_weights.sum(dtype=torch.float64))
 
     def _allocate(self, noisy: Tensor, target: Tensor) -> None:
         """Start with empty sums around a point."""
         self.center = noisy, target
         (groups, size), outputs = noisy.shape, target.shape[-1]
-        self.sums = _zeros(groups, size), _zeros(groups, outputs)
-        self.products = _zeros(groups, size, size), _zeros(groups, outputs, size)
-        self.energy = _zeros(groups, outputs) if self.weight is None else _zeros(groups, size, size)
+        self.z_sum, self.y_sum = _zeros(groups, size), _zeros(groups, outputs)
+        self.zz_sum, self.yz_sum = _zeros(groups, size, size), _zeros(groups, outputs, size)
+        self.yy_sum = _zeros(groups, outputs) if self.weight is None else _zeros(groups, size, size)
 
     def merge_ranks(self) -> "MomentSums":
         """Add up the sums of all ranks, moved to one center."""
@@ -212,25 +220,26 @@ class MomentSums:
             return self
         merged = self._moved_to(centers[0]["noisy"], centers[0]["target"])
         counts = torch.tensor([self.count, self.total], dtype=torch.float64)
-        distributed.all_reduce_sum([counts, *merged.sums, *merged.products, merged.energy], "moments")
+        sums = [merged.z_sum, merged.y_sum, merged.zz_sum, merged.yz_sum, merged.yy_sum]
+        distributed.all_reduce_sum([counts, *sums], "moments")
         merged.count, merged.total = int(counts[0]), float(counts[1])
         return merged
 
     def _moved_to(self, noisy: Tensor, target: Tensor) -> "MomentSums":
-        """Return the sums around another center at distance d: sum (z + d)(z + d)' = sum zz' + d s' + s d' + n dd'."""
+        """Return the sums around another center. z grows by dz = old center - new center, and y by dy."""
         moved = MomentSums(self.weight)
         moved._allocate(noisy, target)
         if self.center is None:
             return moved
-        d, e = (self.center[0].double() - noisy.double()), (self.center[1].double() - target.double())
-        (z, y), n = self.sums, self.total
-        moved.sums = z + n * d, y + n * e
-        moved.products = (
-            self.products[0] + _shifted_product(d, z, d, z, n),
-            (self.products[1] + _shifted_product(e, y, d, z, n)),
-        )
-        added_energy = 2 * e * y + n * e.square() if self.weight is None else _shifted_product(e, y, e, y, n)
-        moved.energy = self.energy + added_energy
+        dz, dy = self.center[0].double() - noisy.double(), self.center[1].double() - target.double()
+        n = self.total
+        moved.z_sum, moved.y_sum = self.z_sum + n * dz, self.y_sum + n * dy
+        moved.zz_sum = self.zz_sum + _change_of_products(self.z_sum, dz, self.z_sum, dz, n)
+        moved.yz_sum = self.yz_sum + _change_of_products(self.y_sum, dy, self.z_sum, dz, n)
+        if self.weight is None:
+            moved.yy_sum = self.yy_sum + (2 * dy * self.y_sum + n * dy.square())
+        else:
+            moved.yy_sum = self.yy_sum + _change_of_products(self.y_sum, dy, self.y_sum, dy, n)
         return moved
 
     def to_moments(self, *, is_done: bool = False) -> Moments | None:
@@ -241,25 +250,31 @@ class MomentSums:
         self.flush()
         if self.center is None or not self.count:
             return None
-        z, y = self.sums[0] / self.total, self.sums[1] / self.total
-        mean, mean_target = z + self.center[0].to(torch.float64), y + self.center[1].to(torch.float64)
-        hessian = _mirror_upper_(self.products[0] if is_done else self.products[0].clone())
-        hessian.div_(self.total).baddbmm_(z[:, :, None], z[:, None], alpha=-1)
-        cross = self.products[1] / self.total - torch.einsum("go,gn->gon", y, z)
+        z_mean, y_mean = self.z_sum / self.total, self.y_sum / self.total
+        mean, mean_target = z_mean + self.center[0].to(torch.float64), y_mean + self.center[1].to(torch.float64)
+        # cov(z, z) = E[z z'] - E[z] E[z]'
+        hessian = _mirror_upper_(self.zz_sum if is_done else self.zz_sum.clone())
+        hessian.div_(self.total).baddbmm_(z_mean[:, :, None], z_mean[:, None], alpha=-1)
+        cross = self.yz_sum / self.total - torch.einsum("go,gn->gon", y_mean, z_mean)
         if self.weight is None:
-            variance = self.energy / self.total - y.square()
-        else:
-            exact = _mirror_upper_(self.energy.clone()).div_(self.total).baddbmm_(y[:, :, None], y[:, None], alpha=-1)
-            products = self.weight @ torch.cat([cross, exact], -1).to(torch.float32)
+            variance = self.yy_sum / self.total - y_mean.square()
+        else:  # y is the float input x so far: multiply by W
+            x_covariance = _mirror_upper_(self.yy_sum.clone()).div_(self.total)
+            x_covariance.baddbmm_(y_mean[:, :, None], y_mean[:, None], alpha=-1)
+            # One product gives both W cov(x, x~) and W cov(x, x).
+            products = self.weight @ torch.cat([cross, x_covariance], -1).to(torch.float32)
             cross = products[..., : cross.shape[-1]].to(torch.float64)
             variance = (products[..., cross.shape[-1] :] * self.weight).sum(-1, dtype=torch.float64)
             mean_target = torch.einsum("gon,gn->go", self.weight.to(torch.float64), mean_target)
         return Moments(self.count, mean, hessian, cross, mean_target, variance.clamp(min=0))
 
 
-def _shifted_product(e: Tensor, y: Tensor, d: Tensor, z: Tensor, n: float) -> Tensor:
-    """sum (y + e)(z + d)' - sum yz' = e z' + y d' + n e d', with y and z the sums."""
-    return e[:, :, None] * (z + n * d)[:, None] + y[:, :, None] * d[:, None]
+def _change_of_products(y_sum: Tensor, dy: Tensor, z_sum: Tensor, dz: Tensor, n: float) -> Tensor:
+    """Return how sum y z' over n rows changes if y grows by dy and z by dz.
+
+    sum (y + dy)(z + dz)' - sum y z' = dy (sum z + n dz)' + (sum y) dz'
+    """
+    return dy[:, :, None] * (z_sum + n * dz)[:, None] + y_sum[:, :, None] * dz[:, None]
 
 
 def _second_moment(covariance: Tensor, mean: Tensor) -> Tensor:
@@ -271,13 +286,17 @@ def _second_moment(covariance: Tensor, mean: Tensor) -> Tensor:
     return moment
 
 
+def _weights_or_ones(row_weights: Tensor | None, rows: Tensor) -> Tensor:
+    return torch.ones(len(rows), dtype=torch.float32) if row_weights is None else row_weights
+
+
 def _mirror_upper_(upper: Tensor) -> Tensor:
-    """Fill the lower triangle of a symmetric matrix from its upper one, in place."""
+    """Fill the lower triangle of a symmetric matrix from its upper one, block by block and in place."""
     for start in range(0, upper.shape[-1], COLUMNS_PER_PRODUCT):
-        rows, rest = slice(start, start + COLUMNS_PER_PRODUCT), slice(start + COLUMNS_PER_PRODUCT, None)
+        rows, right_of_block = slice(start, start + COLUMNS_PER_PRODUCT), slice(start + COLUMNS_PER_PRODUCT, None)
         block = upper[:, rows, rows]
         block.copy_(block.triu().add_(block.triu(1).mT))
-        upper[:, rest, rows] = upper[:, rows, rest].mT
+        upper[:, right_of_block, rows] = upper[:, rows, right_of_block].mT
     return upper
 
 
@@ -289,11 +308,17 @@ def _add_upper_product_(into: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class ResidualSums:
-    """Mean and energy of y - V x~ at the present codes V: all that a bias can correct. No products are needed."""
+    """Mean and energy of the residual y - V x~ at the present codes V: a bias can correct its mean.
+
+    Attributes:
+        count: Number of rows.
+        total: Sum of the row weights.
+        sums: Sums of the residual, its square, the target and its square, stacked; None before any rows were added.
+    """
 
     def __init__(self) -> None:
-        self.count, self.total = 0, 0.0  # rows; sum of the row weights
-        self.sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # of r, r^2, y, y^2 with r the residual
+        self.count, self.total = 0, 0.0
+        self.sums: Tensor | None = None
 
     def add(self, outputs: Tensor, targets: Tensor, row_weights: Tensor | None = None) -> None:
         """Add the outputs (r, g, o) of the quantized layer, and what they should be."""
@@ -302,12 +327,8 @@ class ResidualSums:
         residual = targets - outputs
         counts = 1.0 if row_weights is None else row_weights[:, None, None]
         terms = (residual, residual.square(), targets, targets.square())
-        parts = tuple((term * counts).sum(0) for term in terms)
-        if self.sums is None:
-            self.sums = tuple(torch.zeros_like(part, dtype=torch.float64) for part in parts)  # type: ignore[assignment]
-        assert self.sums is not None  # noqa: S101  # set above
-        for total, part in zip(self.sums, parts, strict=True):
-            total.add_(part)
+        sums = torch.stack([(term * counts).sum(0) for term in terms]).to(torch.float64)
+        self.sums = sums if self.sums is None else self.sums.add_(sums)
         self.count += outputs.shape[0]
         self.total += outputs.shape[0] if row_weights is None else float(row_weights.sum(dtype=torch.float64))
 
@@ -315,7 +336,7 @@ class ResidualSums:
         """Add up the sums of all ranks in rank order, so that every rank gets the same bits."""
         if distributed.world_size() == 1:
             return self
-        tensors = {} if self.sums is None else {str(index): total for index, total in enumerate(self.sums)}
+        tensors = {} if self.sums is None else {"sums": self.sums}
         counts = torch.tensor([self.count, self.total], dtype=torch.float64)
         gathered = distributed.gather_tensors(tensors | {"counts": counts}, "residuals")
         parts = [part for part in gathered if len(part) > 1]  # ranks that saw rows
@@ -323,8 +344,7 @@ class ResidualSums:
         if parts:
             merged.count = int(sum(float(part["counts"][0]) for part in parts))
             merged.total = float(sum(part["counts"][1] for part in parts))
-            totals = [torch.stack([part[str(index)] for part in parts]).sum(0) for index in range(4)]
-            merged.sums = tuple(totals)  # type: ignore[assignment]  # four tensors
+            merged.sums = torch.stack([part["sums"] for part in parts]).sum(0)
         return merged
 
     @property
@@ -335,9 +355,11 @@ class ResidualSums:
     def error(self, shift: Tensor | None = None) -> float:
         """Return the squared error of the outputs over their energy, after a shift of the bias."""
         assert self.sums is not None  # noqa: S101  # as above
-        residual, square, target, energy = (total / self.total for total in self.sums)
-        target_variance = float((energy - target.square()).clamp(min=0).sum())
-        remaining = square if shift is None else square - 2 * shift * residual + shift.square()
+        residual, residual_square, target, target_square = self.sums / self.total  # means over the rows
+        target_variance = float((target_square - target.square()).clamp(min=0).sum())
+        remaining = residual_square
+        if shift is not None:  # E[(r - shift)^2]
+            remaining = residual_square - 2 * shift * residual + shift.square()
         return float(remaining.clamp(min=0).sum()) / target_variance if target_variance > 0 else 0.0
 
 

@@ -62,12 +62,9 @@ class PieceEvaluator:
                             self.select_part(exact, index, is_holdout=True),
                             self.select_part(noisy, index, is_holdout=True),
                         )
-        ranks = distributed.gather_values(
-            "comparing pieces", [[part.count, part.squared_error, part.energy, part.total] for part in sums]
-        )
+        sums_by_rank = distributed.gather_values("comparing pieces", [exit_sums.values() for exit_sums in sums])
         for index, exit_sums in enumerate(sums):
-            totals = map(sum, zip(*(parts[index] for parts in ranks), strict=True))
-            exit_sums.count, exit_sums.squared_error, exit_sums.energy, exit_sums.total = totals
+            exit_sums.merge([sums_of_rank[index] for sums_of_rank in sums_by_rank])
         errors = [exit_sums.error() for exit_sums in sums if exit_sums.count]
         return sum(errors) / len(errors) if errors else 0.0
 
@@ -125,6 +122,14 @@ class _ExitErrorSums:
         self.energy += float(exact.square().sum(dtype=torch.float64))
         self.total += 0.0 if self.is_by_row else float(exact.sum(dtype=torch.float64))
         self.count += exact.numel()
+
+    def values(self) -> list[float]:
+        return [self.count, self.squared_error, self.energy, self.total]
+
+    def merge(self, values_by_rank: Sequence[Sequence[float]]) -> None:
+        """Replace the sums of this rank by the sums over all ranks."""
+        totals = [sum(values) for values in zip(*values_by_rank, strict=True)]
+        self.count, self.squared_error, self.energy, self.total = int(totals[0]), *totals[1:]
 
     def error(self) -> float:
         # By row `total` is 0, so this is the energy |exact|^2.

@@ -46,13 +46,12 @@ class Solution:
     scale: Tensor
 
     @property
-    def steps(self) -> Tensor:
-        """The scale of every code."""
+    def scale_per_code(self) -> Tensor:
         return expand_scale(self.scale, self.codes.shape[-1])
 
     @property
     def values(self) -> Tensor:
-        return self.codes * self.steps
+        return self.codes * self.scale_per_code
 
     def select_outputs(self, outputs: slice) -> "Solution":
         return Solution(self.target[:, outputs], self.codes[:, outputs], self.scale[:, outputs])

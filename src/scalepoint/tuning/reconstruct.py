@@ -227,7 +227,7 @@ class TrainableWeight:
 
         Codes whose weight lies near the middle between two codes are then the first to change.
         """
-        unrounded = self.start.target / self.start.steps
+        unrounded = self.start.target / self.start.scale_per_code
         return self.start.codes + (unrounded - self.start.codes).clamp(-MAX_INITIAL_SHIFT, MAX_INITIAL_SHIFT)
 
     @contextmanager

@@ -75,11 +75,12 @@ class Geometry:
         sizes = list(map(int, shape[-dims:]))
         if self.kind == "conv_transpose":
             sizes = [(size - 1) * step + 1 for size, step in zip(sizes, self.stride, strict=True)]
+        output_sizes = []
         axes = zip(sizes, self.padding, self.kernel, self.dilation, self._strides, strict=True)
-        return samples, *(
-            (size + sum(pads) - dilation * (tap_count - 1) - 1) // stride + 1
-            for size, pads, tap_count, dilation, stride in axes
-        )
+        for size, pads, tap_count, dilation, stride in axes:
+            window = dilation * (tap_count - 1) + 1
+            output_sizes.append((size + sum(pads) - window) // stride + 1)
+        return samples, *output_sizes
 
     def _tap_positions(self, output_positions: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield for each axis the input positions (r, kernel) that the kernel reads; negative in the padding."""

@@ -1,5 +1,6 @@
 """Solves one layer: the steps run one after another, and the solution that is best on held-out rows is applied."""
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 
@@ -26,14 +27,17 @@ class _BestSolution:
 
     Attributes:
         solution: The codes and scales.
-        step: The step that it is from; "" if nothing was better than the nearest codes.
+        step: The step that found it; "" if nothing was better than the nearest codes.
         before, after: Error on held-out rows with the nearest codes, and with the solution.
+        fitted_before, fitted_after: The same on fitted rows, of the sampled outputs only.
     """
 
     solution: Solution
     step: str
     before: float
     after: float
+    fitted_before: float = math.nan
+    fitted_after: float = math.nan
 
 
 @dataclass
@@ -138,7 +142,7 @@ class LayerSolver:
         )
         if len(uses) > 1:
             problem.notes["uses"] = len(uses)
-        best, fitted_before, fitted_after = self._solve_over_ranks(problem, nearest, is_cache_shared=is_cache_shared)
+        best = self._solve_over_ranks(problem, nearest, is_cache_shared=is_cache_shared)
         if best.step:
             grouped.apply(best.solution)
             if has_bias:
@@ -151,34 +155,29 @@ class LayerSolver:
             unknowns=fit.size,
             before=best.before,
             after=best.after,
-            fitted_before=fitted_before,
-            fitted_after=fitted_after,
+            fitted_before=best.fitted_before,
+            fitted_after=best.fitted_after,
             moved=float((best.solution.codes != nearest.codes).to(torch.float64).mean()),
             step=best.step,
             notes=format_notes(problem.notes),
             seconds=time.perf_counter() - start,
         )
 
-    def _solve_over_ranks(
-        self, problem: LayerProblem, nearest: Solution, *, is_cache_shared: bool
-    ) -> tuple[_BestSolution, float, float]:
-        """Find the best solution; each rank solves some of the outputs.
-
-        Returns the solution, and the errors on fitted rows with the nearest codes and with the solution.
-        """
+    def _solve_over_ranks(self, problem: LayerProblem, nearest: Solution, *, is_cache_shared: bool) -> _BestSolution:
+        """Find the best solution, and its error on fitted rows. Each rank solves some of the outputs."""
         outputs = outputs_of_rank(problem.weight)
         part, start = problem, nearest
         if outputs is not None:
             part, start = problem.select_outputs(outputs), nearest.select_outputs(outputs)
         best = self.find_best(part, start, is_cache_shared=is_cache_shared)
-        without_intercept = replace(part, has_intercept=False)
-        fitted_before = without_intercept.error(start, part.fit, part.sampled_outputs)
-        after_problem = part if best.step else without_intercept
-        fitted_after = after_problem.error(best.solution, part.fit, part.sampled_outputs)
-        if outputs is not None:
-            solution = _gather_outputs(best.solution, nearest) if best.step else nearest
-            best = replace(best, solution=solution)
-        return best, fitted_before, fitted_after
+        # The bias is shifted only if a solution is applied.
+        without_shift = replace(part, has_intercept=False)
+        before = without_shift.error(start, part.fit, part.sampled_outputs)
+        after = (part if best.step else without_shift).error(best.solution, part.fit, part.sampled_outputs)
+        best = replace(best, fitted_before=before, fitted_after=after)
+        if outputs is None:
+            return best
+        return replace(best, solution=_gather_outputs(best.solution, nearest) if best.step else nearest)
 
     def find_best(self, problem: LayerProblem, nearest: Solution, *, is_cache_shared: bool = True) -> _BestSolution:
         """Run the steps and compare their solutions on held-out rows.
@@ -254,5 +253,5 @@ def _compute_bias_shift(fit: Moments, holdout: Moments, solution: Solution) -> T
     """Return the mean mismatch over all rows, fitted and held out."""
     if holdout is fit:
         return fit.mean_mismatch(solution.values)
-    parts = [(moments.count, moments.mean_mismatch(solution.values)) for moments in (fit, holdout)]
-    return torch.stack([count * part for count, part in parts]).sum(0) / sum(count for count, _ in parts)
+    sums = [moments.count * moments.mean_mismatch(solution.values) for moments in (fit, holdout)]
+    return torch.stack(sums).sum(0) / (fit.count + holdout.count)

@@ -9,10 +9,11 @@ States = dict[str, dict[str, Tensor]]  # module path -> its state_dict
 
 
 def copy_states(modules: Mapping[str, nn.Module]) -> States:
-    return {
-        path: {key: value.detach().clone() for key, value in module.state_dict().items()}
-        for path, module in modules.items()
-    }
+    return {path: _copy_state(module) for path, module in modules.items()}
+
+
+def _copy_state(module: nn.Module) -> dict[str, Tensor]:
+    return {key: value.detach().clone() for key, value in module.state_dict().items()}
 
 
 def restore_states(modules: Mapping[str, nn.Module], states: States) -> None:

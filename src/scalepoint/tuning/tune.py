@@ -39,7 +39,7 @@ from scalepoint.support.output_folder import check_path
 from scalepoint.support.progress import phase
 from scalepoint.support.torch_state import serialized
 from scalepoint.support.validation_errors import Config
-from scalepoint.tuning.checkpoint import Checkpoint, PieceResult, compute_fingerprint
+from scalepoint.tuning.checkpoint import Checkpoint, PieceResult, StoredPiece, compute_fingerprint
 from scalepoint.tuning.collect import LayerUse, RowCollector
 from scalepoint.tuning.piece_evaluation import PieceEvaluator
 from scalepoint.tuning.pieces import Piece, Unit, cut_into_pieces
@@ -54,8 +54,8 @@ PROVIDED_WEIGHTS_NAN_HINT = (
     "Its weights are finite, so values overflow before it: check the checkpoint and its config.json by running it in "
     "transformers"
 )
-# A range of 8 bits replaces min-max only if the error of the piece falls below this share: rare large values may carry
-# the signal, and the held-out samples may have too few of them to show it.
+# With 8 bits, a proposed range replaces the calibrated one only if the error of the piece falls below this share of the
+# present error: rare large values may carry the signal, and the held-out samples may have too few of them to show it.
 MAX_ERROR_RATIO = 0.9
 WHOLE_MODEL = "all"  # name of the whole model in the checkpoint, where pieces are numbered
 _BYTES_PER_UNIT = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -73,14 +73,14 @@ class ChosenVariant(NamedTuple):
     """Which codes and bias shifts of a solved piece are applied.
 
     Attributes:
-        nearest_error: Error of the piece with the nearest codes.
-        error: Error of the piece with this variant.
         name: "as solved", "without bias shifts" or "nearest".
+        error: Error of the piece with this variant.
+        nearest_error: Error of the piece with the nearest codes.
     """
 
-    nearest_error: float
-    error: float
     name: str
+    error: float
+    nearest_error: float
 
 
 def _parse_bytes(value: Any) -> Any:
@@ -99,7 +99,8 @@ class TuneConfig(Config):
         steps: Names of the steps, in order.
         unit: The size of a piece, which is compared and reconstructed as one: a layer or a block.
         rows: Rows of data used per layer.
-        ridge: Regularization of the target, as a share of the mean diagonal of H. "auto" compares several.
+        ridge: Regularization of the target, as a share of the mean diagonal of H, the covariance of a layer's inputs.
+            "auto" compares several on held-out rows.
         holdout: Share of the samples that are only used to compare results.
         iterations: Iterations of the gradient steps.
         memory: Bytes of memory for activations between layers, or a text such as "2GB"; more goes to disk.
@@ -277,7 +278,7 @@ class _TuningRun:
         if model_steps:
             if not last_has_work:
                 self._pass_piece(pieces[-1])
-            with phase("tuning the whole net", show=progress):
+            with phase("tuning the whole model", show=progress):
                 self._finish_model(model_steps)
 
     def _cut(self, unit: Unit) -> list[Piece]:
@@ -288,13 +289,11 @@ class _TuningRun:
         modules = self._load_modules(piece)
         stored = self.checkpoint.load_piece(name)
         if stored is None:
-            result = self._tune_piece(piece, modules)
-            states = self._store_result(name, modules, result)
+            stored = self._store_result(name, modules, self._tune_piece(piece, modules))
         else:
-            states, result = stored
-            restore_states(modules, states)
+            restore_states(modules, stored.states)
             self._pass_piece(piece)
-        self._add_result(piece, modules, states, result)
+        self._add_result(piece, modules, stored)
 
     def _finish_model(self, steps: list[PieceStep]) -> None:
         """Run steps over the whole model, whose pieces are finished, or load their result from the checkpoint."""
@@ -303,11 +302,10 @@ class _TuningRun:
         stored = self.checkpoint.load_piece(WHOLE_MODEL)
         if stored is None:
             result = self._tune_whole_model(whole_model, modules, steps)
-            states = self._store_result(WHOLE_MODEL, modules, result)
+            stored = self._store_result(WHOLE_MODEL, modules, result)
         else:
-            states, result = stored
-            restore_states(modules, states)
-        self._add_result(whole_model, modules, states, result)
+            restore_states(modules, stored.states)
+        self._add_result(whole_model, modules, stored)
 
     def _load_modules(self, piece: Piece) -> dict[str, nn.Module]:
         """Return the modules of a piece that may change, by path, with the weights of a provider loaded."""
@@ -318,21 +316,22 @@ class _TuningRun:
                 layer.freeze()
         return modules
 
-    def _store_result(self, name: str, modules: Mapping[str, nn.Module], result: PieceResult) -> States:
-        """Store the result and the states of the modules in the checkpoint. Returns the states."""
+    def _store_result(self, name: str, modules: Mapping[str, nn.Module], result: PieceResult) -> StoredPiece:
+        """Store the result and the states of the modules in the checkpoint. Returns both."""
         if self.weight_provider is not None:
             _choose_nearest(modules)
         states = copy_states(modules)
         self.checkpoint.store_piece(name, states, result)
-        return states
+        return StoredPiece(states, result)
 
-    def _add_result(self, piece: Piece, modules: Mapping[str, nn.Module], states: States, result: PieceResult) -> None:
+    def _add_result(self, piece: Piece, modules: Mapping[str, nn.Module], stored: StoredPiece) -> None:
         """Set the states in the user's model, or release the weights of a provider; and add the rows of the report."""
         if self.weight_provider is None:
             # The walk works on a copy of the model, so the user's model gets the result here.
-            restore_states({path: self.model.get_submodule(path) for path in modules}, states)
+            restore_states({path: self.model.get_submodule(path) for path in modules}, stored.states)
         else:
             release_weights(self.walk, piece, self.weight_provider)
+        result = stored.result
         self.rows += result.rows
         self.skipped |= result.skipped
         self.pieces += [result.piece] if result.piece is not None else []
@@ -423,7 +422,7 @@ class _TuningRun:
         after = self.evaluator.stored_error(piece)
         seconds = time.perf_counter() - start
         summary = TunedPiece(
-            layers=("the whole net",), before=before, after=after, how="as solved", notes=notes, seconds=seconds
+            layers=("the whole model",), before=before, after=after, how="as solved", notes=notes, seconds=seconds
         )
         return PieceResult(piece=summary, rows=(), skipped={})
 
@@ -464,18 +463,13 @@ class _TuningRun:
         nearest_error = self.evaluator.error_if_rerun(piece)
         if solved_error <= nearest_error:
             restore_states(modules, solved)
-            return ChosenVariant(nearest_error, solved_error, "as solved")
-        unshifted: States = {
-            path: {key: value for key, value in state.items() if key != "bias_shift"} for path, state in solved.items()
-        }
-        restore_states(modules, unshifted)
-        unshifted_error = self.evaluator.error_if_rerun(piece)
-        if unshifted_error < nearest_error:
-            variant = ChosenVariant(nearest_error, unshifted_error, "without bias shifts")
-        else:
+            return ChosenVariant("as solved", solved_error, nearest_error)
+        restore_states(modules, _without_bias_shifts(solved))
+        variant = ChosenVariant("without bias shifts", self.evaluator.error_if_rerun(piece), nearest_error)
+        if variant.error >= nearest_error:
             restore_states(modules, nearest)
-            variant = ChosenVariant(nearest_error, nearest_error, "nearest")
-        self.walk.store_rerun(piece)  # until here the values of the solved layers are stored
+            variant = ChosenVariant("nearest", nearest_error, nearest_error)
+        self.walk.store_rerun(piece)  # the stored values were those of the solved layers
         return variant
 
     def _run_piece_steps(
@@ -543,6 +537,10 @@ def _choose_nearest(modules: Mapping[str, nn.Module]) -> None:
     for layer in modules.values():
         if isinstance(layer, QuantizedLayer) and layer.weight_quant.chosen is None:
             layer.set_codes(layer.get_deployed().codes)
+
+
+def _without_bias_shifts(states: States) -> States:
+    return {path: {key: value for key, value in state.items() if key != "bias_shift"} for path, state in states.items()}
 
 
 def _reverted_row(row: TunedLayer, variant: str) -> TunedLayer:

@@ -100,7 +100,8 @@ def pack_q6_k(block_codes: BlockCodes) -> Bytes | None:
     d, factors = split
     codes = _shift_codes(block_codes, 32)
     quarters = codes.reshape(-1, 2, 4, 32)
-    low_bits = (quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4).reshape(-1, 128)
+    low_nibbles = quarters & 15
+    low_bits = (low_nibbles[:, :, :2] | low_nibbles[:, :, 2:] << 4).reshape(-1, 128)
     return _join_rows(block_codes, low_bits, _pack_two_bits(codes >> 4), factors.numpy(), _to_bytes(d))
 
 
@@ -143,7 +144,8 @@ def _pack_six_bits(scale_factors: Bytes, min_factors: Bytes) -> Bytes:
     """
     first = scale_factors[:, :4] | (scale_factors[:, 4:] >> 4) << 6
     second = min_factors[:, :4] | (min_factors[:, 4:] >> 4) << 6
-    return np.concatenate((first, second, scale_factors[:, 4:] & 15 | (min_factors[:, 4:] & 15) << 4), 1)
+    third = (scale_factors[:, 4:] & 15) | (min_factors[:, 4:] & 15) << 4
+    return np.concatenate((first, second, third), 1)
 
 
 def _pack_nibbles(codes: Bytes) -> Bytes:

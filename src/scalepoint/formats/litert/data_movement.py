@@ -153,10 +153,10 @@ def broadcast_to(writer: GraphWriter, x: Any, shape: Sequence[int], dtype: str) 
         for size, x_size in zip(shape, x_shape, strict=True)
     ]
     if any(factor > 1 for factor in factors):
-        tiled_shape = [
-            size if isinstance(size, DynamicExtent) and axis not in dynamic_axes else int(x_shape[axis]) * factors[axis]
-            for axis, size in enumerate(shape)
-        ]
+        tiled_shape = []
+        for axis, size in enumerate(shape):
+            stays_dynamic = isinstance(size, DynamicExtent) and axis not in dynamic_axes
+            tiled_shape.append(size if stays_dynamic else int(x_shape[axis]) * factors[axis])
         x = writer.emit("TILE", [writer.materialize(x), writer.add_int_list(factors)], tiled_shape, dtype)
     if dynamic_axes:
         inputs = [writer.materialize(x), writer.materialize(writer.zeros_per_sample(rank))]

@@ -85,7 +85,10 @@ def prelu(writer: GraphWriter, node: fx.Node) -> Value:
     x, weight = writer.dequantize(arguments["self"]), arguments["weight"]
     if not isinstance(weight, Tensor):
         raise UnsupportedOperationError("has a slope that is computed from the data")
-    slope = weight.reshape(-1).expand(x.shape[1]).reshape([-1 if axis == 1 else 1 for axis in x.order[1:]])
+    slope_shape = [
+        -1 if axis == 1 else 1 for axis in x.order[1:]
+    ]  # broadcasts over the stored order, without the batch
+    slope = weight.reshape(-1).expand(x.shape[1]).reshape(slope_shape)
     return writer.emit_elementwise("PRELU", x, [writer.add_constant(slope, "slope")])
 
 

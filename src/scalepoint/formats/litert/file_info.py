@@ -80,6 +80,7 @@ def _read_input(tensor: Any) -> FileInput:
     if dtype is None:
         raise StoreError(f"input {tensor.Name().decode()!r} has an unsupported type: {tensor.Type()}")
     sizes = np.atleast_1d(tensor.ShapeSignatureAsNumpy() if tensor.ShapeSignatureLength() else tensor.ShapeAsNumpy())
-    # A tensor without axes has no shape vector, for which flatbuffers returns 0.
-    shape = tuple(None if size < 0 else int(size) for size in sizes) if tensor.ShapeLength() else ()
+    shape: tuple[int | None, ...] = ()
+    if tensor.ShapeLength():  # flatbuffers returns 0 for the missing shape vector of a tensor without axes
+        shape = tuple(None if size < 0 else int(size) for size in sizes)
     return FileInput(tensor.Name().decode(), dtype, shape)

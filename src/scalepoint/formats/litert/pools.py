@@ -100,6 +100,7 @@ def _write_average(writer: GraphWriter, node: fx.Node, window: Window, *, counts
     if not has_same_scale:  # LiteRT's pool cannot change the scale
         x = writer.dequantize(x)
     source, padding = pad_input(writer, x, shape[2:], window, always_explicit=counts_pads)
+    # SAME leaves its padding out of the mean, an explicit PAD (then VALID) counts it.
     if has_pads and counts_pads != (padding == VALID):
         raise UnsupportedOperationError("is an average pool that counts its padding differently from LiteRT")
     average = _write_pool(writer, "AVERAGE_POOL_2D", source, node, padding, window, x)

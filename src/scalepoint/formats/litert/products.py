@@ -122,8 +122,10 @@ def _weight_data(weight: Any) -> Any:
 
 def _two_extents(argument: Any, spatial_axes: int) -> list[int]:
     """Return the extents for height and width; the height of a 1-d convolution has 1."""
-    extents = list(argument) * (spatial_axes if len(argument) == 1 else 1)
-    return [int(extent) for extent in ([1, *extents] if spatial_axes == 1 else extents)]
+    extents = [int(extent) for extent in argument]
+    if spatial_axes == 1:
+        return [1, *extents]
+    return extents * 2 if len(extents) == 1 else extents
 
 
 def _two_paddings(argument: Any, kernel: Sequence[int], dilation: Sequence[int], spatial_axes: int) -> list[int]:
@@ -132,8 +134,10 @@ def _two_paddings(argument: Any, kernel: Sequence[int], dilation: Sequence[int],
         return [0, 0]
     if argument == "same":
         return [(size - 1) * step // 2 for size, step in zip(kernel, dilation, strict=True)]
-    pads = list(argument) * (spatial_axes if len(argument) == 1 else 1)
-    return [int(pad) for pad in ([0, *pads] if spatial_axes == 1 else pads)]
+    pads = [int(pad) for pad in argument]
+    if spatial_axes == 1:
+        return [0, *pads]
+    return pads * 2 if len(pads) == 1 else pads
 
 
 def _to_four_axes(weight: Any) -> Any:

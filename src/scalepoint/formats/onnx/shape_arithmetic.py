@@ -46,7 +46,9 @@ def _fold_reshape(graph: Any, node: Any) -> None:
     if sizes is None or computed.const_value is not None:
         return
     before = _read_shape(x) or ()
-    target = [0 if isinstance(size, str) and before[i : i + 1] == (size,) else size for i, size in enumerate(sizes)]
+    # 0 in a Reshape copies the size of the input's axis with the same index.
+    is_copied = [isinstance(size, str) and before[i : i + 1] == (size,) for i, size in enumerate(sizes)]
+    target = [0 if copied else size for size, copied in zip(sizes, is_copied, strict=True)]
     shape = [-1 if isinstance(size, str) else size for size in target]
     # 0 is "the size of this axis" only without allowzero; a literal 0 would need it.
     if shape.count(-1) > 1 or 0 in sizes:

@@ -60,7 +60,9 @@ def min_scale(site: ScalingSite, extremes: "ChannelExtremes") -> Tensor:
     for op in site.clamps:
         low, high = _clamp_limits(op)
         for_high = extremes.high * CLAMP_HEADROOM / high if high > 0 else torch.full_like(least, 2)
-        for_low = extremes.low * CLAMP_HEADROOM / low if low < 0 else torch.full_like(least, 2.0 if low > 0 else 0.0)
+        # A lower limit of 0 (ReLU6) commutes with scaling; one above 0 never does.
+        unobserved = torch.full_like(least, 2.0 if low > 0 else 0.0)
+        for_low = extremes.low * CLAMP_HEADROOM / low if low < 0 else unobserved
         least = torch.maximum(least, torch.maximum(for_high, for_low))
     return least
 

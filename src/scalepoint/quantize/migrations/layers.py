@@ -183,7 +183,8 @@ class RewritableNorm:
                 return next(iter(tensors.values()), None), None
             return tensors.get("weight"), tensors.get("bias")
         weight, bias = getattr(self.module, "weight", None), getattr(self.module, "bias", None)
-        return None if weight is None else weight.detach(), None if bias is None else bias.detach()
+        weight, bias = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
+        return weight, bias
 
     def affine_tensors(self) -> list[Tensor]:
         return [tensor for tensor in self.affine() if tensor is not None]

@@ -377,7 +377,9 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None) -> Any:
 
 def matmul(x: Any, y: Any, transpose_x: Any = False, transpose_y: Any = False) -> Any:
     x, y = _as_tensor(x), _as_tensor(y)
-    return (x.transpose(-1, -2) if transpose_x else x) @ (y.transpose(-1, -2) if transpose_y else y)
+    x = x.transpose(-1, -2) if transpose_x else x
+    y = y.transpose(-1, -2) if transpose_y else y
+    return x @ y
 
 
 def cast(x: Any, dtype: str) -> Any:

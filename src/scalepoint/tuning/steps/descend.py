@@ -47,8 +47,8 @@ class _Descent:
         self.column_limits = self.grid.column_limits(self.codes.shape[1])
         self.can_change_scales, self.block_count = problem.can_change_scales, self.scale.shape[-1]
         target = solution.target.mT.to(torch.float32)
-        steps = expand_scale(self.scale, self.codes.shape[1]).mT
-        self.slope = hessian @ (self.codes * steps - target)
+        scale_per_code = expand_scale(self.scale, self.codes.shape[1]).mT
+        self.slope = hessian @ (self.codes * scale_per_code - target)
 
     def sweep(self, *, is_last: bool) -> int:
         """Move all codes once, then the scales. Returns the number of codes that moved.
@@ -75,28 +75,26 @@ class _Descent:
     def _move_codes(self, block: slice) -> Tensor:
         """Move the codes of some columns one by one. Returns the change of their values."""
         codes, slope = self.codes[:, block], self.slope[:, block]
-        steps = self.scale[:, :, block.start * self.block_count // self.codes.shape[1]]
+        scale = self.scale[:, :, block.start * self.block_count // self.codes.shape[1]]
         hessian, is_paired = self.hessian[:, block, block], self.grid.partners is not None
-        # 1 / (s_j H_jj)
-        inverse_curves = (
-            (steps[:, None] * hessian.diagonal(dim1=-2, dim2=-1)[..., None]).clamp_(min=1e-30).reciprocal_()
-        )
-        changes = (codes * steps[:, None]).neg_()  # minus the old values; the new ones are added below
-        # unbind gives views of all columns at once; indexing each column of each tensor would take longer than the
-        # arithmetic. Slopes and rows of H have one more axis, which baddbmm needs.
+        diagonal = hessian.diagonal(dim1=-2, dim2=-1)[..., None]
+        step_per_slope = (scale[:, None] * diagonal).clamp_(min=1e-30).reciprocal_()  # 1 / (s_j H_jj)
+        changes = (codes * scale[:, None]).neg_()  # minus the old values; the new ones are added below
+        # unbind makes the views of all columns at once: indexing every column takes longer than the arithmetic.
+        # Slopes and rows of H have one more axis, which baddbmm needs.
         slope_rows, hessian_rows = (tensor.unsqueeze(2).unbind(1) for tensor in (slope, hessian))
-        views = (tensor.unbind(1) for tensor in (codes, inverse_curves, changes))
+        views = (tensor.unbind(1) for tensor in (codes, step_per_slope, changes))
         columns = zip(slope_rows, hessian_rows, *views, self.column_limits[block], strict=True)
         current_slope = torch.empty_like(slope[:, :1])
-        for column, (slope_row, hessian_row, code, inverse_curve, change, limits) in enumerate(columns):
+        for column, (slope_row, hessian_row, code, factor, change, limits) in enumerate(columns):
             # R of this column after the moves of the columns before it in this block
             torch.baddbmm(slope_row, hessian_row[..., :column], changes[:, :column], out=current_slope)
             if is_paired:  # the partner may have moved
                 low, high = self.grid.paired_limits(self.codes.mT, block.start + column)
             else:
                 low, high = limits
-            self.grid.round_(code.addcmul_(current_slope[:, 0], inverse_curve, value=-1).clamp_(low, high))
-            change.addcmul_(code, steps)
+            self.grid.round_(code.addcmul_(current_slope[:, 0], factor, value=-1).clamp_(low, high))
+            change.addcmul_(code, scale)
         return changes
 
     def _move_block_scales(self, block: slice, change: Tensor) -> Tensor:

@@ -30,11 +30,12 @@ def gptq(problem: LayerProblem, solution: Solution) -> Solution:
         problem.notes["damping"] = "none helps: left to descent"
         return solution
     problem.notes["damping"] = share
-    steps = expand_scale(solution.scale, problem.fit.size)
-    weight, scale = _sort_columns(solution.target, order), _sort_columns(steps, order)
-    codes = _round_columns(weight, scale, problem.grid, _sort_limits(problem.grid, order), factor).mT
-    index = order[:, None, :].expand_as(codes)
-    return Solution(solution.target, torch.empty_like(codes).scatter_(-1, index, codes), solution.scale)
+    scale_per_code = expand_scale(solution.scale, problem.fit.size)
+    weight, scale = _sort_columns(solution.target, order), _sort_columns(scale_per_code, order)
+    sorted_codes = _round_columns(weight, scale, problem.grid, _sort_limits(problem.grid, order), factor).mT
+    index = order[:, None, :].expand_as(sorted_codes)
+    codes = torch.empty_like(sorted_codes).scatter_(-1, index, sorted_codes)  # back to the order of the layer
+    return Solution(solution.target, codes, solution.scale)
 
 
 def _sort_columns(values: Tensor, order: Tensor) -> Tensor:
@@ -100,19 +101,20 @@ def _round_columns(
     one product.
     """
     codes, pivots = torch.empty_like(weight), factor.diagonal(dim1=-2, dim2=-1)[..., None]
-    value = torch.empty_like(weight[:, :1])
+    compensated = torch.empty_like(weight[:, :1])
     for start in range(0, weight.shape[1], COLUMNS_PER_BLOCK):
         block = slice(start, start + COLUMNS_PER_BLOCK)
         errors, block_factor = torch.empty_like(weight[:, block]), factor[:, block, block].mT
-        # unbind gives views of all columns at once. Indexing each column of each tensor would take longer than the
-        # arithmetic. Weights and factor rows have one more axis, which baddbmm needs.
+        # unbind makes the views of all columns at once: indexing every column takes longer than the arithmetic.
+        # Weights and factor rows have one more axis, which baddbmm needs.
         weights = weight[:, block].unsqueeze(2).unbind(1)
         factor_rows = block_factor.unsqueeze(2).unbind(1)
-        views = (tensor.unbind(1) for tensor in (scale[:, block], codes[:, block], errors, pivots[:, block]))
-        columns = zip(weights, factor_rows, *views, column_limits[block], strict=True)
-        for column, (line, factor_row, step, code, error, pivot, limits) in enumerate(columns):
-            torch.baddbmm(line, factor_row[..., :column], errors[:, :column], alpha=-1, out=value)
-            grid.round_(torch.div(value[:, 0], step, out=code).clamp_(*limits))
-            torch.addcmul(value[:, 0], code, step, value=-1, out=error).div_(pivot)
+        other_views = (tensor.unbind(1) for tensor in (scale[:, block], codes[:, block], errors, pivots[:, block]))
+        columns = zip(weights, factor_rows, *other_views, column_limits[block], strict=True)
+        for column, (weight_row, factor_row, step_size, code, error, pivot, limits) in enumerate(columns):
+            # The weights minus the errors of the columns before them in this block.
+            torch.baddbmm(weight_row, factor_row[..., :column], errors[:, :column], alpha=-1, out=compensated)
+            grid.round_(torch.div(compensated[:, 0], step_size, out=code).clamp_(*limits))
+            torch.addcmul(compensated[:, 0], code, step_size, value=-1, out=error).div_(pivot)
         weight[:, block.stop :].baddbmm_(factor[:, block, block.stop :].mT, errors, alpha=-1)
     return codes

@@ -117,9 +117,9 @@ def _sample_values(walk: StreamWalk, node: fx.Node, importance: dict[int, Tensor
 
 def _broadcast_importance(importance: dict[int, Tensor], x: Tensor) -> Tensor:
     """Return the importance of all axes that fit the shape of x, added up; 1 if none fits."""
-    fitting = [
-        channels.view(-1, *(1 for _ in range(-axis - 1)))
-        for axis, channels in importance.items()
-        if x.ndim >= max(2, -axis) and x.shape[axis] == len(channels)
-    ]
+    fitting = []
+    for axis, channels in importance.items():
+        if x.ndim >= max(2, -axis) and x.shape[axis] == len(channels):
+            trailing_ones = [1] * (-axis - 1)
+            fitting.append(channels.view(-1, *trailing_ones))
     return reduce(torch.add, fitting) if fitting else torch.ones((), dtype=torch.float32)

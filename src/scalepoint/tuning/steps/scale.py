@@ -46,9 +46,10 @@ class _ScaleSearch:
         self.best, self.best_cost = start.clone(), self._cost(start)
 
     def _cost(self, scales: Tensor) -> Tensor:
-        steps = scales[..., None]
-        codes = self.grid.nearest_codes((self.target / steps).view(self.shape)).view_as(self.target)
-        return codes.mul_(steps).sub_(self.target).square_().mul_(self.importance).sum(-1)
+        scales = scales[..., None]
+        codes = self.grid.nearest_codes((self.target / scales).view(self.shape)).view_as(self.target)
+        error = codes.mul_(scales).sub_(self.target)
+        return error.square_().mul_(self.importance).sum(-1)
 
     def try_scales(self, scales: Tensor) -> None:
         cost = self._cost(scales)
