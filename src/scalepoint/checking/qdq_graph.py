@@ -88,6 +88,14 @@ def get_result(node: Node) -> Tensor:
     return node.outputs[0] if node.outputs else None
 
 
+def both_orders(node: Node) -> list[tuple[Tensor, Tensor]]:
+    """Return the two operands of a node in both orders; nothing for a node with another number of operands."""
+    if len(node.inputs) != 2:
+        return []
+    first, second = node.inputs
+    return [(first, second), (second, first)]
+
+
 def get_int_attribute(node: Node, attribute: str, default: int = 0) -> int:
     stored = node.attributes.get(attribute)
     return stored.value if stored is not None and isinstance(stored.value, int) else default
@@ -315,22 +323,17 @@ class QdqView:
 
         This is any number of linear operations, then an activation, then a max pool.
         """
-        tensor, min_stage = get_result(node), 0
+        tensor, has_activation = get_result(node), False
         while (step := self.only_reader_step(tensor)) is not None:
-            stage = self._epilogue_stage(step.use)
-            if stage is None or stage < min_stage:
+            use = step.use
+            is_activation = use.node.op_type in ACTIVATIONS and use.operand_index == 0
+            if use.node.op_type == "MaxPool":
+                yield step
+                return
+            if has_activation or not (self.is_linear(use) or is_activation):
                 return
             yield step
-            if stage == 2:
-                return
-            tensor, min_stage = get_result(step.use.node), 2 if stage == 1 else stage
-
-    def _epilogue_stage(self, use: OperandUse) -> int | None:
-        if self.is_linear(use):
-            return 0
-        if use.node.op_type in ACTIVATIONS and use.operand_index == 0:
-            return 1
-        return 2 if use.node.op_type == "MaxPool" else None
+            tensor, has_activation = get_result(use.node), is_activation and not self.is_linear(use)
 
     def convolution(self, tensor: Tensor, *, has_one_reader: bool = True) -> Node | None:
         """Return the convolution whose kernel computes a tensor, with linear operations folded in; None if none does.

@@ -20,6 +20,7 @@ from scalepoint.checking.qdq_graph import (
     OperandUse,
     QdqView,
     Tensor,
+    both_orders,
     get_int_attribute,
     get_operand,
     get_result,
@@ -418,7 +419,7 @@ def _match_gelu(view: QdqView, erf: Node) -> list[OperandUse]:
 def check_silu(view: QdqView) -> Iterator[Fault]:
     """R21: no Q/DQ between Conv and the Sigmoid and Mul of its SiLU; a depthwise Conv has no such fusion anyway."""
     for node in view.nodes("Mul"):
-        for gate, data in (node.inputs, node.inputs[::-1]) if len(node.inputs) == 2 else ():
+        for gate, data in both_orders(node):
             gate_before_pairs, gate_dequantize = view.before_pairs(gate)
             sigmoid = view.producer(gate_before_pairs)
             if sigmoid is None or sigmoid.op_type != "Sigmoid":

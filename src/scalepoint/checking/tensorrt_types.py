@@ -29,6 +29,7 @@ from scalepoint.checking.qdq_graph import (
     QdqView,
     Tensor,
     TensorShape,
+    both_orders,
     get_int_attribute,
     get_operand,
     get_result,
@@ -170,7 +171,7 @@ def check_bias_is_float(view: QdqView) -> Iterator[Fault]:
         elif node.op_type in WEIGHTED and _is_quantized_constant(view, get_operand(node, 2)):
             yield Fault(node, get_operand(node, 2), "the bias is quantized")
         elif node.op_type == "Add":
-            for bias, data in (node.inputs, node.inputs[::-1]) if len(node.inputs) == 2 else ():
+            for bias, data in both_orders(node):
                 producer = view.producer(data)
                 if producer is not None and producer.op_type in WEIGHTED and _is_quantized_constant(view, bias):
                     yield Fault(node, bias, f"the bias after {producer.op_type} is quantized")

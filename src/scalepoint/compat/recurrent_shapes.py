@@ -31,11 +31,9 @@ def any_length_recurrent_shapes() -> Iterator[None]:
         (operation, dict(operation.py_kernels), decomposition_table.get(operation)) for operation in OPERATIONS
     ]
     for operation, kernels, decomposition in originals:
-        _set_kernels(
-            operation,
-            {key: _make_shape_kernel(kernel) for key, kernel in kernels.items()},
-            decomposition and _make_shape_kernel(decomposition),
-        )
+        shape_kernels = {key: _make_shape_kernel(kernel) for key, kernel in kernels.items()}
+        shape_decomposition = None if decomposition is None else _make_shape_kernel(decomposition)
+        _set_kernels(operation, shape_kernels, shape_decomposition)
     try:
         yield
     finally:

@@ -162,8 +162,10 @@ def _has_known_sizes(tensor: FakeTensor) -> bool:
 def _is_dense_float(tensor: FakeTensor) -> bool:
     """Whether a float tensor is contiguous. Sizes other than the first must be numbers, so that this can be decided."""
     expected_stride = 1
-    for size, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
-        if not isinstance(size, int) or not isinstance(stride, int) or (size != 1 and stride != expected_stride):
+    for size, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):  # from the last axis to axis 1
+        if not isinstance(size, int) or not isinstance(stride, int):
+            return False
+        if size != 1 and stride != expected_stride:
             return False
         expected_stride *= size
     is_plain = tensor.is_floating_point() and not tensor.is_conj() and not tensor.is_neg() and tensor.ndim > 1

@@ -44,7 +44,9 @@ def _weight_and_bias(node: fx.Node) -> list[tuple[str, fx.Node]]:
     if kind not in _PRODUCTS:
         return []
     arguments = get_arguments(node)
-    names = (*WEIGHTS, *BIASES, *(["self"] if kind == "addmm" else []))
+    names = [*WEIGHTS, *BIASES]
+    if kind == "addmm":
+        names.append("self")
     return [(name, arguments[name]) for name in names if isinstance(arguments.get(name), fx.Node)]
 
 

@@ -65,7 +65,8 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _assign_letters(node: fx.Node, operands: list[fx.Node]) -> tuple[dict[fx.Node, str], str]:
     """Return one letter for each axis of the operands, and the letters of the result."""
-    ranks = [value.ndim for operand in operands if (value := get_fake_tensor(operand)) is not None]
+    values = map(get_fake_tensor, operands)
+    ranks = [value.ndim for value in values if value is not None]
     if node.target is _aten.tensordot.default:
         return _letters_of_tensordot(node, operands, ranks)
     terms, _, result = str(node.args[0]).replace(" ", "").partition("->")

@@ -142,8 +142,11 @@ def _record_outputs(
     missing = set(modules) - set(recorded)
     if missing:
         raise CaptureError(f"leave={sorted(missing)}: the model does not call these submodules for these inputs")
-    # The first part of a path is the class of the model. A MAC is two FLOPs.
-    flops = {path.partition(".")[2]: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
+    flops: dict[str, int] = {}
+    for path, counts in counter.get_flop_counts().items():
+        _, _, name = path.partition(".")  # the first part of a path is the class of the model
+        flops[name] = sum(counts.values())
+    # A MAC is two FLOPs.
     return tuple(replace(opaque, macs=flops.get(name, 0) // 2 // calls[name]) for name, opaque in recorded.items())
 
 

@@ -111,7 +111,9 @@ def find_allowed_sizes(program: ExportedProgram, axes: Axes) -> AllowedSizes:
     for _, _, label, size in _iterate_sizes(program, axes):
         example[label] = int(size.node.hint)
         expression, shape_env = size.node.expr, size.node.shape_env
-        symbols[label] = (*symbols.get(label, ()), *((expression,) if expression.is_Symbol else ()))
+        symbols.setdefault(label, ())
+        if expression.is_Symbol:
+            symbols[label] += (expression,)
     guards = dict.fromkeys(guard.expr for guard in shape_env.guards)
     return AllowedSizes(
         example, symbols, tuple(guards), dict(shape_env.backed_var_to_val), dict(shape_env.replacements)
@@ -149,7 +151,9 @@ def _iterate_sizes(program: ExportedProgram, axes: Axes) -> Iterator[tuple[str, 
 def run_at_double_size(model: nn.Module, inputs: Inputs, axes: Axes) -> str:
     """Run the model with each named axis twice as long, and describe the first error; "" if it never fails."""
     values = get_named_inputs(model, *inputs)
-    sizes = {label: values[name].shape[axis] for name, axis_names in axes.items() for axis, label in axis_names.items()}
+    sizes: dict[str, int] = {}
+    for name, axis_names in axes.items():
+        sizes |= {label: values[name].shape[axis] for axis, label in axis_names.items()}
     for label, size in sizes.items():
         try:
             dry_run(model, *resize_inputs(model, inputs, axes, {label: 2 * size}))

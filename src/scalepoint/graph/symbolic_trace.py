@@ -101,9 +101,11 @@ def _lift_node(tree: ModuleTree, node: fx.Node) -> None:
 
 def _replace(tree: ModuleTree, node: fx.Node, kind: str, function: Any) -> None:
     names = _ARGUMENT_NAMES.get(kind, ())
-    positional = {names[i] if i < len(names) else f"argument_{i}": value for i, value in enumerate(node.args)}
-    keyword = {name: False if name == "inplace" else value for name, value in node.kwargs.items()}
-    bound, inputs = bind_arguments({**positional, **keyword}, kind, tree.root)
+    arguments = {names[i] if i < len(names) else f"argument_{i}": value for i, value in enumerate(node.args)}
+    arguments |= node.kwargs
+    if "inplace" in arguments:
+        arguments["inplace"] = False
+    bound, inputs = bind_arguments(arguments, kind, tree.root)
     if not inputs:
         return  # computed from parameters only
     path = _owner_path(node)

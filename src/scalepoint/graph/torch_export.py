@@ -278,9 +278,8 @@ def _describe_unknown_output(model: nn.Module, message: str) -> str:
 
 def _make_hint(model: nn.Module, error: Exception | None) -> str:
     """Return advice for a failed export: packed sequences, values that a trace does not have, or another branch."""
-    if has_passed_through(error, "pack_padded_sequence", "pad_packed_sequence", "pack_sequence") or has_local_of_type(
-        error, PackedSequence
-    ):
+    calls_packing = has_passed_through(error, "pack_padded_sequence", "pad_packed_sequence", "pack_sequence")
+    if calls_packing or has_local_of_type(error, PackedSequence):
         return (
             "Packed sequences have a number of rows that depends on the lengths, which a file cannot represent: run "
             "the recurrent layer on the padded tensor, and mask or select its outputs by the lengths"

@@ -102,8 +102,10 @@ def code_offset(qparams: QParams, grid: Grid) -> Tensor | float:
     """Return code - centred code."""
     if grid.format.is_float:
         return 0.0
-    if grid.formulation == QuantizationFormulation.MINVAL or qparams.zero_point is None:
-        return grid.low if grid.formulation == QuantizationFormulation.MINVAL else grid.middle
+    if grid.formulation == QuantizationFormulation.MINVAL:
+        return grid.low
+    if qparams.zero_point is None:
+        return grid.middle
     return qparams.zero_point.to(qparams.scale.dtype)
 
 
@@ -165,7 +167,7 @@ class ClampRecorder:
     Stores their indices if they are few, else a mask.
 
     Attributes:
-        inside: Mask of the values that are not clamped; None if `indices` tells, or if nothing is clamped.
+        inside: Mask of the values that are not clamped; None if `indices` has the clamped ones, or if there are none.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -189,7 +191,7 @@ class ClampRecorder:
 
     @property
     def indices(self) -> Tensor | None:
-        """Indices of clamped values in the flat tensor; None if `inside` tells, or if nothing is clamped."""
+        """Indices of clamped values in the flat tensor; None if `inside` marks them, or if nothing is clamped."""
         parts = [part for part in self._indices if part.numel()]
         if not parts:
             return None
@@ -254,12 +256,11 @@ def _round_trip_whole(
         clamped.add_piece(t, steps)
     c = clamp(t, steps, t)
     if fmt.is_float:
-        # For a few elements one slow kernel (the cast) is faster than six fast ones; the values are the same.
-        c = (
-            c.to(fmt.cast).to(torch.float32)
-            if fmt.cast and c.numel() <= FEW_ELEMENTS
-            else round_to_float(c, fmt, out=c)
-        )
+        if fmt.cast and c.numel() <= FEW_ELEMENTS:
+            # For a few elements one slow kernel (the cast) is faster than six fast ones; the values are the same.
+            c = c.to(fmt.cast).to(torch.float32)
+        else:
+            c = round_to_float(c, fmt, out=c)
     y = restore(c, steps, in_place=True)
     return y if out is None or y is out else out.copy_(cast_to_input_dtype(y, out.dtype))
 

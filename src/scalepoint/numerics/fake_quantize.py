@@ -81,9 +81,9 @@ def fake_quantize_by_steps(x: Tensor, steps: Steps, fmt: Format, out: Tensor | N
     if not needs_grad:
         return round_trip(x, steps, fmt, out=out)
     x = x.clone() if x.is_inference() else x
-    node, inputs = (_LearnedScale, (x, steps.scale)) if learns_scale else (_StraightThrough, (x,))
-    y: Tensor = node.apply(*inputs, steps, fmt)  # type: ignore[no-untyped-call]
-    return mark_quantized(y, steps, fmt)
+    if learns_scale:
+        return mark_quantized(_LearnedScale.apply(x, steps.scale, steps, fmt), steps, fmt)  # type: ignore[no-untyped-call]
+    return mark_quantized(_StraightThrough.apply(x, steps, fmt), steps, fmt)  # type: ignore[no-untyped-call]
 
 
 def _fake_quantize_traced(x: Tensor, steps: Steps, fmt: Format, *, learns_scale: bool, needs_grad: bool) -> Tensor:

@@ -57,12 +57,11 @@ def _bin_index(rows: Tensor, power: Tensor, bins: int, *, is_exact: bool) -> Ten
     if is_exact:
         return (rows * (power_of_two(-power)[:, None] * half)).floor_()
     # Two exact multiplications: 2^-e alone would be subnormal for the largest ranges.
-    half_power = -power // 2  # two factors, because one power of two may overflow
+    half_power = -power // 2
     unit = rows * power_of_two(half_power)[:, None] * power_of_two(-power - half_power)[:, None]
     index = (unit * half).floor().clamp(-half, half - 1)
-    return torch.where(
-        rows < 0, index.clamp(max=-1), index
-    )  # a negative value whose product underflowed to 0 belongs into bin -1
+    # A negative value whose product underflowed to 0 belongs into bin -1.
+    return torch.where(rows < 0, index.clamp(max=-1), index)
 
 
 def _count_in_pieces(rows: Tensor, power: Tensor, bins: int) -> Tensor:
@@ -74,9 +73,9 @@ def _count_in_pieces(rows: Tensor, power: Tensor, bins: int) -> Tensor:
     rows_per_piece = max(1, PIECE_ELEMENTS // width)
     # If half / 2^power is a power of two, at least 1 and finite, every product is exact.
     half_exponent = bins.bit_length() - 2
-    is_exact = bins == 2 ** (half_exponent + 1) and bool(
-        ((power <= half_exponent) & (power > half_exponent - 127)).all()
-    )
+    is_power_of_two = bins == 2 ** (half_exponent + 1)
+    is_in_range = (power <= half_exponent) & (power > half_exponent - 127)
+    is_exact = is_power_of_two and bool(is_in_range.all())
     for start in range(0, len(rows), rows_per_piece):
         stop = start + rows_per_piece
         part, part_power = rows[start:stop], power[start:stop]

@@ -65,10 +65,12 @@ def least_squares(
     powers = torch.linspace(0.0, 1.0, steps, dtype=torch.float32, device=values.device)
     shrink = torch.pow(least, powers).unbind()
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    best = _find_best_range(values, weights, [(low * s, high * s) for s in shrink], grid)
+    best = _find_best_range(values, weights, [(low * factor, high * factor) for factor in shrink], grid)
     if not grid.is_symmetric:
-        best = _find_best_range(values, weights, [best, *((best[0], high * s) for s in shrink)], grid)
-        best = _find_best_range(values, weights, [best, *((low * s, best[1]) for s in shrink)], grid)
+        other_highs = [(best[0], high * factor) for factor in shrink]
+        best = _find_best_range(values, weights, [best, *other_highs], grid)
+        other_lows = [(low * factor, best[1]) for factor in shrink]
+        best = _find_best_range(values, weights, [best, *other_lows], grid)
     return best
 
 
@@ -78,11 +80,14 @@ def _find_best_range(values: Tensor, weights: Tensor | None, ranges: list[Range]
     values = values.detach()  # no gradient of the error: gradients go through the chosen ends
     ranges_per_step = max(1, VALUES_PER_STEP // max(values.numel(), 1))
     errors = []
-    for low, high in zip(*(torch.split(ends.detach(), ranges_per_step, 1) for ends in (lows, highs)), strict=True):
+    low_steps, high_steps = (torch.split(ends.detach(), ranges_per_step, 1) for ends in (lows, highs))
+    for low, high in zip(low_steps, high_steps, strict=True):
         qparams = choose_qparams(low[..., None], high[..., None], grid)
         repeated = values[:, None].expand(-1, low.shape[1], -1).contiguous()
         error = (fake_quantize(repeated, qparams, grid) - repeated).square_()
-        errors.append((error if weights is None else error.mul_(weights[:, None])).sum(2))
+        if weights is not None:
+            error.mul_(weights[:, None])
+        errors.append(error.sum(2))
     best = torch.cat(errors, 1).nan_to_num(torch.inf, posinf=torch.inf).argmin(1, keepdim=True)
     return lows.gather(1, best).squeeze(1), highs.gather(1, best).squeeze(1)
 
@@ -124,18 +129,21 @@ def _cell_indices(centres: Tensor, clip: Tensor, levels: int) -> Tensor:
 
 
 def _divergence(counts: Tensor, inside: Tensor, cells: Tensor, levels: int, bins: int) -> Tensor:
+    """Return KL(P || Q) of each row; `inside` is 1 for the bins in the range, `cells` the cell of each bin."""
     inside_counts = counts * inside
-    used = (inside_counts > 0).to(torch.float32)
+    # Q: the mean count of the bins of a cell that are not empty.
+    is_used = (inside_counts > 0).to(torch.float32)
     zeros = counts.new_zeros(counts.shape[0], levels)
-    mass, occupied = zeros.scatter_add(1, cells, inside_counts), zeros.scatter_add(1, cells, used)
-    q = (mass / occupied.clamp(min=1)).gather(1, cells) * used
-    half = torch.arange(bins, device=counts.device) >= bins // 2
-    outside = counts * (1 - inside)
-    index = torch.arange(bins, device=counts.device).expand_as(counts)
+    cell_counts, used_bins = zeros.scatter_add(1, cells, inside_counts), zeros.scatter_add(1, cells, is_used)
+    q = (cell_counts / used_bins.clamp(min=1)).gather(1, cells) * is_used
+    # P: the counts above the range are added to its last bin, those below to its first bin.
+    index = torch.arange(bins, device=counts.device)
+    is_positive = index >= bins // 2
+    outside_counts = counts * (1 - inside)
     last = torch.where(inside > 0, index, -1).amax(1, keepdim=True)
     first = torch.where(inside > 0, index, bins).amin(1, keepdim=True)
-    p = inside_counts.scatter_add(1, last.clamp(0, bins - 1), (outside * half).sum(1, keepdim=True))
-    p = p.scatter_add(1, first.clamp(0, bins - 1), (outside * ~half).sum(1, keepdim=True))
+    p = inside_counts.scatter_add(1, last.clamp(0, bins - 1), (outside_counts * is_positive).sum(1, keepdim=True))
+    p = p.scatter_add(1, first.clamp(0, bins - 1), (outside_counts * ~is_positive).sum(1, keepdim=True))
     p, q = p / p.sum(1, keepdim=True).clamp(min=1e-30), q / q.sum(1, keepdim=True).clamp(min=1e-30)
     terms = torch.where(p > 0, p * (p.clamp(min=1e-30).log() - q.clamp(min=1e-8).log()), 0.0)
     return terms.sum(1)

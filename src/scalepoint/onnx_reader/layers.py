@@ -159,19 +159,20 @@ def _transposed_settings(
     settings = _conv_settings(node, rank)
     extra = tuple(node.get("output_padding", [0] * rank))
     shape, mode = node.get("output_shape"), node.get("auto_pad", _EXPLICIT_PADS)
-    uncut_sizes = [
-        (size - 1) * stride + (k - 1) * dilation + 1 + added
-        for size, stride, k, dilation, added in zip(
-            sizes, settings["stride"], kernel, settings["dilation"], extra, strict=True
-        )
-    ]
+    uncut_sizes = []
+    axes = zip(sizes, settings["stride"], kernel, settings["dilation"], extra, strict=True)
+    for size, stride, taps, dilation, added in axes:
+        window = (taps - 1) * dilation + 1
+        uncut_sizes.append((size - 1) * stride + window + added)
     if shape is None and mode.startswith("SAME"):
         shape = [size * stride for size, stride in zip(sizes, settings["stride"], strict=True)]
     if shape is not None:
         # An odd amount is divided as ONNX says: SAME_UPPER cuts more after the values, all other modes before them.
-        totals = [uncut - size for uncut, size in zip(uncut_sizes, shape[-rank:], strict=True)]
-        is_upper = mode == "SAME_UPPER"
-        cuts = [(t // 2, t - t // 2) if is_upper else (t - t // 2, t // 2) for t in totals]
+        cuts = []
+        for uncut, size in zip(uncut_sizes, shape[-rank:], strict=True):
+            smaller = (uncut - size) // 2
+            larger = uncut - size - smaller
+            cuts.append((smaller, larger) if mode == "SAME_UPPER" else (larger, smaller))
     elif mode == "VALID":
         cuts = [(0, 0)] * rank
     else:
@@ -261,13 +262,16 @@ def gemm_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:
 
 @operator("Gemm", make_layer=gemm_layer)
 def gemm(node: Node, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-    x, y = (x.T if node.get("transA", 0) else x), (y.T if node.get("transB", 0) else y)
+    x = x.T if node.get("transA", 0) else x
+    y = y.T if node.get("transB", 0) else y
     product = x @ y
     if node.get("alpha", 1.0) != 1:
         product = (product * node.get("alpha")).to(x.dtype)
     if bias is None:
         return product
-    return product + (bias if node.get("beta", 1.0) == 1 else (bias * node.get("beta")).to(x.dtype))
+    if node.get("beta", 1.0) != 1:
+        bias = (bias * node.get("beta")).to(x.dtype)
+    return product + bias
 
 
 @operator("Einsum")

@@ -26,8 +26,6 @@ from scalepoint.onnx_reader.values import (
 )
 
 _MIN_OPEN_END = 2**31 - 1  # exporters write this number or a larger one for a slice "to the end"
-
-
 _MAX_KNOWN_NUMBERS = 256  # of the result of Expand and Tile; a larger one is data, not a shape
 
 

@@ -267,9 +267,14 @@ def _dynamic_axes_hint(model: fx.GraphModule, new_axes: Iterable[InputAxis]) -> 
 
 
 def _fixed_sizes(model: fx.GraphModule) -> dict[InputAxis, int]:
-    inputs = [(str(node.target), get_fake_tensor(node)) for node in model.graph.find_nodes(op="placeholder")]
-    sizes = [(name, axis, size) for name, value in inputs if value is not None for axis, size in enumerate(value.shape)]
-    return {(name, axis): int(size) for name, axis, size in sizes if axis and not is_dynamic(size)}
+    """Return the sizes of the file's inputs that are constants, without those of axis 0, the batch."""
+    fixed_sizes: dict[InputAxis, int] = {}
+    for node in model.graph.find_nodes(op="placeholder"):
+        value = get_fake_tensor(node)
+        for axis, size in enumerate(() if value is None else value.shape):
+            if axis and not is_dynamic(size):
+                fixed_sizes[str(node.target), axis] = int(size)
+    return fixed_sizes
 
 
 def _tensors_by_input(model: fx.GraphModule, args: Any, kwargs: Any) -> dict[str, Tensor]:

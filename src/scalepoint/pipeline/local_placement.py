@@ -152,12 +152,18 @@ def _confirms(trial: Trial, measured: LocalTimes, cached: Measurements, network:
     if (record := cached.networks.get(network)) is not None:
         return speed >= record.speed * (1 - MAX_SPEED_LOSS - _spread(trial))
     known = [key for key in measured.layers if key in times.layers]
-    # Float and int8 seconds of these layers, summed.
-    old, new = ([sum(source.layers[key][i] for key in known) for i in (0, 1)] for source in (times, measured))
-    if not known or min(*old, *new) <= 0:
+    cached_float, cached_int8 = _sum_times(times, known)
+    float_seconds, int8_seconds = _sum_times(measured, known)
+    if not known or min(cached_float, cached_int8, float_seconds, int8_seconds) <= 0:
         return False
-    change = (new[1] / new[0]) / (old[1] / old[0])
+    change = (int8_seconds / float_seconds) / (cached_int8 / cached_float)
     return speed >= MIN_SPEED and 1 / MAX_DISAGREEMENT < change < MAX_DISAGREEMENT
+
+
+def _sum_times(times: LocalTimes, keys: Sequence[str]) -> tuple[float, float]:
+    """Return the seconds of these layers in float and in int8, summed."""
+    pairs = [times.layers[key] for key in keys]
+    return sum(float_seconds for float_seconds, _ in pairs), sum(int8_seconds for _, int8_seconds in pairs)
 
 
 def _is_undisturbed(trial: Trial) -> bool:
@@ -218,9 +224,10 @@ def _measure(trial: Trial, keys: Mapping[str, str]) -> LocalTimes:
         if row.name in keys:
             int8_seconds = max((row.seconds or 0.0) + extra_seconds[row.name], 0.0)
             seconds[keys[row.name]].append((row.float_seconds or 0.0, int8_seconds))
-    layers = {
-        key: (median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)) for key, pairs in seconds.items()
-    }
+    layers: dict[str, tuple[float, float]] = {}
+    for key, pairs in seconds.items():
+        all_float_seconds, all_int8_seconds = zip(*pairs, strict=True)
+        layers[key] = (median(all_float_seconds), median(all_int8_seconds))
     return LocalTimes(layers, _measure_conversions(trial.model, rows))
 
 

@@ -63,9 +63,8 @@ OUTPUT_NAMES = (
 )
 CONTINUE_HINT = "continue with resume=True (--resume), or start again with force=True (--force)"
 OVERWRITE_HINT = "choose another output, or overwrite it with force=True (--force)"
-WORK_NAMES = re.compile(
-    r"journal\.json|log\.txt|trial-\d+|(float(_plain)?|original)(\..*)?|inputs\.safetensors"
-)  # files of runs in OUT/.scalepoint
+# Files of runs in OUT/.scalepoint.
+WORK_NAMES = re.compile(r"journal\.json|log\.txt|trial-\d+|(float(_plain)?|original)(\..*)?|inputs\.safetensors")
 
 
 class Workspace(ABC):

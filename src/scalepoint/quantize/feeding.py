@@ -125,8 +125,12 @@ def _feed_rank(
             counter = _CallCounter(result, max_calls, progress_phase, rejects_nan=only_first)
             _feed_with_hooks(model, data, activity, counter, max_batches, skip_nan, step)
         step.value = [result.calls, result.samples, result.skipped]
-    calls, samples, skipped = zip(*step.values, strict=True)
-    total = FeedResult(sum(calls), sum(samples), sorted(index for indices in skipped for index in indices))
+    total = FeedResult()
+    for calls, samples, skipped in step.values:  # of every rank
+        total.calls += calls
+        total.samples += samples
+        total.skipped += skipped
+    total.skipped.sort()
     _check_model_was_called(total, data, activity)
     return total
 

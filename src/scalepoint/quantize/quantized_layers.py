@@ -254,7 +254,8 @@ class QuantizedLayer(Stateful):
             return weight, bias
         settings = get_norm_settings(self.norm)
         s = self.norm_factor()
-        folded_bias = (-settings.mean if bias is None else bias - settings.mean) * s
+        centered_bias = -settings.mean if bias is None else bias - settings.mean
+        folded_bias = centered_bias * s
         if settings.bias is not None:
             folded_bias = folded_bias + settings.bias
         return self._scale_channels(weight, s), folded_bias
@@ -397,11 +398,14 @@ class QuantizedLayer(Stateful):
 
     def _build_integer_cache(self, versions: tuple[int, ...] | None, codes: Tensor, bias: Tensor | None) -> _EvalCache:
         zero_point = self.weight_quant.broadcast_qparams(codes).zero_point
-        centred_codes = codes.to(torch.float32) - (0 if zero_point is None else zero_point)
+        centred_codes = codes.to(torch.float32)
+        if zero_point is not None:
+            centred_codes = centred_codes - zero_point
         scale = self.bias_scale()
         assert scale is not None  # noqa: S101  # checked by the caller
         # Output channels are the last axis of a linear layer, and axis 1 of a convolution.
-        shape = (-1,) if self.kind == "linear" else (-1, *(1 for _ in codes.shape[2:]))
+        spatial_axes = 0 if self.kind == "linear" else codes.ndim - 2
+        shape = (-1, *[1] * spatial_axes)
         return _EvalCache(
             versions,
             self.to_output_first(centred_codes),

@@ -75,9 +75,8 @@ class LabelPlacer:
     """Places labels next to their points so that they do not overlap."""
 
     right: float = 996.0  # the right limit of all labels
-    label_boxes: list[tuple[float, float, float]] = field(
-        default_factory=list
-    )  # left, right and y of each placed label
+    # Left, right and y of each placed label.
+    label_boxes: list[tuple[float, float, float]] = field(default_factory=list)
 
     def near(self, text: str, x: float, y: float, css: str = "worst-name") -> SvgElement:
         """Place a label below its point, above it or further away, at the first position without overlap."""
@@ -90,10 +89,13 @@ class LabelPlacer:
         return text_shape(text, round(left, 1), round(label_y, 1), css)
 
     def _is_free(self, left: float, right: float, y: float) -> bool:
-        return all(
-            left > placed_right + 6 or right < placed_left - 6 or abs(y - placed_y) >= 14
-            for placed_left, placed_right, placed_y in self.label_boxes
-        )
+        """Whether a label with these ends overlaps no placed label."""
+        for placed_left, placed_right, placed_y in self.label_boxes:
+            is_beside = left > placed_right + 6 or right < placed_left - 6
+            is_above_or_below = abs(y - placed_y) >= 14
+            if not is_beside and not is_above_or_below:
+                return False
+        return True
 
 
 def text_shape(text: str, x: float, y: float, css: str = "tick", anchor: str | None = None) -> SvgElement:
@@ -132,11 +134,11 @@ def make_bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) ->
     """Return bars for (label, value, text), on one scale from zero. Infinity is a full bar."""
     finite = [abs(value) for _, value, _ in rows if math.isfinite(value)]
     largest = max(finite, default=0.0) or 1.0
-    widths = [0.0 if math.isnan(value) else 100 * min(abs(value), largest) / largest for _, value, _ in rows]
-    return [
-        ChartBar(label, text, max(round(width, 2), 0.5), css)
-        for (label, _, text), width, css in zip(rows, widths, classes, strict=True)
-    ]
+    bars = []
+    for (label, value, text), css in zip(rows, classes, strict=True):
+        width = 0.0 if math.isnan(value) else 100 * min(abs(value), largest) / largest
+        bars.append(ChartBar(label, text, max(round(width, 2), 0.5), css))
+    return bars
 
 
 def make_shares(parts: Iterable[tuple[str, float, str]]) -> list[BarShare]:
@@ -230,6 +232,7 @@ def draw_errors(layers: Sequence[LayerError], floats: frozenset[str]) -> Picture
 
 def _layer_points(layers: Sequence[LayerError], points: Sequence[Point], floats: frozenset[str]) -> list[SvgElement]:
     """Draw a point per layer. With very many layers, only the worst are circles with a title."""
+    # Indices of the layers, the worst first; NaN is worse than any number.
     order = sorted(range(len(layers)), key=lambda index: (not math.isnan(layers[index].sqnr_db), layers[index].sqnr_db))
     worst = set(order[:3])
     is_crowded = len(layers) > MAX_TITLED_POINTS
@@ -277,7 +280,8 @@ def draw_front(allocated: PrecisionAllocation) -> Picture:
     levels = [_drawn_decibels(error, least) for _, error in drawn]
     costs = [*(cost for cost, _ in drawn), allocated.limit or 0.0]
     costs = [cost for cost in costs if 0 < cost < math.inf] or [1]
-    low, high, start, end = min(levels) - 2, max(levels) + 2, min(costs) / 1.05, max(costs) * 1.08
+    low, high = min(levels) - 2, max(levels) + 2
+    start, end = min(costs) / 1.05, max(costs) * 1.08
     floor = height - bottom
 
     def y_of(level: float) -> float:

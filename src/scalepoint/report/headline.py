@@ -50,11 +50,13 @@ Row = tuple[str, str]
 
 def low_share(shares: dict[str, float] | None) -> float | None:
     """Return the share that is quantized."""
-    return None if shares is None else sum(share for precision, share in shares.items() if precision != FLOAT)
+    if shares is None:
+        return None
+    return sum(share for precision, share in shares.items() if precision != FLOAT)
 
 
 def verdict(report: "Report") -> str:
-    """Return one sentence. What is wrong is said instead of what is good."""
+    """Return one sentence: the first problem, or the gains if there is none."""
     return _problem(report) or _good_verdict(report)
 
 
@@ -146,12 +148,15 @@ def result_rows(report: "Report") -> list[Row]:
         ("checked", describe_check(report)),
     )
     rows += [row for row in details if row[1]]
-    rows += [("float" if not index else "", text) for index, text in enumerate(describe_float_layers(report))]
+    # Only the first of these rows has a label.
+    rows += [("" if index else "float", text) for index, text in enumerate(describe_float_layers(report))]
     worst = [
         f"{shorten(layer.name, 60)} {format_decibels(layer.sqnr_db)} dB ({describe_quality(layer.sqnr_db) or 'exact'})"
         for layer in report.worst(WORST_LAYERS)
     ]
-    return rows + ([("weakest", ", ".join(worst))] if worst else [])
+    if worst:
+        rows.append(("weakest", ", ".join(worst)))
+    return rows
 
 
 def summary(report: "Report") -> list[str]:

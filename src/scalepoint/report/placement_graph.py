@@ -24,6 +24,7 @@ WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 280, 40, 26, 26, 18  # of boxes, in SVG un
 INDENT = "\u00a0\u00a0"
 
 BlockPath = tuple[str, ...]
+Corner = tuple[float, float]  # the upper left corner of a box
 
 
 @dataclass
@@ -108,7 +109,8 @@ def _find_closed_blocks(
 
 def _box_of(path: BlockPath, prefix: BlockPath, closed: Mapping[BlockPath, None]) -> BlockPath | None:
     """Return the inner block whose box contains the operation; None if the operation has its own box."""
-    return next((path[:n] for n in range(len(prefix) + 1, len(path)) if path[:n] in closed), None)
+    blocks = (path[:length] for length in range(len(prefix) + 1, len(path)))  # the outermost block first
+    return next((block for block in blocks if block in closed), None)
 
 
 def _find_blocks(members: dict[BlockPath, list[int]]) -> dict[BlockPath, None]:
@@ -117,8 +119,8 @@ def _find_blocks(members: dict[BlockPath, list[int]]) -> dict[BlockPath, None]:
     for path, nodes in members.items():
         if path:
             inner[path[:-1]] = max(inner.get(path[:-1], 0), len(nodes))
-    blocks = {path: None for path, nodes in members.items() if len(nodes) > 1 and inner.get(path) != len(nodes)}
-    return blocks or {(): None}
+    paths = [path for path, nodes in members.items() if len(nodes) > 1 and inner.get(path) != len(nodes)]
+    return dict.fromkeys(paths or [()])
 
 
 def _build_block(
@@ -234,24 +236,20 @@ def _draw_block(
     columns: dict[int, int] = {}  # row -> number of boxes
     for box in boxes:
         columns[box.row] = max(columns.get(box.row, 0), box.column + 1)
-    full = max(columns.values(), default=1) * (WIDTH + GAP_X) - GAP_X
-    corners = []
+    full_width = max(columns.values(), default=1) * (WIDTH + GAP_X) - GAP_X
+    corners: list[Corner] = []
     for box in boxes:
         row_width = columns[box.row] * (WIDTH + GAP_X) - GAP_X
-        x = MARGIN + (full - row_width) / 2 + box.column * (WIDTH + GAP_X)
+        x = MARGIN + (full_width - row_width) / 2 + box.column * (WIDTH + GAP_X)
         corners.append((x, MARGIN + box.row * (HEIGHT + GAP_Y)))
-    longest = max((abs(box.row - boxes[other].row) for box in boxes for other in box.inputs), default=0)
-    edges = [
-        SvgElement(
-            "path",
-            {
-                "d": _edge_path(corners[other], corners[index], boxes[other].row, box.row),
-                "class": "edge codes" if other in box.codes else "edge",
-            },
-        )
-        for index, box in enumerate(boxes)
-        for other in sorted(box.inputs)
-    ]
+    edges = []
+    longest = 0  # rows that the longest edge crosses
+    for index, box in enumerate(boxes):
+        for source in sorted(box.inputs):
+            path = _edge_path(corners[source], corners[index], boxes[source].row, box.row)
+            css = "edge codes" if source in box.codes else "edge"
+            edges.append(SvgElement("path", {"d": path, "class": css}))
+            longest = max(longest, abs(box.row - boxes[source].row))
     parents = (block.path[:length] for length in range(len(block.path) - 1, -1, -1))
     outer = next((path for path in parents if path in ids), None)
     return DrawnBlock(
@@ -260,7 +258,7 @@ def _draw_block(
         label=f"placement in {shorten(block.title)}: {format_plural(block.size, 'operation')}",
         size=block.size,
         indent=INDENT * len(block.path),
-        width=full + 2 * MARGIN + (_bulge(longest) if longest > 1 else 0),
+        width=full_width + 2 * MARGIN + (_bulge(longest) if longest > 1 else 0),
         height=2 * MARGIN + (max(columns, default=0) + 1) * (HEIGHT + GAP_Y) - GAP_Y,
         edges=edges,
         boxes=[_draw_box(box, corner, graph, ids, classes) for box, corner in zip(boxes, corners, strict=True)],
@@ -274,15 +272,19 @@ def _bulge(span: int) -> int:
     return 24 + 7 * min(span, 9)
 
 
-def _edge_path(source: tuple[float, float], end: tuple[float, float], rank: int, other: int) -> str:
-    """To the next row, from below to above; over several rows, around on the right."""
-    if other - rank == 1:
-        x1, y1, x2, y2 = source[0] + WIDTH / 2, source[1] + HEIGHT, end[0] + WIDTH / 2, end[1] - 1
+def _edge_path(start: Corner, end: Corner, start_row: int, end_row: int) -> str:
+    """Return the SVG path of an edge between two boxes, given their upper left corners.
+
+    An edge to the next row leaves at the bottom and enters at the top. An edge over several rows curves around the
+    boxes between, on their right.
+    """
+    if end_row - start_row == 1:
+        x1, y1, x2, y2 = start[0] + WIDTH / 2, start[1] + HEIGHT, end[0] + WIDTH / 2, end[1] - 1
         middle = (y1 + y2) / 2
         return f"M{x1:g} {y1:g}C{x1:g} {middle:g} {x2:g} {middle:g} {x2:g} {y2:g}"
-    x1, y1, x2, y2 = source[0] + WIDTH, source[1] + HEIGHT / 2, end[0] + WIDTH, end[1] + HEIGHT / 2
-    far = max(x1, x2) + _bulge(abs(other - rank)) * 1.2
-    return f"M{x1:g} {y1:g}C{far:g} {y1:g} {far:g} {y2:g} {x2:g} {y2:g}"
+    x1, y1, x2, y2 = start[0] + WIDTH, start[1] + HEIGHT / 2, end[0] + WIDTH, end[1] + HEIGHT / 2
+    far_right = max(x1, x2) + _bulge(abs(end_row - start_row)) * 1.2
+    return f"M{x1:g} {y1:g}C{far_right:g} {y1:g} {far_right:g} {y2:g} {x2:g} {y2:g}"
 
 
 def _draw_box(
@@ -299,10 +301,9 @@ def _draw_box(
         counts[graph[index].precision] = counts.get(graph[index].precision, 0) + 1
     precisions = sorted(counts.items(), key=lambda item: -item[1])
     if box.block is None:
-        name, note = (
-            first.name,
-            " · ".join(filter(None, (shorten(box.note, 22), shorten(_without_granularity(first.precision), 40)))),
-        )
+        name = first.name
+        notes = (shorten(box.note, 22), shorten(_without_granularity(first.precision), 40))
+        note = " · ".join(filter(None, notes))
     else:
         name, note = ".".join(box.block), format_plural(len(box.nodes), "operation")
     tooltip = "; ".join(f"{count} in {describe_precision(precision)}" for precision, count in precisions[:6])
@@ -338,7 +339,8 @@ def _precision_strip(
     x: float, y: float, precisions: Sequence[tuple[str, int]], classes: Mapping[str, str]
 ) -> list[SvgElement]:
     """Draw the precisions of a box as a strip on its left. The height of each colour is its share."""
-    total, top, rectangles = sum(count for _, count in precisions), y + 4.0, []
+    total = sum(count for _, count in precisions)
+    top, rectangles = y + 4.0, []
     for precision, count in precisions:
         height = (HEIGHT - 8) * count / total
         rectangles.append(rectangle(x + 4, round(top, 2), 5, round(height, 2), classes[precision]))

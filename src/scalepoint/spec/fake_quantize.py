@@ -251,14 +251,10 @@ class FakeQuantizeImplBase(ClassRegistry, Stateful):
 
     def extra_repr(self) -> str:
         name = f"{self.name!r}, " if self.name else ""
-        state = (
-            "disabled: " + self.reason
-            if self.is_disabled()
-            else (
-                f"observer={'on' if self.is_on('observer_enabled') else 'off'}, "
-                f"fake_quant={'on' if self.is_on('fake_quant_enabled') else 'off'}"
-            )
-        )
+        observer, fake_quant = ("on" if self.is_on(key) else "off" for key in SWITCHES[:2])
+        state = f"observer={observer}, fake_quant={fake_quant}"
+        if self.is_disabled():
+            state = f"disabled: {self.reason}"
         return (
             f"{name}{self.quantization_target}, {self.grid.format.name} [{self.quant_min}, {self.quant_max}], "
             f"{self.qscheme}, {self.qformulation}, {self.granularity!r}, {state}"

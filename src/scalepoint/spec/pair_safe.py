@@ -26,9 +26,10 @@ class PairSafeRangeCalculator(RangeCalculatorBase):
         block = self.get_block_size(tensor.shape)
         low, high = min_max(tensor, block)
         largest = torch.maximum(-low, high)
-        pairs = pair_sums(tensor)
-        pairs = pairs.view(-1, *(1 for _ in tensor.shape[1:])) if largest.numel() > 1 else pairs.amax()
-        largest = torch.maximum(largest, pairs * (MAX_CODE / MAX_UNROUNDED_PAIR_SUM))
+        channel_shape = (-1, *[1] * (tensor.ndim - 1))
+        is_per_channel = largest.numel() > 1
+        largest_pair = pair_sums(tensor).view(channel_shape) if is_per_channel else pair_sums(tensor).amax()
+        largest = torch.maximum(largest, largest_pair * (MAX_CODE / MAX_UNROUNDED_PAIR_SUM))
         return -largest, largest
 
 

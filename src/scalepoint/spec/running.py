@@ -136,7 +136,8 @@ class RunningRangeMixin(StatefulQParamsCalculatorBase):
         if self.history is None:
             super().merge_all(parts)
             return
-        observed, skipped = (sum(int(part[name]) for part in parts) for name in ("observed_batches", "skipped_batches"))
+        observed = sum(int(part["observed_batches"]) for part in parts)
+        skipped = sum(int(part["skipped_batches"]) for part in parts)
         shape = next((part["running_min"].shape for part in parts if "history" in part), None)
         histories = [part["history"].to(self.scale.device) for part in parts if "history" in part]
         self.reset()

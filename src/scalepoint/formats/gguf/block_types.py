@@ -216,10 +216,12 @@ def round_scales(spec: QuantizationSpec, columns: int, scale: Tensor) -> Tensor:
     block_type = plan_block_type(spec, columns, columns // scale.shape[1])
     nonzero = scale.to(torch.float32).abs().clamp(min=SMALLEST_FLOAT16)
     if block_type is None or not (block_type.max_factor or block_type.has_minimum):
-        nonzero = torch.where(
-            scale < 0, -nonzero, nonzero
-        )  # only types without factor and minimum have negative scales
-    return _to_float16(nonzero) if block_type is None else round_to_block_type(spec, columns, nonzero)[0]
+        # Only types without factors and minima can store negative scales.
+        nonzero = torch.where(scale < 0, -nonzero, nonzero)
+    if block_type is None:
+        return _to_float16(nonzero)
+    rounded_scale, _ = round_to_block_type(spec, columns, nonzero)
+    return rounded_scale
 
 
 def round_scales_and_minima(

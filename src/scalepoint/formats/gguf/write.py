@@ -57,7 +57,10 @@ def can_quantize(source: Source, name: str) -> bool:
     layer = name.rpartition(".")[0].rpartition(".")[2]
     is_transposed = layer in find_architecture(source.config).transposed
     must_be_float = layer in ("wpe", "gate", "shared_expert_gate")
-    return len(shape) == 2 and not must_be_float and shape[0 if is_transposed else 1] % 32 == 0
+    if len(shape) != 2 or must_be_float:
+        return False
+    columns = shape[0] if is_transposed else shape[1]
+    return columns % 32 == 0
 
 
 def tensor_bytes(path: Path) -> int:

@@ -75,7 +75,7 @@ def _convert_initializer(graph: Any, source: Any, dtype: Any) -> Any:
 def share_embedding_codes(model: Any) -> None:
     """Let a tied head read the codes of its embedding table through a Transpose, which runtimes fold on load."""
     codes = [value for value in model.graph.initializers.values() if _is_codes(value)]
-    tables = [value for value in codes if any(use.node.op_type == "Gather" and use.idx == 0 for use in value.uses())]
+    tables = [value for value in codes if _is_gathered(value)]
     for value in codes:
         for table in tables:
             is_same = value is not table and tuple(value.shape) == tuple(table.shape)[::-1]
@@ -86,6 +86,11 @@ def share_embedding_codes(model: Any) -> None:
                 model.graph.insert_before(value.uses()[0].node, node)
                 ir.convenience.replace_all_uses_with(value, node.outputs[0])
                 break
+
+
+def _is_gathered(value: Any) -> bool:
+    """Whether a Gather reads rows of this value: it is the table of an embedding."""
+    return any(use.node.op_type == "Gather" and use.idx == 0 for use in value.uses())
 
 
 def _is_codes(value: Any) -> bool:
@@ -169,7 +174,9 @@ def _find_pad(conv: Any) -> tuple[Any, list[int]] | None:
     extents = [int(extent) for extent in pads.numpy().reshape(-1)]
     half = len(extents) // 2
     begin, end = extents[:half], extents[half:]
-    if any((*begin[:2], *end[:2])) or min(extents) < 0:  # batch or channels are padded, or it crops
+    pads_batch_or_channels = any((*begin[:2], *end[:2]))
+    crops = min(extents) < 0
+    if pads_batch_or_channels or crops:
         return None
     return node, [*begin[2:], *end[2:]]
 

@@ -154,7 +154,8 @@ class OnnxStoredTable(OnnxStored):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = F.embedding(x, self.codes).to(torch.float32)
-        return rows * (F.embedding(x, self.scale[:, None]) if self.scale.ndim else self.scale)
+        scales = F.embedding(x, self.scale[:, None]) if self.scale.ndim else self.scale  # one per row, or one for all
+        return rows * scales
 
     @property
     def opset(self) -> int:

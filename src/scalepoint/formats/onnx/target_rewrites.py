@@ -251,12 +251,8 @@ def _move_before(graph: Any, pool: Any, quantize: Any) -> bool:
     """Move a Q/DQ pair before the pool that it reads. Returns False if that is not possible."""
     pooled, readers = pool.outputs[0], list(quantize.outputs[0].uses())
     is_pair = len(readers) == 1 and readers[0].node.op_type == "DequantizeLinear"
-    if (
-        not (is_pair and _is_one_scale(quantize.inputs[1]))
-        or len(pooled.uses()) != 1
-        or pooled.is_graph_output()
-        or len(pool.outputs) != 1
-    ):
+    is_read_by_others = len(pooled.uses()) != 1 or pooled.is_graph_output()
+    if not is_pair or not _is_one_scale(quantize.inputs[1]) or is_read_by_others or len(pool.outputs) != 1:
         return False
     dequantize, source = readers[0].node, pool.inputs[0]
     dequantized = dequantize.outputs[0]
@@ -327,9 +323,9 @@ def _max_magnitude(mask: Any) -> float | None:
     that is not known, or for a mask with a row of infinities only.
     """
     if mask.const_value is not None:
-        values = mask.const_value.numpy()
-        row_has_finite = np.isfinite(values).reshape(-1, values.shape[-1] if values.ndim else 1).any(-1)
-        is_mask = values.size and bool(row_has_finite.all()) and not (values > MAX_FINITE_MASK).any()
+        values = np.atleast_1d(mask.const_value.numpy())
+        every_row_has_finite = bool(np.isfinite(values).any(-1).all())
+        is_mask = values.size and every_row_has_finite and not (values > MAX_FINITE_MASK).any()
         return float(np.abs(values).max()) if is_mask else None
     where = mask.producer()
     if where is None or where.op_type != "Where":

@@ -84,17 +84,20 @@ def _narrow_integers(value: np.ndarray) -> np.ndarray:
 
 
 def _describe_operation(op: Any) -> dict[str, Any]:
-    """Describe an operation. It runs in low precision if its weight is stored compressed (constexpr_...)."""
-    low = None
-    kind = op.op_type
+    """Describe an operation. It runs in low precision if its weight is stored compressed (constexpr_...).
+
+    "low" is None for an operation without a constant weight.
+    """
+    name, kind = op.outputs[0].name, op.op_type
     weight = op.inputs.get("weight", op.inputs.get("y"))
     is_compressed = weight is not None and _is_produced_by(weight, "constexpr_")
     is_constant = weight is not None and (weight.val is not None or is_compressed)
-    if kind in WEIGHTED_OPERATIONS and is_constant:
-        low = is_compressed
-        data = "codes" if _is_produced_by(op.inputs["x"], "dequantize") else "float"
-        kind = f"{kind}, narrow weights x {data}" if low else kind
-    return {"name": op.outputs[0].name, "op": kind, "low": low, "why": "" if low is not False else "float weights"}
+    if kind not in WEIGHTED_OPERATIONS or not is_constant:
+        return {"name": name, "op": kind, "low": None, "why": ""}
+    if not is_compressed:
+        return {"name": name, "op": kind, "low": False, "why": "float weights"}
+    data = "codes" if _is_produced_by(op.inputs["x"], "dequantize") else "float"
+    return {"name": name, "op": f"{kind}, narrow weights x {data}", "low": True, "why": ""}
 
 
 def _is_produced_by(value: Any, kind: str) -> bool:
@@ -253,7 +256,9 @@ def conv_transpose(
     dilations = [1] * axes if dilations is None else _to_python(dilations)
     convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[axes - 1]
     output = convolve(x, weight, bias, stride=strides, dilation=dilations, groups=int(groups))
-    borders = [0] * (2 * axes) if pad is None or pad_type != "custom" else [int(border) for border in pad]
+    borders = [0] * (2 * axes)
+    if pad is not None and pad_type == "custom":
+        borders = [int(border) for border in pad]
     expected_sizes = None if output_shape is None else _to_python(output_shape)[2:]
     for index, (before, after) in enumerate(zip(borders[::2], borders[1::2], strict=True)):
         axis = index + 2
@@ -273,29 +278,14 @@ def _bias_border(x: torch.Tensor, axis: int, size: int, bias: Any) -> torch.Tens
     return values.view(1, -1, *(1 for _ in shape[2:])).expand(shape)
 
 
-def _pool(
-    x: Any, kernel_sizes: Any, strides: Any, pad_type: str, pad: Any, ceil_mode: Any, excludes_padding: bool | None
-) -> Any:
-    """Max pool if `excludes_padding` is None, else average pool."""
-    sizes, axes = _to_python(kernel_sizes), x.ndim - 2
-    strides = sizes if strides is None else _to_python(strides)
-    ceil = bool(ceil_mode) if ceil_mode is not None else False
-    if excludes_padding is None:
-        padded = _pad_windows(x, pad_type, pad, sizes, strides, float("-inf"))
-        return (F.max_pool1d, F.max_pool2d, F.max_pool3d)[axes - 1](padded, sizes, strides, ceil_mode=ceil)
-    padded = _pad_windows(x, pad_type, pad, sizes, strides)
-    average_pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[axes - 1]
-    mean = average_pool(padded, sizes, strides, ceil_mode=ceil)
-    if not excludes_padding or padded is x:
-        return mean
-    padded_ones = _pad_windows(torch.ones_like(x), pad_type, pad, sizes, strides)
-    return mean / average_pool(padded_ones, sizes, strides, ceil_mode=ceil)
-
-
 def max_pool(
     x: Any, kernel_sizes: Any, strides: Any = None, pad_type: str = "valid", pad: Any = None, ceil_mode: Any = None
 ) -> Any:
-    return _pool(x, kernel_sizes, strides, pad_type, pad, ceil_mode, None)
+    sizes = _to_python(kernel_sizes)
+    strides = sizes if strides is None else _to_python(strides)
+    padded = _pad_windows(x, pad_type, pad, sizes, strides, float("-inf"))
+    pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[x.ndim - 3]
+    return pool(padded, sizes, strides, ceil_mode=bool(ceil_mode))
 
 
 def avg_pool(
@@ -307,7 +297,15 @@ def avg_pool(
     exclude_padding_from_average: Any = False,
     ceil_mode: Any = None,
 ) -> Any:
-    return _pool(x, kernel_sizes, strides, pad_type, pad, ceil_mode, bool(exclude_padding_from_average))
+    sizes, ceil = _to_python(kernel_sizes), bool(ceil_mode)
+    strides = sizes if strides is None else _to_python(strides)
+    padded = _pad_windows(x, pad_type, pad, sizes, strides)
+    pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[x.ndim - 3]
+    mean = pool(padded, sizes, strides, ceil_mode=ceil)
+    if not exclude_padding_from_average or padded is x:
+        return mean
+    padded_ones = _pad_windows(torch.ones_like(x), pad_type, pad, sizes, strides)
+    return mean / pool(padded_ones, sizes, strides, ceil_mode=ceil)
 
 
 def slice_by_index(
@@ -332,7 +330,8 @@ def slice_by_index(
         stop = None if ignores_end[axis] else end[axis]
         first, last, step = slice(start, stop, steps[axis]).indices(x.shape[axis])
         x = x.index_select(axis, torch.arange(first, last, step))
-    return x.squeeze([axis for axis in range(x.ndim) if squeezes[axis]]) if any(squeezes) else x
+    squeezed_axes = [axis for axis in range(x.ndim) if squeezes[axis]]
+    return x.squeeze(squeezed_axes) if squeezed_axes else x
 
 
 def split(x: Any, axis: Any, num_splits: Any = None, split_sizes: Any = None) -> tuple[Any, ...]:
@@ -350,8 +349,8 @@ def gather(x: Any, indices: Any, axis: Any = 0, batch_dims: Any = 0, validate_in
 
 
 def layer_norm(x: Any, axes: Any = None, gamma: Any = None, beta: Any = None, epsilon: Any = 1e-5) -> Any:
-    positive_axes = [axis % x.ndim for axis in (_to_python(axes) if axes is not None else range(x.ndim))]
-    return F.layer_norm(x, [x.shape[axis] for axis in positive_axes], gamma, beta, float(epsilon))
+    axes = list(range(x.ndim)) if axes is None else _to_python(axes)
+    return F.layer_norm(x, [x.shape[axis] for axis in axes], gamma, beta, float(epsilon))
 
 
 def batch_norm(x: Any, mean: Any, variance: Any, gamma: Any = None, beta: Any = None, epsilon: Any = 1e-5) -> Any:
@@ -521,7 +520,8 @@ def _channels(values: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _reshape(x: Any, shape: list[int]) -> Any:
     """Reshape; a size of 0 keeps the size of the input."""
-    return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
+    sizes = [x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)]
+    return x.reshape(sizes)
 
 
 def _expand_dims(x: Any, axes: Any) -> Any:
