@@ -128,7 +128,9 @@ def _parse_shapes(value: Any) -> Any:
         try:
             shapes[name or str(number)] = tuple(int(size) for size in sizes.replace("x", ",").split(","))
         except ValueError as error:
-            raise ValueError(f"a shape is whole numbers with commas between, as x=1,3,224,224: {error}") from error
+            raise ValueError(
+                f"a shape must be whole numbers separated by commas, such as x=1,3,224,224: {error}"
+            ) from error
     return shapes or None
 
 
@@ -138,7 +140,7 @@ def _parse_fixed_inputs(value: Any) -> Any:
         return value
     pairs = [str(text).rpartition("=") for text in value]
     if not all(name for name, _, _ in pairs):
-        raise ValueError("a fixed input is a name and a number, as rate=16000")
+        raise ValueError("a fixed input must be written as name=number, such as rate=16000")
     return {name: _parse_number(number) for name, _, number in pairs} or None
 
 

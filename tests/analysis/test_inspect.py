@@ -74,7 +74,7 @@ def test_a_quantized_model_returns_its_coverage():
         (
             {"config": QuantConfig(overrides=(Override(name="nobody", weight="float"),))},
             ConfigError,
-            "fits no operation",
+            "matches no operation",
         ),
     ],
     ids=["target", "illegal", "misspelt", "unmatched"],

@@ -42,7 +42,7 @@ CASES = (
     ("deploy", "of no checkpoint", ["{out}", "--target", "gguf", "--smoke"], USAGE, "--smoke cannot be used with"),
     ("deploy", "not used", ["{out}", "--target", "gguf", "--threads", "2"], USAGE, "--threads cannot be used with"),
     ("deploy", "not used", ["{out}", "--target", "gguf", "--on-nan", "skip"], USAGE, "--on-nan cannot be used with"),
-    ("sweep", "no grid", [], USAGE, "which grid?"),
+    ("sweep", "no grid", [], USAGE, "no grid:"),
     ("sweep", "missing file", ["-c", "nowhere.yaml"], USAGE, "nowhere.yaml"),
     ("sweep", "misspelt key", ["-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
     ("inspect", "missing file", ["nets:net", "--data", "nowhere.npz"], USAGE, "there is no such file"),

@@ -210,7 +210,7 @@ def test_inspect_needs_no_data(call) -> None:
         ("{", "config.yaml: not valid YAML"),
         ("target: nowhere\nmodel: nets:net\ndata: nets:batches", "no target 'nowhere'"),
         ("model: nets:net", "--data"),
-        ("data: nets:batches", "which model?"),
+        ("data: nets:batches", "no model:"),
         ("model: nets:net\ndata: nets:batches\nmax_drop: 1", "--evaluate"),
         ("budget: {size: 0.2, bits: 4}", "a budget must be one of size, bits and speed, got size and bits"),
         ("budget: {weight: 4}", "weight"),

@@ -84,8 +84,8 @@ def test_the_file_does_not_depend_on_the_key_order_or_on_save_and_load(path, qua
         ({"a\nb": "x"}, "must be printable text"),
         ({"labels": "x" * 1_000_001}, "more than 1000000 characters"),
         ({"x" * 1_000_001: ""}, "more than 1000000 characters"),
-        ({"labels": "\ud800"}, "half a character"),
-        ({"labels": ["cat", "\udfff"]}, "half a character"),
+        ({"labels": "\ud800"}, "incomplete character"),
+        ({"labels": ["cat", "\udfff"]}, "incomplete character"),
         ({"labels": ENDLESS}, "contains itself"),
     ],
 )

@@ -226,7 +226,7 @@ def test_a_run_that_fails_with_nan_cannot_be_resumed(llama, tmp_path):
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
     save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
     options = {"data": llama[0] / "calibration.txt", "length": 32, "samples": 4, "accuracy": "balanced"}
-    with pytest.raises(StoreError, match="holds NaN"):
+    with pytest.raises(StoreError, match="contains NaN"):
         deployed(tmp_path / "in", tmp_path / "out", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 

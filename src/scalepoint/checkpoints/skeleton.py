@@ -59,14 +59,14 @@ class CheckpointWeights:
                 self._loaded[address] = tensor
 
     def check_finite(self) -> None:
-        """Read every weight once, one tensor at a time; raise StoreError if one holds NaN or infinity."""
+        """Read every weight once, one tensor at a time; raise StoreError if one contains NaN or infinity."""
         for name in self.names.values():
             value = self.source.tensor(name).flatten()
             starts = range(0, value.numel(), MAX_ELEMENTS_AT_ONCE)
             invalid = sum([int((~value[start : start + MAX_ELEMENTS_AT_ONCE].isfinite()).sum()) for start in starts])
             if invalid:
                 raise StoreError(
-                    f"{self.source.tensors[name].shard.name}: {name} holds NaN or infinity in {invalid} of "
+                    f"{self.source.tensors[name].shard.name}: {name} contains NaN or infinity in {invalid} of "
                     f"{value.numel()} values: the checkpoint is damaged, or overflowed when it was saved. Download or "
                     "save it again"
                 )

@@ -84,11 +84,11 @@ def check_names(parameters: Mapping[str, Any]) -> ObjectLoader:
 def check_settings(settings: Any, loader: ObjectLoader, *, needs_data: bool = True) -> None:
     """Check all settings that can be checked before the model is loaded."""
     if not settings.model:
-        raise usage_error("which model? Pass package.module:name, or a config with `model:` by -c")
+        raise usage_error("no model: pass package.module:name, or a config with `model:` by -c")
     check_name(settings.model, "model", loader)
     check_target(settings.target, settings.cpu)
     if not settings.data and needs_data and settings.quantization.activation != "float":
-        raise usage_error("which data? Pass --data, or a config with `data:` by -c")
+        raise usage_error("no data: pass --data, or a config with `data:` by -c")
     _check_options_apply(settings, loader, needs_data=needs_data)
     if settings.data == RANDOM_DATA:
         if not is_onnx_file(settings.model):

@@ -47,9 +47,7 @@ def sweep(
 
     distributed.init_from_torchrun()
     if config is None:
-        raise usage_error(
-            "which grid? Pass a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`"
-        )
+        raise usage_error("no grid: pass a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`")
     check_names(context.params)
     settings = load_settings(context.params, is_sweep=True)
     grid = settings.validate_grid()

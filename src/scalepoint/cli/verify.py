@@ -192,7 +192,7 @@ def restore_run(folder: Path, parameters: Mapping[str, Any], max_batches: int | 
         return _load_without_float_model(saved, settings, options)
     if not settings.model:
         hint = f" or -c {folder / 'config.yaml'}" if _config_has_model(folder / "config.yaml") else ""
-        raise usage_error(f"which float model was it made from? Pass package.module:name{hint}")
+        raise usage_error(f"no float model to compare with: pass package.module:name{hint}")
     if settings.data:
         check_data(settings.data, options)
     if is_onnx_file(settings.model):

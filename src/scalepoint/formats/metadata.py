@@ -93,7 +93,9 @@ def _to_text(key: str, value: Any) -> str:
     except RecursionError as error:
         raise UsageError(f"metadata: {key!r} contains itself, or is nested too deeply for JSON") from error
     except UnicodeEncodeError as error:
-        raise UsageError(f"metadata: {key!r} contains half a character: {error.object[error.start]!r}") from error
+        raise UsageError(
+            f"metadata: {key!r} contains an incomplete character (a lone surrogate): {error.object[error.start]!r}"
+        ) from error
     return text
 
 

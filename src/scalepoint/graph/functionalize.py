@@ -39,9 +39,11 @@ def functionalize_writes(graph: fx.Graph) -> bool:
         if chain[-1].op != "get_attr" and _is_last_read(chain, node, order):
             chain = chain[:1]
         live_views = _find_live_views(chain, node, order)
-        if chain[-1].op == "get_attr" or not all(view.target in _SCATTERS for view in chain[:-1]):
+        writes_to_buffer = chain[-1].op == "get_attr"
+        can_scatter = all(view.target in _SCATTERS for view in chain[:-1])
+        if writes_to_buffer or not can_scatter or not all(map(_is_always_view, live_views)):
             return False
-        if not (all(map(_is_always_view, live_views)) and _make_functional(node)):
+        if not _make_functional(node):
             return False
         _update_readers(graph, node, chain, live_views, order)
     return True

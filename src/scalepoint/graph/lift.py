@@ -107,7 +107,10 @@ def as_operation(node: fx.Node, root: nn.Module) -> tuple[Operation, list[fx.Nod
     kind = get_info(node).kind or node.name
     bound, inputs = bind_arguments(get_arguments(node), kind, root)
     if not inputs:  # all arguments are parameters: make them inputs instead of references
-        bound = {name: bind_argument(value, inputs, root, holds=False) for name, value in get_arguments(node).items()}
+        bound = {
+            name: bind_argument(value, inputs, root, references_parameters=False)
+            for name, value in get_arguments(node).items()
+        }
     positional = 0 if isinstance(node.target, OpOverload) else len(node.args)
     return Operation(kind, node.target, bound, positional), inputs  # type: ignore[arg-type]
 
@@ -127,8 +130,9 @@ def _find_user_module(
     tree: ModuleTree, path: str, kind: str, bound: dict[str, Any], inputs: list[fx.Node]
 ) -> str | None:
     """Return the path of a torch.nn module that computes exactly this: the one that ran, or the one with the weight."""
-    weight = bound.get("weight")
-    paths = [path, tree.paths.get(id(weight.owner), "")] if isinstance(weight, Reference) else [path]
+    weight, paths = bound.get("weight"), [path]
+    if isinstance(weight, Reference):
+        paths.append(tree.paths.get(id(weight.owner), ""))
     return next((path for path in paths if _computes_same(tree.modules.get(path), kind, bound, inputs)), None)
 
 

@@ -93,24 +93,24 @@ def iterate_nodes(value: Any) -> Iterator[fx.Node]:
             yield from iterate_nodes(item)
 
 
-def bind_argument(value: Any, inputs: list[fx.Node], root: nn.Module, holds: bool = True) -> Any:
+def bind_argument(value: Any, inputs: list[fx.Node], root: nn.Module, references_parameters: bool = True) -> Any:
     """Convert an argument to the form of an Operation: a parameter to a Reference, another node to a Slot.
 
     Args:
         value: The argument: a node, a constant, or a list of them.
         inputs: The nodes that slots count; new ones are appended.
         root: The module that owns the parameters.
-        holds: False makes parameters inputs too, with slots.
+        references_parameters: False makes parameters inputs too, with slots.
     """
     if isinstance(value, fx.Node):
-        if holds and value.op == "get_attr" and isinstance(value.target, str):
+        if references_parameters and value.op == "get_attr" and isinstance(value.target, str):
             owner, _, name = value.target.rpartition(".")
             return Reference(root.get_submodule(owner), name)
         if value not in inputs:
             inputs.append(value)
         return Slot(inputs.index(value))
     if isinstance(value, list | tuple):
-        return [bind_argument(item, inputs, root, holds) for item in value]
+        return [bind_argument(item, inputs, root, references_parameters) for item in value]
     return value
 
 
@@ -145,9 +145,8 @@ def name_dtypes(graph: fx.Graph) -> None:
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or value is None:
             continue
         argument_names = {argument.name for argument in node.target._schema.arguments}
-        is_factory = {"dtype", "device", "layout"} <= argument_names and all(
-            get_fake_tensor(source) is None for source in node.all_input_nodes
-        )
+        reads_tensor = any(get_fake_tensor(source) is not None for source in node.all_input_nodes)
+        is_factory = {"dtype", "device", "layout"} <= argument_names and not reads_tensor
         if is_factory and value.dtype not in (torch.float32, node.kwargs.get("dtype")):
             node.kwargs = {**node.kwargs, "dtype": value.dtype}
 
@@ -185,7 +184,9 @@ def find_random_nodes(graph: fx.GraphModule) -> list[str]:
 
 
 def _get_function(graph: fx.GraphModule, node: fx.Node) -> Any:
-    return getattr(graph.get_submodule(str(node.target)), "function", None) if node.op == "call_module" else node.target
+    if node.op == "call_module":
+        return getattr(graph.get_submodule(str(node.target)), "function", None)
+    return node.target
 
 
 def _is_random(function: Any) -> bool:

@@ -45,7 +45,11 @@ class ModuleData(FrozenData):
 
 
 class NodeData(FrozenData):
-    """A node of the graph. `path` is the module that the operation is in, `place` is NodeInfo.path."""
+    """A node of the graph.
+
+    `kind`, `place` and `sizes` are the fields `kind`, `path` and `sizes` of its NodeInfo; `path` is the module of the
+    user's model that the operation is in.
+    """
 
     name: str
     op: str
@@ -83,8 +87,8 @@ class GraphData(FrozenData):
     fixed_batch: dict[str, int] = {}
     is_widened: bool = False
     axes: dict[str, dict[str, str]] = {}  # free axes: input -> axis -> name
-    steps: dict[str, int] = {}
-    tried: dict[str, int] = {}
+    steps: dict[str, int] = {}  # name of a free axis -> the step in which its size may change
+    tried: dict[str, int] = {}  # name of a free axis -> another size at which graph and model were compared
     input_names: list[str] = []  # names in the file that the model was read from
     output_names: list[str] = []
 
@@ -219,7 +223,7 @@ def _describe_node(node: fx.Node, paths: Mapping[int, str]) -> NodeData:
         name=node.name,
         op=node.op,
         target=target,
-        args=[encode(value, paths) for value in node.args] if node.op != "output" else [encode(node.args[0], paths)],
+        args=[encode(value, paths) for value in (node.args[:1] if node.op == "output" else node.args)],
         kwargs={name: encode(value, paths) for name, value in node.kwargs.items()},
         kind=info.kind,
         path=module_path(node),

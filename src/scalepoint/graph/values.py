@@ -101,7 +101,7 @@ def _explain_refusal(function: Any) -> str:
     return ""
 
 
-def encode(value: Any, paths: Mapping[int, str]) -> Any:  # a table of cases
+def encode(value: Any, paths: Mapping[int, str]) -> Any:
     """Convert an argument to JSON data. `paths` has the path of every module by its id."""
     if value is None or isinstance(value, bool | int | str):
         return value

@@ -21,7 +21,7 @@ class TensorInfo:
     Attributes:
         name: Its name in the file.
         dtype: Its type in the module.
-        shape: The size of each axis. A free axis has its name instead, or "". None if the file does not say the shape.
+        shape: The size of each axis. A free axis has its name instead, or "". None if the file does not declare the shape.
         file_dtype: Its type in the file.
     """
 
@@ -58,7 +58,7 @@ def choose_shapes(
     for name, info in inputs.items():
         if name not in requested and info.shape is None:
             raise UsageError(
-                f"the file does not say the shape of {info.name!r}: give it, as shape={{{name!r}: (1, 3)}}"
+                f"the file does not declare the shape of {info.name!r}: pass it, such as shape={{{name!r}: (1, 3)}}"
             )
         chosen[name] = requested.get(name) or tuple(
             _choose_size(size, axis, info, sizes, defaults) for axis, size in enumerate(info.shape or ())
@@ -81,7 +81,7 @@ def _choose_size(size: int | str, axis: int, info: TensorInfo, sizes: dict[str, 
 def _check_shape(info: TensorInfo, shape: Sequence[int]) -> None:
     declared = info.shape
     if any(size < 1 for size in shape):
-        raise UsageError(f"shape of {info.name!r}: sizes start at 1, got {tuple(shape)}")
+        raise UsageError(f"shape of {info.name!r}: sizes must be at least 1, got {tuple(shape)}")
     if declared is None:
         return
     fits = len(declared) == len(shape)
@@ -90,7 +90,7 @@ def _check_shape(info: TensorInfo, shape: Sequence[int]) -> None:
             fits = False
     if not fits:
         sizes = ", ".join(str(size) or "?" for size in declared)
-        raise UsageError(f"shape of {info.name!r}: {tuple(shape)} does not fit the file, which says [{sizes}]")
+        raise UsageError(f"shape of {info.name!r}: {tuple(shape)} does not fit the file, which declares [{sizes}]")
 
 
 def example_inputs(

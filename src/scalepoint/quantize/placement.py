@@ -545,7 +545,7 @@ def check_overrides(
         if override.type:
             known = {site_type for site in sites for site_type in site.types}
         raise ConfigError(
-            f"the override for {override.label} fits no operation of this model: {_suggest_name(name, known)}"
+            f"the override for {override.label} matches no operation of this model: {_suggest_name(name, known)}"
         )
 
 

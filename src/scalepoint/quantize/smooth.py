@@ -360,4 +360,6 @@ def has_computed_weight(part: nn.Module) -> bool:
 def _check_layer_globs(config: SmoothQuantConfig, names: Sequence[str]) -> None:
     for glob in config.layers:
         if not any(fnmatchcase(name, glob) for name in names):
-            raise ConfigError(f"smooth_quant.layers: {glob!r} fits no norm of this model: {did_you_mean(glob, names)}")
+            raise ConfigError(
+                f"smooth_quant.layers: {glob!r} matches no norm of this model: {did_you_mean(glob, names)}"
+            )

@@ -143,10 +143,11 @@ def _use_mean_slope(node: fx.Node) -> None:
 
     torch decomposes rrelu to an operation without an out variant, which ExecuTorch cannot write.
     """
-    settings: Any = (*node.args[:4], *(1 / 8, 1 / 3, False)[len(node.args) - 1 :])
-    x, lower, upper, training = settings
+    defaults = (1 / 8, 1 / 3, False)  # lower, upper, training
+    settings: list[Any] = list(node.args[1:4])
+    lower, upper, training = settings + list(defaults[len(settings) :])
     if not training:
-        node.target, node.args = aten.leaky_relu.default, (x, (lower + upper) / 2)
+        node.target, node.args = aten.leaky_relu.default, (node.args[0], (lower + upper) / 2)
 
 
 def infer_batch(model: fx.GraphModule) -> PassResult:
@@ -158,7 +159,9 @@ def infer_batch(model: fx.GraphModule) -> PassResult:
         sizes: Any = node.args[1]
         dynamic_axes = [axis for axis, size in enumerate(sizes) if not isinstance(size, int)]
         if len(dynamic_axes) == 1 and -1 not in sizes:
-            node.args = (node.args[0], [-1 if axis == dynamic_axes[0] else size for axis, size in enumerate(sizes)])
+            new_sizes = list(sizes)
+            new_sizes[dynamic_axes[0]] = -1
+            node.args = (node.args[0], new_sizes)
             changed = True
     model.graph.eliminate_dead_code()
     model.recompile()

@@ -32,7 +32,8 @@ class XnnpackStoredWeight(WeightedOperation):
         quant, deployed = source.weight_quant, source.get_deployed()
         granularity = quant.calculator.granularity
         self.low, self.high = int(quant.quantizer.grid.low), int(quant.quantizer.grid.high)
-        self.low = -8 if self.high == 7 else self.low  # XNNPACK recognizes 4-bit weights by the range -8 .. 7
+        if self.high == 7:  # XNNPACK recognizes 4-bit weights by the range -8 .. 7
+            self.low = -8
         self.axis = int(granularity.axis or 0) if isinstance(granularity, PerChannelGranularity) else 0
         self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
         scale = quant.scale.detach().to(torch.float32)

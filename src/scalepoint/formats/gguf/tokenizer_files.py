@@ -132,7 +132,9 @@ def check_text(texts: list[str], path: Path) -> None:
     try:
         "\n".join(texts).encode()
     except UnicodeEncodeError as error:
-        raise ExportError(f"{path} contains half a character: {error.object[error.start]!r}") from error
+        raise ExportError(
+            f"{path} contains an incomplete character (a lone surrogate): {error.object[error.start]!r}"
+        ) from error
 
 
 def _read_json(path: Path) -> Any:
