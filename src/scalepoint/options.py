@@ -235,7 +235,7 @@ class DeployOptions(CommonOptions):
     leave: Annotated[
         tuple[str, ...],
         Option(
-            "A submodule to call as it is, without looking inside; it stays float. May be repeated.",
+            "A submodule that is not captured: the graph calls it as it is, and it stays float. May be repeated.",
             LIMITS_GROUP,
             ("quantize", "export float"),
             is_repeated=True,
@@ -271,7 +271,7 @@ class DeployOptions(CommonOptions):
     shape: Annotated[
         InputShapes,
         Option(
-            "Shape of an input, as x=1,3,224,224; without a name for models with one input. deploy takes it for .onnx "
+            "Shape of an input, such as x=1,3,224,224; without a name for models with one input. deploy takes it for .onnx "
             "files, whose own shapes are the default. May be repeated.",
             FILE_GROUP,
             metavar="<sizes>",
@@ -281,7 +281,7 @@ class DeployOptions(CommonOptions):
     fixed_inputs: Annotated[
         FixedInputs,
         Option(
-            "An .onnx file: the value of an input that becomes a constant, as rate=16000. May be repeated.",
+            "An .onnx file: the value of an input that becomes a constant, such as rate=16000. May be repeated.",
             FILE_GROUP,
             metavar="<value>",
             is_repeated=True,
@@ -290,14 +290,14 @@ class DeployOptions(CommonOptions):
     requantize: Annotated[
         bool,
         Option(
-            "An .onnx file that is already quantized: read its weights back as real numbers and quantize them anew.",
+            "An .onnx file that is already quantized: read its weights back as real numbers and quantize them again.",
             FILE_GROUP,
         ),
     ] = False
     float_dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
         Option(
-            "Type of what is not quantized, for TensorRT: float32, float16 or bfloat16.",
+            "Data type of tensors that are not quantized, for TensorRT: float32, float16 or bfloat16.",
             LIMITS_GROUP,
             ("export", "export float"),
         ),
@@ -306,7 +306,7 @@ class DeployOptions(CommonOptions):
         Literal["auto", "vnni", "avx2", "arm"],
         Option(
             "The CPU that files of onnxruntime and openvino are for. vnni uses all 8 bits of the weights; avx2 is also "
-            "exact without VNNI; arm is for ARM CPUs (onnxruntime); auto looks at this machine.",
+            "exact without VNNI; arm is for ARM CPUs (onnxruntime); auto checks this machine.",
             FILE_GROUP,
         ),
     ] = "auto"
@@ -315,14 +315,14 @@ class DeployOptions(CommonOptions):
         Option(
             "How layers are chosen that stay float because int8 is slower. measured (default): the runtime times them "
             "on this machine, which takes up to 3 files; times are kept for the next run. predicted: by times of other "
-            "CPUs that scalepoint ships; the same on every machine. int8: all that the target can run is int8.",
+            "CPUs that scalepoint ships; the same on every machine. int8: every layer that the target can run in int8 is int8.",
             LIMITS_GROUP,
         ),
     ] = None
     metadata: Annotated[
         dict[Any, Any] | str | None,
         Option(
-            "What the file stores besides the model, by key: labels, preprocessing, author. On the command line a "
+            "Further data to store in the file, by key: labels, preprocessing, author. On the command line a "
             ".yaml or .json file.",
             FILE_GROUP,
         ),
@@ -348,7 +348,7 @@ class CheckpointOptions(CommonOptions):
     ] = None
     memory: Annotated[
         int | str | None,
-        Option("Memory for activations between blocks, as 2GB; the rest goes to disk.", LANGUAGE_GROUP),
+        Option("Memory for activations between blocks, such as 2GB; the rest goes to disk.", LANGUAGE_GROUP),
     ] = None
     length: Annotated[Annotated[int, Field(ge=2)], Option("Tokens per sequence; 512 if not given.", LANGUAGE_GROUP)] = (
         512

@@ -1,3 +1,3 @@
-"""The version of this package: a module of its own, so that what writes it down need not import the whole."""
+"""The version of this package, in its own module so that reading it imports nothing else."""
 
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ class TensorInfo:
     Attributes:
         name: Its name in the file.
         dtype: Its type in the module.
-        shape: The size of each axis. A free axis has its name instead, or "". None if the file does not declare the shape.
+        shape: The size of each axis; a free axis has its name instead, or "". None if the file does not declare it.
         file_dtype: Its type in the file.
     """
 

@@ -141,7 +141,8 @@ def check_source_file(job: "Job") -> None:
     if result.status == Parity.DIFFERENT:
         if not job.options.allow_departure:
             raise VerificationError(
-                f"{result.message}. Nothing was quantized. Please report this file; allow_departure=True deploys it all the same"
+                f"{result.message}. Nothing was quantized. Please report this file; allow_departure=True deploys it "
+                "all the same"
             )
         warnings.warn(ScalepointWarning(result.message), stacklevel=user_level())
     elif job.progress is not False:
