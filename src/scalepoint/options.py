@@ -271,8 +271,8 @@ class DeployOptions(CommonOptions):
     shape: Annotated[
         InputShapes,
         Option(
-            "Shape of an input, such as x=1,3,224,224; without a name for models with one input. deploy takes it for .onnx "
-            "files, whose own shapes are the default. May be repeated.",
+            "Shape of an input, such as x=1,3,224,224; without a name for models with one input. deploy takes it for "
+            ".onnx files, whose own shapes are the default. May be repeated.",
             FILE_GROUP,
             metavar="<sizes>",
             is_repeated=True,
@@ -315,7 +315,8 @@ class DeployOptions(CommonOptions):
         Option(
             "How layers are chosen that stay float because int8 is slower. measured (default): the runtime times them "
             "on this machine, which takes up to 3 files; times are kept for the next run. predicted: by times of other "
-            "CPUs that scalepoint ships; the same on every machine. int8: every layer that the target can run in int8 is int8.",
+            "CPUs that scalepoint ships; the same on every machine. int8: every layer that the target can run in int8 "
+            "is int8.",
             LIMITS_GROUP,
         ),
     ] = None
