@@ -495,10 +495,11 @@ class DeployConfig(DeployOptions, CheckpointOptions, SourceOptions):
         # Not model_dump_json: it fails on unpaired surrogates, which file names may contain.
         replace_text(path, json.dumps(fields, indent=2) if path.suffix == ".json" else dump_yaml(fields))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values by key, in the order of a config file."""
+    def to_dict(self, *groups: type[Config]) -> dict[str, Any]:
+        """Return plain values by key, in the order of a config file; only keys of `groups` if there are any."""
         dumped = self.model_dump(mode="json")
-        return {name: dumped[name] for name in self.file_keys()}
+        keys = {name for group in groups or (type(self),) for name in group.model_fields}
+        return {name: dumped[name] for name in self.file_keys() if name in keys}
 
     @classmethod
     def file_keys(cls) -> list[str]:

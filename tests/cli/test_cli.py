@@ -21,6 +21,7 @@ from scalepoint.cli.deploy import deploy as deploy_command
 from scalepoint.cli.exit_codes import Code, report_error
 from scalepoint.targets.local_times import LocalTimes
 from scalepoint.targets.measurement_cache import add_measurements, measurements_path
+from scalepoint.verification import Benchmark
 from tests.cli.conftest import child
 from tests.warm import warm
 
@@ -255,7 +256,7 @@ class _Deployment:
             message="gone",
             sqnr=12.0,
             bound=30.0,
-            latency=SimpleNamespace(ratio=speed),
+            latency=Benchmark(ratio=speed, seconds=(speed, 1.0), threads=1, repeats=50, runtime="onnxruntime"),
             to_dict=lambda: fields,
         )
         if not verified:
@@ -334,6 +335,9 @@ def test_the_written_config_contains_the_flags_and_can_be_deployed_again(call, h
         assert (config.threads, config.max_trials, config.max_batches) == (3, 4, 2)
         assert (config.leave, config.choices, config.output) == (("head",), ("int4", "int8"), output)
         assert config.allow_departure is False
+        text = (here / output / "config.yaml").read_text()
+        assert "batch_size:" in text
+        assert not any(f"{key}:" in text for key in ("judge", "length", "samples", "memory"))  # of language models
         code, _, err = call("deploy", "-c", "result/config.yaml", "-o", "again", "--smoke", "--force")
         assert code == 0, err
 

@@ -1,11 +1,11 @@
 """How to repeat a run: config.yaml, kept.yaml, reproduce.py, and the call and the command in the report.
 
-    config.yaml     all options of the run, including defaults
+    config.yaml     all options of the run, including defaults; no keys of language models
     kept.yaml       after a search: the same, with the config of the best file and without a search
     reproduce.py    runs `scalepoint deploy -c` with one of them
 
 A run that a command started has all three. A call from Python has objects without a name, so it has only config.yaml,
-without the keys that name them.
+without the keys that say where model, data and metric come from.
 """
 
 import os
@@ -16,7 +16,7 @@ from pprint import pformat
 from typing import Any
 
 from scalepoint import targets
-from scalepoint.options import DeployConfig, changed_values
+from scalepoint.options import DeployConfig, DeployOptions, SourceOptions, changed_values
 from scalepoint.pipeline.fingerprints import fingerprint
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial
@@ -30,8 +30,6 @@ from scalepoint.targets.registry import has_cpu_option
 from scalepoint.version import __version__
 
 REPORTED_PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "openvino")
-# Keys of a config file that name objects.
-OBJECT_KEYS = ("model", "data", "evaluate")
 CONFIG_HEADER = """\
 # Written by a call from Python. Its model, data and metric are objects without a name. Name them to run this again:
 #   scalepoint deploy package.module:model --data package.module:data -c config.yaml -o again
@@ -58,13 +56,13 @@ def write_run_files(context: StageContext, best: Trial, trials: Sequence[Trial])
     job, workspace = context.job, context.workspace
     config = build_config(job)
     if job.command is None:
-        values = {key: value for key, value in config.to_dict().items() if key not in OBJECT_KEYS}
-        workspace.write_text(CONFIG_FILE, CONFIG_HEADER + dump_yaml(values))
+        workspace.write_text(CONFIG_FILE, CONFIG_HEADER + dump_yaml(config.to_dict(DeployOptions)))
         return
-    workspace.write_text(CONFIG_FILE, dump_yaml(config.to_dict()))
+    workspace.write_text(CONFIG_FILE, dump_yaml(config.to_dict(SourceOptions, DeployOptions)))
     if has_searched(job, trials):
         no_search = {"max_drop": None, "min_speed": None, "budget": None, "quantization": best.config}
-        workspace.write_text(BEST_CONFIG_FILE, dump_yaml(config.updated(no_search).to_dict()))
+        best_config = config.updated(no_search).to_dict(SourceOptions, DeployOptions)
+        workspace.write_text(BEST_CONFIG_FILE, dump_yaml(best_config))
     script = SCRIPT.format(version=__version__, file=_config_file(job, trials), flags=_command_flags(job))
     workspace.write_text(SCRIPT_FILE, script)
 

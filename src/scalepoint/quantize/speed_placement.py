@@ -42,6 +42,9 @@ NEIGHBOURS_FASTER = (
     "its neighbours are faster in float, and converting to int8 and back would cost more than int8 gains here"
 )
 
+# A smaller weight stays float: the DequantizeLinear node of stored codes needs more bytes than the codes save.
+MIN_STORED_WEIGHTS = 256
+
 INT8_SIDE = 0  # source of the cut
 FLOAT_SIDE = 1  # sink of the cut
 
@@ -154,9 +157,10 @@ def _make_float_decision(
     # The report shows the times of the CPU on which int8 loses most.
     float_seconds, int8_seconds = max(seconds_per_cpu, key=lambda seconds: seconds[1] - seconds[0])
     is_slower_in_int8 = int8_seconds > float_seconds
+    stores_codes = target.dequantizes_weights_on_load and _count_weights(decision) >= MIN_STORED_WEIGHTS
     return replace(
         decision,
-        weight=make_stored_weight_spec(decision.site, config, target) if target.dequantizes_weights_on_load else None,
+        weight=make_stored_weight_spec(decision.site, config, target) if stores_codes else None,
         points=(),
         state=OperationState.FLOAT,
         reason=reason if is_slower_in_int8 or reason == TOO_SMALL else NEIGHBOURS_FASTER,

@@ -70,16 +70,16 @@ def find_quantizers(program: ProgramText) -> dict[str, tuple[str, str]]:
     out, because they have no clear name.
     """
     scales: dict[str, str] = {}
-    found: dict[str, list[tuple[str, str]]] = {}
+    codes_by_scale: dict[str, list[tuple[str, str]]] = {}
     for line in program.lines:
         if (constant := _CONSTANT.match(line)) and (use := _USE.search(line)):
             scales[constant[1].split()[0]] = use[1]
         elif quantizer := _QUANTIZE.match(line):
             value, scale, code_type = quantizer.groups()
-            found.setdefault(scales.get(scale, ""), []).append((value, code_type))
+            codes_by_scale.setdefault(scales.get(scale, ""), []).append((value, code_type))
     return {
         f"{scale.removeprefix(OWN_PREFIX).removesuffix('.scale')}/QuantizeLinear": codes[0]
-        for scale, codes in found.items()
+        for scale, codes in codes_by_scale.items()
         if len(codes) == 1 and scale.endswith(".scale")
     }
 
