@@ -2,6 +2,7 @@
 
     python bench/scaling.py graph [--quick]
     python bench/scaling.py load [layers] [batches] [trials]
+    python bench/scaling.py trials [--source OTHER/src] [--trials 1 3]
     python bench/scaling.py checkpoint [--gigabytes 3.2] [--accuracy fast|balanced]
 
 graph: CPU time per node of conversions, matching and fusing at 1,000 and 10,000 nodes, one thread, medians of
@@ -11,6 +12,9 @@ layers of 420 MB. Writes out/bench-graph.json.
 load: a thousand layers, ten thousand batches, a hundred deployments in one process. Memory is what the process holds
 after a collection (Linux: VmRSS), or how far it grew during a step (VmHWM). Counts open files, child processes,
 threads, hooks on the model and temporary files too. Writes out/load.json.
+trials: the peak memory of a deploy whose accuracy search makes one file and three files, in units of the model's
+parameters (50 MB), each run in its own process, after a small deploy that imports what is needed. `--source` names the
+src/ of another checkout to measure next to this one. Writes out/bench-trials.json.
 checkpoint: random weights in bf16 are written to out/large shard by shard. deploy_checkpoint makes an int4 folder of
 them in its own process: once whole, once killed (SIGKILL) when a third of its pieces are stored and started again with
 resume=True. Prints the peak of each process's own memory (RssAnon) beyond that of a process that only imports the same
@@ -275,6 +279,63 @@ def load() -> int:
     return int(not all(row["holds"] for row in rows))
 
 
+# The score falls with every file, so that the search makes as many files as it may.
+TRIALS_CHILD = """
+import sys, tempfile, warnings
+warnings.simplefilter("ignore")
+import torch, scalepoint
+from torch import nn
+from bench.measure import peak_extra_bytes
+
+def chain(width, layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers))).eval()
+
+def run(model, width, trials):
+    data, scores = [torch.randn(4, width) for _ in range(2)], iter(range(100, 0, -1))
+    with tempfile.TemporaryDirectory() as folder:
+        done = scalepoint.deploy(
+            model, data[0], data, output=folder, evaluate=lambda run: float(next(scores)), max_drop=0.0,
+            max_trials=trials, progress=False,
+        )
+        return len(done.trials)
+
+trials = int(sys.argv[1])
+run(chain(64, 4), 64, trials)
+model, made = chain(1024, 12), []
+peak = peak_extra_bytes(lambda: made.append(run(model, 1024, trials)))
+print(made[0], peak, sum(weight.nbytes for weight in model.parameters()))
+"""
+
+
+def trials() -> int:
+    parser = argparse.ArgumentParser(description="Peak memory of a search with several files")
+    parser.add_argument("--source", type=Path, help="src/ of another checkout")
+    parser.add_argument("--trials", type=int, nargs="+", default=[1, 3])
+    options = parser.parse_args()
+    here = Path(__file__).parents[1] / "src"
+    rows = []
+    for name, source in {"here": here, **({"other": options.source.resolve()} if options.source else {})}.items():
+        for count in options.trials:
+            environment = {
+                **os.environ,
+                "PYTHONPATH": f"{source}{os.pathsep}{here.parent}",
+                "SCALEPOINT_PLACEMENT": "predicted",
+            }
+            run = subprocess.run(
+                [sys.executable, "-c", TRIALS_CHILD, str(count)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            made, peak, size = map(int, run.stdout.split()[-3:])
+            rows.append({"source": name, "trials": made, "peak": peak / size})
+            print(f"{name:6} {made} trials: peak {peak / 1e6:.0f} MB, {peak / size:.2f} x the parameters", flush=True)
+    (OUT / "bench-trials.json").write_text(json.dumps(rows, indent=1))
+    return 0
+
+
 HIDDEN, MLP, HEADS, WORDS = 1536, 4096, 12, 4096
 CHECKPOINTS = OUT / "large"
 # Scales are those of the largest weight: a search over them would take most of the time.
@@ -396,7 +457,7 @@ def checkpoint() -> int:
     return 0 if is_same and max(peaks) < 1.5 else 1
 
 
-PARTS = {"graph": graph, "load": load, "checkpoint": checkpoint}
+PARTS = {"graph": graph, "load": load, "trials": trials, "checkpoint": checkpoint}
 
 if __name__ == "__main__":
     sys.exit(run_part(__doc__, PARTS))
