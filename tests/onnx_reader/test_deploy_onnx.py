@@ -10,7 +10,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint.cli.app import run
-from scalepoint.errors import OnnxReadError, ScalepointError, UsageError, VerificationError
+from scalepoint.errors import OnnxReadError, ScalepointError, ScalepointWarning, UsageError, VerificationError
 from scalepoint.verification import onnx_parity
 from scalepoint.verification.onnx_parity import Parity, check_parity
 from tests.onnx_reader.graphs import model_of, random, save
@@ -43,6 +43,13 @@ def network(**changes):
     return model
 
 
+def fail_in_runtime(run):
+    """A metric that interrupts the run after verification."""
+    if isinstance(run, nn.Module):
+        return 1.0
+    raise RuntimeError("interrupted")
+
+
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deployed")
@@ -68,6 +75,37 @@ def test_the_given_file_is_the_baseline(deployed):
     assert (folder / "out" / "original.onnx").read_bytes() == (folder / "net.onnx").read_bytes()
     assert done.verification.latency.baseline_file == "original.onnx"
     assert done.verification.float_size == (folder / "net.onnx").stat().st_size
+
+
+def test_a_file_with_external_data_is_the_baseline_and_files_of_the_user_stay(tmp_path):
+    path, out = tmp_path / "source" / "net.onnx", tmp_path / "out"
+    path.parent.mkdir()
+    onnx.save(network(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    out.mkdir()
+    (out / "weights.bin").write_text("the user's")
+    data = [torch.randn(2, 3, 16, 16)]
+    done = scalepoint.deploy(path, None, data, output=out, cpu="vnni", config={"speed_first": False}, force=True)
+    assert done.verification.latency.baseline_file == "original.onnx"
+    (copied,) = out.glob("original.*.data")
+    assert copied.read_bytes() == (path.parent / "weights.bin").read_bytes()
+    onnx.checker.check_model(str(out / "original.onnx"))
+    assert done.verification.float_size == sum(file.stat().st_size for file in out.glob("original.*"))
+    assert (out / "weights.bin").read_text() == "the user's"
+    assert not (out / ".scalepoint").exists()
+
+
+def test_a_resumed_run_compares_with_the_file_as_it_is_now(tmp_path):
+    path = save(network(), tmp_path / "net.onnx")
+    data = [torch.randn(2, 3, 16, 16)]
+    options = {"output": tmp_path / "out", "cpu": "vnni", "config": {"speed_first": False}}
+    with pytest.raises(RuntimeError, match="interrupted"):
+        scalepoint.deploy(path, None, data, evaluate=fail_in_runtime, **options)
+    changed = network()
+    changed.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(random(16, 3, 3, 3, seed=9), "first_weight"))
+    save(changed, path)
+    with pytest.warns(ScalepointWarning, match="the model"):
+        scalepoint.deploy(path, None, data, evaluate=lambda run: 1.0, resume=True, **options)
+    assert (tmp_path / "out" / "original.onnx").read_bytes() == (tmp_path / "net.onnx").read_bytes()
 
 
 def test_a_saved_folder_of_a_file_loads_without_the_file(deployed):
@@ -115,6 +153,19 @@ def test_an_axis_that_the_model_computes_with_becomes_fixed_with_a_warning(tmp_p
         warnings.simplefilter("always")
         scalepoint.deploy(path, None, data, output=tmp_path / "out", smoke=True, cpu="vnni", allow_departure=True)
     assert any("are free in" in str(warning.message) for warning in caught)
+
+
+def test_a_resumed_run_with_fixed_axes_exports_nothing_again(tmp_path):
+    text = "net (float[N, L] x) => (float[N, 3] y) { y = MatMul(x, w) }"
+    path = save(model_of(text, w=random(16, 3)), tmp_path / "net.onnx")
+    data = [torch.randn(2, 16) for _ in range(2)]
+    options = {"output": tmp_path / "out", "cpu": "vnni", "config": {"speed_first": False}}
+    with pytest.raises(RuntimeError, match="interrupted"), pytest.warns(ScalepointWarning, match="are free in"):
+        scalepoint.deploy(path, None, data, evaluate=fail_in_runtime, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*changed since")
+        with pytest.raises(RuntimeError, match="interrupted"):
+            scalepoint.deploy(path, None, data, evaluate=fail_in_runtime, resume=True, **options)
 
 
 def test_options_of_files_are_refused_for_other_models(tmp_path):

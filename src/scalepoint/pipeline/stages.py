@@ -7,7 +7,6 @@ once per run; each trial gets a copy of the graph that shares its parameters.
 
 import copy
 import math
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -25,6 +24,7 @@ from torch import fx, nn
 from scalepoint import distributed
 from scalepoint.errors import CaptureError, NonFiniteError, ScalepointWarning, UsageError, VerificationError, short_repr
 from scalepoint.formats import ExportRequest, FileFormat, export, find_format
+from scalepoint.graph.dynamic_axes import Axes
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import stage_values
@@ -130,7 +130,7 @@ class StageContext:
         job = self.job
         job.target.check_free_sizes(job.dynamic_axes)
         try:
-            graph = self._capture()
+            graph = self._capture(job.dynamic_axes)
         except CaptureError as error:
             if not (job.may_fix_axes and job.dynamic_axes):
                 raise
@@ -140,16 +140,14 @@ class StageContext:
                 f"They are fixed to those of the example: {error.args[0]}"
             )
             warnings.warn(ScalepointWarning(message), stacklevel=user_level())
-            options_without_axes = job.options.model_copy(update={"dynamic_axes": None})
-            self.job = replace(job, dynamic_axes={}, options=options_without_axes)
-            graph = self._capture()
+            graph = self._capture({})
         return apply_transformation_plan(plan_captured_graph(graph, target=job.target))
 
-    def _capture(self) -> fx.GraphModule:
+    def _capture(self, dynamic_axes: Axes) -> fx.GraphModule:
         """Capture the model. Inside `captures_reused` an earlier run may have done it: no target matters for it."""
         job, earlier = self.job, _captures.get()
         options: dict[str, Any] = {"leave": job.options.leave, "dynamic": not job.options.fixed_sizes}
-        options["dynamic_axes"] = job.dynamic_axes
+        options["dynamic_axes"] = dynamic_axes
         if earlier is None:
             return capture_for_plan(job.model, job.example.args, job.example.kwargs, **options)
         key = fingerprint(self.model_fingerprint, job.example.fingerprint(), options)
@@ -372,21 +370,15 @@ def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
     job = context.job
     runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
     if job.source_file is not None:
-        if context.format.suffix == job.source_file.suffix:
-            _copy_source(context, job.source_file)
+        if context.format.suffix == job.source_file.suffix.lower():
+            from scalepoint.formats.onnx.save import copy_model  # noqa: PLC0415  # only for a model that is such a file
+
+            copy_model(job.source_file, context._plain_path)
     elif runtime is not None and runtime.is_installed and not runtime.why_no_speed:
         names = tuple(build_feeds(model, job.example))
         float_path = context.path(context.workspace.work, FLOAT_STEM)
         request = ExportRequest(job.example, names=names, free_axes=context.format.about(float_path).free_axes)
         write_baseline_file(job.model, context.format, request, context.path(context.workspace.work, PLAIN_STEM))
-
-
-def _copy_source(context: StageContext, source: Path) -> None:
-    """Copy the .onnx file with its external data: it is the baseline. A file under our names is not copied over."""
-    for file in context.format.files(source):
-        target = context._plain_path if file == source else context.workspace.work / file.name
-        if not target.exists():
-            shutil.copyfile(file, target)
 
 
 def verify_file(

@@ -58,7 +58,7 @@ def read_model(
         path = _check_path(source)
         model, name, folder = _parse(path), str(path), path.parent
     _check_header(model, name, min_opset)
-    for tensor in _iterate_tensors(model):
+    for tensor in iterate_tensors(model):
         _check_tensor(tensor, folder)
     model = _inline_functions(model, name)
     if infer_shapes:
@@ -138,7 +138,7 @@ def read_opset(model: ModelProto) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
 
 
-def _iterate_tensors(model: ModelProto) -> Iterator[TensorProto]:
+def iterate_tensors(model: ModelProto) -> Iterator[TensorProto]:
     """Yield every tensor of the file, including those in attributes, bodies and functions."""
     yield from _iterate_graph_tensors(model.graph)
     for function in model.functions:

@@ -7,7 +7,7 @@ replaces it.
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.errors import ExportError, StoreError
+from scalepoint.formats.onnx.file_info import read_model
 from scalepoint.support.files import (
     compute_digest,
     describe_needed_space,
@@ -54,11 +55,46 @@ def list_data_files(path: Path) -> set[str]:
     if not any(map(_DATA_FILE_NAME.fullmatch, os.listdir(path.parent) if path.is_file() else ())):
         return set()  # decided without reading the model, which may be large
     try:
-        tensors = onnx.load_from_string(read_bytes(path, LARGEST_PROTOBUF)).graph.initializer
+        model = onnx.load_from_string(read_bytes(path, LARGEST_PROTOBUF))
     except Exception:  # no file, or not an ONNX model: scalepoint did not write it
         return set()
-    locations = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
+    locations = {str(entry.value) for entry in _iterate_locations(model)}
     return {name for name in locations if _DATA_FILE_NAME.fullmatch(name) and Path(name).name == name}
+
+
+def list_external_files(path: Path) -> list[Path]:
+    """Return the data files of any model, whoever wrote it.
+
+    Raises:
+        StoreError: The file cannot be read.
+    """
+    names = {str(entry.value) for entry in _iterate_locations(read_model(path))}
+    return [path.parent / name for name in sorted(names)]
+
+
+def copy_model(source: Path, path: Path) -> None:
+    """Copy a model that was read before. Its data files get names like those that `save_graph` writes."""
+    model = read_model(source)
+    entries = list(_iterate_locations(model))
+    if not entries:
+        shutil.copyfile(source, path)
+        return
+    names: dict[str, str] = {}
+    for location in dict.fromkeys(str(entry.value) for entry in entries):
+        data_file = source.parent / location
+        names[location] = f"{path.stem}.{compute_digest(data_file)[:8]}.data"
+        shutil.copyfile(data_file, path.parent / names[location])
+    for entry in entries:
+        entry.value = names[str(entry.value)]
+    path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def _iterate_locations(model: Any) -> Iterator[Any]:
+    """Yield the entries of tensors that have the name of a data file."""
+    from scalepoint.support.onnx_file import iterate_tensors  # noqa: PLC0415  # imports onnx
+
+    for tensor in iterate_tensors(model):
+        yield from (entry for entry in tensor.external_data if entry.key == "location")
 
 
 def _save_single_file(graph: Any, path: Path) -> None:
