@@ -86,6 +86,12 @@ def test_foreign_files_are_refused_and_not_deleted_with_force(llama, tmp_path, t
                                       ".scalepoint-files.json"}  # fmt: skip
 
 
+def test_another_checkpoint_in_the_output_is_refused(llama, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"config\.json was not written by scalepoint"):
+        deployed(llama[0], tmp_path, force=True)
+
+
 def test_foreign_files_do_not_count_as_written_files(llama, tmp_path):
     fresh = deployed(llama[0], tmp_path / "fresh").report.language
     (tmp_path / "out").mkdir()

@@ -87,6 +87,14 @@ def test_foreign_files_are_not_deleted(tmp_path):
     assert {"model.onnx", "report.html", "config.yaml", "quantized/scalepoint.json"} <= set(listed)
 
 
+@pytest.mark.parametrize("name", ["model.onnx", "report.html", "config.yaml"])
+def test_a_file_of_the_user_with_the_name_of_ours_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UsageError, match=f"{name} was not written by scalepoint"):
+        deployed(tmp_path, force=True)
+    assert contents(tmp_path) == {name: b"mine"}
+
+
 def test_unchanged_files_of_an_earlier_run_are_deleted(tmp_path, finished_run):
     out = Path(shutil.copytree(finished_run[1], tmp_path / "out"))
     file_list = json.loads((out / LIST).read_text())

@@ -190,7 +190,7 @@ def deploy(
     if isinstance(target, str) and cpu == "auto" and progress is not False:
         _print_cpu_choice(job)
     suffix = find_format(job.target.format).suffix
-    workspace = DeployWorkspace(Path(job.options.output), suffix=suffix, resume=resume, force=force)
+    workspace = DeployWorkspace(Path(job.options.output), suffix=suffix, is_smoke=smoke, resume=resume, force=force)
     workspace.check({} if job.source_file is None else {"model": job.source_file})
     with (
         seeded(job.options.seed),

@@ -61,6 +61,7 @@ OUTPUT_NAMES = (
     USE_FILE,
     BOM_FILE,
 )
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model.onnx")
 CONTINUE_HINT = "continue with resume=True (--resume), or start again with force=True (--force)"
 OVERWRITE_HINT = "choose another output, or overwrite it with force=True (--force)"
 # Files of runs in OUT/.scalepoint.
@@ -85,16 +86,26 @@ class Workspace(ABC):
     unfinished_state = "contains an unfinished run"
 
     def __init__(
-        self, output: Path, folder: Path, work: Path, names: Iterable[str], *, resume: bool, force: bool
+        self,
+        output: Path,
+        folder: Path,
+        work: Path,
+        names: Iterable[str],
+        *,
+        replaced: Iterable[str],
+        resume: bool,
+        force: bool,
     ) -> None:
         """Set the paths; nothing is created.
 
         Args:
             output, folder, work, resume, force: See the attributes.
             names: The files and folders that may be written into `folder`.
+            replaced: Those of them that every run writes: the user's files with these names would be lost.
         """
         self.output, self.folder, self.work, self.resume, self.force = output, folder, work, resume, force
         self._names = (LIST_FILE, *names)
+        self._replaced = tuple(replaced)
         self._file_names: list[str] = []
 
     @abstractmethod
@@ -117,7 +128,7 @@ class Workspace(ABC):
 
         Raises:
             UsageError: The output is not empty, is a file instead of a folder, contains an input or lies inside one, or
-                has a symbolic link in the place of one of our files.
+                has a symbolic link or a file of the user in the place of one of our files.
         """
         distributed.run_on_main("looking at the output", lambda: self._check(inputs or {}))
 
@@ -129,13 +140,24 @@ class Workspace(ABC):
         check_links(self.folder, self._names)
         check_links(self.work.parent, [self.work.name])
         if self.force:
-            return
-        if self.is_unfinished():
+            self._check_replaced()
+        elif self.is_unfinished():
             if not self.resume:
                 raise UsageError(f"{self.output} {self.unfinished_state}: {CONTINUE_HINT}")
         elif existing := self._describe_existing():
             no_run = " and contains no unfinished run" if self.resume else ""
             raise UsageError(f"{existing}{no_run}: {OVERWRITE_HINT}")
+
+    def _check_replaced(self) -> None:
+        """Refuse to replace files that scalepoint did not write."""
+        written = WrittenFiles(self.folder).records
+        for name in self._replaced:
+            is_ours = name in written or any(file.startswith(f"{name}/") for file in written)
+            if os.path.lexists(self.folder / name) and not is_ours:
+                raise UsageError(
+                    f"{self.folder / name} was not written by scalepoint, and force=True (--force) overwrites only "
+                    "files of earlier runs: move it away, or choose another output"
+                )
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -197,9 +219,9 @@ class Workspace(ABC):
         write(report, self.folder)
         self.record(self.folder / name for name in REPORT_FILES)
 
-    def record(self, paths: Iterable[Path]) -> None:
-        """Add files and folders that this run wrote to the list of written files."""
-        self._file_names += WrittenFiles(self.folder).add(paths)
+    def record(self, paths: Iterable[Path], root: Path | None = None) -> None:
+        """Add files and folders of this run to the list of written files. See `WrittenFiles.add`."""
+        self._file_names += WrittenFiles(self.folder).add(paths, root)
 
 
 class DeployWorkspace(Workspace):
@@ -209,16 +231,27 @@ class DeployWorkspace(Workspace):
         cache: The finished stages. With resume=True those of the interrupted run, once the folder is open.
     """
 
-    def __init__(self, output: Path, *, suffix: str = "", resume: bool = False, force: bool = False) -> None:
+    def __init__(
+        self, output: Path, *, suffix: str = "", is_smoke: bool = False, resume: bool = False, force: bool = False
+    ) -> None:
         """Set the paths; nothing is created.
 
         Args:
             output: The folder to write.
             suffix: Suffix of the files of the target's format.
+            is_smoke: Whether the run is a quick one, which writes no float file.
             resume, force: See Workspace.
         """
-        files = (f"{stem}{suffix}" for stem in (FILE_STEM, FLOAT_STEM, PLAIN_STEM, SOURCE_STEM))
-        super().__init__(output, output, output / WORK_FOLDER, (*OUTPUT_NAMES, *files), resume=resume, force=force)
+        files = [f"{stem}{suffix}" for stem in (FILE_STEM, FLOAT_STEM, PLAIN_STEM, SOURCE_STEM)]
+        super().__init__(
+            output,
+            output,
+            output / WORK_FOLDER,
+            (*OUTPUT_NAMES, *files),
+            replaced=(*REPORT_FILES, CONFIG_FILE, LOG_FILE, *files[: 1 if is_smoke else 2]),
+            resume=resume,
+            force=force,
+        )
         self.cache = StageCache(self.work)
 
     def is_unfinished(self) -> bool:
@@ -259,8 +292,8 @@ class DeployWorkspace(Workspace):
         """Copy files and folders into the output folder. Each one is replaced atomically."""
         for source in sources:
             path = self.output / source.name
+            self.record([source], source.parent)  # before the copy: a file without a record counts as the user's
             copy_path(source, path)
-            self.record([path])
             send_event(Event("file", str(path)))
 
     def write_folder(self, name: str, write_files: Callable[[Path], Sequence[Path]]) -> Sequence[Path]:
@@ -305,7 +338,8 @@ class CheckpointWorkspace(Workspace):
         work = base.with_name(f".{base.name}.work")
         folder = output if self.is_folder else self.path.parent
         names = REPORT_FILES if self.is_folder else (*REPORT_FILES, self.path.name)
-        super().__init__(output, folder, work, names, resume=resume, force=force)
+        replaced = (*REPORT_FILES, *CHECKPOINT_FILES) if self.is_folder else REPORT_FILES
+        super().__init__(output, folder, work, names, replaced=replaced, resume=resume, force=force)
         self.tuning_folder = work / "tuning"
         self._staging = work / "written"
 
@@ -348,7 +382,7 @@ class SweepWorkspace(Workspace):
     def __init__(self, output: Path, *, resume: bool = False, force: bool = False) -> None:
         """Set the paths; nothing is created."""
         names = (SWEEP_FILE, PAGE_FILE)
-        super().__init__(output, output, output / WORK_FOLDER, names, resume=resume, force=force)
+        super().__init__(output, output, output / WORK_FOLDER, names, replaced=names, resume=resume, force=force)
 
     def is_unfinished(self) -> bool:
         return self.output.exists() and any(path.name != WORK_FOLDER for path in self.output.iterdir())
