@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import scalepoint
-from scalepoint.errors import ConfigError, StoreError, UsageError
+from scalepoint.budget import Budget
+from scalepoint.errors import ConfigError, ScalepointWarning, StoreError, UsageError
 from scalepoint.options import SweepConfig
 from scalepoint.pipeline.sweep import list_runs
 from scalepoint.report import Sweep, SweepRow, SweepTable, sweep_page
@@ -114,6 +115,10 @@ def test_an_invalid_grid_is_refused(grid, message):
         list_runs(grid)
 
 
+def test_a_budget_names_the_folder_of_its_run():
+    assert list(list_runs({"budget": ["size=0.9", Budget(bits=6)]})) == ["size_0.9", "bits_6"]
+
+
 def test_names_of_folders_are_safe():
     assert list(list_runs({"target": ["../../x y", "..", "a"]})) == ["x_y", "target2", "a"]
 
@@ -138,6 +143,11 @@ def test_a_sweep_deploys_every_run_reports_failures_and_resumes(tmp_path):
     again = scalepoint.sweep(model, example, [example], finish=finish, resume=True, **options)
     assert calls == ["config1", "config2", "config2"]  # the first is as it was, the second was another
     assert again.rows[0] == table.rows[0]
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.warns(ScalepointWarning, match="the model, max_batches changed"):
+        scalepoint.sweep(model, example, [example], finish=finish, resume=True, max_batches=1, **options)
+    assert calls[3:] == ["config1", "config2"]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
     grid {target: [a, b], accuracy: [fast, best]}  ->  OUT/a-fast, OUT/a-best, OUT/b-fast, OUT/b-best, OUT/sweep.html
 
-The table is written after every run. resume=True keeps finished runs and continues the interrupted one. A failed run
-becomes a row with its error, and the sweep goes on. With several ranks, each rank makes complete runs.
+The table is written after every run. resume=True keeps finished runs and continues the interrupted one, if what all
+runs share is the same as before. A failed run becomes a row with its error, and the sweep goes on. With several ranks,
+each rank makes complete runs.
 """
 
-import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,10 +21,29 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from scalepoint import distributed
-from scalepoint.errors import ConfigError, ScalepointError, StoreError, TargetError, UsageError, did_you_mean
+from scalepoint.budget import Budget
+from scalepoint.errors import (
+    ConfigError,
+    ScalepointError,
+    ScalepointWarning,
+    StoreError,
+    TargetError,
+    UsageError,
+    did_you_mean,
+)
+from scalepoint.formats.onnx.save import list_external_files
+from scalepoint.graph.capture import as_module, unwrap_model
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import DeployOptions, RunOptions
 from scalepoint.pipeline.deploy import deploy
-from scalepoint.pipeline.fingerprints import fingerprint_target
+from scalepoint.pipeline.fingerprints import (
+    fingerprint,
+    fingerprint_code,
+    fingerprint_model,
+    fingerprint_target,
+    fingerprint_tensors,
+)
+from scalepoint.pipeline.inputs import DataSource
 from scalepoint.pipeline.job import build_options, check_metric, find_model_target
 from scalepoint.pipeline.onnx_source import is_onnx_file
 from scalepoint.pipeline.stages import captures_reused
@@ -32,11 +52,13 @@ from scalepoint.quantize.feeding import is_split_across_ranks
 from scalepoint.report import Sweep, SweepRow, sweep_page
 from scalepoint.report.html import JSON_FILE
 from scalepoint.report.sweep import PAGE_FILE, SWEEP_FILE
+from scalepoint.support.files import compute_digest
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.progress import write_line
 from scalepoint.targets import Target
 
 MAX_RUNS = 1000
+NOT_COMPARED = ("progress", "callback", "command", "threads")  # options that change no file
 RunCallback = Callable[[Any, Path, Mapping[str, Any]], object]
 
 
@@ -68,7 +90,8 @@ def sweep(
         grid: Keyword of `deploy` -> list of values, such as {"target": ["onnxruntime", "openvino"], "accuracy":
             ["fast", "best"]}. At most 1000 combinations.
         output: The folder to write.
-        resume: Keep finished runs, and continue an interrupted sweep.
+        resume: Keep finished runs, and continue an interrupted sweep. If the model, the data or an option of all runs
+            changed, all runs are made again.
         force: Overwrite files of an earlier sweep.
         finish: Called as `finish(deployment, folder, values)` after every run, on the rank that made it.
         **options: Keywords of `deploy` for all runs. `allow_departure` is True by default.
@@ -95,8 +118,13 @@ def sweep(
     workspace = SweepWorkspace(Path(output), resume=resume, force=force)
     workspace.check({"model": Path(str(model))} if is_onnx_file(model) else {})
     with workspace.open(), captures_reused():
+        inputs = distributed.run_on_main(
+            "reading the inputs",
+            lambda: _fingerprint_inputs(model, example_inputs, calibration_data, options),
+            dict[str, str | None],
+        )
         finished = distributed.run_on_main(
-            "looking for finished runs", lambda: _finished_rows(workspace), dict[str, SweepRow]
+            "looking for finished runs", lambda: _finished_rows(workspace, inputs), dict[str, SweepRow]
         )
         rows = {
             name: row for name, row in finished.items() if name in runs and row.settings == _to_plain_values(runs[name])
@@ -109,10 +137,10 @@ def sweep(
                     quiet = {"progress": False, "callback": None}
                     run_options = options if distributed.is_main() else {**options, **quiet}
                     with distributed.single_process():
-                        inputs, run_folder = (model, example_inputs, calibration_data), workspace.run_folder(name)
-                        step.value = to_jsonable(_run(inputs, run_folder, runs[name], run_options, finish))
+                        arguments, run_folder = (model, example_inputs, calibration_data), workspace.run_folder(name)
+                        step.value = to_jsonable(_run(arguments, run_folder, runs[name], run_options, finish))
             rows |= zip(names, map(TypeAdapter(SweepRow).validate_python, step.values), strict=False)
-            table = Sweep(tuple(rows[name] for name in runs if name in rows))
+            table = Sweep(tuple(rows[name] for name in runs if name in rows), inputs)
             distributed.run_on_main("the table", partial(_write_table, workspace, table))
     return table
 
@@ -178,20 +206,44 @@ def list_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
 
 def _folder_word(key: str, value: Any, index: int) -> str:
     """Return the part of a folder name for one value: its text, or the key and a number if it has no short text."""
-    text = getattr(value, "name", value)
+    text = str(value) if isinstance(value, Budget) else getattr(value, "name", value)
     if text is None or isinstance(text, Mapping) or not isinstance(text, str | int | float | bool):
         return f"{key}{index + 1}"
     word = re.sub(r"[^A-Za-z0-9._]+", "_", text if isinstance(text, str) else f"{key}{text}").strip("_.")
     return word or f"{key}{index + 1}"
 
 
-def _finished_rows(workspace: SweepWorkspace) -> dict[str, SweepRow]:
-    """Return the finished runs whose folders exist; {} unless they are to be kept."""
+def _fingerprint_inputs(model: Any, example: Any, data: Any, options: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return name -> fingerprint of what all runs share."""
+    if is_onnx_file(model):
+        path = Path(str(model))
+        digests: object = [compute_digest(file) for file in (path, *list_external_files(path))]
+    else:
+        digests = fingerprint_model(as_module(model) if isinstance(model, ExportedProgram) else unwrap_model(model))
+    names = [name for name in options if name not in NOT_COMPARED]
+    functions = {name: fingerprint_code(options[name]) for name in names if callable(options[name])}
+    values = _to_plain_values({name: options[name] for name in names if name not in functions})
+    return {
+        "the model": fingerprint(digests),
+        "the example inputs": fingerprint_tensors(example),
+        "the calibration data": DataSource(data, options.get("max_batches")).fingerprint(),
+        **functions,
+        **{name: fingerprint(value) for name, value in values.items()},
+    }
+
+
+def _finished_rows(workspace: SweepWorkspace, inputs: Mapping[str, str | None]) -> dict[str, SweepRow]:
+    """Return the finished runs whose folders exist; {} unless they are to be kept, or if the inputs changed."""
     try:
-        rows = Sweep.from_file(workspace.output / SWEEP_FILE).rows if workspace.resume else ()
+        table = Sweep.from_file(workspace.output / SWEEP_FILE) if workspace.resume else Sweep(())
     except StoreError:
         return {}
-    return {row.name: row for row in rows if row.is_done and (workspace.output / row.name / JSON_FILE).is_file()}
+    changed = [name for name in {**table.inputs, **inputs} if table.inputs.get(name) != inputs.get(name)]
+    if table.rows and changed:
+        message = f"{', '.join(changed)} changed since the sweep was interrupted: finished runs are made again"
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+        return {}
+    return {row.name: row for row in table.rows if row.is_done and (workspace.output / row.name / JSON_FILE).is_file()}
 
 
 def _run(
@@ -227,5 +279,5 @@ def _to_plain_target(target: Target) -> dict[str, Any]:
 
 
 def _write_table(workspace: SweepWorkspace, table: Sweep) -> None:
-    workspace.write_text(SWEEP_FILE, json.dumps(table.to_dict(), indent=1, allow_nan=False) + "\n")
+    workspace.write_text(SWEEP_FILE, table.to_json())
     workspace.write_text(PAGE_FILE, sweep_page(table))

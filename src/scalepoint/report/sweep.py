@@ -130,9 +130,15 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All runs of a sweep, in the order of the grid."""
+    """All runs of a sweep, in the order of the grid.
+
+    Attributes:
+        rows: The runs.
+        inputs: Name -> fingerprint of what all runs share: model, data and options.
+    """
 
     rows: tuple[SweepRow, ...]
+    inputs: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def is_scored(self) -> bool:
@@ -171,7 +177,7 @@ class Sweep:
     def to_dict(self) -> dict[str, Any]:
         """Return the runs and the fronts as values that JSON can store."""
         fronts = {cost: [row.name for row in self.front(cost)] for cost in ("size", "speed")}
-        return {"schema": SWEEP_SCHEMA, "rows": to_jsonable(self.rows), "front": fronts}
+        return {"schema": SWEEP_SCHEMA, "inputs": dict(self.inputs), "rows": to_jsonable(self.rows), "front": fronts}
 
     def to_json(self) -> str:
         """Return the runs and the fronts as JSON."""
@@ -184,7 +190,8 @@ class Sweep:
             data = read_json(Path(path), MAX_REPORT_BYTES)
             if not isinstance(data, dict) or data.get("schema") != SWEEP_SCHEMA:
                 raise StoreError(f"{path} is not a sweep of schema {SWEEP_SCHEMA}")
-            return cls(TypeAdapter(tuple[SweepRow, ...]).validate_python(data.get("rows")))
+            rows = TypeAdapter(tuple[SweepRow, ...]).validate_python(data.get("rows"))
+            return cls(rows, TypeAdapter(dict[str, str | None]).validate_python(data.get("inputs", {})))
         except (OSError, DocumentError, ValidationError) as error:
             raise StoreError(f"{path} is not a sweep: {str(error).splitlines()[0]}") from error
 
