@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -124,6 +125,19 @@ def test_the_next_run_takes_the_times_of_the_cache_and_needs_one_file(tmp_path, 
     again = deploy(wide_net(), X, tmp_path / "second")
     assert len(again.trials) == 1
     assert float_layers(again) == set()
+
+
+def test_the_call_in_the_report_repeats_a_measured_placement_that_is_all_int8(tmp_path, times_as_told, monkeypatch):
+    times_as_told(1e-3, 1e-4)
+    done = deploy(wide_net(), X, tmp_path / "out", placement="measured")
+    assert float_layers(done) == set()
+    script = tmp_path / "again" / "again.py"
+    script.parent.mkdir()
+    monkeypatch.chdir(script.parent)
+    script.write_text(done.report.reproduction.call)
+    arguments = {"model": wide_net(), "example_inputs": X, "calibration_data": [X, X * 0.5]}
+    again = runpy.run_path(str(script), init_globals=arguments)["done"]
+    assert again.path.read_bytes() == done.path.read_bytes()
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])

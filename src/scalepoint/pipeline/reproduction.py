@@ -16,7 +16,7 @@ from pprint import pformat
 from typing import Any
 
 from scalepoint import targets
-from scalepoint.options import DeployConfig, DeployOptions, SourceOptions, changed_values
+from scalepoint.options import DeployConfig, DeployOptions, Placement, SourceOptions, changed_values
 from scalepoint.pipeline.fingerprints import fingerprint
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial
@@ -61,6 +61,7 @@ def write_run_files(context: StageContext, best: Trial, trials: Sequence[Trial])
     workspace.write_text(CONFIG_FILE, dump_yaml(config.to_dict(SourceOptions, DeployOptions)))
     if has_searched(job, trials):
         no_search = {"max_drop": None, "min_speed": None, "budget": None, "quantization": best.config}
+        no_search["placement"] = _placement(job, best)
         best_config = config.updated(no_search).to_dict(SourceOptions, DeployOptions)
         workspace.write_text(BEST_CONFIG_FILE, dump_yaml(best_config))
     script = SCRIPT.format(version=__version__, file=_config_file(job, trials), flags=_command_flags(job))
@@ -83,6 +84,11 @@ def build_config(job: Job) -> DeployConfig:
 def has_searched(job: Job, trials: Sequence[Trial]) -> bool:
     """Whether the config of the best file was found by trials or a budget."""
     return len(trials) > 1 or job.options.budget is not None
+
+
+def _placement(job: Job, best: Trial) -> Placement | None:
+    """Return the placement of the best file: measured layers can all be in int8, and then no layer may stay float."""
+    return "int8" if job.options.placement is not None and best.config.speed_first is False else job.options.placement
 
 
 def _config_file(job: Job, trials: Sequence[Trial]) -> str:
@@ -140,6 +146,8 @@ def options_as_source(job: Job, best: Trial) -> dict[str, str]:
     values: dict[str, Any] = {
         name: value for name, value in changed_values(job.options).items() if name not in OMITTED_OPTIONS
     }
+    if job.options.placement is not None:
+        values["placement"] = _placement(job, best)
     if job.options.metadata:
         values["metadata"] = to_jsonable(job.options.metadata)
     if job.is_smoke:
