@@ -16,7 +16,7 @@ from scalepoint.errors import UsageError, VerificationError
 from scalepoint.formats import ExportRequest, find_format
 from scalepoint.quantize import quantize
 from scalepoint.runtimes import Runtime, find_runtime
-from scalepoint.runtimes.child_loop import LOOKS, _is_precise
+from scalepoint.runtimes.child_loop import CHECKED_ROUNDS, _is_precise
 from scalepoint.verification import benchmarking
 from scalepoint.verification.benchmarking import baseline_file, make_random_inputs, throughput
 from scalepoint.verification.file_formats import find_runtime_for
@@ -204,7 +204,7 @@ def test_the_interval_of_a_ratio_contains_its_median_at_every_look():
         while len(times[0]) < 50:
             for file_times in times:
                 file_times.append(1 + generator.exponential(level) + (generator.random() < 0.05))
-            if len(times[0]) in LOOKS and _is_precise(times, 0.02):
+            if len(times[0]) in CHECKED_ROUNDS and _is_precise(times, 0.02):
                 break
         return len(times[0]), statistics.median(times[0]) / statistics.median(times[1])
 

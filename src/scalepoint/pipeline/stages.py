@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 PACKAGE_VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
 
-
+# Graphs that `captures_reused` shares between runs, by the fingerprint of what they depend on.
 _captures: ContextVar[dict[str, fx.GraphModule] | None] = ContextVar("_captures", default=None)
 
 
@@ -414,6 +414,8 @@ def _verify(
     context: StageContext, path: Path, float_path: Path, model: fx.GraphModule, baseline: str | None
 ) -> Verification:
     job = context.job
+    if baseline is None and job.source_file is not None and context.plain_path is not None:
+        baseline = PLAIN_BASELINE  # the .onnx file that the model was read from
     result = verify(
         path,
         model,
@@ -422,11 +424,11 @@ def _verify(
         runtime=job.target.runtime,
         float_path=None if job.is_smoke else float_path,
         plain_path=context.plain_path,
-        baseline=baseline or (None if job.source_file is None or context.plain_path is None else PLAIN_BASELINE),
+        baseline=baseline,
         threads=job.options.threads,
         layers=not job.is_smoke,
     )
-    if job.options.dynamic_axes and result.latency is not None:  # free sizes were asked for: their cost is no news
+    if job.options.dynamic_axes and result.latency is not None:  # free sizes were requested: do not report their cost
         result = replace(result, latency=replace(result.latency, fixed_seconds=None))
     original = context.plain_path if job.source_file is not None else None
     return result if job.is_smoke else replace(result, float_size=context.format.about(original or float_path).size)

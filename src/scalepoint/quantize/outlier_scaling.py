@@ -199,9 +199,8 @@ class ChannelStatistics:
 def scale_outlier_channels(factors: Sequence[ChannelFactors], run: Callable[[str], Any]) -> MigrationReport:
     """Run the data once, and set the factors that make the error on the other half of the data clearly smaller."""
     statistics = [ChannelStatistics() for _ in factors]
-    handles = [
-        module.register_forward_hook(channels.observe) for module, channels in zip(factors, statistics, strict=True)
-    ]
+    pairs = zip(factors, statistics, strict=True)
+    handles = [module.register_forward_hook(channels.observe) for module, channels in pairs]
     try:
         run("looking for outliers")
     finally:
@@ -234,11 +233,11 @@ def choose_factors(halves: tuple[DataHalf, DataHalf], weights: Sequence[Tensor])
     """
     stacked = torch.cat([weight.detach().float().cpu() for weight in weights])
     first, second = halves
-    errors = {
-        step: compute_held_out_error(first, second, stacked, step)
-        + compute_held_out_error(second, first, stacked, step)
-        for step in THRESHOLD_STEPS
-    }
+    errors: dict[float, float] = {}
+    for step in THRESHOLD_STEPS:
+        error_of_second = compute_held_out_error(first, second, stacked, step)
+        error_of_first = compute_held_out_error(second, first, stacked, step)
+        errors[step] = error_of_second + error_of_first
     best = min(THRESHOLD_STEPS, key=lambda step: errors[step])
     if errors[best] >= MAX_ERROR_RATIO * errors[0.0]:
         return None

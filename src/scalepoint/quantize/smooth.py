@@ -94,13 +94,14 @@ class SmoothQuantObserver(nn.Module):
         if not rows.numel() or not self._is_finite(rows):
             return
         largest, square = rows.abs().amax(0), rows.square().mean(0)
-        if self.activation_max is None or self.mean_square is None:
-            self.activation_max = largest if self.activation_max is None else largest.maximum(self.activation_max)
+        if self.activation_max is not None:
+            largest = torch.maximum(self.activation_max, largest)
+        self.activation_max = largest
+        if self.mean_square is None:
             self.mean_square, self.count = square, 1
-            return
-        self.activation_max = torch.maximum(self.activation_max, largest)
-        self.count += 1
-        self.mean_square += (square - self.mean_square) / self.count
+        else:
+            self.count += 1
+            self.mean_square += (square - self.mean_square) / self.count
 
     def _is_finite(self, rows: Tensor) -> bool:
         if bool(torch.isfinite(rows).all()):
@@ -318,13 +319,15 @@ def _keeps_channels(node: fx.Node) -> bool:
     if kind not in ("transpose", "permute", "reshape", "unsqueeze") or not isinstance(node.args[0], fx.Node):
         return False
     before, after = get_fake_tensor(node.args[0]), get_fake_tensor(node)
-    if before is None or after is None or not isinstance(after.shape[-1], int) or after.shape[-1] != before.shape[-1]:
+    if before is None or after is None:
+        return False
+    if not isinstance(after.shape[-1], int) or after.shape[-1] != before.shape[-1]:
         return False
     axes = [int(axis) % before.ndim for argument in node.args[1:] for axis in _to_ints(argument)]
-    last = before.ndim - 1
+    last_axis = before.ndim - 1
     if kind == "transpose":
-        return last not in axes
-    return axes[-1] == last if kind == "permute" else True
+        return last_axis not in axes
+    return kind != "permute" or axes[-1] == last_axis
 
 
 def _to_ints(argument: Any) -> list[int]:

@@ -8,7 +8,7 @@ CHILD.py belongs to one runtime. It defines a class File(path, options) with
     profiled()                 [{"name", "op", "seconds"}, ..]: medians without the first run, with option "profile"
     generate(tokens, count)    {"tokens", "prefill_seconds", "decode_seconds"}; only for language models
     note                       what is special about the run, for the user; only if there is something
-    gaps                       exceptions that mean "cannot be evaluated here"; only if File replaces a missing runtime
+    gaps                       exceptions for operations that it cannot evaluate; only if it replaces a runtime
 
 A request is a line of JSON on stdin, and its answer a line of JSON on stdout. Tensors are in .npz files. The next
 request may follow the answer. A task that fails ends the process: its exit code and stderr describe the error. The task
@@ -42,7 +42,7 @@ OUT_OF_MEMORY = 70  # exit code
 NOT_EVALUATED = 71  # exit code if File raised one of its `gaps`
 OUT_OF_MEMORY_PHRASES = ("bad_alloc", "allocate memory", "failed to allocate")  # in error messages of runtimes
 MIN_RUNS = 5
-LOOKS = (10, 16, 24, 32, 40)  # rounds of a benchmark after which it may stop
+CHECKED_ROUNDS = (10, 16, 24, 32, 40)  # numbers of rounds after which a benchmark may stop
 ERROR_PROBABILITY = 0.05  # that a benchmark stops although a ratio is not known to the requested precision
 EXIT_GRACE_SECONDS = 1.0  # time for the main thread to exit by itself; the parent waits 5 s
 TIME_OUTPUTS = ("prefill_seconds", "decode_seconds")
@@ -139,7 +139,9 @@ def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: Bin
             file.run(feed)
             file_times.append(clock() - start)
         sequence.reverse()  # the CPU caches depend on the file that ran before: alternate the order
-        if len(times[0]) in LOOKS and _is_precise(times[: len(request["paths"])], request.get("precision", 0.0)):
+        if len(times[0]) in CHECKED_ROUNDS and _is_precise(
+            times[: len(request["paths"])], request.get("precision", 0.0)
+        ):
             break
     quartiles = [statistics.quantiles(file_times, n=4) for file_times in times]
     fixed_seconds = None if fixed_file is None else quartiles.pop()[1]
@@ -169,11 +171,11 @@ def _is_precise(times: list[list[float]], precision: float) -> bool:
     """Whether the median of the ratio to the last file is known to `precision` for all other files.
 
     The interval of a median is between two order statistics (the sign test): it assumes nothing about the noise except
-    that rounds are independent. The probability that any interval of any look misses its median is ERROR_PROBABILITY
-    at most, because each gets an equal share of it. So to look again and again does not make the intervals wrong.
+    that rounds are independent. Each interval of each check gets an equal share of ERROR_PROBABILITY, so the
+    probability that any of them misses its median is at most ERROR_PROBABILITY.
     """
     *compared, last_times = times
-    error_probability = ERROR_PROBABILITY / (len(LOOKS) * len(compared))
+    error_probability = ERROR_PROBABILITY / (len(CHECKED_ROUNDS) * len(compared))
     for file_times in compared:
         ratios = sorted(seconds / last for seconds, last in zip(file_times, last_times, strict=True))
         tail = _count_tail(len(ratios), error_probability)
@@ -183,11 +185,11 @@ def _is_precise(times: list[list[float]], precision: float) -> bool:
 
 
 def _count_tail(count: int, error_probability: float) -> int:
-    """Return k, so that the interval from the k-th smallest to the k-th largest value contains the median.
+    """Return the largest k for which the interval from the k-th smallest to the k-th largest value is safe.
 
-    It misses the median with `error_probability` at most. 0 if there are too few values.
+    That is: the probability that it misses the median is at most `error_probability`. 0 if there are too few values.
     """
-    tail, probability = 0, 2 * 0.5**count  # of an interval from the smallest to the largest value
+    tail, probability = 0, 2 * 0.5**count  # that all values are on one side of the median
     while probability <= error_probability:
         tail += 1
         probability += 2 * math.comb(count, tail) * 0.5**count

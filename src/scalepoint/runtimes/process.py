@@ -30,7 +30,7 @@ from scalepoint.support.files import TemporaryFolder
 TIMEOUT_SECONDS = 600
 CHILD_LOOP = Path(__file__).with_name("child_loop.py")
 TRACEBACK_HEADER = "Traceback (most recent call last)"
-ASSUMED_MEMORY_BYTES = 8_000_000_000  # where the system does not say how much it has
+ASSUMED_MEMORY_BYTES = 8_000_000_000  # on systems that do not report their memory
 STDERR_BYTES = 65_536  # of the end of stderr, which contains the error
 
 

@@ -99,7 +99,8 @@ class _ChoiceCall:
         """Bind the arguments of the aten operation by name, with its defaults."""
         schema = function._schema.arguments
         arguments = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-        arguments |= {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
+        arguments |= dict(zip((argument.name for argument in schema), args, strict=False))
+        arguments |= kwargs
         scores = arguments.pop("self")
         has_values = not isinstance(result, Tensor)
         indices = result[1] if has_values else result

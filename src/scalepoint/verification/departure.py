@@ -64,11 +64,12 @@ def match_calls(
         array = None if tensor is None else outputs.get(tensor)
         if tensor is None or array is None:
             continue
-        arrays = [to_model_layout(tensor, array, call.ndim) for call in calls]
-        match = next((position for position, call in enumerate(calls) if call.shape == arrays[position].shape), None)
-        if match is not None:
-            pairs.append((calls[match], arrays[match]))
-            del calls[: match + 1]
+        for position, call in enumerate(calls):
+            in_layout = to_model_layout(tensor, array, call.ndim)
+            if call.shape == in_layout.shape:
+                pairs.append((call, in_layout))
+                del calls[: position + 1]
+                break
     return pairs
 
 

@@ -131,8 +131,8 @@ def verify(
         executed, note = list((answer.data or {})["executed"]), (answer.data or {})["note"]
         compared = run.compare(answer)
         result = replace(result, optimized=compared.agreements, choices=compared.choices)
-        # The fields `unoptimized`, `exact` and `rounded`; and `resized`.
-        result = replace(result, **run.run_variants(executed), resized=_verify_other_sizes(run, model, model_inputs))
+        variant_fields = run.run_variants(executed)  # `unoptimized`, `exact` and `rounded`
+        result = replace(result, **variant_fields, resized=_verify_other_sizes(run, model, model_inputs))
         if layers and simulation.codes and info is not None and isinstance(model, fx.GraphModule):
             source = LayerOutputSource(model, model_inputs)
             result = replace(result, departure=_find_departure(run, compared.codes, info, result, source))

@@ -20,9 +20,8 @@ import numpy as np
 RELEASE = "0.5.0"  # of llama.cpp, in node-llama-cpp 3.22
 LIBRARY_NAME = f"libllama.v{RELEASE}.so"
 FOLDER_VARIABLE = "SCALEPOINT_LLAMACPP"
-DEFAULT_FOLDER = (
-    Path(os.path.expanduser("~")) / ".cache" / "scalepoint" / "llamacpp"
-)  # Path.home() fails without a home
+# Not Path.home(), which fails without a home folder.
+DEFAULT_FOLDER = Path(os.path.expanduser("~")) / ".cache" / "scalepoint" / "llamacpp"
 NPM_PACKAGES = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}  # machine -> @node-llama-cpp/...
 CACHE_TYPES = {"f32": 0, "f16": 1, "int4": 2, "int8": 8}  # codes of ggml: int4 is Q4_0, int8 is Q8_0
 FILE_TYPES = {
@@ -180,7 +179,7 @@ class File:
                 self.llama.quantize(path, model_path, "F32")
             self.model = self.calls.llama_model_load_from_file(model_path.encode(), settings)
         if not self.model:
-            raise self.llama.build_error(f"refuses {path}")
+            raise self.llama.build_error(f"cannot load {path}")
         self.vocabulary_size: int = self.calls.llama_vocab_n_tokens(self.calls.llama_model_get_vocab(self.model))
         self.context, self.context_length = None, 0
 
