@@ -213,12 +213,11 @@ def _fill_up(items: Sequence[Item], choices: list[PrecisionChoice], limit: float
     """Raise items while the limit allows it, most error removed per cost first. Changes `choices`."""
     while True:
         remaining = limit - _total_cost(choices)
-        steps = [
-            (_error_per_cost(current, better), -index, better)
-            for index, (item, current) in enumerate(zip(items, choices, strict=True))
-            for better in item.choices
-            if better.error < current.error and better.cost - current.cost <= remaining
-        ]
+        steps = []
+        for index, (item, current) in enumerate(zip(items, choices, strict=True)):
+            affordable = [choice for choice in item.choices if choice.cost - current.cost <= remaining]
+            better_choices = [choice for choice in affordable if choice.error < current.error]
+            steps += [(_error_per_cost(current, better), -index, better) for better in better_choices]
         if not steps:
             return _make_allocation(items, choices)
         _, negative_index, choice = max(steps, key=_by_priority)  # negative: of equals the earlier item

@@ -106,11 +106,11 @@ class _PatternEnd:
         output_nodes: Any = getattr(getattr(rule, "_target_pattern", None), "output_nodes", ())
         self.operator = _pattern_operator(output_nodes[0]) if output_nodes else None
         inputs: Any = () if self.operator is None else output_nodes[0].inputs
-        self.input_operators = [
-            (index, operator)
-            for index, value in enumerate(inputs)
-            if isinstance(value, NodeOutputPattern) and (operator := _pattern_operator(value.producer())) is not None
-        ]
+        self.input_operators = []
+        for index, value in enumerate(inputs):
+            operator = _pattern_operator(value.producer()) if isinstance(value, NodeOutputPattern) else None
+            if operator is not None:
+                self.input_operators.append((index, operator))
         self.is_slices_split = rule.name == "SlicesSplit"
 
     def can_match(self, node: Any) -> bool:

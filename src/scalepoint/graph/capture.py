@@ -391,7 +391,9 @@ def _as_tensors(value: Any) -> Any:
         return as_tensor(value)
     if type(value) in (list, tuple):
         return type(value)(map(_as_tensors, value))
-    return {key: _as_tensors(item) for key, item in value.items()} if type(value) is dict else value
+    if type(value) is dict:
+        return {key: _as_tensors(item) for key, item in value.items()}
+    return value
 
 
 def _copy_model(model: nn.Module) -> nn.Module:

@@ -55,7 +55,8 @@ def _creates_tensors(model: nn.Module, inputs: Inputs) -> bool:
     before = _stored_tensors(model)
     originals = [(module, dict(module._buffers)) for module in model.modules()]
     for module, buffers in originals:
-        module._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+        for name, value in buffers.items():
+            module._buffers[name] = None if value is None else value.clone()
     try:
         with export_logs_silenced(), caller_dtype(), torch.no_grad():
             model(*args, **kwargs)

@@ -53,9 +53,11 @@ def _extra_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _copy_extra_attributes(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: copy(value) if type(value) in (dict, list) else value for name, value in _extra_attributes(module).items()
-    }
+    attributes = _extra_attributes(module)
+    for name, value in attributes.items():
+        if type(value) in (dict, list):
+            attributes[name] = copy(value)
+    return attributes
 
 
 def _is_traced(value: Any) -> bool:

@@ -187,7 +187,8 @@ def find_fixed_batches(program: ExportedProgram) -> dict[str, int]:
     user_inputs = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs]
     shapes = {node.name: tuple(node.meta["val"].shape) for node in inputs if isinstance(node.meta.get("val"), Tensor)}
-    return {name: int(shape[0]) for name, shape in shapes.items() if _has_batch(shape) and is_concrete_int(shape[0])}
+    shapes_with_batch = {name: shape for name, shape in shapes.items() if _has_batch(shape)}
+    return {name: int(shape[0]) for name, shape in shapes_with_batch.items() if is_concrete_int(shape[0])}
 
 
 def _has_batch(shape: tuple[int, ...]) -> bool:
@@ -207,9 +208,14 @@ def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if kind in pytree.SUPPORTED_NODES:
         return False
     if issubclass(kind, dict):
-        pytree.register_pytree_node(
-            kind, lambda d: (list(d.values()), list(d)), lambda v, keys: kind(**dict(zip(keys, v, strict=True)))
-        )
+
+        def flatten(value: Any) -> tuple[list[Any], list[Any]]:
+            return list(value.values()), list(value)
+
+        def unflatten(values: Any, keys: Any) -> Any:
+            return kind(**dict(zip(keys, values, strict=True)))
+
+        pytree.register_pytree_node(kind, flatten, unflatten)
     elif is_dataclass(kind):
         torch.export.register_dataclass(kind)
     else:

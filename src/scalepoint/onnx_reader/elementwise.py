@@ -378,7 +378,8 @@ def _clip_layer(node: Node, constants: Any) -> Layer | None:
     has_computed_limit = any(name and constants[index] is None for index, name in enumerate(node.inputs) if index > 0)
     if has_computed_limit:
         return None
-    numbers = [None if limit is None or limit.numel() != 1 else limit.item() for limit in constants[1:3]]
+    limits = constants[1:3]
+    numbers = [limit.item() if limit is not None and limit.numel() == 1 else None for limit in limits]
     low, high = _clip_limits(node, *numbers)
     if low != 0:
         return None

@@ -214,7 +214,10 @@ def _run_logits(session: RuntimeSession, tokens: Tensor) -> Tensor:
 
 def _sqnr_db(expected: Tensor, actual: Tensor) -> float:
     noise = float((actual - expected).double().square().sum())
-    return float("inf") if not noise else 10 * float(np.log10(float(expected.double().square().sum()) / noise))
+    if not noise:
+        return float("inf")
+    signal = float(expected.double().square().sum())
+    return 10 * float(np.log10(signal / noise))
 
 
 def build_checkpoint_report(
@@ -285,4 +288,6 @@ def _wider_storage_warnings(job: CheckpointJob, codes: TunedCodes) -> tuple[str,
 
 def _size_in_bytes(path: Path) -> int:
     """Return the size of the files that we wrote; a folder may contain other files too."""
-    return path.stat().st_size if path.is_file() else sum(record.size for record in WrittenFiles(path).records.values())
+    if path.is_file():
+        return path.stat().st_size
+    return sum(record.size for record in WrittenFiles(path).records.values())

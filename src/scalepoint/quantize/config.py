@@ -112,7 +112,8 @@ class TensorQuantConfig(Config):
 
     @property
     def quant_max(self) -> int:
-        return (1 << (self.n_bits - 1)) - 1 if self.symmetric else (1 << self.n_bits) - 1
+        code_bits = self.n_bits - 1 if self.symmetric else self.n_bits  # symmetric codes are signed
+        return (1 << code_bits) - 1
 
     def activation_spec(self) -> QuantizationSpec:
         """Return the spec for an activation. Raises ConfigError for settings that only weights can have."""

@@ -81,10 +81,11 @@ class ConstantDataCheck:
         ]
         per_rank = distributed.gather_values("looking for constant data", local)
         names = list(dict.fromkeys(name for inputs, _ in per_rank for name in inputs))
-        input_values = {
-            name: _get_common_value([inputs[name] for inputs, _ in per_rank if name in inputs]) for name in names
-        }
-        stub_values = [_get_common_value(list(rows)) for rows in zip(*(stubs for _, stubs in per_rank), strict=True)]
+        input_values = {}
+        for name in names:
+            input_values[name] = _get_common_value([inputs[name] for inputs, _ in per_rank if name in inputs])
+        stubs_by_rank = [stubs for _, stubs in per_rank]
+        stub_values = [_get_common_value(list(summaries)) for summaries in zip(*stubs_by_rank, strict=True)]
         findings = []
         # A mask or a step number may be constant while the other inputs change.
         if input_values and None not in input_values.values():

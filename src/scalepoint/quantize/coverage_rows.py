@@ -43,7 +43,10 @@ def _order_and_scale_macs(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow
     """Put the rows into graph order, and scale the MACs to the batch size of the example."""
     share = get_example_share(model)
     ordered = [(node, rows[node]) for node in model.graph.nodes if node in rows]
-    return {node: replace(row, macs=None if row.macs is None else int(row.macs * share)) for node, row in ordered}
+    rows = {}
+    for node, row in ordered:
+        rows[node] = row if row.macs is None else replace(row, macs=int(row.macs * share))
+    return rows
 
 
 def _has_row(site: QuantizationSite) -> bool:

@@ -378,11 +378,12 @@ class ReportView:
     @property
     def share_bars(self) -> list[tuple[str, list[charts.BarShare]]]:
         labelled = zip(("MACs", "weights"), self._shares, strict=True)
-        return [
-            (label, charts.make_shares([(COLOURS[css], share, css) for css, share in self._by_colour(parts).items()]))
-            for label, parts in labelled
-            if parts is not None
-        ]
+        bars = []
+        for label, parts in labelled:
+            if parts is not None:
+                segments = [(COLOURS[css], share, css) for css, share in self._by_colour(parts).items()]
+                bars.append((label, charts.make_shares(segments)))
+        return bars
 
     @property
     def share_legend(self) -> list[tuple[str, str]]:

@@ -78,10 +78,10 @@ class Measurements:
 
     def times(self) -> LocalTimes:
         """Return the medians of all samples."""
-        layers = {
-            key: (median(sample[0] for sample in samples), median(sample[1] for sample in samples))
-            for key, samples in self.layers.items()
-        }
+        layers: dict[str, tuple[float, float]] = {}
+        for key, samples in self.layers.items():
+            float_seconds, int8_seconds = ([sample[i] for sample in samples] for i in (0, 1))
+            layers[key] = (median(float_seconds), median(int8_seconds))
         return LocalTimes(layers, {kind: median(samples) for kind, samples in self.conversions.items()})
 
     def are_known(self, keys: Collection[str]) -> bool:

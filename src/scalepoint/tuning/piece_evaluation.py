@@ -74,8 +74,10 @@ class PieceEvaluator:
         if self.walk.sample_count < MIN_SAMPLES_TO_SPLIT:
             return None
         mask = self.collector.is_held_out(torch.arange(self.walk.sample_count))
+        if not bool(mask.any()):
+            return None
         batches = zip(self.walk.first_samples, self.walk.samples_per_batch, strict=True)
-        return [mask[first : first + count] for first, count in batches] if bool(mask.any()) else None
+        return [mask[first : first + count] for first, count in batches]
 
     def _has_holdout(self, index: int) -> bool:
         """Whether a batch has samples to measure: held-out ones, or all samples if none are held out."""

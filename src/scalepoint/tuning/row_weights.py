@@ -19,9 +19,11 @@ EPSILON = 1e-5  # the default of norms
 
 def feeds_norm(walk: StreamWalk, node: fx.Node) -> bool:
     """Whether a norm over the last axis reads a value, directly or behind an activation quantizer."""
-    return any(
-        feeds_norm(walk, user) if walk.get_stub(user) is not None else _is_norm(walk, user) for user in node.users
-    )
+    for user in node.users:
+        is_stub = walk.get_stub(user) is not None
+        if feeds_norm(walk, user) if is_stub else _is_norm(walk, user):
+            return True
+    return False
 
 
 def _is_norm(walk: StreamWalk, node: fx.Node) -> bool:

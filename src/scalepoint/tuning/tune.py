@@ -540,7 +540,10 @@ def _choose_nearest(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _without_bias_shifts(states: States) -> States:
-    return {path: {key: value for key, value in state.items() if key != "bias_shift"} for path, state in states.items()}
+    unshifted: States = {}
+    for path, state in states.items():
+        unshifted[path] = {key: value for key, value in state.items() if key != "bias_shift"}
+    return unshifted
 
 
 def _reverted_row(row: TunedLayer, variant: str) -> TunedLayer:

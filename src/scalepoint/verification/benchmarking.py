@@ -212,7 +212,8 @@ def make_random_inputs(path: Path, runtime: Runtime, batch: int = 1, length: int
         )
     feeds = {}
     for info in inputs:
-        shape = [size or (length if axis else batch) for axis, size in enumerate(info.shape)]
+        free_sizes = [batch] + [length] * (len(info.shape) - 1)
+        shape = [size or free_size for size, free_size in zip(info.shape, free_sizes, strict=False)]
         is_float = np.issubdtype(np.dtype(info.dtype), np.floating)
         feeds[info.name] = (generator.standard_normal(shape) if is_float else np.ones(shape)).astype(info.dtype)
     return feeds

@@ -189,7 +189,9 @@ def _pass_add(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any
     parts = [inputs[index] for index in op.inputs if index in inputs]
     if len(parts) != len(op.inputs) or len(parts) < 2 or constants:
         return None
-    return parts[0] if all(part.shape == parts[0].shape and torch.equal(part, parts[0]) for part in parts) else None
+    first, *others = parts
+    is_same = all(other.shape == first.shape and torch.equal(other, first) for other in others)
+    return first if is_same else None
 
 
 def get_value_input(op: RecordedOperation) -> int:

@@ -168,10 +168,10 @@ class _StreamSearch:
             for reader in self.graph.readers.get(index, []):
                 self._visit_reader(reader, index, axis, norm_before)
         norms = {index: RewritableNorm(op) for index, op in self.norms.items()}
-        readers = [
-            (RewritableLayer(op), None if norm_before is None else norms[norm_before.index])
-            for op, norm_before in self.readers.values()
-        ]
+        readers = []
+        for op, norm_before in self.readers.values():
+            rewritable_norm = None if norm_before is None else norms[norm_before.index]
+            readers.append((RewritableLayer(op), rewritable_norm))
         writers = [RewritableLayer(op) for op in self.writers.values()]
         if not readers or not (writers or self.tables):
             raise StreamRefusedError("no layer that a rotation could be merged into writes it, or none reads it")
