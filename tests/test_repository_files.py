@@ -34,6 +34,20 @@ def test_a_workflow_may_only_read_unless_a_job_needs_more(path):
     assert all("${{" not in line for line in run_lines(path))  # an expression in a script could run a command
 
 
+def test_every_path_and_layer_in_the_architecture_page_exists():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    package = ROOT / "src" / "scalepoint"
+    layers = re.search(r"\| layer \|.*?\n\n", text, re.DOTALL)[0]
+    rows = layers.strip().splitlines()[2:]
+    names = {name for row in rows for name in re.findall(r"`([\w/]+)`", row.split("|")[1])}
+    assert {"cli", "graph", "compat"} <= names
+    paths = {path for path in re.findall(r"`([\w./-]+)`", text) if "/" in path or path.endswith(".py")}
+    assert len(paths) > 30
+    missing_layers = [name for name in names if not ((package / name).is_dir() or (package / f"{name}.py").is_file())]
+    missing_paths = [path for path in paths if not ((package / path).exists() or (ROOT / path).exists())]
+    assert (missing_layers, missing_paths) == ([], [])
+
+
 def test_the_citation_and_the_hooks_have_the_versions_of_the_project():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == scalepoint.__version__
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
