@@ -1,4 +1,4 @@
-"""Every page of the README and the docs is a test; what all tests have in common."""
+"""Settings and fixtures of all tests. Every page of the README and the docs is a test too."""
 
 import gc
 import os
@@ -6,12 +6,13 @@ import sys
 
 from scalepoint.support.cpu import cap_instruction_set
 
-sys.dont_write_bytecode = False  # hundreds of processes import the package: it is compiled once
+sys.dont_write_bytecode = False  # hundreds of processes import the package: compile it once
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tiny networks are slower in int8, and measured times differ from run to run. Tests of placement choose it themselves.
 os.environ["SCALEPOINT_PLACEMENT"] = "int8"
 
-cap_instruction_set()  # before torch is loaded: no test may die of what the processor only announces
+# Before torch is loaded: on some machines the CPU announces AMX, but processes that use it are killed.
+cap_instruction_set()
 
 # ruff: noqa: E402
 from collections import Counter
@@ -25,7 +26,8 @@ import torch
 from tests.docs.blocks import PageFile
 from tests.warm import warm
 
-COLD = (
+# Tests whose child processes start without preloaded modules, as for users.
+COLD_START_TESTS = (
     "tests/language/test_cold_start.py",
     "tests/runtimes/test_cold_start.py",
     "tests/runtimes/test_process.py",
@@ -39,14 +41,14 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> PageFile |
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test has the same name in every process, or the processes that share the run refuse it."""
+    """Raise an error for tests whose names differ between processes: pytest-xdist needs equal names."""
     for item in items:
         if " at 0x" in item.nodeid or "frozenset({" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid[:200]}: another name in each process: give ids= to parametrize")
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: the garbage collector need not look at it again and again, nor as often."""
+    """Exclude all objects that exist now from garbage collection, and collect less often: both save time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
@@ -66,19 +68,19 @@ def _seed() -> None:
 
 
 @pytest.fixture
-def own_garbage() -> None:
-    """gc.collect() looks at what the test makes, and not for a second at all that was ever imported."""
+def fast_gc_collect() -> None:
+    """Exclude all objects that exist before the test from gc.collect(), which would take a second to visit them."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_table_of_operators() -> Iterator[None]:
-    """torch.onnx makes its table of operators anew for each export, which takes half a second: here it is made once."""
+def _cached_onnx_operator_table() -> Iterator[None]:
+    """Build torch.onnx's table of operators once. torch builds it for each export, which takes half a second."""
     with pytest.MonkeyPatch.context() as patch:
         original = torch.onnx.export
 
         def export(*args: Any, **kwargs: Any) -> Any:
-            _keep_table(patch)
+            _cache_operator_table(patch)
             return original(*args, **kwargs)
 
         patch.setattr(torch.onnx, "export", export)
@@ -86,15 +88,15 @@ def _one_table_of_operators() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _loaded_runtimes() -> Iterator[None]:
-    """The child of a runtime is forked from one that has it loaded; not so in the tests of such processes."""
+def _preloaded_runtimes() -> Iterator[None]:
+    """Fork the child process of a runtime from a process that has the runtime loaded, except in COLD_START_TESTS."""
     from scalepoint.runtimes import process  # noqa: PLC0415  # by now torch is loaded
 
-    shipped = process.child_command
+    original_command = process.child_command
 
     def command(runtime: process.Runtime) -> list[str]:
-        python, *rest = shipped(runtime)
-        is_cold = os.environ.get("PYTEST_CURRENT_TEST", "").startswith(COLD)
+        python, *rest = original_command(runtime)
+        is_cold = os.environ.get("PYTEST_CURRENT_TEST", "").startswith(COLD_START_TESTS)
         return [python, *rest] if is_cold else [*warm(rest[-1]), *rest]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +105,7 @@ def _loaded_runtimes() -> Iterator[None]:
 
 
 @cache
-def _keep_table(patch: pytest.MonkeyPatch) -> None:
+def _cache_operator_table(patch: pytest.MonkeyPatch) -> None:
     from torch.onnx._internal.exporter._registration import ONNXRegistry  # noqa: PLC0415  # loads onnxscript
 
     build = cache(ONNXRegistry.from_torchlib)
@@ -112,9 +114,8 @@ def _keep_table(patch: pytest.MonkeyPatch) -> None:
         registry = build(**options)
         copied_registry = ONNXRegistry()
         copied_registry._opset_version = registry._opset_version
-        copied_registry.functions = {
-            name: list(rows) for name, rows in registry.functions.items()
-        }  # an export adds its own to it
+        # Copy the lists: an export adds its own operators to them.
+        copied_registry.functions = {name: list(rows) for name, rows in registry.functions.items()}
         return copied_registry
 
     patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))

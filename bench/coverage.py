@@ -1,4 +1,4 @@
-"""Real architectures on the whole road: captured, quantized, exported, run in ONNX Runtime, compared.
+"""Real architectures through the whole pipeline: captured, quantized, exported, run in ONNX Runtime, compared.
 
 `python bench/coverage.py [tests|further|more] [NAME ...]` takes the 111 architectures of the tests and the two lists of
 bench/library_models.py, each architecture in its own process with a time limit, and adds a row for each to
@@ -71,8 +71,11 @@ class Row:
 
 
 @dataclass
-class Journey:
-    """A row in the making; whoever listens hears of every stage, so that a crash has a place too."""
+class StageRecorder:
+    """Records the stages of one architecture in its row.
+
+    The parent process gets the row at the start of every stage, so that it is known where a crash happened.
+    """
 
     row: Row
     listener: Connection
@@ -86,29 +89,29 @@ class Journey:
         self.row.seconds[stage] = round(time.process_time() - start, 2)
 
 
-def travel(journey: Journey, architecture: Architecture, target: Target, folder: Path) -> None:
-    """The road; whatever is raised ends it, at the stage that the row names."""
-    row, form = journey.row, find_format(target.format)
+def run_stages(stages: StageRecorder, architecture: Architecture, target: Target, folder: Path) -> None:
+    """Run all stages. An exception ends them; the row then has the name of the stage that raised it."""
+    row, form = stages.row, find_format(target.format)
     path = folder / f"model{form.suffix}"
-    with journey.at("build"):
+    with stages.at("build"):
         model, inputs = architecture.build()
     data = [batch(inputs, [0, 1]), batch(inputs, [1, 0])]
-    with journey.at("capture"):
+    with stages.at("capture"):
         result = transform(model, inputs, target=target)
         if form.check is not None:
             form.check(result.model, ExportRequest(as_inputs(inputs, None), target))
         row.parity = parity(model, result.model, inputs)
-    with journey.at("insert"):
+    with stages.at("insert"):
         quantized = insert_qdq(result.model, result.matches, copy=False)
-    with journey.at("calibrate"):
+    with stages.at("calibrate"):
         calibrate(quantized, data, progress=False)
-    with journey.at("freeze"):
+    with stages.at("freeze"):
         freeze(quantized)
         shares = coverage(quantized).share_of_macs()
         row.quantized = None if shares is None else 1 - shares.get("float", 0.0)
-    with journey.at("export"):
+    with stages.at("export"):
         export(quantized, path, inputs)
-    with journey.at("run"):
+    with stages.at("run"):
         verification = verify(path, quantized, inputs, layers=False)
         if verification.status != Status.OK:
             row.reason = f"{verification.status.value}: {verification.message}"
@@ -141,7 +144,7 @@ def measure(architecture: Architecture, target: Target, row: Row, listener: Conn
     warnings.simplefilter("ignore")  # the models' libraries, at import and in forward
     try:
         with TemporaryDirectory() as folder:
-            travel(Journey(row, listener), architecture, target, Path(folder))
+            run_stages(StageRecorder(row, listener), architecture, target, Path(folder))
     except ScalepointError as error:
         row.outcome = "refused" if row.stage in EARLY else "fails"
         row.reason = str(error)
@@ -214,7 +217,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     import_libraries()
-    probe_amx_once()  # where it does not run, the children are told
+    probe_amx_once()  # the child processes inherit the result
     OUT.mkdir(exist_ok=True)
     has_foreign = False
     for kind in [options.list] if options.list else LISTS:

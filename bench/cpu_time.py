@@ -153,7 +153,7 @@ def export_time() -> int:
     for model_row in models:
         rows += export_rows(*model_row, options.repeats)
         Console().print(*(f"{row.name} {row.ratio:.2f} ({row.note})" for row in rows[-2:]), sep="\n")
-    return 0 if report("export beside capture, CPU seconds", rows, OUT / "export_time.json") else 1
+    return 0 if report("export next to capture, CPU seconds", rows, OUT / "export_time.json") else 1
 
 
 def _image_size(name: str) -> dict[str, int]:
@@ -164,7 +164,7 @@ SMOKE_LIMIT, JUDGED_LIMIT = 0.25, 1.0
 
 
 def seconds(task: Task, *, smoke: bool, is_judged: bool) -> float:
-    """Of this process and all that it started."""
+    """Return the CPU seconds of a run in this process and in all processes that it started."""
     import scalepoint  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:

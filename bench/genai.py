@@ -1,8 +1,8 @@
-"""SmolLM2-135M for ONNX Runtime GenAI: our folder beside that of its own builder, tokens a second and perplexity.
+"""SmolLM2-135M for ONNX Runtime GenAI: our folder next to that of its own builder, tokens per second and perplexity.
 
-One thread, CPU time, the folders in turns in one process. Ours is rounded to nearest, so that the rows show the graph
-and its kernels, and once as deploy_checkpoint makes it. Then the greedy text beside that of torch with the same
-weights. Needs onnxruntime-genai and transformers.
+One thread, CPU time, runs of all folders interleaved in one process. Our weights are rounded to nearest, so that the
+rows compare the graphs and their kernels; one more folder is as deploy_checkpoint makes it. Then the greedy text is
+compared with that of torch with the same weights. Needs onnxruntime-genai and transformers.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Result:
 
 
 def nearest(weight: Tensor, bits: int, block: int) -> QuantizedWeight:
-    """Rounded to nearest around zero, a scale a block."""
+    """Round a weight to the nearest codes, symmetric around zero, with one scale per block."""
     granularity = {"type": "per_block", "block_size": block, "axis": 1}
     spec = QuantizationSpec(dtype=f"int{bits}", granularity=granularity)
     half = 2 ** (bits - 1)

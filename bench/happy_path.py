@@ -1,7 +1,7 @@
 """Count the code that one deploy runs: the functions of scalepoint that it calls, their lines and files.
 
-A reader who wants to know what happens has that much to read. Code lines are lines without docstrings, comments
-and blanks. Measured placements of earlier runs are not used.
+This is the amount of code that somebody must read to follow one deploy. Code lines are lines without docstrings,
+comments and blanks. Measured placements of earlier runs are not used.
 
     python bench/happy_path.py [--source OTHER/src]        the same for another checkout
 """

@@ -1,4 +1,4 @@
-"""Error of int8 networks for ONNX Runtime, simulated: dB of held-out outputs against the float model, and CPU seconds.
+"""Simulated error of int8 networks for ONNX Runtime: dB of held-out outputs against the float model, and CPU seconds.
 
     python bench/int8_error.py bias [resnet50 lite0 ..] [--cpu avx2 | vnni] [--pictures FOLDER]
     python bench/int8_error.py pair-safe [lite0 resnet50 ..] [--pictures FOLDER]

@@ -9,8 +9,8 @@ kernels that this runtime takes, which one product tells: those without VNNI add
 `--cpu` says whose CPU with VNNI this is: each has a table. Parts (`2d 32`, `1d 200`, `linear 16`, ..; all unless named)
 are kept in out/, and the table is written when all are there.
 
-ONNX Runtime has no switch for its instruction set. Where no CPU without VNNI was at hand, a copy of it whose test for
-AVX-512 always fails took the AVX2 kernels on one with VNNI.
+ONNX Runtime has no switch for its instruction set. Without a CPU that lacks VNNI, the AVX2 kernels were measured on a
+CPU with VNNI, with a copy of ONNX Runtime whose test for AVX-512 always fails.
 
 Convolutions over one axis and three were measured on a busy CPU with AVX2 alone, for 4 to 5 seconds a network, and one
 row was left out (five taps, 128 channels, 1,000 positions: three times what its neighbours say). The table of the AMD
@@ -211,7 +211,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     kind = kernels_here()
     if kind == "vnni" and not options.cpu:
-        parser.error("of a CPU with VNNI the maker is told: --cpu amd or --cpu intel")
+        parser.error("a CPU with VNNI needs its manufacturer: pass --cpu amd or --cpu intel")
     name = f"onnxruntime-{kind}" + (f"-{options.cpu}" if kind == "vnni" else "")
     folder, target = PROFILES_FOLDER / name, onnxruntime_target(kind)
     folder.mkdir(parents=True, exist_ok=True)

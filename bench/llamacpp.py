@@ -1,10 +1,11 @@
-"""SmolLM2-135M in llama.cpp: its own quantizer beside our codes in its blocks, perplexity, and how far it agrees.
+"""SmolLM2-135M in llama.cpp: its own quantizer next to our codes in its blocks, perplexity, and agreement.
 
     npm install --prefix ~/.cache/scalepoint/llamacpp @node-llama-cpp/linux-x64@3.22
     python bench/llamacpp.py [--rows 20]        writes out/llamacpp.json
 
-All files come from the same float weights and are judged in llama.cpp on the same tokens, rows of 512. The weights lie
-on a 4-bit grid already (blocks of 32, asymmetric: llama.cpp's Q4_1 and Q4_K are near it), so its 4-bit rows flatter.
+All files come from the same float weights and are measured in llama.cpp on the same tokens, rows of 512. The float
+weights are already on a 4-bit grid (blocks of 32, asymmetric, close to llama.cpp's Q4_1 and Q4_K), so the 4-bit rows
+look better than they would for other weights.
 """
 
 import argparse

@@ -82,7 +82,7 @@ def speeds(paths: Sequence[Path], feeds: Mapping[str, np.ndarray], runtime: str,
 
 
 def size_of(path: Path) -> int:
-    """With the weights beside it."""
+    """Return the bytes of a file and of the weights in the file next to it."""
     weights = path.with_suffix(".bin")
     return path.stat().st_size + (weights.stat().st_size if weights.exists() else 0)
 

@@ -210,7 +210,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, int]:
 
 
 def calibration() -> int:
-    """In the child: calibrate beside the float forwards that it needs."""
+    """Measure, in the child process, calibration and the float forwards that it needs."""
     from scalepoint import transform  # noqa: PLC0415
     from scalepoint.quantize import (  # noqa: PLC0415
         CalibrationMethod,

@@ -1,4 +1,4 @@
-"""One job on 1, 2 and 4 ranks of this machine: wall time, CPU time, what they send: the terms of the cost model.
+"""One job on 1, 2 and 4 ranks of this machine: wall time, CPU time and bytes sent, the terms of the cost model.
 
     python bench/ranks.py            runs of each size in turn, medians; writes out/ranks.json
 

@@ -181,7 +181,7 @@ def batches(count: int) -> Iterator[Tensor]:
 
 
 def of_layers() -> Iterator[dict[str, Any]]:
-    """The whole road of a chain, ten times as long: seconds of the CPU for each layer."""
+    """Yield CPU seconds per layer of the whole pipeline for chains of layers, each ten times as long as the last."""
     seconds = {}
     for count in LAYERS:
         model, data = linear_chain(count), [torch.randn(4, 64) for _ in range(2)]
@@ -391,7 +391,10 @@ def _ends() -> dict[str, tuple[int, ...]]:
 
 
 def run_child(source: str, output: str, accuracy: str, resume: str = "", kill_after: int = 0) -> tuple[int, float, int]:
-    """(peak of its own memory in bytes, CPU seconds, exit code) of a child; killed when so many pieces are kept."""
+    """Run a child process; return the peak of its own memory in bytes, its CPU seconds and its exit code.
+
+    With `kill_after` the child is killed once it has stored this many pieces.
+    """
     child = subprocess.Popen([sys.executable, "-c", CHILD.format(words=WORDS), source, output, accuracy, resume])
     output_path = Path(output or "none")
     tuning_folder = output_path.with_name(f".{output_path.name}.work") / "tuning"

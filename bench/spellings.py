@@ -1,4 +1,4 @@
-"""Whether what a target writes in other words still pays: the runtime's time with the rule against without.
+"""Whether the rewrites of a target still make files faster: the runtime's time with and without each rewrite.
 
 A float transformer block (post-norm and pre-norm, two sizes) as two files that differ in one operator: the residual add
 before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerNormalization. That block in int8, its

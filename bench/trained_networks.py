@@ -395,7 +395,7 @@ def smollm() -> Subject:
     calibrating = sequences(tokenizer.encode(text["calibrate"]).ids, 512, 16)
     judge_rows = sequences(tokenizer.encode(text["judge"]).ids, 512, 12)
     widths = ("8 per channel", "4 blocks of 64", "3 blocks of 64", "2 blocks of 32", "4 per channel", "3 per channel")
-    precisions = tuple(f"int{width}" for width in widths)  # 576 inputs are no blocks of 128
+    precisions = tuple(f"int{width}" for width in widths)  # 576 inputs cannot be divided into blocks of 128
     return language_subject("SmolLM2-135M", model.eval(), (calibrating, judge_rows), 1, precisions, precisions[:4])
 
 

@@ -229,7 +229,7 @@ CONFIG = QuantConfig(
 
 
 class Stream:
-    """So many batches, each made when it is asked for."""
+    """`count` batches, each made when it is read."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -248,7 +248,7 @@ def make_chain(layers: int) -> nn.Module:
 
 
 def make_tuning(layers: int, batches: int, memory: str = "2GB") -> Callable[[], object]:
-    """A function that quantizes and tunes anew each time; the time of quantizing is small beside it."""
+    """Return a function that quantizes and tunes a new model in every call. Tuning takes most of its time."""
     model, settings = make_chain(layers), TuneConfig(memory=memory, rows=2048)  # type: ignore[arg-type]
 
     def run() -> object:
@@ -260,8 +260,8 @@ def make_tuning(layers: int, batches: int, memory: str = "2GB") -> Callable[[], 
 
 
 def peaks_of_memory() -> dict[int, int]:
-    """By the number of batches."""
-    make_tuning(4, 2)()  # what is loaded at first use is no cost of the data
+    """Return the peak of additional memory by the number of batches."""
+    make_tuning(4, 2)()  # modules that are imported at the first use do not count
     return {count: peak_extra_bytes(make_tuning(6, count, "4MB")) for count in (4, 8, 16, 32)}
 
 

@@ -83,7 +83,7 @@ class Limit:
 
 
 class RowStore:
-    """Rows by network, precision and way, written after each, so that a run that was stopped goes on."""
+    """Rows by network, precision and method. The file is written after each row, so an interrupted run continues."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -182,7 +182,7 @@ def _free_cell(row: dict[str, Any], label: str) -> str:
 
 
 def _sizes_cell(row: dict[str, Any]) -> str:
-    """Of a file that runs the agreement at the example's sizes, and the worst at others."""
+    """Return the agreement at the sizes of the example and the worst one at other sizes, for a file that runs."""
     if row["outcome"] not in ("runs", "departs"):
         return f"**{row['outcome']}**"
     first, *agreements = (

@@ -1,4 +1,7 @@
-"""Marks the cases of a test: the named ones are fast, the others run in `make test-all`."""
+"""Mark the slow cases of a parametrized test, which run in `make test-all` only.
+
+@pytest.mark.parametrize("case", fast(CASES, "small", "large"))        # all other cases are slow
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,6 +10,7 @@ import pytest
 
 
 def fast(cases: Iterable[str], *fast_cases: str) -> list[Any]:
+    """Return the cases as parameters; those not in `fast_cases` are marked slow."""
     all_cases = list(cases)
     unknown = set(fast_cases) - set(all_cases)
     assert not unknown, unknown

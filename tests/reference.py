@@ -1,7 +1,7 @@
-"""The formulas of contract A3 in numpy, slowly and plainly: what the package's arithmetic is held against.
+"""The formulas of contract A3 in numpy, slow and simple: the reference for the package's arithmetic.
 
-Nothing of the arithmetic is shared with the package; `grid_of` alone speaks its language. Values are float32
-throughout, as the contract says. A dtype is its torch name, a parameter array holds one value a block.
+No arithmetic is shared with the package; only `grid_of` uses its classes. All values are float32, as the contract says.
+A dtype is its torch name, and a parameter array has one value per block.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The allocator: exact on the front, never over a budget, the same for any order of what is equal."""
+"""The allocator: exact on the front, never over a budget, and independent of the order of equal items."""
 
 import itertools
 import math

@@ -300,7 +300,7 @@ class TestData:
         assert compare(plain, model, data, max_batches=2).batches == 2
         assert len(list(data)) == 3
 
-    @pytest.mark.usefixtures("own_garbage")
+    @pytest.mark.usefixtures("fast_gc_collect")
     def test_memory_does_not_depend_on_the_number_of_batches(self, plain, model):
         alive = []
 

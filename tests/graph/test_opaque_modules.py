@@ -26,7 +26,7 @@ class Net(nn.Module):
         return x
 
 
-@pytest.mark.usefixtures("own_garbage")
+@pytest.mark.usefixtures("fast_gc_collect")
 def test_an_opaque_module_is_freed_with_its_graph():
     graph_module = capture(Net(), torch.randn(2, 8), leave=["middle"])
     module = weakref.ref(graph_module.get_submodule("middle"))
@@ -35,7 +35,7 @@ def test_an_opaque_module_is_freed_with_its_graph():
     assert module() is None
 
 
-@pytest.mark.usefixtures("own_garbage")
+@pytest.mark.usefixtures("fast_gc_collect")
 def test_an_opaque_module_is_freed_after_a_failed_capture():
     model = Net(fails=True)
     module = weakref.ref(model.middle)

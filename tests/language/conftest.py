@@ -90,7 +90,7 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory):
-    """A Llama whose heads have 32 channels: llama.cpp cuts them into blocks of so many."""
+    """A Llama whose heads have 32 channels, the size of llama.cpp's blocks in a quantized cache."""
     folder = tmp_path_factory.mktemp("wide")
     tokenizer = write_tokenizer(folder)
     write_llama(folder, tokenizer.encode(text(400)), words=WORDS, hidden=128, inner=128, steps=10)

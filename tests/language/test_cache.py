@@ -1,4 +1,4 @@
-"""Keys and values in few bits: simulated, stored where the format has room, and run so."""
+"""Keys and values in few bits: simulated, stored if the format can hold their scales, and run in the runtime."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_scales_are_computed_from_the_largest_keys_and_values(wide, tmp_path, mo
 
 
 def _largest(model, tokens):
-    """Of keys and values that attention reads in the float model, (groups, channels), block after block."""
+    """Return the largest keys and values of each block in the float model, (groups, channels)."""
     maxima = []
 
     def look(module, inputs):

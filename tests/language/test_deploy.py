@@ -1,4 +1,4 @@
-"""deploy_checkpoint: block by block, what it says is what the written weights compute, killed runs go on."""
+"""deploy_checkpoint: block by block, reported numbers are those of the written weights, killed runs can be resumed."""
 
 import json
 import os

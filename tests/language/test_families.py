@@ -1,4 +1,4 @@
-"""Every family through the whole road, and into every format that takes it."""
+"""Every family through the whole pipeline, into every format that supports it."""
 
 import warnings
 

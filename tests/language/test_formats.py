@@ -1,6 +1,6 @@
-"""The whole road into every format, and what each runtime makes of it.
+"""The whole pipeline into every format, and the results in each runtime.
 
-Of what is fast, test_gguf asks llama.cpp, and test_cache ONNX Runtime GenAI.
+These tests are slow. The fast ones run in llama.cpp (test_gguf) and in ONNX Runtime GenAI (test_cache).
 """
 
 import pytest

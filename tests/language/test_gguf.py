@@ -1,4 +1,4 @@
-"""A checkpoint through tuning into a GGUF file, judged in llama.cpp."""
+"""A checkpoint that is tuned, written as a GGUF file and measured in llama.cpp."""
 
 import shutil
 
@@ -63,7 +63,7 @@ def test_tuned_codes_take_the_smallest_blocks(folder, tmp_path, weight, kind):
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
-    """A Llama whose rows of 64 and 128 columns are no whole super-blocks."""
+    """A Llama whose rows of 64 and 128 columns are shorter than a super-block."""
     return write_model(tmp_path_factory.mktemp("narrow"), hidden=64, inner=128, steps=0)
 
 

@@ -1,4 +1,4 @@
-"""The output of deploy_checkpoint: other people's files stay, inputs are never written to, old files of ours go."""
+"""The output of deploy_checkpoint: files of others stay, inputs are never written to, own old files are deleted."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The schemes of compressed-tensors through the whole road: what vLLM calls w8a8, fp8, mxfp4, nvfp4."""
+"""The schemes of compressed-tensors through the whole pipeline: w8a8, fp8, mxfp4 and nvfp4, as vLLM names them."""
 
 import shutil
 from functools import partial

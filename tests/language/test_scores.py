@@ -1,4 +1,4 @@
-"""Perplexity as a score: its direction, what is an error in place of a number, and a file that departs."""
+"""Perplexity as a score: lower is better, values that are errors, and a file that departs from the simulation."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Text and tokens as sequences: how many, how long, and no sequence that both calibrates and judges."""
+"""Text and tokens as sequences: how many, how long, and none is used for both calibration and perplexity."""
 
 import pytest
 import torch

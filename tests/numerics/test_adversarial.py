@@ -1,4 +1,4 @@
-"""Values that break arithmetic written without them in mind."""
+"""Values that break careless arithmetic: infinities, NaN, subnormal numbers, the largest floats."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What holds for every tensor, range and format; Hypothesis looks for the exception."""
+"""Properties of every tensor, range and format; Hypothesis searches for counterexamples."""
 
 import numpy as np
 import pytest

@@ -182,7 +182,7 @@ def test_a_smoke_run_measures_nothing(model, data, tmp_path, monkeypatch):
 
 
 class Nested(nn.Module):
-    """Gives what no file holds beside what it does."""
+    """Returns values that a file cannot hold next to a tensor."""
 
     def __init__(self):
         super().__init__()

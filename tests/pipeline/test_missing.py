@@ -1,4 +1,4 @@
-"""A runtime or a writer that is not installed is told before any work."""
+"""A runtime or a writer that is not installed is reported before any work starts."""
 
 from importlib.util import find_spec
 

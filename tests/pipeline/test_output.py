@@ -166,7 +166,7 @@ def test_an_invalid_folder_name_is_refused_before_any_work(tmp_path, name, says)
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_in_a_weakref_callback_ends_the_run_at_the_next_stage(tmp_path):
-    """Python prints what is raised there and goes on: the float model is judged, and nothing comes after."""
+    """Python prints an exception that is raised there and continues: the run must stop after the float model."""
     scores = []
 
     class Dies:

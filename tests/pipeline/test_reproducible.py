@@ -1,4 +1,4 @@
-"""The same bytes twice, the whole config beside the files also from Python, and a log of what was done."""
+"""The same bytes twice, the whole config next to the files also from Python, and a log of the run."""
 
 import random
 

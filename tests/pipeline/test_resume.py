@@ -1,4 +1,4 @@
-"""A run that did not end goes on where it was; what changed since is named and done again."""
+"""An interrupted run continues after its last finished stage; stages whose inputs changed are named and run again."""
 
 import copy
 import json
@@ -28,11 +28,11 @@ STAGES = ("capture_for_plan", "calibrate", "export", "verify", "score")
 
 
 class Stop(KeyboardInterrupt):
-    """As Ctrl-C."""
+    """An interrupt as from Ctrl-C."""
 
 
 class Tiny(nn.Sequential):
-    """Two convolutions: what is tested is the road, not the net."""
+    """Two convolutions: the tests are about the pipeline, not about the network."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_an_interrupted_stage_is_the_first_that_runs(run, counter, stage_index, 
 
 
 def test_a_run_can_be_resumed_after_its_metric_was_corrected(run, counter, data):
-    """The float model is judged, then the file: everything before is there when the run goes on."""
+    """The metric runs on the float model, then on the file: all earlier stages are reused when the run is resumed."""
     scores = []
 
     def evaluate(run):

@@ -1,4 +1,4 @@
-"""A target of another package: installed beside ours, found by its entry point, in a process of its own."""
+"""A target of another package: installed next to scalepoint and found by its entry point, in its own process."""
 
 import json
 import os

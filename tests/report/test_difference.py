@@ -1,4 +1,4 @@
-"""Two runs beside each other: what differs, what is better, what makes them hard to compare."""
+"""The comparison of two runs: which values differ, which are better, and warnings if they are hard to compare."""
 
 import json
 import math

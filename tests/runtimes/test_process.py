@@ -1,4 +1,4 @@
-"""Runtimes in child processes: limits of time and memory, crashes and hangs."""
+"""Runtimes in child processes: limits of time and memory, crashes, and processes that hang."""
 
 import os
 import select

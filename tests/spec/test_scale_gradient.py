@@ -199,7 +199,7 @@ def test_stored_parameters_have_no_graph(key, dtype):
     assert torch.equal(twin.get_qparams().scale, calculator.get_qparams().scale)
 
 
-@pytest.mark.usefixtures("own_garbage")
+@pytest.mark.usefixtures("fast_gc_collect")
 @each_calculator
 def test_earlier_batches_and_their_graphs_are_freed(key):
     calculator = create(key)

@@ -1,4 +1,4 @@
-"""What Windows lacks is not needed: a deploy runs without the POSIX modules and functions.
+"""A deploy runs without the POSIX modules and functions, which Windows does not have.
 
 Windows itself was not tried. `without_posix.py` hides what it does not have, in the process and in those of runtimes.
 """

@@ -49,7 +49,7 @@ def test_the_three_formats_are_registered_under_their_names():
     assert [find_checkpoint_format(name).suffix for name in NAMES] == ["", "", ""]
 
 
-@pytest.mark.usefixtures("own_garbage")
+@pytest.mark.usefixtures("fast_gc_collect")
 def test_one_weight_is_in_memory_at_a_time(tmp_path):
     source = save_model("llama", tmp_path / "in")
     weights = LazyWeights(source, [name for name in source.tensors if name.endswith("_proj.weight")])
@@ -58,7 +58,7 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path):
     assert weights.max_alive == 1
 
 
-@pytest.mark.usefixtures("own_garbage")
+@pytest.mark.usefixtures("fast_gc_collect")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_failed_write_leaves_the_folder_unchanged(tmp_path, name):
     source = save_model("llama", tmp_path / "in")
