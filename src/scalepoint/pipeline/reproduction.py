@@ -60,9 +60,9 @@ def write_run_files(context: StageContext, best: Trial, trials: Sequence[Trial])
         return
     workspace.write_text(CONFIG_FILE, dump_yaml(config.to_dict(SourceOptions, DeployOptions)))
     if has_searched(job, trials):
-        no_search = {"max_drop": None, "min_speed": None, "budget": None, "quantization": best.config}
-        no_search["placement"] = _placement(job, best)
-        best_config = config.updated(no_search).to_dict(SourceOptions, DeployOptions)
+        no_search = {"max_drop": None, "min_speed": None, "budget": None}
+        best_values = {**no_search, "placement": _placement(job, best), "quantization": best.config}
+        best_config = config.updated(best_values).to_dict(SourceOptions, DeployOptions)
         workspace.write_text(BEST_CONFIG_FILE, dump_yaml(best_config))
     script = SCRIPT.format(version=__version__, file=_config_file(job, trials), flags=_command_flags(job))
     workspace.write_text(SCRIPT_FILE, script)
