@@ -1,12 +1,14 @@
 """Core AI files of ten networks, next to those of coreai-opt: size, and dB against the float model.
 
-    python bench/core_ai.py [--json FILE] [--tuned] [--ways W8A8 w8] [resnet18 mobilenet lite0 ...]
+    python bench/core_ai.py [--json FILE] [--nearest] [--ways W8A8 w8] [resnet18 mobilenet lite0 ...]
+    python bench/core_ai.py --page docs/measured/core-ai.md    # replaces its table by the rows of its JSON file
 
 Needs `pip install scalepoint[coreai]`. coreai-opt 0.3.0 takes part if it can be imported. It gets the same model and
 calibration data, and its file is written as its documentation says (16-bit floats, release mode). Both files run in
 Core AI's own runtime on the CPU, in a child process. dB compares the outputs of the held-out batch with those of the
 float model. Sizes are those of the program (main.mlirb). "agrees" is our file against our simulation, "differ" the
-tensors of our file that differ from the model's (none may). --tuned adds our files with accuracy="balanced".
+tensors of our file that differ from the model's (none may). Our files have accuracy="balanced", which reads the
+calibration data; --nearest adds our files with weights that are rounded to nearest.
 All networks but lite0, resnet8 and minilm have random weights. Pictures are small, because this runtime is slow.
 """
 
@@ -16,7 +18,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ WAYS = {
 }
 PROGRAM_FILE = "main.mlirb"
 SECONDS = 900
+TABLE_START, TABLE_END = "<!-- table -->", "<!-- end of table -->"
 
 
 class Lstm(nn.Module):
@@ -155,7 +158,7 @@ def decibels(expected: list[np.ndarray], actual: list[np.ndarray]) -> float:
         noise = float(((reference - output.astype(np.float64)) ** 2).sum())
         signal = float((reference.astype(np.float64) ** 2).sum())
         ratios.append(float("inf") if noise == 0 else 10 * np.log10(signal / noise))
-    return min(ratios)
+    return float(min(ratios))
 
 
 def our_file(subject: Subject, way: str, folder: Path, *, tuned: bool) -> dict[str, Any]:
@@ -216,15 +219,14 @@ def measure(path: Path, subject: Subject) -> dict[str, Any]:
     return {"kb": size / 1e3, "db": decibels(float_outputs(subject), run_file(path, subject.held_out))}
 
 
-def rows_of(name: str, ways: Sequence[str], *, tuned: bool) -> list[dict[str, Any]]:
+def rows_of(name: str, ways: Sequence[str], *, nearest: bool) -> Iterator[dict[str, Any]]:
     subject = NETWORKS[name]()
-    rows = []
     for way in ways:
         makers: dict[str, Callable[[Path], dict[str, Any]]] = {
-            "scalepoint": lambda folder, way=way: our_file(subject, way, folder, tuned=False)  # type: ignore[misc]
+            "scalepoint": lambda folder, way=way: our_file(subject, way, folder, tuned=True)  # type: ignore[misc]
         }
-        if tuned:
-            makers["scalepoint, tuned"] = lambda folder, way=way: our_file(subject, way, folder, tuned=True)  # type: ignore[misc]
+        if nearest:
+            makers["scalepoint, nearest"] = lambda folder, way=way: our_file(subject, way, folder, tuned=False)  # type: ignore[misc]
         if coreai_opt is not None:
             makers["coreai-opt"] = lambda folder, way=way: peer_file(subject, way, folder)  # type: ignore[misc]
         for tool, make in makers.items():
@@ -234,9 +236,7 @@ def rows_of(name: str, ways: Sequence[str], *, tuned: bool) -> list[dict[str, An
                     row |= make(Path(folder))
                 except Exception as error:  # a tool that refuses or fails is a result of this bench
                     row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
-            rows.append(row)
-            print(describe(row), flush=True)
-    return rows
+            yield row
 
 
 def describe(row: Mapping[str, Any]) -> str:
@@ -252,14 +252,48 @@ def describe(row: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=tuple(NETWORKS))
-    parser.add_argument("--tuned", action="store_true")
+    parser.add_argument("--nearest", action="store_true", help="also our files with weights rounded to nearest")
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), help="default: all")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="rows that are in this file are replaced, all others stay")
+    parser.add_argument("--page", type=Path, help="only write the table of this page, from the JSON file next to it")
     options = parser.parse_args()
+    if options.page:
+        write_table(options.page)
+        return
     torch.set_num_threads(1)
-    rows = [row for name in options.names for row in rows_of(name, options.ways, tuned=options.tuned)]
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    for name in options.names:
+        for row in rows_of(name, options.ways, nearest=options.nearest):
+            print(describe(row), flush=True)
+            if options.json:
+                add_row(options.json, row)
+
+
+def add_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Write a row into a JSON file, instead of the row of the same network, way and tool."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    others = [other for other in rows if any(other[key] != row[key] for key in ("network", "way", "tool"))]
+    path.write_text(json.dumps([*others, row], indent=1) + "\n")
+
+
+def write_table(page: Path) -> None:
+    """Replace what is between the markers of a page by the table of its rows."""
+    rows = {(row["network"], row["way"], row["tool"]): row for row in json.loads(page.with_suffix(".json").read_text())}
+    lines = [
+        "| network | form | kB ours | kB coreai-opt | dB ours | dB coreai-opt | agrees, dB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for network, way in dict.fromkeys((network, way) for network, way, _ in rows):
+        ours, peer = (rows.get((network, way, tool), {}) for tool in ("scalepoint", "coreai-opt"))
+        cells = [network, way, *(number(row, key) for key in ("kb", "db") for row in (ours, peer))]
+        lines.append(f"| {' | '.join(cells)} | {number(ours, 'agrees')} |")
+    start, _, rest = page.read_text().partition(TABLE_START)
+    _, _, end = rest.partition(TABLE_END)
+    page.write_text("".join((start, TABLE_START, "\n".join(["", *lines, ""]), TABLE_END, end)))
+
+
+def number(row: Mapping[str, Any], key: str) -> str:
+    """A number of a row; "failed" if the tool made no file, "not run" if there is no row."""
+    return f"{row[key]:,.1f}" if key in row else "failed" if "error" in row else "not run"
 
 
 if __name__ == "__main__":

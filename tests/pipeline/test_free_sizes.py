@@ -196,7 +196,7 @@ def test_verification_fails_for_a_file_whose_axes_are_not_free(segments, picture
         verification.check()
 
 
-@pytest.mark.parametrize("target", ["coreml", "coreai", "executorch", "litert"])
+@pytest.mark.parametrize("target", ["coreml", "executorch", "litert"])
 def test_a_target_of_fixed_sizes_refuses_before_any_work(target, segments, pictures, tmp_path):
     with raises(TargetError, f"'{target}'", "fixed sizes", "once for each size"):
         scalepoint.deploy(segments, pictures[0], pictures, target=target, output=tmp_path / "out", dynamic_axes=PICTURE)

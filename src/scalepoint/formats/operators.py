@@ -4,6 +4,7 @@
     dequantize    x' = (codes - zero_point) * scale
     look_up       x' = table[codes], for palettized weights
     rows          x' = x rounded to int8 per row, with parameters computed from each row
+    symmetric_rows      the same without zero points
 
     quantize_minval     codes = clamp(round((x - minval) / scale) + low, low, high)
     dequantize_minval   x' = (codes - low) * scale + minval
@@ -103,6 +104,18 @@ def quantize_rows(x: Tensor) -> Tensor:
 
 
 @quantize_rows.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("scalepoint::symmetric_rows", mutates_args=())
+def quantize_rows_symmetric(x: Tensor) -> Tensor:
+    """Quantize and dequantize each row (last axis) to int8 without a zero point. The scale is max|x| / 127.5."""
+    scale = (x.abs().amax(-1, keepdim=True) / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+    return (x / scale).round().clamp(-128, 127) * scale
+
+
+@quantize_rows_symmetric.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 

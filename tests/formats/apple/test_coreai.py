@@ -29,8 +29,10 @@ from scalepoint.spec import (
     PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
+    PerTokenGranularity,
     QuantizationSpec,
 )
+from scalepoint.spec.palette import palette_spec
 from scalepoint.support.coreai_text import ProgramText, convert_floats
 from scalepoint.support.files import compute_digest
 from scalepoint.verification import Status
@@ -241,45 +243,57 @@ def test_export_without_coreai_torch_says_how_to_install_it(tmp_path: Path, monk
 GRANULARITIES = {
     "tensor": PerTensorGranularity(),
     "channel": PerChannelGranularity(),
+    "input channel": PerChannelGranularity(axis=1),
     "blocks of inputs": PerBlockGranularity(block_size=8),
     "blocks of outputs": PerBlockGranularity(axis=0, block_size=8),
+    "tiles": PerBlockGranularity(block_size=(4, 2, -1, -1)),
 }
+INTEGERS = ("int8", "int4", "int2", "uint8", "uint4", "uint2")
+FLOATS = ("float8_e4m3fn", "float8_e5m2")
+FP4, E8M0 = "float4_e2m1fn_x2", "float8_e8m0fnu"
 
 
 def weight_specs() -> dict[str, QuantizationSpec]:
-    """Every dtype x granularity x formulation of weights that Core AI stores."""
+    """Every dtype x granularity x formulation x scale dtype of weights that Core AI stores."""
     specs = {}
     for granularity, value in GRANULARITIES.items():
-        for dtype in ("int8", "int4", "int2", "uint8", "uint4", "uint2"):
+        for dtype in INTEGERS:
             for formulation in ("zp", "minval"):
                 specs[f"{dtype}, {granularity}, {formulation}"] = QuantizationSpec(
                     dtype=dtype, qscheme="asymmetric", qformulation=formulation, granularity=value
                 )
-        for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        for dtype in FLOATS:
             specs[f"{dtype}, {granularity}"] = QuantizationSpec(dtype=dtype, granularity=value)
-    for dtype in ("float8_e4m3fn", "float4_e2m1fn_x2"):
-        specs[f"MX {dtype}"] = QuantizationSpec(
-            dtype=dtype, scale_dtype="float8_e8m0fnu", granularity=GRANULARITIES["blocks of inputs"]
-        )
+        for dtype in (*FLOATS, FP4):
+            specs[f"{dtype}, {granularity}, e8m0 scales"] = QuantizationSpec(
+                dtype=dtype, scale_dtype=E8M0, granularity=value
+            )
     return specs
 
 
 def activation_specs() -> dict[str, QuantizationSpec]:
     specs = {}
     for name, granularity in (("tensor", PerTensorGranularity()), ("channel", PerChannelGranularity(axis=1))):
-        for dtype, formulation in (("uint8", "zp"), ("uint8", "minval"), ("int8", "zp"), ("int8", "minval")):
-            specs[f"{dtype}, {name}, {formulation}"] = QuantizationSpec(
-                dtype=dtype, qscheme="asymmetric", qformulation=formulation, granularity=granularity,
-                qparam_calculator_cls="global_minmax",
-            )  # fmt: skip
-        for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        for dtype in ("uint8", "int8", "uint4", "int4"):
+            for formulation in ("zp", "minval"):
+                specs[f"{dtype}, {name}, {formulation}"] = QuantizationSpec(
+                    dtype=dtype, qscheme="asymmetric", qformulation=formulation, granularity=granularity,
+                    qparam_calculator_cls="global_minmax",
+                )  # fmt: skip
+        for dtype in (*FLOATS, FP4):
             specs[f"{dtype}, {name}"] = QuantizationSpec(
                 dtype=dtype, granularity=granularity, qparam_calculator_cls="global_minmax"
             )
     return specs
 
 
-FAST_SPECS = ("int4, blocks of outputs, minval", "MX float4_e2m1fn_x2", "float8_e5m2, channel", "uint8, channel, zp")
+FAST_SPECS = (
+    "int4, blocks of outputs, minval",
+    "float4_e2m1fn_x2, blocks of inputs, e8m0 scales",
+    "float8_e5m2, channel",
+    "uint8, channel, zp",
+    "float4_e2m1fn_x2, tensor",
+)
 
 
 def as_cases(specs: dict[str, QuantizationSpec]) -> list:
@@ -311,17 +325,102 @@ def test_every_activation_that_the_target_accepts_runs(spec: QuantizationSpec, t
     check_spec(QuantConfig(activation=spec), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("role", "fields", "what"),
+    [
+        # Refused by the compiler.
+        *(("weight", {"dtype": dtype}, dtype) for dtype in ("int1", "int3", "int5", "int6", "int7", "int16")),
+        *(("weight", {"dtype": dtype}, dtype) for dtype in ("uint1", "uint3", "uint6", "uint16")),
+        *(("activation", {"dtype": dtype}, dtype) for dtype in ("int2", "uint2", "int3", "int6", "int16", "uint16")),
+        ("activation", {"dtype": "int8", "granularity": PerBlockGranularity(axis=1, block_size=4)}, "per_block"),
+        ("activation", {"dtype": "float8_e4m3fn", "scale_dtype": E8M0}, "float8_e8m0fnu scales"),
+        # The runtime ends its process.
+        ("weight", {"dtype": FP4, "scale_dtype": "float8_e4m3fn"}, "float8_e4m3fn scales"),
+        # The operation clips to the whole range of the dtype.
+        ("activation", {"dtype": "int8", "qscheme": "symmetric_with_clipping"}, "symmetric_with_clipping"),
+        # Statistics of one axis; only symmetric ones are written.
+        ("activation", {"dtype": "int8", "qparam_calculator_cls": "dynamic"}, "dynamic"),
+    ],
+)
+def test_what_core_ai_does_not_run_is_refused_before_any_work(role: str, fields: dict, what: str) -> None:
+    calls: list[torch.Tensor] = []
+    spec = ExtendedQuantizationSpec(**fields)
+    config = QuantConfig(activation="float", weight=spec) if role == "weight" else QuantConfig(activation=spec)
+    with raises(TargetError, "'coreai'", what, role):
+        quantize(net(), pictures(), config, forward_loop=calls.append, target="coreai")
+    assert calls == []
+
+
+def test_rows_of_activations_get_their_scales_at_run_time(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).eval(), torch.randn(2, 5, 32)
+    x[0, 1] = 0  # a row whose scale would be zero
+    spec = QuantizationSpec(
+        dtype="int8", qscheme="symmetric", granularity=PerTokenGranularity(), qparam_calculator_cls="dynamic"
+    )
+    narrow = quantize(model, x, QuantConfig(activation=spec), forward_loop=[x], target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x, float_dtype="float32")
+    result = scalepoint.verify(path, narrow, 7 * x)
+    assert result.executed["symmetric_quantization_statistics"] == 2
+    assert result.differences == ()
+    assert result.sqnr > 45
+
+
+def test_pruned_weights_are_stored_without_their_zeros(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
+    weight = {"n_bits": 8, "per_channel": True, "sparsity": "2:4"}
+    narrow = quantize(model, x, QuantConfig(activation="float", weight=weight), target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    assert (path / PROGRAM_FILE).stat().st_size == pytest.approx(2 * 256 * 256 * 5 / 8, abs=6000)
+    result = scalepoint.verify(path, narrow, x)
+    assert result.executed["sparse_with_bitmask_to_dense"] == 2
+    assert result.differences == ()
+    assert result.sqnr > 50
+    mask = next(name for name in read_program(path).constants if name.endswith(".mask"))
+    changed = edited(tmp_path / "changed.aimodel", partial(with_moved_bit, mask), path)
+    assert any("mask bits differ" in difference for difference in COREAI.compare(changed, narrow))
+
+
+def with_moved_bit(name: str, program: ProgramText) -> ProgramText:
+    """Swap the first 0 and the first 1 of a mask, so that it still fits the number of values."""
+    data = np.unpackbits(np.frombuffer(bytes.fromhex(program.constants[name]), np.uint8), bitorder="little")
+    zero, one = int(np.argmin(data)), int(np.argmax(data))
+    data[zero], data[one] = 1, 0
+    digits = np.packbits(data, bitorder="little").tobytes().hex().upper()
+    return replace(program, constants={**program.constants, name: digits})
+
+
+def test_palettes_and_int8_activations_are_one_file(tmp_path: Path) -> None:
+    x = pictures()
+    config = QuantConfig(weight=palette_spec(4, 8))
+    narrow = quantize(net(), x, config, forward_loop=[x], target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    result = scalepoint.verify(path, narrow, x)
+    assert (result.executed["lut_to_dense"], result.executed["quantize"]) == (3, 5)
+    assert result.differences == ()
+    assert result.sqnr > 40
+
+
+def test_named_axes_are_free_and_all_others_fixed(tmp_path: Path) -> None:
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval(),
+        torch.randn(1, 3, 12, 8),
+    )
+    done = scalepoint.deploy(
+        model, x, [x], target="coreai", output=tmp_path / "out", dynamic_axes={"input": {0: "many", 2: "height"}},
+        progress=False,
+    )  # fmt: skip
+    assert [value.shape for value in COREAI.about(done.path).inputs] == [(None, 3, None, 8)]
+    assert done.verification.resized.sqnr > 30
+    assert scalepoint.verify(done.path, done.model, torch.randn(3, 3, 20, 8)).sqnr > 30
+
+
 def test_unsupported_configs_are_rejected_before_any_work() -> None:
     with raises(TargetError, "'coreai'", "float4_e2m1fn_x2 with float8_e4m3fn scales"):  # the runtime ends its process
         quantize(net(), pictures(), QuantConfig(activation="float", weight=NVFP4.weight), target="coreai")
-    with raises(TargetError, "'coreai'", "float4_e2m1fn_x2 as activation"):
+    with raises(TargetError, "'coreai'", "per_token_block as activation"):
         quantize(net(), pictures(), MXFP4, target="coreai")
-    for dtype in ("int3", "int16", "int1"):
-        with raises(TargetError, "'coreai'", f"dtype {dtype} as weight"):
-            quantize(net(), pictures(), QuantConfig(weight=ExtendedQuantizationSpec(dtype=dtype)), target="coreai")
-    clipped = QuantConfig(activation=QuantizationSpec(qscheme="symmetric_with_clipping"))
-    with raises(TargetError, "'coreai'", "symmetric_with_clipping as activation"):
-        quantize(net(), pictures(), clipped, target="coreai")
     with raises(TargetError, "'coreai'", "float6"):
         quantize(net(), pictures(), QuantConfig(weight=QuantizationSpec(dtype="float6_e2m3fn")), target="coreai")
 

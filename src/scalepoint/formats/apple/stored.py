@@ -14,7 +14,14 @@ from torch import Tensor, fx, nn
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.layers import FloatWeight, InputFirstFloatWeight, WeightedOperation
-from scalepoint.formats.operators import dequantize, dequantize_minval, look_up, quantize, quantize_minval
+from scalepoint.formats.operators import (
+    dequantize,
+    dequantize_minval,
+    look_up,
+    quantize,
+    quantize_minval,
+    quantize_rows_symmetric,
+)
 from scalepoint.formats.stored_graph import ModuleFactories, build_stored_graph
 from scalepoint.numerics import E8M0, dtype_name
 from scalepoint.quantize.quantized_layers import QuantizedLayer
@@ -24,6 +31,7 @@ from scalepoint.spec import (
     PerChannelGranularity,
     PerGroupedChannelGranularity,
     PerTensorGranularity,
+    PerTokenGranularity,
 )
 from scalepoint.spec.palette import is_palette
 
@@ -38,6 +46,7 @@ class StorableTypes:
         activations: Lowest and highest code by dtype: the operation clips to the whole range of the dtype.
         has_channel_activations: Whether activations may have one scale per channel.
         has_minval: Whether a float minimum may be stored instead of a zero point.
+        has_dynamic_rows: Whether the program can compute one scale per row of an activation.
         scale_dtypes: Dtypes of scales besides that of the float tensors.
     """
 
@@ -46,6 +55,7 @@ class StorableTypes:
     activations: Mapping[str, tuple[float, float]]
     has_channel_activations: bool = False
     has_minval: bool = False
+    has_dynamic_rows: bool = False
     scale_dtypes: tuple[torch.dtype, ...] = ()
 
 
@@ -55,9 +65,17 @@ COREML_TYPES = StorableTypes("Core ML", (*FOUR_BIT_TYPES, *INTEGER_ACTIVATIONS),
 COREAI_TYPES = StorableTypes(
     "Core AI",
     ("int2", "uint2", *COREML_TYPES.weights, "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"),
-    {**INTEGER_ACTIVATIONS, "float8_e4m3fn": (-448.0, 448.0), "float8_e5m2": (-57344.0, 57344.0)},
+    {
+        **INTEGER_ACTIVATIONS,
+        "uint4": (0, 15),
+        "int4": (-8, 7),
+        "float8_e4m3fn": (-448.0, 448.0),
+        "float8_e5m2": (-57344.0, 57344.0),
+        "float4_e2m1fn_x2": (-6.0, 6.0),
+    },
     has_channel_activations=True,
     has_minval=True,
+    has_dynamic_rows=True,
     scale_dtypes=(E8M0,),
 )
 
@@ -107,6 +125,12 @@ class StoredWeight(WeightedOperation):
     zero_point: Tensor | None
     minval: Tensor | None
     bias: Tensor | None
+
+    @property
+    def is_smaller_sparse(self) -> bool:
+        """Whether the weight is pruned, and its nonzero codes of 8 bits with a bit per weight take less space."""
+        share = float((self.codes != 0).to(torch.float32).mean())
+        return self.is_sparse and self.fmt in INTEGER_ACTIVATIONS and 8 * share + 1 < 8
 
     @property
     def needs_ios18(self) -> bool:
@@ -207,11 +231,29 @@ class StoredStub(nn.Module):
         return values
 
 
+class StoredRows(nn.Module):
+    """A dynamic quantizer of activations: the program computes one int8 scale for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values: Tensor = quantize_rows_symmetric(x)
+        return values
+
+
+def _build_stored_stub(types: StorableTypes, stub: QuantStub, factor: float = 1.0) -> nn.Module:
+    if not stub.calculator.always_called or stub.is_learned:
+        return StoredStub(types, stub, factor)
+    if types.has_dynamic_rows and isinstance(stub.calculator.granularity, PerTokenGranularity):
+        return StoredRows()
+    raise ExportError(
+        f"{stub.name}: {types.format} does not support dynamic scales with {stub.calculator.granularity!r}"
+    )
+
+
 COREML_FACTORIES = ModuleFactories(
-    partial(_build_stored_weight, COREML_TYPES), partial(StoredStub, COREML_TYPES), InputFirstFloatWeight
+    partial(_build_stored_weight, COREML_TYPES), partial(_build_stored_stub, COREML_TYPES), InputFirstFloatWeight
 )
 COREAI_FACTORIES = ModuleFactories(
-    partial(_build_stored_weight, COREAI_TYPES), partial(StoredStub, COREAI_TYPES), FloatWeight
+    partial(_build_stored_weight, COREAI_TYPES), partial(_build_stored_stub, COREAI_TYPES), FloatWeight
 )
 
 

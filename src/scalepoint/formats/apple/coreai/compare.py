@@ -14,7 +14,13 @@ from torch import Tensor, fx
 
 from scalepoint.errors import StoreError
 from scalepoint.formats.apple.coreai.elements import FLOAT_TYPES, element_type, from_bytes, to_bytes
-from scalepoint.formats.apple.coreai.lowering import blockwise_shape, constant_name, scale_format, table_shape
+from scalepoint.formats.apple.coreai.lowering import (
+    blockwise_shape,
+    constant_name,
+    scale_format,
+    split_sparse,
+    table_shape,
+)
 from scalepoint.formats.apple.coreai.package import read_metadata, read_program
 from scalepoint.formats.apple.coreai.write import FLOAT_DTYPE_KEY
 from scalepoint.formats.apple.describe_unequal import describe_unequal
@@ -24,6 +30,7 @@ from scalepoint.support.coreai_text import ProgramText
 
 _CONSTANT = re.compile(r"^ *(%\S+) = coreai\.constant dense_resource<([^>]+)> : tensor<((?:\d+x)*)(\w+)>")
 _OPERATION = re.compile(r"^ *(%\S+) = (coreai\.\w+) (%[^ ,]+(?:, %[^ ,]+)*)")
+_SPARSE_OPERATIONS = ("coreai.build_sparse_with_bitmask", "coreai.sparse_with_bitmask_to_dense")
 
 
 class _Constant(NamedTuple):
@@ -39,18 +46,21 @@ class _FileContent:
         self.data = program.constants
         self.constants: dict[str, _Constant] = {}
         self.names_by_value: dict[str, list[str]] = {}
-        constant_of_value: dict[str, str] = {}
+        names_of_value: dict[str, tuple[str, ...]] = {}  # the constant that a value is, or from which it is computed
         self.operations: dict[str, list[tuple[str, tuple[str, ...]]]] = {}  # by operand: operation, all its operands
         for line in program.lines:
             if constant := _CONSTANT.match(line):
                 value, name, sizes, element = constant.groups()
                 self.constants[name] = _Constant(name, tuple(map(int, sizes.split("x")[:-1])), element)
                 self.names_by_value.setdefault(self.data[name], []).append(name)
-                constant_of_value[value] = name
+                names_of_value[value] = (name,)
             elif operation := _OPERATION.match(line):
-                operands = tuple(constant_of_value.get(value, "") for value in operation[3].split(", "))
-                for name in filter(None, operands):
-                    self.operations.setdefault(name, []).append((operation[2], operands))
+                result, kind, values = operation.groups()
+                operands = tuple(name for value in values.split(", ") for name in names_of_value.get(value, ()))
+                if kind in _SPARSE_OPERATIONS:
+                    names_of_value[result] = operands
+                for name in operands:
+                    self.operations.setdefault(name, []).append((kind, operands))
 
     def find(self, name: str, values: Tensor, fmt: str) -> str:
         """Return the name under which a constant is stored: the compiler stores equal constants once."""
@@ -103,6 +113,9 @@ def _list_tensors(
         return tensors
     codes = tuple(module.codes.shape)
     tensors = {"codes": ("codes", module.codes, module.fmt)}
+    if isinstance(module, StoredWeight) and module.is_smaller_sparse:
+        nonzero, mask = split_sparse(module.codes)
+        tensors = {"codes": ("nonzero codes", nonzero, module.fmt), "mask": ("mask bits", mask, "uint1")}
     if isinstance(module, StoredPalette):
         shape = table_shape(codes, tuple(module.tables.shape), module.axis)
         return {**tensors, "tables": ("entries", module.tables.reshape(shape), scale_dtype)}

@@ -1,18 +1,22 @@
 """Translate our operators to operations of Core AI.
 
-    our operator  operation                 used for
-    quantize      quantize                  activations
-    dequantize    dequantize                activations
-                  blockwise_shift_scale     weights: the scale has as many axes as the codes and divides their shape
-    look_up       lut_to_dense              palettes: a table of (groups, .., 2^n, 1)
+    our operator    operation                       used for
+    quantize        quantize                        activations
+    dequantize      dequantize                      activations
+                    blockwise_shift_scale           weights: the scale has as many axes as the codes, and divides them
+                    sparse_with_bitmask_to_dense    pruned weights: the codes that are not zero, and a bit per weight
+    look_up         lut_to_dense                    palettes: a table of (groups, .., 2^n, 1)
+    symmetric_rows  symmetric_quantization_statistics, quantize, dequantize    activations with a scale for each row
 
-All but look_up compute (code - offset1) * scale + offset2. With a zero point offset1 is the zero point and offset2 is
-zero; with a minimum (quantize_minval, dequantize_minval) they are the lowest code of the dtype and the minimum.
+quantize, dequantize and blockwise_shift_scale compute (code - offset1) * scale + offset2. With a zero point offset1 is
+the zero point and offset2 is zero; with a minimum (quantize_minval, dequantize_minval) they are the lowest code of the
+dtype and the minimum.
 
 Codes, scales, zero points and tables are constants named after their buffers, for example "layer.fc.codes", so that
 compare.py finds them in a file. Offsets that are zero stay without a name: the compiler removes them only then.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -27,16 +31,24 @@ from scalepoint.numerics import E8M0, dtype_name, get_format
 from scalepoint.spec.spec import to_dtype
 from scalepoint.support.coreai_text import OWN_PREFIX
 
+MIN_SCALE = float(torch.finfo(torch.float32).eps)
+
 
 def constant_name(buffer_path: str) -> str:
     """Return the name of the constant that stores a buffer of the stored graph."""
     return OWN_PREFIX + re.sub(r"[^A-Za-z0-9_.]", "_", buffer_path)
 
 
-def register_operators(converter: Any, program: ExportedProgram) -> None:
-    """Register the translation of our operators with a TorchConverter, for the constants of one program."""
-    lowerings = _Lowerings(program)
-    for name in ("quantize", "dequantize", "quantize_minval", "dequantize_minval", "look_up"):
+def register_operators(converter: Any, program: ExportedProgram, sparse_codes: frozenset[str]) -> None:
+    """Register the translation of our operators with a TorchConverter, for the constants of one program.
+
+    Args:
+        converter: The TorchConverter.
+        program: The decomposed program.
+        sparse_codes: Paths of the codes that are stored without their zeros.
+    """
+    lowerings = _Lowerings(program, sparse_codes)
+    for name in ("quantize", "dequantize", "quantize_minval", "dequantize_minval", "look_up", "symmetric_rows"):
         for overload in ("", ".default"):
             converter.register_torch_lowering(f"scalepoint::{name}{overload}")(getattr(lowerings, name))
 
@@ -44,7 +56,8 @@ def register_operators(converter: Any, program: ExportedProgram) -> None:
 class _Lowerings:
     """Lowerings of our operators, as TorchConverter calls them: (values by node name, node, location)."""
 
-    def __init__(self, program: ExportedProgram) -> None:
+    def __init__(self, program: ExportedProgram, sparse_codes: frozenset[str]) -> None:
+        self.sparse_codes = sparse_codes
         self.constants: dict[str, tuple[str, Tensor]] = {}  # by node name: path of the buffer, and its value
         for spec in program.graph_signature.input_specs:
             if spec.target is not None:
@@ -84,7 +97,19 @@ class _Lowerings:
         if _name(codes) not in self.constants:
             return self._activation("dequantize", values, codes, scale, offsets, axis, location)
         scales = self._constant(scale, self._scale_format(scale), self._parameter_shape(codes, scale, axis))
-        return coreai.blockwise_shift_scale(self._constant(codes, str(fmt)), scales, *offsets, loc=location)
+        return coreai.blockwise_shift_scale(self._codes(codes, str(fmt)), scales, *offsets, loc=location)
+
+    def _codes(self, codes: Any, fmt: str) -> Any:
+        """Emit the codes of a weight; with a mask if they are stored without zeros."""
+        from coreai._compiler.dialects import coreai  # noqa: PLC0415
+
+        path, value = self.constants[_name(codes)]
+        if path not in self.sparse_codes:
+            return self._constant(codes, fmt)
+        nonzero, mask = split_sparse(value)
+        names = constant_name(path), constant_name(mask_path(path))
+        operands = _emit_constant(names[0], nonzero, fmt), _emit_constant(names[1], mask, "uint1")
+        return coreai.sparse_with_bitmask_to_dense(coreai.build_sparse_with_bitmask(*operands))
 
     def _activation(
         self,
@@ -111,6 +136,22 @@ class _Lowerings:
         indices, entries = self._constant(codes, str(fmt)), self._constant(tables, "float32", shape)
         return coreai.lut_to_dense(indices, entries, vector_axis, loc=location)
 
+    def symmetric_rows(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
+        """Emit the quantization of each row. The statistics have one axis, so all others become one."""
+        from coreai._compiler.dialects import coreai  # noqa: PLC0415
+
+        x = values[_name(node.args[0])]
+        shape = [int(size) for size in node.meta["val"].shape]
+        rows = math.prod(shape[:-1])
+        matrix = coreai.reshape(x, [rows, shape[-1]])
+        axis, low_and_high = coreai.constant(np.array(0, np.int32)), coreai.constant(np.array([-128, 127], np.float32))
+        statistics = coreai.symmetric_quant_stats(matrix, low_and_high, axis, loc=location)
+        # A row of zeros has the scale 0, and 0 / 0 is not a number.
+        scale = coreai.broadcasting_maximum(statistics, _filled(f"{MIN_SCALE:.8e}", "float32", ()))
+        parameters = scale, _zeros("int8", (rows,)), _zeros("float32", (rows,)), axis
+        codes = coreai.quantize(matrix, *parameters, loc=location)
+        return coreai.reshape(coreai.dequantize(codes, *parameters, loc=location), shape)
+
     def _parameter_shape(self, codes: Any, scale: Any, axis: Any) -> tuple[int, ...]:
         """Return the shape of scales and offsets: that of the scale for activations, one axis per axis for weights."""
         if _name(codes) not in self.constants:
@@ -135,6 +176,17 @@ class _Lowerings:
         if zero_point is None or not bool(self.constants[_name(zero_point)][1].to(torch.float32).any()):
             return _zeros(fmt, shape)
         return self._constant(zero_point, fmt, shape)
+
+
+def mask_path(codes_path: str) -> str:
+    """Return the path under which the mask of sparse codes is stored."""
+    return f"{codes_path.removesuffix('codes')}mask"
+
+
+def split_sparse(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes that are not zero as a vector, and a mask with 1 at their places."""
+    mask = codes != 0
+    return codes[mask], mask.to(torch.uint8)
 
 
 def scale_format(scale: Tensor, float_format: str) -> str:

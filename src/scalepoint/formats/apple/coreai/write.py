@@ -21,12 +21,13 @@ from scalepoint.formats.apple.coreai.decompositions import check_operations, dec
 from scalepoint.formats.apple.coreai.file_info import DESCRIPTION_KEY
 from scalepoint.formats.apple.coreai.lowering import register_operators
 from scalepoint.formats.apple.coreai.package import coreai_imported, write_package
-from scalepoint.formats.apple.stored import COREAI_FACTORIES, build_coreai_graph
+from scalepoint.formats.apple.stored import COREAI_FACTORIES, StoredWeight, build_coreai_graph
 from scalepoint.formats.float32 import inputs_to_float32
 from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.interface_names import input_names, output_names
 from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.stored_graph import build_float_graph
+from scalepoint.graph.origin import get_origin
 from scalepoint.graph.torch_export import export_graph
 from scalepoint.numerics import dtype_name
 from scalepoint.support.coreai_text import (
@@ -58,15 +59,18 @@ def check(model: fx.GraphModule, request: ExportRequest) -> None:
 
 
 def _export(model: fx.GraphModule, request: ExportRequest) -> ExportedProgram:
+    """Export with the named free axes. All other sizes are fixed, because the Neural Engine runs fixed shapes."""
     args, kwargs = inputs_to_float32(request.inputs)
-    return export_graph(prepare_graph(model), args, kwargs, False)
+    axes = get_origin(model).axes
+    is_dynamic = request.dynamic and bool(axes)
+    return export_graph(prepare_graph(model), args, kwargs, is_dynamic, lambda name, _: axes.get(name, ()))
 
 
 def _write_graph(model: fx.GraphModule, path: Path, request: ExportRequest, metadata: Mapping[str, str]) -> None:
     try:
         with coreai_imported() as coreai_torch, torch.no_grad():
             program = _export(model, request)
-            text = rename_constants(_convert_program(coreai_torch, program))
+            text = rename_constants(_convert_program(coreai_torch, program, _find_sparse_codes(model)))
             if request.float_dtype == torch.float16:
                 text = convert_floats(text, "f32", "f16", keeps_interface=True)
             content = {**metadata, DESCRIPTION_KEY: _describe(program, text)}
@@ -77,7 +81,15 @@ def _write_graph(model: fx.GraphModule, path: Path, request: ExportRequest, meta
         raise ExportError(f"coreai-torch cannot convert this model: {_summarize(error)}") from error
 
 
-def _convert_program(coreai_torch: Any, program: ExportedProgram) -> ProgramText:
+def _find_sparse_codes(model: fx.GraphModule) -> frozenset[str]:
+    return frozenset(
+        f"{path}.codes"
+        for path, module in model.named_modules()
+        if isinstance(module, StoredWeight) and module.is_smaller_sparse
+    )
+
+
+def _convert_program(coreai_torch: Any, program: ExportedProgram, sparse_codes: frozenset[str]) -> ProgramText:
     names = input_names(program)
     decomposed = decompose_program(coreai_torch, program)
     check_operations(decomposed)
@@ -88,7 +100,7 @@ def _convert_program(coreai_torch: Any, program: ExportedProgram) -> ProgramText
         for key in ("nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack"):
             node.meta.pop(key, None)
     converter = coreai_torch.TorchConverter(mode=coreai_torch.TorchConverter.Mode.RELEASE)
-    register_operators(converter, decomposed)
+    register_operators(converter, decomposed, sparse_codes)
     outputs = [node for node in program.graph.output_node().args[0] if isinstance(node, fx.Node)]
     converter.add_exported_program(decomposed, input_names=names, output_names=output_names(program, len(outputs)))
     return parse_program(str(converter.to_coreai()))
