@@ -18,7 +18,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ import scalepoint
 from networks import SUBJECTS, Subject, liven, torchvision_models
 from plain_models import Sizes, UNet, llama, mobilenet_v2, resnet18
 from scalepoint.compat.torch_names import pytree
+from scalepoint.formats import find_format
 from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.pipeline.accuracy import PRESETS
-from scalepoint.quantize import Override, QuantConfig, quantize
+from scalepoint.quantize import QuantConfig, quantize
+from scalepoint.quantize.presets import COREAI_MACOS
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.tuning import TuneConfig, tune
@@ -42,11 +44,10 @@ try:
 except ModuleNotFoundError:
     coreai_opt = None
 
-INT4_TABLES = Override(type="Embedding", weight={"n_bits": 4, "block_size": 32})  # as in coreai-opt's preset
 WAYS = {
     "W8A8": QuantConfig(),
     "w8": QuantConfig.weight_only("int8", None),
-    "w4 / 32": QuantConfig.weight_only("int4", 32, overrides=[INT4_TABLES]),
+    "w4 / 32": QuantConfig.weight_only("int4", 32),
     "palette 4 / 16": QuantConfig.palettes(4, 16),
 }
 PROGRAM_FILE = "main.mlirb"
@@ -134,10 +135,10 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
 
 
-def float_outputs(subject: Subject) -> list[np.ndarray]:
-    args, kwargs = as_call(subject.held_out)
+def run_model(model: nn.Module, inputs: Any) -> list[np.ndarray]:
+    args, kwargs = as_call(inputs)
     with torch.no_grad():
-        return [value.numpy() for value in pytree.tree_leaves(subject.model(*args, **kwargs))]
+        return [value.numpy() for value in pytree.tree_leaves(model(*args, **kwargs))]
 
 
 def run_file(path: Path, inputs: Any) -> list[np.ndarray]:
@@ -161,6 +162,12 @@ def decibels(expected: list[np.ndarray], actual: list[np.ndarray]) -> float:
     return float(min(ratios))
 
 
+def config_for(way: str, model: nn.Module) -> QuantConfig:
+    """In blocks of 32, coreai-opt's preset stores embedding tables as int4 too: so does the preset for macOS."""
+    has_tables = any(isinstance(module, nn.Embedding) for module in model.modules())
+    return COREAI_MACOS if has_tables and way == "w4 / 32" else WAYS[way]
+
+
 def our_file(subject: Subject, way: str, folder: Path, *, tuned: bool) -> dict[str, Any]:
     args, kwargs = as_call(subject.held_out)
     path = folder / "ours.aimodel"
@@ -169,15 +176,21 @@ def our_file(subject: Subject, way: str, folder: Path, *, tuned: bool) -> dict[s
     with warnings.catch_warnings(), export_logs_silenced():
         warnings.simplefilter("ignore")
         model = quantize(
-            subject.model, args, WAYS[way], kwargs=kwargs, forward_loop=data, target="coreai", freeze_weights=True
+            subject.model,
+            args,
+            config_for(way, subject.model),
+            kwargs=kwargs,
+            forward_loop=data,
+            target="coreai",
+            freeze_weights=True,
         ).eval()
         if tuned:
             tune(model, subject.calibration, TuneConfig(steps=PRESETS["balanced"]))
         scalepoint.export(model, path, args, kwargs=kwargs)
-        verification = scalepoint.verify(path, model, args, kwargs=kwargs, layers=False, seconds=SECONDS)
-    row: dict[str, Any] = {"agrees": verification.sqnr, "differ": len(verification.differences)}
-    row |= {"status": verification.status.value, "layers": verification.low_precision}
-    return row | measure(path, subject)
+        differences = find_format("coreai").compare(path, model)
+    outputs = run_file(path, subject.held_out)
+    row = measure(path, subject, outputs)
+    return row | {"agrees": decibels(run_model(model, subject.held_out), outputs), "differ": len(differences)}
 
 
 def peer_file(subject: Subject, way: str, folder: Path) -> dict[str, Any]:
@@ -211,15 +224,15 @@ def peer_file(subject: Subject, way: str, folder: Path) -> dict[str, Any]:
         converter = coreai_torch.TorchConverter(mode=coreai_torch.TorchConverter.Mode.RELEASE)
         converter.add_exported_program(program)
         converter.to_coreai().save_asset(path)
-    return measure(path, subject)
+    return measure(path, subject, run_file(path, subject.held_out))
 
 
-def measure(path: Path, subject: Subject) -> dict[str, Any]:
+def measure(path: Path, subject: Subject, outputs: list[np.ndarray]) -> dict[str, Any]:
     size = (path / PROGRAM_FILE).stat().st_size
-    return {"kb": size / 1e3, "db": decibels(float_outputs(subject), run_file(path, subject.held_out))}
+    return {"kb": size / 1e3, "db": decibels(run_model(subject.model, subject.held_out), outputs)}
 
 
-def rows_of(name: str, ways: Sequence[str], *, nearest: bool) -> Iterator[dict[str, Any]]:
+def rows_of(name: str, ways: Sequence[str], done: Collection[Any], *, nearest: bool) -> Iterator[dict[str, Any]]:
     subject = NETWORKS[name]()
     for way in ways:
         makers: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -231,6 +244,8 @@ def rows_of(name: str, ways: Sequence[str], *, nearest: bool) -> Iterator[dict[s
             makers["coreai-opt"] = lambda folder, way=way: peer_file(subject, way, folder)  # type: ignore[misc]
         for tool, make in makers.items():
             row: dict[str, Any] = {"network": subject.title, "way": way, "tool": tool}
+            if tuple(row.values()) in done:
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     row |= make(Path(folder))
@@ -243,9 +258,7 @@ def describe(row: Mapping[str, Any]) -> str:
     start = f"{row['network']:24} {row['way']:15} {row['tool']:18}"
     if "error" in row:
         return f"{start} {row['error']}"
-    agreement = (
-        f"  agrees {row['agrees']:6.1f} dB, {row['differ']} differ, {row['layers']} layers" if "agrees" in row else ""
-    )
+    agreement = f"  agrees {row['agrees']:6.1f} dB, {row['differ']} differ" if "agrees" in row else ""
     return f"{start} {row['kb']:9.1f} kB {row['db']:6.1f} dB{agreement}"
 
 
@@ -254,7 +267,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=tuple(NETWORKS))
     parser.add_argument("--nearest", action="store_true", help="also our files with weights rounded to nearest")
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), help="default: all")
-    parser.add_argument("--json", type=Path, help="rows that are in this file are replaced, all others stay")
+    parser.add_argument("--json", type=Path, help="add the rows to this file; those it has are not run again")
     parser.add_argument("--page", type=Path, help="only write the table of this page, from the JSON file next to it")
     options = parser.parse_args()
     if options.page:
@@ -262,22 +275,29 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     for name in options.names:
-        for row in rows_of(name, options.ways, nearest=options.nearest):
+        rows = read_rows(options.json) if options.json else []
+        done = {(row["network"], row["way"], row["tool"]) for row in rows if "error" not in row}
+        for row in rows_of(name, options.ways, done, nearest=options.nearest):
             print(describe(row), flush=True)
             if options.json:
                 add_row(options.json, row)
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return rows
+
+
 def add_row(path: Path, row: Mapping[str, Any]) -> None:
     """Write a row into a JSON file, instead of the row of the same network, way and tool."""
-    rows = json.loads(path.read_text()) if path.exists() else []
+    rows = read_rows(path)
     others = [other for other in rows if any(other[key] != row[key] for key in ("network", "way", "tool"))]
     path.write_text(json.dumps([*others, row], indent=1) + "\n")
 
 
 def write_table(page: Path) -> None:
     """Replace what is between the markers of a page by the table of its rows."""
-    rows = {(row["network"], row["way"], row["tool"]): row for row in json.loads(page.with_suffix(".json").read_text())}
+    rows = {(row["network"], row["way"], row["tool"]): row for row in read_rows(page.with_suffix(".json"))}
     lines = [
         "| network | form | kB ours | kB coreai-opt | dB ours | dB coreai-opt | agrees, dB |",
         "|---|---|---|---|---|---|---|",

@@ -81,6 +81,40 @@ NOT_RUN = {
 - No large program in float16: products in float16 take about 100 times as long as in float32. Above 10 million
   multiplications the float16 numbers are converted to float32, without rounding, before the run. An overflow of
   float16 sums is not found then.
+- No program with more than 20 billion multiplications: the report says so, and the file is only compared bit by bit.
+  Give an example with a smaller batch or size to run it.
+- No state: see below.
+
+## What the compiler and the runtime accept
+
+Each row was written and run with float32 tensors by `tests/formats/apple/test_coreai.py`. "Refused" names who refuses:
+scalepoint refuses all of these before any work.
+
+| tensor | dtypes | granularities | zero points | scales |
+| --- | --- | --- | --- | --- |
+| weight | int8, int4, int2, uint8, uint4, uint2 | tensor, channel of either axis, blocks of either axis, tiles | zero point, float minimum | float |
+| weight | float8_e4m3fn, float8_e5m2 | the same | none | float, e8m0 (MXFP8) |
+| weight | float4_e2m1fn | the same | none | e8m0 (MXFP4) |
+| weight, pruned | int8, uint8 | the same | none | float |
+| palette | uint1, uint2, uint3, uint4, uint6, uint8 | groups of output channels | none | float entries |
+| activation | int8, int4, uint8, uint4 | tensor, channel | zero point, float minimum | float |
+| activation | float8_e4m3fn, float8_e5m2, float4_e2m1fn | tensor, channel | none | float; e8m0 is stored as float |
+| activation | int8, dynamic | a row of a linear layer's input | none | computed by the program |
+
+| refused | by |
+| --- | --- |
+| weights of 1, 3, 5, 6, 7, 16 bits; fp6 | the compiler |
+| fp4 weights with float scales, fp8 weights with e4m3 scales | the compiler |
+| NVFP4: fp4 weights with e4m3 scales | the runtime ends its process |
+| activations of 1, 2, 3, 5, 6, 7, 16 bits; in blocks | the compiler |
+| activations with the scheme symmetric_with_clipping | the operation clips to the whole range of the dtype |
+| dynamic activations per tensor, or with zero points | not written by scalepoint |
+| integer weights with e8m0 scales | the spec, as in coreai-opt; the compiler and the runtime accept them |
+| palettes of 5 bits, tables of int4 or fp4 | the compiler |
+| pruned weights of less than 8 bits | stored with their zeros: the compiler has no sparse tensors of these dtypes |
+
+A dynamic scale is computed as max|x| * (1 / 127.5) in the runtime and as max|x| / 127.5 in the simulation. The largest value of a row is
+always on the border of two codes, so about 1 % of the codes differ by one.
 """,
 }
 

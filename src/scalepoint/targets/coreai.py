@@ -38,7 +38,7 @@ def _constant_activation(
         schemes,
         ("per_tensor", "per_channel"),
         formulations=formulations,
-        scale_dtypes=(None,),
+        scale_dtypes=SCALE_DTYPES,
         dynamic=False,
     )
 

@@ -22,7 +22,7 @@ from scalepoint.formats import find_format
 from scalepoint.formats.apple.coreai.elements import from_bytes, to_bytes
 from scalepoint.formats.apple.coreai.package import PROGRAM_FILE, read_program, write_package
 from scalepoint.quantize import QuantConfig
-from scalepoint.quantize.presets import MXFP4, NVFP4
+from scalepoint.quantize.presets import COREAI_IOS, COREAI_MACOS, MXFP4, NVFP4
 from scalepoint.quantize.quantize_model import quantize
 from scalepoint.spec import (
     ExtendedQuantizationSpec,
@@ -280,9 +280,9 @@ def activation_specs() -> dict[str, QuantizationSpec]:
                     dtype=dtype, qscheme="asymmetric", qformulation=formulation, granularity=granularity,
                     qparam_calculator_cls="global_minmax",
                 )  # fmt: skip
-        for dtype in (*FLOATS, FP4):
-            specs[f"{dtype}, {name}"] = QuantizationSpec(
-                dtype=dtype, granularity=granularity, qparam_calculator_cls="global_minmax"
+        for dtype, scales in (*((dtype, scales) for dtype in FLOATS for scales in (None, E8M0)), (FP4, E8M0)):
+            specs[f"{dtype}, {name}{', e8m0 scales' if scales else ''}"] = QuantizationSpec(
+                dtype=dtype, scale_dtype=scales, granularity=granularity, qparam_calculator_cls="global_minmax"
             )
     return specs
 
@@ -292,7 +292,7 @@ FAST_SPECS = (
     "float4_e2m1fn_x2, blocks of inputs, e8m0 scales",
     "float8_e5m2, channel",
     "uint8, channel, zp",
-    "float4_e2m1fn_x2, tensor",
+    "float4_e2m1fn_x2, tensor, e8m0 scales",
 )
 
 
@@ -333,7 +333,7 @@ def test_every_activation_that_the_target_accepts_runs(spec: QuantizationSpec, t
         *(("weight", {"dtype": dtype}, dtype) for dtype in ("uint1", "uint3", "uint6", "uint16")),
         *(("activation", {"dtype": dtype}, dtype) for dtype in ("int2", "uint2", "int3", "int6", "int16", "uint16")),
         ("activation", {"dtype": "int8", "granularity": PerBlockGranularity(axis=1, block_size=4)}, "per_block"),
-        ("activation", {"dtype": "float8_e4m3fn", "scale_dtype": E8M0}, "float8_e8m0fnu scales"),
+        ("activation", {"dtype": FP4, "scale_dtype": "float8_e4m3fn"}, "float8_e4m3fn scales"),
         # The runtime ends its process.
         ("weight", {"dtype": FP4, "scale_dtype": "float8_e4m3fn"}, "float8_e4m3fn scales"),
         # The operation clips to the whole range of the dtype.
@@ -400,6 +400,30 @@ def test_palettes_and_int8_activations_are_one_file(tmp_path: Path) -> None:
     assert (result.executed["lut_to_dense"], result.executed["quantize"]) == (3, 5)
     assert result.differences == ()
     assert result.sqnr > 40
+
+
+@pytest.mark.parametrize(
+    ("preset", "operation"),
+    [(COREAI_MACOS, "blockwise_shift_scale"), (COREAI_IOS, "lut_to_dense")],
+    ids=["macos", "ios"],
+)
+def test_a_hugging_face_folder_is_deployed_with_the_presets_for_language_models(
+    preset: QuantConfig, operation: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    done = scalepoint.deploy(
+        model, {"input_ids": torch.randint(0, 256, (1, 12))}, [], target="coreai", config=preset,
+        output=tmp_path / "out", progress=False,
+    )  # fmt: skip
+    assert done.verification.differences == ()
+    assert done.verification.sqnr > 40
+    has_codes_in_table = operation == "blockwise_shift_scale"
+    assert done.verification.executed[operation] == 2 * 7 + 1 + has_codes_in_table
 
 
 def test_named_axes_are_free_and_all_others_fixed(tmp_path: Path) -> None:

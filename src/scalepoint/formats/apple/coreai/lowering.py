@@ -67,14 +67,19 @@ class _Lowerings:
         self.emitted: dict[str, Any] = {}  # constants that the graph already has, by name
 
     def quantize(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
-        x, scale, zero_point, axis, _, _, fmt = node.args
+        _, scale, zero_point, _, _, _, fmt = node.args
         shape = self._shape(scale)
         offsets = self._offset(zero_point, str(fmt), shape), _zeros("float32", shape)
-        return self._activation("quantize", values, x, scale, offsets, axis, location)
+        return self._quantize(values, node, offsets, location)
 
     def quantize_minval(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
-        x, scale, minval, axis, _, _, fmt = node.args
+        _, scale, minval, _, _, _, fmt = node.args
         offsets = _lowest_codes(str(fmt), self._shape(scale)), self._constant(minval, "float32", self._shape(scale))
+        return self._quantize(values, node, offsets, location)
+
+    def _quantize(self, values: Mapping[str, Any], node: fx.Node, offsets: tuple[Any, Any], location: Any) -> Any:
+        x, scale, _, axis, *_ = node.args
+        del node.meta["val"]  # coreai-torch would compare its dtype with that of the result, which may be int4
         return self._activation("quantize", values, x, scale, offsets, axis, location)
 
     def dequantize(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
