@@ -83,16 +83,16 @@ NOT_RUN = {
   float16 sums is not found then.
 - No program with more than 20 billion multiplications: the report says so, and the file is only compared bit by bit.
   Give an example with a smaller batch or size to run it.
-- No state: see below.
+- No state, such as a KV cache: see below.
 
 ## What the compiler and the runtime accept
 
-Each row was written and run with float32 tensors by `tests/formats/apple/test_coreai.py`. "Refused" names who refuses:
-scalepoint refuses all of these before any work.
+Each row was written and run with float32 tensors by `tests/formats/apple/test_coreai.py`; channels and blocks along both
+of the first two axes. "Refused" names who refuses: scalepoint refuses all of these before any work.
 
 | tensor | dtypes | granularities | zero points | scales |
 | --- | --- | --- | --- | --- |
-| weight | int8, int4, int2, uint8, uint4, uint2 | tensor, channel of either axis, blocks of either axis, tiles | zero point, float minimum | float |
+| weight | int8, int4, int2, uint8, uint4, uint2 | tensor, channel, blocks, tiles | zero point, float minimum | float |
 | weight | float8_e4m3fn, float8_e5m2 | the same | none | float, e8m0 (MXFP8) |
 | weight | float4_e2m1fn | the same | none | e8m0 (MXFP4) |
 | weight, pruned | int8, uint8 | the same | none | float |
@@ -113,8 +113,19 @@ scalepoint refuses all of these before any work.
 | palettes of 5 bits, tables of int4 or fp4 | the compiler |
 | pruned weights of less than 8 bits | stored with their zeros: the compiler has no sparse tensors of these dtypes |
 
-A dynamic scale is computed as max|x| * (1 / 127.5) in the runtime and as max|x| / 127.5 in the simulation. The largest value of a row is
-always on the border of two codes, so about 1 % of the codes differ by one.
+A dynamic scale is max|x| * (1 / 127.5) in the runtime and max|x| / 127.5 in the simulation. The largest value of a row
+is always on the border of two codes, so a few codes differ by one.
+
+## State and KV caches
+
+scalepoint writes programs without state: a language model computes all positions of its example. Small programs with
+a cache as state were converted by coreai-torch and run in two steps on Linux:
+
+| update of the cache | result |
+| --- | --- |
+| `cache.index_copy_(2, position, k)` | runs; both steps are in the cache |
+| `cache.copy_(torch.where(mask, k, cache))` | runs; both steps are in the cache |
+| `cache[:, :, position] = k`, `cache[position] = k` | process ends: scatter_nd, "Index 1 is out of bounds for dimension 0 with size 1" |
 """,
 }
 
