@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import scalepoint
 from scalepoint import export, verify
-from scalepoint.quantize import quantize
+from scalepoint.quantize import QuantConfig, quantize
+from scalepoint.quantize.quantized_layers import QuantizedLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 Pair = namedtuple("Pair", "first second")
@@ -109,3 +111,21 @@ def test_an_argument_named_like_a_builtin_keeps_its_name(tmp_path):
         float_path=tmp_path / "float.onnx",
     )
     assert verification.latency.shapes == {"input": (2, 16)}
+
+
+def test_chosen_codes_of_a_loaded_model_are_named_as_those_of_the_saved_one(tmp_path):
+    """Codes that an algorithm chose need not be contiguous in memory; those of a file are."""
+    net, x = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU()).eval(), torch.randn(2, 4, 8, 8)
+    config = QuantConfig.weight_only("int8", None)
+    saved = quantize(net, x, config, target="reference", freeze_weights=True)
+    (layer,) = (module for module in saved.modules() if isinstance(module, QuantizedLayer))
+    codes = layer.weight_quant.codes(layer.weight)
+    layer.weight_quant.set_codes(codes.to(memory_format=torch.channels_last))
+    scalepoint.save(saved, tmp_path / "saved")
+    loaded = scalepoint.load(tmp_path / "saved", net, x)
+    names = []
+    for name, model in (("saved", saved), ("loaded", loaded)):
+        export(model, tmp_path / f"{name}.onnx", x)
+        names.append([tensor.name for tensor in onnx.load(tmp_path / f"{name}.onnx").graph.initializer])
+    assert names[0] == names[1]
+    assert any(name.endswith("stored_conv.codes") for name in names[0])
