@@ -87,8 +87,8 @@ NOT_RUN = {
 
 ## What the compiler and the runtime accept
 
-Each row was written and run with float32 tensors by `tests/formats/apple/test_coreai.py`; channels and blocks along both
-of the first two axes. "Refused" names who refuses: scalepoint refuses all of these before any work.
+Each row was written and run with float32 tensors by `tests/formats/apple/test_coreai.py`; channels and blocks along the
+first two axes. "Refused" names who refuses: scalepoint refuses all of these before any work.
 
 | tensor | dtypes | granularities | zero points | scales |
 | --- | --- | --- | --- | --- |
@@ -125,7 +125,7 @@ a cache as state were converted by coreai-torch and run in two steps on Linux:
 | --- | --- |
 | `cache.index_copy_(2, position, k)` | runs; both steps are in the cache |
 | `cache.copy_(torch.where(mask, k, cache))` | runs; both steps are in the cache |
-| `cache[:, :, position] = k`, `cache[position] = k` | process ends: scatter_nd, "Index 1 is out of bounds for dimension 0 with size 1" |
+| `cache[:, :, position] = k`, `cache[position] = k` | the process ends in scatter_nd: "Index 1 is out of bounds" |
 """,
 }
 

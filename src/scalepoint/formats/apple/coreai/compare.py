@@ -34,7 +34,6 @@ _SPARSE_OPERATIONS = ("coreai.build_sparse_with_bitmask", "coreai.sparse_with_bi
 
 
 class _Constant(NamedTuple):
-    name: str
     shape: tuple[int, ...]
     element_type: str
 
@@ -44,14 +43,16 @@ class _FileContent:
 
     def __init__(self, program: ProgramText) -> None:
         self.data = program.constants
-        self.constants: dict[str, _Constant] = {}
+        # By name. Constants of different shapes or types share a name if they have the same bytes.
+        self.constants: dict[str, list[_Constant]] = {}
         self.names_by_value: dict[str, list[str]] = {}
         names_of_value: dict[str, tuple[str, ...]] = {}  # the constant that a value is, or from which it is computed
         self.operations: dict[str, list[tuple[str, tuple[str, ...]]]] = {}  # by operand: operation, all its operands
         for line in program.lines:
             if constant := _CONSTANT.match(line):
                 value, name, sizes, element = constant.groups()
-                self.constants[name] = _Constant(name, tuple(map(int, sizes.split("x")[:-1])), element)
+                constant_type = _Constant(tuple(map(int, sizes.split("x")[:-1])), element)
+                self.constants.setdefault(name, []).append(constant_type)
                 self.names_by_value.setdefault(self.data[name], []).append(name)
                 names_of_value[value] = (name,)
             elif operation := _OPERATION.match(line):
@@ -66,10 +67,14 @@ class _FileContent:
         """Return the name under which a constant is stored: the compiler stores equal constants once."""
         if name in self.constants:
             return name
-        data = to_bytes(values, fmt).hex().upper()
-        expected = (tuple(values.shape), element_type(fmt))
-        candidates = self.names_by_value.get(data, ())
-        return next((other for other in candidates if self.constants[other][1:] == expected), name)
+        candidates = self.names_by_value.get(to_bytes(values, fmt).hex().upper(), ())
+        expected = _Constant(tuple(values.shape), element_type(fmt))
+        return next((other for other in candidates if expected in self.constants[other]), name)
+
+    def get(self, name: str, expected: _Constant) -> _Constant | None:
+        """Return the type of a constant, the expected one if several constants have this name."""
+        types = self.constants.get(name, [])
+        return expected if expected in types else next(iter(types), None)
 
 
 def compare_with_model(path: Path, model: fx.GraphModule) -> list[str]:
@@ -131,7 +136,7 @@ def _list_tensors(
 def _compare_constant(
     content: _FileContent, path: str, name: str, what: str, values: Tensor, fmt: str
 ) -> Iterator[str]:
-    constant = content.constants.get(name)
+    constant = content.get(name, _Constant(tuple(values.shape), element_type(fmt)))
     if constant is None:
         yield f"{path}: its {what} are not in the file"
         return
