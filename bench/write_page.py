@@ -307,6 +307,64 @@ def vllm_table(path: Path) -> str:
     return markdown(["folder", "perplexity, transformers", "vLLM", "first words alike, of 50", ""], rows)
 
 
+def trained_onnx_table(path: Path) -> str:
+    """Each file of others at its own task: the float one, ours in two runtimes, and ONNX Runtime's own tools."""
+    rows: Rows = []
+    for name, result in json.loads(path.read_text()).items():
+        files = result["files"]
+        before = files["float"]
+        rows.append(
+            [f"{name}: {result['title']}", "float", f"{before['score']:.1f} {result['metric']}", "", "", "", ""]
+        )
+        for how, row in list(files.items())[1:]:
+            if "refused" in row:
+                rows.append(["", how, f"**no file**: {reason_of({'reason': row['refused']})}", "", "", "", ""])
+                continue
+            is_kept = row["score"] >= before["score"] - 2 or how.startswith("quantize")
+            score = marked(f"{row['score']:.1f}", is_kept)
+            macs = f"{row['macs']:.0%}" if "macs" in row else ""
+            agreement = "" if "agreement" not in row else f"{row['agreement']:.0f}"
+            speed = f"{row['speed']:.2f}x" if "speed" in row else ""
+            rows.append(["", how, score, macs, agreement, speed, f"{row['bytes'] / before['bytes']:.2f}x"])
+    return markdown(["file", "", "score", "MACs in int8", "dB to the simulation", "speed", "size"], rows)
+
+
+def round_trip_table(path: Path) -> str:
+    """Layers in int8 and dB against float of an architecture, from PyTorch and from each exporter's file."""
+    results = json.loads(path.read_text())
+    lost = 0
+    rows: Rows = []
+    for name, by_exporter in results.items():
+        reference = by_exporter["PyTorch"]
+        cells = []
+        for row in by_exporter.values():
+            if "layers" not in row:
+                cells.append("not exported" if "not exported" in row else "**refused**")
+                lost += "not exported" not in row
+                continue
+            holds = row["layers"] >= reference["layers"] and row["macs"] >= reference["macs"] - 0.001
+            holds &= row["decibels"] >= reference["decibels"] - 0.5
+            lost += not holds
+            cells.append(marked(f"{row['layers']}, {row['macs']:.0%}, {row['decibels']:.1f} dB", holds))
+        rows.append([name, *cells, *[""] * (4 - len(cells))])
+    files = sum(len(row) for row in results.values()) - len(results)
+    summary = f"{len(results)} architectures, {files} files, of which {lost} lose layers, MACs or more than 0.5 dB."
+    columns = ["architecture", "PyTorch", "TorchScript file", "dynamo file", "scalepoint's float file"]
+    return f"{summary}\n\n{markdown(columns, rows)}"
+
+
+def node_tests_table(path: Path) -> str:
+    """The node tests of the onnx package by operator, and why some are refused."""
+    results = json.loads(path.read_text())
+    totals = {kind: sum(row[kind] for row in results.values()) for kind in ("right", "refused", "wrong", "foreign")}
+    summary = ", ".join(f"{count:,} {kind}" for kind, count in totals.items())
+    rows = [
+        [name, str(row["right"]), str(row["refused"] or ""), reason_of({"reason": "; ".join(row["reasons"])})]
+        for name, row in results.items()
+    ]
+    return f"{sum(totals.values()):,} tests: {summary}.\n\n{markdown(['operator', 'right', 'refused', 'why'], rows)}"
+
+
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-tensor": ("bench-tensor", table),
     "bench-graph": ("bench-graph", table),
@@ -352,6 +410,10 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "coverage-more": ("coverage-more", coverage_table),
     "coverage-openvino": ("coverage-more-openvino", coverage_count),
     "coverage-litert": ("coverage-more-litert", coverage_count),
+    "onnx-trained": ("onnx_input-trained", trained_onnx_table),
+    "onnx-round-trip": ("onnx_input-round-trip", round_trip_table),
+    "onnx-large-file": ("onnx_input-large-file", table),
+    "onnx-operators": ("onnx_input-operators", node_tests_table),
 }
 
 

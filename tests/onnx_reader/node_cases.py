@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,8 +37,8 @@ def collect_cases() -> list[Any]:
 
 
 def run_case(case: Any) -> Outcome:
-    """Run a case; the operator of an expanded one is that of its name."""
-    operator = case.model.graph.node[-1].op_type if len(case.model.graph.node) == 1 else "(several)"
+    """Run a case. The operator of a case with several nodes is the last one's."""
+    operator = case.model.graph.node[-1].op_type
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -86,7 +86,7 @@ def _difference(output: Any, expected: Any, case: Any) -> str:
     return "other values"
 
 
-def table(outcomes: list[Outcome]) -> list[tuple[str, int, int]]:
-    """Return operator, right cases and all cases, by operator."""
-    right = Counter(outcome.operator for outcome in outcomes if outcome.kind == "right")
-    return [(name, right[name], count) for name, count in sorted(Counter(o.operator for o in outcomes).items())]
+def operator_of(outcome: Outcome, outcomes: Mapping[str, Outcome]) -> str:
+    """The operator that a case tests. An expanded case has the nodes of which the operator's function is made."""
+    original = outcomes.get(outcome.name.split("_expanded")[0], outcome)
+    return original.operator

@@ -192,6 +192,66 @@ def test_inspect_and_transform_take_a_file(tmp_path):
     assert sum(scalepoint.transform(path).report.counts().values()) >= 3
 
 
+FILES = {"openvino": ".onnx", "tensorrt": ".onnx", "executorch": ".pte", "litert": ".tflite", "coreml": ".mlpackage"}
+
+
+@pytest.mark.parametrize("target", FILES)
+@pytest.mark.slow
+def test_other_targets_take_a_file(tmp_path, target):
+    path = save(network(), tmp_path / "net.onnx")
+    data = [torch.from_numpy(random(2, 3, 16, 16, seed=seed)) for seed in range(2)]
+    done = scalepoint.deploy(path, None, data, target=target, output=tmp_path / "out", smoke=True)
+    assert done.path.suffix == FILES[target]
+    assert not done.coverage.is_empty
+    assert done.verification is None or done.verification.status.value != "ok" or done.verification.holds
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accuracy": "balanced"},
+        {"budget": "size=0.5"},
+        {"max_drop": 0.5, "evaluate": lambda run: -float(run(torch.ones(1, 3, 16, 16)).abs().mean())},
+        {"fixed_sizes": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.slow
+def test_options_of_deploy_work_with_a_file(tmp_path, options):
+    path = save(network(), tmp_path / "net.onnx")
+    data = [torch.from_numpy(random(2, 3, 16, 16, seed=seed)) for seed in range(2)]
+    config = {"speed_first": False}
+    done = scalepoint.deploy(path, None, data, output=tmp_path / "out", cpu="vnni", config=config, **options)
+    assert not done.coverage.is_empty
+    assert done.verification.sqnr > 40
+    assert (done.tuned is not None) == ("accuracy" in options)
+    assert (done.allocation is not None) >= ("budget" in options)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_of_a_file_is_resumed(tmp_path):
+    path = save(network(), tmp_path / "net.onnx")
+    data = [torch.from_numpy(random(2, 3, 16, 16, seed=seed)) for seed in range(2)]
+
+    def stop(event):
+        if (event.kind, event.name) == ("start", "exporting"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scalepoint.deploy(path, None, data, output=tmp_path / "out", cpu="vnni", callback=stop)
+    done = scalepoint.deploy(path, None, data, output=tmp_path / "out", cpu="vnni", resume=True)
+    assert done.path.is_file()
+
+
+@pytest.mark.slow
+def test_a_sweep_takes_a_file(tmp_path):
+    path = save(network(), tmp_path / "net.onnx")
+    data = [torch.from_numpy(random(2, 3, 16, 16, seed=seed)) for seed in range(2)]
+    grid = {"target": ["onnxruntime", "openvino"]}
+    table = scalepoint.sweep(path, None, data, grid=grid, output=tmp_path / "out", smoke=True, progress=False)
+    assert [(row.status, row.message) for row in table.rows] == [("done", "")] * 2
+
+
 class TestOnTheCommandLine:
     def test_deploy_with_a_shape_and_random_data(self, tmp_path, capsys):
         path = save(network(), tmp_path / "net.onnx")

@@ -6,8 +6,11 @@ import warnings
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from torch import nn
 
 import scalepoint
@@ -355,3 +358,70 @@ def test_importing_scalepoint_does_not_load_the_reader():
 
     code = "import sys, scalepoint; sys.exit('scalepoint.onnx_reader' in sys.modules or 'onnx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _dynamic_network():
+    """A linear layer with a bias, one without, and an LSTM."""
+    return model_of(
+        """net (float[N, 5, 32] x) => (float[N, 5, 16] y, float[5, N, 8] states) {
+            hidden = MatMul(x, up)
+            shifted = Add(hidden, bias)
+            active = Relu(shifted)
+            y = MatMul(active, down)
+            steps = Transpose<perm = [1, 0, 2]>(x)
+            sequence, last = LSTM<hidden_size = 8>(steps, lstm_w, lstm_r, lstm_b)
+            direction = Constant<value_ints = [1]>()
+            states = Squeeze(sequence, direction)
+        }""",
+        up=random(32, 64) / 8,
+        bias=random(64, seed=1),
+        down=random(64, 16, seed=2) / 8,
+        lstm_w=random(1, 32, 32) / 5,
+        lstm_r=random(1, 32, 8) / 3,
+        lstm_b=random(1, 64),
+    )
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_dynamically_quantized_file_is_read_back_as_its_linear_and_recurrent_layers(tmp_path, per_channel):
+    source, quantized = save(_dynamic_network(), tmp_path / "net.onnx"), str(tmp_path / "dynamic.onnx")
+    quantize_dynamic(source, quantized, per_channel=per_channel, weight_type=QuantType.QInt8)
+    with pytest.raises(OnnxReadError, match="already quantized"):
+        scalepoint.load_onnx(quantized)
+    loaded = scalepoint.load_onnx(quantized, requantize=True)
+    layers = [(type(layer), layer.bias is not None) for layer in loaded.modules() if isinstance(layer, nn.Linear)]
+    assert layers == [(nn.Linear, True), (nn.Linear, False)]
+    x = torch.from_numpy(random(2, 5, 32, seed=5))
+    for expected, output in zip(scalepoint.load_onnx(source)(x), loaded(x), strict=True):
+        noise = (expected - output).square().sum()
+        assert 10 * torch.log10(expected.square().sum() / noise) > 35  # the error of 8-bit weights
+
+
+@pytest.mark.parametrize("is_symmetric", [False, True])
+def test_weights_of_4_bits_in_blocks_are_read_back_exactly(is_symmetric):
+    text = "net (float[N, 96] x) => (float[N, 16] y) { y = MatMul(x, w) }"
+    quantizer = MatMulNBitsQuantizer(model_of(text, 21, w=random(96, 16)), block_size=32, is_symmetric=is_symmetric)
+    quantizer.process()
+    model = quantizer.model.model
+    assert [node.op_type for node in model.graph.node] == ["MatMulNBits"]
+    x = random(2, 96, seed=3)
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+    output = scalepoint.load_onnx(model, requantize=True)(torch.from_numpy(x))
+    np.testing.assert_allclose(output.detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_integer_convolution_is_read_back():
+    weight = np.random.default_rng(0).integers(-100, 100, (4, 3, 3, 3)).astype(np.int8)
+    text = """net (float[1, 3, 8, 8] x) => (float[1, 4, 6, 6] y) {
+        codes, scale, zero = DynamicQuantizeLinear(x)
+        product = ConvInteger(codes, weight, zero, weight_zero)
+        real = Cast<to = 1>(product)
+        scales = Mul(scale, weight_scale)
+        y = Mul(real, scales)
+    }"""
+    model = model_of(text, weight=weight, weight_zero=np.int8(3), weight_scale=np.float32(0.02))
+    x = torch.from_numpy(random(1, 3, 8, 8))
+    expected = nn.functional.conv2d(x, (torch.from_numpy(weight).float() - 3) * 0.02)
+    loaded = scalepoint.load_onnx(model, requantize=True)
+    assert any(isinstance(layer, nn.Conv2d) for layer in loaded.modules())
+    torch.testing.assert_close(loaded(x), expected)

@@ -188,7 +188,12 @@ class FileReader:
         return [self._describe(by_name[name]) for name in names]
 
     def _describe(self, value: ir.Value) -> TensorInfo:
-        file_dtype = torch.float32 if value.dtype is None else torch_dtype(int(value.dtype))
+        try:
+            file_dtype = torch.float32 if value.dtype is None else torch_dtype(int(value.dtype))
+        except OnnxReadError as error:
+            node = value.producer() or next((use.node for use in value.uses()), None)
+            where = "" if node is None else f" of node {short_repr(node.name or '')} ({node.op_type})"
+            raise OnnxReadError(f"tensor {short_repr(value.name)}{where}: {error.args[0]}") from error
         shape = None
         if value.shape is not None:
             shape = tuple(map(_axis, value.shape))

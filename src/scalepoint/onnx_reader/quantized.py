@@ -38,6 +38,7 @@ QUANTIZED_OPERATORS = frozenset(
         "com.microsoft::DequantizeLinear",
     )
 )
+DEQUANTIZE_NBITS = "DequantizeNBits"  # the weight of a com.microsoft::MatMulNBits as float, of shape (inputs, outputs)
 _CODE_RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.uint16: (0, 65535), torch.int16: (-32768, 32767)}
 
 
@@ -48,6 +49,8 @@ def _along_axis(node: Node, x: Tensor, parameter: Tensor) -> Tensor:
     axis = node.get("axis", 1) % x.ndim
     if block := node.get("block_size", 0):
         return parameter.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
+    if parameter.ndim > 1:  # per direction and channel, in a DynamicQuantizeLSTM
+        return parameter.unsqueeze(1)
     return parameter.reshape([-1 if index == axis else 1 for index in range(x.ndim)])
 
 
@@ -70,6 +73,27 @@ def dequantize_linear(node: Node, codes: Tensor, scale: Tensor, zero_point: Tens
     if zero_point is not None:
         numbers = numbers - _along_axis(node, codes, zero_point.to(torch.float32))
     return (numbers * _along_axis(node, codes, scale.to(torch.float32))).to(scale.dtype)
+
+
+@operator(DEQUANTIZE_NBITS)
+def dequantize_nbits(node: Node, codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    bits, rows, columns, block = (node.get(name) for name in ("bits", "N", "K", "block_size"))
+    require(bits in (2, 4, 8), f"MatMulNBits with {bits} bits")
+    blocks = -(-columns // block)
+    values = _unpack(codes.reshape(rows, -1), bits)[:, : blocks * block].reshape(rows, blocks, block).float()
+    if zero_point is None:
+        values = values - 2 ** (bits - 1)
+    elif zero_point.is_floating_point():
+        values = values - zero_point.reshape(rows, blocks, 1)
+    else:
+        values = values - _unpack(zero_point.reshape(rows, -1), bits)[:, :blocks].reshape(rows, blocks, 1)
+    return (values * scale.reshape(rows, blocks, 1)).reshape(rows, -1)[:, :columns].T
+
+
+def _unpack(data: Tensor, bits: int) -> Tensor:
+    """Split the bytes of each row into codes, the lowest bits first."""
+    parts = [(data >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, -1).reshape(data.shape[0], -1)
 
 
 @operator("DynamicQuantizeLinear")

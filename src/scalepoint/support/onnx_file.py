@@ -129,6 +129,10 @@ def _check_header(model: ModelProto, name: str, min_opset: int) -> None:
             f"{onnx.IR_VERSION}"
         )
     opset, newest = read_opset(model), onnx.defs.onnx_opset_version()
+    other = next((node for node in model.graph.node if node.domain not in ("", "ai.onnx")), None)
+    if not opset and other is not None:
+        operator = short_repr(f"{other.domain}::{other.op_type}")
+        raise StoreError(f"{name} has operators of other domains only, such as {operator}: they are not supported")
     if not min_opset <= opset <= newest:
         raise StoreError(f"{name} has opset {opset}; files with opset {min_opset} to {newest} can be read")
 
