@@ -4,6 +4,7 @@
 and quantizes them for ONNX Runtime next to the PyTorch model: layers in int8, share of MACs, dB against float.
 `large-file` reads and quantizes files with external data: peak memory in their sizes, and time per node.
 `operators` runs the node tests of the onnx package through the reader.
+`packages` reads every ONNX file of the packages in bench/trained_onnx_files.py, and compares it with ONNX Runtime.
 `trained` quantizes the trained files of bench/trained_onnx_files.py and scores them at their own tasks.
 
 Each part writes out/onnx_input-PART.json; bench/write_page.py makes the tables of docs/measured/onnx-files.md.
@@ -49,6 +50,7 @@ from scalepoint.errors import ScalepointError
 from scalepoint.formats import export
 from scalepoint.operation_coverage import OperationState
 from scalepoint.quantize import calibrate, coverage, freeze, insert_qdq, quantize
+from scalepoint.support.files import compute_digest
 from scalepoint.transformation import transform
 from trained_onnx_files import TASKS, Run, Task, answer_all, evaluate, fetch, samples
 from weighted import batch, run
@@ -417,6 +419,62 @@ def as_list(outputs: Sequence[Any]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
+SAMPLE_RATE = 16000
+FIXED = {"sr": SAMPLE_RATE, "fmin": 46.875, "fmax": 2093.75}  # inputs that choose branches or limits
+
+
+def main_packages() -> int:
+    """Read every ONNX file of the packages, and compare one call with ONNX Runtime."""
+    parser = argparse.ArgumentParser(description="every ONNX file of the packages: read, compared, or refused")
+    parser.add_argument("--files", type=Path, default=OUT / "onnx-packages", help="folder of the unpacked packages")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows: dict[str, dict[str, Any]] = {}
+    digests: set[str] = set()
+    for path in sorted(options.files.rglob("*.onnx")):
+        digest = compute_digest(path)
+        if digest not in digests:
+            digests.add(digest)
+            name = str(path.relative_to(options.files))
+            rows[name] = in_child_process(partial(read_and_compare, path), SECONDS)
+            print(name, rows[name], flush=True)
+    (OUT / "onnx_input-packages.json").write_text(json.dumps(rows, indent=1))
+    return int(any("foreign" in row for row in rows.values()))
+
+
+def read_and_compare(path: Path) -> dict[str, Any]:
+    session = onnx_session(path)
+    names = [value.name for value in session.get_inputs()]
+    fixed = {name: FIXED[name] for name in names if name in FIXED}
+    loaded = load_onnx(path, fixed_inputs=fixed)
+    free = {axis for info in loaded.inputs.values() for axis in info.shape or () if isinstance(axis, str)}
+    example = loaded.make_example(_shapes_of_waves(loaded) if free else None)
+    values = {value.name: value for value in session.get_inputs()}
+    feeds = {info.name: example[name].numpy() for name, info in loaded.inputs.items()}
+    feeds |= {name: np.array(number, _NUMPY_TYPES[values[name].type]) for name, number in fixed.items()}
+    expected = as_list(session.run(None, feeds))
+    outputs = float_outputs(loaded, tuple(example.values()))
+    if not expected or max(float(output.abs().max()) for output in expected) < 1e-3:
+        return {"outcome": "read; its outputs are about 0 on random inputs: nothing could be compared"}
+    return {"outcome": "read", "decibels": worst_sqnr(expected, outputs)}
+
+
+_NUMPY_TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32}
+
+
+def _shapes_of_waves(loaded: Any) -> dict[str, tuple[int, ...]]:
+    """One second of sound for inputs of two axes: the default sizes are too short for a frame. Silero takes windows."""
+    window = 576 if "state" in loaded.inputs else 512
+    length = window if "silero" in loaded.path else SAMPLE_RATE
+    infos = {name: info for name, info in loaded.inputs.items() if info.dtype == torch.float32}
+    return {
+        name: (1, length)
+        for name, info in infos.items()
+        if info.shape is not None and len(info.shape) == 2 and isinstance(info.shape[1], str)
+    }
+
+
 # --- large files and operators -----------------------------------------------------------------------------------
 
 MEGABYTES, WIDTH = 400, 2048
@@ -489,6 +547,7 @@ def main_operators() -> int:
 PARTS: dict[str, Callable[[], int]] = {
     "round-trip": main_round_trip,
     "trained": main_trained,
+    "packages": main_packages,
     "large-file": main_large_file,
     "operators": main_operators,
 }

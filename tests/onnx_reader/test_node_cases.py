@@ -25,6 +25,7 @@ def test_a_refusal_names_the_operator_that_is_not_supported(outcomes):
     assert len(refused) > 300
     by_opset = [outcome.name for outcome in refused if "has opset 1;" in outcome.message]
     assert by_opset == ["test_not_2d", "test_not_3d", "test_not_4d"]  # the operators themselves are supported
-    for outcome in refused:  # an expanded case has other operators than its name says
-        if outcome.name not in by_opset and "_expanded" not in outcome.name:
+    for outcome in refused:
+        # the refused operator of a Loop may be in its body, and an expanded case has others than its name says
+        if outcome.name not in by_opset and outcome.operator != "Loop" and "_expanded" not in outcome.name:
             assert outcome.operator in outcome.message, outcome
