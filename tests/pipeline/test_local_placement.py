@@ -309,10 +309,39 @@ def test_a_file_that_is_slower_than_the_cache_says_is_measured_again(tmp_path, t
 def test_a_network_is_measured_again_after_some_time(tmp_path, times_as_told, cache_folder):
     times_as_told(1e-4, 1e-3)
     deploy(wide_net(), X, tmp_path / "first")
-    path = change_record(cache_folder, day=measurement_cache.today() - MAX_AGE_DAYS - 1)
+    path = change_record(cache_folder, last_day=measurement_cache.today() - 1)
     assert len(deploy(wide_net(), X, tmp_path / "second").trials) == 2
     (record,) = load_measurements(path).networks.values()
-    assert record.day == measurement_cache.today()
+    assert record.last_day == measurement_cache.today() + MAX_AGE_DAYS
+
+
+def test_a_choice_by_a_disturbed_profile_is_measured_again_the_day_after(
+    tmp_path, times_as_told, cache_folder, monkeypatch
+):
+    times_as_told(1e-4, 1e-3)
+    monkeypatch.setattr(local_placement, "_adds_up", lambda trial: trial.number > 0)
+    done = deploy(wide_net(), X, tmp_path / "first")
+    assert len(done.trials) == 2
+    (path,) = (cache_folder / "kernel-times").glob("*.json")
+    (record,) = load_measurements(path).networks.values()
+    assert record.last_day == measurement_cache.today() + 1
+    assert len(deploy(wide_net(), X, tmp_path / "same-day").trials) == 1
+    change_record(cache_folder, last_day=measurement_cache.today() - 1)
+    monkeypatch.setattr(local_placement, "_adds_up", lambda trial: True)
+    assert len(deploy(wide_net(), X, tmp_path / "later").trials) == 2
+    (record,) = load_measurements(path).networks.values()
+    assert record.last_day == measurement_cache.today() + MAX_AGE_DAYS
+
+
+def test_a_network_stays_float_if_every_file_with_an_int8_layer_is_slower(tmp_path, times_as_told, monkeypatch):
+    times_as_told(1e-3, 1e-4)  # as coarse times of very short layers may say
+    monkeypatch.setattr(local_placement, "MIN_SPEED", 1e6)
+    done = deploy(wide_net(), X, tmp_path / "out")
+    assert len(done.trials) == 2
+    names = {row.name for row in done.coverage.operations}
+    assert {
+        change.layer for trial in done.trials for change in trial.precision_changes if change.to == "float"
+    } == names
 
 
 def test_times_of_other_networks_do_not_leave_all_layers_float_without_a_trial_in_int8(

@@ -4,6 +4,7 @@
                    here in other networks, as those times say
     its profile    seconds of every layer in the float file and in the int8 file -> LocalTimes
     next trial     layers in float where that is faster: a minimum cut over the measured times
+    last trial     all layers in float, if every other file is slower than that
     result         the trial with the fastest file
 
 The times and the result are kept in the user's cache folder (targets/measurement_cache.py), so that the next deploy
@@ -49,10 +50,11 @@ from scalepoint.verification.layer_times import LayerTime, sum_seconds
 
 CONVERSION_KINDS = {"QuantizeLinear": "quantize", "DequantizeLinear": "dequantize"}
 MIN_CONVERTED_ELEMENTS = 8192  # about 1 us per conversion, as long as a call takes
-MAX_TRIALS = 3  # all layers in int8, the cut over measured times, and one correction
+MAX_TRIALS = 3  # all layers in int8, the cut over measured times, and one correction; then all layers in float
 MIN_GAIN = 0.01  # a later trial must be faster by this share: less is noise
-MIN_SPEED = 0.99  # below, a placement from cached times is slower than float here and is measured again
+MIN_SPEED = 0.99  # below, a file is slower than float: its placement is measured again, or all layers stay float
 MAX_SPEED_LOSS = 0.08  # a file that is slower than its cached speed by more, and by more than noise, is measured again
+MAX_EXCUSED_LOSS = 0.5  # of speed by noise: however busy the machine is, a slower file is measured again
 MAX_SPREAD = 0.3  # of the times of a file; a speed with more is not stored, because other programs disturbed it
 INT8 = "int8"
 
@@ -91,7 +93,7 @@ def search_placement(context: StageContext, run_trial: Callable[[Sequence[Trial]
     cached = _load_cache(context, keys.values(), network)
     times = cached.times()
     trials: list[Trial] = []
-    new_times: list[LocalTimes] = []
+    new_times: list[LocalTimes] = []  # of undisturbed trials
     start = _choose_start(cached, keys, network)
     plan = _plan_next(context, trials, keys, times) if start is None else TrialPlan(config, local_times=start)
     while plan is not None:
@@ -100,28 +102,36 @@ def search_placement(context: StageContext, run_trial: Callable[[Sequence[Trial]
         if _is_undisturbed(trials[-1]) and _adds_up(trials[-1]):
             new_times.append(measured)
         is_cached = start is not None and len(trials) == 1
-        if len(trials) == MAX_TRIALS or (is_cached and _confirms(trials[0], measured, cached, network)):
+        if is_cached and _confirms(trials[0], measured, cached, network):
             break
         times = times.updated(measured)
         plan = _plan_next(context, trials, keys, times)
     fastest = _find_fastest(trials)
-    _save_cache(context, new_times, keys, network, fastest)
+    _save_cache(context, new_times, keys, network, fastest, was_disturbed=len(new_times) < len(trials))
     return [*(trial.without_model() for trial in trials if trial is not fastest), fastest]
 
 
 def _plan_next(
     context: StageContext, trials: Sequence[Trial], keys: Mapping[str, str], times: LocalTimes
 ) -> TrialPlan | None:
-    """Return the plan of the next trial: all layers in int8, then a cut over measured times. None if that was tried."""
+    """Return the plan of the next trial: all layers in int8, then a cut over measured times; None if both were tried.
+
+    If all files are slower than float, the last one has every layer in float: the times of the shortest layers are too
+    coarse for a cut.
+    """
     config = context.job.config
     tried = [_float_layers(_decide(context, trial.config, trial.local_times)) for trial in trials]
-    if frozenset() not in tried:
+    if len(trials) < MAX_TRIALS and frozenset() not in tried:
         changes = tuple(PrecisionChange(name, INT8) for name in keys if tried and name in tried[-1])
         start = len(trials) - 1 if trials else None
         return TrialPlan(_without_speed(config), changes, start)
-    float_layers = _float_layers(_decide(context, config, times))
-    if not times.layers or float_layers in tried:
-        return None
+    float_layers = _float_layers(_decide(context, config, times)) if times.layers else tried[-1]
+    if len(trials) == MAX_TRIALS or float_layers in tried:
+        speeds = [trial.speed for trial in trials if trial.speed]
+        times = replace(times, float_layers=tuple(keys))
+        float_layers = _float_layers(_decide(context, config, times))
+        if not speeds or max(speeds) >= MIN_SPEED or float_layers in tried:
+            return None
     if context.job.progress is not False:
         write_line(f"placement: {len(float_layers)} of {len(keys)} layers are faster in float on this machine")
     changes = tuple(PrecisionChange(name, FLOAT) for name in keys if name in float_layers - tried[-1])
@@ -150,7 +160,7 @@ def _confirms(trial: Trial, measured: LocalTimes, cached: Measurements, network:
     """
     speed, times = trial.speed or 0.0, cached.times()
     if (record := cached.networks.get(network)) is not None:
-        return speed >= record.speed * (1 - MAX_SPEED_LOSS - _spread(trial))
+        return speed >= record.speed * (1 - min(MAX_SPEED_LOSS + _spread(trial), MAX_EXCUSED_LOSS))
     known = [key for key in measured.layers if key in times.layers]
     cached_float, cached_int8 = _sum_times(times, known)
     float_seconds, int8_seconds = _sum_times(measured, known)
@@ -300,7 +310,13 @@ def _load_cache(context: StageContext, keys: Collection[str], network: str) -> M
 
 
 def _save_cache(
-    context: StageContext, new_times: Sequence[LocalTimes], keys: Mapping[str, str], network: str, fastest: Trial
+    context: StageContext,
+    new_times: Sequence[LocalTimes],
+    keys: Mapping[str, str],
+    network: str,
+    fastest: Trial,
+    *,
+    was_disturbed: bool,
 ) -> None:
     """Store the placement of the fastest file, and one sample of each layer, of the last file that had it in int8."""
     times = reduce(LocalTimes.updated, new_times, LocalTimes())
@@ -309,5 +325,5 @@ def _save_cache(
         float_layers = _float_layers(_decide(context, fastest.config, fastest.local_times))
         record = (network, tuple(i for i, name in enumerate(keys) if name in float_layers), fastest.speed)
     path = _cache_path(context)
-    if distributed.is_main() and not add_measurements(path, times, record):
+    if distributed.is_main() and not add_measurements(path, times, record, was_disturbed=was_disturbed):
         write_line(f"placement: the measured times are not kept, because {path.parent} cannot be written")

@@ -71,7 +71,8 @@ def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decis
         must_quantize |= _build_problem(model, decisions, times, target).without_time
     cpus = [CpuModel(model, decisions, times, target, must_quantize) for times in sources]
     if local.float_layers is not None:
-        fastest = [i for i in cpus[0].layers if decisions[i].site.name in local.float_layers]
+        names = set(local.float_layers)
+        fastest = [i for i in cpus[0].layers if decisions[i].site.name in names and i not in must_quantize]
         return _make_float(decisions, fastest, cpus, context, target)
 
     is_measured = all(local.get(layer_key(decisions[i], share)) is not None for i in cpus[0].layers)

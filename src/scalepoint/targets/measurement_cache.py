@@ -3,7 +3,7 @@
     kernel-times/<CPU>-<runtime>-<version>-<threads>-threads.json
         layers       layer key -> the latest samples of (float seconds, int8 seconds)
         conversions  kind -> the latest samples of seconds per element
-        networks     fingerprint -> which layers were float in the fastest file, its speeds, and the day
+        networks     fingerprint -> which layers were float in the fastest file, its speeds, and its last day
 
 A network that was deployed before gets the placement of its fastest file. Its speed was measured with the float file
 in turns, so that other programs slow down both. The times of layers serve other networks with the same layers; a layer
@@ -31,13 +31,15 @@ from scalepoint.targets.local_times import LocalTimes, Seconds
 
 CACHE_VARIABLE = "SCALEPOINT_CACHE"
 FOLDER = "kernel-times"
-FILE_FORMAT = 2
+FILE_FORMAT = 3
 MAX_SAMPLES = 5  # the latest ones of each layer
 MAX_LAYERS, MAX_NETWORKS = 10_000, 200  # the oldest are dropped beyond
 MAX_FILE_BYTES = 10_000_000  # a larger file is not read; these numbers of layers and networks take about 3 MB
 MAX_DISAGREEMENT = 1.5  # of the ratio of int8 to float between the samples of a layer
 MIN_SECONDS = 5e-6  # of a kernel: profiles count whole microseconds, so that ratios of shorter times are noise
-MAX_AGE_DAYS = 30  # then a network is measured again: drivers, firmware and cooling change
+# Then a network is measured again: drivers, firmware and cooling change.
+MAX_AGE_DAYS = 30
+MAX_DISTURBED_AGE_DAYS = 1  # if other programs disturbed the measurement, so that the choice may be wrong
 SECONDS_PER_DAY = 86_400
 LOCK_SECONDS = 5.0
 
@@ -52,12 +54,12 @@ class NetworkPlacement:
     Attributes:
         float_layers: Positions of its float layers among the layers of the network.
         speeds: Its speed relative to the float file in each deploy, the latest last.
-        day: Day of the measurement, counted from 1970.
+        last_day: Last day on which the placement is used, counted from 1970.
     """
 
     float_layers: tuple[int, ...]
     speeds: tuple[float, ...]
-    day: int
+    last_day: int
 
     @property
     def speed(self) -> float:
@@ -65,7 +67,7 @@ class NetworkPlacement:
 
     @property
     def is_recent(self) -> bool:
-        return 0 <= today() - self.day <= MAX_AGE_DAYS
+        return 0 <= self.last_day - today() <= MAX_AGE_DAYS
 
 
 @dataclass(frozen=True)
@@ -103,17 +105,21 @@ class Measurements:
             conversions[kind] = (*conversions.get(kind, ()), seconds)[-MAX_SAMPLES:]
         return replace(self, layers=_keep_latest(layers, MAX_LAYERS), conversions=conversions)
 
-    def with_network(self, name: str, float_layers: tuple[int, ...], speed: float) -> "Measurements":
+    def with_network(
+        self, name: str, float_layers: tuple[int, ...], speed: float, *, was_disturbed: bool = False
+    ) -> "Measurements":
         """Return these measurements with the speed of one more file of a network.
 
-        If the file has another placement than the recorded one, it replaces the record.
+        If the file has another placement than the recorded one, it replaces the record. A placement that a disturbed
+        measurement chose is used for one day.
         """
         networks = dict(self.networks)
         old = networks.pop(name, None)
         if old is not None and old.float_layers == float_layers and old.is_recent:
             networks[name] = replace(old, speeds=(*old.speeds, speed)[-MAX_SAMPLES:])
         else:
-            networks[name] = NetworkPlacement(float_layers, (speed,), today())
+            last_day = today() + (MAX_DISTURBED_AGE_DAYS if was_disturbed else MAX_AGE_DAYS)
+            networks[name] = NetworkPlacement(float_layers, (speed,), last_day)
         return replace(self, networks=_keep_latest(networks, MAX_NETWORKS))
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,7 +128,11 @@ class Measurements:
             "layers": {key: [list(sample) for sample in samples] for key, samples in self.layers.items()},
             "conversions": {kind: list(samples) for kind, samples in self.conversions.items()},
             "networks": {
-                name: {"float_layers": list(record.float_layers), "speeds": list(record.speeds), "day": record.day}
+                name: {
+                    "float_layers": list(record.float_layers),
+                    "speeds": list(record.speeds),
+                    "last_day": record.last_day,
+                }
                 for name, record in self.networks.items()
             },
         }
@@ -132,7 +142,7 @@ class Measurements:
         """Convert from JSON data. Raises ValueError if it is not what `to_dict` writes."""
         parsed = _MeasurementsData.model_validate(data)
         networks = {
-            name: NetworkPlacement(record.float_layers, record.speeds, record.day)
+            name: NetworkPlacement(record.float_layers, record.speeds, record.last_day)
             for name, record in parsed.networks.items()
         }
         return cls(parsed.layers, parsed.conversions, networks)
@@ -162,7 +172,7 @@ class _NetworkData(BaseModel):
     speeds: Annotated[
         tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1, max_length=MAX_SAMPLES)
     ]
-    day: int
+    last_day: int
 
 
 class _MeasurementsData(BaseModel):
@@ -233,8 +243,20 @@ def load_measurements(path: Path) -> Measurements:
         return Measurements()
 
 
-def add_measurements(path: Path, times: LocalTimes, network: tuple[str, tuple[int, ...], float] | None = None) -> bool:
+def add_measurements(
+    path: Path,
+    times: LocalTimes,
+    network: tuple[str, tuple[int, ...], float] | None = None,
+    *,
+    was_disturbed: bool = False,
+) -> bool:
     """Add the samples of one run to a file: times, and the name, float layers and speed of its network.
+
+    Args:
+        path: The file.
+        times: Times of layers and of conversions.
+        network: Name, float layers and speed of the network; None if they are not known.
+        was_disturbed: Whether other programs disturbed a measurement that chose the float layers.
 
     Returns:
         False if the file cannot be written, which loses nothing else.
@@ -244,7 +266,7 @@ def add_measurements(path: Path, times: LocalTimes, network: tuple[str, tuple[in
         with folder_locked(path.parent, wait_seconds=LOCK_SECONDS):
             measurements = load_measurements(path).with_times(times)
             if network is not None:
-                measurements = measurements.with_network(*network)
+                measurements = measurements.with_network(*network, was_disturbed=was_disturbed)
             content = {"format": FILE_FORMAT, "cpu": describe_cpu(), "measurements": measurements.to_dict()}
             replace_text(path, json.dumps(content, separators=(",", ":")))
     except (OSError, ScalepointError):
