@@ -289,10 +289,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def add_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Write a row into a JSON file, instead of the row of the same network, way and tool."""
+    """Write a row into a JSON file. It replaces the row with the same network, way and tool."""
     rows = read_rows(path)
-    others = [other for other in rows if any(other[key] != row[key] for key in ("network", "way", "tool"))]
-    path.write_text(json.dumps([*others, row], indent=1) + "\n")
+    kept_rows = [old for old in rows if any(old[key] != row[key] for key in ("network", "way", "tool"))]
+    path.write_text(json.dumps([*kept_rows, row], indent=1) + "\n")
 
 
 def write_table(page: Path) -> None:

@@ -329,9 +329,10 @@ def trials() -> int:
                 text=True,
                 check=True,
             )
-            made, peak, size = map(int, run.stdout.split()[-3:])
-            rows.append({"source": name, "trials": made, "peak": peak / size})
-            print(f"{name:6} {made} trials: peak {peak / 1e6:.0f} MB, {peak / size:.2f} x the parameters", flush=True)
+            trial_count, peak, size = map(int, run.stdout.split()[-3:])
+            rows.append({"source": name, "trials": trial_count, "peak": peak / size})
+            figures = f"peak {peak / 1e6:.0f} MB, {peak / size:.2f} x the parameters"
+            print(f"{name:6} {trial_count} trials: {figures}", flush=True)
     (OUT / "bench-trials.json").write_text(json.dumps(rows, indent=1))
     return 0
 

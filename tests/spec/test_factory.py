@@ -108,7 +108,7 @@ class TestOtherAttributesOfAPartialConstructor:
 
 class TestHooks:
     def test_initialize_state_is_called_once_and_compute_qparams_may_return_a_plain_tuple(self, registered):
-        class Seen(RunningRangeMixin, StatefulQParamsCalculatorBase):
+        class RecordingCalculator(RunningRangeMixin, StatefulQParamsCalculatorBase):
             def __init__(self, **fields):
                 super().__init__(**fields)
                 self.calls = []
@@ -125,7 +125,7 @@ class TestHooks:
                 scale, zero_point, minval = super().compute_qparams(tensor, min_val, max_val)
                 return scale * 2, zero_point, minval
 
-        key = registered(QParamsCalculatorBase, "seen of a test", Seen)
+        key = registered(QParamsCalculatorBase, "recording of a test", RecordingCalculator)
         quantizer = FACTORY.create_fake_quantizer(QuantizationSpec(qparam_calculator_cls=key), "activation")
         for values in ([1.0, 4.0], [-8.0, -1.0], [2.0, 3.0]):
             quantizer(torch.tensor(values))

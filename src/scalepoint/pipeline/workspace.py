@@ -150,12 +150,12 @@ class Workspace(ABC):
 
     def _check_replaced(self) -> None:
         """Refuse to replace files that scalepoint did not write."""
-        written = WrittenFiles(self.folder).records
+        own_files = WrittenFiles(self.folder).records
         for name in self._replaced:
-            is_ours = name in written or any(file.startswith(f"{name}/") for file in written)
+            is_ours = name in own_files or any(file.startswith(f"{name}/") for file in own_files)
             if os.path.lexists(self.folder / name) and not is_ours:
                 raise UsageError(
-                    f"{self.folder / name} was not written by scalepoint, and force=True (--force) overwrites only "
+                    f"{self.folder / name} was not own_files by scalepoint, and force=True (--force) overwrites only "
                     "files of earlier runs: move it away, or choose another output"
                 )
 

@@ -189,8 +189,8 @@ def _pass_add(graph: RecordedGraph, op: RecordedOperation, inputs: dict[int, Any
     parts = [inputs[index] for index in op.inputs if index in inputs]
     if len(parts) != len(op.inputs) or len(parts) < 2 or constants:
         return None
-    first, *others = parts
-    is_same = all(other.shape == first.shape and torch.equal(other, first) for other in others)
+    first, *rest = parts
+    is_same = all(other.shape == first.shape and torch.equal(other, first) for other in rest)
     return first if is_same else None
 
 
