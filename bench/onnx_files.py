@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,28 @@ def with_weights(
     return copied
 
 
-def quantize_static(plain: Path, path: Path, batches: list[dict[str, np.ndarray]]) -> None:
-    """ONNX Runtime's own tool on the same float file: u8 activations, s8 weights per channel, its other defaults."""
+CALIBRATION_METHODS = ("MinMax", "Entropy", "Percentile")  # of quantize_static
+
+
+def preprocess(plain: Path, path: Path) -> Path:
+    """The float file after quantize_static's own preprocessing: optimized, with inferred shapes.
+
+    Its symbolic shape inference fails for some graphs; then that part is left out, as its documentation says.
+    """
+    from onnxruntime.quantization.shape_inference import quant_pre_process  # noqa: PLC0415
+
+    with chdir(path.parent):  # where it leaves files if it fails
+        try:
+            quant_pre_process(str(plain), str(path))
+        except Exception:  # it raises plain exceptions and assertions
+            quant_pre_process(str(plain), str(path), skip_symbolic_shape=True)
+    return path
+
+
+def quantize_static(plain: Path, path: Path, batches: list[dict[str, np.ndarray]], *, method: str = "MinMax") -> None:
+    """ONNX Runtime's own tool on a float file: u8 activations, s8 weights per channel, its other defaults."""
     import onnxruntime  # noqa: PLC0415
-    from onnxruntime.quantization import CalibrationDataReader, QuantType  # noqa: PLC0415
+    from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType  # noqa: PLC0415
     from onnxruntime.quantization import quantize_static as run  # noqa: PLC0415
 
     names = [model_input.name for model_input in onnxruntime.InferenceSession(plain).get_inputs()]
@@ -141,19 +160,26 @@ def quantize_static(plain: Path, path: Path, batches: list[dict[str, np.ndarray]
             return None if batch is None else dict(zip(names, batch.values(), strict=True))
 
     types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
-    run(plain, path, Reader(), per_channel=True, **types)
+    run(plain, path, Reader(), per_channel=True, calibrate_method=CalibrationMethod[method], **types)
 
 
-def nncf_quantize(plain: Path, path: Path, batches: list[dict[str, np.ndarray]], *, is_transformer: bool) -> None:
+NNCF_PRESETS = ("default", "accuracy")
+
+
+def nncf_quantize(
+    plain: Path, path: Path, batches: list[dict[str, np.ndarray]], *, is_transformer: bool, preset: str = "default"
+) -> None:
     """NNCF on the same float file, as a file."""
     import openvino  # noqa: PLC0415
 
-    quantized = nncf_quantized(plain, batches, is_transformer=is_transformer)
+    quantized = nncf_quantized(plain, batches, is_transformer=is_transformer, preset=preset)
     openvino.save_model(quantized, path, compress_to_fp16=False)
 
 
-def nncf_quantized(plain: Path, batches: list[dict[str, np.ndarray]], *, is_transformer: bool) -> Any:
-    """NNCF on a float file: its defaults, and its own setting for transformers."""
+def nncf_quantized(
+    plain: Path, batches: list[dict[str, np.ndarray]], *, is_transformer: bool, preset: str = "default"
+) -> Any:
+    """NNCF on a float file: its defaults, or its settings for accuracy; and its own setting for transformers."""
     import nncf  # noqa: PLC0415
     import openvino  # noqa: PLC0415
 
@@ -161,4 +187,5 @@ def nncf_quantized(plain: Path, batches: list[dict[str, np.ndarray]], *, is_tran
     names = [model_input.get_any_name() for model_input in model.inputs]
     dataset = nncf.Dataset([dict(zip(names, batch.values(), strict=True)) for batch in batches])
     kind = nncf.ModelType.TRANSFORMER if is_transformer else None
-    return nncf.quantize(model, dataset, model_type=kind)
+    settings = {} if preset == "default" else {"preset": nncf.QuantizationPreset.MIXED, "fast_bias_correction": False}
+    return nncf.quantize(model, dataset, model_type=kind, **settings)

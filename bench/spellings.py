@@ -1,15 +1,16 @@
 """Whether the rewrites of a target still make files faster: the runtime's time with and without each rewrite.
 
-A float transformer block (post-norm and pre-norm, two sizes) as two files that differ in one operator: the residual add
-before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerNormalization. That block in int8, its
-GELUs with the half last, which ONNX Runtime fuses into one kernel, and as torch writes them. Attention with masked keys
-without the check for NaN behind its softmax, and with it. A float stem and its pool
-before integer convolutions, with a Max of one tensor behind the pool, and without, where ONNX Runtime moves the
-quantizer before the pool. Activations between integer convolutions: SiLU and GELU as one operator, Mish and Elu with
-Exp, and as torch writes them. A decoder of a UNet that upsamples codes, and one that upsamples floats. A stem, a pool
-and a convolution for OpenVINO, quantized before the pool and behind it. An int8 block for OpenVINO on a CPU without
-VNNI, with linear layers as convolutions and as products. Both run in turn in one process, one thread, CPU time,
-medians. A ratio of 1 or more says that the runtime has become better, and that the rule should go.
+A float transformer block (post-norm and pre-norm, two sizes) as two files that differ in one operator: the residual
+add before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerNormalization. That block in int8,
+its GELUs with the half last, which ONNX Runtime fuses into one kernel, and as torch writes them. Attention with
+masked keys without the check for NaN behind its softmax, and with it. Products of attention in int8, which no rule
+writes, and in float. A float stem and its pool before integer convolutions, with a Max of one tensor behind the pool,
+and without, where ONNX Runtime moves the quantizer before the pool. Activations between integer convolutions: SiLU
+and GELU as one operator, Mish and Elu with Exp, and as torch writes them. A decoder of a UNet that upsamples codes,
+and one that upsamples floats. A stem, a pool and a convolution for OpenVINO, quantized before the pool and behind it.
+An int8 block for OpenVINO on a CPU without VNNI, with linear layers as convolutions and as products. Both run in turn
+in one process, one thread, CPU time, medians. A ratio of 1 or more says that the runtime has become better, and that
+the rule should go.
 """
 
 import sys
@@ -133,6 +134,55 @@ class Decoder(nn.Module):
         return output
 
 
+ATTENTIONS = {
+    "32 tokens": (12, 32, 32),
+    "128 tokens": (12, 128, 64),
+    "197 tokens": (12, 197, 64),
+    "512 tokens": (12, 512, 64),
+}
+CODES = ("scale", "zero")  # of all tensors: their values do not matter for the time
+
+
+def attention_products(folder: Path, heads: int, tokens: int, width: int) -> dict[str, onnxruntime.InferenceSession]:
+    """softmax(x x') x with both products in int8, and in float.
+
+    Query, key and value are one tensor, so the int8 file quantizes one tensor instead of three.
+    """
+    make = onnx.helper.make_node
+
+    def quantized(name: str) -> list[onnx.NodeProto]:
+        codes = make("QuantizeLinear", [name, *CODES], [f"{name}_codes"])
+        return [codes, make("DequantizeLinear", [f"{name}_codes", *CODES], [f"{name}_int8"])]
+
+    for suffix, file in (("_int8", "int8"), ("", "float")):
+        nodes = [
+            make("Transpose", [f"x{suffix}"], ["keys"], perm=[0, 1, 3, 2]),
+            make("MatMul", [f"x{suffix}", "keys"], ["scores"]),
+            make("Softmax", [f"scores{suffix}"], ["shares"], axis=-1),
+            make("MatMul", [f"shares{suffix}", f"x{suffix}"], ["y"]),
+        ]
+        if suffix:
+            nodes = [*quantized("x"), *nodes[:2], *quantized("scores"), nodes[2], *quantized("shares"), nodes[3]]
+            nodes += [
+                make("QuantizeLinear", ["y", *CODES], ["codes"]),
+                make("DequantizeLinear", ["codes", *CODES], ["z"]),
+            ]
+        info = onnx.helper.make_tensor_value_info
+        ports = [
+            info(name, onnx.TensorProto.FLOAT, [1, heads, tokens, width]) for name in ("x", "z" if suffix else "y")
+        ]
+        values = [
+            onnx.numpy_helper.from_array(np.float32(0.05), "scale"),
+            onnx.numpy_helper.from_array(np.uint8(128), "zero"),
+        ]
+        graph = onnx.helper.make_graph(nodes, "attention", ports[:1], ports[1:], values if suffix else [])
+        onnx.save(
+            onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10),
+            folder / f"{file}.onnx",
+        )
+    return {name: session(folder / f"{name}.onnx") for name in ("int8", "float")}
+
+
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "SiLU": (nn.functional.silu, "activations_of_codes"),
     "GELU": (nn.functional.gelu, "activations_of_codes"),
@@ -244,6 +294,11 @@ def main() -> int:
             medians = timed(masked(Path(folder), tokens, width), (8, tokens, width))
         ratio = medians["unchecked"] / medians["checked"]
         rows.append(Row(f"attention without a check, {title}", ratio, 1.0, "as exported", onnxruntime.__version__))
+    for title, (heads, tokens, width) in ATTENTIONS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            medians = timed(attention_products(Path(folder), heads, tokens, width), (1, heads, tokens, width))
+        ratio = medians["int8"] / medians["float"]  # above 1: attention stays float
+        rows.append(Row(f"attention products in int8, {title}", ratio, 99.0, "in float", onnxruntime.__version__))
     for pixels in (32, 96, 224):
         with tempfile.TemporaryDirectory() as folder:
             medians = timed(pooled(Path(folder), pixels), (1, 3, pixels, pixels))

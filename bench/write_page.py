@@ -1,7 +1,12 @@
-"""Write the tables of docs/measured/*.md from the results in out/. docs/generate.py makes the summary from them."""
+"""Write the tables of docs/measured/*.md from the results in out/. docs/generate.py makes the summary from them.
+
+The results of RAW are also stored next to the tables, in docs/measured/raw/, and read from there if out/ does not have
+them.
+"""
 
 import json
 import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -10,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from onnx_files import ANSWERS, NNCF, OURS, OURS_VNNI, QUANTIZE_STATIC
+from placement import TINY
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "measured"
+RAW_FOLDER = PAGES / "raw"
+RAW = ("placement", "first_file", "timing")
 
 
 def table(path: Path) -> str:
@@ -365,6 +373,83 @@ def node_tests_table(path: Path) -> str:
     return f"{sum(totals.values()):,} tests: {summary}.\n\n{markdown(['operator', 'right', 'refused', 'why'], rows)}"
 
 
+SPEED_GOAL = 0.99  # of the other tool, or of the float file
+LEAST_DECIBELS = -0.1  # against the file with all layers in int8: less is noise of the calibration
+WAYS = ("measured", "measured again", "int8", "predicted")
+
+
+def placement_results(path: Path, runtime: str, *, is_tiny: bool = False, tables: bool = False) -> list[dict[str, Any]]:
+    """The results of one part of bench/placement.py; each has its rows by file."""
+    results = []
+    for key, result in json.loads(path.read_text()).items():
+        is_part = result["runtime"] == runtime and bool(result["tables"]) == tables
+        if is_part and (tables or (key.rpartition("/")[2] in TINY) == is_tiny):
+            results.append({**result, "files": {row["file"]: row for row in result["rows"]}})
+    return results
+
+
+def conditions(results: list[dict[str, Any]]) -> list[str]:
+    """The batch sizes and numbers of threads that were timed."""
+    names = dict.fromkeys(name for result in results for row in result["rows"] for name in row)
+    return [name for name in names if name.startswith("batch")]
+
+
+def peers_table(path: Path, runtime: str) -> str:
+    """Measured placement, all layers in int8, and the fastest and the most accurate file of the runtime's own tool."""
+    results = placement_results(path, runtime)
+    timed = conditions(results)
+    rows: Rows = []
+    for result in results:
+        ours = result["files"]["measured"]
+        all_int8 = result["files"].get("int8", ours)
+        theirs = [row for name, row in result["files"].items() if name not in WAYS]
+        cells = [result["network"]]
+        for name in timed:
+            fastest = max((row[name] for row in theirs if name in row), default=None)
+            if name not in ours:
+                cells.append("")
+            else:
+                other = "refused" if fastest is None else f"{fastest:.2f}"
+                holds = fastest is None or ours[name] >= SPEED_GOAL * fastest
+                cells.append(marked(f"{ours[name]:.2f} / {all_int8[name]:.2f} / {other}", holds))
+        most = max((row["dB"] for row in theirs if "dB" in row), default=None)
+        level = f"{ours['dB']:.1f} / {all_int8['dB']:.1f} / {'' if most is None else f'{most:.1f}'}"
+        cells.append(marked(level, ours["dB"] - all_int8["dB"] >= LEAST_DECIBELS))
+        smallest = min((row["size"] for row in theirs if "size" in row), default=None)
+        cells.append(f"{ours['size']:.2f} / {'' if smallest is None else f'{smallest:.2f}'}")
+        rows.append([*cells, f"{ours['float for speed']}", f"{ours['files']}", result["commit"]])
+    columns = ["network", *(f"speed, {name.replace(', 1 threads', '')}" for name in timed), "dB", "size"]
+    return markdown([*columns, "float layers", "files", "commit"], rows)
+
+
+def tiny_table(path: Path) -> str:
+    """Tiny networks: no file may be slower than the float file, and the second deploy needs one file."""
+    rows: Rows = []
+    for result in placement_results(path, "onnxruntime", is_tiny=True):
+        files = result["files"]
+        name = conditions([result])[0]
+        theirs = [row[name] for tool, row in files.items() if tool not in WAYS and name in row]
+        speeds = [marked(f"{files[way][name]:.2f}", files[way][name] >= SPEED_GOAL) for way in WAYS[:2]]
+        cells = [*speeds, f"{files.get('int8', files['measured'])[name]:.2f}", f"{max(theirs, default=0):.2f}"]
+        rows.append([result["network"], *cells, f"{files['measured']['files']}, {files['measured again']['files']}"])
+    return markdown(["network", "first deploy", "second deploy", "all int8", "quantize_static", "files"], rows)
+
+
+def wrong_tables_table(path: Path) -> str:
+    """What a shipped table of another CPU predicts, and what measuring makes of it."""
+    rows: Rows = []
+    for result in placement_results(path, "onnxruntime", tables=True):
+        files = result["files"]
+        for name in conditions([result]):
+            best = max(files[way][name] for way in ("int8", "predicted") if way in files)
+            speeds = [f"{files[way][name]:.2f}" if way in files else "" for way in ("predicted", "int8")]
+            measured = marked(f"{files['measured'][name]:.2f}", files["measured"][name] >= SPEED_GOAL * best)
+            rows.append(
+                [f"{result['network']}, {name.replace(', 1 threads', '')}", result["tables"], *speeds, measured]
+            )
+    return markdown(["network", "table", "placed by the table", "all int8", "measured"], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-tensor": ("bench-tensor", table),
     "bench-graph": ("bench-graph", table),
@@ -376,6 +461,10 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "first_file": ("first_file", plain_table),
     "timing": ("timing", plain_table),
     "load": ("load", load_table),
+    "placement": ("placement", partial(peers_table, runtime="onnxruntime")),
+    "placement-openvino": ("placement", partial(peers_table, runtime="openvino")),
+    "placement-tiny": ("placement", tiny_table),
+    "placement-tables": ("placement", wrong_tables_table),
     "calibration_time": ("calibration_time", table),
     "spellings": ("spellings", table),
     "small_cnns": ("small_cnns-vnni", small_table),
@@ -425,6 +514,11 @@ def main() -> int:
         if page is None:
             raise SystemExit(f"no page of {PAGES} has {begin}")
         path = ROOT / "out" / f"{source}.json"
+        if source in RAW:
+            if path.exists():
+                RAW_FOLDER.mkdir(exist_ok=True)
+                shutil.copyfile(path, RAW_FOLDER / path.name)
+            path = RAW_FOLDER / path.name
         if not path.exists():
             print(f"{path.name} does not exist: its table is not changed")
             continue
