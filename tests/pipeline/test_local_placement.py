@@ -338,10 +338,9 @@ def test_a_network_stays_float_if_every_file_with_an_int8_layer_is_slower(tmp_pa
     monkeypatch.setattr(local_placement, "MIN_SPEED", 1e6)
     done = deploy(wide_net(), X, tmp_path / "out")
     assert len(done.trials) == 2
-    names = {row.name for row in done.coverage.operations}
-    assert {
-        change.layer for trial in done.trials for change in trial.precision_changes if change.to == "float"
-    } == names
+    last_changes = max((trial.precision_changes for trial in done.trials), key=len)
+    assert {change.to for change in last_changes} == {"float"}
+    assert {change.layer for change in last_changes} >= {row.name for row in done.coverage.operations}
 
 
 def test_times_of_other_networks_do_not_leave_all_layers_float_without_a_trial_in_int8(
