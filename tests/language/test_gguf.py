@@ -5,7 +5,7 @@ import shutil
 import onnx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.checkpoints import Source
@@ -123,16 +123,41 @@ def test_codes_that_fill_super_blocks_are_not_reported(folder, tmp_path):
     assert done.report.warnings == ()
 
 
-def test_fast_rounds_no_worse_than_llama_cpp_does(folder, tmp_path):
-    path, names = tmp_path / "m.gguf", ("ffn_up", "ffn_down", "attn_output")
+PATHS = {
+    "token_embd": "model.embed_tokens",
+    "blk.0.ffn_up": "model.layers.0.mlp.up_proj",
+    "blk.0.ffn_down": "model.layers.0.mlp.down_proj",
+    "blk.0.attn_output": "model.layers.0.self_attn.o_proj",
+}
+
+
+def rounded_by_llama_cpp(kind, weight):
+    blocks = kind.quantize_blocks(weight.numpy().reshape(-1, 32).copy())
+    return torch.from_numpy(kind.dequantize_blocks(blocks)).view_as(weight)
+
+
+def rounded_by_us(folder, path):
+    """The tensors of a "fast" file, by name: the name of the type and the values."""
     deploy_checkpoint(folder, path, target="gguf", accuracy="fast", verify=False, progress=False)
-    weights = Source.open(folder)
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    for name, module_path in zip(names, ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"), strict=True):
-        tensor = stored[f"blk.0.{name}.weight"]
-        weight = weights.tensor(f"model.layers.0.{module_path}.weight").to(torch.float32)
-        blocks = gguf.quants.Q4_0.quantize_blocks(weight.numpy().reshape(-1, 32).copy())
-        theirs = torch.from_numpy(gguf.quants.Q4_0.dequantize_blocks(blocks)).view_as(weight)
-        ours = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).view_as(weight)
-        assert tensor.tensor_type.name == "Q4_0"
+    return {
+        tensor.name: (tensor.tensor_type.name, torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)))
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+def test_fast_rounds_no_worse_than_llama_cpp_does(folder, tmp_path):
+    weights, stored = Source.open(folder), rounded_by_us(folder, tmp_path / "m.gguf")
+    for name, module_path in PATHS.items():
+        weight = weights.tensor(f"{module_path}.weight").to(torch.float32)
+        kind, ours = stored[f"{name}.weight"]
+        theirs = rounded_by_llama_cpp(getattr(gguf.quants, kind), weight)
+        assert kind == ("Q8_0" if name == "token_embd" else "Q4_0")
         assert (ours - weight).square().sum() <= (theirs - weight).square().sum()
+
+
+def test_an_embedding_of_q8_0_values_stays_unchanged(folder, tmp_path):
+    source, name = shutil.copytree(folder, tmp_path / "source"), "model.embed_tokens.weight"
+    tensors = load_file(source / "model.safetensors")
+    table = rounded_by_llama_cpp(gguf.quants.Q8_0, tensors[name].to(torch.float32))
+    save_file(tensors | {name: table}, source / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(rounded_by_us(source, tmp_path / "m.gguf")["token_embd.weight"][1], table)

@@ -108,8 +108,9 @@ GGUF = replace(
             formulations=(ZP, MINVAL),
         ),
     ),
-    table=_block_spec("int8", 32),
-    head=_block_spec("int8", 32),
+    # max_abs / 127, the scale of Q8_0: values of a Q8_0 file, which many checkpoints were made from, stay unchanged.
+    table=_block_spec("int8", 32, QuantizationScheme.SYMMETRIC_WITH_CLIPPING),
+    head=_block_spec("int8", 32, QuantizationScheme.SYMMETRIC_WITH_CLIPPING),
     caches=_cache_specs(BLOCK_PER_TOKEN, "dynamic", QuantizationScheme.SYMMETRIC_WITH_CLIPPING),
     has_signed_scales=True,
     format="gguf",
