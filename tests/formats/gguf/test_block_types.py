@@ -59,7 +59,7 @@ def test_packed_weights_are_read_back_unchanged(case):
     name, spec, block_size, columns = CASES[case]
     values = torch.randn(8, columns, generator=torch.Generator().manual_seed(0)) * 0.05
     weight = round_to_nearest(values, spec, block_size)
-    block_type = choose_block_type([weight], "w")
+    block_type = choose_block_type({"w": weight}, ["w"])
     assert block_type.name == name == plan_block_type(spec, columns, block_size).name
     assert torch.equal(read_back(weight, block_type), weight.dequantize())
 
@@ -74,7 +74,7 @@ def test_the_lowest_and_highest_codes_are_stored_too(case):
     codes = rounded.codes.clone()
     codes[:, ::2], codes[:, 1::2] = int(low), int(high)
     weight = QuantizedWeight(codes, rounded.scale, spec, rounded.zero_point, minval=rounded.minval)
-    assert torch.equal(read_back(weight, choose_block_type([weight], "w")), weight.dequantize())
+    assert torch.equal(read_back(weight, choose_block_type({"w": weight}, ["w"])), weight.dequantize())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,7 +85,7 @@ def test_rows_of_zeros_are_stored(case):
     weight = round_to_nearest(values, spec, block_size)
     dequantized = weight.dequantize()
     if torch.isfinite(dequantized).all():
-        assert torch.equal(read_back(weight, choose_block_type([weight], "w")), dequantized)
+        assert torch.equal(read_back(weight, choose_block_type({"w": weight}, ["w"])), dequantized)
 
 
 def test_rounding_scales_changes_them_little_and_is_idempotent():
@@ -115,10 +115,10 @@ def test_a_weight_whose_scales_are_not_rounded_gets_a_wider_type_or_none():
     codes = torch.randint(-4, 4, (4, 512), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     scale = (torch.rand(4, 16) + 0.5).half().float()
     weight = QuantizedWeight(codes, scale, block_spec("int3", 32))
-    assert choose_block_type([weight], "w").name == "Q4_0"
-    assert torch.equal(read_back(weight, choose_block_type([weight], "w")), weight.dequantize())
+    assert choose_block_type({"w": weight}, ["w"]).name == "Q4_0"
+    assert torch.equal(read_back(weight, choose_block_type({"w": weight}, ["w"])), weight.dequantize())
     with raises(ExportError, "proj", "torch.int3", "blocks of 32"):
-        choose_block_type([QuantizedWeight(codes, scale + 1e-6, block_spec("int3", 32))], "proj")
+        choose_block_type({"proj": QuantizedWeight(codes, scale + 1e-6, block_spec("int3", 32))}, ["proj"])
 
 
 def test_a_weight_gets_a_wider_type_if_scale_times_zero_point_is_not_a_float16():
@@ -126,7 +126,7 @@ def test_a_weight_gets_a_wider_type_if_scale_times_zero_point_is_not_a_float16()
     codes = torch.randint(0, 16, (2, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     scale = torch.full((2, 2), 2047 / 2048)
     weight = QuantizedWeight(codes, scale, spec, torch.full((2, 2), 7, dtype=torch.int32))
-    block_type = choose_block_type([weight], "w")
+    block_type = choose_block_type({"w": weight}, ["w"])
     assert block_type.name == "Q5_0"
     assert torch.equal(read_back(weight, block_type), weight.dequantize())
 
@@ -136,8 +136,9 @@ def test_experts_of_a_layer_get_the_type_that_stores_all_of_them():
     codes = torch.zeros(4, 512, dtype=torch.int8)
     narrow = QuantizedWeight(codes, torch.full((4, 16), 0.5), spec)
     wide = QuantizedWeight(codes, (torch.rand(4, 16) + 0.5).half().float(), spec)
-    assert choose_block_type([narrow], "w").name == "Q3_K"
-    assert choose_block_type([narrow, wide], "w").name == "Q4_0"
+    weights = {"narrow": narrow, "wide": wide}
+    for names, expected in ((("narrow",), "Q3_K"), (("narrow", "wide"), "Q4_0"), (("wide", "narrow"), "Q4_0")):
+        assert choose_block_type(weights, names).name == expected
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_experts_of_a_layer_get_the_type_that_stores_all_of_them():
 def test_weights_that_no_block_type_stores_are_rejected(fields, message):
     valid = {"codes": torch.zeros(2, 64, dtype=torch.int8), "scale": torch.ones(2, 2), "spec": block_spec("int4", 32)}
     with pytest.raises(ExportError, match=message):
-        choose_block_type([QuantizedWeight(**(valid | fields))], "w")
+        choose_block_type({"w": QuantizedWeight(**(valid | fields))}, ["w"])
 
 
 def test_the_table_is_sorted_by_bits_per_value():

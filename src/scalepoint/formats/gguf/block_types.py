@@ -4,7 +4,8 @@ A weight gets the smallest type that stores it exactly: packing never rounds. `r
 values that a type can store, before codes are chosen.
 """
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,31 +85,33 @@ BLOCK_TYPES = (
 )
 
 
-def choose_block_type(weights: Iterable[QuantizedWeight], name: str) -> BlockType:
+def choose_block_type(weights: Mapping[str, QuantizedWeight], names: Sequence[str]) -> BlockType:
     """Return the smallest type that stores all weights exactly; experts of a layer share one tensor and one type.
 
     Args:
-        weights: The weights; one is in memory at a time.
-        name: The name of the tensor, for the error.
+        weights: Weights by name; one is in memory at a time.
+        names: The names of the weights of the tensor.
 
     Raises:
         ExportError: No type stores all of them.
     """
-    candidates, description = list(BLOCK_TYPES), ""
-    for weight in weights:
-        alternatives = list_block_codes(weight)
-        candidates = [
-            candidate
-            for candidate in candidates
-            if any(candidate.try_pack(codes) is not None for codes in alternatives)
-        ]
-        columns = weight.codes.shape[1]
-        description = f"{weight.spec.dtype} in blocks of {weight.block_size} of {columns} columns"
+    candidates, stored, description = deque(BLOCK_TYPES), 0, ""
+    while candidates and stored < len(names):
+        stored = 0  # weights that the first candidate stores
+        for name in names:
+            weight = weights[name]
+            alternatives = list_block_codes(weight)
+            while candidates and all(candidates[0].try_pack(codes) is None for codes in alternatives):
+                candidates.popleft()
+                stored = 0
+            stored += 1
+            columns = weight.codes.shape[1]
+            description = f"{weight.spec.dtype} in blocks of {weight.block_size} of {columns} columns"
     if candidates:
         return candidates[0]
     raise ExportError(
-        f"{name}: no block type of GGUF stores {description}: columns must be a multiple of 32, blocks must have 16 or "
-        "32 columns, scales must be float16 (or rounded for super-blocks); leave it float, or use other blocks"
+        f"{names[0]}: no block type of GGUF stores {description}: columns must be a multiple of 32, blocks must have "
+        "16 or 32 columns, scales must be float16 (or rounded for super-blocks); leave it float, or use other blocks"
     )
 
 

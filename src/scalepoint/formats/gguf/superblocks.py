@@ -18,6 +18,7 @@ from torch import Tensor
 from scalepoint.formats.gguf.block_codes import BlockCodes, Bytes
 
 SUPERBLOCK_COLUMNS = 256
+SAMPLED_ROWS = 16
 _TWO_BIT_SHIFTS = np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)  # of four 2-bit codes in a byte
 
 
@@ -39,6 +40,9 @@ def split_into_factors(values: Tensor, max_factor: int) -> tuple[Tensor, Tensor]
     Tries for each row all d for which the largest value of the row is an integer multiple. Returns None if a row has no
     exact split.
     """
+    sample = values[:: -(-len(values) // SAMPLED_ROWS)]
+    if len(sample) < len(values) and split_into_factors(sample, max_factor) is None:  # most weights fail fast
+        return None
     largest = values.amax(1)
     d, factors = torch.zeros_like(largest), torch.zeros_like(values)
     open_rows = largest.nonzero().flatten()

@@ -106,8 +106,7 @@ def _make_entry(
         )
     if not any(is_quantized):
         return _make_float_entry(checkpoint, architecture, name, source_names)
-    weights = (checkpoint.quantized[source_name] for source_name in source_names)
-    block_type = choose_block_type(weights, source_names[0])
+    block_type = choose_block_type(checkpoint.quantized, source_names)
     rows, columns = checkpoint.quantized[source_names[0]].codes.shape
     shape = (rows, columns) if len(source_names) == 1 else (len(source_names), rows, columns)
 
