@@ -46,7 +46,7 @@ def find_format(name: str | FileFormat) -> FileFormat:
     Args:
         name: The name, or the format itself.
     """
-    if name in _CHECKPOINT_FORMATS.names():
+    if isinstance(name, str) and name not in _FILE_FORMATS.builtin and name in _CHECKPOINT_FORMATS.names():
         raise UsageError(f"{name!r} is a format of language models: deploy_checkpoint writes it, from a folder")
     return _FILE_FORMATS.find(name)
 
