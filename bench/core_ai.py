@@ -1,7 +1,7 @@
 """Core AI files of ten networks, next to those of coreai-opt: size, and dB against the float model.
 
     python bench/core_ai.py [--json FILE] [--nearest] [--ways W8A8 w8] [resnet18 mobilenet lite0 ...]
-    python bench/core_ai.py --page docs/measured/core-ai.md    # replaces its table by the rows of its JSON file
+    python bench/write_page.py    # the table of docs/measured/core-ai.md
 
 Needs `pip install scalepoint[coreai]`. coreai-opt 0.3.0 takes part if it can be imported. It gets the same model and
 calibration data, and its file is written as its documentation says (16-bit floats, release mode). Both files run in
@@ -15,7 +15,6 @@ All networks but lite0, resnet8 and minilm have random weights. Pictures are sma
 import argparse
 import copy
 import json
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from scalepoint.formats import find_format
 from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.pipeline.accuracy import PRESETS
 from scalepoint.quantize import QuantConfig, quantize
-from scalepoint.quantize.presets import COREAI_MACOS
+from scalepoint.quantize.presets import COREAI_MACOS, FLOAT_EMBEDDINGS
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.tuning import TuneConfig, tune
@@ -52,7 +51,7 @@ WAYS = {
 }
 PROGRAM_FILE = "main.mlirb"
 SECONDS = 900
-TABLE_START, TABLE_END = "<!-- table -->", "<!-- end of table -->"
+ROWS = Path(__file__).parent.parent / "docs" / "measured" / "core-ai.json"
 
 
 class Lstm(nn.Module):
@@ -163,9 +162,13 @@ def decibels(expected: list[np.ndarray], actual: list[np.ndarray]) -> float:
 
 
 def config_for(way: str, model: nn.Module) -> QuantConfig:
-    """In blocks of 32, coreai-opt's preset stores embedding tables as int4 too: so does the preset for macOS."""
+    """Embedding tables are those of coreai-opt's presets: int4 in blocks of 32, and float next to palettes."""
     has_tables = any(isinstance(module, nn.Embedding) for module in model.modules())
-    return COREAI_MACOS if has_tables and way == "w4 / 32" else WAYS[way]
+    if has_tables and way == "w4 / 32":
+        return COREAI_MACOS
+    if has_tables and "palette" in way:
+        return QuantConfig.palettes(4, 16, overrides=[FLOAT_EMBEDDINGS])
+    return WAYS[way]
 
 
 def our_file(subject: Subject, way: str, folder: Path, *, tuned: bool) -> dict[str, Any]:
@@ -267,20 +270,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=tuple(NETWORKS))
     parser.add_argument("--nearest", action="store_true", help="also our files with weights rounded to nearest")
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), help="default: all")
-    parser.add_argument("--json", type=Path, help="add the rows to this file; those it has are not run again")
-    parser.add_argument("--page", type=Path, help="only write the table of this page, from the JSON file next to it")
+    parser.add_argument("--json", type=Path, default=ROWS, help="rows that this file has are not run again")
     options = parser.parse_args()
-    if options.page:
-        write_table(options.page)
-        return
     torch.set_num_threads(1)
     for name in options.names:
-        rows = read_rows(options.json) if options.json else []
-        done = {(row["network"], row["way"], row["tool"]) for row in rows if "error" not in row}
+        done = {(row["network"], row["way"], row["tool"]) for row in read_rows(options.json) if "error" not in row}
         for row in rows_of(name, options.ways, done, nearest=options.nearest):
             print(describe(row), flush=True)
-            if options.json:
-                add_row(options.json, row)
+            add_row(options.json, row)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -295,26 +292,5 @@ def add_row(path: Path, row: Mapping[str, Any]) -> None:
     path.write_text(json.dumps([*kept_rows, row], indent=1) + "\n")
 
 
-def write_table(page: Path) -> None:
-    """Replace what is between the markers of a page by the table of its rows."""
-    rows = {(row["network"], row["way"], row["tool"]): row for row in read_rows(page.with_suffix(".json"))}
-    lines = [
-        "| network | form | kB ours | kB coreai-opt | dB ours | dB coreai-opt | agrees, dB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for network, way in dict.fromkeys((network, way) for network, way, _ in rows):
-        ours, peer = (rows.get((network, way, tool), {}) for tool in ("scalepoint", "coreai-opt"))
-        cells = [network, way, *(number(row, key) for key in ("kb", "db") for row in (ours, peer))]
-        lines.append(f"| {' | '.join(cells)} | {number(ours, 'agrees')} |")
-    start, _, rest = page.read_text().partition(TABLE_START)
-    _, _, end = rest.partition(TABLE_END)
-    page.write_text("".join((start, TABLE_START, "\n".join(["", *lines, ""]), TABLE_END, end)))
-
-
-def number(row: Mapping[str, Any], key: str) -> str:
-    """A number of a row; "failed" if the tool made no file, "not run" if there is no row."""
-    return f"{row[key]:,.1f}" if key in row else "failed" if "error" in row else "not run"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

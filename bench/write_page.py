@@ -279,6 +279,24 @@ def litert_table(path: Path) -> str:
     return markdown([*columns, "dB against float", "top-1"], rows)
 
 
+def coreai_table(path: Path) -> str:
+    """Core AI files next to those of coreai-opt; all run in Core AI's own runtime."""
+    results = {(row["network"], row["way"], row["tool"]): row for row in json.loads(path.read_text())}
+
+    def number(row: dict[str, Any], key: str) -> str:
+        return f"{row[key]:,.1f}" if key in row else "failed" if "error" in row else "not run"
+
+    rows: Rows = []
+    for network, way in dict.fromkeys((network, way) for network, way, _ in results):
+        ours, peer = (results.get((network, way, tool), {}) for tool in ("scalepoint", "coreai-opt"))
+        is_compared = "db" in ours and "db" in peer
+        holds = not is_compared or (round(ours["db"] - peer["db"], 1) >= 0 and ours["kb"] <= peer["kb"])
+        numbers = [number(row, key) for key in ("kb", "db") for row in (ours, peer)]
+        rows.append([network, way, *numbers[:2], marked(numbers[2], holds), numbers[3], number(ours, "agrees")])
+    columns = ["network", "form", "kB", "kB, coreai-opt", "dB", "dB, coreai-opt", "dB to the simulation"]
+    return markdown(columns, rows)
+
+
 def llamacpp_table(path: Path) -> str:
     """Files in llama.cpp, its own quantizer's first."""
     rows: Rows = []
@@ -483,6 +501,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "openvino-avx2": ("deployed", partial(files_table, runtime="openvino", other_ways=NNCF)),
     "xnnpack": ("xnnpack", plain_table),
     "litert": ("litert", litert_table),
+    "core-ai": ("../docs/measured/core-ai", coreai_table),
     "weight_only": ("weight_only", plain_table),
     "tuning": ("tuning", partial(tuning_table, models=("ResNet", "CIFAR", "Efficient"))),
     "tuning-transformers": ("tuning", partial(tuning_table, models=("ViT", "MiniLM"))),

@@ -126,6 +126,9 @@ a cache as state were converted by coreai-torch and run in two steps on Linux:
 | `cache.index_copy_(2, position, k)` | runs; both steps are in the cache |
 | `cache.copy_(torch.where(mask, k, cache))` | runs; both steps are in the cache |
 | `cache[:, :, position] = k`, `cache[position] = k` | the process ends in scatter_nd: "Index 1 is out of bounds" |
+
+The cause is in coreai-torch 0.4.3: Python's assignment removes leading axes of size 1 from `k`, and the converter of
+index_put does not broadcast the values again if the indices are inputs. The program then has more values than indices.
 """,
 }
 

@@ -515,10 +515,19 @@ def test_recurrent_layers_run_as_steps(layer: type[nn.RNNBase], tmp_path: Path) 
     assert scalepoint.verify(path, narrow, x).sqnr > 100
 
 
-def test_an_operation_that_cannot_be_written_is_named_with_its_line_before_calibration(tmp_path: Path) -> None:
-    calls = []
-    with raises(TargetError, "fft", "test_coreai.py:", "'coreai'", "other operations"):
-        scalepoint.deploy(Spectrum().eval(), torch.randn(4, 16), calls.append, target="coreai", output=tmp_path / "out")
+class Warped(Rare):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grid = self.linear(x).reshape(1, 4, 8, 2)
+        return nn.functional.grid_sample(x.reshape(1, 1, 4, 16), grid, align_corners=False)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Spectrum, "fft"), (Warped, "grid_sampler")])
+def test_an_operation_that_cannot_be_written_is_named_with_its_line_before_calibration(
+    kind: type[nn.Module], name: str, tmp_path: Path
+) -> None:
+    calls: list[torch.Tensor] = []
+    with raises(TargetError, name, "test_coreai.py:", "'coreai'", "other operations"):
+        scalepoint.deploy(kind().eval(), torch.randn(4, 16), calls.append, target="coreai", output=tmp_path / "out")
     assert calls == []
 
 
