@@ -171,9 +171,8 @@ def test_an_axis_that_the_model_computes_with_is_named_with_its_size_and_what_fa
     message = str(caught.value)
     for words in ("height or width", "Flat", "Eq(3*height*width, 192)", "height 16", "Leave that axis out"):
         assert words in message
-    assert (
-        "self.head(x.flatten(1)): RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x384 and 192x5)" in message
-    )
+    assert "self.head(x.flatten(1)): RuntimeError: " in message
+    assert "mat1 and mat2 shapes cannot be multiplied (2x384 and 192x5)" in message
     with raises(CaptureError, "axis 2 of 'x' (height)", "a number, 8", "height 16"):
         captured(Flat(), torch.randn(2, 3, 8, 8), axes={"x": {2: "height"}})
 

@@ -180,7 +180,7 @@ class TestTransforms:
             fq(FakeTensorMode().from_tensor(torch.randn(4)))
         assert fq(torch.randn(4)).shape == (4,)
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp rules
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp rules
     @pytest.mark.parametrize("fields", [{}, {"dtype": "float8_e4m3fn"}, {"qformulation": "minval"}], ids=str)
     def test_forward_mode_sees_the_straight_through_tangent(self, fields):
         fq = frozen(torch.linspace(-1, 1, 9), **fields)

@@ -240,7 +240,7 @@ def test_another_shape_per_channel_is_still_an_error():
         fake_quantizer(torch.randn(8, 64))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp rules
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp rules
 def test_transforms_of_torch_func():
     fake_quantizer, x = prepared(), sample() * 2
     reference = expected(fake_quantizer, x)
@@ -264,7 +264,7 @@ def test_contexts_of_torch(context):
         assert_same_bits(fake_quantizer(x), expected(fake_quantizer, x))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
 def test_traced_graphs_contain_the_arithmetic():
     fake_quantizer, x, other = prepared(), sample(), sample(1)
     reference = expected(fake_quantizer, other)

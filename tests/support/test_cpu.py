@@ -208,7 +208,16 @@ def test_a_dying_test_does_not_end_the_test_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "name"),
-    [(-4, "SIGILL"), (-11, "SIGSEGV"), (132, "SIGILL"), (134, "SIGABRT"), (137, "SIGKILL"), (0, None), (1, None)],
+    [
+        (-4, "SIGILL"),
+        (-11, "SIGSEGV"),
+        (132, "SIGILL"),
+        (134, "SIGABRT"),
+        (137, "SIGKILL"),
+        (0xC0000005, "exception 0xC0000005"),  # of Windows
+        (0, None),
+        (1, None),
+    ],
 )
 def test_an_exit_code_names_its_signal(code: int, name: str | None) -> None:
     assert signal_name(code) == name

@@ -20,10 +20,13 @@ import sys
 
 MODULES = ("fcntl", "grp", "pwd", "resource", "termios")
 NAMES = {
-    os: ("sysconf", "geteuid", "getuid", "register_at_fork", "sched_getaffinity", "killpg", "O_NONBLOCK", "O_CLOEXEC"),
+    os: (
+        "sysconf", "geteuid", "getuid", "register_at_fork", "sched_getaffinity", "killpg", "O_NONBLOCK", "O_CLOEXEC",
+        "fork", "forkpty", "statvfs", "mkfifo", "chown", "nice", "getloadavg", "O_NOFOLLOW", "O_DIRECTORY",
+    ),
     mmap: ("MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_NORESERVE", "MADV_DONTNEED"),
     select: ("poll", "epoll"),
-    signal: ("SIGHUP", "SIGALRM"),
+    signal: ("SIGHUP", "SIGALRM", "SIGPIPE", "SIGBUS", "SIGUSR1", "pthread_sigmask", "setitimer"),
 }
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scalepoint import distributed
+from scalepoint.support.files import is_broken_pipe
 from scalepoint.support.formatting import escape_unprintable, to_one_line
 from scalepoint.support.jsonable import to_jsonable
 
@@ -72,7 +73,11 @@ def write(stream: TextIO, text: str) -> None:
     try:
         stream.write(text)
         stream.flush()
-    except (BrokenPipeError, ValueError):
+    except ValueError:  # the stream is closed
+        discard_output(stream)
+    except OSError as error:
+        if not is_broken_pipe(error):
+            raise
         discard_output(stream)
 
 

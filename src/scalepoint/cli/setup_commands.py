@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -203,7 +204,7 @@ def doctor(json: flags.Json = False, debug: flags.Debug = False) -> int:
             "cores", "ok", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
         ),
         _check_disk("disk here", Path.cwd()),
-        _check_disk("disk for temporary files", Path(os.environ.get("TMPDIR", "/tmp"))),  # noqa: S108  # nothing is written
+        _check_disk("disk for temporary files", Path(os.environ.get("TMPDIR") or tempfile.gettempdir())),
     ]
     problems = [line for line in lines if line.state != "ok" and line.is_needed]
     code = Code.UNVERIFIED if problems else Code.DONE

@@ -151,7 +151,7 @@ class StageCache:
         return entry.result
 
     def _write(self, stage: Stage, result: Mapping[str, Any], files: Sequence[Path]) -> None:
-        digests = {str(path.relative_to(self.folder)): compute_digest(path) for path in files}
+        digests = {path.relative_to(self.folder).as_posix(): compute_digest(path) for path in files}
         entry = CachedStage(marks=dict(stage.inputs), result=to_jsonable(result), files=digests)
         self._content.stages[stage.name] = entry
         replace_text(self.folder / JOURNAL_FILE, json.dumps(self._content.model_dump(), indent=1) + "\n")

@@ -25,7 +25,7 @@ import numpy as np
 from scalepoint.runtimes.child_loop import NOT_EVALUATED, OUT_OF_MEMORY
 from scalepoint.runtimes.runtime import Runtime
 from scalepoint.support.cpu import check_threads, child_environment, signal_name
-from scalepoint.support.files import TemporaryFolder
+from scalepoint.support.files import TemporaryFolder, is_broken_pipe
 
 TIMEOUT_SECONDS = 600
 CHILD_LOOP = Path(__file__).with_name("child_loop.py")
@@ -185,9 +185,12 @@ class Child:
     def send(self, data: bytes) -> None:
         """Write to stdin. If the process has exited, nothing is raised: the caller then reads the end of stdout."""
         assert self._process.stdin is not None  # noqa: S101
-        with suppress(BrokenPipeError):
+        try:
             self._process.stdin.write(data)
             self._process.stdin.flush()
+        except OSError as error:
+            if not is_broken_pipe(error):
+                raise
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:

@@ -30,6 +30,7 @@ PROBE_VARIABLE = "SCALEPOINT_PROBE"  # path of another probe program, which runs
 PROBED_LIBRARIES = ("torch", "openvino")
 PROBE_SECONDS = 120
 CPUINFO = Path("/proc/cpuinfo")
+FIRST_WINDOWS_EXCEPTION = 0xC000_0000  # as exit code
 
 CPU_CHOICES = ("auto", "vnni", "avx2", "arm")
 # Printed with cpu="auto"
@@ -53,7 +54,7 @@ def check_threads(threads: int) -> None:
 def read_cpu_flags(path: Path = CPUINFO) -> set[str]:
     """Return the flags of the first CPU; an empty set if the system does not provide them."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return set()
     line = next((line for line in lines if line.startswith("flags")), "")
@@ -65,7 +66,7 @@ def describe_cpu() -> str:
     """Return the model of this CPU, precise enough that two CPUs with the same text have equally fast kernels."""
     fields = {"model name": platform.processor() or "CPU", "cpu family": "", "model": "", "stepping": ""}
     with suppress(OSError):
-        for line in CPUINFO.read_text().split("\n\n")[0].splitlines():
+        for line in CPUINFO.read_text(encoding="utf-8").split("\n\n")[0].splitlines():
             name, _, value = (part.strip() for part in line.partition(":"))
             if name in fields:
                 fields[name] = value
@@ -156,7 +157,12 @@ def child_environment() -> dict[str, str]:
 
 
 def signal_name(code: int) -> str | None:
-    """Return the name of the signal that ended a process, from its exit code; None if it exited by itself."""
+    """Return the name of the signal that ended a process, from its exit code; None if it exited by itself.
+
+    Windows has exceptions instead of signals, such as 0xC0000005 for an access violation.
+    """
+    if code >= FIRST_WINDOWS_EXCEPTION:
+        return f"exception 0x{code:X}"
     number = -code if code < 0 else code - 128
     names = {entry.value: entry.name for entry in signal.Signals}
     return names.get(number) if code < 0 or number in (4, 6, 7, 8, 9, 11) else None

@@ -130,6 +130,11 @@ def _explain_disk_errors(path: Path, temporary: Path, size: int | None) -> Itera
         ) from error
 
 
+def is_broken_pipe(error: OSError) -> bool:
+    """Whether the reader of a pipe has closed it. Windows reports this as EINVAL."""
+    return error.errno in (errno.EPIPE, errno.EINVAL)
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error or its cause is about a full disk. safetensors has the number only in the text."""
     if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
@@ -278,8 +283,8 @@ def _flush(path: Path) -> None:
 def compute_digest(path: Path) -> str:
     """Return the sha256 of a file; of a folder, the sha256 of the names and digests of all its files."""
     if path.is_dir():
-        files = sorted(child for child in path.rglob("*") if child.is_file())
-        lines = "".join(f"{file.relative_to(path)} {compute_digest(file)}\n" for file in files)
+        files = {child.relative_to(path).parts: child for child in path.rglob("*") if child.is_file()}
+        lines = "".join(f"{'/'.join(parts)} {compute_digest(files[parts])}\n" for parts in sorted(files))
         return hashlib.sha256(lines.encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

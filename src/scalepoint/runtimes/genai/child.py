@@ -5,6 +5,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ class File:
 
     @contextmanager
     def _model_folder(self) -> Iterator[str]:
-        """Yield the folder to load; with "exact" a copy with a changed graph and hard links to the other files."""
+        """Yield the folder to load; with "exact" a copy with a changed graph and the other files."""
         if not self.options.get("exact"):
             yield str(self.folder)
             return
@@ -76,7 +77,7 @@ class File:
         with tempfile.TemporaryDirectory(prefix=".scalepoint-", dir=self.folder.parent) as folder:
             for path in self.folder.iterdir():
                 if path.name != name and path.is_file():
-                    os.link(path, Path(folder) / path.name)
+                    _link(path, Path(folder) / path.name)
             (Path(folder) / name).write_bytes(_change_graph(self.folder / name, is_exact=True))
             yield folder
 
@@ -111,6 +112,13 @@ class File:
         graph = _change_graph(path, is_exact=is_exact, has_all_logits=True)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self.folder))
         return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
 
 
 def _change_graph(path: Path, *, is_exact: bool, has_all_logits: bool = False) -> bytes:
