@@ -10,13 +10,12 @@ Where pip has no CPU build of torch it installs the CUDA build and its packages:
 
 import argparse
 import json
-import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".compat"
@@ -29,6 +28,9 @@ TEST_PACKAGES = (
     "pytest-xdist", "sybil", "transformers",
 )  # fmt: skip
 SHOWN_PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "transformers", "numpy")
+SHOWN_COLUMNS = (
+    "python", "torch", "onnxruntime", "transformers", "tests", "passed", "failed", "skipped", "minutes",
+)  # fmt: skip
 # Not run: torchvision and timm in .architectures belong to the pinned torch, and docs and tools do not depend on torch.
 IGNORED = (
     "tests/test_architectures.py",
@@ -37,7 +39,6 @@ IGNORED = (
     "tests/test_bench.py",
     "tests/test_distribution.py",
 )
-SUMMARY = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed)")
 BEGIN, END = "<!-- begin versions -->", "<!-- end versions -->"
 
 
@@ -47,8 +48,15 @@ def main() -> int:
     parser.add_argument("--python", help="the interpreter, such as python3.12; default: this one")
     parser.add_argument("--index-url", help="where torch is installed from")
     parser.add_argument("--environment", help="an existing environment instead of a new one")
+    parser.add_argument(
+        "--results", nargs="+", type=Path, help="JUnit files of a run in parts, instead of running tests"
+    )
     parser.add_argument("tests", nargs="*", help="files and folders of tests; default: all fast tests")
     options = parser.parse_args()
+    if options.results:
+        row = describe_environment(Path(options.environment) / "bin" / "python")
+        add_rows([row | {"torch": row["torch"].partition("+")[0]} | read_results(options.results, options.tests)])
+        return 0
     if options.torch:
         python = options.python or sys.executable
         row = run_version(python, options.torch, options.index_url, options.tests, options.environment)
@@ -78,31 +86,32 @@ def run_version(python: str, torch: str, index_url: str | None, tests: Sequence[
         install = [str(executable), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*install, f"torch=={torch}", *(["--index-url", index_url] if index_url else [])], check=True)
         subprocess.run([*install, f"torch=={torch}", "-e", str(ROOT), *TEST_PACKAGES], check=True)
-    start = time.monotonic()
+    log = folder / "tests.xml"
+    log.unlink(missing_ok=True)
     ignored = [f"--ignore={path}" for path in IGNORED]
-    command = [str(executable), "-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored, *(tests or ["tests"])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [str(executable), "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={log}", *ignored]
+    done = subprocess.run([*command, *(tests or ["tests"])], cwd=ROOT, capture_output=True, text=True, check=False)
     print(done.stdout[-8000:], flush=True)
-    failed = sorted(line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR ")))
     if done.returncode not in (0, 1):
         raise SystemExit(f"pytest ended with code {done.returncode}: {done.stderr[-2000:]}")
+    return {"torch": torch, **describe_environment(executable), **read_results([log], tests)}
+
+
+def read_results(logs: Sequence[Path], tests: Sequence[str]) -> dict:
+    """Count the tests of JUnit files, one for each pytest that ran."""
+    roots = [ElementTree.parse(log).getroot() for log in logs]  # noqa: S314  # written by pytest
+    cases = [case for root in roots for case in root.iter("testcase")]
+    failures = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    seconds = sum(float(suite.get("time", 0)) for root in roots for suite in root.iter("testsuite"))
     return {
-        "torch": torch,
-        **describe_environment(executable),
         "tests": " ".join(tests) or "all fast tests",
-        "passed": count_passed(executable, done.stdout),
-        "failed": len(failed),
-        "failures": failed,
-        "minutes": round((time.monotonic() - start) / 60, 1),
+        "passed": len(cases) - len(failures) - skipped,
+        "failed": len(failures),
+        "skipped": skipped,
+        "failures": sorted(f"{case.get('classname')}::{case.get('name')}" for case in failures),
+        "minutes": round(seconds / 60, 1),
     }
-
-
-def count_passed(executable: Path, output: str) -> int:
-    """Return the number of passed tests: the dots of pytest -q, which prints no summary line with addopts = -q."""
-    lines = (
-        re.match(r"[.FEsxX]+", line) for line in output.splitlines() if re.fullmatch(r"[.FEsxX]+( +\[ *\d+%\])?", line)
-    )
-    return sum(match[0].count(".") for match in lines if match)
 
 
 def describe_environment(executable: Path) -> dict:
@@ -129,14 +138,11 @@ def add_rows(rows: Sequence[dict]) -> None:
 
 def format_table(rows: Sequence[dict]) -> str:
     lines = [
-        "| Python | torch | onnxruntime | transformers | tests | passed | failed |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| Python | torch | onnxruntime | transformers | tests | passed | failed | skipped | minutes |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        cells = (
-            row.get(name, "")
-            for name in ("python", "torch", "onnxruntime", "transformers", "tests", "passed", "failed")
-        )
+        cells = (row.get(name, "") for name in SHOWN_COLUMNS)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
