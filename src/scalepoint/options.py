@@ -39,6 +39,7 @@ DATA_GROUP = "Data"
 FILE_GROUP = "Model and file"
 RUN_GROUP = "How it is run"
 StageName = Literal["quantize", "export", "export float", "verify"]
+Subject = Literal["onnx files", "images", "library models"]
 OptionsT = TypeVar("OptionsT", bound=Config)
 
 
@@ -53,6 +54,7 @@ class Option:
         flags: Names on the command line. Default: `--` and the name of the field.
         metavar: Placeholder in `--help`, if the type does not say enough.
         is_repeated: Whether the flag may be given several times.
+        only_for: What the option is for; "" for every model and data of `deploy`.
     """
 
     help: str
@@ -61,11 +63,17 @@ class Option:
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     is_repeated: bool = False
+    only_for: Subject | Literal[""] = ""
 
 
 def get_option(field: FieldInfo) -> Option:
     """Return the Option in the annotation of a field."""
     return next(item for item in field.metadata if isinstance(item, Option))
+
+
+def options_for(subject: Subject) -> list[str]:
+    """Return the names of the options that are only for one kind of model or data."""
+    return [name for name, field in DeployConfig.model_fields.items() if get_option(field).only_for == subject]
 
 
 def stage_values(options: BaseModel, stage: StageName) -> dict[str, Any]:
@@ -276,6 +284,7 @@ class DeployOptions(CommonOptions):
             FILE_GROUP,
             metavar="<sizes>",
             is_repeated=True,
+            only_for="onnx files",
         ),
     ] = None
     fixed_inputs: Annotated[
@@ -285,6 +294,7 @@ class DeployOptions(CommonOptions):
             FILE_GROUP,
             metavar="<value>",
             is_repeated=True,
+            only_for="onnx files",
         ),
     ] = None
     requantize: Annotated[
@@ -292,6 +302,7 @@ class DeployOptions(CommonOptions):
         Option(
             "An .onnx file that is already quantized: read its weights back as real numbers and quantize them again.",
             FILE_GROUP,
+            only_for="onnx files",
         ),
     ] = False
     float_dtype: Annotated[
@@ -408,21 +419,27 @@ class SourceOptions(Config):
     batch_size: Annotated[Count, Option("Samples per batch, for files and images; 8 if not given.", DATA_GROUP)] = 8
     size: Annotated[
         Count | None,
-        Option("Images: the shorter side is scaled to this length, then the central square is used.", DATA_GROUP),
+        Option(
+            "Images: the shorter side is scaled to this length, then the central square is used.",
+            DATA_GROUP,
+            only_for="images",
+        ),
     ] = None
     mean: Annotated[
         tuple[float, ...] | None,
-        Option("Images: mean of each channel of values in 0..1, such as 0.5,0.5,0.5.", DATA_GROUP),
+        Option("Images: mean of each channel of values in 0..1, such as 0.5,0.5,0.5.", DATA_GROUP, only_for="images"),
     ] = None
     std: Annotated[
         tuple[float, ...] | None,
-        Option("Images: standard deviation of each channel, such as 0.25,0.25,0.25.", DATA_GROUP),
+        Option("Images: standard deviation of each channel, such as 0.25,0.25,0.25.", DATA_GROUP, only_for="images"),
     ] = None
     weights: Annotated[
         str | None,
         Option("A state_dict for the model: a .safetensors file, or a .pt file that holds only tensors.", FILE_GROUP),
     ] = None
-    random: Annotated[bool, Option("timm: and hf: models with random weights.", FILE_GROUP)] = False
+    random: Annotated[
+        bool, Option("timm: and hf: models with random weights.", FILE_GROUP, only_for="library models")
+    ] = False
     root: Annotated[
         str | None,
         Option(

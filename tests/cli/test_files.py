@@ -13,7 +13,8 @@ import pytest
 
 from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.load_objects import ObjectLoader
-from scalepoint.cli.metadata import with_metadata
+from scalepoint.cli.metadata import is_model_file, with_metadata
+from scalepoint.formats import find_format, list_formats
 from scalepoint.options import DeployConfig
 
 
@@ -30,6 +31,15 @@ def test_deploy_writes_a_verified_file_with_a_report(deployed) -> None:
     assert (deployed.folder / result["path"]).is_file()
     assert any("scalepoint bench" in step for step in result["next"])
     assert "Traceback" not in deployed.stderr
+
+
+def test_files_of_every_format_are_recognized_by_their_suffix() -> None:
+    files = [f"out/model{find_format(name).suffix}" for name in list_formats()]
+    assert {".onnx", ".pte", ".tflite", ".mlpackage", ".aimodel"} <= {Path(file).suffix for file in files}
+    assert all(map(is_model_file, [*files, "MODEL.ONNX"]))
+    assert not any(
+        map(is_model_file, [None, "nets:net", "nets.py:net", "package.module:net", "timm:resnet50.a1", "folder"])
+    )
 
 
 def test_the_written_config_can_be_deployed_again(call, output_folder) -> None:

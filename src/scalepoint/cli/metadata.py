@@ -8,10 +8,9 @@ from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.load_objects import ObjectLoader
 from scalepoint.cli.output import Listing, show, show_json
 from scalepoint.errors import DocumentError
+from scalepoint.options import options_for
 from scalepoint.support.formatting import format_size
 
-MODEL_SUFFIXES = (".onnx", ".pte", ".mlpackage", ".tflite")
-IMAGE_OPTIONS = ("size", "mean", "std")
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
 MAX_VALUE_LENGTH = 300  # characters shown without --json
 
@@ -30,7 +29,7 @@ def with_metadata(settings: Any, loader: ObjectLoader) -> Any:
 
 def _read_preprocessing(settings: Any, loader: ObjectLoader) -> dict[str, Any]:
     """Return the preprocessing from the image options, else from the checkpoint of a transformers model."""
-    options = {name: getattr(settings, name) for name in IMAGE_OPTIONS if getattr(settings, name) is not None}
+    options = {name: getattr(settings, name) for name in options_for("images") if getattr(settings, name) is not None}
     if options:
         return {"preprocessing": options}
     library, _, name = (settings.model or "").partition(":")
@@ -55,7 +54,16 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 def is_model_file(name: str | None) -> bool:
     """Whether the name of a model is an exported file."""
-    return bool(name) and Path(str(name)).suffix in MODEL_SUFFIXES
+    return name is not None and _find_file_format(Path(name)) is not None
+
+
+def _find_file_format(path: Path) -> Any:
+    """Return the format with the suffix of the file; None for other names, such as package.module:function."""
+    from scalepoint.formats import find_format, list_formats
+
+    suffix = path.suffix.lower()
+    formats = map(find_format, list_formats() if suffix[1:].isalnum() else ())
+    return next((file_format for file_format in formats if file_format.suffix == suffix), None)
 
 
 def is_float_onnx(name: str | None) -> bool:
@@ -68,13 +76,11 @@ def is_float_onnx(name: str | None) -> bool:
 
 def show_file_info(path: Path, *, json: bool) -> int:
     """Show inputs, size and metadata of a file. The file is not run."""
-    from scalepoint.formats import find_format, list_formats, read_value
+    from scalepoint.formats import read_value
 
     if not path.exists():
         raise usage_error(f"{str(path)!r}: there is no such file in {Path.cwd()}")
-    formats = map(find_format, list_formats())
-    file_format = next(candidate for candidate in formats if candidate.suffix == path.suffix)
-    info = file_format.about(path)
+    info = _find_file_format(path).about(path)
     if json:
         metadata = {key: read_value(value) for key, value in info.metadata.items()}
         inputs = [{"name": entry.name, "dtype": entry.dtype, "shape": entry.shape} for entry in info.inputs]

@@ -19,14 +19,13 @@ from scalepoint.options import (
     DeployOptions,
     SweepConfig,
     changed_values,
+    get_option,
 )
 from scalepoint.support.validation_errors import find_validation_error, list_problems
 
 CHECKPOINT_ONLY_OPTIONS = tuple(
     name for name in CheckpointOptions.model_fields if name not in CommonOptions.model_fields
 )
-IMAGE_OPTIONS = ("size", "mean", "std")
-FILE_OPTIONS = ("shape", "fixed_inputs", "requantize")  # of .onnx files; inspect takes shapes for other models too
 
 
 def load_settings(parameters: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
@@ -100,22 +99,22 @@ def check_settings(settings: Any, loader: ObjectLoader, *, needs_data: bool = Tr
 def _check_options_apply(settings: Any, loader: ObjectLoader, *, needs_data: bool) -> None:
     """Refuse options that have no effect in this run."""
     for name in changed_values(settings):
-        flag = f"--{name}"
+        flag, subject = f"--{name.replace('_', '-')}", get_option(type(settings).model_fields[name]).only_for
         if name in CHECKPOINT_ONLY_OPTIONS:
             raise usage_error(
                 f"{flag} is for checkpoints of language models, which are folders: it cannot be used with "
                 f"{settings.model!r}"
             )
-        if name in IMAGE_OPTIONS and not (settings.data and loader.resolve(settings.data).is_dir()):
+        if subject == "images" and not (settings.data and loader.resolve(settings.data).is_dir()):
             raise usage_error(
                 f"{flag} is for data that is a folder of images: it cannot be used with {settings.data!r}"
             )
         if name == "weights" and is_onnx_file(settings.model):
             raise usage_error(f"{flag} is for a model that is built by code: {settings.model!r} has its weights")
-        if name in FILE_OPTIONS and not (is_onnx_file(settings.model) or (name == "shape" and not needs_data)):
-            flag = flag.replace("_", "-")
+        takes_shapes = name == "shape" and not needs_data  # inspect takes the shapes of other models too
+        if subject == "onnx files" and not (is_onnx_file(settings.model) or takes_shapes):
             raise usage_error(f"{flag} is for .onnx files: it cannot be used with {settings.model!r}")
-        if name == "random" and not is_library_model(settings.model):
+        if subject == "library models" and not is_library_model(settings.model):
             raise usage_error(f"{flag} is for timm:NAME and hf:FOLDER: it cannot be used with {settings.model!r}")
 
 

@@ -13,15 +13,13 @@ from scalepoint import distributed
 from scalepoint.errors import ScalepointWarning, UsageError, VerificationError
 from scalepoint.formats.metadata import KEY_PREFIX
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.options import DeployOptions
+from scalepoint.options import DeployOptions, options_for
 from scalepoint.support.formatting import escape_unprintable
 from scalepoint.support.progress import write_line
 
 if TYPE_CHECKING:
     from scalepoint.onnx_reader import OnnxModel
     from scalepoint.pipeline.job import Job
-
-FILE_OPTIONS = ("shape", "fixed_inputs", "requantize")
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def is_onnx_file(model: object) -> bool:
 
 def check_no_file_options(options: DeployOptions) -> None:
     """Raise UsageError for an option of .onnx files if the model is not one."""
-    for name in FILE_OPTIONS:
+    for name in options_for("onnx files"):
         if getattr(options, name):
             hint = ": pass example_inputs with these sizes" if name == "shape" else ""
             raise UsageError(f"{name}= is for .onnx files{hint}")

@@ -16,7 +16,7 @@ from pprint import pformat
 from typing import Any
 
 from scalepoint import targets
-from scalepoint.options import DeployConfig, DeployOptions, Placement, SourceOptions, changed_values
+from scalepoint.options import DeployConfig, Placement, SourceOptions, changed_values
 from scalepoint.pipeline.fingerprints import fingerprint
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial
@@ -56,13 +56,13 @@ def write_run_files(context: StageContext, best: Trial, trials: Sequence[Trial])
     job, workspace = context.job, context.workspace
     config = build_config(job)
     if job.command is None:
-        workspace.write_text(CONFIG_FILE, CONFIG_HEADER + dump_yaml(config.to_dict(DeployOptions)))
+        workspace.write_text(CONFIG_FILE, CONFIG_HEADER + dump_yaml(config.to_dict(type(job.options))))
         return
-    workspace.write_text(CONFIG_FILE, dump_yaml(config.to_dict(SourceOptions, DeployOptions)))
+    workspace.write_text(CONFIG_FILE, dump_yaml(config.to_dict(SourceOptions, type(job.options))))
     if has_searched(job, trials):
         no_search = {"max_drop": None, "min_speed": None, "budget": None}
         best_values = {**no_search, "placement": _placement(job, best), "quantization": best.config}
-        best_config = config.updated(best_values).to_dict(SourceOptions, DeployOptions)
+        best_config = config.updated(best_values).to_dict(SourceOptions, type(job.options))
         workspace.write_text(BEST_CONFIG_FILE, dump_yaml(best_config))
     script = SCRIPT.format(version=__version__, file=_config_file(job, trials), flags=_command_flags(job))
     workspace.write_text(SCRIPT_FILE, script)

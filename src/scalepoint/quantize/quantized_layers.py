@@ -261,7 +261,11 @@ class QuantizedLayer(Stateful):
         return self._scale_channels(weight, s), folded_bias
 
     def get_deployed(self) -> DeployedTensors:
-        """Return the tensors of the deployed file. Eval mode, export and verification all use these."""
+        """Return the tensors of the deployed file. Eval mode, export and verification all use these.
+
+        The codes can be the buffer of the quantizer. Formats store `codes.detach()`, which is another tensor object: an
+        exporter names a constant after the first buffer that is its tensor.
+        """
         weight, bias = self.fold_norm()
         codes, bias = self.weight_quant.codes(self.to_output_first(weight)), self._add_bias_shift(bias)
         scale = self.bias_scale()

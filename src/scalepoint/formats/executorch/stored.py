@@ -45,7 +45,7 @@ class XnnpackStoredWeight(WeightedOperation):
         if bias is not None:
             bias = (bias.detach() if bias_scale is None else bias * bias_scale).to(torch.float32)
         self.is_transposed = source.is_input_first
-        self.register_buffer("codes", deployed.codes.to(torch.int8).contiguous())
+        self.register_buffer("codes", deployed.codes.detach().to(torch.int8).contiguous())
         self.register_buffer("scale", scale.contiguous().clone())
         self.register_buffer("zero_point", torch.zeros_like(scale, dtype=torch.int64))
         self.register_buffer("bias", None if bias is None else bias.contiguous().clone())
@@ -72,7 +72,7 @@ class XnnpackStoredTable(nn.Module):
 
     def __init__(self, source: QuantizedLayer) -> None:
         super().__init__()
-        self.register_buffer("codes", source.get_deployed().codes.contiguous())
+        self.register_buffer("codes", source.get_deployed().codes.detach().contiguous())
         self.register_buffer("scale", source.weight_quant.scale.detach().to(torch.float32).reshape(-1, 1).clone())
 
     codes: Tensor

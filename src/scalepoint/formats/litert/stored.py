@@ -28,7 +28,7 @@ class LiteRtStoredWeight(WeightedOperation):
         self.fmt = dtype_name(quant.spec.dtype)
         self.axis = int(granularity.axis or 0)
         self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
-        self.register_buffer("codes", deployed.codes.to(torch.int8).contiguous())
+        self.register_buffer("codes", deployed.codes.detach().to(torch.int8).contiguous())
         self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
         bias, bias_scale = deployed.bias, deployed.bias_scale
         if bias is not None:
@@ -54,7 +54,7 @@ class LiteRtStoredTable(nn.Module):
 
     def __init__(self, source: QuantizedLayer) -> None:
         super().__init__()
-        self.register_buffer("codes", source.get_deployed().codes.to(torch.int8).contiguous())
+        self.register_buffer("codes", source.get_deployed().codes.detach().to(torch.int8).contiguous())
         self.register_buffer("scale", source.weight_quant.scale.detach().to(torch.float32).reshape(-1).clone())
 
     codes: Tensor

@@ -53,8 +53,6 @@ class OnnxStoredWeight(OnnxStored):
             raise ExportError(f"{quant.name}: weights with {granularity!r} cannot be written to ONNX")
         self.axis = 0 if isinstance(granularity, PerTensorGranularity) else int(granularity.axis or 0)
         self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
-        # Another tensor object than the chosen codes of the quantizer: an initializer is named after the first module
-        # that has the object, and a loaded model would get other names than the model that was saved.
         self.store_weight(quant, deployed.codes.detach())
         self._store_bias(deployed)
 
