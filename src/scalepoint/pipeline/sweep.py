@@ -31,7 +31,6 @@ from scalepoint.errors import (
     UsageError,
     did_you_mean,
 )
-from scalepoint.formats.onnx.save import list_external_files
 from scalepoint.graph.capture import as_module, unwrap_model
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import DeployOptions, RunOptions
@@ -216,6 +215,8 @@ def _folder_word(key: str, value: Any, index: int) -> str:
 def _fingerprint_inputs(model: Any, example: Any, data: Any, options: Mapping[str, Any]) -> dict[str, str | None]:
     """Return name -> fingerprint of what all runs share."""
     if is_onnx_file(model):
+        from scalepoint.formats.onnx.save import list_external_files  # noqa: PLC0415  # only for a model that is a file
+
         path = Path(str(model))
         digests: object = [compute_digest(file) for file in (path, *list_external_files(path))]
     else:
