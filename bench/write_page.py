@@ -133,13 +133,16 @@ def layers_table(path: Path) -> str:
 
 
 def accuracy_table(path: Path) -> str:
+    results = json.loads(path.read_text())
+    extra_columns = [name for name in ("speed", "size") if any(row.get(name) for row in results)]
     rows: Rows = []
-    for row in json.loads(path.read_text()):
+    for row in results:
         limit = row["limit"]
         drop = marked(f"{row['drop']:.2f}", limit is None or row["drop"] <= limit)
         limit_text = "" if limit is None else f"{limit:.2f}"
-        rows.append([row["model"], row["how"], f"{row['accuracy']:.2f}", drop, limit_text])
-    return markdown(["model", "how", "accuracy", "drop", "limit"], rows)
+        extra = [f"{row[name]:.2f}x" if row[name] else "" for name in extra_columns]
+        rows.append([row["model"], row["how"], f"{row['accuracy']:.2f}", drop, limit_text, *extra])
+    return markdown(["model", "how", "accuracy", "drop", "limit", *extra_columns], rows)
 
 
 OUTCOMES = {"runs": "run", "refused": "refused before any work", "departs": "depart", "fails": "fail"}
