@@ -143,7 +143,14 @@ def preprocess(plain: Path, path: Path) -> Path:
     return path
 
 
-def quantize_static(plain: Path, path: Path, batches: list[dict[str, np.ndarray]], *, method: str = "MinMax") -> None:
+def quantize_static(
+    plain: Path,
+    path: Path,
+    batches: list[dict[str, np.ndarray]],
+    *,
+    method: str = "MinMax",
+    reduce_range: bool = False,
+) -> None:
     """ONNX Runtime's own tool on a float file: u8 activations, s8 weights per channel, its other defaults."""
     import onnxruntime  # noqa: PLC0415
     from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType  # noqa: PLC0415
@@ -160,7 +167,15 @@ def quantize_static(plain: Path, path: Path, batches: list[dict[str, np.ndarray]
             return None if batch is None else dict(zip(names, batch.values(), strict=True))
 
     types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
-    run(plain, path, Reader(), per_channel=True, calibrate_method=CalibrationMethod[method], **types)
+    run(
+        plain,
+        path,
+        Reader(),
+        per_channel=True,
+        calibrate_method=CalibrationMethod[method],
+        reduce_range=reduce_range,
+        **types,
+    )
 
 
 NNCF_PRESETS = ("default", "accuracy")
