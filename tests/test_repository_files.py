@@ -1,6 +1,7 @@
 """Files that services read: GitHub workflows, issue templates, the action, the citation file, the hooks."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_every_path_and_layer_in_the_architecture_page_exists():
     missing_layers = [name for name in names if not ((package / name).is_dir() or (package / f"{name}.py").is_file())]
     missing_paths = [path for path in paths if not ((package / path).exists() or (ROOT / path).exists())]
     assert (missing_layers, missing_paths) == ([], [])
+
+
+def test_the_lower_bounds_of_dependencies_are_the_versions_that_the_tests_run_with():
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for name, lines in project["optional-dependencies"].items() if name != "dev" for line in lines]
+    for line in (*project["dependencies"], *extras):
+        name, bound = re.match(r"([\w-]+)[>=]=([\w.]+)", line).groups()
+        assert f"{pins[name]}.".startswith(f"{bound}."), line
 
 
 def test_the_citation_and_the_hooks_have_the_versions_of_the_project():

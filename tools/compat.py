@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".compat"
 RESULTS = ROOT / "docs" / "reference" / "versions.json"
 PAGE = ROOT / "docs" / "reference" / "versions.md"
-VERSIONS = (("3.11", "2.10.0"), ("3.11", "2.13.0"), ("3.11", "2.15.0"), ("3.12", "2.13.0"), ("3.13", "2.15.0"))
+VERSIONS = (("3.11", "2.13.0"), ("3.11", "2.15.0"), ("3.12", "2.15.0"), ("3.13", "2.15.0"), ("3.14", "2.15.0"))
 # Without executorch and coremltools, which ask for one version of torch. Their tests are skipped.
 TEST_PACKAGES = (
     "ai-edge-litert", "compressed-tensors", "expecttest", "gguf", "h5py", "hypothesis", "openvino", "pillow", "pytest",
@@ -98,18 +98,19 @@ def run_version(python: str, torch: str, index_url: str | None, tests: Sequence[
 
 
 def read_results(logs: Sequence[Path], tests: Sequence[str]) -> dict:
-    """Count the tests of JUnit files, one for each pytest that ran."""
+    """Count the tests of JUnit files. If a test is in several files, the last one counts."""
     roots = [ElementTree.parse(log).getroot() for log in logs]  # noqa: S314  # written by pytest
-    cases = [case for root in roots for case in root.iter("testcase")]
-    failures = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
+    cases = {f"{case.get('classname')}::{case.get('name')}": case for root in roots for case in root.iter("testcase")}
+    outcomes = {name: {child.tag for child in case} for name, case in cases.items()}
+    failures = sorted(name for name, tags in outcomes.items() if tags & {"failure", "error"})
+    skipped = sum("skipped" in tags for tags in outcomes.values())
     seconds = sum(float(suite.get("time", 0)) for root in roots for suite in root.iter("testsuite"))
     return {
         "tests": " ".join(tests) or "all fast tests",
         "passed": len(cases) - len(failures) - skipped,
         "failed": len(failures),
         "skipped": skipped,
-        "failures": sorted(f"{case.get('classname')}::{case.get('name')}" for case in failures),
+        "failures": failures,
         "minutes": round(seconds / 60, 1),
     }
 
