@@ -33,7 +33,6 @@ __all__ = [
     "TorchDispatchMode",
     "copy_codegen",
     "default_store",
-    "get_example_sizes",
     "get_reserved_names",
     "has_saved_tensor_hooks",
     "is_fake",
@@ -63,12 +62,6 @@ def make_fake_input(mode: FakeTensorMode, name: str, tensor: torch.Tensor, dynam
     kinds = [DimDynamic.DYNAMIC if axis in dynamic_axes else DimDynamic.STATIC for axis in range(tensor.ndim)]
     context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))
-
-
-def get_example_sizes(shape_env: Any) -> dict[Any, Any]:
-    """Return the size that each symbol of a program has for the example inputs."""
-    name = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"  # the latter in torch 2.10
-    return dict(getattr(shape_env, name))
 
 
 def is_functorch_active() -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from scalepoint.compat.torch_names import get_example_sizes, pytree
+from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CaptureError
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.dynamic_axes import Axes, get_named_inputs, is_dynamic, resize_inputs
@@ -115,7 +115,9 @@ def find_allowed_sizes(program: ExportedProgram, axes: Axes) -> AllowedSizes:
         if expression.is_Symbol:
             symbols[label] += (expression,)
     guards = dict.fromkeys(guard.expr for guard in shape_env.guards)
-    return AllowedSizes(example, symbols, tuple(guards), get_example_sizes(shape_env), dict(shape_env.replacements))
+    return AllowedSizes(
+        example, symbols, tuple(guards), dict(shape_env.backed_var_to_val), dict(shape_env.replacements)
+    )
 
 
 def explain_fixed_axis(program: ExportedProgram, axes: Axes) -> str:

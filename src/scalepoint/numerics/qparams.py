@@ -57,9 +57,8 @@ def min_max(tensor: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         return low, high
     view = block_view(tensor.shape, block)
     if len(view.spans) == len(view.tensor):
-        values = tensor if torch.compiler.is_compiling() else as_memory_order(tensor)
-        # aminmax is faster, but has no gradient in torch 2.10.
-        low, high = (values.amin(), values.amax()) if values.requires_grad else torch.aminmax(values)
+        extremes = torch.aminmax(tensor if torch.compiler.is_compiling() else as_memory_order(tensor))
+        low, high = extremes.min, extremes.max
     elif not view.spans:
         low, high = tensor.clone(), tensor.clone()
     else:
