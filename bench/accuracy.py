@@ -242,7 +242,7 @@ def in_runtime(name: str, model: nn.Module, calibration: list[Any], judge: Judge
         for method in CALIBRATION_METHODS:
             path = files[f"quantize_static, {method}"] = folder / f"{method}.onnx"
             quantize_static(prepared, path, batches, method=method, reduce_range=instruction_set() == "avx2")
-        scores = {how: judge(RuntimeModel(path, model, threads=1)) for how, path in files.items()}
+        scores = {how: judge(RuntimeModel(path, threads=1)) for how, path in files.items()}
         speed_ratios = speeds([float_path, *files.values()], batches[0], "onnxruntime")[1:]
         for (how, path), speed in zip(files.items(), speed_ratios, strict=True):
             size = size_of(path) / size_of(float_path)
