@@ -5,6 +5,7 @@ them.
 """
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -435,7 +436,8 @@ def peers_table(path: Path, runtime: str) -> str:
                 cells.append(marked(f"{ours[name]:.2f} / {all_int8[name]:.2f} / {other}", holds))
         most = max((row["dB"] for row in theirs if "dB" in row), default=None)
         level = f"{ours['dB']:.1f} / {all_int8['dB']:.1f} / {'' if most is None else f'{most:.1f}'}"
-        cells.append(marked(level, ours["dB"] - all_int8["dB"] >= LEAST_DECIBELS))
+        least = max(all_int8["dB"], -math.inf if most is None else most) + LEAST_DECIBELS
+        cells.append(marked(level, ours["dB"] >= least))
         smallest = min((row["size"] for row in theirs if "size" in row), default=None)
         cells.append(f"{ours['size']:.2f} / {'' if smallest is None else f'{smallest:.2f}'}")
         rows.append([*cells, f"{ours['float for speed']}", f"{ours['files']}", result["commit"]])
