@@ -383,10 +383,10 @@ def trained_rows(name: str, task: Task, folder: Path) -> dict[str, Any]:
         try:
             quantized = quantize(loaded, example, forward_loop=batches, target=target, progress=False)
             export(quantized, path, example)
-        except ScalepointError as error:
+            run_file = runner(path, {})
+        except (ScalepointError, RuntimeError) as error:  # OpenVINO raises RuntimeError for a file that it cannot load
             files[how] = {"refused": " ".join(str(error).split())[:300]}
             continue
-        run_file = runner(path, {})
         answers = answer_all(task, folder, held_out, run_file)
         shares = coverage(quantized).share_of_macs() or {}
         files[how] = {
@@ -426,20 +426,22 @@ FIXED = {"sr": SAMPLE_RATE, "fmin": 46.875, "fmax": 2093.75}  # inputs that choo
 def main_packages() -> int:
     """Read every ONNX file of the packages, and compare one call with ONNX Runtime."""
     parser = argparse.ArgumentParser(description="every ONNX file of the packages: read, compared, or refused")
+    parser.add_argument("names", nargs="*", help="only files whose PACKAGE/NAME contains one of these")
     parser.add_argument("--files", type=Path, default=OUT / "onnx-packages", help="folder of the unpacked packages")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rows: dict[str, dict[str, Any]] = {}
+    path_of_rows = OUT / "onnx_input-packages.json"
+    rows: dict[str, Any] = json.loads(path_of_rows.read_text()) if options.names and path_of_rows.exists() else {}
     digests: set[str] = set()
     for path in sorted(options.files.rglob("*.onnx")):
         digest = compute_digest(path)
-        if digest not in digests:
+        name = str(path.relative_to(options.files))
+        if digest not in digests and (not options.names or any(part in name for part in options.names)):
             digests.add(digest)
-            name = str(path.relative_to(options.files))
             rows[name] = in_child_process(partial(read_and_compare, path), SECONDS)
             print(name, rows[name], flush=True)
-    (OUT / "onnx_input-packages.json").write_text(json.dumps(rows, indent=1))
+    path_of_rows.write_text(json.dumps(dict(sorted(rows.items())), indent=1))
     return int(any("foreign" in row for row in rows.values()))
 
 
@@ -449,7 +451,7 @@ def read_and_compare(path: Path) -> dict[str, Any]:
     fixed = {name: FIXED[name] for name in names if name in FIXED}
     loaded = load_onnx(path, fixed_inputs=fixed)
     free = {axis for info in loaded.inputs.values() for axis in info.shape or () if isinstance(axis, str)}
-    example = loaded.make_example(_shapes_of_waves(loaded) if free else None)
+    example = loaded.make_example(_shapes(loaded) if free else None)
     values = {value.name: value for value in session.get_inputs()}
     feeds = {info.name: example[name].numpy() for name, info in loaded.inputs.items()}
     feeds |= {name: np.array(number, _NUMPY_TYPES[values[name].type]) for name, number in fixed.items()}
@@ -463,16 +465,17 @@ def read_and_compare(path: Path) -> dict[str, Any]:
 _NUMPY_TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32}
 
 
-def _shapes_of_waves(loaded: Any) -> dict[str, tuple[int, ...]]:
-    """One second of sound for inputs of two axes: the default sizes are too short for a frame. Silero takes windows."""
+def _shapes(loaded: Any) -> dict[str, tuple[int, ...]]:
+    """Sizes where the defaults do not fit: sound is too short for a frame, and lines of text are too high."""
+    shapes: dict[str, tuple[int, ...]] = {}
     window = 576 if "state" in loaded.inputs else 512
     length = window if "silero" in loaded.path else SAMPLE_RATE
-    infos = {name: info for name, info in loaded.inputs.items() if info.dtype == torch.float32}
-    return {
-        name: (1, length)
-        for name, info in infos.items()
-        if info.shape is not None and len(info.shape) == 2 and isinstance(info.shape[1], str)
-    }
+    for name, info in loaded.inputs.items():
+        if info.dtype == torch.float32 and info.shape is not None and isinstance(info.shape[-1], str):
+            shapes |= {name: (1, length)} if len(info.shape) == 2 else {}
+            shapes |= {name: (1, 3, 48, 320)} if "_rec_" in loaded.path else {}
+        shapes |= {name: (2, 1, 128)} if name == "state" else {}
+    return shapes
 
 
 # --- large files and operators -----------------------------------------------------------------------------------

@@ -211,7 +211,12 @@ def coverage_count(path: Path) -> str:
 
 def reason_of(row: dict[str, Any]) -> str:
     """Short, without paths of a machine, as a cell of a table."""
-    text = re.sub(r"/\S*/(?=[\w.]+:\d+)", "", row["reason"]).replace("|", "/").replace("<", "").replace(">", "")
+    text = (
+        re.sub(r"/\S*/(?=[\w.]+:\d+)|/(?:[\w.-]+/)+(?=[\w-]+\.\w+)", "", row["reason"])
+        .replace("|", "/")
+        .replace("<", "")
+        .replace(">", "")
+    )
     return text if len(text) < LONGEST else f"{text[:LONGEST].rstrip()} ..."
 
 
@@ -357,6 +362,27 @@ def trained_onnx_table(path: Path) -> str:
             speed = f"{row['speed']:.2f}x" if "speed" in row else ""
             rows.append(["", how, score, macs, agreement, speed, f"{row['bytes'] / before['bytes']:.2f}x"])
     return markdown(["file", "", "score", "MACs in int8", "dB to the simulation", "speed", "size"], rows)
+
+
+def packages_table(path: Path) -> str:
+    """Every file of the packages: how close its module is to ONNX Runtime, or why it is refused."""
+    results = json.loads(path.read_text())
+    compared = [row["decibels"] for row in results.values() if "decibels" in row]
+    near_zero = sum("about 0" in row.get("outcome", "") for row in results.values())
+    summary = (
+        f"{len(results)} files: {len(compared)} agree with ONNX Runtime to {min(compared):.0f} dB or more, {near_zero} "
+        "are read but give outputs of about 0 on random inputs, so that nothing could be compared."
+    )
+    rows = [
+        [name, f"{row['decibels']:.0f} dB" if "decibels" in row else "", reason_of({"reason": _why_not_compared(row)})]
+        for name, row in results.items()
+    ]
+    return f"{summary}\n\n{markdown(['file', 'agreement', ''], rows)}"
+
+
+def _why_not_compared(row: dict[str, Any]) -> str:
+    text = row.get("refused") or row.get("foreign") or row["outcome"]
+    return "" if text == "read" else text
 
 
 def round_trip_table(path: Path) -> str:
@@ -524,6 +550,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "coverage-openvino": ("coverage-more-openvino", coverage_count),
     "coverage-litert": ("coverage-more-litert", coverage_count),
     "onnx-trained": ("onnx_input-trained", trained_onnx_table),
+    "onnx-packages": ("onnx_input-packages", packages_table),
     "onnx-round-trip": ("onnx_input-round-trip", round_trip_table),
     "onnx-large-file": ("onnx_input-large-file", table),
     "onnx-operators": ("onnx_input-operators", node_tests_table),

@@ -210,7 +210,7 @@ def test_other_targets_take_a_file(tmp_path, target):
     "options",
     [
         {"accuracy": "balanced"},
-        {"budget": "size=0.5"},
+        {"budget": "bits=7"},
         {"max_drop": 0.5, "evaluate": lambda run: -float(run(torch.ones(1, 3, 16, 16)).abs().mean())},
         {"fixed_sizes": True},
     ],
@@ -224,8 +224,8 @@ def test_options_of_deploy_work_with_a_file(tmp_path, options):
     done = scalepoint.deploy(path, None, data, output=tmp_path / "out", cpu="vnni", config=config, **options)
     assert not done.coverage.is_empty
     assert done.verification.sqnr > 40
-    assert (done.tuned is not None) == ("accuracy" in options)
-    assert (done.allocation is not None) >= ("budget" in options)
+    assert (done.tuned is not None) == (options.keys() <= {"accuracy", "budget"})  # narrow weights are tuned by default
+    assert ("budget" not in options) or done.allocation is not None
 
 
 @pytest.mark.slow
@@ -293,3 +293,17 @@ def test_an_operator_that_is_not_supported_is_named(tmp_path):
     path = save(model_of("net (float[2] x) => (float[2] y) { y = NoSuchOperator(x) }"), tmp_path / "net.onnx")
     with pytest.raises(OnnxReadError, match="NoSuchOperator"):
         scalepoint.deploy(path, None, [], output=tmp_path / "out")
+
+
+def test_a_number_may_be_the_first_operand(tmp_path):
+    text = """net (float[1, 8] x) => (float[1, 4] y) {
+        a = Mul(half, x)
+        b = Add(half, a)
+        c = Sub(half, b)
+        d = Div(half, c)
+        y = MatMul(d, w)
+    }"""
+    path = save(model_of(text, half=np.array([0.5], np.float32), w=random(8, 4)), tmp_path / "net.onnx")
+    data = [torch.from_numpy(random(1, 8, seed=seed)) for seed in range(2)]
+    done = scalepoint.deploy(path, None, data, output=tmp_path / "out", smoke=True, cpu="vnni", placement="int8")
+    assert done.verification.holds

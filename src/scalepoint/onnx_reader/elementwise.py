@@ -205,10 +205,15 @@ def _power(x: Any, y: Any) -> Tensor:
     return result.to(x.dtype) if isinstance(x, Tensor) else result.to(y.dtype)
 
 
+def _tensor_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a commutative function take a number second: torch.onnx cannot write a product with a number first."""
+    return lambda x, y: function(x, y) if isinstance(x, Tensor) else function(y, x)
+
+
 _BINARY_FUNCTIONS: dict[str, Callable[[Any, Any], Tensor]] = {
-    "Add": torch.add,
+    "Add": _tensor_first(torch.add),
     "Sub": python_operator.sub,
-    "Mul": torch.mul,
+    "Mul": _tensor_first(torch.mul),
     "Div": _divide,
     "Pow": _power,
     "Equal": python_operator.eq,

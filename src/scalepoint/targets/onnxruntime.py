@@ -56,11 +56,28 @@ SAME_SCALE_KINDS = frozenset(
 
 
 def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
-    """Both operands are tensors, and one of them comes from a convolution."""
+    """Both operands are computed from the inputs, and one of them comes from a convolution."""
     operands = add.all_input_nodes
     if len(operands) != 2:
         return "does not join two tensors"
-    return None if any(map(comes_from_convolution, operands)) else "no operand comes from a convolution"
+    if not any(map(comes_from_convolution, operands)):
+        return "no operand comes from a convolution"
+    if not all(comes_from_convolution(operand) or _depends_on_inputs(operand) for operand in operands):
+        return "one operand depends on sizes only, such as the grid of a detector"
+    return None
+
+
+def _depends_on_inputs(node: fx.Node) -> bool:
+    """Whether a tensor depends on values of an input, and not only on its sizes."""
+    pending, seen = [node], set()
+    while pending:
+        current = pending.pop()
+        if current.op == "placeholder":
+            return True
+        if current not in seen and current.target is not torch.ops.aten.sym_size.int:
+            seen.add(current)
+            pending += current.all_input_nodes
+    return False
 
 
 def comes_from_convolution(node: fx.Node) -> bool:

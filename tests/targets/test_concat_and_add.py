@@ -1,4 +1,4 @@
-"""Which concats are quantized."""
+"""Which concats and adds are quantized."""
 
 import pytest
 import torch
@@ -27,3 +27,24 @@ def test_a_concat_of_convolutions_is_quantized_but_not_one_with_a_class_token(ta
     for has_class_token in (True, False):
         report = transform(Tokens(has_class_token).eval(), x, target=target, dynamic=False).report
         assert ("ConcatPattern" in report.counts()) != has_class_token
+
+
+class Decoded(nn.Module):
+    """Offsets that a convolution computes, added to a grid of the input's size or to another convolution."""
+
+    def __init__(self, has_grid):
+        super().__init__()
+        self.offset, self.other = nn.Conv1d(3, 1, 1), nn.Conv1d(3, 1, 1)
+        self.has_grid = has_grid
+
+    def forward(self, x):
+        grid = torch.arange(x.shape[2], dtype=torch.float32).reshape(1, 1, x.shape[2])
+        return self.offset(x) + (grid if self.has_grid else self.other(x))
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_an_add_of_convolutions_is_quantized_but_not_one_of_a_grid(target):
+    axes = {"x": {2: "length"}}
+    for has_grid in (True, False):
+        report = transform(Decoded(has_grid).eval(), torch.randn(2, 3, 16), target=target, dynamic_axes=axes).report
+        assert ("AddReLUPattern" in report.counts()) != has_grid
