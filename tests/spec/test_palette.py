@@ -1,5 +1,6 @@
 """palette_spec: specs whose scales are tables."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -75,12 +76,98 @@ def test_training_uses_the_current_weight() -> None:
     assert all(layer.weight.grad is not None for layer in quantized.modules() if isinstance(layer, nn.Linear))
 
 
-def test_tuning_does_not_change_tables() -> None:
-    x = torch.randn(16, 3, 8, 8)
-    quantized = quantize(net(), x, QuantConfig.palettes(2), target="coreml")
-    calibrate(quantized, [x], freeze_weights=True, progress=False)
-    before = [layer.weight_quant.scale.clone() for layer in quantized.modules() if isinstance(layer, QuantizedLayer)]
-    scalepoint.tune(quantized, [x], progress=False)
-    after = [layer.weight_quant.scale for layer in quantized.modules() if isinstance(layer, QuantizedLayer)]
-    assert all(map(torch.equal, before, after))
-    assert all(layer.weight_quant.chosen is None for layer in quantized.modules() if isinstance(layer, QuantizedLayer))
+def quantized_weights(model: nn.Module) -> list[QuantizedLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
+
+
+def build(**fields: object) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A calibrated model whose weights are palettes, and its data."""
+    torch.manual_seed(1)
+    data = list((torch.randn(256, 3, 2, 2).repeat_interleave(4, 2).repeat_interleave(4, 3)).split(64))
+    quantized = quantize(net(), data[0], QuantConfig.palettes(**fields), target="reference")  # type: ignore[arg-type]
+    calibrate(quantized, data[:3], freeze_weights=True, progress=False)
+    return quantized, data
+
+
+PALETTES = [
+    {"n_bits": 2},
+    {"n_bits": 3, "group_size": 4},
+    {"n_bits": 4, "cluster_dim": 2},
+    {"n_bits": 3, "table_dtype": "int8"},
+    {"n_bits": 3, "table_dtype": "float8_e4m3fn"},
+]
+
+
+@pytest.mark.parametrize("fields", PALETTES, ids=str)
+def test_tuning_chooses_tables_and_indices_that_are_closer_on_new_data(
+    fields: dict[str, object], tmp_path: Path
+) -> None:
+    quantized, data = build(**fields)
+    with torch.no_grad():
+        expected = net()(data[3])
+        before = (quantized.eval()(data[3]) - expected).square().mean()
+        report = scalepoint.tune(quantized, data[:3], progress=False)
+        after = (quantized.eval()(data[3]) - expected).square().mean()
+    assert after < 0.5 * before
+    assert {row.step for row in report.layers} <= {"gptq", "descend"}
+    entries = 2 ** int(str(fields["n_bits"]))
+    for layer in quantized_weights(quantized):
+        quant = layer.weight_quant
+        assert quant.chosen is not None
+        groups = quant.values(quant.chosen).split(int(str(fields.get("group_size", len(quant.chosen)))))
+        dim = int(str(fields.get("cluster_dim", 1)))
+        for group in groups:
+            vectors = group.unflatten(0, (-1, dim)).flatten(2).mT.reshape(-1, dim)
+            assert len(vectors.unique(dim=0)) <= entries
+        if "table_dtype" in fields:  # one scale per table: max|entry| / largest code
+            high = 127 if fields["table_dtype"] == "int8" else 448
+            scale = quant.scale.abs().amax(1, keepdim=True) / high
+            codes = quant.scale / scale
+            stored = codes.round() if high == 127 else codes.to(torch.float8_e4m3fn).float()
+            assert torch.equal(stored * scale, quant.scale)
+    save(quantized, tmp_path / "m")
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "m", net(), data[0]).eval()(data[3]), quantized(data[3]))
+
+
+def test_in_training_the_tables_follow_the_weight_step_by_step() -> None:
+    quantized, data = build(n_bits=2)
+    prepare_qat(quantized)
+    quantized.train()
+    layer = quantized_weights(quantized)[1]
+    x, goal = data[0], torch.randn(64, 12)
+    optimizer = torch.optim.Adam(quantized.parameters(), lr=3e-3)
+    losses, tables = [], []
+    for _ in range(12):
+        loss = (quantized(x) - goal).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        tables.append(layer.weight_quant.scale.clone())
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(not torch.equal(old, new) for old, new in pairwise(tables[:4]))
+
+
+def test_a_vector_of_weights_shares_an_index() -> None:
+    spec = palette_spec(2, cluster_dim=2)
+    spec = spec.replace(granularity=spec.granularity.resolve(nn.Linear))
+    quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, "weight")
+    corners = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-2.0, 0.0], [0.5, 3.0]])
+    weight = corners[torch.randint(0, 4, (60,))].T.contiguous()  # two channels
+    weight[:, :4] = corners.T
+    torch.testing.assert_close(quantizer(weight), weight)
+    codes = quantizer.quantize(weight, *quantizer.calculate_qparams())
+    assert torch.equal(codes[0], codes[1])
+    assert quantizer.qparams_calculator.scale.shape == (1, 4, 2)
+
+
+def test_channels_that_vectors_do_not_divide_stay_float() -> None:
+    with pytest.warns(UserWarning, match="blocks of 5"):
+        quantize(
+            net(),
+            torch.randn(2, 3, 8, 8),
+            QuantConfig.palettes(2, cluster_dim=5),
+            target="reference",
+            freeze_weights=True,
+        )

@@ -11,7 +11,7 @@ The most specific override applies: an exact name before a glob before a type. A
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import (
@@ -42,6 +42,9 @@ from scalepoint.spec.spec import SchemaGenerator
 from scalepoint.support.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.support.plugins import entry_point_names
 from scalepoint.support.validation_errors import CheckedModel, Config
+
+if TYPE_CHECKING:
+    from scalepoint.quantize.override_matches import ConfigMatches
 
 BUILT_IN_MIGRATIONS = ("smooth", "equalize", "awq", "rotate")  # others are entry points
 FLOAT = "float"  # used instead of a tensor's config: the tensor is not quantized
@@ -365,15 +368,10 @@ class QuantConfig(Config):
             A spec, "float", or None if the config leaves the choice to the target.
         """
         names, types = tuple(names), tuple(types)
-        overrides = [
-            override
-            for override in self.overrides
-            if override.matches(names, types) and override.setting_for(role) is not None
-        ]
+        override = self.find_override(role, names, types)
         setting: Any
-        if overrides:
-            # reversed: among equally specific overrides the last one wins.
-            setting = max(reversed(overrides), key=lambda override: override.specificity).setting_for(role)
+        if override is not None:
+            setting = override.setting_for(role)
         elif role != "weight":
             setting = self.activation
         else:
@@ -382,6 +380,32 @@ class QuantConfig(Config):
             return setting.weight_spec() if role == "weight" else setting.activation_spec()
         spec: QuantizationSpec | str | None = setting
         return spec
+
+    def find_override(self, role: str, names: Iterable[str], types: Iterable[str]) -> Override | None:
+        """Return the override that decides a role of an operation; None if none does."""
+        names, types = tuple(names), tuple(types)
+        overrides = [
+            override
+            for override in self.overrides
+            if override.matches(names, types) and override.setting_for(role) is not None
+        ]
+        # reversed: among equally specific overrides the last one wins.
+        return max(reversed(overrides), key=lambda override: override.specificity, default=None)
+
+    def matches(self, model: Any, args: Any = None, *, target: Any = None) -> "ConfigMatches":
+        """Find the operations that each override matches, with the line of the model that calls them.
+
+        Args:
+            model: A module, or the result of `transform`.
+            args: Example inputs of a module: a tensor, a tuple, or a dict of keyword inputs.
+            target: A target or its name, whose patterns group the operations.
+
+        Example:
+            >>> print(config.matches(model, torch.randn(1, 3, 32, 32)))
+        """
+        from scalepoint.quantize.override_matches import find_override_matches  # noqa: PLC0415  # it imports this module
+
+        return find_override_matches(self, model, args, target)
 
     @classmethod
     def weight_only(
@@ -416,15 +440,29 @@ class QuantConfig(Config):
         return cls(activation=FLOAT, weight=weight, overrides=tuple(overrides))
 
     @classmethod
-    def palettes(cls, n_bits: int = 4, group_size: int | None = None, *, overrides: Sequence[Override] = ()) -> Self:
+    def palettes(
+        cls,
+        n_bits: int = 4,
+        group_size: int | None = None,
+        *,
+        cluster_dim: int = 1,
+        table_dtype: str | None = None,
+        overrides: Sequence[Override] = (),
+    ) -> Self:
         """Make a config that stores weights as indices into tables of float values; activations stay float.
 
         Args:
             n_bits: A table has 2^n_bits values.
             group_size: Number of output channels that share a table; None for one table per weight.
+            cluster_dim: Number of output channels that share an index: n_bits / cluster_dim bits per weight.
+            table_dtype: "int8", "float8_e4m3fn" or "float8_e5m2" entries of the tables; None for float.
             overrides: Different settings for some operations.
         """
-        return cls(activation=FLOAT, weight=palette_spec(n_bits, group_size), overrides=tuple(overrides))
+        return cls(
+            activation=FLOAT,
+            weight=palette_spec(n_bits, group_size, cluster_dim, table_dtype),
+            overrides=tuple(overrides),
+        )
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Users can do the same: subclass QuantizationSpec, and the added fields are passe
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,9 @@ class ExtendedQuantizationSpec(QuantizationSpec):
         search_steps: Number of ranges that a search tries.
         bins: Bins of a histogram.
         sparsity: Which weights are pruned; None prunes nothing.
+        cluster_dim: Neighbouring output channels of a palettized weight that share an index; the entries of its tables
+            are vectors of this length.
+        table_dtype: Dtype of the entries of a palette's tables: int8 or an fp8 dtype; None for float.
     """
 
     SUPPORTED_DTYPES: ClassVar[set[CodeType]] = set(FORMATS)
@@ -47,6 +50,8 @@ class ExtendedQuantizationSpec(QuantizationSpec):
     search_steps: int = Field(80, ge=2)
     bins: int = Field(4096, ge=16, multiple_of=2)
     sparsity: SparsityField = None  # read by the quantizer of a weight
+    cluster_dim: int = Field(1, ge=1)
+    table_dtype: Literal["int8", "float8_e4m3fn", "float8_e5m2"] | None = None
 
     @model_validator(mode="after")
     def _check_fields_take_effect(self) -> Self:

@@ -5,7 +5,7 @@ translates between a layer of the model and this shape. A column is one of the n
 target, codes or scales; pairs of columns ("partners") are those whose products a kernel adds in 16 bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,15 +14,25 @@ import torch
 from torch import Tensor
 
 from scalepoint import distributed
+from scalepoint.errors import UsageError
 from scalepoint.numerics import Format, QParams, round_to_float
+from scalepoint.numerics.palette import make_tables, make_vector_tables
 from scalepoint.quantize.quantized_layers import QuantizedLayer
-from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, RangeCalculatorBase
+from scalepoint.spec import (
+    PaletteQParamsCalculator,
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerGroupedChannelGranularity,
+    RangeCalculatorBase,
+)
 from scalepoint.spec.pair_safe import MAX_PAIR_SUM
+from scalepoint.spec.palette import is_palette
 from scalepoint.tuning.moments import ErrorAroundWeight, Moments, float32_hessian, split_outputs
 from scalepoint.tuning.rows import Geometry
 
 Ridge = float | str  # a share of the mean diagonal, or "auto": chosen on held-out rows
 MAX_SAMPLED_OUTPUTS = 128  # outputs on which steps compare settings
+VECTOR_COLUMNS = 64  # columns of vector palettes that are rounded at once
 # x + offset - offset rounds x to a whole number: near the offset a float has no fraction bits. As tensors, because a
 # Python number is converted at every call.
 ROUNDING_OFFSETS = {
@@ -39,11 +49,13 @@ class Solution:
         target: The weight to approximate, (groups, outputs, n).
         codes: Codes minus their zero point, (groups, outputs, n), in float32, which represents all of them exactly.
         scale: (groups, outputs, blocks).
+        tables: Tables of a palette, if they are not those of the problem. Codes are then entries of the tables.
     """
 
     target: Tensor
     codes: Tensor
     scale: Tensor
+    tables: Tensor | None = None
 
     @property
     def scale_per_code(self) -> Tensor:
@@ -72,6 +84,10 @@ class CodeGrid:
     high: Tensor
     float_format: Format | None = None
     partners: Tensor | None = None
+
+    def with_tables(self, tables: Tensor) -> "CodeGrid":
+        """Return this grid with other tables. Only palettes have tables."""
+        raise UsageError("a solution with tables is for a palette")
 
     def select_outputs(self, outputs: slice) -> "CodeGrid":
         low, high = (limit if limit.shape[1] == 1 else limit[:, outputs] for limit in (self.low, self.high))
@@ -128,6 +144,82 @@ class CodeGrid:
 def _split_columns(values: Tensor, size: int) -> tuple[Tensor, ...]:
     values = values if values.ndim else values.reshape(1, 1, 1)
     return values.expand(-1, -1, size).unbind(-1)
+
+
+def _to_output_vectors(x: Tensor, dim: int) -> Tensor:
+    """Arrange (groups, outputs, n) as (groups, outputs / dim, dim, n), in float32."""
+    return x.to(torch.float32).reshape(x.shape[0], -1, dim, x.shape[-1])
+
+
+def _keep(tables: Tensor) -> Tensor:
+    return tables
+
+
+@dataclass(frozen=True)
+class PaletteGrid(CodeGrid):
+    """Codes of a palette: entries of tables. `dim` neighbouring outputs share an index, so they are rounded together.
+
+    Attributes:
+        tables: (tables, entries, dim), in float32; ascending if dim is 1.
+        table_index: The table of each vector of outputs, (groups, outputs / dim).
+        round_tables: Rounds tables to what a file can store.
+    """
+
+    tables: Tensor = field(default_factory=lambda: torch.zeros(1, 1, 1))
+    table_index: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
+    round_tables: Callable[[Tensor], Tensor] = _keep
+
+    @property
+    def dim(self) -> int:
+        return self.tables.shape[-1]
+
+    @cached_property
+    def _output_tables(self) -> Tensor:
+        """The table of each vector of outputs: (groups, outputs / dim, entries, dim)."""
+        return self.tables[self.table_index]
+
+    @cached_property
+    def _midpoints(self) -> Tensor:
+        tables = self._output_tables[..., 0]
+        return ((tables[..., 1:] + tables[..., :-1]) / 2).contiguous()
+
+    def with_tables(self, tables: Tensor) -> "PaletteGrid":
+        return replace(self, tables=tables)
+
+    def find_indices(self, x: Tensor) -> Tensor:
+        """Return the index of the nearest entry: (groups, outputs / dim, n) for values (groups, outputs, n)."""
+        if self.dim == 1:
+            return torch.searchsorted(self._midpoints, x.to(torch.float32).contiguous())
+        vectors = _to_output_vectors(x, self.dim)
+        squares = self._output_tables.square().sum(-1)[..., None]
+        parts = [
+            (squares - 2 * (self._output_tables @ part)).argmin(2) for part in vectors.split(VECTOR_COLUMNS, dim=-1)
+        ]
+        return torch.cat(parts, -1)
+
+    def look_up(self, index: Tensor) -> Tensor:
+        """Return the entries (groups, outputs, n) of indices (groups, outputs / dim, n)."""
+        shape = (*index.shape, self.dim)
+        entries = self._output_tables.gather(2, index[..., None].expand(shape))
+        return entries.transpose(-1, -2).flatten(1, 2)
+
+    def round_(self, x: Tensor) -> Tensor:
+        columns = x[..., None] if x.ndim == 2 else x  # one column, or all of them
+        return x.copy_(self.look_up(self.find_indices(columns)).reshape(x.shape))
+
+    def make_tables(self, target: Tensor, weights: Tensor) -> Tensor:
+        """Return the tables of k-means, with these importances of the values of `target` (groups, outputs, n)."""
+        count, entries, dim = self.tables.shape
+        by_vector = [_to_output_vectors(part, dim) for part in (target, weights.expand_as(target))]
+        tables = []
+        for table in range(count):
+            is_member = self.table_index == table
+            values, importance = (part[is_member].mT.reshape(1, -1, dim) for part in by_vector)
+            if dim == 1:
+                tables.append(make_tables(values[..., 0], entries, importance[..., 0])[..., None])
+            else:
+                tables.append(make_vector_tables(values, entries, importance))
+        return self.round_tables(torch.cat(tables))
 
 
 @dataclass(frozen=True)
@@ -188,8 +280,13 @@ class LayerProblem:
             self._errors[id(moments)] = ErrorAroundWeight(moments, self.weight)
         return self._errors[id(moments)]
 
-    def nearest_codes(self, target: Tensor, scale: Tensor) -> Tensor:
-        return self.grid.nearest_codes(target / expand_scale(scale, target.shape[-1])).to(torch.float32)
+    def nearest_codes(self, target: Tensor, scale: Tensor, tables: Tensor | None = None) -> Tensor:
+        grid = self.get_grid(tables)
+        return grid.nearest_codes(target / expand_scale(scale, target.shape[-1])).to(torch.float32)
+
+    def get_grid(self, tables: Tensor | None) -> CodeGrid:
+        """Return the grid, with the tables of a solution."""
+        return self.grid if tables is None else self.grid.with_tables(tables)
 
     def error(self, solution: Solution, moments: Moments | None = None, outputs: slice = slice(None)) -> float:
         """Return the squared error of the outputs over the variance of their targets.
@@ -260,6 +357,9 @@ class GroupedLayer:
     def current_solution(self, weight: Tensor) -> Solution:
         """Return the codes and scales that the layer has now, as a solution for `weight`."""
         codes = self.layer.get_deployed().codes
+        if is_palette(self.layer.weight_quant.spec):
+            values = self.geometry.to_groups(self.layer.weight_quant.values(codes))
+            return Solution(weight, values, torch.ones_like(weight[..., :1]))
         scale = self._group_parameter(self.layer.weight_quant.broadcast_qparams(codes).scale.to(torch.float64), codes)
         # Steps work on codes minus zero points, so that values are codes times scales.
         centred = self.geometry.to_groups(codes.to(torch.float32)) - self._zero_points().to(torch.float32)
@@ -267,6 +367,8 @@ class GroupedLayer:
 
     def code_grid(self) -> CodeGrid:
         """Return the values that codes minus their zero points may have; only zero for pruned weights."""
+        if is_palette(self.layer.weight_quant.spec):
+            return self._make_palette_grid()
         quant, zero_points = self.layer.weight_quant, self._zero_points()
         code_format = quant.quantizer.grid.format
         is_pair_safe = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls) == "pair_safe"
@@ -280,6 +382,36 @@ class GroupedLayer:
             float_format=code_format if code_format.is_float else None,
             partners=self._find_partners() if is_pair_safe else None,
         )
+
+    def _make_palette_grid(self) -> PaletteGrid:
+        quant, (groups, outputs, _) = self.layer.weight_quant, self.size
+        granularity = quant.calculator.granularity
+        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # the only one of a palette
+        assert isinstance(quant.calculator, PaletteQParamsCalculator)  # noqa: S101
+        tables = quant.scale.detach().to(torch.float32)
+        tables = tables if tables.ndim == 3 else tables[..., None]
+        dim = tables.shape[-1]
+        channels = torch.arange(outputs // dim) * dim
+        # All groups of a transposed convolution share the channels of an output.
+        first = torch.arange(groups)[:, None] * (0 if self.geometry.kind == "conv_transpose" else outputs)
+        codes_shape = self.layer.get_deployed().codes.shape
+        _, table_count = granularity.count_groups(codes_shape)
+        per_table = codes_shape[granularity.axis or 0] // table_count
+        infinity = torch.tensor(torch.inf, dtype=torch.float64)
+        return PaletteGrid(
+            -infinity, infinity, tables=tables, table_index=(first + channels) // per_table,
+            round_tables=quant.calculator.round_tables,
+        )  # fmt: skip
+
+    def _apply_palette(self, solution: Solution) -> None:
+        """Set the tables of a solution, and the index of each code."""
+        codes = self.layer.get_deployed().codes
+        grid = self._make_palette_grid()
+        if solution.tables is not None:
+            grid = grid.with_tables(solution.tables)
+        index = grid.find_indices(solution.codes.to(torch.float32)).repeat_interleave(grid.dim, 1)
+        stored = self.geometry.from_groups(index.to(torch.float32), codes)
+        self.layer.set_codes(stored, QParams(grid.tables if grid.dim > 1 else grid.tables[..., 0]))
 
     def _find_partners(self) -> Tensor:
         """Return the columns whose products the kernel adds in pairs.
@@ -331,6 +463,9 @@ class GroupedLayer:
 
     def apply(self, solution: Solution) -> None:
         """Set codes and scales of a solution in the layer, except for outputs whose int32 bias would overflow."""
+        if is_palette(self.layer.weight_quant.spec):
+            self._apply_palette(solution)
+            return
         quant, codes = self.layer.weight_quant, self.layer.get_deployed().codes
         solution = self._revert_small_scales(solution)
         stored = self.geometry.from_groups((solution.codes + self._zero_points()).to(torch.float32), codes)

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from scalepoint import distributed
 from scalepoint.quantize.quantizers import QuantStub
+from scalepoint.spec.palette import is_palette
 from scalepoint.tuning.collect import LayerUse
 from scalepoint.tuning.piece_evaluation import PieceEvaluator, select_samples
 from scalepoint.tuning.pieces import Piece
@@ -61,7 +62,8 @@ class PieceTask:
         """Return the layers, one for each weight."""
         layers: dict[int, GroupedLayer] = {}
         for use in self.uses:
-            geometry = get_geometry(use.layer)
+            # Gradient steps move codes between neighbouring integers; the entries of a palette are not.
+            geometry = None if is_palette(use.layer.weight_quant.spec) else get_geometry(use.layer)
             if geometry is not None:
                 layers.setdefault(id(use.layer.weight_quant), GroupedLayer(use.layer, geometry))
         return list(layers.values())

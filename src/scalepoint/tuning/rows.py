@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scalepoint.graph import Operation
 from scalepoint.quantize.quantized_layers import QuantizedLayer
-from scalepoint.spec.palette import is_palette
+from scalepoint.spec.palette import get_cluster_dim, is_palette
 
 # A layer with groups gets ROWS_PER_UNKNOWN rows for each of its unknowns, but at least MIN_ROWS.
 MIN_ROWS = 4096
@@ -135,10 +135,22 @@ def _select_rows(rows: Tensor, index: Tensor) -> Tensor:
 def get_geometry(layer: QuantizedLayer) -> Geometry | None:
     """Return the geometry of a layer; None if rows cannot describe it.
 
-    That is the case for padding other than zeros inside the layer, and for a palette, whose codes are table indices.
+    That is the case for padding other than zeros inside the layer, and for a palette whose tables are not of output
+    channels, whose vectors cross groups of channels, or that is pruned.
     """
-    if is_palette(layer.weight_quant.spec):
-        return None
+    geometry = _get_geometry(layer)
+    quant = layer.weight_quant
+    if geometry is None or not is_palette(quant.spec):
+        return geometry
+    output_axis = 1 if geometry.kind == "conv_transpose" else 0
+    channels = layer.to_output_first(layer.weight).shape[output_axis]
+    per_group = channels if output_axis else channels // geometry.groups
+    has_tables_of_outputs = getattr(quant.calculator.granularity, "axis", None) == output_axis
+    has_whole_vectors = per_group % get_cluster_dim(quant.spec) == 0
+    return geometry if has_tables_of_outputs and has_whole_vectors and quant.sparsity is None else None
+
+
+def _get_geometry(layer: QuantizedLayer) -> Geometry | None:
     if layer.kind == "linear":
         return Geometry("linear")
     operation, kernel = layer.operation, tuple(layer.weight.shape[2:])

@@ -11,7 +11,7 @@ from scalepoint import distributed
 from scalepoint.results import TunedLayer
 from scalepoint.tuning.collect import LayerUse, RowCollector, explain_refusal
 from scalepoint.tuning.moments import Moments
-from scalepoint.tuning.problem import GroupedLayer, LayerProblem, Ridge, Solution, format_notes
+from scalepoint.tuning.problem import CodeGrid, GroupedLayer, LayerProblem, PaletteGrid, Ridge, Solution, format_notes
 from scalepoint.tuning.rows import get_geometry
 from scalepoint.tuning.steps import INTERCEPT, LayerStep, find_step
 from scalepoint.tuning.walk import StreamWalk
@@ -165,7 +165,7 @@ class LayerSolver:
 
     def _solve_over_ranks(self, problem: LayerProblem, nearest: Solution, *, is_cache_shared: bool) -> _BestSolution:
         """Find the best solution, and its error on fitted rows. Each rank solves some of the outputs."""
-        outputs = outputs_of_rank(problem.weight)
+        outputs = outputs_of_rank(problem.weight, problem.grid)
         part, start = problem, nearest
         if outputs is not None:
             part, start = problem.select_outputs(outputs), nearest.select_outputs(outputs)
@@ -219,11 +219,13 @@ def _prepare_moments(fit: Moments, holdout: Moments, has_bias: bool) -> tuple[Mo
     return prepared, prepared if holdout is fit else prepare(holdout)
 
 
-def outputs_of_rank(weight: Tensor) -> slice | None:
+def outputs_of_rank(weight: Tensor, grid: CodeGrid | None = None) -> slice | None:
     """Return the outputs that this rank solves; None if every rank solves all outputs.
 
-    For a small layer, exchanging the solutions takes longer than solving it.
+    For a small layer, exchanging the solutions takes longer than solving it. Outputs of a palette share tables.
     """
+    if isinstance(grid, PaletteGrid):
+        return None
     groups, outputs, size = weight.shape
     rank, count = distributed.rank(), distributed.world_size()
     if count == 1 or outputs < count or groups * outputs * size**2 < MIN_SHARED_PRODUCTS:

@@ -162,6 +162,8 @@ class StoredPalette(WeightedOperation):
         quant, deployed = source.weight_quant, source.get_deployed()
         granularity = quant.calculator.granularity
         assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # the only one of a palette
+        if quant.scale.ndim > 2:
+            raise ExportError(f"{quant.name}: files have no palettes of vectors yet: use cluster_dim=1")
         self.fmt, self.axis = dtype_name(quant.spec.dtype), int(granularity.axis or 0)
         self.register_buffer("codes", deployed.codes.detach().contiguous())
         self.register_buffer("tables", quant.scale.detach().to(torch.float32).contiguous().clone())

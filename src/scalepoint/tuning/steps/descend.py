@@ -2,6 +2,7 @@
 
     q_j <- round(q_j - R_j / (s_j H_jj)),  R = (s q - W*) H            s <- s - <q, R> / <q, q H>
 
+The tables of a palette take the place of the scales: their entries move to the least error given the indices.
 Every move lowers tr[(s q - W*) H (s q - W*)'], from any start and for any H. No inverse is needed, so it cannot fail.
 Each move is a choice in one dimension, so limits that depend on other codes (pairs) can be respected.
 """
@@ -11,10 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import CodeGrid, LayerProblem, Solution, expand_scale
+from scalepoint.tuning.problem import CodeGrid, LayerProblem, PaletteGrid, Solution, expand_scale
 from scalepoint.tuning.steps.registry import register
 
 MAX_SWEEPS = 2
+TABLE_STEPS = 6  # of conjugate gradients
 COLUMNS_PER_BLOCK = 32
 
 
@@ -30,7 +32,8 @@ def descend(problem: LayerProblem, solution: Solution) -> Solution:
         problem.notes["sweeps"] = sweep + 1
         if not moved:
             break
-    return Solution(solution.target, state.codes.mT.contiguous(), state.scale.to(torch.float64))
+    tables = state.grid.tables if isinstance(state.grid, PaletteGrid) else None
+    return Solution(solution.target, state.codes.mT.contiguous(), state.scale.to(torch.float64), tables)
 
 
 class _Descent:
@@ -42,7 +45,7 @@ class _Descent:
     def __init__(self, problem: LayerProblem, solution: Solution, hessian: Tensor) -> None:
         self.hessian, self.scale = hessian, solution.scale.to(torch.float32).clone()
         self.codes = solution.codes.mT.clone(memory_format=torch.contiguous_format)
-        grid = problem.grid
+        grid = problem.get_grid(solution.tables)
         self.grid: CodeGrid = replace(grid, low=grid.low.to(torch.float32), high=grid.high.to(torch.float32))
         self.column_limits = self.grid.column_limits(self.codes.shape[1])
         self.can_change_scales, self.block_count = problem.can_change_scales, self.scale.shape[-1]
@@ -70,6 +73,8 @@ class _Descent:
             self.slope[:, rows].baddbmm_(self.hessian[:, rows, block], change)
         if self.can_change_scales and not has_scale_blocks:
             self._move_output_scales()
+        if isinstance(self.grid, PaletteGrid):
+            self._move_tables(self.grid)
         return moved
 
     def _move_codes(self, block: slice) -> Tensor:
@@ -110,6 +115,40 @@ class _Descent:
         product = self.hessian @ self.codes
         scale_change = self._move_scale(0, self.codes, self.slope, product)
         self.slope.addcmul_(product, scale_change[:, None])
+
+    def _move_tables(self, grid: PaletteGrid) -> None:
+        """Choose the best tables given the index of each code, by a few steps of conjugate gradients.
+
+        The error is quadratic in the entries. Its gradient at an entry is the sum of R over the codes that use it.
+        """
+        index = grid.find_indices(self.codes.mT)
+        place = (grid.table_index[..., None] * grid.tables.shape[1] + index)[:, :, None] * grid.dim
+        place = (place + torch.arange(grid.dim)[:, None]).flatten(1, 2).mT.reshape(-1)
+        gradient = self._sum_by_entry(self.slope, place, grid)
+        change, direction, squared = torch.zeros_like(gradient), -gradient, float(gradient @ gradient)
+        for _ in range(TABLE_STEPS):
+            product = self.hessian @ direction[place].view_as(self.codes)
+            curved = self._sum_by_entry(product, place, grid)
+            curve = float(direction @ curved)
+            if squared <= 0 or curve <= 0:
+                break
+            rate = squared / curve
+            change.add_(direction, alpha=rate)
+            gradient.add_(curved, alpha=rate)
+            self.slope.add_(product, alpha=rate)
+            previous, squared = squared, float(gradient @ gradient)
+            direction = direction * (squared / previous) - gradient
+        moved = self.codes + change[place].view_as(self.codes)
+        tables = grid.tables + change.view_as(grid.tables)
+        tables = grid.round_tables(tables.sort(1).values if grid.dim == 1 else tables)
+        self.grid = grid.with_tables(tables)
+        rounded = self.grid.nearest_codes(moved.mT).mT
+        self.slope.add_(self.hessian @ (rounded - moved))
+        self.codes.copy_(rounded)
+
+    def _sum_by_entry(self, values: Tensor, place: Tensor, grid: PaletteGrid) -> Tensor:
+        """Add up values (groups, n, outputs) over the codes of each entry of each table."""
+        return torch.zeros(grid.tables.numel()).index_add_(0, place, values.reshape(-1))
 
     def _move_scale(self, index: int, codes: Tensor, slope: Tensor, product: Tensor) -> Tensor:
         """Set one scale of all outputs to the best value. Returns the change.

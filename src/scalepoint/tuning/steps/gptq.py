@@ -8,6 +8,7 @@ result is not positive definite, the share is raised tenfold; the report contain
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,10 +33,11 @@ def gptq(problem: LayerProblem, solution: Solution) -> Solution:
     problem.notes["damping"] = share
     scale_per_code = expand_scale(solution.scale, problem.fit.size)
     weight, scale = _sort_columns(solution.target, order), _sort_columns(scale_per_code, order)
-    sorted_codes = _round_columns(weight, scale, problem.grid, _sort_limits(problem.grid, order), factor).mT
+    grid = problem.get_grid(solution.tables)
+    sorted_codes = _round_columns(weight, scale, grid, _sort_limits(grid, order), factor).mT
     index = order[:, None, :].expand_as(sorted_codes)
     codes = torch.empty_like(sorted_codes).scatter_(-1, index, sorted_codes)  # back to the order of the layer
-    return Solution(solution.target, codes, solution.scale)
+    return replace(solution, codes=codes)
 
 
 def _sort_columns(values: Tensor, order: Tensor) -> Tensor:

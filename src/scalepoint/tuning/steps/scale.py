@@ -3,6 +3,7 @@
     s = argmin over factors of the calibrated scale of  sum_j H_jj (w_j - s q_j)^2,   q_j the nearest code
 
 The diagonal of H says how much an input matters. Without it, the search would clip weights that carry the signal.
+The tables of a palette are chosen by k-means with these weights.
 """
 
 from dataclasses import replace
@@ -10,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import CodeGrid, LayerProblem, Solution
+from scalepoint.tuning.problem import CodeGrid, LayerProblem, PaletteGrid, Solution
 from scalepoint.tuning.steps.registry import register
 
 COARSE_FACTORS = tuple(1.05 - 0.05 * step for step in range(14))  # 1.05 .. 0.4 of the calibrated scale
@@ -19,10 +20,14 @@ FINE_STEP = 0.025
 
 @register("scale")
 def scale(problem: LayerProblem, solution: Solution) -> Solution:
-    """Choose the scales, and the nearest codes."""
+    """Choose the scales, or the tables of a palette, and the nearest codes."""
+    importance = problem.fit.hessian.diagonal(dim1=-2, dim2=-1).clamp(min=0)[:, None, :].to(torch.float32)
+    if isinstance(problem.grid, PaletteGrid):
+        tables = problem.grid.make_tables(solution.target, importance)
+        codes = problem.nearest_codes(solution.target, solution.scale, tables)
+        return Solution(solution.target, codes, solution.scale, tables)
     if not problem.can_change_scales:
         return solution
-    importance = problem.fit.hessian.diagonal(dim1=-2, dim2=-1).clamp(min=0)[:, None, :].to(torch.float32)
     search = _ScaleSearch(solution.target.to(torch.float32), importance, problem.grid, solution.scale.to(torch.float32))
     start_cost = search.best_cost.clone()
     for factor in COARSE_FACTORS:

@@ -36,7 +36,8 @@ def target(problem: LayerProblem, solution: Solution) -> Solution:
     solved = None if share is None else _solve_with_ridge(problem, share)
     problem.notes["ridge"] = "none" if solved is None else share
     best = problem.weight if solved is None else solved
-    return Solution(best, problem.nearest_codes(best, solution.scale), solution.scale)
+    codes = problem.nearest_codes(best, solution.scale, solution.tables)
+    return Solution(best, codes, solution.scale, solution.tables)
 
 
 def _choose_ridge(problem: LayerProblem) -> float | None:

@@ -1,0 +1,88 @@
+"""Which operations the overrides of a config apply to, with the user's line of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from scalepoint.graph.user_traceback import recorded_line
+from scalepoint.quantize.config import Override, QuantConfig
+from scalepoint.quantize.placement import QuantizationSite, UnmatchedOperation, find_sites, find_unmatched_operations
+from scalepoint.support.formatting import escape_unprintable, format_plural
+from scalepoint.transformation import TransformationResult, transform
+
+
+@dataclass(frozen=True)
+class MatchedOperation:
+    """An operation that an override matches.
+
+    Attributes:
+        name: Name of the operation.
+        kind: Kind of the operation, such as "conv" or "linear".
+        line: The user's line that calls it, as "file:line: code"; "" if it is not recorded.
+        decides: The roles ("weight", "input", "output") that this override decides. A more specific override may have
+            taken the others.
+    """
+
+    name: str
+    kind: str
+    line: str
+    decides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OverrideMatches:
+    """The operations that one override matches; none if its name or type fits nothing."""
+
+    override: Override
+    operations: tuple[MatchedOperation, ...]
+
+
+@dataclass(frozen=True)
+class ConfigMatches:
+    """The operations that each override of a config matches. Printing it shows them all."""
+
+    overrides: tuple[OverrideMatches, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for matches in self.overrides:
+            lines.append(f"{matches.override.label}: {format_plural(len(matches.operations), 'operation')}")
+            for operation in matches.operations:
+                decided = ", ".join(operation.decides) or "nothing: a more specific override does"
+                lines.append(f"  {operation.name} ({operation.kind}), decides {decided}")
+                lines += [f"    {operation.line}"] if operation.line else []
+        return "\n".join(map(escape_unprintable, lines))
+
+
+def find_override_matches(config: QuantConfig, model: Any, args: Any, target: Any) -> ConfigMatches:
+    """Find the operations that each override matches; see `QuantConfig.matches`."""
+    result = transform(model, args, target=target) if isinstance(model, nn.Module) else model
+    assert isinstance(result, TransformationResult)  # noqa: S101  # the other type that `matches` accepts
+    sites = find_sites(result.model, result.matches)
+    operations = [*sites, *find_unmatched_operations(result.model, sites)]
+    return ConfigMatches(
+        tuple(
+            OverrideMatches(override, tuple(_describe(operation, override, config) for operation in matched))
+            for override in config.overrides
+            for matched in [_find_matched(override, operations)]
+        )
+    )
+
+
+Found = QuantizationSite | UnmatchedOperation
+
+
+def _find_matched(override: Override, operations: Sequence[Found]) -> list[Found]:
+    return [operation for operation in operations if override.matches(operation.names, operation.types)]
+
+
+def _describe(operation: Found, override: Override, config: QuantConfig) -> MatchedOperation:
+    decides = tuple(
+        role
+        for role in ("weight", "input", "output")
+        if config.find_override(role, operation.names, operation.types) is override
+    )
+    line = recorded_line(operation.node.stack_trace).removeprefix(" at ")
+    return MatchedOperation(operation.name, operation.kind, line, decides)
