@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from scalepoint import transform
 from scalepoint.allocation import UNCHANGED, Budget, Widths, measure_widths
 from scalepoint.errors import TargetError, UsageError
-from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
+from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, coverage, insert_qdq
 from scalepoint.targets import find_target
 from tests.errors import raises
 
@@ -209,3 +209,26 @@ def test_one_weight_in_two_layers_has_one_precision():
     assert [len(row.layers) for row in result.rows] == [2]
     assert result.rows[0].weights == 64
     assert result.rows[0].widths[0].size == 32 + 4 * 8
+
+
+def test_palettes_are_choices_of_a_budget(result, data):
+    config = QuantConfig.palettes(4)
+    widths = measured(
+        result, data, ("palette2", "palette4", "int8"), config, target="coreml", steps=("scale", "descend")
+    )
+    for row in widths.rows:
+        by_name = {width.name: width for width in row.widths}
+        assert [by_name[name].bits for name in ("palette2", "palette4", "int8")] == [2, 4, 8]
+        assert by_name["palette2"].error > by_name["palette4"].error > by_name["int8"].error
+    chosen = widths.find_best(Budget(bits=3.0)).chosen
+    assert len(set(chosen.values())) > 1
+    assert widths.allocation(chosen, "bits").reached <= 3.0
+    precisions = {row.precision for row in measured_config(result, widths, config, chosen)}
+    assert {"w palette2", "w palette4"} & precisions
+
+
+def measured_config(result, widths, config, chosen):
+    """The coverage of a model with the chosen precisions."""
+    return coverage(
+        insert_qdq(result.model, result.matches, widths.config(config, chosen), target="coreml", copy=True)
+    ).operations

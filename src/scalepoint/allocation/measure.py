@@ -39,7 +39,13 @@ from scalepoint.quantize.operations import get_weight_shape
 from scalepoint.quantize.placement import Decision
 from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.quantize.record import record_of
-from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
+from scalepoint.spec import (
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerGroupedChannelGranularity,
+    QuantizationSpec,
+)
+from scalepoint.spec.palette import get_cluster_dim
 from scalepoint.targets import Target
 from scalepoint.transformation import TransformationResult
 
@@ -198,11 +204,15 @@ def _to_override_value(value: Any) -> Any:
 
 
 def _weight_bytes(spec: QuantizationSpec | None, shape: tuple[int, ...]) -> float:
-    """Return the bytes of the codes, of scales in float32, and of zero points if there are any."""
+    """Return the bytes of the codes, of scales in float32 or of tables, and of zero points if there are any."""
     count = prod(shape)
     if spec is None:
         return FLOAT_BITS / 8 * count
     granularity = spec.granularity
+    if isinstance(granularity, PerGroupedChannelGranularity):  # a palette, with tables in float16
+        return (count * spec.n_bits / get_cluster_dim(spec)) / 8 + 2 * 2**spec.n_bits * granularity.count_groups(shape)[
+            1
+        ]
     scale_count = 1.0
     if isinstance(granularity, PerBlockGranularity):
         scale_count = count / prod(granularity.get_block_size(shape))

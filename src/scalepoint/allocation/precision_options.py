@@ -1,6 +1,7 @@
 """The precisions that are tried for each layer: those that the target runs; and which layers must have the same.
 
     by name     int4, int8, ...: the weight in this format, everything else as configured; float: weight and inputs
+                palette2, palette4, ...: the weight as indices into tables
     upwards     as configured, then wider weights, inputs of 8 bits, both, float
 
 Layers that multiply one tensor (q, k, v; gate and up) have the same precision, so that a compiler can still fuse them.
@@ -20,8 +21,9 @@ from scalepoint.quantize.config import FLOAT, Override, QuantConfig
 from scalepoint.quantize.embedding_tables import is_embedding_table
 from scalepoint.quantize.insert import get_weight_key
 from scalepoint.quantize.placement import Decision, decide, get_operation_facts
-from scalepoint.spec import QuantizationSpec
+from scalepoint.spec import PerGroupedChannelGranularity, QuantizationSpec, palette_spec
 from scalepoint.spec.extended import spec_from_dict
+from scalepoint.spec.palette import is_palette, palette_bits
 from scalepoint.spec.spec import to_code_type
 from scalepoint.targets import Target
 
@@ -108,11 +110,11 @@ def check_choices(choices: Sequence[str]) -> tuple[str, ...]:
             f"{choices!r}"
         )
     for name in choices:
-        if name != FLOAT:
+        if name != FLOAT and palette_bits(name) is None:
             try:
                 get_format(to_code_type(name))
             except (ScalepointError, KeyError, AttributeError) as error:
-                known = ("int2", "int4", "int8", "uint4", "uint8", FLOAT)
+                known = ("int2", "int4", "int8", "uint4", "uint8", "palette4", FLOAT)
                 raise UsageError(
                     f"choices: {name!r} is not a weight format: {did_you_mean(str(name), known)}"
                 ) from error
@@ -227,6 +229,13 @@ def _configured_weight(decision: Decision, config: QuantConfig, target: Target) 
 
 
 def _with_dtype(spec: QuantizationSpec, name: str) -> QuantizationSpec:
+    bits = palette_bits(name)
+    if bits is not None:
+        granularity = spec.granularity
+        grouping = granularity.group_size if isinstance(granularity, PerGroupedChannelGranularity) else None
+        return palette_spec(bits, grouping)
+    if is_palette(spec):
+        raise TargetError(f"{name} is not a palette")
     if dtype_name(spec.dtype) == name:
         return spec
     known = type(spec).model_fields

@@ -12,6 +12,8 @@ from scalepoint.quantize.placement import QuantizationSite, UnmatchedOperation, 
 from scalepoint.support.formatting import escape_unprintable, format_plural
 from scalepoint.transformation import TransformationResult, transform
 
+PlacedOperation = QuantizationSite | UnmatchedOperation
+
 
 @dataclass(frozen=True)
 class MatchedOperation:
@@ -61,7 +63,7 @@ def find_override_matches(config: QuantConfig, model: Any, args: Any, target: An
     result = transform(model, args, target=target) if isinstance(model, nn.Module) else model
     assert isinstance(result, TransformationResult)  # noqa: S101  # the other type that `matches` accepts
     sites = find_sites(result.model, result.matches)
-    operations = [*sites, *find_unmatched_operations(result.model, sites)]
+    operations: list[PlacedOperation] = [*sites, *find_unmatched_operations(result.model, sites)]
     return ConfigMatches(
         tuple(
             OverrideMatches(override, tuple(_describe(operation, override, config) for operation in matched))
@@ -71,14 +73,11 @@ def find_override_matches(config: QuantConfig, model: Any, args: Any, target: An
     )
 
 
-Found = QuantizationSite | UnmatchedOperation
-
-
-def _find_matched(override: Override, operations: Sequence[Found]) -> list[Found]:
+def _find_matched(override: Override, operations: Sequence[PlacedOperation]) -> list[PlacedOperation]:
     return [operation for operation in operations if override.matches(operation.names, operation.types)]
 
 
-def _describe(operation: Found, override: Override, config: QuantConfig) -> MatchedOperation:
+def _describe(operation: PlacedOperation, override: Override, config: QuantConfig) -> MatchedOperation:
     decides = tuple(
         role
         for role in ("weight", "input", "output")

@@ -202,5 +202,11 @@ def get_cluster_dim(spec: QuantizationSpec) -> int:
     return spec.cluster_dim if isinstance(spec, ExtendedQuantizationSpec) else 1
 
 
+def palette_bits(name: str) -> int | None:
+    """Return 4 for "palette4", and so on; None for other names."""
+    bits = {f"palette{count}": count for count in INDEX_BITS}
+    return bits.get(name)
+
+
 def is_palette(spec: QuantizationSpec) -> bool:
     return bool(spec.fake_quantize_cls is PaletteFakeQuantize)
