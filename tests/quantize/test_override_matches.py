@@ -1,10 +1,10 @@
-"""QuantConfig.matches: which operations the overrides of a config apply to."""
+"""find_override_matches: which operations the overrides of a config apply to."""
 
 import torch
 from torch import nn
 
 from scalepoint import transform
-from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
+from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, find_override_matches
 
 FOUR = TensorQuantConfig(n_bits=4, per_channel=True)
 
@@ -34,7 +34,7 @@ CONFIG = QuantConfig(
 
 
 def test_each_override_lists_its_operations_with_their_lines_and_what_it_decides():
-    matches = CONFIG.matches(Net().eval(), torch.randn(2, 3, 6, 6))
+    matches = find_override_matches(CONFIG, Net().eval(), torch.randn(2, 3, 6, 6))
     by_type, by_glob, by_name, nothing = matches.overrides
     assert [row.name for row in by_type.operations] == ["blocks.0", "blocks.1", "head"]
     assert [row.decides for row in by_type.operations] == [(), (), ("weight",)]
@@ -53,5 +53,5 @@ def test_each_override_lists_its_operations_with_their_lines_and_what_it_decides
 def test_a_transformed_model_of_a_target_can_be_given():
     result = transform(Net().eval(), torch.randn(2, 3, 6, 6), target="onnxruntime")
     config = QuantConfig(overrides=[Override(type="conv", weight=FOUR)])
-    (matches,) = config.matches(result).overrides
+    (matches,) = find_override_matches(config, result).overrides
     assert [(row.name, row.kind, row.decides) for row in matches.operations] == [("stem", "conv", ("weight",))]

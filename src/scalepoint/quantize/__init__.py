@@ -5,6 +5,7 @@ from scalepoint.operation_coverage import Coverage
 from scalepoint.quantize.calibrate import calibrate, freeze
 from scalepoint.quantize.config import CalibrationMethod, Override, QuantConfig, SmoothQuantConfig, TensorQuantConfig
 from scalepoint.quantize.insert import insert_qdq
+from scalepoint.quantize.override_matches import find_override_matches
 from scalepoint.quantize.qat import (
     QATSchedule,
     disable_fake_quant,
@@ -40,6 +41,7 @@ __all__ = [
     "disable_observer",
     "enable_fake_quant",
     "enable_observer",
+    "find_override_matches",
     "freeze",
     "freeze_bn_stats",
     "insert_qdq",

@@ -11,7 +11,7 @@ The most specific override applies: an exact name before a glob before a type. A
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import (
@@ -42,9 +42,6 @@ from scalepoint.spec.spec import SchemaGenerator
 from scalepoint.support.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.support.plugins import entry_point_names
 from scalepoint.support.validation_errors import CheckedModel, Config
-
-if TYPE_CHECKING:
-    from scalepoint.quantize.override_matches import ConfigMatches
 
 BUILT_IN_MIGRATIONS = ("smooth", "equalize", "awq", "rotate")  # others are entry points
 FLOAT = "float"  # used instead of a tensor's config: the tensor is not quantized
@@ -391,21 +388,6 @@ class QuantConfig(Config):
         ]
         # reversed: among equally specific overrides the last one wins.
         return max(reversed(overrides), key=lambda override: override.specificity, default=None)
-
-    def matches(self, model: Any, args: Any = None, *, target: Any = None) -> "ConfigMatches":
-        """Find the operations that each override matches, with the line of the model that calls them.
-
-        Args:
-            model: A module, or the result of `transform`.
-            args: Example inputs of a module: a tensor, a tuple, or a dict of keyword inputs.
-            target: A target or its name, whose patterns group the operations.
-
-        Example:
-            >>> print(config.matches(model, torch.randn(1, 3, 32, 32)))
-        """
-        from scalepoint.quantize.override_matches import find_override_matches  # noqa: PLC0415  # it imports this module
-
-        return find_override_matches(self, model, args, target)
 
     @classmethod
     def weight_only(

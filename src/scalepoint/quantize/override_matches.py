@@ -10,6 +10,7 @@ from scalepoint.graph.user_traceback import recorded_line
 from scalepoint.quantize.config import Override, QuantConfig
 from scalepoint.quantize.placement import QuantizationSite, UnmatchedOperation, find_sites, find_unmatched_operations
 from scalepoint.support.formatting import escape_unprintable, format_plural
+from scalepoint.targets import Target
 from scalepoint.transformation import TransformationResult, transform
 
 PlacedOperation = QuantizationSite | UnmatchedOperation
@@ -58,10 +59,25 @@ class ConfigMatches:
         return "\n".join(map(escape_unprintable, lines))
 
 
-def find_override_matches(config: QuantConfig, model: Any, args: Any, target: Any) -> ConfigMatches:
-    """Find the operations that each override matches; see `QuantConfig.matches`."""
+def find_override_matches(
+    config: QuantConfig,
+    model: nn.Module | TransformationResult,
+    args: Any = None,
+    *,
+    target: str | Target | None = None,
+) -> ConfigMatches:
+    """Find the operations that each override of a config matches, with the line of the model that calls them.
+
+    Args:
+        config: The config.
+        model: A module, or the result of `transform`.
+        args: Example inputs of a module: a tensor, a tuple, or a dict of keyword inputs.
+        target: A target or its name, whose patterns group the operations of a module.
+
+    Example:
+        >>> print(find_override_matches(config, model, torch.randn(1, 3, 32, 32)))
+    """
     result = transform(model, args, target=target) if isinstance(model, nn.Module) else model
-    assert isinstance(result, TransformationResult)  # noqa: S101  # the other type that `matches` accepts
     sites = find_sites(result.model, result.matches)
     operations: list[PlacedOperation] = [*sites, *find_unmatched_operations(result.model, sites)]
     return ConfigMatches(

@@ -193,7 +193,7 @@ class PaletteGrid(CodeGrid):
         vectors = _to_output_vectors(x, self.dim)
         squares = self._output_tables.square().sum(-1)[..., None]
         parts = [
-            (squares - 2 * (self._output_tables @ part)).argmin(2) for part in vectors.split(VECTOR_COLUMNS, dim=-1)
+            (squares - 2 * (self._output_tables @ part)).argmin(2) for part in torch.split(vectors, VECTOR_COLUMNS, -1)
         ]
         return torch.cat(parts, -1)
 
