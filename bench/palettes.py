@@ -31,6 +31,7 @@ import scalepoint
 from measure import publish
 from scalepoint.pipeline.accuracy import PRESETS
 from scalepoint.quantize import QuantConfig, calibrate, quantize
+from scalepoint.tuning import TuneConfig
 from trained_networks import lite0, resnet8
 from tuning_cases import Plain, Subject, error, score, score_run
 
@@ -62,7 +63,7 @@ def ours(subject: Subject, bits: int, how: str) -> nn.Module:
     quantized = quantize(subject.model, data[0], QuantConfig.palettes(bits), target="reference", progress=False)
     calibrate(quantized, data, freeze_weights=True, progress=False)
     if how == TUNED:
-        scalepoint.tune(quantized, data, PRESETS["balanced"], progress=False)
+        scalepoint.tune(quantized, data, TuneConfig(steps=PRESETS["balanced"]), progress=False)
     return quantized.eval()
 
 

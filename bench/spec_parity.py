@@ -10,7 +10,8 @@ specs that only one of them refuses; and tensors of float16, bfloat16 and float6
 in the dtype of the tensor and scalepoint in float32. Anything else that differs is an error (exit code 1).
 
 The second table compares the accuracy with such tensors: normal data of 64 x 64, ten seeds, all formats, per tensor,
-per channel and in blocks of 4. "ratio" is the squared error of scalepoint over that of coreai-opt, +- its standard error.
+per channel and in blocks of 4. "ratio" is the squared error of scalepoint over that of coreai-opt, +- its standard
+error.
 """
 
 import argparse

@@ -210,7 +210,7 @@ def _weight_bytes(spec: QuantizationSpec | None, shape: tuple[int, ...]) -> floa
         return FLOAT_BITS / 8 * count
     granularity = spec.granularity
     if isinstance(granularity, PerGroupedChannelGranularity):  # a palette, with tables in float16
-        return (count * spec.n_bits / get_cluster_dim(spec)) / 8 + 2 * 2**spec.n_bits * granularity.count_groups(shape)[
+        return float((count * spec.n_bits / get_cluster_dim(spec)) / 8 + 2 * 2**spec.n_bits * granularity.count_groups(shape)[)
             1
         ]
     scale_count = 1.0
