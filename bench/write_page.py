@@ -299,7 +299,7 @@ def coreai_table(path: Path) -> str:
     for network, way in dict.fromkeys((network, way) for network, way, _ in results):
         ours, peer = (results.get((network, way, tool), {}) for tool in ("scalepoint", "coreai-opt"))
         is_compared = "db" in ours and "db" in peer
-        holds = not is_compared or (round(ours["db"] - peer["db"], 1) >= 0 and ours["kb"] <= peer["kb"])
+        holds = not is_compared or (round(ours["db"], 1) >= round(peer["db"], 1) and ours["kb"] <= peer["kb"])
         numbers = [number(row, key) for key in ("kb", "db") for row in (ours, peer)]
         rows.append([network, way, *numbers[:2], marked(numbers[2], holds), numbers[3], number(ours, "agrees")])
     columns = ["network", "form", "kB", "kB, coreai-opt", "dB", "dB, coreai-opt", "dB to the simulation"]
