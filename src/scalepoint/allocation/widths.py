@@ -150,14 +150,14 @@ class Widths:
             return trim_allocation(items, best, TRIM_SHARE)
         cheapest = self.to_unit(budget.unit, compute_front(items)[0].cost)
         names = dict.fromkeys(width.name for row in self.rows for width in row.widths)
-        what = {
+        cheapest_text = {
             "size": f"the smallest is {cheapest:.3g} of the float file",
             "bits": f"the fewest are {cheapest:.3g} bits a weight",
             "speed": f"the fastest is {cheapest:.3g} times the float model, by MACs",
         }[budget.unit]
         raise UsageError(
-            f"budget {budget} cannot be reached with choices {', '.join(names)}: {what}. Raise the budget, or add "
-            "choices with fewer bits"
+            f"budget {budget} cannot be reached with choices {', '.join(names)}: {cheapest_text}. Raise the budget, "
+            "or add choices with fewer bits"
         )
 
     def config(self, config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:

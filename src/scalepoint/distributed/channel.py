@@ -125,8 +125,10 @@ class Channel:
         message = {"phase": "", "failure": encode_error(error)}
         with suppress(Exception):  # the error itself matters more than that it cannot be sent
             number = self._send(message)
-            # Rank 0 may be interrupted inside an exchange, for whose list the other ranks wait: answer that one too.
-            for exchange in () if self.rank else (number - 1, number):
+            if self.rank:
+                return
+            # Other ranks may wait for the list of the exchange in which rank 0 was interrupted: answer that one too.
+            for exchange in (number - 1, number):
                 if not self._store.check([_key(exchange, ALL)]):
                     self._store.set(_key(exchange, ALL), json.dumps([message]))
 

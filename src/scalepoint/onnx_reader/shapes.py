@@ -212,7 +212,7 @@ def _list_slices(node: Node, ndim: int, limits: Sequence[Value | None]) -> list[
         lists = [None if limit is None else as_list(limit, name) for limit, name in zip(limits, names, strict=False)]
     else:
         lists = [node.get("starts"), node.get("ends"), node.get("axes")]
-    starts, ends, axes, steps = (*lists, None, None)[:4]
+    starts, ends, axes, steps = lists + [None] * (4 - len(lists))  # axes and steps may be left out
     if starts is None or ends is None:
         raise OnnxReadError("a slice needs starts and ends")
     axes = list(range(len(starts))) if axes is None else axes

@@ -220,6 +220,7 @@ def find_operands(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tupl
     first_part = next(iter(fused.parts.values()))
     first_inputs = _order_inputs(first_part, fused.wiring[0])
     is_concat = get_part_kind(first_part) == "cat"
+    # Slices, because a part may lack the input: then the point has no tensor.
     input_indices: dict[Point, list[int]] = {
         Point.INPUT: list(range(len(node.args))) if is_concat else first_inputs[:1],
         Point.KEY_INPUT: first_inputs[1:2],

@@ -104,7 +104,7 @@ class CodeGrid:
     def nearest_codes(self, x: Tensor) -> Tensor:
         """Return the nearest codes. If the sum of a pair is too large, both move towards zero by half of the excess."""
         codes = self.round_(x.clamp(*self.limits))
-        for partner in () if self.partners is None else self.partners:
+        for partner in self.pairings:
             partner_codes = codes[..., partner]
             columns = torch.arange(len(partner))
             is_pair = (partner != columns) & (codes.sign() == partner_codes.sign())
@@ -113,6 +113,11 @@ class CodeGrid:
             is_first = partner > columns
             codes = codes - codes.sign() * torch.where(is_first, (excess / 2).ceil(), (excess / 2).floor())
         return codes
+
+    @property
+    def pairings(self) -> Sequence[Tensor]:
+        """The rows of `partners`; empty if pairs are not limited."""
+        return () if self.partners is None else self.partners.unbind()
 
     @cached_property
     def limits(self) -> LowHigh:
@@ -129,16 +134,21 @@ class CodeGrid:
 
     def paired_limits(self, codes: Tensor, column: int) -> tuple[Tensor, Tensor]:
         """Return low and high of a column, given the codes of its partners."""
-        low, high = (
-            limit[..., min(column, limit.shape[-1] - 1)] for limit in map(torch.atleast_1d, (self.low, self.high))
-        )
-        for partner in () if self.partners is None else self.partners:
+        low, high = _select_column(self.low, column), _select_column(self.high, column)
+        for partner in self.pairings:
             partner_column = int(partner[column])
             if partner_column != column:
                 partner_codes = codes[..., partner_column]
                 high = torch.minimum(high, MAX_PAIR_SUM - partner_codes.clamp(min=0))
                 low = torch.maximum(low, -MAX_PAIR_SUM - partner_codes.clamp(max=0))
         return low, high
+
+
+def _select_column(limit: Tensor, column: int) -> Tensor:
+    """Return a limit of one column; a limit with a size of 1 holds for all columns."""
+    if not limit.ndim:
+        return limit.reshape(1)
+    return limit[..., 0] if limit.shape[-1] == 1 else limit[..., column]
 
 
 def _split_columns(values: Tensor, size: int) -> tuple[Tensor, ...]:

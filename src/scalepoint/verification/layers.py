@@ -198,9 +198,10 @@ def _record_weighted_outputs(model: fx.GraphModule) -> Iterator[Calls]:
 
 
 def _match_codes(graph: Any, codes: Calls, unforced: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Map the output of each QuantizeLinear to the codes of the simulation: the calls of a stub in order, by shape.
+    """Map the output of each QuantizeLinear to the codes of the simulation.
 
-    If the exporter folds a padding into a convolution, the simulation has one call more than the file.
+    A quantizer that runs several times has several QuantizeLinear nodes, in the order of its calls. A call whose shape
+    differs is skipped: if the exporter folds a padding into a convolution, the simulation has one call more.
     """
     remaining = {name: list(calls) for name, calls in codes.items()}
     matched = {}

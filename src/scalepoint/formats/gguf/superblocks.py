@@ -59,7 +59,7 @@ def split_into_factors(values: Tensor, max_factor: int) -> tuple[Tensor, Tensor]
 
 
 def pack_q2_k(block_codes: BlockCodes) -> Bytes | None:
-    scales = _split_scales_and_minima(block_codes, 16, 15)
+    scales = _split_scales_and_minima(block_codes, blocks=16, max_factor=15)
     if scales is None:
         return None
     codes = _pack_two_bits(_shift_codes(block_codes, 0))
@@ -67,20 +67,23 @@ def pack_q2_k(block_codes: BlockCodes) -> Bytes | None:
 
 
 def pack_q3_k(block_codes: BlockCodes) -> Bytes | None:
-    split = split_into_factors(block_codes.scale.reshape(-1, 16), 31)
+    split = split_into_factors(block_codes.scale.reshape(-1, 16), max_factor=31)
     if split is None:
         return None
-    d, factors = _to_bytes(split[0]), split[1].numpy() + np.uint8(32)
+    d, factors = split
     codes = _shift_codes(block_codes, 4)
     low_bits = _pack_two_bits(codes & 3)
-    third_bits = np.packbits((codes >> 2).reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
-    low_factor_bits = (factors[:, :8] & 15) | (factors[:, 8:] & 15) << 4
-    high_factor_bits = np.bitwise_or.reduce((factors >> 4).reshape(-1, 4, 4) << _TWO_BIT_SHIFTS, 1)
-    return _join_rows(block_codes, third_bits, low_bits, low_factor_bits, high_factor_bits, d)
+    stored_factors = factors.numpy() + np.uint8(32)  # 6 bits: llama.cpp subtracts 32
+    low_nibbles = stored_factors & 15
+    low_factor_bits = low_nibbles[:, :8] | low_nibbles[:, 8:] << 4
+    high_factor_bits = np.bitwise_or.reduce((stored_factors >> 4).reshape(-1, 4, 4) << _TWO_BIT_SHIFTS, 1)
+    return _join_rows(
+        block_codes, _pack_single_bits(codes >> 2), low_bits, low_factor_bits, high_factor_bits, _to_bytes(d)
+    )
 
 
 def pack_q4_k(block_codes: BlockCodes) -> Bytes | None:
-    scales = _split_scales_and_minima(block_codes, 8, 63)
+    scales = _split_scales_and_minima(block_codes, blocks=8, max_factor=63)
     if scales is None:
         return None
     factors = _pack_six_bits(scales.scale_factors, scales.min_factors)
@@ -88,17 +91,17 @@ def pack_q4_k(block_codes: BlockCodes) -> Bytes | None:
 
 
 def pack_q5_k(block_codes: BlockCodes) -> Bytes | None:
-    scales = _split_scales_and_minima(block_codes, 8, 63)
+    scales = _split_scales_and_minima(block_codes, blocks=8, max_factor=63)
     if scales is None:
         return None
     codes = _shift_codes(block_codes, 0)
     factors = _pack_six_bits(scales.scale_factors, scales.min_factors)
-    fifth_bits = np.packbits((codes >> 4).reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
-    return _join_rows(block_codes, scales.d, scales.d_min, factors, fifth_bits, _pack_nibbles(codes & 15))
+    high_bits = _pack_single_bits(codes >> 4)
+    return _join_rows(block_codes, scales.d, scales.d_min, factors, high_bits, _pack_nibbles(codes & 15))
 
 
 def pack_q6_k(block_codes: BlockCodes) -> Bytes | None:
-    split = split_into_factors(block_codes.scale.reshape(-1, 16), 127)
+    split = split_into_factors(block_codes.scale.reshape(-1, 16), max_factor=127)
     if split is None:
         return None
     d, factors = split
@@ -134,6 +137,11 @@ def _to_bytes(values: Tensor) -> Bytes:
     return values.numpy().view(np.uint8).reshape(-1, 2)
 
 
+def _pack_single_bits(codes: Bytes) -> Bytes:
+    """Pack 256 1-bit codes into 32 bytes: byte j has elements j, j + 32, .., j + 224, from its lowest bit on."""
+    return np.packbits(codes.reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
+
+
 def _pack_two_bits(codes: Bytes) -> Bytes:
     """Pack 256 2-bit codes into 64 bytes: byte j of each half has elements j, j + 32, j + 64 and j + 96 of 128."""
     packed: Bytes = np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << _TWO_BIT_SHIFTS, 2)
@@ -146,10 +154,11 @@ def _pack_six_bits(scale_factors: Bytes, min_factors: Bytes) -> Bytes:
     The first eight bytes have the first four scale factors, then the first four min factors, and in their two upper
     bits the upper bits of the other factors. The last four bytes have the low halves of the other factors.
     """
-    first = scale_factors[:, :4] | (scale_factors[:, 4:] >> 4) << 6
-    second = min_factors[:, :4] | (min_factors[:, 4:] >> 4) << 6
-    third = (scale_factors[:, 4:] & 15) | (min_factors[:, 4:] & 15) << 4
-    return np.concatenate((first, second, third), 1)
+    other_scales, other_minima = scale_factors[:, 4:], min_factors[:, 4:]
+    scale_bytes = scale_factors[:, :4] | (other_scales >> 4) << 6
+    min_bytes = min_factors[:, :4] | (other_minima >> 4) << 6
+    low_halves = (other_scales & 15) | (other_minima & 15) << 4
+    return np.concatenate((scale_bytes, min_bytes, low_halves), 1)
 
 
 def _pack_nibbles(codes: Bytes) -> Bytes:

@@ -242,7 +242,8 @@ def _find_split(pre_tokenizer: TokenizerStep | None, path: Path, *, ignores_merg
             return "smollm"
         if step_types == ["Split", "ByteLevel"] and not uses_regex:
             pattern = (steps[0].pattern or {}).get("Regex", "")
-            name = SPLITS.get(pattern, ("", ""))[ignores_merges]
+            name_with_merges, name_without_merges = SPLITS.get(pattern, ("", ""))
+            name = name_without_merges if ignores_merges else name_with_merges
             if name:
                 return name
     description = to_one_line(", ".join(map(str, step_types)))[:200] or "none"

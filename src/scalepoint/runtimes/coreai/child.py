@@ -103,7 +103,8 @@ def _write_program(program: Any, source: Path, path: Path) -> None:
 def _describe_operations(lines: tuple[str, ...], batch: int) -> list[dict[str, Any]]:
     """List the operations with the number of their multiplications; `batch` is the size of free axes.
 
-    A product runs in low precision if its weight is stored as codes.
+    "low" says whether a product reads a weight that is stored as codes. It is None for all other operations, and for a
+    product of two computed tensors.
     """
     producers: dict[str, tuple[str, list[str]]] = {}
     nodes = []
@@ -135,12 +136,14 @@ def _find_weight(value: str, producers: dict[str, tuple[str, list[str]]]) -> str
     return kind if kind in (*WEIGHT_OPERATIONS, "constant") else "computed"
 
 
+def _parse_sizes(sizes: str, batch: int) -> list[int]:
+    """Convert the sizes of a tensor type, such as "1x3x?x" for tensor<1x3x?xf32>; a free size becomes `batch`."""
+    return [batch if size == "?" else int(size) for size in sizes.split("x")[:-1]]
+
+
 def _count_macs(kind: str, rest: str, batch: int) -> int:
     """Count multiplications from the types of a line: (x, weight, ..) -> result."""
-    shapes = [
-        [batch if size == "?" else int(size) for size in sizes.split("x")[:-1]]
-        for sizes in _SHAPE.findall(rest.partition(" : ")[2])
-    ]
+    shapes = [_parse_sizes(sizes, batch) for sizes in _SHAPE.findall(rest.partition(" : ")[2])]
     x, weight, result = shapes[0], shapes[1], shapes[-1]
     if "matmul" in kind:
         return int(np.prod(result, dtype=np.int64)) * x[-1]
