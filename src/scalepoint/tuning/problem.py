@@ -145,9 +145,9 @@ class CodeGrid:
 
 
 def _select_column(limit: Tensor, column: int) -> Tensor:
-    """Return a limit of one column; a limit with a size of 1 holds for all columns."""
+    """Return a limit of one column. A limit that is one number, or has one column, is that of all columns."""
     if not limit.ndim:
-        return limit.reshape(1)
+        return limit
     return limit[..., 0] if limit.shape[-1] == 1 else limit[..., column]
 
 
