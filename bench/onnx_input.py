@@ -168,16 +168,16 @@ def quantized_row(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def round_trip(architecture: Architecture, how: str, folder: Path) -> dict[str, Any]:
+def round_trip(architecture: Architecture, exporter: str, folder: Path) -> dict[str, Any]:
     """Row of one architecture from PyTorch or through a file."""
     model, inputs = architecture.build()
-    if how == "PyTorch":
+    if exporter == "PyTorch":
         return quantized_row(model, inputs)
     expected = float_outputs(model, inputs)
     path = folder / "model.onnx"
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # the exporters print whole graphs
-            WRITERS[how](model, inputs, path)
+            WRITERS[exporter](model, inputs, path)
     except Exception as error:
         return {"not exported": f"{type(error).__name__}: {error}"[:300]}
     loaded = load_onnx(path)
@@ -221,17 +221,17 @@ def in_child_process(work: Callable[[], dict[str, Any]], seconds: float) -> dict
 def problems(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     """What a file loses against the PyTorch model."""
     reference = rows["PyTorch"]
-    for how in EXPORTERS[1:]:
-        row = rows.get(how, {})
+    for exporter in EXPORTERS[1:]:
+        row = rows.get(exporter, {})
         if "not exported" in row or "layers" not in reference:
             continue
         if "layers" not in row:
-            yield f"{how}: {row.get('refused') or row.get('foreign')}"
+            yield f"{exporter}: {row.get('refused') or row.get('foreign')}"
         elif row["layers"] < reference["layers"] or row["macs"] < reference["macs"] - 0.001:
             shares = f"{row['macs']:.1%} instead of {reference['macs']:.1%} of the MACs"
-            yield f"{how}: {row['layers']} instead of {reference['layers']} layers, {shares}"
+            yield f"{exporter}: {row['layers']} instead of {reference['layers']} layers, {shares}"
         elif row["decibels"] < reference["decibels"] - MAX_DECIBELS_APART:
-            yield f"{how}: {row['decibels']:.1f} instead of {reference['decibels']:.1f} dB"
+            yield f"{exporter}: {row['decibels']:.1f} instead of {reference['decibels']:.1f} dB"
 
 
 def main_round_trip() -> int:
@@ -252,13 +252,13 @@ def main_round_trip() -> int:
     results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     for name in options.names or ROUND_TRIPS:
         rows = results.setdefault(name, {})
-        for how in EXPORTERS:
-            is_asked = bool(options.names) and (not options.how or how in options.how)
-            if how in rows and not is_asked:
+        for exporter in EXPORTERS:
+            is_asked = bool(options.names) and (not options.how or exporter in options.how)
+            if exporter in rows and not is_asked:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                work = partial(round_trip, ARCHITECTURES[name], how, Path(folder))
-                rows[how] = in_child_process(work, SECONDS)
+                work = partial(round_trip, ARCHITECTURES[name], exporter, Path(folder))
+                rows[exporter] = in_child_process(work, SECONDS)
             path.write_text(json.dumps(results, indent=1))
         print(f"{name}: {'; '.join(problems(rows)) or 'same'}", flush=True)
     lost = {name: list(problems(rows)) for name, rows in results.items()}
@@ -340,19 +340,19 @@ def time_files(name: str, task: Task, folder: Path, rows: dict[str, Any]) -> Non
     inputs = next(samples(task, folder, 1, 1))[0]
     fixed = {key: np.array(value, np.float32) for key, value in task.fixed_inputs.items()}
     in_onnxruntime = {"float": source, OURS: work / "onnxruntime.onnx"}
-    in_onnxruntime |= {how: work / f"{how}.onnx" for how in (STATIC, DYNAMIC)}
+    in_onnxruntime |= {variant: work / f"{variant}.onnx" for variant in (STATIC, DYNAMIC)}
     in_openvino = {"float": source, OURS_OPENVINO: work / "openvino.onnx"}
     for paths, runner in ((in_onnxruntime, onnxruntime_runner), (in_openvino, openvino_runner)):
         runs = {
-            how: partial(runner(file, fixed), inputs)
-            for how, file in paths.items()
-            if file.exists() and "score" in rows["files"].get(how, {})
+            variant: partial(runner(file, fixed), inputs)
+            for variant, file in paths.items()
+            if file.exists() and "score" in rows["files"].get(variant, {})
         }
         gc.freeze()  # a collection before each run would otherwise look at all modules that are loaded
         seconds = interleave(runs, repeats=15)
-        for how, time_of_file in seconds.items():
-            if how != "float":
-                rows["files"][how]["speed"] = seconds["float"] / time_of_file
+        for variant, time_of_file in seconds.items():
+            if variant != "float":
+                rows["files"][variant]["speed"] = seconds["float"] / time_of_file
         rows["files"]["float"][f"ms in {runner.__name__.split('_')[0]}"] = 1000 * seconds["float"]
 
 
@@ -375,7 +375,7 @@ def trained_rows(name: str, task: Task, folder: Path) -> dict[str, Any]:
             "parity": worst_sqnr(first, as_list(float_outputs(loaded, example))),
         }
     }
-    for how, target, runner in (
+    for variant, target, runner in (
         (OURS, "onnxruntime", onnxruntime_runner),
         (OURS_OPENVINO, "openvino", openvino_runner),
     ):
@@ -385,25 +385,25 @@ def trained_rows(name: str, task: Task, folder: Path) -> dict[str, Any]:
             export(quantized, path, example)
             run_file = runner(path, {})
         except (ScalepointError, RuntimeError) as error:  # OpenVINO raises RuntimeError for a file that it cannot load
-            files[how] = {"refused": " ".join(str(error).split())[:300]}
+            files[variant] = {"refused": " ".join(str(error).split())[:300]}
             continue
         answers = answer_all(task, folder, held_out, run_file)
         shares = coverage(quantized).share_of_macs() or {}
-        files[how] = {
+        files[variant] = {
             "score": evaluate(task, held_out, answers, float_answers),
             "bytes": size_of(path),
             "macs": 1 - shares.get("float", 0.0),
             "agreement": worst_sqnr(float_outputs(quantized, example), as_list(run_file(held_out[0][0]))),
         }
-    for how, tool in ((STATIC, static_file), (DYNAMIC, dynamic_file)):
-        file = work / f"{how}.onnx"
+    for variant, tool in ((STATIC, static_file), (DYNAMIC, dynamic_file)):
+        file = work / f"{variant}.onnx"
         try:
             tool(source, file, [{**inputs, **fixed} for inputs in calibration])
             answers = answer_all(task, folder, held_out, onnxruntime_runner(file, fixed))
         except Exception as error:  # the tools raise exceptions of many types
-            files[how] = {"refused": f"{type(error).__name__}: {error}"[:300]}
+            files[variant] = {"refused": f"{type(error).__name__}: {error}"[:300]}
             continue
-        files[how] = {"score": evaluate(task, held_out, answers, float_answers), "bytes": size_of(file)}
+        files[variant] = {"score": evaluate(task, held_out, answers, float_answers), "bytes": size_of(file)}
     rows = {"title": task.title, "metric": task.metric, "files": files}
     time_files(name, task, folder, rows)
     return rows

@@ -133,9 +133,9 @@ def overlap(first: Sequence[float], second: Sequence[float]) -> float:
     return width * height / (sum(areas) - width * height)
 
 
-def matched(expected: Sequence[Sequence[float]], found: Sequence[Sequence[float]], threshold: float) -> int:
+def matched(expected: Sequence[Sequence[float]], detected: Sequence[Sequence[float]], threshold: float) -> int:
     """How many expected boxes have a box of their own that overlaps enough."""
-    remaining, count = list(found), 0
+    remaining, count = list(detected), 0
     for box in expected:
         best = max(remaining, key=lambda other: overlap(box, other), default=None)
         if best is not None and overlap(box, best) >= threshold:
@@ -146,8 +146,8 @@ def matched(expected: Sequence[Sequence[float]], found: Sequence[Sequence[float]
 
 def f_score(pairs: Sequence[tuple[Sequence[Any], Sequence[Any]]], threshold: float) -> float:
     """F1 score in percent of boxes, over pictures."""
-    hits = sum(matched(expected, found, threshold) for expected, found in pairs)
-    total = sum(len(expected) + len(found) for expected, found in pairs)
+    hits = sum(matched(expected, detected, threshold) for expected, detected in pairs)
+    total = sum(len(expected) + len(detected) for expected, detected in pairs)
     return 200 * hits / total if total else 0.0
 
 
