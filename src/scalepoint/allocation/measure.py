@@ -210,9 +210,8 @@ def _weight_bytes(spec: QuantizationSpec | None, shape: tuple[int, ...]) -> floa
         return FLOAT_BITS / 8 * count
     granularity = spec.granularity
     if isinstance(granularity, PerGroupedChannelGranularity):  # a palette, with tables in float16
-        return float((count * spec.n_bits / get_cluster_dim(spec)) / 8 + 2 * 2**spec.n_bits * granularity.count_groups(shape)[)
-            1
-        ]
+        _, tables = granularity.count_groups(shape)
+        return float(count * spec.n_bits / get_cluster_dim(spec) / 8 + 2 * 2**spec.n_bits * tables)
     scale_count = 1.0
     if isinstance(granularity, PerBlockGranularity):
         scale_count = count / prod(granularity.get_block_size(shape))
