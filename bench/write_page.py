@@ -211,12 +211,8 @@ def coverage_count(path: Path) -> str:
 
 def reason_of(row: dict[str, Any]) -> str:
     """Short, without paths of a machine, as a cell of a table."""
-    text = (
-        re.sub(r"/\S*/(?=[\w.]+:\d+)|/(?:[\w.-]+/)+(?=[\w-]+\.\w+)", "", row["reason"])
-        .replace("|", "/")
-        .replace("<", "")
-        .replace(">", "")
-    )
+    text = re.sub(r"/\S*/(?=[\w.]+:\d+)|/(?:[\w.-]+/)+(?=[\w-]+\.\w+)", "", row["reason"])
+    text = text.replace("|", "/").replace("<", "").replace(">", "")
     return text if len(text) < LONGEST else f"{text[:LONGEST].rstrip()} ..."
 
 
