@@ -349,14 +349,14 @@ def trained_onnx_table(path: Path) -> str:
         )
         for how, row in list(files.items())[1:]:
             if "refused" in row:
-                rows.append(["", how, f"**no file**: {reason_of({'reason': row['refused']})}", "", "", "", ""])
+                rows.append([name, how, f"**no file**: {reason_of({'reason': row['refused']})}", "", "", "", ""])
                 continue
             is_kept = row["score"] >= before["score"] - 2 or how.startswith("quantize")
             score = marked(f"{row['score']:.1f}", is_kept)
             macs = f"{row['macs']:.0%}" if "macs" in row else ""
             agreement = "" if "agreement" not in row else f"{row['agreement']:.0f}"
             speed = f"{row['speed']:.2f}x" if "speed" in row else ""
-            rows.append(["", how, score, macs, agreement, speed, f"{row['bytes'] / before['bytes']:.2f}x"])
+            rows.append([name, how, score, macs, agreement, speed, f"{row['bytes'] / before['bytes']:.2f}x"])
     return markdown(["file", "", "score", "MACs in int8", "dB to the simulation", "speed", "size"], rows)
 
 
