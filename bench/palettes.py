@@ -46,7 +46,7 @@ NOISE = 2.0  # standard errors
 class PaletteRow:
     network: str
     bits: int
-    how: str
+    variant: str
     score: float
     error: float
     decibels: float
@@ -55,19 +55,19 @@ class PaletteRow:
 
     @property
     def name(self) -> str:
-        return f"{self.network} {self.bits} bits {self.how}"
+        return f"{self.network} {self.bits} bits {self.variant}"
 
 
-def ours(subject: Subject, bits: int, how: str) -> nn.Module:
+def ours(subject: Subject, bits: int, variant: str) -> nn.Module:
     data = list(subject.calibration)
     quantized = quantize(subject.model, data[0], QuantConfig.palettes(bits), target="reference", progress=False)
     calibrate(quantized, data, freeze_weights=True, progress=False)
-    if how == TUNED:
+    if variant == TUNED:
         scalepoint.tune(quantized, data, TuneConfig(steps=PRESETS["balanced"]), progress=False)
     return quantized.eval()
 
 
-def theirs(subject: Subject, bits: int, how: str) -> nn.Module:
+def theirs(subject: Subject, bits: int, variant: str) -> nn.Module:
     from coreai_opt.palettization import (  # noqa: PLC0415  # optional
         KMeansPalettizer,
         KMeansPalettizerConfig,
@@ -79,7 +79,7 @@ def theirs(subject: Subject, bits: int, how: str) -> nn.Module:
     module_config = ModuleKMeansPalettizerConfig(op_state_spec={"weight": PalettizationSpec(n_bits=bits)})
     palettizer = KMeansPalettizer(model, KMeansPalettizerConfig(global_config=module_config))
     prepared = palettizer.prepare((data[0],))
-    if how.endswith(SENSITIVE):
+    if variant.endswith(SENSITIVE):
         with palettizer.calibration_mode(loss_fn=F.cross_entropy) as calibration:
             for batch in data:
                 output = prepared(batch)
@@ -100,19 +100,19 @@ def rows(subject: Subject, widths: Sequence[int]) -> Iterator[PaletteRow]:
     yield PaletteRow(subject.name, 32, "float", score(subject, plain.marks), 0.0, float("inf"), 0.0)
     for bits in widths:
         results: list[PaletteRow] = []
-        for how, make in ways().items():
+        for variant, make in ways().items():
             start = time.process_time()
-            model = make(subject, bits, how)
-            results.append(measure(subject, model, plain, bits, how, time.process_time() - start))
-        best = max((row.score for row in results if row.how.startswith(THEIRS)), default=0.0)
+            model = make(subject, bits, variant)
+            results.append(measure(subject, model, plain, bits, variant, time.process_time() - start))
+        best = max((row.score for row in results if row.variant.startswith(THEIRS)), default=0.0)
         for row in results:
-            yield replace(row, holds=row.how != TUNED or row.score >= best - NOISE * row.error)
+            yield replace(row, holds=row.variant != TUNED or row.score >= best - NOISE * row.error)
 
 
-def measure(subject: Subject, model: Any, plain: Plain, bits: int, how: str, seconds: float) -> PaletteRow:
+def measure(subject: Subject, model: Any, plain: Plain, bits: int, variant: str, seconds: float) -> PaletteRow:
     marks, decibels = score_run(subject, model, plain)
     difference = error(subject, marks.marks, plain.marks)
-    row = PaletteRow(subject.name, bits, how, score(subject, marks.marks), difference, decibels or 0.0, seconds)
+    row = PaletteRow(subject.name, bits, variant, score(subject, marks.marks), difference, decibels or 0.0, seconds)
     print(row, flush=True)
     return row
 
@@ -123,11 +123,11 @@ def limited(subject: Subject, count: int | None) -> Subject:
         return subject
 
     def judging() -> Iterator[Any]:
-        left = count
+        remaining = count
         for inputs, answers in subject.judging():
-            if left <= 0:
+            if remaining <= 0:
                 return
-            left -= len(answers)
+            remaining -= len(answers)
             yield inputs, answers
 
     return replace(subject, judging=judging)
@@ -154,7 +154,7 @@ def main() -> int:
         table.add_column(column)
     for row in results:
         texts = (f"{row.score:.2f} +-{row.error:.2f}", f"{row.decibels:.1f}", f"{row.seconds:.1f}")
-        table.add_row(row.network, str(row.bits), row.how, *texts)
+        table.add_row(row.network, str(row.bits), row.variant, *texts)
     return int(not publish(table, results, OUT))
 
 

@@ -234,14 +234,14 @@ def nearest_vectors(vectors: Tensor, tables: Tensor, weights: Tensor | None = No
         part = vectors[:, start : start + size].to(tables.dtype)
         if weights is None:
             products, squares = part @ tables.mT, tables.square().sum(-1)[:, None]
-            own = part.square().sum(-1)
+            vector_squares = part.square().sum(-1)
         else:
             weight = weights[:, start : start + size].to(tables.dtype)
             products, squares = (weight * part) @ tables.mT, weight @ tables.square().mT
-            own = (weight * part.square()).sum(-1)
+            vector_squares = (weight * part.square()).sum(-1)
         least = (squares - 2 * products).min(-1)
         indices.append(least.indices)
-        distances.append((least.values + own).clamp(min=0))
+        distances.append((least.values + vector_squares).clamp(min=0))
     return torch.cat(indices, -1), torch.cat(distances, -1)
 
 

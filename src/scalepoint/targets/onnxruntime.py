@@ -69,13 +69,13 @@ def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
 
 def _depends_on_inputs(node: fx.Node) -> bool:
     """Whether a tensor depends on values of an input, and not only on its sizes."""
-    pending, seen = [node], set()
+    pending, visited = [node], set()
     while pending:
         current = pending.pop()
         if current.op == "placeholder":
             return True
-        if current not in seen and current.target is not torch.ops.aten.sym_size.int:
-            seen.add(current)
+        if current not in visited and current.target is not torch.ops.aten.sym_size.int:
+            visited.add(current)
             pending += current.all_input_nodes
     return False
 

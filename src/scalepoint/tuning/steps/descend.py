@@ -122,13 +122,13 @@ class _Descent:
         The error is quadratic in the entries. Its gradient at an entry is the sum of R over the codes that use it.
         """
         index = grid.find_indices(self.codes.mT)
-        place = (grid.table_index[..., None] * grid.tables.shape[1] + index)[:, :, None] * grid.dim
-        place = (place + torch.arange(grid.dim)[:, None]).flatten(1, 2).mT.reshape(-1)
-        gradient = self._sum_by_entry(self.slope, place, grid)
+        positions = (grid.table_index[..., None] * grid.tables.shape[1] + index)[:, :, None] * grid.dim
+        positions = (positions + torch.arange(grid.dim)[:, None]).flatten(1, 2).mT.reshape(-1)
+        gradient = self._sum_by_entry(self.slope, positions, grid)
         change, direction, squared = torch.zeros_like(gradient), -gradient, float(gradient @ gradient)
         for _ in range(TABLE_STEPS):
-            product = self.hessian @ direction[place].view_as(self.codes)
-            curved = self._sum_by_entry(product, place, grid)
+            product = self.hessian @ direction[positions].view_as(self.codes)
+            curved = self._sum_by_entry(product, positions, grid)
             curve = float(direction @ curved)
             if squared <= 0 or curve <= 0:
                 break
@@ -138,7 +138,7 @@ class _Descent:
             self.slope.add_(product, alpha=rate)
             previous, squared = squared, float(gradient @ gradient)
             direction = direction * (squared / previous) - gradient
-        moved = self.codes + change[place].view_as(self.codes)
+        moved = self.codes + change[positions].view_as(self.codes)
         tables = grid.tables + change.view_as(grid.tables)
         tables = grid.round_tables(tables.sort(1).values if grid.dim == 1 else tables)
         self.grid = grid.with_tables(tables)
@@ -146,9 +146,9 @@ class _Descent:
         self.slope.add_(self.hessian @ (rounded - moved))
         self.codes.copy_(rounded)
 
-    def _sum_by_entry(self, values: Tensor, place: Tensor, grid: PaletteGrid) -> Tensor:
+    def _sum_by_entry(self, values: Tensor, positions: Tensor, grid: PaletteGrid) -> Tensor:
         """Add up values (groups, n, outputs) over the codes of each entry of each table."""
-        return torch.zeros(grid.tables.numel()).index_add_(0, place, values.reshape(-1))
+        return torch.zeros(grid.tables.numel()).index_add_(0, positions, values.reshape(-1))
 
     def _move_scale(self, index: int, codes: Tensor, slope: Tensor, product: Tensor) -> Tensor:
         """Set one scale of all outputs to the best value. Returns the change.
