@@ -204,6 +204,11 @@ REWRITES = (
         "integer kernel precedes them; a Max of one tensor prevents the move",
     ),
     RewriteRule(
+        "softmax_in_float",
+        "ONNX Runtime 1.31 fuses a Softmax between codes into QLinearSoftmax, whose codes wrap around instead of "
+        "saturating if the scale of the output is small, and which is slower than the float kernel",
+    ),
+    RewriteRule(
         "softmax_of_finite",
         "torch replaces NaN in the probabilities of an attention, which occur in rows without any key; if the mask has "
         "no infinities, these two passes over the data are not needed",

@@ -394,6 +394,34 @@ def test_softmax_has_no_nan_check_with_finite_masks(tmp_path):
         assert np.array_equal(one, other)
 
 
+class BoxDistribution(nn.Module):
+    """The head of a YOLO detector: a convolution of the softmax over the bins of a box side."""
+
+    def __init__(self):
+        super().__init__()
+        self.bins = nn.Conv2d(4, 32, 3)
+        self.weigh = nn.Conv2d(32, 1, 1, bias=False)
+
+    def forward(self, x):
+        return self.weigh(torch.softmax(self.bins(x), 1))
+
+
+def test_a_softmax_with_small_outputs_does_not_wrap_around(tmp_path):
+    torch.manual_seed(0)
+    model, x = BoxDistribution().eval(), torch.randn(2, 4, 10, 10)
+    with torch.no_grad():
+        model.bins.weight *= 0.1  # nearly equal bins: all outputs are far below 1
+    target = onnxruntime_target("vnni")
+    fused = replace(target, rewrites=tuple(rule for rule in target.rewrites if rule.name != "softmax_in_float"))
+    agreed = {}
+    for name, used_target in {"fused": fused, "float": target}.items():
+        quantized = quantize(model, x, forward_loop=[x], target=used_target)
+        path = export(quantized, tmp_path / f"{name}.onnx", x)
+        agreed[name] = verify(path, quantized, x, layers=False).sqnr
+    assert agreed["fused"] < 10  # if this fails, the runtime saturates, and the rewrite can go
+    assert agreed["float"] > 60
+
+
 LOWEST = np.finfo(np.float32).min
 CAUSAL = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
 

@@ -11,6 +11,7 @@ unpack_when_loaded       DequantizeLinear of OnnxUnpackedWeight      Cast -> Mul
 float_weights_stay       DequantizeLinear -> product by floats       the same with one scale per channel
 pools_before_quantizers  MaxPool of floats -> QuantizeLinear         MaxPool -> Max of one tensor -> QuantizeLinear
 quantizers_before_pools  MaxPool -> Q/DQ                             Q/DQ -> MaxPool
+softmax_in_float         DequantizeLinear -> Softmax -> Quantize     the same with a Max of one tensor after Softmax
 joins_before_products    Concat of tokens -> QuantizeLinear -> MatMul  Concat -> Max(x, x) -> QuantizeLinear -> MatMul
 linears_as_convolutions  MatMul of codes                             1x1 Conv (linear_as_conv.py)
 softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        Softmax, if no mask has infinities
@@ -239,6 +240,16 @@ def _insert_identity(graph: Any, node: Any, operator: str, operand_count: int) -
         use.node.replace_input_with(use.idx, output)
 
 
+def softmax_in_float(model: Any) -> None:
+    """Keep a compiler from fusing a Softmax between codes by a Max of one tensor, which changes nothing."""
+    for node in list(model.graph):
+        source = node.inputs[0].producer() if node.op_type == "Softmax" else None
+        if source is None or source.op_type != "DequantizeLinear":
+            continue
+        if any(reader.op_type == "QuantizeLinear" for reader in _readers_through_moves(node)):
+            _insert_identity(model.graph, node, "Max", 1)
+
+
 def quantizers_before_pools(model: Any) -> None:
     """Move a Q/DQ pair before the MaxPool that only it reads: the largest value has the largest code."""
     for quantize in list(model.graph):
@@ -364,5 +375,6 @@ REWRITES: dict[str, Callable[[Any], None]] = {
     "quantizers_before_pools": quantizers_before_pools,
     "joins_before_products": joins_before_products,
     "linears_as_convolutions": write_linears_as_convolutions,
+    "softmax_in_float": softmax_in_float,
     "softmax_of_finite": softmax_of_finite,
 }
