@@ -48,7 +48,7 @@ def test_the_gradients_are_the_same(dtype, name, zero, learns):
 def test_large_tensors_come_back_bit_for_bit(shape):
     y, _ = quantized(torch.randn(shape, requires_grad=True).mul(2))
     saved = getattr(y, saved_codes._MARK_ATTRIBUTE).to_saved_codes(y.detach())
-    assert saved.codes.dtype == torch.int8
+    assert saved.saved_bytes.dtype == torch.int8
     assert torch.equal(saved_codes._unpack(saved), y.detach())
 
 
@@ -64,8 +64,8 @@ def test_one_byte_per_element_is_saved_in_a_training_net(monkeypatch):
     model = prepare_qat(quantize(net, x, config, forward_loop=[x], freeze_weights=False, progress=False))
     model.train()
     model(x).sum().backward()
-    assert [tuple(saved.codes.shape) for saved in packed] == [(2, 4, 10, 10)]
-    assert all(saved.codes.dtype == torch.int8 for saved in packed)
+    assert [tuple(saved.saved_bytes.shape) for saved in packed] == [(2, 4, 10, 10)]
+    assert all(saved.saved_bytes.dtype == torch.int8 for saved in packed)
 
 
 def test_a_scale_may_change_before_backward():
@@ -125,7 +125,7 @@ def test_layers_that_read_one_tensor_share_its_codes(monkeypatch):
         with save_codes_for_backward(y):
             total = total + F.linear(y, weight).sum()
     assert len(packed) == 3
-    assert all(saved.codes is packed[0].codes for saved in packed)
+    assert all(saved.saved_bytes is packed[0].saved_bytes for saved in packed)
     total.backward()
     for weight in weights:
         torch.testing.assert_close(weight.grad, y.detach().sum(0).expand(16, -1), rtol=1e-5, atol=1e-4)

@@ -83,7 +83,7 @@ def means_of_errors(quantized, data):
             quantized(batch)
         for name, layer in layers_of(quantized).items():
             weight, _ = layer.fold_norm()
-            values = layer.to_output_first(
+            values = layer.from_output_first(
                 layer.weight_quant.values(layer.weight_quant.codes(layer.to_output_first(weight)))
             )
             run = nn.functional.linear if layer.kind == "linear" else layer.operation._conv_forward

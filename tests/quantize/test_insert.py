@@ -974,13 +974,13 @@ class TestIntegerSums:
         stub = weighted.input_stub
         codes = quantized.get_submodule("input_quant")(x) / stub.scale
         weight = weighted.weight_quant.codes(layer.weight).double()
-        bias = (layer.bias / weighted.bias_scale()).round().double()
+        bias = (layer.bias / weighted.compute_bias_scale()).round().double()
         if kind == "linear":
             sums = F.linear(codes.round().double(), weight, bias)
-            scale = weighted.bias_scale()
+            scale = weighted.compute_bias_scale()
         else:
             sums = F.conv2d(codes.round().double(), weight, bias, padding=layer.padding, groups=layer.groups)
-            scale = weighted.bias_scale().view(-1, 1, 1)
+            scale = weighted.compute_bias_scale().view(-1, 1, 1)
         with torch.no_grad():
             output = weighted(quantized.get_submodule("input_quant")(x))
         assert torch.equal(output, sums.float() * scale)

@@ -161,8 +161,8 @@ def test_a_float_layer_after_int8_layers_keeps_its_float_bias():
     quantized = quantize(Net().eval(), X, FIRST, forward_loop=[X], target=VNNI, freeze_weights=True)
     layers = {layer.weight_quant.name: layer for layer in quantized.modules() if isinstance(layer, QuantizedLayer)}
     assert layers["stem.weight"].computes_in_float
-    assert layers["stem.weight"].bias_scale() is None
-    assert layers["deep.weight"].bias_scale() is not None
+    assert layers["stem.weight"].compute_bias_scale() is None
+    assert layers["deep.weight"].compute_bias_scale() is not None
 
 
 def test_per_tensor_weights_are_stored_as_int8_too():

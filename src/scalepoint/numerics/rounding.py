@@ -1,7 +1,8 @@
 """Rounding to a float format with a few vector operations, and powers of two by their bits.
 
-With e the exponent of |x| (at least the smallest normal exponent) and m mantissa bits, values of the format near x have
-the distance step = 2^(e - m). So round(x / step) * step is the nearest one, ties to even, including subnormals.
+With e the exponent of |x| (at least the smallest normal exponent) and m mantissa bits, neighbouring values of the
+format differ by step = 2^(e - m) near x. So round(x / step) * step is the nearest one, ties to even, including
+subnormals.
 """
 
 import torch
@@ -13,19 +14,19 @@ EXPONENT_BITS = 0x7F800000
 
 
 def round_to_float(x: Tensor, fmt: Format, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """Round float32 values to the nearest value of a smaller float format, within its limits.
+    """Round float32 values to the nearest values of a smaller float format. Does not clamp.
 
     Args:
-        x: The tensor.
+        x: The tensor. Its values must already be within the limits of the format.
         fmt: The format.
         out: Receives the result; may be x itself.
         scratch: Memory for the intermediate values, shaped like x.
     """
-    bits = None if scratch is None else scratch.view(torch.int32)
-    step = torch.bitwise_and(x.view(torch.int32), EXPONENT_BITS, out=bits).view(torch.float32)
-    mantissa = fmt.mantissa or 0
-    step = torch.clamp(step, min=2.0**fmt.min_exponent, out=scratch)
-    step = torch.mul(step, 2.0**-mantissa, out=scratch)
+    int_scratch = None if scratch is None else scratch.view(torch.int32)
+    power = torch.bitwise_and(x.view(torch.int32), EXPONENT_BITS, out=int_scratch).view(torch.float32)  # 2^e
+    power = torch.clamp(power, min=2.0**fmt.min_exponent, out=scratch)
+    mantissa_bits = fmt.mantissa or 0
+    step = torch.mul(power, 2.0**-mantissa_bits, out=scratch)
     x = torch.div(x, step, out=out)
     x = torch.round(x, out=out)
     return torch.mul(x, step, out=out)

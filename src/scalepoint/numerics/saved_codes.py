@@ -4,8 +4,8 @@
     weight: computed again in backward from the float weight, which is in memory anyway
 
 `fake_quantize_by_steps` attaches the scale to its result. A layer computes inside
-`with save_codes_for_backward(x, weight, make)`. If other hooks decide what autograd saves (activation checkpointing,
-offloading, torch.func), nothing is changed.
+`with save_codes_for_backward(x, weight, recompute_weight)`. If other hooks decide what autograd saves (activation
+checkpointing, offloading, torch.func), nothing is changed.
 """
 
 import weakref
@@ -21,70 +21,74 @@ from scalepoint.numerics.affine import PIECE_ELEMENTS, Steps, cast_to_input_dtyp
 from scalepoint.numerics.formats import Format
 
 _MARK_ATTRIBUTE = "_scalepoint_steps"
-# The lowest centred code is saved as -128. Converting floats to int8 is five times as fast as to uint8.
-HALF = 128
+# Codes are saved as int8: converting floats to int8 is five times as fast as to uint8.
+LOWEST_SAVED_BYTE = -128
 
 
 class _SavedCodes(NamedTuple):
-    codes: Tensor
+    saved_bytes: Tensor  # saved byte = centred code - offset
     scale: Tensor
-    zero: Tensor
-    dtype: torch.dtype
+    offset: Tensor
+    dtype: torch.dtype  # of the activation
 
 
 class _RecomputedTensor(NamedTuple):
-    make: Callable[[], Tensor]
+    recompute: Callable[[], Tensor]
 
 
 class _SavedTensor(NamedTuple):
-    """Any other tensor. With hooks, torch does not check whether a saved tensor was written to in place."""
+    """Any other tensor. Saved-tensor hooks turn off torch's version check, so `_unpack` does it."""
 
     tensor: Tensor
     version: int
 
 
 class _QuantizationMark:
-    """The scale of a quantized tensor and, once a layer saves it, its codes minus `zero`, shared by all its readers."""
+    """Holds the scale of a quantized tensor.
 
-    def __init__(self, y: Tensor, scale: Tensor, zero: Tensor) -> None:
-        self.scale, self.zero, self.version = scale, zero, y._version
-        self._codes: Callable[[], Tensor | None] = lambda: None  # a weak reference
+    Its codes are computed when the first layer saves it, and shared with later ones.
+    """
+
+    def __init__(self, y: Tensor, scale: Tensor, offset: Tensor) -> None:
+        self.scale, self.offset, self.version = scale, offset, y._version
+        self._saved_bytes: Callable[[], Tensor | None] = lambda: None  # a weak reference
 
     def to_saved_codes(self, y: Tensor) -> _SavedCodes:
-        codes = self._codes()
-        if codes is None:
-            codes = self._compute_codes(y)
-            self._codes = weakref.ref(codes)
-        return _SavedCodes(codes, self.scale, self.zero, y.dtype)
+        saved_bytes = self._saved_bytes()
+        if saved_bytes is None:
+            saved_bytes = self._compute_saved_bytes(y)
+            self._saved_bytes = weakref.ref(saved_bytes)
+        return _SavedCodes(saved_bytes, self.scale, self.offset, y.dtype)
 
-    def _compute_codes(self, y: Tensor) -> Tensor:
+    def _compute_saved_bytes(self, y: Tensor) -> Tensor:
         if not _is_processed_in_pieces(y):
-            return torch.div(y.to(torch.float32), self.scale).round_().sub_(self.zero).to(torch.int8)
-        codes, scratch = torch.empty_like(y, dtype=torch.int8), y.new_empty(PIECE_ELEMENTS)
-        pieces = (torch.split(tensor.view(-1), PIECE_ELEMENTS) for tensor in (y, codes))
+            return torch.div(y.to(torch.float32), self.scale).round_().sub_(self.offset).to(torch.int8)
+        saved_bytes, scratch = torch.empty_like(y, dtype=torch.int8), y.new_empty(PIECE_ELEMENTS)
+        pieces = (torch.split(tensor.view(-1), PIECE_ELEMENTS) for tensor in (y, saved_bytes))
         for part, target in zip(*pieces, strict=True):
-            target.copy_(torch.div(part, self.scale, out=scratch[: part.numel()]).round_().sub_(self.zero))
-        return codes
+            target.copy_(torch.div(part, self.scale, out=scratch[: part.numel()]).round_().sub_(self.offset))
+        return saved_bytes
 
 
 def mark_quantized(y: Tensor, steps: Steps, fmt: Format) -> Tensor:
     """Attach the scale to a fake-quantized tensor, if its codes fit into 8 bits."""
     if not fmt.is_float and steps.shift is None and steps.is_uniform and fmt.bits <= 8:
         low = torch.as_tensor(steps.low, dtype=torch.float32, device=y.device).detach().reshape(())
-        setattr(y, _MARK_ATTRIBUTE, _QuantizationMark(y, steps.scale.detach().reshape(()).clone(), low + HALF))
+        offset = low - LOWEST_SAVED_BYTE  # `low` is the lowest centred code
+        setattr(y, _MARK_ATTRIBUTE, _QuantizationMark(y, steps.scale.detach().reshape(()).clone(), offset))
     return y
 
 
 @contextmanager
 def save_codes_for_backward(
-    x: Tensor | None, weight: Tensor | None = None, make: Callable[[], Tensor] | None = None
+    x: Tensor | None, weight: Tensor | None = None, recompute_weight: Callable[[], Tensor] | None = None
 ) -> Iterator[None]:
     """Inside this context, autograd saves codes instead of float values.
 
     Args:
         x: The activation, saved as codes for backward.
-        weight: A weight that is not saved at all.
-        make: Computes the weight again in backward.
+        weight: A weight that is not saved if `recompute_weight` is given.
+        recompute_weight: Computes the weight again in backward.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or has_saved_tensor_hooks():
         yield
@@ -92,7 +96,7 @@ def save_codes_for_backward(
     mark: _QuantizationMark | None = getattr(x, _MARK_ATTRIBUTE, None)
     if mark is not None and x is not None and x._version != mark.version:
         mark = None  # x was written to in place
-    if mark is None and make is None:
+    if mark is None and recompute_weight is None:
         yield
         return
     # Autograd keeps a reference to `pack`, so `pack` must not refer to the tensors themselves.
@@ -102,8 +106,8 @@ def save_codes_for_backward(
         key = _storage_key(tensor)
         if mark is not None and key == x_key:
             return mark.to_saved_codes(tensor.detach())
-        if make is not None and key == weight_key:
-            return _RecomputedTensor(make)
+        if recompute_weight is not None and key == weight_key:
+            return _RecomputedTensor(recompute_weight)
         return _SavedTensor(tensor, tensor._version)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -117,17 +121,17 @@ def _storage_key(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 def _unpack(saved: _SavedCodes | _RecomputedTensor | _SavedTensor) -> Tensor:
     if isinstance(saved, _SavedCodes):
-        if not (_is_processed_in_pieces(saved.codes) and saved.dtype == torch.float32):
-            y = saved.codes.to(torch.float32).add_(saved.zero).mul_(saved.scale)
-            return cast_to_input_dtype(y, saved.dtype)
-        y = torch.empty_like(saved.codes, dtype=torch.float32)
-        pieces = (torch.split(tensor.view(-1), PIECE_ELEMENTS) for tensor in (saved.codes, y))
-        for codes, target in zip(*pieces, strict=True):
-            target.copy_(codes).add_(saved.zero).mul_(saved.scale)
-        return y
+        if _is_processed_in_pieces(saved.saved_bytes) and saved.dtype == torch.float32:
+            y = torch.empty_like(saved.saved_bytes, dtype=torch.float32)
+            pieces = (torch.split(tensor.view(-1), PIECE_ELEMENTS) for tensor in (saved.saved_bytes, y))
+            for part, target in zip(*pieces, strict=True):
+                target.copy_(part).add_(saved.offset).mul_(saved.scale)
+            return y
+        y = saved.saved_bytes.to(torch.float32).add_(saved.offset).mul_(saved.scale)
+        return cast_to_input_dtype(y, saved.dtype)
     if isinstance(saved, _RecomputedTensor):
         with torch.no_grad():
-            return saved.make()
+            return saved.recompute()
     if saved.tensor._version != saved.version:
         raise RuntimeError(
             f"a tensor of shape {tuple(saved.tensor.shape)} was written to in place before backward, which needs the "

@@ -89,39 +89,49 @@ def prepare_checkpoint_job(
         source: Folder of the float checkpoint.
         output, target, config, resume, force: See deploy_checkpoint.
         values: The other options of deploy_checkpoint, by name.
-        texts: Description -> calibration or evaluation text. The output folder must not contain these files.
+        texts: Calibration and evaluation texts, by description. Those that are paths must not lie in the output folder.
     """
-    known_target = find_target(target)
-    if not known_target.is_language:
+    base_target = find_target(target)
+    if not base_target.is_language:
         raise UsageError(
-            f"target {known_target.name!r} takes models, not checkpoints: choose a target (--target) from "
+            f"target {base_target.name!r} takes models, not checkpoints: choose a target (--target) from "
             f"{', '.join(list_targets(language=True))}; or load the model and call deploy"
         )
-    converted = {"output": str(output), "target": known_target.name, "quantization": QuantConfig.build(config)}
+    converted = {"output": str(output), "target": base_target.name, "quantization": QuantConfig.build(config)}
     try:
         options = CheckpointOptions.model_validate({**values, **converted})
     except ConfigError as error:
         raise UsageError(error.args[0]) from error
-    file_format = find_checkpoint_format(known_target.format)
+    file_format = find_checkpoint_format(base_target.format)
     checkpoint = Source.open(source)
     workspace = CheckpointWorkspace(
         Path(output), name=checkpoint.folder.resolve().name, suffix=file_format.suffix, resume=resume, force=force
     )
     workspace.check({"checkpoint": checkpoint.folder, **_existing_files(texts or {})})
-    known_target = replace(known_target, weight=_fit_blocks(known_target.weight, checkpoint, file_format))
+    job_target = replace(base_target, weight=_fit_blocks(base_target.weight, checkpoint, file_format))
     steps = PRESETS[options.accuracy or DEFAULT_ACCURACY]
-    full_config = complete_config(options.quantization, known_target, is_rounded=not steps)
-    check_formulations(full_config, known_target)
-    _check_format(file_format, checkpoint, known_target, full_config)
+    job_config = complete_config(options.quantization, job_target, is_untuned=not steps)
+    check_formulations(job_config, job_target)
+    _check_format(file_format, checkpoint, job_target, job_config)
     if options.cache is not None:
-        known_target, full_config = add_cache_quantization(known_target, full_config, options.cache)
-    try:
-        tuning = TuneConfig(steps=steps, **({} if options.memory is None else {"memory": options.memory}))
-    except ValueError:
-        raise UsageError(
-            f'memory={options.memory!r}: must be a number of bytes, at least 1,000,000, or text such as "2GB"'
-        ) from None
-    return CheckpointJob(checkpoint, workspace, known_target, file_format, full_config, options, tuning)
+        job_target, job_config = add_cache_quantization(job_target, job_config, options.cache)
+    tuning = TuneConfig(steps=steps)
+    if options.memory is not None:
+        try:
+            tuning = TuneConfig.model_validate({"steps": steps, "memory": options.memory})
+        except ConfigError:  # `memory` is the only value that comes from the user
+            raise UsageError(
+                f'memory={options.memory!r}: must be a number of bytes, at least 1,000,000, or text such as "2GB"'
+            ) from None
+    return CheckpointJob(
+        source=checkpoint,
+        workspace=workspace,
+        target=job_target,
+        format=file_format,
+        config=job_config,
+        options=options,
+        tuning=tuning,
+    )
 
 
 def _existing_files(texts: Mapping[str, Any]) -> dict[str, Path]:
@@ -135,22 +145,23 @@ def _existing_files(texts: Mapping[str, Any]) -> dict[str, Path]:
 
 def _check_format(file_format: CheckpointFormat, checkpoint: Source, target: Target, config: QuantConfig) -> None:
     """Refuse weights, activations or an architecture that the format cannot store."""
-    activation = config.spec_for("input", (), ())
-    weight = config.spec_for("weight", (), ())
+    activation = config.spec_for("input", names=(), types=())
+    weight = config.spec_for("weight", names=(), types=())
     if weight is None:
         weight = target.weight
     try:
-        file_format.check(
-            checkpoint,
-            None if isinstance(weight, str) else weight,
-            None if isinstance(activation, str) else activation,
-        )
+        file_format.check(checkpoint, _none_if_float(weight), _none_if_float(activation))
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         if isinstance(error, ScalepointError):
             raise
         raise StoreError(
             f"{file_format.name} cannot store what {checkpoint.folder / CONFIG} describes: {error}"
         ) from error
+
+
+def _none_if_float(setting: QuantizationSpec | str | None) -> QuantizationSpec | None:
+    """Return the spec, or None for FLOAT, the only text that a config has instead of a spec."""
+    return None if isinstance(setting, str) else setting
 
 
 def _fit_blocks(weight: QuantizationSpec, source: Source, file_format: CheckpointFormat) -> QuantizationSpec:
@@ -162,10 +173,10 @@ def _fit_blocks(weight: QuantizationSpec, source: Source, file_format: Checkpoin
     return weight.replace(granularity=PerBlockGranularity(axis=granularity.axis, block_size=size))
 
 
-def complete_config(config: QuantConfig, target: Target, *, is_rounded: bool) -> QuantConfig:
+def complete_config(config: QuantConfig, target: Target, *, is_untuned: bool) -> QuantConfig:
     """Fill in the defaults for language models.
 
-    Activations stay float by default. Without tuning (`is_rounded`) nothing else improves the scales, so they get a
+    Activations stay float by default. Without tuning (`is_untuned`) nothing else improves the scales, so they get a
     better search: signed block scales if the format has them, else scales of least squared error.
     """
     if config.migrations:
@@ -173,7 +184,7 @@ def complete_config(config: QuantConfig, target: Target, *, is_rounded: bool) ->
             f"migrate={list(config.migrations)} needs the whole model in memory: load the model and call quantize"
         )
     update: dict[str, Any] = {} if config.activation is not None else {"activation": FLOAT}
-    if is_rounded:
+    if is_untuned:
         weight = target.weight if config.weight is None else config.weight
         spec = weight.weight_spec() if isinstance(weight, TensorQuantConfig) else weight
         if target.has_signed_scales and isinstance(spec, QuantizationSpec) and _can_have_signed_scales(spec):

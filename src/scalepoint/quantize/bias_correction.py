@@ -96,7 +96,7 @@ class BiasCorrection:
             if sums is None or not quantizer.frozen or quantizer.quantizer.is_disabled():
                 continue
             weight, _ = layer.fold_norm()
-            quantized = layer.to_output_first(quantizer.values(layer.get_deployed().codes, weight.dtype))
+            quantized = layer.from_output_first(quantizer.values(layer.get_deployed().codes, weight.dtype))
             mean = (sums / count).to(weight)
             if layer.kind == "linear":
                 shift = run_with_weight(layer.operation, mean[None], weight - quantized, None)[0]

@@ -1,4 +1,8 @@
-"""Access to operations with a weight and to batch norms, whether they are modules or functional calls."""
+"""Access to operations with a weight and to batch norms, whether they are modules or functional calls.
+
+The kind "head" is a linear layer after a global pool that was replaced by a 1x1 convolution (`HeadConvolution`), which
+keeps the layout of the convolutions before it.
+"""
 
 from typing import Any, NamedTuple
 
@@ -58,7 +62,10 @@ def get_parameter_owners(part: nn.Module) -> list[nn.Module]:
 
 
 def can_fold_norm(norm: nn.Module) -> bool:
-    """Return whether a batch norm can be folded: it has running statistics, and stored weight and bias."""
+    """Return whether a batch norm can be folded.
+
+    It needs running statistics. Its weight and bias must be absent or stored, not computed by other operations.
+    """
     if isinstance(norm, Operation):
         has_computed_affine = any(isinstance(norm.arguments.get(name), Slot) for name in ("weight", "bias"))
         return {"running_mean", "running_var"} <= norm.references().keys() and not has_computed_affine
@@ -93,14 +100,17 @@ def _run_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _run_operation(operation: Operation, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     arguments = operation.arguments
     weight_name = next(name for name in WEIGHTS if isinstance(arguments.get(name), Reference))
+    # F.linear and F.conv call their second argument "weight". Matrix products such as torch.matmul call it "other" or
+    # "mat2", and have no argument for a bias.
+    has_bias_argument = weight_name == "weight"
     replacements: dict[str, Any] = {weight_name: weight}
     bias_name = next((name for name in BIASES if isinstance(arguments.get(name), Reference)), None)
     added_bias = None
     if bias_name is not None:
         replacements[bias_name] = bias
-    elif bias is not None and weight_name == "weight":
-        replacements["bias"] = bias  # F.linear and F.conv take a bias that this call did not pass
+    elif bias is not None and has_bias_argument:
+        replacements["bias"] = bias  # this call did not pass one
     else:
-        added_bias = bias  # torch.matmul and the like have no bias argument
+        added_bias = bias
     y: Tensor = operation.run((x,), replacements)
     return y if added_bias is None else y + added_bias

@@ -5,7 +5,7 @@
     train:  y = BN(conv(x, fq(w s) / s) + b)                   the same weight, batch statistics
 
 In train mode the weight is divided by s, which gives the same sum as dividing the convolution's output and needs no
-second activation. There s is a constant: inside the range fq(w s) / s is about w, whatever s is.
+second activation. No gradient flows through s there: where nothing is clamped, s nearly cancels.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from scalepoint.quantize.quantizers import (
     resize_buffers_for_loading,
     warn_if_exported_disabled,
 )
-from scalepoint.quantize.real_tensors import RealTensors
+from scalepoint.quantize.untraced_tensors import UntracedTensors
 from scalepoint.spec.onnx_export import in_onnx_export
 from scalepoint.spec.state import Stateful
 
@@ -87,7 +87,8 @@ class QuantizedLayer(Stateful):
 
     def __init__(self, operation: nn.Module, norm: nn.Module | None, quantizer: WeightFakeQuantize) -> None:
         super().__init__()
-        # A plain dict: torch must not register these modules a second time.
+        # A plain dict: torch must not register these modules a second time. insert_qdq sets "input" to the quantizer of
+        # the input, if that has a constant scale.
         self.module_refs = {"operation": operation, "norm": norm, "input": None}
         self.weight_quant = quantizer
         self.sharing_layers = [self]
@@ -95,7 +96,7 @@ class QuantizedLayer(Stateful):
         self.register_buffer("bias_shift", None)
         self.add_switch("is_norm_frozen", False)
         self._weight_cache: _EvalCache | None = None
-        self._real_tensors: RealTensors | None = None  # for a plain torch.onnx.export
+        self._untraced_tensors: UntracedTensors | None = None  # for a plain torch.onnx.export
 
     module_refs: dict[str, nn.Module | None]
     bias_shift: Tensor | None
@@ -142,7 +143,7 @@ class QuantizedLayer(Stateful):
         if self.uses_batch_statistics:
             return self._forward_with_batch_statistics(x)
         if not self._can_use_cache(x):
-            weight, bias = self._make_export_tensors() if self._exports_constants() else self._compute_live_tensors()
+            weight, bias = self._make_onnx_constants() if self._can_export_constants() else self._compute_live_tensors()
             with save_codes_for_backward(x):
                 return run_with_weight(self.operation, x, weight, bias)
         cache = self._weight_cache
@@ -157,7 +158,7 @@ class QuantizedLayer(Stateful):
         return (sums if cache.bias is None else sums.add_(cache.bias)).mul_(cache.scale)
 
     def _forward_with_batch_statistics(self, x: Tensor) -> Tensor:
-        factor = _replace_zeros(self.norm_factor().detach())
+        factor = _replace_zeros(self.compute_norm_factor().detach())
         weight, recompute_weight = self._make_training_weight(factor)
         with save_codes_for_backward(x, weight, recompute_weight):
             y = run_with_weight(self.operation, x, weight, self.bias)
@@ -171,7 +172,7 @@ class QuantizedLayer(Stateful):
             The weight, and a function that computes it again in backward, so that autograd does not save it. The
             function is None if the weight cannot be computed again.
         """
-        row_steps = self._make_row_steps(s)
+        row_steps = self._update_row_steps(s)
         if row_steps is not None:
             # One fused pass over the weight instead of multiply, quantize, divide.
             steps, clamped_indices = row_steps
@@ -185,10 +186,11 @@ class QuantizedLayer(Stateful):
         del folded  # frees its memory before the next product is computed
         return self._scale_channels(quantized, 1 / s), self._make_quantized_recompute(s)
 
-    def _make_row_steps(self, s: Tensor) -> tuple[Steps, Tensor | None] | None:
-        """Return the quantization steps of w s, if the fused kernel can be used.
+    def _update_row_steps(self, s: Tensor) -> tuple[Steps, Tensor | None] | None:
+        """Update the scale for w s and return its quantization steps, if the fused kernel can be used.
 
-        It needs rows that are output channels, and parameters that are learned or depend on the extremes of each row.
+        The kernel needs rows that are output channels, and parameters that are learned or depend on the extremes of
+        each row.
 
         Returns:
             The steps, and the indices of the clamped elements if they are known. None if the kernel cannot be used.
@@ -199,6 +201,7 @@ class QuantizedLayer(Stateful):
         if not self._is_quantizing or quant.chosen is not None or not quant.depends_on_row_extremes:
             return None
         steps = make_steps(quant.broadcast_qparams(self.weight), quant.quantizer.grid, fixed_zero=True)
+        # The scale is set below. can_fold reads only its number of elements: at most one per row, as many as s has.
         if not self.weight.numel() or not can_fold(self.weight, steps._replace(scale=s)):
             return None
         if quant.is_learned and not quant.frozen:
@@ -234,18 +237,22 @@ class QuantizedLayer(Stateful):
 
         def compute(weight: Tensor) -> Tensor:
             folded = quant.apply_mask(self.to_output_first(self._scale_channels(weight, s)))
-            quantized = self.to_output_first(quant.quantizer.fake_quantize(folded, *qparams))
+            quantized = self.from_output_first(quant.quantizer.fake_quantize(folded, *qparams))
             return self._scale_channels(quantized, 1 / s)
 
         return self._make_recompute(compute)
 
     def quantize_weight(self, weight: Tensor) -> Tensor:
         """Quantize and dequantize a weight in the layout of the operation."""
-        return self.to_output_first(self.weight_quant(self.to_output_first(weight)))
+        return self.from_output_first(self.weight_quant(self.to_output_first(weight)))
 
     def to_output_first(self, weight: Tensor) -> Tensor:
-        """Convert a weight from the layout of the operation to (out, in, ...), which quantizers use, or back."""
+        """Convert a weight from the layout of the operation to (out, in, ...), which quantizers use."""
         return weight.transpose(0, 1) if self.is_input_first else weight
+
+    def from_output_first(self, weight: Tensor) -> Tensor:
+        """Convert a weight from (out, in, ...) to the layout of the operation."""
+        return self.to_output_first(weight)  # the same two axes change places
 
     def fold_norm(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias with the batch norm folded in, before quantization."""
@@ -253,7 +260,7 @@ class QuantizedLayer(Stateful):
         if self.norm is None:
             return weight, bias
         settings = get_norm_settings(self.norm)
-        s = self.norm_factor()
+        s = self.compute_norm_factor()
         centered_bias = -settings.mean if bias is None else bias - settings.mean
         folded_bias = centered_bias * s
         if settings.bias is not None:
@@ -268,7 +275,7 @@ class QuantizedLayer(Stateful):
         """
         weight, bias = self.fold_norm()
         codes, bias = self.weight_quant.codes(self.to_output_first(weight)), self._add_bias_shift(bias)
-        scale = self.bias_scale()
+        scale = self.compute_bias_scale()
         if bias is None or scale is None:
             return DeployedTensors(codes, bias, None)
         return DeployedTensors(codes, _to_bias_integers(bias, scale), scale.expand(bias.shape))
@@ -287,7 +294,7 @@ class QuantizedLayer(Stateful):
                 f"{self.weight_quant.name}: codes must have the shape of the weight {tuple(shape)}, got "
                 f"{tuple(codes.shape)}"
             )
-        self._real_tensors = None  # eval() collects them again, with the new codes
+        self._untraced_tensors = None  # eval() collects them again, with the new codes
         if not self.weight_quant.frozen:
             self.freeze()
         self.weight_quant.set_codes(codes, qparams)
@@ -302,19 +309,19 @@ class QuantizedLayer(Stateful):
                 f"{self.out_channels} output channels, got shape {tuple(shift.shape)}"
             )
         self.has_bias_correction = False
-        self._real_tensors = None
+        self._untraced_tensors = None
         with torch.inference_mode(False):
             self.bias_shift = None if shift is None else shift.detach().to(torch.float32).clone()
 
-    def discard_codes(self) -> None:
-        """Discard chosen codes, and everything that is kept between calls."""
+    def reset(self) -> None:
+        """Discard chosen codes, compute the scale from the weight again, and drop all tensors kept between calls."""
         self.weight_quant.unfreeze()
-        self._weight_cache = self._real_tensors = None
+        self._weight_cache = self._untraced_tensors = None
 
     @property
     def out_channels(self) -> int:
         if self.kind == "conv_transpose":
-            return int(self.weight.shape[1]) * self._groups()
+            return int(self.weight.shape[1]) * self._groups
         return int(self.to_output_first(self.weight).shape[0])
 
     def _add_bias_shift(self, bias: Tensor | None) -> Tensor | None:
@@ -329,42 +336,45 @@ class QuantizedLayer(Stateful):
         weight = self.quantize_weight(weight)
         if not self._is_quantizing:
             return weight, bias
-        bias, scale = self._add_bias_shift(bias), None if self.training else self.bias_scale()
+        bias, scale = self._add_bias_shift(bias), None if self.training else self.compute_bias_scale()
         if bias is None or scale is None:
             return weight, bias
         rounded = (_to_bias_integers(bias, scale) * scale).to(bias.dtype)
         return weight, bias + (rounded - bias).detach()  # the straight-through gradient
 
-    def _collect_real_tensors(self) -> RealTensors | None:
+    def _collect_untraced_tensors(self) -> UntracedTensors | None:
         """Collect references to all tensors that `get_deployed` reads; None if the weight is computed from others."""
         further_parts = [part for part in (self.norm, self.input_stub) if part is not None]
         owners = [owner for part in (self.operation, *further_parts) for owner in get_parameter_owners(part)]
         if any(isinstance(owner, ComputedTensor) for owner in owners):
             return None
-        return RealTensors.collect([self] if self.input_stub is None else [self, self.input_stub], owners)
+        return UntracedTensors.collect([self] if self.input_stub is None else [self, self.input_stub], owners)
 
-    def _exports_constants(self) -> bool:
-        """Return whether torch.onnx.export traces the model, and can store weight and bias as constants."""
-        can_store = self._real_tensors is not None and self._real_tensors.have_same_shapes()
+    def _can_export_constants(self) -> bool:
+        """Return whether torch.onnx.export traces this layer, and the file can contain weight and bias as constants."""
+        can_store = self._untraced_tensors is not None and self._untraced_tensors.have_same_shapes()
         return can_store and not self.training and in_onnx_export()
 
-    def _make_export_tensors(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias for a plain ONNX export: constants, a quantized weight with Q/DQ nodes."""
-        assert self._real_tensors is not None  # noqa: S101  # checked by the caller
+    def _make_onnx_constants(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias as constants of a plain ONNX export. A quantized weight goes through Q/DQ nodes."""
+        assert self._untraced_tensors is not None  # noqa: S101  # checked by the caller
         if not self.weight_quant.enabled:
             warn_if_exported_disabled()
         dtype = self.weight.dtype
-        values, bias = self._real_tensors.compute(lambda: self._compute_constants(dtype))
+        values, bias = self._untraced_tensors.compute(lambda: self._compute_constant_values(dtype))
         if self._is_quantizing:
-            values = self.to_output_first(self.weight_quant.to_qdq_nodes(values))
+            values = self.from_output_first(self.weight_quant.to_qdq_nodes(values))
         return values, bias
 
-    def _compute_constants(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return the values of the codes, or the folded weight if it is not quantized, and the bias."""
+    def _compute_constant_values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return the float values of weight and bias.
+
+        A quantized weight is dequantized from the deployed codes as (out, in, ...). A float weight has the batch norm
+        folded in, in the layout of the operation.
+        """
         if self._is_quantizing:
             codes, bias, scale = self.get_deployed()
-            values = self.weight_quant.values(codes, dtype)
-            bias = bias if bias is None or scale is None else bias * scale
+            values, bias = self.weight_quant.values(codes, dtype), _dequantize_bias(bias, scale, dtype)
         else:
             values, bias = self.fold_norm()
         return values.detach().clone(), None if bias is None else bias.detach().to(dtype).clone()
@@ -381,9 +391,8 @@ class QuantizedLayer(Stateful):
         codes, bias, scale = self.get_deployed()
         if self._multiplies_codes(weight):
             return self._build_integer_cache(versions, codes, bias)
-        values = self.to_output_first(quant.values(codes, weight.dtype))
-        float_bias = bias if bias is None or scale is None else (bias * scale).to(weight.dtype)
-        return _EvalCache(versions, values, float_bias)
+        values = self.from_output_first(quant.values(codes, weight.dtype))
+        return _EvalCache(versions, values, _dequantize_bias(bias, scale, weight.dtype))
 
     @property
     def _is_quantizing(self) -> bool:
@@ -392,7 +401,7 @@ class QuantizedLayer(Stateful):
     def _multiplies_codes(self, weight: Tensor) -> bool:
         """Return whether the target's kernel multiplies integers, so that eval mode must compute the same sums."""
         stub, quant = self.input_stub, self.weight_quant
-        if self.bias_scale() is None or stub is None or self.kind not in ("linear", "conv", "head"):
+        if self.compute_bias_scale() is None or stub is None or self.kind not in ("linear", "conv", "head"):
             return False
         if weight.dtype != torch.float32:  # sums of codes overflow 16-bit types
             return False
@@ -405,19 +414,19 @@ class QuantizedLayer(Stateful):
         centred_codes = codes.to(torch.float32)
         if zero_point is not None:
             centred_codes = centred_codes - zero_point
-        scale = self.bias_scale()
+        scale = self.compute_bias_scale()
         assert scale is not None  # noqa: S101  # checked by the caller
         # Output channels are the last axis of a linear layer, and axis 1 of a convolution.
         spatial_axes = 0 if self.kind == "linear" else codes.ndim - 2
         shape = (-1, *[1] * spatial_axes)
         return _EvalCache(
             versions,
-            self.to_output_first(centred_codes),
+            self.from_output_first(centred_codes),
             None if bias is None else bias.view(shape),
             scale.expand(codes.shape[0]).view(shape),
         )
 
-    def bias_scale(self) -> Tensor | None:
+    def compute_bias_scale(self) -> Tensor | None:
         """Return s_x * s_w, one value per output channel, if the file stores the bias as int32."""
         stub, quant = self.input_stub, self.weight_quant
         if stub is None or not (stub.enabled and quant.enabled) or quant.quantizer.is_disabled():
@@ -432,39 +441,42 @@ class QuantizedLayer(Stateful):
         """
         with torch.no_grad():
             weight, _ = self.fold_norm()
-            self.weight_quant.freeze(self.to_output_first(weight), self.min_scale())
+            self.weight_quant.freeze(self.to_output_first(weight), self.compute_min_scale())
 
-    def min_scale(self) -> Tensor | None:
+    def compute_min_scale(self) -> Tensor | None:
         """Return, per channel of the weight, the smallest scale with which all biases fit into int32."""
-        min_scales = [layer._min_scale_for_bias() for layer in self.sharing_layers]
+        min_scales = [layer._compute_min_scale_for_bias() for layer in self.sharing_layers]
         known = [scale for scale in min_scales if scale is not None]
         return torch.stack(known).amax(0) if known and self.weight_quant.has_channel_scales else None
 
-    def _min_scale_for_bias(self) -> Tensor | None:
+    def _compute_min_scale_for_bias(self) -> Tensor | None:
         stub, bias = self.input_stub, self._add_bias_shift(self.fold_norm()[1])
         return None if bias is None or stub is None else bias.abs() / (stub.scale * MAX_BIAS_INTEGER)
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        self._weight_cache = self._real_tensors = None
+        self._weight_cache = self._untraced_tensors = None
         is_sharded = hasattr(self.weight, "full_tensor")  # fully_shard gathers the weight in forward only
         if mode or self.weight.is_meta or is_sharded:
             return self
         if self.weight_quant.enabled and not self.weight_quant.frozen:
-            # Store the scale of the current weight: an export in eval mode uses the stored scale.
-            self.freeze()
-            self.weight_quant.unfreeze()
-        self._real_tensors = self._collect_real_tensors()
+            self._store_scales()
+        self._untraced_tensors = self._collect_untraced_tensors()
         return self
 
+    def _store_scales(self) -> None:
+        """Store the scales of the current weight, which an export in eval mode uses. They do not become constants."""
+        self.freeze()
+        self.weight_quant.unfreeze()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._real_tensors = None  # .to() may replace parameters
+        self._untraced_tensors = None  # .to() may replace parameters
         return super()._apply(fn, recurse)
 
     def freeze_norm(self, frozen: bool = True) -> None:
         self.switch("is_norm_frozen", frozen)
 
-    def norm_factor(self) -> Tensor:
+    def compute_norm_factor(self) -> Tensor:
         """Return s, one value per output channel."""
         settings = get_norm_settings(self.norm)
         s = torch.rsqrt(settings.var + settings.eps)
@@ -474,7 +486,7 @@ class QuantizedLayer(Stateful):
         """Multiply the output channels of a weight by one value each."""
         if self.kind == "conv_transpose":
             # The weight is (in, out / groups, ...), with the input channels of all groups one after the other.
-            groups = self._groups()
+            groups = self._groups
             shape = (groups, -1, factor.numel() // groups, *weight.shape[2:])
             scaled = weight.reshape(shape) * factor.view(groups, 1, -1, *(1 for _ in weight.shape[2:]))
             return scaled.reshape(weight.shape)
@@ -482,6 +494,7 @@ class QuantizedLayer(Stateful):
             return weight * factor
         return weight * factor.view(-1, *(1 for _ in weight.shape[1:]))
 
+    @property
     def _groups(self) -> int:
         operation = self.operation
         return int(operation.arguments.get("groups", 1) if isinstance(operation, Operation) else operation.groups)
@@ -508,14 +521,14 @@ class QuantizedLayer(Stateful):
         return tuple(number for tensor in present for number in (tensor._version, tensor.data_ptr()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        self._real_tensors = None
+        self._untraced_tensors = None
         if prefix + "bias_shift" not in state_dict:
             self.bias_shift = None
         resize_buffers_for_loading(self, ("bias_shift",), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weight_cache": None, "_real_tensors": None}
+        return {**self.__dict__, "_weight_cache": None, "_untraced_tensors": None}
 
     def extra_repr(self) -> str:
         norm = "" if self.norm is None else f", {type(self.norm).__name__} folded in"
@@ -525,6 +538,13 @@ class QuantizedLayer(Stateful):
 def _to_bias_integers(bias: Tensor, scale: Tensor) -> Tensor:
     """Round a bias to integer multiples of its scale."""
     return (bias.to(torch.float32) / scale).round()
+
+
+def _dequantize_bias(bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Convert the integers of a bias to float values. Without a scale the bias is float already."""
+    if bias is None or scale is None:
+        return bias
+    return (bias * scale).to(dtype)
 
 
 def _replace_zeros(s: Tensor) -> Tensor:

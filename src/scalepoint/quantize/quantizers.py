@@ -402,7 +402,7 @@ class WeightFakeQuantize(QuantizerBase):
         self.channel_axis = channel_axis
         self.add_switch("is_frozen", False)
 
-    chosen: Tensor | None  # codes that an algorithm set; None for the nearest codes
+    chosen: Tensor | None  # codes that an algorithm set; None for the nearest codes. Files store this name.
     mask: Tensor | None  # 1 for the weights that a sparse weight keeps
 
     @property

@@ -487,7 +487,7 @@ class GroupedLayer:
 
     def _revert_small_scales(self, solution: Solution) -> Solution:
         """Take the present codes and scale where the new scale is so small that the int32 bias would overflow."""
-        least_scale = self.layer.min_scale()
+        least_scale = self.layer.compute_min_scale()
         if least_scale is None or not self.can_change_scales or least_scale.numel() != solution.scale.numel():
             return solution
         floor = least_scale.detach().to(solution.scale.dtype).reshape(solution.scale.shape)

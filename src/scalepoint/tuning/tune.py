@@ -13,6 +13,7 @@ error         of the exits, on held-out samples: of their stored values (`stored
               present codes would give (`error_if_rerun`, stores nothing; `store_rerun` then stores them)
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,7 +89,8 @@ def _parse_bytes(value: Any) -> Any:
     text = str(value).strip().upper().replace(" ", "")
     for unit, size in _BYTES_PER_UNIT.items():
         if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * size)
+            count = float(text.removesuffix(unit)) * size
+            return int(count) if math.isfinite(count) else value
     return value
 
 

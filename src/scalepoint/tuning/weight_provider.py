@@ -34,12 +34,15 @@ def load_weights(walk: StreamWalk, piece: Piece, provider: WeightProvider) -> No
 
 
 def release_weights(walk: StreamWalk, piece: Piece, provider: WeightProvider) -> None:
-    """Drop the weights of a piece, and what its layers have computed from them."""
+    """Drop all loaded weights, and everything that the layers of this piece computed from them.
+
+    The float model of the walk is a copy of the quantized model with its quantizers disabled: it has the same layers.
+    """
     for node in piece.nodes:
         for layer in walk.get_quantized_layers(node):
             for path in (walk.names[id(sharing)] for sharing in layer.sharing_layers):
                 for model in (walk.quantized_model, walk.float_model):
                     module = model.get_submodule(path)
                     assert isinstance(module, QuantizedLayer)  # noqa: S101  # both models have the same modules
-                    module.discard_codes()
+                    module.reset()
     provider.drop()

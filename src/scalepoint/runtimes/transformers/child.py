@@ -102,7 +102,7 @@ def _load_weights(folder: Path, settings: dict[str, Any], *, is_transposed: bool
 
 
 def _layer_settings(settings: dict[str, Any], layer: str) -> dict[str, Any]:
-    """Return the settings of one layer: those of the first pattern in "dynamic" that matches its name go first."""
+    """Return the settings of one layer: in "dynamic", the first matching pattern overrides the general settings."""
     for pattern, overrides in settings.get("dynamic", {}).items():
         if re.match(pattern.removeprefix("+:"), layer):
             return {**settings, **overrides}
@@ -134,9 +134,9 @@ def _unpack_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tenso
 
 def _unpack_codes(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Unpack `count` codes from each row of 32-bit words. Code i starts at bit i * bits and may span two words."""
-    words = torch.nn.functional.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, 1))
+    words = torch.nn.functional.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, 1))  # so the last word has a next one
     first_bit = torch.arange(count) * bits
     word_index, shift = first_bit // 32, first_bit % 32
-    two_words = words[:, word_index] | words[:, word_index + 1] << 32
+    two_words = words[:, word_index] | (words[:, word_index + 1] << 32)
     mask = (1 << bits) - 1
     return (two_words >> shift) & mask

@@ -2,7 +2,7 @@
 
 While torch traces a model, parameters are replaced by fake tensors without values, and everything computed from them
 becomes nodes of the file. A folded batch norm became Mul(weight, factor) before QuantizeLinear, which compilers do not
-fold. So a layer keeps references to its tensors while they are real, and computes its constants with those.
+fold. So a layer keeps references to its tensors from before the trace, and computes its constants with those.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,15 +16,15 @@ Result = TypeVar("Result")
 
 
 class _TensorSlot(NamedTuple):
-    """A parameter or buffer of a module, and the real tensor in it."""
+    """A parameter or buffer of a module, and the untraced tensor in it."""
 
     table: dict[str, Any]  # module._parameters or module._buffers
     name: str
     tensor: Tensor
 
 
-class RealTensors:
-    """References to the parameters and buffers of some modules."""
+class UntracedTensors:
+    """References to the parameters and buffers of some modules from before torch traces the model."""
 
     def __init__(self, slots: Iterable[_TensorSlot]) -> None:
         self._slots = tuple(slots)
@@ -47,13 +47,13 @@ class RealTensors:
                 for name, tensor in table.items():
                     if tensor is not None:
                         slots[id(table), name] = _TensorSlot(table, name, tensor)
-        are_real = all(
+        have_values = all(
             type(slot.tensor) in (Tensor, nn.Parameter) and not slot.tensor.is_meta for slot in slots.values()
         )
-        return cls(slots.values()) if are_real else None
+        return cls(slots.values()) if have_values else None
 
     def have_same_shapes(self) -> bool:
-        """Return whether the modules have the same tensors, real or fake, with the same shapes now."""
+        """Return whether the modules have the same tensors, untraced or fake, with the same shapes now."""
         current = [slot.table.get(slot.name) for slot in self._slots]
         tables = {id(slot.table): slot.table for slot in self._slots}.values()
         count = sum(tensor is not None for table in tables for tensor in table.values())
@@ -69,7 +69,7 @@ class RealTensors:
         return run_untraced(compare)
 
     def compute(self, function: Callable[[], Result]) -> Result:
-        """Call a function with the real tensors in their modules, untraced."""
+        """Call a function outside the tracer, with the untraced tensors in their modules."""
         current = [slot.table.get(slot.name) for slot in self._slots]
         try:
             for slot in self._slots:
