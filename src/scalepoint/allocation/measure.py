@@ -39,13 +39,8 @@ from scalepoint.quantize.operations import get_weight_shape
 from scalepoint.quantize.placement import Decision
 from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.quantize.record import record_of
-from scalepoint.spec import (
-    PerBlockGranularity,
-    PerChannelGranularity,
-    PerGroupedChannelGranularity,
-    QuantizationSpec,
-)
-from scalepoint.spec.palette import get_cluster_dim
+from scalepoint.quantize.weight_size import count_weight_bits
+from scalepoint.spec import QuantizationSpec
 from scalepoint.targets import Target
 from scalepoint.transformation import TransformationResult
 
@@ -112,6 +107,7 @@ def measure_widths(
         tuple(_make_row(group, measured, macs) for group in group_layers_sharing_precision(layers)),
         result.model,
         fixed,
+        target,
         chosen_weights={get_weight_key(layer.first.site) for layer in layers if layer.first.weight is not None},
         chosen_macs=sum(macs.values()),
         other_macs=sum(row.macs or 0 for row in coverage.operations if row.name not in macs),
@@ -122,6 +118,7 @@ def _add_fixed_costs(
     rows: tuple[WidthRow, ...],
     model: fx.GraphModule,
     fixed: Sequence[tuple[Decision, CoverageRow | None]],
+    target: Target,
     *,
     chosen_weights: Collection[int],
     chosen_macs: float,
@@ -133,6 +130,7 @@ def _add_fixed_costs(
         rows: The layers with a choice.
         model: The transformed model.
         fixed: Decisions without a choice, with their coverage rows.
+        target: The target, whose files have the sizes.
         chosen_weights: Addresses of the weights that are in `rows`.
         chosen_macs, other_macs: Multiply-accumulates of the layers with a choice, and of all others.
     """
@@ -143,7 +141,7 @@ def _add_fixed_costs(
         bits = max((spec.n_bits for point, _, spec in decision.points if point != Point.OUTPUT), default=FLOAT_BITS)
         if decision.weight is not None and get_weight_key(decision.site) not in chosen_weights:
             shape = get_weight_shape(decision.site.part)
-            size -= FLOAT_BITS / 8 * prod(shape) - _weight_bytes(decision.weight, shape)
+            size -= FLOAT_BITS / 8 * prod(shape) - _weight_bytes(decision.weight, shape, target)
             bits = max(bits, decision.weight.n_bits)
         elif decision.weight is None and decision.site.role is not None:
             bits = FLOAT_BITS
@@ -185,7 +183,11 @@ def _make_row(group: Sequence[LayerOptions], measured: "_NoiseMeasurement", macs
             continue
         pairs = [(layer, options[name]) for layer, options in zip(group, options_by_layer, strict=True)]
         _, first = pairs[0]
-        sizes = [_weight_bytes(option.weight, shapes[layer.name]) for layer, option in pairs if layer.name in shapes]
+        sizes = [
+            _weight_bytes(option.weight, shapes[layer.name], measured.target)
+            for layer, option in pairs
+            if layer.name in shapes
+        ]
         widths.append(
             Width(
                 name=name,
@@ -203,22 +205,8 @@ def _to_override_value(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, QuantizationSpec) else value
 
 
-def _weight_bytes(spec: QuantizationSpec | None, shape: tuple[int, ...]) -> float:
-    """Return the bytes of the codes, of scales in float32 or of tables, and of zero points if there are any."""
-    count = prod(shape)
-    if spec is None:
-        return FLOAT_BITS / 8 * count
-    granularity = spec.granularity
-    if isinstance(granularity, PerGroupedChannelGranularity):  # a palette, with tables in float16
-        _, tables = granularity.count_groups(shape)
-        return float(count * spec.n_bits / get_cluster_dim(spec) / 8 + 2 * 2**spec.n_bits * tables)
-    scale_count = 1.0
-    if isinstance(granularity, PerBlockGranularity):
-        scale_count = count / prod(granularity.get_block_size(shape))
-    elif isinstance(granularity, PerChannelGranularity):
-        scale_count = float(shape[granularity.axis or 0])
-    zero_point_bytes = scale_count * spec.n_bits / 8 if spec.qscheme == "asymmetric" else 0.0
-    return count * spec.n_bits / 8 + 4 * scale_count + zero_point_bytes
+def _weight_bytes(spec: QuantizationSpec | None, shape: tuple[int, ...], target: Target) -> float:
+    return (FLOAT_BITS * prod(shape) if spec is None else count_weight_bits(spec, shape, target)) / 8
 
 
 class _NoiseMeasurement:

@@ -20,8 +20,10 @@ from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.record import Record, coverage, record_of
 from scalepoint.quantize.smooth import SmoothQuantObserver
 from scalepoint.quantize.store import load, save
+from scalepoint.quantize.weight_size import BitsPerWeightResult, bits_per_weight
 
 __all__ = [
+    "BitsPerWeightResult",
     "CalibrationMethod",
     "Coverage",
     "MigrationReport",
@@ -35,6 +37,7 @@ __all__ = [
     "SmoothQuantObserver",
     "TensorQuantConfig",
     "WeightFakeQuantize",
+    "bits_per_weight",
     "calibrate",
     "coverage",
     "disable_fake_quant",

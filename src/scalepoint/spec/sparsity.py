@@ -75,6 +75,15 @@ class Sparsity(CheckedModel):
             return f"{self.keep}:{self.of}"
         return f"{self.share:.0%} zero" + (f" in blocks of {self.block}" if self.block > 1 else "")
 
+    @property
+    def kept_share(self) -> float:
+        """Share of the weights that are kept."""
+        if self.share is not None:
+            return 1 - self.share
+        assert self.keep is not None  # noqa: S101  # checked in _check_fields
+        assert self.of is not None  # noqa: S101
+        return self.keep / self.of
+
     def reason_unsupported(self, shape: Sequence[int], *, is_transposed: bool = False) -> str:
         """Return why a weight (out, in, ...) cannot be pruned like this; "" if it can."""
         if self.of is not None and is_transposed:

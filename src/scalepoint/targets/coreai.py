@@ -59,6 +59,7 @@ COREAI = replace(
         Accepted("weight", (FP4,), (), WEIGHT_GRANULARITIES, scale_dtypes=(E8M0,)),  # the compiler refuses float32
         Accepted("weight", PALETTE_INDEX_DTYPES, (), ("per_grouped_channel",)),
     ),
+    sparse_code_bits=(8,),
     fixed_shapes_reason="",
     format="coreai",
     runtime="coreai",

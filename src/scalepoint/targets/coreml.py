@@ -78,6 +78,7 @@ COREML = Target(
     bias="float",
     float_dtypes=(torch.float16, torch.float32),
     has_half_scales=True,
+    sparse_code_bits=(4, 8),
     fixed_shapes_reason="the Neural Engine runs fixed shapes, and the program is converted for those of the example",
     format="coreml",
     runtime="coreml",

@@ -158,6 +158,7 @@ class Target:
         block_scale_dtypes: Scales of blocks are rounded to values of all these dtypes, also in the simulation.
         has_half_scales: Whether files store scales as float16. The simulation then rounds them too.
         has_signed_scales: Whether the scale of a block may be negative.
+        sparse_code_bits: Widths of the codes of pruned weights that files store without their zeros, with a mask.
         is_language: Whether it is a target of `deploy_checkpoint`.
         domains: Operator domains of the compiler in addition to that of ONNX.
         rewrites: Rewrites of operations in its files.
@@ -193,6 +194,7 @@ class Target:
     block_scale_dtypes: tuple[torch.dtype, ...] = ()
     has_half_scales: bool = False
     has_signed_scales: bool = False
+    sparse_code_bits: tuple[int, ...] = ()
     is_language: bool = False
     domains: tuple[str, ...] = ()
     rewrites: tuple[RewriteRule, ...] = ()
