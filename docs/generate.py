@@ -639,8 +639,6 @@ def _explained(module: str) -> str:
 
 # Measured ----------------------------------------------------------------------------------------------------------
 
-BEGIN, END = "<!-- begin compared -->\n", "<!-- end compared -->"
-COMPARED = ("scalepoint", "ONNX Runtime quantize_static")
 COLUMNS = ("dB against float", "speed", "size")
 # Tables of docs/measured/ in the summary: title, other tool, and the columns of dB, speed and size.
 SUMMARIZED = {
@@ -691,27 +689,58 @@ def without_mark(cell: str) -> str:
 
 
 def readme() -> str:
-    """The README with its table taken from docs/measured/."""
+    """The README with its tables taken from docs/measured/."""
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    rows = list(compared(measured_text()))
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    model_table = table(("model", "", *COLUMNS), rows)
-    return before + BEGIN + model_table + END + after if rows and rest else text
+    measured = measured_text()
+    task_columns = ("model", "float", "file", "score", "speed", "size")
+    text = replace_table(text, "task", task_columns, task_rows(measured))
+    columns = ("network", "speed, batch 1", "speed, batch 8", "dB", "size")
+    return replace_table(text, "compared", columns, compared_rows(measured))
 
 
-def compared(measured: str) -> Iterator[tuple[str, ...]]:
-    """Yield the first file of scalepoint and of quantize_static for each model in ONNX Runtime."""
-    models = set()
-    for row in rows_of(measured, "deployed"):
-        tool = row["how"].partition(",")[0]
-        if tool in COMPARED and (row["model"], tool) not in models:
-            models.add((row["model"], tool))
-            yield (
-                weights_named(row["model"]),
-                tool,
-                *(without_mark(row[name]) for name in COLUMNS),
-            )
+def replace_table(
+    text: str, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    """Replace the table between the markers of a name; a text without rows or markers stays."""
+    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (rows and found_begin and found_end):
+        return text
+    return before + begin + table(columns, rows) + end + after
+
+
+def task_rows(measured: str) -> list[tuple[str, ...]]:
+    """Return the task metric of trained models: the file of scalepoint and the best one of quantize_static."""
+    rows: list[tuple[str, ...]] = []
+    by_model: dict[str, list[dict[str, str]]] = {}
+    for row in rows_of(measured, "accuracy-runtime"):
+        by_model.setdefault(row["model"], []).append(row)
+    for model, results in by_model.items():
+        by_file = {row["how"]: row for row in results}
+        static_rows = [
+            row for row in results if row["how"].startswith("quantize_static")
+        ]
+        if "scalepoint" not in by_file or not static_rows:
+            continue
+        best = max(static_rows, key=lambda row: float(row["accuracy"]))
+        for row in (by_file["scalepoint"], best):
+            result = (row["how"], row["accuracy"], row["speed"], row["size"])
+            rows.append((model, by_file["float32"]["accuracy"], *result))
+    return rows
+
+
+def compared_rows(measured: str) -> list[tuple[str, ...]]:
+    """Return scalepoint / quantize_static for each network, from cells such as "ours / all int8 / theirs"."""
+    rows = []
+    for row in rows_of(measured, "placement"):
+        cells = []
+        for name in ("speed, batch 1", "speed, batch 8", "dB", "size"):
+            values = without_mark(row[name]).split(" / ")
+            mark = " (behind)" if is_missed(row[name]) else ""
+            cells.append(f"{values[0]} / {values[-1]}{mark}")
+        rows.append((weights_named(row["network"]), *cells))
+    return rows
 
 
 def weights_named(model: str) -> str:

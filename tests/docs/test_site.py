@@ -67,18 +67,29 @@ def test_the_tables_of_the_recipes_are_up_to_date() -> None:
     assert all(len(table.splitlines()) > 3 for table in tables)
 
 
-MEASURED = """<!-- begin deployed -->
-| model |  | int8 | dB against float | speed | size |
-|---|---|---|---|---|---|
-| Net | scalepoint, pair-safe | 5 of 5 | 30.1 **missed** | 1.5x | 0.3x |
-| Net | scalepoint, 7 bits | 5 of 5 | 20.1 | 1.5x | 0.3x |
-| Net | float32 | 0 of 5 | | 1.0x | 1.0x |
-<!-- end deployed -->"""
+MEASURED = """<!-- begin accuracy-runtime -->
+| model | how | accuracy | drop | limit | speed | size |
+|---|---|---|---|---|---|---|
+| Net | float32 | 90.00 | 0.00 |  |  |  |
+| Net | scalepoint | 89.50 | 0.50 | 0.50 | 1.5x | 0.3x |
+| Net | quantize_static, MinMax | 80.00 | 10.00 |  | 1.4x | 0.3x |
+| Net | quantize_static, Entropy | 88.00 | 2.00 |  | 1.3x | 0.3x |
+<!-- end accuracy-runtime -->
+<!-- begin placement -->
+| network | speed, batch 1 | speed, batch 8 | dB | size |
+|---|---|---|---|---|
+| Net | 1.5 / 1.4 / 1.6 **missed** | 2.0 / 2.0 / 1.9 | 30 / 29 / 20 | 0.3 / 0.4 |
+<!-- end placement -->"""
 
 
-def test_the_table_of_the_readme_has_one_row_per_model() -> None:
-    assert list(generator().compared(MEASURED)) == [("Net, random", "scalepoint", "30.1", "1.5x", "0.3x")]
-    assert list(generator().compared("<!-- begin deployed -->\n<!-- end deployed -->")) == []
+def test_the_tables_of_the_readme_show_the_best_file_of_the_other_tool() -> None:
+    assert generator().task_rows(MEASURED) == [
+        ("Net", "90.00", "scalepoint", "89.50", "1.5x", "0.3x"),
+        ("Net", "90.00", "quantize_static, Entropy", "88.00", "1.3x", "0.3x"),
+    ]
+    cells = ("1.5 / 1.6 (behind)", "2.0 / 1.9", "30 / 20", "0.3 / 0.4")
+    assert generator().compared_rows(MEASURED) == [("Net, random", *cells)]
+    assert generator().task_rows("") == generator().compared_rows("") == []
 
 
 def test_every_target_has_a_page() -> None:

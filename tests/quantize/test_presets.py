@@ -62,7 +62,8 @@ def test_mx_weights_are_format_values_times_a_power_of_two_per_block(model, name
 
 
 def test_more_bits_are_closer_to_the_float_model(model):
-    errors = {name: error(model, getattr(presets, name)) for name in presets.__all__}
+    names = [name for name in presets.__all__ if not getattr(presets, name).overrides]  # those name embeddings
+    errors = {name: error(model, getattr(presets, name)) for name in names}
     assert errors["MXFP6_E2M3"] < errors["MXFP6_E3M2"] < errors["NVFP4"] < errors["MXFP4"]  # mantissa bits: 3, 2, 1
     assert errors["MXFP8"] < errors["MXFP6_E3M2"]
     assert 0 < errors["MXFP6_E2M3"] < 1.3 * errors["MXFP8"] < 0.1 < errors["MXFP4"] < 0.5

@@ -155,7 +155,7 @@ class Workspace(ABC):
             is_ours = name in own_files or any(file.startswith(f"{name}/") for file in own_files)
             if os.path.lexists(self.folder / name) and not is_ours:
                 raise UsageError(
-                    f"{self.folder / name} was not own_files by scalepoint, and force=True (--force) overwrites only "
+                    f"{self.folder / name} was not written by scalepoint, and force=True (--force) overwrites only "
                     "files of earlier runs: move it away, or choose another output"
                 )
 

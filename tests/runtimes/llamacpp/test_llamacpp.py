@@ -77,7 +77,7 @@ def test_an_invalid_file_is_refused_with_the_error_of_llamacpp(tmp_path):
     request = {"task": "run", "path": str(path), "options": {"threads": 1}, "inputs": "", "outputs": ""}
     answer = run_task(LLAMACPP, request)
     assert answer.status is Status.FAILED
-    assert "llama.cpp refuses" in answer.message
+    assert "llama.cpp cannot load" in answer.message
     assert "invalid magic" in answer.message
 
 
