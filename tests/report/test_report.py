@@ -28,7 +28,7 @@ from scalepoint.report import (
     to_html,
     write,
 )
-from scalepoint.report.html import colour_of, jinja_environment
+from scalepoint.report.html import ReportView, choose_colour_class, jinja_environment
 from scalepoint.report.placement_graph import build_blocks
 from scalepoint.report.terminal import WrappedText
 from scalepoint.results import PrecisionChange, Score, TensorHistogram, TrialSummary, is_within
@@ -306,9 +306,19 @@ def test_all_norms_are_one_line_whatever_their_reasons():
 
 
 def test_the_colour_of_a_precision_is_the_same_in_every_report():
-    colours = {"w int8 per_channel, x uint8": "p0", "int8": "p0", "w int8 per_channel": "p1", "w int4 per_block": "p2"}
-    colours |= {"stored int8 per_channel": "p1", "w fp8_e4m3, x fp8_e4m3": "p3", "w int2": "p4", "float": "p-float"}
-    assert {precision: colour_of(precision) for precision in colours} == colours
+    colours = {
+        "w int8 per_channel, x uint8": "p-int8",
+        "int8": "p-int8",
+        "w int8 per_channel": "p-weight8",
+        "w int4 per_block": "p-weight4",
+    }
+    colours |= {
+        "stored int8 per_channel": "p-weight8",
+        "w fp8_e4m3, x fp8_e4m3": "p-float8",
+        "w int2": "p-weight3",
+        "float": "p-float",
+    }
+    assert {precision: choose_colour_class(precision) for precision in colours} == colours
 
 
 def test_advice_fits_a_score_that_is_not_below_that_of_the_float_model():
@@ -719,3 +729,10 @@ def test_a_file_without_a_float_file_shows_its_size():
     report = example_reports.ordinary()
     page = to_html(replace(report, verification=replace(report.verification, float_size=None)))
     assert "no float file to compare with" in page
+
+
+def test_layers_without_an_operation_are_listed_in_the_order_of_the_model():
+    names = ["unknown.first", "unknown.second", "unknown.third"]
+    layers = tuple(example_reports.layer_error(name, 20.0) for name in names)
+    rows = ReportView(replace(example_reports.ordinary(), layers=layers)).layer_rows
+    assert [row.name for row in rows if not row.is_operation] == names

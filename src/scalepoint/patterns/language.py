@@ -29,7 +29,9 @@ class Point(StrEnum):
 
 
 Nodes = dict[str, fx.Node]
-Condition = Callable[[fx.Node, Nodes], str | None]  # operation, nodes matched before it -> reason to reject it, or None
+# A condition gets an operation and the nodes that were matched before it. It is named for what it requires. It returns
+# None if the operation fulfils this, otherwise a text that says why not.
+Condition = Callable[[fx.Node, Nodes], str | None]
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def op(role: str, *kinds: str, where: Condition | None = None) -> Element:
     Args:
         role: Name of the operation in the match.
         *kinds: Kinds of operations that match; the role by default.
-        where: A further condition. It returns the reason for a refusal, or None.
+        where: A further condition: returns None if the operation matches, else a text that says why not.
     """
     if not role:
         raise PatternError("op() needs a role, the name of the operation in the match")
@@ -62,7 +64,7 @@ def join(role: str, *kinds: str, where: Condition | None = None) -> Element:
     Args:
         role: Name of the operation in the match.
         *kinds: Kinds of operations that match; the role by default.
-        where: A further condition. It returns the reason for a refusal, or None.
+        where: A further condition: returns None if the operation matches, else a text that says why not.
     """
     return replace(op(role, *kinds, where=where), is_join=True)
 

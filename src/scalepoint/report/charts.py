@@ -130,12 +130,13 @@ def format_number(value: float) -> str:
     return f"{value:.10g}"
 
 
-def make_bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) -> list[ChartBar]:
-    """Return bars for (label, value, text), on one scale from zero. Infinity is a full bar."""
-    finite = [abs(value) for _, value, _ in rows if math.isfinite(value)]
+def make_bars(rows: Iterable[tuple[str, float, str, str]]) -> list[ChartBar]:
+    """Return bars for (label, value, text, CSS class), on one scale from zero. Infinity is a full bar."""
+    rows = list(rows)
+    finite = [abs(value) for _, value, _, _ in rows if math.isfinite(value)]
     largest = max(finite, default=0.0) or 1.0
     bars = []
-    for (label, value, text), css in zip(rows, classes, strict=True):
+    for label, value, text, css in rows:
         width = 0.0 if math.isnan(value) else 100 * min(abs(value), largest) / largest
         bars.append(ChartBar(label, text, max(round(width, 2), 0.5), css))
     return bars

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from scalepoint.operation_coverage import CoverageRow, OperationState
 from scalepoint.results import LanguageModelResult
 from scalepoint.support.formatting import (
-    POOR_DB,
     describe_precision,
     describe_quality,
     describe_runtime,
@@ -28,6 +27,7 @@ from scalepoint.support.formatting import (
     format_size,
     format_time,
     format_value,
+    is_poor,
     shorten,
     to_one_line,
 )
@@ -82,7 +82,7 @@ def _problem(report: "Report") -> str:
         return f"Slower than float: {format_ratio(latency.ratio)} its speed."
     if exceeds_max_drop(report):
         return f"Loses more than the allowed {report.max_drop:g} of {shorten(report.accuracy[0].name)}."
-    if not report.accuracy and report.output_db is not None and not report.output_db >= POOR_DB:
+    if not report.accuracy and report.output_db is not None and is_poor(report.output_db):
         return f"Far from the float model: {describe_output_error(report.output_db)}."
     return ""
 

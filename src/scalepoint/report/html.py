@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -39,18 +39,18 @@ JSON_FILE, HTML_FILE = "report.json", "report.html"
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_SHOWN = {"rows": 200, "layers": 400, "names": 12, "histograms": 24}  # the JSON in the page has all of them
 COLOURS = {  # class in page.css -> its precisions; the same in every report
-    "p0": "8-bit integers",
-    "p1": "weights in 8 bits, activations float",
-    "p2": "weights in 4 bits",
-    "p3": "8-bit floats",
-    "p4": "weights in 3 bits or fewer",
-    "p5": "another low precision",
+    "p-int8": "8-bit integers",
+    "p-weight8": "weights in 8 bits, activations float",
+    "p-weight4": "weights in 4 bits",
+    "p-float8": "8-bit floats",
+    "p-weight3": "weights in 3 bits or fewer",
+    "p-other": "another low precision",
     "p-float": "float",
     "p-none": "an input",
 }
-LAZY_LAYOUT_ROWS = 300  # with more rows, the browser lays out only those in view
+LAZY_LAYOUT_ROWS = 300  # of longer tables the browser lays out only the rows in view
 MAX_TIME_ROWS = 10
-READER_STAYS_FLOAT = " reads it and stays float"  # the end of a reason that starts with the name of that layer
+READER_STAYS_FLOAT = " reads it and stays float"  # the end of reasons such as "block.norm reads it and stays float"
 MAX_KERNELS = 30
 LAYER_COLUMNS = (  # title, type of the values, sort order of the first click
     ("Layer", "text", "up"),
@@ -281,7 +281,7 @@ class ReportView:
         return [(identifier, title) for identifier, title, is_shown in SECTIONS if is_shown(self.report)]
 
     @property
-    def mood(self) -> str:
+    def verdict_class(self) -> str:
         """CSS class of the verdict."""
         verification = self.report.verification
         if verification is None:
@@ -291,12 +291,12 @@ class ReportView:
         return "bad" if verification.is_refuted else "warn"
 
     @cached_property
-    def classes(self) -> dict[str, str]:
+    def colour_classes(self) -> dict[str, str]:
         """Precision -> CSS class of its colour."""
         precisions = dict.fromkeys(self.report.coverage.share_of_parameters())
         precisions |= dict.fromkeys(node.precision for node in self.report.graph)
         precisions |= dict.fromkeys(row.precision for row in self.report.coverage.operations)
-        return {precision: colour_of(precision) for precision in precisions}
+        return {precision: choose_colour_class(precision) for precision in precisions}
 
     # tiles
 
@@ -304,25 +304,28 @@ class ReportView:
     def accuracy_bars(self) -> list[charts.ChartBar]:
         score = self.report.accuracy[0]
         is_simulated = score.where == "simulation"
-        values = {"float": score.float_value, "simulated": score.value if is_simulated else score.simulated_value}
-        if not is_simulated:
-            values["runtime"] = score.value
-        rows = [(label, value, formatting.format_value(value)) for label, value in values.items() if value is not None]
-        return charts.make_bars(rows, ("before", "after", "after")[: len(rows)])
+        values = [
+            ("float", score.float_value, "before"),
+            ("simulated", score.value if is_simulated else score.simulated_value, "after"),
+            ("runtime", None if is_simulated else score.value, "after"),
+        ]
+        measured = [(label, value, css) for label, value, css in values if value is not None]
+        return charts.make_bars((label, value, formatting.format_value(value), css) for label, value, css in measured)
 
     @property
-    def is_far(self) -> bool:
+    def is_output_poor(self) -> bool:
         """Whether the outputs are poor, or broken."""
-        level = self.report.output_db
-        return level is not None and not level >= formatting.POOR_DB
+        return self.report.output_db is not None and formatting.is_poor(self.report.output_db)
 
     @property
-    def output_level(self) -> str:
+    def output_number(self) -> str:
+        """Signal-to-noise ratio of the outputs, or a word for no error and for broken outputs."""
         text = formatting.format_decibels(self.report.output_db)
         return text if formatting.describe_quality(self.report.output_db) in ("", "broken") else f"{text} dB"
 
     @property
-    def output_unit(self) -> str:
+    def output_explanation(self) -> str:
+        """The text next to `output_number`."""
         level = self.report.output_db
         word = formatting.describe_quality(level)
         if level is None or word in ("", "broken"):
@@ -340,19 +343,17 @@ class ReportView:
     def size_bars(self) -> list[charts.ChartBar]:
         verification = self.report.verification
         sizes = (0, 0) if verification is None else (verification.float_size or 0, verification.size)
-        rows = zip(("float", "quantized"), sizes, strict=True)
-        return charts.make_bars(
-            [(label, float(size), formatting.format_size(size)) for label, size in rows], ("before", "after")
-        )
+        rows = zip(("float", "quantized"), sizes, ("before", "after"), strict=True)
+        return charts.make_bars((label, float(size), formatting.format_size(size), css) for label, size, css in rows)
 
     @property
     def latency_bars(self) -> list[charts.ChartBar]:
         latency = self.report.verification and self.report.verification.latency
         if not latency:
             return []
-        rows = zip(("float", "quantized"), latency.seconds, strict=True)
-        colours = ("before", "slow" if latency.is_slower else "after")
-        return charts.make_bars([(label, seconds, formatting.format_time(seconds)) for label, seconds in rows], colours)
+        classes = ("before", "slow" if latency.is_slower else "after")
+        rows = zip(("float", "quantized"), latency.seconds, classes, strict=True)
+        return charts.make_bars((label, seconds, formatting.format_time(seconds), css) for label, seconds, css in rows)
 
     @cached_property
     def _shares(self) -> tuple[dict[str, float] | None, dict[str, float]]:
@@ -372,7 +373,7 @@ class ReportView:
         """Return class of a colour -> share, the largest first."""
         colours: dict[str, float] = defaultdict(float)
         for precision, share in shares.items():
-            colours[self.classes[precision]] += share
+            colours[self.colour_classes[precision]] += share
         return dict(sorted(colours.items(), key=lambda pair: -pair[1]))
 
     @property
@@ -403,13 +404,14 @@ class ReportView:
 
     def _layer_pairs(self) -> list[tuple[CoverageRow | None, LayerError | None]]:
         """Return operations with their errors, then errors of layers without an operation. Names may repeat."""
-        errors: dict[str, list[LayerError]] = defaultdict(list)  # by name, the last one first
-        for layer in reversed(self.report.layers):
-            errors[layer.name].append(layer)
-        pairs: list[tuple[CoverageRow | None, LayerError | None]] = [
-            (row, errors[row.name].pop() if errors.get(row.name) else None) for row in self.report.coverage.operations
-        ]
-        return pairs + [(None, layer) for unpaired in errors.values() for layer in reversed(unpaired)]
+        errors_by_name: dict[str, deque[LayerError]] = defaultdict(deque)
+        for error in self.report.layers:
+            errors_by_name[error.name].append(error)
+        pairs: list[tuple[CoverageRow | None, LayerError | None]] = []
+        for row in self.report.coverage.operations:
+            errors = errors_by_name[row.name]
+            pairs.append((row, errors.popleft() if errors else None))
+        return pairs + [(None, error) for unpaired in errors_by_name.values() for error in unpaired]
 
     def _layer_row(self, row: CoverageRow | None, error: LayerError | None, largest: float) -> LayerRow:
         precision = row.precision if row else ""
@@ -420,7 +422,7 @@ class ReportView:
             kind=row.kind if row else "",
             precision=precision,
             reason=row.explanation if row else "",
-            css=self.classes.get(precision, "p-none"),
+            css=self.colour_classes.get(precision, "p-none"),
             is_operation=row is not None,
             numbers=(
                 NumberCell(_sort_key(macs), formatting.format_count(macs) if row else ""),
@@ -438,8 +440,8 @@ class ReportView:
     @property
     def layer_table_classes(self) -> str:
         has_ranges = any((layer.saturation, layer.used_range) != (None, None) for layer in self.report.layers)
-        many = len(self.layer_rows) > LAZY_LAYOUT_ROWS
-        return " ".join(filter(None, ("" if has_ranges else "no-ranges", "many" if many else "")))
+        is_long = len(self.layer_rows) > LAZY_LAYOUT_ROWS
+        return " ".join(filter(None, ("" if has_ranges else "no-ranges", "lazy-layout" if is_long else "")))
 
     @cached_property
     def float_names(self) -> frozenset[str]:
@@ -521,28 +523,28 @@ class ReportView:
         table_rows = [_time_row(row, largest, total, is_slow=row in slower) for row in slowest]
         if rest:
             float_rest, rest_total = sum_seconds(rest)
-            rest_time = LayerTime(f"{len(rest)} others", rest_total, float_rest)
+            rest_time = LayerTime(f"{len(rest)} others", seconds=rest_total, float_seconds=float_rest)
             table_rows.append(_time_row(rest_time, max(largest, float_rest, rest_total), total, is_rest=True))
         return TimeTable(table_rows, float_total, total, describe_slower_layers(rows))
 
     @cached_property
     def placement(self) -> Placement:
-        return draw_placement(self.report.graph, self.classes, COLOURS)
+        return draw_placement(self.report.graph, self.colour_classes, COLOURS)
 
     @property
     def kernel_bars(self) -> list[charts.ChartBar]:
         executed = self.report.verification.executed if self.report.verification else {}
         counts = sorted(executed.items(), key=lambda item: (-item[1], item[0]))[:MAX_KERNELS]
-        rows = [(formatting.shorten(name, 60), float(count), str(count)) for name, count in counts]
-        return charts.make_bars(rows, ["after"] * len(rows))
+        return charts.make_bars(
+            (formatting.shorten(name, 60), float(count), str(count), "after") for name, count in counts
+        )
 
     @property
     def stage_bars(self) -> list[charts.ChartBar]:
-        rows = [
-            (formatting.shorten(stage, 40), value, formatting.format_time(value))
-            for stage, value in self.report.timings.items()
-        ]
-        return charts.make_bars(rows, ["before"] * len(rows))
+        return charts.make_bars(
+            (formatting.shorten(stage, 40), seconds, formatting.format_time(seconds), "before")
+            for stage, seconds in self.report.timings.items()
+        )
 
     @property
     def environment_rows(self) -> list[tuple[str, str]]:
@@ -562,19 +564,25 @@ def _shared_reason(row: CoverageRow) -> str:
     return row.reason or "no reason recorded"
 
 
-def colour_of(precision: str) -> str:
-    """Return the CSS class of a precision. It depends on the precision alone, so that reports can be compared."""
-    if precision in ("", headline.FLOAT):
-        return "p-float" if precision else "p-none"
+def choose_colour_class(precision: str) -> str:
+    """Return the CSS class of a precision, a text such as "w int8 per_channel, x uint8".
+
+    The class depends on the precision alone, so that reports can be compared.
+    """
+    if not precision:
+        return "p-none"
+    if precision == headline.FLOAT:
+        return "p-float"
     first, *other_precisions = precision.split(", ")
     bits = re.search(r"\d+", first)
     if bits is None:
-        return "p5"
-    if "fp" in first or "float" in first or "mx" in first:
-        return {"8": "p3", "08": "p3", "4": "p2"}.get(bits[0], "p5")
+        return "p-other"
+    if "fp" in first or "float" in first or "mx" in first:  # "w fp8_e4m3", "w fp4 per_block"
+        return {"8": "p-float8", "08": "p-float8", "4": "p-weight4"}.get(bits[0], "p-other")
     if bits[0] == "8":
-        return "p0" if other_precisions or not first.startswith(("w ", "stored ")) else "p1"
-    return {"4": "p2", "3": "p4", "2": "p4", "1": "p4"}.get(bits[0], "p5")
+        is_weight_only = first.startswith(("w ", "stored ")) and not other_precisions
+        return "p-weight8" if is_weight_only else "p-int8"  # "w int8 per_channel"; "w int8, x uint8" and "int8"
+    return {"4": "p-weight4", "3": "p-weight3", "2": "p-weight3", "1": "p-weight3"}.get(bits[0], "p-other")  # "w int4"
 
 
 def _sort_key(value: float | None) -> str | None:

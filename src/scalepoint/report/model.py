@@ -29,7 +29,7 @@ from scalepoint.results import (
     TuneReport,
 )
 from scalepoint.support.documents import parse_json
-from scalepoint.support.formatting import POOR_DB, shorten
+from scalepoint.support.formatting import is_poor, shorten
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_text
 from scalepoint.verification.result import Verification
@@ -299,7 +299,7 @@ def _accuracy_steps(report: Report) -> list[str]:
         steps.append(f"find the layers with the largest errors: {_compare_command(report)}")
     limit = report.max_drop or 0.0
     keeps_score = bool(report.accuracy) and report.accuracy[0].is_within(limit)
-    poor = [layer for layer in report.worst(1) if not layer.sqnr_db >= POOR_DB]
+    poor = [layer for layer in report.worst(1) if is_poor(layer.sqnr_db)]
     if poor and not keeps_score:
         override = f"{{name: {poor[0].name!r}, weight: float, activation: float}}"
         steps.append(f"leave the worst layer float, in the config: overrides: [{override}]")

@@ -130,6 +130,11 @@ def describe_quality(sqnr: float | None) -> str:
     return "poor"
 
 
+def is_poor(sqnr: float) -> bool:
+    """Return whether a signal-to-noise ratio in dB is less than fair, or NaN: outputs with NaN are broken."""
+    return not sqnr >= POOR_DB  # `sqnr < POOR_DB` is false for NaN
+
+
 def format_error_share(sqnr: float) -> str:
     """Format a signal-to-noise ratio in dB as error divided by signal (root mean squares): 28.9 dB is 3.6%."""
     return format_share(10 ** (-sqnr / 20))

@@ -35,8 +35,8 @@ def _constant_activation(
     return Accepted(
         "activation",
         tuple(dtypes),
-        schemes,
-        ("per_tensor", "per_channel"),
+        schemes=schemes,
+        granularities=("per_tensor", "per_channel"),
         formulations=formulations,
         scale_dtypes=SCALE_DTYPES,
         dynamic=False,
@@ -51,13 +51,24 @@ COREAI = replace(
         _constant_activation(map(to_dtype, ("uint8", "uint4")), (), FORMULATIONS),
         _constant_activation(map(to_dtype, ("int8", "int4")), UNCLIPPED_SCHEMES, FORMULATIONS),
         _constant_activation((*FLOAT8_DTYPES, FP4), ()),
-        Accepted("activation", (torch.int8,), (QuantizationScheme.SYMMETRIC,), ("per_token",), kinds=("linear",)),
         Accepted(
-            "weight", WEIGHT_DTYPES, (), WEIGHT_GRANULARITIES, formulations=FORMULATIONS, scale_dtypes=SCALE_DTYPES
+            "activation",
+            (torch.int8,),
+            schemes=(QuantizationScheme.SYMMETRIC,),
+            granularities=("per_token",),
+            kinds=("linear",),
         ),
-        Accepted("weight", FLOAT8_DTYPES, (), WEIGHT_GRANULARITIES, scale_dtypes=SCALE_DTYPES),
-        Accepted("weight", (FP4,), (), WEIGHT_GRANULARITIES, scale_dtypes=(E8M0,)),  # the compiler refuses float32
-        Accepted("weight", PALETTE_INDEX_DTYPES, (), ("per_grouped_channel",)),
+        Accepted(
+            "weight",
+            WEIGHT_DTYPES,
+            granularities=WEIGHT_GRANULARITIES,
+            formulations=FORMULATIONS,
+            scale_dtypes=SCALE_DTYPES,
+        ),
+        Accepted("weight", FLOAT8_DTYPES, granularities=WEIGHT_GRANULARITIES, scale_dtypes=SCALE_DTYPES),
+        # The compiler refuses float32 scales of fp4 weights.
+        Accepted("weight", (FP4,), granularities=WEIGHT_GRANULARITIES, scale_dtypes=(E8M0,)),
+        Accepted("weight", PALETTE_INDEX_DTYPES, granularities=("per_grouped_channel",)),
     ),
     sparse_code_bits=(8,),
     fixed_shapes_reason="",

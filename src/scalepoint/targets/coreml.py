@@ -62,16 +62,16 @@ COREML = Target(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
     accepts=(
-        Accepted("activation", (torch.uint8,), (), ("per_tensor",), dynamic=False),
+        Accepted("activation", (torch.uint8,), granularities=("per_tensor",), dynamic=False),
         Accepted(
             "activation",
             (torch.int8,),
-            (QuantizationScheme.SYMMETRIC, QuantizationScheme.ASYMMETRIC),
-            ("per_tensor",),
+            schemes=(QuantizationScheme.SYMMETRIC, QuantizationScheme.ASYMMETRIC),
+            granularities=("per_tensor",),
             dynamic=False,
         ),
-        Accepted("weight", INTEGER_WEIGHT_DTYPES, (), ("per_tensor", "per_channel", "per_block")),
-        Accepted("weight", PALETTE_INDEX_DTYPES, (), ("per_grouped_channel",)),
+        Accepted("weight", INTEGER_WEIGHT_DTYPES, granularities=("per_tensor", "per_channel", "per_block")),
+        Accepted("weight", PALETTE_INDEX_DTYPES, granularities=("per_grouped_channel",)),
     ),
     rules=(small_embedding_table, convolution_over_three_axes),
     same_scale_kinds=SAME_SCALE_KINDS,

@@ -68,8 +68,11 @@ SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLI
 GROUP_SIZES = (32, 64, 128, 256)
 
 
+# The next two functions are a `Condition`: None means that the operation matches, a text says why it does not.
+
+
 def follows_convolution(linear: fx.Node, nodes: Nodes) -> str | None:
-    """The input comes from a convolution, through pools and moves, so it is int8 already."""
+    """Match a linear layer whose input comes from a convolution, through pools and moves: it is int8 already."""
     source = linear.all_input_nodes[0] if linear.all_input_nodes else linear
     while get_kind(source) in ("adaptive_avg_pool", "mean", *SAME_SCALE_KINDS) and source.all_input_nodes:
         source = source.all_input_nodes[0]
@@ -77,7 +80,7 @@ def follows_convolution(linear: fx.Node, nodes: Nodes) -> str | None:
 
 
 def embeds_patches(conv: fx.Node, nodes: Nodes) -> str | None:
-    """The only convolution of a network with layer norms: its output is read in float."""
+    """Match the only convolution of a network with layer norms: its output is read in float."""
     kinds = [get_kind(node) for node in conv.graph.nodes]
     is_patch_embedding = kinds.count("conv") == 1 and "layer_norm" in kinds
     return None if is_patch_embedding else "it is not the only convolution of a transformer"
@@ -85,7 +88,10 @@ def embeds_patches(conv: fx.Node, nodes: Nodes) -> str | None:
 
 PATTERNS = (
     Pattern(
-        "PatchPattern", chain(op("conv", where=embeds_patches), optional(BATCH_NORM)), FusedConvBN, INPUT_AND_OUTPUT
+        "PatchPattern",
+        match=chain(op("conv", where=embeds_patches), optional(BATCH_NORM)),
+        make=FusedConvBN,
+        qdq_points=INPUT_AND_OUTPUT,
     ),
     ConvBNReLUPattern(
         match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), make=FusedConvBNReLU, qdq_points=INPUT_AND_OUTPUT
@@ -98,18 +104,18 @@ PATTERNS = (
     ),
     Pattern(
         "AddReLUPattern",
-        chain(op("add", where=joins_convolutions), optional(RELU)),
-        FusedAdd,
-        (Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
+        match=chain(op("add", where=joins_convolutions), optional(RELU)),
+        make=FusedAdd,
+        qdq_points=(Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
     ),
     AdaptiveAvgPoolPattern(
         match=chain(op("adaptive_avg_pool", where=reads_convolution)), make=FusedPool, qdq_points=INPUT_AND_OUTPUT
     ),
     Pattern(
         "HeadReLUPattern",
-        chain(op("linear", where=follows_convolution), FOLDED_ACTIVATION),
-        FusedLinearReLU,
-        INPUT_AND_OUTPUT,
+        match=chain(op("linear", where=follows_convolution), FOLDED_ACTIVATION),
+        make=FusedLinearReLU,
+        qdq_points=INPUT_AND_OUTPUT,
     ),
     HeadPattern(match=chain(op("linear", where=follows_convolution)), make=FusedLinear, qdq_points=INPUT_AND_OUTPUT),
     LinearReLUPattern(match=chain(LINEAR, FOLDED_ACTIVATION), make=FusedLinearReLU, qdq_points=INPUT_AND_OUTPUT),
@@ -190,10 +196,23 @@ EXECUTORCH = Target(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
     accepts=(
-        Accepted("activation", (INT8,), (), ("per_tensor",), dynamic=False),
-        Accepted("activation", (INT8,), (QuantizationScheme.ASYMMETRIC,), ("per_token",), (), ("linear",)),
-        Accepted("weight", (INT8,), SYMMETRIC, ("per_channel",)),
-        Accepted("weight", (INT4,), SYMMETRIC, ("per_block", "per_channel"), GROUP_SIZES, ("linear",)),
+        Accepted("activation", (INT8,), granularities=("per_tensor",), dynamic=False),
+        Accepted(
+            "activation",
+            (INT8,),
+            schemes=(QuantizationScheme.ASYMMETRIC,),
+            granularities=("per_token",),
+            kinds=("linear",),
+        ),
+        Accepted("weight", (INT8,), schemes=SYMMETRIC, granularities=("per_channel",)),
+        Accepted(
+            "weight",
+            (INT4,),
+            schemes=SYMMETRIC,
+            granularities=("per_block", "per_channel"),
+            block_sizes=GROUP_SIZES,
+            kinds=("linear",),
+        ),
     ),
     refuses=(convolution_over_three_axes, int4_weights_with_static_scales),
     rules=(weight_only_without_kernel, dynamic_patch_embedding, grouped_transposed_convolution, small_embedding_table),

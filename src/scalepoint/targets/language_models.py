@@ -59,7 +59,7 @@ def with_cache(target: Target) -> Target:
 
 
 def _accept_weights(dtypes: tuple[torch.dtype, ...], *granularities: str, sizes: tuple[int, ...] = ()) -> Accepted:
-    return Accepted("weight", dtypes, (), granularities, sizes)
+    return Accepted("weight", dtypes, granularities=granularities, block_sizes=sizes)
 
 
 COMPRESSED_TENSORS = Target(

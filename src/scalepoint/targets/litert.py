@@ -21,7 +21,10 @@ from scalepoint.targets.target import OperationFacts
 
 
 def joins_integers(cat: fx.Node, nodes: Nodes) -> str | None:
-    """All inputs come from convolutions, or from such a concat, and none is a parameter such as a class token."""
+    """Match a concat if all its inputs come from convolutions, or from such a concat (a `Condition`).
+
+    No input may be a parameter, such as a class token.
+    """
     if has_parameter(cat):
         return "one of its inputs is a parameter"
     sources = [node for node in cat.all_input_nodes if get_kind(node) != "cat" or joins_integers(node, nodes)]

@@ -55,8 +55,12 @@ SAME_SCALE_KINDS = frozenset(
 )
 
 
+# `joins_convolutions` and `reads_convolution` are a `Condition`: None means that the operation matches, a text says why
+# it does not.
+
+
 def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
-    """Both operands are computed from the inputs, and one of them comes from a convolution."""
+    """Match an add whose operands are computed from the inputs, one of them by a convolution."""
     operands = add.all_input_nodes
     if len(operands) != 2:
         return "does not join two tensors"
@@ -96,7 +100,7 @@ def _skip_moves(node: fx.Node) -> fx.Node:
 
 
 def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
-    """All inputs come from convolutions, and none is a parameter such as a class token."""
+    """Match an operation if all its inputs come from convolutions, and none is a parameter such as a class token."""
     if has_parameter(node):
         return "one of its inputs is a parameter"
     if node.all_input_nodes and all(map(comes_from_convolution, node.all_input_nodes)):
@@ -124,14 +128,19 @@ PATTERNS = (
     ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=INPUT_AND_OUTPUT),
     Pattern(
         "AddReLUPattern",
-        chain(op("add", where=joins_convolutions), optional(FOLDED_ACTIVATION)),
-        FusedAdd,
-        (Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
+        match=chain(op("add", where=joins_convolutions), optional(FOLDED_ACTIVATION)),
+        make=FusedAdd,
+        qdq_points=(Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
     ),
     AdaptiveAvgPoolPattern(
         match=chain(op("adaptive_avg_pool", where=reads_convolution)), make=FusedPool, qdq_points=INPUT_AND_OUTPUT
     ),
-    Pattern("AvgPoolPattern", chain(op("avg_pool", where=reads_convolution)), FusedPool, INPUT_AND_OUTPUT),
+    Pattern(
+        "AvgPoolPattern",
+        match=chain(op("avg_pool", where=reads_convolution)),
+        make=FusedPool,
+        qdq_points=INPUT_AND_OUTPUT,
+    ),
     ConcatPattern(match=chain(op("cat", where=reads_convolution)), make=FusedConcat, qdq_points=INPUT_AND_OUTPUT),
     MHA_IN_PROJECTION,
     GATED_LINEAR,

@@ -58,7 +58,7 @@ class OperationFacts:
         return self.weight_shape[2:]
 
 
-CostRule = Callable[[OperationFacts], str | None]  # returns why the operation is better left float, or None
+CostRule = Callable[[OperationFacts], str | None]  # returns a reason if the rule applies, otherwise None
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,9 @@ class Target:
         weight: Default spec of weights.
         accepts: Families of tensors that it can run; empty: everything.
         activations: Activation spec by pattern name, where it differs from `activation`.
-        rules: Cost rules: operations that are better left float.
-        refuses: Rules for operations that it cannot run in any precision.
+        rules: If one of these applies, the operation stays float, and the report gives the reason.
+        refuses: If one of these applies, TargetError is raised with the reason: the target has no kernel for the
+            operation, or none for the precision that the config asks for.
         same_scale_kinds: Kinds whose output has the scale of their input, such as reshapes.
         concat_kinds: Kinds whose inputs get the scale of the output if nothing else reads them.
         folds_input_scaling: Whether a quantizer can absorb a factor per channel, so that the factor costs no time.
@@ -241,7 +242,7 @@ class Target:
         return next((reason for rule in self.rules if (reason := rule(facts))), None)
 
     def check_operation(self, facts: OperationFacts) -> None:
-        """Raise TargetError if the target cannot run an operation in any precision."""
+        """Raise TargetError if a rule of `refuses` applies to an operation."""
         reason = next((reason for rule in self.refuses if (reason := rule(facts))), None)
         if reason:
             raise TargetError(f"{facts.name}: target {self.name!r} cannot run {reason}")

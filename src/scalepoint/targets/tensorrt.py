@@ -22,7 +22,7 @@ from scalepoint.targets.target import Accepted, OperationFacts, Target
 
 
 def feeds_layer_norm(node: fx.Node, nodes: Nodes) -> str | None:
-    """All readers, through batch norms and moves, are layer norms."""
+    """Match an operation if all its readers, through batch norms and moves, are layer norms (a `Condition`)."""
     pending = list(node.users)
     while pending:
         reader = pending.pop()
@@ -35,12 +35,13 @@ def feeds_layer_norm(node: fx.Node, nodes: Nodes) -> str | None:
 
 CONV_BEFORE_NORM = Pattern(
     "ConvBeforeLayerNormPattern",
-    chain(op("conv", where=feeds_layer_norm), optional(BATCH_NORM)),
-    FusedConvBN,
-    (Point.INPUT, Point.OUTPUT),
+    match=chain(op("conv", where=feeds_layer_norm), optional(BATCH_NORM)),
+    make=FusedConvBN,
+    qdq_points=(Point.INPUT, Point.OUTPUT),
 )
-POOL_BEFORE_NORM = Pattern(  # no points: an int8 input needs an int8 output (R13), which a layer norm must not read
-    "PoolBeforeLayerNormPattern", chain(op("pool", "adaptive_avg_pool", where=feeds_layer_norm)), FusedPool
+# No points: an int8 input needs an int8 output (R13), which a layer norm must not read.
+POOL_BEFORE_NORM = Pattern(
+    "PoolBeforeLayerNormPattern", match=chain(op("pool", "adaptive_avg_pool", where=feeds_layer_norm)), make=FusedPool
 )
 TENSORRT_PATTERNS = (CONV_BEFORE_NORM, POOL_BEFORE_NORM, *BASE_PATTERNS)
 
@@ -132,15 +133,36 @@ TENSORRT = Target(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
     accepts=(
-        Accepted("activation", (torch.int8,), _SYMMETRIC, ("per_tensor",), dynamic=False),
-        Accepted("activation", (torch.float8_e4m3fn,), (), ("per_tensor",), dynamic=False),
-        Accepted("activation", (torch.float8_e4m3fn,), (), ("per_token_block",), (32,), ("linear",)),
-        Accepted("activation", (torch.float4_e2m1fn_x2,), (), ("per_token_block",), (16,), ("linear",)),
-        Accepted("weight", (torch.int8,), _SYMMETRIC, ("per_tensor", "per_channel")),
-        Accepted("weight", (torch.float8_e4m3fn,), (), ("per_tensor", "per_channel")),
-        Accepted("weight", (torch.float8_e4m3fn,), (), ("per_block",), (32,), ("linear",)),
-        Accepted("weight", (to_dtype("int4"),), _SYMMETRIC, ("per_block",), (64, 128), ("linear",)),
-        Accepted("weight", (torch.float4_e2m1fn_x2,), (), ("per_block",), (16,), ("linear",)),
+        Accepted("activation", (torch.int8,), schemes=_SYMMETRIC, granularities=("per_tensor",), dynamic=False),
+        Accepted("activation", (torch.float8_e4m3fn,), granularities=("per_tensor",), dynamic=False),
+        Accepted(
+            "activation",
+            (torch.float8_e4m3fn,),
+            granularities=("per_token_block",),
+            block_sizes=(32,),
+            kinds=("linear",),
+        ),
+        Accepted(
+            "activation",
+            (torch.float4_e2m1fn_x2,),
+            granularities=("per_token_block",),
+            block_sizes=(16,),
+            kinds=("linear",),
+        ),
+        Accepted("weight", (torch.int8,), schemes=_SYMMETRIC, granularities=("per_tensor", "per_channel")),
+        Accepted("weight", (torch.float8_e4m3fn,), granularities=("per_tensor", "per_channel")),
+        Accepted("weight", (torch.float8_e4m3fn,), granularities=("per_block",), block_sizes=(32,), kinds=("linear",)),
+        Accepted(
+            "weight",
+            (to_dtype("int4"),),
+            schemes=_SYMMETRIC,
+            granularities=("per_block",),
+            block_sizes=(64, 128),
+            kinds=("linear",),
+        ),
+        Accepted(
+            "weight", (torch.float4_e2m1fn_x2,), granularities=("per_block",), block_sizes=(16,), kinds=("linear",)
+        ),
     ),
     rules=(
         weight_only_outside_linear,

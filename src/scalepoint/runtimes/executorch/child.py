@@ -41,16 +41,16 @@ class File:
         self.inputs = [info["name"] for info in input_infos]
         if not self.inputs:
             self.inputs = [f"input_{index}" for index in range(method_info.num_inputs())]
-        # By input: whether its batch is free. Free batches still have a maximum, which ExecuTorch allocates memory for.
-        self.has_free_batch = [bool(info["shape"]) and info["shape"][0] is None for info in input_infos]
+        # One flag per input. Free batches still have a maximum, which ExecuTorch allocates memory for.
+        self.free_batch_flags = [bool(info["shape"]) and info["shape"][0] is None for info in input_infos]
         shapes = [method_info.input_tensor_meta(index).sizes() for index in range(method_info.num_inputs())]
-        batch_sizes = [shape[0] for shape, free in zip(shapes, self.has_free_batch, strict=False) if free]
+        batch_sizes = [shape[0] for shape, is_free in zip(shapes, self.free_batch_flags, strict=False) if is_free]
         self.max_batch = min(batch_sizes, default=0)  # 0: no input has a free batch
 
     def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
         """Run the file. A batch larger than the maximum of the file is run in pieces."""
         inputs = [np.ascontiguousarray(feeds[name]) for name in self.inputs]
-        batch = next((len(value) for value, free in zip(inputs, self.has_free_batch, strict=False) if free), 0)
+        batch = next((len(value) for value, is_free in zip(inputs, self.free_batch_flags, strict=False) if is_free), 0)
         if not self.max_batch or batch <= self.max_batch:
             outputs = self._execute(inputs)
         else:
@@ -62,7 +62,7 @@ class File:
     def _slice(self, inputs: list[np.ndarray], start: int) -> list[np.ndarray]:
         """Return the inputs of the piece of the batch that begins at `start`."""
         rows = slice(start, start + self.max_batch)
-        return [value[rows] if free else value for value, free in zip(inputs, self.has_free_batch, strict=True)]
+        return [value[rows] if is_free else value for value, is_free in zip(inputs, self.free_batch_flags, strict=True)]
 
     def _execute(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         outputs = self.method.execute([torch.from_numpy(value) for value in inputs])
@@ -110,6 +110,7 @@ class File:
                 nodes.append(_describe_node(kind, kind))
                 continue
             weight, quantization = tensors[node["xnode_union"]["filter_id"]]
+            # The file names a quantized layer by the key of its scales, and a float layer by the key of its weight.
             buffers = (quantization.get("scale_buffer_idx", 0), weight["constant_buffer_idx"])
             names = [layer_names.get(keys[buffer]) for buffer in buffers if buffer < len(keys)]
             name = next((name for name in names if name), kind)
@@ -118,8 +119,9 @@ class File:
         return nodes
 
 
-def _describe_node(name: str, op: str, low: bool | None = None, why: str = "") -> dict[str, Any]:
-    return {"name": name, "op": op, "low": low, "why": why if low is False else ""}
+def _describe_node(name: str, op: str, is_low: bool | None = None, why_float: str = "") -> dict[str, Any]:
+    """Describe an operation. `is_low` is None for one without weights, and False for one with float weights."""
+    return {"name": name, "op": op, "low": is_low, "why": why_float if is_low is False else ""}
 
 
 def _decode_flatbuffer(data: bytes, schema: str) -> dict[str, Any]:
