@@ -6,12 +6,14 @@ FOLDER contains the unpacked wheel of coreai-opt 0.3.0; without it only our rows
 convolutions and linear layers, weights only. Simulated: both libraries in PyTorch. "sensitive k-means" is coreai-opt's
 calibration_mode with cross entropy against the classes that the float network predicts. "tuned" is ours with
 accuracy="balanced". Each calibrates with the same pictures, and is judged by others. Seconds are CPU seconds of one
-thread without judging. --judged limits the pictures that are judged.
+thread without judging. --judged limits the pictures that are judged. out/palettes.json keeps the rows of networks that
+a run leaves out; bench/write_page.py makes the table of docs/measured/low-bits.md from it.
 """
 
 import argparse
 import copy
 import itertools
+import json
 import sys
 import time
 import warnings
@@ -133,6 +135,13 @@ def limited(subject: Subject, count: int | None) -> Subject:
     return replace(subject, judging=judging)
 
 
+def other_rows(results: Sequence[PaletteRow]) -> list[PaletteRow]:
+    """Return the rows of an earlier run for networks that this run left out."""
+    measured = {row.network for row in results}
+    stored = json.loads(OUT.read_text()) if OUT.exists() else []
+    return [PaletteRow(**row) for row in stored if row["network"] not in measured]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photographs", type=Path, help="a folder with labels.csv: adds EfficientNet-Lite0")
@@ -155,7 +164,7 @@ def main() -> int:
     for row in results:
         texts = (f"{row.score:.2f} +-{row.error:.2f}", f"{row.decibels:.1f}", f"{row.seconds:.1f}")
         table.add_row(row.network, str(row.bits), row.variant, *texts)
-    return int(not publish(table, results, OUT))
+    return int(not publish(table, [*other_rows(results), *results], OUT))
 
 
 if __name__ == "__main__":

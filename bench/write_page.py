@@ -21,7 +21,7 @@ from placement import TINY
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "measured"
 RAW_FOLDER = PAGES / "raw"
-RAW = ("placement", "first_file", "timing")
+RAW = ("placement", "first_file", "timing", "palettes")
 
 
 def table(path: Path) -> str:
@@ -230,6 +230,19 @@ def tuning_table(path: Path, models: tuple[str, ...] = ()) -> str:
         rows.append([*cells, "" if level is None else f"{level:.1f}", f"{row['seconds']:.0f}", limits])
     score = "perplexity" if results and results[0]["is_perplexity"] else "score"
     return markdown(["network", "", "how", score, "dB", "CPU s", "limits"], rows)
+
+
+def palettes_table(path: Path) -> str:
+    """Palettes by network, width and tool."""
+    rows: Rows = []
+    for row in json.loads(path.read_text()):
+        if row["variant"] == "float":
+            rows.append([row["network"], "", "float", f"{row['score']:.1f}", "", ""])
+            continue
+        score = marked(f"{row['score']:.1f} +-{row['error']:.1f}", row["holds"])
+        numbers = [f"{row['decibels']:.1f}", f"{row['seconds']:.1f}"]
+        rows.append([row["network"], str(row["bits"]), row["variant"], score, *numbers])
+    return markdown(["network", "bits", "how", "score", "dB", "CPU s"], rows)
 
 
 def costs_table(path: Path) -> str:
@@ -538,6 +551,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "genai": ("genai", genai_table),
     "vllm": ("vllm", vllm_table),
     "language-peers": ("language-peers", tuning_table),
+    "palettes": ("palettes", palettes_table),
     "tuning-cost": ("tuning-cost", table),
     "coverage-tests": ("coverage-tests", coverage_table),
     "coverage-further": ("coverage-further", coverage_table),
