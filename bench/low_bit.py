@@ -189,14 +189,14 @@ class Measured:
 
     def sums(self, chosen: Mapping[str, str], unit: str) -> tuple[float, float]:
         """Error and cost of an allocation."""
-        items = self.widths.items(unit)  # type: ignore[arg-type]
+        items = self.widths.to_search_items(unit)  # type: ignore[arg-type]
         picked = [next(choice for choice in item.choices if choice.name == chosen[item.name]) for item in items]
         return sum(choice.error for choice in picked), self.widths.to_unit(unit, sum(choice.cost for choice in picked))  # type: ignore[arg-type]
 
     def row(self, how: str, chosen: Mapping[str, str], limit: float | None = None) -> AllocationRow:
         start = time.process_time()
         subject = self.subject
-        config = self.widths.config(ALLOCATION_CONFIG, chosen)
+        config = self.widths.with_overrides(ALLOCATION_CONFIG, chosen)
         data = subject.calibration
         model = quantize(subject.model, data[0], config, forward_loop=data, target=ALLOCATION_TARGET, progress=False)
         tune(model, data, progress=False)

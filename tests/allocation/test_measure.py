@@ -123,7 +123,7 @@ def test_a_budget_is_respected_and_no_uniform_width_within_it_is_better(widths, 
     result = widths.find_best(budget)
     reached = widths.to_unit(budget.unit, result.cost)
     assert reached >= budget.limit if budget.unit == "speed" else reached <= budget.limit
-    items = widths.items(budget.unit)
+    items = widths.to_search_items(budget.unit)
     for name in ("int2", "int4", "int8", "float"):
         same = [next(choice for choice in item.choices if choice.name == name) for item in items]
         if sum(choice.cost for choice in same) <= widths.to_cost_limit(budget):
@@ -131,7 +131,7 @@ def test_a_budget_is_respected_and_no_uniform_width_within_it_is_better(widths, 
 
 
 def test_the_config_has_overrides_for_the_chosen_precisions(widths):
-    config = widths.config(CONFIG, {"small": "int8", "large": "int4", "q": "float", "head": "int2"})
+    config = widths.with_overrides(CONFIG, {"small": "int8", "large": "int4", "q": "float", "head": "int2"})
     overrides = {override.name: override for override in config.overrides}
     assert [overrides[name].weight.n_bits for name in ("small", "large", "head")] == [8, 4, 2]
     assert all(overrides[name].weight == overrides[name].activation == "float" for name in "qkv")
@@ -222,7 +222,7 @@ def test_palettes_are_choices_of_a_budget(result, data):
         assert by_name["palette2"].error > by_name["palette4"].error > by_name["int8"].error
     chosen = widths.find_best(Budget(bits=3.0)).chosen
     assert len(set(chosen.values())) > 1
-    assert widths.allocation(chosen, "bits").reached <= 3.0
+    assert widths.describe_allocation(chosen, "bits").reached <= 3.0
     precisions = {row.precision for row in measured_config(result, widths, config, chosen)}
     assert {"w palette2", "w palette4"} & precisions
 
@@ -230,5 +230,5 @@ def test_palettes_are_choices_of_a_budget(result, data):
 def measured_config(result, widths, config, chosen):
     """The coverage of a model with the chosen precisions."""
     return coverage(
-        insert_qdq(result.model, result.matches, widths.config(config, chosen), target="coreml", copy=True)
+        insert_qdq(result.model, result.matches, widths.with_overrides(config, chosen), target="coreml", copy=True)
     ).operations

@@ -1,7 +1,8 @@
 """The table of all layers at all precisions with error, size and time; and the best choice within a budget.
 
-A width is one precision of a row. A row is a layer, or several that must have the same width. An allocation chooses one
-width for each row.
+A row is a layer, or several that must have the same precision. A Width is a precision of a row, with its error, size
+and time. An allocation chooses one width for each row. The search in front.py works with one cost: there a Width
+becomes a PrecisionChoice.
 """
 
 from collections import Counter
@@ -28,22 +29,24 @@ from scalepoint.quantize import Override, QuantConfig
 from scalepoint.results import FrontPoint, LayerPrecision, PrecisionAllocation
 from scalepoint.support.jsonable import to_jsonable
 
-TRIM_SHARE = 0.01  # of the error: layers that gain less are not raised, even if the budget allows it
+# A layer keeps its cheaper precision if a better one saves less than this share of the error, even within the budget.
+TRIM_SHARE = 0.01
 MAX_FRONT_POINTS = 200  # of a PrecisionAllocation
 CostUnit = BudgetUnit | Literal["cost"]
 
 
 @dataclass(frozen=True)
 class Width:
-    """One precision of some layers.
+    """One precision of a row, and what it costs.
 
     Attributes:
         name: Its name, such as "int4".
         bits: Bits per weight.
         error: The noise to signal that the layers are expected to add to the output.
         size: Bytes.
-        time: Multiply-accumulates of a float kernel that takes as long.
-        override: Fields of the override that asks for this precision; empty for the present one.
+        time: Time, as the number of float multiply-accumulates (MACs) that take equally long.
+        override: Fields of the override that asks for this precision; empty if it is the precision that
+            the config already gives.
     """
 
     name: str
@@ -95,8 +98,8 @@ class Widths:
     rest_size: float
     rest_time: float
 
-    def items(self, unit: CostUnit) -> list[Item]:
-        """Return the rows as items of the search for the best allocation."""
+    def to_search_items(self, unit: CostUnit) -> list[Item]:
+        """Convert the rows to items of the search for the best allocation."""
         return [
             Item(
                 row.name,
@@ -105,12 +108,16 @@ class Widths:
             for row in self.rows
         ]
 
-    def table(self, unit: CostUnit) -> ChoiceTable:
+    def to_choice_table(self, unit: CostUnit) -> ChoiceTable:
         """Return error and cost of each width: row -> name of the width -> choice."""
-        return {item.name: {choice.name: choice for choice in item.choices} for item in self.items(unit)}
+        return {item.name: {choice.name: choice for choice in item.choices} for item in self.to_search_items(unit)}
 
     def _cost(self, row: WidthRow, width: Width, unit: CostUnit) -> float:
-        """Return the cost in a unit that can be added up: bits, bytes, MACs; for "cost" the shares of size and time."""
+        """Return the cost of one width, in a unit that can be added up: bits, bytes or MACs.
+
+        For "cost" it is the share of the float model's size plus the share of its time. The rest of the model, which
+        has no choice, is not included: for size and speed `to_unit` adds it once to the sum.
+        """
         if unit == "bits":
             return width.bits * row.weights
         if unit == "size":
@@ -120,12 +127,14 @@ class Widths:
         return width.size / self.float_size + width.time / (self.float_time or 1.0)
 
     def to_unit(self, unit: CostUnit, cost: float) -> float:
-        """Convert a sum of costs to the unit of the budget."""
+        """Convert a sum of costs to the unit of the budget. Size and speed are of the whole model, with its rest."""
         if unit == "bits":
             return cost / (sum(row.weights for row in self.rows) or 1)
         if unit == "size":
             return (cost + self.rest_size) / self.float_size
-        return self.float_time / max(cost + self.rest_time, 1e-30) if unit == "speed" else cost
+        if unit == "speed":
+            return self.float_time / max(cost + self.rest_time, 1e-30)
+        return cost
 
     def to_cost_limit(self, budget: Budget) -> float:
         """Convert a budget to a limit for the sum of costs."""
@@ -144,7 +153,7 @@ class Widths:
         Raises:
             UsageError: Even the cheapest precisions exceed the budget. The message says what they cost.
         """
-        items = self.items(budget.unit)
+        items = self.to_search_items(budget.unit)
         best = find_best_within(items, self.to_cost_limit(budget))
         if best is not None:
             return trim_allocation(items, best, TRIM_SHARE)
@@ -160,15 +169,17 @@ class Widths:
             "or add choices with fewer bits"
         )
 
-    def config(self, config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
-        """Add the overrides of an allocation to a config; `chosen` maps rows to names of widths."""
+    def with_overrides(self, config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
+        """Return a config with the overrides of an allocation added; `chosen` maps rows to names of widths."""
         overrides = []
         for row in self.rows:
             width = next(width for width in row.widths if width.name == chosen[row.name])
             overrides += [Override(name=name, **width.override) for name in row.layers if width.override]
         return config.model_copy(update={"overrides": (*config.overrides, *overrides)})
 
-    def allocation(self, chosen: Mapping[str, str], unit: CostUnit, limit: float | None = None) -> PrecisionAllocation:
+    def describe_allocation(
+        self, chosen: Mapping[str, str], unit: CostUnit, limit: float | None = None
+    ) -> PrecisionAllocation:
         """Describe an allocation: the precision of each layer, and the front that it was chosen from.
 
         Args:
@@ -176,7 +187,7 @@ class Widths:
             unit: Unit of all costs.
             limit: The budget, in the same unit.
         """
-        table = self.table(unit)
+        table = self.to_choice_table(unit)
         layers = tuple(
             LayerPrecision(
                 name=name,
@@ -197,7 +208,7 @@ class Widths:
             layers=layers,
             front=tuple(
                 FrontPoint(self.to_unit(unit, point.cost), point.error, self._layer_counts(point.chosen))
-                for point in thin_front(compute_front(self.items(unit)), MAX_FRONT_POINTS)
+                for point in thin_front(compute_front(self.to_search_items(unit)), MAX_FRONT_POINTS)
             ),
             uniform=self._uniform_costs(table, unit),
             limit=limit,

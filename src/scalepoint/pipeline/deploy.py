@@ -322,7 +322,7 @@ def _search_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], 
     if widths is None:
         return trials, None
     chosen = best_trial(trials, limits).chosen or search.as_configured(widths)
-    return trials, widths.allocation(chosen, "cost")
+    return trials, widths.describe_allocation(chosen, "cost")
 
 
 def _search_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], PrecisionAllocation | None]:
@@ -337,7 +337,7 @@ def _search_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], 
     trials: list[Trial] = []
     for _ in range(MAX_SIZE_TRIALS):
         allocation = widths.find_best(budget)
-        plan = TrialPlan(widths.config(job.config, allocation.chosen), chosen=allocation.chosen)
+        plan = TrialPlan(widths.with_overrides(job.config, allocation.chosen), chosen=allocation.chosen)
         trials = [
             *(trial.without_model() for trial in trials),
             run_trial(context, trials, plan, is_only=not checks_size),
@@ -357,7 +357,7 @@ def _search_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], 
             "choices="
         )
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
-    return trials[-1:], widths.allocation(allocation.chosen, budget.unit, budget.limit)
+    return trials[-1:], widths.describe_allocation(allocation.chosen, budget.unit, budget.limit)
 
 
 def _send_metrics(

@@ -154,8 +154,8 @@ def next_for_accuracy(
         chosen = chosen or _one_layer_lower(widths, trials, tried, limits)
     if chosen is None:
         return None
-    base_cost = sum(choices[UNCHANGED].cost for choices in widths.table("cost").values())
-    config = widths.config(trials[start].config, chosen.chosen)
+    base_cost = sum(choices[UNCHANGED].cost for choices in widths.to_choice_table("cost").values())
+    config = widths.with_overrides(trials[start].config, chosen.chosen)
     raised = _raised_layers(widths, chosen)
     return TrialPlan(config, raised, start, dict(chosen.chosen), max(chosen.cost - base_cost, 0.0))
 
@@ -168,7 +168,7 @@ def as_configured(widths: Widths) -> dict[str, str]:
 def _front_points(widths: Widths) -> list[Allocation]:
     """Return the front without raised layers that remove little error, and without points that quantize no weight."""
     weighted = [row.name for row in widths.rows if row.weights]
-    items = widths.items("cost")
+    items = widths.to_search_items("cost")
     points = [trim_allocation(items, point, TRIM_SHARE) for point in thin_front(compute_front(items), MAX_FRONT_POINTS)]
     unique_points = {_choice_key(point.chosen): point for point in points}.values()
     points = sorted(unique_points, key=lambda point: point.cost)
@@ -205,7 +205,7 @@ def _fewer_layers(
 
     Their number is halfway between all of its raised layers and the largest number that failed.
     """
-    table, best = widths.table("cost"), _choices_of_cheapest(trials, limits)
+    table, best = widths.to_choice_table("cost"), _choices_of_cheapest(trials, limits)
     gains = {name: table[name][UNCHANGED].error - table[name][width].error for name, width in best.items()}
     raised = [name for name, width in best.items() if width != UNCHANGED]
     raised.sort(key=lambda name: -gains[name])
@@ -243,7 +243,7 @@ def _one_layer_lower(
 
     The total error must stay below that of every failed trial.
     """
-    table, best = widths.table("cost"), _choices_of_cheapest(trials, limits)
+    table, best = widths.to_choice_table("cost"), _choices_of_cheapest(trials, limits)
     current = sum_choices(table, best)
     min_failed_error = min(sum_choices(table, dict(key)).error for key, passes in tried.items() if not passes)
     candidates = []
@@ -263,7 +263,7 @@ def _one_layer_lower(
 
 def _raised_layers(widths: Widths, chosen: Allocation) -> tuple[PrecisionChange, ...]:
     """Return the layers with more precision, the one with the largest gain for its cost first."""
-    table, changes = widths.table("cost"), []
+    table, changes = widths.to_choice_table("cost"), []
     for row in widths.rows:
         precision, layer_count = chosen.chosen[row.name], len(row.layers)
         if precision == UNCHANGED:
