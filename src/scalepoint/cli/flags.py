@@ -4,7 +4,7 @@
     def inspect(context: typer.Context, json: Json = False) -> int:
         context.params["model"]                  # None if the flag was not given
 
-A flag is a keyword of the Python function and a key of the config file.
+A flag of an option is also a keyword of `scalepoint.deploy` or `deploy_checkpoint`, and a key of the config file.
 """
 
 import inspect
@@ -92,7 +92,7 @@ def takes(
         def command(**values: Any) -> int:
             return function(**{name: values[name] for name in declared})
 
-        # A signature must have parameters without a default first.
+        # Typer reads positional arguments in the order of the signature (OUT before MODEL) and prints the help in it.
         keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in declared.values()]
         required = [parameter for parameter in keyword_only if parameter.default is inspect.Parameter.empty]
         optional = [parameter for parameter in keyword_only if parameter.default is not inspect.Parameter.empty]
@@ -131,7 +131,9 @@ def _flag_type(field: FieldInfo) -> Any:
     if get_option(field).is_repeated:
         return list[str]
     types = _plain_types(field.annotation)
-    return next((kind for kind in (bool, int, float) if types == {kind}), str)
+    if len(types) == 1 and types <= {bool, int, float}:
+        return types.pop()
+    return str  # also for an option that takes several types
 
 
 def _plain_types(annotation: Any) -> set[Any]:

@@ -1,8 +1,8 @@
 """Output shapes and dtypes of operations, inferred once for each combination of operation, input shapes and settings.
 
 The blocks of a network repeat, and with them these combinations. Torch's fake tensors infer each one again, which is
-slow if a size is a symbol. Here a combination that was seen before returns new aliases of the tensors that it returned
-then. Part of the patch `fast_export`.
+slow if a size is a symbol. Here a combination that was seen before returns new tensors with the metadata of the first
+result. Part of the patch `fast_export`.
 """
 
 from typing import Any
@@ -31,12 +31,14 @@ EMPTY = torch.empty(0)  # what batch norm in eval mode returns as saved mean and
 class ShapeCache:
     """Infers the outputs of operations as fake tensors of one mode.
 
-    Dictionaries with an id of a tensor as key need `_alive`: an id may be used again once its tensor is freed.
+    Python reuses the id of a freed object. So the tensors whose ids are keys are kept alive: those of `_descriptions`
+    in `_alive`, those of `_fakes` in `_real_tensors`.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self._outputs: dict[Any, Any] = {}  # by operation, input shapes and settings
+        self._templates: dict[Any, Tensor] = {}  # meta tensors, by dtype, device, shape and strides
         self._descriptions: dict[int, Any] = {}  # of fake tensors, by id
         self._fakes: dict[int, Tensor] = {}  # of real tensors, by id
         self._alive: list[Any] = []
@@ -60,16 +62,19 @@ class ShapeCache:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return self.mode.from_tensor(tensor, static_shapes=True)
         key = (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
-        if key not in self._outputs:
+        if key not in self._templates:
             # Not in inference mode: views of the model's parameters must keep their base.
             with no_dispatch(), torch.inference_mode(False):
-                self._outputs[key] = torch.empty_strided(
+                self._templates[key] = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
                 )
-        return self._alias(self._outputs[key], tensor.device)
+        return self._alias(self._templates[key], tensor.device)
 
     def _alias(self, template: Tensor, device: torch.device) -> Tensor:
-        """Make a new fake tensor of the same shape and strides."""
+        """Make a new fake tensor with the dtype, shape and strides of a meta or fake tensor.
+
+        Without dispatch, because the mode would otherwise infer `detach` like an operation of the model.
+        """
         with no_dispatch():
             return FakeTensor(self.mode, template.detach(), device)
 
@@ -160,7 +165,7 @@ def _has_known_sizes(tensor: FakeTensor) -> bool:
 
 
 def _is_dense_float(tensor: FakeTensor) -> bool:
-    """Whether a float tensor is contiguous. Sizes other than the first must be numbers, so that this can be decided."""
+    """Whether a float tensor is contiguous. False if a size after the first is a symbol."""
     expected_stride = 1
     for size, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):  # from the last axis to axis 1
         if not isinstance(size, int) or not isinstance(stride, int):

@@ -35,8 +35,8 @@ def copy_after_masked_attention(model: fx.GraphModule) -> None:
     """Insert a contiguous copy after attention with a mask, and replace views by reshapes, in place.
 
     torch's kernel for masked attention returns another memory layout. For that layout torch.export turns a reshape into
-    a view and drops `contiguous`, which then fails on the attention that is written to ONNX. In the ONNX file the copy
-    is an Identity, which is removed.
+    a view and drops `contiguous`. The attention that is written to ONNX has a contiguous output, and the view fails on
+    it. The copy becomes an Identity in the ONNX file, and is removed there.
     """
     calls = [node for node in model.graph.nodes if node.op == "call_module"]
     masked_calls = [node for node in calls if _is_masked_attention(model.get_submodule(str(node.target)))]
@@ -54,12 +54,19 @@ def copy_after_masked_attention(model: fx.GraphModule) -> None:
 
 
 def _is_masked_attention(module: nn.Module) -> bool:
-    part = next(reversed(module.parts.values())) if isinstance(module, Fused) else module
-    return isinstance(part, Operation) and part.kind == "attention" and part.arguments.get("attn_mask") is not None
+    # The last part of a fused module computes its output, whose layout is the problem.
+    last_part = list(module.parts.values())[-1] if isinstance(module, Fused) else module
+    if not isinstance(last_part, Operation) or last_part.kind != "attention":
+        return False
+    return last_part.arguments.get("attn_mask") is not None
 
 
 def scale_before_quantizing(model: fx.GraphModule) -> dict[str, float]:
-    """Move the scaling of each attention whose query is quantized. Returns the factor for each quantizer by name."""
+    """Move the scaling of each attention whose query is quantized before the quantizer, in place.
+
+    Returns:
+        Name of a quantizer -> factor. The caller must multiply the scale of each quantizer by its factor.
+    """
     call_counts = Counter(str(node.target) for node in model.graph.nodes if node.op == "call_module")
     factors: dict[str, float] = {}
     for node in list(model.graph.nodes):
@@ -83,7 +90,9 @@ def scale_before_quantizing(model: fx.GraphModule) -> dict[str, float]:
 def _find_scale_factor(model: fx.GraphModule, node: fx.Node) -> float | None:
     """Return the scaling factor of an attention without a mask, or None for other nodes and kinds of attention."""
     fused = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if not isinstance(fused, Fused) or len(fused.parts) != 1 or fused.wiring != [[0, 1, 2]]:
+    if not isinstance(fused, Fused) or len(fused.parts) != 1:
+        return None
+    if fused.wiring != [[0, 1, 2]]:  # the only part reads inputs 0, 1 and 2 of the fused module: query, key, value
         return None
     part = next(iter(fused.parts.values()))
     if not isinstance(part, Operation) or part.kind != "attention":

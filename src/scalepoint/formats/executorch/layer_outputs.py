@@ -3,6 +3,7 @@
 Apart from these outputs XNNPACK gets the same graph, so it runs the same kernels.
 """
 
+from collections import Counter
 from pathlib import Path
 
 from torch import Tensor, fx, nn
@@ -15,18 +16,22 @@ from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.stored_graph import build_stored_graph
 
 
-class StubCodes(nn.Module):
-    """The first half of a stub: values to codes."""
+class StubHalf(nn.Module):
+    """One of the two halves of a stub."""
 
     def __init__(self, stub: XnnpackStoredStub) -> None:
         super().__init__()
         self.stub = stub
 
+
+class StubCodes(StubHalf):
+    """The first half of a stub: values to codes."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.stub.codes(x)
 
 
-class StubValues(StubCodes):
+class StubValues(StubHalf):
     """The second half of a stub: codes to values."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,6 +47,8 @@ def write_with_layer_outputs(model: fx.GraphModule, path: Path, request: ExportR
         output = next(node for node in stored.graph.nodes if node.op == "output")
         model_outputs = [value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)]
         output.args = ((*model_outputs, *codes.values()),)
+        # The code generator of the captured model would pack the outputs into the structure that the model returns,
+        # which has no place for the codes. The plain one returns the tuple as it is.
         stored.graph.set_codegen(fx.graph.CodeGen())
         stored.recompile()
         names = [f"output_{index}" for index in range(len(model_outputs))]
@@ -55,13 +62,14 @@ def _split_stubs(model: fx.GraphModule) -> dict[str, fx.Node]:
     The names are those of quantizers in ONNX files: NAME/QuantizeLinear, with _1, _2, ... for further calls.
     """
     codes_by_name: dict[str, fx.Node] = {}
-    call_indices: dict[str, int] = {}
+    call_counts: Counter[str] = Counter()
     for node in list(model.graph.nodes):
         stub = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if not isinstance(stub, XnnpackStoredStub):
             continue
         name = str(node.target)
-        index = call_indices[name] = call_indices.get(name, -1) + 1
+        index = call_counts[name]
+        call_counts[name] += 1
         codes_path, values_path = f"{name}_codes_{index}", f"{name}_values_{index}"
         model.add_submodule(codes_path, StubCodes(stub))
         model.add_submodule(values_path, StubValues(stub))
