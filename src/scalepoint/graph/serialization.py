@@ -20,7 +20,7 @@ from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.graph.nodes import get_fake_tensor, get_info, get_state, module_path, set_state
 from scalepoint.graph.operations import ComputedTensor, Operation
 from scalepoint.graph.origin import get_origin
-from scalepoint.graph.values import NotDescribedError, encode, function_name
+from scalepoint.graph.values import NotEncodableError, encode, function_name
 
 LAYER_CLASSES: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in MODULE_KINDS}
 RNN_ARGUMENTS = (
@@ -122,7 +122,7 @@ def describe(model: fx.GraphModule) -> GraphDescription:
         return GraphDescription(None, why_not="it was captured without example inputs")
     try:
         return _describe(model, info)
-    except NotDescribedError as error:
+    except NotEncodableError as error:
         return GraphDescription(None, why_not=str(error))
 
 
@@ -206,7 +206,7 @@ def _describe_module(path: str, module: nn.Module, is_called: bool, paths: Mappi
     if not is_called:
         return ModuleData(path=path, none=none)
     if MODULE_KINDS.get(type(module)) is None:
-        raise NotDescribedError(f"{path} is called as it is, and {type(module).__name__} is not a layer of torch")
+        raise NotEncodableError(f"{path} is called as it is, and {type(module).__name__} is not a layer of torch")
     if isinstance(module, nn.RNNBase):
         settings = {name: getattr(module, name) for name in RNN_ARGUMENTS}
         return ModuleData(path=path, kind=type(module).__name__, settings=settings)
@@ -217,7 +217,7 @@ def _describe_module(path: str, module: nn.Module, is_called: bool, paths: Mappi
 def _describe_node(node: fx.Node, paths: Mapping[int, str]) -> NodeData:
     target = function_name(node.target) if node.op == "call_function" else str(node.target)  # type: ignore[arg-type]
     if node.op == "call_method":
-        raise NotDescribedError(f"it calls the method {target}")
+        raise NotEncodableError(f"it calls the method {target}")
     info = get_info(node)
     return NodeData(
         name=node.name,
@@ -245,7 +245,7 @@ def _example_size(size: torch.SymInt) -> int:
     """Return the size in the example for which the graph was captured."""
     hint = size.node.hint
     if hint is None:
-        raise NotDescribedError("it has an input without a known size")
+        raise NotEncodableError("it has an input without a known size")
     return int(hint)
 
 
@@ -260,7 +260,7 @@ def _describe_nesting(spec: Any) -> Any:
         return {"list": children}
     if isinstance(spec.type, type) and issubclass(spec.type, dict) and isinstance(spec.context, list):
         return {"dict": [list(map(str, spec.context)), children]}
-    raise NotDescribedError(f"it has inputs or outputs in a {getattr(spec.type, '__name__', spec.type)}")
+    raise NotEncodableError(f"it has inputs or outputs in a {getattr(spec.type, '__name__', spec.type)}")
 
 
 def to_tree_spec(nesting: Any) -> Any:

@@ -41,8 +41,11 @@ _CONSTANT_TYPES: dict[str, type] = {
 }
 
 
-class NotDescribedError(Exception):
-    """Something in a graph cannot be represented as data."""
+class NotEncodableError(Exception):
+    """Something in a graph cannot be represented as data.
+
+    The message is the reason, as a clause about the model: "it calls the operator ...".
+    """
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -51,11 +54,11 @@ def function_name(function: Callable[..., Any]) -> str:
         name = f"{function._schema.name}.{function._overloadname}"
         reason = _explain_refusal(function)
         if reason:
-            raise NotDescribedError(f"it calls the operator {name}: {reason}")
+            raise NotEncodableError(f"it calls the operator {name}: {reason}")
         return name
     if function not in _NAMES:
         name = getattr(function, "__name__", str(function))
-        raise NotDescribedError(f"it calls the function {name}, which is not an operator of torch")
+        raise NotEncodableError(f"it calls the function {name}, which is not an operator of torch")
     return _NAMES[function]
 
 
@@ -94,6 +97,7 @@ def _explain_refusal(function: Any) -> str:
         return f"only operators of {', '.join(OPERATOR_NAMESPACES)} can be saved"
     if any("file" in argument.name for argument in schema.arguments):
         return "it reads or writes files"
+    # By the text of the type, because "Tensor", "Tensor?" and "Tensor[]" are all results of a model.
     return_types = [str(value.type) for value in schema.returns]
     returns_value = any(kind in return_type for return_type in return_types for kind in ("Tensor", "int", "bool"))
     if schema.name not in ASSERTIONS and not returns_value:
@@ -124,7 +128,7 @@ def encode(value: Any, paths: Mapping[int, str]) -> Any:
     for kind, constant_type in _CONSTANT_TYPES.items():
         if isinstance(value, constant_type):
             return {kind: str(value).removeprefix("torch.")}
-    raise NotDescribedError(f"it has an argument of type {type(value).__name__}")
+    raise NotEncodableError(f"it has an argument of type {type(value).__name__}")
 
 
 def decode(value: Any, nodes: Mapping[str, fx.Node], modules: Mapping[str, nn.Module]) -> Any:
@@ -147,7 +151,8 @@ def decode(value: Any, nodes: Mapping[str, fx.Node], modules: Mapping[str, nn.Mo
 def _decode_reference(content: Any, modules: Mapping[str, nn.Module]) -> Reference:
     path, name = content
     owner = modules[path]
-    if name not in owner._parameters and name not in owner._buffers and name != "value":
+    is_computed = name == "value"  # the property of a ComputedTensor, which is neither a parameter nor a buffer
+    if not is_computed and name not in owner._parameters and name not in owner._buffers:
         raise ValueError(name)
     return Reference(owner, name)
 
