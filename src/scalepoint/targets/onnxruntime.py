@@ -208,7 +208,7 @@ REWRITES = (
         "per-channel scales",
     ),
     RewriteRule(
-        "pools_before_quantizers",
+        "keep_pools_apart",
         "ONNX Runtime moves a quantizer after a float pool before the pool, and integer pools are slow unless an "
         "integer kernel precedes them; a Max of one tensor prevents the move",
     ),
@@ -219,8 +219,8 @@ REWRITES = (
     ),
     RewriteRule(
         "softmax_of_finite",
-        "torch replaces NaN in the probabilities of an attention, which occur in rows without any key; if the mask has "
-        "no infinities, these two passes over the data are not needed",
+        "torch replaces NaN in the probabilities of an attention, which occur in rows without any key; if no row "
+        "of the mask is all -inf, these two passes over the data are not needed",
     ),
 )
 

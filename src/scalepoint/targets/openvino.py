@@ -24,8 +24,8 @@ QUANTIZERS_BEFORE_POOLS = RewriteRule(
     "quantizers_before_pools",
     "a quantizer after a pool leaves the pool and the layer before it in float; before the pool, both run in int8",
 )
-JOINS_BEFORE_PRODUCTS = RewriteRule(
-    "joins_before_products",
+KEEP_CONCATS_APART = RewriteRule(
+    "keep_concats_apart",
     "OpenVINO moves a quantizer after a concat of tokens to its inputs, and then fails to compile the product",
 )
 LINEARS_AS_CONVOLUTIONS = RewriteRule(
@@ -71,7 +71,7 @@ def openvino_target(cpu: str = "auto") -> Target:
         ),
         folds_input_scaling=base.options["cpu"] != "avx2",
         bias="float",
-        rewrites=(NARROW_WEIGHTS_AS_INT8, QUANTIZERS_BEFORE_POOLS, JOINS_BEFORE_PRODUCTS)
+        rewrites=(NARROW_WEIGHTS_AS_INT8, QUANTIZERS_BEFORE_POOLS, KEEP_CONCATS_APART)
         if base.options["cpu"] != "avx2"
         else (NARROW_WEIGHTS_AS_INT8, QUANTIZERS_BEFORE_POOLS, LINEARS_AS_CONVOLUTIONS),
         dequantizes_weights_on_load=False,

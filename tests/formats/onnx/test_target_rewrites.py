@@ -426,12 +426,18 @@ LOWEST = np.finfo(np.float32).min
 CAUSAL = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
 
 
-def of_scores(*masks):
-    """A softmax with a NaN check, of a product plus masks: names are inputs, pairs are Where, arrays are constants."""
+def of_scores(*masks, axis=-1):
+    """A softmax with a NaN check, of a product plus masks: names are inputs, pairs are Where, arrays are constants.
+
+    A dict {"Mul": factor} stands for another operation with a constant.
+    """
     nodes, constants, inputs = [helper.make_node("MatMul", ["q", "k"], ["scores_0"])], {"zero": np.float32(0)}, []
     for index, mask in enumerate(masks):
-        name = f"mask_{index}"
-        if isinstance(mask, str):
+        name, operation = f"mask_{index}", "Add"
+        if isinstance(mask, dict):
+            ((operation, factor),) = mask.items()
+            constants[name] = np.float32(factor)
+        elif isinstance(mask, str):
             inputs.append(helper.make_tensor_value_info(name, 1, [4, 4]))
         elif isinstance(mask, tuple):
             constants |= {f"{name}_yes": np.float32(mask[0]), f"{name}_no": np.float32(mask[1])}
@@ -439,9 +445,9 @@ def of_scores(*masks):
             nodes.append(helper.make_node("Where", [f"{name}_if", f"{name}_yes", f"{name}_no"], [name]))
         else:
             constants[name] = mask
-        nodes.append(helper.make_node("Add", [f"scores_{index}", name], [f"scores_{index + 1}"]))
+        nodes.append(helper.make_node(operation, [f"scores_{index}", name], [f"scores_{index + 1}"]))
     nodes += [
-        helper.make_node("Softmax", [f"scores_{len(masks)}"], ["p"], axis=-1),
+        helper.make_node("Softmax", [f"scores_{len(masks)}"], ["p"], axis=axis),
         helper.make_node("IsNaN", ["p"], ["is_nan"]),
         helper.make_node("Where", ["is_nan", "zero", "p"], ["chosen"]),
         helper.make_node("MatMul", ["chosen", "k"], ["y"]),
@@ -467,8 +473,25 @@ def of_scores(*masks):
         ((np.full((4, 4), -np.inf, np.float32),), True),
         (((0, LOWEST), (0, LOWEST)), True),
         (((0, LOWEST), CAUSAL), True),
+        ((np.array([[0, np.nan, 0, 0]], np.float32),), True),
+        ((np.array([[0, np.inf, 0, 0]], np.float32),), True),
+        (({"Mul": -0.5}, {"Div": -2.0}, CAUSAL, {"Mul": 0.5}, {"Div": 2.0}), False),
+        ((CAUSAL, {"Mul": -1.0}), True),
+        ((CAUSAL, {"Mul": 0.0}), True),
+        ((CAUSAL, {"Div": -2.0}), True),
+        (({"Mul": np.nan},), True),
+        (({"Div": np.nan},), True),
+        (({"Div": [-np.inf, 1, 1, 1]},), True),
     ],
-    ids=["none", "finite", "causal", "and a bias", "infinite", "input", "all", "two that overflow", "two that meet"],
+    ids=[
+        *("none", "finite", "causal", "and a bias", "infinite", "input", "all", "two that overflow", "two that meet"),
+        *("nan in the mask", "plus infinity", "factors", "negated mask", "mask times zero", "mask by a negative"),
+        *("nan factor", "nan divisor", "infinite divisor"),
+    ],
 )
 def test_the_nan_check_is_removed_only_if_no_row_can_be_fully_masked(masks, is_checked):
     assert of_scores(*masks) == is_checked
+
+
+def test_the_nan_check_stays_if_the_softmax_is_along_another_axis_than_the_rows_of_the_mask():
+    assert of_scores(CAUSAL, axis=0) == 1

@@ -9,12 +9,12 @@ quantizers_before_moves  Pad or nearest Resize -> QuantizeLinear     QuantizeLin
 narrow_weights_as_int8   int4 codes -> DequantizeLinear              int4 codes -> Cast -> DequantizeLinear
 unpack_when_loaded       DequantizeLinear of OnnxUnpackedWeight      Cast -> Mul, which a runtime folds on load
 float_weights_stay       DequantizeLinear -> product by floats       the same with one scale per channel
-pools_before_quantizers  MaxPool of floats -> QuantizeLinear         MaxPool -> Max of one tensor -> QuantizeLinear
+keep_pools_apart         MaxPool of floats -> QuantizeLinear         MaxPool -> Max of one tensor -> QuantizeLinear
 quantizers_before_pools  MaxPool -> Q/DQ                             Q/DQ -> MaxPool
 softmax_in_float         DequantizeLinear -> Softmax -> Quantize     the same with a Max of one tensor after Softmax
-joins_before_products    Concat of tokens -> QuantizeLinear -> MatMul  Concat -> Max(x, x) -> QuantizeLinear -> MatMul
+keep_concats_apart       Concat of tokens -> QuantizeLinear -> MatMul  Concat -> Max(x, x) -> QuantizeLinear -> MatMul
 linears_as_convolutions  MatMul of codes                             1x1 Conv (linear_as_conv.py)
-softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        Softmax, if no mask has infinities
+softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        Softmax, if no row can be all -inf
 
 A target lists the rewrites that it needs, with reasons. Results are equal bit by bit; those of convolutions and
 activations are equal up to roundings of float32.
@@ -31,6 +31,11 @@ from scalepoint.formats.onnx.activations import activations_of_codes, exp_activa
 from scalepoint.formats.onnx.linear_as_conv import has_blocks, write_linears_as_convolutions
 from scalepoint.formats.onnx.quantizers_before_moves import quantizers_before_moves
 from scalepoint.targets.target import RewriteRule
+
+PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+NARROW_TYPES = (ir.DataType.INT4, ir.DataType.INT2)
+MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")  # these only move values
+MAX_FINITE_MASK = 1e30  # a larger magnitude may overflow when it is added to another mask
 
 
 def apply_rewrites(model: Any, rules: Iterable[RewriteRule]) -> None:
@@ -58,6 +63,7 @@ def narrow_weights_as_int8(model: Any) -> None:
         if node.op_type != "DequantizeLinear" or not (_is_narrow(node.inputs[0]) and _feeds_integer_products(node)):
             continue
         if len(node.inputs) > 2 and node.inputs[2] is not None:
+            # The zero point has the dtype of the codes: skip its Cast to fewer bits too.
             node.replace_input_with(2, node.inputs[2].producer().inputs[0])
         codes = node.inputs[0]
         cast = ir.node("Cast", [codes], {"to": int(ir.DataType.INT8)})
@@ -69,7 +75,7 @@ def narrow_weights_as_int8(model: Any) -> None:
 
 
 def _is_narrow(value: Any) -> bool:
-    """Whether a value is an int8 constant that will be stored in fewer bits (fold_casts removes its Cast)."""
+    """Whether a value has int4 or int2 codes: they are still int8 followed by a Cast, which fold_casts merges later."""
     cast = value.producer()
     return cast is not None and cast.op_type == "Cast" and cast.attributes["to"].as_int() in NARROW_TYPES
 
@@ -117,7 +123,10 @@ def unpack_when_loaded(model: Any) -> None:
 
 
 def _broadcast_scales(graph: Any, node: Any) -> Any:
-    """Return the scales in a shape that broadcasts over the codes. Calls that share a weight share them too."""
+    """Return the scales in a shape that broadcasts over the codes.
+
+    They are stored once under a name made from the scale's, also for a layer that the model calls several times.
+    """
     codes, scale = node.inputs
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
     axes_after = len(codes.shape) - 1 - axis % len(codes.shape) if len(scale.shape) else 0
@@ -135,7 +144,8 @@ def _broadcast_scales(graph: Any, node: Any) -> Any:
 def float_weights_stay(model: Any) -> None:
     """Keep a compiler from quantizing the float weight of a product whose input and output are quantized.
 
-    Each such product gets its own DequantizeLinear, which repeats the one scale for every channel.
+    ONNX Runtime does so only if the input has a single scale. So each such product gets its own DequantizeLinear, which
+    repeats that scale for every channel; the values are the same.
     """
     for node in list(model.graph):
         source = node.inputs[0].producer() if node.op_type in PRODUCTS and node.inputs[0] is not None else None
@@ -197,8 +207,8 @@ def _insert_channel_dequantize(model: Any, node: Any, source: Any) -> Any:
     return output
 
 
-def pools_before_quantizers(model: Any) -> None:
-    """Separate a MaxPool of floats from the quantizers after it by a Max of one tensor, which changes nothing."""
+def keep_pools_apart(model: Any) -> None:
+    """Keep a compiler from moving a quantizer before a MaxPool of floats, by a Max of one tensor between them."""
     for node in list(model.graph):
         if node.op_type != "MaxPool":
             continue
@@ -208,13 +218,13 @@ def pools_before_quantizers(model: Any) -> None:
         reads_codes = source is not None and source.op_type == "DequantizeLinear"
         is_quantized = any(reader.op_type == "QuantizeLinear" for reader in _readers_through_moves(node))
         if is_quantized and not reads_codes:
-            _insert_identity(model.graph, node, "Max", 1)
+            _insert_max(model.graph, node)
 
 
-def joins_before_products(model: Any) -> None:
-    """Keep the quantizer after a Concat that is not along the last axis and that a MatMul reads.
+def keep_concats_apart(model: Any) -> None:
+    """Keep a compiler from moving a quantizer before a Concat, by a Max(x, x) between them.
 
-    A Max(x, x), which changes nothing, keeps the compiler from moving the quantizer before the Concat.
+    For a Concat that is not along the last axis, and whose quantized result a MatMul reads.
     """
     for node in list(model.graph):
         if node.op_type != "Concat" or node.outputs[0].shape is None:
@@ -224,18 +234,22 @@ def joins_before_products(model: Any) -> None:
         dequantizers = [use.node for quantizer in quantizers for use in quantizer.outputs[0].uses()]
         readers = [reader for dequantizer in dequantizers for reader in _readers_through_moves(dequantizer)]
         if axis not in (-1, rank - 1) and any(reader.op_type == "MatMul" for reader in readers):
-            _insert_identity(model.graph, node, "Max", 2)
+            # OpenVINO drops a Max with one operand when it reads the file.
+            _insert_max(model.graph, node, operand_count=2)
 
 
-def _insert_identity(graph: Any, node: Any, operator: str, operand_count: int) -> None:
-    """Insert an operator that does not change its operand between a node and its readers."""
+def _insert_max(graph: Any, node: Any, operand_count: int = 1) -> None:
+    """Insert a Max of one tensor, which does not change it, between a node and its readers.
+
+    A compiler does not move or fuse operators across it. One operand is enough for ONNX Runtime, and fastest.
+    """
     value = node.outputs[0]
     uses = list(value.uses())
-    identity = ir.node(operator, [value] * operand_count)
-    output = identity.outputs[0]
+    maximum = ir.node("Max", [value] * operand_count)
+    output = maximum.outputs[0]
     output.name, output.shape, output.type = f"{value.name}.held", value.shape, value.type
-    identity.metadata_props.update(node.metadata_props)
-    graph.insert_after(node, identity)
+    maximum.metadata_props.update(node.metadata_props)
+    graph.insert_after(node, maximum)
     for use in uses:
         use.node.replace_input_with(use.idx, output)
 
@@ -247,26 +261,30 @@ def softmax_in_float(model: Any) -> None:
         if source is None or source.op_type != "DequantizeLinear":
             continue
         if any(reader.op_type == "QuantizeLinear" for reader in _readers_through_moves(node)):
-            _insert_identity(model.graph, node, "Max", 1)
+            _insert_max(model.graph, node)
 
 
 def quantizers_before_pools(model: Any) -> None:
     """Move a Q/DQ pair before the MaxPool that only it reads: the largest value has the largest code."""
     for quantize in list(model.graph):
-        pool = quantize.inputs[0].producer() if quantize.op_type == "QuantizeLinear" else None
-        while pool is not None and pool.op_type == "MaxPool" and _move_before(model.graph, pool, quantize):
-            pool = quantize.inputs[0].producer()
+        while _can_move_before_pool(quantize):  # again if there is another pool before this one
+            _move_before_pool(model.graph, quantize)
 
 
-def _move_before(graph: Any, pool: Any, quantize: Any) -> bool:
-    """Move a Q/DQ pair before the pool that it reads. Returns False if that is not possible."""
+def _can_move_before_pool(quantize: Any) -> bool:
+    """Whether a node is the start of a Q/DQ pair with one scale that alone reads a MaxPool."""
+    pool = quantize.inputs[0].producer() if quantize.op_type == "QuantizeLinear" else None
+    if pool is None or pool.op_type != "MaxPool" or len(pool.outputs) != 1:
+        return False
     pooled, readers = pool.outputs[0], list(quantize.outputs[0].uses())
     is_pair = len(readers) == 1 and readers[0].node.op_type == "DequantizeLinear"
     is_read_by_others = len(pooled.uses()) != 1 or pooled.is_graph_output()
-    if not is_pair or not _is_one_scale(quantize.inputs[1]) or is_read_by_others or len(pool.outputs) != 1:
-        return False
-    dequantize, source = readers[0].node, pool.inputs[0]
-    dequantized = dequantize.outputs[0]
+    return is_pair and _is_one_scale(quantize.inputs[1]) and not is_read_by_others
+
+
+def _move_before_pool(graph: Any, quantize: Any) -> None:
+    pool, dequantize = quantize.inputs[0].producer(), quantize.outputs[0].uses()[0].node
+    pooled, source, dequantized = pool.outputs[0], pool.inputs[0], dequantize.outputs[0]
     ir.convenience.replace_all_uses_with(dequantized, pooled, replace_graph_outputs=True)
     quantize.replace_input_with(0, source)
     pool.replace_input_with(0, dequantized)
@@ -274,18 +292,18 @@ def _move_before(graph: Any, pool: Any, quantize: Any) -> bool:
         node.outputs[0].shape = source.shape
         graph.remove(node)
     graph.insert_before(pool, [quantize, dequantize])
-    return True
 
 
 def softmax_of_finite(model: Any) -> None:
-    """Remove the check for NaN after a softmax whose masks contain finite numbers instead of infinities.
+    """Remove the check for NaN after a softmax that cannot give NaN, because no row of its scores is all -inf.
 
-    The check is for rows that are masked completely, whose softmax is 0 / 0. With a finite mask exp() is 0 too, and a
-    row that is masked completely has equal probabilities with and without the check.
+    The check is for rows that are masked completely: with -inf, their softmax is 0 / 0. With a mask of finite numbers,
+    such as the lowest float32, a masked key has the probability exp(-3e38) = 0 too. A row that such a mask covers
+    completely has equal probabilities, not NaN, so the check does not change it.
     """
     for where in list(model.graph):
         softmax = _find_guarded_softmax(where)
-        if softmax is None or not _is_finite(softmax.inputs[0]):
+        if softmax is None or not _cannot_give_nan(softmax):
             continue
         is_nan = where.inputs[0].producer()
         ir.convenience.replace_all_uses_with(where.outputs[0], softmax.outputs[0])
@@ -303,42 +321,55 @@ def _find_guarded_softmax(where: Any) -> Any:
     return softmax if can_remove and softmax is not None and softmax.op_type == "Softmax" else None
 
 
-def _is_finite(scores: Any) -> bool:
-    """Whether scores cannot be infinite or NaN.
+def _cannot_give_nan(softmax: Any) -> bool:
+    """Whether no row of the scores is all -inf, and no score is NaN or +inf.
 
-    They must be a MatMul, multiplied by at most 1, plus masks. One mask may have any finite numbers; with two, the sum
-    of two lowest float32 numbers would be infinite.
+    The scores must be a MatMul, multiplied by at most 1, plus masks. Its result is taken to be far from the limits of
+    float32. One mask may have large numbers or -inf; the sum of two could be -inf in a whole row.
     """
-    source, large_mask_count = scores.producer(), 0
+    source, large_mask_count = softmax.inputs[0].producer(), 0
+    keeps_minus_inf = True  # all factors between the current node and the softmax are positive
     while source is not None and source.op_type in ("Add", "Mul", "Div"):
-        magnitudes = [_max_magnitude(value) for value in source.inputs]
-        constants = [(position, size) for position, size in enumerate(magnitudes) if size is not None]
+        magnitudes = [_max_magnitude(operand) for operand in source.inputs]
+        constants = [(index, magnitude) for index, magnitude in enumerate(magnitudes) if magnitude is not None]
         if len(constants) != 1:
             return False
-        position, size = constants[0]
-        if source.op_type == "Mul" and size > 1:
-            return False
-        if source.op_type == "Div":
-            scales_down = _holds_for_all(source.inputs[1], lambda values: np.abs(values) >= 1)
-            if position == 0 or not scales_down:
+        index, magnitude = constants[0]
+        operand = source.inputs[index]
+        if source.op_type == "Add":
+            # -inf times a negative number is +inf, and -inf times 0 is NaN.
+            if magnitude == np.inf and not (keeps_minus_inf and _is_along_last_axis(softmax)):
                 return False
-        large_mask_count += source.op_type == "Add" and size > MAX_FINITE_MASK
-        source = source.inputs[1 - position].producer()
+            large_mask_count += magnitude > MAX_FINITE_MASK
+        else:
+            is_divided_by = source.op_type == "Div" and index == 1
+            divides_down = is_divided_by and _holds_for_all(operand, lambda v: np.isfinite(v) & (np.abs(v) >= 1))
+            if not divides_down and (source.op_type == "Div" or magnitude > 1):
+                return False
+            keeps_minus_inf = keeps_minus_inf and _holds_for_all(operand, lambda values: values > 0)
+        source = source.inputs[1 - index].producer()
     return source is not None and source.op_type == "MatMul" and large_mask_count <= 1
 
 
-def _max_magnitude(mask: Any) -> float | None:
-    """Return the largest magnitude in a mask: a constant, or a Where between finite constants.
+def _is_along_last_axis(softmax: Any) -> bool:
+    axis = softmax.attributes["axis"].as_int() if "axis" in softmax.attributes else -1
+    shape = softmax.inputs[0].shape
+    return axis == -1 or (shape is not None and axis == len(shape) - 1)
 
-    A constant with infinities has the magnitude infinity, if every row also has finite values. None stands for a value
-    that is not known, or for a mask with a row of infinities only.
+
+def _max_magnitude(operand: Any) -> float | None:
+    """Return the largest magnitude in a mask or factor: a constant, or a Where between finite constants.
+
+    A constant with -inf has the magnitude infinity, if every row also has finite values. None stands for a value that
+    is not known, and for a constant that is not usable: it has NaN, +inf, or a row of -inf only.
     """
-    if mask.const_value is not None:
-        values = np.atleast_1d(mask.const_value.numpy())
+    if operand.const_value is not None:
+        values = np.atleast_1d(operand.const_value.numpy())
         every_row_has_finite = bool(np.isfinite(values).any(-1).all())
-        is_mask = values.size and every_row_has_finite and not (values > MAX_FINITE_MASK).any()
-        return float(np.abs(values).max()) if is_mask else None
-    where = mask.producer()
+        # False for NaN and +inf too
+        is_usable = values.size and every_row_has_finite and bool((values <= MAX_FINITE_MASK).all())
+        return float(np.abs(values).max()) if is_usable else None
+    where = operand.producer()
     if where is None or where.op_type != "Where":
         return None
     branches = where.inputs[1:]
@@ -352,16 +383,6 @@ def _holds_for_all(value: Any, predicate: Callable[[Any], Any]) -> bool:
     return value is not None and value.const_value is not None and bool(np.all(predicate(value.const_value.numpy())))
 
 
-MAX_FINITE_MASK = 1e30  # a larger magnitude may overflow when it is added to another mask
-PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-NARROW_TYPES = (ir.DataType.INT4, ir.DataType.INT2)
-MOVES = (  # these only move values
-    "Transpose",
-    "Reshape",
-    "Flatten",
-    "Squeeze",
-    "Unsqueeze",
-)
 REWRITES: dict[str, Callable[[Any], None]] = {
     "sum_before_layer_norm": sum_before_layer_norm,
     "activations_of_codes": activations_of_codes,
@@ -371,9 +392,9 @@ REWRITES: dict[str, Callable[[Any], None]] = {
     "narrow_weights_as_int8": narrow_weights_as_int8,
     "unpack_when_loaded": unpack_when_loaded,
     "float_weights_stay": float_weights_stay,
-    "pools_before_quantizers": pools_before_quantizers,
+    "keep_pools_apart": keep_pools_apart,
     "quantizers_before_pools": quantizers_before_pools,
-    "joins_before_products": joins_before_products,
+    "keep_concats_apart": keep_concats_apart,
     "linears_as_convolutions": write_linears_as_convolutions,
     "softmax_in_float": softmax_in_float,
     "softmax_of_finite": softmax_of_finite,
