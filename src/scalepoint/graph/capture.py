@@ -72,9 +72,9 @@ def capture(
         args: Example inputs: a tensor, a tuple, or a dict of keyword inputs. Without them torch.fx records what it can.
         kwargs: Keyword inputs of the model.
         copy: False shares the parameters with the given model.
-        dynamic: Keep the batch axis free.
-        dynamic_axes: Further axes that stay free, such as {"x": {2: "height"}}. The graph is compared with the model at
-            other sizes.
+        dynamic: Keep the batch axis dynamic.
+        dynamic_axes: Further axes that stay dynamic, such as {"x": {2: "height"}}. The graph is compared with the model
+            at other sizes.
         leave: Names of submodules that are called as they are.
         trust: Allow loading a .pt2 file, which can run code.
 
@@ -116,12 +116,17 @@ def capture(
     names = getattr(model, "interface_names", None)
     if isinstance(names, InterfaceNames):
         set_origin(graph_module, interface_names=names)
+    _restore_modes(graph_module, modes)
+    return graph_module
+
+
+def _restore_modes(graph_module: fx.GraphModule, modes: Mapping[str, bool]) -> None:
+    """Set `training` of each module. A module that capture added takes the mode of its nearest parent."""
     for name, module in graph_module.named_modules():
         path = name
-        while path not in modes:  # a module that capture added takes the mode of its nearest parent
+        while path not in modes:
             path = path.rpartition(".")[0]
         module.training = modes[path]
-    return graph_module
 
 
 def _capture_in_eval(
@@ -134,17 +139,17 @@ def _capture_in_eval(
     """Capture our copy of a model, which is in eval mode, for these example inputs."""
     axes = check_axes(axes, get_named_inputs(model, *example)) if axes else axes
     _check_dtypes(model, example)
-    inputs = widen_batch(*example) if dynamic else example
+    export_inputs = widen_batch(*example) if dynamic else example
     with ExitStack() as stack:
-        opaque = stack.enter_context(opaque_modules_replaced(model, leave, *inputs)) if leave else ()
+        opaque = stack.enter_context(opaque_modules_replaced(model, leave, *export_inputs)) if leave else ()
         ignored_autocast = stack.enter_context(autocast_off())
         stack.enter_context(caller_dtype())
-        program = export_after_first_run(model, example, inputs, dynamic=dynamic, axes=axes)
+        program = export_after_first_run(model, example, export_inputs, dynamic=dynamic, axes=axes)
     graph_module = _build_graph_module(program, model, opaque)
     _check_output(graph_module, type(model).__name__)
-    is_wide = _is_widened(graph_module, example)
-    set_origin(graph_module, is_widened=is_wide, leave=leave, ignored_autocast=tuple(sorted(ignored_autocast)))
-    record_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else example))
+    is_widened = _has_widened_batch(graph_module, example)
+    set_origin(graph_module, is_widened=is_widened, leave=leave, ignored_autocast=tuple(sorted(ignored_autocast)))
+    record_sizes(graph_module, pytree.tree_leaves(export_inputs if is_widened else example))
     _warn_about_autocast(graph_module)
     if axes:
         sizes = find_allowed_sizes(program, axes)
@@ -186,18 +191,19 @@ def _build_graph_module(
 ) -> fx.GraphModule:
     """Put the exported graph on the modules of `owner`, lift its operations and check it."""
     with export_logs_silenced():
-        unlifted = program.module(check_guards=False)
-        inline_wrapped_blocks(unlifted)
-        if not functionalize_writes(unlifted.graph):
+        exported = program.module(check_guards=False)
+        inline_wrapped_blocks(exported)
+        is_functional = functionalize_writes(exported.graph)
+        if not is_functional:
             # torch's own functionalization: slower, and it takes batch norms apart
             program = program.run_decompositions({})
-            unlifted = program.module(check_guards=False)
-            inline_wrapped_blocks(unlifted)
-            functionalize_writes(unlifted.graph)
-            join_batch_norms(unlifted.graph)
-    name_dtypes(unlifted.graph)
-    graph_module = CapturedGraph(unlifted, unlifted.graph, class_name=type(owner).__name__)
-    _keep_constants(graph_module, unlifted, owner)
+            exported = program.module(check_guards=False)
+            inline_wrapped_blocks(exported)
+            functionalize_writes(exported.graph)
+            join_batch_norms(exported.graph)
+    name_dtypes(exported.graph)
+    graph_module = CapturedGraph(exported, exported.graph, class_name=type(owner).__name__)
+    _keep_constants(graph_module, exported, owner)
     adopt_modules(graph_module, owner)
     restore_opaque_modules(graph_module, opaque)
     set_origin(graph_module, fixed_batch=find_fixed_batches(program))
@@ -245,7 +251,7 @@ def _make_inputs_distinct(inputs: BoundInputs) -> BoundInputs:
     return distinct
 
 
-def _is_widened(graph_module: fx.GraphModule, example: BoundInputs) -> bool:
+def _has_widened_batch(graph_module: fx.GraphModule, example: BoundInputs) -> bool:
     """Whether the graph was recorded with a batch of two although the example has a batch of one."""
     recorded_inputs = [get_fake_tensor(node) for node in graph_module.graph.nodes if node.op == "placeholder"]
     for value, recorded in zip(pytree.tree_leaves(example), recorded_inputs, strict=False):
@@ -279,19 +285,19 @@ def _warn_about_autocast(graph_module: fx.GraphModule) -> None:
 def _finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     for module in graph_module.modules():
         if "inplace" in vars(module):
-            # In-place writes are explicit nodes of the graph by now. The modules are copies, so the user's stay as is.
+            # In-place writes are explicit nodes of the graph by now. The modules are copies: the user's are unchanged.
             vars(module)["inplace"] = False
     check_graph(graph_module)
     return graph_module
 
 
-def _keep_constants(graph_module: fx.GraphModule, unlifted: nn.Module, owner: nn.Module) -> None:
+def _keep_constants(graph_module: fx.GraphModule, exported: nn.Module, owner: nn.Module) -> None:
     """Register tensors that the model creates in its forward as buffers that are not part of the state_dict."""
     known = {name for name, _ in (*owner.named_parameters(remove_duplicate=False), *owner.named_buffers())}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.target not in known:
             path, _, name = node.target.rpartition(".")
-            value = getattr(unlifted.get_submodule(path), name)
+            value = getattr(exported.get_submodule(path), name)
             if isinstance(value, Tensor):
                 node.target = f"constant_{node.name}"
                 graph_module.register_buffer(node.target, value, persistent=False)
