@@ -4,9 +4,10 @@
     c = clamp(t, low, high), rounded to the format when the codes are floats      the centred code
     y = c * scale + shift                                                        the dequantized value
 
-    ZP      shift = 0        low, high = limits - zero_point     code = c + zero_point
-    MINVAL  shift = minval   low, high = 0, high - low           code = c + low
-    float   shift = 0        low, high = limits                  code = c
+            shift     low                       high                      code
+    ZP      0         grid.low - zero_point     grid.high - zero_point    c + zero_point
+    MINVAL  minval    0                         grid.high - grid.low      c + grid.low
+    float   0         grid.low                  grid.high                 c
 
 A true division and a zero point added after rounding give ONNX Runtime's QuantizeLinear in every code;
 multiplying by 1/scale does not. NaN stays NaN, so that a broken activation is visible in the output.
@@ -28,7 +29,12 @@ HALF_MAX = torch.finfo(torch.float16).max
 # A piece of float32 values, its result and one scratch buffer fit into the L2 cache of a core.
 PIECE_ELEMENTS = 131072
 MIN_INDEXED_ELEMENTS = 4096  # in smaller tensors a mask of the clamped elements costs nothing
-COLUMN_ELEMENTS = 16  # elements whose extremes are checked before the elements themselves
+# An index has the size of 8 mask elements: indices are stored for a piece if they take at most 1/8 of its mask.
+MIN_ELEMENTS_PER_INDEX = 64
+MAX_INDICES_OF_SMALL_PIECE = 64  # for the last piece, which can be short: so many indices are stored in any case
+# _find_outside views a piece of this size or larger as a table with this many rows: 8192 elements as 16 x 512.
+MIN_TABLE_ELEMENTS = 4096
+TABLE_ROWS = 16
 
 
 class Steps(NamedTuple):
@@ -52,8 +58,9 @@ class Steps(NamedTuple):
 class ScratchBuffers:
     """Scratch memory for pieces. All pieces use the same memory, so it stays in cache.
 
-    On a CPU the buffers belong to the thread and are reused by later calls: the system clears new memory, which is
-    slow. A thread must not use them in two nested loops.
+    A buffer of at most PIECE_ELEMENTS on a CPU belongs to the thread and is reused by later calls: the system clears
+    new memory, which is slow. A thread must not use such buffers in two nested loops. Larger buffers belong to this
+    object, as for the pieces of `round_trip` if torch has two or more threads.
     """
 
     def __init__(self) -> None:
@@ -109,7 +116,9 @@ def code_offset(qparams: QParams, grid: Grid) -> Tensor | float:
     return qparams.zero_point.to(qparams.scale.dtype)
 
 
-def divide(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None, *, in_place: bool = True) -> Tensor:
+def to_unclamped_code(
+    x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None, *, in_place: bool = True
+) -> Tensor:
     """Compute t. The first operation makes a new tensor, or fills `out`; the others work in place."""
     if steps.shift is not None:
         x = torch.sub(x, steps.shift, out=out)
@@ -139,7 +148,7 @@ def restore(c: Tensor, steps: Steps, *, in_place: bool = False) -> Tensor:
 
 
 def cast_to_input_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast y to the dtype of the input. In float16 a code beyond the largest value is clamped, not infinite."""
+    """Cast y to the dtype of the input. A y beyond the largest float16 is clamped to it, not infinite."""
     if y.dtype == dtype:
         return y
     return y.clamp(-HALF_MAX, HALF_MAX).to(dtype) if dtype == torch.float16 else y.to(dtype)
@@ -147,13 +156,13 @@ def cast_to_input_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 def compute_centred_code(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
     """Compute c as float32."""
-    c = clamp(divide(x, steps, fmt, in_place=False), steps)
+    c = clamp(to_unclamped_code(x, steps, fmt, in_place=False), steps)
     return round_to_float(c, fmt) if fmt.is_float else c
 
 
 def round_trip_traced(x: Tensor, steps: Steps, fmt: Format) -> tuple[Tensor, Tensor]:
     """Compute (y, mask of values inside the range) without in-place operations, for export, compile and vmap."""
-    t = divide(x, steps, fmt, in_place=False)
+    t = to_unclamped_code(x, steps, fmt, in_place=False)
     c = clamp(t, steps)
     inside = t == c
     if fmt.is_float:
@@ -164,10 +173,10 @@ def round_trip_traced(x: Tensor, steps: Steps, fmt: Format) -> tuple[Tensor, Ten
 class ClampRecorder:
     """Records which values of a tensor are clamped (or NaN), piece by piece.
 
-    Stores their indices if they are few, else a mask.
+    Stores their indices for a piece that has few, else a mask. `finish` returns one of them for the whole tensor.
 
     Attributes:
-        inside: Mask of the values that are not clamped; None if `indices` has the clamped ones, or if there are none.
+        inside: Mask of the values that are not clamped; None while no piece needed it.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -180,37 +189,41 @@ class ClampRecorder:
         """Record the next piece, by its t before the clamp."""
         start = self._next_index
         self._next_index += t.numel()
-        has_limits = not isinstance(steps.low, Tensor) or steps.is_uniform
-        outside = _find_outside(t.view(-1), float(steps.low), float(steps.high)) if has_limits else None
-        if outside is not None and 64 * outside.numel() <= max(t.numel(), MIN_INDEXED_ELEMENTS):
+        has_scalar_limits = not isinstance(steps.low, Tensor) or steps.is_uniform
+        outside = _find_outside(t.view(-1), float(steps.low), float(steps.high)) if has_scalar_limits else None
+        max_indices = max(t.numel() // MIN_ELEMENTS_PER_INDEX, MAX_INDICES_OF_SMALL_PIECE)
+        if outside is not None and outside.numel() <= max_indices:
             self._indices.append(outside.add_(start))
             return
         if self.inside is None:
             self.inside = torch.ones(self._shape, dtype=torch.bool, device=self._device)
         torch.eq(t, clamp(t, steps), out=self.inside.view(-1)[start : self._next_index].view(t.shape))
 
-    @property
-    def indices(self) -> Tensor | None:
-        """Indices of clamped values in the flat tensor; None if `inside` marks them, or if nothing is clamped."""
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return (mask of the values inside, indices of the clamped ones in the flat tensor) after the last piece.
+
+        At least one is None: both if nothing is clamped and no piece needed a mask.
+        """
         parts = [part for part in self._indices if part.numel()]
         if not parts:
-            return None
+            return self.inside, None
         indices = torch.cat(parts)
         if self.inside is None:
-            return indices
+            return None, indices
         self.inside.view(-1)[indices] = False
-        return None
+        return self.inside, None
 
 
 def _find_outside(t: Tensor, low: float, high: float) -> Tensor | None:
     """Return the indices of values outside of the limits; None if there are many.
 
-    Compares only the columns whose extremes are outside: comparing all values takes far longer.
+    The values are viewed as a table, such as 8192 values as 16 rows x 512 columns. Only in columns whose smallest or
+    largest value is outside all values are compared: comparing the whole table takes far longer.
     """
     if float(t.amin()) >= low and float(t.amax()) <= high:
         return t.new_empty(0, dtype=torch.int64)
-    end = len(t) - len(t) % COLUMN_ELEMENTS if len(t) >= MIN_INDEXED_ELEMENTS else 0
-    table = t[:end].view(COLUMN_ELEMENTS, -1)
+    end = len(t) - len(t) % TABLE_ROWS if len(t) >= MIN_TABLE_ELEMENTS else 0
+    table = t[:end].view(TABLE_ROWS, -1)
     is_column_outside = is_outside(table.amin(0), low, high).logical_or_(is_outside(table.amax(0), low, high))
     columns = is_column_outside.nonzero().view(-1)
     if 4 * len(columns) > table.shape[1]:
@@ -249,7 +262,7 @@ def _round_trip_whole(
     if out is None and not x.is_contiguous():
         out = torch.empty_like(x, dtype=torch.float32)
     work = out if out is None or out.dtype == torch.float32 else None
-    t = divide(_as_float32(x), steps, fmt, work)
+    t = to_unclamped_code(_as_float32(x), steps, fmt, work)
     if clamped is not None and (x.numel() < MIN_INDEXED_ELEMENTS or x.device.type != "cpu" or not t.is_contiguous()):
         clamped.inside = torch.eq(t, clamp(t, steps))
     elif clamped is not None:
@@ -270,7 +283,7 @@ def _round_trip_in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, cla
     scratch = ScratchBuffers()
     for part, target, piece_steps in _iterate_pieces(x, out, steps):
         work = target if target.dtype == torch.float32 else scratch(part, 1)
-        t = divide(_as_float32(part), piece_steps, fmt, work)
+        t = to_unclamped_code(_as_float32(part), piece_steps, fmt, work)
         if clamped is not None:
             clamped.add_piece(t, piece_steps)
         c = clamp(t, piece_steps, work)
@@ -283,13 +296,14 @@ def _round_trip_in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, cla
 
 def quantize_in_pieces(x: Tensor, qparams: QParams, grid: Grid, dtype: torch.dtype) -> Tensor:
     """Quantize to an integer format with one zero point, piece by piece. Returns codes in `dtype`."""
+    # The first zero point stands for all: the caller has checked that they are equal.
     zero_point = None if qparams.zero_point is None else qparams.zero_point.reshape(-1)[:1]
     single = qparams._replace(zero_point=zero_point)
     steps, offset = make_steps(single, grid), float(code_offset(single, grid))
     steps = steps._replace(low=float(steps.low), high=float(steps.high))
     out, scratch = torch.empty(x.shape, dtype=dtype, device=x.device), ScratchBuffers()
     for part, target, piece_steps in _iterate_pieces(x, out, steps):
-        c = divide(_as_float32(part), piece_steps, grid.format, scratch(part))
+        c = to_unclamped_code(_as_float32(part), piece_steps, grid.format, scratch(part))
         clamp(c, piece_steps, c).add_(offset)
         target.copy_(torch.nan_to_num(c, nan=grid.low, out=c))
     return out

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.affine import PIECE_ELEMENTS, ScratchBuffers, Steps, clamp, divide, is_outside
+from scalepoint.numerics.affine import PIECE_ELEMENTS, ScratchBuffers, Steps, clamp, is_outside, to_unclamped_code
 from scalepoint.numerics.formats import Format
 from scalepoint.numerics.gradients import compute_gradients, get_code_limits, mask_gradient
 from scalepoint.numerics.tracing import is_traced
@@ -137,7 +137,7 @@ def round_trip_folded(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format)
     y = torch.empty_like(weight)
     # All steps write into the output: less memory has to stay in cache.
     for (part, t), row_factor, row_steps in _iterate_rows((weight, y), factor, steps):
-        divide(torch.mul(part, row_factor, out=t), row_steps, fmt, t)
+        to_unclamped_code(torch.mul(part, row_factor, out=t), row_steps, fmt, t)
         clamp(t, row_steps, t).mul_(row_steps.scale / row_factor)
     return y
 

@@ -101,8 +101,7 @@ class _StraightThrough(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, steps: Steps, fmt: Format) -> Tensor:
         clamped = ClampRecorder(x)
         y = round_trip(x, steps, fmt, clamped=clamped)
-        indices = clamped.indices  # read first: it may change `inside`
-        ctx.save_for_backward(clamped.inside, indices)
+        ctx.save_for_backward(*clamped.finish())
         return y
 
     @staticmethod
