@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scalepoint.allocation import Item, PrecisionChoice, compute_front, find_best_within, thin_front, trim_allocation
@@ -30,6 +30,10 @@ def brute(items, limit):
     return min((error for error, cost in sums if cost <= limit), default=None)
 
 
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is not an error
+
+
+@UNTIMED
 @given(PROBLEMS)
 def test_every_point_of_the_front_has_the_least_error_for_its_cost(rows):
     items = make_items(rows)
@@ -40,6 +44,7 @@ def test_every_point_of_the_front_has_the_least_error_for_its_cost(rows):
     assert all(a >= b - 1e-9 for a, b in itertools.pairwise(worth))
 
 
+@UNTIMED
 @given(PROBLEMS, st.integers(0, 120))
 def test_within_a_budget_nothing_is_better_than_brute_force_nor_worse_than_the_front(rows, limit):
     items = make_items(rows)

@@ -395,20 +395,25 @@ def test_softmax_has_no_nan_check_with_finite_masks(tmp_path):
 
 
 class BoxDistribution(nn.Module):
-    """The head of a YOLO detector: a convolution of the softmax over the bins of a box side."""
+    """The head of a YOLO detector: a convolution of the softmax over the bins of each box side."""
 
-    def __init__(self):
+    def __init__(self, *, is_reshaped):
         super().__init__()
+        self.is_reshaped = is_reshaped
         self.bins = nn.Conv2d(4, 32, 3)
-        self.weigh = nn.Conv2d(32, 1, 1, bias=False)
+        self.weigh = nn.Conv2d(8 if is_reshaped else 32, 1, 1, bias=False)
 
     def forward(self, x):
-        return self.weigh(torch.softmax(self.bins(x), 1))
+        bins = self.bins(x)
+        if self.is_reshaped:
+            bins = bins.flatten(2).unflatten(1, (4, 8)).transpose(1, 2)
+        return self.weigh(torch.softmax(bins, 1))
 
 
-def test_a_softmax_with_small_outputs_does_not_wrap_around(tmp_path):
+@pytest.mark.parametrize("is_reshaped", [False, True])
+def test_a_softmax_with_small_outputs_does_not_wrap_around(tmp_path, is_reshaped):
     torch.manual_seed(0)
-    model, x = BoxDistribution().eval(), torch.randn(2, 4, 10, 10)
+    model, x = BoxDistribution(is_reshaped=is_reshaped).eval(), torch.randn(2, 4, 10, 10)
     with torch.no_grad():
         model.bins.weight *= 0.1  # nearly equal bins: all outputs are far below 1
     target = onnxruntime_target("vnni")

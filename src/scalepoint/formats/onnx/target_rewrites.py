@@ -11,7 +11,7 @@ unpack_when_loaded       DequantizeLinear of OnnxUnpackedWeight      Cast -> Mul
 float_weights_stay       DequantizeLinear -> product by floats       the same with one scale per channel
 keep_pools_apart         MaxPool of floats -> QuantizeLinear         MaxPool -> Max of one tensor -> QuantizeLinear
 quantizers_before_pools  MaxPool -> Q/DQ                             Q/DQ -> MaxPool
-softmax_in_float         DequantizeLinear -> Softmax -> Quantize     the same with a Max of one tensor after Softmax
+softmax_in_float         Softmax -> QuantizeLinear                   Softmax -> Max of one tensor -> QuantizeLinear
 keep_concats_apart       Concat of tokens -> QuantizeLinear -> MatMul  Concat -> Max(x, x) -> QuantizeLinear -> MatMul
 linears_as_convolutions  MatMul of codes                             1x1 Conv (linear_as_conv.py)
 softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        Softmax, if no row can be all -inf
@@ -255,10 +255,12 @@ def _insert_max(graph: Any, node: Any, operand_count: int = 1) -> None:
 
 
 def softmax_in_float(model: Any) -> None:
-    """Keep a compiler from fusing a Softmax between codes by a Max of one tensor, which changes nothing."""
+    """Keep a compiler from fusing a Softmax with the quantizer after it by a Max of one tensor, which changes nothing.
+
+    What is before the Softmax does not matter: the compiler moves a DequantizeLinear through reshapes to it.
+    """
     for node in list(model.graph):
-        source = node.inputs[0].producer() if node.op_type == "Softmax" else None
-        if source is None or source.op_type != "DequantizeLinear":
+        if node.op_type != "Softmax":
             continue
         if any(reader.op_type == "QuantizeLinear" for reader in _readers_through_moves(node)):
             _insert_max(model.graph, node)
