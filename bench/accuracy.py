@@ -240,8 +240,13 @@ def in_runtime(name: str, model: nn.Module, calibration: list[Any], judge: Judge
         files = {"scalepoint": done.path}
         prepared = preprocess(float_path, folder / "prepared.onnx")
         for method in CALIBRATION_METHODS:
-            path = files[f"quantize_static, {method}"] = folder / f"{method}.onnx"
-            quantize_static(prepared, path, batches, method=method, reduce_range=instruction_set() == "avx2")
+            path = folder / f"{method}.onnx"
+            try:
+                quantize_static(prepared, path, batches, method=method, reduce_range=instruction_set() == "avx2")
+            except ValueError as error:  # entropy and percentile refuse batches of different lengths
+                Console(stderr=True).print(f"{name}: quantize_static with {method} fails: {error}")
+            else:
+                files[f"quantize_static, {method}"] = path
         scores = {how: judge(RuntimeModel(path, threads=1)) for how, path in files.items()}
         speed_ratios = speeds([float_path, *files.values()], batches[0], "onnxruntime")[1:]
         for (how, path), speed in zip(files.items(), speed_ratios, strict=True):

@@ -113,6 +113,9 @@ def _speed(target: Target) -> Iterator[tuple[str, str]]:
 
 
 def _language(target: Target) -> Iterator[tuple[str, str]]:
+    if target.sparse_code_bits:
+        widths = " or ".join(map(str, target.sparse_code_bits))
+        yield "pruned weights", f"codes of {widths} bits are stored without their zeros, with a mask"
     if target.is_language:
         yield "made from", "the folder of a language model's checkpoint, by deploy_checkpoint"
     if target.caches:
