@@ -489,6 +489,8 @@ HOMES = {
         "deploy_checkpoint": "scalepoint.pipeline.deploy_checkpoint",
         "sweep": "scalepoint.pipeline.sweep",
         "perplexity": "scalepoint.pipeline.perplexity",
+        "sign": "scalepoint.pipeline.signature",
+        "verify_signature": "scalepoint.pipeline.signature",
         "Deployment": "scalepoint.pipeline.result",
         "Trial": "scalepoint.pipeline.result",
     },

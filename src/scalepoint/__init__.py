@@ -54,10 +54,12 @@ _FUNCTIONS = {
     "perplexity": "pipeline.perplexity",
     "save": "quantize",
     "sensitivity": "analysis",
+    "sign": "pipeline.signature",
     "sweep": "pipeline.sweep",
     "transform": "transformation",
     "tune": "tuning",
     "verify": "verification",
+    "verify_signature": "pipeline.signature",
 }
 
 __all__ = ["__version__", *_SUBMODULES, *_FUNCTIONS]  # noqa: PLE0604  # names, loaded on first use

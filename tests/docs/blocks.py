@@ -167,7 +167,7 @@ class Page:
         self.printed = result["printed"]
 
     def command(self, text: str) -> subprocess.CompletedProcess[str]:
-        """Run scalepoint, python, torchrun or pip of this environment, without a shell."""
+        """Run scalepoint, python, torchrun or pip of this environment, or openssl, without a shell."""
         name, *arguments = shlex.split(text)
         if name == "pip":
             self._create_environment()
@@ -177,6 +177,7 @@ class Page:
             "scalepoint": [self.python, "-P", "-m", "scalepoint.cli"],  # -P: no modules of the folder, as installed
             "pip": [sys.executable, "-m", "pip", "--quiet", "--python", self.python],
             "torchrun": [self.python, "-m", "torch.distributed.run"],
+            "openssl": ["openssl"],
         }
         if name not in programs:
             raise AssertionError(f"$ {text}: only {', '.join(programs)} are run; use ```shell for the rest")

@@ -107,6 +107,7 @@ COMMANDS = (
         "gate",
         ("scalepoint gate out/ --max-drop 0.5 --min-speed 1.5 --max-size 30MB", "scalepoint gate out/ --json"),
     ),
+    (files.sign, "sign", ("scalepoint sign out/ --key key.pem", "scalepoint verify out/ --signature public.pem")),
     (
         verify.compare,
         "compare",

@@ -311,6 +311,28 @@ def gate(
     return code
 
 
+def sign(
+    folder: flags.Folder,
+    key: Annotated[Path, typer.Option(metavar="KEY.pem", help="Elliptic curve private key in a PEM file.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier signature.")] = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
+) -> int:
+    """Sign all files of an output folder with a local key. Nothing is sent over the network.
+
+    Writes OUT/model.sig. `scalepoint verify OUT --signature PUBLIC.pem` checks it. The environment variable
+    SCALEPOINT_KEY_PASSWORD has the password of an encrypted key.
+    """
+    from scalepoint.pipeline.signature import PASSWORD_VARIABLE
+
+    signature = load_public("sign")(folder, key, password=os.environ.get(PASSWORD_VARIABLE), force=force)
+    if json:
+        show_json("sign", {"exit_code": int(Code.DONE), "signature": str(signature)})
+    else:
+        show(Text(to_one_line(f"signed: {signature}")))
+    return Code.DONE
+
+
 def _check_file(path: Path, suffix: str | None = ".onnx") -> None:
     if not path.is_file():
         raise usage_error(f"{str(path)!r}: there is no such file in {Path.cwd()}")

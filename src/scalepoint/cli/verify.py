@@ -42,6 +42,10 @@ def verify(
     folder: flags.Folder,
     config: flags.Config = None,
     runtime: flags.Runtime = None,
+    signature: Annotated[
+        Path | None,
+        typer.Option(metavar="PUBLIC.pem", help="First check the signature of `scalepoint sign` with this public key."),
+    ] = None,
     trust: flags.Trust = False,
     json: flags.Json = False,
     debug: flags.Debug = False,
@@ -51,6 +55,9 @@ def verify(
     Name the float model only if the command asks for it: most folders contain all that is needed.
     """
     folder, file = _find_run_and_file(folder)
+    if signature is not None:
+        load_public("verify_signature")(folder, signature)
+        say(f"signature: the files are those that were signed with the key of {signature}")
     _, quantized, inputs, _ = restore_run(folder, context.params, 1)
     float_file, plain_file = (folder / f"{name}{file.suffix}" for name in ("float", "float_plain"))
     verification = load_public("verify")(

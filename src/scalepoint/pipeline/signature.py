@@ -1,0 +1,139 @@
+"""Signs output folders with a local key, and checks such signatures.
+
+    out/ + private key --> sha256 of every file --> out/model.sig
+
+The signature is a Sigstore bundle, as the OpenSSF tool `model_signing` writes it, whose command line checks it too.
+Keys are elliptic curve keys in PEM files. Nothing is sent over the network.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from scalepoint.errors import UsageError, VerificationError, install_hint
+from scalepoint.pipeline.workspace import WORK_FOLDER
+from scalepoint.report.html import JSON_FILE
+from scalepoint.support.files import TemporaryFolder, replace_bytes
+from scalepoint.support.untrusted import read_bytes, read_json
+
+SIGNATURE_FILE = "model.sig"
+PASSWORD_VARIABLE = "SCALEPOINT_KEY_PASSWORD"  # noqa: S105  # the name of an environment variable
+MAX_KEY_BYTES = 2**16
+MAX_SIGNATURE_BYTES = 2**24  # about 100 bytes for each signed file
+# What model_signing 1.1 and its parsers raise for a damaged signature, a wrong key, or files that differ.
+_CHECK_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError)
+
+
+def sign(folder: str | Path, key: str | Path, *, password: str | None = None, force: bool = False) -> Path:
+    """Sign all files of an output folder.
+
+    Sign as the last step: any file that is changed, added or deleted later makes the check fail.
+
+    Args:
+        folder: An output folder of `deploy`.
+        key: PEM file of an elliptic curve private key, for example made by
+            `openssl ecparam -name prime256v1 -genkey -noout -out key.pem`.
+        password: Password of the key; None if it is not encrypted.
+        force: Replace an earlier signature.
+
+    Returns:
+        The path of the signature, `folder/model.sig`.
+
+    Raises:
+        UsageError: The folder is not an output folder or is already signed, the key cannot be used or lies in the
+            folder, or the package `model_signing` is not installed.
+    """
+    folder, key = Path(folder), Path(key)
+    hashing, signing = _import_model_signing("hashing", "signing")
+    if not (folder / JSON_FILE).is_file():
+        raise UsageError(f"{folder} has no {JSON_FILE}: pass an output folder of `scalepoint deploy`")
+    signature = folder / SIGNATURE_FILE
+    if signature.exists() and not force:
+        raise UsageError(f"{signature} already exists: replace it with force=True (--force)")
+    if folder.resolve() in key.resolve().parents:
+        raise UsageError(f"{key} lies in the folder that is signed, and would be shipped with it: move it away")
+    password_bytes = None if password is None else password.encode()
+    _check_private_key(key, password_bytes)
+    files = hashing.Config().set_ignored_paths(paths=[SIGNATURE_FILE, WORK_FOLDER])
+    signer = signing.Config().set_hashing_config(files)
+    signer.use_elliptic_key_signer(private_key=key, password=password_bytes)
+    with TemporaryFolder() as temporary:
+        try:
+            signer.sign(folder, temporary / SIGNATURE_FILE)
+        except ValueError as error:  # a symbolic link in the folder
+            raise UsageError(f"{folder} cannot be signed: {error}") from error
+        replace_bytes(signature, (temporary / SIGNATURE_FILE).read_bytes())
+    return signature
+
+
+def verify_signature(folder: str | Path, public_key: str | Path) -> None:
+    """Check that the files of a folder are those that were signed.
+
+    Args:
+        folder: A folder that `sign` signed, also after it was moved or copied.
+        public_key: PEM file of the public key, for example made by `openssl ec -in key.pem -pubout -out public.pem`.
+
+    Raises:
+        UsageError: The folder has no signature, the key is not a public key in PEM form, or `model_signing` is not
+            installed.
+        VerificationError: The signature is damaged or of another key, or a file was changed, added or deleted.
+    """
+    folder, public_key = Path(folder), Path(public_key)
+    (verifying,) = _import_model_signing("verifying")
+    signature = folder / SIGNATURE_FILE
+    if not signature.exists():
+        raise UsageError(f"{folder} has no {SIGNATURE_FILE}: sign it with `scalepoint sign {folder} --key KEY.pem`")
+    if b"BEGIN PUBLIC KEY" not in _read_key(public_key):
+        raise UsageError(f"{public_key} is not a public key in PEM form: pass the public half of the signing key")
+    with _refusal(f"{signature} does not fit the files in {folder}"):
+        if not isinstance(read_json(signature, MAX_SIGNATURE_BYTES, folder=folder), dict):
+            raise ValueError("it is not a signature")
+        verifying.Config().use_elliptic_key_verifier(public_key=public_key).verify(folder, signature)
+
+
+@contextmanager
+def _refusal(what: str) -> Iterator[None]:
+    from cryptography.exceptions import InvalidSignature  # noqa: PLC0415  # installed with model_signing
+
+    try:
+        yield
+    except (InvalidSignature, *_CHECK_ERRORS) as error:
+        # The message lists both hashes of a changed file; its name is enough.
+        reason = re.sub(r"Hash mismatch for ('[^']*'): Expected .*?\)', Actual .*?\)'", r"changed: \1", str(error))
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__} "
+        raise VerificationError(f"{what}: {name}{reason or 'the signature is not valid'}: do not use them") from error
+
+
+def _import_model_signing(*names: str) -> list[Any]:
+    from importlib import import_module  # noqa: PLC0415
+
+    try:
+        return [import_module(f"model_signing.{name}") for name in names]
+    except ImportError as error:
+        raise UsageError(f"signatures need the package model_signing ({error}): {install_hint('signing')}") from error
+
+
+def _read_key(path: Path) -> bytes:
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file: pass the PEM file of a key")
+    return read_bytes(path, MAX_KEY_BYTES)
+
+
+def _check_private_key(key: Path, password: bytes | None) -> None:
+    """Check that the key can sign. model_signing 1.1 raises AttributeError or TypeError for keys that cannot."""
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey  # noqa: PLC0415
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415
+
+    pem = _read_key(key)
+    try:
+        private_key = load_pem_private_key(pem, password)
+    except TypeError as error:  # encrypted without a password, or the reverse
+        raise UsageError(f"{key}: {error}: set {PASSWORD_VARIABLE}, or password= in Python, to its password") from error
+    except ValueError as error:
+        raise UsageError(f"{key} is not a private key in PEM form, or the password is wrong: {error}") from error
+    if not isinstance(private_key, EllipticCurvePrivateKey):
+        raise UsageError(
+            f"{key} is not an elliptic curve key: make one with `openssl ecparam -name prime256v1 -genkey`"
+        )
