@@ -37,7 +37,7 @@ _STRICT_HINT = "name the layers in the config (overrides with weight: float), or
 # Exit code and hint by type of error; the first matching row counts. The hint is "" if the message says what to do.
 EXIT_CODES_BY_ERROR: tuple[tuple[type[Exception], Code, str], ...] = (
     (errors.CaptureError, Code.MODEL, _CAPTURE_HINT),
-    (errors.OnnxReadError, Code.MODEL, "docs/guides/onnx-files.md lists what is read"),
+    (errors.OnnxReadError, Code.MODEL, "the guide docs/guides/onnx-file.md lists what is read"),
     (errors.CoverageError, Code.MODEL, _STRICT_HINT),
     (errors.TargetError, Code.MODEL, "`scalepoint targets` lists what each target can run"),
     (errors.ExportError, Code.MODEL, "try another target, or leave the named layer float in the config"),
