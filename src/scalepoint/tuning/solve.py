@@ -9,12 +9,14 @@ from torch import Tensor
 
 from scalepoint import distributed
 from scalepoint.results import TunedLayer
-from scalepoint.tuning.collect import LayerUse, RowCollector, explain_refusal
+from scalepoint.tuning.code_grids import CodeGrid, PaletteGrid
+from scalepoint.tuning.collect import RowCollector, explain_refusal
+from scalepoint.tuning.grouped_layer import GroupedLayer
 from scalepoint.tuning.moments import Moments
-from scalepoint.tuning.problem import CodeGrid, GroupedLayer, LayerProblem, PaletteGrid, Ridge, Solution, format_notes
+from scalepoint.tuning.problem import LayerProblem, Ridge, Solution, format_notes
 from scalepoint.tuning.rows import get_geometry
 from scalepoint.tuning.steps import INTERCEPT, LayerStep, find_step
-from scalepoint.tuning.walk import StreamWalk
+from scalepoint.tuning.walk import LayerUse, StreamWalk
 
 ALWAYS_COMPARED_STEPS = 2  # the last ones; earlier steps are compared only if these do not improve the layer
 MIN_ROWS = 8  # with fewer rows a layer is not tuned

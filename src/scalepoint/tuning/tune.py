@@ -41,14 +41,14 @@ from scalepoint.support.progress import phase
 from scalepoint.support.torch_state import serialized
 from scalepoint.support.validation_errors import Config
 from scalepoint.tuning.checkpoint import Checkpoint, PieceResult, StoredPiece, compute_fingerprint
-from scalepoint.tuning.collect import LayerUse, RowCollector
+from scalepoint.tuning.collect import RowCollector
 from scalepoint.tuning.piece_evaluation import PieceEvaluator
 from scalepoint.tuning.pieces import Piece, Unit, cut_into_pieces
 from scalepoint.tuning.reconstruct import PieceTask, has_static_scale
 from scalepoint.tuning.solve import LayerSolver
 from scalepoint.tuning.state import States, copy_states, restore_states
 from scalepoint.tuning.steps import INTERCEPT, PieceStep, StubStep, find_step, step_names
-from scalepoint.tuning.walk import StreamWalk
+from scalepoint.tuning.walk import LayerUse, StreamWalk
 from scalepoint.tuning.weight_provider import WeightProvider, load_weights, release_weights
 
 PROVIDED_WEIGHTS_NAN_HINT = (

@@ -9,6 +9,7 @@ streams ("same nodes"). A stub is the module of an activation quantizer; a part 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ from scalepoint.quantize.quantizers import QuantizerBase, QuantStub
 from scalepoint.quantize.shadow_models import copy_with_shared_parameters, wrap_with_signature
 from scalepoint.tuning.activation_store import ActivationStore
 from scalepoint.tuning.pieces import Piece
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """A quantized layer at one node of the graph; `path` is its path in the model."""
+
+    node: fx.Node
+    path: str
+    layer: QuantizedLayer
 
 
 class _InputReached(BaseException):
@@ -93,11 +103,11 @@ class StreamWalk:
 
     # -- the modules and tensors of a node ----------------------------------------------------------------------------
 
-    def get_layer(self, node: fx.Node) -> tuple[str, QuantizedLayer] | None:
-        """Return the quantized layer of a node and its path, if its quantizer is on."""
+    def get_layer(self, node: fx.Node) -> LayerUse | None:
+        """Return the quantized layer of a node, if its quantizer is on. Embedding tables do not count."""
         for part in self.get_parts(node):
             if isinstance(part, QuantizedLayer) and part.kind != EMBEDDING and part.weight_quant.enabled:
-                return self.names[id(part)], part
+                return LayerUse(node, self.names[id(part)], part)
         return None
 
     def get_stub(self, node: fx.Node) -> QuantStub | None:

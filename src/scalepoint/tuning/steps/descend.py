@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import CodeGrid, LayerProblem, PaletteGrid, Solution, expand_scale
+from scalepoint.tuning.code_grids import CodeGrid, PaletteGrid
+from scalepoint.tuning.problem import LayerProblem, Solution, expand_scale
 from scalepoint.tuning.steps.registry import register
 
 MAX_SWEEPS = 2
