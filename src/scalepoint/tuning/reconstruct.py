@@ -73,7 +73,7 @@ class PieceTask:
         modules = self.modules.values()
         stubs = [module for module in modules if isinstance(module, QuantStub) and has_static_scale(module)]
         inside = set(self.piece.nodes)
-        return [stub for stub in stubs if inside.issuperset(self.walk.stub_nodes[id(stub)])]
+        return [stub for stub in stubs if inside.issuperset(self.walk.stub_nodes[stub])]
 
 
 def has_static_scale(stub: QuantStub) -> bool:

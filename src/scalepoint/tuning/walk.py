@@ -53,7 +53,7 @@ class StreamWalk:
         same_nodes: Nodes with one value for both streams.
         stored_nodes: Nodes whose values are stored now.
         pinned: Nodes whose values are kept after their last reader.
-        stub_nodes: The nodes of every activation quantizer, by id.
+        stub_nodes: The nodes of every activation quantizer.
     """
 
     def __init__(self, model: fx.GraphModule, *, memory: int, keeps_outputs: bool = True) -> None:
@@ -73,10 +73,10 @@ class StreamWalk:
         self.same_nodes = self._find_same_nodes()
         self.stored_nodes = set(self.placeholders)
         self.pinned: set[fx.Node] = set()
-        self.stub_nodes: dict[int, list[fx.Node]] = {}
+        self.stub_nodes: dict[QuantStub, list[fx.Node]] = {}
         for node in model.graph.nodes:
             if (stub := self.get_stub(node)) is not None:
-                self.stub_nodes.setdefault(id(stub), []).append(node)
+                self.stub_nodes.setdefault(stub, []).append(node)
 
     @property
     def batch_count(self) -> int:
