@@ -132,6 +132,10 @@ class RowCollector:
         """Return the nodes that multiply by the layer's weight, in graph order."""
         return [use.node for use in self.uses if use.layer.weight_quant is layer.weight_quant]
 
+    def is_last_use(self, use: LayerUse) -> bool:
+        """Whether no later node multiplies by the layer's weight."""
+        return use.node is self.uses_of(use.layer)[-1]
+
     def is_needed_later(self, use: LayerUse, nodes: Collection[fx.Node]) -> bool:
         """Whether layers outside of `nodes` need the rows of this use."""
         geometry = get_geometry(use.layer)
@@ -161,7 +165,7 @@ class RowCollector:
         with distributed.phase("residuals"):
             for chunk in self._iterate_rows(use, grouped, weight):
                 sums.add(chunk, torch.einsum("rgn,gon->rgo", chunk.noisy, values))
-        if not self._is_last_use(use):
+        if not self.is_last_use(use):
             self._unfinished_residuals[key] = sums
         return sums.merge_ranks()
 
@@ -198,15 +202,12 @@ class RowCollector:
         with distributed.phase("moments"):
             for chunk in self._iterate_rows(use, grouped, None if adds_inputs else weight):
                 sums.add(chunk, chunk.noisy)
-        is_last = self._is_last_use(use)
+        is_last = self.is_last_use(use)
         if not is_last:  # the next use adds its rows to these sums
             self._unfinished_moments[key] = sums
         fit_sums, holdout_sums = sums.merge_ranks()
         fit = fit_sums.to_moments(is_done=is_last)
         return fit, fit if holdout_sums is fit_sums else holdout_sums.to_moments(is_done=is_last)
-
-    def _is_last_use(self, use: LayerUse) -> bool:
-        return use.node is self.uses_of(use.layer)[-1]
 
     def has_later_readers(self, moments: Moments) -> bool:
         """Whether later layers share these moments."""
