@@ -159,10 +159,14 @@ def check_bias_is_float(view: QdqView) -> Iterator[Fault]:
         elif node.op_type in WEIGHTED and _is_quantized_constant(view, get_operand(node, 2)):
             yield Fault(node, get_operand(node, 2), "the bias is quantized")
         elif node.op_type == "Add":
-            for bias, data in both_orders(node):
-                producer = view.producer(data)
-                if producer is not None and producer.op_type in WEIGHTED and _is_quantized_constant(view, bias):
-                    yield Fault(node, bias, f"the bias after {producer.op_type} is quantized")
+            yield from _check_added_bias(view, node)
+
+
+def _check_added_bias(view: QdqView, node: Node) -> Iterator[Fault]:
+    for bias, data in both_orders(node):
+        producer = view.producer(data)
+        if producer is not None and producer.op_type in WEIGHTED and _is_quantized_constant(view, bias):
+            yield Fault(node, bias, f"the bias after {producer.op_type} is quantized")
 
 
 def _is_quantized_constant(view: QdqView, tensor: Tensor) -> bool:

@@ -248,13 +248,18 @@ def remove_leftover_folders() -> None:
     """Delete temporary folders of killed processes in the system's temporary folder."""
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_FOLDER_PREFIX}*"):
-            with suppress(OSError):
-                if path.is_symlink() or (hasattr(os, "geteuid") and path.stat().st_uid != os.geteuid()):
-                    continue  # of another user; on Windows every user has a temporary folder of their own
-                # A process locks its folder shortly after it is created: keep new folders.
-                if time.time() - (path / LOCK_FILE).stat().st_mtime > MIN_AGE_SECONDS:
-                    with suppress(Timeout), _lock_of(path):
-                        shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):  # another process may delete it meanwhile
+                _remove_if_left_over(path)
+
+
+def _remove_if_left_over(path: Path) -> None:
+    """Delete a temporary folder if its process does not exist any more, which its lock shows."""
+    if path.is_symlink() or (hasattr(os, "geteuid") and path.stat().st_uid != os.geteuid()):
+        return  # of another user; on Windows every user has a temporary folder of their own
+    # A process locks its folder shortly after it is created: keep new folders.
+    if time.time() - (path / LOCK_FILE).stat().st_mtime > MIN_AGE_SECONDS:
+        with suppress(Timeout), _lock_of(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:

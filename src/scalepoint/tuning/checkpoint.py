@@ -43,7 +43,7 @@ class PieceEntry(BaseModel):
 
 
 class TuningJournal(BaseModel):
-    """The contents of tuning.json."""
+    """The contents of tuning.json. Aliases are the keys in the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 

@@ -256,20 +256,17 @@ class RowCollector:
             batch = self._read_batch(use, grouped, index, plan, reads_outputs=reads_outputs)
             rows = sample_rows(offset, count, plan.share)
             is_held_out = self._is_row_held_out(rows, index, count, offset)
-            for is_holdout in (False, True):
-                selected = rows[is_held_out == is_holdout]
-                for start in range(0, len(selected), ROWS_PER_CHUNK):
-                    chunk_rows = selected[start : start + ROWS_PER_CHUNK]
-                    exact = grouped.geometry.rows(batch.exact, chunk_rows)
-                    noisy = grouped.geometry.rows(batch.noisy, chunk_rows)
-                    self.check_finite(self.names.get(use.node.name, use.path), (exact, noisy))
-                    if batch.float_outputs is not None:
-                        targets = batch.float_outputs[chunk_rows]
-                    elif weight is not None:
-                        targets = torch.einsum("rgn,gon->rgo", exact, weight)
-                    else:
-                        targets = exact
-                    yield RowChunk(is_holdout, noisy, *batch.operand.adjust_targets(targets, chunk_rows))
+            for is_holdout, chunk_rows in _split_rows(rows, is_held_out):
+                exact = grouped.geometry.rows(batch.exact, chunk_rows)
+                noisy = grouped.geometry.rows(batch.noisy, chunk_rows)
+                self.check_finite(self.names.get(use.node.name, use.path), (exact, noisy))
+                if batch.float_outputs is not None:
+                    targets = batch.float_outputs[chunk_rows]
+                elif weight is not None:
+                    targets = torch.einsum("rgn,gon->rgo", exact, weight)
+                else:
+                    targets = exact
+                yield RowChunk(is_holdout, noisy, *batch.operand.adjust_targets(targets, chunk_rows))
 
     def _plan_rows(self, use: LayerUse, grouped: GroupedLayer) -> _RowPlan:
         """Count the rows of all ranks, and choose which share of them is used."""
@@ -326,6 +323,14 @@ class RowCollector:
             return self.is_held_out(offset + rows)
         rows_per_sample = count // samples
         return self.is_held_out(self.walk.first_samples[index] + rows // rows_per_sample)
+
+
+def _split_rows(rows: Tensor, is_held_out: Tensor) -> Iterator[tuple[bool, Tensor]]:
+    """Yield (False, some fitted rows) until there are no more, then (True, some held-out rows)."""
+    for is_holdout in (False, True):
+        selected = rows[is_held_out == is_holdout]
+        for start in range(0, len(selected), ROWS_PER_CHUNK):
+            yield is_holdout, selected[start : start + ROWS_PER_CHUNK]
 
 
 def explain_refusal(use: LayerUse, geometry: Geometry | None) -> str:

@@ -64,7 +64,8 @@ class Geometry:
             tap_positions = positions.view(-1, *[1] * axis, positions.shape[1], *[1] * (dims - axis - 1))
             is_inside = is_inside & (tap_positions >= 0) & (tap_positions < size)
             indices.append(tap_positions.clamp(0, size - 1))
-        # Indices beyond the border were clamped, so what they read is replaced by the zeros of the padding.
+        # Indexing puts the channels, which have no index tensor, behind all other axes. Indices beyond the border were
+        # clamped, so what they read is replaced by the zeros of the padding.
         patches = x[tuple(indices)].to(torch.float32).masked_fill_(~is_inside.unsqueeze(-1), 0.0).movedim(-1, 1)
         if self.kind == "conv_transpose":
             patches = patches.flip(tuple(range(2, 2 + dims)))
