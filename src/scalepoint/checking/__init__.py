@@ -3,7 +3,8 @@
     for finding in check("model.onnx", "tensorrt", version="10.9"):
         print(finding)
 
-Needs the package onnx; `import scalepoint` does not import this package.
+`tensorrt.py` is the table of rules; the functions of the rules are in `tensorrt_*.py`, and read the file through a
+`QdqView` (qdq_graph.py). Needs the package onnx; `import scalepoint` does not import this package.
 """
 
 import os

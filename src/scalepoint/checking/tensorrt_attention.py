@@ -1,4 +1,7 @@
-"""Rules on attention: R18 (int8) and R19 (fp8). `find_attentions` finds its nodes around every Softmax."""
+"""Rules on attention: R18 (int8) and R19 (fp8).
+
+scores = q k'  ->  scaling, mask  ->  softmax  ->  result = softmax v         `find_attentions` finds these nodes
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

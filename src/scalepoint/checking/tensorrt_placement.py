@@ -1,4 +1,9 @@
-"""Rules on where Q/DQ pairs are: on both operands, before and after an operation, with equal scales, or needlessly."""
+"""Rules on where Q/DQ pairs are.
+
+R09  on both operands of a product, or on neither         R15  equal scales where pairs are moved or merged
+R13  before and after an operation without weights        R25  not where they only cost time
+R14  around a Concat, with one scale
+"""
 
 from collections.abc import Iterator
 

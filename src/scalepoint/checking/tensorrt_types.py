@@ -1,4 +1,9 @@
-"""Rules on types, scales and zero points: what TensorRT's parser accepts."""
+"""Rules on types, scales and zero points: what TensorRT's parser accepts.
+
+R01  zero points              R05  the bias stays float        R08  equal float types
+R02  scales                   R06  no integer operators        R22  the type of the float remainder
+R03  scales of activations    R07  opsets
+"""
 
 from collections.abc import Iterator
 from math import prod

@@ -1,4 +1,8 @@
-"""Rules on weights and shapes: which of them TensorRT has kernels for."""
+"""Rules on weights and shapes: which of them TensorRT has kernels for.
+
+R04  axis of the weight scales    R16  small products             R26  weights are stored, not computed
+R23  int4, fp4 and mxfp8          R17  small convolutions
+"""
 
 from collections.abc import Iterator
 from math import prod

@@ -1,4 +1,7 @@
-"""Finds the first layer whose codes in the runtime differ from the simulation, and names a known cause."""
+"""Finds the first layer whose codes in the runtime differ from the simulation, and names a known cause.
+
+codes of a stub in the simulation  <-- compare -->  output of its QuantizeLinear in the file
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
