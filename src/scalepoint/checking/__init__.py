@@ -3,9 +3,11 @@
     for finding in check("model.onnx", "tensorrt", version="10.9"):
         print(finding)
 
-`tensorrt.py` is the table of rules; the functions of the rules are in `tensorrt_*.py`, and read the file through a
-`QdqView` (qdq_graph.py). Needs the package onnx; `import scalepoint` does not import this package.
+Needs the package onnx; `import scalepoint` does not import this package.
 """
+
+# tensorrt.py is the table of rules. The functions of the rules are in tensorrt_*.py, and read the file through a
+# QdqView (qdq_graph.py).
 
 import os
 from typing import TYPE_CHECKING
