@@ -104,7 +104,7 @@ def find_attentions(view: QdqView) -> Iterator[AttentionNodes]:
 
 def _path_to_scores(view: QdqView, tensor: Tensor, path: tuple[Node, ...]) -> tuple[Node, ...]:
     """Return the nodes from a tensor back to a product of two activations, or () if there is none nearby."""
-    node = view.producer(view.before_pairs(tensor)[0])
+    node = view.producer(view.before_pairs(tensor).tensor)
     if node is None or len(path) > _MAX_DEPTH:
         return ()
     if node.op_type == "MatMul":

@@ -81,12 +81,12 @@ def check_residuals(view: QdqView) -> Iterator[Fault]:
 
 def _int8_convolution(view: QdqView, tensor: Tensor) -> Node | None:
     """Return the int8 convolution that computes a tensor, looking through Q/DQ pairs."""
-    node = view.convolution(view.before_pairs(tensor)[0])
+    node = view.convolution(view.before_pairs(tensor).tensor)
     return node if node is not None and view.is_quantized(node) else None
 
 
 def _check_one_convolution(view: QdqView, node: Node, convolved: Tensor, skip: Tensor, kernel: Node) -> Iterator[Fault]:
-    if view.before_pairs(convolved)[1] is not None:
+    if view.before_pairs(convolved).dequantize is not None:
         yield Fault(node, convolved, "the convolution's side of a residual Add has Q/DQ")
     elif view.dequantizer(skip) is None and not _starts_at_convolution(view, skip, kernel):
         yield Fault(node, skip, "the skip input of a residual Add is not quantized")
@@ -97,7 +97,7 @@ def _starts_at_convolution(view: QdqView, skip: Tensor, kernel: Node) -> bool:
 
     TensorRT does not fuse such a residual.
     """
-    first = view.convolution(view.before_pairs(skip)[0], has_one_reader=False)
+    first = view.convolution(view.before_pairs(skip).tensor, has_one_reader=False)
     return first is not None and _comes_from(view, get_operand(kernel, 0), first)
 
 
@@ -116,7 +116,7 @@ def _comes_from(view: QdqView, tensor: Tensor, origin: Node) -> bool:
 
 
 def _check_two_convolutions(view: QdqView, node: Node) -> Iterator[Fault]:
-    is_quantized = [view.before_pairs(tensor)[1] is not None for tensor in node.inputs]
+    is_quantized = [view.before_pairs(tensor).dequantize is not None for tensor in node.inputs]
     lengths = _branch_lengths(view, node)
     skip = 0 if lengths[0] <= lengths[1] else 1
     if all(is_quantized):
@@ -192,12 +192,12 @@ def _check_norm(view: QdqView, node: Node) -> Iterator[Fault]:
 
 def _is_after_int8_convolution(view: QdqView, node: Node) -> bool:
     """Whether the input comes from an int8 convolution without other readers, over copies and Q/DQ pairs."""
-    tensor = view.before_pairs(get_operand(node, 0))[0]
+    tensor = view.before_pairs(get_operand(node, 0)).tensor
     while view.only_reader_step(tensor) is not None:
         producer = view.producer(tensor)
         if producer is None or producer.op_type not in COPIES:
             break
-        tensor = view.before_pairs(get_operand(producer, 0))[0]
+        tensor = view.before_pairs(get_operand(producer, 0)).tensor
     kernel = view.convolution(tensor)
     return kernel is not None and view.is_quantized(kernel)
 
@@ -206,7 +206,7 @@ def _check_inner_operands(view: QdqView, operands: list[OperandUse], group: str)
     """Yield the first Q/DQ pair on an operand inside a group of operations."""
     for use in operands:
         tensor = get_operand(use.node, use.operand_index)
-        dequantize = view.before_pairs(tensor)[1]
+        dequantize = view.before_pairs(tensor).dequantize
         if dequantize is not None:
             yield Fault(dequantize, tensor, f"Q/DQ is inside {group}, before its {use.node.op_type}")
             return
@@ -219,7 +219,7 @@ def _match_layer_norm(view: QdqView, sqrt: Node) -> list[OperandUse]:
     def find_producer(node: Node, index: int, *op_types: str) -> Node | None:
         """Record an operand, and return its producer if it has one of these types."""
         operands.append(OperandUse(node, index))
-        producer = view.producer(view.before_pairs(get_operand(node, index))[0])
+        producer = view.producer(view.before_pairs(get_operand(node, index)).tensor)
         return producer if producer is not None and producer.op_type in op_types else None
 
     plus_epsilon = find_producer(sqrt, 0, "Add")
@@ -239,7 +239,7 @@ def _match_layer_norm(view: QdqView, sqrt: Node) -> list[OperandUse]:
 
 def _match_gelu(view: QdqView, erf: Node) -> list[OperandUse]:
     """Return the inner operands of x * (1 + erf(x / sqrt 2)) * 0.5, or [] if `erf` is not in one."""
-    scaled = view.producer(view.before_pairs(get_operand(erf, 0))[0])
+    scaled = view.producer(view.before_pairs(get_operand(erf, 0)).tensor)
     plus_one = view.only_reader_step(get_result(erf))
     if scaled is None or scaled.op_type not in ("Div", "Mul"):
         return []

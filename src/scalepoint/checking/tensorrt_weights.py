@@ -150,7 +150,7 @@ def _has_int8_kernel(view: QdqView, node: Node, shape: TensorShape, groups: int)
         return True
     if groups > 1:
         return out_channels % 8 == 0 and min(kernel) >= 3
-    is_first = view.skip_back(view.before_pairs(get_operand(node, 0))[0]) in view.inputs
+    is_first = view.skip_back(view.before_pairs(get_operand(node, 0)).tensor) in view.inputs
     is_large = is_first or max(out_channels, in_per_group) >= _MIN_INT8_SIZE
     return (out_channels % 8 == 0 or in_per_group % 8 == 0) and is_large and len(set(kernel)) == 1
 
