@@ -42,7 +42,7 @@ def _shorten_name(name: str) -> str:
     return name if len(encoded) <= MAX_NAME_LENGTH else hashlib.sha256(encoded).hexdigest()
 
 
-def replace_file(path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
+def replace_file(path: Path, write: Callable[[Path], object], size: int | None = None) -> None:
     """Write a file in a temporary folder, then replace `path` by it in one step.
 
     Args:
@@ -267,11 +267,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    replace_file(path, lambda temporary: _write_bytes(temporary, data), len(data))
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+    replace_file(path, lambda temporary: temporary.write_bytes(data), len(data))
 
 
 def _flush(path: Path) -> None:
