@@ -83,7 +83,7 @@ class Checkpoint:
         self.folder, self.journal = folder, journal
 
     @classmethod
-    def open(cls, folder: Path | None, fingerprint: str, *, resume: bool) -> "Checkpoint":
+    def start(cls, folder: Path | None, fingerprint: str, *, resume: bool) -> "Checkpoint":
         """Return the checkpoint of a run with these inputs; with `resume` it has the pieces that are finished."""
         journal = TuningJournal(fingerprint=fingerprint)
         if folder is not None:

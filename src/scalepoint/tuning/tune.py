@@ -106,7 +106,7 @@ def tune(
         if folder is not None:
             model_fingerprint = _fingerprint_model(model, weight_provider)
             inputs_fingerprint = compute_fingerprint(model_fingerprint, walk, config.model_dump_json())
-        checkpoint = Checkpoint.open(None if folder is None else Path(folder), inputs_fingerprint, resume=resume)
+        checkpoint = Checkpoint.start(None if folder is None else Path(folder), inputs_fingerprint, resume=resume)
         run = _TuningRun(model, walk, config, checkpoint, names, weight_provider)
         run.run(progress)
     finally:
