@@ -102,7 +102,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
         return add_tokenizer(GGUFWriter(None, "llama"), path.parent, {"vocab_size": 8})
 
     def tuned(path: Path) -> Any:
-        return Checkpoint(path.parent, "a", resume=True).journal
+        return Checkpoint.start(path.parent, "a", resume=True).journal
 
     def ended(path: Path) -> Any:
         return Checkpoint.open_finished(path.parent).journal

@@ -128,7 +128,7 @@ class TargetError(ScalepointError, ValueError):
 
 
 class CoverageError(ScalepointError, ValueError):
-    """Strict=True, and an operation stays float unrequested."""
+    """An operation stays float although the config did not ask for that, with strict=True."""
 
     code = "SP-Q003"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from scalepoint.cli.exit_codes import Code, classify_error
-from scalepoint.distributed.channel import decode_error, decode_tensors, encode_error, encode_tensors
+from scalepoint.distributed.encoding import decode_error, decode_tensors, encode_error, encode_tensors
 from scalepoint.errors import BatchNote, CalibrationError, RankError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scalepoint import distributed
-from scalepoint.distributed.channel import heartbeat_timeout
+from scalepoint.distributed.heartbeats import heartbeat_timeout
 from scalepoint.errors import UsageError
 from tests.errors import raises
 from tests.ranks.checkpoints import write_source

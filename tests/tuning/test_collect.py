@@ -7,8 +7,9 @@ from torch.nn import functional as F
 
 from scalepoint.errors import NonFiniteError
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
-from scalepoint.tuning.collect import RowCollector, find_changed_operand
-from scalepoint.tuning.problem import GroupedLayer
+from scalepoint.tuning.collect import RowCollector
+from scalepoint.tuning.grouped_layer import GroupedLayer
+from scalepoint.tuning.residual_adds import find_changed_operand
 from scalepoint.tuning.rows import get_geometry
 from scalepoint.tuning.solve import can_shift_bias
 from scalepoint.tuning.walk import StreamWalk
@@ -24,7 +25,7 @@ def walked(model, batches, to, config=None, **options):
     walk.read_data(quantized, batches, max_batches=None, skip_nan=False, progress=False)
     collector = RowCollector(walk, 10**6, 0.1, {})
     for node in walk.graph.nodes:
-        if walk.get_layer(node) is not None and to in walk.get_layer(node)[0]:
+        if walk.get_layer(node) is not None and to in walk.get_layer(node).path:
             break
         walk.advance(node)
     return walk, collector

@@ -61,7 +61,8 @@ def layers(model, inputs, unit, **options):
     nodes = [node for piece in pieces for node in piece.nodes]
     assert nodes == [node for node in walk.graph.nodes if node.op not in ("placeholder", "output")]
     return [
-        [walk.get_layer(node)[0].rsplit(".", 1)[0] for node in piece.nodes if walk.get_layer(node)] for piece in pieces
+        [walk.get_layer(node).path.rsplit(".", 1)[0] for node in piece.nodes if walk.get_layer(node)]
+        for piece in pieces
     ]
 
 

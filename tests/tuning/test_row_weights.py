@@ -6,9 +6,10 @@ from torch import nn
 
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.tuning import TuneConfig, tune
-from scalepoint.tuning.collect import RowCollector, find_normed_operand
+from scalepoint.tuning.collect import RowCollector
 from scalepoint.tuning.piece_evaluation import PieceEvaluator
 from scalepoint.tuning.pieces import cut_into_pieces
+from scalepoint.tuning.residual_adds import find_normed_operand
 from scalepoint.tuning.row_weights import feeds_norm, row_weights
 from scalepoint.tuning.walk import StreamWalk
 from tests.tuning.test_collect import inputs_of, shape_of, use_of, walked

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from scalepoint.numerics import get_format
+from scalepoint.tuning.code_grids import CodeGrid
 from scalepoint.tuning.moments import MomentSums
-from scalepoint.tuning.problem import CodeGrid, LayerProblem, Solution
+from scalepoint.tuning.problem import LayerProblem, Solution
 from scalepoint.tuning.steps import find_step
 
 

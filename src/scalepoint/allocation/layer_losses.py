@@ -21,12 +21,13 @@ from scalepoint.quantize.quantizers import WeightFakeQuantize
 from scalepoint.quantize.record import record_of
 from scalepoint.spec import QuantizationSpec
 from scalepoint.support.progress import phase
-from scalepoint.tuning.collect import LayerUse, RowCollector
+from scalepoint.tuning.collect import RowCollector
+from scalepoint.tuning.grouped_layer import GroupedLayer
 from scalepoint.tuning.moments import Moments
-from scalepoint.tuning.problem import GroupedLayer, LayerProblem
+from scalepoint.tuning.problem import LayerProblem
 from scalepoint.tuning.rows import Geometry, get_geometry
 from scalepoint.tuning.steps import find_step
-from scalepoint.tuning.walk import StreamWalk
+from scalepoint.tuning.walk import LayerUse, StreamWalk
 
 QUICK_STEPS = ("scale", "gptq")
 MAX_ROWS, HOLDOUT_SHARE = 8_192, 0.1

@@ -6,6 +6,9 @@
 Needs the package onnx; `import scalepoint` does not import this package.
 """
 
+# tensorrt.py is the table of rules. The functions of the rules are in tensorrt_*.py, and read the file through a
+# QdqView (qdq_graph.py).
+
 import os
 from typing import TYPE_CHECKING
 

@@ -80,6 +80,13 @@ class ReaderStep(NamedTuple):
     quantize: Node | None
 
 
+class BeforePairs(NamedTuple):
+    """The tensor before the Q/DQ pairs that end at a tensor, and the last DQ (None without a pair)."""
+
+    tensor: Tensor
+    dequantize: Node | None
+
+
 def get_operand(node: Node, index: int) -> Tensor:
     return node.inputs[index] if index < len(node.inputs) else None
 
@@ -166,6 +173,8 @@ class QdqView:
     def opset(self) -> int:
         return self.facts.opset
 
+    # -- nodes and tensors ---------------------------------------------------------------------------------------------
+
     @cached_property
     def inputs(self) -> set[Tensor]:
         """The inputs of the graph that have no initializer."""
@@ -221,6 +230,13 @@ class QdqView:
             return None
         return tuple(size if isinstance(size, int) and size >= 0 else None for size in stored.shape)
 
+    def element_count(self, tensor: Tensor) -> int | None:
+        """Return the number of elements; None if a size is unknown."""
+        shape = self.shape(tensor)
+        if shape is None or None in shape:
+            return None
+        return prod(size or 0 for size in shape)
+
     def dtype(self, tensor: Tensor) -> int:
         """Return the TensorProto data type of a tensor; 0 (UNDEFINED) if it is unknown."""
         stored = _read_constant(tensor) or tensor
@@ -255,6 +271,8 @@ class QdqView:
                 pending += [output for output in use.node.outputs if output not in visited]
                 visited.update(use.node.outputs)
 
+    # -- Q/DQ pairs ----------------------------------------------------------------------------------------------------
+
     @cached_property
     def dequantizers(self) -> dict[Tensor, Node]:
         """The DQ of each dequantized tensor, also after operations that DQ moves over."""
@@ -279,8 +297,8 @@ class QdqView:
         uses = self.readers_past(tensor, lambda use: use.node.op_type in skipped and use.operand_index >= 0)
         return [use.node for use in uses if use.node.op_type in QUANTIZE and use.operand_index == 0]
 
-    def before_pairs(self, tensor: Tensor) -> tuple[Tensor, Node | None]:
-        """Return the tensor before the Q/DQ pairs that end at `tensor`, and the last DQ (None without a pair)."""
+    def before_pairs(self, tensor: Tensor) -> BeforePairs:
+        """Skip the Q/DQ pairs that end at a tensor, backward."""
         last_dequantize = None
         while (dequantize := self.producer(tensor)) is not None and dequantize.op_type in DEQUANTIZE:
             quantize = self.producer(get_operand(dequantize, 0))
@@ -288,7 +306,7 @@ class QdqView:
                 break
             last_dequantize = last_dequantize or dequantize
             tensor = get_operand(quantize, 0)
-        return tensor, last_dequantize
+        return BeforePairs(tensor, last_dequantize)
 
     def reader_steps(self, tensor: Tensor) -> list[ReaderStep]:
         """Return the readers of a tensor, looking through Q/DQ pairs. A Q without a DQ is a reader itself."""
@@ -309,6 +327,8 @@ class QdqView:
         """Return the only reader of a tensor; None if there are several, or if the tensor is an output of the graph."""
         steps = [] if tensor in self.outputs else self.reader_steps(tensor)
         return steps[0] if len(steps) == 1 else None
+
+    # -- what TensorRT fuses -------------------------------------------------------------------------------------------
 
     def is_linear(self, use: OperandUse) -> bool:
         """Whether a use is a batch norm or arithmetic with a constant, which compilers fold into the kernel before."""
@@ -351,6 +371,8 @@ class QdqView:
                 return None
             tensor = get_operand(node, data_index)
         return None
+
+    # -- how operands are quantized ------------------------------------------------------------------------------------
 
     def is_quantized(self, node: Node) -> bool:
         """Whether the data of a weighted operation is dequantized."""
@@ -404,13 +426,6 @@ class QdqView:
         if first is None or second is None:
             return False
         return first.size == second.size and bool(np.array_equal(first.ravel(), second.ravel()))
-
-    def element_count(self, tensor: Tensor) -> int | None:
-        """Return the number of elements; None if a size is unknown."""
-        shape = self.shape(tensor)
-        if shape is None or None in shape:
-            return None
-        return prod(size or 0 for size in shape)
 
 
 def last_sizes(shape: TensorShape | None, count: int) -> TensorShape:

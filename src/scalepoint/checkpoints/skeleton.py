@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from scalepoint.checkpoints.experts import split_experts
 from scalepoint.checkpoints.paged_tensors import PagedTensors, release_freed_memory
 from scalepoint.checkpoints.source import CONFIG, TIE_KEY, Source
+from scalepoint.checkpoints.stored_names import map_stored_names
 from scalepoint.compat.transformers import parameters_without_memory
 from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError, install_hint
 from scalepoint.graph.torch_export import export_logs_silenced
@@ -26,8 +27,6 @@ from scalepoint.numerics import dtype_name
 EXPERT = re.compile(r"\.experts\.\d+\.")
 MAX_ELEMENTS_AT_ONCE = 1 << 24  # values that are checked at a time
 COUNT_KEY = re.compile(r"^(n|num)_.*(layer|block|expert)s?$")
-# Parameter of a stack of experts in transformers -> names of the layers that `split_experts` makes of it
-STACKED_PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 
 
 @dataclass
@@ -62,8 +61,8 @@ class CheckpointWeights:
         """Read every weight once, one tensor at a time; raise StoreError if one contains NaN or infinity."""
         for name in self.names.values():
             value = self.source.tensor(name).flatten()
-            starts = range(0, value.numel(), MAX_ELEMENTS_AT_ONCE)
-            invalid = sum([int((~value[start : start + MAX_ELEMENTS_AT_ONCE].isfinite()).sum()) for start in starts])
+            parts = torch.split(value, MAX_ELEMENTS_AT_ONCE)
+            invalid = sum(int((~part.isfinite()).sum()) for part in parts)
             if invalid:
                 raise StoreError(
                     f"{self.source.tensors[name].shard.name}: {name} contains NaN or infinity in {invalid} of "
@@ -98,7 +97,7 @@ def build_skeleton(source: Source) -> tuple[nn.Module, CheckpointWeights]:
     """
     with export_logs_silenced():  # packages that transformers imports print messages
         model = _build_modules(source)
-        weights, names = CheckpointWeights(source), _map_stored_names(model, source)
+        weights, names = CheckpointWeights(source), map_stored_names(model, source)
     paged: dict[int, nn.Parameter] = {}  # by the id of the original: tied parameters stay tied
     for path, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):
@@ -119,46 +118,6 @@ def find_head(model: nn.Module) -> str | None:
     get_output_embeddings = getattr(model, "get_output_embeddings", None)
     head = get_output_embeddings() if callable(get_output_embeddings) else None
     return next((name for name, module in model.named_modules() if module is head), None)
-
-
-def _map_stored_names(model: nn.Module, source: Source) -> dict[str, str]:
-    """Map names of the model to names of the checkpoint: transformers has renamed modules over the years."""
-    same_names = {name: name for name in source.tensors}
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
-        from transformers.core_model_loading import WeightRenaming, rename_source_key  # noqa: PLC0415
-    except ImportError:
-        return same_names
-    conversions = get_model_conversion_mapping(model)  # type: ignore[arg-type]
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    expert_layers = _map_expert_layers(conversions)
-    state, prefix = model.state_dict(), str(getattr(model, "base_model_prefix", ""))
-    names = {}
-    for stored_name in source.tensors:
-        model_name = rename_source_key(stored_name, renamings, [], prefix, state)[0]
-        names[_rename_expert_layer(model_name, expert_layers)] = stored_name
-    return names | {name: name for name in same_names if name in state}
-
-
-def _map_expert_layers(conversions: Iterable[Any]) -> dict[str, str]:
-    """Map an expert's layer names in the checkpoint to ours, such as Mixtral's w1 to gate_proj."""
-    layers: dict[str, str] = {}
-    for conversion in conversions:
-        for suffix, our_names in STACKED_PARTS.items():
-            if any(str(target).endswith(suffix) for target in conversion.target_patterns):
-                layers.update(zip(map(_last_name, conversion.source_patterns), our_names, strict=False))
-    return layers
-
-
-def _last_name(pattern: str) -> str:
-    """Return the layer name in a pattern: w1 for .experts.*.w1.weight."""
-    return pattern.removesuffix(".weight").rpartition(".")[2]
-
-
-def _rename_expert_layer(name: str, expert_layers: Mapping[str, str]) -> str:
-    """Replace the layer name of an expert's weight by ours; other names stay."""
-    path, _, layer = name.removesuffix(".weight").rpartition(".")
-    return f"{path}.{expert_layers[layer]}.weight" if ".experts." in name and layer in expert_layers else name
 
 
 def _check_parameter(source: Source, names: Mapping[str, str], name: str, shape: tuple[int, ...]) -> str:

@@ -105,9 +105,10 @@ class Source:
             if missing:
                 raise StoreError(f"{shard.name} lacks {missing[0]} ({len(missing)} in all), which {INDEX} lists for it")
             tensors |= {name: header[name] for name in (listed_names or header)}
-        if config.get(TIE_KEY) is not False and cls(folder, config, tensors).has_own_head():
-            config = {**config, TIE_KEY: False}
-        return cls(folder, config, tensors)
+        source = cls(folder, config, tensors)
+        if config.get(TIE_KEY) is not False and source.has_own_head():
+            return cls(folder, {**config, TIE_KEY: False}, tensors)
+        return source
 
     def has_own_head(self) -> bool:
         """Whether the checkpoint has a head whose values differ from the embedding.

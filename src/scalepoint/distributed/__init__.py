@@ -12,7 +12,7 @@ Without a group every function here is the one-process case and costs nothing, s
     result = run_on_main("verifying", lambda: verify(path), Verification)
     all_reduce_sum(tensors)                 # the same bits on every rank
 
-`channel.py` has the messages, the heartbeats and the collectives.
+`channel.py` exchanges messages and tensors, `heartbeats.py` detects dead ranks.
 """
 
 import os
@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from scalepoint.distributed.channel import current_channel, decode_error, encode_error, without_channel
+from scalepoint.distributed.channel import current_channel, without_channel
+from scalepoint.distributed.encoding import decode_error, encode_error
 from scalepoint.errors import RankError, UsageError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def participating() -> Iterator[None]:
     if channel is None or channel.is_active:
         yield
         return
-    with channel.heartbeat(), warnings.catch_warnings():
+    with channel.active(), warnings.catch_warnings():
         if channel.rank:
             warnings.simplefilter("ignore")
         try:

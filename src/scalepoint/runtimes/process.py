@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
@@ -112,20 +112,24 @@ class RuntimeChildren:
     def run(self, runtime: Runtime, request: Mapping[str, Any], seconds: float) -> TaskResult:
         """Send a request to the child of the runtime and wait for its answer."""
         key = tuple(child_command(runtime))
-        with ExitStack() as stack:
-            child = self._take_idle(key) or Child(runtime)
-            stack.enter_context(child)  # kills it, unless it has answered
+        child = self._take_idle(key) or Child(runtime)
+        has_answered = False
+        try:
             child.clear_errors()
             with child.within(seconds):
                 child.send(json.dumps(request).encode() + b"\n")
                 answer = child.output.readline()
                 is_complete = answer.endswith(b"\n")
                 exit_code = 0 if is_complete else child.wait()
-            if is_complete and not child.is_late:
-                stack.pop_all()
+            has_answered = is_complete and not child.is_late
+            if has_answered:
                 self._idle[key] = child
                 return TaskResult(Status.OK, data=json.loads(answer))
             errors = child.errors()
+        finally:
+            if not has_answered:
+                child.kill()
+                child.close()
         if child.is_late:
             return TaskResult(Status.TIMEOUT, f"{runtime.name} did not end within {seconds:.0f} s")
         if exit_code:
@@ -168,13 +172,6 @@ class Child:
         self._stderr_end = b""
         self._reader = threading.Thread(target=self._read_end_of_stderr, daemon=True)
         self._reader.start()
-
-    def __enter__(self) -> "Child":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self.close()
 
     @property
     def output(self) -> IO[bytes]:

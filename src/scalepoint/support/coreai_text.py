@@ -10,7 +10,6 @@ imports nothing of scalepoint.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ _USE = re.compile(r"dense_resource<([^>]+)>")
 _NUMBER = re.compile(r"0x[0-9A-F]+|-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _FLOAT32_OPERATION = re.compile(rf"^ *%\S+ = ({'|'.join(map(re.escape, FLOAT32_OPERANDS))}) ([^{{:]*)(.*)$")
 _QUANTIZE = re.compile(r"^ *(%\S+) = coreai\.quantize %[^,]+, (%[^,]+),.*-> (tensor<[^>]*>)")
+_TENSOR_TYPE = re.compile(r"tensor<[^>]*>")
 _ARGUMENT = re.compile(r"(%arg\d+): (tensor<[^>]*>)")
 
 
@@ -119,48 +119,101 @@ def convert_floats(program: ProgramText, source: str, result: str, *, keeps_inte
         result: The other one.
         keeps_interface: Leave inputs and outputs as they are, with casts next to them.
     """
-    constants = dict(program.constants)
-    shared_names = _find_names_of_other_types(program.lines, source)
-    type_pattern = re.compile(rf"(?<=[x<]){source}(?=[,>])")
+    return _FloatConverter(program, source, result, keeps_interface=keeps_interface).convert()
 
-    def replace_types(line: str) -> str:
-        return type_pattern.sub(result, line)
 
-    lines: list[str] = []
-    float32_values = _find_float32_operands(program.lines) if source == "f32" else frozenset()
-    cast_inputs: dict[str, str] = {}
-    keeps_types = False  # of this graph's inputs and outputs
-    for line in program.lines:
-        if line.startswith("  coreai.graph "):
-            keeps_types = keeps_interface and MAIN_GRAPH in line
-            cast_inputs = {}
-        constant = _CONSTANT.match(line)
-        if constant is not None and constant[1].split()[0] in float32_values:
-            lines.append(_copy_constant(line, constant, constants))
-        if constant is not None and constant[4] == source:
-            name = _find_resource(constant[2])
-            if name is None:
-                lines.append(replace_types(_convert_inline_constant(constant, source, result)))
-                continue
-            # The compiler stores equal bytes once, so several lines may have this name.
-            new_name = f"{name}.{result}" if name in shared_names else name
-            constants[new_name] = _convert_bytes(program.constants[name], source, result)
-            lines.append(replace_types(line.replace(f"<{name}>", f"<{new_name}>")))
-        elif line.startswith("  coreai.graph ") and keeps_types:
-            lines.append(line)
-            for name, tensor_type in _ARGUMENT.findall(line):
-                if type_pattern.search(tensor_type):
-                    cast_inputs[name] = f"{name}_{result}"
-                    lines.append(
-                        f"    {name}_{result} = coreai.cast {name} : {tensor_type} to {replace_types(tensor_type)}"
-                    )
-        elif line.startswith("    coreai.output ") and keeps_types:
-            lines += _cast_outputs(_replace_operands(line, cast_inputs), type_pattern, replace_types)
-        elif float32_values and (operation := _FLOAT32_OPERATION.match(line)):
-            lines.append(_keep_float32_operands(line, operation, replace_types))
-        else:
-            lines.append(replace_types(_replace_operands(line, cast_inputs)))
-    return ProgramText(tuple(lines), constants)
+class _FloatConverter:
+    """Converts the lines of one program, one after the other.
+
+    Attributes:
+        type_pattern: Matches the element type `source` in tensor<2x3xf32>.
+        shared_names: Constants whose bytes are also those of a constant of another type.
+        float32_values: Operands that must stay float32: the operations get an unconverted copy.
+        keeps_types: Whether inputs and outputs of the current graph keep their types.
+        cast_inputs: Inputs of the current graph -> the values that they are cast to.
+        lines, constants: The result so far.
+    """
+
+    def __init__(self, program: ProgramText, source: str, result: str, *, keeps_interface: bool) -> None:
+        self.program, self.source, self.result, self.keeps_interface = program, source, result, keeps_interface
+        self.type_pattern = re.compile(rf"(?<=[x<]){source}(?=[,>])")
+        self.shared_names = _find_names_of_other_types(program.lines, source)
+        self.float32_values = _find_float32_operands(program.lines) if source == "f32" else frozenset()
+        self.keeps_types = False
+        self.cast_inputs: dict[str, str] = {}
+        self.lines: list[str] = []
+        self.constants = dict(program.constants)
+
+    def convert(self) -> ProgramText:
+        for line in self.program.lines:
+            if line.startswith("  coreai.graph "):
+                self._add_graph_header(line)
+            elif (constant := _CONSTANT.match(line)) is not None:
+                self._add_constant(line, constant)
+            elif line.startswith("    coreai.output ") and self.keeps_types:
+                self._add_cast_outputs(_replace_operands(line, self.cast_inputs))
+            elif self.float32_values and (operation := _FLOAT32_OPERATION.match(line)):
+                self._add_float32_operation(line, operation)
+            else:
+                self.lines.append(self._replace_types(_replace_operands(line, self.cast_inputs)))
+        return ProgramText(tuple(self.lines), self.constants)
+
+    def _replace_types(self, text: str) -> str:
+        return self.type_pattern.sub(self.result, text)
+
+    def _add_graph_header(self, line: str) -> None:
+        self.keeps_types = self.keeps_interface and MAIN_GRAPH in line
+        self.cast_inputs = {}
+        if not self.keeps_types:
+            self.lines.append(self._replace_types(line))
+            return
+        self.lines.append(line)
+        for name, tensor_type in _ARGUMENT.findall(line):
+            if self.type_pattern.search(tensor_type):
+                cast = self.cast_inputs[name] = f"{name}_{self.result}"
+                types = f"{tensor_type} to {self._replace_types(tensor_type)}"
+                self.lines.append(f"    {cast} = coreai.cast {name} : {types}")
+
+    def _add_constant(self, line: str, constant: re.Match[str]) -> None:
+        if constant[1].split()[0] in self.float32_values:
+            self.lines.append(_copy_constant(line, constant, self.constants))
+        if constant[4] != self.source:
+            self.lines.append(line)
+            return
+        name = _find_resource(constant[2])
+        if name is None:
+            self.lines.append(self._replace_types(_convert_inline_constant(constant, self.source, self.result)))
+            return
+        # The compiler stores equal bytes once, so several lines may have this name.
+        new_name = f"{name}.{self.result}" if name in self.shared_names else name
+        self.constants[new_name] = _convert_bytes(self.program.constants[name], self.source, self.result)
+        self.lines.append(self._replace_types(line.replace(f"<{name}>", f"<{new_name}>")))
+
+    def _add_float32_operation(self, line: str, operation: re.Match[str]) -> None:
+        """Convert the types of an operation but those of its float32 operands, which are the copied constants."""
+        float32_indices = FLOAT32_OPERANDS[operation[1]]
+        operands = operation[2].strip().split(", ")
+        names = [_float32_name(name) if index in float32_indices else name for index, name in enumerate(operands)]
+        attributes, _, types = operation[3].partition(" : (")
+        operand_types, _, result_type = types.partition(") -> ")
+        converted = [
+            tensor_type if index in float32_indices else self._replace_types(tensor_type)
+            for index, tensor_type in enumerate(_TENSOR_TYPE.findall(operand_types))
+        ]
+        start = line[: operation.start(2)]
+        signature = f"({', '.join(converted)}) -> {self._replace_types(result_type)}"
+        self.lines.append(f"{start}{', '.join(names)} {attributes} : {signature}")
+
+    def _add_cast_outputs(self, line: str) -> None:
+        """Add casts of all converted outputs, and the line that returns them."""
+        values, _, types = line.strip().removeprefix("coreai.output ").partition(" : ")
+        names = values.split(", ")
+        for index, tensor_type in enumerate(_TENSOR_TYPE.findall(types)):
+            if self.type_pattern.search(tensor_type):
+                cast_types = f"{self._replace_types(tensor_type)} to {tensor_type}"
+                self.lines.append(f"    %output{index} = coreai.cast {names[index]} : {cast_types}")
+                names[index] = f"%output{index}"
+        self.lines.append(f"    coreai.output {', '.join(names)} : {types}")
 
 
 def _find_resource(value: str) -> str | None:
@@ -197,36 +250,8 @@ def _copy_constant(line: str, match: re.Match[str], constants: dict[str, str]) -
     return line.replace(f"{value} = ", f"{_float32_name(value)} = ", 1)
 
 
-def _keep_float32_operands(line: str, match: re.Match[str], replace_types: Callable[[str], str]) -> str:
-    """Convert the types of an operation but those of its float32 operands, which are the copied constants."""
-    float32_indices = FLOAT32_OPERANDS[match[1]]
-    operands = match[2].strip().split(", ")
-    names = ", ".join(_float32_name(name) if index in float32_indices else name for index, name in enumerate(operands))
-    attributes, _, types = match[3].partition(" : (")
-    operand_types, _, result = types.partition(") -> ")
-    converted = (
-        tensor_type if index in float32_indices else replace_types(tensor_type)
-        for index, tensor_type in enumerate(re.findall(r"tensor<[^>]*>", operand_types))
-    )
-    start = line[: match.start(2)]
-    return f"{start}{names} {attributes} : ({', '.join(converted)}) -> {replace_types(result)}"
-
-
 def _replace_operands(line: str, names: dict[str, str]) -> str:
     return re.sub(r"%arg\d+", lambda use: names.get(use[0], use[0]), line) if names else line
-
-
-def _cast_outputs(line: str, type_pattern: re.Pattern[str], replace_types: Callable[[str], str]) -> list[str]:
-    """Return the casts of all converted outputs, and the line that returns them."""
-    values, _, types = line.strip().removeprefix("coreai.output ").partition(" : ")
-    lines, names = [], values.split(", ")
-    for index, tensor_type in enumerate(re.findall(r"tensor<[^>]*>", types)):
-        if type_pattern.search(tensor_type):
-            lines.append(
-                f"    %output{index} = coreai.cast {names[index]} : {replace_types(tensor_type)} to {tensor_type}"
-            )
-            names[index] = f"%output{index}"
-    return [*lines, f"    coreai.output {', '.join(names)} : {types}"]
 
 
 def _convert_inline_constant(match: re.Match[str], source: str, result: str) -> str:

@@ -42,7 +42,7 @@ def _shorten_name(name: str) -> str:
     return name if len(encoded) <= MAX_NAME_LENGTH else hashlib.sha256(encoded).hexdigest()
 
 
-def replace_file(path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
+def replace_file(path: Path, write: Callable[[Path], object], size: int | None = None) -> None:
     """Write a file in a temporary folder, then replace `path` by it in one step.
 
     Args:
@@ -248,13 +248,18 @@ def remove_leftover_folders() -> None:
     """Delete temporary folders of killed processes in the system's temporary folder."""
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_FOLDER_PREFIX}*"):
-            with suppress(OSError):
-                if path.is_symlink() or (hasattr(os, "geteuid") and path.stat().st_uid != os.geteuid()):
-                    continue  # of another user; on Windows every user has a temporary folder of their own
-                # A process locks its folder shortly after it is created: keep new folders.
-                if time.time() - (path / LOCK_FILE).stat().st_mtime > MIN_AGE_SECONDS:
-                    with suppress(Timeout), _lock_of(path):
-                        shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):  # another process may delete it meanwhile
+                _remove_if_left_over(path)
+
+
+def _remove_if_left_over(path: Path) -> None:
+    """Delete a temporary folder if its process does not exist any more, which its lock shows."""
+    if path.is_symlink() or (hasattr(os, "geteuid") and path.stat().st_uid != os.geteuid()):
+        return  # of another user; on Windows every user has a temporary folder of their own
+    # A process locks its folder shortly after it is created: keep new folders.
+    if time.time() - (path / LOCK_FILE).stat().st_mtime > MIN_AGE_SECONDS:
+        with suppress(Timeout), _lock_of(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -262,11 +267,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    replace_file(path, lambda temporary: _write_bytes(temporary, data), len(data))
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+    replace_file(path, lambda temporary: temporary.write_bytes(data), len(data))
 
 
 def _flush(path: Path) -> None:

@@ -124,12 +124,8 @@ def _move(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise StoreError(f"cannot write {target}: {error.strerror or error}") from error
-        replace_file(target, lambda temporary: _copy(source, temporary), source.stat().st_size)
+        replace_file(target, lambda temporary: shutil.copyfile(source, temporary), source.stat().st_size)
         source.unlink()
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
 
 
 def check_path(path: Path, what: str = "output") -> None:

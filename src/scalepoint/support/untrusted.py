@@ -56,9 +56,9 @@ def read_bytes(path: Path, limit: int, *, folder: Path | None = None) -> bytes:
     return data
 
 
-def read_head(path: Path, count: int, *, folder: Path | None = None) -> bytes:
+def read_head(path: Path, count: int) -> bytes:
     """Read the first `count` bytes of a file of any size."""
-    check_file(path, folder=folder)
+    check_file(path)
     with _opened(path, limit=None) as file:
         return file.read(count)
 

@@ -3,6 +3,7 @@
 The output of a quantizer is stored as its codes, one byte per element, and is restored bit for bit.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from scalepoint.numerics import QParams
 from scalepoint.quantize.quantizers import QuantStub
-from scalepoint.spec import PerTensorGranularity
+from scalepoint.spec import FakeQuantizeImplBase, PerTensorGranularity
 from scalepoint.support.files import TemporaryFolder
 
 
@@ -27,19 +28,22 @@ class ActivationStore:
     def put(self, key: Any, value: Any, quantizer: QuantStub | None = None) -> None:
         """Store a value; as codes if it is the output of `quantizer`."""
         self.drop(key)
-        if isinstance(value, Tensor) and quantizer is not None and _can_store_codes(quantizer, value):
-            value = _QuantizedTensor(value, quantizer)
-        tensor = value.codes if isinstance(value, _QuantizedTensor) else value
-        size = tensor.numel() * tensor.element_size() if isinstance(tensor, Tensor) else 0
-        if isinstance(tensor, Tensor) and size and self.bytes_in_memory + size > self.max_bytes:
-            on_disk = self._write_to_disk(tensor.contiguous())
-            if isinstance(value, _QuantizedTensor):
-                value.codes = on_disk
-            else:
-                value = on_disk
+        if not isinstance(value, Tensor):
+            self.values[key] = value
+        elif quantizer is not None and _can_store_codes(quantizer, value):
+            qparams = QParams(quantizer.scale.clone(), quantizer.zero_point.clone(), None)  # they may change later
+            codes = quantizer.quantizer.quantize(value, *qparams)
+            self.values[key] = _QuantizedTensor(quantizer.quantizer, qparams, value.dtype, self._store_tensor(codes))
         else:
-            self.bytes_in_memory += size
-        self.values[key] = value
+            self.values[key] = self._store_tensor(value)
+
+    def _store_tensor(self, tensor: Tensor) -> "Tensor | _TensorOnDisk":
+        """Return the tensor if there is memory left, else a file with its values."""
+        size = tensor.numel() * tensor.element_size()
+        if size and self.bytes_in_memory + size > self.max_bytes:
+            return self._write_to_disk(tensor.contiguous())
+        self.bytes_in_memory += size
+        return tensor
 
     def __contains__(self, key: Any) -> bool:
         return key in self.values
@@ -72,11 +76,13 @@ class ActivationStore:
             self._folder.close()
 
 
+@dataclass(frozen=True)
 class _TensorOnDisk:
     """A file with the bytes of a tensor."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, shape: torch.Size) -> None:
-        self.path, self.dtype, self.shape = path, dtype, shape
+    path: Path
+    dtype: torch.dtype
+    shape: torch.Size
 
     def read(self) -> Tensor:
         """Map the file into memory."""
@@ -84,18 +90,18 @@ class _TensorOnDisk:
         return torch.from_file(str(self.path), size=size, dtype=torch.uint8).view(self.dtype).reshape(self.shape)
 
 
+@dataclass(frozen=True)
 class _QuantizedTensor:
-    """The codes of a quantizer's output, with its parameters at that time: they may change later."""
+    """The codes of a quantizer's output, and what restores the output."""
 
-    def __init__(self, value: Tensor, quantizer: QuantStub) -> None:
-        self.impl, self.dtype = quantizer.quantizer, value.dtype
-        self.qparams = QParams(quantizer.scale.clone(), quantizer.zero_point.clone(), None)
-        self.codes: Tensor | _TensorOnDisk = self.impl.quantize(value, *self.qparams)
+    quantizer: FakeQuantizeImplBase
+    qparams: QParams
+    dtype: torch.dtype
+    codes: Tensor | _TensorOnDisk
 
     def dequantize(self) -> Tensor:
         codes = self.codes.read() if isinstance(self.codes, _TensorOnDisk) else self.codes
-        value: Tensor = self.impl.dequantize(codes, *self.qparams, output_dtype=self.dtype)
-        return value
+        return self.quantizer.dequantize(codes, *self.qparams, output_dtype=self.dtype)
 
 
 def _can_store_codes(quantizer: QuantStub, value: Tensor) -> bool:

@@ -43,7 +43,7 @@ class PieceEntry(BaseModel):
 
 
 class TuningJournal(BaseModel):
-    """The contents of tuning.json."""
+    """The contents of tuning.json. Aliases are the keys in the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
@@ -77,18 +77,24 @@ class StoredPiece(NamedTuple):
 
 
 class Checkpoint:
-    """The finished pieces of a run. Without a folder nothing is stored."""
+    """The finished pieces of a run. Without a folder nothing is stored. Only rank 0 reads and writes the folder."""
 
-    def __init__(self, folder: Path | None, fingerprint: str, *, resume: bool) -> None:
-        self.folder, self.journal = folder, TuningJournal(fingerprint=fingerprint)
+    def __init__(self, folder: Path | None, journal: TuningJournal) -> None:
+        self.folder, self.journal = folder, journal
+
+    @classmethod
+    def start(cls, folder: Path | None, fingerprint: str, *, resume: bool) -> "Checkpoint":
+        """Return the checkpoint of a run with these inputs; with `resume` it has the pieces that are finished."""
+        journal = TuningJournal(fingerprint=fingerprint)
         if folder is not None:
             distributed.run_on_main("the folder of tuning", lambda: _remove_temporary_files(folder))
             if resume and distributed.is_main():
-                self.journal = _read_journal(folder / JOURNAL_NAME, fingerprint)
+                journal = _read_journal(folder / JOURNAL_NAME, fingerprint)
+        return cls(folder, journal)
 
     @classmethod
     def open_finished(cls, folder: Path) -> "Checkpoint":
-        """Return the checkpoint of a finished run. Only rank 0 reads it."""
+        """Return the checkpoint of a finished run."""
         journal = TuningJournal(fingerprint="")
         if distributed.is_main():
             try:
@@ -97,9 +103,7 @@ class Checkpoint:
                 raise StoreError(
                     f"{folder} does not contain a finished tuning: {str(error).splitlines()[0]}"
                 ) from error
-        checkpoint = cls(None, journal.fingerprint, resume=False)
-        checkpoint.folder, checkpoint.journal = folder, journal
-        return checkpoint
+        return cls(folder, journal)
 
     def load_piece(self, name: str) -> StoredPiece | None:
         """Load a finished piece; None if it is missing or damaged. Rank 0 reads it and sends it to the other ranks."""

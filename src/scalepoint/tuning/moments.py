@@ -55,16 +55,17 @@ class Moments:
     def around_zero(self) -> "Moments":
         """Return the moments around zero. In a layer without a bias the means are part of the error."""
         if "around zero" not in self.cache:
-            self.cache["around zero"] = _second_moment(self.hessian, self.mean), {}
+            other_cache: dict[Any, Any] = {}  # of the other H, for all layers that share it
+            self.cache["around zero"] = _second_moment(self.hessian, self.mean), other_cache
         hessian, cache = self.cache["around zero"]
         return Moments(
-            self.count,
-            torch.zeros_like(self.mean),
-            hessian,
-            self.cross + torch.einsum("go,gn->gon", self.mean_target, self.mean),
-            torch.zeros_like(self.mean_target),
-            self.target_variance + self.mean_target.square(),
-            cache,
+            count=self.count,
+            mean=torch.zeros_like(self.mean),
+            hessian=hessian,
+            cross=self.cross + torch.einsum("go,gn->gon", self.mean_target, self.mean),
+            mean_target=torch.zeros_like(self.mean_target),
+            target_variance=self.target_variance + self.mean_target.square(),
+            cache=cache,
         )
 
     def in_float32(self) -> "Moments":

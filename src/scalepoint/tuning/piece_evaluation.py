@@ -32,39 +32,35 @@ class PieceEvaluator:
     def stored_error(self, piece: Piece) -> float:
         """Return the error of the stored values of the exits."""
         exits = self._compared_exits(piece)
-        return self._mean_error(piece, lambda index: [self.walk.get_value(node, index, noisy=True) for node in exits])
+        return self._mean_error(exits, lambda index: [self.walk.get_value(node, index, noisy=True) for node in exits])
 
     def error_if_rerun(self, piece: Piece) -> float:
         """Return the error with the modules as they are now. The piece runs again; nothing is stored."""
-        compared_exits = self._compared_exits(piece)
+        exits = self._compared_exits(piece)
 
-        def exit_values(index: int) -> list[Any]:
+        def rerun(index: int) -> list[Any]:
             values = self.walk.run_piece(piece, self.walk.get_entries(piece, index, noisy=True))
-            return [value for node, value in zip(piece.exits, values, strict=True) if node in compared_exits]
+            by_exit = dict(zip(piece.exits, values, strict=True))
+            return [by_exit[node] for node in exits]
 
-        return self._mean_error(piece, exit_values)
+        return self._mean_error(exits, rerun)
 
     def _compared_exits(self, piece: Piece) -> list[fx.Node]:
         return [node for node in piece.exits if node not in self.walk.same_nodes and self.walk.has_value(node)]
 
-    def _mean_error(self, piece: Piece, exit_values: Callable[[int], Sequence[Any]]) -> float:
+    def _mean_error(self, exits: Sequence[fx.Node], exit_values: Callable[[int], Sequence[Any]]) -> float:
         """Return the mean error over the exits. `exit_values` returns their quantized values in a batch."""
-        exits = self._compared_exits(piece)
         sums = [_ExitErrorSums(feeds_norm(self.walk, node)) for node in exits]
         with torch.no_grad():
-            for index in range(self.walk.batch_count):
-                if not self._has_holdout(index):
-                    continue
+            for index in filter(self._has_holdout, range(self.walk.batch_count)):
                 for exit_sums, node, noisy in zip(sums, exits, exit_values(index), strict=True):
                     exact = self.walk.get_value(node, index, noisy=False)
                     if isinstance(exact, Tensor) and exact.is_floating_point():
-                        exit_sums.add(
-                            self.select_part(exact, index, is_holdout=True),
-                            self.select_part(noisy, index, is_holdout=True),
-                        )
+                        exact_part = self.select_part(exact, index, is_holdout=True)
+                        exit_sums.add(exact_part, self.select_part(noisy, index, is_holdout=True))
         sums_by_rank = distributed.gather_values("comparing pieces", [exit_sums.values() for exit_sums in sums])
-        for index, exit_sums in enumerate(sums):
-            exit_sums.merge([sums_of_rank[index] for sums_of_rank in sums_by_rank])
+        for exit_sums, values_by_rank in zip(sums, zip(*sums_by_rank, strict=True), strict=True):
+            exit_sums.merge(values_by_rank)
         errors = [exit_sums.error() for exit_sums in sums if exit_sums.count]
         return sum(errors) / len(errors) if errors else 0.0
 

@@ -20,15 +20,15 @@ from torch import Tensor, fx
 from scalepoint import distributed
 from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.spec.palette import is_palette
-from scalepoint.tuning.collect import LayerUse
+from scalepoint.tuning.grouped_layer import GroupedLayer
 from scalepoint.tuning.piece_evaluation import PieceEvaluator, select_samples
 from scalepoint.tuning.pieces import Piece
-from scalepoint.tuning.problem import GroupedLayer, Solution, expand_scale
+from scalepoint.tuning.problem import Solution, expand_scale
 from scalepoint.tuning.row_weights import feeds_norm, row_weights
 from scalepoint.tuning.rows import get_geometry, hash_to_uniform
 from scalepoint.tuning.sample_subsets import SampleSubset, choose_subset
 from scalepoint.tuning.state import copy_states, restore_states
-from scalepoint.tuning.walk import StreamWalk
+from scalepoint.tuning.walk import LayerUse, StreamWalk
 
 MAX_INITIAL_SHIFT = 0.25  # in steps of the grid: how far the start may be from the present codes
 EVALUATION_COUNT = 4  # how often variables are hardened and measured
@@ -73,7 +73,7 @@ class PieceTask:
         modules = self.modules.values()
         stubs = [module for module in modules if isinstance(module, QuantStub) and has_static_scale(module)]
         inside = set(self.piece.nodes)
-        return [stub for stub in stubs if inside.issuperset(self.walk.stub_nodes[id(stub)])]
+        return [stub for stub in stubs if inside.issuperset(self.walk.stub_nodes[stub])]
 
 
 def has_static_scale(stub: QuantStub) -> bool:

@@ -48,7 +48,9 @@ class Geometry:
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
         """Return the rows (r, groups, n) with these numbers, in float32. Only these are gathered; x is never padded."""
         if self.kind == "linear":
-            return _select_rows(x.reshape(-1, x.shape[-1]), index).to(torch.float32).unsqueeze(1)
+            rows = x.reshape(-1, x.shape[-1])
+            rows = rows if len(index) == len(rows) else rows[index]  # all rows: the index is ascending, no copy needed
+            return rows.to(torch.float32).unsqueeze(1)
         dims, output_sizes = len(self.kernel), self._output_sizes(x.shape)
         x = x if x.ndim == dims + 2 else x.unsqueeze(0)
         output_positions = torch.unravel_index(index, output_sizes)
@@ -62,7 +64,8 @@ class Geometry:
             tap_positions = positions.view(-1, *[1] * axis, positions.shape[1], *[1] * (dims - axis - 1))
             is_inside = is_inside & (tap_positions >= 0) & (tap_positions < size)
             indices.append(tap_positions.clamp(0, size - 1))
-        # Indices beyond the border were clamped, so what they read is replaced by the zeros of the padding.
+        # Indexing puts the channels, which have no index tensor, behind all other axes. Indices beyond the border were
+        # clamped, so what they read is replaced by the zeros of the padding.
         patches = x[tuple(indices)].to(torch.float32).masked_fill_(~is_inside.unsqueeze(-1), 0.0).movedim(-1, 1)
         if self.kind == "conv_transpose":
             patches = patches.flip(tuple(range(2, 2 + dims)))
@@ -93,24 +96,24 @@ class Geometry:
         """A transposed convolution moves one by one over an input with zeros inserted."""
         return self.stride if self.kind == "conv" else (1,) * len(self.kernel)
 
-    def output_rows(self, y: Tensor, index: Tensor, count: int, outputs: int) -> Tensor | None:
-        """Gather rows of a tensor that has the shape of the layer's output.
+    def output_rows(self, y: Tensor, count: int, outputs: int) -> Tensor | None:
+        """Return the rows of a tensor that has the shape of the layer's output.
 
         Args:
             y: The tensor.
-            index: Numbers of the rows to gather.
-            count: Number of all rows of the layer's input.
+            count: Number of rows of the layer's input.
             outputs: Output channels per group.
 
         Returns:
-            The rows (r, groups, outputs). None for a tensor of another shape, which is only broadcast to the output.
+            The rows (count, groups, outputs). None for a tensor of another shape, which is only broadcast to the
+            output.
         """
         if self.kind != "linear":
             y = (y if y.ndim == len(self.kernel) + 2 else y.unsqueeze(0)).movedim(1, -1)
         flat = y.reshape(-1, y.shape[-1])
         if flat.shape != (count, outputs * self.groups):
             return None
-        return _select_rows(flat, index).to(torch.float32).reshape(len(index), self.groups, outputs)
+        return flat.to(torch.float32).reshape(count, self.groups, outputs)
 
     def to_groups(self, weight: Tensor) -> Tensor:
         """Return a weight in the shape that its quantizer sees, as (groups, outputs, n)."""
@@ -125,11 +128,6 @@ class Geometry:
             return grouped.reshape(like.shape)
         inputs = like.shape[0] // self.groups
         return grouped.reshape(self.groups, like.shape[1], inputs, -1).transpose(1, 2).reshape(like.shape)
-
-
-def _select_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Return the rows with these ascending numbers. If all rows are chosen, nothing is copied."""
-    return rows if len(index) == len(rows) else rows[index]
 
 
 def get_geometry(layer: QuantizedLayer) -> Geometry | None:

@@ -1,4 +1,9 @@
-"""Solves one layer: the steps run one after another, and the solution that is best on held-out rows is applied."""
+"""Solves one layer when the walk is at its node, and applies the solution that is best on held-out rows.
+
+    rows -> moments -> steps, each starts from the solution of the last one -> best solution -> codes, scales, bias
+
+If "intercept" is the only step, the codes stay, and the bias takes up the mean of the residuals.
+"""
 
 import math
 import time
@@ -9,12 +14,14 @@ from torch import Tensor
 
 from scalepoint import distributed
 from scalepoint.results import TunedLayer
-from scalepoint.tuning.collect import LayerUse, RowCollector, explain_refusal
+from scalepoint.tuning.code_grids import CodeGrid, PaletteGrid
+from scalepoint.tuning.collect import RowCollector, explain_refusal
+from scalepoint.tuning.grouped_layer import GroupedLayer
 from scalepoint.tuning.moments import Moments
-from scalepoint.tuning.problem import CodeGrid, GroupedLayer, LayerProblem, PaletteGrid, Ridge, Solution, format_notes
+from scalepoint.tuning.problem import LayerProblem, Ridge, Solution, format_notes
 from scalepoint.tuning.rows import get_geometry
 from scalepoint.tuning.steps import INTERCEPT, LayerStep, find_step
-from scalepoint.tuning.walk import StreamWalk
+from scalepoint.tuning.walk import LayerUse, StreamWalk
 
 ALWAYS_COMPARED_STEPS = 2  # the last ones; earlier steps are compared only if these do not improve the layer
 MIN_ROWS = 8  # with fewer rows a layer is not tuned
@@ -65,8 +72,7 @@ class LayerSolver:
             return None
         grouped = GroupedLayer(use.layer, geometry)
         row = self._choose_codes(use, grouped, name) if self._needs_moments else self._correct_bias(use, grouped, name)
-        is_last = use.node is self.collector.uses_of(use.layer)[-1]
-        if row is None and is_last and name not in self.skipped:
+        if row is None and self.collector.is_last_use(use) and name not in self.skipped:
             self.skipped[name] = "no rows reached it: rounded to nearest. Add data that reaches it"
         return row
 
@@ -93,13 +99,12 @@ class LayerSolver:
             return None
         start = time.perf_counter()
         fit, holdout = self.collector.collect_residuals(use, grouped)
-        if not fit.count or use.node is not self.collector.uses_of(use.layer)[-1]:
+        if not fit.count or not self.collector.is_last_use(use):
             return None
         before, after = holdout.error(), holdout.error(fit.mean)
         is_better = after < before
         if is_better:
-            for layer in use.layer.sharing_layers:
-                layer.set_bias_shift(fit.mean.reshape(-1))
+            _shift_bias(use, fit.mean)
         return TunedLayer(
             name=name,
             kind=use.layer.kind,
@@ -120,8 +125,7 @@ class LayerSolver:
         start = time.perf_counter()
         weight = grouped.weight()
         fit, holdout = self.collector.collect_moments(use, grouped)
-        uses = self.collector.uses_of(use.layer)
-        if fit is None or holdout is None or use.node is not uses[-1]:
+        if fit is None or holdout is None or not self.collector.is_last_use(use):
             return None
         if fit.count < MIN_ROWS:
             self.skipped[name] = f"only {fit.count} rows reached it: rounded to nearest. Add data that reaches it"
@@ -140,14 +144,14 @@ class LayerSolver:
             has_intercept=has_bias,
             ridge=self.ridge,
         )
-        if len(uses) > 1:
-            problem.notes["uses"] = len(uses)
+        use_count = len(self.collector.uses_of(use.layer))
+        if use_count > 1:
+            problem.notes["uses"] = use_count
         best = self._solve_over_ranks(problem, nearest, is_cache_shared=is_cache_shared)
         if best.step:
             grouped.apply(best.solution)
             if has_bias:
-                for layer in use.layer.sharing_layers:
-                    layer.set_bias_shift(_compute_bias_shift(fit, holdout, best.solution).reshape(-1))
+                _shift_bias(use, _compute_bias_shift(fit, holdout, best.solution))
         return TunedLayer(
             name=name,
             kind=use.layer.kind,
@@ -179,7 +183,7 @@ class LayerSolver:
             return best
         return replace(best, solution=_gather_outputs(best.solution, nearest) if best.step else nearest)
 
-    def find_best(self, problem: LayerProblem, nearest: Solution, *, is_cache_shared: bool = True) -> _BestSolution:
+    def find_best(self, problem: LayerProblem, nearest: Solution, *, is_cache_shared: bool) -> _BestSolution:
         """Run the steps and compare their solutions on held-out rows.
 
         Args:
@@ -219,7 +223,7 @@ def _prepare_moments(fit: Moments, holdout: Moments, has_bias: bool) -> tuple[Mo
     return prepared, prepared if holdout is fit else prepare(holdout)
 
 
-def outputs_of_rank(weight: Tensor, grid: CodeGrid | None = None) -> slice | None:
+def outputs_of_rank(weight: Tensor, grid: CodeGrid) -> slice | None:
     """Return the outputs that this rank solves; None if every rank solves all outputs.
 
     For a small layer, exchanging the solutions takes longer than solving it. Outputs of a palette share tables.
@@ -249,6 +253,11 @@ def can_shift_bias(walk: StreamWalk, use: LayerUse) -> bool:
     layer, source = use.layer, walk.find_source(use.node, use.layer)
     has_bias = layer.bias is not None or layer.norm is not None
     return has_bias or source is None or walk.get_stub(source) is not None
+
+
+def _shift_bias(use: LayerUse, shift: Tensor) -> None:
+    for layer in use.layer.sharing_layers:
+        layer.set_bias_shift(shift.reshape(-1))
 
 
 def _compute_bias_shift(fit: Moments, holdout: Moments, solution: Solution) -> Tensor:

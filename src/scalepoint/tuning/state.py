@@ -9,11 +9,10 @@ States = dict[str, dict[str, Tensor]]  # module path -> its state_dict
 
 
 def copy_states(modules: Mapping[str, nn.Module]) -> States:
-    return {path: _copy_state(module) for path, module in modules.items()}
-
-
-def _copy_state(module: nn.Module) -> dict[str, Tensor]:
-    return {key: value.detach().clone() for key, value in module.state_dict().items()}
+    states: States = {}
+    for path, module in modules.items():
+        states[path] = {key: value.detach().clone() for key, value in module.state_dict().items()}
+    return states
 
 
 def restore_states(modules: Mapping[str, nn.Module], states: States) -> None:

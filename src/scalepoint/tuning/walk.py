@@ -1,14 +1,19 @@
-"""The float stream and the quantized stream of a model, node by node: all batches pass a node, then the next node.
+"""Runs the float model and the quantized model side by side, node by node: all batches pass a node, then the next node.
 
     exact[n] = f_n(exact inputs)         noisy[n] = q_n(noisy inputs), with the codes that were chosen so far
 
-So when a layer is solved, its inputs in both streams are stored, and no node before it runs again. A stored value is
-dropped when its last reader has run, unless it is pinned. Nodes before the first quantizer have one value for both
-streams ("same nodes"). A stub is the module of an activation quantizer; a part is a module of a fused group.
+    walk.read_data(model, batches)
+    for node in walk.graph.nodes:
+        ...                            # the inputs of the node are stored now, in both streams
+        walk.advance(node)             # run the node, store its values, and drop values that nothing reads any more
+
+So a layer can be solved at its node, and no node before it runs again. Nodes before the first quantizer have one value
+for both streams ("same nodes"). A stub is the module of an activation quantizer; a part is a module of a fused group.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +28,15 @@ from scalepoint.quantize.quantizers import QuantizerBase, QuantStub
 from scalepoint.quantize.shadow_models import copy_with_shared_parameters, wrap_with_signature
 from scalepoint.tuning.activation_store import ActivationStore
 from scalepoint.tuning.pieces import Piece
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """A quantized layer at one node of the graph; `path` is its path in the model."""
+
+    node: fx.Node
+    path: str
+    layer: QuantizedLayer
 
 
 class _InputReached(BaseException):
@@ -43,30 +57,30 @@ class StreamWalk:
         same_nodes: Nodes with one value for both streams.
         stored_nodes: Nodes whose values are stored now.
         pinned: Nodes whose values are kept after their last reader.
-        stub_nodes: The nodes of every activation quantizer, by id.
+        stub_nodes: The nodes of every activation quantizer.
     """
 
     def __init__(self, model: fx.GraphModule, *, memory: int, keeps_outputs: bool = True) -> None:
         self.graph, self.keeps_outputs = model.graph, keeps_outputs
         self.float_model = copy_with_shared_parameters(model, quantizing=False)
         self.quantized_model = copy_with_shared_parameters(model, quantizing=True)
-        self._exact = fx.Interpreter(self.float_model, graph=model.graph)
-        self._noisy = fx.Interpreter(self.quantized_model, graph=model.graph)
+        self._float_runner = fx.Interpreter(self.float_model, graph=model.graph)
+        self._quantized_runner = fx.Interpreter(self.quantized_model, graph=model.graph)
         self.names = {id(module): name for name, module in self.quantized_model.named_modules()}
         self.samples_per_batch: list[int] = []
         self.first_samples: list[int] = []
         self.sample_count = 0
         self.batch_owners: list[tuple[int, int]] = []
-        self.activation_store = ActivationStore(memory)
         # Keys are (is_noisy, node, batch index). Nodes with one value for both streams are stored once, as not noisy.
+        self.activation_store = ActivationStore(memory)
         self.placeholders = [node for node in model.graph.nodes if node.op == "placeholder"]
         self.same_nodes = self._find_same_nodes()
         self.stored_nodes = set(self.placeholders)
         self.pinned: set[fx.Node] = set()
-        self.stub_nodes: dict[int, list[fx.Node]] = {}
+        self.stub_nodes: dict[QuantStub, list[fx.Node]] = {}
         for node in model.graph.nodes:
             if (stub := self.get_stub(node)) is not None:
-                self.stub_nodes.setdefault(id(stub), []).append(node)
+                self.stub_nodes.setdefault(stub, []).append(node)
 
     @property
     def batch_count(self) -> int:
@@ -93,11 +107,11 @@ class StreamWalk:
 
     # -- the modules and tensors of a node ----------------------------------------------------------------------------
 
-    def get_layer(self, node: fx.Node) -> tuple[str, QuantizedLayer] | None:
-        """Return the quantized layer of a node and its path, if its quantizer is on."""
+    def get_layer(self, node: fx.Node) -> LayerUse | None:
+        """Return the quantized layer of a node, if its quantizer is on. Embedding tables do not count."""
         for part in self.get_parts(node):
             if isinstance(part, QuantizedLayer) and part.kind != EMBEDDING and part.weight_quant.enabled:
-                return self.names[id(part)], part
+                return LayerUse(node, self.names[id(part)], part)
         return None
 
     def get_stub(self, node: fx.Node) -> QuantStub | None:
@@ -152,12 +166,12 @@ class StreamWalk:
         with torch.no_grad():
             for index in range(self.batch_count if is_read else 0):
                 self.float_value(node, index)  # runs the node and stores its value
-                if not is_same:  # with the stub, the output of an activation quantizer is stored as codes
-                    self.activation_store.put(
-                        (True, node, index), self._run_node(self._noisy, node, index, noisy=True), stub
-                    )
+                if not is_same:
+                    value = self._run_node(node, index, noisy=True)
+                    # With the stub, the output of an activation quantizer is stored as codes.
+                    self.activation_store.put((True, node, index), value, stub)
         # Interpreter lists for each node the values that no later node reads.
-        for source in self._exact.user_to_last_uses.get(node, []):
+        for source in self._float_runner.user_to_last_uses.get(node, []):
             if source not in self.pinned:
                 self._drop(source)
 
@@ -170,7 +184,7 @@ class StreamWalk:
         if key in self.activation_store:
             return self.activation_store.get(key)
         with torch.no_grad():
-            value = self._run_node(self._exact, node, index, noisy=False)
+            value = self._run_node(node, index, noisy=False)
         if self._is_read(node):
             self.activation_store.put(key, value)
         return value
@@ -203,7 +217,7 @@ class StreamWalk:
     def get_value(self, node: fx.Node, index: int, *, noisy: bool) -> Any:
         """Return the stored value of a node in one batch of the float stream, or of the quantized one if `noisy`."""
         if node.op == "get_attr":
-            return (self._noisy if noisy else self._exact).fetch_attr(str(node.target))
+            return self._runner(noisy=noisy).fetch_attr(str(node.target))
         return self.activation_store.get((noisy and node not in self.same_nodes, node, index))
 
     def capture_input(self, node: fx.Node, path: str, index: int, *, noisy: bool) -> Tensor:
@@ -211,7 +225,7 @@ class StreamWalk:
 
         The layer may be in the middle of a fused group, so the node runs until a hook of the layer stops it.
         """
-        runner, model = (self._noisy, self.quantized_model) if noisy else (self._exact, self.float_model)
+        model = self.quantized_model if noisy else self.float_model
         captured: list[Tensor] = []
 
         def stop(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -221,7 +235,7 @@ class StreamWalk:
         handle = model.get_submodule(path).register_forward_pre_hook(stop)
         try:
             with torch.no_grad():
-                self._run_node(runner, node, index, noisy=noisy)
+                self._run_node(node, index, noisy=noisy)
         except _InputReached:
             pass
         finally:
@@ -236,7 +250,7 @@ class StreamWalk:
 
     def run_piece(self, piece: Piece, entries: Mapping[fx.Node, Any], *, noisy: bool = True) -> list[Any]:
         """Run a piece, quantized or not, on these inputs. Returns the values of its exits; stores nothing."""
-        runner = self._noisy if noisy else self._exact
+        runner = self._runner(noisy=noisy)
         with _node_environment(runner, dict(entries)) as env:
             for node in piece.nodes:
                 env[node] = runner.run_node(node)
@@ -267,11 +281,15 @@ class StreamWalk:
         modules = (module for part in parts for module in part.modules())
         return any(isinstance(module, QuantizerBase) and module.enabled for module in modules)
 
-    def _run_node(self, runner: fx.Interpreter, node: fx.Node, index: int, *, noisy: bool) -> Any:
+    def _run_node(self, node: fx.Node, index: int, *, noisy: bool) -> Any:
         inputs = {source: self.get_value(source, index, noisy=noisy) for source in node.all_input_nodes}
-        with _node_environment(runner, inputs) as env:
-            weights = [env[source] for source in node.all_input_nodes if source.op == "get_attr"]
+        weights = [value for source, value in inputs.items() if source.op == "get_attr"]
+        runner = self._runner(noisy=noisy)
+        with _node_environment(runner, inputs):
             return _copy_if_view(runner.run_node(node), weights)
+
+    def _runner(self, *, noisy: bool) -> fx.Interpreter:
+        return self._quantized_runner if noisy else self._float_runner
 
 
 class _BatchReceiver(nn.Module):

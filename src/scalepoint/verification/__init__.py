@@ -1,5 +1,13 @@
 """Verification of exported files in their runtime: agreement with the simulation, precision of the kernels, speed."""
 
+# Where to look:
+#
+# verify_file.py    the public function `verify`; runtime_run.py runs the file, simulation.py the model in PyTorch
+# result.py         the result as data, with agreement.py (SQNR of an output) and layer_times.py
+# layers.py         `verify_layers`: every layer by itself; extraction.py writes one that differs as a small file
+# benchmarking.py   `benchmark`, `throughput`; profiling.py: `profile`, the time of every layer
+# runtime_model.py  a file that is called like the model, for metrics
+
 from typing import TYPE_CHECKING
 
 from scalepoint.runtimes import Status

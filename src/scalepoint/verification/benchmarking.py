@@ -66,12 +66,12 @@ def benchmark(
         print(benchmark("float.onnx", "model.onnx", threads=4))
     """
     check_baseline(baseline)
-    path, floats = check_exists(quantized_path), {OWN_BASELINE: check_exists(float_path)}
+    path, float_path = check_exists(quantized_path), check_exists(float_path)
     plain_path = None if plain_path is None else check_exists(plain_path)
     runtime = find_runtime_for(path) if runtime is None else find_runtime(runtime)
     if runtime.why_no_speed:
         raise VerificationError(f"the speed cannot be measured here: {runtime.why_no_speed}")
-    feeds = dict(inputs) if inputs is not None else make_random_inputs(floats[OWN_BASELINE], runtime)
+    feeds = dict(inputs) if inputs is not None else make_random_inputs(float_path, runtime)
     limits = {
         "options": {"threads": threads},
         "repeats": repeats,
@@ -79,25 +79,26 @@ def benchmark(
         "seconds": seconds,
         "fixed_below": MAX_FIXED_SECONDS,
     }
-    candidates = dict(floats)
-    if plain_path is not None and baseline != OWN_BASELINE:
+    candidates = {OWN_BASELINE: float_path}  # float files that may become the baseline
+    if plain_path is not None and baseline == PLAIN_BASELINE:
+        candidates = {PLAIN_BASELINE: plain_path}
+    elif plain_path is not None and baseline is None:
         candidates[PLAIN_BASELINE] = plain_path
-        if baseline == PLAIN_BASELINE:  # the other float file is not needed
-            del candidates[OWN_BASELINE]
     with exchange_files(feeds) as files:
         answer = _run_benchmark(runtime, [*candidates.values(), path], files, limits, memory)
         if answer.status != Status.OK and PLAIN_BASELINE in candidates:  # the plain export may not run
-            candidates = floats
+            candidates = {OWN_BASELINE: float_path}
             answer = _run_benchmark(runtime, [*candidates.values(), path], files, limits, memory)
-        answer = explain_crash(runtime, answer, files, floats[OWN_BASELINE], seconds * 10 + 300)
+        answer = explain_crash(runtime, answer, files, float_path, seconds * 10 + 300)
     if answer.status != Status.OK or answer.data is None:
         raise VerificationError(f"{runtime.name} could not run the files: {answer.status.value}: {answer.message}")
-    *float_quartiles, quantized_quartiles = answer.data["quartiles"]
+    *float_quartiles, quantized_quartiles = answer.data["quartiles"]  # of the seconds per run; [1] is the median
     quartiles = dict(zip(candidates, float_quartiles, strict=True))
     chosen = min(quartiles, key=lambda name: quartiles[name][1])
+    float_seconds, quantized_seconds = quartiles[chosen][1], quantized_quartiles[1]
     return Benchmark(
-        ratio=quartiles[chosen][1] / quantized_quartiles[1],
-        seconds=(quartiles[chosen][1], quantized_quartiles[1]),
+        ratio=float_seconds / quantized_seconds,
+        seconds=(float_seconds, quantized_seconds),
         threads=threads,
         repeats=int(answer.data["repeats"]),
         runtime=runtime.name,

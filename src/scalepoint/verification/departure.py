@@ -1,4 +1,7 @@
-"""Finds the first layer whose codes in the runtime differ from the simulation, and names a known cause."""
+"""Finds the first layer whose codes in the runtime differ from the simulation, and names a known cause.
+
+codes of a stub in the simulation  <-- compare -->  output of its QuantizeLinear in the file
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,18 +60,18 @@ def match_calls(
     If the exporter folds a padding into a convolution, the file quantizes only before the padding. The simulation
     also quantizes after it. That call, or a call of another shape, has no counterpart in the file.
     """
-    calls = [value.cpu().numpy() for value in codes]
+    remaining = [value.cpu().numpy() for value in codes]
     pairs = []
-    for index in range(len(calls)):
+    for index in range(len(codes)):  # the exporter writes NAME/QuantizeLinear, NAME/QuantizeLinear_1, ...
         tensor = quantizers.get(f"{name}/QuantizeLinear" + (f"_{index}" if index else ""))
         array = None if tensor is None else outputs.get(tensor)
         if tensor is None or array is None:
             continue
-        for position, call in enumerate(calls):
+        for position, call in enumerate(remaining):
             in_layout = to_model_layout(tensor, array, call.ndim)
             if call.shape == in_layout.shape:
                 pairs.append((call, in_layout))
-                del calls[: position + 1]
+                remaining = remaining[position + 1 :]
                 break
     return pairs
 

@@ -29,6 +29,8 @@ SUSPICIOUS_DB = 10.0  # the optimisations of the runtime may not lower the SQNR 
 SURE_DB = 40.0  # unless it still is this high
 MIN_FREE_SIZES_COST = 0.05  # share of the time; less is not worth a line
 ROUNDED_DB = 10.0  # smallest SQNR if the runtime rounds floats by itself, for example to bfloat16
+SAME_SPEED_TOLERANCE = 0.03  # the speed of two files with the same kernels differs by up to 3 %
+OWN_BASELINE, PLAIN_BASELINE = "the float file", "the plain export"
 MAX_NAMED_DIFFERENCES = 3
 MAX_SHOWN_FALLBACKS = 12
 
@@ -81,10 +83,6 @@ class Resized:
         steps = [f"{name} in steps of {step}" for name, step in self.steps.items() if step > 1]
         sizes = f"{self.sizes_text} ({', '.join(steps)})" if steps else self.sizes_text
         return f"{sizes}: {self.message or '; '.join(map(str, self.agreed))}"
-
-
-SAME_SPEED_TOLERANCE = 0.03  # the speed of two files with the same kernels differs by up to 3 %
-OWN_BASELINE, PLAIN_BASELINE = "the float file", "the plain export"
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,7 @@ class Verification:
 
     @property
     def is_refuted(self) -> bool:
-        """Whether the file is wrong: False if it agrees, and False if it could not be verified here."""
+        """Whether the file is wrong. False if it agrees, and if it could not be verified on this machine."""
         return not self.holds and (self.status != Status.NOT_VERIFIED or bool(self.differences))
 
     def check(self) -> None:
@@ -257,23 +255,25 @@ class Verification:
 
         A file that could not be verified on this machine is not an error: `status` and `message` say why.
         """
-        if not self.is_refuted:
-            return
+        if self.is_refuted:
+            raise VerificationError(self._describe_failure())
+
+    def _describe_failure(self) -> str:
+        where = f"{self.path} in {self.runtime}"
         if self.status not in (Status.OK, Status.NOT_VERIFIED):
-            raise VerificationError(f"{self.path} in {self.runtime}: {self.status.value}: {self.message}")
+            return f"{where}: {self.status.value}: {self.message}"
         if self.differences:
             differences = "; ".join(self.differences[:MAX_NAMED_DIFFERENCES])
             extra = len(self.differences) - MAX_NAMED_DIFFERENCES
             more = f"; and {extra} more" if extra > 0 else ""
-            raise VerificationError(f"{self.path} differs from the model: {differences}{more}")
+            return f"{self.path} differs from the model: {differences}{more}"
         if self.resized is not None and self.resized.sqnr < self.rounded_bound <= self.sqnr:
-            failure = (
-                self.resized.message or f"it agrees with the simulation to {format_decibels(self.resized.sqnr)} dB"
-            )
-            raise VerificationError(
-                f"{self.path} in {self.runtime} fails at other sizes of dynamic_axes: at {self.resized.sizes_text} "
-                f"{failure}; at the sizes of the example it agrees to {format_decibels(self.sqnr)} dB "
-                f"(at least {self.rounded_bound:.0f} dB required). Remove the failing axes from dynamic_axes"
+            agreement = f"it agrees with the simulation to {format_decibels(self.resized.sqnr)} dB"
+            return (
+                f"{where} fails at other sizes of dynamic_axes: at {self.resized.sizes_text} "
+                f"{self.resized.message or agreement}; at the sizes of the example it agrees to "
+                f"{format_decibels(self.sqnr)} dB (at least {self.rounded_bound:.0f} dB required). Remove the failing "
+                "axes from dynamic_axes"
             )
         details = ""
         unoptimized_sqnr = worst_sqnr(self.unoptimized)
@@ -286,8 +286,8 @@ class Verification:
             details += f"; first at {self.departure.where}: {self.departure.cause}. {self.departure.way_out}"
         if self.exact:
             details += f"; with exact floats to {format_decibels(self.exact_sqnr)} dB: {self.rounded}"
-        raise VerificationError(
-            f"{self.path} in {self.runtime} agrees with the simulation to {format_decibels(self.sqnr)} dB "
+        return (
+            f"{where} agrees with the simulation to {format_decibels(self.sqnr)} dB "
             f"(at least {self.bound:.0f} dB required){details}"
         )
 

@@ -1,20 +1,21 @@
 """verify: runs an exported file in its runtime and compares it with the simulation.
 
-The steps, each a function below: read the file, simulate, run, compare, run with other settings and at other sizes,
-find the first layer that departs, measure the speed.
+`verify` takes these steps, and adds the result of each to a `Verification`:
+
+    read the file -> simulate -> run and compare (runtime_run.py) -> run with other settings, at other sizes
+    -> find the first layer that departs -> measure the speed
 """
 
 import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
 from scalepoint.formats import ExportRequest, FileInfo
@@ -23,41 +24,22 @@ from scalepoint.graph.dynamic_axes import resize_inputs
 from scalepoint.graph.nodes import find_random_nodes
 from scalepoint.graph.origin import get_origin
 from scalepoint.quantize.record import has_record, record_of
-from scalepoint.runtimes import Runtime, Status, Variant, find_runtime
-from scalepoint.runtimes.process import (
-    ExchangeFiles,
-    TaskResult,
-    children_reused,
-    count_low_precision,
-    exchange_files,
-    run_task,
-)
-from scalepoint.runtimes.runtime import ExecutedNodes
+from scalepoint.runtimes import Runtime, Status, find_runtime
+from scalepoint.runtimes.process import TaskResult, children_reused, count_low_precision, exchange_files
 from scalepoint.support.cpu import instruction_set
 from scalepoint.support.files import TemporaryFolder
 from scalepoint.support.formatting import to_one_line
 from scalepoint.support.torch_state import serialized
-from scalepoint.verification.agreement import Agreement, compare_outputs, describe_nothing_compared, worst_sqnr
+from scalepoint.verification.agreement import describe_nothing_compared, worst_sqnr
 from scalepoint.verification.benchmarking import baseline_file, benchmark, check_baseline, explain_crash
-from scalepoint.verification.choices import FollowChoices, RuntimeChoice, read_runtime_choices
 from scalepoint.verification.departure import find_departure, predict_saturation
 from scalepoint.verification.file_formats import check_exists, find_file_format, read_file_info
 from scalepoint.verification.layer_times import LayerTime
 from scalepoint.verification.profiling import map_layer_names, profile
-from scalepoint.verification.result import (
-    BOUND_DB,
-    OWN_BASELINE,
-    SURE_DB,
-    Benchmark,
-    Choice,
-    Departure,
-    Resized,
-    Verification,
-)
+from scalepoint.verification.result import BOUND_DB, OWN_BASELINE, Benchmark, Departure, Resized, Verification
+from scalepoint.verification.runtime_run import Codes, RuntimeRun, Simulation
 from scalepoint.verification.simulation import build_feeds, simulate
 
-Feeds = Mapping[str, np.ndarray]
-Codes = Mapping[str, list[Tensor]]
 # Below this SQNR a second file with layer outputs is written to find the first layer that departs. It takes as long as
 # the first export, so it is not worth it for a file that agrees.
 SEARCHED_BELOW_DB = 30.0
@@ -119,35 +101,43 @@ def verify(
     path, runtime, model_inputs = check_exists(path), choose_runtime(model, runtime), as_inputs(inputs, kwargs)
     info = _read_info(path, runtime)
     result = _describe_before_run(path, runtime, info, bound)
-    result = replace(result, differences=_compare_file(path, runtime, model))
+    result = replace(result, differences=_compare_stored_values(path, runtime, model))
     simulation = Simulation(model, model_inputs, *simulate(model, model_inputs))
     feeds = build_feeds(model, model_inputs)
     with exchange_files(feeds) as files:
-        run = _RuntimeRun(runtime, path, simulation, feeds, files, threads, seconds, memory, bound)
+        run = RuntimeRun(
+            runtime=runtime,
+            path=path,
+            simulation=simulation,
+            feeds=feeds,
+            files=files,
+            threads=threads,
+            seconds=seconds,
+            memory=memory,
+            bound=bound,
+        )
         answer = run.run_file(executed=True)
         if answer.status != Status.OK:
             answer = explain_crash(runtime, answer, files, None if float_path is None else Path(float_path), seconds)
             return replace(result, status=answer.status, message=answer.message, is_run=not runtime.why_not_run)
-        executed, note = list((answer.data or {})["executed"]), (answer.data or {})["note"]
+        data = answer.data or {}
+        executed = list(data["executed"])
         compared = run.compare(answer)
         result = replace(result, optimized=compared.agreements, choices=compared.choices)
-        variant_fields = run.run_variants(executed)  # `unoptimized`, `exact` and `rounded`
-        result = replace(result, **variant_fields, resized=_verify_other_sizes(run, model, model_inputs))
+        result = replace(result, **run.run_variants(executed))  # `unoptimized`, `exact` and `rounded`
+        result = replace(result, resized=_verify_other_sizes(run))
         if layers and simulation.codes and info is not None and isinstance(model, fx.GraphModule):
-            source = LayerOutputSource(model, model_inputs)
-            result = replace(result, departure=_find_departure(run, compared.codes, info, result, source))
+            result = replace(result, departure=_find_departure(run, model, compared.codes, info, result))
     if runtime.why_not_run:  # another program evaluated the file, so its speed says nothing
         result = replace(result, is_run=False, message=runtime.why_not_run, bound=min(result.bound, EVALUATED_DB))
     elif runtime.no_speed_reason:
         float_size = None if float_path is None else read_file_info(float_path, runtime).size
-        message = "; ".join(filter(None, (runtime.no_speed_reason, note)))
+        message = "; ".join(filter(None, (runtime.no_speed_reason, data["note"])))
         result = replace(result, message=message, float_size=float_size)
     elif float_path is not None:
-        latency = _measure_speed(
-            run, _BaselineFiles(float_path, plain_path, baseline), float_model, model_inputs, feeds
-        )
+        latency = _measure_speed(run, float_path, plain_path, baseline, float_model)
         result = replace(result, float_size=read_file_info(float_path, runtime).size, latency=latency)
-        result = replace(result, times=_measure_layer_times(run, float_path, feeds, model))
+        result = replace(result, times=_measure_layer_times(run, float_path))
     if result.status == Status.OK and (reason := describe_nothing_compared(result.optimized)):
         result = replace(result, status=Status.NOT_VERIFIED, message=reason)
     low_precision, fallbacks = count_low_precision(executed)
@@ -155,45 +145,43 @@ def verify(
     return replace(result, executed=counts, low_precision=low_precision, fallbacks=fallbacks)
 
 
-class _BaselineFiles(NamedTuple):
-    """The float files that the speed is compared with, and the name of the one to use; None: the faster one."""
-
-    float_path: str | Path
-    plain_path: str | Path | None
-    chosen: str | None
-
-
 def _measure_speed(
-    run: "_RuntimeRun",
-    baselines: _BaselineFiles,
+    run: RuntimeRun,
+    float_path: str | Path,
+    plain_path: str | Path | None,
+    baseline: str | None,
     float_model: nn.Module | None,
-    inputs: tuple[Any, Any],
-    feeds: Feeds,
 ) -> Benchmark:
     """Compare the speed with the baseline. A missing plain export is written temporarily from `float_model`."""
     measure = partial(
-        benchmark, baselines.float_path, run.path, feeds,
-        runtime=run.runtime, threads=run.threads, memory=run.memory, baseline=baselines.chosen,
-    )  # fmt: skip
-    if baselines.plain_path is not None or float_model is None:
-        return measure(plain_path=baselines.plain_path)
+        benchmark,
+        float_path,
+        run.path,
+        run.feeds,
+        runtime=run.runtime,
+        threads=run.threads,
+        memory=run.memory,
+        baseline=baseline,
+    )
+    if plain_path is not None or float_model is None:
+        return measure(plain_path=plain_path)
     file_format = find_file_format(run.path, run.runtime)
-    free_axes = read_file_info(baselines.float_path, run.runtime).free_axes
-    request = ExportRequest(inputs, names=tuple(feeds), free_axes=free_axes)
+    free_axes = read_file_info(float_path, run.runtime).free_axes
+    request = ExportRequest(run.simulation.inputs, names=tuple(run.feeds), free_axes=free_axes)
     with baseline_file(float_model, file_format, request) as temporary_path:
         latency = measure(plain_path=temporary_path)
     return latency if latency.baseline == OWN_BASELINE else replace(latency, baseline_file="")  # deleted by now
 
 
-def _measure_layer_times(
-    run: "_RuntimeRun", float_path: str | Path, feeds: Feeds, model: nn.Module
-) -> tuple[LayerTime, ...]:
+def _measure_layer_times(run: RuntimeRun, float_path: str | Path) -> tuple[LayerTime, ...]:
     """Measure the time of every layer; () if the runtime has no profiler, or if its profiler fails."""
     if not run.runtime.profiles:
         return ()
-    limits: dict[str, Any] = {"runtime": run.runtime, "threads": run.threads, "memory": run.memory}
+    names = map_layer_names(run.simulation.model)
     with suppress(VerificationError):
-        return profile(float_path, run.path, feeds, names=map_layer_names(model), **limits)
+        return profile(
+            float_path, run.path, run.feeds, runtime=run.runtime, threads=run.threads, memory=run.memory, names=names
+        )
     return ()
 
 
@@ -205,106 +193,14 @@ def choose_runtime(model: nn.Module, runtime: str | Runtime | None) -> Runtime:
     return find_runtime(runtime or "onnxruntime")
 
 
-class Simulation(NamedTuple):
-    """A model, its inputs, and the results of its simulation."""
-
-    model: nn.Module
-    inputs: tuple[Any, Any]
-    expected: list[Tensor]
-    codes: Codes
-
-
-class ComparedRun(NamedTuple):
-    """Agreement of a run with the simulation.
-
-    If the runtime chose differently among equal scores, the simulation was repeated with these `choices`.
-    """
-
-    agreements: tuple[Agreement, ...]
-    codes: Codes  # of the simulation that was compared
-    choices: tuple[Choice, ...] = ()
-
-
-@dataclass(frozen=True)
-class _RuntimeRun:
-    """A file, its runtime and limits, and the simulation that its runs are compared with."""
-
-    runtime: Runtime
-    path: Path
-    simulation: Simulation
-    feeds: Feeds
-    files: ExchangeFiles
-    threads: int
-    seconds: float
-    memory: int | None
-    bound: float
-
-    def run_file(self, *, executed: bool = False, **options: Any) -> TaskResult:
-        """Run the file. With `executed` the result lists the nodes of the compiled graph."""
-        request = {
-            "task": "run",
-            "path": str(self.path),
-            "options": {"threads": self.threads, **options},
-            "executed": executed,
-            **self.files.paths,
-        }
-        return run_task(self.runtime, request, seconds=self.seconds, memory=self.memory)
-
-    def run_variants(self, executed: ExecutedNodes) -> dict[str, Any]:
-        """Run the file with the runtime's other settings. Return the fields of `Verification` that this gives."""
-        variants = [variant for variant in self.runtime.variants if variant.applies(executed)]
-        # A variant is called like the field of its agreement.
-        agreements: dict[str, Any] = {variant.name: self._run_variant(variant) for variant in variants}
-        return agreements | {"rounded": " ".join(variant.why for variant in variants if variant.why)}
-
-    def _run_variant(self, variant: Variant) -> tuple[Agreement, ...]:
-        answer = self.run_file(**variant.options)
-        return self.compare(answer, **variant.options).agreements if answer.status == Status.OK else ()
-
-    def compare(self, answer: TaskResult, **options: Any) -> ComparedRun:
-        """Compare the outputs of a successful run with the simulation.
-
-        If they do not agree well, try a simulation with the choices of the runtime among equal scores (see choices.py).
-        Keep the second comparison only if it agrees, and better than the first.
-        """
-        outputs = self.files.outputs(answer)
-        agreements = compare_outputs(self.simulation.expected, outputs, self.feeds)
-        plain = ComparedRun(agreements, self.simulation.codes)
-        if worst_sqnr(agreements) >= SURE_DB:
-            return plain
-        follow = FollowChoices(self._read_choices(**options), self.bound)
-        if not follow.choices:
-            return plain
-        with follow:
-            expected, codes = simulate(self.simulation.model, self.simulation.inputs)
-        followed = ComparedRun(compare_outputs(expected, outputs, self.feeds), codes, follow.followed)
-        sqnr = worst_sqnr(followed.agreements)
-        is_explained = followed.choices and sqnr >= self.bound and sqnr > worst_sqnr(agreements)
-        return followed if is_explained else plain
-
-    def _read_choices(self, **options: Any) -> list[RuntimeChoice]:
-        """Run a copy of the file that outputs the scores and indices of its choices; [] if the format has none."""
-        show_choices = find_file_format(self.path, self.runtime).show_choices
-        if show_choices is None:
-            return []
-        with TemporaryFolder() as folder:
-            copy = folder / self.path.name
-            choice_outputs = show_choices(self.path, copy)
-            if choice_outputs is None:  # the file has no top-k, sort or argmax
-                return []
-            answer = replace(self, path=copy).run_file(**options)
-            if answer.status != Status.OK:
-                return []
-            return read_runtime_choices(choice_outputs, self.files.outputs(answer))
-
-
-def _verify_other_sizes(run: _RuntimeRun, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | None:
+def _verify_other_sizes(run: RuntimeRun) -> Resized | None:
     """Verify the file at the other sizes that capture tried; None if the model has no named free axes."""
+    model = run.simulation.model
     origin = get_origin(model)
     if not origin.compared_sizes:
         return None
     result = Resized(dict(origin.compared_sizes), steps=dict(origin.size_steps))
-    resized_inputs = resize_inputs(model, inputs, origin.axes, origin.compared_sizes)
+    resized_inputs = resize_inputs(model, run.simulation.inputs, origin.axes, origin.compared_sizes)
     try:
         simulation = Simulation(model, resized_inputs, *simulate(model, resized_inputs))
     except RuntimeError as error:  # capture ran the float graph at these sizes, but not the quantized graph
@@ -325,7 +221,7 @@ def _read_info(path: Path, runtime: Runtime) -> FileInfo | None:
         return None
 
 
-def _compare_file(path: Path, runtime: Runtime, model: nn.Module) -> tuple[str, ...]:
+def _compare_stored_values(path: Path, runtime: Runtime, model: nn.Module) -> tuple[str, ...]:
     """List the values of the file that differ from the model, for formats that can be read back bit by bit."""
     compare = find_file_format(path, runtime).compare
     return () if compare is None or not isinstance(model, fx.GraphModule) else tuple(compare(path, model))
@@ -342,15 +238,8 @@ def _describe_before_run(path: Path, runtime: Runtime, info: FileInfo | None, bo
     return replace(result, made_for=dict(info.made_for), warning=warning, size=info.size)
 
 
-class LayerOutputSource(NamedTuple):
-    """The model and inputs from which a file with the codes of all quantizers as outputs can be written."""
-
-    model: fx.GraphModule
-    inputs: tuple[Any, Any]
-
-
 def _find_departure(
-    run: _RuntimeRun, codes: Codes, info: FileInfo, result: Verification, source: LayerOutputSource
+    run: RuntimeRun, model: fx.GraphModule, codes: Codes, info: FileInfo, result: Verification
 ) -> Departure | None:
     """Find the first stub whose codes in the runtime differ from the simulation.
 
@@ -362,7 +251,7 @@ def _find_departure(
     if run.runtime.shows_codes:
         answer, quantizers = run.run_file(expose=True), info.quantizers
     elif worst_sqnr(result.optimized) < SEARCHED_BELOW_DB:
-        answer, quantizers = _run_with_layer_outputs(run, source)
+        answer, quantizers = _run_with_layer_outputs(run, model)
     if answer is None or answer.status != Status.OK:
         return None
     return find_departure(
@@ -371,16 +260,16 @@ def _find_departure(
         run.files.outputs(answer),
         result.optimized,
         result.unoptimized,
-        random_nodes=find_random_nodes(source.model),
+        random_nodes=find_random_nodes(model),
     )
 
 
-def _run_with_layer_outputs(run: _RuntimeRun, source: LayerOutputSource) -> tuple[TaskResult | None, Mapping[str, str]]:
+def _run_with_layer_outputs(run: RuntimeRun, model: fx.GraphModule) -> tuple[TaskResult | None, Mapping[str, str]]:
     """Write a file with the codes as outputs and run it. Return the result and the quantizers of that file."""
     file_format = find_file_format(run.path, run.runtime)
     if file_format.write_with_layer_outputs is None:
         return None, {}
     with TemporaryFolder() as folder:
         path = folder / f"exposed{file_format.suffix}"
-        file_format.write_with_layer_outputs(source.model, path, ExportRequest(source.inputs))
+        file_format.write_with_layer_outputs(model, path, ExportRequest(run.simulation.inputs))
         return replace(run, path=path).run_file(), file_format.about(path).quantizers

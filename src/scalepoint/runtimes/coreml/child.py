@@ -169,6 +169,9 @@ def _as_tensor(value: Any, partner: Any = None) -> torch.Tensor:
     return tensor
 
 
+# -- MIL operations that need more than one expression -----------------------------------------------------------------
+
+
 def quantize(input: torch.Tensor, scale: Any, output_dtype: str, zero_point: Any = None, axis: Any = None) -> Any:  # noqa: A002
     """clip(round(input / scale) + zero_point)"""
     scale = _align(scale, input, axis)
@@ -395,6 +398,39 @@ def upsample(x: Any, scale_factor_height: Any = 1, scale_factor_width: Any = 1) 
     return F.interpolate(x, scale_factor=factors, mode="nearest")
 
 
+def _find_index(find: Any, axis: Any, keep_dims: Any) -> torch.Tensor:
+    return find(int(axis), bool(keep_dims)).to(torch.int32)  # type: ignore[no-any-return]
+
+
+def _channels(values: Any, x: torch.Tensor) -> torch.Tensor:
+    """Reshape one value per channel so that it broadcasts along the second axis of x."""
+    return _as_tensor(values).view(-1, *(1 for _ in x.shape[2:]))
+
+
+def _reshape(x: Any, shape: list[int]) -> Any:
+    """Reshape; a size of 0 keeps the size of the input."""
+    sizes = [x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)]
+    return x.reshape(sizes)
+
+
+def _expand_dims(x: Any, axes: Any) -> Any:
+    for axis in sorted(axis % (x.ndim + len(axes)) for axis in axes):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _crop(x: Any, borders: Any) -> Any:
+    top, bottom, left, right = borders
+    return x[..., top : x.shape[-2] - bottom, left : x.shape[-1] - right]
+
+
+def _slice_by_size(x: Any, begin: Any, sizes: Any) -> Any:
+    """Slice every axis from `begin`; a size of -1 goes to the end."""
+    for axis, (first, size) in enumerate(zip(begin, sizes, strict=True)):
+        x = x.narrow(axis, first, x.shape[axis] - first if size == -1 else size)
+    return x
+
+
 def _binary(function: Any) -> Any:
     """Build an operation on two operands; an integer operand becomes float next to a float tensor."""
     return lambda x, y: function(_as_tensor(x, y), _as_tensor(y, x))
@@ -507,36 +543,3 @@ OPERATIONS: dict[str, Any] = {
     "upsample_nearest_neighbor": upsample,
     "pixel_shuffle": lambda x, upscale_factor: F.pixel_shuffle(x, int(upscale_factor)),
 }
-
-
-def _find_index(find: Any, axis: Any, keep_dims: Any) -> torch.Tensor:
-    return find(int(axis), bool(keep_dims)).to(torch.int32)  # type: ignore[no-any-return]
-
-
-def _channels(values: Any, x: torch.Tensor) -> torch.Tensor:
-    """Reshape one value per channel so that it broadcasts along the second axis of x."""
-    return _as_tensor(values).view(-1, *(1 for _ in x.shape[2:]))
-
-
-def _reshape(x: Any, shape: list[int]) -> Any:
-    """Reshape; a size of 0 keeps the size of the input."""
-    sizes = [x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)]
-    return x.reshape(sizes)
-
-
-def _expand_dims(x: Any, axes: Any) -> Any:
-    for axis in sorted(axis % (x.ndim + len(axes)) for axis in axes):
-        x = x.unsqueeze(axis)
-    return x
-
-
-def _crop(x: Any, borders: Any) -> Any:
-    top, bottom, left, right = borders
-    return x[..., top : x.shape[-2] - bottom, left : x.shape[-1] - right]
-
-
-def _slice_by_size(x: Any, begin: Any, sizes: Any) -> Any:
-    """Slice every axis from `begin`; a size of -1 goes to the end."""
-    for axis, (first, size) in enumerate(zip(begin, sizes, strict=True)):
-        x = x.narrow(axis, first, x.shape[axis] - first if size == -1 else size)
-    return x

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import CodeGrid, LayerProblem, PaletteGrid, Solution, expand_scale
+from scalepoint.tuning.code_grids import CodeGrid, PaletteGrid
+from scalepoint.tuning.problem import LayerProblem, Solution, expand_scale
 from scalepoint.tuning.steps.registry import register
 
 MAX_SWEEPS = 2
@@ -121,27 +122,30 @@ class _Descent:
 
         The error is quadratic in the entries. Its gradient at an entry is the sum of R over the codes that use it.
         """
-        index = grid.find_indices(self.codes.mT)
-        positions = (grid.table_index[..., None] * grid.tables.shape[1] + index)[:, :, None] * grid.dim
-        positions = (positions + torch.arange(grid.dim)[:, None]).flatten(1, 2).mT.reshape(-1)
+        # The position of the entry of each code in the flattened tables, in the order of self.codes.
+        entries = grid.table_index[..., None] * grid.tables.shape[1] + grid.find_indices(self.codes.mT)
+        positions = entries[:, :, None] * grid.dim + torch.arange(grid.dim)[:, None]
+        positions = positions.flatten(1, 2).mT.reshape(-1)
         gradient = self._sum_by_entry(self.slope, positions, grid)
-        change, direction, squared = torch.zeros_like(gradient), -gradient, float(gradient @ gradient)
+        squared_gradient = float(gradient @ gradient)
+        change, direction = torch.zeros_like(gradient), -gradient
         for _ in range(TABLE_STEPS):
-            product = self.hessian @ direction[positions].view_as(self.codes)
-            curved = self._sum_by_entry(product, positions, grid)
-            curve = float(direction @ curved)
-            if squared <= 0 or curve <= 0:
+            slope_change = self.hessian @ direction[positions].view_as(self.codes)
+            gradient_change = self._sum_by_entry(slope_change, positions, grid)
+            curvature = float(direction @ gradient_change)
+            if squared_gradient <= 0 or curvature <= 0:
                 break
-            rate = squared / curve
+            rate = squared_gradient / curvature
             change.add_(direction, alpha=rate)
-            gradient.add_(curved, alpha=rate)
-            self.slope.add_(product, alpha=rate)
-            previous, squared = squared, float(gradient @ gradient)
-            direction = direction * (squared / previous) - gradient
+            gradient.add_(gradient_change, alpha=rate)
+            self.slope.add_(slope_change, alpha=rate)
+            previous, squared_gradient = squared_gradient, float(gradient @ gradient)
+            direction = direction * (squared_gradient / previous) - gradient
         moved = self.codes + change[positions].view_as(self.codes)
         tables = grid.tables + change.view_as(grid.tables)
         tables = grid.round_tables(tables.sort(1).values if grid.dim == 1 else tables)
         self.grid = grid.with_tables(tables)
+        # Rounding the tables moves the codes again; each takes the nearest entry, which may be another one.
         rounded = self.grid.nearest_codes(moved.mT).mT
         self.slope.add_(self.hessian @ (rounded - moved))
         self.codes.copy_(rounded)

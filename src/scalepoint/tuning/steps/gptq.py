@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import CodeGrid, LayerProblem, LowHigh, Solution, expand_scale
+from scalepoint.tuning.code_grids import CodeGrid, LowHigh
+from scalepoint.tuning.problem import LayerProblem, Solution, expand_scale
 from scalepoint.tuning.steps.registry import register
 
 COLUMNS_PER_BLOCK = 32

@@ -73,11 +73,10 @@ def _channel_importance(walk: StreamWalk, node: fx.Node) -> dict[int, Tensor]:
     """
     totals: dict[int, Tensor] = {}
     for user in node.users:
-        path_and_layer = walk.get_layer(user)
-        if path_and_layer is None or len(user.all_input_nodes) > 1:
+        use = walk.get_layer(user)
+        if use is None or len(user.all_input_nodes) > 1:
             continue
-        _, layer = path_and_layer
-        geometry = get_geometry(layer)
+        layer, geometry = use.layer, get_geometry(use.layer)
         # A layer in the middle of a group does not read the value itself; a transposed convolution spreads each input.
         if walk.find_source(user, layer) is None or geometry is None or geometry.kind == "conv_transpose":
             continue

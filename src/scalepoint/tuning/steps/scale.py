@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import CodeGrid, LayerProblem, PaletteGrid, Solution
+from scalepoint.tuning.code_grids import CodeGrid, PaletteGrid
+from scalepoint.tuning.problem import LayerProblem, Solution
 from scalepoint.tuning.steps.registry import register
 
 COARSE_FACTORS = tuple(1.05 - 0.05 * step for step in range(14))  # 1.05 .. 0.4 of the calibrated scale

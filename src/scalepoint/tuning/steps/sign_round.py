@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import CodeGrid
+from scalepoint.tuning.code_grids import CodeGrid
 from scalepoint.tuning.reconstruct import PieceTask, TrainableVariables, TrainableWeight, enter_all, reconstruct
 from scalepoint.tuning.steps.registry import register
 
