@@ -373,7 +373,8 @@ def searching(folder: Path) -> Any:
         return [[str(trial.config.overrides) for trial in result.trials], precisions]
 
     def run_sweep(name: str, **options: Any) -> Any:
-        grid = {"target": ["onnxruntime", "nowhere", "reference"]}
+        unknown_layer = {"overrides": [{"name": "no such layer", "weight": "float"}]}
+        grid = {"config": [{}, unknown_layer, {"correct_bias": False}]}
         result = sweep(net(), data[0], data, grid=grid, output=folder / name, progress=False, smoke=True, **options)
         return [[row.name, row.status, row.message] for row in result.rows]
 

@@ -249,7 +249,7 @@ def test_budgets_trials_and_sweeps_end_as_in_one_process(tmp_path: Path) -> None
         assert "is not empty: continue with resume=True" in result["again"][1]
         assert result["resumed"] == result["sweep"][0]
         assert result["split"][0] == "UsageError"
-        assert result["files"] == [".scalepoint-files.json", "onnxruntime", "reference", "sweep.html", "sweep.json"]
+        assert result["files"] == [".scalepoint-files.json", "config1", "config3", "sweep.html", "sweep.json"]
 
 
 def _flat(value: Any) -> list[Any]:

@@ -337,8 +337,8 @@ class CheckpointWorkspace(Workspace):
         base = output if output.name not in ("", "..") else output.resolve()
         work = base.with_name(f".{base.name}.work")
         folder = output if self.is_folder else self.path.parent
-        names = REPORT_FILES if self.is_folder else (*REPORT_FILES, self.path.name)
-        replaced = (*REPORT_FILES, *CHECKPOINT_FILES) if self.is_folder else REPORT_FILES
+        names = (*REPORT_FILES, *(CHECKPOINT_FILES if self.is_folder else (self.path.name,)))
+        replaced = names if self.is_folder else REPORT_FILES
         super().__init__(output, folder, work, names, replaced=replaced, resume=resume, force=force)
         self.tuning_folder = work / "tuning"
         self._staging = work / "written"
