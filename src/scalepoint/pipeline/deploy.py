@@ -27,7 +27,7 @@ from scalepoint.budget import Budget
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.options import DEFAULT_CHOICES, Accuracy, Command, DeployOptions, Placement
+from scalepoint.options import DEFAULT_CHOICES, Accuracy, Command, Placement
 from scalepoint.pipeline import stages
 from scalepoint.pipeline.build_report import build_report
 from scalepoint.pipeline.describe_output import write_description_files
@@ -172,21 +172,15 @@ def deploy(
         done = scalepoint.deploy(model, batches[0], batches, target="onnxruntime", output="out")
         print(done)
     """
-    # The options that are plain values. This must be the first line: later locals() has other names too.
-    values = {name: value for name, value in locals().items() if name in DeployOptions.model_fields}
     job = prepare_job(
-        model,
-        example_inputs,
-        calibration_data,
-        target=target,
-        config=config,
-        evaluate=evaluate,
-        kwargs=kwargs,
-        progress=progress,
-        smoke=smoke,
+        model, example_inputs, calibration_data, target=target, config=config, accuracy=accuracy,
+        output=str(output or "out"), evaluate=evaluate, max_drop=max_drop, min_speed=min_speed, max_trials=max_trials,
+        budget=budget, choices=choices, max_batches=max_batches, on_nan=on_nan, kwargs=kwargs, leave=leave,
+        dynamic_axes=dynamic_axes, fixed_sizes=fixed_sizes, shape=shape, fixed_inputs=fixed_inputs,
+        requantize=requantize, strict=strict, allow_departure=allow_departure, float_dtype=float_dtype, cpu=cpu,
+        placement=placement, metadata=metadata, threads=threads, seed=seed, smoke=smoke, progress=progress,
         command=command,
-        values={**values, "output": str(output or "out")},
-    )
+    )  # fmt: skip
     if isinstance(target, str) and cpu == "auto" and progress is not False:
         _print_cpu_choice(job)
     suffix = find_format(job.target.format).suffix
