@@ -13,7 +13,7 @@ import scalepoint
 from scalepoint import distributed
 from scalepoint.cli import flags
 from scalepoint.cli.deploy_checkpoint import CheckpointRun, is_folder
-from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
+from scalepoint.cli.exit_codes import Code, report_interrupt
 from scalepoint.cli.flags import takes
 from scalepoint.cli.inspect import load_model_and_data, load_onnx_data, preview
 from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file, load_evaluate, load_public
@@ -28,7 +28,7 @@ from scalepoint.cli.run_config import (
     load_settings,
     object_loader,
 )
-from scalepoint.errors import VerificationError
+from scalepoint.errors import UsageError, VerificationError
 from scalepoint.options import Command, DeployConfig, DeployOptions, RunOptions, SourceOptions, changed_values
 from scalepoint.support.formatting import format_decibels, format_ratio, format_value
 
@@ -68,7 +68,7 @@ def _run_deploy(parameters: dict[str, Any]) -> int:
     if is_folder(settings.model):
         for flag in ("smoke", "dry_run"):
             if parameters[flag]:
-                raise usage_error(f"--{flag.replace('_', '-')} cannot be used with checkpoints of language models")
+                raise UsageError(f"--{flag.replace('_', '-')} cannot be used with checkpoints of language models")
         return CheckpointRun(settings, resume, force, quiet, json).run()
     loader = object_loader(settings, parameters)
     check_settings(settings, loader)

@@ -7,10 +7,10 @@ from typing import Any
 
 import scalepoint
 from scalepoint import distributed
-from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
+from scalepoint.cli.exit_codes import Code, report_interrupt
 from scalepoint.cli.load_objects import load_public
 from scalepoint.cli.output import say, show, show_json
-from scalepoint.errors import VerificationError
+from scalepoint.errors import UsageError, VerificationError
 from scalepoint.options import CheckpointOptions, changed_values
 
 # Keys of a config that are used for a checkpoint.
@@ -52,7 +52,7 @@ class CheckpointRun:
         for name in changed_values(self.settings):
             if name not in USED_OPTIONS:
                 flag = f"--{name.replace('_', '-')}"
-                raise usage_error(f"{flag} cannot be used with checkpoints of language models")
+                raise UsageError(f"{flag} cannot be used with checkpoints of language models")
         return self.resume or (distributed.is_restarted() and CheckpointWorkspace(self.output).is_unfinished())
 
     def run(self) -> int:

@@ -57,11 +57,6 @@ EXIT_CODES_BY_ERROR: tuple[tuple[type[Exception], Code, str], ...] = (
 )
 
 
-def usage_error(message: str) -> errors.UsageError:
-    """Return an error with exit code 2."""
-    return errors.UsageError(message)
-
-
 def report_error(error: Exception, command: str, *, is_json: bool, is_debug: bool) -> Code:
     """Print an error and return the exit code."""
     if isinstance(error, errors.RankError) and not distributed.is_main():

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from scalepoint.cli import flags
-from scalepoint.cli.exit_codes import Code, usage_error
+from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.load_objects import load_public
 from scalepoint.cli.output import Listing, say, show, show_json, write
 from scalepoint.errors import TargetError, UsageError
@@ -41,7 +41,7 @@ def check(
     try:
         findings = load_public("check")(path, target=target, version=target_version)
     except TargetError as error:  # an unknown target or version
-        raise usage_error(str(error.args[0])) from error
+        raise UsageError(str(error.args[0])) from error
     from scalepoint.formats import find_format
 
     origin = find_format("onnx").about(path).made_for
@@ -107,10 +107,7 @@ def bench(
     from scalepoint.runtimes import find_runtime
     from scalepoint.verification.file_formats import find_runtime_for, read_file_info
 
-    try:
-        chosen_runtime = find_runtime_for(second) if runtime is None else find_runtime(runtime)
-    except UsageError as error:
-        raise usage_error(str(error.args[0])) from error
+    chosen_runtime = find_runtime_for(second) if runtime is None else find_runtime(runtime)
     # Reading both files first reports a file that is not a model before anything runs.
     file_sizes = [read_file_info(path, chosen_runtime).size for path in (first, second)]
     thread_counts, batch_sizes = _parse_counts("--threads", threads), _parse_counts("--batches", batches)
@@ -120,15 +117,12 @@ def bench(
     if batches is None and length is None and len(thread_counts) == 1:
         feeds = _load_saved_inputs(first, second, chosen_runtime)
     results: Sequence[Any] = ()  # one per combination, if there are several
-    try:
-        if feeds is None:
-            feeds = make_random_inputs(first, chosen_runtime, batch_sizes[0], length or 1)
-        if len(thread_counts) * len(batch_sizes) > 1:
-            results = throughput(
-                first, second, batches=batch_sizes, threads=thread_counts, length=length or 1, runtime=chosen_runtime
-            )
-    except UsageError as error:
-        raise usage_error(str(error.args[0])) from error
+    if feeds is None:
+        feeds = make_random_inputs(first, chosen_runtime, batch_sizes[0], length or 1)
+    if len(thread_counts) * len(batch_sizes) > 1:
+        results = throughput(
+            first, second, batches=batch_sizes, threads=thread_counts, length=length or 1, runtime=chosen_runtime
+        )
     options = {"runtime": chosen_runtime, "threads": thread_counts[0]}
     result = results[0] if results else load_public("benchmark")(first, second, feeds, **options)
     profiled_file = _with_layer_names(first)
@@ -182,7 +176,7 @@ def _parse_counts(flag: str, text: str | None) -> list[int]:
     """Parse numbers such as "1,8,32"; [1] without a text."""
     parts = [part.strip() for part in (text or "1").split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise usage_error(f"{flag} {text!r}: must be whole numbers above 0, such as 1,8,32")
+        raise UsageError(f"{flag} {text!r}: must be whole numbers above 0, such as 1,8,32")
     return list(dict.fromkeys(map(int, parts)))
 
 
@@ -249,9 +243,9 @@ def report(
     """Show the report of a deployment. The same report as a page is report.html in the folder."""
     path = folder / "report.json" if folder.is_dir() else folder
     if not path.is_file() or path.suffix != ".json":
-        raise usage_error(f"{path} is not a report: pass the output folder of `scalepoint deploy`")
+        raise UsageError(f"{path} is not a report: pass the output folder of `scalepoint deploy`")
     if html is not None and html.exists() and not force:
-        raise usage_error(f"{html} exists already: choose another name, or overwrite it with --force")
+        raise UsageError(f"{html} exists already: choose another name, or overwrite it with --force")
     from scalepoint.report import Report, to_html
     from scalepoint.support.files import replace_text
 
@@ -313,6 +307,6 @@ def gate(
 
 def _check_file(path: Path, suffix: str | None = ".onnx") -> None:
     if not path.is_file():
-        raise usage_error(f"{str(path)!r}: there is no such file in {Path.cwd()}")
+        raise UsageError(f"{str(path)!r}: there is no such file in {Path.cwd()}")
     if suffix is not None and path.suffix != suffix:
-        raise usage_error(f"{str(path)!r} is not an {suffix} file: pass an {suffix} file")
+        raise UsageError(f"{str(path)!r} is not an {suffix} file: pass an {suffix} file")

@@ -4,10 +4,10 @@
 from pathlib import Path
 from typing import Any
 
-from scalepoint.cli.exit_codes import Code, usage_error
+from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.load_objects import ObjectLoader
 from scalepoint.cli.output import Listing, show, show_json
-from scalepoint.errors import DocumentError
+from scalepoint.errors import DocumentError, UsageError
 from scalepoint.options import options_for
 from scalepoint.support.formatting import format_size
 
@@ -44,11 +44,11 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     try:
         content = read_json(path) if path.suffix == ".json" else read_yaml(path)
     except DocumentError as error:
-        raise usage_error(f"metadata: {error.args[0]}") from error
+        raise UsageError(f"metadata: {error.args[0]}") from error
     except OSError as error:
-        raise usage_error(f"metadata {str(path)!r} cannot be read: {error}") from error
+        raise UsageError(f"metadata {str(path)!r} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise usage_error(f"metadata {str(path)!r} must be a mapping of keys to values, got a {type(content).__name__}")
+        raise UsageError(f"metadata {str(path)!r} must be a mapping of keys to values, got a {type(content).__name__}")
     return content
 
 
@@ -79,7 +79,7 @@ def show_file_info(path: Path, *, json: bool) -> int:
     from scalepoint.formats import read_value
 
     if not path.exists():
-        raise usage_error(f"{str(path)!r}: there is no such file in {Path.cwd()}")
+        raise UsageError(f"{str(path)!r}: there is no such file in {Path.cwd()}")
     info = _find_file_format(path).about(path)
     if json:
         metadata = {key: read_value(value) for key, value in info.metadata.items()}

@@ -8,10 +8,9 @@ from typing import Any
 
 from scalepoint import distributed
 from scalepoint.cli.data import RANDOM_DATA, DataOptions, check_data
-from scalepoint.cli.exit_codes import usage_error
 from scalepoint.cli.library_models import is_library_model
 from scalepoint.cli.load_objects import ObjectLoader, check_name, is_onnx_file
-from scalepoint.errors import ConfigError, TargetError
+from scalepoint.errors import ConfigError, TargetError, UsageError
 from scalepoint.options import (
     CheckpointOptions,
     CommonOptions,
@@ -49,7 +48,7 @@ def load_settings(parameters: Mapping[str, Any], *, is_sweep: bool = False) -> A
             raise
         problems = list_problems(cause, flag_values)
         messages = [f"--{problem.key.replace('_', '-')}: {problem.message}" for problem in problems]
-        raise usage_error("; ".join(messages)) from error
+        raise UsageError("; ".join(messages)) from error
 
 
 def data_options(settings: Any, loader: ObjectLoader, max_batches: int | None = None) -> DataOptions:
@@ -83,15 +82,15 @@ def check_names(parameters: Mapping[str, Any]) -> ObjectLoader:
 def check_settings(settings: Any, loader: ObjectLoader, *, needs_data: bool = True) -> None:
     """Check all settings that can be checked before the model is loaded."""
     if not settings.model:
-        raise usage_error("no model: pass package.module:name, or a config with `model:` by -c")
+        raise UsageError("no model: pass package.module:name, or a config with `model:` by -c")
     check_name(settings.model, "model", loader)
     check_target(settings.target, settings.cpu)
     if not settings.data and needs_data and settings.quantization.activation != "float":
-        raise usage_error("no data: pass --data, or a config with `data:` by -c")
+        raise UsageError("no data: pass --data, or a config with `data:` by -c")
     _check_options_apply(settings, loader, needs_data=needs_data)
     if settings.data == RANDOM_DATA:
         if not is_onnx_file(settings.model):
-            raise usage_error("--data random is for .onnx files, whose inputs have known shapes")
+            raise UsageError("--data random is for .onnx files, whose inputs have known shapes")
     elif settings.data:
         check_data(settings.data, data_options(settings, loader))
 
@@ -101,21 +100,19 @@ def _check_options_apply(settings: Any, loader: ObjectLoader, *, needs_data: boo
     for name in changed_values(settings):
         flag, subject = f"--{name.replace('_', '-')}", get_option(type(settings).model_fields[name]).only_for
         if name in CHECKPOINT_ONLY_OPTIONS:
-            raise usage_error(
+            raise UsageError(
                 f"{flag} is for checkpoints of language models, which are folders: it cannot be used with "
                 f"{settings.model!r}"
             )
         if subject == "images" and not (settings.data and loader.resolve(settings.data).is_dir()):
-            raise usage_error(
-                f"{flag} is for data that is a folder of images: it cannot be used with {settings.data!r}"
-            )
+            raise UsageError(f"{flag} is for data that is a folder of images: it cannot be used with {settings.data!r}")
         if name == "weights" and is_onnx_file(settings.model):
-            raise usage_error(f"{flag} is for a model that is built by code: {settings.model!r} has its weights")
+            raise UsageError(f"{flag} is for a model that is built by code: {settings.model!r} has its weights")
         takes_shapes = name == "shape" and not needs_data  # inspect takes the shapes of other models too
         if subject == "onnx files" and not (is_onnx_file(settings.model) or takes_shapes):
-            raise usage_error(f"{flag} is for .onnx files: it cannot be used with {settings.model!r}")
+            raise UsageError(f"{flag} is for .onnx files: it cannot be used with {settings.model!r}")
         if subject == "library models" and not is_library_model(settings.model):
-            raise usage_error(f"{flag} is for timm:NAME and hf:FOLDER: it cannot be used with {settings.model!r}")
+            raise UsageError(f"{flag} is for timm:NAME and hf:FOLDER: it cannot be used with {settings.model!r}")
 
 
 def check_target(name: str, cpu: str) -> Any:
@@ -125,7 +122,7 @@ def check_target(name: str, cpu: str) -> Any:
     try:
         return find_model_target(name, cpu)
     except TargetError as error:
-        raise usage_error(str(error.args[0])) from error
+        raise UsageError(str(error.args[0])) from error
 
 
 def check_deploy_options(settings: Any, *, smoke: bool) -> None:

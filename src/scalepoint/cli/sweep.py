@@ -10,7 +10,7 @@ import scalepoint
 from scalepoint import distributed
 from scalepoint.cli import flags
 from scalepoint.cli.deploy import deploy_keywords, make_command
-from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
+from scalepoint.cli.exit_codes import Code, report_interrupt
 from scalepoint.cli.flags import takes
 from scalepoint.cli.inspect import load_model_and_data, load_onnx_data
 from scalepoint.cli.load_objects import is_onnx_file, load_evaluate, load_public
@@ -23,6 +23,7 @@ from scalepoint.cli.run_config import (
     load_settings,
     object_loader,
 )
+from scalepoint.errors import UsageError
 
 KEYWORD_NAMES = {"quantization": "config"}  # key of a config file -> keyword of scalepoint.sweep
 
@@ -47,7 +48,7 @@ def sweep(
 
     distributed.init_from_torchrun()
     if config is None:
-        raise usage_error("no grid: pass a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`")
+        raise UsageError("no grid: pass a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`")
     check_names(context.params)
     settings = load_settings(context.params, is_sweep=True)
     grid = settings.validate_grid()

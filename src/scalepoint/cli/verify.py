@@ -13,13 +13,14 @@ from scalepoint import distributed
 from scalepoint.cli import flags
 from scalepoint.cli.data import Batches, check_data, load_data
 from scalepoint.cli.deploy_checkpoint import is_folder
-from scalepoint.cli.exit_codes import Code, usage_error
+from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.flags import takes
 from scalepoint.cli.inspect import batch_to_example, load_onnx_and_data
 from scalepoint.cli.library_models import without_labels
 from scalepoint.cli.load_objects import is_onnx_file, load_model, load_public
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.cli.run_config import check_names, data_options, load_settings, object_loader
+from scalepoint.errors import UsageError
 from scalepoint.support.formatting import describe_quality, format_decibels, format_plural, format_share, to_one_line
 
 MAX_SHOWN_LAYERS = 20
@@ -145,7 +146,7 @@ def _layer_listing(rows: Sequence[Any]) -> Listing:
 
 def _check_other(name: str | None) -> None:
     if name is not None and ":" not in name:
-        raise usage_error(
+        raise UsageError(
             f"{name!r} is not a folder in {Path.cwd()}: pass another output folder of `scalepoint deploy`, or the "
             "float model as package.module:name"
         )
@@ -156,7 +157,7 @@ def compare_folders(first: Path, second: Path, parameters: Mapping[str, Any]) ->
     for key in MODEL_OPTIONS:
         if parameters.get(key) not in (None, False):
             flag = f"--{key.replace('_', '-')}"
-            raise usage_error(f"{flag} is for a run and its float model: it cannot be used with two runs")
+            raise UsageError(f"{flag} is for a run and its float model: it cannot be used with two runs")
     from scalepoint.report import DifferenceTable, compare_runs
 
     difference = compare_runs(first, second)
@@ -182,7 +183,7 @@ def restore_run(folder: Path, parameters: Mapping[str, Any], max_batches: int | 
     saved = folder / "quantized"
     _check_exists(folder)
     if not saved.is_dir():
-        raise usage_error(
+        raise UsageError(
             f"{folder} contains no saved model ({saved.name}/): pass the output folder of `scalepoint deploy`"
         )
     settings = load_settings(parameters)
@@ -192,7 +193,7 @@ def restore_run(folder: Path, parameters: Mapping[str, Any], max_batches: int | 
         return _load_without_float_model(saved, settings, options)
     if not settings.model:
         hint = f" or -c {folder / 'config.yaml'}" if _config_has_model(folder / "config.yaml") else ""
-        raise usage_error(f"no float model to compare with: pass package.module:name{hint}")
+        raise UsageError(f"no float model to compare with: pass package.module:name{hint}")
     if settings.data:
         check_data(settings.data, options)
     if is_onnx_file(settings.model):
@@ -203,7 +204,7 @@ def restore_run(folder: Path, parameters: Mapping[str, Any], max_batches: int | 
     if batches is not None:
         inputs = without_labels(model, batch_to_example(model, batches.first()))
     if inputs is None:
-        raise usage_error("no inputs: pass --data, or let the factory return (model, example_inputs)")
+        raise UsageError("no inputs: pass --data, or let the factory return (model, example_inputs)")
     return RestoredRun(model, load_public("load")(saved, model, inputs), inputs, batches)
 
 
@@ -214,7 +215,7 @@ def _config_has_model(config: Path) -> bool:
 
 def _check_exists(path: Path) -> None:
     if not path.exists():
-        raise usage_error(
+        raise UsageError(
             f"{str(path)!r}: there is no such file or folder in {Path.cwd()}: pass the output folder of "
             "`scalepoint deploy`"
         )
@@ -251,11 +252,11 @@ def _find_file(folder: Path, name: str) -> Path:
     _check_exists(folder)
     suffixes = [find_format(format_name).suffix for format_name in list_formats()]
     if folder.suffix in suffixes:
-        raise usage_error(
+        raise UsageError(
             f"{folder} is a file without the folder quantized/ next to it, which it is compared with: pass the output "
             "folder of `scalepoint deploy`"
         )
     paths = [folder / f"{name}{suffix}" for suffix in suffixes]
     if not any(path.exists() for path in paths):
-        raise usage_error(f"{folder} contains no file named {name}: pass the output folder of `scalepoint deploy`")
+        raise UsageError(f"{folder} contains no file named {name}: pass the output folder of `scalepoint deploy`")
     return next(path for path in paths if path.exists())
