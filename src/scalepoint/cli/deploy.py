@@ -15,9 +15,10 @@ from scalepoint.cli import flags
 from scalepoint.cli.deploy_checkpoint import CheckpointRun, is_folder
 from scalepoint.cli.exit_codes import Code, report_interrupt
 from scalepoint.cli.flags import takes
-from scalepoint.cli.inspect import load_model_and_data, load_onnx_data, preview
+from scalepoint.cli.inspect import preview
 from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file, load_evaluate, load_public
 from scalepoint.cli.metadata import with_metadata
+from scalepoint.cli.model_and_data import load_model_and_data, load_onnx_data
 from scalepoint.cli.output import say, show, show_json
 from scalepoint.cli.run_config import (
     check_deploy_options,

@@ -141,17 +141,6 @@ def _show_target(name: str, json: bool) -> int:
     return Code.DONE
 
 
-@dataclass(frozen=True)
-class DoctorLine:
-    """Result of one check of `scalepoint doctor`. The fields are keys of its JSON output."""
-
-    name: str
-    state: str  # "ok" or "missing"
-    detail: str = ""
-    way_out: str = ""  # what to do if it is missing
-    is_needed: bool = False
-
-
 def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Delete all measurements.")] = False,
     json: flags.Json = False,
@@ -181,6 +170,17 @@ def cache(
     show(Listing(("file", "layers", "networks", "bytes"), [tuple(row.values()) for row in rows], numbers=(1, 2, 3)))
     show(Text(f"{len(rows)} files {'deleted from' if clear else 'in'} {folder}"))
     return Code.DONE
+
+
+@dataclass(frozen=True)
+class DoctorLine:
+    """Result of one check of `scalepoint doctor`. The fields are keys of its JSON output."""
+
+    name: str
+    state: str  # "ok" or "missing"
+    detail: str = ""
+    way_out: str = ""  # what to do if it is missing
+    is_needed: bool = False
 
 
 def doctor(json: flags.Json = False, debug: flags.Debug = False) -> int:

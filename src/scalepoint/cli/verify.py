@@ -15,9 +15,9 @@ from scalepoint.cli.data import Batches, check_data, load_data
 from scalepoint.cli.deploy_checkpoint import is_folder
 from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.flags import takes
-from scalepoint.cli.inspect import batch_to_example, load_onnx_and_data
 from scalepoint.cli.library_models import without_labels
 from scalepoint.cli.load_objects import is_onnx_file, load_model, load_public
+from scalepoint.cli.model_and_data import batch_to_example, load_onnx_and_data
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.cli.run_config import check_names, data_options, load_settings, object_loader
 from scalepoint.errors import UsageError
