@@ -27,11 +27,11 @@ from scalepoint.options import (
     stage_values,
 )
 from scalepoint.pipeline import reproduction
+from scalepoint.pipeline.context import StageContext
 from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.reproduction import options_as_source
 from scalepoint.pipeline.result import Trial
-from scalepoint.pipeline.stages import StageContext
 from scalepoint.pipeline.workspace import DeployWorkspace
 from scalepoint.quantize import QuantConfig
 from scalepoint.targets import describe, find_target

@@ -17,10 +17,11 @@ from typing import Any
 
 from scalepoint import targets
 from scalepoint.options import DeployConfig, Placement, SourceOptions, changed_values
+from scalepoint.pipeline.context import StageContext
 from scalepoint.pipeline.fingerprints import fingerprint
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial
-from scalepoint.pipeline.stages import StageContext, package_version
+from scalepoint.pipeline.stages import package_version
 from scalepoint.pipeline.workspace import BEST_CONFIG_FILE, SCRIPT_FILE
 from scalepoint.report import Reproduction
 from scalepoint.report.model import CONFIG_FILE

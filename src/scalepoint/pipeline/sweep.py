@@ -34,6 +34,7 @@ from scalepoint.errors import (
 from scalepoint.graph.capture import as_module, unwrap_model
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import DeployOptions, RunOptions
+from scalepoint.pipeline.context import captures_reused
 from scalepoint.pipeline.deploy import deploy
 from scalepoint.pipeline.fingerprints import (
     fingerprint,
@@ -45,7 +46,6 @@ from scalepoint.pipeline.fingerprints import (
 from scalepoint.pipeline.inputs import DataSource
 from scalepoint.pipeline.job import build_options, check_metric, find_model_target
 from scalepoint.pipeline.onnx_source import is_onnx_file
-from scalepoint.pipeline.stages import captures_reused
 from scalepoint.pipeline.workspace import SweepWorkspace, list_finished_stages
 from scalepoint.quantize.feeding import is_split_across_ranks
 from scalepoint.report import Sweep, SweepRow, sweep_page
@@ -116,6 +116,9 @@ def sweep(
         )
     workspace = SweepWorkspace(Path(output), resume=resume, force=force)
     workspace.check({"model": Path(str(model))} if is_onnx_file(model) else {})
+    run_options = {"allow_departure": True, **options}
+    if not distributed.is_main():
+        run_options |= {"progress": False, "callback": None}
     with workspace.open(), captures_reused():
         inputs = distributed.run_on_main(
             "reading the inputs",
@@ -133,11 +136,10 @@ def sweep(
                 for name in distributed.shard(names):  # at most one run per rank
                     if options.get("progress") is not False:
                         write_line(f"run {len(rows) + 1} of {len(runs)}: {name}")
-                    quiet = {"progress": False, "callback": None}
-                    run_options = options if distributed.is_main() else {**options, **quiet}
                     with distributed.single_process():
-                        arguments, run_folder = (model, example_inputs, calibration_data), workspace.run_folder(name)
-                        step.value = to_jsonable(_run(arguments, run_folder, runs[name], run_options, finish))
+                        arguments = (model, example_inputs, calibration_data)
+                        row = _run(arguments, workspace.run_folder(name), runs[name], run_options, finish)
+                    step.value = to_jsonable(row)
             rows |= zip(names, map(TypeAdapter(SweepRow).validate_python, step.values), strict=False)
             table = Sweep(tuple(rows[name] for name in runs if name in rows), inputs)
             distributed.run_on_main("the table", partial(_write_table, workspace, table))
@@ -257,9 +259,7 @@ def _run(
     """Make one run, or continue it if it was interrupted. A ScalepointError becomes a failed row."""
     resume = folder.is_dir() and bool(list_finished_stages(folder))
     try:
-        done = deploy(
-            *inputs, output=folder, resume=resume, force=True, **{"allow_departure": True, **options, **values}
-        )
+        done = deploy(*inputs, output=folder, resume=resume, force=True, **{**options, **values})
     except ScalepointError as error:
         return SweepRow(folder.name, _to_plain_values(values), "failed", str(error))
     if finish is not None:
