@@ -6,10 +6,11 @@ from typing import Any
 
 import typer
 
+import scalepoint
 from scalepoint.cli import flags
 from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.flags import takes
-from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file, load_public
+from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file
 from scalepoint.cli.model_and_data import load_model_and_data
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.cli.run_config import check_names, check_settings, load_settings, object_loader
@@ -77,7 +78,7 @@ def measure_coverage(settings: Any, loader: ObjectLoader, example: Any = None) -
     config, _ = choose_placement(settings)
     target = find_target(settings.target, settings.cpu)
     options = {"config": config, "leave": settings.leave, "dynamic_axes": settings.dynamic_axes}
-    return load_public("inspect")(model, inputs, target=target, **options), inputs is not None
+    return scalepoint.inspect(model, inputs, target=target, **options), inputs is not None
 
 
 def coverage_listing(coverage: Any) -> Listing:

@@ -40,13 +40,6 @@ def is_onnx_file(text: str | None) -> bool:
     return bool(text) and Path(str(text)).suffix.lower() == ".onnx"
 
 
-def load_public(name: str) -> Any:
-    """Return a public function of scalepoint. It is imported only now, because that loads torch."""
-    import scalepoint
-
-    return getattr(scalepoint, name)
-
-
 @dataclass(frozen=True)
 class ObjectLoader:
     """Settings for loading objects by name. Files and modules are searched in `root` and in the current folder."""

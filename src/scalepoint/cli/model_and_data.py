@@ -15,7 +15,16 @@ class ModelAndData(NamedTuple):
 
     model: Any
     inputs: Any
-    batches: Batches | None
+    batches: Batches | list[Any] | None
+
+
+def load_for_deploy(settings: Any, loader: ObjectLoader) -> ModelAndData:
+    """Load what `deploy` and `sweep` take. Of an .onnx file that is its path: they read it and choose the example."""
+    if is_onnx_file(settings.model):
+        loaded = ModelAndData(loader.resolve(settings.model), None, load_onnx_data(settings, loader))
+    else:
+        loaded = load_model_and_data(settings, loader)
+    return loaded if loaded.batches is not None else loaded._replace(batches=[])
 
 
 def load_model_and_data(settings: Any, loader: ObjectLoader, example: Any = None) -> ModelAndData:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.text import Text
 
+import scalepoint
 from scalepoint import distributed
 from scalepoint.cli import flags
 from scalepoint.cli.data import Batches, check_data, load_data
@@ -16,11 +17,12 @@ from scalepoint.cli.deploy_checkpoint import is_folder
 from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.flags import takes
 from scalepoint.cli.library_models import without_labels
-from scalepoint.cli.load_objects import is_onnx_file, load_model, load_public
+from scalepoint.cli.load_objects import is_onnx_file, load_model
 from scalepoint.cli.model_and_data import batch_to_example, load_onnx_and_data
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.cli.run_config import check_names, data_options, load_settings, object_loader
 from scalepoint.errors import UsageError
+from scalepoint.options import DeployConfig
 from scalepoint.support.formatting import describe_quality, format_decibels, format_plural, format_share, to_one_line
 
 MAX_SHOWN_LAYERS = 20
@@ -54,7 +56,7 @@ def verify(
     folder, file = _find_run_and_file(folder)
     _, quantized, inputs, _ = restore_run(folder, context.params, 1)
     float_file, plain_file = (folder / f"{name}{file.suffix}" for name in ("float", "float_plain"))
-    verification = load_public("verify")(
+    verification = scalepoint.verify(
         file,
         quantized,
         inputs,
@@ -107,7 +109,7 @@ def compare(
     _check_other(model)
     distributed.init_from_torchrun()
     float_model, quantized, inputs, batches = restore_run(folder, context.params, context.params["max_batches"])
-    comparison = load_public("compare")(float_model, quantized, batches if batches is not None else [inputs])
+    comparison = scalepoint.compare(float_model, quantized, batches if batches is not None else [inputs])
     comparison = replace(comparison, rows=tuple(comparison.worst(len(comparison.rows))))
     if json:
         fields = {"layers": comparison.to_list(), "outputs": [vars(output) for output in comparison.outputs]}
@@ -198,19 +200,19 @@ def restore_run(folder: Path, parameters: Mapping[str, Any], max_batches: int | 
         check_data(settings.data, options)
     if is_onnx_file(settings.model):
         model, inputs, batches = load_onnx_and_data(settings, loader)
-        return RestoredRun(model, load_public("load")(saved, model, inputs), inputs, batches)
+        return RestoredRun(model, scalepoint.load(saved, model, inputs), inputs, batches)
     model, inputs = load_model(settings.model, loader)
     batches = load_data(settings.data, options) if settings.data else None
     if batches is not None:
         inputs = without_labels(model, batch_to_example(model, batches.first()))
     if inputs is None:
         raise UsageError("no inputs: pass --data, or let the factory return (model, example_inputs)")
-    return RestoredRun(model, load_public("load")(saved, model, inputs), inputs, batches)
+    return RestoredRun(model, scalepoint.load(saved, model, inputs), inputs, batches)
 
 
 def _config_has_model(config: Path) -> bool:
     """Whether a config names its model. The config of a deployment from Python does not."""
-    return config.is_file() and load_public("DeployConfig").from_file(config).model is not None
+    return config.is_file() and DeployConfig.from_file(config).model is not None
 
 
 def _check_exists(path: Path) -> None:
@@ -232,7 +234,7 @@ def _load_without_float_model(saved: Path, settings: Any, options: Any) -> Resto
     """Load a saved model that contains its graph. Without data its inputs have the shapes of the capture."""
     from scalepoint.graph.serialization import make_example
 
-    quantized = load_public("load")(saved)
+    quantized = scalepoint.load(saved)
     batches = load_data(settings.data, options) if settings.data else None
     inputs = make_example(quantized) if batches is None else batch_to_example(quantized, batches.first())
     return RestoredRun(None, quantized, inputs, batches)

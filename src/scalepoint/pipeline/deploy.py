@@ -319,10 +319,10 @@ def _search_accuracy(
     if len(trials) == max_trials or limits.allows_score(trials[0].score):
         return trials, None
     config = trials[0].config  # with the placement that was measured
-    config_with_other_ranges = search.use_other_ranges(config, context.job.target)
-    if config_with_other_ranges != config:
-        plan = TrialPlan(config_with_other_ranges, (PrecisionChange("", search.OTHER_RANGES_TEXT),), 0)
-        trials = drop_models([*trials, run_trial(context, trials, plan)], limits)
+    other_config = search.use_other_ranges(config, context.job.target)
+    if other_config != config:
+        change = PrecisionChange("", search.OTHER_RANGES_TEXT)
+        trials = drop_models([*trials, run_trial(context, trials, TrialPlan(other_config, (change,), 0))], limits)
     if len(trials) == max_trials or limits.allows_score(trials[-1].score):
         return trials, None
     widths = stages.measure_precisions(context, trials[search.find_start(trials)].config, None)

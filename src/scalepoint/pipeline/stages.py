@@ -322,16 +322,15 @@ def evaluate_float(context: StageContext) -> float | None:
     """Run the user's metric on the float model; None without a metric."""
     if context.job.evaluate is None:
         return None
-    inputs = {
-        "the model": context.model_fingerprint,
-        **PACKAGE_VERSIONS,
-        "the metric": fingerprint_code(context.job.evaluate),
-    }
+
+    def inputs() -> Inputs:
+        metric = fingerprint_code(context.job.evaluate)
+        return {"the model": context.model_fingerprint, **PACKAGE_VERSIONS, "the metric": metric}
 
     def run() -> float:
         return _evaluate(context, context.job.model, is_float=True)
 
-    score = _cached_score(context, "the float model evaluated", "evaluating the float model", lambda: inputs, run)
+    score = _cached_score(context, "the float model evaluated", "evaluating the float model", inputs, run)
     send_event(Event("metric", "float score", value=score))
     return score
 

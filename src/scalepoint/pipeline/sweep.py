@@ -7,6 +7,7 @@ runs share is the same as before. A failed run becomes a row with its error, and
 each rank makes complete runs.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,26 +190,24 @@ def list_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
             raise UsageError(f"grid: {key!r} is not a keyword of deploy for a grid: {did_you_mean(key, allowed)}")
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise UsageError(f"grid: {key} must be a list of values, got {values!r}")
-    count = 1
-    for values in grid.values():
-        count *= len(values)
+    count = math.prod(map(len, grid.values()))
     if not grid or count > MAX_RUNS:
         raise UsageError(
             f"grid: {count if grid else 0} runs: it must have at least one key and at most {MAX_RUNS} runs"
         )
     runs: dict[str, dict[str, Any]] = {}
-    for indices in product(*(range(len(values)) for values in grid.values())):
-        values_of_run = {key: grid[key][index] for key, index in zip(grid, indices, strict=True)}
-        words = [_folder_word(key, values_of_run[key], index) for key, index in zip(grid, indices, strict=True)]
+    for choice in product(*(enumerate(values) for values in grid.values())):
+        words = [_folder_word(key, value, index) for key, (index, value) in zip(grid, choice, strict=True)]
         name = "-".join(words)
-        runs[name if name not in runs else f"{name}-{len(runs)}"] = values_of_run
+        unused_name = name if name not in runs else f"{name}-{len(runs)}"
+        runs[unused_name] = {key: value for key, (_, value) in zip(grid, choice, strict=True)}
     return runs
 
 
 def _folder_word(key: str, value: Any, index: int) -> str:
     """Return the part of a folder name for one value: its text, or the key and a number if it has no short text."""
     text = str(value) if isinstance(value, Budget) else getattr(value, "name", value)
-    if text is None or isinstance(text, Mapping) or not isinstance(text, str | int | float | bool):
+    if not isinstance(text, str | int | float):
         return f"{key}{index + 1}"
     word = re.sub(r"[^A-Za-z0-9._]+", "_", text if isinstance(text, str) else f"{key}{text}").strip("_.")
     return word or f"{key}{index + 1}"
