@@ -7,7 +7,7 @@ The result can be iterated several times. No file is unpickled.
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         with user_code(f"data {self.name!r}"):
             source = iter(self._start())
-        for _ in range(self._limit) if self._limit else iter(int, 1):
+        for _ in islice(count(), self._limit):
             with user_code(f"data {self.name!r}"):
                 try:
                     batch = next(source)

@@ -176,7 +176,7 @@ class RestoredRun(NamedTuple):
     float_model: Any
     quantized: Any
     inputs: Any
-    batches: Batches | None
+    batches: Batches | list[Any] | None
 
 
 def restore_run(folder: Path, parameters: Mapping[str, Any], max_batches: int | None) -> RestoredRun:
