@@ -6,6 +6,7 @@
     search.py            which config to try next            cache.py          finished stages, for resume
     sweep.py             deploy over a grid                  result.py         Trial, Limits, Deployment
     build_report.py      results -> Report                   reproduction.py   config.yaml, reproduce.py
+    data_warnings.py     data that the file will not accept
 
     deploy_checkpoint.py, checkpoint_job.py, checkpoint_stages.py    the same for the folder of a language model
     checkpoint_codes.py  tuned codes for the file formats    perplexity.py, kv_cache.py

@@ -26,8 +26,8 @@ from scalepoint.options import stage_values
 from scalepoint.pipeline.accuracy import choose_tuning
 from scalepoint.pipeline.cache import Inputs
 from scalepoint.pipeline.context import StageContext
+from scalepoint.pipeline.data_warnings import DroppedInputs, warn_about_other_sizes
 from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_target
-from scalepoint.pipeline.inputs import DroppedInputs, warn_about_other_sizes
 from scalepoint.pipeline.result import Trial
 from scalepoint.pipeline.workspace import (
     FAILING_FOLDER,
@@ -46,9 +46,8 @@ from scalepoint.support.files import compute_digest
 from scalepoint.support.progress import Event, send_event
 from scalepoint.support.torch_state import caller_dtype
 from scalepoint.targets.local_times import LocalTimes
-from scalepoint.verification import RuntimeModel, Status, Verification, extract_failing, verify
+from scalepoint.verification import RuntimeModel, Status, Verification, verify
 from scalepoint.verification.benchmarking import write_baseline_file
-from scalepoint.verification.extraction import EXTRACTED_FILES
 from scalepoint.verification.inputs import save_inputs
 from scalepoint.verification.result import PLAIN_BASELINE
 from scalepoint.verification.simulation import build_feeds
@@ -439,6 +438,7 @@ def write_departing_layer(
     workspace: DeployWorkspace, path: Path, model: fx.GraphModule, args: Any, kwargs: Mapping[str, Any] | None = None
 ) -> Path | None:
     """Write the first layer that differs to failing/. Returns the script that runs it; None if no layer differs."""
+    from scalepoint.verification.extraction import EXTRACTED_FILES, extract_failing  # noqa: PLC0415  # rarely needed
 
     def write(folder: Path) -> list[Path]:
         is_written = extract_failing(path, model, args, folder, kwargs=kwargs, force=True) is not None

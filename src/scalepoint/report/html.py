@@ -157,9 +157,7 @@ def jinja_environment() -> "Environment":
     )
     env.policies["json.dumps_kwargs"] = {"ensure_ascii": True, "allow_nan": False, "separators": (",", ":")}
     env.filters |= {
-        "breakable": lambda text: escape(formatting.escape_unprintable(text)).replace(
-            ".", Markup(".<wbr>")
-        ),  # paths wrap at dots
+        "breakable": _wrap_at_dots,
         "count": formatting.format_count,
         "json_text": _to_json_text,
         "number": charts.format_number,
@@ -186,6 +184,10 @@ def _to_visible_text(value: Any) -> Any:
     if isinstance(value, float):
         return charts.format_number(value)
     return value if isinstance(value, Markup) else formatting.escape_unprintable(value)
+
+
+def _wrap_at_dots(path: object) -> Markup:
+    return escape(formatting.escape_unprintable(path)).replace(".", Markup(".<wbr>"))
 
 
 @cache
