@@ -5,7 +5,6 @@
 A run is a folder that deploy wrote. Runs with other machines, data or models can be compared too; warnings say so.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from scalepoint.report.headline import low_share
 from scalepoint.report.html import JSON_FILE
 from scalepoint.report.model import CONFIG_FILE, Report
 from scalepoint.report.terminal import MIN_WIDE_COLUMNS, plain_table
+from scalepoint.report.view import to_json_text
 from scalepoint.support.formatting import (
     format_decibels,
     format_ratio,
@@ -257,10 +257,7 @@ def _setting_texts(setting: ChangedSetting) -> tuple[str, str, str]:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value of a config as one line of text."""
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return "-" if value is None else to_json_text(value)
 
 
 def _layer_texts(layer: LayerPair) -> tuple[str, str, str, str, str]:
