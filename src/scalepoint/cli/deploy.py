@@ -62,7 +62,7 @@ def _run_deploy(parameters: dict[str, Any]) -> int:
         loader = check_names(parameters)
         if config is None:
             run_flags = _check_output(parameters, loader, run_flags)
-    settings = load_settings(parameters)
+    settings = load_settings(parameters, DeployConfig)
     if is_folder(settings.model):
         return CheckpointRun(settings, run_flags).run()
     loader = object_loader(settings, parameters)
@@ -121,7 +121,7 @@ def _print_status(text: str, quiet: bool) -> None:
         say(text)
 
 
-def deploy_keywords(settings: Any) -> dict[str, Any]:
+def deploy_keywords(settings: DeployConfig) -> dict[str, Any]:
     """Return the keyword arguments of scalepoint.deploy that a config contains."""
     options = dict(settings.part(DeployOptions))
     config = options.pop("quantization")
@@ -129,13 +129,13 @@ def deploy_keywords(settings: Any) -> dict[str, Any]:
     return {**options, "config": config}
 
 
-def make_command(settings: Any, loader: ObjectLoader) -> Command:
+def make_command(settings: DeployConfig, loader: ObjectLoader) -> Command:
     """Return what deploy needs to write config.yaml and reproduce.py."""
     sources = settings.updated({"root": str(loader.root.absolute())}).part(SourceOptions)
     return Command(sources, trust=loader.trust)
 
 
-def _options_text(settings: Any) -> str:
+def _options_text(settings: DeployConfig) -> str:
     """List the options that differ from their defaults, for the first lines on stderr."""
     hidden = ("model", "target", "output", "quantization", "metadata", "root")
     values = {name: value for name, value in changed_values(settings).items() if name not in hidden}
@@ -146,7 +146,7 @@ def _options_text(settings: Any) -> str:
 class DeployRun:
     """One run of `scalepoint deploy` with its settings."""
 
-    settings: Any
+    settings: DeployConfig
     loader: ObjectLoader
     flags: RunFlags
 

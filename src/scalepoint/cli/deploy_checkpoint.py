@@ -11,7 +11,7 @@ from scalepoint.cli.exit_codes import Code, report_interrupt
 from scalepoint.cli.flags import RunFlags
 from scalepoint.cli.output import say, show, show_json
 from scalepoint.errors import UsageError, VerificationError
-from scalepoint.options import CheckpointOptions, changed_values
+from scalepoint.options import CheckpointOptions, DeployConfig, changed_values
 
 # Keys of a config that are used for a checkpoint.
 USED_OPTIONS = {"model", "data", "root", *CheckpointOptions.model_fields}
@@ -22,7 +22,7 @@ def is_folder(name: str | None) -> bool:
     return bool(name) and Path(str(name)).is_dir()
 
 
-def checkpoint_keywords(settings: Any) -> dict[str, Any]:
+def checkpoint_keywords(settings: DeployConfig) -> dict[str, Any]:
     """Return the keyword arguments of scalepoint.deploy_checkpoint that a config contains."""
     options = dict(settings.part(CheckpointOptions))
     config = options.pop("quantization")
@@ -34,7 +34,7 @@ def checkpoint_keywords(settings: Any) -> dict[str, Any]:
 class CheckpointRun:
     """One run of `scalepoint deploy` on a checkpoint, with its settings."""
 
-    settings: Any
+    settings: DeployConfig
     flags: RunFlags
 
     @property

@@ -115,6 +115,7 @@ def takes(
         keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in declared.values()]
         required = [parameter for parameter in keyword_only if parameter.default is inspect.Parameter.empty]
         optional = [parameter for parameter in keyword_only if parameter.default is not inspect.Parameter.empty]
+        # typer reads __signature__; vars(), because mypy does not allow attributes of functions.
         vars(command)["__signature__"] = inspect.Signature([*required, *generated, *optional])
         return command
 

@@ -1,9 +1,9 @@
 """The commands `scalepoint init`, which writes files to start from, and `scalepoint config schema`."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
-import json as writer
 import shlex
 import sys
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -56,5 +56,5 @@ def init(
 
 def schema(json: flags.Json = True, debug: flags.Debug = False) -> int:
     """Print the JSON Schema of config files, with which editors complete and check them."""
-    write(sys.stdout, writer.dumps(DeployConfig.model_json_schema(), indent=2) + "\n")
+    write(sys.stdout, dumps(DeployConfig.model_json_schema(), indent=2) + "\n")
     return Code.DONE

@@ -15,6 +15,7 @@ from scalepoint.cli.model_and_data import load_model_and_data
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.cli.run_config import check_names, check_settings, load_settings, object_loader
 from scalepoint.errors import CoverageError, UsageError
+from scalepoint.options import DeployConfig
 from scalepoint.support.formatting import format_count, format_size
 
 MAX_VALUE_LENGTH = 300  # characters of a metadata value shown without --json
@@ -43,13 +44,13 @@ def inspect(
     if is_model_file(model) and not is_float_onnx(model):
         return show_file_info(Path(str(model)), json=json)
     check_names(context.params)
-    settings = load_settings(context.params)
+    settings = load_settings(context.params, DeployConfig)
     loader = object_loader(settings, context.params)
     check_settings(settings, loader, needs_data=False)
     return preview(settings, loader, "inspect", _random_inputs(settings), json=json)
 
 
-def preview(settings: Any, loader: ObjectLoader, command: str, example: Any = None, *, json: bool) -> int:
+def preview(settings: DeployConfig, loader: ObjectLoader, command: str, example: Any = None, *, json: bool) -> int:
     """Capture the model and show what would be quantized. Nothing is written."""
     coverage, has_sizes = measure_coverage(settings, loader, example)
     if settings.strict:
@@ -66,7 +67,7 @@ def preview(settings: Any, loader: ObjectLoader, command: str, example: Any = No
     return Code.DONE
 
 
-def measure_coverage(settings: Any, loader: ObjectLoader, example: Any = None) -> tuple[Any, bool]:
+def measure_coverage(settings: DeployConfig, loader: ObjectLoader, example: Any = None) -> tuple[Any, bool]:
     """Return the coverage of the model, and whether the sizes of its inputs are known.
 
     With known sizes, it is the coverage that deploy would have.
@@ -90,7 +91,7 @@ def coverage_listing(coverage: Any) -> Listing:
     return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))
 
 
-def _random_inputs(settings: Any) -> Any:
+def _random_inputs(settings: DeployConfig) -> Any:
     """Return random inputs of the shapes of --shape, for a model that is not a file."""
     import torch
 

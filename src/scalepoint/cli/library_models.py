@@ -20,9 +20,10 @@ OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
-def is_library_model(text: str) -> bool:
+def is_library_model(text: str | None) -> bool:
     """Whether the name is timm:NAME or hf:FOLDER."""
-    return text.partition(":")[0] in MAKERS and bool(text.partition(":")[2])
+    library, _, name = (text or "").partition(":")
+    return library in MAKERS and bool(name)
 
 
 def check_library_model(text: str, root: Path) -> None:

@@ -2,16 +2,17 @@
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scalepoint.cli.load_objects import ObjectLoader
 from scalepoint.errors import DocumentError, UsageError
-from scalepoint.options import options_for
+from scalepoint.options import DeployConfig, options_for
 
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
+ConfigT = TypeVar("ConfigT", bound=DeployConfig)
 
 
-def with_metadata(settings: Any, loader: ObjectLoader) -> Any:
+def with_metadata(settings: ConfigT, loader: ObjectLoader) -> ConfigT:
     """Return the settings with the complete metadata: the preprocessing of images, then `metadata`, which wins.
 
     A `metadata` that is a text is the name of a YAML or JSON file.
@@ -23,7 +24,7 @@ def with_metadata(settings: Any, loader: ObjectLoader) -> Any:
     return settings.updated({"metadata": merged or None})
 
 
-def _read_preprocessing(settings: Any, loader: ObjectLoader) -> dict[str, Any]:
+def _read_preprocessing(settings: DeployConfig, loader: ObjectLoader) -> dict[str, Any]:
     """Return the preprocessing from the image options, else from the checkpoint of a transformers model."""
     options = {name: getattr(settings, name) for name in options_for("images") if getattr(settings, name) is not None}
     if options:

@@ -7,7 +7,8 @@ from scalepoint.cli.data import RANDOM_BATCHES, RANDOM_DATA, Batches, load_data
 from scalepoint.cli.library_models import is_library_model, without_labels
 from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file, load_model
 from scalepoint.cli.output import say
-from scalepoint.cli.run_config import data_options
+from scalepoint.cli.run_config import data_options, get_model_name
+from scalepoint.options import DeployConfig
 
 
 class ModelAndData(NamedTuple):
@@ -18,45 +19,47 @@ class ModelAndData(NamedTuple):
     batches: Batches | list[Any] | None
 
 
-def load_for_deploy(settings: Any, loader: ObjectLoader) -> ModelAndData:
+def load_for_deploy(settings: DeployConfig, loader: ObjectLoader) -> ModelAndData:
     """Load what `deploy` and `sweep` take. Of an .onnx file that is its path: they read it and choose the example."""
-    if is_onnx_file(settings.model):
-        loaded = ModelAndData(loader.resolve(settings.model), None, load_onnx_data(settings, loader))
+    name = get_model_name(settings)
+    if is_onnx_file(name):
+        loaded = ModelAndData(loader.resolve(name), None, load_onnx_data(settings, loader))
     else:
         loaded = load_model_and_data(settings, loader)
     return loaded if loaded.batches is not None else loaded._replace(batches=[])
 
 
-def load_model_and_data(settings: Any, loader: ObjectLoader, example: Any = None) -> ModelAndData:
+def load_model_and_data(settings: DeployConfig, loader: ObjectLoader, example: Any = None) -> ModelAndData:
     """Load the model, its example inputs and the data.
 
     The example inputs are `example`, else those that the user's factory returns, else the first batch of the data. A
     model of a library has generated example inputs; there the first batch of the data is preferred.
     """
-    if is_onnx_file(settings.model):
+    name = get_model_name(settings)
+    if is_onnx_file(name):
         return load_onnx_and_data(settings, loader)
-    model, inputs = load_model(settings.model, loader)
+    model, inputs = load_model(name, loader)
     batches = load_data(settings.data, data_options(settings, loader)) if settings.data else None
     if example is not None:
         inputs = example
-    elif batches is not None and is_library_model(settings.model):
+    elif batches is not None and is_library_model(name):
         inputs = without_labels(model, batch_to_example(model, batches.first()))
     elif inputs is None and batches is not None:
         inputs = batch_to_example(model, batches.first())
     return ModelAndData(model, inputs, batches)
 
 
-def load_onnx_and_data(settings: Any, loader: ObjectLoader) -> ModelAndData:
+def load_onnx_and_data(settings: DeployConfig, loader: ObjectLoader) -> ModelAndData:
     """Load an .onnx file, its data, and example inputs: the first batch of the data, or random ones."""
     from scalepoint.pipeline.onnx_source import read_source
 
     batches = load_onnx_data(settings, loader)
-    path = loader.resolve(settings.model)
+    path = loader.resolve(get_model_name(settings))
     source = read_source(path, example=None, kwargs=None, data=batches, options=settings, progress=None)
     return ModelAndData(source.model, source.example, batches)
 
 
-def load_onnx_data(settings: Any, loader: ObjectLoader) -> Any:
+def load_onnx_data(settings: DeployConfig, loader: ObjectLoader) -> Any:
     """Load the data for an .onnx file, or make random data if the user asked for it."""
     if settings.data != RANDOM_DATA:
         return load_data(settings.data, data_options(settings, loader)) if settings.data else None
@@ -64,9 +67,8 @@ def load_onnx_data(settings: Any, loader: ObjectLoader) -> Any:
     from scalepoint.pipeline.onnx_source import named_shapes
 
     say("note: random data: the quantized file runs, but its accuracy means nothing", "yellow")
-    model = load_onnx(
-        loader.resolve(settings.model), fixed_inputs=settings.fixed_inputs, requantize=settings.requantize
-    )
+    path = loader.resolve(get_model_name(settings))
+    model = load_onnx(path, fixed_inputs=settings.fixed_inputs, requantize=settings.requantize)
     shapes = named_shapes(model, settings.shape or {})
     return [model.make_example(shapes, seed) for seed in range(settings.max_batches or RANDOM_BATCHES)]
 

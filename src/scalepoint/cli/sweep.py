@@ -24,6 +24,7 @@ from scalepoint.cli.run_config import (
     object_loader,
 )
 from scalepoint.errors import UsageError
+from scalepoint.options import SweepConfig
 
 KEYWORD_NAMES = {"quantization": "config"}  # key of a config file -> keyword of scalepoint.sweep
 
@@ -50,7 +51,7 @@ def sweep(
     if config is None:
         raise UsageError("no grid: pass a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`")
     check_names(context.params)
-    settings = load_settings(context.params, is_sweep=True)
+    settings = load_settings(context.params, SweepConfig)
     grid = settings.validate_grid()
     loader = object_loader(settings, context.params)
     check_settings(settings, loader)

@@ -188,7 +188,7 @@ def restore_run(folder: Path, parameters: Mapping[str, Any], max_batches: int | 
         raise UsageError(
             f"{folder} contains no saved model ({saved.name}/): pass the output folder of `scalepoint deploy`"
         )
-    settings = load_settings(parameters)
+    settings = load_settings(parameters, DeployConfig)
     loader = object_loader(settings, parameters)
     options = data_options(settings, loader, max_batches)
     if not settings.model and parameters.get("config") is None and _has_graph(saved):
@@ -230,7 +230,7 @@ def _has_graph(saved: Path) -> bool:
     return has_saved_graph(saved)
 
 
-def _load_without_float_model(saved: Path, settings: Any, options: Any) -> RestoredRun:
+def _load_without_float_model(saved: Path, settings: DeployConfig, options: Any) -> RestoredRun:
     """Load a saved model that contains its graph. Without data its inputs have the shapes of the capture."""
     from scalepoint.graph.serialization import make_example
 
