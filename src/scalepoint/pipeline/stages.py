@@ -208,22 +208,7 @@ def measure_precisions(context: StageContext, config: QuantConfig, choices: tupl
 
 def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> tuple[Path, Path]:
     """Write the file of a trial, and in the first trial the float file. Returns both paths."""
-    job, work = context.job, context.workspace.work
-    path, float_path = context.path(folder, FILE_STEM), context.path(work, FLOAT_STEM)
-
-    def write() -> None:
-        export(
-            model,
-            path,
-            job.example.args,
-            kwargs=job.example.kwargs,
-            float_path=float_path if needs_float else None,
-            float_dtype=job.options.float_dtype,
-            dynamic=not job.options.fixed_sizes,
-            metadata=job.metadata,
-        )
-        if needs_float:
-            _write_plain_export(context, model)
+    path, float_path = context.path(folder, FILE_STEM), context.path(context.workspace.work, FLOAT_STEM)
 
     def inputs() -> Inputs:
         return export_inputs(context, folder / QUANTIZED_FOLDER)
@@ -232,9 +217,10 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
         context.workspace.cache.stage("the float model exported", lambda: float_export_inputs(context)) as float_stage,
         context.stage(f"{folder.name} exported", "exporting", inputs) as stage,
     ):
-        needs_float = float_stage.must_run and not job.is_smoke
+        needs_float = float_stage.must_run and not context.job.is_smoke
         if stage.must_run or needs_float:
-            distributed.run_on_main("exporting", write)
+            new_float_path = float_path if needs_float else None
+            distributed.run_on_main("exporting", lambda: _write_files(context, model, path, new_float_path))
             stage.store(files=context.format.files(path))
             if needs_float:
                 float_paths = [float_path, *filter(None, [context.plain_path])]
@@ -242,7 +228,24 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
     return path, float_path
 
 
-def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
+def _write_files(context: StageContext, model: fx.GraphModule, path: Path, float_path: Path | None) -> None:
+    """Write the quantized file and, unless `float_path` is None, the float files."""
+    job = context.job
+    export(
+        model,
+        path,
+        job.example.args,
+        kwargs=job.example.kwargs,
+        float_path=float_path,
+        float_dtype=job.options.float_dtype,
+        dynamic=not job.options.fixed_sizes,
+        metadata=job.metadata,
+    )
+    if float_path is not None:
+        _write_plain_export(context, model, float_path)
+
+
+def _write_plain_export(context: StageContext, model: fx.GraphModule, float_path: Path) -> None:
     """Write the float model with torch.onnx.export if speed is measured: it may be faster than our float file."""
     job = context.job
     runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
@@ -253,7 +256,6 @@ def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
             copy_model(job.source_file, context.path(context.workspace.work, SOURCE_STEM))
     elif runtime is not None and runtime.is_installed and not runtime.why_no_speed:
         names = tuple(build_feeds(model, job.example))
-        float_path = context.path(context.workspace.work, FLOAT_STEM)
         request = ExportRequest(job.example, names=names, free_axes=context.format.about(float_path).free_axes)
         write_baseline_file(job.model, context.format, request, context.path(context.workspace.work, PLAIN_STEM))
 
