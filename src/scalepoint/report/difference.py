@@ -344,7 +344,7 @@ def _compare_numbers(first: Report, second: Report) -> Iterator[ComparedNumber]:
 
 def _read_noise(report: Report) -> dict[str, float]:
     """Return the relative noise of the numbers that depend on time, by name."""
-    latency = None if report.verification is None else report.verification.latency
+    latency = report.latency
     if latency is None:
         return {}
     return {
@@ -355,8 +355,7 @@ def _read_noise(report: Report) -> dict[str, float]:
 
 def _read_numbers(report: Report) -> dict[str, float | None]:
     """Return the numbers of a run, by their name in NUMBERS."""
-    verification, language = report.verification, report.language
-    latency = None if verification is None else verification.latency
+    verification, language, latency = report.verification, report.language, report.latency
     size = 0
     if language is not None:
         size = language.size
@@ -434,7 +433,6 @@ def _compare_circumstances(first: Report, second: Report) -> Iterator[str]:
     instructions_1, instructions_2 = (report.environment.get("instructions") for report in (first, second))
     if instructions_1 != instructions_2:
         yield f"measured on processors with different instructions: {instructions_1} and {instructions_2}"
-    latencies = [report.verification.latency for report in (first, second) if report.verification]
-    threads = [latency.threads for latency in latencies if latency is not None]
+    threads = [report.latency.threads for report in (first, second) if report.latency is not None]
     if len(set(threads)) > 1:
         yield f"measured with {threads[0]} and {threads[1]} threads"

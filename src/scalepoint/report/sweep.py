@@ -110,8 +110,8 @@ class SweepRow:
     @classmethod
     def of(cls, name: str, settings: Mapping[str, Any], report: Report, size: int | None = None) -> "SweepRow":
         """Make the row of a run from its report. `size` is used if the report has no size."""
-        verification, score = report.verification, report.accuracy[0] if report.accuracy else None
-        latency = None if verification is None else verification.latency
+        score = report.accuracy[0] if report.accuracy else None
+        verification, latency = report.verification, report.latency
         if verification is not None and verification.size:
             size = verification.size
         return cls(

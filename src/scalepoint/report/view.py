@@ -215,8 +215,8 @@ class ReportView:
 
     @property
     def latency_bars(self) -> list[charts.ChartBar]:
-        latency = self.report.verification and self.report.verification.latency
-        if not latency:
+        latency = self.report.latency
+        if latency is None:
             return []
         classes = ("before", "slow" if latency.is_slower else "after")
         rows = zip(("float", "quantized"), latency.seconds, classes, strict=True)
