@@ -59,12 +59,11 @@ class ObjectLoader:
         return next((folder / text for folder in self.folders if (folder / text).exists()), Path(text))
 
 
-def check_name(text: str, what: str, loader: ObjectLoader | None = None) -> None:
+def check_name(text: str, what: str, loader: ObjectLoader) -> None:
     """Refuse a name that is not package.module:name or needs --trust, before anything slow happens.
 
     `what` is the kind of object for error messages, such as "model".
     """
-    loader = loader or ObjectLoader()
     if what == "model" and is_library_model(text):
         package = "transformers" if text.startswith("hf:") else text.partition(":")[0]
         _check_trust(text, what, loader, _find_local_package(package, loader))

@@ -36,7 +36,7 @@ def build_report(
     best: Trial,
     trials: Sequence[Trial],
     limits: Limits,
-    allocation: PrecisionAllocation | None = None,
+    allocation: PrecisionAllocation | None,
 ) -> Report:
     """Build the report of a run. The error of each layer is measured here, on the example inputs."""
     job = context.job

@@ -206,7 +206,7 @@ def _can_have_signed_scales(spec: QuantizationSpec) -> bool:
 
 
 def add_layer_overrides(
-    config: QuantConfig, head: str | None, target: Target, float_layers: Sequence[str] = ()
+    config: QuantConfig, head: str | None, target: Target, float_layers: Sequence[str]
 ) -> QuantConfig:
     """Add overrides: `float_layers` stay float, and the head gets the target's precision unless the config sets it."""
     overrides = [*config.overrides, *(Override(name=name, weight=FLOAT) for name in float_layers)]

@@ -17,6 +17,7 @@ from scalepoint.support.formatting import (
 
 MAX_TITLED_POINTS = 400  # with more points, all are one SVG path and only the worst have a title
 MAX_DRAWN_BINS = 60
+MAX_LAYER_TICKS = 8
 MAX_DRAWN_ERROR = 1e6  # larger errors are drawn as this one
 LETTER_WIDTH = 7.2  # approximate width of a letter in a label, in SVG units
 LABEL_OFFSETS = (19, -10, 34, -25, 49, -40)  # y of a label relative to its point: below, above, then further away
@@ -165,12 +166,12 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)][:20]
 
 
-def integer_step(count: int, about: int = 8) -> int:
-    """Return the distance of about `about` ticks on an axis of `count` numbered layers: 1, 2, 5, 10, 20, ..."""
+def integer_step(count: int) -> int:
+    """Return the distance of the ticks on an axis of `count` numbered layers: 1, 2, 5, 10, 20, ..."""
     power = 1
-    while power * 10 * about < count:
+    while power * 10 * MAX_LAYER_TICKS < count:
         power *= 10
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor * about >= count)
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor * MAX_LAYER_TICKS >= count)
 
 
 @dataclass(frozen=True)
