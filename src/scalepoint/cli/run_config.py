@@ -11,14 +11,7 @@ from scalepoint.cli.data import RANDOM_DATA, DataOptions, check_data
 from scalepoint.cli.library_models import is_library_model
 from scalepoint.cli.load_objects import ObjectLoader, check_name, is_onnx_file
 from scalepoint.errors import ConfigError, TargetError, UsageError
-from scalepoint.options import (
-    CheckpointOptions,
-    CommonOptions,
-    DeployConfig,
-    DeployOptions,
-    changed_values,
-    get_option,
-)
+from scalepoint.options import CheckpointOptions, CommonOptions, DeployConfig, DeployOptions, changed_values, get_option
 from scalepoint.support.validation_errors import find_validation_error, list_problems
 
 ConfigT = TypeVar("ConfigT", bound=DeployConfig)

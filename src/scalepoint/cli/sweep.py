@@ -16,13 +16,7 @@ from scalepoint.cli.load_objects import load_evaluate
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.model_and_data import load_for_deploy
 from scalepoint.cli.output import say, show, show_json
-from scalepoint.cli.run_config import (
-    check_names,
-    check_settings,
-    input_paths,
-    load_settings,
-    object_loader,
-)
+from scalepoint.cli.run_config import check_names, check_settings, input_paths, load_settings, object_loader
 from scalepoint.errors import UsageError
 from scalepoint.options import SweepConfig
 

@@ -32,11 +32,7 @@ SMOKE_NOTE = (
 
 
 def build_report(
-    context: StageContext,
-    best: Trial,
-    trials: Sequence[Trial],
-    limits: Limits,
-    allocation: PrecisionAllocation | None,
+    context: StageContext, best: Trial, trials: Sequence[Trial], limits: Limits, allocation: PrecisionAllocation | None
 ) -> Report:
     """Build the report of a run. The error of each layer is measured here, on the example inputs."""
     job = context.job

@@ -138,12 +138,7 @@ def find_rounding(
     columns = layer.to_output_first(layer.weight).shape[1]
     dtype = job.format.scale_dtype or job.source.tensors[weights.name_of(layer.weight)].dtype
     if quantizer.spec.qformulation == "minval" and job.format.round_scales_and_minima is not None:
-        return partial(
-            _round_scales_and_minima,
-            job.format.round_scales_and_minima,
-            quantizer.spec,
-            columns,
-        )
+        return partial(_round_scales_and_minima, job.format.round_scales_and_minima, quantizer.spec, columns)
     if job.format.round_scales is not None:
         return partial(_round_scales, job.format.round_scales, quantizer.spec, columns, dtype)
     return None if dtype == torch.float32 else partial(_round_to_dtype, dtype)

@@ -19,17 +19,8 @@ from torch import Tensor, fx
 from scalepoint import distributed
 from scalepoint.analysis.statistics import decibels
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
-from scalepoint.checkpoints.skeleton import (
-    CheckpointWeights,
-    build_skeleton,
-    find_head,
-)
-from scalepoint.checkpoints.text import (
-    Text,
-    context_length,
-    load_sequences,
-    load_tokenizer,
-)
+from scalepoint.checkpoints.skeleton import CheckpointWeights, build_skeleton, find_head
+from scalepoint.checkpoints.text import Text, context_length, load_sequences, load_tokenizer
 from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, VerificationError
 from scalepoint.numerics import dtype_name
 from scalepoint.pipeline.build_report import describe_environment

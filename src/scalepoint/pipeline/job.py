@@ -138,8 +138,7 @@ def prepare_job(
             "data or with an iterator: pass a list, a DataLoader or a function"
         )
     distributed.run_on_main(
-        "looking for the runtime",
-        lambda: check_installed(checked_target, allow_departure=options.allow_departure),
+        "looking for the runtime", lambda: check_installed(checked_target, allow_departure=options.allow_departure)
     )
     source, may_fix_axes = None, False
     dynamic_axes: Axes | None = options.dynamic_axes

@@ -149,12 +149,7 @@ def tune(context: StageContext, model: fx.GraphModule, config: "TuneConfig") -> 
     job = context.job
     with context.timed("tuning", is_phase=False):
         return tuning.tune(
-            model,
-            job.data.data,
-            config,
-            max_batches=job.max_batches,
-            on_nan=job.options.on_nan,
-            progress=job.progress,
+            model, job.data.data, config, max_batches=job.max_batches, on_nan=job.options.on_nan, progress=job.progress
         )
 
 
@@ -453,11 +448,7 @@ def write_departing_layer(
 def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:
     """Return the fingerprints of all inputs of the quantized model except the data."""
     job = context.job
-    values = {
-        **stage_values(job.options, "quantize"),
-        "max_batches": job.max_batches,
-        "dynamic_axes": job.dynamic_axes,
-    }
+    values = {**stage_values(job.options, "quantize"), "max_batches": job.max_batches, "dynamic_axes": job.dynamic_axes}
     return {
         **PACKAGE_VERSIONS,
         "the model": context.model_fingerprint,

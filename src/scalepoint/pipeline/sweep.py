@@ -163,11 +163,7 @@ def check_runs(runs: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
             find_model_target(target, values.get("cpu", "auto"))
             with suppress(TargetError):
                 build_options(
-                    target,
-                    arguments.get("config"),
-                    values,
-                    has_metric=has_metric,
-                    smoke=bool(arguments.get("smoke")),
+                    target, arguments.get("config"), values, has_metric=has_metric, smoke=bool(arguments.get("smoke"))
                 )
         except (UsageError, ConfigError, TargetError) as error:
             raise UsageError(f"run {name}: {error.args[0]}") from error

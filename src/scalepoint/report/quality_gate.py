@@ -16,12 +16,7 @@ from typing import Any
 from scalepoint.errors import UsageError, short_repr
 from scalepoint.report import headline
 from scalepoint.report.model import SMOKE_WARNING, Report
-from scalepoint.support.formatting import (
-    format_ratio,
-    format_size,
-    format_value,
-    shorten,
-)
+from scalepoint.support.formatting import format_ratio, format_size, format_value, shorten
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.output_folder import WrittenFiles
 
