@@ -9,7 +9,7 @@
 
 Each field has its type, default, help, group and the pipeline stages whose result depends on it. Command line flags
 (`cli/flags.py`), YAML keys, the JSON schema, config.yaml, the reproduction call and the cache keys of stages are made
-from these declarations. A test compares them with the signatures of the public functions.
+from these declarations. Tests compare them with the signatures of the public functions, which pass them on by name.
 """
 
 import json
