@@ -102,7 +102,7 @@ def prepared(job: str, count: int, folder: Path) -> Callable[[], object]:
         tokens = [torch.randint(WORDS, (1, LENGTH), generator=rng) for _ in range(2 * count)]
         options: dict[str, Any] = {"data": tokens[:count], "judge": tokens[count : count + count // 2], "verify": False}
         job = prepare_checkpoint_job(
-            folder / "llama", folder / "out", target="compressed-tensors", config=None, values={"accuracy": "balanced"}
+            folder / "llama", folder / "out", target="compressed-tensors", config=None, accuracy="balanced"
         )
         captured = build_quantized_graph(job, tokens)  # every rank does that alike, and it is the same for any data
         deploy.build_quantized_graph = lambda *_: captured

@@ -9,7 +9,7 @@
 
 Each field has its type, default, help, group and the pipeline stages whose result depends on it. Command line flags
 (`cli/flags.py`), YAML keys, the JSON schema, config.yaml, the reproduction call and the cache keys of stages are made
-from these declarations. A test compares them with the signatures of the public functions.
+from these declarations. Tests compare them with the signatures of the public functions, which pass them on by name.
 """
 
 import json
@@ -165,10 +165,7 @@ Choices = Annotated[tuple[str, ...], AfterValidator(_check_choices)]
 InputShapes = Annotated[dict[str, tuple[Count, ...]] | None, BeforeValidator(_parse_shapes)]
 FixedInputs = Annotated[dict[str, Any] | None, BeforeValidator(_parse_fixed_inputs)]
 FreeAxes = Annotated[dict[str, dict[int, str]] | None, BeforeValidator(_parse_axes)]
-OptionalBudget = Annotated[
-    Budget | None,
-    BeforeValidator(lambda value: None if value is None else Budget.build(value)),
-]
+OptionalBudget = Annotated[Budget | None, BeforeValidator(lambda value: None if value is None else Budget.build(value))]
 
 
 class CommonOptions(Config):
@@ -386,8 +383,7 @@ class RunOptions(Config):
         Option("Continue an interrupted run; finished stages are reused if their inputs did not change.", RUN_GROUP),
     ] = False
     force: Annotated[
-        bool,
-        Option("Overwrite files of an earlier run. Other files are kept.", RUN_GROUP, flags=("--force", "-f")),
+        bool, Option("Overwrite files of an earlier run. Other files are kept.", RUN_GROUP, flags=("--force", "-f"))
     ] = False
 
 

@@ -24,7 +24,7 @@ def is_accepted(folder: Path, config: Any, target: str) -> bool:
     """Whether the folder can be deployed; any exception other than a ScalepointError fails the test."""
     (folder / "config.json").write_text(json.dumps(config))
     try:
-        prepare_checkpoint_job(folder, folder.parent / "out", target=target, config=None, values={"accuracy": "fast"})
+        prepare_checkpoint_job(folder, folder.parent / "out", target=target, config=None, accuracy="fast")
         build_skeleton(Source.open(folder))
     except ScalepointError:
         return False

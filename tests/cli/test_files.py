@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from scalepoint.cli.exit_codes import Code
+from scalepoint.cli.inspect import is_model_file
 from scalepoint.cli.load_objects import ObjectLoader
-from scalepoint.cli.metadata import is_model_file, with_metadata
+from scalepoint.cli.metadata import with_metadata
 from scalepoint.formats import find_format, list_formats
 from scalepoint.options import DeployConfig
 

@@ -27,11 +27,11 @@ from scalepoint.options import (
     stage_values,
 )
 from scalepoint.pipeline import reproduction
+from scalepoint.pipeline.context import StageContext
 from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.reproduction import options_as_source
 from scalepoint.pipeline.result import Trial
-from scalepoint.pipeline.stages import StageContext
 from scalepoint.pipeline.workspace import DeployWorkspace
 from scalepoint.quantize import QuantConfig
 from scalepoint.targets import describe, find_target
@@ -91,6 +91,33 @@ def test_the_keywords_and_defaults_of_deploy_checkpoint_are_those_of_the_options
     assert set(parameters) - {"source", "data", "verify", "progress"} == set(declared) - {"smoke"}
     for name in ("judge", "memory", "length", "samples", "cache", "allow_departure", "resume", "force"):
         assert parameters[name].default == declared[name].default, name
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "prepare", "not_in_the_job"),
+    [
+        ("deploy", "prepare_job", {"resume", "force", "callback"}),
+        ("deploy_checkpoint", "prepare_checkpoint_job", {"data", "judge", "verify", "progress"}),
+    ],
+)
+def test_every_keyword_reaches_the_job(function, prepare, not_in_the_job, monkeypatch) -> None:
+    keywords_of_job = {}
+
+    def stop(*_: object, **keywords: object) -> None:
+        keywords_of_job.update(keywords)
+        raise StopError
+
+    monkeypatch.setattr(import_module(f"scalepoint.pipeline.{function}"), prepare, stop)
+    signature = inspect.signature(getattr(scalepoint, function))
+    values = {name: f"the {name}" for name, value in signature.parameters.items() if value.kind == value.KEYWORD_ONLY}
+    with pytest.raises(StopError):
+        getattr(scalepoint, function)(*["first"] * (len(signature.parameters) - len(values)), **values)
+    keywords_of_job.pop("texts", None)
+    assert keywords_of_job == {name: value for name, value in values.items() if name not in not_in_the_job}
 
 
 def test_every_option_of_deploy_can_be_swept_or_is_an_option_of_the_sweep() -> None:

@@ -56,7 +56,7 @@ def test_scales_are_computed_from_the_largest_keys_and_values(wide, tmp_path, mo
     monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "ort-genai", form)
     deployed(wide, tmp_path / "out", "ort-genai", "int8", verify=False)
     job = prepare_checkpoint_job(
-        wide, tmp_path / "again", target="ort-genai", config=None, values={"accuracy": "fast", "cache": "int8"}
+        wide, tmp_path / "again", target="ort-genai", config=None, accuracy="fast", cache="int8"
     )
     model, weights = build_quantized_graph(job, [])
     weights.load(model.parameters())
@@ -107,7 +107,7 @@ def test_a_config_without_the_number_of_heads_is_refused(tmp_path):
 def test_one_block_in_another_precision_is_refused(wide, tmp_path):
     config = {"overrides": [{"name": "model.layers.0.self_attn.attention", "input": "float"}]}
     job = prepare_checkpoint_job(
-        wide, tmp_path / "out", target="ort-genai", config=config, values={"accuracy": "fast", "cache": "int8"}
+        wide, tmp_path / "out", target="ort-genai", config=config, accuracy="fast", cache="int8"
     )
     with raises(UsageError, "1 of 2 blocks", "precision"):
         build_quantized_graph(job, [])

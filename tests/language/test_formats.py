@@ -61,7 +61,7 @@ def test_a_file_that_no_installed_runtime_reads_is_written_with_a_note(llama, tm
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "awq"])
 def test_blocks_are_by_default_as_large_as_the_layers_allow(llama, tmp_path, target):
     folder, _ = llama  # of 64 inputs: the target's blocks of 128 do not divide them
-    done = prepare_checkpoint_job(folder, tmp_path / "out", target=target, config=None, values={"accuracy": "fast"})
+    done = prepare_checkpoint_job(folder, tmp_path / "out", target=target, config=None, accuracy="fast")
     assert done.config.spec_for("weight", (), ()).granularity.block_size == 64
     assert find_target(target).weight.granularity.block_size == 128
     with pytest.raises(TargetError, match="64, 32, 16"):
@@ -70,5 +70,5 @@ def test_blocks_are_by_default_as_large_as_the_layers_allow(llama, tmp_path, tar
             tmp_path / "out",
             target=target,
             config={"weight": find_target(target).weight},
-            values={"accuracy": "fast"},
+            accuracy="fast",
         )

@@ -6,7 +6,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint.errors import UsageError
-from scalepoint.pipeline import stages
+from scalepoint.pipeline import context, stages
 from scalepoint.pipeline.accuracy import CLOSED_FORM, choose_tuning
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.quantize.quantized_layers import QuantizedLayer
@@ -82,7 +82,7 @@ def test_without_data_nothing_is_tuned():
 
 @pytest.mark.parametrize("bad_data", [list, lambda: iter([torch.ones(2, 32)])], ids=["no batches", "an iterator"])
 def test_data_that_cannot_be_read_again_is_refused_before_capture(tmp_path, monkeypatch, bad_data):
-    monkeypatch.setattr(stages, "capture_for_plan", None)  # it would fail if it ran
+    monkeypatch.setattr(context, "capture_for_plan", None)  # it would fail if it ran
     with pytest.raises(UsageError, match="accuracy='balanced' reads the calibration data a second time"):
         scalepoint.deploy(
             nn.Linear(32, 32), torch.ones(2, 32), bad_data(), accuracy="balanced", output=tmp_path / "out"

@@ -242,6 +242,6 @@ def test_the_key_of_a_config_is_read_as_yaml_and_json_have_it(tmp_path):
 
 def test_the_flag_is_the_key():
     flags = {"dynamic_axes": ["x:2=height,3=width", "mask:1"]}
-    assert load_settings(flags).dynamic_axes == {**PICTURE, "mask": {1: "mask_1"}}
+    assert load_settings(flags, scalepoint.DeployConfig).dynamic_axes == {**PICTURE, "mask": {1: "mask_1"}}
     with raises(UsageError, "--dynamic-axes", "x:2=height,3=width", "x:2,3", "'x=2'"):
-        load_settings({"dynamic_axes": ["x=2"]})
+        load_settings({"dynamic_axes": ["x=2"]}, scalepoint.DeployConfig)

@@ -17,7 +17,7 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import ScalepointWarning, StoreError, UsageError
 from scalepoint.pipeline import cache as caches
-from scalepoint.pipeline import stages
+from scalepoint.pipeline import context, stages
 from scalepoint.quantize import QuantConfig
 from scalepoint.support.files import folder_locked
 from scalepoint.targets import find_target
@@ -57,7 +57,8 @@ class Counter:
         self.counts: dict[str, int] = {}
         self.stop: list[str] = []
         for name in STAGES[:-1]:
-            patch.setattr(stages, name, self.counting(name, getattr(stages, name)))
+            module = context if name == "capture_for_plan" else stages
+            patch.setattr(module, name, self.counting(name, getattr(module, name)))
 
     def counting(self, name, function):
         def run(*args, **kwargs):

@@ -28,9 +28,10 @@ from scalepoint.report import (
     to_html,
     write,
 )
-from scalepoint.report.html import ReportView, choose_colour_class, jinja_environment
+from scalepoint.report.html import jinja_environment
 from scalepoint.report.placement_graph import build_blocks
 from scalepoint.report.terminal import WrappedText
+from scalepoint.report.view import ReportView, choose_colour_class
 from scalepoint.results import PrecisionChange, Score, TensorHistogram, TrialSummary, is_within
 from scalepoint.support.formatting import (
     describe_quality,

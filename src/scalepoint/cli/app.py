@@ -111,10 +111,7 @@ COMMANDS = (
     (
         verify.compare,
         "compare",
-        (
-            "scalepoint compare before/ after/",
-            "scalepoint compare out/ mypackage.models:resnet --data calibration.npz",
-        ),
+        ("scalepoint compare before/ after/", "scalepoint compare out/ mypackage.models:resnet --data calibration.npz"),
     ),
     (
         setup_commands.targets,
@@ -140,9 +137,8 @@ def run(arguments: list[str]) -> int:
         _quiet_warnings(is_debug)
         try:
             code = app(arguments, standalone_mode=False, prog_name="scalepoint")
-            if code == Code.INTERRUPTED and not isinstance(
-                code, Code
-            ):  # typer returns 130 after Ctrl-C without a message
+            # After Ctrl-C, typer returns 130 without a message.
+            if code == Code.INTERRUPTED and not isinstance(code, Code):
                 code = report_interrupt()
         except _USAGE_ERROR as error:
             code = report_usage_error(error, name, is_json=is_json)

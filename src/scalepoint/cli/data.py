@@ -7,14 +7,13 @@ The result can be iterated several times. No file is unpickled.
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from scalepoint.cli.exit_codes import usage_error
 from scalepoint.cli.load_objects import PICKLE_SUFFIXES, ObjectLoader, check_name, load_object, user_code
 from scalepoint.cli.output import say
-from scalepoint.errors import DocumentError, ScalepointError
+from scalepoint.errors import DocumentError, ScalepointError, UsageError
 from scalepoint.support.untrusted import check_file
 
 FILE_SUFFIXES = (".npz", ".npy", ".safetensors")
@@ -50,7 +49,7 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         with user_code(f"data {self.name!r}"):
             source = iter(self._start())
-        for _ in range(self._limit) if self._limit else iter(int, 1):
+        for _ in islice(count(), self._limit):
             with user_code(f"data {self.name!r}"):
                 try:
                     batch = next(source)
@@ -62,7 +61,7 @@ class Batches:
         """Return the first batch."""
         for batch in islice(self, 1):
             return batch
-        raise usage_error(f"data {self.name!r} is empty: at least one batch is needed")
+        raise UsageError(f"data {self.name!r} is empty: at least one batch is needed")
 
 
 def check_data(text: str, options: DataOptions) -> None:
@@ -70,20 +69,20 @@ def check_data(text: str, options: DataOptions) -> None:
     path = options.loader.resolve(text)
     suffix = path.suffix.lower()
     if suffix in PICKLE_SUFFIXES and ":" not in text:
-        raise usage_error(
+        raise UsageError(
             f"data {text!r}: a {suffix} file can run code when it is loaded, so it is never opened: use {DATA_KINDS}"
         )
     if suffix in FILE_SUFFIXES or path.exists():
         if not path.exists():
-            raise usage_error(f"data {text!r}: there is no such file in {Path.cwd()}")
+            raise UsageError(f"data {text!r}: there is no such file in {Path.cwd()}")
         if path.is_dir():
             if not _has_arrays(path):
                 _require_preprocessing(text, options)
         elif suffix not in FILE_SUFFIXES:
             kind = suffix or "a file without a suffix"
-            raise usage_error(f"data {text!r}: {kind} cannot be used as data: use {DATA_KINDS}")
+            raise UsageError(f"data {text!r}: {kind} cannot be used as data: use {DATA_KINDS}")
     elif ":" not in text:
-        raise usage_error(f"data {text!r}: there is no such file or folder in {Path.cwd()}: use {DATA_KINDS}")
+        raise UsageError(f"data {text!r}: there is no such file or folder in {Path.cwd()}: use {DATA_KINDS}")
     else:
         check_name(text, "data", options.loader)
 
@@ -99,7 +98,7 @@ def load_data(text: str, options: DataOptions) -> Batches:
         return Batches(text, lambda: _slice_batches(arrays, options.batch_size), options.max_batches)
     source = load_object(text, "data", options.loader)
     if not callable(source) and not isinstance(source, Iterable):
-        raise usage_error(
+        raise UsageError(
             f"data {text!r} must be an iterable of batches or a function that returns one, got a "
             f"{type(source).__name__}"
         )
@@ -134,14 +133,14 @@ def _read_npz(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as file:
             size = sum(entry.file_size for entry in file.infolist())
         if size > MAX_DATA_BYTES:
-            raise usage_error(f"{path}: {size} bytes once unpacked, at most {MAX_DATA_BYTES} can be read")
+            raise UsageError(f"{path}: {size} bytes once unpacked, at most {MAX_DATA_BYTES} can be read")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         return _check_samples(path, {name: torch.from_numpy(array) for name, array in arrays.items()})
     except ScalepointError:
         raise
     except Exception as error:  # a damaged archive raises many types
-        raise usage_error(f"{path} is not a {path.suffix} file of plain arrays: {error}") from error
+        raise UsageError(f"{path} is not a {path.suffix} file of plain arrays: {error}") from error
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -152,14 +151,14 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     try:
         return _check_samples(path, load_file(path))
     except (SafetensorError, OSError, ValueError) as error:
-        raise usage_error(f"{path} is not a safetensors file: {error}") from error
+        raise UsageError(f"{path} is not a safetensors file: {error}") from error
 
 
 def _check_file(path: Path) -> None:
     try:
         check_file(path)
     except (OSError, DocumentError) as error:
-        raise usage_error(
+        raise UsageError(
             error.args[0] if isinstance(error, DocumentError) else f"{path} cannot be read: {error}"
         ) from error
 
@@ -171,7 +170,7 @@ def _check_samples(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
     lengths = {name: len(tensor) if tensor.ndim else 0 for name, tensor in tensors.items()}
     if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
         arrays = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()) or "no arrays"
-        raise usage_error(
+        raise UsageError(
             f"{path}: each array must have the samples of one input along its first axis, and all arrays the same "
             f"number of samples, got {arrays}"
         )
@@ -204,12 +203,12 @@ def _is_numbered(name: str) -> bool:
 def _require_preprocessing(text: str, options: DataOptions) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
     """Return size, mean and std of images. They depend on the model: all three are required."""
     if options.size is None or options.mean is None or options.std is None:
-        raise usage_error(
+        raise UsageError(
             f"data {text!r} is a folder of images: pass the preprocessing of the model, such as {PREPROCESSING_EXAMPLE}"
         )
     mean, std = options.mean, options.std
     if len(mean) != len(std) or len(mean) not in (1, 3) or not all(value > 0 for value in std):
-        raise usage_error(
+        raise UsageError(
             f"--mean and --std must have 3 numbers each (colour) or 1 (grey), and --std must be above 0, as in "
             f"{PREPROCESSING_EXAMPLE}"
         )
@@ -220,11 +219,11 @@ def _image_batches(folder: Path, options: DataOptions) -> Batches:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise usage_error("images need the package pillow: pip install pillow") from error
+        raise UsageError("images need the package pillow: pip install pillow") from error
     size, mean, std = _require_preprocessing(str(folder), options)
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
     if not paths:
-        raise usage_error(f"data '{folder}': no images ({', '.join(IMAGE_SUFFIXES)}) in this folder")
+        raise UsageError(f"data '{folder}': no images ({', '.join(IMAGE_SUFFIXES)}) in this folder")
     groups = [paths[start : start + options.batch_size] for start in range(0, len(paths), options.batch_size)]
 
     def start() -> Iterator[Any]:
@@ -250,7 +249,7 @@ def _read_image(path: Path, size: int, mean: Sequence[float], std: Sequence[floa
         left, top = (width - size) // 2, (height - size) // 2
         image = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
     except (OSError, ValueError, SyntaxError, ZeroDivisionError, Image.DecompressionBombError) as error:
-        raise usage_error(f"{path} cannot be read as an image: {error}") from error
+        raise UsageError(f"{path} cannot be read as an image: {error}") from error
     pixels = np.asarray(image, dtype=np.float32).reshape(size, size, len(mean)) / 255
     values = (pixels - np.asarray(mean, dtype=np.float32)) / np.asarray(std, dtype=np.float32)
     return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1)))

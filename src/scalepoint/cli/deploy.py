@@ -2,7 +2,7 @@
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ import scalepoint
 from scalepoint import distributed
 from scalepoint.cli import flags
 from scalepoint.cli.deploy_checkpoint import CheckpointRun, is_folder
-from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
-from scalepoint.cli.flags import takes
-from scalepoint.cli.inspect import load_model_and_data, load_onnx_data, preview
-from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file, load_evaluate, load_public
+from scalepoint.cli.exit_codes import Code, report_interrupt
+from scalepoint.cli.flags import RunFlags, takes
+from scalepoint.cli.inspect import preview
+from scalepoint.cli.load_objects import ObjectLoader, load_evaluate
 from scalepoint.cli.metadata import with_metadata
+from scalepoint.cli.model_and_data import load_for_deploy
 from scalepoint.cli.output import say, show, show_json
 from scalepoint.cli.run_config import (
     check_deploy_options,
@@ -56,45 +57,39 @@ def deploy(
 
 
 def _run_deploy(parameters: dict[str, Any]) -> int:
-    model, config = parameters["model"], parameters["config"]
-    dry_run, resume, force, quiet, json = (
-        bool(parameters[name]) for name in ("dry_run", "resume", "force", "quiet", "json")
-    )
-    if not is_folder(model):  # check as much as possible before torch is loaded, which takes seconds
+    run_flags, config = RunFlags.from_parameters(parameters), parameters["config"]
+    if not is_folder(parameters["model"]):  # check as much as possible before torch is loaded, which takes seconds
         loader = check_names(parameters)
         if config is None:
-            resume = _check_output(parameters, loader, resume, force=force or dry_run)
-    settings = load_settings(parameters)
+            run_flags = _check_output(parameters, loader, run_flags)
+    settings = load_settings(parameters, DeployConfig)
     if is_folder(settings.model):
-        for flag in ("smoke", "dry_run"):
-            if parameters[flag]:
-                raise usage_error(f"--{flag.replace('_', '-')} cannot be used with checkpoints of language models")
-        return CheckpointRun(settings, resume, force, quiet, json).run()
+        return CheckpointRun(settings, run_flags).run()
     loader = object_loader(settings, parameters)
     check_settings(settings, loader)
     settings = with_metadata(settings, loader)
-    check_deploy_options(settings, smoke=bool(parameters["smoke"]))
+    check_deploy_options(settings, smoke=run_flags.smoke)
     if config is not None:
-        resume = _check_output(dict(settings), loader, resume, force=force or dry_run)
-    if dry_run:
+        run_flags = _check_output(dict(settings), loader, run_flags)
+    if run_flags.dry_run:
         if settings.evaluate:
             load_evaluate(settings.evaluate, loader)
-        code = preview(settings, loader, "deploy", json=json)
-        _print_status("dry run: nothing was written", quiet)
+        code = preview(settings, loader, "deploy", json=run_flags.json)
+        _print_status("dry run: nothing was written", run_flags.quiet)
         return code
     check_installed(settings)
-    is_smoke, is_verbose = bool(parameters["smoke"]), bool(parameters["verbose"])
-    return DeployRun(settings, loader, is_smoke, resume, force, quiet, json, is_verbose).run()
+    return DeployRun(settings, loader, run_flags).run()
 
 
-def _check_output(values: Mapping[str, Any], loader: ObjectLoader, resume: bool, *, force: bool) -> bool:
-    """Check the output folder before anything is loaded. Return whether an interrupted run is continued."""
+def _check_output(values: Mapping[str, Any], loader: ObjectLoader, run_flags: RunFlags) -> RunFlags:
+    """Check the output folder before anything is loaded. A restarted process continues the interrupted run."""
     from scalepoint.pipeline.workspace import DeployWorkspace
 
     folder = Path(values["output"] or "out")
-    resume = resume or (distributed.is_restarted() and bool(_finished_stages(folder)))
-    DeployWorkspace(folder, resume=resume, force=force).check(input_paths(values, loader))
-    return resume
+    resume = run_flags.resume or (distributed.is_restarted() and bool(_finished_stages(folder)))
+    workspace = DeployWorkspace(folder, resume=resume, force=run_flags.force or run_flags.dry_run)
+    workspace.check(input_paths(values, loader))
+    return replace(run_flags, resume=resume)
 
 
 def _finished_stages(folder: Path) -> list[str]:
@@ -126,7 +121,7 @@ def _print_status(text: str, quiet: bool) -> None:
         say(text)
 
 
-def deploy_keywords(settings: Any) -> dict[str, Any]:
+def deploy_keywords(settings: DeployConfig) -> dict[str, Any]:
     """Return the keyword arguments of scalepoint.deploy that a config contains."""
     options = dict(settings.part(DeployOptions))
     config = options.pop("quantization")
@@ -134,13 +129,13 @@ def deploy_keywords(settings: Any) -> dict[str, Any]:
     return {**options, "config": config}
 
 
-def make_command(settings: Any, loader: ObjectLoader) -> Command:
+def make_command(settings: DeployConfig, loader: ObjectLoader) -> Command:
     """Return what deploy needs to write config.yaml and reproduce.py."""
     sources = settings.updated({"root": str(loader.root.absolute())}).part(SourceOptions)
     return Command(sources, trust=loader.trust)
 
 
-def _options_text(settings: Any) -> str:
+def _options_text(settings: DeployConfig) -> str:
     """List the options that differ from their defaults, for the first lines on stderr."""
     hidden = ("model", "target", "output", "quantization", "metadata", "root")
     values = {name: value for name, value in changed_values(settings).items() if name not in hidden}
@@ -151,14 +146,9 @@ def _options_text(settings: Any) -> str:
 class DeployRun:
     """One run of `scalepoint deploy` with its settings."""
 
-    settings: Any
+    settings: DeployConfig
     loader: ObjectLoader
-    smoke: bool
-    resume: bool
-    force: bool
-    quiet: bool
-    json: bool
-    verbose: bool = False
+    flags: RunFlags
 
     @property
     def folder(self) -> Path:
@@ -173,7 +163,7 @@ class DeployRun:
             return report_interrupt(self._describe_interrupted())
         except Exception:
             if _finished_stages(self.folder):
-                _print_status(self._describe_interrupted(), self.quiet)
+                _print_status(self._describe_interrupted(), self.flags.quiet)
             raise
         return self._show_result(deployment)
 
@@ -181,27 +171,20 @@ class DeployRun:
         settings = self.settings
         seed_all(settings.seed)
         evaluate = load_evaluate(settings.evaluate, self.loader) if settings.evaluate else None
-        if is_onnx_file(settings.model):  # deploy reads the file itself, compares with it, and chooses the example
-            model, inputs, batches = self.loader.resolve(settings.model), None, load_onnx_data(settings, self.loader)
-        else:
-            model, inputs, batches = load_model_and_data(settings, self.loader)
-        _print_status(
-            f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.folder}/",
-            self.quiet,
-        )
-        _print_status(f"  {_options_text(settings)}", self.quiet)
+        inputs = load_for_deploy(settings, self.loader)
+        title = f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.folder}/"
+        _print_status(title, self.flags.quiet)
+        _print_status(f"  {_options_text(settings)}", self.flags.quiet)
         try:
-            return load_public("deploy")(
-                model,
-                inputs,
-                [] if batches is None else batches,
+            return scalepoint.deploy(
+                *inputs,
                 output=self.folder,
                 evaluate=evaluate,
-                smoke=self.smoke,
-                resume=self.resume,
-                force=self.force,
-                progress=not self.quiet,
-                callback=print_event if self.verbose else None,
+                smoke=self.flags.smoke,
+                resume=self.flags.resume,
+                force=self.flags.force,
+                progress=not self.flags.quiet,
+                callback=print_event if self.flags.verbose else None,
                 command=make_command(settings, self.loader),
                 **deploy_keywords(settings),
             )
@@ -221,7 +204,7 @@ class DeployRun:
         """Print the result and return the exit code."""
         settings, page = self.settings, self.folder / "report.html"
         code, reason = _exit_code(deployment, settings.max_drop, settings.min_speed, settings.allow_departure)
-        if self.json:
+        if self.flags.json:
             result = {
                 "exit_code": int(code),
                 "why": reason,
@@ -239,7 +222,7 @@ class DeployRun:
             }
             show_json("deploy", result)
         else:
-            show(deployment.report.table(verbose=self.verbose), f"file: {deployment.path}", f"report: {page}")
+            show(deployment.report.table(verbose=self.flags.verbose), f"file: {deployment.path}", f"report: {page}")
         if reason:
             is_note = code == Code.DONE
             say(f"{'note' if is_note else 'failed'}: {reason}", style="yellow" if is_note else "red")

@@ -7,11 +7,11 @@ from typing import Any
 
 import scalepoint
 from scalepoint import distributed
-from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
-from scalepoint.cli.load_objects import load_public
+from scalepoint.cli.exit_codes import Code, report_interrupt
+from scalepoint.cli.flags import RunFlags
 from scalepoint.cli.output import say, show, show_json
-from scalepoint.errors import VerificationError
-from scalepoint.options import CheckpointOptions, changed_values
+from scalepoint.errors import UsageError, VerificationError
+from scalepoint.options import CheckpointOptions, DeployConfig, changed_values
 
 # Keys of a config that are used for a checkpoint.
 USED_OPTIONS = {"model", "data", "root", *CheckpointOptions.model_fields}
@@ -22,7 +22,7 @@ def is_folder(name: str | None) -> bool:
     return bool(name) and Path(str(name)).is_dir()
 
 
-def checkpoint_keywords(settings: Any) -> dict[str, Any]:
+def checkpoint_keywords(settings: DeployConfig) -> dict[str, Any]:
     """Return the keyword arguments of scalepoint.deploy_checkpoint that a config contains."""
     options = dict(settings.part(CheckpointOptions))
     config = options.pop("quantization")
@@ -34,11 +34,8 @@ def checkpoint_keywords(settings: Any) -> dict[str, Any]:
 class CheckpointRun:
     """One run of `scalepoint deploy` on a checkpoint, with its settings."""
 
-    settings: Any
-    resume: bool
-    force: bool
-    quiet: bool
-    json: bool
+    settings: DeployConfig
+    flags: RunFlags
 
     @property
     def output(self) -> Path:
@@ -49,27 +46,30 @@ class CheckpointRun:
         """Check that all options apply to a checkpoint. Return whether to continue an interrupted run."""
         from scalepoint.pipeline.workspace import CheckpointWorkspace
 
+        for name in ("smoke", "dry_run"):
+            if getattr(self.flags, name):
+                raise UsageError(f"--{name.replace('_', '-')} cannot be used with checkpoints of language models")
         for name in changed_values(self.settings):
             if name not in USED_OPTIONS:
                 flag = f"--{name.replace('_', '-')}"
-                raise usage_error(f"{flag} cannot be used with checkpoints of language models")
-        return self.resume or (distributed.is_restarted() and CheckpointWorkspace(self.output).is_unfinished())
+                raise UsageError(f"{flag} cannot be used with checkpoints of language models")
+        return self.flags.resume or (distributed.is_restarted() and CheckpointWorkspace(self.output).is_unfinished())
 
     def run(self) -> int:
         """Deploy, print the result and return the exit code."""
         resume = distributed.run_on_main("checking the output folder", self.check, bool)
         settings = self.settings
-        if not self.quiet:
+        if not self.flags.quiet:
             say(f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.output}")
         try:
-            deployment = load_public("deploy_checkpoint")(
+            deployment = scalepoint.deploy_checkpoint(
                 settings.model,
                 self.output,
                 data=settings.data,
                 **checkpoint_keywords(settings),
                 resume=resume,
-                force=self.force,
-                progress=not self.quiet,
+                force=self.flags.force,
+                progress=not self.flags.quiet,
             )
         except VerificationError as error:
             if error.deployment is None:
@@ -94,7 +94,7 @@ class CheckpointRun:
         departs = result.status == DEPARTS
         is_allowed = departs and self.settings.allow_departure
         code = Code.DONE if result.status == "ok" or is_allowed else Code.UNVERIFIED
-        if self.json:
+        if self.flags.json:
             fields = {
                 "exit_code": int(code),
                 "version": scalepoint.__version__,

@@ -57,31 +57,15 @@ EXIT_CODES_BY_ERROR: tuple[tuple[type[Exception], Code, str], ...] = (
 )
 
 
-def usage_error(message: str) -> errors.UsageError:
-    """Return an error with exit code 2."""
-    return errors.UsageError(message)
-
-
 def report_error(error: Exception, command: str, *, is_json: bool, is_debug: bool) -> Code:
     """Print an error and return the exit code."""
     if isinstance(error, errors.RankError) and not distributed.is_main():
         with distributed.single_process():  # every rank prints it, because rank 0 may be the rank that died
             return report_error(error, command, is_json=is_json, is_debug=is_debug)
-    code, label, message, hint = classify_error(error)
+    info = classify_error(error)
     if is_debug:
         say("".join(traceback.format_exception(error)))
-    return _print_error(code, label, message, hint, command, is_json)
-
-
-def _print_error(code: Code, label: str, message: str, hint: str, command: str, is_json: bool) -> Code:
-    message = shorten(message)
-    say(f"error {label}: {message}", style="red")
-    if hint:
-        say(f"hint: {hint}")
-    if is_json:
-        fields = {"code": label, "message": message, "way_out": hint}
-        show_json(command, {"exit_code": int(code), "error": fields})
-    return code
+    return _print_error(info, command, is_json=is_json)
 
 
 class ErrorInfo(NamedTuple):
@@ -91,6 +75,17 @@ class ErrorInfo(NamedTuple):
     error_code: str
     message: str
     hint: str
+
+
+def _print_error(info: ErrorInfo, command: str, *, is_json: bool) -> Code:
+    message = shorten(info.message)
+    say(f"error {info.error_code}: {message}", style="red")
+    if info.hint:
+        say(f"hint: {info.hint}")
+    if is_json:
+        fields = {"code": info.error_code, "message": message, "way_out": info.hint}
+        show_json(command, {"exit_code": int(info.exit_code), "error": fields})
+    return info.exit_code
 
 
 def classify_error(error: Exception) -> ErrorInfo:
@@ -132,7 +127,7 @@ def report_usage_error(error: Exception, command: str, *, is_json: bool) -> Code
         return Code.USAGE
     message = escape_unprintable(_suggest_option(error))
     hint = f"{getattr(getattr(error, 'ctx', None), 'command_path', 'scalepoint')} --help"
-    return _print_error(Code.USAGE, errors.UsageError.code, message, hint, command, is_json)
+    return _print_error(ErrorInfo(Code.USAGE, errors.UsageError.code, message, hint), command, is_json=is_json)
 
 
 def _suggest_option(error: Exception) -> str:

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+import scalepoint
 from scalepoint.cli import flags
-from scalepoint.cli.exit_codes import Code, usage_error
-from scalepoint.cli.load_objects import load_public
+from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.output import Listing, say, show, show_json, write
 from scalepoint.errors import TargetError, UsageError
 from scalepoint.support.formatting import format_ratio, format_size, format_time, to_one_line
@@ -39,9 +39,9 @@ def check(
     """
     _check_file(path)
     try:
-        findings = load_public("check")(path, target=target, version=target_version)
+        findings = scalepoint.check(path, target=target, version=target_version)
     except TargetError as error:  # an unknown target or version
-        raise usage_error(str(error.args[0])) from error
+        raise UsageError(str(error.args[0])) from error
     from scalepoint.formats import find_format
 
     origin = find_format("onnx").about(path).made_for
@@ -104,39 +104,34 @@ def bench(
     """
     _check_file(first, None)
     _check_file(second, None)
+    thread_counts, batch_sizes = _parse_counts("--threads", threads), _parse_counts("--batches", batches)
     from scalepoint.runtimes import find_runtime
+    from scalepoint.verification.benchmarking import make_random_inputs, throughput
     from scalepoint.verification.file_formats import find_runtime_for, read_file_info
 
-    try:
-        chosen_runtime = find_runtime_for(second) if runtime is None else find_runtime(runtime)
-    except UsageError as error:
-        raise usage_error(str(error.args[0])) from error
+    chosen_runtime = find_runtime_for(second) if runtime is None else find_runtime(runtime)
     # Reading both files first reports a file that is not a model before anything runs.
     file_sizes = [read_file_info(path, chosen_runtime).size for path in (first, second)]
-    thread_counts, batch_sizes = _parse_counts("--threads", threads), _parse_counts("--batches", batches)
-    from scalepoint.verification.benchmarking import make_random_inputs, throughput
-
     feeds = None
     if batches is None and length is None and len(thread_counts) == 1:
         feeds = _load_saved_inputs(first, second, chosen_runtime)
-    results: Sequence[Any] = ()  # one per combination, if there are several
-    try:
-        if feeds is None:
-            feeds = make_random_inputs(first, chosen_runtime, batch_sizes[0], length or 1)
-        if len(thread_counts) * len(batch_sizes) > 1:
-            results = throughput(
-                first, second, batches=batch_sizes, threads=thread_counts, length=length or 1, runtime=chosen_runtime
-            )
-    except UsageError as error:
-        raise usage_error(str(error.args[0])) from error
-    options = {"runtime": chosen_runtime, "threads": thread_counts[0]}
-    result = results[0] if results else load_public("benchmark")(first, second, feeds, **options)
+    if feeds is None:
+        feeds = make_random_inputs(first, chosen_runtime, batch_sizes[0], length or 1)
+    results: Sequence[Any] = ()  # one per combination of batch size and threads, if there are several
+    if len(thread_counts) * len(batch_sizes) > 1:
+        results = throughput(
+            first, second, batches=batch_sizes, threads=thread_counts, length=length or 1, runtime=chosen_runtime
+        )
+        result = results[0]
+    else:
+        result = scalepoint.benchmark(first, second, feeds, runtime=chosen_runtime, threads=thread_counts[0])
     profiled_file = _with_layer_names(first)
     layers = _profile_layers(profiled_file, second, feeds, chosen_runtime, thread_counts[0])
     code = Code.LIMIT if min_ratio is not None and not result.ratio >= min_ratio else Code.DONE
     if json:
         fields = {"exit_code": int(code), "files": [first, second], "bytes": file_sizes, **vars(result)}
-        rates = _list_rates(results)
+        names = ("batch", "threads", "per_second", "ratio")
+        rates = [{name: getattr(rate, name) for name in names} for rate in results]
         show_json("bench", {**fields, "layers": [vars(layer) for layer in layers], "throughput": rates})
     else:
         rows = [
@@ -171,18 +166,11 @@ def _load_saved_inputs(first: Path, second: Path, runtime: Any) -> dict[str, Any
     return feeds
 
 
-def _list_rates(results: Sequence[Any]) -> list[dict[str, Any]]:
-    return [
-        {"batch": result.batch, "threads": result.threads, "per_second": result.per_second, "ratio": result.ratio}
-        for result in results
-    ]
-
-
 def _parse_counts(flag: str, text: str | None) -> list[int]:
     """Parse numbers such as "1,8,32"; [1] without a text."""
     parts = [part.strip() for part in (text or "1").split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise usage_error(f"{flag} {text!r}: must be whole numbers above 0, such as 1,8,32")
+        raise UsageError(f"{flag} {text!r}: must be whole numbers above 0, such as 1,8,32")
     return list(dict.fromkeys(map(int, parts)))
 
 
@@ -249,9 +237,9 @@ def report(
     """Show the report of a deployment. The same report as a page is report.html in the folder."""
     path = folder / "report.json" if folder.is_dir() else folder
     if not path.is_file() or path.suffix != ".json":
-        raise usage_error(f"{path} is not a report: pass the output folder of `scalepoint deploy`")
+        raise UsageError(f"{path} is not a report: pass the output folder of `scalepoint deploy`")
     if html is not None and html.exists() and not force:
-        raise usage_error(f"{html} exists already: choose another name, or overwrite it with --force")
+        raise UsageError(f"{html} exists already: choose another name, or overwrite it with --force")
     from scalepoint.report import Report, to_html
     from scalepoint.support.files import replace_text
 
@@ -295,7 +283,7 @@ def gate(
     from scalepoint.report import Outcome
 
     limits = {"max_drop": max_drop, "min_speed": min_speed, "max_size": max_size}
-    result = load_public("gate")(folder, **limits, allow_unverified=allow_unverified)
+    result = scalepoint.gate(folder, **limits, allow_unverified=allow_unverified)
     codes = {Outcome.UNVERIFIED: Code.UNVERIFIED, Outcome.FAILED: Code.LIMIT, Outcome.NOT_MEASURED: Code.USAGE}
     code = next((code for outcome, code in codes.items() if result.with_outcome(outcome)), Code.DONE)
     summary = result.to_markdown()
@@ -335,6 +323,6 @@ def sign(
 
 def _check_file(path: Path, suffix: str | None = ".onnx") -> None:
     if not path.is_file():
-        raise usage_error(f"{str(path)!r}: there is no such file in {Path.cwd()}")
+        raise UsageError(f"{str(path)!r}: there is no such file in {Path.cwd()}")
     if suffix is not None and path.suffix != suffix:
-        raise usage_error(f"{str(path)!r} is not an {suffix} file: pass an {suffix} file")
+        raise UsageError(f"{str(path)!r} is not an {suffix} file: pass an {suffix} file")

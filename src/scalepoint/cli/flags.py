@@ -8,10 +8,11 @@ A flag of an option is also a keyword of `scalepoint.deploy` or `deploy_checkpoi
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Self, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -73,6 +74,24 @@ Force = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class RunFlags:
+    """The flags of `scalepoint deploy` that are not keys of a config file."""
+
+    smoke: bool
+    resume: bool
+    force: bool
+    dry_run: bool
+    quiet: bool
+    verbose: bool
+    json: bool
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, Any]) -> Self:
+        """Read the flags from the parameters of the command. A flag that was not given is None or False."""
+        return cls(**{field.name: bool(parameters[field.name]) for field in fields(cls)})
+
+
 def takes(
     *names: str, options: type[DeployConfig] = DeployConfig
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -96,6 +115,7 @@ def takes(
         keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in declared.values()]
         required = [parameter for parameter in keyword_only if parameter.default is inspect.Parameter.empty]
         optional = [parameter for parameter in keyword_only if parameter.default is not inspect.Parameter.empty]
+        # typer reads __signature__; vars(), because mypy does not allow attributes of functions.
         vars(command)["__signature__"] = inspect.Signature([*required, *generated, *optional])
         return command
 

@@ -1,9 +1,9 @@
 """The commands `scalepoint init`, which writes files to start from, and `scalepoint config schema`."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
-import json as writer
 import shlex
 import sys
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +11,9 @@ import typer
 from rich.text import Text
 
 from scalepoint.cli import flags
-from scalepoint.cli.exit_codes import Code, usage_error
+from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.output import say, show, show_json, write
+from scalepoint.errors import UsageError
 from scalepoint.options import DeployConfig
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -31,10 +32,10 @@ def init(
     Existing files are not overwritten.
     """
     if folder.exists() and not folder.is_dir():
-        raise usage_error(f"{str(folder)!r} is a file: pass the path of a folder")
+        raise UsageError(f"{str(folder)!r} is a file: pass the path of a folder")
     existing = [name for name in TEMPLATE_FILES if (folder / name).exists() or (folder / name).is_symlink()]
     if existing:
-        raise usage_error(
+        raise UsageError(
             f"{' and '.join(existing)} exists already in {str(folder)!r}, nothing was written: choose another folder"
         )
     from scalepoint.support.files import replace_text
@@ -55,5 +56,5 @@ def init(
 
 def schema(json: flags.Json = True, debug: flags.Debug = False) -> int:
     """Print the JSON Schema of config files, with which editors complete and check them."""
-    write(sys.stdout, writer.dumps(DeployConfig.model_json_schema(), indent=2) + "\n")
+    write(sys.stdout, dumps(DeployConfig.model_json_schema(), indent=2) + "\n")
     return Code.DONE

@@ -1,23 +1,24 @@
-"""The command `scalepoint inspect`: what a target would quantize. Also loads model and data for other commands."""
+"""The command `scalepoint inspect`: what a target would quantize, or what an exported file contains."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 
+import scalepoint
 from scalepoint.cli import flags
-from scalepoint.cli.data import RANDOM_BATCHES, RANDOM_DATA, Batches, load_data
 from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.flags import takes
-from scalepoint.cli.library_models import is_library_model, without_labels
-from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file, load_model, load_public
-from scalepoint.cli.metadata import is_float_onnx, is_model_file, show_file_info
+from scalepoint.cli.load_objects import ObjectLoader, is_onnx_file
+from scalepoint.cli.model_and_data import load_model_and_data
 from scalepoint.cli.output import Listing, say, show, show_json
-from scalepoint.cli.run_config import check_names, check_settings, data_options, load_settings, object_loader
-from scalepoint.errors import CoverageError
-from scalepoint.support.formatting import format_count
+from scalepoint.cli.run_config import check_names, check_settings, load_settings, object_loader
+from scalepoint.errors import CoverageError, UsageError
+from scalepoint.options import DeployConfig
+from scalepoint.support.formatting import format_count, format_size
 
+MAX_VALUE_LENGTH = 300  # characters of a metadata value shown without --json
 UNKNOWN_SIZES_NOTE = (
     "the sizes of the inputs are not known, so MACs are not counted, and layers that are slower in int8 are not left "
     "float: deploy may quantize fewer layers. Pass --shape or --data, or let the factory return (model, example_inputs)"
@@ -43,13 +44,13 @@ def inspect(
     if is_model_file(model) and not is_float_onnx(model):
         return show_file_info(Path(str(model)), json=json)
     check_names(context.params)
-    settings = load_settings(context.params)
+    settings = load_settings(context.params, DeployConfig)
     loader = object_loader(settings, context.params)
     check_settings(settings, loader, needs_data=False)
     return preview(settings, loader, "inspect", _random_inputs(settings), json=json)
 
 
-def preview(settings: Any, loader: ObjectLoader, command: str, example: Any = None, *, json: bool) -> int:
+def preview(settings: DeployConfig, loader: ObjectLoader, command: str, example: Any = None, *, json: bool) -> int:
     """Capture the model and show what would be quantized. Nothing is written."""
     coverage, has_sizes = measure_coverage(settings, loader, example)
     if settings.strict:
@@ -66,7 +67,7 @@ def preview(settings: Any, loader: ObjectLoader, command: str, example: Any = No
     return Code.DONE
 
 
-def measure_coverage(settings: Any, loader: ObjectLoader, example: Any = None) -> tuple[Any, bool]:
+def measure_coverage(settings: DeployConfig, loader: ObjectLoader, example: Any = None) -> tuple[Any, bool]:
     """Return the coverage of the model, and whether the sizes of its inputs are known.
 
     With known sizes, it is the coverage that deploy would have.
@@ -78,67 +79,7 @@ def measure_coverage(settings: Any, loader: ObjectLoader, example: Any = None) -
     config, _ = choose_placement(settings)
     target = find_target(settings.target, settings.cpu)
     options = {"config": config, "leave": settings.leave, "dynamic_axes": settings.dynamic_axes}
-    return load_public("inspect")(model, inputs, target=target, **options), inputs is not None
-
-
-class ModelAndData(NamedTuple):
-    """A model, its example inputs, and its data if there is any."""
-
-    model: Any
-    inputs: Any
-    batches: Batches | None
-
-
-def load_model_and_data(settings: Any, loader: ObjectLoader, example: Any = None) -> ModelAndData:
-    """Load the model, its example inputs and the data.
-
-    The example inputs are `example`, else those that the user's factory returns, else the first batch of the data. A
-    model of a library has generated example inputs; there the first batch of the data is preferred.
-    """
-    if is_onnx_file(settings.model):
-        return load_onnx_and_data(settings, loader)
-    model, inputs = load_model(settings.model, loader)
-    batches = load_data(settings.data, data_options(settings, loader)) if settings.data else None
-    if example is not None:
-        inputs = example
-    elif batches is not None and is_library_model(settings.model):
-        inputs = without_labels(model, batch_to_example(model, batches.first()))
-    elif inputs is None and batches is not None:
-        inputs = batch_to_example(model, batches.first())
-    return ModelAndData(model, inputs, batches)
-
-
-def load_onnx_and_data(settings: Any, loader: ObjectLoader) -> ModelAndData:
-    """Load an .onnx file, its data, and example inputs: the first batch of the data, or random ones."""
-    from scalepoint.pipeline.onnx_source import read_source
-
-    batches = load_onnx_data(settings, loader)
-    path = loader.resolve(settings.model)
-    source = read_source(path, example=None, kwargs=None, data=batches, options=settings, progress=None)
-    return ModelAndData(source.model, source.example, batches)
-
-
-def load_onnx_data(settings: Any, loader: ObjectLoader) -> Any:
-    """Load the data for an .onnx file, or make random data if the user asked for it."""
-    if settings.data != RANDOM_DATA:
-        return load_data(settings.data, data_options(settings, loader)) if settings.data else None
-    from scalepoint.onnx_reader import load_onnx
-    from scalepoint.pipeline.onnx_source import named_shapes
-
-    say("note: random data: the quantized file runs, but its accuracy means nothing", "yellow")
-    model = load_onnx(
-        loader.resolve(settings.model), fixed_inputs=settings.fixed_inputs, requantize=settings.requantize
-    )
-    shapes = named_shapes(model, settings.shape or {})
-    return [model.make_example(shapes, seed) for seed in range(settings.max_batches or RANDOM_BATCHES)]
-
-
-def batch_to_example(model: Any, batch: Any) -> Any:
-    """Return a batch as example inputs, without values after the model's own inputs, such as labels."""
-    from scalepoint.quantize.feeding import to_model_inputs
-
-    args, kwargs = to_model_inputs(batch, model)
-    return kwargs or args
+    return scalepoint.inspect(model, inputs, target=target, **options), inputs is not None
 
 
 def coverage_listing(coverage: Any) -> Listing:
@@ -150,7 +91,7 @@ def coverage_listing(coverage: Any) -> Listing:
     return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))
 
 
-def _random_inputs(settings: Any) -> Any:
+def _random_inputs(settings: DeployConfig) -> Any:
     """Return random inputs of the shapes of --shape, for a model that is not a file."""
     import torch
 
@@ -158,3 +99,54 @@ def _random_inputs(settings: Any) -> Any:
         return None
     inputs = {name: torch.randn(sizes) for name, sizes in settings.shape.items()}
     return tuple(inputs.values()) if all(name.isdecimal() for name in inputs) else inputs
+
+
+def is_model_file(name: str | None) -> bool:
+    """Whether the name of a model is an exported file."""
+    return name is not None and _find_file_format(Path(name)) is not None
+
+
+def _find_file_format(path: Path) -> Any:
+    """Return the format with the suffix of the file; None for other names, such as package.module:function."""
+    from scalepoint.formats import find_format, list_formats
+
+    suffix = path.suffix.lower()
+    formats = map(find_format, list_formats() if suffix[1:].isalnum() else ())
+    return next((file_format for file_format in formats if file_format.suffix == suffix), None)
+
+
+def is_float_onnx(name: str | None) -> bool:
+    """Whether a model is an .onnx file that scalepoint did not quantize: its layers are shown."""
+    from scalepoint.formats import find_format
+
+    path = Path(str(name))
+    return path.suffix.lower() == ".onnx" and path.is_file() and not find_format("onnx").about(path).made_for
+
+
+def show_file_info(path: Path, *, json: bool) -> int:
+    """Show inputs, size and metadata of a file. The file is not run."""
+    from scalepoint.formats import read_value
+
+    if not path.exists():
+        raise UsageError(f"{str(path)!r}: there is no such file in {Path.cwd()}")
+    info = _find_file_format(path).about(path)
+    if json:
+        metadata = {key: read_value(value) for key, value in info.metadata.items()}
+        inputs = [{"name": entry.name, "dtype": entry.dtype, "shape": entry.shape} for entry in info.inputs]
+        show_json("inspect", {"exit_code": 0, "path": path, "size": info.size, "inputs": inputs, "metadata": metadata})
+        return Code.DONE
+    rows = [("size", format_size(info.size))]
+    rows += [(f"input {entry.name}", f"{entry.dtype} {_format_shape(entry.shape)}") for entry in info.inputs]
+    rows += [(key, _shorten(value)) for key, value in info.metadata.items()]
+    has_metadata = bool(info.metadata)
+    note = "--json shows all values in full" if has_metadata else "no metadata: the file was not written by scalepoint"
+    show(Listing(("what", "value"), rows), note)
+    return Code.DONE
+
+
+def _format_shape(shape: tuple[int | None, ...]) -> str:
+    return "x".join("*" if size is None else str(size) for size in shape)
+
+
+def _shorten(value: str) -> str:
+    return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]} ... ({len(value)} characters)"

@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scalepoint.cli.exit_codes import usage_error
-from scalepoint.errors import DocumentError, did_you_mean, install_hint
+from scalepoint.errors import DocumentError, UsageError, did_you_mean, install_hint
 from scalepoint.support.formatting import to_one_line
 from scalepoint.support.untrusted import check_file
 
@@ -21,9 +20,10 @@ OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
-def is_library_model(text: str) -> bool:
+def is_library_model(text: str | None) -> bool:
     """Whether the name is timm:NAME or hf:FOLDER."""
-    return text.partition(":")[0] in MAKERS and bool(text.partition(":")[2])
+    library, _, name = (text or "").partition(":")
+    return library in MAKERS and bool(name)
 
 
 def check_library_model(text: str, root: Path) -> None:
@@ -32,9 +32,9 @@ def check_library_model(text: str, root: Path) -> None:
     package = "transformers" if library == "hf" else library
     if find_spec(package) is None:
         command = install_hint("transformers") if library == "hf" else f"pip install {package}"
-        raise usage_error(f"model {text!r} needs {package}, which is not installed: {command}")
+        raise UsageError(f"model {text!r} needs {package}, which is not installed: {command}")
     if library == "hf" and not ((root / name) / "config.json").is_file():
-        raise usage_error(f"model {text!r}: {root / name} is not a checkpoint of transformers: it has no config.json")
+        raise UsageError(f"model {text!r}: {root / name} is not a checkpoint of transformers: it has no config.json")
 
 
 def make_library_model(text: str, root: Path, random: bool) -> tuple[Any, Any]:
@@ -50,7 +50,7 @@ def _import_package(package: str, text: str) -> None:
     try:
         import_module(package)
     except Exception as error:
-        raise usage_error(
+        raise UsageError(
             f"model {text!r}: {package} is installed and cannot be imported: {type(error).__name__}: "
             f"{to_one_line(error)[:300]}"
         ) from error
@@ -78,13 +78,13 @@ def _make_timm(name: str, _: Path, random: bool) -> tuple[Any, Any]:
     if not timm.is_model(name):
         known = timm.list_models() if "." not in name else timm.list_pretrained()
         close = did_you_mean(name, known).partition("Known")[0]
-        raise usage_error(f"timm has no model {name!r}: {close or 'see timm.list_models()'}")
+        raise UsageError(f"timm has no model {name!r}: {close or 'see timm.list_models()'}")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # so that random weights are the same in every run
             model = timm.create_model(name, pretrained=not random)
     except Exception as error:
-        raise usage_error(
+        raise UsageError(
             f"timm:{name}: its weights are not in the local cache, and scalepoint does not download "
             f"({type(error).__name__}: {to_one_line(error)[:200]}): load the model with timm once, or use --random"
         ) from error
@@ -104,13 +104,13 @@ def _make_hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model_class = getattr(transformers, (config.architectures or ["?"])[0], None)
         if model_class is None:
-            raise usage_error(f"hf:{name}: this version of transformers has no class {config.architectures}")
+            raise UsageError(f"hf:{name}: this version of transformers has no class {config.architectures}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             options = {"local_files_only": True, "use_safetensors": True}
             model = model_class(config) if random else model_class.from_pretrained(folder, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise usage_error(f"hf:{name}: {type(error).__name__}: {to_one_line(error)[:300]}") from error
+        raise UsageError(f"hf:{name}: {type(error).__name__}: {to_one_line(error)[:300]}") from error
     if getattr(model, "main_input_name", "") == "pixel_values":
         side = getattr(config, "image_size", 224)
         return model, {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), side, side)}
@@ -136,9 +136,9 @@ MAKERS: dict[str, Callable[[str, Path, bool], tuple[Any, Any]]] = {"timm": _make
 def check_weights(path: Path) -> None:
     """Check that the file exists and has a supported suffix."""
     if path.suffix not in WEIGHT_SUFFIXES:
-        raise usage_error(f"--weights {str(path)!r}: must be a {', '.join(WEIGHT_SUFFIXES)} file")
+        raise UsageError(f"--weights {str(path)!r}: must be a {', '.join(WEIGHT_SUFFIXES)} file")
     if not path.is_file():
-        raise usage_error(f"--weights {str(path)!r}: there is no such file")
+        raise UsageError(f"--weights {str(path)!r}: there is no such file")
 
 
 def load_weights(model: Any, path: Path) -> None:
@@ -155,20 +155,20 @@ def load_weights(model: Any, path: Path) -> None:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  # tensors only
     except DocumentError as error:
-        raise usage_error(error.args[0]) from error
+        raise UsageError(error.args[0]) from error
     except (SafetensorError, OSError, EOFError, RuntimeError) as error:
-        raise usage_error(f"{path} cannot be read: {to_one_line(error)[:300]}") from error
+        raise UsageError(f"{path} cannot be read: {to_one_line(error)[:300]}") from error
     except Exception as error:  # weights_only=True raises several types for a file with other objects
-        raise usage_error(
+        raise UsageError(
             f"{path} contains objects that are not tensors and could run code: save only the state_dict "
             f"({type(error).__name__})"
         ) from error
     state = state["state_dict"] if isinstance(state, dict) and "state_dict" in state else state
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise usage_error(f"{path} contains no state_dict: it must be a mapping of names to tensors")
+        raise UsageError(f"{path} contains no state_dict: it must be a mapping of names to tensors")
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise usage_error(f"{path} does not fit the model: {to_one_line(error)[:400]}") from error
+        raise UsageError(f"{path} does not fit the model: {to_one_line(error)[:400]}") from error
     if missing or unexpected:
-        raise usage_error(f"{path} does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
+        raise UsageError(f"{path} does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")

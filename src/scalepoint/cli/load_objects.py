@@ -17,7 +17,6 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from scalepoint.cli.exit_codes import usage_error
 from scalepoint.cli.library_models import (
     check_library_model,
     check_weights,
@@ -25,7 +24,7 @@ from scalepoint.cli.library_models import (
     load_weights,
     make_library_model,
 )
-from scalepoint.errors import ScalepointError, did_you_mean
+from scalepoint.errors import ScalepointError, UsageError, did_you_mean
 from scalepoint.support.cpu import cap_instruction_set
 from scalepoint.support.formatting import to_one_line
 
@@ -39,13 +38,6 @@ _BUILD_HINT = (
 def is_onnx_file(text: str | None) -> bool:
     """Whether a model is named by an .onnx file."""
     return bool(text) and Path(str(text)).suffix.lower() == ".onnx"
-
-
-def load_public(name: str) -> Any:
-    """Return a public function of scalepoint. It is imported only now, because that loads torch."""
-    import scalepoint
-
-    return getattr(scalepoint, name)
 
 
 @dataclass(frozen=True)
@@ -67,12 +59,11 @@ class ObjectLoader:
         return next((folder / text for folder in self.folders if (folder / text).exists()), Path(text))
 
 
-def check_name(text: str, what: str, loader: ObjectLoader | None = None) -> None:
+def check_name(text: str, what: str, loader: ObjectLoader) -> None:
     """Refuse a name that is not package.module:name or needs --trust, before anything slow happens.
 
     `what` is the kind of object for error messages, such as "model".
     """
-    loader = loader or ObjectLoader()
     if what == "model" and is_library_model(text):
         package = "transformers" if text.startswith("hf:") else text.partition(":")[0]
         _check_trust(text, what, loader, _find_local_package(package, loader))
@@ -80,27 +71,27 @@ def check_name(text: str, what: str, loader: ObjectLoader | None = None) -> None
         return
     if what == "model" and is_onnx_file(text):
         if not loader.resolve(text).is_file():
-            raise usage_error(f"model {text!r}: there is no such file in {_list_folders(loader)}")
+            raise UsageError(f"model {text!r}: there is no such file in {_list_folders(loader)}")
         return
     module, colon, name = text.partition(":")
     suffix = Path(text.rstrip("/")).suffix.lower()
     if suffix in PICKLE_SUFFIXES:
-        raise usage_error(
+        raise UsageError(
             f"{what} {text!r}: a {suffix} file can run code when it is loaded, so it is never opened: {_BUILD_HINT}"
         )
     is_file = module.endswith(".py")
     parts = name.split(".") if is_file else (*module.split("."), *name.split("."))
     if not colon or not name or not all(part.isidentifier() for part in parts):
-        raise usage_error(f"{what} {text!r} is not package.module:name: {_BUILD_HINT}")
+        raise UsageError(f"{what} {text!r} is not package.module:name: {_BUILD_HINT}")
     if is_file and not loader.resolve(module).is_file():
-        raise usage_error(f"{what} {text!r}: there is no file {module} in {_list_folders(loader)}")
+        raise UsageError(f"{what} {text!r}: there is no file {module} in {_list_folders(loader)}")
     _check_trust(text, what, loader, loader.resolve(module) if is_file else _find_local_code(module, loader))
 
 
 def _check_trust(text: str, what: str, loader: ObjectLoader, code: Path | None) -> None:
     """Refuse code that is not installed unless --trust is set."""
     if code is not None and not loader.trust:
-        raise usage_error(
+        raise UsageError(
             f"{what} {text!r} runs code that is not installed: {code}. Read the code, and add --trust if you trust it"
         )
 
@@ -147,7 +138,7 @@ def load_object(text: str, what: str, loader: ObjectLoader) -> Any:
     for name in path.split("."):
         if not hasattr(value, name):
             names = [attribute for attribute in dir(value) if not attribute.startswith("_")][:40]
-            raise usage_error(f"{what} {text!r}: {module_name} has no {name!r}: {did_you_mean(name, names)}")
+            raise UsageError(f"{what} {text!r}: {module_name} has no {name!r}: {did_you_mean(name, names)}")
         value = getattr(value, name)
     return value
 
@@ -170,7 +161,7 @@ def _import_module(module_name: str, text: str, what: str, loader: ObjectLoader)
             raise
         paths = [path for folder in loader.folders for path in folder.iterdir() if _is_module(path)]
         modules = sorted({path.stem if path.is_file() else path.name for path in paths})
-        raise usage_error(
+        raise UsageError(
             f"{what} {text!r}: there is no module {error.name!r} in {_list_folders(loader)} or installed: "
             f"{did_you_mean(error.name, modules[:20])}"
         ) from error
@@ -228,12 +219,12 @@ def _build_model(text: str, loader: ObjectLoader) -> tuple[Any, Any]:
     if not isinstance(value, nn.Module | tuple):
         if not callable(value):
             kind = type(value).__name__
-            raise usage_error(f"model {text!r} must be a model or a function that returns one, got a {kind}")
+            raise UsageError(f"model {text!r} must be a model or a function that returns one, got a {kind}")
         with user_code(f"building the model {text!r}"):
             value = value()
     model, inputs = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(model, nn.Module):
-        raise usage_error(
+        raise UsageError(
             f"model {text!r} must return an nn.Module or (model, example_inputs), got a {type(model).__name__}"
         )
     return model, inputs
@@ -243,7 +234,7 @@ def load_evaluate(text: str, loader: ObjectLoader) -> Callable[[Any], Any]:
     """Load the user's metric. Exceptions in it become usage errors."""
     function = load_object(text, "evaluate", loader)
     if not callable(function):
-        raise usage_error(f"evaluate {text!r} must be a function, got a {type(function).__name__}")
+        raise UsageError(f"evaluate {text!r} must be a function, got a {type(function).__name__}")
 
     @wraps(function)
     def evaluate(run: Any) -> Any:
@@ -261,13 +252,11 @@ def user_code(activity: str) -> Iterator[None]:
     except ScalepointError:
         raise
     except SystemExit as error:
-        raise usage_error(
+        raise UsageError(
             f"{activity}: the code ended the process with sys.exit({error.code!r}): it must return instead"
         ) from error
     except Exception as error:
-        raise usage_error(
-            f"{activity}: {type(error).__name__}: {to_one_line(error)}{_find_user_line(error)}"
-        ) from error
+        raise UsageError(f"{activity}: {type(error).__name__}: {to_one_line(error)}{_find_user_line(error)}") from error
 
 
 def _find_user_line(error: Exception) -> str:

@@ -17,9 +17,9 @@ from rich.text import Text
 
 import scalepoint
 from scalepoint.cli import flags
-from scalepoint.cli.exit_codes import Code, usage_error
+from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.output import Listing, say, show, show_json
-from scalepoint.errors import TargetError, did_you_mean, install_hint
+from scalepoint.errors import TargetError, UsageError, did_you_mean, install_hint
 from scalepoint.support.cpu import ISA_CAP, probe_amx_once
 from scalepoint.support.jsonable import to_jsonable
 
@@ -114,7 +114,7 @@ def describe_target(name: str) -> dict[str, Any]:
     from scalepoint.targets import describe, find_target
 
     if name not in list_target_names():
-        raise usage_error(f"there is no target {name!r}: {did_you_mean(name, list_target_names())}")
+        raise UsageError(f"there is no target {name!r}: {did_you_mean(name, list_target_names())}")
     target = find_target(name)
     activation = "float" if target.is_language else describe_spec(target.activation)
     return {
@@ -139,17 +139,6 @@ def _show_target(name: str, json: bool) -> int:
         notes = (Text(section["note"]),) if section["note"] else ()
         show(Text(f"\n{section['title']}", style="bold"), *parts, *notes)
     return Code.DONE
-
-
-@dataclass(frozen=True)
-class DoctorLine:
-    """Result of one check of `scalepoint doctor`. The fields are keys of its JSON output."""
-
-    name: str
-    state: str  # "ok" or "missing"
-    detail: str = ""
-    way_out: str = ""  # what to do if it is missing
-    is_needed: bool = False
 
 
 def cache(
@@ -181,6 +170,17 @@ def cache(
     show(Listing(("file", "layers", "networks", "bytes"), [tuple(row.values()) for row in rows], numbers=(1, 2, 3)))
     show(Text(f"{len(rows)} files {'deleted from' if clear else 'in'} {folder}"))
     return Code.DONE
+
+
+@dataclass(frozen=True)
+class DoctorLine:
+    """Result of one check of `scalepoint doctor`. The fields are keys of its JSON output."""
+
+    name: str
+    state: str  # "ok" or "missing"
+    detail: str = ""
+    way_out: str = ""  # what to do if it is missing
+    is_needed: bool = False
 
 
 def doctor(json: flags.Json = False, debug: flags.Debug = False) -> int:

@@ -10,19 +10,15 @@ import scalepoint
 from scalepoint import distributed
 from scalepoint.cli import flags
 from scalepoint.cli.deploy import deploy_keywords, make_command
-from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
+from scalepoint.cli.exit_codes import Code, report_interrupt
 from scalepoint.cli.flags import takes
-from scalepoint.cli.inspect import load_model_and_data, load_onnx_data
-from scalepoint.cli.load_objects import is_onnx_file, load_evaluate, load_public
+from scalepoint.cli.load_objects import load_evaluate
 from scalepoint.cli.metadata import with_metadata
+from scalepoint.cli.model_and_data import load_for_deploy
 from scalepoint.cli.output import say, show, show_json
-from scalepoint.cli.run_config import (
-    check_names,
-    check_settings,
-    input_paths,
-    load_settings,
-    object_loader,
-)
+from scalepoint.cli.run_config import check_names, check_settings, input_paths, load_settings, object_loader
+from scalepoint.errors import UsageError
+from scalepoint.options import SweepConfig
 
 KEYWORD_NAMES = {"quantization": "config"}  # key of a config file -> keyword of scalepoint.sweep
 
@@ -47,9 +43,9 @@ def sweep(
 
     distributed.init_from_torchrun()
     if config is None:
-        raise usage_error("no grid: pass a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`")
+        raise UsageError("no grid: pass a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`")
     check_names(context.params)
-    settings = load_settings(context.params, is_sweep=True)
+    settings = load_settings(context.params, SweepConfig)
     grid = settings.validate_grid()
     loader = object_loader(settings, context.params)
     check_settings(settings, loader)
@@ -62,16 +58,13 @@ def sweep(
     folder = Path(settings.output)
     SweepWorkspace(folder, resume=resume, force=force).check(input_paths(dict(settings), loader))
     evaluate = load_evaluate(settings.evaluate, loader) if settings.evaluate else None
-    if is_onnx_file(settings.model):
-        model, inputs, batches = loader.resolve(settings.model), None, load_onnx_data(settings, loader)
-    else:
-        model, inputs, batches = load_model_and_data(settings, loader)
+    inputs = load_for_deploy(settings, loader)
     if not quiet:
         say(f"scalepoint {scalepoint.__version__}: {settings.model} over {', '.join(grid)} into {folder}/")
 
     try:
-        result = load_public("sweep")(
-            model, inputs, [] if batches is None else batches, grid=names, output=folder, resume=resume, force=force,
+        result = scalepoint.sweep(
+            *inputs, grid=names, output=folder, resume=resume, force=force,
             evaluate=evaluate, smoke=smoke, progress=not quiet, command=make_command(settings, loader), **shared,
         )  # fmt: skip
     except KeyboardInterrupt:

@@ -9,17 +9,20 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.text import Text
 
+import scalepoint
 from scalepoint import distributed
 from scalepoint.cli import flags
 from scalepoint.cli.data import Batches, check_data, load_data
 from scalepoint.cli.deploy_checkpoint import is_folder
-from scalepoint.cli.exit_codes import Code, usage_error
+from scalepoint.cli.exit_codes import Code
 from scalepoint.cli.flags import takes
-from scalepoint.cli.inspect import batch_to_example, load_onnx_and_data
 from scalepoint.cli.library_models import without_labels
-from scalepoint.cli.load_objects import is_onnx_file, load_model, load_public
+from scalepoint.cli.load_objects import is_onnx_file, load_model
+from scalepoint.cli.model_and_data import batch_to_example, load_onnx_and_data
 from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.cli.run_config import check_names, data_options, load_settings, object_loader
+from scalepoint.errors import UsageError
+from scalepoint.options import DeployConfig
 from scalepoint.support.formatting import describe_quality, format_decibels, format_plural, format_share, to_one_line
 
 MAX_SHOWN_LAYERS = 20
@@ -60,7 +63,7 @@ def verify(
         say(f"signature: the files are those that were signed with the key of {signature}")
     _, quantized, inputs, _ = restore_run(folder, context.params, 1)
     float_file, plain_file = (folder / f"{name}{file.suffix}" for name in ("float", "float_plain"))
-    verification = load_public("verify")(
+    verification = scalepoint.verify(
         file,
         quantized,
         inputs,
@@ -113,7 +116,7 @@ def compare(
     _check_other(model)
     distributed.init_from_torchrun()
     float_model, quantized, inputs, batches = restore_run(folder, context.params, context.params["max_batches"])
-    comparison = load_public("compare")(float_model, quantized, batches if batches is not None else [inputs])
+    comparison = scalepoint.compare(float_model, quantized, batches if batches is not None else [inputs])
     comparison = replace(comparison, rows=tuple(comparison.worst(len(comparison.rows))))
     if json:
         fields = {"layers": comparison.to_list(), "outputs": [vars(output) for output in comparison.outputs]}
@@ -152,7 +155,7 @@ def _layer_listing(rows: Sequence[Any]) -> Listing:
 
 def _check_other(name: str | None) -> None:
     if name is not None and ":" not in name:
-        raise usage_error(
+        raise UsageError(
             f"{name!r} is not a folder in {Path.cwd()}: pass another output folder of `scalepoint deploy`, or the "
             "float model as package.module:name"
         )
@@ -163,7 +166,7 @@ def compare_folders(first: Path, second: Path, parameters: Mapping[str, Any]) ->
     for key in MODEL_OPTIONS:
         if parameters.get(key) not in (None, False):
             flag = f"--{key.replace('_', '-')}"
-            raise usage_error(f"{flag} is for a run and its float model: it cannot be used with two runs")
+            raise UsageError(f"{flag} is for a run and its float model: it cannot be used with two runs")
     from scalepoint.report import DifferenceTable, compare_runs
 
     difference = compare_runs(first, second)
@@ -180,7 +183,7 @@ class RestoredRun(NamedTuple):
     float_model: Any
     quantized: Any
     inputs: Any
-    batches: Batches | None
+    batches: Batches | list[Any] | None
 
 
 def restore_run(folder: Path, parameters: Mapping[str, Any], max_batches: int | None) -> RestoredRun:
@@ -189,39 +192,39 @@ def restore_run(folder: Path, parameters: Mapping[str, Any], max_batches: int | 
     saved = folder / "quantized"
     _check_exists(folder)
     if not saved.is_dir():
-        raise usage_error(
+        raise UsageError(
             f"{folder} contains no saved model ({saved.name}/): pass the output folder of `scalepoint deploy`"
         )
-    settings = load_settings(parameters)
+    settings = load_settings(parameters, DeployConfig)
     loader = object_loader(settings, parameters)
     options = data_options(settings, loader, max_batches)
     if not settings.model and parameters.get("config") is None and _has_graph(saved):
         return _load_without_float_model(saved, settings, options)
     if not settings.model:
         hint = f" or -c {folder / 'config.yaml'}" if _config_has_model(folder / "config.yaml") else ""
-        raise usage_error(f"no float model to compare with: pass package.module:name{hint}")
+        raise UsageError(f"no float model to compare with: pass package.module:name{hint}")
     if settings.data:
         check_data(settings.data, options)
     if is_onnx_file(settings.model):
         model, inputs, batches = load_onnx_and_data(settings, loader)
-        return RestoredRun(model, load_public("load")(saved, model, inputs), inputs, batches)
+        return RestoredRun(model, scalepoint.load(saved, model, inputs), inputs, batches)
     model, inputs = load_model(settings.model, loader)
     batches = load_data(settings.data, options) if settings.data else None
     if batches is not None:
         inputs = without_labels(model, batch_to_example(model, batches.first()))
     if inputs is None:
-        raise usage_error("no inputs: pass --data, or let the factory return (model, example_inputs)")
-    return RestoredRun(model, load_public("load")(saved, model, inputs), inputs, batches)
+        raise UsageError("no inputs: pass --data, or let the factory return (model, example_inputs)")
+    return RestoredRun(model, scalepoint.load(saved, model, inputs), inputs, batches)
 
 
 def _config_has_model(config: Path) -> bool:
     """Whether a config names its model. The config of a deployment from Python does not."""
-    return config.is_file() and load_public("DeployConfig").from_file(config).model is not None
+    return config.is_file() and DeployConfig.from_file(config).model is not None
 
 
 def _check_exists(path: Path) -> None:
     if not path.exists():
-        raise usage_error(
+        raise UsageError(
             f"{str(path)!r}: there is no such file or folder in {Path.cwd()}: pass the output folder of "
             "`scalepoint deploy`"
         )
@@ -234,11 +237,11 @@ def _has_graph(saved: Path) -> bool:
     return has_saved_graph(saved)
 
 
-def _load_without_float_model(saved: Path, settings: Any, options: Any) -> RestoredRun:
+def _load_without_float_model(saved: Path, settings: DeployConfig, options: Any) -> RestoredRun:
     """Load a saved model that contains its graph. Without data its inputs have the shapes of the capture."""
     from scalepoint.graph.serialization import make_example
 
-    quantized = load_public("load")(saved)
+    quantized = scalepoint.load(saved)
     batches = load_data(settings.data, options) if settings.data else None
     inputs = make_example(quantized) if batches is None else batch_to_example(quantized, batches.first())
     return RestoredRun(None, quantized, inputs, batches)
@@ -258,11 +261,11 @@ def _find_file(folder: Path, name: str) -> Path:
     _check_exists(folder)
     suffixes = [find_format(format_name).suffix for format_name in list_formats()]
     if folder.suffix in suffixes:
-        raise usage_error(
+        raise UsageError(
             f"{folder} is a file without the folder quantized/ next to it, which it is compared with: pass the output "
             "folder of `scalepoint deploy`"
         )
     paths = [folder / f"{name}{suffix}" for suffix in suffixes]
     if not any(path.exists() for path in paths):
-        raise usage_error(f"{folder} contains no file named {name}: pass the output folder of `scalepoint deploy`")
+        raise UsageError(f"{folder} contains no file named {name}: pass the output folder of `scalepoint deploy`")
     return next(path for path in paths if path.exists())

@@ -10,11 +10,12 @@ import torch
 
 from scalepoint.analysis import compare, histograms
 from scalepoint.formats.differences import describe_differences, describe_removed_casts
+from scalepoint.pipeline.context import StageContext
 from scalepoint.pipeline.job import SMOKE_BATCHES, Job
 from scalepoint.pipeline.placement_nodes import build_placement_nodes
 from scalepoint.pipeline.reproduction import REPORTED_PACKAGES, build_reproduction
 from scalepoint.pipeline.result import Limits, Trial
-from scalepoint.pipeline.stages import StageContext, package_version
+from scalepoint.pipeline.stages import package_version
 from scalepoint.quantize import coverage, record_of
 from scalepoint.report import Report
 from scalepoint.report.model import SMOKE_WARNING
@@ -31,11 +32,7 @@ SMOKE_NOTE = (
 
 
 def build_report(
-    context: StageContext,
-    best: Trial,
-    trials: Sequence[Trial],
-    limits: Limits,
-    allocation: PrecisionAllocation | None = None,
+    context: StageContext, best: Trial, trials: Sequence[Trial], limits: Limits, allocation: PrecisionAllocation | None
 ) -> Report:
     """Build the report of a run. The error of each layer is measured here, on the example inputs."""
     job = context.job

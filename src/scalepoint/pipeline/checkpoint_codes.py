@@ -76,23 +76,27 @@ class TunedCodes(Mapping[str, QuantizedWeight]):
             return QuantizedWeight(codes, _by_row(scale, rows), spec, minval=_by_row(minval, rows))
         scale, zero_point = _by_row(scale, rows), _by_row(zero_point, rows)
         is_float = stored.layer.weight_quant.quantizer.grid.format.is_float
-        offset = zero_point if not is_float and bool(zero_point.any()) else None
-        activation, activation_scale = None, None
-        if stored.input_stub is not None:
-            activation, activation_scale = stored.input_stub[1].spec, self._static_input_scale(stored)
-        outer = outer_scale(scale) if spec.scale_dtype == E4M3 else None
-        return QuantizedWeight(codes, scale, spec, offset, activation, activation_scale, outer)
+        return QuantizedWeight(
+            codes,
+            scale,
+            spec,
+            zero_point=zero_point if not is_float and bool(zero_point.any()) else None,
+            activation=None if stored.input_stub is None else stored.input_stub[1].spec,
+            activation_scale=_static_input_scale(stored),
+            outer_scale=outer_scale(scale) if spec.scale_dtype == E4M3 else None,
+        )
 
-    def _static_input_scale(self, stored: _StoredLayer) -> Tensor | None:
-        """Return the calibrated scale of the layer's input, or the scale shared by its blocks; None if it has none."""
-        if stored.input_stub is None:
-            return None
-        path, stub = stored.input_stub
-        # A dynamic quantizer has no stored scale; NVFP4 stores the one that all its blocks share.
-        key = "calculator.tensor_scale" if stub.calculator.always_called else "scale"
-        with open_tensors(stored.file) as file:
-            names = [name for name in file.keys() if name.startswith(f"{path}|") and name.endswith(key)]  # noqa: SIM118
-            return file.get_tensor(names[0]).clone() if names else None
+
+def _static_input_scale(stored: _StoredLayer) -> Tensor | None:
+    """Return the calibrated scale of the layer's input, or the scale shared by its blocks; None if it has none."""
+    if stored.input_stub is None:
+        return None
+    path, stub = stored.input_stub
+    # A dynamic quantizer has no stored scale; NVFP4 stores the one that all its blocks share.
+    key = "calculator.tensor_scale" if stub.calculator.always_called else "scale"
+    with open_tensors(stored.file) as file:
+        names = [name for name in file.keys() if name.startswith(f"{path}|") and name.endswith(key)]  # noqa: SIM118
+        return file.get_tensor(names[0]).clone() if names else None
 
 
 def _by_row(value: Tensor, rows: int) -> Tensor:
@@ -138,12 +142,7 @@ def find_rounding(
     columns = layer.to_output_first(layer.weight).shape[1]
     dtype = job.format.scale_dtype or job.source.tensors[weights.name_of(layer.weight)].dtype
     if quantizer.spec.qformulation == "minval" and job.format.round_scales_and_minima is not None:
-        return partial(
-            _round_scales_and_minima,
-            job.format.round_scales_and_minima,
-            quantizer.spec,
-            columns,
-        )
+        return partial(_round_scales_and_minima, job.format.round_scales_and_minima, quantizer.spec, columns)
     if job.format.round_scales is not None:
         return partial(_round_scales, job.format.round_scales, quantizer.spec, columns, dtype)
     return None if dtype == torch.float32 else partial(_round_to_dtype, dtype)

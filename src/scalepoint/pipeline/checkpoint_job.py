@@ -78,18 +78,18 @@ def prepare_checkpoint_job(
     *,
     target: str | Target,
     config: QuantConfig | Mapping[str, Any] | None,
-    values: Mapping[str, Any],
     texts: Mapping[str, Any] | None = None,
     resume: bool = False,
     force: bool = False,
+    **values: Any,
 ) -> CheckpointJob:
     """Check every argument and return the job.
 
     Args:
         source: Folder of the float checkpoint.
         output, target, config, resume, force: See deploy_checkpoint.
-        values: The other options of deploy_checkpoint, by name.
         texts: Calibration and evaluation texts, by description. Those that are paths must not lie in the output folder.
+        **values: The options of deploy_checkpoint that `CheckpointOptions` checks.
     """
     base_target = find_target(target)
     if not base_target.is_language:
@@ -206,7 +206,7 @@ def _can_have_signed_scales(spec: QuantizationSpec) -> bool:
 
 
 def add_layer_overrides(
-    config: QuantConfig, head: str | None, target: Target, float_layers: Sequence[str] = ()
+    config: QuantConfig, head: str | None, target: Target, float_layers: Sequence[str]
 ) -> QuantConfig:
     """Add overrides: `float_layers` stay float, and the head gets the target's precision unless the config sets it."""
     overrides = [*config.overrides, *(Override(name=name, weight=FLOAT) for name in float_layers)]

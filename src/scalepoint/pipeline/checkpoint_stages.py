@@ -5,6 +5,7 @@ The functions are in the order in which they are called. Weights are loaded bloc
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -16,18 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint import distributed
+from scalepoint.analysis.statistics import decibels
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
-from scalepoint.checkpoints.skeleton import (
-    CheckpointWeights,
-    build_skeleton,
-    find_head,
-)
-from scalepoint.checkpoints.text import (
-    Text,
-    context_length,
-    load_sequences,
-    load_tokenizer,
-)
+from scalepoint.checkpoints.skeleton import CheckpointWeights, build_skeleton, find_head
+from scalepoint.checkpoints.text import Text, context_length, load_sequences, load_tokenizer
 from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, VerificationError
 from scalepoint.numerics import dtype_name
 from scalepoint.pipeline.build_report import describe_environment
@@ -155,8 +148,7 @@ def verify_checkpoint(
     result = replace(result, prompt=decode_text(prompt))
     try:
         options = {"cache": job.cache} if job.cache else {}
-        session = RuntimeSession(runtime, job.path, threads=torch.get_num_threads(), options=options)
-        try:
+        with closing(RuntimeSession(runtime, job.path, threads=torch.get_num_threads(), options=options)) as session:
             sqnr = _sqnr_db(evaluation.logits, _run_logits(session, tokens[0]))
             result = replace(result, agreement_db=sqnr)
             if not sqnr >= MIN_AGREEMENT_DB:
@@ -168,8 +160,6 @@ def verify_checkpoint(
             value = perplexity(lambda batch: _run_logits(session, batch), tokens)
             score = replace(score, value=value, where="runtime", simulated_value=score.value)
             generated, *seconds = session.generate(prompt, new_tokens)
-        finally:
-            session.close()
     except NonFiniteError as error:  # the first sequence has finite logits, a later one does not
         return replace(result, status=DEPARTS, message=str(error.args[0])), score
     except VerificationError as error:
@@ -214,10 +204,7 @@ def _run_logits(session: RuntimeSession, tokens: Tensor) -> Tensor:
 
 def _sqnr_db(expected: Tensor, actual: Tensor) -> float:
     noise = float((actual - expected).double().square().sum())
-    if not noise:
-        return float("inf")
-    signal = float(expected.double().square().sum())
-    return 10 * float(np.log10(signal / noise))
+    return decibels(float(expected.double().square().sum()), noise)
 
 
 def build_checkpoint_report(

@@ -27,16 +27,16 @@ from scalepoint.budget import Budget
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.options import DEFAULT_CHOICES, Accuracy, Command, DeployOptions, Placement
+from scalepoint.options import DEFAULT_CHOICES, Accuracy, Command, Placement
 from scalepoint.pipeline import stages
 from scalepoint.pipeline.build_report import build_report
+from scalepoint.pipeline.context import StageContext
 from scalepoint.pipeline.describe_output import write_description_files
 from scalepoint.pipeline.job import Job, prepare_job
 from scalepoint.pipeline.local_placement import describe_prediction, is_measured_here, search_placement
 from scalepoint.pipeline.onnx_source import check_source_file
 from scalepoint.pipeline.reproduction import write_run_files
 from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
-from scalepoint.pipeline.stages import StageContext
 from scalepoint.pipeline.workspace import DeployWorkspace
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
@@ -49,7 +49,7 @@ from scalepoint.support.progress import Callback, Event, callback_registered, se
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
 from scalepoint.targets.registry import has_cpu_option
-from scalepoint.verification import Status, Verification
+from scalepoint.verification import Status
 
 MAX_SIZE_TRIALS = 3  # files tried for a size budget; each one corrects the estimated size of graph and constants
 
@@ -172,21 +172,15 @@ def deploy(
         done = scalepoint.deploy(model, batches[0], batches, target="onnxruntime", output="out")
         print(done)
     """
-    # The options that are plain values. This must be the first line: later locals() has other names too.
-    values = {name: value for name, value in locals().items() if name in DeployOptions.model_fields}
     job = prepare_job(
-        model,
-        example_inputs,
-        calibration_data,
-        target=target,
-        config=config,
-        evaluate=evaluate,
-        kwargs=kwargs,
-        progress=progress,
-        smoke=smoke,
+        model, example_inputs, calibration_data, target=target, config=config, accuracy=accuracy,
+        output=str(output or "out"), evaluate=evaluate, max_drop=max_drop, min_speed=min_speed, max_trials=max_trials,
+        budget=budget, choices=choices, max_batches=max_batches, on_nan=on_nan, kwargs=kwargs, leave=leave,
+        dynamic_axes=dynamic_axes, fixed_sizes=fixed_sizes, shape=shape, fixed_inputs=fixed_inputs,
+        requantize=requantize, strict=strict, allow_departure=allow_departure, float_dtype=float_dtype, cpu=cpu,
+        placement=placement, metadata=metadata, threads=threads, seed=seed, smoke=smoke, progress=progress,
         command=command,
-        values={**values, "output": str(output or "out")},
-    )
+    )  # fmt: skip
     if isinstance(target, str) and cpu == "auto" and progress is not False:
         _print_cpu_choice(job)
     suffix = find_format(job.target.format).suffix
@@ -274,8 +268,9 @@ def score_trial(context: StageContext, trial: Trial) -> Trial:
     verification = trial.verification
     in_runtime = verification is not None and verification.status == Status.OK and verification.is_run
     score = stages.evaluate_file(context, trial.path, trial.model, in_runtime=in_runtime)
-    _send_metrics(context, trial.number, trial.path, verification, score)
-    return replace(trial, score=score, is_judged_in_runtime=in_runtime)
+    scored = replace(trial, score=score, is_judged_in_runtime=in_runtime)
+    _send_metrics(context, scored)
+    return scored
 
 
 def _first_baseline(trials: Sequence[Trial]) -> str | None:
@@ -286,41 +281,56 @@ def _first_baseline(trials: Sequence[Trial]) -> str | None:
 
 def _search_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], PrecisionAllocation | None]:
     """Make trials until one is within the limits and no cheaper one can be; one trial if there are no limits."""
-    config, max_trials = context.job.config, context.job.max_trials
+    job = context.job
     has_limits = limits.max_drop is not None or limits.min_speed is not None
-    if is_measured_here(context.job):
+    if is_measured_here(job):
         placements = search_placement(context, partial(make_trial, context))
         # The search for limits starts from the fastest placement. Only that one is evaluated.
         trials = [*(() if has_limits else placements[:-1]), score_trial(context, placements[-1])]
     else:
-        if context.job.progress is not False and (line := describe_prediction(context.job)):
+        if job.progress is not False and (line := describe_prediction(job)):
             write_line(line)
-        trials = [run_trial(context, [], TrialPlan(config), is_only=not has_limits or max_trials == 1)]
-    if not has_limits:
-        return trials, None
+        trials = [run_trial(context, [], TrialPlan(job.config), is_only=not has_limits or job.max_trials == 1)]
+    if limits.min_speed is not None:  # excludes max_drop
+        return _search_speed(context, limits, trials), None
+    if limits.max_drop is not None:
+        return _search_accuracy(context, limits, trials)
+    return trials, None
+
+
+def _search_speed(context: StageContext, limits: Limits, trials: list[Trial]) -> list[Trial]:
+    """Leave slow layers in float until a file has `min_speed`."""
     from scalepoint.pipeline import search  # noqa: PLC0415  # imports allocation, which most runs do not need
 
-    # min_speed: leave slow layers in float until a file is fast enough
-    while len(trials) < max_trials and not limits.allows_speed(trials[-1].verification):
+    while len(trials) < context.job.max_trials and not limits.allows_speed(trials[-1].verification):
         if (plan := search.next_for_speed(trials)) is None:
             break
         trials = [*drop_models(trials, limits), run_trial(context, trials, plan)]
-    # max_drop: first other activation ranges, which cost nothing at run time, then more precision
+    return trials
+
+
+def _search_accuracy(
+    context: StageContext, limits: Limits, trials: list[Trial]
+) -> tuple[list[Trial], PrecisionAllocation | None]:
+    """Try other activation ranges, which cost nothing at run time, then more precision, for `max_drop`."""
+    from scalepoint.pipeline import search  # noqa: PLC0415  # imports allocation, which most runs do not need
+
+    max_trials = context.job.max_trials
+    if len(trials) == max_trials or limits.allows_score(trials[0].score):
+        return trials, None
     config = trials[0].config  # with the placement that was measured
-    config_with_other_ranges = search.use_other_ranges(config, context.job.target)
-    if len(trials) < max_trials and not limits.allows_score(trials[0].score) and config_with_other_ranges != config:
-        plan = TrialPlan(config_with_other_ranges, (PrecisionChange("", search.OTHER_RANGES_TEXT),), 0)
-        trials = drop_models([*trials, run_trial(context, trials, plan)], limits)
-    widths = None
-    if len(trials) < max_trials and not any(limits.allows_score(trial.score) for trial in trials):
-        widths = stages.measure_precisions(context, trials[search.find_start(trials)].config, None)
-    while widths is not None and len(trials) < max_trials:
+    other_config = search.use_other_ranges(config, context.job.target)
+    if other_config != config:
+        change = PrecisionChange("", search.OTHER_RANGES_TEXT)
+        trials = drop_models([*trials, run_trial(context, trials, TrialPlan(other_config, (change,), 0))], limits)
+    if len(trials) == max_trials or limits.allows_score(trials[-1].score):
+        return trials, None
+    widths = stages.measure_precisions(context, trials[search.find_start(trials)].config, None)
+    while len(trials) < max_trials:
         is_last = len(trials) + 1 == max_trials
         if (plan := search.next_for_accuracy(trials, widths, limits, is_last=is_last)) is None:
             break
         trials = drop_models([*trials, run_trial(context, trials, plan)], limits)
-    if widths is None:
-        return trials, None
     chosen = best_trial(trials, limits).chosen or search.as_configured(widths)
     return trials, widths.describe_allocation(chosen, "cost")
 
@@ -360,21 +370,18 @@ def _search_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], 
     return trials[-1:], widths.describe_allocation(allocation.chosen, budget.unit, budget.limit)
 
 
-def _send_metrics(
-    context: StageContext, number: int, path: Path, verification: Verification | None, score: float | None
-) -> None:
+def _send_metrics(context: StageContext, trial: Trial) -> None:
     """Send the numbers of a trial to the callback and the log."""
-    latency = None if verification is None else verification.latency
-    was_run = verification is not None and verification.status == Status.OK
+    verification = trial.verification
     numbers = {
-        "score": score,
-        "size": float(context.format.about(path).size),
-        "speed": None if latency is None else latency.ratio,
-        "agreement": verification.sqnr if verification is not None and was_run else None,
+        "score": trial.score,
+        "size": float(context.format.about(trial.path).size),
+        "speed": trial.speed,
+        "agreement": verification.sqnr if verification is not None and verification.status == Status.OK else None,
     }
     for name, value in numbers.items():
         if value is not None:
-            send_event(Event("metric", name, done=number, value=value))
+            send_event(Event("metric", name, done=trial.number, value=value))
 
 
 def _write_report(

@@ -23,7 +23,7 @@ from scalepoint import distributed
 from scalepoint.checkpoints.skeleton import check_config
 from scalepoint.checkpoints.text import Text
 from scalepoint.errors import StoreError
-from scalepoint.options import Accuracy, CheckpointOptions
+from scalepoint.options import Accuracy
 from scalepoint.pipeline.checkpoint_codes import TunedCodes
 from scalepoint.pipeline.checkpoint_job import CheckpointJob, prepare_checkpoint_job
 from scalepoint.pipeline.checkpoint_stages import (
@@ -109,18 +109,11 @@ def deploy_checkpoint(
         done = scalepoint.deploy_checkpoint("Qwen3-0.6B", "out", target="gguf", data="wiki.txt")
         print(done)
     """
-    # The options that are plain values. This must be the first line: later locals() has other names too.
-    values = {name: value for name, value in locals().items() if name in CheckpointOptions.model_fields}
     job = prepare_checkpoint_job(
-        source,
-        output,
-        target=target,
-        config=config,
-        values={**values, "judge": None},  # which may also be tokens
-        texts={"calibration data": data, "text to judge by": judge},
-        resume=resume,
-        force=force,
-    )
+        source, output, target=target, config=config, texts={"calibration data": data, "text to judge by": judge},
+        accuracy=accuracy, memory=memory, cache=cache, allow_departure=allow_departure, length=length, samples=samples,
+        resume=resume, force=force,
+    )  # fmt: skip
     _check_same_checkpoint(job)
     check_config(job.source)
     if verify and not (data is None and judge is None):  # without text nothing is verified

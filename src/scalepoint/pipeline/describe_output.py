@@ -4,9 +4,9 @@ Files of these names that scalepoint did not write, or that were edited since, s
 """
 
 from scalepoint.pipeline.bill_of_materials import build_bill_of_materials
+from scalepoint.pipeline.context import StageContext
 from scalepoint.pipeline.model_card import build_model_card
 from scalepoint.pipeline.result import Trial
-from scalepoint.pipeline.stages import StageContext
 from scalepoint.pipeline.use_script import build_use_script
 from scalepoint.pipeline.workspace import BOM_FILE, CARD_FILE, USE_FILE
 from scalepoint.report import Report

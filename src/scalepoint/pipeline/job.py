@@ -119,14 +119,14 @@ def prepare_job(
     progress: bool | None,
     smoke: bool,
     command: Command | None,
-    values: Mapping[str, Any],
+    **values: Any,
 ) -> Job:
     """Check every argument of deploy.
 
     Args:
         model, example_inputs, calibration_data, target, config, evaluate, kwargs, progress, command: See deploy.
         smoke: Whether the job will be run as `for_smoke`, which some options exclude.
-        values: The other options of deploy, by name.
+        **values: The options of deploy that `DeployOptions` checks.
     """
     options, checked_target = build_options(target, config, values, has_metric=evaluate is not None, smoke=smoke)
     quantization, placement = choose_placement(options)
@@ -138,8 +138,7 @@ def prepare_job(
             "data or with an iterator: pass a list, a DataLoader or a function"
         )
     distributed.run_on_main(
-        "looking for the runtime",
-        lambda: check_installed(checked_target, allow_departure=options.allow_departure),
+        "looking for the runtime", lambda: check_installed(checked_target, allow_departure=options.allow_departure)
     )
     source, may_fix_axes = None, False
     dynamic_axes: Axes | None = options.dynamic_axes

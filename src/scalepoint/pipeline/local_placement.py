@@ -24,10 +24,11 @@ from torch import fx
 
 from scalepoint import distributed
 from scalepoint.pipeline.cache import Inputs
+from scalepoint.pipeline.context import StageContext
 from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_target
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial, TrialPlan
-from scalepoint.pipeline.stages import StageContext, package_version
+from scalepoint.pipeline.stages import package_version
 from scalepoint.quantize import QuantConfig, record_of
 from scalepoint.quantize.config import FLOAT
 from scalepoint.quantize.insert import make_decisions

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from scalepoint import distributed
+from scalepoint.analysis.statistics import decibels
 from scalepoint.checkpoints.skeleton import CheckpointWeights
 from scalepoint.errors import CaptureError, NonFiniteError, UsageError
 from scalepoint.results import Score
@@ -130,10 +131,8 @@ def _score_head(walk: StreamWalk, piece: Piece, tokens: Sequence[Tensor]) -> Eva
     with torch.no_grad(), distributed.phase("scoring") as step:
         step.value = []
         for index, sequence in enumerate(tokens):
-            float_logits, quantized_logits = (
-                _find_logits(walk.run_piece(piece, walk.get_entries(piece, index, noisy=is_noisy), noisy=is_noisy))
-                for is_noisy in (False, True)
-            )
+            float_logits = _run_head(walk, piece, index, is_quantized=False)
+            quantized_logits = _run_head(walk, piece, index, is_quantized=True)
             float_loss, count = cross_entropy_sum(float_logits, sequence)
             quantized_loss, _ = cross_entropy_sum(quantized_logits, sequence)
             noise = float((quantized_logits - float_logits).double().square().sum())
@@ -145,12 +144,14 @@ def _score_head(walk: StreamWalk, piece: Piece, tokens: Sequence[Tensor]) -> Eva
     float_loss, quantized_loss, count, noise, signal = (sum(column) for column in zip(*rows, strict=True))
     before = _to_perplexity(float_loss, count, f"the float model's perplexity is NaN: {FLOAT_NAN_HINT}")
     after = _to_perplexity(quantized_loss, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN_HINT}")
-    sqnr = float("inf") if not noise else 10 * float(torch.tensor(signal / noise, dtype=torch.float64).log10())
-    return Evaluation(Score("perplexity", after, before, higher_is_better=False), count, first_logits, sqnr)
+    score = Score("perplexity", after, before, higher_is_better=False)
+    return Evaluation(score, count, first_logits, decibels(signal, noise))
 
 
-def _find_logits(exits: Sequence[object]) -> Tensor:
-    for value in reversed(exits):
+def _run_head(walk: StreamWalk, piece: Piece, index: int, *, is_quantized: bool) -> Tensor:
+    """Run the last piece on a sequence, and return the logits: its last output of shape (batch, length, vocabulary)."""
+    inputs = walk.get_entries(piece, index, noisy=is_quantized)
+    for value in reversed(walk.run_piece(piece, inputs, noisy=is_quantized)):
         if isinstance(value, Tensor) and value.ndim == 3:
             return value
     raise CaptureError("the model has no output of shape (batch, length, vocabulary): its logits were not found")

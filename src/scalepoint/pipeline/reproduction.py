@@ -17,10 +17,11 @@ from typing import Any
 
 from scalepoint import targets
 from scalepoint.options import DeployConfig, Placement, SourceOptions, changed_values
+from scalepoint.pipeline.context import StageContext
 from scalepoint.pipeline.fingerprints import fingerprint
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial
-from scalepoint.pipeline.stages import StageContext, package_version
+from scalepoint.pipeline.stages import package_version
 from scalepoint.pipeline.workspace import BEST_CONFIG_FILE, SCRIPT_FILE
 from scalepoint.report import Reproduction
 from scalepoint.report.model import CONFIG_FILE
@@ -104,9 +105,23 @@ def _command_flags(job: Job) -> list[str]:
 
 def build_reproduction(context: StageContext, best: Trial, trials: Sequence[Trial]) -> Reproduction:
     """Return the call and the command that make the best file without a search, and fingerprints of its inputs."""
-    job = context.job
     versions = {name: package_version(name) for name in REPORTED_PACKAGES}
     pinned = [f"{name}=={number}" for name, number in versions.items() if number]
+    return Reproduction(
+        install=f"pip install scalepoint=={__version__} {' '.join(pinned)}",
+        call=_python_call(context.job, best),
+        command=_shell_command(context.job, trials),
+        marks={
+            "model": context.model_fingerprint,
+            "calibration data": context.data_fingerprint or "read once, no fingerprint",
+            "example inputs": context.job.example.fingerprint(),
+            "config": fingerprint(best.config.to_dict()),
+        },
+    )
+
+
+def _python_call(job: Job, best: Trial) -> str:
+    """Return the Python source that makes the best file."""
     config = best.config.to_dict()
     has_both = bool(job.example.args and job.example.kwargs)  # inputs only by name are passed as a dict
     your_objects = "model, example_inputs, calibration_data" + (" and kwargs" if has_both else "")
@@ -124,21 +139,15 @@ def build_reproduction(context: StageContext, best: Trial, trials: Sequence[Tria
         arguments["config"] = "config"
     keywords = "".join(f"    {name}={value},\n" for name, value in arguments.items())
     lines += ["", f"done = scalepoint.deploy(\n    model,\n    example_inputs,\n    calibration_data,\n{keywords})"]
-    command = ""
-    if job.command is not None:  # it works from any folder
-        file = Path(job.options.output).resolve() / _config_file(job, trials)
-        command = shlex.join(["scalepoint", "deploy", "-c", str(file), "-o", "again", *_command_flags(job)])
-    return Reproduction(
-        install=f"pip install scalepoint=={__version__} {' '.join(pinned)}",
-        call="\n".join(lines),
-        command=command,
-        marks={
-            "model": context.model_fingerprint,
-            "calibration data": context.data_fingerprint or "read once, no fingerprint",
-            "example inputs": job.example.fingerprint(),
-            "config": fingerprint(config),
-        },
-    )
+    return "\n".join(lines)
+
+
+def _shell_command(job: Job, trials: Sequence[Trial]) -> str:
+    """Return the command that makes the best file, from any folder; "" for a call from Python."""
+    if job.command is None:
+        return ""
+    file = Path(job.options.output).resolve() / _config_file(job, trials)
+    return shlex.join(["scalepoint", "deploy", "-c", str(file), "-o", "again", *_command_flags(job)])
 
 
 def options_as_source(job: Job, best: Trial) -> dict[str, str]:

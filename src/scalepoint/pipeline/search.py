@@ -138,13 +138,15 @@ def next_for_accuracy(
         _choice_key(trial.chosen): limits.allows_score(trial.score) for trial in trials if trial.chosen is not None
     }
     tried[_choice_key(as_configured(widths))] = False
-    known = {
+    known = {  # index of a tried point -> whether it is within the limit
         index: tried[_choice_key(point.chosen)]
         for index, point in enumerate(points)
         if _choice_key(point.chosen) in tried
     }
+    # The cheapest point that passed, and the most expensive point below it that failed.
     passing = min((index for index, passes in known.items() if passes), default=None)
-    failing = max((index for index in known if not known[index] and index < (passing or len(points))), default=-1)
+    end = len(points) if passing is None else passing
+    failing = max((index for index, passes in known.items() if not passes and index < end), default=-1)
     if passing is None:
         chosen = _step_up(points, failing, _remaining_error_share(trials, limits, is_last=is_last))
     else:

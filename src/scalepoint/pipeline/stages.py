@@ -1,18 +1,15 @@
-"""The stages of a run: capture, quantize, export, verify, evaluate, publish. Each is a function of the context.
+"""The stages of a run: quantize, export, verify, evaluate, publish. Each is a function of the context.
 
-All stages except capture and publish are cached (`cache.py`). The cache key has the options that declare the stage in
-`options.py`, the fingerprints of the user's objects, package versions, and the files of earlier stages. Capture runs
-once per run; each trial gets a copy of the graph that shares its parameters.
+All stages except publish are cached (`cache.py`). The cache key has the options that declare the stage in `options.py`,
+the fingerprints of the user's objects, package versions, and the files of earlier stages.
 """
 
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,17 +19,15 @@ from pydantic import TypeAdapter
 from torch import fx, nn
 
 from scalepoint import distributed
-from scalepoint.errors import CaptureError, NonFiniteError, ScalepointWarning, UsageError, VerificationError, short_repr
-from scalepoint.formats import ExportRequest, FileFormat, export, find_format
-from scalepoint.graph.dynamic_axes import Axes
+from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, short_repr
+from scalepoint.formats import ExportRequest, export
 from scalepoint.graph.module_state import eval_mode
-from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import stage_values
 from scalepoint.pipeline.accuracy import choose_tuning
-from scalepoint.pipeline.cache import Inputs, Stage
-from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_model, fingerprint_target
-from scalepoint.pipeline.inputs import DroppedInputs, warn_about_other_sizes
-from scalepoint.pipeline.job import Job
+from scalepoint.pipeline.cache import Inputs
+from scalepoint.pipeline.context import StageContext
+from scalepoint.pipeline.data_warnings import DroppedInputs, warn_about_other_sizes
+from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_target
 from scalepoint.pipeline.result import Trial
 from scalepoint.pipeline.workspace import (
     FAILING_FOLDER,
@@ -48,18 +43,11 @@ from scalepoint.quantize.store import list_model_files
 from scalepoint.results import TuneReport
 from scalepoint.runtimes import find_runtime
 from scalepoint.support.files import compute_digest
-from scalepoint.support.progress import Event, send_event, timed_phase, write_line
+from scalepoint.support.progress import Event, send_event
 from scalepoint.support.torch_state import caller_dtype
 from scalepoint.targets.local_times import LocalTimes
-from scalepoint.transformation import (
-    TransformationResult,
-    apply_transformation_plan,
-    capture_for_plan,
-    plan_captured_graph,
-)
-from scalepoint.verification import RuntimeModel, Status, Verification, extract_failing, verify
+from scalepoint.verification import RuntimeModel, Status, Verification, verify
 from scalepoint.verification.benchmarking import write_baseline_file
-from scalepoint.verification.extraction import EXTRACTED_FILES
 from scalepoint.verification.inputs import save_inputs
 from scalepoint.verification.result import PLAIN_BASELINE
 from scalepoint.verification.simulation import build_feeds
@@ -70,117 +58,6 @@ if TYPE_CHECKING:
     from scalepoint.tuning import TuneConfig
 
 PACKAGE_VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
-
-# Graphs that `captures_reused` shares between runs, by the fingerprint of what they depend on.
-_captures: ContextVar[dict[str, fx.GraphModule] | None] = ContextVar("_captures", default=None)
-
-
-@contextmanager
-def captures_reused() -> Iterator[None]:
-    """Inside this context, runs of one model with the same example inputs and free axes capture it once."""
-    token = _captures.set({})
-    try:
-        yield
-    finally:
-        _captures.reset(token)
-
-
-@dataclass(kw_only=True)
-class StageContext:
-    """The state that all stages of one run share.
-
-    Attributes:
-        job: The checked arguments.
-        workspace: The output folder, and the cache in it.
-        timings: Seconds per kind of step, for the report.
-        trial_count: Trials made so far.
-        data_fingerprint: Set by the first `quantize`; None if the data can be read only once.
-    """
-
-    job: Job
-    workspace: DeployWorkspace
-    timings: dict[str, float] = field(default_factory=dict)
-    data_fingerprint: str | None = None
-    trial_count: int = 0
-
-    def count_trial(self) -> int:
-        """Return the number of the next trial. A resumed run makes the same trials in the same order."""
-        self.trial_count += 1
-        return self.trial_count - 1
-
-    @cached_property
-    def format(self) -> FileFormat:
-        return find_format(self.job.target.format)
-
-    @cached_property
-    def model_fingerprint(self) -> str:
-        return fingerprint_model(self.job.model)
-
-    @cached_property
-    def captured(self) -> TransformationResult:
-        """The graph of the model with the target's fusions. torch.export runs here, once per run."""
-        job = self.job
-        with self.timed("capturing"):
-            result = self._transform()
-            if self.format.check is not None:
-                self.format.check(result.model, ExportRequest(job.example, job.target))
-        return result
-
-    def _transform(self) -> TransformationResult:
-        job = self.job
-        job.target.check_free_sizes(job.dynamic_axes)
-        try:
-            graph = self._capture(job.dynamic_axes)
-        except CaptureError as error:
-            if not (job.may_fix_axes and job.dynamic_axes):
-                raise
-            names = sorted({name for labels in job.dynamic_axes.values() for name in labels.values()})
-            message = (
-                f"the axes {', '.join(names)} are free in {job.source_file}, but the model computes with their sizes. "
-                f"They are fixed to those of the example: {error.args[0]}"
-            )
-            warnings.warn(ScalepointWarning(message), stacklevel=user_level())
-            graph = self._capture({})
-        return apply_transformation_plan(plan_captured_graph(graph, target=job.target))
-
-    def _capture(self, dynamic_axes: Axes) -> fx.GraphModule:
-        """Capture the model. Inside `captures_reused` an earlier run may have done it: no target matters for it."""
-        job, earlier = self.job, _captures.get()
-        options: dict[str, Any] = {"leave": job.options.leave, "dynamic": not job.options.fixed_sizes}
-        options["dynamic_axes"] = dynamic_axes
-        if earlier is None:
-            return capture_for_plan(job.model, job.example.args, job.example.kwargs, **options)
-        key = fingerprint(self.model_fingerprint, job.example.fingerprint(), options)
-        if key not in earlier:  # shares the parameters with the model, each run has its own
-            earlier[key] = capture_for_plan(job.model, job.example.args, job.example.kwargs, copy=False, **options)
-        return copy.deepcopy(earlier[key])
-
-    def path(self, folder: Path, name: str) -> Path:
-        """Return the path of a file, with the suffix of the target's format."""
-        return folder / f"{name}{self.format.suffix}"
-
-    @property
-    def plain_path(self) -> Path | None:
-        """The float model as torch.onnx.export writes it, or the file it was read from; None if it was not written."""
-        path = self._plain_path
-        return path if path.is_file() else None
-
-    @property
-    def _plain_path(self) -> Path:
-        return self.path(self.workspace.work, PLAIN_STEM if self.job.source_file is None else SOURCE_STEM)
-
-    def timed(self, doing: str, *, is_phase: bool = True) -> AbstractContextManager[None]:
-        """Time a step and show its progress. Pass is_phase=False for a step that shows its own progress."""
-        return timed_phase(self.timings, doing, show=self.job.progress, is_phase=is_phase)
-
-    @contextmanager
-    def stage(self, name: str, doing: str, inputs: Any, *, is_timed: bool = True) -> Iterator[Stage]:
-        """Enter a cached stage. Pass is_timed=False for a stage whose parts are timed."""
-        with self.workspace.cache.stage(name, inputs) as stage:
-            if not stage.must_run and self.job.progress is not False:
-                write_line(f"{doing}: from the cache")
-            with self.timed(doing) if stage.must_run and is_timed else nullcontext():
-                yield stage
 
 
 def check_same_model(context: StageContext) -> None:
@@ -272,12 +149,7 @@ def tune(context: StageContext, model: fx.GraphModule, config: "TuneConfig") -> 
     job = context.job
     with context.timed("tuning", is_phase=False):
         return tuning.tune(
-            model,
-            job.data.data,
-            config,
-            max_batches=job.max_batches,
-            on_nan=job.options.on_nan,
-            progress=job.progress,
+            model, job.data.data, config, max_batches=job.max_batches, on_nan=job.options.on_nan, progress=job.progress
         )
 
 
@@ -331,22 +203,7 @@ def measure_precisions(context: StageContext, config: QuantConfig, choices: tupl
 
 def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> tuple[Path, Path]:
     """Write the file of a trial, and in the first trial the float file. Returns both paths."""
-    job, work = context.job, context.workspace.work
-    path, float_path = context.path(folder, FILE_STEM), context.path(work, FLOAT_STEM)
-
-    def write() -> None:
-        export(
-            model,
-            path,
-            job.example.args,
-            kwargs=job.example.kwargs,
-            float_path=float_path if needs_float else None,
-            float_dtype=job.options.float_dtype,
-            dynamic=not job.options.fixed_sizes,
-            metadata=job.metadata,
-        )
-        if needs_float:
-            _write_plain_export(context, model)
+    path, float_path = context.path(folder, FILE_STEM), context.path(context.workspace.work, FLOAT_STEM)
 
     def inputs() -> Inputs:
         return export_inputs(context, folder / QUANTIZED_FOLDER)
@@ -355,9 +212,10 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
         context.workspace.cache.stage("the float model exported", lambda: float_export_inputs(context)) as float_stage,
         context.stage(f"{folder.name} exported", "exporting", inputs) as stage,
     ):
-        needs_float = float_stage.must_run and not job.is_smoke
+        needs_float = float_stage.must_run and not context.job.is_smoke
         if stage.must_run or needs_float:
-            distributed.run_on_main("exporting", write)
+            new_float_path = float_path if needs_float else None
+            distributed.run_on_main("exporting", lambda: _write_files(context, model, path, new_float_path))
             stage.store(files=context.format.files(path))
             if needs_float:
                 float_paths = [float_path, *filter(None, [context.plain_path])]
@@ -365,7 +223,24 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
     return path, float_path
 
 
-def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
+def _write_files(context: StageContext, model: fx.GraphModule, path: Path, float_path: Path | None) -> None:
+    """Write the quantized file and, unless `float_path` is None, the float files."""
+    job = context.job
+    export(
+        model,
+        path,
+        job.example.args,
+        kwargs=job.example.kwargs,
+        float_path=float_path,
+        float_dtype=job.options.float_dtype,
+        dynamic=not job.options.fixed_sizes,
+        metadata=job.metadata,
+    )
+    if float_path is not None:
+        _write_plain_export(context, model, float_path)
+
+
+def _write_plain_export(context: StageContext, model: fx.GraphModule, float_path: Path) -> None:
     """Write the float model with torch.onnx.export if speed is measured: it may be faster than our float file."""
     job = context.job
     runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
@@ -373,10 +248,9 @@ def _write_plain_export(context: StageContext, model: fx.GraphModule) -> None:
         if context.format.suffix == job.source_file.suffix.lower():
             from scalepoint.formats.onnx.save import copy_model  # noqa: PLC0415  # only for a model that is such a file
 
-            copy_model(job.source_file, context._plain_path)
+            copy_model(job.source_file, context.path(context.workspace.work, SOURCE_STEM))
     elif runtime is not None and runtime.is_installed and not runtime.why_no_speed:
         names = tuple(build_feeds(model, job.example))
-        float_path = context.path(context.workspace.work, FLOAT_STEM)
         request = ExportRequest(job.example, names=names, free_axes=context.format.about(float_path).free_axes)
         write_baseline_file(job.model, context.format, request, context.path(context.workspace.work, PLAIN_STEM))
 
@@ -444,17 +318,15 @@ def evaluate_float(context: StageContext) -> float | None:
     """Run the user's metric on the float model; None without a metric."""
     if context.job.evaluate is None:
         return None
-    inputs = {
-        "the model": context.model_fingerprint,
-        **PACKAGE_VERSIONS,
-        "the metric": fingerprint_code(context.job.evaluate),
-    }
-    doing = "evaluating the float model"
-    with context.stage("the float model evaluated", doing, lambda: inputs) as stage:
-        score = stage.load(lambda saved: float(saved["score"]))
-        if score is None:
-            score = distributed.run_on_main(doing, lambda: _evaluate(context, context.job.model, is_float=True), float)
-            stage.store({"score": score})
+
+    def inputs() -> Inputs:
+        metric = fingerprint_code(context.job.evaluate)
+        return {"the model": context.model_fingerprint, **PACKAGE_VERSIONS, "the metric": metric}
+
+    def run() -> float:
+        return _evaluate(context, context.job.model, is_float=True)
+
+    score = _cached_score(context, "the float model evaluated", "evaluating the float model", inputs, run)
     send_event(Event("metric", "float score", value=score))
     return score
 
@@ -476,8 +348,13 @@ def evaluate_file(context: StageContext, path: Path, model: fx.GraphModule, *, i
         with runner as callable_model:
             return _evaluate(context, callable_model, is_float=False)
 
-    doing = "evaluating the file"
-    with context.stage(f"{path.parent.name} evaluated", doing, inputs) as stage:
+    return _cached_score(context, f"{path.parent.name} evaluated", "evaluating the file", inputs, run)
+
+
+def _cached_score(
+    context: StageContext, name: str, doing: str, inputs: Callable[[], Inputs], run: Callable[[], float]
+) -> float:
+    with context.stage(name, doing, inputs) as stage:
         score = stage.load(lambda saved: float(saved["score"]))
         if score is None:
             score = distributed.run_on_main(doing, run, float)
@@ -558,6 +435,7 @@ def write_departing_layer(
     workspace: DeployWorkspace, path: Path, model: fx.GraphModule, args: Any, kwargs: Mapping[str, Any] | None = None
 ) -> Path | None:
     """Write the first layer that differs to failing/. Returns the script that runs it; None if no layer differs."""
+    from scalepoint.verification.extraction import EXTRACTED_FILES, extract_failing  # noqa: PLC0415  # rarely needed
 
     def write(folder: Path) -> list[Path]:
         is_written = extract_failing(path, model, args, folder, kwargs=kwargs, force=True) is not None
@@ -570,11 +448,7 @@ def write_departing_layer(
 def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:
     """Return the fingerprints of all inputs of the quantized model except the data."""
     job = context.job
-    values = {
-        **stage_values(job.options, "quantize"),
-        "max_batches": job.max_batches,
-        "dynamic_axes": job.dynamic_axes,
-    }
+    values = {**stage_values(job.options, "quantize"), "max_batches": job.max_batches, "dynamic_axes": job.dynamic_axes}
     return {
         **PACKAGE_VERSIONS,
         "the model": context.model_fingerprint,

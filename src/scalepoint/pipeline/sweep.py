@@ -7,6 +7,7 @@ runs share is the same as before. A failed run becomes a row with its error, and
 each rank makes complete runs.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from scalepoint.errors import (
 from scalepoint.graph.capture import as_module, unwrap_model
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import DeployOptions, RunOptions
+from scalepoint.pipeline.context import captures_reused
 from scalepoint.pipeline.deploy import deploy
 from scalepoint.pipeline.fingerprints import (
     fingerprint,
@@ -45,7 +47,6 @@ from scalepoint.pipeline.fingerprints import (
 from scalepoint.pipeline.inputs import DataSource
 from scalepoint.pipeline.job import build_options, check_metric, find_model_target
 from scalepoint.pipeline.onnx_source import is_onnx_file
-from scalepoint.pipeline.stages import captures_reused
 from scalepoint.pipeline.workspace import SweepWorkspace, list_finished_stages
 from scalepoint.quantize.feeding import is_split_across_ranks
 from scalepoint.report import Sweep, SweepRow, sweep_page
@@ -116,6 +117,9 @@ def sweep(
         )
     workspace = SweepWorkspace(Path(output), resume=resume, force=force)
     workspace.check({"model": Path(str(model))} if is_onnx_file(model) else {})
+    run_options = {"allow_departure": True, **options}
+    if not distributed.is_main():
+        run_options |= {"progress": False, "callback": None}
     with workspace.open(), captures_reused():
         inputs = distributed.run_on_main(
             "reading the inputs",
@@ -133,11 +137,10 @@ def sweep(
                 for name in distributed.shard(names):  # at most one run per rank
                     if options.get("progress") is not False:
                         write_line(f"run {len(rows) + 1} of {len(runs)}: {name}")
-                    quiet = {"progress": False, "callback": None}
-                    run_options = options if distributed.is_main() else {**options, **quiet}
                     with distributed.single_process():
-                        arguments, run_folder = (model, example_inputs, calibration_data), workspace.run_folder(name)
-                        step.value = to_jsonable(_run(arguments, run_folder, runs[name], run_options, finish))
+                        arguments = (model, example_inputs, calibration_data)
+                        row = _run(arguments, workspace.run_folder(name), runs[name], run_options, finish)
+                    step.value = to_jsonable(row)
             rows |= zip(names, map(TypeAdapter(SweepRow).validate_python, step.values), strict=False)
             table = Sweep(tuple(rows[name] for name in runs if name in rows), inputs)
             distributed.run_on_main("the table", partial(_write_table, workspace, table))
@@ -160,11 +163,7 @@ def check_runs(runs: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
             find_model_target(target, values.get("cpu", "auto"))
             with suppress(TargetError):
                 build_options(
-                    target,
-                    arguments.get("config"),
-                    values,
-                    has_metric=has_metric,
-                    smoke=bool(arguments.get("smoke")),
+                    target, arguments.get("config"), values, has_metric=has_metric, smoke=bool(arguments.get("smoke"))
                 )
         except (UsageError, ConfigError, TargetError) as error:
             raise UsageError(f"run {name}: {error.args[0]}") from error
@@ -187,26 +186,24 @@ def list_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
             raise UsageError(f"grid: {key!r} is not a keyword of deploy for a grid: {did_you_mean(key, allowed)}")
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise UsageError(f"grid: {key} must be a list of values, got {values!r}")
-    count = 1
-    for values in grid.values():
-        count *= len(values)
+    count = math.prod(map(len, grid.values()))
     if not grid or count > MAX_RUNS:
         raise UsageError(
             f"grid: {count if grid else 0} runs: it must have at least one key and at most {MAX_RUNS} runs"
         )
     runs: dict[str, dict[str, Any]] = {}
-    for indices in product(*(range(len(values)) for values in grid.values())):
-        values_of_run = {key: grid[key][index] for key, index in zip(grid, indices, strict=True)}
-        words = [_folder_word(key, values_of_run[key], index) for key, index in zip(grid, indices, strict=True)]
+    for choice in product(*(enumerate(values) for values in grid.values())):
+        words = [_folder_word(key, value, index) for key, (index, value) in zip(grid, choice, strict=True)]
         name = "-".join(words)
-        runs[name if name not in runs else f"{name}-{len(runs)}"] = values_of_run
+        unused_name = name if name not in runs else f"{name}-{len(runs)}"
+        runs[unused_name] = {key: value for key, (_, value) in zip(grid, choice, strict=True)}
     return runs
 
 
 def _folder_word(key: str, value: Any, index: int) -> str:
     """Return the part of a folder name for one value: its text, or the key and a number if it has no short text."""
     text = str(value) if isinstance(value, Budget) else getattr(value, "name", value)
-    if text is None or isinstance(text, Mapping) or not isinstance(text, str | int | float | bool):
+    if not isinstance(text, str | int | float):
         return f"{key}{index + 1}"
     word = re.sub(r"[^A-Za-z0-9._]+", "_", text if isinstance(text, str) else f"{key}{text}").strip("_.")
     return word or f"{key}{index + 1}"
@@ -257,9 +254,7 @@ def _run(
     """Make one run, or continue it if it was interrupted. A ScalepointError becomes a failed row."""
     resume = folder.is_dir() and bool(list_finished_stages(folder))
     try:
-        done = deploy(
-            *inputs, output=folder, resume=resume, force=True, **{"allow_departure": True, **options, **values}
-        )
+        done = deploy(*inputs, output=folder, resume=resume, force=True, **{**options, **values})
     except ScalepointError as error:
         return SweepRow(folder.name, _to_plain_values(values), "failed", str(error))
     if finish is not None:

@@ -17,8 +17,11 @@ from scalepoint.support.formatting import (
 
 MAX_TITLED_POINTS = 400  # with more points, all are one SVG path and only the worst have a title
 MAX_DRAWN_BINS = 60
+MAX_LAYER_TICKS = 8
 MAX_DRAWN_ERROR = 1e6  # larger errors are drawn as this one
 LETTER_WIDTH = 7.2  # approximate width of a letter in a label, in SVG units
+LABEL_OFFSETS = (19, -10, 34, -25, 49, -40)  # y of a label relative to its point: below, above, then further away
+MIN_LABEL_Y, MAX_LABEL_Y = 12, 238  # inside the plot area
 COST_LABELS = {
     "size": "size of the file, as a share of the float file",
     "bits": "bits of a weight, on average",
@@ -79,11 +82,11 @@ class LabelPlacer:
     label_boxes: list[tuple[float, float, float]] = field(default_factory=list)
 
     def near(self, text: str, x: float, y: float, css: str = "worst-name") -> SvgElement:
-        """Place a label below its point, above it or further away, at the first position without overlap."""
+        """Place a label at the first of LABEL_OFFSETS where it overlaps no other label."""
         width = LETTER_WIDTH * len(text)
         left = min(max(x - width / 2, 46.0), self.right - width)
-        candidates = [y + 19, y - 10, y + 34, y - 25, y + 49, y - 40]
-        inside = [candidate for candidate in candidates if 12 <= candidate <= 238] or candidates[:1]
+        candidates = [y + offset for offset in LABEL_OFFSETS]
+        inside = [candidate for candidate in candidates if MIN_LABEL_Y <= candidate <= MAX_LABEL_Y] or candidates[:1]
         label_y = next((candidate for candidate in inside if self._is_free(left, left + width, candidate)), inside[0])
         self.label_boxes.append((left, left + width, label_y))
         return text_shape(text, round(left, 1), round(label_y, 1), css)
@@ -163,12 +166,12 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)][:20]
 
 
-def integer_step(count: int, about: int = 8) -> int:
-    """Return the distance of about `about` ticks on an axis of `count` numbered layers: 1, 2, 5, 10, 20, ..."""
+def integer_step(count: int) -> int:
+    """Return the distance of the ticks on an axis of `count` numbered layers: 1, 2, 5, 10, 20, ..."""
     power = 1
-    while power * 10 * about < count:
+    while power * 10 * MAX_LAYER_TICKS < count:
         power *= 10
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor * about >= count)
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor * MAX_LAYER_TICKS >= count)
 
 
 @dataclass(frozen=True)
@@ -361,14 +364,14 @@ def draw_histogram(values: TensorHistogram) -> Picture:
         return round(width * (value - low) / (high - low), 2)
 
     floor, largest = height - bottom, math.log1p(max([*counts, 1]))
-    reached = round(max(x_of(most) - x_of(least), 0.5), 2)
-    shapes = [rectangle(x_of(least), top, reached, floor - top, "range")]
+    range_width = round(max(x_of(most) - x_of(least), 0.5), 2)
+    shapes = [rectangle(x_of(least), top, range_width, floor - top, "range")]
     for left, right, count in zip(edges, edges[1:], counts, strict=False):
         if count:
-            tall = round((floor - top) * math.log1p(max(count, 0)) / largest, 2)
+            bar_height = round((floor - top) * math.log1p(max(count, 0)) / largest, 2)
             css = "inside" if least <= (left + right) / 2 <= most else "outside"
-            bar = round(max(x_of(right) - x_of(left) - 0.4, 0.4), 2)
-            shapes.append(rectangle(x_of(left), round(floor - tall, 2), bar, tall, css))
+            bar_width = round(max(x_of(right) - x_of(left) - 0.4, 0.4), 2)
+            shapes.append(rectangle(x_of(left), round(floor - bar_height, 2), bar_width, bar_height, css))
     shapes += [line_shape(x, top - 6, x, floor, "limit") for x in (x_of(least), x_of(most))]
     shapes.append(line_shape(0, floor, width, floor, "axis"))
     for value in round_ticks(low, high, 4):

@@ -5,7 +5,6 @@
 A run is a folder that deploy wrote. Runs with other machines, data or models can be compared too; warnings say so.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from scalepoint.report.headline import low_share
 from scalepoint.report.html import JSON_FILE
 from scalepoint.report.model import CONFIG_FILE, Report
 from scalepoint.report.terminal import MIN_WIDE_COLUMNS, plain_table
+from scalepoint.report.view import to_json_text
 from scalepoint.support.formatting import (
     format_decibels,
     format_ratio,
@@ -45,6 +45,19 @@ FORMATTERS: Mapping[str, Callable[[float], str]] = {
     "share": format_share,
     "dB": lambda value: f"{format_decibels(value)} dB" if math.isfinite(value) else format_decibels(value),
 }
+NUMBERS: tuple[tuple[str, str, bool | None], ...] = (  # name, unit, whether higher is better; None if neither is
+    ("size", "bytes", False),
+    ("speed against float", "times", True),
+    ("latency", "seconds", False),
+    ("bits per weight", "score", False),
+    ("generated tokens per second", "score", True),
+    ("logits against float", "dB", True),
+    ("outputs against float", "dB", True),
+    ("agreement with the simulation", "dB", True),
+    ("worst layer", "dB", True),
+    ("MACs in low precision", "share", None),
+    ("weights in low precision", "share", None),
+)
 MIN_SHOWN_SHARE = 0.0005  # smaller changes would be printed as 0.0 %, and count as "same"
 MIN_TIME_NOISE = 0.03  # times of two files with the same kernels differ by up to this share
 
@@ -244,10 +257,7 @@ def _setting_texts(setting: ChangedSetting) -> tuple[str, str, str]:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value of a config as one line of text."""
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return "-" if value is None else to_json_text(value)
 
 
 def _layer_texts(layer: LayerPair) -> tuple[str, str, str, str, str]:
@@ -325,49 +335,46 @@ def _compare_numbers(first: Report, second: Report) -> Iterator[ComparedNumber]:
         yield ComparedNumber(name, "score", first_value, second_value, is_high)
         if first_float != second_float:
             yield ComparedNumber(f"{name}, float", "score", first_float, second_float, is_high)
-    rows: tuple[tuple[str, str, str, bool | None], ...] = (
-        ("size", "bytes", "size", False),
-        ("speed against float", "times", "speed", True),
-        ("latency", "seconds", "latency", False),
-        ("bits per weight", "score", "bits", False),
-        ("generated tokens per second", "score", "decode", True),
-        ("logits against float", "dB", "logits", True),
-        ("outputs against float", "dB", "outputs", True),
-        ("agreement with the simulation", "dB", "agreement", True),
-        ("worst layer", "dB", "worst", True),
-        ("MACs in low precision", "share", "macs", None),
-        ("weights in low precision", "share", "weights", None),
-    )
     numbers_1, numbers_2 = _read_numbers(first), _read_numbers(second)
-    for name, unit, key, is_better_high in rows:
-        if numbers_1[key] is not None or numbers_2[key] is not None:
-            noise = max(numbers.get(f"{key} noise") or 0.0 for numbers in (numbers_1, numbers_2))
-            yield ComparedNumber(name, unit, numbers_1[key], numbers_2[key], is_better_high, noise)
+    for name, unit, is_better_high in NUMBERS:
+        if numbers_1[name] is not None or numbers_2[name] is not None:
+            noise = max(_read_noise(report).get(name, 0.0) for report in (first, second))
+            yield ComparedNumber(name, unit, numbers_1[name], numbers_2[name], is_better_high, noise)
+
+
+def _read_noise(report: Report) -> dict[str, float]:
+    """Return the relative noise of the numbers that depend on time, by name."""
+    latency = report.latency
+    if latency is None:
+        return {}
+    return {
+        "speed against float": max(MIN_TIME_NOISE, sum(latency.spread)),
+        "latency": max(MIN_TIME_NOISE, latency.spread[1]),
+    }
 
 
 def _read_numbers(report: Report) -> dict[str, float | None]:
-    verification, language = report.verification, report.language
-    latency = None if verification is None else verification.latency
+    """Return the numbers of a run, by their name in NUMBERS."""
+    verification, language, latency = report.verification, report.language, report.latency
     size = 0
     if language is not None:
         size = language.size
     elif verification is not None:
         size = verification.size
     worst = report.worst(1)
+    was_run = verification is not None and verification.status.value == "ok"
     return {
         "size": float(size) if size else None,
-        "bits": None if language is None else language.bits,
-        "decode": None if language is None else language.decode,
-        "logits": None if language is None else language.logits_db,
-        "outputs": report.output_db,
-        "speed": None if latency is None else latency.ratio,
+        "speed against float": None if latency is None else latency.ratio,
         "latency": None if latency is None else latency.seconds[1],
-        "speed noise": None if latency is None else max(MIN_TIME_NOISE, sum(latency.spread)),
-        "latency noise": None if latency is None else max(MIN_TIME_NOISE, latency.spread[1]),
-        "agreement": None if verification is None or verification.status.value != "ok" else verification.sqnr,
-        "worst": worst[0].sqnr_db if worst else None,
-        "macs": low_share(report.coverage.share_of_macs()),
-        "weights": low_share(report.coverage.share_of_parameters()),
+        "bits per weight": None if language is None else language.bits,
+        "generated tokens per second": None if language is None else language.decode,
+        "logits against float": None if language is None else language.logits_db,
+        "outputs against float": report.output_db,
+        "agreement with the simulation": verification.sqnr if was_run and verification is not None else None,
+        "worst layer": worst[0].sqnr_db if worst else None,
+        "MACs in low precision": low_share(report.coverage.share_of_macs()),
+        "weights in low precision": low_share(report.coverage.share_of_parameters()),
     }
 
 
@@ -382,18 +389,13 @@ def _compare_layers(first: Report, second: Report) -> Iterator[LayerPair]:
 
 
 def _precision_by_name(report: Report) -> dict[str, str]:
-    rows = report.coverage.operations
-    return dict(zip(_number_repeated([row.name for row in rows]), (row.precision for row in rows), strict=True))
+    names = _number_repeated([row.name for row in report.coverage.operations])
+    return dict(zip(names, (row.precision for row in report.coverage.operations), strict=True))
 
 
 def _error_by_name(report: Report) -> dict[str, float]:
-    return dict(
-        zip(
-            _number_repeated([layer.name for layer in report.layers]),
-            (layer.sqnr_db for layer in report.layers),
-            strict=True,
-        )
-    )
+    names = _number_repeated([layer.name for layer in report.layers])
+    return dict(zip(names, (layer.sqnr_db for layer in report.layers), strict=True))
 
 
 def _number_repeated(names: Sequence[str]) -> list[str]:
@@ -431,7 +433,6 @@ def _compare_circumstances(first: Report, second: Report) -> Iterator[str]:
     instructions_1, instructions_2 = (report.environment.get("instructions") for report in (first, second))
     if instructions_1 != instructions_2:
         yield f"measured on processors with different instructions: {instructions_1} and {instructions_2}"
-    latencies = [report.verification.latency for report in (first, second) if report.verification]
-    threads = [latency.threads for latency in latencies if latency is not None]
+    threads = [report.latency.threads for report in (first, second) if report.latency is not None]
     if len(set(threads)) > 1:
         yield f"measured with {threads[0]} and {threads[1]} threads"

@@ -77,9 +77,8 @@ def _problem(report: "Report") -> str:
         return f"Not verified in a runtime.{simulated}{findings and ' ' + findings}"
     if not verification.holds:
         return _unverified(verification)
-    latency = verification.latency
-    if latency is not None and latency.is_slower:
-        return f"Slower than float: {format_ratio(latency.ratio)} its speed."
+    if report.latency is not None and report.latency.is_slower:
+        return f"Slower than float: {format_ratio(report.latency.ratio)} its speed."
     if exceeds_max_drop(report):
         return f"Loses more than the allowed {report.max_drop:g} of {shorten(report.accuracy[0].name)}."
     if not report.accuracy and report.output_db is not None and is_poor(report.output_db):
@@ -224,7 +223,7 @@ def _list_precisions(quantized: Sequence[CoverageRow]) -> str:
 
 def describe_speed(report: "Report") -> str:
     """Describe the speed in words; a difference within the noise of the measurement is "the same"."""
-    latency = None if report.verification is None else report.verification.latency
+    latency = report.latency
     if latency is None:
         return ""
     if latency.is_same:
@@ -233,7 +232,7 @@ def describe_speed(report: "Report") -> str:
 
 
 def _speed_row(report: "Report") -> str:
-    latency = None if report.verification is None else report.verification.latency
+    latency = report.latency
     if latency is None:
         return ""
     before, after = map(format_time, latency.seconds)
@@ -246,8 +245,7 @@ def _speed_row(report: "Report") -> str:
 
 
 def _free_sizes_row(report: "Report") -> str:
-    latency = None if report.verification is None else report.verification.latency
-    return "" if latency is None else latency.free_sizes_text
+    return "" if report.latency is None else report.latency.free_sizes_text
 
 
 def _slower_layers(report: "Report") -> str:
@@ -380,10 +378,9 @@ def describe_score_limit(report: "Report") -> str:
 
 def describe_speed_limit(report: "Report") -> str:
     """Return whether the file has the speed that min_speed asks for; "" without a limit."""
-    verification = report.verification
-    if report.min_speed is None or verification is None or verification.latency is None:
+    if report.min_speed is None or report.latency is None:
         return ""
-    holds = verification.latency.reaches(report.min_speed)
+    holds = report.latency.reaches(report.min_speed)
     return f"{'at least' if holds else 'less than'} the required {format_ratio(report.min_speed)}"
 
 
@@ -436,7 +433,6 @@ def short_repr(report: "Report", path: object) -> str:
     """Return a repr of one line: the file, the target, and how much was quantized."""
     operations = report.coverage.operations
     quantized = len(report.coverage.in_state(OperationState.QUANTIZED))
-    latency = None if report.verification is None else report.verification.latency
-    speed = "" if latency is None else f", {format_ratio(latency.ratio)} the speed of float"
+    speed = "" if report.latency is None else f", {format_ratio(report.latency.ratio)} the speed of float"
     file = repr(to_one_line(PurePath(str(path))))
     return f"{file}, target={to_one_line(report.target)!r}, {quantized} of {len(operations)} layers quantized{speed}"

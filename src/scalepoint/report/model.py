@@ -32,7 +32,7 @@ from scalepoint.support.documents import parse_json
 from scalepoint.support.formatting import is_poor, shorten
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_text
-from scalepoint.verification.result import Verification
+from scalepoint.verification.result import Benchmark, Verification
 
 REPORT_SCHEMA = 2  # version of report.json; raised if a field is renamed, removed or changes its meaning
 MAX_REPORT_BYTES = 256_000_000
@@ -131,6 +131,11 @@ class Report:
     findings: tuple[str, ...] | None = None
     min_speed: float | None = None
     output_db: float | None = None
+
+    @property
+    def latency(self) -> Benchmark | None:
+        """Times of the float file and of the quantized file; None if they were not measured."""
+        return None if self.verification is None else self.verification.latency
 
     def worst(self, count: int = 3) -> tuple[LayerError, ...]:
         """Return the layers with the largest error; NaN is the worst."""

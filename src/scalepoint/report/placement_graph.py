@@ -8,7 +8,7 @@ longest path from the inputs. Quantized tensors have another colour.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scalepoint.report.charts import SvgElement, format_number, rectangle, text_shape
@@ -84,43 +84,40 @@ def build_blocks(graph: Sequence[GraphNode]) -> list[Block]:
 
 
 def _find_closed_blocks(
-    paths: Sequence[BlockPath], prefix: BlockPath, nodes: Sequence[int], blocks: dict[BlockPath, None]
-) -> dict[BlockPath, None]:
+    paths: Sequence[BlockPath], prefix: BlockPath, nodes: Sequence[int], blocks: Collection[BlockPath]
+) -> set[BlockPath]:
     """Return the inner blocks that stay one box.
 
     All blocks of the outermost level are opened together, level by level, while the picture has few boxes.
     """
 
-    def list_boxes(closed: Mapping[BlockPath, None]) -> dict[BlockPath | tuple[int], None]:
+    def list_boxes(closed: set[BlockPath]) -> set[BlockPath | int]:
         """Return the boxes of the picture: closed blocks by their path, operations by their index."""
-        return dict.fromkeys(_box_of(paths[index], prefix, closed) or (index,) for index in nodes)
+        return {_box_of(paths[index], prefix, closed) or index for index in nodes}
 
-    closed = dict(blocks)
-    while True:
-        shown_blocks = [box for box in list_boxes(closed) if box in closed]
-        if not shown_blocks:
-            return closed
+    closed = set(blocks)
+    while shown_blocks := closed & list_boxes(closed):
         level = min(map(len, shown_blocks))
-        still_closed = {path: None for path in closed if path not in shown_blocks or len(path) > level}
-        if len(list_boxes(still_closed)) > MAX_OPENED_BOXES:
-            return closed
-        closed = still_closed
+        opened = {path for path in shown_blocks if len(path) == level}
+        if len(list_boxes(closed - opened)) > MAX_OPENED_BOXES:
+            break
+        closed -= opened
+    return closed
 
 
-def _box_of(path: BlockPath, prefix: BlockPath, closed: Mapping[BlockPath, None]) -> BlockPath | None:
+def _box_of(path: BlockPath, prefix: BlockPath, closed: Collection[BlockPath]) -> BlockPath | None:
     """Return the inner block whose box contains the operation; None if the operation has its own box."""
     blocks = (path[:length] for length in range(len(prefix) + 1, len(path)))  # the outermost block first
     return next((block for block in blocks if block in closed), None)
 
 
-def _find_blocks(members: dict[BlockPath, list[int]]) -> dict[BlockPath, None]:
+def _find_blocks(members: Mapping[BlockPath, Sequence[int]]) -> list[BlockPath]:
     """Return blocks with more than one operation, without those that contain only one inner block."""
     inner: dict[BlockPath, int] = {}  # block -> operations of its largest inner block
     for path, nodes in members.items():
         if path:
             inner[path[:-1]] = max(inner.get(path[:-1], 0), len(nodes))
-    paths = [path for path, nodes in members.items() if len(nodes) > 1 and inner.get(path) != len(nodes)]
-    return dict.fromkeys(paths or [()])
+    return [path for path, nodes in members.items() if len(nodes) > 1 and inner.get(path) != len(nodes)] or [()]
 
 
 def _build_block(
@@ -128,11 +125,11 @@ def _build_block(
     paths: Sequence[BlockPath],
     prefix: BlockPath,
     nodes: Sequence[int],
-    closed: dict[BlockPath, None],
+    closed: Collection[BlockPath],
     position: dict[str, int],
 ) -> Block:
     boxes: list[Box] = []
-    box_of_node: dict[int, int] = {}
+    box_of_node: dict[int, int] = {}  # index of an operation -> index of its box
     box_of_block: dict[BlockPath, int] = {}
     left_out = 0
     for index in nodes:
@@ -157,7 +154,8 @@ def _build_block(
                 boxes[box].outside[source] = None
             elif other != box:
                 boxes[box].inputs.add(other)
-                boxes[box].codes |= {other} if source in graph[index].codes else set()
+                if source in graph[index].codes:
+                    boxes[box].codes.add(other)
     _arrange(boxes)
     return Block(prefix, tuple(boxes), left_out, len(nodes))
 

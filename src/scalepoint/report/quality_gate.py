@@ -16,12 +16,7 @@ from typing import Any
 from scalepoint.errors import UsageError, short_repr
 from scalepoint.report import headline
 from scalepoint.report.model import SMOKE_WARNING, Report
-from scalepoint.support.formatting import (
-    format_ratio,
-    format_size,
-    format_value,
-    shorten,
-)
+from scalepoint.support.formatting import format_ratio, format_size, format_value, shorten
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.output_folder import WrittenFiles
 
@@ -202,7 +197,7 @@ def _check_score(report: Report, max_drop: float) -> GateCheck:
 
 def _check_speed(report: Report, min_speed: float) -> GateCheck:
     limit = f"at least {format_ratio(min_speed)}"
-    language, latency = report.language, None if report.verification is None else report.verification.latency
+    language, latency = report.language, report.latency
     if language is not None and language.decode and language.float_decode:
         ratio, text = language.decode / language.float_decode, " the float model's tokens per second"
     elif latency is not None:
@@ -226,6 +221,3 @@ def _cell(text: str) -> str:
     """Return text for a Markdown table. Names come from a file of unknown source, so markup in them is escaped."""
     line = shorten(text, MAX_CELL_LENGTH)
     return re.sub(r"([\\`*\[<|])", r"\\\1", line)
-
-
-__all__ = ["GateCheck", "GateResult", "Outcome", "gate"]

@@ -49,14 +49,9 @@ from scalepoint.support.untrusted import read_json
 
 SWEEP_FILE, PAGE_FILE = "sweep.json", "sweep.html"
 SWEEP_SCHEMA = 1
-WIDTH, NARROW_WIDTH, HEIGHT, LEFT_MARGIN, BOTTOM, TOP = (
-    1000.0,
-    340.0,
-    320.0,
-    60.0,
-    40.0,
-    18.0,
-)  # of a plot, in SVG units
+# Sizes and margins of a plot, in SVG units.
+WIDTH, NARROW_WIDTH, HEIGHT = 1000.0, 340.0, 320.0
+LEFT_MARGIN, BOTTOM, TOP = 60.0, 40.0, 18.0
 MAX_DRAWN_DB = 150.0  # an exact output is drawn with this SQNR
 
 
@@ -110,8 +105,8 @@ class SweepRow:
     @classmethod
     def of(cls, name: str, settings: Mapping[str, Any], report: Report, size: int | None = None) -> "SweepRow":
         """Make the row of a run from its report. `size` is used if the report has no size."""
-        verification, score = report.verification, report.accuracy[0] if report.accuracy else None
-        latency = None if verification is None else verification.latency
+        score = report.accuracy[0] if report.accuracy else None
+        verification, latency = report.verification, report.latency
         if verification is not None and verification.size:
             size = verification.size
         return cls(
@@ -295,10 +290,8 @@ def _draw_plots(sweep: Sweep, cost: str, label: str) -> list[Picture]:
     ]
     if not measured:
         return []
-    costs, qualities = (
-        [_cost_of(sweep, row, cost) or 0.0 for row in measured],
-        [_drawn_quality(row) for row in measured],
-    )
+    costs = [_cost_of(sweep, row, cost) or 0.0 for row in measured]
+    qualities = [_drawn_quality(row) for row in measured]
     ranges = _widen(min(costs), max(costs)), _widen(min(qualities), max(qualities))
     return [
         _draw_plot(sweep, measured, cost, label, _PlotArea(width, *ranges), css)
