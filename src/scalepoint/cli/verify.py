@@ -59,7 +59,7 @@ def verify(
     """
     folder, file = _find_run_and_file(folder)
     if signature is not None:
-        load_public("verify_signature")(folder, signature)
+        scalepoint.verify_signature(folder, signature)
         say(f"signature: the files are those that were signed with the key of {signature}")
     _, quantized, inputs, _ = restore_run(folder, context.params, 1)
     float_file, plain_file = (folder / f"{name}{file.suffix}" for name in ("float", "float_plain"))
