@@ -1,7 +1,8 @@
-"""Modules of the stored graph that several formats share.
+"""Modules of the exported graphs that several formats share (see stored_graph.py).
 
-WeightedOperation      base class: an operation that takes its weight and bias as arguments
+WeightedOperation      base class of layers in float and with codes
 FloatWeight            a layer in float
+InputFirstFloatWeight  a layer in float, with matrices as (in, out)
 int8_module_factories  the factories of a format whose kernels take int8 activations, with one scale or one per row
 """
 
@@ -85,32 +86,36 @@ class InputFirstFloatWeight(nn.Module):
 
 def int8_module_factories(
     runtime: str,
-    weights: tuple[Callable[[QuantizedLayer], nn.Module], Callable[[QuantizedLayer], nn.Module]],
-    stubs: tuple[Callable[[QuantStub, float], nn.Module], Callable[[], nn.Module]],
+    *,
+    weight: Callable[[QuantizedLayer], nn.Module],
+    table: Callable[[QuantizedLayer], nn.Module],
+    stub: Callable[[QuantStub, float], nn.Module],
+    row_stub: Callable[[], nn.Module],
 ) -> ModuleFactories:
     """Build the factories of a runtime.
 
     Args:
         runtime: The name of the runtime, for errors.
-        weights: Classes for layers and for embedding tables.
-        stubs: Classes for quantizers with constant parameters and for quantizers that compute them for each row.
+        weight: Builds a quantized layer.
+        table: Builds a quantized embedding table.
+        stub: Builds a quantizer with constant parameters; its second argument is a factor for the scale.
+        row_stub: Builds a quantizer that computes its parameters for each row.
     """
-    (weight_layer, table_layer), (constant_stub, row_stub) = weights, stubs
 
     def build_weight(source: QuantizedLayer) -> nn.Module:
-        return table_layer(source) if source.kind == EMBEDDING else weight_layer(source)
+        return table(source) if source.kind == EMBEDDING else weight(source)
 
-    def build_stub(stub: QuantStub, factor: float) -> nn.Module:
-        granularity, dtype = stub.calculator.granularity, stub.quantizer.grid.format.name
+    def build_stub(source: QuantStub, factor: float) -> nn.Module:
+        granularity, dtype = source.calculator.granularity, source.quantizer.grid.format.name
         if dtype != "int8":
-            raise ExportError(f"{stub.name}: activations of {runtime} must be int8, got {dtype}")
-        is_dynamic = stub.calculator.always_called
+            raise ExportError(f"{source.name}: activations of {runtime} must be int8, got {dtype}")
+        is_dynamic = source.calculator.always_called
         if isinstance(granularity, PerTokenGranularity) and is_dynamic:
             return row_stub()
-        if not isinstance(granularity, PerTensorGranularity) or (is_dynamic and not stub.is_learned):
+        if not isinstance(granularity, PerTensorGranularity) or (is_dynamic and not source.is_learned):
             raise ExportError(
-                f"{stub.name}: activations of {runtime} must have one constant scale, or a dynamic scale for each row"
+                f"{source.name}: activations of {runtime} must have one constant scale, or a dynamic scale for each row"
             )
-        return constant_stub(stub, factor)
+        return stub(source, factor)
 
     return ModuleFactories(weight=build_weight, stub=build_stub, float_layer=FloatWeight)

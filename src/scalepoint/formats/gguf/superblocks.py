@@ -40,8 +40,9 @@ def split_into_factors(values: Tensor, max_factor: int) -> tuple[Tensor, Tensor]
     Tries for each row all d for which the largest value of the row is an integer multiple. Returns None if a row has no
     exact split.
     """
+    # Most weights have no exact split, and a few rows show that.
     sample = values[:: -(-len(values) // SAMPLED_ROWS)]
-    if len(sample) < len(values) and split_into_factors(sample, max_factor) is None:  # most weights fail fast
+    if len(sample) < len(values) and split_into_factors(sample, max_factor) is None:
         return None
     largest = values.amax(1)
     d, factors = torch.zeros_like(largest), torch.zeros_like(values)
@@ -62,8 +63,9 @@ def pack_q2_k(block_codes: BlockCodes) -> Bytes | None:
     scales = _split_scales_and_minima(block_codes, blocks=16, max_factor=15)
     if scales is None:
         return None
-    codes = _pack_two_bits(_shift_codes(block_codes, 0))
-    return _join_rows(block_codes, scales.scale_factors | scales.min_factors << 4, codes, scales.d, scales.d_min)
+    factors = scales.scale_factors | scales.min_factors << 4
+    codes = _pack_two_bits(block_codes.to_unsigned(0, SUPERBLOCK_COLUMNS))
+    return block_codes.join_fields(factors, codes, scales.d, scales.d_min)
 
 
 def pack_q3_k(block_codes: BlockCodes) -> Bytes | None:
@@ -71,14 +73,14 @@ def pack_q3_k(block_codes: BlockCodes) -> Bytes | None:
     if split is None:
         return None
     d, factors = split
-    codes = _shift_codes(block_codes, 4)
+    codes = block_codes.to_unsigned(4, SUPERBLOCK_COLUMNS)
     low_bits = _pack_two_bits(codes & 3)
     stored_factors = factors.numpy() + np.uint8(32)  # 6 bits: llama.cpp subtracts 32
     low_nibbles = stored_factors & 15
     low_factor_bits = low_nibbles[:, :8] | low_nibbles[:, 8:] << 4
     high_factor_bits = np.bitwise_or.reduce((stored_factors >> 4).reshape(-1, 4, 4) << _TWO_BIT_SHIFTS, 1)
-    return _join_rows(
-        block_codes, _pack_single_bits(codes >> 2), low_bits, low_factor_bits, high_factor_bits, _to_bytes(d)
+    return block_codes.join_fields(
+        _pack_single_bits(codes >> 2), low_bits, low_factor_bits, high_factor_bits, _to_bytes(d)
     )
 
 
@@ -86,18 +88,19 @@ def pack_q4_k(block_codes: BlockCodes) -> Bytes | None:
     scales = _split_scales_and_minima(block_codes, blocks=8, max_factor=63)
     if scales is None:
         return None
+    codes = block_codes.to_unsigned(0, SUPERBLOCK_COLUMNS)
     factors = _pack_six_bits(scales.scale_factors, scales.min_factors)
-    return _join_rows(block_codes, scales.d, scales.d_min, factors, _pack_nibbles(_shift_codes(block_codes, 0)))
+    return block_codes.join_fields(scales.d, scales.d_min, factors, _pack_nibbles(codes))
 
 
 def pack_q5_k(block_codes: BlockCodes) -> Bytes | None:
     scales = _split_scales_and_minima(block_codes, blocks=8, max_factor=63)
     if scales is None:
         return None
-    codes = _shift_codes(block_codes, 0)
+    codes = block_codes.to_unsigned(0, SUPERBLOCK_COLUMNS)
     factors = _pack_six_bits(scales.scale_factors, scales.min_factors)
     high_bits = _pack_single_bits(codes >> 4)
-    return _join_rows(block_codes, scales.d, scales.d_min, factors, high_bits, _pack_nibbles(codes & 15))
+    return block_codes.join_fields(scales.d, scales.d_min, factors, high_bits, _pack_nibbles(codes & 15))
 
 
 def pack_q6_k(block_codes: BlockCodes) -> Bytes | None:
@@ -105,11 +108,11 @@ def pack_q6_k(block_codes: BlockCodes) -> Bytes | None:
     if split is None:
         return None
     d, factors = split
-    codes = _shift_codes(block_codes, 32)
+    codes = block_codes.to_unsigned(32, SUPERBLOCK_COLUMNS)
     quarters = codes.reshape(-1, 2, 4, 32)
     low_nibbles = quarters & 15
     low_bits = (low_nibbles[:, :, :2] | low_nibbles[:, :, 2:] << 4).reshape(-1, 128)
-    return _join_rows(block_codes, low_bits, _pack_two_bits(codes >> 4), factors.numpy(), _to_bytes(d))
+    return block_codes.join_fields(low_bits, _pack_two_bits(codes >> 4), factors.numpy(), _to_bytes(d))
 
 
 @dataclass(frozen=True)
@@ -166,13 +169,3 @@ def _pack_nibbles(codes: Bytes) -> Bytes:
     pairs = codes.reshape(-1, 4, 2, 32)
     packed: Bytes = pairs[:, :, 0] | pairs[:, :, 1] << 4
     return packed.reshape(-1, 128)
-
-
-def _shift_codes(block_codes: BlockCodes, shift: int) -> Bytes:
-    """Return unsigned codes of shape (super-blocks, 256)."""
-    return (block_codes.codes + shift).to(torch.uint8).numpy().reshape(-1, SUPERBLOCK_COLUMNS)
-
-
-def _join_rows(block_codes: BlockCodes, *fields: Bytes) -> Bytes:
-    """Concatenate the fields of each super-block, and the super-blocks of each row."""
-    return np.concatenate(fields, 1).reshape(block_codes.codes.shape[0], -1)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.products import quantize_result
 from scalepoint.formats.litert.values import Order, QuantizedConstant, Value, model_order, to_numpy_name
 
 aten = torch.ops.aten
@@ -146,7 +145,7 @@ def binary(writer: GraphWriter, node: fx.Node) -> Value:
         name=node.name,
         options={"fusedActivationFunction": ending.activation} if node.target in BINARY_WITH_ACTIVATION else {},
     )
-    return quantize_result(writer, node, ending, result)
+    return writer.set_result(node, ending, result)
 
 
 @writes(aten.rsub.Scalar)

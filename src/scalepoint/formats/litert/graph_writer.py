@@ -206,13 +206,18 @@ class GraphWriter(TensorWriter):
             return FusedEnding(reader, activation, self.read_quantization(reader))
         return FusedEnding(last, activation, None)
 
-    def set_result(self, node: fx.Node, ending: FusedEnding, value: Value) -> Value:
-        """Assign the result of an operator to its node and to all operations that are fused into the operator."""
+    def set_result(self, node: fx.Node, ending: FusedEnding, result: Value) -> Value:
+        """Assign the result of an operator to its node and to the operations that are fused into the operator.
+
+        Writes a QUANTIZE first if the ending has a quantizer and the operator computed in float.
+        """
+        if ending.quantization is not None and result.quantization is None:
+            result = self.quantize(result, ending.quantization)
         while node is not ending.node:
-            self.values[node] = value
+            self.values[node] = result
             node = next(iter(node.users))
-        self.values[node] = value
-        return value
+        self.values[node] = result
+        return result
 
     def read_quantization(self, node: fx.Node) -> QuantizationParameters:
         """Return the parameters of a quantize or dequantize of activations."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.products import CHANNELS_LAST_ORDER, VALID, Window, pad_input, quantize_result
+from scalepoint.formats.litert.products import CHANNELS_LAST_ORDER, VALID, Window, pad_input
 from scalepoint.formats.litert.schema import QuantizationParameters
 from scalepoint.formats.litert.values import Value
 
@@ -95,7 +95,7 @@ def _write_average(writer: GraphWriter, node: fx.Node, window: Window, *, counts
         source, padding = pad_input(writer, x, shape[2:], window)
         scales = (x.quantization, ending.quantization)
         average = _write_average_as_convolution(writer, node, source, padding, window, scales)
-        return quantize_result(writer, node, ending, average)
+        return writer.set_result(node, ending, average)
     has_same_scale = x.quantization is not None and x.quantization.equals(ending.quantization)
     if not has_same_scale:  # LiteRT's pool cannot change the scale
         x = writer.dequantize(x)
@@ -104,7 +104,7 @@ def _write_average(writer: GraphWriter, node: fx.Node, window: Window, *, counts
     if has_pads and counts_pads != (padding == VALID):
         raise UnsupportedOperationError("is an average pool that counts its padding differently from LiteRT")
     average = _write_pool(writer, "AVERAGE_POOL_2D", source, node, padding, window, x)
-    return quantize_result(writer, node, ending, average)
+    return writer.set_result(node, ending, average)
 
 
 def _write_average_as_convolution(
@@ -160,7 +160,7 @@ def adaptive_average_pool(writer: GraphWriter, node: fx.Node) -> Value:
             name=node.name,
             options={"keepDims": True},
         )
-        return quantize_result(writer, node, ending, mean)
+        return writer.set_result(node, ending, mean)
     sizes = list(zip(x.shape[2:], shape[2:], strict=True))
     if any(input_size % output_size for input_size, output_size in sizes):
         raise UnsupportedOperationError(

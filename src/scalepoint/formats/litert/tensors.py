@@ -153,15 +153,31 @@ class TensorWriter:
         order = x.order
         return self.emit(operator, [x.tensors[order], *more_inputs], x.shape, x.dtype, order=order, options=options)
 
-    def reshape(self, value: Value, shape: Sequence[int], order: Order | None = None) -> Value:
-        """Write a RESHAPE of the value as the model sees it; the result is stored in `order`."""
-        order = order or model_order(len(shape))
+    def reshape(self, value: Value, shape: Sequence[int]) -> Value:
+        """Write a RESHAPE of the value as the model sees it."""
         source_order = next(
             (stored for stored in value.tensors if _is_model_order(stored, value.shape)), model_order(value.rank)
         )
         source = self.materialize(value, source_order)
-        sizes = self.add_int_list(reshape_sizes([shape[axis] for axis in order]))
-        return self.emit("RESHAPE", [source, sizes], shape, value.dtype, order=order, quantization=value.quantization)
+        return self.reshape_stored(value, source, shape, model_order(len(shape)))
+
+    def reshape_stored(self, value: Value, source: int, shape: Sequence[int], order: Order) -> Value:
+        """Write a RESHAPE of one stored tensor of the value. Its numbers are those of `shape`, stored in `order`."""
+        inputs = [source, self.add_int_list(reshape_sizes([shape[axis] for axis in order]))]
+        return self.emit("RESHAPE", inputs, shape, value.dtype, order=order, quantization=value.quantization)
+
+    def quantize(self, value: Value, quantization: QuantizationParameters) -> Value:
+        """Write a QUANTIZE of floats, or of codes with other parameters."""
+        order, is_integer = value.order, value.quantization is not None
+        return self.emit(
+            "QUANTIZE",
+            [value.tensors[order]],
+            value.shape,
+            "float32",
+            order=order,
+            quantization=quantization,
+            is_integer=is_integer,
+        )
 
     def cast(self, x: Value, dtype: str) -> Value:
         if x.dtype == dtype:

@@ -23,7 +23,7 @@ from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.litert import data_movement, elementwise, lookups, pools, products, reductions
 from scalepoint.formats.litert.decompositions import decompose_program
-from scalepoint.formats.litert.graph_writer import OPERATION_WRITERS, GraphWriter
+from scalepoint.formats.litert.graph_writer import GraphWriter
 from scalepoint.formats.litert.schema import import_schema
 from scalepoint.formats.litert.stored import LITERT_FACTORIES
 from scalepoint.formats.litert.values import FixedBatchError, Value, model_order, to_numpy_name
@@ -31,7 +31,7 @@ from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
 from scalepoint.graph.torch_export import export_graph, export_logs_silenced
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.support.files import replace_file
+from scalepoint.support.files import replace_bytes
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 # Importing these modules registers their operations in OPERATION_WRITERS.
@@ -83,7 +83,7 @@ def _write_file(
     description = {**description, "outputs": [*outputs, *codes], "quantizers": {name: name for name in codes}}
     inputs = {name: writer.materialize(value) for name, value in writer.inputs.items()}
     data = writer.file.serialize(inputs, {**outputs, **codes}, json.dumps(description).encode())
-    replace_file(path, lambda temporary: _write_bytes(temporary, data))
+    replace_bytes(path, data)
     return writer
 
 
@@ -149,10 +149,3 @@ def _contiguous(value: Any) -> Any:
 def _batch_size(inputs: Inputs) -> int:
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     return int(leaves[0].shape[0]) if leaves else 1
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-
-
-__all__ = ["OPERATION_WRITERS", "check", "write", "write_with_layer_outputs"]
