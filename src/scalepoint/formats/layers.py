@@ -44,9 +44,8 @@ class FloatWeight(WeightedOperation):
     def __init__(self, source: QuantizedLayer) -> None:
         super().__init__(source)
         weight, bias = source.fold_norm()
-        self.register_buffer(
-            "weight", (source.to_output_first(weight) if self.is_linear else weight).detach().contiguous()
-        )
+        weight = source.to_output_first(weight) if self.is_linear else weight
+        self.register_buffer("weight", weight.detach().contiguous())
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     weight: Tensor
@@ -56,17 +55,15 @@ class FloatWeight(WeightedOperation):
         return self.product(x, self.weight, self.bias)
 
 
-class InputFirstFloatWeight(nn.Module):
+class InputFirstFloatWeight(WeightedOperation):
     """FloatWeight with matrices stored as (in, out), the layout of ONNX and Core ML.
 
     With `as_view` a matrix is a transposed view of the model's parameter, which is copied only when it is written.
     """
 
     def __init__(self, source: QuantizedLayer, *, as_view: bool = False) -> None:
-        super().__init__()
+        super().__init__(source)
         weight, bias = source.fold_norm()
-        self.references = {"operation": source.operation}
-        self.is_linear = source.kind == "linear"
         if self.is_linear and not source.is_input_first:
             weight = weight.transpose(0, 1)
         weight = weight.detach()  # shared with the model: the export only reads it
@@ -77,11 +74,10 @@ class InputFirstFloatWeight(nn.Module):
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_linear:
-            y = torch.matmul(x, self.weight)
-            return y if self.bias is None else y + self.bias
-        operation: Any = self.references["operation"]
-        return run_with_weight(operation, x, self.weight, self.bias)
+        if not self.is_linear:
+            return self.product(x, self.weight, self.bias)
+        y = torch.matmul(x, self.weight)
+        return y if self.bias is None else y + self.bias
 
 
 def int8_module_factories(

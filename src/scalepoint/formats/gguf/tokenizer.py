@@ -167,16 +167,12 @@ def _read_tokenizer_json(path: Path, size: int) -> Vocabulary:
     texts, types = _list_tokens(model.vocab, added_tokens, is_sentencepiece=is_sentencepiece)
     check_text([*texts, *("".join(pair) for pair in merges)], path)
     adds_bos, adds_eos = _read_template_flags(document.post_processor)
-    vocabulary = Vocabulary("", split, texts, types, adds_bos, adds_eos)
     if is_sentencepiece:
-        vocabulary.model = "llama"
-        vocabulary.scores = _merge_scores(texts, types, merges)
-        vocabulary.adds_space = _adds_space(document)
-    else:
-        vocabulary.model = "gpt2"
-        # GGUF separates the two tokens by a space; byte-level BPE writes a space inside a token as U+0120.
-        vocabulary.merges = [" ".join(token.replace(" ", "\u0120") for token in pair) for pair in merges]
-    return vocabulary
+        scores, adds_space = _merge_scores(texts, types, merges), _adds_space(document)
+        return Vocabulary("llama", split, texts, types, adds_bos, adds_eos, scores=scores, adds_space=adds_space)
+    # GGUF separates the two tokens by a space; byte-level BPE writes a space inside a token as U+0120.
+    merge_texts = [" ".join(token.replace(" ", "\u0120") for token in pair) for pair in merges]
+    return Vocabulary("gpt2", split, texts, types, adds_bos, adds_eos, merges=merge_texts)
 
 
 def _count_ids(token_ids: Mapping[str, int], added_tokens: Sequence[AddedToken]) -> int:
