@@ -150,9 +150,7 @@ def broadcast_to(writer: GraphWriter, x: Any, shape: Sequence[int], dtype: str) 
     if dynamic_axes:
         inputs = [writer.materialize(x), writer.materialize(writer.zeros_per_sample(rank))]
         x = writer.emit("ADD", inputs, shape, dtype)
-    if isinstance(x, Value):
-        return x
-    return Value(tuple(shape), dtype, {model_order(rank): writer.materialize(x)})
+    return writer.as_value(x)
 
 
 @writes(aten.repeat.default, aten.tile.default)

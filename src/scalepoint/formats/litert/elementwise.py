@@ -84,9 +84,7 @@ def prelu(writer: GraphWriter, node: fx.Node) -> Value:
     x, weight = writer.dequantize(arguments["self"]), arguments["weight"]
     if not isinstance(weight, Tensor):
         raise UnsupportedOperationError("has a slope that is computed from the data")
-    slope_shape = [
-        -1 if axis == 1 else 1 for axis in x.order[1:]
-    ]  # broadcasts over the stored order, without the batch
+    slope_shape = [-1 if axis == 1 else 1 for axis in x.order[1:]]  # the stored order, without the batch
     slope = weight.reshape(-1).expand(x.shape[1]).reshape(slope_shape)
     return writer.emit_elementwise("PRELU", x, [writer.add_constant(slope, "slope")])
 
@@ -127,7 +125,8 @@ def binary(writer: GraphWriter, node: fx.Node) -> Value:
     x, y = arguments["self"], arguments["other"] if "other" in arguments else arguments["exponent"]
     _check_not_bitwise(writer, node, operator)
     alpha = arguments.get("alpha", 1)  # add and sub compute x +- alpha * y
-    ending = writer.find_ending(node, folds_activation=operator in ("ADD", "SUB", "MUL", "DIV"))
+    folds_activation = node.target in BINARY_WITH_ACTIVATION
+    ending = writer.find_ending(node, folds_activation=folds_activation)
     is_integer = operator in INTEGER_OPERATORS and alpha == 1 and ending.quantization is not None
     is_integer = is_integer and _is_quantized(x) and _is_quantized(y)
     shape, dtype = writer.shape_and_dtype(node)
@@ -143,7 +142,7 @@ def binary(writer: GraphWriter, node: fx.Node) -> Value:
         order=order,
         quantization=ending.quantization if is_integer else None,
         name=node.name,
-        options={"fusedActivationFunction": ending.activation} if node.target in BINARY_WITH_ACTIVATION else {},
+        options={"fusedActivationFunction": ending.activation} if folds_activation else {},
     )
     return writer.set_result(node, ending, result)
 

@@ -175,10 +175,7 @@ class GraphWriter(TensorWriter):
         operand = self.argument(node.args[0])
         if isinstance(operand, QuantizedConstant):
             operand = self.dequantize(operand)
-        if not isinstance(operand, Tensor):
-            return operand
-        order = model_order(operand.ndim)
-        return Value(tuple(operand.shape), to_numpy_name(operand.dtype), {order: self.materialize(operand)})
+        return self.as_value(operand) if isinstance(operand, Tensor) else operand
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
         """Return all arguments by name, with defaults; nodes are replaced by what they are in the file."""

@@ -39,6 +39,10 @@ class Window(NamedTuple):
     dilation: Sequence[int]
     pads_before: Sequence[int]  # padding before the first element
 
+    def options(self, padding: int) -> dict[str, Any]:
+        """Return the options of an operator with this window; `padding` is SAME or VALID."""
+        return {"padding": padding, "strideH": self.stride[0], "strideW": self.stride[1]}
+
 
 @writes(aten.conv2d.default, aten.conv1d.default, aten.conv2d.padding, aten.conv1d.padding, aten.convolution.default)
 def convolution(writer: GraphWriter, node: fx.Node) -> Value:
@@ -57,15 +61,10 @@ def convolution(writer: GraphWriter, node: fx.Node) -> Value:
     output_shape = shape if spatial_axes == 2 else (*shape[:2], 1, shape[2])
     kernel = _weight_data(weight).shape[2:]
     pads_before = _two_paddings(arguments["padding"], kernel, dilation, spatial_axes)
-    padded, padding = pad_input(writer, x, output_shape[2:], Window(kernel, stride, dilation, pads_before))
-    options = {
-        "padding": padding,
-        "strideH": stride[0],
-        "strideW": stride[1],
-        "dilationHFactor": dilation[0],
-        "dilationWFactor": dilation[1],
-        "fusedActivationFunction": ending.activation,
-    }
+    window = Window(kernel, stride, dilation, pads_before)
+    padded, padding = pad_input(writer, x, output_shape[2:], window)
+    options = {**window.options(padding), "dilationHFactor": dilation[0], "dilationWFactor": dilation[1]}
+    options["fusedActivationFunction"] = ending.activation
     groups, channels = int(arguments["groups"]), int(x.shape[1])
     is_depthwise = groups > 1 and groups == channels and _weight_data(weight).shape[1] == 1
     if is_depthwise:
@@ -232,8 +231,14 @@ def _store_bias(writer: GraphWriter, bias: Any, x: Value, weight: Any, channels:
         return writer.materialize(bias)
     if bias is not None:
         raise UnsupportedOperationError("has a float bias next to int8 tensors")
-    scale = np.broadcast_to(x.quantization.scale * weight.quantization.scale, channels)
-    return writer.file.add_constant("no_bias", np.zeros(channels, np.int32), QuantizationParameters(scale))
+    return add_zero_bias(writer, x, np.broadcast_to(weight.quantization.scale, channels))
+
+
+def add_zero_bias(writer: GraphWriter, x: Value, weight_scale: np.ndarray) -> int:
+    """Add an int32 bias of zeros with one scale per channel."""
+    assert x.quantization is not None  # noqa: S101  # the caller computes in int8
+    quantization = QuantizationParameters(x.quantization.scale * weight_scale)
+    return writer.file.add_constant("no_bias", np.zeros(weight_scale.shape, np.int32), quantization)
 
 
 @writes(aten.conv_transpose2d.input, aten.conv_transpose1d.default)

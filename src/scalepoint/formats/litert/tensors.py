@@ -19,6 +19,7 @@ from scalepoint.formats.litert.values import (
     QuantizedConstant,
     Value,
     model_order,
+    to_numpy_name,
 )
 
 
@@ -63,6 +64,13 @@ class TensorWriter:
         if order not in tensors:
             tensors[order] = self._write_transpose(value, order)
         return tensors[order]
+
+    def as_value(self, value: Value | Tensor) -> Value:
+        """Return a value; a constant is stored."""
+        if isinstance(value, Value):
+            return value
+        order = model_order(value.ndim)
+        return Value(tuple(value.shape), to_numpy_name(value.dtype), {order: self.materialize(value)})
 
     def _store_quantized_constant(self, constant: QuantizedConstant) -> int:
         """Store the codes once, even if several operations read them."""

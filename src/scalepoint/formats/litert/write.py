@@ -26,7 +26,7 @@ from scalepoint.formats.litert.decompositions import decompose_program
 from scalepoint.formats.litert.graph_writer import GraphWriter
 from scalepoint.formats.litert.schema import import_schema
 from scalepoint.formats.litert.stored import LITERT_FACTORIES
-from scalepoint.formats.litert.values import FixedBatchError, Value, model_order, to_numpy_name
+from scalepoint.formats.litert.values import FixedBatchError, Value
 from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
 from scalepoint.graph.torch_export import export_graph, export_logs_silenced
@@ -100,9 +100,7 @@ def _add_output(writer: GraphWriter, name: str, value: Any, used_tensors: set[in
     value = writer.dequantize(value)
     index = writer.materialize(value)
     if index in used_tensors or isinstance(value, Tensor):
-        if isinstance(value, Tensor):
-            value = Value(tuple(value.shape), to_numpy_name(value.dtype), {model_order(value.ndim): index})
-        index = writer.materialize(writer.reshape(value, value.shape))
+        index = writer.materialize(writer.reshape(writer.as_value(value), value.shape))
     writer.file.graph.tensors[index].name = writer.file.unused_name(name).encode()
     return index
 

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from scalepoint.compat.torch_onnx import NAME_SCOPES_KEY
 from scalepoint.formats.onnx.graph_edits import add_constant, find_producer, pads_with_zeros, replace_node
@@ -14,17 +14,8 @@ from scalepoint.formats.onnx.precision import convert_floats
 
 MAX_SMALL_ELEMENTS = 1024  # translate_program has already merged equal constants up to this size
 SAMPLED_ELEMENTS = 1024  # of a large constant, compared before all elements are
-_NUMPY_TYPES = {
-    "INT4": ml_dtypes.int4,
-    "UINT4": ml_dtypes.uint4,
-    "INT2": ml_dtypes.int2,
-    "UINT2": ml_dtypes.uint2,
-    "FLOAT4E2M1": ml_dtypes.float4_e2m1fn,
-    "FLOAT8E4M3FN": ml_dtypes.float8_e4m3fn,
-    "FLOAT8E5M2": ml_dtypes.float8_e5m2,
-    "INT8": np.int8,
-    "UINT8": np.uint8,
-}
+# of codes: torch has no tensors of the narrow ones, so the exporter writes wider codes and a Cast
+_CODE_TYPES = ("INT8", "UINT8", "INT4", "UINT4", "INT2", "UINT2", "FLOAT8E4M3FN", "FLOAT8E5M2", "FLOAT4E2M1")
 
 
 def run_passes(model: Any, ir_version: int, float_dtype: str = "float32") -> None:
@@ -38,7 +29,7 @@ def run_passes(model: Any, ir_version: int, float_dtype: str = "float32") -> Non
     share_equal_initializers(model)
     name_nodes(model)
     strip_debug_metadata(model)
-    remove_unused(model)
+    RemoveUnusedNodesPass()(model)
     model.ir_version = ir_version
     model.producer_name = "scalepoint"
     model.producer_version = ""
@@ -52,11 +43,11 @@ def fold_casts(model: Any) -> None:
         if codes is None or codes.const_value is None or not codes.is_initializer():
             continue
         dtype = ir.DataType(node.attributes["to"].as_int())
-        if dtype.name not in _NUMPY_TYPES or codes.dtype.bitwidth < dtype.bitwidth:
+        if dtype.name not in _CODE_TYPES or codes.dtype.bitwidth < dtype.bitwidth:
             continue
         narrow = codes
         if codes.dtype != dtype:
-            array = codes.const_value.numpy().astype(_NUMPY_TYPES[dtype.name])
+            array = codes.const_value.numpy().astype(dtype.numpy())
             narrow = add_constant(graph, f"{codes.name}.{dtype.name.lower()}", array, dtype)
         ir.convenience.replace_all_uses_with(node.outputs[0], narrow)
         graph.remove(node, safe=True)
@@ -129,7 +120,7 @@ def fold_pads(model: Any) -> None:
             total = [conv_pad + amount for conv_pad, amount in zip(conv_pads, amounts, strict=True)]
             conv.attributes["pads"] = ir.AttrInt64s("pads", total)
             _skip_pad(conv, pad)
-    _remove_unread_nodes(model)
+    RemoveUnusedNodesPass()(model)
 
 
 def _find_pad(conv: Any) -> Any:
@@ -174,14 +165,6 @@ def _skip_pad(conv: Any, pad: Any) -> None:
             value.shape = pad.inputs[0].shape
 
 
-def _remove_unread_nodes(model: Any) -> None:
-    """Remove nodes whose outputs are not read."""
-    outputs = set(model.graph.outputs)
-    for node in reversed(list(model.graph)):
-        if not any(value.uses() or value in outputs for value in node.outputs):
-            model.graph.remove(node, safe=True)
-
-
 def use_global_pools(model: Any) -> None:
     """Replace ReduceMean over height and width by GlobalAveragePool, for which runtimes have an int8 kernel."""
     for node in list(model.graph):
@@ -222,10 +205,3 @@ def strip_debug_metadata(model: Any) -> None:
     for value in model.graph.initializers.values():
         value.metadata_props.clear()
         value.doc_string = None
-
-
-def remove_unused(model: Any) -> None:
-    """Remove initializers that are not read."""
-    for name, value in list(model.graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output():
-            model.graph.initializers.pop(name)

@@ -16,7 +16,6 @@ from scalepoint.errors import ExportError
 from scalepoint.formats.onnx.graph_edits import add_constant
 
 FLOAT = ir.DataType.FLOAT
-_FLOAT_TYPES = {"float16": (ir.DataType.FLOAT16, np.float16), "bfloat16": (ir.DataType.BFLOAT16, ml_dtypes.bfloat16)}
 
 
 def convert_floats(model: Any, name: str) -> None:
@@ -25,7 +24,7 @@ def convert_floats(model: Any, name: str) -> None:
     if any(isinstance(attribute.value, ir.Graph) for node in graph for attribute in node.attributes.values()):
         raise ExportError(f"float_dtype={name} cannot be used with branches or loops (If, Loop): use float32")
     outputs = list(graph.outputs)  # the values before any Cast is inserted
-    conversion = _FloatConversion(graph, model.opset_imports[""], name, *_FLOAT_TYPES[name])
+    conversion = _FloatConversion(graph, model.opset_imports[""], name, ir.DataType[name.upper()])
     conversion.retype_values()
     for node in list(graph):
         conversion.retype_attributes(node)
@@ -43,7 +42,6 @@ class _FloatConversion:
         opset: Its opset.
         name: The name of the 16-bit type.
         dtype: The 16-bit type.
-        numpy_type: Its type in numpy.
         originals: Every converted value -> the float32 constant that it was, or None if it is computed.
     """
 
@@ -51,7 +49,6 @@ class _FloatConversion:
     opset: int
     name: str
     dtype: Any
-    numpy_type: Any
     originals: dict[Any, Any] = field(default_factory=dict)
 
     def retype_values(self) -> None:
@@ -70,12 +67,13 @@ class _FloatConversion:
 
     def round(self, array: Any) -> Any:
         """Round to 16 bits. Finite values stay finite (masks are the lowest float32), and no value becomes 0."""
-        limits = ml_dtypes.finfo(self.numpy_type)  # type: ignore[no-untyped-call]
+        numpy_type = self.dtype.numpy()
+        limits = ml_dtypes.finfo(numpy_type)  # type: ignore[no-untyped-call]
         with np.errstate(over="ignore"):
             clipped = np.where(np.isfinite(array), np.clip(array, float(limits.min), float(limits.max)), array)
-            rounded = clipped.astype(self.numpy_type)
+            rounded = clipped.astype(numpy_type)
         became_zero = (rounded == 0) & (array != 0)
-        smallest = np.copysign(np.float32(limits.smallest_subnormal), array).astype(self.numpy_type)
+        smallest = np.copysign(np.float32(limits.smallest_subnormal), array).astype(numpy_type)
         return np.where(became_zero, smallest, rounded)
 
     def retype_attributes(self, node: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from scalepoint.formats.onnx.graph_edits import add_constant, find_producer, replace_node
 
@@ -38,7 +39,7 @@ def fold_shape_arithmetic(model: Any) -> None:
     for node in list(model.graph):
         if node.op_type == "Reshape":
             _fold_reshape(model.graph, node)
-    ir.passes.common.RemoveUnusedNodesPass()(model)
+    RemoveUnusedNodesPass()(model)
 
 
 def _fold_reshape(graph: Any, node: Any) -> None:
