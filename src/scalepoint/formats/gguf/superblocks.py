@@ -60,6 +60,7 @@ def split_into_factors(values: Tensor, max_factor: int) -> tuple[Tensor, Tensor]
 
 
 def pack_q2_k(block_codes: BlockCodes) -> Bytes | None:
+    """Fields: 16 bytes of factors (scale low, minimum high), 64 bytes of codes, d, dmin."""
     scales = _split_scales_and_minima(block_codes, blocks=16, max_factor=15)
     if scales is None:
         return None
@@ -69,22 +70,22 @@ def pack_q2_k(block_codes: BlockCodes) -> Bytes | None:
 
 
 def pack_q3_k(block_codes: BlockCodes) -> Bytes | None:
-    split = split_into_factors(block_codes.scale.reshape(-1, 16), max_factor=31)
+    """Fields: 32 bytes of third bits, 64 bytes of low bits, 8 + 4 bytes of factors (low halves, upper bits), d."""
+    split = _split(block_codes.scale, blocks=16, max_factor=31)
     if split is None:
         return None
     d, factors = split
     codes = block_codes.to_unsigned(4, SUPERBLOCK_COLUMNS)
     low_bits = _pack_two_bits(codes & 3)
-    stored_factors = factors.numpy() + np.uint8(32)  # 6 bits: llama.cpp subtracts 32
+    stored_factors = factors + np.uint8(32)  # 6 bits: llama.cpp subtracts 32
     low_nibbles = stored_factors & 15
     low_factor_bits = low_nibbles[:, :8] | low_nibbles[:, 8:] << 4
     high_factor_bits = np.bitwise_or.reduce((stored_factors >> 4).reshape(-1, 4, 4) << _TWO_BIT_SHIFTS, 1)
-    return block_codes.join_fields(
-        _pack_single_bits(codes >> 2), low_bits, low_factor_bits, high_factor_bits, _to_bytes(d)
-    )
+    return block_codes.join_fields(_pack_single_bits(codes >> 2), low_bits, low_factor_bits, high_factor_bits, d)
 
 
 def pack_q4_k(block_codes: BlockCodes) -> Bytes | None:
+    """Fields: d, dmin, 12 bytes of factors, 128 bytes of codes."""
     scales = _split_scales_and_minima(block_codes, blocks=8, max_factor=63)
     if scales is None:
         return None
@@ -94,6 +95,7 @@ def pack_q4_k(block_codes: BlockCodes) -> Bytes | None:
 
 
 def pack_q5_k(block_codes: BlockCodes) -> Bytes | None:
+    """Fields: d, dmin, 12 bytes of factors, 32 bytes of fifth bits, 128 bytes of low bits."""
     scales = _split_scales_and_minima(block_codes, blocks=8, max_factor=63)
     if scales is None:
         return None
@@ -104,7 +106,8 @@ def pack_q5_k(block_codes: BlockCodes) -> Bytes | None:
 
 
 def pack_q6_k(block_codes: BlockCodes) -> Bytes | None:
-    split = split_into_factors(block_codes.scale.reshape(-1, 16), max_factor=127)
+    """Fields: 128 bytes of low bits, 64 bytes of upper bits, 16 factors, d."""
+    split = _split(block_codes.scale, blocks=16, max_factor=127)
     if split is None:
         return None
     d, factors = split
@@ -112,7 +115,7 @@ def pack_q6_k(block_codes: BlockCodes) -> Bytes | None:
     quarters = codes.reshape(-1, 2, 4, 32)
     low_nibbles = quarters & 15
     low_bits = (low_nibbles[:, :, :2] | low_nibbles[:, :, 2:] << 4).reshape(-1, 128)
-    return block_codes.join_fields(low_bits, _pack_two_bits(codes >> 4), factors.numpy(), _to_bytes(d))
+    return block_codes.join_fields(low_bits, _pack_two_bits(codes >> 4), factors, d)
 
 
 @dataclass(frozen=True)
@@ -128,16 +131,18 @@ class _ScalesAndMinima:
 def _split_scales_and_minima(block_codes: BlockCodes, blocks: int, max_factor: int) -> _ScalesAndMinima | None:
     """Split scales and minima into factors; None if they cannot be stored exactly."""
     assert block_codes.minimum is not None  # noqa: S101  # BlockType.try_pack checks it
-    scales = split_into_factors(block_codes.scale.reshape(-1, blocks), max_factor)
-    minima = split_into_factors(-block_codes.minimum.reshape(-1, blocks), max_factor)
-    if scales is None or minima is None:
+    scales = _split(block_codes.scale, blocks, max_factor)
+    minima = _split(-block_codes.minimum, blocks, max_factor)
+    return None if scales is None or minima is None else _ScalesAndMinima(*scales, *minima)
+
+
+def _split(values: Tensor, blocks: int, max_factor: int) -> tuple[Bytes, Bytes] | None:
+    """Return d as two bytes for each super-block, and the factors (super-blocks, blocks); None if inexact."""
+    split = split_into_factors(values.reshape(-1, blocks), max_factor)
+    if split is None:
         return None
-    return _ScalesAndMinima(_to_bytes(scales[0]), scales[1].numpy(), _to_bytes(minima[0]), minima[1].numpy())
-
-
-def _to_bytes(values: Tensor) -> Bytes:
-    """Return two bytes for each float16."""
-    return values.numpy().view(np.uint8).reshape(-1, 2)
+    d, factors = split
+    return d.numpy().view(np.uint8).reshape(-1, 2), factors.numpy()
 
 
 def _pack_single_bits(codes: Bytes) -> Bytes:

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from scalepoint.formats.litert.elementwise import BROADCASTS
 from scalepoint.formats.litert.graph_writer import FusedEnding, GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.schema import QuantizationParameters
-from scalepoint.formats.litert.values import DynamicExtent, FixedBatchError, QuantizedConstant, Value, model_order
+from scalepoint.formats.litert.schema import DynamicExtent, QuantizationParameters
+from scalepoint.formats.litert.values import FixedBatchError, QuantizedConstant, Value, model_order
 
 aten, scalepoint_ops = torch.ops.aten, torch.ops.scalepoint
 

@@ -18,11 +18,10 @@ from torch.export import ExportedProgram
 import scalepoint.formats.operators  # noqa: F401  # registers torch.ops.scalepoint.quantize
 from scalepoint.compat.torch_names import HigherOrderOperator
 from scalepoint.errors import TargetError
-from scalepoint.formats.litert.schema import QuantizationParameters
+from scalepoint.formats.litert.schema import DynamicExtent, QuantizationParameters
 from scalepoint.formats.litert.tensors import TensorWriter
 from scalepoint.formats.litert.values import (
     DataDependentSizeError,
-    DynamicExtent,
     FixedBatchError,
     QuantizedConstant,
     Value,

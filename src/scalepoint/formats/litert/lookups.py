@@ -9,14 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.values import (
-    DynamicExtent,
-    FixedBatchError,
-    QuantizedConstant,
-    Value,
-    model_order,
-    to_numpy_name,
-)
+from scalepoint.formats.litert.schema import DynamicExtent
+from scalepoint.formats.litert.values import FixedBatchError, QuantizedConstant, Value, model_order, to_numpy_name
 
 aten = torch.ops.aten
 

@@ -16,15 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.formats.litert.graph_writer import FusedEnding, GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.schema import QuantizationParameters
-from scalepoint.formats.litert.values import (
-    DynamicExtent,
-    FixedBatchError,
-    QuantizedConstant,
-    Value,
-    channels_last,
-    model_order,
-)
+from scalepoint.formats.litert.schema import DynamicExtent, QuantizationParameters
+from scalepoint.formats.litert.values import FixedBatchError, QuantizedConstant, Value, channels_last, model_order
 
 aten = torch.ops.aten
 SAME, VALID = 0, 1  # Padding of the schema

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.litert.schema import TYPES, LiteRtFile, QuantizationParameters
+from scalepoint.formats.litert.schema import TYPES, DynamicExtent, LiteRtFile, QuantizationParameters
 from scalepoint.formats.litert.values import (
-    DynamicExtent,
     FixedBatchError,
     Order,
     QuantizedConstant,

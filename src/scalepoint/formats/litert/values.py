@@ -14,15 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.litert.schema import QuantizationParameters
+from scalepoint.formats.litert.schema import DynamicExtent, QuantizationParameters
 
 Order = tuple[int, ...]
-
-
-class DynamicExtent(int):
-    """An extent that depends on the batch size. Its number is the extent for the example inputs."""
-
-    is_free = True
 
 
 class FixedBatchError(Exception):
