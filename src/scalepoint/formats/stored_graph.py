@@ -51,6 +51,7 @@ def build_stored_graph(
     if rounds_scales:
         _round_scales(stored, float_dtype)
     _replace_layers(stored, factories.weight, factories.float_layer)
+    _prepare_nodes(stored)
     factors = scale_before_quantizing(stored)  # of quantizers of attention queries
     for name, module in list(stored.named_modules()):
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
@@ -63,6 +64,7 @@ def build_float_graph(model: fx.GraphModule, factories: ModuleFactories) -> fx.G
     """Return a copy of the model without quantizers."""
     float_model = _copy_for_export(model)
     _replace_layers(float_model, factories.float_layer, factories.float_layer)
+    _prepare_nodes(float_model)
     for node in list(float_model.graph.nodes):
         if node.op == "call_module" and isinstance(float_model.get_submodule(str(node.target)), QuantStub):
             _bypass(node)
@@ -91,7 +93,7 @@ def _replace_layers(
     quantized_layer: Callable[[QuantizedLayer], nn.Module],
     float_layer: Callable[[QuantizedLayer], nn.Module],
 ) -> None:
-    """Replace the layers of a copied model, and prepare its graph for torch.export. The caller recompiles."""
+    """Replace the layers of a copied model in place."""
     replacements: dict[QuantizedLayer, nn.Module] = {}  # a layer that several groups share gets one
     with torch.no_grad():
         for fused in [module for module in model.modules() if isinstance(module, Fused)]:
@@ -103,15 +105,18 @@ def _replace_layers(
                     replacements[layer] = factory(layer).eval()
                     fused.add_module(f"stored_{role}", replacements[layer])
                 fused.parts[role] = replacements[layer]
+
+
+def _prepare_nodes(model: fx.GraphModule) -> None:
+    """Prepare the graph of a copied model for torch.export, in place. The caller recompiles."""
     copy_after_masked_attention(model)
     for node in list(model.graph.nodes):
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, ChannelFactors) and bool((module.weight == 1).all()):
             _bypass(node)
-            continue
-        path = get_layer_name(node) if node.op != "call_module" else str(node.target)
-        # torch.export names its nodes after nn_module_stack
-        node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}
+        else:  # torch.export names its nodes after nn_module_stack
+            path = get_layer_name(node) if node.op != "call_module" else str(node.target)
+            node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}
 
 
 def _copy_for_export(model: fx.GraphModule, changes_scales: bool = False) -> fx.GraphModule:

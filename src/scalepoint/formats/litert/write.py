@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.export import ExportedProgram
 
 from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import ExportError, ScalepointError, ScalepointWarning
@@ -71,11 +70,11 @@ def _write_file(
     *,
     with_codes: bool = False,
 ) -> GraphWriter:
-    writer, program = _write_graph(model, request)
+    writer = _write_graph(model, request)
     values = [output for output in writer.outputs if isinstance(output, Value | Tensor)]
     input_tensors = {tensor for value in writer.inputs.values() for tensor in value.tensors.values()}
     outputs: dict[str, int] = {}
-    for name, value in zip(output_names(program, len(values)), values, strict=True):
+    for name, value in zip(output_names(writer.program, len(values)), values, strict=True):
         outputs[name] = _add_output(writer, name, value, input_tensors | set(outputs.values()))
     codes: dict[str, int] = {}
     if with_codes:
@@ -105,7 +104,7 @@ def _add_output(writer: GraphWriter, name: str, value: Any, used_tensors: set[in
     return index
 
 
-def _write_graph(model: fx.GraphModule, request: ExportRequest) -> tuple[GraphWriter, ExportedProgram]:
+def _write_graph(model: fx.GraphModule, request: ExportRequest) -> GraphWriter:
     """Write all operations, with a dynamic batch if every operation allows it, else with the batch of the example."""
     import_schema()
     inputs = pytree.tree_map(_contiguous, inputs_to_float32(request.inputs))
@@ -116,18 +115,18 @@ def _write_graph(model: fx.GraphModule, request: ExportRequest) -> tuple[GraphWr
             return _export_and_write(model, inputs, dynamic=True)
         except FixedBatchError as error:
             fixed_batch_reason = str(error)
-    writer, program = _export_and_write(model, inputs, dynamic=False)
+    writer = _export_and_write(model, inputs, dynamic=False)
     writer.fixed_batch_reason = fixed_batch_reason
-    return writer, program
+    return writer
 
 
-def _export_and_write(model: fx.GraphModule, inputs: Inputs, *, dynamic: bool) -> tuple[GraphWriter, ExportedProgram]:
+def _export_and_write(model: fx.GraphModule, inputs: Inputs, *, dynamic: bool) -> GraphWriter:
     try:
         with torch.no_grad(), export_logs_silenced():
             program = decompose_program(export_graph(model, *inputs, dynamic, _dynamic_axes))
             writer = GraphWriter(program, _batch_size(inputs))
             writer.run()
-            return writer, program
+            return writer
     except (ScalepointError, FixedBatchError):
         raise
     except Exception as error:  # torch raises errors of any type
