@@ -27,6 +27,7 @@ from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
 from scalepoint.graph.torch_export import export_logs_silenced, make_contiguous, widen_batch
+from scalepoint.numerics import dtype_name
 from scalepoint.support.files import replace_bytes
 
 MAX_BATCH = 8  # ExecuTorch plans memory for this batch, or for the example's batch if that is larger
@@ -149,7 +150,7 @@ def _describe_inputs(program: ExportedProgram) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "dtype": str(value.dtype).removeprefix("torch."),
+            "dtype": dtype_name(value.dtype),
             "shape": [size if isinstance(size, int) else None for size in value.shape],
         }
         for name, value in values

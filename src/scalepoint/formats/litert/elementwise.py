@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.values import Order, QuantizedConstant, Value, model_order, to_numpy_name
+from scalepoint.formats.litert.values import Order, QuantizedConstant, Value, model_order
+from scalepoint.numerics import dtype_name
 
 aten = torch.ops.aten
 UNARY: dict[Any, str] = {
@@ -180,7 +181,7 @@ def compare(writer: GraphWriter, node: fx.Node) -> Value:
     arguments = writer.arguments(node)
     x, y = writer.dequantize(arguments["self"]), writer.dequantize(arguments["other"])
     shape, _ = writer.shape_and_dtype(node)
-    dtype = to_numpy_name(torch.result_type(_example(x), _example(y)))
+    dtype = dtype_name(torch.result_type(_example(x), _example(y)))
     order = _common_order(x, y, len(shape))
     x_tensor = _align_operand(writer, _to_dtype(writer, x, dtype), len(shape), order)
     y_tensor = _align_operand(writer, _to_dtype(writer, y, dtype), len(shape), order)

@@ -28,9 +28,9 @@ from scalepoint.formats.litert.values import (
     model_order,
     read_extent,
     read_shape,
-    to_numpy_name,
 )
 from scalepoint.graph.user_traceback import describe_location, get_operation_name
+from scalepoint.numerics import dtype_name
 
 aten, scalepoint_ops = torch.ops.aten, torch.ops.scalepoint
 OperationWriter = Callable[["GraphWriter", fx.Node], Any]
@@ -189,7 +189,7 @@ class GraphWriter(TensorWriter):
     def shape_and_dtype(self, node: fx.Node) -> tuple[tuple[int, ...], str]:
         """Return shape and dtype of the result of a node."""
         value = node.meta["val"]
-        return read_shape(value, self.batch_size), to_numpy_name(value.dtype)
+        return read_shape(value, self.batch_size), dtype_name(value.dtype)
 
     def find_ending(self, node: fx.Node, *, folds_activation: bool = True) -> FusedEnding:
         """Find the activation and the quantizer that follow a node and are the only readers of its result."""

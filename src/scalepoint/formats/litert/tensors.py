@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from scalepoint.formats.litert.schema import TYPES, DynamicExtent, LiteRtFile, QuantizationParameters
-from scalepoint.formats.litert.values import (
-    FixedBatchError,
-    Order,
-    QuantizedConstant,
-    Value,
-    model_order,
-    to_numpy_name,
-)
+from scalepoint.formats.litert.values import FixedBatchError, Order, QuantizedConstant, Value, model_order
+from scalepoint.numerics import dtype_name
 
 
 class TensorWriter:
@@ -69,7 +63,7 @@ class TensorWriter:
         if isinstance(value, Value):
             return value
         order = model_order(value.ndim)
-        return Value(tuple(value.shape), to_numpy_name(value.dtype), {order: self.materialize(value)})
+        return Value(tuple(value.shape), dtype_name(value.dtype), {order: self.materialize(value)})
 
     def _store_quantized_constant(self, constant: QuantizedConstant) -> int:
         """Store the codes once, even if several operations read them."""

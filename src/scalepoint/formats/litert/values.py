@@ -106,7 +106,3 @@ def read_extent(size: Any, batch_size: int) -> int:
     if any(str(symbol).startswith("u") for symbol in expression.free_symbols):
         raise DataDependentSizeError("has a size that depends on the data")
     return DynamicExtent(int(expression.subs(dict.fromkeys(expression.free_symbols, batch_size))))
-
-
-def to_numpy_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
