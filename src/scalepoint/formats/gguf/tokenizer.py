@@ -228,25 +228,30 @@ def _list_steps(step: TokenizerStep | None) -> list[TokenizerStep]:
 def _find_split(pre_tokenizer: TokenizerStep | None, path: Path, *, ignores_merges: bool) -> str:
     """Return llama.cpp's name of the rule that splits text; raise ExportError if llama.cpp does not have the rule."""
     steps = _list_steps(pre_tokenizer)
-    step_types = [step.type for step in steps]
-    if step_types and step_types[-1] == "ByteLevel" and not steps[-1].add_prefix_space:
-        uses_regex = steps[-1].use_regex
-        if step_types == ["ByteLevel"] and uses_regex and not ignores_merges:
-            return "gpt-2"
-        splits_digits = step_types == ["Digits", "ByteLevel"] and steps[0].individual_digits
-        if splits_digits and uses_regex and not ignores_merges:
-            return "smollm"
-        if step_types == ["Split", "ByteLevel"] and not uses_regex:
-            pattern = (steps[0].pattern or {}).get("Regex", "")
-            name_with_merges, name_without_merges = SPLITS.get(pattern, ("", ""))
-            name = name_without_merges if ignores_merges else name_with_merges
-            if name:
-                return name
-    description = to_one_line(", ".join(map(str, step_types)))[:200] or "none"
+    name = _match_split(steps, ignores_merges=ignores_merges)
+    if name:
+        return name
+    description = to_one_line(", ".join(str(step.type) for step in steps))[:200] or "none"
     raise ExportError(
         f"{path}: its pre-tokenizer ({description}{', ignore_merges' if ignores_merges else ''}) is none of those that "
         "llama.cpp has: gpt-2, smollm, llama-bpe, dbrx, qwen2, gpt-4o, tekken"
     )
+
+
+def _match_split(steps: Sequence[TokenizerStep], *, ignores_merges: bool) -> str:
+    if not steps or steps[-1].type != "ByteLevel" or steps[-1].add_prefix_space:
+        return ""
+    uses_regex, first_types = steps[-1].use_regex, [step.type for step in steps[:-1]]
+    if uses_regex and not ignores_merges:
+        if not first_types:
+            return "gpt-2"
+        if first_types == ["Digits"] and steps[0].individual_digits:
+            return "smollm"
+    if not uses_regex and first_types == ["Split"]:
+        pattern = (steps[0].pattern or {}).get("Regex", "")
+        name_with_merges, name_without_merges = SPLITS.get(pattern, ("", ""))
+        return name_without_merges if ignores_merges else name_with_merges
+    return ""
 
 
 def _read_sentencepiece(path: Path, size: int) -> Vocabulary:
