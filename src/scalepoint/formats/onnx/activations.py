@@ -141,7 +141,7 @@ def _is_number(value: Any, number: float) -> bool:
 
 def _replace_by_kernel(model: Any, last: Any, operator: str, x: Any, attributes: dict[str, Any] | None = None) -> None:
     """Replace the operations that end in `last` by one operator of ONNX Runtime. The first ones become unread."""
-    replace_node(model.graph, last, ir.node(operator, [x], attributes or {}, domain=MICROSOFT_DOMAIN))
+    replace_node(last, ir.node(operator, [x], attributes or {}, domain=MICROSOFT_DOMAIN))
     model.opset_imports[MICROSOFT_DOMAIN] = 1
 
 
@@ -154,7 +154,7 @@ def _write_mish(graph: Any, node: Any) -> None:
     total = ir.node("Add", [product.outputs[0], two])
     gate = ir.node("Div", [product.outputs[0], total.outputs[0]])
     result = ir.node("Mul", [x, gate.outputs[0]])
-    replace_node(graph, node, limited, exponential, increased, product, total, gate, result)
+    replace_node(node, limited, exponential, increased, product, total, gate, result)
 
 
 def _write_elu(graph: Any, node: Any, alpha: float) -> None:
@@ -164,7 +164,7 @@ def _write_elu(graph: Any, node: Any, alpha: float) -> None:
     new_nodes = [limited, exponential, ir.node("Sub", [exponential.outputs[0], _make_number(graph, 1.0)])]
     if alpha != 1:
         new_nodes.append(ir.node("Mul", [new_nodes[-1].outputs[0], _make_number(graph, alpha)]))
-    replace_node(graph, node, *new_nodes, ir.node("Max", [x, new_nodes[-1].outputs[0]]))
+    replace_node(node, *new_nodes, ir.node("Max", [x, new_nodes[-1].outputs[0]]))
 
 
 def _make_number(graph: Any, number: float) -> Any:

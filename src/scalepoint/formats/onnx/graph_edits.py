@@ -40,11 +40,10 @@ def add_constant(graph: Any, name: str, array: np.ndarray, dtype: Any = None) ->
     return graph.initializers[name]
 
 
-def insert_before(graph: Any, node: Any, new_node: Any, shape: Any, tensor_type: Any, name: str | None = None) -> Any:
+def insert_before(node: Any, new_node: Any, shape: Any, tensor_type: Any, name: str | None = None) -> Any:
     """Insert a node before `node`, as a part of the same layer, and return its output.
 
     Args:
-        graph: The graph.
         node: The node before which the new one is inserted.
         new_node: The new node.
         shape: The shape of its output.
@@ -54,13 +53,15 @@ def insert_before(graph: Any, node: Any, new_node: Any, shape: Any, tensor_type:
     output = new_node.outputs[0]
     output.shape, output.type, output.name = shape, tensor_type, name
     new_node.metadata_props.update(node.metadata_props)  # contains the layer, after which nodes are named
-    graph.insert_before(node, new_node)
+    node.graph.insert_before(node, new_node)
     return output
 
 
-def replace_node(graph: Any, old: Any, *new_nodes: Any) -> None:
+def replace_node(old: Any, *new_nodes: Any) -> None:
     """Replace a node by a chain of nodes whose outputs all have the shape and type of its output."""
     for node in new_nodes:
         node.outputs[0].shape, node.outputs[0].type = old.outputs[0].shape, old.outputs[0].type
         node.metadata_props.update(old.metadata_props)
-    ir.convenience.replace_nodes_and_values(graph, old, [old], new_nodes, [old.outputs[0]], [new_nodes[-1].outputs[0]])
+    ir.convenience.replace_nodes_and_values(
+        old.graph, old, [old], new_nodes, [old.outputs[0]], [new_nodes[-1].outputs[0]]
+    )

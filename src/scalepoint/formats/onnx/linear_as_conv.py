@@ -112,7 +112,7 @@ class _Transposes:
             inputs.append(bias)
         old = last.outputs[0]
         conv = ir.node("Conv", inputs, {"kernel_shape": [1] * spatial_axes})
-        y = self._insert(matmul, conv, _channels_first_shape(old.shape), old.type, old.name + CHANNELS_FIRST_SUFFIX)
+        y = insert_before(matmul, conv, _channels_first_shape(old.shape), old.type, old.name + CHANNELS_FIRST_SUFFIX)
         nodes = self._insert_transpose_back(matmul, y, old)
         new = nodes[-1].outputs[0]
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
@@ -122,19 +122,16 @@ class _Transposes:
         new.name = old.name
         self.to_channels_last[new] = _Transposed(nodes, y)
 
-    def _insert(self, node: Any, new_node: Any, shape: Any, tensor_type: Any, name: str) -> Any:
-        return insert_before(self.graph, node, new_node, shape, tensor_type, name)
-
     def _insert_transpose(self, node: Any, value: Any) -> _Transposed:
         nodes, shape = [], value.shape
         if len(shape) == 2:  # vectors: a batch axis of 1, so that the vectors are the positions of the convolution
             shape = ir.Shape((1, *shape))
             nodes.append(ir.node("Unsqueeze", [value, self._first_axis()]))
-            value = self._insert(node, nodes[-1], shape, value.type, f"{value.name}.batch")
+            value = insert_before(node, nodes[-1], shape, value.type, f"{value.name}.batch")
         rank = len(shape)
         nodes.append(ir.node("Transpose", [value], {"perm": [0, rank - 1, *range(1, rank - 1)]}))
         name = value.name + CHANNELS_FIRST_SUFFIX
-        return _Transposed(nodes, self._insert(node, nodes[-1], _channels_first_shape(shape), value.type, name))
+        return _Transposed(nodes, insert_before(node, nodes[-1], _channels_first_shape(shape), value.type, name))
 
     def _insert_transpose_back(self, node: Any, value: Any, old: Any) -> list[Any]:
         """Insert the nodes that give the result of a Conv the shape of the tensor `old`."""
@@ -142,11 +139,11 @@ class _Transposes:
         has_batch = len(old.shape) == rank
         transpose = ir.node("Transpose", [value], {"perm": [0, *range(2, rank), 1]})
         shape = old.shape if has_batch else ir.Shape((1, *old.shape))
-        channels_last = self._insert(node, transpose, shape, old.type, f"{old.name}.back")
+        channels_last = insert_before(node, transpose, shape, old.type, f"{old.name}.back")
         if has_batch:
             return [transpose]
         squeeze = ir.node("Squeeze", [channels_last, self._first_axis()])
-        self._insert(node, squeeze, old.shape, old.type, f"{old.name}.rows")
+        insert_before(node, squeeze, old.shape, old.type, f"{old.name}.rows")
         return [transpose, squeeze]
 
     def _first_axis(self) -> Any:
@@ -165,10 +162,10 @@ class _Transposes:
         suffix = matmul.outputs[0].name  # a layer that is called several times has a weight for each call
         for cast in casts:
             copy = ir.node("Cast", [value], {"to": cast.attributes["to"].as_int()})
-            value = self._insert(matmul, copy, value.shape, cast.outputs[0].type, f"{cast.outputs[0].name}.{suffix}")
+            value = insert_before(matmul, copy, value.shape, cast.outputs[0].type, f"{cast.outputs[0].name}.{suffix}")
         dequantize = ir.node("DequantizeLinear", [value, *weight.inputs[1:]], {"axis": 0})
         name = f"{weight.outputs[0].name}.{suffix}"
-        return self._insert(matmul, dequantize, value.shape, weight.outputs[0].type, name)
+        return insert_before(matmul, dequantize, value.shape, weight.outputs[0].type, name)
 
     def remove_redundant(self) -> None:
         """Remove transposes to channels last and back that have only elementwise operations between them."""

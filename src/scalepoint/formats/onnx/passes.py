@@ -175,7 +175,7 @@ def use_global_pools(model: Any) -> None:
         if axes is None or not is_image or not node.attributes.get_int("keepdims", 1):
             continue
         if sorted(int(axis) % 4 for axis in axes.numpy().reshape(-1)) == [2, 3]:
-            replace_node(model.graph, node, ir.node("GlobalAveragePool", [node.inputs[0]]))
+            replace_node(node, ir.node("GlobalAveragePool", [node.inputs[0]]))
 
 
 def name_nodes(model: Any) -> None:

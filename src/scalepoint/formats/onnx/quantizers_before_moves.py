@@ -36,7 +36,7 @@ def quantizers_before_moves(model: Any) -> None:
         elif node.op_type == "Pad" and pads_with_zeros(node) and not any(map(_feeds_convolution, quantizers)):
             codes, zero_point = _find_or_insert_codes(graph, node, quantizers[0]), quantizers[0].inputs[2]
             pad = ir.node("Pad", [codes, node.inputs[1], zero_point])
-            moved = insert_before(graph, node, pad, node.outputs[0].shape, codes.type)
+            moved = insert_before(node, pad, node.outputs[0].shape, codes.type)
         else:
             continue
         for quantize in quantizers:

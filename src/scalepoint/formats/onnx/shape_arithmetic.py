@@ -35,7 +35,7 @@ def fold_shape_arithmetic(model: Any) -> None:
             _squeeze_direction(model.graph, node)
     for node in list(model.graph):
         if node.op_type == "Reshape" and node.graph is not None:
-            _swap_last_axes(model.graph, node)
+            _swap_last_axes(node)
     for node in list(model.graph):
         if node.op_type == "Reshape":
             _fold_reshape(model.graph, node)
@@ -64,7 +64,7 @@ def _fold_reshape(graph: Any, node: Any) -> None:
     node.replace_input_with(1, _add_sizes(graph, f"{node.outputs[0].name}.shape", shape))
 
 
-def _swap_last_axes(graph: Any, last: Any) -> None:
+def _swap_last_axes(last: Any) -> None:
     """Replace Reshape -> Transpose(0, 2, 1) -> Reshape by one Transpose, if they swap the last two axes."""
     transpose = find_producer(last.inputs[0], "Transpose")
     if transpose is None or _read_axes(transpose) != (0, 2, 1):
@@ -80,7 +80,7 @@ def _swap_last_axes(graph: Any, last: Any) -> None:
     if keeps_last_axes and _is_shape(after, (*before[:-2], before[-1], before[-2])):
         axes = list(range(len(before)))
         perm = [*axes[:-2], axes[-1], axes[-2]]
-        replace_node(graph, last, ir.node("Transpose", [first.inputs[0]], {"perm": perm}))
+        replace_node(last, ir.node("Transpose", [first.inputs[0]], {"perm": perm}))
 
 
 def _drop_zero_states(node: Any) -> None:
@@ -113,7 +113,7 @@ def _squeeze_direction(graph: Any, node: Any) -> None:
             if _is_shape(_evaluate_sizes(reshape.inputs[1]), squeezed):
                 axes = _add_sizes(graph, f"{reshape.outputs[0].name}.axes", [1])
                 reshape.outputs[0].shape = ir.Shape(squeezed)
-                replace_node(graph, reshape, ir.node("Squeeze", [output, axes]))
+                replace_node(reshape, ir.node("Squeeze", [output, axes]))
 
 
 def _is_shape(sizes: Sequence[Size] | None, shape: Sequence[Size]) -> bool:

@@ -68,7 +68,7 @@ def narrow_weights_as_int8(model: Any) -> None:
             node.replace_input_with(2, node.inputs[2].producer().inputs[0])
         codes, int8 = node.inputs[0], ir.DataType.INT8
         cast = ir.node("Cast", [codes], {"to": int8})
-        wide = insert_before(model.graph, node, cast, codes.shape, ir.TensorType(int8), f"{codes.name}.int8")
+        wide = insert_before(node, cast, codes.shape, ir.TensorType(int8), f"{codes.name}.int8")
         node.replace_input_with(0, wide)
 
 
@@ -115,7 +115,7 @@ def unpack_when_loaded(model: Any) -> None:
         if codes.const_value is not None and codes.dtype == ir.DataType.INT8 and scale.const_value is not None:
             cast = ir.node("Cast", [codes], {"to": ir.DataType.FLOAT})
             product = ir.node("Mul", [cast.outputs[0], _broadcast_scales(model.graph, node)])
-            replace_node(model.graph, node, cast, product)
+            replace_node(node, cast, product)
 
 
 def _broadcast_scales(graph: Any, node: Any) -> Any:
@@ -186,7 +186,7 @@ def _insert_channel_dequantize(graph: Any, product: Any, dequantize: Any) -> Any
         repeated = np.broadcast_to(value.const_value.numpy().reshape(1), (channels,)).copy()
         inputs.append(add_constant(graph, f"{value.name}.{channels}", repeated, value.dtype))
     copy = ir.node("DequantizeLinear", inputs, {"axis": axis})
-    return insert_before(graph, product, copy, x.shape, x.type, f"{x.name}.{product.outputs[0].name}")
+    return insert_before(product, copy, x.shape, x.type, f"{x.name}.{product.outputs[0].name}")
 
 
 def keep_pools_apart(model: Any) -> None:
