@@ -29,7 +29,7 @@ def run_passes(model: Any, ir_version: int, float_dtype: str = "float32") -> Non
     share_equal_initializers(model)
     name_nodes(model)
     strip_debug_metadata(model)
-    RemoveUnusedNodesPass()(model)
+    remove_unused_initializers(model)
     model.ir_version = ir_version
     model.producer_name = "scalepoint"
     model.producer_version = ""
@@ -205,3 +205,9 @@ def strip_debug_metadata(model: Any) -> None:
     for value in model.graph.initializers.values():
         value.metadata_props.clear()
         value.doc_string = None
+
+
+def remove_unused_initializers(model: Any) -> None:
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            model.graph.initializers.pop(name)
