@@ -45,12 +45,11 @@ def copy_after_masked_attention(model: fx.GraphModule) -> None:
             clone = model.graph.call_function(torch.clone, (node,), {"memory_format": torch.contiguous_format})
         inherit_meta(clone, node, kind="clone")
         node.replace_all_uses_with(clone, lambda user, clone=clone: user is not clone)
-    if not masked_calls:
-        return
-    for node in model.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-    model.recompile()
+    if masked_calls:
+        for node in model.graph.nodes:
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
+        model.recompile()
 
 
 def _is_masked_attention(module: nn.Module) -> bool:

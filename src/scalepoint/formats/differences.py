@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from scalepoint.compat.torch_names import pytree
 from scalepoint.formats.float32 import CONVERTED_DTYPES
 from scalepoint.graph.nodes import find_written_buffers
 from scalepoint.graph.origin import get_origin
+from scalepoint.numerics import dtype_name
 
 MAX_NAMES = 3  # in one sentence
 
@@ -21,16 +21,17 @@ def describe_differences(model: fx.GraphModule, inputs: tuple[tuple[Any, ...], d
 def _describe_dtypes(model: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str, ...]:
     names = [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
     leaves = pytree.tree_leaves(inputs)
-    named_leaves = zip(names, leaves, strict=False) if len(names) == len(leaves) else enumerate(leaves)
+    if len(names) != len(leaves):
+        names = [str(index) for index in range(len(leaves))]
     input_dtypes = {
-        str(name): leaf.dtype
-        for name, leaf in named_leaves
+        name: leaf.dtype
+        for name, leaf in zip(names, leaves, strict=True)
         if isinstance(leaf, Tensor) and leaf.dtype in CONVERTED_DTYPES
     }
     model_dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype in CONVERTED_DTYPES}
     if not input_dtypes and not model_dtypes:
         return ()
-    dtype_names = " and ".join(sorted({_dtype_name(dtype) for dtype in (*input_dtypes.values(), *model_dtypes)}))
+    dtype_names = " and ".join(sorted({dtype_name(dtype) for dtype in (*input_dtypes.values(), *model_dtypes)}))
     advice = f": feed {_join_names(list(input_dtypes))} as float32" if input_dtypes else ""
     subject = "the model computes in" if model_dtypes else "the inputs of the model are"
     sentence = (
@@ -57,10 +58,6 @@ def describe_removed_casts(model: fx.GraphModule) -> tuple[str, ...]:
     if not locations:
         return ()
     return (f"torch.autocast at {_join_names(list(locations))} is removed: the file does not cast there",)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _join_names(names: list[str]) -> str:

@@ -113,23 +113,18 @@ class FileFormat:
             raise UsageError(
                 f"format {self.name!r}: suffix= must start with a dot, such as '.onnx', got {self.suffix!r}"
             )
-        signatures: dict[str, tuple[str, ...]] = {
-            "write": ("model", "path", "request"),
-            "files": ("path",),
-            "about": ("path",),
-        }
-        optional_signatures = {
+        required = {"write": ("model", "path", "request"), "files": ("path",), "about": ("path",)}
+        optional = {
             "write_baseline": ("model", "path", "request"),
             "write_with_layer_outputs": ("model", "path", "request"),
             "check": ("model", "request"),
             "compare": ("path", "model"),
             "show_choices": ("path", "copy"),
         }
-        signatures |= {
-            name: parameters for name, parameters in optional_signatures.items() if getattr(self, name) is not None
-        }
-        for name, parameters in signatures.items():
-            _check_function(f"format {self.name!r}: {name}=", getattr(self, name), parameters)
+        for name, parameters in {**required, **optional}.items():
+            function = getattr(self, name)
+            if name in required or function is not None:
+                _check_function(f"format {self.name!r}: {name}=", function, parameters)
 
     def check_installed(self) -> None:
         """Raise ExportError if the package that writes such files is not installed. Imports nothing."""

@@ -1,7 +1,8 @@
-"""Modules of the stored graph that several formats share.
+"""Modules of the exported graphs that several formats share (see stored_graph.py).
 
-WeightedOperation      base class: an operation that takes its weight and bias as arguments
+WeightedOperation      base class of layers in float and with codes
 FloatWeight            a layer in float
+InputFirstFloatWeight  a layer in float, with matrices as (in, out)
 int8_module_factories  the factories of a format whose kernels take int8 activations, with one scale or one per row
 """
 
@@ -43,9 +44,8 @@ class FloatWeight(WeightedOperation):
     def __init__(self, source: QuantizedLayer) -> None:
         super().__init__(source)
         weight, bias = source.fold_norm()
-        self.register_buffer(
-            "weight", (source.to_output_first(weight) if self.is_linear else weight).detach().contiguous()
-        )
+        weight = source.to_output_first(weight) if self.is_linear else weight
+        self.register_buffer("weight", weight.detach().contiguous())
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     weight: Tensor
@@ -55,17 +55,15 @@ class FloatWeight(WeightedOperation):
         return self.product(x, self.weight, self.bias)
 
 
-class InputFirstFloatWeight(nn.Module):
+class InputFirstFloatWeight(WeightedOperation):
     """FloatWeight with matrices stored as (in, out), the layout of ONNX and Core ML.
 
     With `as_view` a matrix is a transposed view of the model's parameter, which is copied only when it is written.
     """
 
     def __init__(self, source: QuantizedLayer, *, as_view: bool = False) -> None:
-        super().__init__()
+        super().__init__(source)
         weight, bias = source.fold_norm()
-        self.references = {"operation": source.operation}
-        self.is_linear = source.kind == "linear"
         if self.is_linear and not source.is_input_first:
             weight = weight.transpose(0, 1)
         weight = weight.detach()  # shared with the model: the export only reads it
@@ -76,41 +74,44 @@ class InputFirstFloatWeight(nn.Module):
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_linear:
-            y = torch.matmul(x, self.weight)
-            return y if self.bias is None else y + self.bias
-        operation: Any = self.references["operation"]
-        return run_with_weight(operation, x, self.weight, self.bias)
+        if not self.is_linear:
+            return self.product(x, self.weight, self.bias)
+        y = torch.matmul(x, self.weight)
+        return y if self.bias is None else y + self.bias
 
 
 def int8_module_factories(
     runtime: str,
-    weights: tuple[Callable[[QuantizedLayer], nn.Module], Callable[[QuantizedLayer], nn.Module]],
-    stubs: tuple[Callable[[QuantStub, float], nn.Module], Callable[[], nn.Module]],
+    *,
+    weight: Callable[[QuantizedLayer], nn.Module],
+    table: Callable[[QuantizedLayer], nn.Module],
+    stub: Callable[[QuantStub, float], nn.Module],
+    row_stub: Callable[[], nn.Module],
 ) -> ModuleFactories:
     """Build the factories of a runtime.
 
     Args:
         runtime: The name of the runtime, for errors.
-        weights: Classes for layers and for embedding tables.
-        stubs: Classes for quantizers with constant parameters and for quantizers that compute them for each row.
+        weight: Builds a quantized layer.
+        table: Builds a quantized embedding table.
+        stub: Builds a quantizer with constant parameters; its second argument is a factor for the scale.
+        row_stub: Builds a quantizer that computes its parameters for each row.
     """
-    (weight_layer, table_layer), (constant_stub, row_stub) = weights, stubs
 
     def build_weight(source: QuantizedLayer) -> nn.Module:
-        return table_layer(source) if source.kind == EMBEDDING else weight_layer(source)
+        return table(source) if source.kind == EMBEDDING else weight(source)
 
-    def build_stub(stub: QuantStub, factor: float) -> nn.Module:
-        granularity, dtype = stub.calculator.granularity, stub.quantizer.grid.format.name
+    def build_stub(source: QuantStub, factor: float) -> nn.Module:
+        granularity, dtype = source.calculator.granularity, source.quantizer.grid.format.name
         if dtype != "int8":
-            raise ExportError(f"{stub.name}: activations of {runtime} must be int8, got {dtype}")
-        is_dynamic = stub.calculator.always_called
+            raise ExportError(f"{source.name}: activations of {runtime} must be int8, got {dtype}")
+        is_dynamic = source.calculator.always_called
         if isinstance(granularity, PerTokenGranularity) and is_dynamic:
             return row_stub()
-        if not isinstance(granularity, PerTensorGranularity) or (is_dynamic and not stub.is_learned):
+        if not isinstance(granularity, PerTensorGranularity) or (is_dynamic and not source.is_learned):
             raise ExportError(
-                f"{stub.name}: activations of {runtime} must have one constant scale, or a dynamic scale for each row"
+                f"{source.name}: activations of {runtime} must have one constant scale, or a dynamic scale for each row"
             )
-        return constant_stub(stub, factor)
+        return stub(source, factor)
 
     return ModuleFactories(weight=build_weight, stub=build_stub, float_layer=FloatWeight)

@@ -48,9 +48,8 @@ def build_metadata(
         record = record_of(model)
         metadata[f"{KEY_PREFIX}config"] = _to_json(record.config.to_dict())
         if record.calibrated is not None:
-            metadata[f"{KEY_PREFIX}calibration"] = _to_json(
-                dict(zip(("batches", "samples"), record.calibrated, strict=True))
-            )
+            batches, samples = record.calibrated
+            metadata[f"{KEY_PREFIX}calibration"] = _to_json({"batches": batches, "samples": samples})
         if record.tuned_threads is not None:
             metadata[f"{KEY_PREFIX}tuning.threads"] = str(record.tuned_threads)
     return metadata | check_metadata(user_metadata)
@@ -107,13 +106,13 @@ def _check_storable(key: str, value: Any) -> Any:
     elif isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
         for item in value:
             _check_storable(key, item)
-    elif not (isinstance(value, STORABLE_TYPES) or is_dataclass(value) or hasattr(value, "tolist")) or isinstance(
-        value, type
-    ):
-        raise UsageError(
-            f"metadata: {key!r} contains {short_repr(value)}, which cannot be stored: give text, numbers, lists or "
-            "mappings"
-        )
+    else:
+        is_storable = isinstance(value, STORABLE_TYPES) or is_dataclass(value) or hasattr(value, "tolist")
+        if not is_storable or isinstance(value, type):
+            raise UsageError(
+                f"metadata: {key!r} contains {short_repr(value)}, which cannot be stored: give text, numbers, lists or "
+                "mappings"
+            )
     return value
 
 

@@ -9,13 +9,26 @@ W x is one product for all steps. The rest is written once per step, so the sequ
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-State = tuple[Tensor, ...]
-RecurrentStep = Callable[[Tensor, State, Sequence[Tensor | None]], State]  # (W x, state, weights) -> state, h first
+State = tuple[Tensor, ...]  # h, and c of an LSTM
+
+
+class _Weights(NamedTuple):
+    """The weights of one direction of a layer."""
+
+    input: Tensor  # W
+    hidden: Tensor  # U
+    input_bias: Tensor | None  # b
+    hidden_bias: Tensor | None  # b'
+    projection: Tensor | None  # P, of an LSTM with proj_size > 0
+
+
+RecurrentStep = Callable[[Tensor, State, _Weights], State]  # (W x, state, weights) -> state
 
 
 def lstm(
@@ -29,10 +42,10 @@ def lstm(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute aten.lstm.input in eval mode. The weights of each layer include P if the LSTM has a projection."""
-    options = (has_biases, num_layers, bidirectional, batch_first)
+    """Compute aten.lstm.input in eval mode."""
     projects = has_projection(params, has_biases, num_layers, bidirectional)
-    y, (h, c) = _run_layers(_lstm_step, x, hx, params, options, projects=projects)
+    weights = _iterate_weights(params, has_biases, projects)
+    y, (h, c) = _run_layers(_lstm_step, x, hx, weights, num_layers, bidirectional, batch_first)
     return y, h, c
 
 
@@ -43,7 +56,8 @@ def has_projection(params: Sequence[Any], has_biases: bool, num_layers: int, bid
     return len(params) > weights_per_direction * directions * num_layers
 
 
-def gru(
+def _run_without_cell(
+    step: RecurrentStep,
     x: Tensor,
     hx: Tensor,
     params: Sequence[Tensor],
@@ -54,71 +68,43 @@ def gru(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute aten.gru.input in eval mode."""
-    y, (h,) = _run_layers(_gru_step, x, (hx,), params, (has_biases, num_layers, bidirectional, batch_first))
+    """Compute aten.gru.input, aten.rnn_tanh.input or aten.rnn_relu.input in eval mode."""
+    weights = _iterate_weights(params, has_biases, projects=False)
+    y, (h,) = _run_layers(step, x, (hx,), weights, num_layers, bidirectional, batch_first)
     return y, h
 
 
-def rnn(act: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return aten.rnn_tanh.input or aten.rnn_relu.input in eval mode, for the activation `act`."""
-
-    def run(
-        x: Tensor,
-        hx: Tensor,
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[Tensor, Tensor]:
-        options = (has_biases, num_layers, bidirectional, batch_first)
-        y, (h,) = _run_layers(partial(_rnn_step, act), x, (hx,), params, options)
-        return y, h
-
-    return run
-
-
-def _lstm_step(input_product: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
+def _lstm_step(input_product: Tensor, state: State, weights: _Weights) -> State:
     h, c = state
-    _, u, _, bias, projection = weights
-    i, f, g, o = (input_product + torch.nn.functional.linear(h, _require_weight(u), bias)).chunk(4, -1)
+    i, f, g, o = (input_product + F.linear(h, weights.hidden, weights.hidden_bias)).chunk(4, -1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     h = torch.sigmoid(o) * torch.tanh(c)
-    return (h if projection is None else torch.nn.functional.linear(h, projection)), c
+    return (h if weights.projection is None else F.linear(h, weights.projection)), c
 
 
-def _gru_step(input_product: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
+def _gru_step(input_product: Tensor, state: State, weights: _Weights) -> State:
     (h,) = state
     r, z, n = input_product.chunk(3, -1)
-    state_r, state_z, state_n = torch.nn.functional.linear(h, _require_weight(weights[1]), weights[3]).chunk(3, -1)
+    state_r, state_z, state_n = F.linear(h, weights.hidden, weights.hidden_bias).chunk(3, -1)
     n = torch.tanh(n + torch.sigmoid(r + state_r) * state_n)
     return (n + torch.sigmoid(z + state_z) * (h - n),)
 
 
-def _rnn_step(
-    act: Callable[[Tensor], Tensor], input_product: Tensor, state: State, weights: Sequence[Tensor | None]
-) -> State:
-    return (act(input_product + torch.nn.functional.linear(state[0], _require_weight(weights[1]), weights[3])),)
-
-
-def _require_weight(weight: Tensor | None) -> Tensor:
-    assert weight is not None  # noqa: S101  # only biases and projections may be missing
-    return weight
+def _rnn_step(act: Callable[[Tensor], Tensor], input_product: Tensor, state: State, weights: _Weights) -> State:
+    (h,) = state
+    return (act(input_product + F.linear(h, weights.hidden, weights.hidden_bias)),)
 
 
 def _run_layers(
     step: RecurrentStep,
     x: Tensor,
     states: Sequence[Tensor],
-    params: Sequence[Tensor],
-    options: tuple[bool, int, bool, bool],
-    *,
-    projects: bool = False,
+    weights: Iterator[_Weights],
+    layers: int,
+    is_bidirectional: bool,
+    is_batch_first: bool,
 ) -> tuple[Tensor, State]:
     """Run all layers, each in one or two directions. Between the layers x has the shape (batch, steps, features)."""
-    has_biases, layers, is_bidirectional, is_batch_first = options
     directions = 2 if is_bidirectional else 1
     is_unbatched = x.ndim == 2
     if is_unbatched:
@@ -126,7 +112,6 @@ def _run_layers(
         states = [state.unsqueeze(1) for state in states]
     elif not is_batch_first:
         x = x.transpose(0, 1)
-    weights = _iterate_weights(params, has_biases, projects)
     final_states: list[State] = []
     for layer in range(layers):
         outputs = []
@@ -142,19 +127,20 @@ def _run_layers(
     return (x if is_batch_first else x.transpose(0, 1)), stacked_states
 
 
-def _iterate_weights(params: Sequence[Tensor], has_biases: bool, projects: bool) -> Iterator[list[Tensor | None]]:
-    """Yield [W, U, b, b', P] for each direction of each layer; None for missing biases and projections."""
+def _iterate_weights(params: Sequence[Tensor], has_biases: bool, projects: bool) -> Iterator[_Weights]:
+    """Yield the weights of each direction of each layer."""
     tensors = iter(params)
     for w in tensors:
-        weights: list[Tensor | None] = [w, next(tensors)]
-        weights += [next(tensors), next(tensors)] if has_biases else [None, None]
-        yield [*weights, next(tensors) if projects else None]
+        u = next(tensors)
+        input_bias = next(tensors) if has_biases else None
+        hidden_bias = next(tensors) if has_biases else None
+        yield _Weights(w, u, input_bias, hidden_bias, next(tensors) if projects else None)
 
 
 def _run_direction(
-    step: RecurrentStep, x: Tensor, state: State, weights: Sequence[Tensor | None], *, is_reversed: bool
+    step: RecurrentStep, x: Tensor, state: State, weights: _Weights, *, is_reversed: bool
 ) -> tuple[Tensor, State]:
-    input_products = torch.nn.functional.linear(x, _require_weight(weights[0]), weights[2])
+    input_products = F.linear(x, weights.input, weights.input_bias)
     outputs: list[Tensor] = []
     for step_index in range(x.shape[1]):
         state = step(input_products[:, -1 - step_index if is_reversed else step_index], state, weights)
@@ -164,7 +150,7 @@ def _run_direction(
 
 RECURRENT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.lstm.input: lstm,
-    torch.ops.aten.gru.input: gru,
-    torch.ops.aten.rnn_tanh.input: rnn(torch.tanh),
-    torch.ops.aten.rnn_relu.input: rnn(torch.relu),
+    torch.ops.aten.gru.input: partial(_run_without_cell, _gru_step),
+    torch.ops.aten.rnn_tanh.input: partial(_run_without_cell, partial(_rnn_step, torch.tanh)),
+    torch.ops.aten.rnn_relu.input: partial(_run_without_cell, partial(_rnn_step, torch.relu)),
 }

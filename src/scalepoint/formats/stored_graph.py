@@ -1,9 +1,9 @@
-"""Builds the graphs that are exported.
+"""Builds the graphs that formats export from a quantized model. The model itself does not change.
 
-build_stored_graph   weights are integer codes, biases are stored as the target needs them, quantizers are Q/DQ pairs
-build_float_graph    the model without quantizers, for the float file
+    build_stored_graph   integer codes as weights, biases as the target needs them, Q/DQ pairs as quantizers
+    build_float_graph    the model without quantizers, for the float file
 
-A format provides the modules of the stored graph (ModuleFactories).
+Both copy the model and replace its layers and quantizers by modules of the format (ModuleFactories).
 """
 
 import copy
@@ -47,40 +47,36 @@ def build_stored_graph(
     """Return a copy of the model with stored codes. Scales are rounded to `float_dtype` first."""
     check_is_calibrated(model)
     rounds_scales = float_dtype != torch.float32
-    model_copy = _copy_for_export(model, changes_scales=rounds_scales)
+    stored = _copy_for_export(model, changes_scales=rounds_scales)
     if rounds_scales:
-        _round_scales(model_copy, float_dtype)
-    stored = _remove_unit_factors(_replace_layers(model_copy, factories.weight, factories.float_layer))
-    factors = scale_before_quantizing(stored)  # quantizers of attention queries; the scale of all others stays
+        _round_scales(stored, float_dtype)
+    _replace_layers(stored, factories.weight, factories.float_layer)
+    _prepare_nodes(stored)
+    factors = scale_before_quantizing(stored)  # of quantizers of attention queries
     for name, module in list(stored.named_modules()):
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
-            parent, _, leaf = name.rpartition(".")
-            setattr(stored.get_submodule(parent), leaf, factories.stub(module, factors.get(name, 1.0)))
+            stored.set_submodule(name, factories.stub(module, factors.get(name, 1.0)))
     stored.recompile()
     return convert_to_float32(stored) if needs_float32(model) else stored
 
 
 def build_float_graph(model: fx.GraphModule, factories: ModuleFactories) -> fx.GraphModule:
     """Return a copy of the model without quantizers."""
-    float_model = _remove_unit_factors(
-        _replace_layers(_copy_for_export(model), factories.float_layer, factories.float_layer)
-    )
+    float_model = _copy_for_export(model)
+    _replace_layers(float_model, factories.float_layer, factories.float_layer)
+    _prepare_nodes(float_model)
     for node in list(float_model.graph.nodes):
         if node.op == "call_module" and isinstance(float_model.get_submodule(str(node.target)), QuantStub):
-            node.replace_all_uses_with(node.args[0])
-            float_model.graph.erase_node(node)
+            _bypass(node)
     float_model.recompile()
     return convert_to_float32(float_model) if needs_float32(model) else float_model
 
 
-def _remove_unit_factors(model: fx.GraphModule) -> fx.GraphModule:
-    """Remove channel factors that are all 1 from the graph. The caller recompiles."""
-    for node in list(model.graph.nodes):
-        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, ChannelFactors) and bool((module.weight == 1).all()):
-            node.replace_all_uses_with(node.args[0])
-            model.graph.erase_node(node)
-    return model
+def _bypass(node: fx.Node) -> None:
+    """Remove a node; its readers read its first argument instead."""
+    source: Any = node.args[0]
+    node.replace_all_uses_with(source)
+    node.graph.erase_node(node)
 
 
 def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
@@ -96,25 +92,31 @@ def _replace_layers(
     model: fx.GraphModule,
     quantized_layer: Callable[[QuantizedLayer], nn.Module],
     float_layer: Callable[[QuantizedLayer], nn.Module],
-) -> fx.GraphModule:
-    """Replace the layers of a copied model in place. A layer that several groups share gets one replacement."""
-    replacements: dict[int, nn.Module] = {}
+) -> None:
+    """Replace the layers of a copied model in place."""
+    replacements: dict[QuantizedLayer, nn.Module] = {}  # a layer that several groups share gets one
     with torch.no_grad():
-        for fused in model.modules():
-            if not isinstance(fused, Fused):
-                continue
-            for role, part in fused.parts.items():
-                if isinstance(part, QuantizedLayer):
-                    if id(part) not in replacements:
-                        is_disabled = part.weight_quant.quantizer.is_disabled()
-                        replacements[id(part)] = (float_layer if is_disabled else quantized_layer)(part).eval()
-                        fused.add_module(f"stored_{role}", replacements[id(part)])
-                    fused.parts[role] = replacements[id(part)]
+        for fused in [module for module in model.modules() if isinstance(module, Fused)]:
+            for role, layer in fused.parts.items():
+                if not isinstance(layer, QuantizedLayer):
+                    continue
+                if layer not in replacements:
+                    factory = float_layer if layer.weight_quant.quantizer.is_disabled() else quantized_layer
+                    replacements[layer] = factory(layer).eval()
+                    fused.add_module(f"stored_{role}", replacements[layer])
+                fused.parts[role] = replacements[layer]
+
+
+def _prepare_nodes(model: fx.GraphModule) -> None:
+    """Prepare the graph of a copied model for torch.export, in place. The caller recompiles."""
     copy_after_masked_attention(model)
-    for node in model.graph.nodes:  # torch.export names its nodes after nn_module_stack
-        path = get_layer_name(node) if node.op != "call_module" else str(node.target)
-        node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}
-    return model
+    for node in list(model.graph.nodes):
+        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, ChannelFactors) and bool((module.weight == 1).all()):
+            _bypass(node)
+        else:  # torch.export names its nodes after nn_module_stack
+            path = get_layer_name(node) if node.op != "call_module" else str(node.target)
+            node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}
 
 
 def _copy_for_export(model: fx.GraphModule, changes_scales: bool = False) -> fx.GraphModule:
@@ -158,32 +160,29 @@ def _list_shareable(model: fx.GraphModule, changes_scales: bool) -> list[Any]:
 
 def check_is_calibrated(model: fx.GraphModule) -> None:
     """Raise ExportError unless all quantizers are calibrated, enabled and frozen; the file would be partly float."""
-    stubs = {name: module for name, module in model.named_modules() if isinstance(module, QuantStub)}
-    weights = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
-    if not stubs and not weights:
+    stubs = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantStub)]
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]
+    if not stubs and not layers:
         if is_float_for_speed(model):
             return
         raise ExportError("this model has no quantizers: export a model that insert_qdq returned")
-    problems = [
-        (name, "was never calibrated: calibrate(model, data) first")
-        for name, stub in stubs.items()
-        if not stub.has_observed and not stub.skip_reason
-    ]
-    problems += [
-        (name, "is disabled: enable_fake_quant(model) first")
-        for name, stub in stubs.items()
-        if stub.has_observed and not stub.enabled and not stub.skip_reason
-    ]
-    problems += [
-        (name, "has a weight that is not fake-quantized: enable_fake_quant(model) first")
-        for name, weighted in weights.items()
-        if not weighted.weight_quant.enabled
-    ]
-    problems += [
-        (name, "has a weight scale that is not frozen: freeze(model) first, or calibrate(..., freeze_weights=True)")
-        for name, weighted in weights.items()
-        if weighted.weight_quant.enabled and not weighted.weight_quant.frozen
-    ]
+    # Quantizers of activations come first: a model that was not calibrated has no frozen weights either.
+    problems = [(name, problem) for name, module in (*stubs, *layers) if (problem := _find_problem(module))]
     if problems:
-        name, reason = problems[0]
-        raise ExportError(f"{name} {reason} ({len(problems)} such modules)")
+        name, problem = problems[0]
+        raise ExportError(f"{name} {problem} ({len(problems)} such modules)")
+
+
+def _find_problem(module: nn.Module) -> str:
+    """Return why a quantizer or quantized layer cannot be exported; "" if it can."""
+    if isinstance(module, QuantStub) and not module.skip_reason:
+        if not module.has_observed:
+            return "was never calibrated: calibrate(model, data) first"
+        if not module.enabled:
+            return "is disabled: enable_fake_quant(model) first"
+    if isinstance(module, QuantizedLayer):
+        if not module.weight_quant.enabled:
+            return "has a weight that is not fake-quantized: enable_fake_quant(model) first"
+        if not module.weight_quant.frozen:
+            return "has a weight scale that is not frozen: freeze(model) first, or calibrate(..., freeze_weights=True)"
+    return ""

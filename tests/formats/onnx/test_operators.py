@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from scalepoint.formats.onnx.block_formats import onnx_module_factories
+from scalepoint.formats.onnx.write import onnx_module_factories
 from scalepoint.formats.operators import dequantize
 from scalepoint.formats.operators import quantize as to_codes
 from scalepoint.formats.stored_graph import build_stored_graph

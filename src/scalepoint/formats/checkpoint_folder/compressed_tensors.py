@@ -71,17 +71,16 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
     if weight.dtype == FP4:
         _check_bfloat16(source)
     if scheme.format == "pack-quantized":
-        bits = int(dict(scheme.weights)["num_bits"])
-        check_words(source, 1, bits, scheme.format)
-        if not scheme.is_symmetric:
-            check_words(source, 0, bits, f"{scheme.format} with zero points")
+        check_words(source, 1, scheme.weights.num_bits, scheme.format)
+        if not scheme.weights.symmetric:
+            check_words(source, 0, scheme.weights.num_bits, f"{scheme.format} with zero points")
 
 
 def _check_experts(source: Source, scheme: Scheme) -> None:
     """Raise TargetError for schemes that transformers cannot load for experts, because it stacks their weights."""
     if not any(EXPERTS in name for name in source.tensors):
         return
-    is_symmetric_integer = scheme.format == "pack-quantized" and scheme.is_symmetric
+    is_symmetric_integer = scheme.format == "pack-quantized" and scheme.weights.symmetric
     has_supported_format = (
         is_symmetric_integer or scheme.format == "float-quantized" or scheme.format.startswith("mxfp4")
     )
@@ -176,13 +175,13 @@ def _convert_weight(layer: str, weight: QuantizedWeight, scheme: Scheme, dtype: 
     if weight.spec.dtype == FP4:
         return _pack_floats(layer, weight, scheme)
     scale = weight.scale
-    if scheme.strategy == "tensor":
+    if scheme.weights.strategy == "tensor":
         if not torch.equal(scale, scale[:1, :1].expand_as(scale)):
             raise ExportError(f"{layer}: its spec has one scale per tensor, but its rows have different scales")
         scale = scale[0, :1]
     codes = weight.codes.to(E4M3) if weight.is_float else _to_signed(layer, weight)
     tensors = {"weight": codes, "weight_scale": to_stored_scales(scale, dtype, layer)}
-    if scheme.inputs is not None and dict(scheme.inputs)["dynamic"] is False:
+    if scheme.inputs is not None and scheme.inputs.dynamic is False:
         tensors["input_scale"] = _input_scale(layer, weight).to(torch.float32)
     return tensors
 
@@ -194,7 +193,7 @@ def _pack_integers(layer: str, weight: QuantizedWeight, scheme: Scheme, dtype: t
         "weight_scale": to_stored_scales(weight.scale, dtype, layer),
         "weight_shape": torch.tensor(weight.codes.shape, dtype=torch.int64),
     }
-    if not scheme.is_symmetric:
+    if not scheme.weights.symmetric:
         tensors["weight_zero_point"] = pack_bits(zero_point.T, weight.bits).T.contiguous()
     else:
         _check_is_symmetric(layer, weight, zero_point)

@@ -10,8 +10,7 @@
 An input has one scale per token, computed at run time, or one stored scale.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from scalepoint.errors import TargetError
@@ -33,30 +32,38 @@ MXFP4_BLOCK = 32
 
 
 @dataclass(frozen=True)
+class TensorScheme:
+    """How weights or inputs are quantized; the fields have the names of the config."""
+
+    num_bits: int
+    type: str  # "int" or "float"
+    symmetric: bool
+    strategy: str  # which values share a scale
+    dynamic: bool | str = False  # whether scales are computed at run time; "local": only those of blocks
+    group_size: int | None = None
+    scale_dtype: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in sorted(asdict(self).items()) if value is not None}
+
+
+@dataclass(frozen=True)
 class Scheme:
     """Format and settings of a layer; layers with equal schemes form one group of the config."""
 
     format: str
-    weights: tuple[tuple[str, Any], ...]
-    inputs: tuple[tuple[str, Any], ...] | None = None
+    weights: TensorScheme
+    inputs: TensorScheme | None = None
 
     def to_group(self, targets: list[str]) -> dict[str, Any]:
         """Return the group of the config for these layers."""
         return {
             "targets": targets,
-            "weights": dict(self.weights),
-            "input_activations": None if self.inputs is None else dict(self.inputs),
+            "weights": self.weights.to_dict(),
+            "input_activations": None if self.inputs is None else self.inputs.to_dict(),
             "output_activations": None,
             "format": self.format,
         }
-
-    @property
-    def is_symmetric(self) -> bool:
-        return bool(dict(self.weights)["symmetric"])
-
-    @property
-    def strategy(self) -> str:
-        return str(dict(self.weights)["strategy"])
 
 
 def choose_scheme(weight: QuantizationSpec, activation: QuantizationSpec | None) -> Scheme:
@@ -81,7 +88,7 @@ def _integer_scheme(weight: QuantizationSpec) -> Scheme:
         raise TargetError(
             "pack-quantized has scales per block or per row, not per tensor: use PerChannelGranularity(0)"
         )
-    return Scheme("pack-quantized", _weight_fields(weight))
+    return Scheme("pack-quantized", _weight_scheme(weight))
 
 
 def _int8_scheme(weight: QuantizationSpec, activation: QuantizationSpec) -> Scheme:
@@ -95,7 +102,7 @@ def _int8_scheme(weight: QuantizationSpec, activation: QuantizationSpec) -> Sche
         raise TargetError("int-quantized has scales per row or per tensor, no blocks: use PerChannelGranularity(0)")
     if weight.qscheme == QuantizationScheme.ASYMMETRIC:
         raise TargetError("int-quantized weights have no zero points: use qscheme='symmetric' for weights")
-    return Scheme("int-quantized", _weight_fields(weight), _input_fields(activation))
+    return Scheme("int-quantized", _weight_scheme(weight), _input_scheme(activation))
 
 
 def _float8_scheme(weight: QuantizationSpec, activation: QuantizationSpec | None) -> Scheme:
@@ -106,7 +113,7 @@ def _float8_scheme(weight: QuantizationSpec, activation: QuantizationSpec | None
         )
     if isinstance(weight.granularity, PerBlockGranularity) or weight.scale_dtype is not None:
         raise TargetError("float-quantized has float scales per row or per tensor: use PerChannelGranularity(0)")
-    return Scheme("float-quantized", _weight_fields(weight), None if activation is None else _input_fields(activation))
+    return Scheme("float-quantized", _weight_scheme(weight), None if activation is None else _input_scheme(activation))
 
 
 def _float4_scheme(weight: QuantizationSpec, activation: QuantizationSpec | None) -> Scheme:
@@ -117,16 +124,14 @@ def _float4_scheme(weight: QuantizationSpec, activation: QuantizationSpec | None
             f"{name}-pack-quantized has blocks of {block_size} along the inputs, not {weight.granularity}: use "
             f"PerBlockGranularity(axis=1, block_size={block_size})"
         )
-    fields = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": block_size, "dynamic": False}
+    weights = TensorScheme(4, "float", symmetric=True, strategy="group", group_size=block_size)
     if is_mx:
         if activation is not None:
             raise TargetError("mxfp4-pack-quantized needs float activations: omit activation=")
-        return Scheme(
-            f"{name}-pack-quantized", _freeze_fields(fields | {"strategy": "group", "scale_dtype": "torch.uint8"})
-        )
-    fields |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+        return Scheme("mxfp4-pack-quantized", replace(weights, scale_dtype="torch.uint8"))
+    weights = replace(weights, strategy="tensor_group", scale_dtype="torch.float8_e4m3fn")
     if activation is None:
-        return Scheme(f"{name}-pack-quantized", _freeze_fields(fields))
+        return Scheme("nvfp4-pack-quantized", weights)
     granularity = activation.granularity
     if not (
         activation.dtype == FP4
@@ -135,46 +140,39 @@ def _float4_scheme(weight: QuantizationSpec, activation: QuantizationSpec | None
         and granularity.block_size == NVFP4_BLOCK
     ):
         raise TargetError("nvfp4 activations must be float, or float4 with e4m3 scales per token in blocks of 16")
-    return Scheme(f"{name}-pack-quantized", _freeze_fields(fields), _freeze_fields(fields | {"dynamic": "local"}))
+    return Scheme("nvfp4-pack-quantized", weights, replace(weights, dynamic="local"))
 
 
-def _weight_fields(spec: QuantizationSpec) -> tuple[tuple[str, Any], ...]:
-    fields = _number_fields(spec) | {"dynamic": False}
+def _weight_scheme(spec: QuantizationSpec) -> TensorScheme:
     granularity = spec.granularity
     block_size = read_block_size(spec)
     if block_size is not None:
-        return _freeze_fields(fields | {"strategy": "group", "group_size": block_size})
+        return TensorScheme(*_describe_numbers(spec), strategy="group", group_size=block_size)
     if isinstance(granularity, PerChannelGranularity) and granularity.axis in (None, 0, -2):
-        return _freeze_fields(fields | {"strategy": "channel"})
+        return TensorScheme(*_describe_numbers(spec), strategy="channel")
     if isinstance(granularity, PerTensorGranularity):
-        return _freeze_fields(fields | {"strategy": "tensor"})
+        return TensorScheme(*_describe_numbers(spec), strategy="tensor")
     raise TargetError(
         f"{NAME} needs weights with scales per block along the inputs, per row or per tensor, got {granularity}"
     )
 
 
-def _input_fields(spec: QuantizationSpec) -> tuple[tuple[str, Any], ...]:
-    fields = _number_fields(spec)
+def _input_scheme(spec: QuantizationSpec) -> TensorScheme:
     if isinstance(spec.granularity, PerTokenGranularity):
-        return _freeze_fields(fields | {"strategy": "token", "dynamic": True})
+        return TensorScheme(*_describe_numbers(spec), strategy="token", dynamic=True)
     if not isinstance(spec.granularity, PerTensorGranularity):
         raise TargetError(f"{NAME} needs activations with one scale per token or per tensor, got {spec.granularity}")
     is_dynamic = issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator)
-    if not is_dynamic and not fields["symmetric"]:
+    scheme = TensorScheme(*_describe_numbers(spec), strategy="tensor", dynamic=is_dynamic)
+    if not is_dynamic and not scheme.symmetric:
         raise TargetError(
             "static activations are stored without zero points: use qscheme='symmetric', or dynamic activations"
         )
-    return _freeze_fields(fields | {"strategy": "tensor", "dynamic": is_dynamic})
+    return scheme
 
 
-def _number_fields(spec: QuantizationSpec) -> dict[str, Any]:
+def _describe_numbers(spec: QuantizationSpec) -> tuple[int, str, bool]:
+    """Return num_bits, type and symmetric of a TensorScheme."""
     number_format = get_format(spec.dtype)
-    return {
-        "num_bits": number_format.bits,
-        "type": "float" if number_format.is_float else "int",
-        "symmetric": spec.qscheme != QuantizationScheme.ASYMMETRIC,
-    }
-
-
-def _freeze_fields(fields: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(fields.items()))
+    is_symmetric = spec.qscheme != QuantizationScheme.ASYMMETRIC
+    return number_format.bits, "float" if number_format.is_float else "int", is_symmetric

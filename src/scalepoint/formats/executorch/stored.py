@@ -118,5 +118,9 @@ class XnnpackDynamicStub(nn.Module):
 
 
 XNNPACK_FACTORIES = int8_module_factories(
-    "XNNPACK", (XnnpackStoredWeight, XnnpackStoredTable), (XnnpackStoredStub, XnnpackDynamicStub)
+    "XNNPACK",
+    weight=XnnpackStoredWeight,
+    table=XnnpackStoredTable,
+    stub=XnnpackStoredStub,
+    row_stub=XnnpackDynamicStub,
 )

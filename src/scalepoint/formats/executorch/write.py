@@ -27,7 +27,8 @@ from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
 from scalepoint.graph.torch_export import export_logs_silenced, make_contiguous, widen_batch
-from scalepoint.support.files import replace_file
+from scalepoint.numerics import dtype_name
+from scalepoint.support.files import replace_bytes
 
 MAX_BATCH = 8  # ExecuTorch plans memory for this batch, or for the example's batch if that is larger
 DESCRIPTION_METHOD = "scalepoint"  # constant method of the program that returns our metadata as JSON
@@ -70,7 +71,7 @@ def write_program(
         "layers": _list_layer_keys(model),
     }
     data = _lower_program(program, {**program_description, **description})
-    replace_file(path, lambda temporary: _write_file(temporary, data))
+    replace_bytes(path, data)
 
 
 def _export_with_dynamic_batch(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> ExportedProgram:
@@ -149,7 +150,7 @@ def _describe_inputs(program: ExportedProgram) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "dtype": str(value.dtype).removeprefix("torch."),
+            "dtype": dtype_name(value.dtype),
             "shape": [size if isinstance(size, int) else None for size in value.shape],
         }
         for name, value in values
@@ -186,7 +187,3 @@ def _digest(value: Tensor) -> str:
     # flatten() before view(): a last axis of size 1 may have any stride, and view(torch.uint8) would reject it.
     data = value.detach().contiguous().flatten()
     return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

@@ -16,6 +16,7 @@ from scalepoint.formats.genai.layout import PackedMatrix, pack_matrix, stack_mat
 MICROSOFT_DOMAIN = "com.microsoft"
 ONNX_FLOAT = 1  # TensorProto.FLOAT
 INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: the fast kernels
+BIAS_INPUT = 5  # the index of this input of MatMulNBits; the inputs before it may be empty
 NAME_PREFIXES = ("", "model.", "transformer.")  # folders store the same tensor with or without one of these
 
 
@@ -169,7 +170,8 @@ class GraphBuilder:
         matrix = self.matrices[label]
         inputs = [value, *matrix.names]
         if bias is not None:
-            inputs += [""] * (5 - len(inputs)) + [self.add_float32(f"{label}.bias", bias)]  # bias is input 5
+            missing_inputs = [""] * (BIAS_INPUT - len(inputs))
+            inputs += [*missing_inputs, self.add_float32(f"{label}.bias", bias)]
         return self.add_node(
             "MatMulNBits",
             inputs,

@@ -94,25 +94,26 @@ def pack_matrix(weight: QuantizedWeight, max_block_size: int = 0) -> PackedMatri
     """
     bits = code_bits(weight.spec)
     block_size = min(max_block_size or BLOCK_SIZES[-1], stored_block_size(weight))
-    middle = 2 ** (bits - 1)
-    offset = middle if get_format(weight.spec.dtype).low < 0 else 0  # makes signed codes unsigned
-    scales = weight.scale.float()
-    zero_points = torch.zeros_like(scales, dtype=torch.int32) if weight.zero_point is None else weight.zero_point
-    zero_points = zero_points + offset
-    is_default = weight.spec.qscheme != QuantizationScheme.ASYMMETRIC and bool((zero_points == middle).all())
     rows, columns = weight.codes.shape
     blocks = -(-columns // block_size)
-    source_block = torch.arange(blocks) * block_size // weight.block_size
-    scales, zero_points = scales[:, source_block], zero_points[:, source_block]
+    source_block = torch.arange(blocks) * block_size // weight.block_size  # the block of the weight, for each block
+    middle = 2 ** (bits - 1)
+    offset = middle if get_format(weight.spec.dtype).low < 0 else 0  # makes signed codes unsigned
+    scales = weight.scale.float()[:, source_block]
+    zero_points = torch.full_like(scales, offset, dtype=torch.int32)
+    if weight.zero_point is not None:
+        zero_points = zero_points + weight.zero_point[:, source_block]
+    is_default = weight.spec.qscheme != QuantizationScheme.ASYMMETRIC and bool((zero_points == middle).all())
     codes = np.empty((rows, blocks, block_size * bits // 8), np.uint8)
     padding = blocks * block_size - columns
     rows_at_once = max(1, MAX_ELEMENTS_AT_ONCE // columns)
     for start in range(0, rows, rows_at_once):
         part = slice(start, start + rows_at_once)
-        piece = weight.codes[part].view(torch.uint8) + offset  # uint8 wraps around: -8 becomes 248, plus 8 is 0
+        unsigned = weight.codes[part].view(torch.uint8) + offset  # uint8 wraps around: -8 becomes 248, plus 8 is 0
         if padding:
-            piece = torch.cat((piece, zero_points[part, -1:].to(torch.uint8).expand(-1, padding)), 1)
-        codes[part] = _pack_codes(piece.reshape(-1, blocks, block_size).numpy(), bits)
+            zeros = zero_points[part, -1:].to(torch.uint8).expand(-1, padding)
+            unsigned = torch.cat((unsigned, zeros), 1)
+        codes[part] = _pack_codes(unsigned.reshape(-1, blocks, block_size).numpy(), bits)
     return PackedMatrix(
         codes,
         scales.contiguous().numpy(),

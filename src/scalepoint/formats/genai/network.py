@@ -13,6 +13,7 @@ from scalepoint.formats.genai.rotary import Rotary
 
 LAST_TOKEN = "last"  # name of the node that selects the last token of every text  # noqa: S105
 PAST, PRESENT = "past_key_values.{block}.{part}", "present.{block}.{part}"
+LAST_POSITIONS, TOTAL_LENGTH = "last_positions", "total_length"  # tensors: see _add_lengths
 ONNX_INT32, ONNX_INT64 = 6, 7  # TensorProto.INT32, TensorProto.INT64
 
 
@@ -25,7 +26,6 @@ class NetworkWriter:
 
     graph: GraphBuilder
     decoder: Decoder
-    lengths: tuple[str, str] = ("", "")  # tensors: length - 1 of every text; length of the longest text
     rotaries: list[Rotary] = field(default_factory=list)  # those whose tables are stored
 
     @property
@@ -35,21 +35,21 @@ class NetworkWriter:
 
     def write(self) -> None:
         """Add the whole network, from input_ids to logits."""
-        self.lengths = self._add_lengths()
+        self._add_lengths()
         value = self._add_embedding()
         for index, block in enumerate(self.decoder.blocks):
             value = self._add_block(value, index, block)
         self._add_head(self.add_norm(self._select_last_token(value), self.decoder.names.norm))
 
-    def _add_lengths(self) -> tuple[str, str]:
+    def _add_lengths(self) -> None:
+        """Add LAST_POSITIONS, the length - 1 of every text, and TOTAL_LENGTH, the length of the longest text."""
         graph = self.graph
         one = graph.add_constant([1])
         counts = graph.add_node("ReduceSum", ["attention_mask", one], keepdims=0)
-        last = graph.add_node("Sub", [counts, one])
-        last = graph.add_node("Cast", [last], to=ONNX_INT32, name="last_positions")
+        graph.add_node("Cast", [graph.add_node("Sub", [counts, one])], to=ONNX_INT32, name=LAST_POSITIONS)
         shape = graph.add_node("Shape", ["attention_mask"])
         size = graph.add_node("Gather", [shape, graph.add_constant(1)], axis=0)
-        return last, graph.add_node("Cast", [size], to=ONNX_INT32, name="total_length")
+        graph.add_node("Cast", [size], to=ONNX_INT32, name=TOTAL_LENGTH)
 
     def _add_embedding(self) -> str:
         graph, decoder = self.graph, self.decoder
@@ -138,7 +138,7 @@ class NetworkWriter:
             "softcap": decoder.attention_softcap,
             "scale": decoder.head_size**-0.5 if decoder.attention_scale is None else decoder.attention_scale,
         }
-        inputs = [query, key, value_input, *past, *self.lengths, *tables]
+        inputs = [query, key, value_input, *past, LAST_POSITIONS, TOTAL_LENGTH, *tables]
         if self.cache is not None:
             quant_types = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
             attributes |= {"kv_cache_bit_width": self.cache.bits, **quant_types}
@@ -156,34 +156,33 @@ class NetworkWriter:
             self.graph.add_float32(f"cache.{index}.value_scale", value_scale),
         ]
 
-    def _add_projections(self, value: str, index: int) -> tuple[str, str, str]:
+    def _add_projections(self, value: str, index: int) -> list[str]:
         """Add queries, keys and values; as one product in the first result, with two empty names, where possible."""
         graph, decoder, names = self.graph, self.decoder, self.decoder.names
-        layers: list[str] = []
-        if names.has("qkv"):
-            layer = names.layer(index, "qkv")
-            qkv: str | None = graph.add_linear(
-                value, layer, rows=self._separate_qkv_rows(), is_transposed=decoder.is_transposed
-            )
+        qkv = self._add_joint_projection(value, index)
+        if qkv is None:
+            parts = [graph.add_linear(value, names.layer(index, part)) for part in "qkv"]
+            parts = [self._add_clip(part) for part in parts]
         else:
-            layers = [names.layer(index, part) for part in ("q", "k", "v")]
-            qkv = graph.add_stacked_linear(value, layers, f"{names.block.format(block=index)}qkv")
-        if qkv is not None and decoder.qkv_clip is not None:
             qkv = self._add_clip(qkv)
-        if qkv is not None and not decoder.qk_norm:
-            return qkv, "", ""
-        if qkv is not None:
-            sizes = [self._channels(part) for part in "qkv"]
+            if not decoder.qk_norm:
+                return [qkv, "", ""]
+            sizes = graph.add_constant([self._channels(part) for part in "qkv"])
             outputs = [f"{qkv}.{part}" for part in "qkv"]
-            parts = graph.add_multi_output_node("Split", [qkv, graph.add_constant(sizes)], outputs, axis=-1)
-        else:
-            parts = [graph.add_linear(value, layer) for layer in layers]
-            if decoder.qkv_clip is not None:
-                parts = [self._add_clip(part) for part in parts]
+            parts = graph.add_multi_output_node("Split", [qkv, sizes], outputs, axis=-1)
         if decoder.qk_norm:
             parts[0] = self._add_qk_norm(parts[0], index, "q")
             parts[1] = self._add_qk_norm(parts[1], index, "k")
-        return parts[0], parts[1], parts[2]
+        return parts
+
+    def _add_joint_projection(self, value: str, index: int) -> str | None:
+        """Add queries, keys and values as one product; return None if their weights cannot be stacked."""
+        graph, names = self.graph, self.decoder.names
+        if names.has("qkv"):
+            rows, is_transposed = self._separate_qkv_rows(), self.decoder.is_transposed
+            return graph.add_linear(value, names.layer(index, "qkv"), rows=rows, is_transposed=is_transposed)
+        layers = [names.layer(index, part) for part in "qkv"]
+        return graph.add_stacked_linear(value, layers, f"{names.block.format(block=index)}qkv")
 
     def _separate_qkv_rows(self) -> torch.Tensor | None:
         """Return the row order that makes separate queries, keys and values of interleaved ones; None: as stored."""
@@ -194,7 +193,10 @@ class NetworkWriter:
         return rows.reshape(decoder.head_count, 3, decoder.head_size).transpose(0, 1).reshape(-1)
 
     def _add_clip(self, value: str) -> str:
-        limit = float(self.decoder.qkv_clip or 0.0)
+        """Clip queries, keys or values, if the model does."""
+        limit = self.decoder.qkv_clip
+        if limit is None:
+            return value
         low, high = (self.graph.add_constant(bound, "float32") for bound in (-limit, limit))
         return self.graph.add_node("Clip", [value, low, high])
 
@@ -267,9 +269,9 @@ class NetworkWriter:
         shape = graph.add_node("Shape", ["input_ids"])
         count = graph.add_node("Gather", [shape, graph.add_constant(1)], axis=0)
         count = graph.add_node("Cast", [count], to=ONNX_INT32)
-        cached = graph.add_node("Sub", [self.lengths[1], count])
+        cached = graph.add_node("Sub", [TOTAL_LENGTH, count])
         zero, one = graph.add_constant(0, "int32"), graph.add_constant(1, "int32")
-        index = graph.add_node("Max", [graph.add_node("Sub", [self.lengths[0], cached]), zero])
+        index = graph.add_node("Max", [graph.add_node("Sub", [LAST_POSITIONS, cached]), zero])
         index = graph.add_node("Min", [index, graph.add_node("Sub", [count, one])])
         index = graph.add_node("Reshape", [index, graph.add_constant([-1, 1, 1])])
         index = graph.add_node("Cast", [index], to=ONNX_INT64)

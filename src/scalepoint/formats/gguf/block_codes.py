@@ -9,6 +9,7 @@ Most weights can be written in both ways: a zero point becomes a minimum or a sh
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -38,6 +39,14 @@ class BlockCodes:
         repeats = block_size // size
         minimum = None if self.minimum is None else self.minimum.repeat_interleave(repeats, 1)
         return type(self)(self.codes, self.low, self.high, self.scale.repeat_interleave(repeats, 1), minimum)
+
+    def to_unsigned(self, shift: int, columns: int) -> Bytes:
+        """Return the codes plus `shift` as bytes, with a row for each block of `columns` columns."""
+        return (self.codes + shift).to(torch.uint8).numpy().reshape(-1, columns)
+
+    def join_fields(self, *fields: Bytes) -> Bytes:
+        """Concatenate the fields of each block, then the blocks of each row of the weight."""
+        return np.concatenate(fields, 1).reshape(self.codes.shape[0], -1)
 
 
 def list_block_codes(weight: QuantizedWeight) -> list[BlockCodes]:

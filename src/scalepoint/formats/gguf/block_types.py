@@ -7,6 +7,7 @@ values that a type can store, before codes are chosen.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -83,6 +84,8 @@ BLOCK_TYPES = (
     BlockType("Q6_K", 256, 16, -32, 31, False, superblocks.pack_q6_k, 127),
     BlockType("Q8_0", 32, 32, -128, 127, False, blocks.pack_q8_0),
 )
+BLOCK_TYPES_WITH_MINIMUM = [block_type for block_type in BLOCK_TYPES if block_type.has_minimum]
+BLOCK_TYPES_WITHOUT_MINIMUM = [block_type for block_type in BLOCK_TYPES if not block_type.has_minimum]
 
 
 def choose_block_type(weights: Mapping[str, QuantizedWeight], names: Sequence[str]) -> BlockType:
@@ -95,24 +98,25 @@ def choose_block_type(weights: Mapping[str, QuantizedWeight], names: Sequence[st
     Raises:
         ExportError: No type stores all of them.
     """
-    candidates, stored, description = deque(BLOCK_TYPES), 0, ""
-    while candidates and stored < len(names):
-        stored = 0  # weights that the first candidate stores
-        for name in names:
-            weight = weights[name]
-            alternatives = list_block_codes(weight)
-            while candidates and all(candidates[0].try_pack(codes) is None for codes in alternatives):
-                candidates.popleft()
-                stored = 0
-            stored += 1
-            columns = weight.codes.shape[1]
-            description = f"{weight.spec.dtype} in blocks of {weight.block_size} of {columns} columns"
-    if candidates:
-        return candidates[0]
-    raise ExportError(
-        f"{names[0]}: no block type of GGUF stores {description}: columns must be a multiple of 32, blocks must have "
-        "16 or 32 columns, scales must be float16 (or rounded for super-blocks); leave it float, or use other blocks"
-    )
+    candidates = deque(BLOCK_TYPES)
+    stored_in_a_row = 0  # weights that the first candidate stores
+    for name in cycle(names):
+        weight = weights[name]
+        alternatives = list_block_codes(weight)
+        while candidates and not any(candidates[0].try_pack(codes) is not None for codes in alternatives):
+            candidates.popleft()
+            stored_in_a_row = 0
+        if not candidates:
+            shape = f"blocks of {weight.block_size} of {weight.codes.shape[1]} columns"
+            raise ExportError(
+                f"{names[0]}: no block type of GGUF stores {weight.spec.dtype} in {shape}: columns must be a multiple "
+                "of 32, blocks must have 16 or 32 columns, scales must be float16 (or rounded for super-blocks); leave "
+                "it float, or use other blocks"
+            )
+        stored_in_a_row += 1
+        if stored_in_a_row == len(names):
+            break
+    return candidates[0]
 
 
 def pack_weight(weight: QuantizedWeight, block_type: BlockType) -> Bytes:
@@ -142,16 +146,21 @@ def plan_block_type(spec: QuantizationSpec, columns: int, block: int) -> BlockTy
     if number_format.is_float:
         return None
     if spec.qformulation == QuantizationFormulation.MINVAL:
-        return _first_fitting_type(columns, block, low=0, high=high - low, has_minimum=True)
+        return _first_fitting_type(BLOCK_TYPES_WITH_MINIMUM, columns, block, 0, high - low)
     if low == 0:
         # Zero points. A super-block stores scale and minimum as integers, and their ratio is seldom a zero point.
-        simple_types = (candidate for candidate in BLOCK_TYPES if not candidate.max_factor and candidate.has_minimum)
-        return next((candidate for candidate in simple_types if candidate.fits(0, high, columns, block)), None)
+        simple_types = [block_type for block_type in BLOCK_TYPES_WITH_MINIMUM if not block_type.max_factor]
+        return _first_fitting_type(simple_types, columns, block, 0, high)
+    block_type = None
     if (low, high) == (-2, 1):  # int2: no type without a minimum has 2 bits
-        q2_k = _first_fitting_type(columns, block, low=0, high=3, has_minimum=True)
-        if q2_k:
-            return q2_k
-    return _first_fitting_type(columns, block, low=low, high=high, has_minimum=False)
+        block_type = _first_fitting_type(BLOCK_TYPES_WITH_MINIMUM, columns, block, 0, 3)
+    return block_type or _first_fitting_type(BLOCK_TYPES_WITHOUT_MINIMUM, columns, block, low, high)
+
+
+def _first_fitting_type(
+    block_types: Sequence[BlockType], columns: int, block_size: int, low: int, high: int
+) -> BlockType | None:
+    return next((block_type for block_type in block_types if block_type.fits(low, high, columns, block_size)), None)
 
 
 def describe_wider_type(spec: QuantizationSpec, columns: int) -> str:
@@ -171,13 +180,6 @@ def describe_wider_type(spec: QuantizationSpec, columns: int) -> str:
     else:
         reason = f"GGUF has no smaller type for blocks of {block_size}"
     return f"{block_type.name}, which has {block_type.bits} bits for each code: {reason}"
-
-
-def _first_fitting_type(columns: int, block_size: int, *, low: int, high: int, has_minimum: bool) -> BlockType | None:
-    for block_type in BLOCK_TYPES:
-        if block_type.has_minimum == has_minimum and block_type.fits(low, high, columns, block_size):
-            return block_type
-    return None
 
 
 def round_to_block_type(

@@ -25,32 +25,31 @@ def pack_q8_0(block_codes: BlockCodes) -> Bytes | None:
 
 
 def pack_q4_0(block_codes: BlockCodes) -> Bytes | None:
-    codes = _shift_codes(block_codes, 8)
+    codes = block_codes.to_unsigned(8, BLOCK_COLUMNS)
     return _join_fields(block_codes, _float16_bytes(block_codes.scale), _pack_nibbles(codes))
 
 
 def pack_q4_1(block_codes: BlockCodes) -> Bytes | None:
     scale, minimum = _float16_bytes(block_codes.scale), _float16_bytes(block_codes.minimum)
-    return _join_fields(block_codes, scale, minimum, _pack_nibbles(_shift_codes(block_codes, 0)))
+    codes = block_codes.to_unsigned(0, BLOCK_COLUMNS)
+    return _join_fields(block_codes, scale, minimum, _pack_nibbles(codes))
 
 
 def pack_q5_0(block_codes: BlockCodes) -> Bytes | None:
-    codes = _shift_codes(block_codes, 16)
+    codes = block_codes.to_unsigned(16, BLOCK_COLUMNS)
     return _join_fields(block_codes, _float16_bytes(block_codes.scale), _pack_fifth_bits(codes), _pack_nibbles(codes))
 
 
 def pack_q5_1(block_codes: BlockCodes) -> Bytes | None:
     scale, minimum = _float16_bytes(block_codes.scale), _float16_bytes(block_codes.minimum)
-    codes = _shift_codes(block_codes, 0)
+    codes = block_codes.to_unsigned(0, BLOCK_COLUMNS)
     return _join_fields(block_codes, scale, minimum, _pack_fifth_bits(codes), _pack_nibbles(codes))
 
 
 def _join_fields(block_codes: BlockCodes, *fields: Bytes | None) -> Bytes | None:
-    """Concatenate the fields of each block, and the blocks of each row; None if a field is None."""
-    known_fields = [field for field in fields if field is not None]
-    if len(known_fields) < len(fields):
-        return None
-    return np.concatenate(known_fields, 1).reshape(block_codes.codes.shape[0], -1)
+    """Return the packed rows; None if a field is None."""
+    exact_fields = [field for field in fields if field is not None]
+    return block_codes.join_fields(*exact_fields) if len(exact_fields) == len(fields) else None
 
 
 def _float16_bytes(values: Tensor | None) -> Bytes | None:
@@ -59,11 +58,6 @@ def _float16_bytes(values: Tensor | None) -> Bytes | None:
         return None
     narrow = values.to(torch.float16)
     return narrow.numpy().view(np.uint8).reshape(-1, 2) if torch.equal(narrow.to(torch.float32), values) else None
-
-
-def _shift_codes(block_codes: BlockCodes, shift: int) -> Bytes:
-    """Return unsigned codes of shape (blocks, 32)."""
-    return (block_codes.codes + shift).to(torch.uint8).numpy().reshape(-1, BLOCK_COLUMNS)
 
 
 def _pack_nibbles(codes: Bytes) -> Bytes:

@@ -40,8 +40,9 @@ def split_into_factors(values: Tensor, max_factor: int) -> tuple[Tensor, Tensor]
     Tries for each row all d for which the largest value of the row is an integer multiple. Returns None if a row has no
     exact split.
     """
+    # Most weights have no exact split, and a few rows show that.
     sample = values[:: -(-len(values) // SAMPLED_ROWS)]
-    if len(sample) < len(values) and split_into_factors(sample, max_factor) is None:  # most weights fail fast
+    if len(sample) < len(values) and split_into_factors(sample, max_factor) is None:
         return None
     largest = values.amax(1)
     d, factors = torch.zeros_like(largest), torch.zeros_like(values)
@@ -59,57 +60,62 @@ def split_into_factors(values: Tensor, max_factor: int) -> tuple[Tensor, Tensor]
 
 
 def pack_q2_k(block_codes: BlockCodes) -> Bytes | None:
+    """Fields: 16 bytes of factors (scale low, minimum high), 64 bytes of codes, d, dmin."""
     scales = _split_scales_and_minima(block_codes, blocks=16, max_factor=15)
     if scales is None:
         return None
-    codes = _pack_two_bits(_shift_codes(block_codes, 0))
-    return _join_rows(block_codes, scales.scale_factors | scales.min_factors << 4, codes, scales.d, scales.d_min)
+    factors = scales.scale_factors | scales.min_factors << 4
+    codes = _pack_two_bits(block_codes.to_unsigned(0, SUPERBLOCK_COLUMNS))
+    return block_codes.join_fields(factors, codes, scales.d, scales.d_min)
 
 
 def pack_q3_k(block_codes: BlockCodes) -> Bytes | None:
-    split = split_into_factors(block_codes.scale.reshape(-1, 16), max_factor=31)
+    """Fields: 32 bytes of third bits, 64 bytes of low bits, 8 + 4 bytes of factors (low halves, upper bits), d."""
+    split = _split(block_codes.scale, blocks=16, max_factor=31)
     if split is None:
         return None
     d, factors = split
-    codes = _shift_codes(block_codes, 4)
+    codes = block_codes.to_unsigned(4, SUPERBLOCK_COLUMNS)
     low_bits = _pack_two_bits(codes & 3)
-    stored_factors = factors.numpy() + np.uint8(32)  # 6 bits: llama.cpp subtracts 32
+    stored_factors = factors + np.uint8(32)  # 6 bits: llama.cpp subtracts 32
     low_nibbles = stored_factors & 15
     low_factor_bits = low_nibbles[:, :8] | low_nibbles[:, 8:] << 4
     high_factor_bits = np.bitwise_or.reduce((stored_factors >> 4).reshape(-1, 4, 4) << _TWO_BIT_SHIFTS, 1)
-    return _join_rows(
-        block_codes, _pack_single_bits(codes >> 2), low_bits, low_factor_bits, high_factor_bits, _to_bytes(d)
-    )
+    return block_codes.join_fields(_pack_single_bits(codes >> 2), low_bits, low_factor_bits, high_factor_bits, d)
 
 
 def pack_q4_k(block_codes: BlockCodes) -> Bytes | None:
+    """Fields: d, dmin, 12 bytes of factors, 128 bytes of codes."""
     scales = _split_scales_and_minima(block_codes, blocks=8, max_factor=63)
     if scales is None:
         return None
+    codes = block_codes.to_unsigned(0, SUPERBLOCK_COLUMNS)
     factors = _pack_six_bits(scales.scale_factors, scales.min_factors)
-    return _join_rows(block_codes, scales.d, scales.d_min, factors, _pack_nibbles(_shift_codes(block_codes, 0)))
+    return block_codes.join_fields(scales.d, scales.d_min, factors, _pack_nibbles(codes))
 
 
 def pack_q5_k(block_codes: BlockCodes) -> Bytes | None:
+    """Fields: d, dmin, 12 bytes of factors, 32 bytes of fifth bits, 128 bytes of low bits."""
     scales = _split_scales_and_minima(block_codes, blocks=8, max_factor=63)
     if scales is None:
         return None
-    codes = _shift_codes(block_codes, 0)
+    codes = block_codes.to_unsigned(0, SUPERBLOCK_COLUMNS)
     factors = _pack_six_bits(scales.scale_factors, scales.min_factors)
     high_bits = _pack_single_bits(codes >> 4)
-    return _join_rows(block_codes, scales.d, scales.d_min, factors, high_bits, _pack_nibbles(codes & 15))
+    return block_codes.join_fields(scales.d, scales.d_min, factors, high_bits, _pack_nibbles(codes & 15))
 
 
 def pack_q6_k(block_codes: BlockCodes) -> Bytes | None:
-    split = split_into_factors(block_codes.scale.reshape(-1, 16), max_factor=127)
+    """Fields: 128 bytes of low bits, 64 bytes of upper bits, 16 factors, d."""
+    split = _split(block_codes.scale, blocks=16, max_factor=127)
     if split is None:
         return None
     d, factors = split
-    codes = _shift_codes(block_codes, 32)
+    codes = block_codes.to_unsigned(32, SUPERBLOCK_COLUMNS)
     quarters = codes.reshape(-1, 2, 4, 32)
     low_nibbles = quarters & 15
     low_bits = (low_nibbles[:, :, :2] | low_nibbles[:, :, 2:] << 4).reshape(-1, 128)
-    return _join_rows(block_codes, low_bits, _pack_two_bits(codes >> 4), factors.numpy(), _to_bytes(d))
+    return block_codes.join_fields(low_bits, _pack_two_bits(codes >> 4), factors, d)
 
 
 @dataclass(frozen=True)
@@ -125,16 +131,18 @@ class _ScalesAndMinima:
 def _split_scales_and_minima(block_codes: BlockCodes, blocks: int, max_factor: int) -> _ScalesAndMinima | None:
     """Split scales and minima into factors; None if they cannot be stored exactly."""
     assert block_codes.minimum is not None  # noqa: S101  # BlockType.try_pack checks it
-    scales = split_into_factors(block_codes.scale.reshape(-1, blocks), max_factor)
-    minima = split_into_factors(-block_codes.minimum.reshape(-1, blocks), max_factor)
-    if scales is None or minima is None:
+    scales = _split(block_codes.scale, blocks, max_factor)
+    minima = _split(-block_codes.minimum, blocks, max_factor)
+    return None if scales is None or minima is None else _ScalesAndMinima(*scales, *minima)
+
+
+def _split(values: Tensor, blocks: int, max_factor: int) -> tuple[Bytes, Bytes] | None:
+    """Return d as two bytes for each super-block, and the factors (super-blocks, blocks); None if inexact."""
+    split = split_into_factors(values.reshape(-1, blocks), max_factor)
+    if split is None:
         return None
-    return _ScalesAndMinima(_to_bytes(scales[0]), scales[1].numpy(), _to_bytes(minima[0]), minima[1].numpy())
-
-
-def _to_bytes(values: Tensor) -> Bytes:
-    """Return two bytes for each float16."""
-    return values.numpy().view(np.uint8).reshape(-1, 2)
+    d, factors = split
+    return d.numpy().view(np.uint8).reshape(-1, 2), factors.numpy()
 
 
 def _pack_single_bits(codes: Bytes) -> Bytes:
@@ -166,13 +174,3 @@ def _pack_nibbles(codes: Bytes) -> Bytes:
     pairs = codes.reshape(-1, 4, 2, 32)
     packed: Bytes = pairs[:, :, 0] | pairs[:, :, 1] << 4
     return packed.reshape(-1, 128)
-
-
-def _shift_codes(block_codes: BlockCodes, shift: int) -> Bytes:
-    """Return unsigned codes of shape (super-blocks, 256)."""
-    return (block_codes.codes + shift).to(torch.uint8).numpy().reshape(-1, SUPERBLOCK_COLUMNS)
-
-
-def _join_rows(block_codes: BlockCodes, *fields: Bytes) -> Bytes:
-    """Concatenate the fields of each super-block, and the super-blocks of each row."""
-    return np.concatenate(fields, 1).reshape(block_codes.codes.shape[0], -1)

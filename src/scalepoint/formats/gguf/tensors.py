@@ -151,33 +151,35 @@ def _make_float_entry(
     checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, source_names: Sequence[str]
 ) -> TensorEntry:
     """Describe a float tensor, in the dtype of the source; norms, biases and routers in float32."""
-    first = source_names[0]
-    stored = checkpoint.source.tensors.get(first)
-    if first in checkpoint.changed or stored is None:
-        value = checkpoint.tensor(first)
-        shape, source_dtype = tuple(value.shape), value.dtype
-    else:
-        shape, source_dtype = tuple(stored.shape), stored.dtype
+    shape, source_dtype = _shape_and_dtype(checkpoint, source_names[0])
     needs_float32 = len(shape) == 1 or FLOAT32_TENSORS.search(name) is not None or source_dtype not in FLOAT_TYPES
     dtype = torch.float32 if needs_float32 else source_dtype
-    is_transposed = _layer_name(first) in architecture.transposed and len(shape) == 2
+    is_transposed = _layer_name(source_names[0]) in architecture.transposed and len(shape) == 2
     if is_transposed:
         shape = shape[::-1]
     if name.endswith("ffn_gate_inp_shexp.weight"):  # llama.cpp has this gate as a vector
         shape = shape[-1:]
 
+    def read_part(source_name: str) -> Tensor:
+        part = checkpoint.tensor(source_name)
+        order = _row_order(checkpoint, architecture, source_name, part.shape[0])
+        part = part if order is None else part[order]
+        return part.T if is_transposed else part
+
     def compute() -> Bytes:
-        parts = []
-        for source_name in source_names:
-            part = checkpoint.tensor(source_name)
-            order = _row_order(checkpoint, architecture, source_name, part.shape[0])
-            part = part if order is None else part[order]
-            parts.append(part.T if is_transposed else part)
+        parts = [read_part(source_name) for source_name in source_names]
         value = torch.stack(parts) if len(parts) > 1 else parts[0].reshape(shape)
         if name.endswith("_norm.weight"):
             value = value.to(torch.float32) + architecture.norm_offset
         value = value.to(dtype).contiguous()
-        return value.view(torch.uint8).numpy() if dtype is torch.bfloat16 else value.numpy()
+        return value.view(torch.uint8).numpy() if dtype is torch.bfloat16 else value.numpy()  # numpy has no bfloat16
 
     file_shape = (len(source_names), *shape) if len(source_names) > 1 else shape
     return TensorEntry(name, FLOAT_TYPES[dtype], file_shape, compute)
+
+
+def _shape_and_dtype(checkpoint: QuantizedCheckpoint, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of a float tensor; one that is not changed is not read for that."""
+    stored = checkpoint.source.tensors.get(name)
+    tensor = checkpoint.tensor(name) if stored is None or name in checkpoint.changed else stored
+    return tuple(tensor.shape), tensor.dtype

@@ -167,16 +167,12 @@ def _read_tokenizer_json(path: Path, size: int) -> Vocabulary:
     texts, types = _list_tokens(model.vocab, added_tokens, is_sentencepiece=is_sentencepiece)
     check_text([*texts, *("".join(pair) for pair in merges)], path)
     adds_bos, adds_eos = _read_template_flags(document.post_processor)
-    vocabulary = Vocabulary("", split, texts, types, adds_bos, adds_eos)
     if is_sentencepiece:
-        vocabulary.model = "llama"
-        vocabulary.scores = _merge_scores(texts, types, merges)
-        vocabulary.adds_space = _adds_space(document)
-    else:
-        vocabulary.model = "gpt2"
-        # GGUF separates the two tokens by a space; byte-level BPE writes a space inside a token as U+0120.
-        vocabulary.merges = [" ".join(token.replace(" ", "\u0120") for token in pair) for pair in merges]
-    return vocabulary
+        scores, adds_space = _merge_scores(texts, types, merges), _adds_space(document)
+        return Vocabulary("llama", split, texts, types, adds_bos, adds_eos, scores=scores, adds_space=adds_space)
+    # GGUF separates the two tokens by a space; byte-level BPE writes a space inside a token as U+0120.
+    merge_texts = [" ".join(token.replace(" ", "\u0120") for token in pair) for pair in merges]
+    return Vocabulary("gpt2", split, texts, types, adds_bos, adds_eos, merges=merge_texts)
 
 
 def _count_ids(token_ids: Mapping[str, int], added_tokens: Sequence[AddedToken]) -> int:
@@ -232,25 +228,30 @@ def _list_steps(step: TokenizerStep | None) -> list[TokenizerStep]:
 def _find_split(pre_tokenizer: TokenizerStep | None, path: Path, *, ignores_merges: bool) -> str:
     """Return llama.cpp's name of the rule that splits text; raise ExportError if llama.cpp does not have the rule."""
     steps = _list_steps(pre_tokenizer)
-    step_types = [step.type for step in steps]
-    if step_types and step_types[-1] == "ByteLevel" and not steps[-1].add_prefix_space:
-        uses_regex = steps[-1].use_regex
-        if step_types == ["ByteLevel"] and uses_regex and not ignores_merges:
-            return "gpt-2"
-        splits_digits = step_types == ["Digits", "ByteLevel"] and steps[0].individual_digits
-        if splits_digits and uses_regex and not ignores_merges:
-            return "smollm"
-        if step_types == ["Split", "ByteLevel"] and not uses_regex:
-            pattern = (steps[0].pattern or {}).get("Regex", "")
-            name_with_merges, name_without_merges = SPLITS.get(pattern, ("", ""))
-            name = name_without_merges if ignores_merges else name_with_merges
-            if name:
-                return name
-    description = to_one_line(", ".join(map(str, step_types)))[:200] or "none"
+    name = _match_split(steps, ignores_merges=ignores_merges)
+    if name:
+        return name
+    description = to_one_line(", ".join(str(step.type) for step in steps))[:200] or "none"
     raise ExportError(
         f"{path}: its pre-tokenizer ({description}{', ignore_merges' if ignores_merges else ''}) is none of those that "
         "llama.cpp has: gpt-2, smollm, llama-bpe, dbrx, qwen2, gpt-4o, tekken"
     )
+
+
+def _match_split(steps: Sequence[TokenizerStep], *, ignores_merges: bool) -> str:
+    if not steps or steps[-1].type != "ByteLevel" or steps[-1].add_prefix_space:
+        return ""
+    uses_regex, first_types = steps[-1].use_regex, [step.type for step in steps[:-1]]
+    if uses_regex and not ignores_merges:
+        if not first_types:
+            return "gpt-2"
+        if first_types == ["Digits"] and steps[0].individual_digits:
+            return "smollm"
+    if not uses_regex and first_types == ["Split"]:
+        pattern = (steps[0].pattern or {}).get("Regex", "")
+        name_with_merges, name_without_merges = SPLITS.get(pattern, ("", ""))
+        return name_without_merges if ignores_merges else name_with_merges
+    return ""
 
 
 def _read_sentencepiece(path: Path, size: int) -> Vocabulary:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from scalepoint.formats.litert.elementwise import BROADCASTS
 from scalepoint.formats.litert.graph_writer import FusedEnding, GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.products import quantize_result
-from scalepoint.formats.litert.schema import QuantizationParameters
-from scalepoint.formats.litert.values import DynamicExtent, FixedBatchError, QuantizedConstant, Value, model_order
+from scalepoint.formats.litert.schema import DynamicExtent, QuantizationParameters
+from scalepoint.formats.litert.values import FixedBatchError, QuantizedConstant, Value, model_order
 
 aten, scalepoint_ops = torch.ops.aten, torch.ops.scalepoint
 
@@ -37,16 +37,7 @@ def requantize(writer: GraphWriter, x: Any, quantization: QuantizationParameters
         return x
     if not isinstance(x, Value):
         raise UnsupportedOperationError("joins constants and int8 tensors")
-    order = x.order
-    return writer.emit(
-        "QUANTIZE",
-        [x.tensors[order]],
-        x.shape,
-        "float32",
-        order=order,
-        quantization=quantization,
-        is_integer=x.quantization is not None,
-    )
+    return writer.quantize(x, quantization)
 
 
 @writes(scalepoint_ops.dequantize.default)
@@ -123,8 +114,6 @@ def expand(writer: GraphWriter, node: fx.Node) -> Any:
     x, (shape, dtype) = writer.argument(node.args[0]), writer.shape_and_dtype(node)
     if tuple(shape) == tuple(x.shape):
         return x
-    from scalepoint.formats.litert.elementwise import BROADCASTS  # noqa: PLC0415  # both import products
-
     if all(reader.target in BROADCASTS for reader in node.users):
         return x
     return broadcast_to(writer, writer.dequantize(x), shape, dtype)
@@ -161,9 +150,7 @@ def broadcast_to(writer: GraphWriter, x: Any, shape: Sequence[int], dtype: str) 
     if dynamic_axes:
         inputs = [writer.materialize(x), writer.materialize(writer.zeros_per_sample(rank))]
         x = writer.emit("ADD", inputs, shape, dtype)
-    if isinstance(x, Value):
-        return x
-    return Value(tuple(shape), dtype, {model_order(rank): writer.materialize(x)})
+    return writer.as_value(x)
 
 
 @writes(aten.repeat.default, aten.tile.default)
@@ -225,11 +212,9 @@ def _write_select(writer: GraphWriter, x: Value, axis: int, index: int) -> Value
     if isinstance(x.shape[axis], DynamicExtent):
         raise FixedBatchError("one sample of the batch is picked")
     sliced = write_slice(writer, x, axis, index % x.shape[axis], 1)
-    order = tuple(dim - (dim > axis) for dim in sliced.order if dim != axis)
     shape = [size for dim, size in enumerate(sliced.shape) if dim != axis]
-    sizes = [-1 if isinstance(shape[dim], DynamicExtent) else shape[dim] for dim in order]
-    inputs = [sliced.tensors[sliced.order], writer.add_int_list(sizes)]
-    return writer.emit("RESHAPE", inputs, shape, x.dtype, order=order, quantization=x.quantization)
+    order = tuple(dim - (dim > axis) for dim in sliced.order if dim != axis)
+    return writer.reshape_stored(sliced, sliced.tensors[sliced.order], shape, order)
 
 
 @writes(aten.unbind.int)
@@ -290,7 +275,7 @@ def concat(writer: GraphWriter, node: fx.Node) -> Value:
         quantization=quantization,
         options={"axis": order.index(axis)},
     )
-    return quantize_result(writer, node, ending, result)
+    return writer.set_result(node, ending, result)
 
 
 def _common_quantization(parts: Sequence[Any], ending: FusedEnding) -> QuantizationParameters | None:
@@ -340,7 +325,7 @@ def pad(writer: GraphWriter, node: fx.Node) -> Value:
     inputs = [x.tensors[order], paddings]
     if fill_value == 0:
         padded = writer.emit("PAD", inputs, shape, dtype, order=order, quantization=x.quantization)
-        return quantize_result(writer, node, ending, padded)
+        return writer.set_result(node, ending, padded)
     return writer.emit("PADV2", [*inputs, writer.add_number(fill_value, dtype)], shape, dtype, order=order)
 
 

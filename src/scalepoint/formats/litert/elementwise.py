@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.products import quantize_result
-from scalepoint.formats.litert.values import Order, QuantizedConstant, Value, model_order, to_numpy_name
+from scalepoint.formats.litert.values import Order, QuantizedConstant, Value, model_order
+from scalepoint.numerics import dtype_name
 
 aten = torch.ops.aten
 UNARY: dict[Any, str] = {
@@ -85,9 +85,7 @@ def prelu(writer: GraphWriter, node: fx.Node) -> Value:
     x, weight = writer.dequantize(arguments["self"]), arguments["weight"]
     if not isinstance(weight, Tensor):
         raise UnsupportedOperationError("has a slope that is computed from the data")
-    slope_shape = [
-        -1 if axis == 1 else 1 for axis in x.order[1:]
-    ]  # broadcasts over the stored order, without the batch
+    slope_shape = [-1 if axis == 1 else 1 for axis in x.order[1:]]  # the stored order, without the batch
     slope = weight.reshape(-1).expand(x.shape[1]).reshape(slope_shape)
     return writer.emit_elementwise("PRELU", x, [writer.add_constant(slope, "slope")])
 
@@ -128,7 +126,8 @@ def binary(writer: GraphWriter, node: fx.Node) -> Value:
     x, y = arguments["self"], arguments["other"] if "other" in arguments else arguments["exponent"]
     _check_not_bitwise(writer, node, operator)
     alpha = arguments.get("alpha", 1)  # add and sub compute x +- alpha * y
-    ending = writer.find_ending(node, folds_activation=operator in ("ADD", "SUB", "MUL", "DIV"))
+    folds_activation = node.target in BINARY_WITH_ACTIVATION
+    ending = writer.find_ending(node, folds_activation=folds_activation)
     is_integer = operator in INTEGER_OPERATORS and alpha == 1 and ending.quantization is not None
     is_integer = is_integer and _is_quantized(x) and _is_quantized(y)
     shape, dtype = writer.shape_and_dtype(node)
@@ -144,9 +143,9 @@ def binary(writer: GraphWriter, node: fx.Node) -> Value:
         order=order,
         quantization=ending.quantization if is_integer else None,
         name=node.name,
-        options={"fusedActivationFunction": ending.activation} if node.target in BINARY_WITH_ACTIVATION else {},
+        options={"fusedActivationFunction": ending.activation} if folds_activation else {},
     )
-    return quantize_result(writer, node, ending, result)
+    return writer.set_result(node, ending, result)
 
 
 @writes(aten.rsub.Scalar)
@@ -182,7 +181,7 @@ def compare(writer: GraphWriter, node: fx.Node) -> Value:
     arguments = writer.arguments(node)
     x, y = writer.dequantize(arguments["self"]), writer.dequantize(arguments["other"])
     shape, _ = writer.shape_and_dtype(node)
-    dtype = to_numpy_name(torch.result_type(_example(x), _example(y)))
+    dtype = dtype_name(torch.result_type(_example(x), _example(y)))
     order = _common_order(x, y, len(shape))
     x_tensor = _align_operand(writer, _to_dtype(writer, x, dtype), len(shape), order)
     y_tensor = _align_operand(writer, _to_dtype(writer, y, dtype), len(shape), order)

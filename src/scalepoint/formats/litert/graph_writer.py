@@ -18,20 +18,19 @@ from torch.export import ExportedProgram
 import scalepoint.formats.operators  # noqa: F401  # registers torch.ops.scalepoint.quantize
 from scalepoint.compat.torch_names import HigherOrderOperator
 from scalepoint.errors import TargetError
-from scalepoint.formats.litert.schema import QuantizationParameters
+from scalepoint.formats.litert.schema import DynamicExtent, QuantizationParameters
 from scalepoint.formats.litert.tensors import TensorWriter
 from scalepoint.formats.litert.values import (
     DataDependentSizeError,
-    DynamicExtent,
     FixedBatchError,
     QuantizedConstant,
     Value,
     model_order,
     read_extent,
     read_shape,
-    to_numpy_name,
 )
 from scalepoint.graph.user_traceback import describe_location, get_operation_name
+from scalepoint.numerics import dtype_name
 
 aten, scalepoint_ops = torch.ops.aten, torch.ops.scalepoint
 OperationWriter = Callable[["GraphWriter", fx.Node], Any]
@@ -175,10 +174,7 @@ class GraphWriter(TensorWriter):
         operand = self.argument(node.args[0])
         if isinstance(operand, QuantizedConstant):
             operand = self.dequantize(operand)
-        if not isinstance(operand, Tensor):
-            return operand
-        order = model_order(operand.ndim)
-        return Value(tuple(operand.shape), to_numpy_name(operand.dtype), {order: self.materialize(operand)})
+        return self.as_value(operand) if isinstance(operand, Tensor) else operand
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
         """Return all arguments by name, with defaults; nodes are replaced by what they are in the file."""
@@ -193,7 +189,7 @@ class GraphWriter(TensorWriter):
     def shape_and_dtype(self, node: fx.Node) -> tuple[tuple[int, ...], str]:
         """Return shape and dtype of the result of a node."""
         value = node.meta["val"]
-        return read_shape(value, self.batch_size), to_numpy_name(value.dtype)
+        return read_shape(value, self.batch_size), dtype_name(value.dtype)
 
     def find_ending(self, node: fx.Node, *, folds_activation: bool = True) -> FusedEnding:
         """Find the activation and the quantizer that follow a node and are the only readers of its result."""
@@ -206,13 +202,18 @@ class GraphWriter(TensorWriter):
             return FusedEnding(reader, activation, self.read_quantization(reader))
         return FusedEnding(last, activation, None)
 
-    def set_result(self, node: fx.Node, ending: FusedEnding, value: Value) -> Value:
-        """Assign the result of an operator to its node and to all operations that are fused into the operator."""
+    def set_result(self, node: fx.Node, ending: FusedEnding, result: Value) -> Value:
+        """Assign the result of an operator to its node and to the operations that are fused into the operator.
+
+        Writes a QUANTIZE first if the ending has a quantizer and the operator computed in float.
+        """
+        if ending.quantization is not None and result.quantization is None:
+            result = self.quantize(result, ending.quantization)
         while node is not ending.node:
-            self.values[node] = value
+            self.values[node] = result
             node = next(iter(node.users))
-        self.values[node] = value
-        return value
+        self.values[node] = result
+        return result
 
     def read_quantization(self, node: fx.Node) -> QuantizationParameters:
         """Return the parameters of a quantize or dequantize of activations."""

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.values import (
-    DynamicExtent,
-    FixedBatchError,
-    QuantizedConstant,
-    Value,
-    model_order,
-    to_numpy_name,
-)
+from scalepoint.formats.litert.schema import DynamicExtent
+from scalepoint.formats.litert.values import FixedBatchError, QuantizedConstant, Value, model_order
+from scalepoint.numerics import dtype_name
 
 aten = torch.ops.aten
 
@@ -137,5 +132,5 @@ def _write_gather(writer: GraphWriter, node: fx.Node, table: Any, indices: Any, 
         indices = torch.where(indices < 0, indices + table.shape[axis], indices).to(torch.int32)
     inputs = [writer.materialize(table), writer.materialize(indices)]
     if isinstance(table, Tensor):
-        dtype = to_numpy_name(table.dtype)
+        dtype = dtype_name(table.dtype)
     return writer.emit("GATHER", inputs, shape, dtype, name=node.name, options={"axis": axis % rank})

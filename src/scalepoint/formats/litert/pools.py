@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.products import CHANNELS_LAST_ORDER, VALID, Window, pad_input, quantize_result
+from scalepoint.formats.litert.products import CHANNELS_LAST_ORDER, VALID, Window, add_zero_bias, pad_input
 from scalepoint.formats.litert.schema import QuantizationParameters
 from scalepoint.formats.litert.values import Value
 
@@ -55,13 +55,7 @@ def _write_pool(
 ) -> Value:
     """Write a pool operator. `padding` is its padding option, SAME or VALID; x is its input before padding."""
     shape, dtype = writer.shape_and_dtype(node)
-    options = {
-        "padding": padding,
-        "filterHeight": window.kernel[0],
-        "filterWidth": window.kernel[1],
-        "strideH": window.stride[0],
-        "strideW": window.stride[1],
-    }
+    options = {**window.options(padding), "filterHeight": window.kernel[0], "filterWidth": window.kernel[1]}
     return writer.emit(
         operator,
         [source],
@@ -92,10 +86,8 @@ def _write_average(writer: GraphWriter, node: fx.Node, window: Window, *, counts
     x, ending = writer.arguments(node)["self"], writer.find_ending(node, folds_activation=False)
     can_be_convolution = prod(window.kernel) <= MAX_WINDOW and (counts_pads or not has_pads)
     if can_be_convolution and x.quantization is not None and ending.quantization is not None:
-        source, padding = pad_input(writer, x, shape[2:], window)
-        scales = (x.quantization, ending.quantization)
-        average = _write_average_as_convolution(writer, node, source, padding, window, scales)
-        return quantize_result(writer, node, ending, average)
+        average = _write_average_as_convolution(writer, node, x, window, ending.quantization)
+        return writer.set_result(node, ending, average)
     has_same_scale = x.quantization is not None and x.quantization.equals(ending.quantization)
     if not has_same_scale:  # LiteRT's pool cannot change the scale
         x = writer.dequantize(x)
@@ -104,32 +96,20 @@ def _write_average(writer: GraphWriter, node: fx.Node, window: Window, *, counts
     if has_pads and counts_pads != (padding == VALID):
         raise UnsupportedOperationError("is an average pool that counts its padding differently from LiteRT")
     average = _write_pool(writer, "AVERAGE_POOL_2D", source, node, padding, window, x)
-    return quantize_result(writer, node, ending, average)
+    return writer.set_result(node, ending, average)
 
 
 def _write_average_as_convolution(
-    writer: GraphWriter,
-    node: fx.Node,
-    source: int,
-    padding: int,
-    window: Window,
-    quantization: tuple[QuantizationParameters, QuantizationParameters],
+    writer: GraphWriter, node: fx.Node, x: Value, window: Window, output_quantization: QuantizationParameters
 ) -> Value:
     """Write the mean of codes as a depthwise convolution with ones."""
-    input_quantization, output_quantization = quantization
     shape, dtype = writer.shape_and_dtype(node)
+    source, padding = pad_input(writer, x, shape[2:], window)
     channels = int(shape[1])
     scale = np.full(channels, 1 / prod(window.kernel), np.float32)
     ones = np.ones((1, *window.kernel, channels), np.int8)
     weight = writer.file.add_constant(ONES_NAME, ones, QuantizationParameters(scale, axis=3))
-    bias_quantization = QuantizationParameters(scale * input_quantization.scale)
-    bias = writer.file.add_constant("no_bias", np.zeros(channels, np.int32), bias_quantization)
-    options = {
-        "padding": padding,
-        "strideH": window.stride[0],
-        "strideW": window.stride[1],
-        "depthMultiplier": 1,
-    }
+    bias = add_zero_bias(writer, x, scale)
     return writer.emit(
         "DEPTHWISE_CONV_2D",
         [source, weight, bias],
@@ -138,7 +118,7 @@ def _write_average_as_convolution(
         order=CHANNELS_LAST_ORDER,
         quantization=output_quantization,
         name=node.name,
-        options=options,
+        options={**window.options(padding), "depthMultiplier": 1},
     )
 
 
@@ -160,7 +140,7 @@ def adaptive_average_pool(writer: GraphWriter, node: fx.Node) -> Value:
             name=node.name,
             options={"keepDims": True},
         )
-        return quantize_result(writer, node, ending, mean)
+        return writer.set_result(node, ending, mean)
     sizes = list(zip(x.shape[2:], shape[2:], strict=True))
     if any(input_size % output_size for input_size, output_size in sizes):
         raise UnsupportedOperationError(

@@ -7,7 +7,7 @@ They are computed in int8 if the input, the weight and the output are quantized.
 per row has float inputs and outputs next to an int8 or int4 weight; its kernel quantizes the rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,15 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.formats.litert.graph_writer import FusedEnding, GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.schema import QuantizationParameters
-from scalepoint.formats.litert.values import (
-    DynamicExtent,
-    FixedBatchError,
-    QuantizedConstant,
-    Value,
-    channels_last,
-    model_order,
-)
+from scalepoint.formats.litert.schema import DynamicExtent, QuantizationParameters
+from scalepoint.formats.litert.values import FixedBatchError, QuantizedConstant, Value, channels_last, model_order
 
 aten = torch.ops.aten
 SAME, VALID = 0, 1  # Padding of the schema
@@ -39,6 +32,10 @@ class Window(NamedTuple):
     dilation: Sequence[int]
     pads_before: Sequence[int]  # padding before the first element
 
+    def options(self, padding: int) -> dict[str, Any]:
+        """Return the options of an operator with this window; `padding` is SAME or VALID."""
+        return {"padding": padding, "strideH": self.stride[0], "strideW": self.stride[1]}
+
 
 @writes(aten.conv2d.default, aten.conv1d.default, aten.conv2d.padding, aten.conv1d.padding, aten.convolution.default)
 def convolution(writer: GraphWriter, node: fx.Node) -> Value:
@@ -46,32 +43,23 @@ def convolution(writer: GraphWriter, node: fx.Node) -> Value:
     arguments = writer.arguments(node)
     if arguments.get("transposed"):
         return _write_transposed_convolution(writer, node, arguments)
-    weight, bias, x = arguments["weight"], arguments["bias"], arguments["input"]
-    spatial_axes = _weight_data(weight).ndim - 2
+    spatial_axes = _weight_data(arguments["weight"]).ndim - 2
     if spatial_axes not in (1, 2):
         raise UnsupportedOperationError("convolves over three axes")
     stride, dilation = (_two_extents(arguments[name], spatial_axes) for name in ("stride", "dilation"))
     shape, _ = writer.shape_and_dtype(node)
     ending = writer.find_ending(node)
-    is_integer = _is_integer(x, weight, ending)
-    if not is_integer:
-        x, weight, bias = (writer.dequantize(operand) for operand in (x, weight, bias))
-    weight = _to_four_axes(weight)
-    kernel = _weight_data(weight).shape[2:]
-    source = _add_height(writer, x)
+    x, weight, bias, quantization = _prepare_operands(writer, arguments, ending)
+    x, weight = _add_height(writer, x), _to_four_axes(weight)
     output_shape = shape if spatial_axes == 2 else (*shape[:2], 1, shape[2])
+    kernel = _weight_data(weight).shape[2:]
     pads_before = _two_paddings(arguments["padding"], kernel, dilation, spatial_axes)
-    padded, padding = pad_input(writer, source, output_shape[2:], Window(kernel, stride, dilation, pads_before))
-    groups, channels = int(arguments["groups"]), int(source.shape[1])
+    window = Window(kernel, stride, dilation, pads_before)
+    padded, padding = pad_input(writer, x, output_shape[2:], window)
+    options = {**window.options(padding), "dilationHFactor": dilation[0], "dilationWFactor": dilation[1]}
+    options["fusedActivationFunction"] = ending.activation
+    groups, channels = int(arguments["groups"]), int(x.shape[1])
     is_depthwise = groups > 1 and groups == channels and _weight_data(weight).shape[1] == 1
-    options = {
-        "padding": padding,
-        "strideH": stride[0],
-        "strideW": stride[1],
-        "dilationHFactor": dilation[0],
-        "dilationWFactor": dilation[1],
-        "fusedActivationFunction": ending.activation,
-    }
     if is_depthwise:
         options["depthMultiplier"] = output_shape[1] // groups
         stored_weight = _store_weight(writer, weight, (1, 2, 3, 0), 3)
@@ -79,33 +67,27 @@ def convolution(writer: GraphWriter, node: fx.Node) -> Value:
         stored_weight = _store_weight(writer, weight, (0, 2, 3, 1), 0)
     result = writer.emit(
         "DEPTHWISE_CONV_2D" if is_depthwise else "CONV_2D",
-        [padded, stored_weight, _store_bias(writer, bias, source, weight, int(output_shape[1]))],
+        [padded, stored_weight, _store_bias(writer, bias, x, weight, int(output_shape[1]))],
         output_shape,
         "float32",
         order=CHANNELS_LAST_ORDER,
-        quantization=ending.quantization if is_integer else None,
+        quantization=quantization,
         name=node.name,
         options=options,
     )
     if spatial_axes == 1:
         result = _remove_height(writer, result, shape)
-    return quantize_result(writer, node, ending, result)
-
-
-def quantize_result(writer: GraphWriter, node: fx.Node, ending: FusedEnding, result: Value) -> Value:
-    """Assign the result to the node and its fused ending, after a QUANTIZE if the operator did not quantize it."""
-    if ending.quantization is not None and result.quantization is None:
-        order = result.order
-        result = writer.emit(
-            "QUANTIZE",
-            [result.tensors[order]],
-            result.shape,
-            result.dtype,
-            order=order,
-            quantization=ending.quantization,
-            is_integer=False,
-        )
     return writer.set_result(node, ending, result)
+
+
+def _prepare_operands(
+    writer: GraphWriter, arguments: Mapping[str, Any], ending: FusedEnding
+) -> tuple[Any, Any, Any, QuantizationParameters | None]:
+    """Return input, weight, bias and the parameters of the output; without int8 kernel all are float (None)."""
+    x, weight, bias = (arguments[name] for name in ("input", "weight", "bias"))
+    if _is_integer(x, weight, ending):
+        return x, weight, bias, ending.quantization
+    return writer.dequantize(x), writer.dequantize(weight), writer.dequantize(bias), None
 
 
 def _is_integer(x: Any, weight: Any, ending: FusedEnding) -> bool:
@@ -155,27 +137,12 @@ def _add_height(writer: GraphWriter, x: Value) -> Value:
         return x
     if x.rank != 3:
         raise UnsupportedOperationError(f"takes a tensor of {x.rank} axes, without a batch")
-    source = writer.materialize(x, channels_last(3))
-    shape = (*x.shape[:2], 1, x.shape[2])
-    return _reshape_stored(writer, source, shape, CHANNELS_LAST_ORDER, x.quantization)
+    source, shape = writer.materialize(x, channels_last(3)), (*x.shape[:2], 1, x.shape[2])
+    return writer.reshape_stored(x, source, shape, CHANNELS_LAST_ORDER)
 
 
 def _remove_height(writer: GraphWriter, x: Value, shape: Sequence[int]) -> Value:
-    source = writer.materialize(x, CHANNELS_LAST_ORDER)
-    return _reshape_stored(writer, source, shape, channels_last(3), x.quantization)
-
-
-def _reshape_stored(
-    writer: GraphWriter,
-    source: int,
-    shape: Sequence[int],
-    order: tuple[int, ...],
-    quantization: QuantizationParameters | None,
-) -> Value:
-    """Reshape a stored tensor to `shape` in `order`."""
-    sizes = [-1 if isinstance(shape[axis], DynamicExtent) else shape[axis] for axis in order]
-    inputs = [source, writer.add_int_list(sizes)]
-    return writer.emit("RESHAPE", inputs, shape, "float32", order=order, quantization=quantization)
+    return writer.reshape_stored(x, writer.materialize(x, CHANNELS_LAST_ORDER), shape, channels_last(3))
 
 
 def pad_input(
@@ -257,8 +224,14 @@ def _store_bias(writer: GraphWriter, bias: Any, x: Value, weight: Any, channels:
         return writer.materialize(bias)
     if bias is not None:
         raise UnsupportedOperationError("has a float bias next to int8 tensors")
-    scale = np.broadcast_to(x.quantization.scale * weight.quantization.scale, channels)
-    return writer.file.add_constant("no_bias", np.zeros(channels, np.int32), QuantizationParameters(scale))
+    return add_zero_bias(writer, x, np.broadcast_to(weight.quantization.scale, channels))
+
+
+def add_zero_bias(writer: GraphWriter, x: Value, weight_scale: np.ndarray) -> int:
+    """Add an int32 bias of zeros with one scale per channel."""
+    assert x.quantization is not None  # noqa: S101  # the caller computes in int8
+    quantization = QuantizationParameters(x.quantization.scale * weight_scale)
+    return writer.file.add_constant("no_bias", np.zeros(weight_scale.shape, np.int32), quantization)
 
 
 @writes(aten.conv_transpose2d.input, aten.conv_transpose1d.default)
@@ -266,12 +239,10 @@ def convolution_transposed(writer: GraphWriter, node: fx.Node) -> Value:
     return _write_transposed_convolution(writer, node, writer.arguments(node))
 
 
-def _write_transposed_convolution(writer: GraphWriter, node: fx.Node, arguments: dict[str, Any]) -> Value:
+def _write_transposed_convolution(writer: GraphWriter, node: fx.Node, arguments: Mapping[str, Any]) -> Value:
     """Write TRANSPOSE_CONV without padding, and cut off what the model's padding removes."""
-    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
-    spatial_axes = _weight_data(weight).ndim - 2
     is_dilated = any(extent != 1 for extent in arguments["dilation"])
-    if spatial_axes != 2 or arguments["groups"] != 1 or is_dilated:
+    if _weight_data(arguments["weight"]).ndim != 4 or arguments["groups"] != 1 or is_dilated:
         raise UnsupportedOperationError(
             "is a transposed convolution that is grouped, dilated, or over one or three axes"
         )
@@ -279,10 +250,8 @@ def _write_transposed_convolution(writer: GraphWriter, node: fx.Node, arguments:
     if isinstance(shape[0], DynamicExtent):
         raise FixedBatchError("a transposed convolution takes the shape of its output as a constant")
     ending = writer.find_ending(node, folds_activation=False)
-    is_integer = _is_integer(x, weight, ending)
-    if not is_integer:
-        x, weight, bias = (writer.dequantize(operand) for operand in (x, weight, bias))
-    stride, pads = (_two_extents(arguments[name], spatial_axes) for name in ("stride", "padding"))
+    x, weight, bias, quantization = _prepare_operands(writer, arguments, ending)
+    stride, pads = (_two_extents(arguments[name], 2) for name in ("stride", "padding"))
     kernel = _weight_data(weight).shape[2:]
     full_sizes = [
         (size - 1) * step + kernel_size for size, step, kernel_size in zip(x.shape[2:], stride, kernel, strict=True)
@@ -295,33 +264,23 @@ def _write_transposed_convolution(writer: GraphWriter, node: fx.Node, arguments:
     stored_weight = _store_weight(writer, weight, (1, 2, 3, 0), 0)
     full_shape = (*shape[:2], *full_sizes)
     stored_bias = _store_bias(writer, bias, x, weight, shape[1])
+    output_sizes = writer.add_int_list([full_shape[axis] for axis in CHANNELS_LAST_ORDER])
     result = writer.emit(
         "TRANSPOSE_CONV",
-        [
-            writer.add_int_list([full_shape[axis] for axis in CHANNELS_LAST_ORDER]),
-            stored_weight,
-            writer.materialize(x, CHANNELS_LAST_ORDER),
-            stored_bias,
-        ],
+        [output_sizes, stored_weight, writer.materialize(x, CHANNELS_LAST_ORDER), stored_bias],
         full_shape,
         "float32",
         order=CHANNELS_LAST_ORDER,
-        quantization=ending.quantization if is_integer else None,
+        quantization=quantization,
         name=node.name,
         options={"padding": VALID, "strideH": stride[0], "strideW": stride[1]},
     )
     if full_shape != shape:
         begin = writer.add_int_list([0, *pads, 0])
         size = writer.add_int_list([shape[axis] for axis in CHANNELS_LAST_ORDER])
-        result = writer.emit(
-            "SLICE",
-            [writer.materialize(result, CHANNELS_LAST_ORDER), begin, size],
-            shape,
-            "float32",
-            order=CHANNELS_LAST_ORDER,
-            quantization=result.quantization,
-        )
-    return quantize_result(writer, node, ending, result)
+        inputs = [writer.materialize(result, CHANNELS_LAST_ORDER), begin, size]
+        result = writer.emit("SLICE", inputs, shape, "float32", order=CHANNELS_LAST_ORDER, quantization=quantization)
+    return writer.set_result(node, ending, result)
 
 
 @writes(aten.linear.default)
@@ -371,7 +330,7 @@ def _write_linear(writer: GraphWriter, node: fx.Node, x: Any, weight: Any, bias:
             "asymmetricQuantizeInputs": quantizes_rows,
         },
     )
-    return quantize_result(writer, node, ending, result)
+    return writer.set_result(node, ending, result)
 
 
 @writes(aten.matmul.default, aten.bmm.default, aten.mm.default)

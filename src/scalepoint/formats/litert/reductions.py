@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from scalepoint.formats.litert.graph_writer import GraphWriter, UnsupportedOperationError, writes
-from scalepoint.formats.litert.products import CHANNELS_LAST_ORDER, quantize_result
+from scalepoint.formats.litert.products import CHANNELS_LAST_ORDER
 from scalepoint.formats.litert.values import Order, Value, model_order
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def reduce(writer: GraphWriter, node: fx.Node) -> Value:
         name=node.name,
         options={"keepDims": keeps_axes},
     )
-    return quantize_result(writer, node, ending, result)
+    return writer.set_result(node, ending, result)
 
 
 def _remaining_order(order: Order, reduced_axes: list[int]) -> Order:

@@ -48,6 +48,10 @@ def import_schema() -> Any:
     return schema_py_generated
 
 
+class DynamicExtent(int):
+    """An extent that depends on the batch size. Its number is the extent for the example inputs."""
+
+
 @dataclass(frozen=True)
 class QuantizationParameters:
     """Scale and zero point of an integer tensor: per tensor, per channel or per block."""
@@ -90,7 +94,7 @@ class LiteRtFile:
         tensor.name = self.unused_name(name).encode()
         tensor.shape, tensor.type = np.array(shape, np.int32), getattr(self.schema.TensorType, TYPES[dtype])
         tensor.buffer, tensor.hasRank = buffer, True
-        signature = [-1 if getattr(size, "is_free", False) else int(size) for size in shape]
+        signature = [-1 if isinstance(size, DynamicExtent) else int(size) for size in shape]
         if -1 in signature:
             tensor.shapeSignature = np.array(signature, np.int32)
         if quantization is not None and quantization.block:

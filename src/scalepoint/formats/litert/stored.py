@@ -91,5 +91,5 @@ class LiteRtDynamicStub(nn.Module):
 
 
 LITERT_FACTORIES = int8_module_factories(
-    "LiteRT", (LiteRtStoredWeight, LiteRtStoredTable), (LiteRtStoredStub, LiteRtDynamicStub)
+    "LiteRT", weight=LiteRtStoredWeight, table=LiteRtStoredTable, stub=LiteRtStoredStub, row_stub=LiteRtDynamicStub
 )

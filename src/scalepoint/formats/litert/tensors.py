@@ -11,15 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.litert.schema import TYPES, LiteRtFile, QuantizationParameters
-from scalepoint.formats.litert.values import (
-    DynamicExtent,
-    FixedBatchError,
-    Order,
-    QuantizedConstant,
-    Value,
-    model_order,
-)
+from scalepoint.formats.litert.schema import TYPES, DynamicExtent, LiteRtFile, QuantizationParameters
+from scalepoint.formats.litert.values import FixedBatchError, Order, QuantizedConstant, Value, model_order
+from scalepoint.numerics import dtype_name
 
 
 class TensorWriter:
@@ -63,6 +57,13 @@ class TensorWriter:
         if order not in tensors:
             tensors[order] = self._write_transpose(value, order)
         return tensors[order]
+
+    def as_value(self, value: Value | Tensor) -> Value:
+        """Return a value; a constant is stored."""
+        if isinstance(value, Value):
+            return value
+        order = model_order(value.ndim)
+        return Value(tuple(value.shape), dtype_name(value.dtype), {order: self.materialize(value)})
 
     def _store_quantized_constant(self, constant: QuantizedConstant) -> int:
         """Store the codes once, even if several operations read them."""
@@ -153,15 +154,31 @@ class TensorWriter:
         order = x.order
         return self.emit(operator, [x.tensors[order], *more_inputs], x.shape, x.dtype, order=order, options=options)
 
-    def reshape(self, value: Value, shape: Sequence[int], order: Order | None = None) -> Value:
-        """Write a RESHAPE of the value as the model sees it; the result is stored in `order`."""
-        order = order or model_order(len(shape))
+    def reshape(self, value: Value, shape: Sequence[int]) -> Value:
+        """Write a RESHAPE of the value as the model sees it."""
         source_order = next(
             (stored for stored in value.tensors if _is_model_order(stored, value.shape)), model_order(value.rank)
         )
         source = self.materialize(value, source_order)
-        sizes = self.add_int_list(reshape_sizes([shape[axis] for axis in order]))
-        return self.emit("RESHAPE", [source, sizes], shape, value.dtype, order=order, quantization=value.quantization)
+        return self.reshape_stored(value, source, shape, model_order(len(shape)))
+
+    def reshape_stored(self, value: Value, source: int, shape: Sequence[int], order: Order) -> Value:
+        """Write a RESHAPE of one stored tensor of the value. Its numbers are those of `shape`, stored in `order`."""
+        inputs = [source, self.add_int_list(reshape_sizes([shape[axis] for axis in order]))]
+        return self.emit("RESHAPE", inputs, shape, value.dtype, order=order, quantization=value.quantization)
+
+    def quantize(self, value: Value, quantization: QuantizationParameters) -> Value:
+        """Write a QUANTIZE of floats, or of codes with other parameters."""
+        order, is_integer = value.order, value.quantization is not None
+        return self.emit(
+            "QUANTIZE",
+            [value.tensors[order]],
+            value.shape,
+            "float32",
+            order=order,
+            quantization=quantization,
+            is_integer=is_integer,
+        )
 
     def cast(self, x: Value, dtype: str) -> Value:
         if x.dtype == dtype:

@@ -14,15 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.litert.schema import QuantizationParameters
+from scalepoint.formats.litert.schema import DynamicExtent, QuantizationParameters
 
 Order = tuple[int, ...]
-
-
-class DynamicExtent(int):
-    """An extent that depends on the batch size. Its number is the extent for the example inputs."""
-
-    is_free = True
 
 
 class FixedBatchError(Exception):
@@ -112,7 +106,3 @@ def read_extent(size: Any, batch_size: int) -> int:
     if any(str(symbol).startswith("u") for symbol in expression.free_symbols):
         raise DataDependentSizeError("has a size that depends on the data")
     return DynamicExtent(int(expression.subs(dict.fromkeys(expression.free_symbols, batch_size))))
-
-
-def to_numpy_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

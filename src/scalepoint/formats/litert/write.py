@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.export import ExportedProgram
 
 from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import ExportError, ScalepointError, ScalepointWarning
@@ -23,15 +22,15 @@ from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.litert import data_movement, elementwise, lookups, pools, products, reductions
 from scalepoint.formats.litert.decompositions import decompose_program
-from scalepoint.formats.litert.graph_writer import OPERATION_WRITERS, GraphWriter
+from scalepoint.formats.litert.graph_writer import GraphWriter
 from scalepoint.formats.litert.schema import import_schema
 from scalepoint.formats.litert.stored import LITERT_FACTORIES
-from scalepoint.formats.litert.values import FixedBatchError, Value, model_order, to_numpy_name
+from scalepoint.formats.litert.values import FixedBatchError, Value
 from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
 from scalepoint.graph.torch_export import export_graph, export_logs_silenced
 from scalepoint.graph.user_traceback import user_level
-from scalepoint.support.files import replace_file
+from scalepoint.support.files import replace_bytes
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 # Importing these modules registers their operations in OPERATION_WRITERS.
@@ -71,11 +70,11 @@ def _write_file(
     *,
     with_codes: bool = False,
 ) -> GraphWriter:
-    writer, program = _write_graph(model, request)
+    writer = _write_graph(model, request)
     values = [output for output in writer.outputs if isinstance(output, Value | Tensor)]
     input_tensors = {tensor for value in writer.inputs.values() for tensor in value.tensors.values()}
     outputs: dict[str, int] = {}
-    for name, value in zip(output_names(program, len(values)), values, strict=True):
+    for name, value in zip(output_names(writer.program, len(values)), values, strict=True):
         outputs[name] = _add_output(writer, name, value, input_tensors | set(outputs.values()))
     codes: dict[str, int] = {}
     if with_codes:
@@ -83,7 +82,7 @@ def _write_file(
     description = {**description, "outputs": [*outputs, *codes], "quantizers": {name: name for name in codes}}
     inputs = {name: writer.materialize(value) for name, value in writer.inputs.items()}
     data = writer.file.serialize(inputs, {**outputs, **codes}, json.dumps(description).encode())
-    replace_file(path, lambda temporary: _write_bytes(temporary, data))
+    replace_bytes(path, data)
     return writer
 
 
@@ -100,14 +99,12 @@ def _add_output(writer: GraphWriter, name: str, value: Any, used_tensors: set[in
     value = writer.dequantize(value)
     index = writer.materialize(value)
     if index in used_tensors or isinstance(value, Tensor):
-        if isinstance(value, Tensor):
-            value = Value(tuple(value.shape), to_numpy_name(value.dtype), {model_order(value.ndim): index})
-        index = writer.materialize(writer.reshape(value, value.shape))
+        index = writer.materialize(writer.reshape(writer.as_value(value), value.shape))
     writer.file.graph.tensors[index].name = writer.file.unused_name(name).encode()
     return index
 
 
-def _write_graph(model: fx.GraphModule, request: ExportRequest) -> tuple[GraphWriter, ExportedProgram]:
+def _write_graph(model: fx.GraphModule, request: ExportRequest) -> GraphWriter:
     """Write all operations, with a dynamic batch if every operation allows it, else with the batch of the example."""
     import_schema()
     inputs = pytree.tree_map(_contiguous, inputs_to_float32(request.inputs))
@@ -118,18 +115,18 @@ def _write_graph(model: fx.GraphModule, request: ExportRequest) -> tuple[GraphWr
             return _export_and_write(model, inputs, dynamic=True)
         except FixedBatchError as error:
             fixed_batch_reason = str(error)
-    writer, program = _export_and_write(model, inputs, dynamic=False)
+    writer = _export_and_write(model, inputs, dynamic=False)
     writer.fixed_batch_reason = fixed_batch_reason
-    return writer, program
+    return writer
 
 
-def _export_and_write(model: fx.GraphModule, inputs: Inputs, *, dynamic: bool) -> tuple[GraphWriter, ExportedProgram]:
+def _export_and_write(model: fx.GraphModule, inputs: Inputs, *, dynamic: bool) -> GraphWriter:
     try:
         with torch.no_grad(), export_logs_silenced():
             program = decompose_program(export_graph(model, *inputs, dynamic, _dynamic_axes))
             writer = GraphWriter(program, _batch_size(inputs))
             writer.run()
-            return writer, program
+            return writer
     except (ScalepointError, FixedBatchError):
         raise
     except Exception as error:  # torch raises errors of any type
@@ -149,10 +146,3 @@ def _contiguous(value: Any) -> Any:
 def _batch_size(inputs: Inputs) -> int:
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     return int(leaves[0].shape[0]) if leaves else 1
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-
-
-__all__ = ["OPERATION_WRITERS", "check", "write", "write_with_layer_outputs"]

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from scalepoint.formats.onnx.graph_edits import add_constant, find_only_reader, find_producer, replace_node
+
 MICROSOFT_DOMAIN = "com.microsoft"
 RELATIVE_TOLERANCE = 1e-6  # constants are stored as float32
 MAX_MISH_EXPONENT = 20.0  # mish(x) is x in float32 above; exp(x)^2 overflows above 44
@@ -29,22 +31,21 @@ def activations_of_codes(model: Any) -> None:
     """Write SiLU and GELU of a dequantized tensor as one operator."""
     for multiply in list(model.graph):
         x = _find_silu_input(multiply)
-        if _is_dequantized(x):
+        if find_producer(x, "DequantizeLinear"):
             _replace_by_kernel(model, multiply, "QuickGelu", x, {"alpha": 1.0})
-    for gelu in _find_gelus(model, _is_erf_of_gelu):
-        if _is_dequantized(gelu.x):
-            _replace_by_kernel(model, gelu.outer, "Gelu", gelu.x)
-    for gelu in _find_gelus(model, _is_tanh_of_gelu):
-        if _is_dequantized(gelu.x):
-            _replace_by_kernel(model, gelu.outer, "FastGelu", gelu.x)
+    for is_curve, operator in ((_is_erf_of_gelu, "Gelu"), (_is_tanh_of_gelu, "FastGelu")):
+        for gelu in _find_gelus(model, is_curve):
+            if find_producer(gelu.x, "DequantizeLinear"):
+                _replace_by_kernel(model, gelu.outer, operator, gelu.x)
 
 
 def gelu_halved_last(model: Any) -> None:
     """Multiply by 0.5 last. No bit changes, because 0.5 is a power of two."""
     for gelu in _find_gelus(model, _is_erf_of_gelu):
-        for node, factors in ((gelu.inner, (gelu.x, gelu.total)), (gelu.outer, (gelu.inner.outputs[0], gelu.half))):
-            for position, factor in enumerate(factors):
-                node.replace_input_with(position, factor)
+        gelu.inner.replace_input_with(0, gelu.x)
+        gelu.inner.replace_input_with(1, gelu.total)
+        gelu.outer.replace_input_with(0, gelu.inner.outputs[0])
+        gelu.outer.replace_input_with(1, gelu.half)
 
 
 def exp_activations(model: Any) -> None:
@@ -52,8 +53,10 @@ def exp_activations(model: Any) -> None:
     for node in list(model.graph):
         if node.op_type == "Mish":
             _write_mish(model.graph, node)
-        elif node.op_type == "Elu" and 0 < _get_alpha(node) <= 1:
-            _write_elu(model.graph, node, _get_alpha(node))
+        elif node.op_type == "Elu":
+            alpha = node.attributes.get_float("alpha", 1.0)
+            if 0 < alpha <= 1:
+                _write_elu(model.graph, node, alpha)
 
 
 class _Gelu(NamedTuple):
@@ -69,11 +72,11 @@ class _Gelu(NamedTuple):
 def _find_gelus(model: Any, is_curve: Callable[[Any, Any], bool]) -> Iterator[_Gelu]:
     """Find x * (0.5 * (1 + curve)), as torch writes GELU. `is_curve` returns whether a node is the erf or tanh of x."""
     for inner in list(model.graph):
-        half, total = _match_product(inner, lambda value: _is_number(value, 0.5))
-        outer = None if half is None else _get_only_reader(inner)
+        half, total = _match_product(inner, partial(_is_number, number=0.5))
+        outer = None if half is None else find_only_reader(inner)
         _, x = _match_product(outer, partial(is_, inner.outputs[0]))
-        add = None if x is None else total.producer()
-        if add is None or add.op_type != "Add" or not any(_is_number(value, 1) for value in add.inputs):
+        add = None if x is None else find_producer(total, "Add")
+        if add is None or not any(_is_number(value, 1) for value in add.inputs):
             continue
         curves = [value.producer() for value in add.inputs]
         if any(curve is not None and is_curve(curve, x) for curve in curves):
@@ -81,25 +84,27 @@ def _find_gelus(model: Any, is_curve: Callable[[Any, Any], bool]) -> Iterator[_G
 
 
 def _is_erf_of_gelu(node: Any, x: Any) -> bool:
-    """Whether a node is erf(x / sqrt(2))."""
-    scaled = node.inputs[0].producer() if node.op_type == "Erf" else None
-    if scaled is None or scaled.op_type not in ("Div", "Mul") or x not in scaled.inputs:
+    """Whether a node is erf(x / sqrt(2)), with a quotient or a product."""
+    if node.op_type != "Erf":
         return False
-    factor = sqrt(2) if scaled.op_type == "Div" else sqrt(0.5)
-    return _is_number(scaled.inputs[1], factor) or (scaled.op_type == "Mul" and _is_number(scaled.inputs[0], factor))
+    quotient = find_producer(node.inputs[0], "Div")
+    if quotient is not None:
+        return x in quotient.inputs and _is_number(quotient.inputs[1], sqrt(2))
+    factor, _ = _match_product(node.inputs[0].producer(), partial(_is_number, number=sqrt(0.5)))
+    return factor is not None and x in node.inputs[0].producer().inputs
 
 
 def _is_tanh_of_gelu(node: Any, x: Any) -> bool:
     """Whether a node is tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))."""
     scaled = node.inputs[0].producer() if node.op_type == "Tanh" else None
-    _, total = _match_product(scaled, lambda value: _is_number(value, sqrt(2 / pi)))
-    add = None if total is None else total.producer()
-    if add is None or add.op_type != "Add" or x not in add.inputs:
+    _, total = _match_product(scaled, partial(_is_number, number=sqrt(2 / pi)))
+    add = find_producer(total, "Add")
+    if add is None or x not in add.inputs:
         return False
     cubic = next((value.producer() for value in add.inputs if value is not x), None)
-    _, power = _match_product(cubic, lambda value: _is_number(value, 0.044715))
-    cube = None if power is None else power.producer()
-    return cube is not None and cube.op_type == "Pow" and cube.inputs[0] is x and _is_number(cube.inputs[1], 3)
+    _, power = _match_product(cubic, partial(_is_number, number=0.044715))
+    cube = find_producer(power, "Pow")
+    return cube is not None and cube.inputs[0] is x and _is_number(cube.inputs[1], 3)
 
 
 def _find_silu_input(multiply: Any) -> Any:
@@ -107,8 +112,8 @@ def _find_silu_input(multiply: Any) -> Any:
     if multiply.op_type != "Mul" or None in multiply.inputs:
         return None
     for x, gate in (multiply.inputs, multiply.inputs[::-1]):
-        sigmoid = gate.producer()
-        if sigmoid is not None and sigmoid.op_type == "Sigmoid" and sigmoid.inputs[0] is x:
+        sigmoid = find_producer(gate, "Sigmoid")
+        if sigmoid is not None and sigmoid.inputs[0] is x:
             return x
     return None
 
@@ -134,29 +139,10 @@ def _is_number(value: Any, number: float) -> bool:
     return abs(float(tensor.numpy().reshape(())) - number) <= RELATIVE_TOLERANCE * number
 
 
-def _get_only_reader(node: Any) -> Any:
-    uses = node.outputs[0].uses()
-    return uses[0].node if len(uses) == 1 and not node.outputs[0].is_graph_output() else None
-
-
-def _is_dequantized(value: Any) -> bool:
-    producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type == "DequantizeLinear"
-
-
 def _replace_by_kernel(model: Any, last: Any, operator: str, x: Any, attributes: dict[str, Any] | None = None) -> None:
     """Replace the operations that end in `last` by one operator of ONNX Runtime. The first ones become unread."""
-    _replace(model.graph, last, [ir.node(operator, [x], attributes or {}, domain=MICROSOFT_DOMAIN)])
+    replace_node(last, ir.node(operator, [x], attributes or {}, domain=MICROSOFT_DOMAIN))
     model.opset_imports[MICROSOFT_DOMAIN] = 1
-
-
-def _replace(graph: Any, old: Any, new: list[Any]) -> None:
-    """Replace a node by a chain of elementwise nodes."""
-    for node in new:
-        output = node.outputs[0]
-        output.shape, output.type = old.outputs[0].shape, old.outputs[0].type
-        node.metadata_props.update(old.metadata_props)
-    ir.convenience.replace_nodes_and_values(graph, old, [old], new, [old.outputs[0]], [new[-1].outputs[0]])
 
 
 def _write_mish(graph: Any, node: Any) -> None:
@@ -168,28 +154,19 @@ def _write_mish(graph: Any, node: Any) -> None:
     total = ir.node("Add", [product.outputs[0], two])
     gate = ir.node("Div", [product.outputs[0], total.outputs[0]])
     result = ir.node("Mul", [x, gate.outputs[0]])
-    _replace(graph, node, [limited, exponential, increased, product, total, gate, result])
+    replace_node(node, limited, exponential, increased, product, total, gate, result)
 
 
 def _write_elu(graph: Any, node: Any, alpha: float) -> None:
     x = node.inputs[0]
     limited = ir.node("Min", [x, _make_number(graph, 0.0)])
     exponential = ir.node("Exp", [limited.outputs[0]])
-    new = [limited, exponential, ir.node("Sub", [exponential.outputs[0], _make_number(graph, 1.0)])]
+    new_nodes = [limited, exponential, ir.node("Sub", [exponential.outputs[0], _make_number(graph, 1.0)])]
     if alpha != 1:
-        new.append(ir.node("Mul", [new[-1].outputs[0], _make_number(graph, alpha)]))
-    _replace(graph, node, [*new, ir.node("Max", [x, new[-1].outputs[0]])])
-
-
-def _get_alpha(node: Any) -> float:
-    return float(node.attributes["alpha"].as_float()) if "alpha" in node.attributes else 1.0
+        new_nodes.append(ir.node("Mul", [new_nodes[-1].outputs[0], _make_number(graph, alpha)]))
+    replace_node(node, *new_nodes, ir.node("Max", [x, new_nodes[-1].outputs[0]]))
 
 
 def _make_number(graph: Any, number: float) -> Any:
     """Return a float32 constant. Equal ones are shared."""
-    name = f"number.{number!r}"
-    if name not in graph.initializers:
-        tensor = ir.Tensor(np.array(number, np.float32), name=name)
-        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        graph.register_initializer(value)
-    return graph.initializers[name]
+    return add_constant(graph, f"number.{number!r}", np.array(number, np.float32))

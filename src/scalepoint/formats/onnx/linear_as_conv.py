@@ -14,6 +14,13 @@ import numpy as np
 import onnx_ir as ir
 
 from scalepoint.formats.onnx.channels_first import CHANNELS_FIRST_SUFFIX
+from scalepoint.formats.onnx.graph_edits import (
+    add_constant,
+    find_only_reader,
+    find_producer,
+    has_blocks,
+    insert_before,
+)
 
 ELEMENTWISE = frozenset(
     (
@@ -36,20 +43,14 @@ def write_linears_as_convolutions(model: Any) -> None:
 
 def _find_weight(node: Any) -> Any | None:
     """Find the DequantizeLinear of the weight: a constant matrix with one scale or a scale per column, not shared."""
-    dequantize = node.inputs[1].producer()
-    if dequantize is None or dequantize.op_type != "DequantizeLinear" or dequantize.domain or has_blocks(dequantize):
+    dequantize = find_producer(node.inputs[1], "DequantizeLinear")
+    if dequantize is None or dequantize.domain or has_blocks(dequantize):
         return None
-    codes = _skip_casts(dequantize.inputs[0])
-    if codes.const_value is None or len(codes.shape) != 2 or dequantize.inputs[1].const_value is None:
+    codes, scale = _skip_casts(dequantize.inputs[0]), dequantize.inputs[1]
+    if codes.const_value is None or len(codes.shape) != 2 or scale.const_value is None:
         return None
-    axis = dequantize.attributes["axis"].as_int() if "axis" in dequantize.attributes else 1
-    is_by_column = dequantize.inputs[1].const_value.size == 1 or axis % 2 == 1
+    is_by_column = scale.const_value.size == 1 or dequantize.attributes.get_int("axis", 1) % 2 == 1
     return dequantize if is_by_column and not _is_shared_with_embedding(node, codes) else None
-
-
-def has_blocks(node: Any) -> bool:
-    """Whether a DequantizeLinear has scales per block. From opset 21 on, block_size is 0 if it has not."""
-    return "block_size" in node.attributes and node.attributes["block_size"].as_int() > 0
 
 
 def _skip_casts(value: Any) -> Any:
@@ -67,10 +68,10 @@ def _is_shared_with_embedding(node: Any, codes: Any) -> bool:
 
 
 def _reads_codes(node: Any) -> bool:
-    value = node.inputs[0]
-    source = value.producer()
-    is_quantized = source is not None and source.op_type == "DequantizeLinear" and _is_scalar(source.inputs[1])
-    return is_quantized and value.shape is not None and len(value.shape) in SUPPORTED_RANKS
+    x = node.inputs[0]
+    dequantize = find_producer(x, "DequantizeLinear")
+    is_quantized = dequantize is not None and _is_scalar(dequantize.inputs[1])
+    return is_quantized and x.shape is not None and len(x.shape) in SUPPORTED_RANKS
 
 
 def _is_scalar(value: Any) -> bool:
@@ -99,84 +100,72 @@ class _Transposes:
     to_channels_first: dict[Any, _Transposed] = field(default_factory=dict)
     to_channels_last: dict[Any, _Transposed] = field(default_factory=dict)
 
-    def replace_by_conv(self, node: Any, weight: Any) -> None:
-        source, (last, bias) = node.inputs[0], _find_bias(node)
-        rank = len(source.shape)
-        if source not in self.to_channels_first:
-            self.to_channels_first[source] = _Transposed(*self._insert_transpose(node, source, rank))
-        spatial_axes = max(rank - 2, 1)
-        inputs = [self.to_channels_first[source].value, self._transposed_weight(node, weight, spatial_axes), *bias]
-        conv = ir.node("Conv", inputs, {"kernel_shape": [1] * spatial_axes})
+    def replace_by_conv(self, matmul: Any, weight: Any) -> None:
+        """Replace a MatMul and the Add of its bias by Transpose -> Conv -> Transpose."""
+        x, bias = matmul.inputs[0], _find_bias(matmul)
+        last = matmul if bias is None else find_only_reader(matmul)  # computes the result of the layer
+        if x not in self.to_channels_first:
+            self.to_channels_first[x] = self._insert_transpose(matmul, x)
+        spatial_axes = max(len(x.shape) - 2, 1)
+        inputs = [self.to_channels_first[x].value, self._insert_conv_weight(matmul, weight, spatial_axes)]
+        if bias is not None:
+            inputs.append(bias)
         old = last.outputs[0]
-        self._insert_node(node, conv, _channels_first_shape(old.shape), old.type, f"{old.name}{CHANNELS_FIRST_SUFFIX}")
-        nodes = self._insert_transpose_back(node, conv.outputs[0], old)
+        conv = ir.node("Conv", inputs, {"kernel_shape": [1] * spatial_axes})
+        y = insert_before(matmul, conv, _channels_first_shape(old.shape), old.type, old.name + CHANNELS_FIRST_SUFFIX)
+        nodes = self._insert_transpose_back(matmul, y, old)
         new = nodes[-1].outputs[0]
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-        for replaced in (last, node) if last is not node else (node,):
-            self.graph.remove(replaced, safe=True)
+        if last is not matmul:
+            self.graph.remove(last, safe=True)
+        self.graph.remove(matmul, safe=True)
         new.name = old.name
-        self.to_channels_last[new] = _Transposed(nodes, conv.outputs[0])
+        self.to_channels_last[new] = _Transposed(nodes, y)
 
-    def _insert_node(self, node: Any, new_node: Any, shape: Any, tensor_type: Any, name: str) -> None:
-        """Insert a node before `node`, with the metadata of `node`, and set shape, type and name of its output."""
-        output = new_node.outputs[0]
-        output.shape, output.type, output.name = shape, tensor_type, name
-        new_node.metadata_props.update(node.metadata_props)
-        self.graph.insert_before(node, new_node)
-
-    def _insert_transpose(self, node: Any, value: Any, rank: int) -> tuple[list[Any], Any]:
+    def _insert_transpose(self, node: Any, value: Any) -> _Transposed:
         nodes, shape = [], value.shape
-        if rank == 2:  # vectors: a batch axis of 1, so that the vectors are the positions of the convolution
+        if len(shape) == 2:  # vectors: a batch axis of 1, so that the vectors are the positions of the convolution
             shape = ir.Shape((1, *shape))
-            nodes.append(ir.node("Unsqueeze", [value, self._axes()]))
-            self._insert_node(node, nodes[-1], shape, value.type, f"{value.name}.batch")
-            value, rank = nodes[-1].outputs[0], 3
+            nodes.append(ir.node("Unsqueeze", [value, self._first_axis()]))
+            value = insert_before(node, nodes[-1], shape, value.type, f"{value.name}.batch")
+        rank = len(shape)
         nodes.append(ir.node("Transpose", [value], {"perm": [0, rank - 1, *range(1, rank - 1)]}))
-        self._insert_node(
-            node, nodes[-1], _channels_first_shape(shape), value.type, f"{value.name}{CHANNELS_FIRST_SUFFIX}"
-        )
-        return nodes, nodes[-1].outputs[0]
+        name = value.name + CHANNELS_FIRST_SUFFIX
+        return _Transposed(nodes, insert_before(node, nodes[-1], _channels_first_shape(shape), value.type, name))
 
     def _insert_transpose_back(self, node: Any, value: Any, old: Any) -> list[Any]:
+        """Insert the nodes that give the result of a Conv the shape of the tensor `old`."""
         rank = len(value.shape)
-        nodes = [ir.node("Transpose", [value], {"perm": [0, *range(2, rank), 1]})]
-        shape = old.shape if len(old.shape) == rank else ir.Shape((1, *old.shape))
-        self._insert_node(node, nodes[0], shape, old.type, f"{old.name}.back")
-        if len(old.shape) < rank:
-            nodes.append(ir.node("Squeeze", [nodes[0].outputs[0], self._axes()]))
-            self._insert_node(node, nodes[1], old.shape, old.type, f"{old.name}.rows")
-        return nodes
+        has_batch = len(old.shape) == rank
+        transpose = ir.node("Transpose", [value], {"perm": [0, *range(2, rank), 1]})
+        shape = old.shape if has_batch else ir.Shape((1, *old.shape))
+        channels_last = insert_before(node, transpose, shape, old.type, f"{old.name}.back")
+        if has_batch:
+            return [transpose]
+        squeeze = ir.node("Squeeze", [channels_last, self._first_axis()])
+        insert_before(node, squeeze, old.shape, old.type, f"{old.name}.rows")
+        return [transpose, squeeze]
 
-    def _axes(self) -> Any:
-        return self._constant("turned.axes", np.zeros(1, np.int64), ir.DataType.INT64)
+    def _first_axis(self) -> Any:
+        return add_constant(self.graph, "turned.axes", np.zeros(1, np.int64))
 
-    def _constant(self, name: str, array: np.ndarray, dtype: Any) -> Any:
-        if name not in self.graph.initializers:
-            tensor = ir.Tensor(array, dtype=dtype, name=name)
-            value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(dtype), const_value=tensor)
-            self.graph.register_initializer(value)
-        return self.graph.initializers[name]
-
-    def _transposed_weight(self, node: Any, weight: Any, spatial_axes: int) -> Any:
-        """Return the weight (in, out) as (out, in, 1, ..), with the same casts and parameters."""
+    def _insert_conv_weight(self, matmul: Any, weight: Any, spatial_axes: int) -> Any:
+        """Insert the weight (in, out) as (out, in, 1, ..), with the same casts and parameters."""
         codes = _skip_casts(weight.inputs[0])
         array = np.ascontiguousarray(codes.const_value.numpy().T)[(..., *[None] * spatial_axes)]
-        value = self._constant(f"{codes.name}.{spatial_axes}d", array, codes.dtype)
+        value = add_constant(self.graph, f"{codes.name}.{spatial_axes}d", array, codes.dtype)
         casts: list[Any] = []
         cast = weight.inputs[0].producer()
         while cast is not None:
             casts.insert(0, cast)
             cast = cast.inputs[0].producer()
+        suffix = matmul.outputs[0].name  # a layer that is called several times has a weight for each call
         for cast in casts:
-            new_node = ir.node("Cast", [value], {"to": cast.attributes["to"].as_int()})
-            self._insert_node(
-                node, new_node, value.shape, cast.outputs[0].type, f"{cast.outputs[0].name}.{node.outputs[0].name}"
-            )
-            value = new_node.outputs[0]
-        new_node = ir.node("DequantizeLinear", [value, *weight.inputs[1:]], {"axis": 0})
-        name = f"{weight.outputs[0].name}.{node.outputs[0].name}"
-        self._insert_node(node, new_node, value.shape, weight.outputs[0].type, name)
-        return new_node.outputs[0]
+            copy = ir.node("Cast", [value], {"to": cast.attributes["to"].as_int()})
+            value = insert_before(matmul, copy, value.shape, cast.outputs[0].type, f"{cast.outputs[0].name}.{suffix}")
+        dequantize = ir.node("DequantizeLinear", [value, *weight.inputs[1:]], {"axis": 0})
+        name = f"{weight.outputs[0].name}.{suffix}"
+        return insert_before(matmul, dequantize, value.shape, weight.outputs[0].type, name)
 
     def remove_redundant(self) -> None:
         """Remove transposes to channels last and back that have only elementwise operations between them."""
@@ -186,16 +175,14 @@ class _Transposes:
                 region.make_channels_first()
 
 
-def _find_bias(node: Any) -> tuple[Any, list[Any]]:
-    """Return the last node of the layer (MatMul or Add), and its bias as a list of at most one value."""
-    uses = node.outputs[0].uses()
-    reader = uses[0].node if len(uses) == 1 and not node.outputs[0].is_graph_output() else None
-    if reader is None or reader.op_type != "Add":
-        return node, []
-    addend = reader.inputs[1 - uses[0].idx]
-    channels = node.inputs[1].shape[-1]
-    is_bias = addend.const_value is not None and tuple(addend.shape) == (channels,)
-    return (reader, [addend]) if is_bias else (node, [])
+def _find_bias(matmul: Any) -> Any | None:
+    """Return the constant that the only reader of a MatMul adds, if it has one number per column; else None."""
+    add = find_only_reader(matmul)
+    if add is None or add.op_type != "Add":
+        return None
+    addend = add.inputs[1] if add.inputs[0] is matmul.outputs[0] else add.inputs[0]
+    channels = matmul.inputs[1].shape[-1]
+    return addend if addend.const_value is not None and tuple(addend.shape) == (channels,) else None
 
 
 def _channels_first_shape(shape: Any) -> Any:
@@ -246,20 +233,19 @@ class _ElementwiseRegion:
                 yield use.node
 
     def make_channels_first(self) -> None:
-        for value in self.values:
+        for value in list(self.values):
             if value in self.transposes.to_channels_first:
-                self._remove_transpose(value)
-        for value in [value for value in self.values if value in self.transposes.to_channels_last]:
-            nodes, source = self.transposes.to_channels_last.pop(value)
-            ir.convenience.replace_all_uses_with(value, source)
-            for node in reversed(nodes):
-                self.transposes.graph.remove(node, safe=True)
-            self.values.remove(value)
+                nodes, channels_first = self.transposes.to_channels_first.pop(value)
+                self._remove(nodes, channels_first, value)
+            if value in self.transposes.to_channels_last:
+                nodes, channels_first = self.transposes.to_channels_last.pop(value)
+                self._remove(nodes, value, channels_first)
+                self.values.remove(value)
         for value in self.values:
             value.name, value.shape = f"{value.name}{CHANNELS_FIRST_SUFFIX}", _channels_first_shape(value.shape)
 
-    def _remove_transpose(self, value: Any) -> None:
-        nodes, transposed = self.transposes.to_channels_first.pop(value)
+    def _remove(self, transposes: list[Any], transposed: Any, value: Any) -> None:
+        """Remove transposes; the readers of their result read `value` instead."""
         ir.convenience.replace_all_uses_with(transposed, value)
-        for node in reversed(nodes):
+        for node in reversed(transposes):
             self.transposes.graph.remove(node, safe=True)

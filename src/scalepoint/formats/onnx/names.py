@@ -32,18 +32,25 @@ def name_interface(
         file_names: The names in the file that the model was read from; they win.
     """
     graph = model.graph
-    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
     inputs = input_names(program)
-    inputs = inputs if len(inputs) == len(graph.inputs) else [value.name for value in graph.inputs]
+    if len(inputs) != len(graph.inputs):
+        inputs = [value.name for value in graph.inputs]
     outputs = output_names(program, len(graph.outputs))
+    axes = axes or {}
     if file_names is not None and len(file_names.inputs) == len(inputs):
-        axes = {new: (axes or {}).get(old, {}) for old, new in zip(inputs, file_names.inputs, strict=True)}
+        axes = {new: axes.get(old, {}) for old, new in zip(inputs, file_names.inputs, strict=True)}
         inputs = list(file_names.inputs)
     if file_names is not None and len(file_names.outputs) == len(outputs):
         outputs = list(file_names.outputs)
-    new_names = [*inputs, *(unused_name(name, set(inputs)) for name in outputs)]
+    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    _rename_interface(graph, values, [*inputs, *(unused_name(name, set(inputs)) for name in outputs)])
+    _name_axes(graph, values, axes)
+
+
+def _rename_interface(graph: Any, values: Sequence[Any], new_names: Sequence[str]) -> None:
+    """Rename inputs and outputs, after all other values that have one of the new names."""
     interface = [*graph.inputs, *graph.outputs]
-    for value in values:  # internal values that have one of these names get another one
+    for value in values:
         if value.name in new_names and not any(value is other for other in interface):
             value.name = unused_name(value.name, {other.name for other in values} | set(new_names))
     for number, (value, name) in enumerate(zip(interface, new_names, strict=True)):
@@ -51,7 +58,6 @@ def name_interface(
             value.name = f"interface {number}"  # a temporary name, because two values may swap their names
     for value, name in zip(interface, new_names, strict=True):
         value.name = name
-    _name_axes(graph, values, axes or {})
 
 
 def _name_axes(graph: Any, values: Sequence[Any], axes: Axes) -> None:

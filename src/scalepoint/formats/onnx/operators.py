@@ -1,4 +1,9 @@
-"""Translates scalepoint::quantize and scalepoint::dequantize to QuantizeLinear and DequantizeLinear."""
+"""Translations of torch operators to ONNX that torch.onnx does not have.
+
+scalepoint::quantize, scalepoint::dequantize    QuantizeLinear and DequantizeLinear
+grouped products of a mixture of experts        rows are sorted by expert; one MatMul per expert:
+    y[start_e : end_e] = x[start_e : end_e] W_e,    start_e = offsets[e - 1], end_e = offsets[e]
+"""
 
 from typing import Any
 
@@ -31,11 +36,18 @@ def check_has_type(fmt: str, where: str) -> None:
 
 
 def operator_translations(opset: int) -> dict[Any, Any]:
-    """Return the functions by which torch.onnx.export translates the operators of a stored graph."""
-    import onnx  # noqa: PLC0415  # only an export needs it
-    from onnxscript.values import Opset  # noqa: PLC0415
+    """Return the functions by which torch.onnx.export translates these operators."""
+    from onnxscript.values import Opset  # noqa: PLC0415  # only an export needs it
 
     op: Any = Opset("", opset)
+    grouped_products = [torch.ops.aten._grouped_mm.default]
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # exists once transformers is imported
+        grouped_products.append(torch.ops.transformers.grouped_mm_fallback.default)
+    return {**_quantizer_translations(op), **dict.fromkeys(grouped_products, _grouped_product_translation(op))}
+
+
+def _quantizer_translations(op: Any) -> dict[Any, Any]:
+    import onnx  # noqa: PLC0415
 
     def get_onnx_type(fmt: str) -> int:
         return int(getattr(onnx.TensorProto, ONNX_TYPES[fmt][0]))
@@ -68,3 +80,32 @@ def operator_translations(opset: int) -> dict[Any, Any]:
 
 def _make_constant(op: Any, value: float) -> Any:
     return op.Constant(value_float=float(value))
+
+
+def _grouped_product_translation(op: Any) -> Any:
+    import onnx  # noqa: PLC0415
+
+    def translate_product(x: Any, weight: Any, offsets: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        has_supported_shapes = offsets is not None and len(x.shape) == 2 and len(weight.shape) == 3
+        if not has_supported_shapes or bias is not None or out_dtype is not None:
+            raise ExportError(_describe_unsupported(x, weight, bias, out_dtype))
+        ends = op.Cast(offsets, to=onnx.TensorProto.INT64)
+        end = op.Constant(value_ints=[0])
+        products = []
+        for expert in range(int(weight.shape[0])):
+            start = end
+            end = op.Gather(ends, op.Constant(value_ints=[expert]))
+            rows = op.Slice(x, start, end, op.Constant(value_ints=[0]))
+            products.append(op.MatMul(rows, op.Gather(weight, op.Constant(value_int=expert))))
+        return op.Concat(*products, axis=0)
+
+    return translate_product
+
+
+def _describe_unsupported(x: Any, weight: Any, bias: Any, out_dtype: Any) -> str:
+    extras = [name for name, value in (("a bias", bias), ("an out_dtype", out_dtype)) if value is not None]
+    shapes = " x ".join(f"({', '.join(map(str, tensor.shape))})" for tensor in (x, weight))
+    return (
+        f"a grouped product of {shapes}{' with ' if extras else ''}{' and '.join(extras)} cannot be written to ONNX, "
+        "only (rows, in) x (experts, in, out) with offsets: sort the rows by expert, and add a bias after the product"
+    )

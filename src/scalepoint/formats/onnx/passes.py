@@ -1,29 +1,21 @@
-"""Passes over the exported graph before it is saved: integer constants, node names, and no data of this machine."""
+"""Passes over a translated ONNX graph before it is saved. `run_passes` lists them in order."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from scalepoint.compat.torch_onnx import NAME_SCOPES_KEY
+from scalepoint.formats.onnx.graph_edits import add_constant, find_producer, pads_with_zeros, replace_node
 from scalepoint.formats.onnx.precision import convert_floats
 
-# Smaller constants are already shared by simplify. As many elements of a large one are compared before all are.
-MAX_SMALL_ELEMENTS = 1024
-_NUMPY_TYPES = {
-    "INT4": ml_dtypes.int4,
-    "UINT4": ml_dtypes.uint4,
-    "INT2": ml_dtypes.int2,
-    "UINT2": ml_dtypes.uint2,
-    "FLOAT4E2M1": ml_dtypes.float4_e2m1fn,
-    "FLOAT8E4M3FN": ml_dtypes.float8_e4m3fn,
-    "FLOAT8E5M2": ml_dtypes.float8_e5m2,
-    "INT8": np.int8,
-    "UINT8": np.uint8,
-}
+MAX_SMALL_ELEMENTS = 1024  # translate_program has already merged equal constants up to this size
+SAMPLED_ELEMENTS = 1024  # of a large constant, compared before all elements are
+# of codes: torch has no tensors of the narrow ones, so the exporter writes wider codes and a Cast
+_CODE_TYPES = ("INT8", "UINT8", "INT4", "UINT4", "INT2", "UINT2", "FLOAT8E4M3FN", "FLOAT8E5M2", "FLOAT4E2M1")
 
 
 def run_passes(model: Any, ir_version: int, float_dtype: str = "float32") -> None:
@@ -37,7 +29,7 @@ def run_passes(model: Any, ir_version: int, float_dtype: str = "float32") -> Non
     share_equal_initializers(model)
     name_nodes(model)
     strip_debug_metadata(model)
-    remove_unused(model)
+    remove_unused_initializers(model)
     model.ir_version = ir_version
     model.producer_name = "scalepoint"
     model.producer_version = ""
@@ -46,30 +38,19 @@ def run_passes(model: Any, ir_version: int, float_dtype: str = "float32") -> Non
 def fold_casts(model: Any) -> None:
     """Replace Cast(stored codes) by an initializer of the narrow type. Runtimes fold casts to wider types."""
     graph = model.graph
-    converted: dict[tuple[str, str], Any] = {}
     for node in list(graph):
-        if node.op_type != "Cast" or node.inputs[0] is None or node.inputs[0].const_value is None:
+        codes = node.inputs[0] if node.op_type == "Cast" else None
+        if codes is None or codes.const_value is None or not codes.is_initializer():
             continue
         dtype = ir.DataType(node.attributes["to"].as_int())
-        source = node.inputs[0]
-        if dtype.name not in _NUMPY_TYPES or not source.is_initializer() or source.dtype.bitwidth < dtype.bitwidth:
+        if dtype.name not in _CODE_TYPES or codes.dtype.bitwidth < dtype.bitwidth:
             continue
-        key = (source.name, dtype.name)
-        if key not in converted:
-            converted[key] = _convert_initializer(graph, source, dtype)
-        ir.convenience.replace_all_uses_with(node.outputs[0], converted[key])
+        narrow = codes
+        if codes.dtype != dtype:
+            array = codes.const_value.numpy().astype(dtype.numpy())
+            narrow = add_constant(graph, f"{codes.name}.{dtype.name.lower()}", array, dtype)
+        ir.convenience.replace_all_uses_with(node.outputs[0], narrow)
         graph.remove(node, safe=True)
-
-
-def _convert_initializer(graph: Any, source: Any, dtype: Any) -> Any:
-    array = source.const_value.numpy()
-    if source.const_value.dtype == dtype:
-        return source
-    name = f"{source.name}.{dtype.name.lower()}"
-    tensor = ir.Tensor(array.astype(_NUMPY_TYPES[dtype.name]), dtype=dtype, name=name)
-    value = ir.Value(name=name, shape=source.shape, type=ir.TensorType(dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
 
 
 def share_embedding_codes(model: Any) -> None:
@@ -77,15 +58,18 @@ def share_embedding_codes(model: Any) -> None:
     codes = [value for value in model.graph.initializers.values() if _is_codes(value)]
     tables = [value for value in codes if _is_gathered(value)]
     for value in codes:
-        for table in tables:
-            is_same = value is not table and tuple(value.shape) == tuple(table.shape)[::-1]
-            if is_same and np.array_equal(value.const_value.numpy(), table.const_value.numpy().T):
-                node = ir.node("Transpose", [table], {"perm": [1, 0]})
-                node.outputs[0].name, node.outputs[0].shape = f"{value.name}.transposed", value.shape
-                node.outputs[0].type = value.type
-                model.graph.insert_before(value.uses()[0].node, node)
-                ir.convenience.replace_all_uses_with(value, node.outputs[0])
-                break
+        table = next((table for table in tables if table is not value and _is_transpose(value, table)), None)
+        if table is not None:
+            node = ir.node("Transpose", [table], {"perm": [1, 0]})
+            node.outputs[0].name, node.outputs[0].shape = f"{value.name}.transposed", value.shape
+            node.outputs[0].type = value.type
+            model.graph.insert_before(value.uses()[0].node, node)
+            ir.convenience.replace_all_uses_with(value, node.outputs[0])
+
+
+def _is_codes(value: Any) -> bool:
+    dtype = None if value.const_value is None else value.const_value.dtype
+    return dtype == ir.DataType.INT8 and len(value.shape) == 2 and bool(value.uses())
 
 
 def _is_gathered(value: Any) -> bool:
@@ -93,9 +77,11 @@ def _is_gathered(value: Any) -> bool:
     return any(use.node.op_type == "Gather" and use.idx == 0 for use in value.uses())
 
 
-def _is_codes(value: Any) -> bool:
-    dtype = None if value.const_value is None else value.const_value.dtype
-    return dtype == ir.DataType.INT8 and len(value.shape) == 2 and bool(value.uses())
+def _is_transpose(first: Any, second: Any) -> bool:
+    """Whether one constant matrix is the transpose of the other."""
+    if tuple(first.shape) != tuple(second.shape)[::-1]:
+        return False
+    return np.array_equal(first.const_value.numpy(), second.const_value.numpy().T)
 
 
 def share_equal_initializers(model: Any) -> None:
@@ -105,15 +91,15 @@ def share_equal_initializers(model: Any) -> None:
         if value.const_value.size <= MAX_SMALL_ELEMENTS or value.is_graph_output():
             continue
         array = value.const_value.numpy()
-        positions = np.arange(0, array.size, max(1, array.size // MAX_SMALL_ELEMENTS))
+        positions = np.arange(0, array.size, max(1, array.size // SAMPLED_ELEMENTS))
         sample = array[np.unravel_index(positions, array.shape)].tobytes()
         candidates = by_sample.setdefault((value.dtype, array.shape, sample), [])
-        same = next((other for other, other_array in candidates if _are_bits_equal(array, other_array)), None)
-        if same is None:
+        equal = next((other for other, other_array in candidates if _are_bits_equal(array, other_array)), None)
+        if equal is None:
             candidates.append((value, array))
-            continue
-        ir.convenience.replace_all_uses_with(value, same)
-        model.graph.initializers.pop(value.name)
+        else:
+            ir.convenience.replace_all_uses_with(value, equal)
+            model.graph.initializers.pop(value.name)
 
 
 def _are_bits_equal(first: np.ndarray, second: np.ndarray) -> bool:
@@ -125,18 +111,42 @@ def _are_bits_equal(first: np.ndarray, second: np.ndarray) -> bool:
 def fold_pads(model: Any) -> None:
     """Move zero padding of an image into the convolution that reads it, which can pad both ends differently."""
     for conv in list(model.graph):
-        pad_and_extents = _find_pad(conv) if conv.op_type == "Conv" else None
-        if pad_and_extents is None:
+        pad = _find_pad(conv) if conv.op_type == "Conv" else None
+        amounts = None if pad is None else _read_spatial_pads(pad)
+        if amounts is None or conv.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
             continue
-        pad, extents = pad_and_extents
-        conv_pads = list(conv.attributes["pads"].as_ints()) if "pads" in conv.attributes else [0] * len(extents)
-        auto_pad = conv.attributes["auto_pad"].as_string() if "auto_pad" in conv.attributes else "NOTSET"
-        if len(conv_pads) != len(extents) or auto_pad != "NOTSET":
-            continue
-        total = [conv_pad + extent for conv_pad, extent in zip(conv_pads, extents, strict=True)]
-        conv.attributes["pads"] = ir.AttrInt64s("pads", total)
-        _skip_pad(conv, pad)
-    _remove_unread_nodes(model)
+        conv_pads = conv.attributes.get_ints("pads", [0] * len(amounts))
+        if len(conv_pads) == len(amounts):
+            total = [conv_pad + amount for conv_pad, amount in zip(conv_pads, amounts, strict=True)]
+            conv.attributes["pads"] = ir.AttrInt64s("pads", total)
+            _skip_pad(conv, pad)
+    RemoveUnusedNodesPass()(model)
+
+
+def _find_pad(conv: Any) -> Any:
+    """Return the zero Pad that a convolution reads, directly or through Q/DQ (which keeps zero), or None."""
+    value = conv.inputs[0]
+    dequantize = find_producer(value, "DequantizeLinear")
+    if dequantize is not None:
+        quantize = find_producer(dequantize.inputs[0], "QuantizeLinear")
+        if quantize is None or len(dequantize.outputs[0].uses()) > 1:  # others read the padded tensor too
+            return None
+        value = quantize.inputs[0]
+    pad = find_producer(value, "Pad")
+    return pad if pad is not None and pads_with_zeros(pad) else None
+
+
+def _read_spatial_pads(pad: Any) -> list[int] | None:
+    """Return begin and end of the spatial axes, as a Conv has them; None if the Pad does anything else."""
+    amounts = None if len(pad.inputs) < 2 or pad.inputs[1] is None else pad.inputs[1].const_value
+    if amounts is None:
+        return None
+    pads = [int(amount) for amount in amounts.numpy().reshape(-1)]
+    half = len(pads) // 2
+    begin, end = pads[:half], pads[half:]
+    pads_batch_or_channels = any((*begin[:2], *end[:2]))
+    crops = min(pads) < 0
+    return None if pads_batch_or_channels or crops else [*begin[2:], *end[2:]]
 
 
 def _skip_pad(conv: Any, pad: Any) -> None:
@@ -145,8 +155,8 @@ def _skip_pad(conv: Any, pad: Any) -> None:
     if dequantize is pad:
         conv.replace_input_with(0, pad.inputs[0])
         return
-    source = pad.inputs[0].producer()
-    if source is not None and source.op_type == "DequantizeLinear" and source.inputs[1] is dequantize.inputs[1]:
+    source = find_producer(pad.inputs[0], "DequantizeLinear")
+    if source is not None and source.inputs[1] is dequantize.inputs[1]:
         conv.replace_input_with(0, pad.inputs[0])
     else:
         quantize = dequantize.inputs[0].producer()
@@ -155,57 +165,17 @@ def _skip_pad(conv: Any, pad: Any) -> None:
             value.shape = pad.inputs[0].shape
 
 
-def _find_pad(conv: Any) -> tuple[Any, list[int]] | None:
-    """Return the zero Pad that a convolution reads, directly or through Q/DQ (which keeps zero), and its extents."""
-    node = conv.inputs[0].producer() if conv.inputs[0] is not None else None
-    if node is not None and node.op_type == "DequantizeLinear":
-        quantize = node.inputs[0].producer()
-        if quantize is None or quantize.op_type != "QuantizeLinear" or len(node.outputs[0].uses()) > 1:
-            return None
-        node = quantize.inputs[0].producer()
-    if node is None or node.op_type != "Pad" or len(node.inputs) < 2 or node.inputs[1] is None:
-        return None
-    mode = node.attributes["mode"].as_string() if "mode" in node.attributes else "constant"
-    value = node.inputs[2] if len(node.inputs) > 2 else None
-    is_zero = value is None or (value.const_value is not None and not value.const_value.numpy().any())
-    pads = node.inputs[1].const_value
-    if mode != "constant" or not is_zero or pads is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
-        return None
-    extents = [int(extent) for extent in pads.numpy().reshape(-1)]
-    half = len(extents) // 2
-    begin, end = extents[:half], extents[half:]
-    pads_batch_or_channels = any((*begin[:2], *end[:2]))
-    crops = min(extents) < 0
-    if pads_batch_or_channels or crops:
-        return None
-    return node, [*begin[2:], *end[2:]]
-
-
-def _remove_unread_nodes(model: Any) -> None:
-    """Remove nodes whose outputs are not read."""
-    outputs = set(model.graph.outputs)
-    for node in reversed(list(model.graph)):
-        if not any(value.uses() or value in outputs for value in node.outputs):
-            model.graph.remove(node, safe=True)
-
-
 def use_global_pools(model: Any) -> None:
     """Replace ReduceMean over height and width by GlobalAveragePool, for which runtimes have an int8 kernel."""
     for node in list(model.graph):
         if node.op_type != "ReduceMean" or len(node.inputs) < 2 or node.inputs[1] is None:
             continue
-        axes = node.inputs[1].const_value
-        rank = None if node.inputs[0].shape is None else len(node.inputs[0].shape)
-        keeps_axes = "keepdims" not in node.attributes or node.attributes["keepdims"].as_int() == 1
-        if axes is None or rank != 4 or not keeps_axes:
+        axes, shape = node.inputs[1].const_value, node.inputs[0].shape
+        is_image = shape is not None and len(shape) == 4
+        if axes is None or not is_image or not node.attributes.get_int("keepdims", 1):
             continue
         if sorted(int(axis) % 4 for axis in axes.numpy().reshape(-1)) == [2, 3]:
-            pool = ir.Node("", "GlobalAveragePool", [node.inputs[0]], name=node.name)
-            pool.outputs[0].shape, pool.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
-            pool.metadata_props.update(node.metadata_props)
-            ir.convenience.replace_nodes_and_values(
-                model.graph, node, [node], [pool], [node.outputs[0]], [pool.outputs[0]]
-            )
+            replace_node(node, ir.node("GlobalAveragePool", [node.inputs[0]]))
 
 
 def name_nodes(model: Any) -> None:
@@ -218,9 +188,10 @@ def name_nodes(model: Any) -> None:
 
 
 def _read_scope(node: Any) -> str:
+    """Return the module of a node, from metadata such as "['', 'layer1', 'layer1.conv', 'convolution']"."""
     text = node.metadata_props.get(NAME_SCOPES_KEY, "")
     scopes: Sequence[str] = [part.strip(" '\"") for part in text.strip("[]").split(",")]
-    return scopes[-2] if len(scopes) > 1 else ""
+    return scopes[-2] if len(scopes) > 1 else ""  # the last one is the operation
 
 
 def strip_debug_metadata(model: Any) -> None:
@@ -236,8 +207,7 @@ def strip_debug_metadata(model: Any) -> None:
         value.doc_string = None
 
 
-def remove_unused(model: Any) -> None:
-    """Remove initializers that are not read."""
+def remove_unused_initializers(model: Any) -> None:
     for name, value in list(model.graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             model.graph.initializers.pop(name)

@@ -18,40 +18,42 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from scalepoint.formats.onnx.graph_edits import add_constant, find_producer, insert_before, pads_with_zeros
+
 TO_CHANNELS_LAST, TO_CHANNELS_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
 def quantizers_before_moves(model: Any) -> None:
     """Move the quantizers that alone read a Pad with zeros or a nearest Resize before it. The last one goes first."""
-    for node in reversed(list(model.graph)):
-        quantizers = [use.node for use in node.outputs[0].uses()]
-        if not quantizers or len(node.outputs) > 1 or node.outputs[0].is_graph_output():
-            continue
-        if not all(
-            quantize.op_type == "QuantizeLinear" and _has_equal_parameters(quantize, quantizers[0])
-            for quantize in quantizers
-        ):
+    graph = model.graph
+    for node in reversed(list(graph)):
+        quantizers = _find_equal_quantizers(node)
+        if not quantizers:
             continue
         factors = _find_factors(node) if node.op_type == "Resize" else None
         if factors is not None:
-            codes = _find_or_insert_codes(model.graph, node, quantizers[0])
-            moved = _insert_copies(model.graph, node, codes, factors)
-        elif node.op_type == "Pad" and _pads_with_zeros(node) and not any(map(_feeds_convolution, quantizers)):
-            codes = _find_or_insert_codes(model.graph, node, quantizers[0])
-            moved = _insert_pad(model.graph, node, codes, quantizers[0])
+            moved = _insert_copies(graph, node, _find_or_insert_codes(graph, node, quantizers[0]), factors)
+        elif node.op_type == "Pad" and pads_with_zeros(node) and not any(map(_feeds_convolution, quantizers)):
+            codes, zero_point = _find_or_insert_codes(graph, node, quantizers[0]), quantizers[0].inputs[2]
+            pad = ir.node("Pad", [codes, node.inputs[1], zero_point])
+            moved = insert_before(node, pad, node.outputs[0].shape, codes.type)
         else:
             continue
         for quantize in quantizers:
             ir.convenience.replace_all_uses_with(quantize.outputs[0], moved)
-            model.graph.remove(quantize, safe=True)
-        model.graph.remove(node, safe=True)
+            graph.remove(quantize, safe=True)
+        graph.remove(node, safe=True)
 
 
-def _pads_with_zeros(pad: Any) -> bool:
-    mode = pad.attributes["mode"].as_string() if "mode" in pad.attributes else "constant"
-    value = pad.inputs[2] if len(pad.inputs) > 2 else None
-    is_zero = value is None or (value.const_value is not None and not value.const_value.numpy().any())
-    return mode == "constant" and is_zero and len(pad.inputs) < 4
+def _find_equal_quantizers(node: Any) -> list[Any]:
+    """Return the readers of a node's only output, if all of them are quantizers with the same parameters; else []."""
+    readers = [use.node for use in node.outputs[0].uses()]
+    if len(node.outputs) > 1 or node.outputs[0].is_graph_output():
+        return []
+    are_equal = all(
+        reader.op_type == "QuantizeLinear" and _has_equal_parameters(reader, readers[0]) for reader in readers
+    )
+    return readers if are_equal else []
 
 
 def _feeds_convolution(quantize: Any) -> bool:
@@ -60,21 +62,12 @@ def _feeds_convolution(quantize: Any) -> bool:
     return any(use.node.op_type == "Conv" for node in dequantizers for use in node.outputs[0].uses())
 
 
-def _insert_pad(graph: Any, pad: Any, codes: Any, quantize: Any) -> Any:
-    """Insert a Pad of codes before a Pad and return its result."""
-    node = ir.node("Pad", [codes, pad.inputs[1], quantize.inputs[2]])
-    node.outputs[0].shape, node.outputs[0].type = pad.outputs[0].shape, codes.type
-    node.metadata_props.update(pad.metadata_props)
-    graph.insert_before(pad, node)
-    return node.outputs[0]
-
-
 def _find_factors(resize: Any) -> tuple[int, int] | None:
     """Return by how much a nearest Resize repeats rows and columns; None if it does anything else."""
-    attributes = {name: resize.attributes[name].value for name in resize.attributes}
-    is_nearest = attributes.get("mode", "nearest") == "nearest" and "axes" not in attributes
-    rounds_down = attributes.get("nearest_mode") == "floor"
-    if not (is_nearest and rounds_down and attributes.get("coordinate_transformation_mode") == "asymmetric"):
+    attributes = resize.attributes
+    is_nearest = attributes.get_string("mode", "nearest") == "nearest" and "axes" not in attributes
+    rounds_down = attributes.get_string("nearest_mode") == "floor"
+    if not (is_nearest and rounds_down and attributes.get_string("coordinate_transformation_mode") == "asymmetric"):
         return None
     before, after = resize.inputs[0].shape, resize.outputs[0].shape
     if before is None or after is None or len(before) != 4 or before[:2] != after[:2]:
@@ -102,9 +95,9 @@ def _is_same_number(first: Any, second: Any) -> bool:
 
 def _find_or_insert_codes(graph: Any, node: Any, quantize: Any) -> Any:
     """Return the first input of a node in the codes of a quantizer."""
-    source = node.inputs[0].producer()
-    if source is not None and source.op_type == "DequantizeLinear" and _has_equal_parameters(source, quantize):
-        return source.inputs[0]
+    dequantize = find_producer(node.inputs[0], "DequantizeLinear")
+    if dequantize is not None and _has_equal_parameters(dequantize, quantize):
+        return dequantize.inputs[0]
     before = ir.node("QuantizeLinear", [node.inputs[0], *quantize.inputs[1:]])
     before.outputs[0].shape, before.outputs[0].type = node.inputs[0].shape, quantize.outputs[0].type
     before.metadata_props.update(quantize.metadata_props)
@@ -126,7 +119,9 @@ def _insert_copies(graph: Any, resize: Any, codes: Any, factors: tuple[int, int]
         return node.outputs[0]
 
     def reshape(value: Any, *sizes: int) -> Any:
-        return add("Reshape", [value, _make_sizes(graph, (-1, *sizes))], {})
+        shape = (-1, *sizes)
+        name = "sizes." + ".".join(map(str, shape))
+        return add("Reshape", [value, add_constant(graph, name, np.array(shape, np.int64))], {})
 
     value = add("Transpose", [codes], {"perm": TO_CHANNELS_LAST})
     value = add("Concat", [value] * columns, {"axis": 3})
@@ -137,12 +132,3 @@ def _insert_copies(graph: Any, resize: Any, codes: Any, factors: tuple[int, int]
     value.shape = resize.outputs[0].shape
     graph.insert_before(resize, nodes)
     return value
-
-
-def _make_sizes(graph: Any, sizes: tuple[int, ...]) -> Any:
-    name = "sizes." + ".".join(map(str, sizes))
-    if name not in graph.initializers:
-        tensor = ir.Tensor(np.array(sizes, np.int64), name=name)
-        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        graph.register_initializer(value)
-    return graph.initializers[name]

@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ def _write_bytes(path: Path, proto: Any, large: Sequence[Any]) -> None:
     times. So the message is put together by hand: the bytes before and after the field that contains the weights.
     """
     copy_buffer = _CopyBuffer()
-    weights = [_InitializerBytes(value, copy_buffer) for value in large]
+    weights = [_encode_initializer(value, copy_buffer) for value in large]
     graph = type(proto.graph)()
     graph.CopyFrom(proto.graph)
     proto.ClearField("graph")
@@ -197,29 +197,34 @@ class _CopyBuffer:
         return contiguous.numpy()
 
 
-class _InitializerBytes:
-    """An initializer as protobuf bytes: a header, and a function that writes its values."""
+class _InitializerBytes(NamedTuple):
+    """An initializer in protobuf: a header, then `size` bytes that `write` writes to a file."""
 
-    def __init__(self, value: Any, copy_buffer: _CopyBuffer) -> None:
-        import onnx  # noqa: PLC0415
-        import onnx_ir as ir  # noqa: PLC0415
+    name: str
+    header: bytes
+    size: int
+    write: Callable[[Any], object]
 
-        tensor, self.name = value.const_value, value.name
-        self.write: Callable[[Any], object]
-        if not _is_plain_tensor(tensor):
-            proto = ir.serde.serialize_tensor(tensor)
-            proto.name = value.name
-            data = proto.SerializeToString(deterministic=True)
-            fields, self.write, self.size = b"", lambda file: file.write(data), len(data)
-        else:
-            proto = onnx.TensorProto(name=value.name, data_type=tensor.dtype.value, dims=tensor.shape.numpy())
-            raw: Any = getattr(tensor, "raw", None)
-            is_transposed = isinstance(raw, Tensor) and raw.device.type == "cpu" and not raw.is_contiguous()
-            self.write, self.size = tensor.tofile, tensor.nbytes
-            if is_transposed and raw.nbytes == self.size:
-                self.write = lambda file: file.write(copy_buffer(raw.detach()))
-            fields = proto.SerializeToString(deterministic=True) + _field_header(proto, "raw_data", self.size)
-        self.header = _field_header(onnx.GraphProto, "initializer", len(fields) + self.size) + fields
+
+def _encode_initializer(value: Any, copy_buffer: _CopyBuffer) -> _InitializerBytes:
+    import onnx  # noqa: PLC0415
+    import onnx_ir as ir  # noqa: PLC0415
+
+    tensor = value.const_value
+    if not _is_plain_tensor(tensor):
+        proto = ir.serde.serialize_tensor(tensor)
+        proto.name = value.name
+        data = proto.SerializeToString(deterministic=True)
+        header = _field_header(onnx.GraphProto, "initializer", len(data))
+        return _InitializerBytes(value.name, header, len(data), lambda file: file.write(data))
+    proto = onnx.TensorProto(name=value.name, data_type=tensor.dtype.value, dims=tensor.shape.numpy())
+    fields = proto.SerializeToString(deterministic=True) + _field_header(proto, "raw_data", tensor.nbytes)
+    header = _field_header(onnx.GraphProto, "initializer", len(fields) + tensor.nbytes) + fields
+    raw: Any = getattr(tensor, "raw", None)
+    is_transposed = isinstance(raw, Tensor) and raw.device.type == "cpu" and not raw.is_contiguous()
+    if is_transposed and raw.nbytes == tensor.nbytes:
+        return _InitializerBytes(value.name, header, raw.nbytes, lambda file: file.write(copy_buffer(raw.detach())))
+    return _InitializerBytes(value.name, header, tensor.nbytes, tensor.tofile)
 
 
 def _is_plain_tensor(tensor: Any) -> bool:

@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from scalepoint.formats.onnx.graph_edits import add_constant, find_producer, replace_node
 
 RECURRENT_OPERATORS = ("LSTM", "GRU", "RNN")
 INITIAL_STATES = (5, 6)  # positions of their inputs; GRU and RNN have only the first
@@ -32,11 +35,11 @@ def fold_shape_arithmetic(model: Any) -> None:
             _squeeze_direction(model.graph, node)
     for node in list(model.graph):
         if node.op_type == "Reshape" and node.graph is not None:
-            _swap_last_axes(model.graph, node)
+            _swap_last_axes(node)
     for node in list(model.graph):
         if node.op_type == "Reshape":
             _fold_reshape(model.graph, node)
-    ir.passes.common.RemoveUnusedNodesPass()(model)
+    RemoveUnusedNodesPass()(model)
 
 
 def _fold_reshape(graph: Any, node: Any) -> None:
@@ -46,37 +49,38 @@ def _fold_reshape(graph: Any, node: Any) -> None:
     if sizes is None or computed.const_value is not None:
         return
     before = _read_shape(x) or ()
-    # 0 in a Reshape copies the size of the input's axis with the same index.
-    is_copied = [isinstance(size, str) and before[i : i + 1] == (size,) for i, size in enumerate(sizes)]
-    target = [0 if copied else size for size, copied in zip(sizes, is_copied, strict=True)]
-    shape = [-1 if isinstance(size, str) else size for size in target]
-    # 0 is "the size of this axis" only without allowzero; a literal 0 would need it.
+    shape: list[int] = []
+    for axis, size in enumerate(sizes):
+        if isinstance(size, int):
+            shape.append(size)
+        elif before[axis : axis + 1] == (size,):
+            shape.append(0)  # Reshape copies the size of the same axis of its input
+        else:
+            shape.append(-1)
+    # A size that really is 0 would need allowzero, with which 0 does not copy a size.
     if shape.count(-1) > 1 or 0 in sizes:
         return
-    if "allowzero" in node.attributes:
-        node.attributes.pop("allowzero")
-    node.replace_input_with(1, _add_constant(graph, f"{node.outputs[0].name}.shape", shape))
+    node.attributes.pop("allowzero", None)
+    node.replace_input_with(1, _add_sizes(graph, f"{node.outputs[0].name}.shape", shape))
 
 
-def _swap_last_axes(graph: Any, last: Any) -> None:
+def _swap_last_axes(last: Any) -> None:
     """Replace Reshape -> Transpose(0, 2, 1) -> Reshape by one Transpose, if they swap the last two axes."""
-    transpose = last.inputs[0].producer()
-    if transpose is None or transpose.op_type != "Transpose" or _read_axes(transpose) != (0, 2, 1):
+    transpose = find_producer(last.inputs[0], "Transpose")
+    if transpose is None or _read_axes(transpose) != (0, 2, 1):
         return
-    first = transpose.inputs[0].producer()
-    if first is None or first.op_type != "Reshape":
+    first = find_producer(transpose.inputs[0], "Reshape")
+    if first is None:
         return
     before = _read_shape(first.inputs[0])
     flat, after = _evaluate_sizes(first.inputs[1]), _evaluate_sizes(last.inputs[1])
     if before is None or flat is None or after is None or len(before) < 3:
         return
-    if len(flat) != 3 or tuple(flat[1:]) != before[-2:]:
-        return
-    if not _is_shape(after, (*before[:-2], before[-1], before[-2])):
-        return
-    axes = list(range(len(before)))
-    node = ir.node("Transpose", [first.inputs[0]], {"perm": [*axes[:-2], axes[-1], axes[-2]]})
-    _replace(graph, last, node)
+    keeps_last_axes = len(flat) == 3 and tuple(flat[1:]) == before[-2:]
+    if keeps_last_axes and _is_shape(after, (*before[:-2], before[-1], before[-2])):
+        axes = list(range(len(before)))
+        perm = [*axes[:-2], axes[-1], axes[-2]]
+        replace_node(last, ir.node("Transpose", [first.inputs[0]], {"perm": perm}))
 
 
 def _drop_zero_states(node: Any) -> None:
@@ -107,9 +111,9 @@ def _squeeze_direction(graph: Any, node: Any) -> None:
             continue
         for reshape in [use.node for use in transpose.outputs[0].uses() if use.node.op_type == "Reshape"]:
             if _is_shape(_evaluate_sizes(reshape.inputs[1]), squeezed):
-                axes = _add_constant(graph, f"{reshape.outputs[0].name}.axes", [1])
+                axes = _add_sizes(graph, f"{reshape.outputs[0].name}.axes", [1])
                 reshape.outputs[0].shape = ir.Shape(squeezed)
-                _replace(graph, reshape, ir.node("Squeeze", [output, axes]))
+                replace_node(reshape, ir.node("Squeeze", [output, axes]))
 
 
 def _is_shape(sizes: Sequence[Size] | None, shape: Sequence[Size]) -> bool:
@@ -120,17 +124,8 @@ def _is_shape(sizes: Sequence[Size] | None, shape: Sequence[Size]) -> bool:
     return differences in ([], [-1])
 
 
-def _replace(graph: Any, old: Any, new: Any) -> None:
-    new.metadata_props.update(old.metadata_props)
-    new.outputs[0].shape, new.outputs[0].type = old.outputs[0].shape, old.outputs[0].type
-    ir.convenience.replace_nodes_and_values(graph, old, [old], [new], [old.outputs[0]], [new.outputs[0]])
-
-
-def _add_constant(graph: Any, name: str, numbers: Sequence[int]) -> Any:
-    tensor = ir.Tensor(np.array(numbers, dtype=np.int64), name=name)
-    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
+def _add_sizes(graph: Any, name: str, numbers: Sequence[int]) -> Any:
+    return add_constant(graph, name, np.array(numbers, dtype=np.int64))
 
 
 def _is_zero(value: Any) -> bool:
@@ -155,21 +150,31 @@ def _evaluate_sizes(value: Any) -> list[Size] | None:
         return None
     if node.op_type == "Shape":
         shape = _read_shape(node.inputs[0])
-        start, end = (node.attributes[name].as_int() if name in node.attributes else None for name in ("start", "end"))
-        return None if shape is None else list(shape[start:end])
-    inputs = [_evaluate_sizes(source) for source in node.inputs if source is not None]
-    sizes = [size for size in inputs if size is not None]
-    if not sizes or len(sizes) < len(inputs):
-        return None
-    if node.op_type == "Concat":
-        return [size for part in sizes for size in part]
-    if node.op_type == "Slice" and len(sizes) == 3:
-        start, end = sizes[1][0], sizes[2][0]
-        return sizes[0][start:end] if isinstance(start, int) and isinstance(end, int) else None
-    if node.op_type == "Reshape" and len(sizes[0]) == 1:
-        return sizes[0]
-    numbers = [part[0] for part in sizes if len(part) == 1 and isinstance(part[0], int)]
-    return [prod(numbers)] if node.op_type == "Mul" and len(numbers) == len(sizes) else None
+        return None if shape is None else list(shape[node.attributes.get_int("start") : node.attributes.get_int("end")])
+    operands: list[list[Size]] = []
+    for source in node.inputs:
+        if source is None:
+            continue
+        sizes = _evaluate_sizes(source)
+        if sizes is None:
+            return None
+        operands.append(sizes)
+    return _compute_sizes(node.op_type, operands)
+
+
+def _compute_sizes(operator: str, operands: list[list[Size]]) -> list[Size] | None:
+    """Return the result of an operator on sizes; None if it is not known."""
+    if operator == "Concat" and operands:
+        return [size for sizes in operands for size in sizes]
+    if operator == "Slice" and len(operands) == 3:
+        sizes, (start, *_), (end, *_) = operands
+        return sizes[start:end] if isinstance(start, int) and isinstance(end, int) else None
+    if operator == "Reshape" and operands and len(operands[0]) == 1:
+        return operands[0]
+    if operator == "Mul" and operands:
+        numbers = [sizes[0] for sizes in operands if len(sizes) == 1 and isinstance(sizes[0], int)]
+        return [prod(numbers)] if len(numbers) == len(operands) else None
+    return None
 
 
 def _read_shape(value: Any) -> tuple[Size, ...] | None:
@@ -178,10 +183,10 @@ def _read_shape(value: Any) -> tuple[Size, ...] | None:
         sizes = [size if isinstance(size, int) else size.value for size in value.shape]
         if None not in sizes:
             return tuple(sizes)
-    node = value.producer()
-    before = _read_shape(node.inputs[0]) if node is not None and node.op_type == "Transpose" else None
-    return None if before is None else tuple(before[axis] for axis in _read_axes(node))
+    transpose = find_producer(value, "Transpose")
+    before = None if transpose is None else _read_shape(transpose.inputs[0])
+    return None if before is None else tuple(before[axis] for axis in _read_axes(transpose))
 
 
 def _read_axes(transpose: Any) -> tuple[int, ...]:
-    return tuple(transpose.attributes["perm"].as_ints())
+    return tuple(transpose.attributes.get_ints("perm"))

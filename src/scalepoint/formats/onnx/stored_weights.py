@@ -65,17 +65,18 @@ class OnnxStoredWeight(OnnxStored):
 
     def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
         """Register codes, which have the shape (out, in, ..), and their parameters as buffers."""
-        scale, minval = quant.scale, quant.minval
-        zero_point = quant.zero_point if quant.zero_point.shape == scale.shape else torch.zeros_like(scale)
+        scale, zero_point, minval = quant.scale, quant.zero_point, quant.minval
         if minval is not None:  # w = (codes - lowest code) * scale + minval
             zero_point = torch.full_like(scale, quant.spec.quant_min)
+        elif zero_point.shape != scale.shape:  # never set: the dtype has no zero points
+            zero_point = torch.zeros_like(scale)
         if self.kind == "linear":
             codes = codes.transpose(0, 1)
             self.axis = 1 - self.axis if scale.ndim else 0
             if self.block:
                 scale, zero_point = scale.transpose(0, 1), zero_point.transpose(0, 1)
                 minval = None if minval is None else minval.transpose(0, 1)
-        if self.kind == "head":
+        elif self.kind == "head":  # a linear layer as a 1x1 convolution, see quantize/operations.py
             codes = codes.flatten(2)[:, :, :, None]
         is_transposed_on_write = self.kind == "linear" and self.fmt == "int8"  # save.py writes a view without a copy
         self.register_buffer("codes", codes if is_transposed_on_write else codes.contiguous())

@@ -3,29 +3,46 @@
 model -> stored graph (codes and Q/DQ) -> torch.onnx -> ONNX graph -> rewrites and passes -> checked -> file
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from scalepoint.compat.fast_export import FakeInputCache, RecordedProgram
 from scalepoint.errors import ScalepointError
 from scalepoint.formats.float32 import inputs_to_float32
 from scalepoint.formats.format import ExportRequest
-from scalepoint.formats.onnx.block_formats import onnx_module_factories
+from scalepoint.formats.layers import InputFirstFloatWeight
 from scalepoint.formats.onnx.export_errors import explain_export_error
-from scalepoint.formats.onnx.grouped_products import grouped_product_translations
+from scalepoint.formats.onnx.operators import operator_translations
 from scalepoint.formats.onnx.pre_export import rewrite_program
 from scalepoint.formats.onnx.save import save_graph
-from scalepoint.formats.onnx.stored_weights import OnnxStored
+from scalepoint.formats.onnx.stored_weights import (
+    OnnxStored,
+    OnnxStoredBlockTable,
+    OnnxStoredStub,
+    OnnxStoredTable,
+    OnnxStoredWeight,
+    OnnxUnpackedWeight,
+)
+from scalepoint.formats.onnx.tensorrt_blocks import (
+    TENSORRT_DOMAIN,
+    StoredDynamicBlocks,
+    StoredMxWeight,
+    StoredTwoLevelWeight,
+)
 from scalepoint.formats.pre_export import prepare_graph
-from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
+from scalepoint.formats.stored_graph import ModuleFactories, build_float_graph, build_stored_graph
 from scalepoint.graph.origin import get_origin
 from scalepoint.graph.torch_export import export_graph, export_logs_silenced, warn_about_second_trace
-from scalepoint.numerics import dtype_name
+from scalepoint.numerics import E4M3, E8M0, dtype_name
+from scalepoint.quantize.operations import EMBEDDING
+from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.quantize.quantizers import QuantStub
+from scalepoint.spec import PerBlockGranularity
 from scalepoint.support.torch_state import gc_paused
 from scalepoint.targets.target import RewriteRule
 
@@ -39,22 +56,45 @@ MAX_TRANSLATION_OPSET = 22
 
 def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
     """Write the quantized model, and with request.float_path also the float model of the same capture."""
-    with gc_paused():
-        _write_both(model, path, request)
-
-
-def _write_both(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
     target, dtype = request.target, request.float_dtype
-    factories = onnx_module_factories(() if target is None else target.domains)
-    stored = build_stored_graph(model, factories, dtype)
-    opset = max([OPSETS[dtype], *(module.opset for module in stored.modules() if isinstance(module, OnnxStored))])
-    options = _GraphOptions(
-        inputs_to_float32(request.inputs), opset, dtype_name(dtype), request.dynamic, FakeInputCache()
+    with gc_paused():
+        factories = onnx_module_factories(() if target is None else target.domains)
+        stored = build_stored_graph(model, factories, dtype)
+        opset = max([OPSETS[dtype], *(module.opset for module in stored.modules() if isinstance(module, OnnxStored))])
+        inputs = inputs_to_float32(request.inputs)
+        options = _GraphOptions(inputs, opset, dtype_name(dtype), request.dynamic, FakeInputCache())
+        target_options = options if target is None else options._replace(rewrites=target.rewrites)
+        _write_graph(stored, path, target_options, request.metadata)
+        if request.float_path is not None:
+            _write_graph(build_float_graph(model, factories), request.float_path, options, {})
+
+
+def onnx_module_factories(domains: Collection[str] = ()) -> ModuleFactories:
+    """Return the factories of the stored graph, for a compiler with operators of these domains."""
+    return ModuleFactories(
+        weight=lambda source: _build_weight(source, domains),
+        stub=lambda stub, factor: _build_stub(stub, factor, domains),
+        float_layer=lambda source: InputFirstFloatWeight(source, as_view=True),
     )
-    target_options = options if target is None else options._replace(rewrites=target.rewrites)
-    _write_graph(stored, path, target_options, request.metadata)
-    if request.float_path is not None:
-        _write_graph(build_float_graph(model, factories), request.float_path, options, {})
+
+
+def _build_weight(source: QuantizedLayer, domains: Collection[str]) -> nn.Module:
+    spec = source.weight_quant.spec
+    if source.kind == EMBEDDING:
+        has_blocks = isinstance(spec.granularity, PerBlockGranularity)
+        return OnnxStoredBlockTable(source) if has_blocks else OnnxStoredTable(source)
+    if source.computes_in_float and not source.weight_quant.zero_point.any():
+        return OnnxUnpackedWeight(source)
+    if source.kind == "linear" and spec.scale_dtype == E4M3:
+        return StoredTwoLevelWeight(source)
+    if source.kind == "linear" and spec.scale_dtype == E8M0 and spec.dtype == E4M3 and TENSORRT_DOMAIN in domains:
+        return StoredMxWeight(source)
+    return OnnxStoredWeight(source)
+
+
+def _build_stub(stub: QuantStub, factor: float, domains: Collection[str]) -> nn.Module:
+    is_dynamic = stub.calculator.always_called and not stub.is_learned
+    return StoredDynamicBlocks(stub, domains) if is_dynamic else OnnxStoredStub(stub, factor)
 
 
 class _GraphOptions(NamedTuple):
@@ -80,9 +120,9 @@ def _write_graph(model: fx.GraphModule, path: Path, options: _GraphOptions, meta
 
 
 def _convert_to_onnx(model: fx.GraphModule, options: _GraphOptions) -> Any:
+    # These modules import onnx, which only an export needs.
     from scalepoint.compat.torch_onnx import translate_program  # noqa: PLC0415
     from scalepoint.formats.onnx.names import name_interface  # noqa: PLC0415
-    from scalepoint.formats.onnx.operators import operator_translations  # noqa: PLC0415  # onnx is imported by an export only
     from scalepoint.formats.onnx.passes import run_passes  # noqa: PLC0415
     from scalepoint.formats.onnx.shape_arithmetic import fold_shape_arithmetic  # noqa: PLC0415
     from scalepoint.formats.onnx.target_rewrites import apply_rewrites  # noqa: PLC0415
@@ -99,11 +139,7 @@ def _convert_to_onnx(model: fx.GraphModule, options: _GraphOptions) -> Any:
                 has_code=False,
             )
         with export_logs_silenced():
-            graph = translate_program(
-                rewrite_program(exported),
-                opset,
-                {**operator_translations(opset), **grouped_product_translations(opset)},
-            )
+            graph = translate_program(rewrite_program(exported), opset, operator_translations(opset))
     except ScalepointError:
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP8 for TensorRT, and the module factories of the ONNX format.
+"""Modules of the stored graph for NVFP4 and MXFP8, with TensorRT's operators.
 
     NVFP4    x = DQ(codes, DQ(block scales in e4m3, scale of the tensor), block 16)
     MXFP8    x = TRT_MXFP8DequantizeLinear(codes, exponents in uint8, block 32)
@@ -10,26 +10,15 @@ Exponents are uint8 instead of ONNX's e8m0 type, because it is not known whether
 from collections.abc import Collection
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.layers import InputFirstFloatWeight
 from scalepoint.formats.onnx.operators import ONNX_TYPES
-from scalepoint.formats.onnx.stored_weights import (
-    OnnxStored,
-    OnnxStoredBlockTable,
-    OnnxStoredStub,
-    OnnxStoredTable,
-    OnnxStoredWeight,
-    OnnxUnpackedWeight,
-)
+from scalepoint.formats.onnx.stored_weights import OnnxStored, OnnxStoredWeight
 from scalepoint.formats.operators import dequantize
-from scalepoint.formats.stored_graph import ModuleFactories
 from scalepoint.numerics import E4M3, E8M0, dtype_name
-from scalepoint.quantize.operations import EMBEDDING
-from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import QuantStub, WeightFakeQuantize
-from scalepoint.spec import PerBlockGranularity, PerTokenBlockGranularity
+from scalepoint.spec import PerTokenBlockGranularity
 
 TENSORRT_DOMAIN = "trt"
 _E8M0_BIAS = 127
@@ -84,7 +73,10 @@ def _dequantize_mx(codes: Tensor, exponents: Tensor, block: int) -> Tensor:
 
 
 class StoredDynamicBlocks(OnnxStored):
-    """A quantizer of activations in blocks along the last axis, whose scales are computed in every call."""
+    """A quantizer of activations in blocks along the last axis, whose scales are computed in every call.
+
+    `domains` are those of the operators that the compiler has.
+    """
 
     def __init__(self, stub: QuantStub, domains: Collection[str]) -> None:
         super().__init__()
@@ -102,7 +94,7 @@ class StoredDynamicBlocks(OnnxStored):
 
     def forward(self, x: Tensor) -> Tensor:
         scale_shape = (*x.shape[:-1], x.shape[-1] // self.block)
-        if self.outer is None:
+        if self.outer is None:  # MXFP8
             codes, exponents = torch.onnx.ops.symbolic_multi_out(
                 f"{TENSORRT_DOMAIN}::TRT_MXFP8DynamicQuantize",
                 (x,),
@@ -117,10 +109,7 @@ class StoredDynamicBlocks(OnnxStored):
             (x, self.outer),
             {"axis": -1, "block_size": self.block, "scale_type": _FP8},
             dtypes=(_FP4, E4M3),
-            shapes=(
-                (*x.shape[:-1], x.shape[-1] // 2),
-                scale_shape,
-            ),  # torch's fp4 dtype packs two codes into an element
+            shapes=((*x.shape[:-1], x.shape[-1] // 2), scale_shape),  # torch packs two fp4 codes into an element
             version=1,
         )
         scale = torch.onnx.ops.symbolic(
@@ -138,33 +127,3 @@ class StoredDynamicBlocks(OnnxStored):
     @property
     def opset(self) -> int:
         return ONNX_TYPES[self.fmt][1]
-
-
-def build_stored_weight(source: QuantizedLayer, domains: Collection[str]) -> nn.Module:
-    """Choose the module for a quantized layer. `domains` are those of the operators that the compiler has."""
-    spec = source.weight_quant.spec
-    if source.kind == EMBEDDING:
-        has_blocks = isinstance(spec.granularity, PerBlockGranularity)
-        return OnnxStoredBlockTable(source) if has_blocks else OnnxStoredTable(source)
-    if source.computes_in_float and not source.weight_quant.zero_point.any():
-        return OnnxUnpackedWeight(source)
-    if source.kind == "linear" and spec.scale_dtype == E4M3:
-        return StoredTwoLevelWeight(source)
-    if source.kind == "linear" and spec.scale_dtype == E8M0 and spec.dtype == E4M3 and TENSORRT_DOMAIN in domains:
-        return StoredMxWeight(source)
-    return OnnxStoredWeight(source)
-
-
-def build_stored_stub(stub: QuantStub, factor: float, domains: Collection[str]) -> nn.Module:
-    """Choose the module for a quantizer of activations."""
-    is_dynamic = stub.calculator.always_called and not stub.is_learned
-    return StoredDynamicBlocks(stub, domains) if is_dynamic else OnnxStoredStub(stub, factor)
-
-
-def onnx_module_factories(domains: Collection[str] = ()) -> ModuleFactories:
-    """Return the module factories of the ONNX format, for a compiler with operators of these domains."""
-    return ModuleFactories(
-        weight=lambda source: build_stored_weight(source, domains),
-        stub=lambda stub, factor: build_stored_stub(stub, factor, domains),
-        float_layer=lambda source: InputFirstFloatWeight(source, as_view=True),
-    )
