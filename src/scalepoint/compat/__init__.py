@@ -113,13 +113,6 @@ PATCHES = (
         "torch.compiler.assume_constant_result imports torch._dynamo, which takes as long as importing torch",
         "torch.compiler.assume_constant_result",
     ),
-    Patch(
-        "late_networkx",
-        "torch",
-        ("2.13.",),
-        "torch.export imports networkx, which it does not use, in 0.2 s",
-        "networkx is imported",
-    ),
 )
 
 
