@@ -1,6 +1,7 @@
 """What migrations write: the weight of a layer as (groups, out, in, taps), its bias or batch norm, and norms.
 
-y = BN(W x + b)      outputs times t: weight and bias of the batch norm, else rows of W and b; inputs: columns of W
+y = BN(W x + b)     scale outputs: multiply weight and bias of the batch norm, without one the rows of W and b
+                    scale inputs: multiply the columns of W
 """
 
 import copy
@@ -17,8 +18,6 @@ from scalepoint.quantize.operations import get_norm_settings
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.smooth import get_norm_tensors
-
-NORMS = ("layer_norm", "rms_norm")
 
 
 def give_parameter(module: Any, name: str, value: Tensor) -> None:

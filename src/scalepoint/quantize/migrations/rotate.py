@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.rotation import make_hadamard, make_rotation
+from scalepoint.numerics.rotation import make_rotation
 from scalepoint.quantize.migrations.channel_trace import (
     MOVES,
     SUMS,
@@ -26,7 +26,7 @@ from scalepoint.quantize.migrations.channel_trace import (
 from scalepoint.quantize.migrations.layers import RewritableLayer
 from scalepoint.quantize.migrations.migration import Migration, MigrationContext, MigrationSites
 from scalepoint.quantize.migrations.recorded_graph import RecordedOperation
-from scalepoint.quantize.migrations.residual_stream import ResidualStream, find_streams
+from scalepoint.quantize.migrations.residual_stream import ResidualStream, describe_rotation, find_streams
 
 
 @dataclass
@@ -63,10 +63,6 @@ class AttentionHeads:
             rotated = torch.unflatten(matrix.double(), 1, (-1, size)) @ rotation
             matrix.copy_(rotated.flatten(1))
         return f"{len(self.channels)} heads of {size} ({describe_rotation(size)})"
-
-
-def describe_rotation(size: int) -> str:
-    return "random orthogonal" if make_hadamard(size) is None else "Hadamard"
 
 
 def find_sites(context: MigrationContext) -> MigrationSites:
