@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint import distributed
-from scalepoint.quantize.feeding import Data
+from scalepoint.quantize.batches import Data
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import WeightFakeQuantize
 from scalepoint.quantize.record import record_of

@@ -23,10 +23,11 @@ from torch import fx, nn
 from scalepoint import distributed
 from scalepoint.analysis.layers import AnalyzedLayer, check_has_active_quantizers, get_layers, get_quantizers
 from scalepoint.analysis.noise_flow import measure_noise_flow
-from scalepoint.analysis.statistics import ErrorSums, merge_over_ranks
+from scalepoint.analysis.statistics import ErrorSums, finite_or_none, merge_over_ranks
 from scalepoint.errors import UsageError, short_repr
+from scalepoint.quantize.batches import Data, check_data, read_first_inputs
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.feeding import Data, check_data, feed_data, read_first_inputs
+from scalepoint.quantize.feeding import feed_data
 from scalepoint.quantize.quantize_model import quantize
 from scalepoint.quantize.quantizers import QuantizerBase
 from scalepoint.quantize.record import has_record
@@ -64,11 +65,7 @@ class Sensitivity:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {name: _finite_or_none(value) for name, value in vars(self).items()}
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {name: finite_or_none(value) for name, value in vars(self).items()}
 
 
 @serialized

@@ -26,7 +26,7 @@ from scalepoint.graph.nodes import get_fake_tensor
 from scalepoint.graph.origin import get_origin
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_tensors
-from scalepoint.quantize.feeding import Data, count_batches, get_input_names, iterate_batches
+from scalepoint.quantize.batches import Data, count_batches, get_input_names, iterate_batches
 
 FINGERPRINT_BATCHES = 4  # the fingerprint of the data covers this many batches
 InputAxis = tuple[str, int]  # name of an input, and one of its axes

@@ -20,17 +20,10 @@ from scalepoint import distributed
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.graph.user_traceback import user_level
+from scalepoint.quantize.batches import Data, check_data, count_batches
 from scalepoint.quantize.bias_correction import BiasCorrection, remove_bias_correction
 from scalepoint.quantize.constant_data import ConstantDataCheck
-from scalepoint.quantize.feeding import (
-    Data,
-    FeedResult,
-    check_data,
-    count_batches,
-    feed_data,
-    is_split_across_ranks,
-    was_created_in_inference_mode,
-)
+from scalepoint.quantize.feeding import FeedResult, feed_data, is_split_across_ranks, was_created_in_inference_mode
 from scalepoint.quantize.merge_ranks import merge_ranges, merge_smoothing, set_batch_recording
 from scalepoint.quantize.outlier_scaling import ChannelFactors, find_unset_factors, scale_outlier_channels
 from scalepoint.quantize.quantized_layers import QuantizedLayer

@@ -27,8 +27,8 @@ from torch import fx, nn
 from scalepoint import distributed
 from scalepoint.errors import CalibrationError, ConfigError
 from scalepoint.numerics import QParams
+from scalepoint.quantize.batches import Data
 from scalepoint.quantize.calibrate import OnNan, freeze
-from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.fingerprint import fingerprint_model
 from scalepoint.quantize.merge_ranks import merge_ranges, set_batch_recording
 from scalepoint.quantize.operations import EMBEDDING
