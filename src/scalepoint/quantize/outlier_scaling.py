@@ -18,8 +18,9 @@ from scalepoint.graph.nodes import get_fake_tensor, get_kind, inherit_meta
 from scalepoint.graph.tree import ModuleTree
 from scalepoint.migration_report import MigrationReport, MigrationRow
 from scalepoint.operation_coverage import OperationState
-from scalepoint.quantize.placement import Decision, QuantizationSite
+from scalepoint.quantize.placement import Decision
 from scalepoint.quantize.quantizers import QuantStub
+from scalepoint.quantize.sites import QuantizationSite
 from scalepoint.quantize.smooth import find_shared_parameters, get_linear_weight, has_computed_weight
 from scalepoint.spec import PerTensorGranularity
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from scalepoint.graph.user_traceback import recorded_line
 from scalepoint.quantize.config import Override, QuantConfig
-from scalepoint.quantize.placement import QuantizationSite, UnmatchedOperation, find_sites, find_unmatched_operations
+from scalepoint.quantize.sites import QuantizationSite, UnmatchedOperation, find_sites, find_unmatched_operations
 from scalepoint.support.formatting import escape_unprintable, format_plural
 from scalepoint.targets import Target
 from scalepoint.transformation import TransformationResult, transform

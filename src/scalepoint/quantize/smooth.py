@@ -21,9 +21,9 @@ from scalepoint.graph.nodes import get_fake_tensor, get_kind
 from scalepoint.graph.operations import get_tensors
 from scalepoint.quantize.config import SmoothQuantConfig
 from scalepoint.quantize.feeding import NAN_HINT
-from scalepoint.quantize.placement import QuantizationSite
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import Consumers, join_consumer_names, to_consumer_list
+from scalepoint.quantize.sites import QuantizationSite
 
 MIN_MAGNITUDE = 1e-5  # of a channel, before powers and quotients are taken
 NORM_KINDS = ("layer_norm", "rms_norm")
