@@ -104,18 +104,18 @@ def sensitivity(
         raise UsageError("metric= is not used with how='proxy': pass how='one_at_a_time', or omit metric=")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise UsageError(f"limit= must be a number of layers from 1, got {short_repr(limit)}")
+    is_float, runs_proxy = not has_record(model), how == "proxy" or limit is not None
     # Calibration of a float model, the proxy, and one layer at a time each read the data once.
-    passes = (not has_record(model)) + (how == "proxy" or limit is not None) + (how != "proxy")
-    check_data(data, passes=passes)
+    check_data(data, passes=sum((is_float, runs_proxy, how == "one_at_a_time")))
     quantized = _quantize_if_float(model, data, target, config, max_batches, progress)
     check_has_active_quantizers(quantized)
     layers = _find_quantized_layers(quantized)
     names = list(layers)
     if how == "proxy" or (limit is not None and limit < len(layers)):
-        rows = _rank_layers(layers, _proxy_scores(quantized, names, data, max_batches, progress))[:limit]
+        most_sensitive = _rank_layers(layers, _proxy_scores(quantized, names, data, max_batches, progress))[:limit]
         if how == "proxy":
-            return rows
-        names = [row.name for row in rows]
+            return most_sensitive
+        names = [row.name for row in most_sensitive]  # only these are quantized one at a time
     if metric is None:
         return _rank_layers(layers, _noise_one_at_a_time(quantized, names, data, max_batches, progress))
     values = _metric_one_at_a_time(quantized, names, metric)

@@ -470,6 +470,7 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
     for observer in find_smoothing_observers(model):
         if observer.name in manifest["smoothed"]:
             observer.enabled, observer.alpha = False, manifest["smoothed"][observer.name]
+            # Adds the weight that smoothing gave to a norm without one.
             get_norm_tensors(observer.layer_norm, torch.ones((), dtype=torch.float32))
     if manifest["is_norm_frozen"]:
         freeze_bn_stats(model)

@@ -145,9 +145,8 @@ class RewritableLayer:
             return f"the weight of {self.name} is computed, not stored"
         if self.norm is not None and any(tensor is None for tensor in self.norm_tensors):
             return f"the batch norm of {self.name} has no weight and bias of its own"
-        if graph.is_shared(self.tensors()) or graph.uses[id(self.module)] > 1:
-            return f"the weight of {self.name} is used elsewhere too"
-        if isinstance(self.module, QuantizedLayer) and len(self.module.sharing_layers) > 1:
+        has_shared_quantizer = isinstance(self.module, QuantizedLayer) and len(self.module.sharing_layers) > 1
+        if graph.is_shared(self.tensors()) or graph.uses[id(self.module)] > 1 or has_shared_quantizer:
             return f"the weight of {self.name} is used elsewhere too"
         return ""
 
