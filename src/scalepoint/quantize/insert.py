@@ -190,7 +190,7 @@ def _insert_stubs(
         for point, tensor, spec in decision.points:
             stub_node = stub_nodes.get((tensor, spec))
             if stub_node is None:
-                owner = last_concats.get((tensor, spec), tensor)
+                owner = last_concats.get((tensor, spec), tensor)  # the concat whose stub it shares, or the tensor
                 name = (
                     stub_names.get((owner, spec))
                     or _find_stub_before_moves(stub_nodes, tensor, spec, same_scale_kinds)
