@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from scalepoint.compat import attribute_replaced, patches_enabled
+from scalepoint.compat import attribute_replaced, only_in_this_thread, patches_enabled
 from scalepoint.compat.fast_export import RecordedProgram
 from scalepoint.compat.onnx_rewriter import simplify
 from scalepoint.errors import ExportError
@@ -157,7 +157,9 @@ def _unparsed_functions() -> AbstractContextManager[None]:
     traced = getattr(values, "TracedOnnxFunction", None)
     if traced is None or "function_ir" not in vars(traced):
         return nullcontext()
-    return attribute_replaced(traced, "function_ir", property(lambda function: function.opset))  # it has the domain
+    parse = vars(traced)["function_ir"].fget
+    get_opset = only_in_this_thread(lambda function: function.opset, parse)  # the opset has the domain
+    return attribute_replaced(traced, "function_ir", property(get_opset))
 
 
 def _promote_numbers(node: fx.Node) -> bool:
