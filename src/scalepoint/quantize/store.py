@@ -33,7 +33,7 @@ from scalepoint.quantize.insert import insert_qdq
 from scalepoint.quantize.qat import freeze_bn_stats
 from scalepoint.quantize.quantizers import QuantizerBase, QuantStub
 from scalepoint.quantize.record import has_record, record_of, update_record
-from scalepoint.quantize.smooth import find_smoothing_observers, get_norm_tensors
+from scalepoint.quantize.smooth import ensure_norm_tensors, find_smoothing_observers
 from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.support.files import (
     LOCK_FILE,
@@ -471,7 +471,7 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
         if observer.name in manifest["smoothed"]:
             observer.enabled, observer.alpha = False, manifest["smoothed"][observer.name]
             # Adds the weight that smoothing gave to a norm without one.
-            get_norm_tensors(observer.layer_norm, torch.ones((), dtype=torch.float32))
+            ensure_norm_tensors(observer.layer_norm, torch.ones((), dtype=torch.float32))
     if manifest["is_norm_frozen"]:
         freeze_bn_stats(model)
     _restore_migrations(model, manifest["migrated"], tensors)

@@ -17,7 +17,7 @@ from scalepoint.quantize.migrations.recorded_graph import RecordedGraph, Recorde
 from scalepoint.quantize.operations import get_norm_settings
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.record import record_of
-from scalepoint.quantize.smooth import get_norm_tensors
+from scalepoint.quantize.smooth import ensure_norm_tensors, find_norm_tensors
 
 
 def give_parameter(module: Any, name: str, value: Tensor) -> None:
@@ -170,19 +170,11 @@ class RewritableNorm:
 
     def ensure_affine(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias. A norm without a weight gets one of ones."""
-        tensors = get_norm_tensors(self.module, torch.ones((), dtype=torch.float32))
-        return tensors.weight, tensors.bias
+        return ensure_norm_tensors(self.module, torch.ones((), dtype=torch.float32))
 
     def affine(self) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias; None for a missing one."""
-        if isinstance(self.module, Operation):
-            tensors = {name: reference.value.detach() for name, reference in self.module.references().items()}
-            if self.module.kind == "mul":  # the last part of a norm in single operations
-                return next(iter(tensors.values()), None), None
-            return tensors.get("weight"), tensors.get("bias")
-        weight, bias = getattr(self.module, "weight", None), getattr(self.module, "bias", None)
-        weight, bias = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
-        return weight, bias
+        return find_norm_tensors(self.module)
 
     def affine_tensors(self) -> list[Tensor]:
         return [tensor for tensor in self.affine() if tensor is not None]
