@@ -170,7 +170,7 @@ class _StreamSearch:
             if op is not norm_before:  # the result of a norm: its input is visited by `_visit_reader`
                 self._visit_source(op, axis, norm_before)
             for reader in self.graph.readers.get(index, []):
-                self._visit_reader(reader, index, axis, norm_before)
+                self._visit_reader(reader, axis, norm_before)
         norms = {index: RewritableNorm(op) for index, op in self.norms.items()}
         readers = []
         for op, norm_before in self.readers.values():
@@ -222,9 +222,7 @@ class _StreamSearch:
             reason = "a norm writes to it: not a pre-norm model" if op.kind in NORM_KINDS else f"{op.kind} writes to it"
             raise StreamRefusedError(f"{op.name}: {reason}")
 
-    def _visit_reader(
-        self, op: RecordedOperation, index: int, axis: int, norm_before: RecordedOperation | None
-    ) -> None:
+    def _visit_reader(self, op: RecordedOperation, axis: int, norm_before: RecordedOperation | None) -> None:
         """Visit the result of an operation that reads a value, or note that it reads the stream."""
         if op.kind in UNCHANGED or op.kind == "add" or self._multiplies_by_number(op):
             self._visit(op.index, axis, norm_before)
