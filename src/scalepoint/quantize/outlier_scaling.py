@@ -267,5 +267,6 @@ def compute_held_out_error(fitted: DataHalf, other: DataHalf, weight: Tensor, st
     scaled_weight = weight * factors
     error_from_x = (x_error.square().mean(0) * scaled_weight.square().sum(0)).sum()
     weight_scales = scaled_weight.abs().amax(1) / 127
+    # Rounding errors are uniform within a step: their mean square is step^2 / 12.
     error_from_weight = (weight_scales.square() / 12).sum() * x.square().mean(0).sum()
     return float(error_from_x + error_from_weight)

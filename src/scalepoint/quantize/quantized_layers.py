@@ -263,6 +263,7 @@ class QuantizedLayer(Stateful):
     def _forward_with_batch_statistics(self, x: Tensor) -> Tensor:
         factor = _replace_zeros(self.compute_norm_factor().detach())
         weight, recompute_weight = self._make_training_weight(factor)
+        # Autograd keeps the codes of a quantized x instead of its values, and computes the weight again in backward.
         with save_codes_for_backward(x, weight, recompute_weight):
             y = run_with_weight(self.operation, x, weight, self.bias)
         result: Tensor = self.norm(y)
@@ -277,7 +278,7 @@ class QuantizedLayer(Stateful):
         """
         row_steps = self._update_row_steps(s)
         if row_steps is not None:
-            # One fused pass over the weight instead of multiply, quantize, divide.
+            # One fused pass over the weight instead of multiply, quantize, divide. Nothing else reads its gradient.
             steps, clamped_indices = row_steps
             fmt, constant_steps = self.weight_quant.quantizer.grid.format, steps.map(Tensor.detach)
             weight = fake_quantize_folded(self.weight, s, steps, fmt, clamped_indices=clamped_indices, owns_grad=True)
@@ -290,9 +291,9 @@ class QuantizedLayer(Stateful):
         return self._scale_channels(quantized, 1 / s), self._make_quantized_recompute(s)
 
     def _update_row_steps(self, s: Tensor) -> tuple[Steps, Tensor | None] | None:
-        """Update the scale for w s and return its quantization steps, if the fused kernel can be used.
+        """Update the scale for w s and return its quantization steps, if `fake_quantize_folded` can be used.
 
-        The kernel needs rows that are output channels, and parameters that are learned or depend on the extremes of
+        It needs rows that are output channels, and parameters that are learned or depend on the extremes of
         each row.
 
         Returns:
@@ -445,6 +446,7 @@ class QuantizedLayer(Stateful):
         stub, quant = self.input_stub, self.weight_quant
         if stub is None or not (stub.enabled and quant.enabled) or quant.quantizer.is_disabled():
             return None
+        # Scales of blocks keep the rank of the weight: there is no single one per output channel.
         return stub.scale * quant.scale if quant.scale.ndim <= 1 else None
 
     def reset(self) -> None:
