@@ -9,7 +9,7 @@ import scalepoint
 from scalepoint.errors import CaptureError
 from scalepoint.graph import capture
 from scalepoint.graph.capture import as_inputs
-from scalepoint.quantize.feeding import drop_extra_inputs
+from scalepoint.quantize.batches import drop_extra_inputs
 
 X = torch.randn(2, 8)
 

@@ -11,7 +11,8 @@ from scalepoint.analysis.histograms import histograms
 from scalepoint.errors import CalibrationError, UsageError
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import QuantConfig, SmoothQuantConfig, calibrate, insert_qdq, quantize
-from scalepoint.quantize.feeding import feed_data, to_model_inputs
+from scalepoint.quantize.batches import to_model_inputs
+from scalepoint.quantize.feeding import feed_data
 from scalepoint.transformation import transform
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint import distributed
-from scalepoint.quantize.feeding import Data
+from scalepoint.quantize.batches import Data
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import WeightFakeQuantize
 from scalepoint.quantize.record import record_of
@@ -30,8 +30,9 @@ from scalepoint.tuning.steps import find_step
 from scalepoint.tuning.walk import LayerUse, StreamWalk
 
 QUICK_STEPS = ("scale", "gptq")
-MAX_ROWS, HOLDOUT_SHARE = 8_192, 0.1
-MEMORY_BYTES = 2_000_000_000
+MAX_ROWS = 8_192  # rows of the input that are collected for each layer
+HOLDOUT_SHARE = 0.1  # of the rows: the error is measured on these, codes are solved on the others
+MEMORY_BYTES = 2_000_000_000  # of the activations that the walk keeps in memory
 LOSS_PER_BIT = 4.0  # assumed if nothing could be measured: a bit is worth 6 dB
 
 
@@ -93,21 +94,26 @@ class _LayerMeasurement:
     def measure(self, specs: Sequence[QuantizationSpec]) -> tuple[dict[QuantizationSpec, float], float]:
         """Return each spec's loss relative to the present error, and the present error over the output's variance."""
         geometry = get_geometry(self.layer)
-        fit = holdout = None
-        if geometry is not None:
-            fit, holdout = self.collector.collect_moments(self.use, GroupedLayer(self.layer, geometry))
-        if geometry is None or fit is None or holdout is None:
-            n_bits = self.layer.weight_quant.spec.n_bits
-            return {spec: LOSS_PER_BIT ** (n_bits - spec.n_bits) for spec in specs}, 1.0
-        weight = GroupedLayer(self.layer, geometry).weight()
+        if geometry is None:
+            return self._assume_losses(specs), 1.0
+        grouped = GroupedLayer(self.layer, geometry)
+        fit, holdout = self.collector.collect_moments(self.use, grouped)
+        if fit is None or holdout is None:
+            return self._assume_losses(specs), 1.0
+        weight = grouped.weight()
         present_error = _current_error(self.layer, geometry, holdout)
         errors = _compute_over_ranks(
             specs, lambda spec: self._solved_error(_requantize_layer(self.layer, spec), geometry, weight, fit, holdout)
         )
         variance = float(holdout.target_variance.sum())
+        # The present codes may be exact (an all-zero weight): then the losses are relative to the variance.
         reference = present_error if present_error > 0 else variance or 1.0
         level = present_error / variance if present_error > 0 and variance else 1.0
         return {spec: error / reference for spec, error in errors.items()}, level
+
+    def _assume_losses(self, specs: Sequence[QuantizationSpec]) -> dict[QuantizationSpec, float]:
+        n_bits = self.layer.weight_quant.spec.n_bits
+        return {spec: LOSS_PER_BIT ** (n_bits - spec.n_bits) for spec in specs}
 
     def _solved_error(
         self, layer: QuantizedLayer, geometry: Geometry, weight: Tensor, fit: Moments, holdout: Moments

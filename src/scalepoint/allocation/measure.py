@@ -8,7 +8,7 @@ those of sensitivity by proxy (`analysis/noise_flow.py`). They are measured with
 runs that: noise is small there, so that it adds up. A wider input is assumed to lose 6 dB of noise per bit.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite, prod
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from scalepoint.errors import UsageError
 from scalepoint.operation_coverage import CoverageRow
 from scalepoint.patterns import Point
 from scalepoint.quantize import Override, QuantConfig, calibrate, insert_qdq
-from scalepoint.quantize.feeding import Data
+from scalepoint.quantize.batches import Data
 from scalepoint.quantize.insert import get_weight_key, make_decisions
 from scalepoint.quantize.macs import get_shape
 from scalepoint.quantize.operations import get_weight_shape
@@ -96,63 +96,46 @@ def measure_widths(
     measured = _NoiseMeasurement(result, config, target, layers)
     measured.run(data, steps, max_batches, on_nan, progress)
     macs: dict[str, float] = dict.fromkeys((layer.name for layer in layers), 0.0)
-    fixed = []  # decisions without a choice
+    fixed: list[tuple[Decision, CoverageRow | None]] = []  # what has no choice
     for decision in decisions:
         row = rows.get(decision.site.node)
         if decision.site.name in macs:
             macs[decision.site.name] += _count_work(row, decision.site.node)
         else:
             fixed.append((decision, row))
-    return _add_fixed_costs(
-        tuple(_make_row(group, measured, macs) for group in group_layers_sharing_precision(layers)),
-        result.model,
-        fixed,
-        target,
-        chosen_weights={get_weight_key(layer.first.site) for layer in layers if layer.first.weight is not None},
-        chosen_macs=sum(macs.values()),
-        other_macs=sum(row.macs or 0 for row in coverage.operations if row.name not in macs),
-    )
-
-
-def _add_fixed_costs(
-    rows: tuple[WidthRow, ...],
-    model: fx.GraphModule,
-    fixed: Sequence[tuple[Decision, CoverageRow | None]],
-    target: Target,
-    *,
-    chosen_weights: Collection[int],
-    chosen_macs: float,
-    other_macs: float,
-) -> Widths:
-    """Make the table: add the cost of everything without a choice, at the precision that the config gives it.
-
-    Args:
-        rows: The layers with a choice.
-        model: The transformed model.
-        fixed: Decisions without a choice, with their coverage rows.
-        target: The target, whose files have the sizes.
-        chosen_weights: Addresses of the weights that are in `rows`.
-        chosen_macs, other_macs: Multiply-accumulates of the layers with a choice, and of all others.
-    """
-    float_size = _float_bytes(model)
-    size = float_size - sum(FLOAT_BITS / 8 * row.weights for row in rows)
-    time = other_macs
+    width_rows = tuple(_make_row(group, measured, macs) for group in group_layers_sharing_precision(layers))
+    # A layer without a choice may use a weight of a layer with one: it is counted there.
+    keys_with_choice = {get_weight_key(layer.first.site) for layer in layers if layer.first.weight is not None}
+    float_size = _float_bytes(result.model)
+    other_macs = sum(row.macs or 0 for row in coverage.operations if row.name not in macs)
+    rest_size = float_size - sum(FLOAT_BITS / 8 * row.weights for row in width_rows)
+    rest_time: float = other_macs
     for decision, row in fixed:
-        bits = max((spec.n_bits for point, _, spec in decision.points if point != Point.OUTPUT), default=FLOAT_BITS)
-        if decision.weight is not None and get_weight_key(decision.site) not in chosen_weights:
-            shape = get_weight_shape(decision.site.part)
-            size -= FLOAT_BITS / 8 * prod(shape) - _weight_bytes(decision.weight, shape, target)
-            bits = max(bits, decision.weight.n_bits)
-        elif decision.weight is None and decision.site.role is not None:
-            bits = FLOAT_BITS
-        time -= (row.macs or 0) * (1 - bits / FLOAT_BITS) if row is not None else 0.0
+        has_own_weight = decision.weight is not None and get_weight_key(decision.site) not in keys_with_choice
+        rest_size -= _saved_bytes(decision, target) if has_own_weight else 0.0
+        if row is not None:
+            rest_time -= (row.macs or 0) * (1 - _operand_bits(decision, has_own_weight) / FLOAT_BITS)
     return Widths(
-        rows,
+        width_rows,
         float_size=float_size,
-        float_time=chosen_macs + other_macs,
-        rest_size=max(size, 0.0),
-        rest_time=max(time, 0.0),
+        float_time=sum(macs.values()) + other_macs,
+        rest_size=max(rest_size, 0.0),
+        rest_time=max(rest_time, 0.0),
     )
+
+
+def _saved_bytes(decision: Decision, target: Target) -> float:
+    """Return how many bytes smaller than in float a quantized weight is."""
+    shape = get_weight_shape(decision.site.part)
+    return _weight_bytes(None, shape, target) - _weight_bytes(decision.weight, shape, target)
+
+
+def _operand_bits(decision: Decision, has_own_weight: bool) -> int:
+    """Return the bits of the wider operand of an operation without a choice."""
+    if decision.weight is None and decision.site.role is not None:
+        return FLOAT_BITS
+    bits = max((spec.n_bits for point, _, spec in decision.points if point != Point.OUTPUT), default=FLOAT_BITS)
+    return max(bits, decision.weight.n_bits) if has_own_weight and decision.weight is not None else bits
 
 
 def _count_work(row: CoverageRow | None, node: fx.Node) -> float:
@@ -167,7 +150,7 @@ def _float_bytes(model: fx.GraphModule) -> float:
     """Return the bytes of all parameters and float buffers in float32. A shared tensor counts once."""
     tensors = (*model.parameters(), *model.buffers())
     sizes = {tensor.data_ptr(): tensor.numel() for tensor in tensors if tensor.is_floating_point()}
-    return 4.0 * sum(sizes.values())
+    return FLOAT_BITS / 8 * sum(sizes.values())
 
 
 def _make_row(group: Sequence[LayerOptions], measured: "_NoiseMeasurement", macs: Mapping[str, float]) -> WidthRow:
@@ -307,7 +290,7 @@ class _NoiseMeasurement:
         error = 0.0
         if option.weight is not None:
             present = self.weight_noise.get(layer.name, 0.0)
-            if layer.name in self.silent:
+            if layer.name in self.silent:  # it has no noise at the model's output: use that at its own output
                 present = self.levels.get(layer.name, 0.0)
             error += present * self.losses.get(layer.name, {}).get(option.weight, 0.0)
         if option.inputs:

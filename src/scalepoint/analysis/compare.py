@@ -27,12 +27,13 @@ from scalepoint.analysis.layers import (
     get_quantized_part,
 )
 from scalepoint.analysis.paired_runner import FloatAndQuantizedRunner
-from scalepoint.analysis.statistics import ErrorSums, RangeUsage, decibels, energy, merge_over_ranks
+from scalepoint.analysis.statistics import ErrorSums, RangeUsage, decibels, energy, finite_or_none, merge_over_ranks
 from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import UsageError, short_repr
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.patterns import get_kind
-from scalepoint.quantize.feeding import Data, feed_data
+from scalepoint.quantize.batches import Data
+from scalepoint.quantize.feeding import feed_data
 from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.quantize.shadow_models import wrap_with_signature
 from scalepoint.results import LayerError
@@ -99,11 +100,7 @@ class Comparison:
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return plain values for JSON. A ratio that is not finite (no error, no signal) is None."""
-        return [{name: _finite_or_none(value) for name, value in vars(row).items()} for row in self.rows]
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [{name: finite_or_none(value) for name, value in vars(row).items()} for row in self.rows]
 
 
 def _format_level(value: float | None) -> str:

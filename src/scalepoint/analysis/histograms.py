@@ -17,7 +17,8 @@ from scalepoint.analysis.layers import (
 )
 from scalepoint.errors import UsageError, short_repr
 from scalepoint.numerics.histogram import Histogram, bin_width, compute_histogram, merge_histograms
-from scalepoint.quantize.feeding import Data, feed_data
+from scalepoint.quantize.batches import Data
+from scalepoint.quantize.feeding import feed_data
 from scalepoint.quantize.quantizers import QuantizerBase, QuantStub
 from scalepoint.quantize.shadow_models import copy_with_shared_parameters
 from scalepoint.results import TensorHistogram

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import UsageError, did_you_mean
-from scalepoint.operation_coverage import Coverage, CoverageRow
+from scalepoint.operation_coverage import Coverage
 from scalepoint.patterns import Fused, get_kind
 from scalepoint.quantize.operations import get_part_kind
 from scalepoint.quantize.quantized_layers import QuantizedLayer
@@ -50,12 +50,9 @@ def get_layers(model: fx.GraphModule) -> list[AnalyzedLayer]:
         if site.coverage_index is None:
             layers.append(_make_uncounted_layer(model, node, site.name))
         else:
-            layers.append(_make_counted_layer(node, rows[site.coverage_index]))
+            row = rows[site.coverage_index]
+            layers.append(AnalyzedLayer(row.name, row.kind, row.precision, row.macs, row.parameters, node))
     return layers
-
-
-def _make_counted_layer(node: fx.Node, row: CoverageRow) -> AnalyzedLayer:
-    return AnalyzedLayer(row.name, row.kind, row.precision, row.macs, row.parameters, node)
 
 
 def _make_uncounted_layer(model: fx.GraphModule, node: fx.Node, name: str) -> AnalyzedLayer:

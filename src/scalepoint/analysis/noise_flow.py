@@ -14,7 +14,8 @@ from scalepoint import distributed
 from scalepoint.analysis.layers import get_quantizers
 from scalepoint.analysis.paired_runner import FloatAndQuantizedRunner
 from scalepoint.analysis.statistics import energy, error_energy, float_tensors
-from scalepoint.quantize.feeding import Data, feed_data
+from scalepoint.quantize.batches import Data
+from scalepoint.quantize.feeding import feed_data
 from scalepoint.quantize.shadow_models import wrap_with_signature
 
 

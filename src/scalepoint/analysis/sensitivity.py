@@ -23,10 +23,11 @@ from torch import fx, nn
 from scalepoint import distributed
 from scalepoint.analysis.layers import AnalyzedLayer, check_has_active_quantizers, get_layers, get_quantizers
 from scalepoint.analysis.noise_flow import measure_noise_flow
-from scalepoint.analysis.statistics import ErrorSums, merge_over_ranks
+from scalepoint.analysis.statistics import ErrorSums, finite_or_none, merge_over_ranks
 from scalepoint.errors import UsageError, short_repr
+from scalepoint.quantize.batches import Data, check_data, read_first_inputs
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.feeding import Data, check_data, feed_data, read_first_inputs
+from scalepoint.quantize.feeding import feed_data
 from scalepoint.quantize.quantize_model import quantize
 from scalepoint.quantize.quantizers import QuantizerBase
 from scalepoint.quantize.record import has_record
@@ -64,11 +65,7 @@ class Sensitivity:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {name: _finite_or_none(value) for name, value in vars(self).items()}
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {name: finite_or_none(value) for name, value in vars(self).items()}
 
 
 @serialized
@@ -107,18 +104,18 @@ def sensitivity(
         raise UsageError("metric= is not used with how='proxy': pass how='one_at_a_time', or omit metric=")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise UsageError(f"limit= must be a number of layers from 1, got {short_repr(limit)}")
+    is_float, runs_proxy = not has_record(model), how == "proxy" or limit is not None
     # Calibration of a float model, the proxy, and one layer at a time each read the data once.
-    passes = (not has_record(model)) + (how == "proxy" or limit is not None) + (how != "proxy")
-    check_data(data, passes=passes)
+    check_data(data, passes=sum((is_float, runs_proxy, how == "one_at_a_time")))
     quantized = _quantize_if_float(model, data, target, config, max_batches, progress)
     check_has_active_quantizers(quantized)
     layers = _find_quantized_layers(quantized)
     names = list(layers)
     if how == "proxy" or (limit is not None and limit < len(layers)):
-        rows = _rank_layers(layers, _proxy_scores(quantized, names, data, max_batches, progress))[:limit]
+        most_sensitive = _rank_layers(layers, _proxy_scores(quantized, names, data, max_batches, progress))[:limit]
         if how == "proxy":
-            return rows
-        names = [row.name for row in rows]
+            return most_sensitive
+        names = [row.name for row in most_sensitive]  # only these are quantized one at a time
     if metric is None:
         return _rank_layers(layers, _noise_one_at_a_time(quantized, names, data, max_batches, progress))
     values = _metric_one_at_a_time(quantized, names, metric)

@@ -39,6 +39,11 @@ def decibels(signal: float, noise: float) -> float:
     return 10 * (math.log10(signal) - math.log10(noise))
 
 
+def finite_or_none(value: Any) -> Any:
+    """Replace infinity and NaN, which JSON does not have, by None."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 @dataclass
 class ErrorSums:
     """Sums over the values x of a reference and y of a model.

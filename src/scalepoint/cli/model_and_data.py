@@ -75,7 +75,7 @@ def load_onnx_data(settings: DeployConfig, loader: ObjectLoader) -> Any:
 
 def batch_to_example(model: Any, batch: Any) -> Any:
     """Return a batch as example inputs, without values after the model's own inputs, such as labels."""
-    from scalepoint.quantize.feeding import to_model_inputs
+    from scalepoint.quantize.batches import to_model_inputs
 
     args, kwargs = to_model_inputs(batch, model)
     return kwargs or args

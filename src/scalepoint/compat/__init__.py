@@ -8,7 +8,8 @@ example to find out whether a patch causes a problem with a new version of a lib
 """
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -113,13 +114,6 @@ PATCHES = (
         "torch.compiler.assume_constant_result imports torch._dynamo, which takes as long as importing torch",
         "torch.compiler.assume_constant_result",
     ),
-    Patch(
-        "late_networkx",
-        "torch",
-        ("2.13.",),
-        "torch.export imports networkx, which it does not use, in 0.2 s",
-        "networkx is imported",
-    ),
 )
 
 
@@ -137,3 +131,13 @@ def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def only_in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `replacement` in the current thread and `original` in the user's other threads."""
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    return call

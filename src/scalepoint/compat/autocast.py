@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from scalepoint.compat import attribute_replaced, patches_enabled
+from scalepoint.compat import attribute_replaced, only_in_this_thread, patches_enabled
 
 DEVICES = ("cpu", "cuda")
 
@@ -36,7 +36,7 @@ def autocast_ignored(on_block: Callable[[torch.dtype], None]) -> Iterator[None]:
         finally:
             self._enabled = is_enabled
 
-    with attribute_replaced(torch.autocast, "__enter__", enter_without_casts):
+    with attribute_replaced(torch.autocast, "__enter__", only_in_this_thread(enter_without_casts, enter)):
         yield
 
 

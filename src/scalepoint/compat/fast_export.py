@@ -91,6 +91,7 @@ def record_program(
         set(choose_axes(name, value)) if isinstance(value, Tensor) else set()
         for name, value in zip(inputs.names, inputs.values, strict=True)
     ]
+    # A run may show that an axis can have one size only. Then the graph is recorded again with this axis static.
     while True:
         fake_inputs = fake_input_cache.fake_inputs(inputs, dynamic_axes)
         recording = _Recording(model, inputs, fake_inputs, node_meta)
@@ -111,101 +112,176 @@ def flatten_inputs(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[st
     return tuple(_FlatInputs(model, args, kwargs).values)
 
 
-class RecordedProgram(ExportedProgram):
-    """A recorded program. Its operations are decomposed in place, one by one.
+class _FlatInputs:
+    """The inputs of a graph as its placeholders take them, and their nesting."""
 
-    Torch's `run_decompositions` traces the whole program again instead.
-
-    Attributes:
-        trace_error: The error for which `run_decompositions` did trace the whole program; None if it did not.
-    """
-
-    trace_error: Exception | None = None
-    node_meta: NodeMeta
-
-    def run_decompositions(
-        self, decomp_table: Any = None, decompose_custom_triton_ops: bool = False
-    ) -> ExportedProgram:
-        """Decompose the operations of the table; returns this program, or a new one if it had to be traced again."""
-        if isinstance(self.graph, _GraphWithOptionalCode):
-            self.graph.writes_code = True
-        table = dict((torch.export.default_decompositions() if decomp_table is None else decomp_table).items())
-        if not self.decompose_in_place(table):
-            traced: ExportedProgram = super().run_decompositions(table, decompose_custom_triton_ops)
-            return traced
-        self.graph_module.recompile()
-        return self
-
-    def decompose_in_place(self, table: Decompositions) -> bool:
-        """Decompose the operations of the table in the graph, without writing its code.
-
-        Returns False and sets `trace_error` if only torch's trace of the whole program can decompose it.
-        """
-        try:
-            _decompose_graph(self.graph, table, self.node_meta)
-        except Exception as error:  # decompositions may raise anything; the caller traces the whole program then
-            self.trace_error = error
-        self.graph.eliminate_dead_code()
-        output: Any = next(node for node in self.graph.nodes if node.op == "output")
-        for spec, result in zip(self.graph_signature.output_specs, output.args[0], strict=True):
-            spec.arg = _argument_spec(result)
-        return self.trace_error is None
+    def __init__(self, model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.names = [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
+        self.example_inputs = (args, kwargs)
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        info = pytree_info(model.graph)
+        if info is None:
+            self.values = [arguments[name.lstrip("*")] for name in self.names]
+            self.structure = pytree.tree_structure((tuple(self.values), {}))
+        else:
+            ordered = [arguments[name] for name in info.orig_args]
+            positional_spec, *keyword_specs = info.in_spec.children()
+            count = positional_spec.num_children
+            keywords = keyword_specs[0].context if keyword_specs else ()
+            by_name = dict(zip(keywords, ordered[count:], strict=True))
+            self.values = fx_pytree.tree_flatten_spec((tuple(ordered[:count]), by_name), info.in_spec)
+            self.structure = info.in_spec
+        is_nested = any(isinstance(value, dict | list | tuple) for value in self.values)
+        if is_nested or len(self.values) != len(self.names):
+            raise NotRecordedError("nested inputs where the graph takes one tensor")
 
 
-class _GraphWithOptionalCode(fx.Graph):
-    """A graph whose Python code is left empty if `writes_code` is False. ExportedProgram writes it when it is made."""
+class _FakeInputs(NamedTuple):
+    """Fake inputs of a graph, the environment of their symbols, and the shapes inferred from them."""
 
-    writes_code = True
-
-    def python_code(self, root_module: str, **options: Any) -> PythonCode:
-        return super().python_code(root_module, **options) if self.writes_code else fx.Graph().python_code(root_module)
-
-
-def _batch_norm_in_eval(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, _cudnn: bool
-) -> Any:
-    """Replace a batch norm with running statistics by the operation that torch.export records for it."""
-    if training:
-        raise NotRecordedError("batch norm with the statistics of the batch")
-    return torch.ops.aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)[0]
+    shape_env: ShapeEnv
+    values: list[Any]
+    shapes: ShapeCache
 
 
-def _check_same_layout(x: Tensor, size: Sequence[Any], stride: Sequence[Any], offset: Any = None) -> Tensor:
-    """Return x for an as_strided_ that changes strides of axes of size 1 only, as a pool of channels-last does."""
-    is_same_shape = offset is None and tuple(size) == tuple(x.shape)
-    if not is_same_shape or any(
-        extent != 1 and new != old for extent, new, old in zip(size, stride, x.stride(), strict=True)
-    ):
-        raise NotRecordedError("aten.as_strided_.default writes in place")
-    return x
+class FakeInputCache:
+    """Fake inputs and inferred shapes of one graph, reused for another with the same inputs (float and quantized)."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._fake_inputs: _FakeInputs | None = None
+
+    def fake_inputs(self, inputs: _FlatInputs, dynamic_axes: Sequence[set[int]]) -> _FakeInputs:
+        """Return the fake inputs of an earlier run with the same inputs and axes, or new ones."""
+        descriptions = [
+            (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
+            for value in inputs.values
+        ]
+        key = (inputs.names, descriptions, [sorted(axes) for axes in dynamic_axes])
+        if self._fake_inputs is None or self._key != key:
+            self._key, self._fake_inputs = key, _make_fake_inputs(inputs, dynamic_axes)
+        self._fake_inputs.shapes.release_tensors()
+        return self._fake_inputs
+
+    def clear(self) -> None:
+        """Start with new symbols at the next graph."""
+        self._fake_inputs = None
 
 
-def _rrelu_in_eval(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Any:
-    """Replace a randomized leaky ReLU in eval mode by a leaky ReLU with the mean slope."""
-    if training:
-        raise NotRecordedError("a leaky ReLU with random slopes")
-    return torch.ops.aten.leaky_relu(x, (lower + upper) / 2)
+def _make_fake_inputs(inputs: _FlatInputs, dynamic_axes: Sequence[set[int]]) -> _FakeInputs:
+    shape_env = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=shape_env)
+    mode.cache_enabled = False  # filling torch's own cache takes as long as inferring the shapes; see ShapeCache
+    values = [
+        make_fake_input(mode, name, value.detach(), axes) if isinstance(value, Tensor) else value
+        for name, value, axes in zip(inputs.names, inputs.values, dynamic_axes, strict=True)
+    ]
+    return _FakeInputs(shape_env, values, ShapeCache(mode))
 
 
-REPLACEMENTS: Decompositions = {
-    torch.ops.aten.as_strided_.default: _check_same_layout,
-    torch.ops.aten.batch_norm.default: _batch_norm_in_eval,
-    torch.ops.aten.lift_fresh.default: torch.ops.aten.lift_fresh_copy.default,  # torch.tensor(...) in a forward
-    torch.ops.aten.detach_.default: lambda x: x,
-    torch.ops.aten.rrelu.default: _rrelu_in_eval,
-}
+class _Recording:
+    """One recorded run of a graph."""
+
+    def __init__(
+        self, model: fx.GraphModule, inputs: _FlatInputs, fake_inputs: _FakeInputs, node_meta: NodeMeta
+    ) -> None:
+        self.graph = graph = _GraphWithOptionalCode()
+        self.inputs, self.shape_env, self.node_meta = inputs, fake_inputs.shape_env, node_meta
+        # id of a tensor -> (name, is_buffer). Tied tensors get the first of their names, so it is written last.
+        self._state_names = {id(tensor): (name, True) for name, tensor in reversed(list(model.named_buffers()))}
+        self._state_names |= {id(tensor): (name, False) for name, tensor in reversed(list(model.named_parameters()))}
+        self._state: list[tuple[fx.Node, Tensor]] = []
+        self.recorder = recorder = _OperationRecorder(graph, fake_inputs.shapes, {})
+        recorder.add_constant = self._add_state
+        self.input_nodes = [graph.placeholder(name) for name in inputs.names]
+        for node, name, value in zip(self.input_nodes, inputs.names, fake_inputs.values, strict=True):
+            node.name = name  # torch.fx renames a placeholder called like a builtin, such as "input"
+            node.meta["val"] = value
+            recorder.bind(node, value)
+        with torch.inference_mode(), recorder, any_length_recurrent_shapes():
+            interpreter = _RecordingInterpreter(model, recorder, node_meta)
+            outputs = interpreter.run(*fake_inputs.values, enable_io_processing=False)
+        leaves, structure = pytree.tree_flatten(outputs)
+        info = pytree_info(model.graph)
+        self.output_structure: Any = structure if info is None else info.out_spec
+        recorder.node_meta = {}
+        self.outputs = [recorder.to_argument(leaf) for leaf in leaves]
+        graph.output(tuple(self.outputs))
+        graph.eliminate_dead_code()
+
+    def _add_state(self, tensor: Tensor) -> fx.Node:
+        """Add a placeholder for a parameter, a buffer or a constant tensor."""
+        name, _ = self._state_names.setdefault(id(tensor), (f"constant_{len(self._state)}", True))
+        with self.graph.inserting_before(self.input_nodes[0] if self.input_nodes else None):
+            # The name becomes an identifier in the code of the graph. Names of files depend on this prefix.
+            node = self.graph.placeholder("held_" + re.sub(r"\W", "_", name))
+        node.meta["val"] = self.recorder.shapes.to_fake(tensor)
+        self._state.append((node, tensor))
+        return node
+
+    def to_program(self, writes_code: bool) -> "RecordedProgram":
+        self.graph.writes_code = writes_code
+        input_specs = [self._state_spec(node, tensor) for node, tensor in self._state]
+        input_specs += [InputSpec(InputKind.USER_INPUT, _argument_spec(node), None) for node in self.input_nodes]
+        output_specs = [OutputSpec(OutputKind.USER_OUTPUT, _argument_spec(output), None) for output in self.outputs]
+        # Torch would check the guards in every call of the program, by names that the program does not have.
+        self.shape_env.guards.clear()
+        signature = ModuleCallSignature([], [], self.inputs.structure, self.output_structure)
+        program = RecordedProgram(
+            root=nn.Module(),
+            graph=self.graph,
+            graph_signature=ExportGraphSignature(input_specs, output_specs),
+            state_dict={self._state_names[id(tensor)][0]: tensor for _, tensor in self._state},
+            range_constraints={},
+            module_call_graph=[ModuleCallEntry("", signature)],
+            example_inputs=self.inputs.example_inputs,
+        )
+        program.node_meta = self.node_meta
+        return program
+
+    def _state_spec(self, node: fx.Node, tensor: Tensor) -> InputSpec:
+        name, is_buffer = self._state_names[id(tensor)]
+        kind = InputKind.BUFFER if is_buffer else InputKind.PARAMETER
+        return InputSpec(kind, TensorArgument(node.name), name, persistent=True if is_buffer else None)
 
 
-@cache
-def _must_decompose(operation: Any) -> bool:
-    """Whether an operation consists of others and may return a view of its input or write to it (reshape, to).
+def _argument_spec(value: Any) -> ArgumentSpec:
+    if not isinstance(value, fx.Node):
+        return ConstantArgument("", value)
+    result = value.meta["val"]
+    if isinstance(result, Tensor):
+        return TensorArgument(value.name)
+    if isinstance(result, torch.SymInt):
+        return SymIntArgument(value.name)
+    return ConstantArgument(value.name, result)
 
-    torch.export decomposes all of these.
-    """
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    is_tagged = torch.Tag.maybe_aliasing_or_mutating in operation.tags
-    has_alias = is_tagged or any(argument.alias_info is not None for argument in operation._schema.arguments)
-    return has_alias and torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key)
+
+class _RecordingInterpreter(fx.Interpreter):
+    """Runs a captured graph. Recorded nodes get the meta of the node of the graph that runs."""
+
+    def __init__(self, model: fx.GraphModule, recorder: "_OperationRecorder", node_meta: NodeMeta) -> None:
+        super().__init__(model)
+        self.recorder, self.node_meta = recorder, node_meta
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.recorder.node_meta = self.node_meta(n, None)
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, HigherOrderOperator):
+            raise NotRecordedError(f"torch.{target.__name__} has branches")
+        result = super().call_function(target, args, kwargs)
+        if isinstance(result, torch.SymFloat | torch.SymBool):
+            raise NotRecordedError(f"{target} of sizes")
+        # Arithmetic on sizes (operator.mul) does not reach the recorder, which is called for tensor operations only.
+        is_symbolic_size = isinstance(result, torch.SymInt) and not is_concrete_int(result)
+        if is_symbolic_size and result.node.expr not in self.recorder.size_nodes:
+            node = self.recorder.graph.call_function(target, *self.recorder.to_arguments(args, kwargs))
+            node.meta = {**self.recorder.node_meta, "val": result}
+            self.recorder.bind(node, result)
+        return result
 
 
 class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -318,176 +394,101 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return node
 
 
-class _RecordingInterpreter(fx.Interpreter):
-    """Runs a captured graph. Recorded nodes get the meta of the node of the graph that runs."""
+@cache
+def _must_decompose(operation: Any) -> bool:
+    """Whether an operation consists of others and may return a view of its input or write to it (reshape, to).
 
-    def __init__(self, model: fx.GraphModule, recorder: _OperationRecorder, node_meta: NodeMeta) -> None:
-        super().__init__(model)
-        self.recorder, self.node_meta = recorder, node_meta
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.recorder.node_meta = self.node_meta(n, None)
-        return super().run_node(n)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(target, HigherOrderOperator):
-            raise NotRecordedError(f"torch.{target.__name__} has branches")
-        result = super().call_function(target, args, kwargs)
-        if isinstance(result, torch.SymFloat | torch.SymBool):
-            raise NotRecordedError(f"{target} of sizes")
-        # Arithmetic on sizes (operator.mul) does not reach the recorder, which is called for tensor operations only.
-        is_symbolic_size = isinstance(result, torch.SymInt) and not is_concrete_int(result)
-        if is_symbolic_size and result.node.expr not in self.recorder.size_nodes:
-            node = self.recorder.graph.call_function(target, *self.recorder.to_arguments(args, kwargs))
-            node.meta = {**self.recorder.node_meta, "val": result}
-            self.recorder.bind(node, result)
-        return result
+    torch.export decomposes all of these.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    is_tagged = torch.Tag.maybe_aliasing_or_mutating in operation.tags
+    has_alias = is_tagged or any(argument.alias_info is not None for argument in operation._schema.arguments)
+    return has_alias and torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key)
 
 
-class _FlatInputs:
-    """The inputs of a graph as its placeholders take them, and their nesting."""
-
-    def __init__(self, model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.names = [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
-        self.example_inputs = (args, kwargs)
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments
-        info = pytree_info(model.graph)
-        if info is None:
-            self.values = [arguments[name.lstrip("*")] for name in self.names]
-            self.structure = pytree.tree_structure((tuple(self.values), {}))
-        else:
-            ordered = [arguments[name] for name in info.orig_args]
-            positional_spec, *keyword_specs = info.in_spec.children()
-            count = positional_spec.num_children
-            keywords = keyword_specs[0].context if keyword_specs else ()
-            by_name = dict(zip(keywords, ordered[count:], strict=True))
-            self.values = fx_pytree.tree_flatten_spec((tuple(ordered[:count]), by_name), info.in_spec)
-            self.structure = info.in_spec
-        is_nested = any(isinstance(value, dict | list | tuple) for value in self.values)
-        if is_nested or len(self.values) != len(self.names):
-            raise NotRecordedError("nested inputs where the graph takes one tensor")
+def _batch_norm_in_eval(
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, _cudnn: bool
+) -> Any:
+    """Replace a batch norm with running statistics by the operation that torch.export records for it."""
+    if training:
+        raise NotRecordedError("batch norm with the statistics of the batch")
+    return torch.ops.aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)[0]
 
 
-class _FakeInputs(NamedTuple):
-    """Fake inputs of a graph, the environment of their symbols, and the shapes inferred from them."""
-
-    shape_env: ShapeEnv
-    values: list[Any]
-    shapes: ShapeCache
-
-
-class FakeInputCache:
-    """Fake inputs and inferred shapes of one graph, reused for another with the same inputs (float and quantized)."""
-
-    def __init__(self) -> None:
-        self._key: Any = None
-        self._fake_inputs: _FakeInputs | None = None
-
-    def fake_inputs(self, inputs: _FlatInputs, dynamic_axes: Sequence[set[int]]) -> _FakeInputs:
-        """Return the fake inputs of an earlier run with the same inputs and axes, or new ones."""
-        descriptions = [
-            (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
-            for value in inputs.values
-        ]
-        key = (inputs.names, descriptions, [sorted(axes) for axes in dynamic_axes])
-        if self._fake_inputs is None or self._key != key:
-            self._key, self._fake_inputs = key, _make_fake_inputs(inputs, dynamic_axes)
-        self._fake_inputs.shapes.release_tensors()
-        return self._fake_inputs
-
-    def clear(self) -> None:
-        """Start with new symbols at the next graph."""
-        self._fake_inputs = None
+def _check_same_layout(x: Tensor, size: Sequence[Any], stride: Sequence[Any], offset: Any = None) -> Tensor:
+    """Return x for an as_strided_ that changes strides of axes of size 1 only, as a pool of channels-last does."""
+    is_same_shape = offset is None and tuple(size) == tuple(x.shape)
+    if not is_same_shape or any(
+        extent != 1 and new != old for extent, new, old in zip(size, stride, x.stride(), strict=True)
+    ):
+        raise NotRecordedError("aten.as_strided_.default writes in place")
+    return x
 
 
-def _make_fake_inputs(inputs: _FlatInputs, dynamic_axes: Sequence[set[int]]) -> _FakeInputs:
-    shape_env = ShapeEnv(duck_shape=False)
-    mode = FakeTensorMode(shape_env=shape_env)
-    mode.cache_enabled = False  # filling torch's own cache takes as long as inferring the shapes; see ShapeCache
-    values = [
-        make_fake_input(mode, name, value.detach(), axes) if isinstance(value, Tensor) else value
-        for name, value, axes in zip(inputs.names, inputs.values, dynamic_axes, strict=True)
-    ]
-    return _FakeInputs(shape_env, values, ShapeCache(mode))
+def _rrelu_in_eval(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Any:
+    """Replace a randomized leaky ReLU in eval mode by a leaky ReLU with the mean slope."""
+    if training:
+        raise NotRecordedError("a leaky ReLU with random slopes")
+    return torch.ops.aten.leaky_relu(x, (lower + upper) / 2)
 
 
-class _Recording:
-    """One recorded run of a graph."""
-
-    def __init__(
-        self, model: fx.GraphModule, inputs: _FlatInputs, fake_inputs: _FakeInputs, node_meta: NodeMeta
-    ) -> None:
-        self.graph = graph = _GraphWithOptionalCode()
-        self.inputs, self.shape_env, self.node_meta = inputs, fake_inputs.shape_env, node_meta
-        # id of a tensor -> (name, is_buffer). Tied tensors get the first of their names, so it is written last.
-        self._state_names = {id(tensor): (name, True) for name, tensor in reversed(list(model.named_buffers()))}
-        self._state_names |= {id(tensor): (name, False) for name, tensor in reversed(list(model.named_parameters()))}
-        self._state: list[tuple[fx.Node, Tensor]] = []
-        self.recorder = recorder = _OperationRecorder(graph, fake_inputs.shapes, {})
-        recorder.add_constant = self._add_state
-        self.input_nodes = [graph.placeholder(name) for name in inputs.names]
-        for node, name, value in zip(self.input_nodes, inputs.names, fake_inputs.values, strict=True):
-            node.name = name  # torch.fx renames a placeholder called like a builtin, such as "input"
-            node.meta["val"] = value
-            recorder.bind(node, value)
-        with torch.inference_mode(), recorder, any_length_recurrent_shapes():
-            interpreter = _RecordingInterpreter(model, recorder, node_meta)
-            outputs = interpreter.run(*fake_inputs.values, enable_io_processing=False)
-        leaves, structure = pytree.tree_flatten(outputs)
-        info = pytree_info(model.graph)
-        self.output_structure: Any = structure if info is None else info.out_spec
-        recorder.node_meta = {}
-        self.outputs = [recorder.to_argument(leaf) for leaf in leaves]
-        graph.output(tuple(self.outputs))
-        graph.eliminate_dead_code()
-
-    def _add_state(self, tensor: Tensor) -> fx.Node:
-        """Add a placeholder for a parameter, a buffer or a constant tensor."""
-        name, _ = self._state_names.setdefault(id(tensor), (f"constant_{len(self._state)}", True))
-        with self.graph.inserting_before(self.input_nodes[0] if self.input_nodes else None):
-            # The name becomes an identifier in the code of the graph. Names of files depend on this prefix.
-            node = self.graph.placeholder("held_" + re.sub(r"\W", "_", name))
-        node.meta["val"] = self.recorder.shapes.to_fake(tensor)
-        self._state.append((node, tensor))
-        return node
-
-    def to_program(self, writes_code: bool) -> RecordedProgram:
-        self.graph.writes_code = writes_code
-        input_specs = [self._state_spec(node, tensor) for node, tensor in self._state]
-        input_specs += [InputSpec(InputKind.USER_INPUT, _argument_spec(node), None) for node in self.input_nodes]
-        output_specs = [OutputSpec(OutputKind.USER_OUTPUT, _argument_spec(output), None) for output in self.outputs]
-        # Torch would check the guards in every call of the program, by names that the program does not have.
-        self.shape_env.guards.clear()
-        signature = ModuleCallSignature([], [], self.inputs.structure, self.output_structure)
-        program = RecordedProgram(
-            root=nn.Module(),
-            graph=self.graph,
-            graph_signature=ExportGraphSignature(input_specs, output_specs),
-            state_dict={self._state_names[id(tensor)][0]: tensor for _, tensor in self._state},
-            range_constraints={},
-            module_call_graph=[ModuleCallEntry("", signature)],
-            example_inputs=self.inputs.example_inputs,
-        )
-        program.node_meta = self.node_meta
-        return program
-
-    def _state_spec(self, node: fx.Node, tensor: Tensor) -> InputSpec:
-        name, is_buffer = self._state_names[id(tensor)]
-        kind = InputKind.BUFFER if is_buffer else InputKind.PARAMETER
-        return InputSpec(kind, TensorArgument(node.name), name, persistent=True if is_buffer else None)
+REPLACEMENTS: Decompositions = {
+    torch.ops.aten.as_strided_.default: _check_same_layout,
+    torch.ops.aten.batch_norm.default: _batch_norm_in_eval,
+    torch.ops.aten.lift_fresh.default: torch.ops.aten.lift_fresh_copy.default,  # torch.tensor(...) in a forward
+    torch.ops.aten.detach_.default: lambda x: x,
+    torch.ops.aten.rrelu.default: _rrelu_in_eval,
+}
 
 
-def _argument_spec(value: Any) -> ArgumentSpec:
-    if not isinstance(value, fx.Node):
-        return ConstantArgument("", value)
-    result = value.meta["val"]
-    if isinstance(result, Tensor):
-        return TensorArgument(value.name)
-    if isinstance(result, torch.SymInt):
-        return SymIntArgument(value.name)
-    return ConstantArgument(value.name, result)
+class _GraphWithOptionalCode(fx.Graph):
+    """A graph whose Python code is left empty if `writes_code` is False. ExportedProgram writes it when it is made."""
+
+    writes_code = True
+
+    def python_code(self, root_module: str, **options: Any) -> PythonCode:
+        return super().python_code(root_module, **options) if self.writes_code else fx.Graph().python_code(root_module)
+
+
+class RecordedProgram(ExportedProgram):
+    """A recorded program. Its operations are decomposed in place, one by one.
+
+    Torch's `run_decompositions` traces the whole program again instead.
+
+    Attributes:
+        trace_error: The error for which `run_decompositions` did trace the whole program; None if it did not.
+    """
+
+    trace_error: Exception | None = None
+    node_meta: NodeMeta
+
+    def run_decompositions(
+        self, decomp_table: Any = None, decompose_custom_triton_ops: bool = False
+    ) -> ExportedProgram:
+        """Decompose the operations of the table; returns this program, or a new one if it had to be traced again."""
+        if isinstance(self.graph, _GraphWithOptionalCode):
+            self.graph.writes_code = True
+        table = dict((torch.export.default_decompositions() if decomp_table is None else decomp_table).items())
+        if not self.decompose_in_place(table):
+            traced: ExportedProgram = super().run_decompositions(table, decompose_custom_triton_ops)
+            return traced
+        self.graph_module.recompile()
+        return self
+
+    def decompose_in_place(self, table: Decompositions) -> bool:
+        """Decompose the operations of the table in the graph, without writing its code.
+
+        Returns False and sets `trace_error` if only torch's trace of the whole program can decompose it.
+        """
+        try:
+            _decompose_graph(self.graph, table, self.node_meta)
+        except Exception as error:  # decompositions may raise anything; the caller traces the whole program then
+            self.trace_error = error
+        self.graph.eliminate_dead_code()
+        output: Any = next(node for node in self.graph.nodes if node.op == "output")
+        for spec, result in zip(self.graph_signature.output_specs, output.args[0], strict=True):
+            spec.arg = _argument_spec(result)
+        return self.trace_error is None
 
 
 def _decompose_graph(graph: fx.Graph, table: Decompositions, node_meta: NodeMeta) -> None:

@@ -44,44 +44,10 @@ class ShapeCache:
         self._alive: list[Any] = []
         self._real_tensors: list[Tensor] = []
 
-    def to_fake(self, value: Any) -> Any:
-        """Return a fake tensor for a real tensor, and any other value unchanged."""
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
-            return value
-        if id(value) not in self._fakes:
-            self._real_tensors.append(value)
-            self._fakes[id(value)] = self._make_fake(value)
-        return self._fakes[id(value)]
-
-    def release_tensors(self) -> None:
-        """Drop the references to real tensors. Inferred outputs are kept."""
-        self._fakes.clear()
-        self._real_tensors.clear()
-
-    def _make_fake(self, tensor: Tensor) -> Tensor:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-            return self.mode.from_tensor(tensor, static_shapes=True)
-        key = (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
-        if key not in self._templates:
-            # Not in inference mode: views of the model's parameters must keep their base.
-            with no_dispatch(), torch.inference_mode(False):
-                self._templates[key] = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-                )
-        return self._alias(self._templates[key], tensor.device)
-
-    def _alias(self, template: Tensor, device: torch.device) -> Tensor:
-        """Make a new fake tensor with the dtype, shape and strides of a meta or fake tensor.
-
-        Without dispatch, because the mode would otherwise infer `detach` like an operation of the model.
-        """
-        with no_dispatch():
-            return FakeTensor(self.mode, template.detach(), device)
-
     def infer(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what an operation returns for these arguments, as fake tensors."""
-        args = tuple(self._nested_to_fake(value) for value in args)
-        kwargs = {name: self._nested_to_fake(value) for name, value in kwargs.items()}
+        args = tuple(self.to_fake(value) for value in args)
+        kwargs = {name: self.to_fake(value) for name, value in kwargs.items()}
         key = self._make_key(operation, args, kwargs)
         if key is not None and key in self._outputs:
             return self._alias_nested(self._outputs[key])
@@ -99,16 +65,46 @@ class ShapeCache:
             self._alive.append(outputs)
         return outputs
 
-    def _nested_to_fake(self, value: Any) -> Any:
+    def to_fake(self, value: Any) -> Any:
         """Make the tensors of an argument fake. Operations of torch nest tensors only in lists and tuples."""
-        if isinstance(value, Tensor):
-            return self.to_fake(value)
-        return type(value)(map(self._nested_to_fake, value)) if type(value) in (list, tuple) else value
+        if type(value) in (list, tuple):
+            return type(value)(map(self.to_fake, value))
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        if id(value) not in self._fakes:
+            self._real_tensors.append(value)
+            self._fakes[id(value)] = self._make_fake(value)
+        return self._fakes[id(value)]
+
+    def release_tensors(self) -> None:
+        """Drop the references to real tensors. Inferred outputs are kept."""
+        self._fakes.clear()
+        self._real_tensors.clear()
 
     def _alias_nested(self, outputs: Any) -> Any:
         if isinstance(outputs, Tensor):
             return self._alias(outputs, outputs.device)
         return type(outputs)(map(self._alias_nested, outputs)) if type(outputs) in (list, tuple) else outputs
+
+    def _alias(self, template: Tensor, device: torch.device) -> Tensor:
+        """Make a new fake tensor with the dtype, shape and strides of a meta or fake tensor.
+
+        Without dispatch, because the mode would otherwise infer `detach` like an operation of the model.
+        """
+        with no_dispatch():
+            return FakeTensor(self.mode, template.detach(), device)
+
+    def _make_fake(self, tensor: Tensor) -> Tensor:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            return self.mode.from_tensor(tensor, static_shapes=True)
+        key = (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        if key not in self._templates:
+            # Not in inference mode: views of the model's parameters must keep their base.
+            with no_dispatch(), torch.inference_mode(False):
+                self._templates[key] = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+                )
+        return self._alias(self._templates[key], tensor.device)
 
     def _make_key(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Return everything the output shapes depend on; None if that cannot be compared."""

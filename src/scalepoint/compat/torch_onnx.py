@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from scalepoint.compat import attribute_replaced, patches_enabled
+from scalepoint.compat import attribute_replaced, only_in_this_thread, patches_enabled
 from scalepoint.compat.fast_export import RecordedProgram
 from scalepoint.compat.onnx_rewriter import simplify
 from scalepoint.errors import ExportError
@@ -61,7 +61,7 @@ def _translate_fast(program: RecordedProgram, opset: int, translations: Translat
         table = _decompositions(frozenset(get_onnx_implemented_overloads(registry)))
     except (ImportError, AttributeError, TypeError):
         return None
-    if not program.decompose_in_place(table) or any(map(_needs_promotion, program.graph.nodes)):
+    if not program.decompose_in_place(table) or not all(map(_promote_numbers, program.graph.nodes)):
         return None
     with _cached_signatures(), _fast_attribute_types(), _only_name_scopes():
         return _exported_program_to_onnx_program(program, registry=registry).model
@@ -157,29 +157,31 @@ def _unparsed_functions() -> AbstractContextManager[None]:
     traced = getattr(values, "TracedOnnxFunction", None)
     if traced is None or "function_ir" not in vars(traced):
         return nullcontext()
-    return attribute_replaced(traced, "function_ir", property(lambda function: function.opset))  # it has the domain
+    parse = vars(traced)["function_ir"].fget
+    get_opset = only_in_this_thread(lambda function: function.opset, parse)  # the opset has the domain
+    return attribute_replaced(traced, "function_ir", property(get_opset))
 
 
-def _needs_promotion(node: fx.Node) -> bool:
-    """Whether torch would convert a tensor operand. Makes integers next to float tensors floats, like torch."""
+def _promote_numbers(node: fx.Node) -> bool:
+    """Make integers next to float tensors floats, like torch. Returns False if torch would also convert a tensor."""
     rule = _promotion_rule(node.target) if node.op == "call_function" else None
     if rule is None:
-        return False
+        return True
     args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _fake_value)
     operands = [*_flatten_lists(args), *_flatten_lists(kwargs.values())]
     dtypes = {operand.dtype for operand in operands if isinstance(operand, Tensor)}
     output_dtype = getattr(node.meta.get("val"), "dtype", None)
     has_symbols = any(isinstance(operand, _SYMBOLIC_TYPES) for operand in operands)
     if len(dtypes) != 1 or output_dtype not in (*dtypes, torch.bool) or has_symbols:
-        return True
+        return False
     dtype = dtypes.pop()
     if not dtype.is_floating_point:
-        return any(isinstance(operand, float | complex) for operand in operands)
+        return not any(isinstance(operand, float | complex) for operand in operands)
     if any(isinstance(operand, int) for operand in operands):
         promoted = rule.preview_type_promotion(args, kwargs)
         node.args = tuple(_as_float(arg, promoted.args_dtypes.get(index)) for index, arg in enumerate(node.args))
         node.kwargs = {name: _as_float(arg, promoted.kwargs_dtypes.get(name)) for name, arg in node.kwargs.items()}
-    return False
+    return True
 
 
 def _fake_value(operand: Any) -> Any:

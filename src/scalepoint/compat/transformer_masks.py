@@ -22,15 +22,19 @@ def mask_values_unread(model: Any) -> Iterator[None]:
     """Inside this context, these modules read no mask. The fallback finds them among the submodules of `model`."""
     with ExitStack() as stack:
         if patches_enabled():
-            is_causal = lambda mask, is_causal=None, size=None: is_causal is True  # noqa: E731
-            stack.enter_context(attribute_replaced(transformer, "_detect_is_causal_mask", is_causal))
-        else:
-            for module in model.modules() if isinstance(model, nn.Module) else ():
-                hints = [hint for kind, hint in HINTS.items() if isinstance(module, kind)]
-                if hints and hints[0] in inspect.signature(module.forward).parameters:
-                    hook = module.register_forward_pre_hook(_make_hook(hints[0]), with_kwargs=True)
+            stack.enter_context(attribute_replaced(transformer, "_detect_is_causal_mask", _is_causal_if_passed))
+        elif isinstance(model, nn.Module):
+            for module in model.modules():
+                hint = next((name for kind, name in HINTS.items() if isinstance(module, kind)), None)
+                if hint is not None and hint in inspect.signature(module.forward).parameters:
+                    hook = module.register_forward_pre_hook(_make_hook(hint), with_kwargs=True)
                     stack.callback(hook.remove)
         yield
+
+
+def _is_causal_if_passed(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+    """Replace torch's function of the same parameters, which reads the mask if is_causal is None."""
+    return is_causal is True
 
 
 def _make_hook(hint: str) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from scalepoint.compat import attribute_replaced, patches_enabled
+from scalepoint.compat import attribute_replaced, only_in_this_thread, patches_enabled
 
 
 @contextmanager
@@ -25,5 +25,5 @@ def parameters_without_memory() -> Iterator[None]:
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param if param is None else nn.Parameter(param.to("meta"), requires_grad=False))
 
-    with attribute_replaced(nn.Module, "register_parameter", register_on_meta):
+    with attribute_replaced(nn.Module, "register_parameter", only_in_this_thread(register_on_meta, register)):
         yield

@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scalepoint.compat import patches_enabled
 from scalepoint.compat.fast_export import FakeInputCache, NotRecordedError, record_program
-from scalepoint.compat.late_networkx import bind_networkx_late
 from scalepoint.compat.recurrent_shapes import any_length_recurrent_shapes
 from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CaptureError, ScalepointWarning, short_repr
@@ -168,7 +167,6 @@ def _export_once(
         return dict.fromkeys(sorted(choose_axes(input_name(path), value)), torch.export.Dim.AUTO) or None
 
     shapes = pytree.tree_map_with_path(dimensions, get_inputs_by_parameter(model, *inputs))
-    bind_networkx_late()
     with export_logs_silenced(), any_length_recurrent_shapes():
         return torch.export.export(model, *inputs, dynamic_shapes=shapes, strict=strict)
 

@@ -22,7 +22,7 @@ from scalepoint.graph.nodes import get_fake_tensor
 from scalepoint.graph.origin import get_origin
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.pipeline.inputs import Example
-from scalepoint.quantize.feeding import get_input_names, iterate_batches
+from scalepoint.quantize.batches import get_input_names, iterate_batches
 
 InputAxis = tuple[str, int]  # name of an input, and one of its axes
 

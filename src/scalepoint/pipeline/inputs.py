@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scalepoint import distributed
 from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_tensors
-from scalepoint.quantize.feeding import Data, count_batches, iterate_batches
+from scalepoint.quantize.batches import Data, count_batches, iterate_batches
 
 FINGERPRINT_BATCHES = 4  # the fingerprint of the data covers this many batches
 

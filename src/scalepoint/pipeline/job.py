@@ -40,8 +40,8 @@ from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.model_metadata import collect_metadata, read_library_metadata
 from scalepoint.pipeline.onnx_source import check_no_file_options, is_onnx_file, read_source
 from scalepoint.quantize import QuantConfig
+from scalepoint.quantize.batches import check_data, drop_extra_inputs
 from scalepoint.quantize.config import FLOAT
-from scalepoint.quantize.feeding import check_data, drop_extra_inputs
 from scalepoint.quantize.placement import check_formulations
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import describe_missing

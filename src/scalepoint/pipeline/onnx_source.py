@@ -104,7 +104,7 @@ def named_shapes(model: "OnnxModel", shapes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _inputs_of_batch(model: "OnnxModel", batch: Any) -> Any:
-    from scalepoint.quantize.feeding import to_model_inputs  # noqa: PLC0415
+    from scalepoint.quantize.batches import to_model_inputs  # noqa: PLC0415
 
     args, kwargs = to_model_inputs(batch, model)
     return kwargs or args

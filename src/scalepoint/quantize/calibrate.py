@@ -20,17 +20,10 @@ from scalepoint import distributed
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.graph.user_traceback import user_level
+from scalepoint.quantize.batches import Data, check_data, count_batches
 from scalepoint.quantize.bias_correction import BiasCorrection, remove_bias_correction
 from scalepoint.quantize.constant_data import ConstantDataCheck
-from scalepoint.quantize.feeding import (
-    Data,
-    FeedResult,
-    check_data,
-    count_batches,
-    feed_data,
-    is_split_across_ranks,
-    was_created_in_inference_mode,
-)
+from scalepoint.quantize.feeding import FeedResult, feed_data, is_split_across_ranks, was_created_in_inference_mode
 from scalepoint.quantize.merge_ranks import merge_ranges, merge_smoothing, set_batch_recording
 from scalepoint.quantize.outlier_scaling import ChannelFactors, find_unset_factors, scale_outlier_channels
 from scalepoint.quantize.quantized_layers import QuantizedLayer
@@ -93,8 +86,13 @@ def calibrate(
     run = partial(feed_data, model, forward_loop, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
     factors = _find_unset_factors(model, forward_loop)
     with eval_mode(model), _quantizers_disabled(stubs, weights):
-        if migrations or smoothing or factors:
-            _rewrite_weights(model, run, max_batches, migrations, smoothing, factors, on_nan)
+        if factors:  # insert_qdq adds them only to models without migrations and smoothing
+            update_record(model, migrated=scale_outlier_channels(factors, run))
+        elif migrations:
+            _migrate(model, run, max_batches, migrations, on_nan)
+        elif smoothing:
+            _smooth(run, smoothing, on_nan)
+        if factors or migrations or smoothing:
             for weight in weights:
                 weight.unfreeze()  # an earlier calibration computed its scale from the old weight
         bias_correction = BiasCorrection(model) if stubs and corrects_bias else None
@@ -106,57 +104,17 @@ def calibrate(
             update_record(model, calibrated=(fed.calls, fed.samples), constant=constant)
         elif _should_check_data(model, forward_loop):
             run("checking the data", only_first=True)
-    _enable_quantizers(stubs, weights)
-    if freeze_weights:
-        freeze(model)
-    _update_bias_correction(model, bias_correction, correct_bias)
-    return model
-
-
-def _check_choices(**choices: str) -> None:
-    for name, value in choices.items():
-        if value not in ("error", "skip"):
-            raise UsageError(f"{name} must be 'error' or 'skip', got {value!r}")
-
-
-def _check_same_data_on_ranks(data: Data, migrations: Sequence[str]) -> None:
-    if is_split_across_ranks(data):
-        raise UsageError(
-            f"migrations ({', '.join(migrations)}) need the same data on every rank, but this function or loader gives "
-            "each rank its own part: pass a list, or a loader without a DistributedSampler"
-        )
-
-
-def _warn_about_constant_data(constant_data: ConstantDataCheck) -> str:
-    message = constant_data.make_warning()
-    if message:
-        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
-    return message
-
-
-def _enable_quantizers(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> None:
     for stub in stubs:
         stub.enabled = not stub.skip_reason
     for weight in weights:
         weight.enabled = True
-
-
-def _update_bias_correction(
-    model: nn.Module, bias_correction: BiasCorrection | None, correct_bias: bool | None
-) -> None:
+    if freeze_weights:
+        freeze(model)
     if bias_correction is not None:
         bias_correction.correct()
     elif correct_bias is False:
         remove_bias_correction(model)
-
-
-def _should_check_data(model: nn.Module, data: Data) -> bool:
-    """Return whether to run the first batch of data although no activation needs it.
-
-    Empty data is allowed if only weights are quantized because the user asked for that.
-    """
-    rows = record_of(model).coverage.operations if has_record(model) else ()
-    return count_batches(data) != 0 or any(row.is_for_speed for row in rows)
+    return model
 
 
 @serialized
@@ -169,6 +127,12 @@ def freeze(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedLayer):
             module.freeze()
+
+
+def _check_choices(**choices: str) -> None:
+    for name, value in choices.items():
+        if value not in ("error", "skip"):
+            raise UsageError(f"{name} must be 'error' or 'skip', got {value!r}")
 
 
 def _should_correct_bias(model: nn.Module, correct_bias: bool | None, is_frozen: bool) -> bool:
@@ -188,6 +152,14 @@ def _get_pending_migrations(model: nn.Module) -> Sequence[str]:
     return record.config.migrations
 
 
+def _check_same_data_on_ranks(data: Data, migrations: Sequence[str]) -> None:
+    if is_split_across_ranks(data):
+        raise UsageError(
+            f"migrations ({', '.join(migrations)}) need the same data on every rank, but this function or loader gives "
+            "each rank its own part: pass a list, or a loader without a DistributedSampler"
+        )
+
+
 def _find_unset_factors(model: nn.Module, data: Data) -> Sequence[ChannelFactors]:
     """Return the outlier factors to compute.
 
@@ -199,21 +171,22 @@ def _find_unset_factors(model: nn.Module, data: Data) -> Sequence[ChannelFactors
     return find_unset_factors(model)
 
 
-def _rewrite_weights(
-    model: nn.Module,
-    run: Callable[..., FeedResult],
-    max_batches: int | None,
-    migration_names: Sequence[str],
-    smoothing: Sequence[SmoothQuantObserver],
-    factors: Sequence[ChannelFactors],
-    on_nan: OnNan,
+@contextmanager
+def _quantizers_disabled(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> Iterator[None]:
+    """Disable all quantizers, so that ranges are those of the float model, and restore their switches afterwards."""
+    was_enabled = [(quantizer, quantizer.enabled) for quantizer in (*stubs, *weights)]
+    for quantizer, _ in was_enabled:
+        quantizer.enabled = False
+    try:
+        yield
+    finally:
+        for quantizer, enabled in was_enabled:
+            quantizer.enabled = enabled
+
+
+def _migrate(
+    model: nn.Module, run: Callable[..., FeedResult], max_batches: int | None, names: Sequence[str], on_nan: OnNan
 ) -> None:
-    if factors:  # insert_qdq adds them only to models without migrations and smoothing
-        update_record(model, migrated=scale_outlier_channels(factors, run))
-        return
-    if not migration_names:
-        _smooth(run, smoothing, on_nan)
-        return
     from scalepoint.quantize.migrations import (  # noqa: PLC0415
         MAX_PROBE_BATCHES,
         MIGRATIONS,
@@ -227,7 +200,7 @@ def _rewrite_weights(
     with torch.inference_mode(was_created_in_inference_mode(model)), torch.no_grad():
         probes = collect_probes(model, partial(run, max_batches=probe_batches))
         context = MigrationContext(model, run, probes, on_nan)
-        update_record(model, migrated=migrate(context, [MIGRATIONS.find(name) for name in migration_names]))
+        update_record(model, migrated=migrate(context, [MIGRATIONS.find(name) for name in names]))
 
 
 def _smooth(run: Callable[..., FeedResult], observers: Sequence[SmoothQuantObserver], on_nan: OnNan) -> None:
@@ -307,14 +280,17 @@ def _explain_unseen(unseen: Sequence[QuantStub]) -> str:
     return "No batch reached that branch of the model."
 
 
-@contextmanager
-def _quantizers_disabled(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> Iterator[None]:
-    """Disable all quantizers, so that ranges are those of the float model, and restore their switches afterwards."""
-    was_enabled = [(quantizer, quantizer.enabled) for quantizer in (*stubs, *weights)]
-    for quantizer, _ in was_enabled:
-        quantizer.enabled = False
-    try:
-        yield
-    finally:
-        for quantizer, enabled in was_enabled:
-            quantizer.enabled = enabled
+def _warn_about_constant_data(constant_data: ConstantDataCheck) -> str:
+    message = constant_data.make_warning()
+    if message:
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+    return message
+
+
+def _should_check_data(model: nn.Module, data: Data) -> bool:
+    """Return whether to run the first batch of data although no activation needs it.
+
+    Empty data is allowed if only weights are quantized because the user asked for that.
+    """
+    rows = record_of(model).coverage.operations if has_record(model) else ()
+    return count_batches(data) != 0 or any(row.is_for_speed for row in rows)

@@ -12,14 +12,8 @@ from scalepoint.operation_coverage import CoverageRow, OperationState
 from scalepoint.patterns.language import get_layer_name
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.macs import count_macs, get_example_share
-from scalepoint.quantize.placement import (
-    CONSTANT_REASON,
-    COVERED_KINDS,
-    REQUESTED_REASON,
-    Decision,
-    QuantizationSite,
-    UnmatchedOperation,
-)
+from scalepoint.quantize.placement import CONSTANT_REASON, REQUESTED_REASON, Decision
+from scalepoint.quantize.sites import COVERED_KINDS, QuantizationSite, UnmatchedOperation
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
 from scalepoint.spec.extended import get_sparsity
 from scalepoint.spec.palette import is_palette

@@ -21,11 +21,11 @@ from scalepoint.quantize.placement import (
     REQUESTED_REASON,
     Decision,
     PlacementContext,
-    QuantizationSite,
     check_weights_are_finite,
     explain_float_pattern,
     get_operation_facts,
 )
+from scalepoint.quantize.sites import QuantizationSite
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.targets import Target
 

@@ -1,48 +1,42 @@
 """Runs data through a model, for calibration, smoothing, comparison, sensitivity and tuning.
 
-    batches     an iterable; each batch is a tensor, a tuple or list of inputs, or a dict of inputs by name
+    batches     an iterable; see batches.py
     function    called with the model; it runs data of its choice through the model
 
-Both end after `max_batches` calls of the model. Entries of a batch after the model's inputs (labels) are dropped.
-Data is read under the default dtype of the caller, as in a loop of the caller.
+Both end after `max_batches` calls of the model.
 
 If the caller passes `merge`, ranks share the data: batch i goes to rank i modulo the number of ranks. A function, and a
 loader with a DistributedSampler, already give each rank its own part. Limits, counts and errors are over all ranks.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import is_concrete_int
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from scalepoint import distributed
 from scalepoint.compat.torch_names import pytree
-from scalepoint.errors import (
-    BatchNote,
-    CalibrationError,
-    NonFiniteError,
-    ScalepointError,
-    TensorError,
-    UsageError,
-    short_repr,
+from scalepoint.errors import BatchNote, CalibrationError, NonFiniteError, ScalepointError, TensorError, UsageError
+from scalepoint.graph.example_inputs import describe_ids_out_of_range
+from scalepoint.quantize.batches import (
+    Data,
+    check_data,
+    count_batches,
+    describe_batch,
+    describe_captured_inputs,
+    differs_from_capture,
+    iterate_batches,
+    to_model_inputs,
 )
-from scalepoint.graph.capture import as_tensor
-from scalepoint.graph.example_inputs import check_values, describe_ids_out_of_range
-from scalepoint.graph.nodes import get_fake_tensor
 from scalepoint.support.progress import RunningPhase, phase
 from scalepoint.support.torch_state import caller_dtype, library_dtype, serialized
 
-ForwardLoop = Callable[[nn.Module], Any]
-Data = ForwardLoop | Iterable[Any]
 MAX_BATCHES = 100_000  # an iterator that yields more batches counts as endless
 NAN_HINT = "The model was not changed. Fix the data or the model, or skip such batches with on_nan='skip'"
 
@@ -93,11 +87,14 @@ def feed_data(
     Raises:
         CalibrationError: The data is empty, or a batch does not fit the model. Errors name the batch.
     """
+    feed_rank = partial(
+        _feed_rank, model, data, activity, max_batches=max_batches, skip_nan=skip_nan, only_first=only_first
+    )
     if merge is None:
         progress = progress if distributed.is_main() else False
         with distributed.single_process():
-            return _feed_rank(model, data, activity, max_batches, skip_nan, progress, only_first)
-    result = _feed_rank(model, data, activity, max_batches, skip_nan, progress, only_first)
+            return feed_rank(progress=progress)
+    result = feed_rank(progress=progress)
     if distributed.world_size() > 1:
         merge()
     return result
@@ -107,6 +104,7 @@ def _feed_rank(
     model: nn.Module,
     data: Data,
     activity: str,
+    *,
     max_batches: int | None,
     skip_nan: bool,
     progress: bool | None,
@@ -158,22 +156,56 @@ def _feed_with_hooks(
                 _feed_batches(model, data, counter, max_batches, skip_nan)
     except _StopFeeding:
         pass
-    except NonFiniteError as error:
-        step.position = counter.batch
-        error.args = (f"batch {counter.batch} of the data: {counter.describe_nan_origin()}{error.args[0]}",)
-        raise
-    except ScalepointError:
-        step.position = counter.batch
-        raise
     except Exception as error:
         step.position = counter.batch
-        if message := describe_ids_out_of_range(error, model, counter.inputs):
-            raise CalibrationError(f"batch {counter.batch} of the data: {message}") from error
-        error.add_note(BatchNote(f"{activity}: batch {counter.batch}"))
+        if isinstance(error, NonFiniteError):
+            error.args = (f"batch {counter.batch} of the data: {counter.describe_nan_origin()}{error.args[0]}",)
+        elif not isinstance(error, ScalepointError):
+            if message := describe_ids_out_of_range(error, model, counter.inputs):
+                raise CalibrationError(f"batch {counter.batch} of the data: {message}") from error
+            error.add_note(BatchNote(f"{activity}: batch {counter.batch}"))
         raise
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _feed_batches(
+    model: nn.Module, data: Iterable[Any], counter: "_CallCounter", max_batches: int | None, skip_nan: bool
+) -> None:
+    batches = iterate_batches(_select_rank_batches(data))
+    limit = MAX_BATCHES if max_batches is None else max_batches
+    for index in distributed.shard(range(limit + distributed.world_size())):
+        counter.batch_index = index
+        if (index >= limit and max_batches is not None) or counter.is_finished:
+            return  # return before next(): a batch over the limit must not be read
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        if index >= MAX_BATCHES:
+            raise CalibrationError(f"the data did not end after {MAX_BATCHES} batches: pass max_batches=")
+        try:
+            args, kwargs = to_model_inputs(batch, model)
+        except TensorError as error:
+            raise TensorError(f"batch {index} of the data: {error.args[0]}") from error
+        if skip_nan and not _is_finite((args, kwargs)):
+            counter.result.skipped.append(index)
+            continue
+        try:
+            model(*args, **kwargs)
+        except ScalepointError:
+            raise
+        except Exception as error:
+            description = f"it was {describe_batch(batch)}{describe_captured_inputs(model)}"
+            if not differs_from_capture(model, args, kwargs):
+                error.add_note(BatchNote(description))
+                raise
+            cause = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            raise CalibrationError(
+                f"batch {index} of the data is unlike the example: {description}. {cause.rstrip('. ')}. Pass batches "
+                "with the sizes and dtypes of the example"
+            ) from error
 
 
 def _count_expected_batches(data: Data, max_batches: int | None) -> int | None:
@@ -190,9 +222,49 @@ def _count_rank_batches(count: int) -> int:
     return len(distributed.shard(range(count)))
 
 
-def was_created_in_inference_mode(model: nn.Module) -> bool:
-    """Return whether the model has inference tensors. They can be written in inference mode only."""
-    return any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+def _select_rank_batches(data: Iterable[Any]) -> Iterable[Any]:
+    """Return the batches of this rank: all of data that is split already, otherwise every n-th."""
+    size = distributed.world_size()
+    if size == 1 or is_split_across_ranks(data):
+        return data
+    if isinstance(data, Sequence):
+        return (data[index] for index in distributed.shard(range(len(data))))
+    return islice(data, distributed.rank(), None, size)
+
+
+def is_split_across_ranks(data: Any) -> bool:
+    """Return whether there are several ranks and the data gives each its own part already."""
+    if distributed.world_size() == 1:
+        return False
+    return callable(data) or any(isinstance(sampler, DistributedSampler) for sampler in _get_samplers(data))
+
+
+def _get_samplers(data: Any) -> list[Any]:
+    batches = getattr(data, "batches", None)  # data that is fingerprinted while it is read wraps a loader
+    loader = batches if isinstance(batches, DataLoader) else data
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    return [*samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
+
+
+def _check_same_order_on_ranks(data: Any) -> None:
+    if distributed.world_size() > 1 and any(type(sampler) is RandomSampler for sampler in _get_samplers(data)):
+        raise UsageError(
+            "this loader shuffles, so every rank reads the batches in a different order, and their shares would "
+            "overlap: use a DistributedSampler, or shuffle=False"
+        )
+
+
+def _check_model_was_called(result: FeedResult, data: Data, activity: str) -> None:
+    if result.calls:
+        return
+    if callable(data):
+        raise CalibrationError(
+            f"{activity}: the function never called the model: it must call the model that it gets as its argument, "
+            "not the original"
+        )
+    if result.skipped:
+        raise CalibrationError(f"{activity}: all {len(result.skipped)} batches contain NaN or infinity")
+    raise CalibrationError(f"{activity}: the data is empty: 0 batches. A generator can be read only once")
 
 
 class _CallCounter:
@@ -255,180 +327,6 @@ class _CallCounter:
         return f"{count:,} of the {sum(tensor.numel() for tensor in tensors):,} values of its inputs are not finite. "
 
 
-def _feed_batches(
-    model: nn.Module, data: Iterable[Any], counter: _CallCounter, max_batches: int | None, skip_nan: bool
-) -> None:
-    batches = iterate_batches(_select_rank_batches(data))
-    limit = MAX_BATCHES if max_batches is None else max_batches
-    for index in distributed.shard(range(limit + distributed.world_size())):
-        counter.batch_index = index
-        if (index >= limit and max_batches is not None) or counter.is_finished:
-            return  # return before next(): a batch over the limit must not be read
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        if index >= MAX_BATCHES:
-            raise CalibrationError(f"the data did not end after {MAX_BATCHES} batches: pass max_batches=")
-        try:
-            args, kwargs = to_model_inputs(batch, model)
-        except TensorError as error:
-            raise TensorError(f"batch {index} of the data: {error.args[0]}") from error
-        if skip_nan and not _is_finite((args, kwargs)):
-            counter.result.skipped.append(index)
-            continue
-        try:
-            model(*args, **kwargs)
-        except ScalepointError:
-            raise
-        except Exception as error:
-            description = f"it was {_describe_batch(batch)}{_describe_captured_inputs(model)}"
-            if _differs_from_capture(model, args, kwargs):
-                cause = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-                raise CalibrationError(
-                    f"batch {index} of the data is unlike the example: {description}. {cause.rstrip('. ')}. Pass "
-                    "batches with the sizes and dtypes of the example"
-                ) from error
-            error.add_note(BatchNote(description))
-            raise
-
-
-def iterate_batches(data: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches, each read under the default dtype of the caller."""
-    with caller_dtype():
-        batches = iter(data)
-    while True:
-        with caller_dtype():
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-        yield batch
-
-
-def _select_rank_batches(data: Iterable[Any]) -> Iterable[Any]:
-    """Return the batches of this rank: all of data that is split already, otherwise every n-th."""
-    size = distributed.world_size()
-    if size == 1 or is_split_across_ranks(data):
-        return data
-    if isinstance(data, Sequence):
-        return (data[index] for index in distributed.shard(range(len(data))))
-    return islice(data, distributed.rank(), None, size)
-
-
-def is_split_across_ranks(data: Any) -> bool:
-    """Return whether there are several ranks and the data gives each its own part already."""
-    if distributed.world_size() == 1:
-        return False
-    return callable(data) or any(isinstance(sampler, DistributedSampler) for sampler in _get_samplers(data))
-
-
-def _get_samplers(data: Any) -> list[Any]:
-    batches = getattr(data, "batches", None)  # data that is fingerprinted while it is read wraps a loader
-    loader = batches if isinstance(batches, DataLoader) else data
-    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    return [*samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
-
-
-def _check_same_order_on_ranks(data: Any) -> None:
-    if distributed.world_size() > 1 and any(type(sampler) is RandomSampler for sampler in _get_samplers(data)):
-        raise UsageError(
-            "this loader shuffles, so every rank reads the batches in a different order, and their shares would "
-            "overlap: use a DistributedSampler, or shuffle=False"
-        )
-
-
-def _check_model_was_called(result: FeedResult, data: Data, activity: str) -> None:
-    if result.calls:
-        return
-    if callable(data):
-        raise CalibrationError(
-            f"{activity}: the function never called the model: it must call the model that it gets as its argument, "
-            "not the original"
-        )
-    if result.skipped:
-        raise CalibrationError(f"{activity}: all {len(result.skipped)} batches contain NaN or infinity")
-    raise CalibrationError(f"{activity}: the data is empty: 0 batches. A generator can be read only once")
-
-
-def check_data(data: Any, *, passes: int = 1) -> None:
-    """Raise UsageError if the data is neither batches nor a function, or cannot be read `passes` times."""
-    if isinstance(data, Tensor | Mapping):
-        raise UsageError(
-            f"the data must be an iterable of batches or a function, got {type(data).__name__}: wrap it in a list"
-        )
-    if isinstance(data, str | bytes) or (not callable(data) and not isinstance(data, Iterable)):
-        hint = ": wrap it in a DataLoader" if isinstance(data, Dataset) else ""
-        raise UsageError(f"the data must be an iterable of batches or a function, got {short_repr(data)}{hint}")
-    if callable(data) and not _accepts_one_argument(data):
-        raise UsageError(
-            f"{short_repr(data)} cannot be called with the model: a function for data gets the model and calls it; if "
-            "the function returns batches, pass list(function())"
-        )
-    if passes > 1 and isinstance(data, Iterator):
-        raise UsageError(
-            "the data is read more than once, but an iterator can be read only once: pass a list, loader or function"
-        )
-
-
-def _accepts_one_argument(function: Any) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # a function written in C has no signature
-        return True
-    return True
-
-
-def read_first_inputs(model: nn.Module, data: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return args and kwargs of the first batch."""
-    for batch in iterate_batches(data):
-        return to_model_inputs(batch, model)
-    raise CalibrationError("the data is empty: 0 batches")
-
-
-def to_model_inputs(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch as args and kwargs of the model. Entries after the model's inputs, such as labels, are dropped."""
-    names, required = get_input_names(model)
-    if isinstance(batch, Mapping):
-        missing = [name for name in required if name not in batch]
-        if missing:
-            raise CalibrationError(
-                f"the batch has {', '.join(map(str, batch))}; the model also needs {', '.join(missing)}"
-            )
-        return (), {name: _to_tensor(batch[name]) for name in names if name in batch}
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        if len(batch) < len(required):
-            raise CalibrationError(f"the batch has {len(batch)} inputs, the model takes {', '.join(names)}")
-        return tuple(_to_tensor(value) for value in batch[: len(names)]), {}
-    return (_to_tensor(batch),), {}
-
-
-def drop_extra_inputs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drop positional inputs that forward does not take: an example may be a batch of a loader, with its labels."""
-    parameters = inspect.signature(type(model).forward).parameters.values()
-    if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
-        return args, kwargs
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    count = len(positional) - 1  # without self
-    return args[: max(count, 1)], kwargs
-
-
-def get_input_names(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the names of the inputs of forward, and of those without a default."""
-    if isinstance(model, fx.GraphModule):
-        signature = inspect.signature(model.forward)
-    else:
-        signature = inspect.signature(MethodType(type(model).forward, model))  # removes self, whatever its name
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = [parameter for parameter in signature.parameters.values() if parameter.kind in kinds]
-    required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
-    return [parameter.name for parameter in parameters], [parameter.name for parameter in required]
-
-
 def _count_samples(inputs: Any) -> int:
     """Return the batch size: the size of the first axis of the first tensor. A scalar counts as one sample."""
     first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
@@ -449,69 +347,6 @@ def _check_no_nan(values: Any) -> None:
         raise NonFiniteError(NAN_HINT)
 
 
-def _to_tensor(value: Any) -> Any:
-    if isinstance(value, np.ndarray | Tensor):
-        tensor = as_tensor(value)
-        check_values(tensor)
-        return tensor
-    if isinstance(value, int | float | bool | type(None) | list | tuple | Mapping):
-        return value
-    raise CalibrationError(f"a batch must contain tensors or arrays, got {short_repr(value)}")
-
-
-def _get_captured_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Return the fake tensors of the inputs that the model was captured with, by name; {} if there are none."""
-    placeholders = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
-    fake_tensors = {str(node.target): get_fake_tensor(node) for node in placeholders}
-    return {name: tensor for name, tensor in fake_tensors.items() if tensor is not None}
-
-
-def _describe_captured_inputs(model: nn.Module) -> str:
-    """Describe the inputs that a captured model takes; * is a dynamic axis."""
-    captured = _get_captured_inputs(model)
-    descriptions = [f"{name} {_format_shape(tensor)} {tensor.dtype}" for name, tensor in captured.items()]
-    return f"; the model was captured with {', '.join(descriptions)}" if descriptions else ""
-
-
-def _differs_from_capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an input has a dtype, a number of axes or a fixed size that the model was not captured with."""
-    captured = _get_captured_inputs(model)
-    inputs = {**dict(zip(captured, args, strict=False)), **kwargs}
-    for name, expected in captured.items():
-        tensor = inputs.get(name)
-        if not isinstance(tensor, Tensor):
-            continue
-        if tensor.dtype != expected.dtype or tensor.ndim != expected.ndim:
-            return True
-        sizes = zip(tensor.shape, expected.shape, strict=True)
-        if any(is_concrete_int(expected_size) and expected_size != size for size, expected_size in sizes):
-            return True
-    return False
-
-
-def _format_shape(tensor: Tensor) -> str:
-    sizes = [
-        "*" if isinstance(size, torch.SymInt) and not is_concrete_int(size) else str(size) for size in tensor.shape
-    ]
-    return f"({', '.join(sizes)})"
-
-
-def _describe_batch(batch: Any) -> str:
-    if isinstance(batch, Tensor | np.ndarray):
-        return f"{tuple(batch.shape)} {batch.dtype}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{name}: {_describe_batch(value)}" for name, value in batch.items()) + "}"
-    if isinstance(batch, list | tuple):
-        return "(" + ", ".join(map(_describe_batch, batch)) + ")"
-    return short_repr(batch)
-
-
-def count_batches(data: Any, max_batches: int | None = None) -> int | None:
-    """Return the number of batches, at most `max_batches`; None if it is known only after reading them."""
-    try:
-        length = None if callable(data) else len(data)
-    except TypeError:
-        length = None
-    if length is None or max_batches is None:
-        return max_batches if length is None else length
-    return min(length, max_batches)
+def was_created_in_inference_mode(model: nn.Module) -> bool:
+    """Return whether the model has inference tensors. They can be written in inference mode only."""
+    return any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))

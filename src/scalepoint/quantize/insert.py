@@ -25,12 +25,8 @@ from scalepoint.quantize.outlier_scaling import ChannelFactors, insert_channel_f
 from scalepoint.quantize.placement import (
     Decision,
     PlacementContext,
-    QuantizationSite,
     check_formulations,
-    check_overrides,
     decide,
-    find_sites,
-    find_unmatched_operations,
     get_operation_facts,
     leave_inputs_of_float_layers_float,
 )
@@ -43,6 +39,7 @@ from scalepoint.quantize.quantizers import (
     round_scales_to_float16,
 )
 from scalepoint.quantize.record import LayerSite, Record
+from scalepoint.quantize.sites import QuantizationSite, check_overrides, find_sites, find_unmatched_operations
 from scalepoint.quantize.smooth import SmoothQuantObserver, insert_smoothing_observers
 from scalepoint.quantize.speed_placement import leave_slow_layers_float
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
@@ -193,7 +190,7 @@ def _insert_stubs(
         for point, tensor, spec in decision.points:
             stub_node = stub_nodes.get((tensor, spec))
             if stub_node is None:
-                owner = last_concats.get((tensor, spec), tensor)
+                owner = last_concats.get((tensor, spec), tensor)  # the concat whose stub it shares, or the tensor
                 name = (
                     stub_names.get((owner, spec))
                     or _find_stub_before_moves(stub_nodes, tensor, spec, same_scale_kinds)

@@ -18,8 +18,9 @@ from scalepoint.graph.nodes import get_fake_tensor, get_kind, inherit_meta
 from scalepoint.graph.tree import ModuleTree
 from scalepoint.migration_report import MigrationReport, MigrationRow
 from scalepoint.operation_coverage import OperationState
-from scalepoint.quantize.placement import Decision, QuantizationSite
+from scalepoint.quantize.placement import Decision
 from scalepoint.quantize.quantizers import QuantStub
+from scalepoint.quantize.sites import QuantizationSite
 from scalepoint.quantize.smooth import find_shared_parameters, get_linear_weight, has_computed_weight
 from scalepoint.spec import PerTensorGranularity
 
@@ -266,5 +267,6 @@ def compute_held_out_error(fitted: DataHalf, other: DataHalf, weight: Tensor, st
     scaled_weight = weight * factors
     error_from_x = (x_error.square().mean(0) * scaled_weight.square().sum(0)).sum()
     weight_scales = scaled_weight.abs().amax(1) / 127
+    # Rounding errors are uniform within a step: their mean square is step^2 / 12.
     error_from_weight = (weight_scales.square() / 12).sum() * x.square().mean(0).sum()
     return float(error_from_x + error_from_weight)

@@ -1,6 +1,5 @@
 """Which operations the overrides of a config apply to, with the user's line of each."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +7,7 @@ from torch import nn
 
 from scalepoint.graph.user_traceback import recorded_line
 from scalepoint.quantize.config import Override, QuantConfig
-from scalepoint.quantize.placement import QuantizationSite, UnmatchedOperation, find_sites, find_unmatched_operations
+from scalepoint.quantize.sites import QuantizationSite, UnmatchedOperation, find_sites, find_unmatched_operations
 from scalepoint.support.formatting import escape_unprintable, format_plural
 from scalepoint.targets import Target
 from scalepoint.transformation import TransformationResult, transform
@@ -80,17 +79,13 @@ def find_override_matches(
     result = transform(model, args, target=target) if isinstance(model, nn.Module) else model
     sites = find_sites(result.model, result.matches)
     operations: list[PlacedOperation] = [*sites, *find_unmatched_operations(result.model, sites)]
-    return ConfigMatches(
-        tuple(
+    matches = []
+    for override in config.overrides:
+        matched = [operation for operation in operations if override.matches(operation.names, operation.types)]
+        matches.append(
             OverrideMatches(override, tuple(_describe(operation, override, config) for operation in matched))
-            for override in config.overrides
-            for matched in [_find_matched(override, operations)]
         )
-    )
-
-
-def _find_matched(override: Override, operations: Sequence[PlacedOperation]) -> list[PlacedOperation]:
-    return [operation for operation in operations if override.matches(operation.names, operation.types)]
+    return ConfigMatches(tuple(matches))
 
 
 def _describe(operation: PlacedOperation, override: Override, config: QuantConfig) -> MatchedOperation:

@@ -7,9 +7,9 @@ from torch import fx, nn
 
 from scalepoint.errors import UsageError
 from scalepoint.patterns import Pattern
+from scalepoint.quantize.batches import Data
 from scalepoint.quantize.calibrate import calibrate
 from scalepoint.quantize.config import FLOAT, QuantConfig
-from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.insert import insert_qdq
 from scalepoint.quantize.quantizers import QuantStub
 from scalepoint.targets import Target

@@ -131,21 +131,58 @@ class QuantizedLayer(Stateful):
         return bias
 
     @property
+    def out_channels(self) -> int:
+        if self.kind == "conv_transpose":
+            return int(self.weight.shape[1]) * self._groups
+        return int(self.to_output_first(self.weight).shape[0])
+
+    @property
     def is_input_first(self) -> bool:
         """Whether the operation stores its weight as (in, out)."""
         return isinstance(self.operation, Operation) and self.operation.has_transposed_weight
 
     @property
+    def _groups(self) -> int:
+        operation = self.operation
+        return int(operation.arguments.get("groups", 1) if isinstance(operation, Operation) else operation.groups)
+
+    @property
     def uses_batch_statistics(self) -> bool:
         return self.norm is not None and self.norm.training and not self.is_on("is_norm_frozen")
 
+    @property
+    def _is_quantizing(self) -> bool:
+        return self.weight_quant.enabled and not self.weight_quant.quantizer.is_disabled()
+
     def forward(self, x: Tensor) -> Tensor:
+        """Run the operation. Weight and bias depend on the mode.
+
+        training with batch statistics: the quantized weight divided by s, with its gradient
+        eval without gradients: tensors kept between calls
+        inside a plain torch.onnx.export: constants
+        otherwise: tensors computed in this call, with their gradients
+        """
         if self.uses_batch_statistics:
             return self._forward_with_batch_statistics(x)
-        if not self._can_use_cache(x):
-            weight, bias = self._make_onnx_constants() if self._can_export_constants() else self._compute_live_tensors()
-            with save_codes_for_backward(x):
-                return run_with_weight(self.operation, x, weight, bias)
+        if self._can_use_cache(x):
+            return self._forward_with_cache(x)
+        weight, bias = self._make_onnx_constants() if self._can_export_constants() else self._compute_live_tensors()
+        with save_codes_for_backward(x):
+            return run_with_weight(self.operation, x, weight, bias)
+
+    def _compute_live_tensors(self) -> tuple[Tensor, Tensor | None]:
+        """Compute weight and bias with their gradients."""
+        weight, bias = self.fold_norm()
+        weight = self.quantize_weight(weight)
+        if not self._is_quantizing:
+            return weight, bias
+        bias, scale = self._add_bias_shift(bias), None if self.training else self.compute_bias_scale()
+        if bias is None or scale is None:
+            return weight, bias
+        rounded = (_to_bias_integers(bias, scale) * scale).to(bias.dtype)
+        return weight, bias + (rounded - bias).detach()  # the straight-through gradient
+
+    def _forward_with_cache(self, x: Tensor) -> Tensor:
         cache = self._weight_cache
         if cache is None or cache.versions is None or cache.versions != self._get_versions():
             with torch.inference_mode(False), torch.no_grad():
@@ -157,9 +194,76 @@ class QuantizedLayer(Stateful):
         sums = run_with_weight(self.operation, (x / stub.scale).round_(), cache.weight, None)
         return (sums if cache.bias is None else sums.add_(cache.bias)).mul_(cache.scale)
 
+    def _can_use_cache(self, x: Tensor) -> bool:
+        if self.training or torch.is_grad_enabled() or is_traced(x) or torch.onnx.is_in_onnx_export():
+            return False
+        return self.weight_quant.frozen or not self.weight_quant.is_learned
+
+    def _build_eval_cache(self) -> _EvalCache:
+        """Compute weight and bias of eval mode from the deployed tensors."""
+        weight, bias = self.fold_norm()
+        quant = self.weight_quant
+        if self._is_quantizing and not quant.frozen:
+            quant.update_parameters(self.to_output_first(weight))
+        versions = self._get_versions()
+        if not self._is_quantizing:  # asked again: update_parameters disables a quantizer whose blocks do not fit
+            return _EvalCache(versions, weight, bias)
+        codes, bias, scale = self.get_deployed()
+        if self._multiplies_codes(weight):
+            return self._build_integer_cache(versions, codes, bias)
+        values = self.from_output_first(quant.values(codes, weight.dtype))
+        return _EvalCache(versions, values, _dequantize_bias(bias, scale, weight.dtype))
+
+    def _multiplies_codes(self, weight: Tensor) -> bool:
+        """Return whether the target's kernel multiplies integers, so that eval mode must compute the same sums."""
+        stub = self.input_stub
+        if self.compute_bias_scale() is None or stub is None or self.kind not in ("linear", "conv", "head"):
+            return False
+        if weight.dtype != torch.float32:  # sums of codes overflow 16-bit types
+            return False
+        have_integer_codes = all(
+            quantizer.spec.qformulation == "zp" and not quantizer.quantizer.grid.format.is_float
+            for quantizer in (stub, self.weight_quant)
+        )
+        return have_integer_codes and not stub.scale.ndim
+
+    def _build_integer_cache(self, versions: tuple[int, ...] | None, codes: Tensor, bias: Tensor | None) -> _EvalCache:
+        zero_point = self.weight_quant.broadcast_qparams(codes).zero_point
+        centred_codes = codes.to(torch.float32)
+        if zero_point is not None:
+            centred_codes = centred_codes - zero_point
+        scale = self.compute_bias_scale()
+        assert scale is not None  # noqa: S101  # checked by the caller
+        # Output channels are the last axis of a linear layer, and axis 1 of a convolution.
+        spatial_axes = 0 if self.kind == "linear" else codes.ndim - 2
+        shape = (-1, *[1] * spatial_axes)
+        return _EvalCache(
+            versions,
+            self.from_output_first(centred_codes),
+            None if bias is None else bias.view(shape),
+            scale.expand(codes.shape[0]).view(shape),
+        )
+
+    def _get_versions(self) -> tuple[int, ...] | None:
+        """Return a number for every write to a tensor that the cache depends on; None for tensors without versions."""
+        quant = self.weight_quant
+        stub = self.input_stub
+        tensors: list[Tensor | None] = [*get_tensors(self.operation), self.bias_shift]
+        tensors += [quant.scale, quant.zero_point, quant.minval, quant.chosen, quant.mask]
+        tensors += [] if stub is None else [stub.scale, stub._buffers["is_enabled"]]
+        tensors += [quant._buffers[name] for name in ("is_enabled", "is_frozen")]
+        if self.norm is not None:
+            settings = get_norm_settings(self.norm)
+            tensors += [settings.weight, settings.bias, settings.mean, settings.var]
+        present = [tensor for tensor in tensors if tensor is not None]
+        if any(tensor.is_inference() for tensor in present):
+            return None  # inference tensors have no version counter
+        return tuple(number for tensor in present for number in (tensor._version, tensor.data_ptr()))
+
     def _forward_with_batch_statistics(self, x: Tensor) -> Tensor:
         factor = _replace_zeros(self.compute_norm_factor().detach())
         weight, recompute_weight = self._make_training_weight(factor)
+        # Autograd keeps the codes of a quantized x instead of its values, and computes the weight again in backward.
         with save_codes_for_backward(x, weight, recompute_weight):
             y = run_with_weight(self.operation, x, weight, self.bias)
         result: Tensor = self.norm(y)
@@ -174,7 +278,7 @@ class QuantizedLayer(Stateful):
         """
         row_steps = self._update_row_steps(s)
         if row_steps is not None:
-            # One fused pass over the weight instead of multiply, quantize, divide.
+            # One fused pass over the weight instead of multiply, quantize, divide. Nothing else reads its gradient.
             steps, clamped_indices = row_steps
             fmt, constant_steps = self.weight_quant.quantizer.grid.format, steps.map(Tensor.detach)
             weight = fake_quantize_folded(self.weight, s, steps, fmt, clamped_indices=clamped_indices, owns_grad=True)
@@ -187,9 +291,9 @@ class QuantizedLayer(Stateful):
         return self._scale_channels(quantized, 1 / s), self._make_quantized_recompute(s)
 
     def _update_row_steps(self, s: Tensor) -> tuple[Steps, Tensor | None] | None:
-        """Update the scale for w s and return its quantization steps, if the fused kernel can be used.
+        """Update the scale for w s and return its quantization steps, if `fake_quantize_folded` can be used.
 
-        The kernel needs rows that are output channels, and parameters that are learned or depend on the extremes of
+        It needs rows that are output channels, and parameters that are learned or depend on the extremes of
         each row.
 
         Returns:
@@ -242,18 +346,6 @@ class QuantizedLayer(Stateful):
 
         return self._make_recompute(compute)
 
-    def quantize_weight(self, weight: Tensor) -> Tensor:
-        """Quantize and dequantize a weight in the layout of the operation."""
-        return self.from_output_first(self.weight_quant(self.to_output_first(weight)))
-
-    def to_output_first(self, weight: Tensor) -> Tensor:
-        """Convert a weight from the layout of the operation to (out, in, ...), which quantizers use."""
-        return weight.transpose(0, 1) if self.is_input_first else weight
-
-    def from_output_first(self, weight: Tensor) -> Tensor:
-        """Convert a weight from (out, in, ...) to the layout of the operation."""
-        return self.to_output_first(weight)  # the same two axes change places
-
     def fold_norm(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias with the batch norm folded in, before quantization."""
         weight, bias = self.weight, self.bias
@@ -266,6 +358,36 @@ class QuantizedLayer(Stateful):
         if settings.bias is not None:
             folded_bias = folded_bias + settings.bias
         return self._scale_channels(weight, s), folded_bias
+
+    def compute_norm_factor(self) -> Tensor:
+        """Return s, one value per output channel."""
+        settings = get_norm_settings(self.norm)
+        s = torch.rsqrt(settings.var + settings.eps)
+        return s if settings.weight is None else settings.weight * s
+
+    def _scale_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Multiply the output channels of a weight by one value each."""
+        if self.kind == "conv_transpose":
+            # The weight is (in, out / groups, ...), with the input channels of all groups one after the other.
+            groups = self._groups
+            shape = (groups, -1, factor.numel() // groups, *weight.shape[2:])
+            scaled = weight.reshape(shape) * factor.view(groups, 1, -1, *(1 for _ in weight.shape[2:]))
+            return scaled.reshape(weight.shape)
+        if self.is_input_first:
+            return weight * factor
+        return weight * factor.view(-1, *(1 for _ in weight.shape[1:]))
+
+    def quantize_weight(self, weight: Tensor) -> Tensor:
+        """Quantize and dequantize a weight in the layout of the operation."""
+        return self.from_output_first(self.weight_quant(self.to_output_first(weight)))
+
+    def to_output_first(self, weight: Tensor) -> Tensor:
+        """Convert a weight from the layout of the operation to (out, in, ...), which quantizers use."""
+        return weight.transpose(0, 1) if self.is_input_first else weight
+
+    def from_output_first(self, weight: Tensor) -> Tensor:
+        """Convert a weight from (out, in, ...) to the layout of the operation."""
+        return self.to_output_first(weight)  # the same two axes change places
 
     def get_deployed(self) -> DeployedTensors:
         """Return the tensors of the deployed file. Eval mode, export and verification all use these.
@@ -313,42 +435,64 @@ class QuantizedLayer(Stateful):
         with torch.inference_mode(False):
             self.bias_shift = None if shift is None else shift.detach().to(torch.float32).clone()
 
-    def reset(self) -> None:
-        """Discard chosen codes, compute the scale from the weight again, and drop all tensors kept between calls."""
-        self.weight_quant.unfreeze()
-        self._weight_cache = self._untraced_tensors = None
-
-    @property
-    def out_channels(self) -> int:
-        if self.kind == "conv_transpose":
-            return int(self.weight.shape[1]) * self._groups
-        return int(self.to_output_first(self.weight).shape[0])
-
     def _add_bias_shift(self, bias: Tensor | None) -> Tensor | None:
         shift = self.bias_shift
         if shift is None:
             return bias
         return shift.to(self.weight.dtype) if bias is None else (bias + shift).to(bias.dtype)
 
-    def _compute_live_tensors(self) -> tuple[Tensor, Tensor | None]:
-        """Compute weight and bias with their gradients."""
-        weight, bias = self.fold_norm()
-        weight = self.quantize_weight(weight)
-        if not self._is_quantizing:
-            return weight, bias
-        bias, scale = self._add_bias_shift(bias), None if self.training else self.compute_bias_scale()
-        if bias is None or scale is None:
-            return weight, bias
-        rounded = (_to_bias_integers(bias, scale) * scale).to(bias.dtype)
-        return weight, bias + (rounded - bias).detach()  # the straight-through gradient
-
-    def _collect_untraced_tensors(self) -> UntracedTensors | None:
-        """Collect references to all tensors that `get_deployed` reads; None if the weight is computed from others."""
-        further_parts = [part for part in (self.norm, self.input_stub) if part is not None]
-        owners = [owner for part in (self.operation, *further_parts) for owner in get_parameter_owners(part)]
-        if any(isinstance(owner, ComputedTensor) for owner in owners):
+    def compute_bias_scale(self) -> Tensor | None:
+        """Return s_x * s_w, one value per output channel, if the file stores the bias as int32."""
+        stub, quant = self.input_stub, self.weight_quant
+        if stub is None or not (stub.enabled and quant.enabled) or quant.quantizer.is_disabled():
             return None
-        return UntracedTensors.collect([self] if self.input_stub is None else [self, self.input_stub], owners)
+        # Scales of blocks keep the rank of the weight: there is no single one per output channel.
+        return stub.scale * quant.scale if quant.scale.ndim <= 1 else None
+
+    def reset(self) -> None:
+        """Discard chosen codes, compute the scale from the weight again, and drop all tensors kept between calls."""
+        self.weight_quant.unfreeze()
+        self._weight_cache = self._untraced_tensors = None
+
+    def freeze(self) -> None:
+        """Make the scales of the folded weight constants.
+
+        A channel with weights near zero has a tiny scale. It is raised until the bias of every layer with this weight
+        fits into int32.
+        """
+        with torch.no_grad():
+            weight, _ = self.fold_norm()
+            self.weight_quant.freeze(self.to_output_first(weight), self.compute_min_scale())
+
+    def compute_min_scale(self) -> Tensor | None:
+        """Return, per channel of the weight, the smallest scale with which all biases fit into int32."""
+        min_scales = [layer._compute_min_scale_for_bias() for layer in self.sharing_layers]
+        known = [scale for scale in min_scales if scale is not None]
+        return torch.stack(known).amax(0) if known and self.weight_quant.has_channel_scales else None
+
+    def _compute_min_scale_for_bias(self) -> Tensor | None:
+        stub, bias = self.input_stub, self._add_bias_shift(self.fold_norm()[1])
+        return None if bias is None or stub is None else bias.abs() / (stub.scale * MAX_BIAS_INTEGER)
+
+    def freeze_norm(self, frozen: bool = True) -> None:
+        self.switch("is_norm_frozen", frozen)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self._weight_cache = self._untraced_tensors = None
+        is_sharded = hasattr(self.weight, "full_tensor")  # fully_shard gathers the weight in forward only
+        if mode or self.weight.is_meta or is_sharded:
+            return self
+        if self.weight_quant.enabled and not self.weight_quant.frozen:
+            # An export in eval mode uses the scales of the current weight. They do not become constants.
+            self.freeze()
+            self.weight_quant.unfreeze()
+        self._untraced_tensors = self._collect_untraced_tensors()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._untraced_tensors = None  # .to() may replace parameters
+        return super()._apply(fn, recurse)
 
     def _can_export_constants(self) -> bool:
         """Return whether torch.onnx.export traces this layer, and the file can contain weight and bias as constants."""
@@ -379,146 +523,13 @@ class QuantizedLayer(Stateful):
             values, bias = self.fold_norm()
         return values.detach().clone(), None if bias is None else bias.detach().to(dtype).clone()
 
-    def _build_eval_cache(self) -> _EvalCache:
-        """Compute weight and bias of eval mode from the deployed tensors."""
-        weight, bias = self.fold_norm()
-        quant = self.weight_quant
-        if self._is_quantizing and not quant.frozen:
-            quant.update_parameters(self.to_output_first(weight))
-        versions = self._get_versions()
-        if not self._is_quantizing:  # asked again: update_parameters disables a quantizer whose blocks do not fit
-            return _EvalCache(versions, weight, bias)
-        codes, bias, scale = self.get_deployed()
-        if self._multiplies_codes(weight):
-            return self._build_integer_cache(versions, codes, bias)
-        values = self.from_output_first(quant.values(codes, weight.dtype))
-        return _EvalCache(versions, values, _dequantize_bias(bias, scale, weight.dtype))
-
-    @property
-    def _is_quantizing(self) -> bool:
-        return self.weight_quant.enabled and not self.weight_quant.quantizer.is_disabled()
-
-    def _multiplies_codes(self, weight: Tensor) -> bool:
-        """Return whether the target's kernel multiplies integers, so that eval mode must compute the same sums."""
-        stub, quant = self.input_stub, self.weight_quant
-        if self.compute_bias_scale() is None or stub is None or self.kind not in ("linear", "conv", "head"):
-            return False
-        if weight.dtype != torch.float32:  # sums of codes overflow 16-bit types
-            return False
-        has_integer_input = stub.spec.qformulation == "zp" and not stub.quantizer.grid.format.is_float
-        has_integer_weight = quant.spec.qformulation == "zp" and not quant.quantizer.grid.format.is_float
-        return has_integer_input and has_integer_weight and not stub.scale.ndim
-
-    def _build_integer_cache(self, versions: tuple[int, ...] | None, codes: Tensor, bias: Tensor | None) -> _EvalCache:
-        zero_point = self.weight_quant.broadcast_qparams(codes).zero_point
-        centred_codes = codes.to(torch.float32)
-        if zero_point is not None:
-            centred_codes = centred_codes - zero_point
-        scale = self.compute_bias_scale()
-        assert scale is not None  # noqa: S101  # checked by the caller
-        # Output channels are the last axis of a linear layer, and axis 1 of a convolution.
-        spatial_axes = 0 if self.kind == "linear" else codes.ndim - 2
-        shape = (-1, *[1] * spatial_axes)
-        return _EvalCache(
-            versions,
-            self.from_output_first(centred_codes),
-            None if bias is None else bias.view(shape),
-            scale.expand(codes.shape[0]).view(shape),
-        )
-
-    def compute_bias_scale(self) -> Tensor | None:
-        """Return s_x * s_w, one value per output channel, if the file stores the bias as int32."""
-        stub, quant = self.input_stub, self.weight_quant
-        if stub is None or not (stub.enabled and quant.enabled) or quant.quantizer.is_disabled():
+    def _collect_untraced_tensors(self) -> UntracedTensors | None:
+        """Collect references to all tensors that `get_deployed` reads; None if the weight is computed from others."""
+        further_parts = [part for part in (self.norm, self.input_stub) if part is not None]
+        owners = [owner for part in (self.operation, *further_parts) for owner in get_parameter_owners(part)]
+        if any(isinstance(owner, ComputedTensor) for owner in owners):
             return None
-        return stub.scale * quant.scale if quant.scale.ndim <= 1 else None
-
-    def freeze(self) -> None:
-        """Make the scales of the folded weight constants.
-
-        A channel with weights near zero has a tiny scale. It is raised until the bias of every layer with this weight
-        fits into int32.
-        """
-        with torch.no_grad():
-            weight, _ = self.fold_norm()
-            self.weight_quant.freeze(self.to_output_first(weight), self.compute_min_scale())
-
-    def compute_min_scale(self) -> Tensor | None:
-        """Return, per channel of the weight, the smallest scale with which all biases fit into int32."""
-        min_scales = [layer._compute_min_scale_for_bias() for layer in self.sharing_layers]
-        known = [scale for scale in min_scales if scale is not None]
-        return torch.stack(known).amax(0) if known and self.weight_quant.has_channel_scales else None
-
-    def _compute_min_scale_for_bias(self) -> Tensor | None:
-        stub, bias = self.input_stub, self._add_bias_shift(self.fold_norm()[1])
-        return None if bias is None or stub is None else bias.abs() / (stub.scale * MAX_BIAS_INTEGER)
-
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        self._weight_cache = self._untraced_tensors = None
-        is_sharded = hasattr(self.weight, "full_tensor")  # fully_shard gathers the weight in forward only
-        if mode or self.weight.is_meta or is_sharded:
-            return self
-        if self.weight_quant.enabled and not self.weight_quant.frozen:
-            self._store_scales()
-        self._untraced_tensors = self._collect_untraced_tensors()
-        return self
-
-    def _store_scales(self) -> None:
-        """Store the scales of the current weight, which an export in eval mode uses. They do not become constants."""
-        self.freeze()
-        self.weight_quant.unfreeze()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._untraced_tensors = None  # .to() may replace parameters
-        return super()._apply(fn, recurse)
-
-    def freeze_norm(self, frozen: bool = True) -> None:
-        self.switch("is_norm_frozen", frozen)
-
-    def compute_norm_factor(self) -> Tensor:
-        """Return s, one value per output channel."""
-        settings = get_norm_settings(self.norm)
-        s = torch.rsqrt(settings.var + settings.eps)
-        return s if settings.weight is None else settings.weight * s
-
-    def _scale_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
-        """Multiply the output channels of a weight by one value each."""
-        if self.kind == "conv_transpose":
-            # The weight is (in, out / groups, ...), with the input channels of all groups one after the other.
-            groups = self._groups
-            shape = (groups, -1, factor.numel() // groups, *weight.shape[2:])
-            scaled = weight.reshape(shape) * factor.view(groups, 1, -1, *(1 for _ in weight.shape[2:]))
-            return scaled.reshape(weight.shape)
-        if self.is_input_first:
-            return weight * factor
-        return weight * factor.view(-1, *(1 for _ in weight.shape[1:]))
-
-    @property
-    def _groups(self) -> int:
-        operation = self.operation
-        return int(operation.arguments.get("groups", 1) if isinstance(operation, Operation) else operation.groups)
-
-    def _can_use_cache(self, x: Tensor) -> bool:
-        if self.training or torch.is_grad_enabled() or is_traced(x) or torch.onnx.is_in_onnx_export():
-            return False
-        return self.weight_quant.frozen or not self.weight_quant.is_learned
-
-    def _get_versions(self) -> tuple[int, ...] | None:
-        """Return a number for every write to a tensor that the cache depends on; None for tensors without versions."""
-        quant = self.weight_quant
-        stub = self.input_stub
-        tensors: list[Tensor | None] = [*get_tensors(self.operation), self.bias_shift]
-        tensors += [quant.scale, quant.zero_point, quant.minval, quant.chosen, quant.mask]
-        tensors += [] if stub is None else [stub.scale, stub._buffers["is_enabled"]]
-        tensors += [quant._buffers[name] for name in ("is_enabled", "is_frozen")]
-        if self.norm is not None:
-            settings = get_norm_settings(self.norm)
-            tensors += [settings.weight, settings.bias, settings.mean, settings.var]
-        present = [tensor for tensor in tensors if tensor is not None]
-        if any(tensor.is_inference() for tensor in present):
-            return None  # inference tensors have no version counter
-        return tuple(number for tensor in present for number in (tensor._version, tensor.data_ptr()))
+        return UntracedTensors.collect([self] if self.input_stub is None else [self, self.input_stub], owners)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self._untraced_tensors = None

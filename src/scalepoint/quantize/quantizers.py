@@ -48,20 +48,6 @@ MIN_WEIGHT_RANGE = 1e-8  # a constant weight gets a scale of this range, not of 
 Consumers = Iterable[str | nn.Module] | str | nn.Module
 
 
-def to_consumer_list(consumers: Consumers) -> list[Any]:
-    """Return the consumers of a tensor as a list: names, or the modules themselves."""
-    return [consumers] if isinstance(consumers, str | nn.Module) else list(consumers)
-
-
-def get_consumer_name(consumer: str | nn.Module) -> str:
-    """Return the name of a consumer for a message. A module does not know its path: its class name is used."""
-    return consumer if isinstance(consumer, str) else type(consumer).__name__
-
-
-def join_consumer_names(consumers: Iterable[str | nn.Module]) -> str:
-    return ", ".join(map(get_consumer_name, consumers))
-
-
 class QuantizerBase(Stateful):
     """Spec, parameters and the switch `enabled`, which both kinds of quantizers have."""
 
@@ -192,54 +178,6 @@ class QuantizerBase(Stateful):
         zero_point = f", zero_point={int(self.zero_point)}" if is_single else ""
         consumers = join_consumer_names(self.consumers)
         return f"{_describe_spec(self.spec)}, scale={scale}{zero_point}, enabled={self.enabled}, for {consumers}"
-
-
-def round_scales_to(qparams: QParams, dtypes: tuple[torch.dtype, ...]) -> QParams:
-    """Round scales to values that all of these types can represent."""
-    return qparams._replace(scale=reduce(round_to_dtype, dtypes, qparams.scale))
-
-
-def round_scales_to_float16(qparams: QParams) -> QParams:
-    """Round scales, or the entries of palettes, to float16."""
-    return qparams._replace(scale=round_to_dtype(qparams.scale, torch.float16))
-
-
-def round_to_dtype(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to a narrower type, in float32. A value that is not zero stays so and keeps its sign."""
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the smallest subnormal number
-    rounded = scale.to(dtype).to(torch.float32)
-    rounded = torch.where(scale > 0, rounded.clamp(min=smallest), rounded)
-    return torch.where(scale < 0, rounded.clamp(max=-smallest), rounded)
-
-
-def resize_buffers_for_loading(
-    module: nn.Module, names: Sequence[str], state_dict: dict[str, Any], prefix: str
-) -> None:
-    """Give buffers, whose shape is known only after calibration, the shapes of a checkpoint."""
-    for name in names:
-        saved, buffer = state_dict.get(prefix + name), module._buffers[name]
-        if saved is not None and (buffer is None or buffer.shape != saved.shape):
-            device = next(other.device for other in module.buffers() if other is not None)
-            setattr(module, name, torch.empty_like(saved, device=device))
-
-
-def warn_if_exported_disabled() -> None:
-    """Warn if torch.onnx.export records a disabled quantizer: the file would contain a float model."""
-    if torch.onnx.is_in_onnx_export():
-        message = (
-            "torch.onnx.export: quantizers of this model are disabled, so the file is float there: call "
-            "calibrate(model, data) or enable_fake_quant(model) before the export"
-        )
-        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
-
-
-def _is_exporting() -> bool:
-    """Return whether the model is exported. An export in eval mode contains the scales that eval() computed."""
-    return torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
-
-
-def _describe_spec(spec: QuantizationSpec) -> str:
-    return f"{spec.to_dict()['dtype']} {spec.qscheme}"
 
 
 class QuantStub(QuantizerBase):
@@ -557,3 +495,65 @@ class WeightFakeQuantize(QuantizerBase):
                 setattr(self, name, None)
         resize_buffers_for_loading(self, ("chosen", "mask"), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def to_consumer_list(consumers: Consumers) -> list[Any]:
+    """Return the consumers of a tensor as a list: names, or the modules themselves."""
+    return [consumers] if isinstance(consumers, str | nn.Module) else list(consumers)
+
+
+def get_consumer_name(consumer: str | nn.Module) -> str:
+    """Return the name of a consumer for a message. A module does not know its path: its class name is used."""
+    return consumer if isinstance(consumer, str) else type(consumer).__name__
+
+
+def join_consumer_names(consumers: Iterable[str | nn.Module]) -> str:
+    return ", ".join(map(get_consumer_name, consumers))
+
+
+def round_scales_to(qparams: QParams, dtypes: tuple[torch.dtype, ...]) -> QParams:
+    """Round scales to values that all of these types can represent."""
+    return qparams._replace(scale=reduce(round_to_dtype, dtypes, qparams.scale))
+
+
+def round_scales_to_float16(qparams: QParams) -> QParams:
+    """Round scales, or the entries of palettes, to float16."""
+    return qparams._replace(scale=round_to_dtype(qparams.scale, torch.float16))
+
+
+def round_to_dtype(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to a narrower type, in float32. A value that is not zero stays so and keeps its sign."""
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the smallest subnormal number
+    rounded = scale.to(dtype).to(torch.float32)
+    rounded = torch.where(scale > 0, rounded.clamp(min=smallest), rounded)
+    return torch.where(scale < 0, rounded.clamp(max=-smallest), rounded)
+
+
+def resize_buffers_for_loading(
+    module: nn.Module, names: Sequence[str], state_dict: dict[str, Any], prefix: str
+) -> None:
+    """Give buffers, whose shape is known only after calibration, the shapes of a checkpoint."""
+    for name in names:
+        saved, buffer = state_dict.get(prefix + name), module._buffers[name]
+        if saved is not None and (buffer is None or buffer.shape != saved.shape):
+            device = next(other.device for other in module.buffers() if other is not None)
+            setattr(module, name, torch.empty_like(saved, device=device))
+
+
+def warn_if_exported_disabled() -> None:
+    """Warn if torch.onnx.export records a disabled quantizer: the file would contain a float model."""
+    if torch.onnx.is_in_onnx_export():
+        message = (
+            "torch.onnx.export: quantizers of this model are disabled, so the file is float there: call "
+            "calibrate(model, data) or enable_fake_quant(model) before the export"
+        )
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+
+
+def _is_exporting() -> bool:
+    """Return whether the model is exported. An export in eval mode contains the scales that eval() computed."""
+    return torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
+
+
+def _describe_spec(spec: QuantizationSpec) -> str:
+    return f"{spec.to_dict()['dtype']} {spec.qscheme}"

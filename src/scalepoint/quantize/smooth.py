@@ -7,7 +7,6 @@ products are the same, so the float output is unchanged.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,9 +20,9 @@ from scalepoint.graph.nodes import get_fake_tensor, get_kind
 from scalepoint.graph.operations import get_tensors
 from scalepoint.quantize.config import SmoothQuantConfig
 from scalepoint.quantize.feeding import NAN_HINT
-from scalepoint.quantize.placement import QuantizationSite
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import Consumers, join_consumer_names, to_consumer_list
+from scalepoint.quantize.sites import QuantizationSite
 
 MIN_MAGNITUDE = 1e-5  # of a channel, before powers and quotients are taken
 NORM_KINDS = ("layer_norm", "rms_norm")
@@ -189,37 +188,37 @@ def get_linear_weight(linear: nn.Module) -> Tensor:
     return weight
 
 
-@dataclass(frozen=True)
-class _NormTensors:
-    """Weight and bias of a norm."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-def get_norm_tensors(norm: Any, like: Tensor) -> _NormTensors:
-    """Return weight and bias of a norm. A norm without weight gets one, with the dtype and device of `like`."""
+def find_norm_tensors(norm: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight and bias of a layer norm or RMS norm; None for a missing one."""
+    tensors: dict[str, Tensor | None]
     if isinstance(norm, Operation):
-        tensors = {name: value.value for name, value in norm.arguments.items() if isinstance(value, Reference)}
+        tensors = {name: reference.value for name, reference in norm.references().items()}
         if norm.kind == "mul":  # the last part of a norm of separate operations: its weight is the only parameter
-            return _NormTensors(next(iter(tensors.values())).data, None)
-        if "weight" not in tensors:
-            shape = norm.arguments["normalized_shape"]
-            norm.register_parameter("own_weight", nn.Parameter(like.new_ones(shape)))
-            norm.arguments["weight"] = Reference(norm, "own_weight")
-            tensors["weight"] = norm.arguments["weight"].value
-        return _NormTensors(tensors["weight"].data, tensors["bias"].data if "bias" in tensors else None)
-    if getattr(norm, "weight", None) is None:
+            tensors = {"weight": next(iter(tensors.values()))}
+    else:
+        tensors = {name: getattr(norm, name, None) for name in ("weight", "bias")}
+    weight, bias = tensors.get("weight"), tensors.get("bias")
+    return None if weight is None else weight.data, None if bias is None else bias.data
+
+
+def ensure_norm_tensors(norm: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of a norm. A norm without weight gets one, with the dtype and device of `like`."""
+    weight, bias = find_norm_tensors(norm)
+    if weight is None and isinstance(norm, Operation):
+        new_weight = nn.Parameter(like.new_ones(norm.arguments["normalized_shape"]))
+        norm.register_parameter("own_weight", new_weight)
+        norm.arguments["weight"] = Reference(norm, "own_weight")
+        weight = new_weight.data
+    elif weight is None:
         norm.weight = nn.Parameter(like.new_ones(norm.normalized_shape))
         norm.elementwise_affine = True
-    bias = getattr(norm, "bias", None)
-    return _NormTensors(norm.weight.data, None if bias is None else bias.data)
+        weight = norm.weight.data
+    return weight, bias
 
 
 def divide_norm_output(norm: nn.Module, s: Tensor) -> None:
     """Divide the output of a norm by s, channel by channel."""
-    tensors = get_norm_tensors(norm, s)
-    for tensor in (tensors.weight, tensors.bias):
+    for tensor in ensure_norm_tensors(norm, s):
         if tensor is not None:
             tensor.div_(s.to(tensor.dtype))
 

@@ -33,7 +33,7 @@ from scalepoint.quantize.insert import insert_qdq
 from scalepoint.quantize.qat import freeze_bn_stats
 from scalepoint.quantize.quantizers import QuantizerBase, QuantStub
 from scalepoint.quantize.record import has_record, record_of, update_record
-from scalepoint.quantize.smooth import find_smoothing_observers, get_norm_tensors
+from scalepoint.quantize.smooth import ensure_norm_tensors, find_smoothing_observers
 from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.support.files import (
     LOCK_FILE,
@@ -59,6 +59,8 @@ from scalepoint.version import __version__
 MANIFEST, TENSORS = "scalepoint.json", "tensors"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 256_000_000
+# Fields that older versions do not know and refuse. They are left out if they have no value.
+NEWER_FIELDS = ("dynamic_axes", "constant", "tuned_threads", "local_times")
 CONSTANT_PREFIX = "constant:"  # of the names of tensors that only the saved graph contains
 MAX_LISTED_DIFFERENCES = 5
 TENSOR_FILE_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
@@ -87,8 +89,13 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
         raise StoreError(f"{folder} is a file: pass a folder")
     graph, constants = _get_graph_data(model, with_graph)
     tensors, aliases = _separate_aliases({**gather_sharded_tensors(model.state_dict()), **constants})
-    if not distributed.is_main():
-        return folder
+    if distributed.is_main():
+        _replace_model(folder, tensors, _make_manifest(model) | graph | {"aliases": aliases})
+    return folder
+
+
+def _replace_model(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+    """Write the tensors and then the manifest, which makes them the model of the folder."""
     with folder_locked(folder):
         old_name = _find_tensor_file(folder)
         remove_leftovers(folder, (MANIFEST, TENSORS))
@@ -101,8 +108,8 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
             file_digest = compute_digest(temporary_file)
             path = folder / f"tensors-{file_digest[:16]}.safetensors"
             os.replace(temporary_file, path)
-            contents = {"aliases": aliases, "tensors": {"file": path.name, "sha256": file_digest}}
-            replace_text(folder / MANIFEST, _serialize_with_checksum(_make_manifest(model) | graph | contents))
+            manifest = manifest | {"tensors": {"file": path.name, "sha256": file_digest}}
+            replace_text(folder / MANIFEST, _serialize_with_checksum(manifest))
             is_committed = True
         except OSError as error:
             size = sum(tensor.nbytes for tensor in tensors.values())
@@ -116,13 +123,15 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
                 path.unlink(missing_ok=True)
         if old_name is not None and old_name != path.name:
             (folder / old_name).unlink(missing_ok=True)
-    return folder
 
 
 def list_model_files(folder: Path) -> list[Path]:
     """Return the files that `save` wrote to the folder."""
-    names = (LOCK_FILE, MANIFEST, _find_tensor_file(folder) or MANIFEST)
-    return [folder / name for name in dict.fromkeys(names) if (folder / name).is_file()]
+    names = [LOCK_FILE, MANIFEST]
+    tensor_file = _find_tensor_file(folder)
+    if tensor_file is not None:
+        names.append(tensor_file)
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
 def _get_graph_data(model: fx.GraphModule, with_graph: bool | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -296,44 +305,38 @@ class Manifest(BaseModel):
 
 
 def _make_manifest(model: fx.GraphModule) -> dict[str, Any]:
+    """Return all fields but those of the tensor file and of the graph."""
     record = record_of(model)
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizerBase)}
+    stubs = {name: module for name, module in quantizers.items() if isinstance(module, QuantStub)}
     dynamic_axes = {
         name: {str(axis): label for axis, label in labels.items()} for name, labels in record.origin.axes.items()
     }
-    # Keys that older versions do not know are written only if they have a value, so that those can read the rest.
-    return {
+    fields = {
         "format": FORMAT_VERSION,
         "versions": {"scalepoint": __version__, "torch": str(torch.__version__)},
         "target": None if record.target is None else record.target.name,
         "leave": list(record.origin.leave),
-        **({"dynamic_axes": dynamic_axes} if dynamic_axes else {}),
+        "dynamic_axes": dynamic_axes or None,
         "plan": [list(row) for row in record.plan],
         "config": record.config.to_dict(),
         "float": dict(record.fingerprint),
         "calculators": {
             name: QParamsCalculatorBase.key_of(type(module.calculator)) for name, module in quantizers.items()
         },
-        "fixed": {
-            name: list(module.fixed_calibration)
-            for name, module in quantizers.items()
-            if isinstance(module, QuantStub) and module.fixed_calibration
-        },
-        "skipped": {
-            name: module.skip_reason
-            for name, module in quantizers.items()
-            if isinstance(module, QuantStub) and module.skip_reason
-        },
+        "fixed": {name: list(stub.fixed_calibration) for name, stub in stubs.items() if stub.fixed_calibration},
+        "skipped": {name: stub.skip_reason for name, stub in stubs.items() if stub.skip_reason},
         "smoothed": {
             observer.name: observer.alpha for observer in find_smoothing_observers(model) if observer.alpha is not None
         },
         "is_norm_frozen": record.is_norm_frozen,
         "migrated": {} if record.migrated is None else record.migrated.to_dict(),
         "calibrated": None if record.calibrated is None else list(record.calibrated),
-        **({"constant": record.constant} if record.constant else {}),
-        **({} if record.tuned_threads is None else {"tuned_threads": record.tuned_threads}),
-        **({} if record.local_times is None else {"local_times": record.local_times.to_dict()}),
+        "constant": record.constant or None,
+        "tuned_threads": record.tuned_threads,
+        "local_times": None if record.local_times is None else record.local_times.to_dict(),
     }
+    return {name: value for name, value in fields.items() if value is not None or name not in NEWER_FIELDS}
 
 
 def _serialize_with_checksum(manifest: dict[str, Any]) -> str:
@@ -342,16 +345,17 @@ def _serialize_with_checksum(manifest: dict[str, Any]) -> str:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest and check its format version, its checksum and its fields."""
     path = folder / MANIFEST
     try:
-        sealed = read_json(path, MAX_MANIFEST_BYTES, folder=folder)
+        document = read_json(path, MAX_MANIFEST_BYTES, folder=folder)
     except FileNotFoundError:
         raise StoreError(f"{folder} contains no saved model: there is no {MANIFEST}") from None
     except DocumentError as error:
         raise StoreError(error.args[0]) from error
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
-    manifest = sealed.get("manifest") if isinstance(sealed, dict) else None
+    manifest = document.get("manifest") if isinstance(document, dict) else None
     if not isinstance(manifest, dict):
         raise StoreError(f"{path} is not a manifest of scalepoint")
     if manifest.get("format") != FORMAT_VERSION:
@@ -361,7 +365,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} has format {short_repr(manifest.get('format'))}, written by scalepoint {writer}; this version "
             f"reads format {FORMAT_VERSION}"
         )
-    if hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() != sealed.get("sha256"):
+    if hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() != document.get("sha256"):
         raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not match")
     try:
         return Manifest.model_validate(manifest).model_dump()
@@ -466,7 +470,8 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
     for observer in find_smoothing_observers(model):
         if observer.name in manifest["smoothed"]:
             observer.enabled, observer.alpha = False, manifest["smoothed"][observer.name]
-            get_norm_tensors(observer.layer_norm, torch.ones((), dtype=torch.float32))
+            # Adds the weight that smoothing gave to a norm without one.
+            ensure_norm_tensors(observer.layer_norm, torch.ones((), dtype=torch.float32))
     if manifest["is_norm_frozen"]:
         freeze_bn_stats(model)
     _restore_migrations(model, manifest["migrated"], tensors)

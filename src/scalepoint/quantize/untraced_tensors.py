@@ -57,7 +57,7 @@ class UntracedTensors:
         current = [slot.table.get(slot.name) for slot in self._slots]
         tables = {id(slot.table): slot.table for slot in self._slots}.values()
         count = sum(tensor is not None for table in tables for tensor in table.values())
-        if count != len(self._slots):
+        if count != len(self._slots):  # a tensor was added or removed
             return False
 
         def compare() -> bool:

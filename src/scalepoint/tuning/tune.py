@@ -23,8 +23,8 @@ from torch import fx, nn
 
 from scalepoint import distributed
 from scalepoint.errors import CalibrationError
+from scalepoint.quantize.batches import Data
 from scalepoint.quantize.calibrate import OnNan, freeze
-from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.fingerprint import fingerprint_model
 from scalepoint.quantize.operations import EMBEDDING
 from scalepoint.quantize.quantized_layers import QuantizedLayer

@@ -21,7 +21,8 @@ from torch import Tensor, fx, nn
 
 from scalepoint import distributed
 from scalepoint.graph.operations import get_tensors
-from scalepoint.quantize.feeding import Data, feed_data
+from scalepoint.quantize.batches import Data
+from scalepoint.quantize.feeding import feed_data
 from scalepoint.quantize.operations import EMBEDDING
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.quantizers import QuantizerBase, QuantStub

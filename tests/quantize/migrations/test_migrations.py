@@ -189,7 +189,7 @@ class TestTheModel:
         stub = next(stub for stub in quantized.modules() if isinstance(stub, QuantStub) and stub.consumers == ["3"])
         stub.fixed_calibration = (0.1, 0)
         calibrate(quantized, data)
-        assert "given range" in refusals(quantized)["0"]
+        assert "fixed range" in refusals(quantized)["0"]
 
 
 def _doubling(which):

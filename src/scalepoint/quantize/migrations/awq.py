@@ -127,6 +127,7 @@ def _iterate_errors(context: MigrationContext, site: ScalingSite, s: Tensor) -> 
         weight_error = quantize_weight(reader, weight) - weight
         output_error = (x @ weight_error.T).square().sum() / len(x)
         step = _input_step(context, reader, sample.low / input_scales, sample.high / input_scales)
+        # The rounding errors of x are uniform within a step: their mean square is step^2 / 12.
         yield float(output_error + step**2 / 12 * weight.square().sum())
 
 

@@ -1,11 +1,10 @@
 """Follows the channels of a tensor through the graph, to the layers that read them.
 
-    0 1 2 .. along the channels  --through operations that move or pool channels, ..-->  numbers at a reader's input
+    start: 0 1 2 3 along its channels  --permute, reshape-->  0 2 1 3 at the input of a linear layer (its `columns`)
 
-The channel numbers are sent through the operations themselves, so that reshapes, splits, transposes and attention heads
-need no rules of their own. A channel is pinned if an operation reads it that does not commute with scaling. It is free
-if a layer reads it and it is not pinned. `columns` are the channel numbers along the inputs of a reader; an input that
-comes from elsewhere has the number FOREIGN.
+Operations that move values (reshape, split, transpose) run on the channel numbers, so that they need no rules of their
+own. A value that does not come from the start has the number FOREIGN. A channel is pinned if an operation reads it that
+does not commute with scaling. It is free if a layer reads it and it is not pinned.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -22,6 +22,7 @@ from scalepoint.quantize.migrations.scaling_sites import ScalingSite, find_scali
 MAX_ROUNDS = 20
 CONVERGED_CHANGE = 0.05
 DEAD_CHANNEL_SHARE = 1e-6  # of the largest range: a smaller one counts as zero
+UNSCALABLE = 2.0  # as the smallest s of a channel: anything above 1 excludes the channel
 CLAMP_HEADROOM = 1.25  # the largest observed value times this must stay below a clamp
 
 
@@ -56,13 +57,14 @@ def min_scale(site: ScalingSite, extremes: "ChannelExtremes") -> Tensor:
     """Return the smallest s of each channel with which no clamp is reached; above 1 if one is reached already."""
     least = torch.zeros(site.trace.channels, dtype=torch.float64)
     if any(op.kind in ("mul", "div") for op in site.trace.passed):
-        return least + 2  # the clamp reads other values than those observed at the source
+        return least + UNSCALABLE  # the clamp reads other values than those observed at the source
     for op in site.clamps:
         low, high = _clamp_limits(op)
-        for_high = extremes.high * CLAMP_HEADROOM / high if high > 0 else torch.full_like(least, 2)
-        # A lower limit of 0 (ReLU6) commutes with scaling; one above 0 never does.
-        unobserved = torch.full_like(least, 2.0 if low > 0 else 0.0)
-        for_low = extremes.low * CLAMP_HEADROOM / low if low < 0 else unobserved
+        for_high = extremes.high * CLAMP_HEADROOM / high if high > 0 else torch.full_like(least, UNSCALABLE)
+        if low < 0:
+            for_low = extremes.low * CLAMP_HEADROOM / low
+        else:  # a lower limit of 0 (ReLU6) commutes with scaling; one above 0 never does
+            for_low = torch.full_like(least, UNSCALABLE if low > 0 else 0.0)
         least = torch.maximum(least, torch.maximum(for_high, for_low))
     return least
 

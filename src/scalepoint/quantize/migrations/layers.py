@@ -1,6 +1,7 @@
 """What migrations write: the weight of a layer as (groups, out, in, taps), its bias or batch norm, and norms.
 
-y = BN(W x + b)      outputs times t: weight and bias of the batch norm, else rows of W and b; inputs: columns of W
+y = BN(W x + b)     scale outputs: multiply weight and bias of the batch norm, without one the rows of W and b
+                    scale inputs: multiply the columns of W
 """
 
 import copy
@@ -16,9 +17,7 @@ from scalepoint.quantize.migrations.recorded_graph import RecordedGraph, Recorde
 from scalepoint.quantize.operations import get_norm_settings
 from scalepoint.quantize.quantized_layers import QuantizedLayer
 from scalepoint.quantize.record import record_of
-from scalepoint.quantize.smooth import get_norm_tensors
-
-NORMS = ("layer_norm", "rms_norm")
+from scalepoint.quantize.smooth import ensure_norm_tensors, find_norm_tensors
 
 
 def give_parameter(module: Any, name: str, value: Tensor) -> None:
@@ -146,9 +145,8 @@ class RewritableLayer:
             return f"the weight of {self.name} is computed, not stored"
         if self.norm is not None and any(tensor is None for tensor in self.norm_tensors):
             return f"the batch norm of {self.name} has no weight and bias of its own"
-        if graph.is_shared(self.tensors()) or graph.uses[id(self.module)] > 1:
-            return f"the weight of {self.name} is used elsewhere too"
-        if isinstance(self.module, QuantizedLayer) and len(self.module.sharing_layers) > 1:
+        has_shared_quantizer = isinstance(self.module, QuantizedLayer) and len(self.module.sharing_layers) > 1
+        if graph.is_shared(self.tensors()) or graph.uses[id(self.module)] > 1 or has_shared_quantizer:
             return f"the weight of {self.name} is used elsewhere too"
         return ""
 
@@ -172,19 +170,11 @@ class RewritableNorm:
 
     def ensure_affine(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias. A norm without a weight gets one of ones."""
-        tensors = get_norm_tensors(self.module, torch.ones((), dtype=torch.float32))
-        return tensors.weight, tensors.bias
+        return ensure_norm_tensors(self.module, torch.ones((), dtype=torch.float32))
 
     def affine(self) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias; None for a missing one."""
-        if isinstance(self.module, Operation):
-            tensors = {name: reference.value.detach() for name, reference in self.module.references().items()}
-            if self.module.kind == "mul":  # the last part of a norm in single operations
-                return next(iter(tensors.values()), None), None
-            return tensors.get("weight"), tensors.get("bias")
-        weight, bias = getattr(self.module, "weight", None), getattr(self.module, "bias", None)
-        weight, bias = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
-        return weight, bias
+        return find_norm_tensors(self.module)
 
     def affine_tensors(self) -> list[Tensor]:
         return [tensor for tensor in self.affine() if tensor is not None]

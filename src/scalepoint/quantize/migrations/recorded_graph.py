@@ -164,10 +164,10 @@ class _BatchRecorder(fx.Interpreter):
 
 def _operation_kind(node: fx.Node, module: nn.Module | None) -> str:
     """Return the kind of a node. A quantizer with a fixed range has its own kind: its values must not be scaled."""
-    has_given_range = isinstance(module, QuantStub) and (
+    has_fixed_range = isinstance(module, QuantStub) and (
         module.fixed_calibration is not None or any(end is not None for end in module.spec.float_range)
     )
-    return "quant of a given range" if has_given_range else get_kind(node)
+    return "quant with a fixed range" if has_fixed_range else get_kind(node)
 
 
 def _norm_kind(group: FusedNorm) -> str:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from scalepoint.graph import Operation
 from scalepoint.numerics.rotation import make_hadamard, make_rotation
 from scalepoint.quantize.migrations.channel_trace import MOVES, UNCHANGED, channel_axis, numbers_along
-from scalepoint.quantize.migrations.layers import NORMS, RewritableLayer, RewritableNorm, give_parameter, give_quantizer
+from scalepoint.quantize.migrations.layers import RewritableLayer, RewritableNorm, give_parameter, give_quantizer
 from scalepoint.quantize.migrations.migration import MigrationContext, MigrationSites
 from scalepoint.quantize.migrations.recorded_graph import RecordedGraph, RecordedOperation
 from scalepoint.quantize.operations import WEIGHT_PRODUCTS
+from scalepoint.quantize.smooth import NORM_KINDS
 
 
 class StreamRefusedError(Exception):
@@ -88,12 +89,15 @@ class ResidualStream:
         for table in self.tables:
             rotated = table.tensor.double().movedim(table.axis, -1) @ rotation
             table.tensor.copy_(rotated.movedim(-1, table.axis))
-        rotation_kind = "random orthogonal" if make_hadamard(self.width) is None else "Hadamard"
         writer_count = len(self.writers) + len(self.tables)
         return (
-            f"width {self.width} ({rotation_kind}), {writer_count} writers, {len(self.norms)} norms, "
+            f"width {self.width} ({describe_rotation(self.width)}), {writer_count} writers, {len(self.norms)} norms, "
             f"{len(self.readers)} readers"
         )
+
+
+def describe_rotation(size: int) -> str:
+    return "random orthogonal" if make_hadamard(size) is None else "Hadamard"
 
 
 def _fold_norm(norm: RewritableNorm | None, reader: RewritableLayer) -> None:
@@ -121,7 +125,7 @@ def find_streams(context: MigrationContext) -> MigrationSites:
     """Find the streams, starting at each norm whose input is in no stream yet."""
     result, visited = MigrationSites(), set[int]()
     for op in context.graph.operations:
-        if op.kind not in NORMS or op.inputs[0] in visited or op.shape is None:
+        if op.kind not in NORM_KINDS or op.inputs[0] in visited or op.shape is None:
             continue
         search = _StreamSearch(context.graph, op.shape[-1])
         name = f"the stream of {op.name}"
@@ -166,7 +170,7 @@ class _StreamSearch:
             if op is not norm_before:  # the result of a norm: its input is visited by `_visit_reader`
                 self._visit_source(op, axis, norm_before)
             for reader in self.graph.readers.get(index, []):
-                self._visit_reader(reader, index, axis, norm_before)
+                self._visit_reader(reader, axis, norm_before)
         norms = {index: RewritableNorm(op) for index, op in self.norms.items()}
         readers = []
         for op, norm_before in self.readers.values():
@@ -215,12 +219,10 @@ class _StreamSearch:
         elif op.node.op == "get_attr":
             self.tables.append(WrittenTable(self._get_attribute(op), axis, op))
         else:
-            reason = "a norm writes to it: not a pre-norm model" if op.kind in NORMS else f"{op.kind} writes to it"
+            reason = "a norm writes to it: not a pre-norm model" if op.kind in NORM_KINDS else f"{op.kind} writes to it"
             raise StreamRefusedError(f"{op.name}: {reason}")
 
-    def _visit_reader(
-        self, op: RecordedOperation, index: int, axis: int, norm_before: RecordedOperation | None
-    ) -> None:
+    def _visit_reader(self, op: RecordedOperation, axis: int, norm_before: RecordedOperation | None) -> None:
         """Visit the result of an operation that reads a value, or note that it reads the stream."""
         if op.kind in UNCHANGED or op.kind == "add" or self._multiplies_by_number(op):
             self._visit(op.index, axis, norm_before)
@@ -228,7 +230,7 @@ class _StreamSearch:
             self._visit(op.index, self._axis_after(op, axis), norm_before)
         elif op.kind in ("linear", "head") and axis == channel_axis(op):
             self.readers[op.index] = (op, norm_before)
-        elif op.kind in NORMS and axis == -1 and norm_before is None:
+        elif op.kind in NORM_KINDS and axis == -1 and norm_before is None:
             self.norms[op.index] = op
             self._visit(op.index, axis=-1, norm_before=op)
         else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.rotation import make_hadamard, make_rotation
+from scalepoint.numerics.rotation import make_rotation
 from scalepoint.quantize.migrations.channel_trace import (
     MOVES,
     SUMS,
@@ -26,7 +26,7 @@ from scalepoint.quantize.migrations.channel_trace import (
 from scalepoint.quantize.migrations.layers import RewritableLayer
 from scalepoint.quantize.migrations.migration import Migration, MigrationContext, MigrationSites
 from scalepoint.quantize.migrations.recorded_graph import RecordedOperation
-from scalepoint.quantize.migrations.residual_stream import ResidualStream, find_streams
+from scalepoint.quantize.migrations.residual_stream import ResidualStream, describe_rotation, find_streams
 
 
 @dataclass
@@ -65,10 +65,6 @@ class AttentionHeads:
         return f"{len(self.channels)} heads of {size} ({describe_rotation(size)})"
 
 
-def describe_rotation(size: int) -> str:
-    return "random orthogonal" if make_hadamard(size) is None else "Hadamard"
-
-
 def find_sites(context: MigrationContext) -> MigrationSites:
     result = find_streams(context)
     for op in context.graph.operations:
@@ -86,18 +82,26 @@ def _find_heads(context: MigrationContext, op: RecordedOperation, result: Migrat
         return
     source, readers = RewritableLayer(op), [RewritableLayer(reader) for reader, _ in trace.readers]
     channels = _find_head_channels(trace, sums)
-    reasons = [reason for layer in (source, *readers) if (reason := layer.explain_fixed(graph))]
-    if any(reader.kind != "linear" for reader in readers):
-        reasons.append("a layer that reads the attention is not linear")
-    if channels is None or not readers:
-        reasons.append("several attentions read it" if len(sums) > 1 else trace.reason)
-    elif not reasons and not all(_has_whole_heads(columns, channels) for _, columns in trace.readers):
-        reasons.append("the heads are not next to each other in the input of a layer that reads them")
-    reason = next(filter(None, reasons), "")
+    reason = next(filter(None, (layer.explain_fixed(graph) for layer in (source, *readers))), "")
+    if not reason:
+        reason = _explain_refused_heads(trace, sums, channels)
     if reason or channels is None:
         result.refuse(f"{op.name} -> {', '.join(reader.name for reader in readers) or '?'}", reason)
     else:
         result.sites.append(AttentionHeads(source, readers, channels))
+
+
+def _explain_refused_heads(trace: ChannelTrace, sums: Sequence[RecordedOperation], channels: Tensor | None) -> str:
+    """Return why the heads cannot be rotated; "" if they can."""
+    if any(reader.kind != "linear" for reader, _ in trace.readers):
+        return "a layer that reads the attention is not linear"
+    if len(sums) > 1:
+        return "several attentions read it"
+    if channels is None or not trace.readers:
+        return trace.reason
+    if not all(_has_whole_heads(columns, channels) for _, columns in trace.readers):
+        return "the heads are not next to each other in the input of a layer that reads them"
+    return ""
 
 
 def _find_head_channels(trace: ChannelTrace, sums: Sequence[RecordedOperation]) -> Tensor | None:

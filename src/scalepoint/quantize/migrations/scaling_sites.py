@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from scalepoint.quantize.migrations.channel_trace import CLAMPS, ChannelTrace, channel_axis, trace_channels
-from scalepoint.quantize.migrations.layers import NORMS, RewritableLayer, RewritableNorm
+from scalepoint.quantize.migrations.layers import RewritableLayer, RewritableNorm
 from scalepoint.quantize.migrations.migration import MigrationContext, MigrationSites
 from scalepoint.quantize.migrations.recorded_graph import FOREIGN, RecordedOperation
 from scalepoint.quantize.operations import WEIGHT_PRODUCTS
+from scalepoint.quantize.smooth import NORM_KINDS
 
 
 @dataclass
@@ -92,7 +93,7 @@ def find_scaling_sites(
     """
     result, graph = MigrationSites(), context.graph
     for op in graph.operations:
-        is_norm = norms and op.kind in NORMS
+        is_norm = norms and op.kind in NORM_KINDS
         # Sources are norms and layers with a weight of their own; a product of two tensors has two inputs.
         if not is_norm and (op.kind not in WEIGHT_PRODUCTS or len(op.inputs) != 1):
             continue

@@ -14,9 +14,9 @@ from scalepoint.quantize.quantizers import join_consumer_names
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.smooth import (
     SmoothQuantObserver,
+    ensure_norm_tensors,
     find_smoothing_observers,
     get_linear_weight,
-    get_norm_tensors,
 )
 
 
@@ -31,9 +31,9 @@ class SmoothedNorm:
         return f"{self.observer.name} -> {join_consumer_names(self.observer.consumers)}"
 
     def tensors(self) -> list[Tensor]:
-        affine = get_norm_tensors(self.observer.layer_norm, torch.ones((), dtype=torch.float32))
+        affine = ensure_norm_tensors(self.observer.layer_norm, torch.ones((), dtype=torch.float32))
         weights = [get_linear_weight(linear) for linear in self.observer.downstream_linears]
-        return [tensor for tensor in (affine.weight, affine.bias, *weights) if tensor is not None]
+        return [tensor for tensor in (*affine, *weights) if tensor is not None]
 
 
 def find_sites(context: MigrationContext) -> MigrationSites:
