@@ -7,8 +7,9 @@ The product then has a weight that can be quantized and stored, and gradients st
 
 from torch import fx, nn
 
+from scalepoint.graph.constant_nodes import find_constant_nodes
 from scalepoint.graph.kinds import kind_of_function
-from scalepoint.graph.nodes import bind_argument, find_constant_nodes, get_arguments, get_fake_tensor, module_path
+from scalepoint.graph.nodes import bind_argument, get_arguments, get_fake_tensor, module_path
 from scalepoint.graph.operations import BIASES, WEIGHTS, ComputationStep, ComputedTensor
 from scalepoint.graph.tree import ModuleTree
 

@@ -52,7 +52,6 @@ KINDS_BY_NAME = {
     "grouped_mm_fallback": "grouped_linear",
     "rnn_tanh": "rnn",
     "rnn_relu": "rnn",
-    "hardtanh": "hardtanh",
     "swish": "silu",
     "lift_fresh_copy": "identity",
     "alias": "identity",

@@ -20,7 +20,6 @@ from scalepoint.graph.nodes import (
     get_fake_tensor,
     get_info,
     inherit_meta,
-    is_matrix,
     iterate_nodes,
     module_path,
     set_info,
@@ -54,7 +53,7 @@ def _lift_node(tree: ModuleTree, node: fx.Node, owner: nn.Module) -> None:
     arguments = get_arguments(node)
     settings = {name: value for name, value in arguments.items() if not list(iterate_nodes(value))}
     kind = kind_of_function(function, settings)
-    if kind in ("matmul", "addmm") and is_matrix(arguments.get("other", arguments.get("mat2"))):
+    if kind in ("matmul", "addmm") and _is_matrix(arguments.get("other", arguments.get("mat2"))):
         kind = "linear"
     set_info(node, kind=kind)
     if kind not in LIFTED_KINDS or not isinstance(node.target, OpOverload):
@@ -81,6 +80,14 @@ def _lift_node(tree: ModuleTree, node: fx.Node, owner: nn.Module) -> None:
     inherit_meta(lifted, node, path=path)
     node.replace_all_uses_with(lifted)
     node.graph.erase_node(node)
+
+
+def _is_matrix(value: object) -> bool:
+    """Whether a value is a parameter with two axes, like the weight of a linear layer."""
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return False
+    tensor = get_fake_tensor(value)
+    return tensor is not None and tensor.ndim == 2
 
 
 def _train_settings(module: nn.Module | None, kind: str, bound: dict[str, Any]) -> dict[str, Any]:

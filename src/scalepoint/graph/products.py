@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from scalepoint.graph.constant_nodes import find_constant_nodes
 from scalepoint.graph.contractions import rewrite_contraction
 from scalepoint.graph.kinds import base_name
-from scalepoint.graph.nodes import find_constant_nodes, get_arguments, get_fake_tensor
+from scalepoint.graph.nodes import get_arguments, get_fake_tensor
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")

@@ -29,13 +29,13 @@ RNN_ARGUMENTS = (
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-class FrozenData(BaseModel):
+class SavedData(BaseModel):
     """Base of the data classes. Field names are the keys of saved folders and must not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ModuleData(FrozenData):
+class ModuleData(SavedData):
     """A module. `kind` is a class of torch.nn, "operation", "computed", or "" for a module that only owns others."""
 
     path: str
@@ -44,7 +44,7 @@ class ModuleData(FrozenData):
     none: list[str] = []  # parameters and buffers that are None
 
 
-class NodeData(FrozenData):
+class NodeData(SavedData):
     """A node of the graph.
 
     `kind`, `place` and `sizes` are the fields `kind`, `path` and `sizes` of its NodeInfo; `path` is the module of the
@@ -62,7 +62,7 @@ class NodeData(FrozenData):
     sizes: list[int] | None = None
 
 
-class InputData(FrozenData):
+class InputData(SavedData):
     """An example input: shape, dtype and free axes of a tensor, or a plain value."""
 
     shape: list[int] | None = None
@@ -71,7 +71,7 @@ class InputData(FrozenData):
     value: Any = None
 
 
-class GraphData(FrozenData):
+class GraphData(SavedData):
     """A captured graph without its tensors."""
 
     name: str

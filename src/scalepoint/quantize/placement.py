@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 
 from scalepoint.errors import ConfigError, NonFiniteError, PatternError, did_you_mean
 from scalepoint.graph import WEIGHTED, Operation
+from scalepoint.graph.constant_nodes import find_constant_nodes
 from scalepoint.graph.kinds import OPAQUE, VALUE_PRESERVING, WEIGHTLESS_PRODUCTS
-from scalepoint.graph.nodes import find_constant_nodes, get_fake_tensor, module_path
+from scalepoint.graph.nodes import get_fake_tensor, module_path
 from scalepoint.graph.operations import Slot, get_tensors
 from scalepoint.operation_coverage import OperationState
 from scalepoint.patterns import Fused, PatternMatch, Point, get_kind
