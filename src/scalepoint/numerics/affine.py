@@ -122,7 +122,7 @@ def to_unclamped_code(
     """Compute t. The first operation makes a new tensor, or fills `out`; the others work in place."""
     if steps.shift is not None:
         x = torch.sub(x, steps.shift, out=out)
-        out = x if in_place else None
+        out = x if in_place else None  # the difference is a tensor of ours, which the division may overwrite
     t = torch.div(x, steps.scale) if out is None else torch.div(x, steps.scale, out=out)
     if fmt.is_float:
         return t
