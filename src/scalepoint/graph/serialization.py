@@ -163,22 +163,23 @@ def _describe(model: fx.GraphModule, info: Any) -> GraphDescription:
 def _describe_tensors(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, Tensor]]:
     """Return the fields `tensors` and `tied` of GraphData, and the constants."""
     in_state_dict = set(model.state_dict(keep_vars=True))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     kinds: dict[str, str] = {}
     tied: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
     first_paths: dict[int, str] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        kinds[path] = "parameter" if parameter.requires_grad else "frozen"
-        if id(parameter) in first_paths:
-            tied[path] = first_paths[id(parameter)]
-        first_paths.setdefault(id(parameter), path)
-    constants = {}
-    for path, buffer in model.named_buffers(remove_duplicate=False):
-        kinds[path] = "buffer" if path in in_state_dict else "constant"
-        if path not in in_state_dict:
-            constants[path] = buffer.detach()
-        if id(buffer) in first_paths:
-            tied[path] = first_paths[id(buffer)]
-        first_paths.setdefault(id(buffer), path)
+    for path, tensor in {**parameters, **buffers}.items():
+        if path in parameters:
+            kinds[path] = "parameter" if tensor.requires_grad else "frozen"
+        elif path in in_state_dict:
+            kinds[path] = "buffer"
+        else:
+            kinds[path] = "constant"
+            constants[path] = tensor.detach()
+        first_path = first_paths.setdefault(id(tensor), path)
+        if first_path != path:
+            tied[path] = first_path
     return kinds, tied, constants
 
 

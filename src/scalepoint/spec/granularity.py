@@ -26,6 +26,9 @@ class CompressionTargetTensor(StrEnum):
     LUT = "lut"
 
 
+WEIGHT = CompressionTargetTensor.WEIGHT
+
+
 class QuantizationGranularity(CheckedModel, ClassRegistry):
     """Base class and registry of granularities. A mapping such as {"type": "per_channel", "axis": 0} builds one."""
 
@@ -34,9 +37,7 @@ class QuantizationGranularity(CheckedModel, ClassRegistry):
     _registry: ClassVar[dict[str, Any]] = {}
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         """Return the size of a block along each axis of a tensor of this shape.
 
@@ -92,9 +93,7 @@ class PerTensorGranularity(QuantizationGranularity):
     """One scale per tensor."""
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         return tuple(shape)
 
@@ -106,9 +105,7 @@ class PerChannelGranularity(QuantizationGranularity):
     axis: StrictInt | None = None
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         axis = _normalize_axis(self, self.axis, shape)
         return (*shape[:axis], 1, *shape[axis + 1 :])
@@ -124,9 +121,7 @@ class PerTokenGranularity(QuantizationGranularity):
     """One scale for each vector along the last axis, such as a token of a sequence."""
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         if not len(shape):
             raise SpecError("a 0-d tensor has no last axis: use PerTensorGranularity()")
@@ -144,9 +139,7 @@ class PerTokenBlockGranularity(QuantizationGranularity):
         return False
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         if not len(shape):
             raise SpecError("a 0-d tensor has no last axis: use PerTensorGranularity()")
@@ -203,9 +196,7 @@ class PerBlockGranularity(QuantizationGranularity):
         return False
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         if isinstance(self.block_size, tuple):
             block = self._tile(shape)

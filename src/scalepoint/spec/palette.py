@@ -31,6 +31,7 @@ from scalepoint.numerics.palette import (
 from scalepoint.spec.extended import ExtendedQuantizationSpec, choose_spec_class
 from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
 from scalepoint.spec.granularity import (
+    WEIGHT,
     CompressionTargetTensor,
     QuantizationGranularity,
     _is_transposed,
@@ -55,9 +56,7 @@ class PerGroupedChannelGranularity(QuantizationGranularity):
         return False
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         axis = _normalize_axis(self, self.axis, shape)
         block = (*shape[:axis], self.group_size or shape[axis], *shape[axis + 1 :])
