@@ -34,8 +34,10 @@ def reference_computed_tensors(tree: ModuleTree) -> None:
                 reference = graph.create_node("get_attr", f"{module_names[value]}.value")
             reference.meta = dict(value.meta)
             node.replace_input_with(value, reference)
+    if not module_names:
+        return
     for node in reversed([node for node in graph.nodes if node in constant_nodes and node.op == "call_function"]):
-        if not node.users and module_names:
+        if not node.users:
             graph.erase_node(node)
 
 

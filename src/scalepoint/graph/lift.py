@@ -65,16 +65,16 @@ def _lift_node(tree: ModuleTree, node: fx.Node, owner: nn.Module) -> None:
     if not inputs:
         return
     path = None
-    if get_fake_tensor(node) is not None:
+    if get_fake_tensor(node) is not None:  # not an LSTM, whose module nests its results and whose operation does not
         path = _find_user_module(tree, module_path(node), kind, bound, inputs)
-    if path is None:
+    if path is not None:
+        target, inputs = path, inputs[:1]
+    else:
         path = module_path(node)
         leaf = _leaf_name(kind, bound)
         operation = Operation(kind, function, bound)
         operation.in_train = _train_settings(tree.modules.get(path) if path else owner, kind, bound)
         target = tree.add(f"{path}.{leaf}" if path else leaf, operation)
-    else:
-        target, inputs = path, inputs[:1]
     with node.graph.inserting_before(node):
         lifted = node.graph.call_module(target, tuple(inputs))
     inherit_meta(lifted, node, path=path)

@@ -107,13 +107,13 @@ class PerChannelGranularity(QuantizationGranularity):
     def get_block_size(
         self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
-        axis = _normalize_axis(self, self.axis, shape)
+        axis = normalize_axis(self, self.axis, shape)
         return (*shape[:axis], 1, *shape[axis + 1 :])
 
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
         if self.axis is not None:
             return self
-        return self.model_copy(update={"axis": 1 if _is_transposed(layer) else 0})
+        return self.model_copy(update={"axis": 1 if is_transposed(layer) else 0})
 
 
 @QuantizationGranularity.register("per_token")
@@ -219,7 +219,7 @@ class PerBlockGranularity(QuantizationGranularity):
         return _replace_whole_axes(shape, self.block_size)
 
     def _along_axis(self, block_size: int, shape: Sequence[int], target: CompressionTargetTensor) -> tuple[int, ...]:
-        axis = _normalize_axis(self, self.axis, shape)
+        axis = normalize_axis(self, self.axis, shape)
         is_activation = target == CompressionTargetTensor.ACTIVATION
         block = [1 if is_activation or index < 2 else size for index, size in enumerate(shape)]
         block[axis] = block_size
@@ -228,7 +228,7 @@ class PerBlockGranularity(QuantizationGranularity):
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
         if self.axis is not None or isinstance(self.block_size, tuple):
             return self
-        return self.model_copy(update={"axis": 0 if _is_transposed(layer) else 1})
+        return self.model_copy(update={"axis": 0 if is_transposed(layer) else 1})
 
 
 def resolve_block_sizes(tensor_shape: Sequence[int], block_sizes: Sequence[int]) -> list[int]:
@@ -270,7 +270,7 @@ def _replace_whole_axes(shape: Sequence[int], block_sizes: Sequence[int]) -> tup
     return tuple(size if extent == -1 else extent for extent, size in zip(block_sizes, shape, strict=True))
 
 
-def _normalize_axis(granularity: QuantizationGranularity, axis: int | None, shape: Sequence[int]) -> int:
+def normalize_axis(granularity: QuantizationGranularity, axis: int | None, shape: Sequence[int]) -> int:
     """Return the axis as a number from 0."""
     if axis is None:
         raise SpecError(f"{granularity!r} has no axis: pass axis=, or call granularity.resolve(layer)")
@@ -279,6 +279,6 @@ def _normalize_axis(granularity: QuantizationGranularity, axis: int | None, shap
     return axis % len(shape)
 
 
-def _is_transposed(layer: nn.Module | type[nn.Module]) -> bool:
+def is_transposed(layer: nn.Module | type[nn.Module]) -> bool:
     kind = layer if isinstance(layer, type) else type(layer)
     return issubclass(kind, _TRANSPOSED)
