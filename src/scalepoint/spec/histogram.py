@@ -13,24 +13,31 @@ from scalepoint.errors import SpecError
 from scalepoint.numerics import QParams
 from scalepoint.numerics.histogram import Histogram, compute_block_histograms, merge_histograms
 from scalepoint.numerics.range_search import least_divergence, least_squares_of_histogram, percentile_of_histogram
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
+from scalepoint.spec.qparams_calculator import (
+    QParamsCalculatorBase,
+    StatefulQParamsCalculatorBase,
+    check_same_kind,
+)
 from scalepoint.spec.range_calculator import check_bins, check_percentile, count_levels
-from scalepoint.spec.running import Range, StoredRangeBase, merge_extremes
+from scalepoint.spec.running import Range, add_range, merge_extremes, merge_range, seed_range, update_range
 
 MAX_BINNED_VALUE = 2.0**127
 
 
-class HistogramQParamsCalculator(StoredRangeBase):
+class HistogramQParamsCalculator(StatefulQParamsCalculatorBase):
     """Base of calculators that collect one histogram per block (`counts`, `power`) and the extremes of all batches."""
 
     counts: Tensor
     power: Tensor
+    running_min: Tensor
+    running_max: Tensor
 
     def __init__(self, *args: Any, bins: int = 4096, search_steps: int = 80, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.bins = check_bins(bins)
         self.search_steps = search_steps
         self.is_deferred = False  # True: batches only update the histogram, and finalize() chooses the range
+        add_range(self)
         self.add_empty("counts", torch.int64)
         self.add_empty("power", torch.int32)
 
@@ -52,9 +59,9 @@ class HistogramQParamsCalculator(StoredRangeBase):
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
         self.check_shape(min_val.shape)
         if torch.compiler.is_compiling():
-            tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; extend_range counts the batch
+            tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; update_range counts the batch
         self._add_histogram(compute_block_histograms(tensor.detach(), self.get_block_size(tensor.shape), self.bins))
-        observed_range = self.extend_range((min_val, max_val), merge_extremes)
+        observed_range = update_range(self, (min_val, max_val), merge_extremes)
         return self.choose(*observed_range) if self.is_deferred else self._from_histogram()
 
     def _add_histogram(self, histogram: Histogram) -> None:
@@ -62,6 +69,10 @@ class HistogramQParamsCalculator(StoredRangeBase):
             histogram = merge_histograms(Histogram(self.counts, self.power), histogram)
         self.set_buffer("counts", histogram.counts)
         self.set_buffer("power", histogram.power)
+
+    def seed(self, qparams: QParams) -> None:
+        super().seed(qparams)
+        seed_range(self, qparams)
 
     def finalize(self) -> QParams:
         if self.counts.numel():
@@ -82,8 +93,11 @@ class HistogramQParamsCalculator(StoredRangeBase):
         assert isinstance(other, HistogramQParamsCalculator)  # noqa: S101  # same kind
         if other.counts.numel():
             self._add_histogram(Histogram(other.counts.to(self.counts.device), other.power.to(self.counts.device)))
-            self.merge_range(other, merge_extremes)
+            merge_range(self, other, merge_extremes)
             self.store(self._from_histogram())
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, running_min={self.running_min}, running_max={self.running_max}"
 
 
 @QParamsCalculatorBase.register("histogram_percentile")

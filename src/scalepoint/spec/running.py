@@ -1,7 +1,7 @@
 """Qparams calculators with a running range over batches: a moving average, or the extremes.
 
-`StoredRangeBase` stores the range. `RunningRangeMixin` computes the parameters from it, and so is the base for a rule
-with memory. Histogram calculators derive from `StoredRangeBase`, because they choose a narrower range.
+The range is stored in two buffers of the calculator, `running_min` and `running_max`. The functions below work on these
+buffers. They are functions, not a base class, because histogram calculators use them too and choose another range.
 """
 
 from abc import abstractmethod
@@ -23,77 +23,85 @@ from scalepoint.spec.qparams_calculator import (
 Range = tuple[Tensor, Tensor]
 
 
+def add_range(calculator: QParamsCalculatorBase) -> None:
+    calculator.add_empty("running_min")
+    calculator.add_empty("running_max")
+
+
+def get_range(calculator: QParamsCalculatorBase) -> Range:
+    low, high = calculator._buffers["running_min"], calculator._buffers["running_max"]
+    assert low is not None and high is not None  # noqa: S101, PT018  # add_range has added them
+    return low, high
+
+
+def set_range(calculator: QParamsCalculatorBase, low: Tensor, high: Tensor) -> None:
+    calculator.set_buffer("running_min", low)
+    calculator.set_buffer("running_max", high)
+
+
 def merge_extremes(old: Range, new: Range) -> Range:
     return torch.minimum(old[0], new[0]), torch.maximum(old[1], new[1])
 
 
-class StoredRangeBase(StatefulQParamsCalculatorBase):
-    """Base of calculators that store a range over all batches in the buffers `running_min` and `running_max`."""
-
-    running_min: Tensor
-    running_max: Tensor
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.add_empty("running_min")
-        self.add_empty("running_max")
-
-    def extend_range(self, new: Range, combine: Callable[[Range, Range], Range]) -> Range:
-        """Store and return combine(stored range, range of a batch). The first range is stored as it is."""
-        self.check_shape(new[0].shape)
-        old = self.running_min, self.running_max
-        is_first = not old[0].numel()
-        if not is_first and isinstance(self.granularity, PerTensorGranularity):
-            new = new[0].view_as(old[0]), new[1].view_as(old[0])  # tensors of another rank: (1, 1) or (1, 1, 1)
-        low, high = new if is_first else combine(old, new)
-        if torch.compiler.is_compiling():
-            # A graph cannot raise: a batch with NaN or infinity is skipped here and counted.
-            is_finite = torch.isfinite(new[0] + 0 * new[1]).all()
-            low = torch.where(is_finite, low, torch.zeros_like(low) if is_first else old[0])
-            high = torch.where(is_finite, high, torch.zeros_like(high) if is_first else old[1])
-            self.skipped_batches.add_(~is_finite)
-        self._store_range(low, high)
-        return low, high
-
-    def merge_range(self, other: QParamsCalculatorBase, combine: Callable[[Range, Range], Range]) -> None:
-        """Merge the range and the number of batches of another calculator. One without data changes nothing."""
-        check_same_kind(self, other)
-        assert isinstance(other, StoredRangeBase)  # noqa: S101  # same kind
-        if not other.running_min.numel():
-            return
-        device = self.scale.device
-        low, high = other.running_min.to(device), other.running_max.to(device)
-        if self.running_min.numel():
-            self.check_shape(low.shape)
-            low, high = combine((self.running_min, self.running_max), (low, high))
-        self._store_range(low, high)
-        self.store(self.choose(low, high))
-        self.observed_batches.add_(other.observed_batches.to(self.observed_batches.device))
-
-    def seed(self, qparams: QParams) -> None:
-        super().seed(qparams)
-        zero_point = 0 if qparams.zero_point is None else qparams.zero_point
-        low, high = self.grid.low - zero_point, self.grid.high - zero_point
-        self._store_range(low * qparams.scale, high * qparams.scale)
-
-    def _store_range(self, low: Tensor, high: Tensor) -> None:
-        self.set_buffer("running_min", low)
-        self.set_buffer("running_max", high)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, running_min={self.running_min}, running_max={self.running_max}"
+def update_range(calculator: QParamsCalculatorBase, new: Range, update: Callable[[Range, Range], Range]) -> Range:
+    """Update the running range with the range of a batch, store it and return it. The first range is taken as it is."""
+    calculator.check_shape(new[0].shape)
+    old = get_range(calculator)
+    is_first = not old[0].numel()
+    if not is_first and isinstance(calculator.granularity, PerTensorGranularity):
+        new = new[0].view_as(old[0]), new[1].view_as(old[0])  # tensors of another rank: (1, 1) or (1, 1, 1)
+    low, high = new if is_first else update(old, new)
+    if torch.compiler.is_compiling():
+        # A graph cannot raise: a batch with NaN or infinity is skipped here and counted.
+        is_finite = torch.isfinite(new[0] + 0 * new[1]).all()
+        low = torch.where(is_finite, low, torch.zeros_like(low) if is_first else old[0])
+        high = torch.where(is_finite, high, torch.zeros_like(high) if is_first else old[1])
+        calculator.skipped_batches.add_(~is_finite)
+    set_range(calculator, low, high)
+    return low, high
 
 
-class RunningRangeMixin(StoredRangeBase):
-    """Computes the parameters from `running_min` and `running_max`. A subclass decides how a batch changes these.
+def seed_range(calculator: QParamsCalculatorBase, qparams: QParams) -> None:
+    """Set the running range to the range of given parameters."""
+    zero_point = 0 if qparams.zero_point is None else qparams.zero_point
+    grid = calculator.grid
+    set_range(calculator, (grid.low - zero_point) * qparams.scale, (grid.high - zero_point) * qparams.scale)
+
+
+def merge_range(
+    calculator: QParamsCalculatorBase, other: QParamsCalculatorBase, merge: Callable[[Range, Range], Range]
+) -> None:
+    """Merge the range and the number of batches of another calculator. One without data changes nothing."""
+    check_same_kind(calculator, other)
+    other_range = get_range(other)
+    if not other_range[0].numel():
+        return
+    low, high = (value.to(calculator.scale.device) for value in other_range)
+    current_range = get_range(calculator)
+    if current_range[0].numel():
+        calculator.check_shape(low.shape)
+        low, high = merge(current_range, (low, high))
+    set_range(calculator, low, high)
+    calculator.store(calculator.choose(low, high))
+    calculator.observed_batches.add_(other.observed_batches.to(calculator.observed_batches.device))
+
+
+class RunningRangeMixin(StatefulQParamsCalculatorBase):
+    """Stores `running_min` and `running_max` over batches. A subclass decides how the range of a batch changes them.
 
     Attributes:
         is_ordered: Whether the range depends on the order of the batches.
         history: The range of each batch, for `merge_all`; None if they are not recorded.
     """
 
+    running_min: Tensor
+    running_max: Tensor
     is_ordered: ClassVar[bool] = True
     history: list[Tensor] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        add_range(self)
 
     def record(self, on: bool = True) -> None:
         """Record the range of each batch if their order matters; see `merge_all`."""
@@ -117,7 +125,7 @@ class RunningRangeMixin(StoredRangeBase):
         return self.choose(*self._update_range(min_val, max_val))
 
     def _update_range(self, min_val: Tensor, max_val: Tensor) -> Range:
-        return self.extend_range((min_val, max_val), lambda _, batch: self.update_running_range(*batch))
+        return update_range(self, (min_val, max_val), lambda _, batch: self.update_running_range(*batch))
 
     def statistics(self) -> dict[str, Tensor]:
         history = {} if not self.history else {"history": torch.stack([batch.flatten(1) for batch in self.history])}
@@ -140,13 +148,20 @@ class RunningRangeMixin(StoredRangeBase):
         self.observed_batches.fill_(observed)
         self.skipped_batches.fill_(skipped)
 
+    def seed(self, qparams: QParams) -> None:
+        super().seed(qparams)
+        seed_range(self, qparams)
+
     def merge(self, other: QParamsCalculatorBase) -> None:
         share = other.observed_batches / (self.observed_batches + other.observed_batches)
-        self.merge_range(other, lambda first, second: self._merge_ranges(first, second, share))
+        merge_range(self, other, lambda first, second: self._merge_ranges(first, second, share))
 
     def _merge_ranges(self, first: Range, second: Range, share: Tensor) -> Range:
         """Merge two ranges. `share` is the share of the second one in all batches."""
         return merge_extremes(first, second)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, running_min={self.running_min}, running_max={self.running_max}"
 
 
 @QParamsCalculatorBase.register("moving_average")
