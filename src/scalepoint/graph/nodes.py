@@ -1,4 +1,4 @@
-"""Metadata of graphs and nodes, and what a node takes and gives: its arguments and its fake tensor.
+"""Metadata of graphs and nodes, and what a node reads and returns: its arguments and its fake tensor.
 
 scalepoint stores frozen values under one key of `meta`: a NodeInfo on a node, and one value per class on a graph. The
 keys of torch ("val", "nn_module_stack", ...) are next to it.

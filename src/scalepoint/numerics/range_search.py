@@ -1,6 +1,7 @@
 """Search for ranges narrower than min and max: clipping a few values makes the others more precise.
 
-All functions take one row per block and return (low, high), one value per row.
+Range calculators call them for one tensor, histogram calculators for the histogram of all batches. All functions take
+one row per block and return (low, high), one value per row.
 """
 
 import torch

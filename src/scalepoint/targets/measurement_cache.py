@@ -140,7 +140,7 @@ class Measurements:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Measurements":
-        """Convert from JSON data. Raises ValueError if it is not what `to_dict` writes."""
+        """Convert what `to_dict` returned. Raises ValueError for other data; missing fields are empty."""
         return _SCHEMA.validate_python(data)
 
 
