@@ -11,6 +11,7 @@ the extremes of a row clamps only a few elements, and `LineExtremes` finds them 
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -78,13 +79,15 @@ class LineExtremes(NamedTuple):
         """
         factor, scale = self.factor.view(-1, 1), steps.scale.reshape(-1, 1).expand(len(self.weight), 1)
         low, high = float(steps.low), float(steps.high)
-        rounded_ends = (self.line_ends * factor).div_(scale).round_()
         line_count, lines_per_row = self.line_ends[0].numel(), self.line_ends.shape[2]
         line_length = self.weight.numel() // line_count
+        # The lines with an extreme outside of the limits.
+        rounded_ends = (self.line_ends * factor).div_(scale).round_()
         lines = is_outside(rounded_ends, low, high).view(-1).nonzero().view(-1)
         if 2 * len(lines) > line_count:
             return None
         lines = lines.remainder_(line_count)  # minima first, then maxima: a line may appear twice
+        # The elements of these lines that are outside.
         rows = lines // lines_per_row
         t = self.weight.view(-1, line_length)[lines].mul_(factor[rows]).div_(scale[rows]).round_()
         clamped_lines, column = is_outside(t, low, high).nonzero().unbind(1)
@@ -152,7 +155,7 @@ def _iterate_rows(
     flat = [tensor.view(len(tensor), -1) for tensor in tensors]
     count = max(1, PIECE_ELEMENTS // flat[0].shape[1])
     scale = steps.scale.reshape(-1, 1)
-    scales = torch.split(scale, count) if len(scale) > 1 else [scale] * len(factor)
+    scales = torch.split(scale, count) if len(scale) > 1 else repeat(scale)
     pieces = [torch.split(tensor, count) for tensor in (*flat, factor.view(-1, 1))]
     for *parts, row_factor, row_scale in zip(*pieces, scales, strict=False):
         yield tuple(parts), row_factor, steps._replace(scale=row_scale)
