@@ -13,7 +13,6 @@ import torch
 
 from scalepoint.patterns import ConvBNPattern, ConvBNReLUPattern, LinearReLUPattern, chain, op
 from scalepoint.patterns.base import BATCH_NORM, CONV, GATED_LINEAR, LINEAR, LINEAR_RELU, MHA_IN_PROJECTION
-from scalepoint.patterns.fused import FusedConvBN, FusedConvBNReLU, FusedLinearReLU
 from scalepoint.patterns.language import optional
 from scalepoint.spec import QuantizationScheme
 from scalepoint.spec.palette import INDEX_BITS
@@ -34,11 +33,9 @@ PALETTE_INDEX_DTYPES = tuple(to_dtype(f"uint{bits}") for bits in INDEX_BITS)
 INTEGER_WEIGHT_DTYPES = tuple(map(to_dtype, ("int4", "uint4", "int8", "uint8")))
 
 COREML_PATTERNS = (
-    ConvBNReLUPattern(
-        match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), make=FusedConvBNReLU, qdq_points=INPUT_AND_OUTPUT
-    ),
-    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=INPUT_AND_OUTPUT),
-    LinearReLUPattern(match=chain(LINEAR, FOLDED_ACTIVATION), make=FusedLinearReLU, qdq_points=INPUT_AND_OUTPUT),
+    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), qdq_points=INPUT_AND_OUTPUT),
+    ConvBNPattern(qdq_points=INPUT_AND_OUTPUT),
+    LinearReLUPattern(match=chain(LINEAR, FOLDED_ACTIVATION), qdq_points=INPUT_AND_OUTPUT),
     replace(MHA_IN_PROJECTION, qdq_points=INPUT_AND_OUTPUT),
     *(
         pattern

@@ -42,11 +42,8 @@ from scalepoint.patterns.conversions import CONVERSIONS, head_to_convolution
 from scalepoint.patterns.fused import (
     FusedAdd,
     FusedConvBN,
-    FusedConvBNReLU,
-    FusedConvTransposeBNReLU,
     FusedLinear,
     FusedLinearReLU,
-    FusedPool,
 )
 from scalepoint.patterns.language import Nodes, without_points
 from scalepoint.spec import PerTokenGranularity, QuantizationScheme, QuantizationSpec
@@ -94,13 +91,10 @@ PATTERNS = (
         make=FusedConvBN,
         qdq_points=INPUT_AND_OUTPUT,
     ),
-    ConvBNReLUPattern(
-        match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), make=FusedConvBNReLU, qdq_points=INPUT_AND_OUTPUT
-    ),
-    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=INPUT_AND_OUTPUT),
+    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), qdq_points=INPUT_AND_OUTPUT),
+    ConvBNPattern(qdq_points=INPUT_AND_OUTPUT),
     ConvTransposeBNReLUPattern(
         match=chain(op("conv_transpose"), optional(BATCH_NORM), optional(FOLDED_ACTIVATION)),
-        make=FusedConvTransposeBNReLU,
         qdq_points=INPUT_AND_OUTPUT,
     ),
     Pattern(
@@ -109,9 +103,7 @@ PATTERNS = (
         make=FusedAdd,
         qdq_points=(Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
     ),
-    AdaptiveAvgPoolPattern(
-        match=chain(op("adaptive_avg_pool", where=reads_convolution)), make=FusedPool, qdq_points=INPUT_AND_OUTPUT
-    ),
+    AdaptiveAvgPoolPattern(match=chain(op("adaptive_avg_pool", where=reads_convolution))),
     Pattern(
         "HeadReLUPattern",
         match=chain(op("linear", where=follows_convolution), FOLDED_ACTIVATION),
@@ -119,8 +111,8 @@ PATTERNS = (
         qdq_points=INPUT_AND_OUTPUT,
     ),
     HeadPattern(match=chain(op("linear", where=follows_convolution)), make=FusedLinear, qdq_points=INPUT_AND_OUTPUT),
-    LinearReLUPattern(match=chain(LINEAR, FOLDED_ACTIVATION), make=FusedLinearReLU, qdq_points=INPUT_AND_OUTPUT),
-    LinearPattern(match=chain(LINEAR), make=FusedLinear, qdq_points=INPUT_AND_OUTPUT),
+    LinearReLUPattern(match=chain(LINEAR, FOLDED_ACTIVATION), qdq_points=INPUT_AND_OUTPUT),
+    LinearPattern(qdq_points=INPUT_AND_OUTPUT),
     without_points(CONCAT, "XNNPACK concatenates int8 tensors only if they have one scale"),
     *(
         without_points(pattern, "XNNPACK has no int8 kernel for it")

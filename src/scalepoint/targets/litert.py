@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from scalepoint.patterns import ConcatPattern, chain, get_kind, op
-from scalepoint.patterns.fused import FusedConcat
 from scalepoint.patterns.language import Nodes
 from scalepoint.targets.executorch import EXECUTORCH, int4_weights_with_static_scales
 from scalepoint.targets.shared import INPUT_AND_OUTPUT, SAME_SCALE_KINDS, comes_from_convolution, has_parameter
@@ -31,7 +30,7 @@ def joins_integers(cat: fx.Node, nodes: Nodes) -> str | None:
     return None if all(map(comes_from_convolution, sources)) else "not all of its inputs come from convolutions"
 
 
-CONCAT = ConcatPattern(match=chain(op("cat", where=joins_integers)), make=FusedConcat, qdq_points=INPUT_AND_OUTPUT)
+CONCAT = ConcatPattern(match=chain(op("cat", where=joins_integers)), qdq_points=INPUT_AND_OUTPUT)
 
 
 def unsupported_convolution(facts: OperationFacts) -> str | None:

@@ -37,7 +37,7 @@ from scalepoint.patterns.base import (
     RMS_NORM_SPELLED_OUT,
 )
 from scalepoint.patterns.conversions import CONVERSIONS, head_to_convolution
-from scalepoint.patterns.fused import FusedAdd, FusedConcat, FusedConvBN, FusedConvBNReLU, FusedPool
+from scalepoint.patterns.fused import FusedAdd, FusedPool
 from scalepoint.patterns.language import without_points
 from scalepoint.spec import QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
@@ -61,26 +61,22 @@ MATMUL_NBITS_DTYPES = (INT4, UINT4, INT2, torch.int8)
 CAST_TO_INT8_DTYPES = (INT4, INT2)  # stored packed; a Cast to int8 is computed when the file is loaded
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 PATTERNS = (
-    ConvBNReLUPattern(
-        match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), make=FusedConvBNReLU, qdq_points=INPUT_AND_OUTPUT
-    ),
-    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=INPUT_AND_OUTPUT),
+    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), qdq_points=INPUT_AND_OUTPUT),
+    ConvBNPattern(qdq_points=INPUT_AND_OUTPUT),
     Pattern(
         "AddReLUPattern",
         match=chain(op("add", where=joins_convolutions), optional(FOLDED_ACTIVATION)),
         make=FusedAdd,
         qdq_points=(Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
     ),
-    AdaptiveAvgPoolPattern(
-        match=chain(op("adaptive_avg_pool", where=reads_convolution)), make=FusedPool, qdq_points=INPUT_AND_OUTPUT
-    ),
+    AdaptiveAvgPoolPattern(match=chain(op("adaptive_avg_pool", where=reads_convolution))),
     Pattern(
         "AvgPoolPattern",
         match=chain(op("avg_pool", where=reads_convolution)),
         make=FusedPool,
         qdq_points=INPUT_AND_OUTPUT,
     ),
-    ConcatPattern(match=chain(op("cat", where=reads_convolution)), make=FusedConcat, qdq_points=INPUT_AND_OUTPUT),
+    ConcatPattern(match=chain(op("cat", where=reads_convolution)), qdq_points=INPUT_AND_OUTPUT),
     MHA_IN_PROJECTION,
     GATED_LINEAR,
     LINEAR_RELU,
