@@ -14,6 +14,7 @@ from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import GraphError, PatternError
 from scalepoint.graph import capture, check_graph
 from scalepoint.graph.capture import Model, as_inputs, load_if_path
+from scalepoint.graph.dry_run import clone_tensors
 from scalepoint.graph.lift import as_operation
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.graph.nodes import get_state, inherit_meta, set_state
@@ -281,7 +282,7 @@ def _check_same_outputs(
     outputs = []
     with eval_mode(model), eval_mode(graph_module), torch.no_grad():
         for run in (model, graph_module):
-            positional, keyword = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, inputs)
+            positional, keyword = clone_tensors(inputs)
             outputs.append(pytree.tree_leaves(run(*positional, **keyword)))
     for index, (expected, actual) in enumerate(zip(*outputs, strict=True)):
         if not isinstance(expected, Tensor) or not expected.is_floating_point():

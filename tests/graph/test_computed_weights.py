@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.graph import Operation, capture
-from scalepoint.graph.nodes import find_constant_nodes, get_kind
+from scalepoint.graph.constant_nodes import find_constant_nodes
+from scalepoint.graph.nodes import get_kind
 from scalepoint.graph.operations import ComputedTensor
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, fx
 
 from scalepoint.compat.torch_names import pytree
 from scalepoint.formats.float32 import CONVERTED_DTYPES
-from scalepoint.graph.nodes import find_written_buffers
+from scalepoint.graph.constant_nodes import find_written_buffers
 from scalepoint.graph.origin import get_origin
 from scalepoint.numerics import dtype_name
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from scalepoint.compat.torch_names import get_reserved_names, pytree
+from scalepoint.compat.torch_names import OpOverload, get_reserved_names, pytree
 from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, short_repr
 from scalepoint.graph.captured_module import CapturedGraph, adopt_modules, is_valid_name
 from scalepoint.graph.check import check_graph
-from scalepoint.graph.dry_run import dry_run
+from scalepoint.graph.dry_run import BoundInputs, dry_run
 from scalepoint.graph.dynamic_axes import Axes, check_axes, get_named_inputs, parse_axes
 from scalepoint.graph.example_inputs import check_dense
 from scalepoint.graph.first_run import export_after_first_run
@@ -31,7 +31,7 @@ from scalepoint.graph.functionalize import functionalize_writes, join_batch_norm
 from scalepoint.graph.inline_blocks import autocast_off, inline_wrapped_blocks
 from scalepoint.graph.lift import lift
 from scalepoint.graph.module_state import cache_disabled, fused_attention_disabled
-from scalepoint.graph.nodes import get_fake_tensor, name_dtypes
+from scalepoint.graph.nodes import get_fake_tensor
 from scalepoint.graph.opaque_modules import OpaqueModule, opaque_modules_replaced, restore_opaque_modules
 from scalepoint.graph.origin import get_origin, set_origin
 from scalepoint.graph.resizing import check_at_other_sizes, find_allowed_sizes
@@ -42,9 +42,6 @@ from scalepoint.graph.value_dependent_sizes import record_sizes
 from scalepoint.support.interface_names import InterfaceNames
 from scalepoint.support.torch_state import caller_dtype, serialized
 
-Inputs = Any
-BoundInputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword inputs
-
 # Classes of torch that wrap a model, and the attribute with the model.
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 Model = nn.Module | ExportedProgram | str | Path  # a path names an .onnx or .pt2 file
@@ -53,7 +50,7 @@ Model = nn.Module | ExportedProgram | str | Path  # a path names an .onnx or .pt
 @serialized
 def capture(
     model: Model,
-    args: Inputs = None,
+    args: Any = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
     copy: bool = True,
@@ -201,7 +198,7 @@ def _build_graph_module(
             inline_wrapped_blocks(exported)
             functionalize_writes(exported.graph)
             join_batch_norms(exported.graph)
-    name_dtypes(exported.graph)
+    _fix_factory_dtypes(exported.graph)
     graph_module = CapturedGraph(exported, exported.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, exported, owner)
     adopt_modules(graph_module, owner)
@@ -209,6 +206,22 @@ def _build_graph_module(
     set_origin(graph_module, fixed_batch=find_fixed_batches(program))
     remove_token_flattening(lift(graph_module, owner))
     return _finalize(graph_module)
+
+
+def _fix_factory_dtypes(graph: fx.Graph) -> None:
+    """Fix the dtype of tensors that forward creates, such as torch.arange(n), to the one of the capture.
+
+    Otherwise they would have torch's default dtype at the time when the graph runs.
+    """
+    for node in graph.nodes:
+        value = get_fake_tensor(node)
+        if node.op != "call_function" or not isinstance(node.target, OpOverload) or value is None:
+            continue
+        argument_names = {argument.name for argument in node.target._schema.arguments}
+        reads_tensor = any(get_fake_tensor(source) is not None for source in node.all_input_nodes)
+        is_factory = {"dtype", "device", "layout"} <= argument_names and not reads_tensor
+        if is_factory and value.dtype not in (torch.float32, node.kwargs.get("dtype")):
+            node.kwargs = {**node.kwargs, "dtype": value.dtype}
 
 
 def _check_dtypes(model: nn.Module, inputs: BoundInputs) -> None:
@@ -366,7 +379,7 @@ def check_model(model: nn.Module) -> None:
                 )
 
 
-def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> BoundInputs:
+def as_inputs(args: Any, kwargs: Mapping[str, Any] | None) -> BoundInputs:
     """Normalize inputs to a tuple and a dict. Arrays of numpy and inference tensors become plain tensors."""
     args, keyword = _as_tensors(args), _as_tensors(dict(kwargs or {}))
     if args is None and keyword:

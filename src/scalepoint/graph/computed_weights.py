@@ -7,8 +7,9 @@ The product then has a weight that can be quantized and stored, and gradients st
 
 from torch import fx, nn
 
+from scalepoint.graph.constant_nodes import find_constant_nodes
 from scalepoint.graph.kinds import kind_of_function
-from scalepoint.graph.nodes import bind_argument, find_constant_nodes, get_arguments, get_fake_tensor, module_path
+from scalepoint.graph.nodes import bind_argument, get_arguments, get_fake_tensor, module_path
 from scalepoint.graph.operations import BIASES, WEIGHTS, ComputationStep, ComputedTensor
 from scalepoint.graph.tree import ModuleTree
 
@@ -33,8 +34,10 @@ def reference_computed_tensors(tree: ModuleTree) -> None:
                 reference = graph.create_node("get_attr", f"{module_names[value]}.value")
             reference.meta = dict(value.meta)
             node.replace_input_with(value, reference)
+    if not module_names:
+        return
     for node in reversed([node for node in graph.nodes if node in constant_nodes and node.op == "call_function"]):
-        if not node.users and module_names:
+        if not node.users:
             graph.erase_node(node)
 
 

@@ -9,12 +9,19 @@ from torch import Tensor, nn
 from scalepoint.compat.torch_names import pytree
 from scalepoint.support.torch_state import caller_dtype
 
+BoundInputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword inputs
+
 
 def dry_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run the model on copies of the inputs and return its outputs."""
-    args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
+    args, kwargs = clone_tensors((args, kwargs))
     with buffers_restored(model), caller_dtype():
         return model(*args, **kwargs)
+
+
+def clone_tensors(values: Any) -> Any:
+    """Copy nested values with every tensor cloned, so that a model that writes into its inputs changes the copy."""
+    return pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, values)
 
 
 @contextmanager

@@ -4,24 +4,21 @@ A trace calls forward more than once. The first call stores fake tensors in attr
 second call that reads them would put constants without values into the graph.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from scalepoint.compat.torch_names import FakeTensor, pytree
 from scalepoint.errors import CaptureError
+from scalepoint.graph.dry_run import BoundInputs, clone_tensors
 from scalepoint.graph.dynamic_axes import Axes
 from scalepoint.graph.module_state import restore_attributes
 from scalepoint.graph.torch_export import export, export_logs_silenced
 from scalepoint.support.torch_state import caller_dtype
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 def export_after_first_run(
-    model: nn.Module, example: Inputs, wide: Inputs, *, dynamic: bool, axes: Axes
+    model: nn.Module, example: BoundInputs, wide: BoundInputs, *, dynamic: bool, axes: Axes
 ) -> ExportedProgram:
     """Export our copy of a model, after a first run if it needs one.
 
@@ -49,9 +46,12 @@ def _lacks_values(program: ExportedProgram) -> bool:
     return any(isinstance(value, FakeTensor) for value in (*program.constants.values(), *program.state_dict.values()))
 
 
-def _creates_tensors(model: nn.Module, inputs: Inputs) -> bool:
-    """Run the model once and return whether it stored new tensors. Buffers that it had keep their values."""
-    args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
+def _creates_tensors(model: nn.Module, inputs: BoundInputs) -> bool:
+    """Run the model once and return whether it stored new tensors. Buffers that it had keep their values.
+
+    Unlike `dry_run`, new buffers stay: the next export needs them.
+    """
+    args, kwargs = clone_tensors(inputs)
     before = _stored_tensors(model)
     originals = [(module, dict(module._buffers)) for module in model.modules()]
     for module, buffers in originals:

@@ -1,4 +1,4 @@
-"""Replace in-place writes by new values: x.relu_() becomes y = relu(x), and later readers of x read y.
+"""Replace in-place writes in an exported graph by new values: later readers of x.relu_() read y = relu(x).
 
     x[:, 0].mul_(2)      ->      v = mul(x[:, 0], 2);  y = select_scatter(x, v, 1, 0)
 
@@ -19,6 +19,7 @@ from torch import fx
 from scalepoint.compat.torch_names import OpOverload
 from scalepoint.graph.kinds import base_name, get_functional_overload, is_in_place
 
+# Base names of operators whose results always share memory with their input: one view, or a list of views.
 _VIEWS = ("slice", "select", "view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "detach")
 _LISTS = ("split", "split_with_sizes", "chunk", "unbind")
 _SCATTERS: dict[Any, Callable[..., Any]] = {
@@ -29,6 +30,7 @@ _SCATTERS: dict[Any, Callable[..., Any]] = {
 
 def functionalize_writes(graph: fx.Graph) -> bool:
     """Make the graph functional, in place. False if it has a write that is not supported here."""
+    # Positions of the nodes are whole numbers. Nodes that replace a write get fractions between it and the next node.
     order: dict[fx.Node, float] = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_in_place(node.target) or not isinstance(node.args[0], fx.Node):
@@ -37,7 +39,7 @@ def functionalize_writes(graph: fx.Graph) -> bool:
         if len(chain) == 1 and chain[0].op == "get_attr":
             continue  # a write to a buffer is an intended side effect
         if chain[-1].op != "get_attr" and _is_last_read(chain, node, order):
-            chain = chain[:1]
+            chain = chain[:1]  # nothing reads the rest of the memory later: no need to scatter into it
         live_views = _find_live_views(chain, node, order)
         writes_to_buffer = chain[-1].op == "get_attr"
         can_scatter = all(view.target in _SCATTERS for view in chain[:-1])
@@ -110,11 +112,16 @@ def _find_live_views(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, 
         pending += new_views
     needed = {chain[0]} if write.users else set()
     for view in sorted(views, key=order.__getitem__, reverse=True):
-        if any(order[user] >= order[write] + 1 or user in needed for user in view.users):
+        if any(_is_after(user, write, order) or user in needed for user in view.users):
             needed.add(view)
         if view in needed and view.args[0] is not chain[-1]:
             needed.add(view.args[0])  # type: ignore[arg-type]  # a node, because is_view is true
     return sorted(needed - {chain[-1]}, key=order.__getitem__)
+
+
+def _is_after(node: fx.Node, write: fx.Node, order: dict[fx.Node, float]) -> bool:
+    """Whether a node comes after a write, and is not one of those that replace it."""
+    return order[node] >= order[write] + 1
 
 
 def _update_readers(
@@ -129,8 +136,6 @@ def _update_readers(
         with graph.inserting_after(last):
             last = graph.call_function(function, args, kwargs)
         last.meta = dict(like.meta)
-        # Integer positions belong to the original nodes, so the new ones get fractions between the write and its
-        # successor.
         order[last] = order[previous] + 1e-6
         return last
 
@@ -144,7 +149,7 @@ def _update_readers(
     if chain[0] in replacements and len(chain) > 1:
         replacements[write] = replacements[chain[0]]
     for old, new in replacements.items():
-        for user in [user for user in old.users if order[user] >= order[write] + 1]:
+        for user in [user for user in old.users if _is_after(user, write, order)]:
             user.replace_input_with(old, new)
 
 

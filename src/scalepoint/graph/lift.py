@@ -20,7 +20,6 @@ from scalepoint.graph.nodes import (
     get_fake_tensor,
     get_info,
     inherit_meta,
-    is_matrix,
     iterate_nodes,
     module_path,
     set_info,
@@ -54,7 +53,7 @@ def _lift_node(tree: ModuleTree, node: fx.Node, owner: nn.Module) -> None:
     arguments = get_arguments(node)
     settings = {name: value for name, value in arguments.items() if not list(iterate_nodes(value))}
     kind = kind_of_function(function, settings)
-    if kind in ("matmul", "addmm") and is_matrix(arguments.get("other", arguments.get("mat2"))):
+    if kind in ("matmul", "addmm") and _is_matrix(arguments.get("other", arguments.get("mat2"))):
         kind = "linear"
     set_info(node, kind=kind)
     if kind not in LIFTED_KINDS or not isinstance(node.target, OpOverload):
@@ -66,21 +65,29 @@ def _lift_node(tree: ModuleTree, node: fx.Node, owner: nn.Module) -> None:
     if not inputs:
         return
     path = None
-    if get_fake_tensor(node) is not None:
+    if get_fake_tensor(node) is not None:  # not an LSTM, whose module nests its results and whose operation does not
         path = _find_user_module(tree, module_path(node), kind, bound, inputs)
-    if path is None:
+    if path is not None:
+        target, inputs = path, inputs[:1]
+    else:
         path = module_path(node)
         leaf = _leaf_name(kind, bound)
         operation = Operation(kind, function, bound)
         operation.in_train = _train_settings(tree.modules.get(path) if path else owner, kind, bound)
         target = tree.add(f"{path}.{leaf}" if path else leaf, operation)
-    else:
-        target, inputs = path, inputs[:1]
     with node.graph.inserting_before(node):
         lifted = node.graph.call_module(target, tuple(inputs))
     inherit_meta(lifted, node, path=path)
     node.replace_all_uses_with(lifted)
     node.graph.erase_node(node)
+
+
+def _is_matrix(value: object) -> bool:
+    """Whether a value is a parameter with two axes, like the weight of a linear layer."""
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return False
+    tensor = get_fake_tensor(value)
+    return tensor is not None and tensor.ndim == 2
 
 
 def _train_settings(module: nn.Module | None, kind: str, bound: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Metadata of graphs and nodes, and properties of nodes: arguments, value, whether the value is constant.
+"""Metadata of graphs and nodes, and what a node reads and returns: its arguments and its fake tensor.
 
 scalepoint stores frozen values under one key of `meta`: a NodeInfo on a node, and one value per class on a graph. The
 keys of torch ("val", "nn_module_stack", ...) are next to it.
@@ -8,12 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.compat.fast_export import copy_origin
 from scalepoint.compat.torch_names import OpOverload
-from scalepoint.graph.kinds import OPAQUE, is_in_place
 from scalepoint.graph.operations import Reference, Slot
 
 KEY = "scalepoint"
@@ -56,11 +54,7 @@ def recorded_meta(node: fx.Node, decomposed: Any) -> dict[str, Any]:
 
 
 def get_kind(node: fx.Node) -> str:
-    """Return the kind of operation of a node, such as "conv" or "relu".
-
-    Args:
-        node: A node of a captured graph.
-    """
+    """Return the kind of operation of a node of a captured graph, such as "conv" or "relu"."""
     return get_info(node).kind or node.op
 
 
@@ -125,79 +119,3 @@ def get_fake_tensor(node: fx.Node) -> Tensor | None:
     """Return the fake tensor that torch.export stores on a node, with its shape and dtype."""
     value = node.meta.get("val")
     return value if isinstance(value, Tensor) else None
-
-
-def is_matrix(value: object) -> bool:
-    """Whether a value is a parameter with two axes, like the weight of a linear layer."""
-    if not isinstance(value, fx.Node) or value.op != "get_attr":
-        return False
-    tensor = get_fake_tensor(value)
-    return tensor is not None and tensor.ndim == 2
-
-
-def name_dtypes(graph: fx.Graph) -> None:
-    """Fix the dtype of tensors that forward creates to the one of the capture.
-
-    Otherwise they would have torch's default dtype at the time when the graph runs.
-    """
-    for node in graph.nodes:
-        value = get_fake_tensor(node)
-        if node.op != "call_function" or not isinstance(node.target, OpOverload) or value is None:
-            continue
-        argument_names = {argument.name for argument in node.target._schema.arguments}
-        reads_tensor = any(get_fake_tensor(source) is not None for source in node.all_input_nodes)
-        is_factory = {"dtype", "device", "layout"} <= argument_names and not reads_tensor
-        if is_factory and value.dtype not in (torch.float32, node.kwargs.get("dtype")):
-            node.kwargs = {**node.kwargs, "dtype": value.dtype}
-
-
-def find_constant_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes whose values are the same in every call: those computed from parameters and buffers only."""
-    written_buffers = find_written_buffers(graph)
-    constant_nodes: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            is_constant = node.target not in written_buffers
-        elif node.op == "call_function" or (node.op == "call_module" and node.all_input_nodes):
-            is_constant = not _is_varying(node) and constant_nodes.issuperset(node.all_input_nodes)
-        else:
-            is_constant = False
-        if is_constant:
-            constant_nodes.add(node)
-    return constant_nodes
-
-
-def find_written_buffers(graph: fx.Graph) -> list[str]:
-    """Return the names of the buffers that a call writes."""
-    return sorted({str(node.args[0].target) for node in graph.nodes if _writes_attribute(node)})
-
-
-def _writes_attribute(node: fx.Node) -> bool:
-    if node.op != "call_function" or not is_in_place(node.target):  # type: ignore[arg-type]  # a callable
-        return False
-    return bool(node.args) and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
-
-
-def find_random_nodes(graph: fx.GraphModule) -> list[str]:
-    """Return the names of nodes that draw random numbers in every call, except dropout, which does nothing in eval."""
-    return [node.name for node in graph.graph.nodes if _is_random(_get_function(graph, node))]
-
-
-def _get_function(graph: fx.GraphModule, node: fx.Node) -> Any:
-    if node.op == "call_module":
-        return getattr(graph.get_submodule(str(node.target)), "function", None)
-    return node.target
-
-
-def _is_random(function: Any) -> bool:
-    if not isinstance(function, OpOverload) or torch.Tag.nondeterministic_seeded not in function.tags:
-        return False
-    return not any(word in str(function) for word in ("dropout", "attention", "rrelu"))
-
-
-def _is_varying(node: fx.Node) -> bool:
-    """Whether an operation may give different values in each call: it is random, writes in place, or is opaque."""
-    if get_kind(node) == OPAQUE or (node.op == "call_function" and is_in_place(node.target)):  # type: ignore[arg-type]
-        return True
-    tags = node.target.tags if isinstance(node.target, OpOverload) else ()
-    return torch.Tag.nondeterministic_seeded in tags

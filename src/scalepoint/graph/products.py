@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from scalepoint.graph.constant_nodes import find_constant_nodes
 from scalepoint.graph.contractions import rewrite_contraction
 from scalepoint.graph.kinds import base_name
-from scalepoint.graph.nodes import find_constant_nodes, get_arguments, get_fake_tensor
+from scalepoint.graph.nodes import get_arguments, get_fake_tensor
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -37,34 +38,38 @@ def normalize_products(graph: fx.Graph) -> None:
 
 def _split_bias(graph: fx.Graph, node: fx.Node, constant_nodes: set[fx.Node]) -> None:
     """Add a bias after the product if it is not a vector of parameters, or if addmm has alpha or beta."""
-    arguments = get_arguments(node)
-    if node.target is _aten.addmm.default:
-        bias, name = arguments["self"], "self"
-        weight = arguments["mat2"]
-        is_plain = weight in constant_nodes and not {"alpha", "beta"} & arguments.keys()
-    elif node.target is _aten.linear.default or base_name(node.target) in _CONVOLUTIONS:  # type: ignore[arg-type]
-        bias, name, is_plain = arguments.get("bias"), "bias", True
-    else:
+    is_addmm = node.target is _aten.addmm.default
+    if not is_addmm and node.target is not _aten.linear.default and base_name(node.target) not in _CONVOLUTIONS:  # type: ignore[arg-type]
         return
+    arguments = get_arguments(node)
+    bias: Any = arguments.get("self" if is_addmm else "bias")
     value = get_fake_tensor(bias) if isinstance(bias, fx.Node) else None
     if value is None:
         return
-    if is_plain and bias in constant_nodes and value.ndim == 1 and value.shape[0] == _output_channels(node):
+    is_bias_of_layer = bias in constant_nodes and value.ndim == 1 and value.shape[0] == _output_channels(node)
+    if is_addmm and (arguments["mat2"] not in constant_nodes or {"alpha", "beta"} & arguments.keys()):
+        is_bias_of_layer = False
+    if is_bias_of_layer:
         return
     with graph.inserting_before(node):
-        if name == "self":
+        if is_addmm:
             product = _call(_aten.mm.default, (arguments["mat1"], arguments["mat2"]), node)
             product = _multiply(product, arguments.get("alpha", 1), node)
             bias = _multiply(bias, arguments.get("beta", 1), bias)
         else:
-            product = graph.call_function(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
-            product.meta = dict(node.meta)
-            if len(product.args) > 2:  # the bias, which is added after the product now
-                product.args = (*product.args[:2], None, *product.args[3:])
-            product.kwargs = {key: argument for key, argument in product.kwargs.items() if key != "bias"}
+            product = _copy_without_bias(node)
         total = _call(_aten.add.Tensor, (product, _reshape_bias(node, bias)), node)
     node.replace_all_uses_with(total)
     graph.erase_node(node)
+
+
+def _copy_without_bias(node: fx.Node) -> fx.Node:
+    """Add a copy of a linear layer or convolution without its bias, the third argument."""
+    args = (*node.args[:2], None, *node.args[3:]) if len(node.args) > 2 else node.args
+    kwargs = {name: argument for name, argument in node.kwargs.items() if name != "bias"}
+    product = node.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    product.meta = dict(node.meta)
+    return product
 
 
 def _output_channels(node: fx.Node) -> Any:

@@ -14,9 +14,9 @@ from torch.export import ExportedProgram
 
 from scalepoint.compat.torch_names import pytree
 from scalepoint.errors import CaptureError
-from scalepoint.graph.dry_run import dry_run
+from scalepoint.graph.constant_nodes import find_random_nodes
+from scalepoint.graph.dry_run import BoundInputs, dry_run
 from scalepoint.graph.dynamic_axes import Axes, get_named_inputs, is_dynamic, resize_inputs
-from scalepoint.graph.nodes import find_random_nodes
 from scalepoint.graph.user_traceback import user_line
 from scalepoint.support.formatting import to_one_line
 
@@ -29,7 +29,6 @@ _OTHER_FIX = (
     ". Or compute with x.shape[axis] in whole numbers (//, not int() of a fraction). If the model takes another branch "
     "for these sizes only (a table of positions that needs no resizing), pass an example with other sizes"
 )
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def _iterate_sizes(program: ExportedProgram, axes: Axes) -> Iterator[tuple[str, 
             yield name, axis, label, values[name].shape[axis]
 
 
-def run_at_double_size(model: nn.Module, inputs: Inputs, axes: Axes) -> str:
+def run_at_double_size(model: nn.Module, inputs: BoundInputs, axes: Axes) -> str:
     """Run the model with each named axis twice as long, and describe the first error; "" if it never fails."""
     values = get_named_inputs(model, *inputs)
     sizes: dict[str, int] = {}
@@ -167,7 +166,7 @@ def _format_error(error: Exception) -> str:
 
 
 def check_at_other_sizes(
-    model: nn.Module, graph: fx.GraphModule, inputs: Inputs, axes: Axes, sizes: AllowedSizes
+    model: nn.Module, graph: fx.GraphModule, inputs: BoundInputs, axes: Axes, sizes: AllowedSizes
 ) -> dict[str, int]:
     """Compare the graph with the model at other sizes.
 
@@ -210,7 +209,7 @@ def format_sizes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-def _check_same(name: str, graph: fx.GraphModule, inputs: Inputs, expected: Any, sizes: Mapping[str, int]) -> None:
+def _check_same(name: str, graph: fx.GraphModule, inputs: BoundInputs, expected: Any, sizes: Mapping[str, int]) -> None:
     prefix = f"dynamic_axes: at {format_sizes(sizes)} the captured graph"
     advice = (
         "It contains values that the model computed from the sizes of the example: leave that axis out, or do not "

@@ -29,13 +29,13 @@ RNN_ARGUMENTS = (
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-class FrozenData(BaseModel):
+class SavedData(BaseModel):
     """Base of the data classes. Field names are the keys of saved folders and must not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ModuleData(FrozenData):
+class ModuleData(SavedData):
     """A module. `kind` is a class of torch.nn, "operation", "computed", or "" for a module that only owns others."""
 
     path: str
@@ -44,7 +44,7 @@ class ModuleData(FrozenData):
     none: list[str] = []  # parameters and buffers that are None
 
 
-class NodeData(FrozenData):
+class NodeData(SavedData):
     """A node of the graph.
 
     `kind`, `place` and `sizes` are the fields `kind`, `path` and `sizes` of its NodeInfo; `path` is the module of the
@@ -62,7 +62,7 @@ class NodeData(FrozenData):
     sizes: list[int] | None = None
 
 
-class InputData(FrozenData):
+class InputData(SavedData):
     """An example input: shape, dtype and free axes of a tensor, or a plain value."""
 
     shape: list[int] | None = None
@@ -71,7 +71,7 @@ class InputData(FrozenData):
     value: Any = None
 
 
-class GraphData(FrozenData):
+class GraphData(SavedData):
     """A captured graph without its tensors."""
 
     name: str
@@ -163,22 +163,23 @@ def _describe(model: fx.GraphModule, info: Any) -> GraphDescription:
 def _describe_tensors(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, Tensor]]:
     """Return the fields `tensors` and `tied` of GraphData, and the constants."""
     in_state_dict = set(model.state_dict(keep_vars=True))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     kinds: dict[str, str] = {}
     tied: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
     first_paths: dict[int, str] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        kinds[path] = "parameter" if parameter.requires_grad else "frozen"
-        if id(parameter) in first_paths:
-            tied[path] = first_paths[id(parameter)]
-        first_paths.setdefault(id(parameter), path)
-    constants = {}
-    for path, buffer in model.named_buffers(remove_duplicate=False):
-        kinds[path] = "buffer" if path in in_state_dict else "constant"
-        if path not in in_state_dict:
-            constants[path] = buffer.detach()
-        if id(buffer) in first_paths:
-            tied[path] = first_paths[id(buffer)]
-        first_paths.setdefault(id(buffer), path)
+    for path, tensor in {**parameters, **buffers}.items():
+        if path in parameters:
+            kinds[path] = "parameter" if tensor.requires_grad else "frozen"
+        elif path in in_state_dict:
+            kinds[path] = "buffer"
+        else:
+            kinds[path] = "constant"
+            constants[path] = tensor.detach()
+        first_path = first_paths.setdefault(id(tensor), path)
+        if first_path != path:
+            tied[path] = first_path
     return kinds, tied, constants
 
 

@@ -1,4 +1,4 @@
-"""Capture without example inputs: torch.fx records modules, functions and methods, which become Operations too.
+"""Capture without example inputs: torch.fx records modules, functions and methods, which become Operations.
 
 torch.fx records no shapes and no control flow that depends on values. `z += y` is captured as `z = z + y`, which
 differs if the old z has another name. With example inputs, torch.export records all of this correctly.
@@ -85,21 +85,24 @@ def _lift_node(tree: ModuleTree, node: fx.Node) -> None:
         return
     if node.op not in ("call_function", "call_method"):
         return
-    function: Any = node.target
-    if node.op == "call_method":
-        name = str(node.target).removesuffix("_") if not str(node.target).startswith("__") else str(node.target)
-        function = getattr(torch.Tensor, name, None)
-        kind = KINDS_BY_NAME.get(name, name)
-    else:
-        function = _FUNCTIONAL_OPERATORS.get(function, function)
-        kind = kind_of_function(function, dict(node.kwargs))
+    function, kind = _get_function_and_kind(node)
     set_info(node, kind=kind)
-    if kind not in LIFTED_KINDS or function is None or not node.all_input_nodes:
-        return
-    _replace(tree, node, kind, function)
+    if kind in LIFTED_KINDS and function is not None and node.all_input_nodes:
+        _replace_by_operation(tree, node, kind, function)
 
 
-def _replace(tree: ModuleTree, node: fx.Node, kind: str, function: Any) -> None:
+def _get_function_and_kind(node: fx.Node) -> tuple[Any, str]:
+    """Return the function or method that a node calls, or the one that is not in-place, and its kind."""
+    if node.op == "call_function":
+        function: Any = _FUNCTIONAL_OPERATORS.get(node.target, node.target)  # type: ignore[arg-type]
+        return function, kind_of_function(function, dict(node.kwargs))
+    name = str(node.target)
+    if not name.startswith("__"):
+        name = name.removesuffix("_")  # relu_ -> relu
+    return getattr(torch.Tensor, name, None), KINDS_BY_NAME.get(name, name)
+
+
+def _replace_by_operation(tree: ModuleTree, node: fx.Node, kind: str, function: Any) -> None:
     names = _ARGUMENT_NAMES.get(kind, ())
     arguments = {names[i] if i < len(names) else f"argument_{i}": value for i, value in enumerate(node.args)}
     arguments |= node.kwargs

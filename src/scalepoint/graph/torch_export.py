@@ -1,7 +1,8 @@
 """Run torch.export with fallbacks, and translate its errors.
 
-The attempts are non-strict before strict, and a free batch before a fixed one. A CaptureError names the line of the
-user's code, the cause, and what to do.
+`capture` calls `export` on a model; writers of files call `export_graph` on the captured graph. The attempts are
+non-strict before strict, and a free batch before a fixed one. A CaptureError names the line of the user's code, the
+cause, and what to do.
 """
 
 import logging
@@ -40,7 +41,9 @@ _LEAVE_OUT_HINT = (
     "Leave that axis out. If another input has the same size, give its axis the same name. Or make the model "
     "independent of the size: no layer, table or reshape for one size only"
 )
-ATTEMPTS = ((False, True), (True, True), (False, False), (True, False))  # (strict, dynamic)
+# (strict, dynamic) of the attempts to export, in their order.
+DYNAMIC_ATTEMPTS = ((False, True), (True, True))
+FIXED_ATTEMPTS = ((False, False), (True, False))
 
 
 def export(
@@ -54,14 +57,16 @@ def export(
         CaptureError: All attempts fail, or torch.export fixes a named axis.
     """
     args, kwargs = pytree.tree_map(make_contiguous, (args, kwargs))
+    wide = widen_batch(args, kwargs)
+    is_wide = _differs((args, kwargs), wide)
     first_error: Exception | None = None
     fixed_axis = ""  # description of a named axis that torch.export fixed
     programs_with_fixed_batch: list[ExportedProgram] = []
-    wide = widen_batch(args, kwargs)
-    is_wide = _differs((args, kwargs), wide)
-    for strict, is_dynamic in ATTEMPTS if dynamic else ATTEMPTS[2:]:
-        if fixed_axis or (programs_with_fixed_batch and not is_dynamic and not is_wide):
-            break
+    for strict, is_dynamic in (*DYNAMIC_ATTEMPTS, *FIXED_ATTEMPTS) if dynamic else FIXED_ATTEMPTS:
+        if fixed_axis:
+            break  # the other attempts would fix it too
+        if programs_with_fixed_batch and not is_dynamic and not is_wide:
+            break  # a fixed attempt would give the same program; only a widened batch must be recorded again
         choose_axes = make_axis_chooser(axes or {}, dynamic=is_dynamic)
         try:
             program = _export_once(model, wide if is_dynamic else (args, kwargs), strict, choose_axes)
@@ -96,7 +101,7 @@ def export_graph(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dynamic: bool,
-    free: AxisChooser | None = None,
+    choose_axes: AxisChooser | None = None,
     fake_input_cache: FakeInputCache | None = None,
     *,
     has_code: bool = True,
@@ -108,17 +113,17 @@ def export_graph(
         args: Example inputs by position.
         kwargs: Example inputs by name.
         dynamic: Whether axes may change.
-        free: Returns the dynamic axes of an input. Default: the batch, the length of token sequences, and the axes
-            named at capture.
+        choose_axes: Returns the dynamic axes of an input. Default: the batch, the length of token sequences, and the
+            axes named at capture.
         fake_input_cache: Shared by the graphs of one capture.
         has_code: False if only the nodes of the program are read.
     """
-    axes = get_origin(model).axes if free is None else {}
-    choose_axes: AxisChooser = _no_axes
-    if free is None:
+    axes: Axes = {}
+    if choose_axes is None:
+        axes = get_origin(model).axes
         choose_axes = make_axis_chooser(axes, dynamic=dynamic)
-    elif dynamic:
-        choose_axes = free
+    elif not dynamic:
+        choose_axes = _no_axes
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(make_contiguous, (args, kwargs))
     wide = widen_batch(*inputs) if dynamic else inputs
     if not patches_enabled():

@@ -10,9 +10,10 @@ import torch
 from torch import fx, nn
 
 from scalepoint.compat.torch_names import OpOverload
+from scalepoint.graph.constant_nodes import find_constant_nodes
 from scalepoint.graph.functionalize import is_view
 from scalepoint.graph.kinds import ACTIVATIONS, CASTS, OPAQUE, VALUE_PRESERVING, WEIGHTED
-from scalepoint.graph.nodes import find_constant_nodes, get_kind
+from scalepoint.graph.nodes import get_kind
 from scalepoint.graph.operations import BIASES, WEIGHTS, Operation, get_tensors
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "cat", "stack", "softmax", "attention", "dropout", "where", "lerp", "mean")

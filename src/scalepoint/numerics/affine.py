@@ -1,7 +1,7 @@
-"""The arithmetic of quantization: one sequence of steps, run on the whole tensor when traced, in pieces when eager.
+"""The arithmetic of quantization: one sequence of steps, which `quantize.py` and `fake_quantize.py` run.
 
     t = (x - shift) / scale, rounded when the codes are integers
-    c = clamp(t, low, high), rounded to the format when the codes are floats      the centred code
+    c = clamp(t, low, high), rounded to the format when the codes are floats      the centred code: code - zero point
     y = c * scale + shift                                                        the dequantized value
 
             shift     low                       high                      code
@@ -10,7 +10,8 @@
     float   0         grid.low                  grid.high                 c
 
 A true division and a zero point added after rounding give ONNX Runtime's QuantizeLinear in every code;
-multiplying by 1/scale does not. NaN stays NaN, so that a broken activation is visible in the output.
+multiplying by 1/scale does not. NaN stays NaN, so that a broken activation is visible in the output. Large tensors on a
+CPU are processed in pieces that fit into its cache, but not while torch.compile or export trace.
 """
 
 import threading
@@ -55,37 +56,6 @@ class Steps(NamedTuple):
         return all(value.numel() == 1 for value in self if isinstance(value, Tensor))
 
 
-class ScratchBuffers:
-    """Scratch memory for pieces. All pieces use the same memory, so it stays in cache.
-
-    A buffer of at most PIECE_ELEMENTS on a CPU belongs to the thread and is reused by later calls: the system clears
-    new memory, which is slow. A thread must not use such buffers in two nested loops. Larger buffers belong to this
-    object, as for the pieces of `round_trip` if torch has two or more threads.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, Tensor] = {}
-
-    def __call__(self, piece: Tensor, number: int = 0) -> Tensor:
-        """Return a float32 tensor shaped like a piece. Different numbers give different memory."""
-        is_shared = piece.device.type == "cpu" and piece.numel() <= PIECE_ELEMENTS
-        buffers = _THREAD_LOCAL.scratch if is_shared else self._buffers
-        buffer = buffers.get(number)
-        if buffer is None or buffer.numel() < piece.numel():
-            with torch.inference_mode(False):
-                size = PIECE_ELEMENTS if is_shared else piece.numel()
-                buffer = buffers[number] = torch.empty(size, dtype=torch.float32, device=piece.device)
-        return buffer[: piece.numel()].view(piece.shape)
-
-
-class _ThreadLocal(threading.local):
-    def __init__(self) -> None:
-        self.scratch: dict[int, Tensor] = {}
-
-
-_THREAD_LOCAL = _ThreadLocal()
-
-
 def make_steps(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Steps:
     """Precompute the operands of `fake_quantize_by_steps` from quantization parameters.
 
@@ -122,7 +92,7 @@ def to_unclamped_code(
     """Compute t. The first operation makes a new tensor, or fills `out`; the others work in place."""
     if steps.shift is not None:
         x = torch.sub(x, steps.shift, out=out)
-        out = x if in_place else None
+        out = x if in_place else None  # the difference is a tensor of ours, which the division may overwrite
     t = torch.div(x, steps.scale) if out is None else torch.div(x, steps.scale, out=out)
     if fmt.is_float:
         return t
@@ -261,7 +231,8 @@ def _round_trip_whole(
     """Compute y at once. The first step makes the output, in the memory format of x; the others work in place."""
     if out is None and not x.is_contiguous():
         out = torch.empty_like(x, dtype=torch.float32)
-    work = out if out is None or out.dtype == torch.float32 else None
+    # Only a float32 output can hold the intermediate values.
+    work = out if out is not None and out.dtype == torch.float32 else None
     t = to_unclamped_code(_as_float32(x), steps, fmt, work)
     if clamped is not None and (x.numel() < MIN_INDEXED_ELEMENTS or x.device.type != "cpu" or not t.is_contiguous()):
         clamped.inside = torch.eq(t, clamp(t, steps))
@@ -275,7 +246,9 @@ def _round_trip_whole(
         else:
             c = round_to_float(c, fmt, out=c)
     y = restore(c, steps, in_place=True)
-    return y if out is None or y is out else out.copy_(cast_to_input_dtype(y, out.dtype))
+    if out is None or y is out:
+        return y
+    return out.copy_(cast_to_input_dtype(y, out.dtype))
 
 
 def _round_trip_in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, clamped: ClampRecorder | None) -> None:
@@ -315,7 +288,7 @@ def _iterate_pieces(x: Tensor, out: Tensor, steps: Steps) -> Iterator[tuple[Tens
         x, out, steps = x.view(-1), out.view(-1), steps.map(lambda value: value.reshape(1))
     else:
         steps = steps.map(lambda value: value.reshape((1,) * (x.ndim - value.ndim) + value.shape))
-    while x.shape[0] == 1:
+    while x.shape[0] == 1:  # the first axis is divided into pieces, so it must have several rows
         x, out, steps = x[0], out[0], steps.map(lambda value: value[0])
     rows = max(1, PIECE_ELEMENTS * torch.get_num_threads() // (x.numel() // x.shape[0]))
     for start in range(0, x.shape[0], rows):
@@ -326,3 +299,34 @@ def _iterate_pieces(x: Tensor, out: Tensor, steps: Steps) -> Iterator[tuple[Tens
 
 def _as_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else x.to(torch.float32)
+
+
+class _ThreadLocal(threading.local):
+    def __init__(self) -> None:
+        self.scratch: dict[int, Tensor] = {}
+
+
+_THREAD_LOCAL = _ThreadLocal()
+
+
+class ScratchBuffers:
+    """Scratch memory for pieces. All pieces use the same memory, so it stays in cache.
+
+    A buffer of at most PIECE_ELEMENTS on a CPU belongs to the thread and is reused by later calls: the system clears
+    new memory, which is slow. A thread must not use such buffers in two nested loops. Larger buffers belong to this
+    object, as for the pieces of `round_trip` if torch has two or more threads.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, Tensor] = {}
+
+    def __call__(self, piece: Tensor, number: int = 0) -> Tensor:
+        """Return a float32 tensor shaped like a piece. Different numbers give different memory."""
+        is_shared = piece.device.type == "cpu" and piece.numel() <= PIECE_ELEMENTS
+        buffers = _THREAD_LOCAL.scratch if is_shared else self._buffers
+        buffer = buffers.get(number)
+        if buffer is None or buffer.numel() < piece.numel():
+            with torch.inference_mode(False):
+                size = PIECE_ELEMENTS if is_shared else piece.numel()
+                buffer = buffers[number] = torch.empty(size, dtype=torch.float32, device=piece.device)
+        return buffer[: piece.numel()].view(piece.shape)

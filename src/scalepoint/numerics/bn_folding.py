@@ -1,15 +1,17 @@
 """Fake quantization of a weight with its batch norm folded in, in one pass over the weight. Used in training.
 
-    y = quantize-dequantize(w s) / s,  one s per row        dy/dw = 1 inside the range, 0 where w s was clamped
-    dy/dscale = (c - t) / s inside the range, c / s where clamped, for a learned scale (t, c: see `affine`)
+    y = quantize-dequantize(w s) / s        s: the factor of the batch norm, one per row (output channel)
+    dy/dw = 1 inside the range, 0 where w s was clamped
+    dy/dscale = (c - t) / s inside the range, c / s where clamped, for a learned scale
 
-Runs the steps of `affine` together with the products by s and 1/s, in pieces that fit into the cache. Backward saves
-only the weight, and runs the steps again unless the clamped indices are known. A scale computed from the weight itself
-clamps almost only the extremes of a row. `LineExtremes`, from which the scale is computed, tells where these are.
+t and c are the code before and after the clamp, as in `affine.py`, whose steps run here together with the products by s
+and 1/s. Backward runs the steps again, or only needs the indices of the clamped elements: a scale that is computed from
+the extremes of a row clamps only a few elements, and `LineExtremes` finds them without a pass over the weight.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -20,8 +22,9 @@ from scalepoint.numerics.formats import Format
 from scalepoint.numerics.gradients import compute_gradients, get_code_limits, mask_gradient
 from scalepoint.numerics.tracing import is_traced
 
-# A line is a part of a row, in elements, of which the extremes are stored.
-MAX_LINE_ELEMENTS, MIN_LINE_ELEMENTS = 128, 32
+# Lengths of a line, the part of a row of which the extremes are stored. Shorter lines save less than they cost.
+MIN_LINE_ELEMENTS = 32
+MAX_LINE_ELEMENTS = 128
 
 
 def can_fold(weight: Tensor, steps: Steps) -> bool:
@@ -37,9 +40,10 @@ def can_fold(weight: Tensor, steps: Steps) -> bool:
 
 
 class LineExtremes(NamedTuple):
-    """Minimum and maximum of each line of a weight. A line is a part of a row.
+    """Minimum and maximum of each line of a weight. A line is a part of a row, for example 128 elements.
 
-    Rounding is monotone, so the extremes of the rounded products are the rounded products of the extremes, exactly.
+    Rounding is monotone, so the extremes of the rounded products are the rounded products of the extremes, exactly. So
+    only the few lines whose extremes are outside the range are searched for clamped elements.
 
     Attributes:
         weight: The weight.
@@ -75,13 +79,15 @@ class LineExtremes(NamedTuple):
         """
         factor, scale = self.factor.view(-1, 1), steps.scale.reshape(-1, 1).expand(len(self.weight), 1)
         low, high = float(steps.low), float(steps.high)
-        rounded_ends = (self.line_ends * factor).div_(scale).round_()
         line_count, lines_per_row = self.line_ends[0].numel(), self.line_ends.shape[2]
         line_length = self.weight.numel() // line_count
+        # The lines with an extreme outside of the limits.
+        rounded_ends = (self.line_ends * factor).div_(scale).round_()
         lines = is_outside(rounded_ends, low, high).view(-1).nonzero().view(-1)
         if 2 * len(lines) > line_count:
             return None
         lines = lines.remainder_(line_count)  # minima first, then maxima: a line may appear twice
+        # The elements of these lines that are outside.
         rows = lines // lines_per_row
         t = self.weight.view(-1, line_length)[lines].mul_(factor[rows]).div_(scale[rows]).round_()
         clamped_lines, column = is_outside(t, low, high).nonzero().unbind(1)
@@ -149,7 +155,7 @@ def _iterate_rows(
     flat = [tensor.view(len(tensor), -1) for tensor in tensors]
     count = max(1, PIECE_ELEMENTS // flat[0].shape[1])
     scale = steps.scale.reshape(-1, 1)
-    scales = torch.split(scale, count) if len(scale) > 1 else [scale] * len(factor)
+    scales = torch.split(scale, count) if len(scale) > 1 else repeat(scale)
     pieces = [torch.split(tensor, count) for tensor in (*flat, factor.view(-1, 1))]
     for *parts, row_factor, row_scale in zip(*pieces, scales, strict=False):
         yield tuple(parts), row_factor, steps._replace(scale=row_scale)

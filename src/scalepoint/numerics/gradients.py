@@ -16,8 +16,7 @@ from scalepoint.numerics.affine import Steps, clamp
 from scalepoint.numerics.formats import Format
 from scalepoint.numerics.rounding import round_to_float
 
-# limit * NEXT is the next float32 after a limit, away from zero
-NEXT = 1 + torch.finfo(torch.float32).eps
+NEXT_FLOAT = 1 + torch.finfo(torch.float32).eps  # limit * NEXT_FLOAT is the next float32 after a limit, away from zero
 # grad where below < x < above, 0 elsewhere
 _MASK = torch.ops.aten.hardtanh_backward.grad_input
 
@@ -40,7 +39,7 @@ def get_code_limits(steps: Steps, fmt: Format) -> CodeLimits | None:
         return None
     low, high = float(steps.low), float(steps.high)
     if fmt.is_float:
-        return CodeLimits(low, high, low * NEXT, high * NEXT)
+        return CodeLimits(low, high, low * NEXT_FLOAT, high * NEXT_FLOAT)
     return CodeLimits(low, high, low - 0.5, high + 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Palettes: a table of values for each group of a tensor, and indices into it.
+"""Palettes: a table of values for each group of a tensor, and indices into it. `spec/palette.py` calls this.
 
     index = argmin_k |x - table[k]|^2,      x' = table[index]
     table = k-means of the group: the table with the least sum of  weight * |x - x'|^2
@@ -19,12 +19,17 @@ from scalepoint.numerics.fake_quantize import fake_quantize
 from scalepoint.numerics.formats import CodeType, Grid, QuantizationScheme, get_format
 from scalepoint.numerics.qparams import QParams
 
-MAX_ITERATIONS = 300
+MAX_ITERATIONS = 300  # of Lloyd's algorithm
 MAX_VECTOR_ITERATIONS = 25
-MIN_POINTS, MAX_POINTS, MAX_ALL_POINTS = 256, 2048, 2**15  # of a group, and of all groups, in the dynamic program
+# Points where a cluster can end, in the dynamic program: its time grows with their number.
+MIN_POINTS = 256  # of a group, however many groups there are
+MAX_POINTS = 2048  # of a group
+MAX_ALL_POINTS = 2**15  # of all groups together
 MAX_DYNAMIC_ENTRIES = 16  # larger tables start from the density of the data, which is nearly optimal for many entries
-MAX_BINS, VALUES_PER_BIN = 512, 16  # of the histogram for the first tables of many entries
-MAX_DISTANCES = 2**22  # of vectors to entries that are computed at once
+# The histogram from which tables of many entries start.
+MAX_BINS = 512
+VALUES_PER_BIN = 16
+MAX_DISTANCES = 2**22  # distances of vectors to entries that are computed at once: 16 MB
 
 
 def make_tables(rows: Tensor, entries: int, weights: Tensor | None = None, start: Tensor | None = None) -> Tensor:
@@ -61,6 +66,11 @@ class _PrefixSums:
     def at(self, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.weight.gather(-1, edges), self.first.gather(-1, edges), self.second.gather(-1, edges)
 
+    def means(self, edges: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weighted mean between neighbouring edges, and whether any weight lies between them."""
+        weight, first = self.weight.gather(-1, edges).diff(dim=-1), self.first.gather(-1, edges).diff(dim=-1)
+        return (first / weight.clamp(min=1e-300)).to(torch.float32), weight > 0
+
 
 def _improve(tables: Tensor, rows: Tensor, sums: _PrefixSums, iterations: int) -> Tensor:
     """Run Lloyd's algorithm: each entry becomes the weighted mean of its values, until nothing changes."""
@@ -68,9 +78,8 @@ def _improve(tables: Tensor, rows: Tensor, sums: _PrefixSums, iterations: int) -
     for _ in range(iterations):
         ends = torch.searchsorted(rows, _midpoints(tables), right=True)
         edges = torch.cat([torch.zeros_like(ends[:, :1]), ends, torch.full_like(ends[:, :1], count)], -1)
-        weight, first, _ = (part.diff(dim=-1) for part in sums.at(edges))
-        means = (first / weight.clamp(min=1e-300)).to(torch.float32)
-        next_tables = torch.where(weight > 0, means, tables).sort(-1).values
+        means, is_used = sums.means(edges)
+        next_tables = torch.where(is_used, means, tables).sort(-1).values
         if torch.equal(next_tables, tables):
             break
         tables = next_tables
@@ -94,27 +103,31 @@ def _best_tables(rows: Tensor, sums: _PrefixSums, entries: int) -> Tensor:
         by_number = (shares.to(torch.float64) * count).round().long().expand(groups, -1)
         edges = torch.cat([by_width, by_number], -1).sort(-1).values
     ends = edges.gather(-1, _best_partition(*sums.at(edges), entries))
-    weight, first, _ = (part.diff(dim=-1) for part in sums.at(ends))
-    return _fill_empty((first / weight.clamp(min=1e-300)).to(torch.float32), weight > 0)
-
-
-def _fill_empty(tables: Tensor, is_used: Tensor) -> Tensor:
-    """Repeat a used entry in place of each unused one, and sort."""
-    some = tables.gather(-1, is_used.to(torch.int8).argmax(-1, keepdim=True))
-    return torch.where(is_used, tables, some).sort(-1).values
+    means, is_used = sums.means(ends)
+    first_used = means.gather(-1, is_used.to(torch.int8).argmax(-1, keepdim=True))
+    return torch.where(is_used, means, first_used).sort(-1).values
 
 
 def _best_partition(weight: Tensor, first: Tensor, second: Tensor, parts: int) -> Tensor:
-    """Return the ends (groups, parts + 1) of the consecutive parts with the least sum of squared distances.
+    """Divide the points into consecutive parts with the least sum of squared distances to the mean of their part.
 
-    best[k][i] = min over j of  best[k - 1][j] + cost(j, i). The best j never falls when i grows, so the i are solved
-    by bisection: each level looks at every candidate j about once. In numpy, whose small operations start faster.
+    best[k][i] = min over j <= i of  best[k - 1][j] + cost(j, i) is the least sum of the points before i in k parts.
+
+    Args:
+        weight: Prefix sums of the weights, (groups, points), as in `_PrefixSums`.
+        first: Prefix sums of the weighted values.
+        second: Prefix sums of the weighted squares.
+        parts: The number of parts.
+
+    Returns:
+        The ends of the parts, (groups, parts + 1).
     """
     groups, size = weight.shape
+    # In numpy, whose small operations start faster. All groups are in one flat array; `offset` is where each begins.
     sums = [part.numpy().reshape(-1) for part in (weight.contiguous(), first.contiguous(), second.contiguous())]
     offset = np.arange(groups)[:, None] * size
 
-    def cost(start: Any, end: Any) -> Any:
+    def cost(start: Any, end: Any) -> Any:  # sum of w (x - mean)^2 = sum of w x^2 - (sum of w x)^2 / sum of w
         w, s, q = (part[end] - part[start] for part in sums)
         return np.maximum(q - s * s / np.maximum(w, 1e-300), 0.0)
 
@@ -130,7 +143,11 @@ def _best_partition(weight: Tensor, first: Tensor, second: Tensor, parts: int) -
 
 
 def _add_part(best: Any, offset: Any, cost: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-    """Return best[k] and the best j of every i, given best[k - 1]."""
+    """Return best[k] and the best j of every i, given best[k - 1].
+
+    The best j never falls when i grows. So every second i is solved first, and bounds the j of those between: each
+    level looks at every candidate j about once.
+    """
     groups, size = best.shape
     values, choice = best.copy(), np.zeros((groups, size), dtype=np.int64)
     is_done = np.zeros(size, dtype=bool)

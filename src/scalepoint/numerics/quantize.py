@@ -44,7 +44,7 @@ def quantize(
         The codes.
     """
 
-    def codes(part: Tensor, params: QParams) -> Tensor:
+    def to_codes(part: Tensor, params: QParams) -> Tensor:
         if _can_quantize_in_pieces(part, params, grid):
             return quantize_in_pieces(part, params, grid, dtype)
         c = compute_centred_code(part.to(torch.float32), make_steps(params, grid), grid.format)
@@ -52,7 +52,7 @@ def quantize(
             c = torch.nan_to_num(c + code_offset(params, grid), nan=grid.low)
         return c.to(dtype)
 
-    return apply_by_block(codes, x, qparams, block)
+    return apply_by_block(to_codes, x, qparams, block)
 
 
 def _can_quantize_in_pieces(x: Tensor, qparams: QParams, grid: Grid) -> bool:
@@ -76,10 +76,10 @@ def dequantize(codes: Tensor, qparams: QParams, grid: Grid, block: Block = None)
         block: Size of a block along each axis. None: the parameters broadcast.
     """
 
-    def values(part: Tensor, params: QParams) -> Tensor:
+    def to_values(part: Tensor, params: QParams) -> Tensor:
         return restore(part.to(torch.float32) - code_offset(params, grid), make_steps(params, grid))
 
-    return apply_by_block(values, codes, qparams, block)
+    return apply_by_block(to_values, codes, qparams, block)
 
 
 def apply_by_block(run: Callable[[Tensor, QParams], Tensor], x: Tensor, qparams: QParams, block: Block) -> Tensor:

@@ -1,6 +1,7 @@
 """Search for ranges narrower than min and max: clipping a few values makes the others more precise.
 
-All functions take one row per block and return (low, high), one value per row.
+Range calculators call them for one tensor, histogram calculators for the histogram of all batches. All functions take
+one row per block and return (low, high), one value per row.
 """
 
 import torch
@@ -12,8 +13,8 @@ from scalepoint.numerics.histogram import Histogram, bin_centres, bin_width
 from scalepoint.numerics.qparams import choose_qparams
 
 Range = tuple[Tensor, Tensor]
-# Values that a search quantizes at a time: they fit into the L2 cache of a core.
-VALUES_PER_STEP = 65536
+VALUES_PER_STEP = 65536  # quantized at a time by a search: they fit into the L2 cache of a core
+SMALLEST_FACTOR = 0.02  # of the observed range, by which `least_squares` shrinks it
 
 
 def percentile_of_rows(rows: Tensor, percentile: float) -> Range:
@@ -55,15 +56,14 @@ def least_squares(
     grid: Grid,
     *,
     steps: int = 80,
-    least: float = 0.02,
 ) -> Range:
     """Return the range inside [low, high] with the smallest quantization error sum(w * (fq(x) - x)^2).
 
-    Tries to shrink both ends by the same factor, with `steps` factors from 1 down to `least`. An asymmetric grid then
+    Tries to shrink both ends by the same factor, with `steps` factors from 1 down to 0.02. An asymmetric grid then
     tries to shrink each end alone.
     """
     powers = torch.linspace(0.0, 1.0, steps, dtype=torch.float32, device=values.device)
-    shrink = torch.pow(least, powers).unbind()
+    shrink = torch.pow(SMALLEST_FACTOR, powers).unbind()
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     best = _find_best_range(values, weights, [(low * factor, high * factor) for factor in shrink], grid)
     if not grid.is_symmetric:

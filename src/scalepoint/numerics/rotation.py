@@ -1,4 +1,4 @@
-"""Rotations that spread outliers over all channels.
+"""Rotations that spread outliers over all channels, for the migration "rotate".
 
     R = U H D       H: a Hadamard matrix / sqrt(n), D: random signs. |R_ij| = 1 / sqrt(n), so outliers are spread evenly
                     U: identity, or, where the mean must be kept (layer norm), the reflection of H D 1 to 1: R 1 = 1

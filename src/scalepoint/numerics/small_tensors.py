@@ -1,8 +1,8 @@
 """Fake quantization of small float32 tensors: the operations of `round_trip`, prepared once for fixed steps.
 
 On a few hundred values Python takes longer than the arithmetic. `prepare_round_trip` therefore chooses the operations
-once, and the function that it returns only runs them. Operations, their order and so every bit are those of
-`round_trip`.
+once, and the function that it returns only runs them. `DefaultFakeQuantize` keeps it while the quantizer is frozen.
+Operations, their order and so every bit are those of `round_trip`.
 """
 
 from collections.abc import Callable

@@ -47,6 +47,33 @@ def remove_pools_without_effect(model: fx.GraphModule) -> int:
     return len(nodes)
 
 
+def _has_no_effect(model: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op != "call_module" or len(node.all_input_nodes) != 1:
+        return False
+    module = model.get_submodule(str(node.target))
+    settings = module.settings if isinstance(module, Operation) else vars(module)
+    if settings.get("return_indices"):
+        return False
+    if get_kind(node).startswith("adaptive"):
+        return _all_equal(settings.get("output_size", 0), None)  # None: the size of the input
+    return (
+        _all_equal(settings.get("kernel_size", 0), 1)
+        and _all_equal(settings.get("stride") or 1, 1)
+        and _all_equal(settings.get("padding") or 0, 0)
+        and (settings.get("divisor_override") or 1) == 1
+    )
+
+
+def _all_equal(value: object, expected: int | None) -> bool:
+    items = value if isinstance(value, list | tuple) else [value]
+    return all(item == expected for item in items)
+
+
+def _bypass(model: fx.GraphModule, node: fx.Node) -> None:
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    model.graph.erase_node(node)
+
+
 def head_to_convolution(model: fx.GraphModule) -> int:
     """Replace linear(flatten(global pool)) by flatten(1x1 convolution), which keeps the layout of convolutions."""
     changed = 0
@@ -173,6 +200,12 @@ def remove_dead_code(model: fx.GraphModule) -> int:
     return len(nodes)
 
 
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node can be removed if nothing reads it. Opaque modules may have side effects."""
+    is_removable = node.op in ("call_function", "get_attr") or (node.op == "call_module" and get_kind(node) != OPAQUE)
+    return is_removable and not node.is_impure()
+
+
 Conversion = Callable[[fx.GraphModule], int]
 CONVERSIONS: tuple[Conversion, ...] = (
     remove_asserts,
@@ -196,36 +229,3 @@ def convert(model: fx.GraphModule, conversions: Sequence[Conversion] = CONVERSIO
         if not any(changes.values()):
             model.recompile()
             return {name: count for name, count in totals.items() if count}
-
-
-def _bypass(model: fx.GraphModule, node: fx.Node) -> None:
-    node.replace_all_uses_with(node.all_input_nodes[0])
-    model.graph.erase_node(node)
-
-
-def _has_no_effect(model: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op != "call_module" or len(node.all_input_nodes) != 1:
-        return False
-    module = model.get_submodule(str(node.target))
-    settings = module.settings if isinstance(module, Operation) else vars(module)
-    if settings.get("return_indices"):
-        return False
-    if get_kind(node).startswith("adaptive"):
-        return _all_equal(settings.get("output_size", 0), None)  # None: the size of the input
-    return (
-        _all_equal(settings.get("kernel_size", 0), 1)
-        and _all_equal(settings.get("stride") or 1, 1)
-        and _all_equal(settings.get("padding") or 0, 0)
-        and (settings.get("divisor_override") or 1) == 1
-    )
-
-
-def _all_equal(value: object, expected: int | None) -> bool:
-    items = value if isinstance(value, list | tuple) else [value]
-    return all(item == expected for item in items)
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """Whether a node can be removed if nothing reads it. Opaque modules may have side effects."""
-    is_removable = node.op in ("call_function", "get_attr") or (node.op == "call_module" and get_kind(node) != OPAQUE)
-    return is_removable and not node.is_impure()

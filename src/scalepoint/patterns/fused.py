@@ -23,12 +23,12 @@ class Fused(nn.Module):
         wiring: The inputs of each part: None is the output of the part before it, a number an input of the group.
     """
 
+    parts: dict[str, nn.Module]
+
     def __init__(self, parts: Mapping[str, nn.Module], wiring: Sequence[Sequence[int | None]]) -> None:
         super().__init__()
         self.parts = dict(parts)  # a plain dict, so that the parts are not registered twice
         self.wiring = [list(inputs) for inputs in wiring]
-
-    parts: dict[str, nn.Module]
 
     def forward(self, *inputs: Any) -> Any:
         value: Any = None
@@ -101,25 +101,27 @@ class FusedAttention(Fused):
     """y = softmax(q k^T / sqrt(d)) v"""
 
     def forward(self, *inputs: Any) -> Any:
-        if torch.onnx.is_in_onnx_export() and not self.training and self._is_plain():
-            # The exporters of torch scale q and k each by the root of the scale, between their quantizers and the
-            # product, which prevents int8 kernels. Scale the scores instead.
-            query, key, value = inputs
-            scale = next(iter(self.parts.values())).arguments.get("scale")  # type: ignore[union-attr,operator]
-            scores = query @ key.transpose(-2, -1)
-            scores = scores * (_default_scale(query) if scale is None else float(scale))
-            return torch.softmax(scores, -1) @ value
-        return super().forward(*inputs)
+        attention = self._plain_attention() if torch.onnx.is_in_onnx_export() and not self.training else None
+        if attention is None:
+            return super().forward(*inputs)
+        # The exporters of torch scale q and k each by the root of the scale, between their quantizers and the product,
+        # which prevents int8 kernels. Scale the scores instead.
+        query, key, value = inputs
+        scale = attention.arguments.get("scale")
+        scores = query @ key.transpose(-2, -1)
+        scores = scores * (_default_scale(query) if scale is None else float(scale))
+        return torch.softmax(scores, -1) @ value
 
-    def _is_plain(self) -> bool:
-        """Whether it is attention over q, k, v without mask, causal mask, grouped heads and dropout."""
+    def _plain_attention(self) -> Operation | None:
+        """Return the operation if it is attention over q, k, v without mask, causal mask, grouped heads and dropout."""
         part = next(iter(self.parts.values()), None)
         if len(self.parts) != 1 or self.wiring != [[0, 1, 2]] or not isinstance(part, Operation):
-            return False
+            return None
         slots = [part.arguments.get(name) for name in ("query", "key", "value")]
         options = ("attn_mask", "is_causal", "enable_gqa", "dropout_p")
         has_options = any(part.arguments.get(name) for name in options)
-        return part.kind == "attention" and not has_options and slots == [Slot(0), Slot(1), Slot(2)]
+        is_plain = part.kind == "attention" and not has_options and slots == [Slot(0), Slot(1), Slot(2)]
+        return part if is_plain else None
 
 
 class FusedPool(Fused):

@@ -1,4 +1,4 @@
-"""Replace a GELU that is written as single operations by one operation.
+"""Replace a GELU that is written as single operations by one operation. A conversion; see `conversions.py`.
 
 0.5 x (1 + erf(x / sqrt 2))                                gelu(x)
 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))          gelu(x, approximate="tanh")
@@ -34,8 +34,9 @@ def _find_input(model: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Return the x of erf(x / sqrt 2) or of tanh(sqrt(2 / pi) (x + 0.044715 x^3))."""
     scaled = node.all_input_nodes[0]
     if get_kind(node) == "erf":
-        factor = _get_constant(model, scaled, "mul") or 1 / (_get_constant(model, scaled, "div") or math.inf)
-        return scaled.all_input_nodes[0] if math.isclose(factor, math.sqrt(0.5), rel_tol=1e-4) else None
+        is_product = _is_operation(model, scaled, "mul", math.sqrt(0.5))
+        is_quotient = _is_operation(model, scaled, "div", math.sqrt(2))
+        return scaled.all_input_nodes[0] if is_product or is_quotient else None
     if not _is_operation(model, scaled, "mul", math.sqrt(2 / math.pi)):
         return None
     polynomial = scaled.all_input_nodes[0]
@@ -68,19 +69,13 @@ def _find_last_product(model: fx.GraphModule, node: fx.Node, x: fx.Node) -> fx.N
 
 def _is_operation(model: fx.GraphModule, node: fx.Node, kind: str, value: float) -> bool:
     """Whether a node is an operation of this kind on one tensor and this constant."""
-    constant = _get_constant(model, node, kind)
-    return constant is not None and math.isclose(constant, value, rel_tol=1e-4)
-
-
-def _get_constant(model: fx.GraphModule, node: fx.Node, kind: str) -> float | None:
-    """Return the constant operand of an operation of this kind; None if the node is another operation."""
     if get_kind(node) != kind or node.op != "call_module" or len(node.all_input_nodes) != 1:
-        return None
+        return False
     module = model.get_submodule(str(node.target))
     if not isinstance(module, Operation):
-        return None
-    numbers = [value for value in module.settings.values() if isinstance(value, int | float)]
-    return float(numbers[0]) if len(numbers) == 1 else None
+        return False
+    numbers = [setting for setting in module.settings.values() if isinstance(setting, int | float)]
+    return len(numbers) == 1 and math.isclose(numbers[0], value, rel_tol=1e-4)
 
 
 def _replace(model: fx.GraphModule, last: fx.Node, x: fx.Node, approximate: str) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 
 from scalepoint.errors import ConfigError, PatternError, did_you_mean
 from scalepoint.graph import WEIGHTED, Operation
+from scalepoint.graph.constant_nodes import find_constant_nodes
 from scalepoint.graph.kinds import OPAQUE, WEIGHTLESS_PRODUCTS
-from scalepoint.graph.nodes import find_constant_nodes, get_fake_tensor, module_path
+from scalepoint.graph.nodes import get_fake_tensor, module_path
 from scalepoint.graph.operations import Slot
 from scalepoint.patterns import Fused, PatternMatch, Point, get_kind
 from scalepoint.patterns.language import get_layer_name

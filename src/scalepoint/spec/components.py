@@ -19,7 +19,7 @@ from scalepoint.spec.range_calculator import RangeCalculatorBase
 from scalepoint.spec.registry import constructor_parameters, parse_enum, to_scheme
 from scalepoint.spec.spec import QuantizationSpec, to_code_type
 
-Target = CompressionTargetTensor | str
+TargetTensor = CompressionTargetTensor | str
 
 
 class QuantizationComponentFactory:
@@ -27,7 +27,7 @@ class QuantizationComponentFactory:
 
     @staticmethod
     def create_range_calculator(
-        spec: QuantizationSpec, quantization_target: Target = CompressionTargetTensor.WEIGHT
+        spec: QuantizationSpec, quantization_target: TargetTensor = CompressionTargetTensor.WEIGHT
     ) -> RangeCalculatorBase:
         """Build the range calculator of a spec. It gets the fields of the spec that its constructor takes."""
         kind, target = spec.range_calculator_cls, parse_enum(CompressionTargetTensor, quantization_target)
@@ -40,7 +40,7 @@ class QuantizationComponentFactory:
 
     @staticmethod
     def create_qparams_calculator(
-        spec: QuantizationSpec, target: Target | None = None, *, quantization_target: Target | None = None
+        spec: QuantizationSpec, target: TargetTensor | None = None, *, quantization_target: TargetTensor | None = None
     ) -> QParamsCalculatorBase:
         """Build the qparams calculator of a spec, for a weight, an activation or a table.
 
@@ -54,9 +54,9 @@ class QuantizationComponentFactory:
     @staticmethod
     def create_fake_quantizer(
         spec: QuantizationSpec,
-        target: Target | None = None,
+        target: TargetTensor | None = None,
         *,
-        quantization_target: Target | None = None,
+        quantization_target: TargetTensor | None = None,
         **overrides: Any,
     ) -> FakeQuantizeImplBase:
         """Build the quantizer of a spec.
@@ -89,7 +89,7 @@ class QuantizationComponentFactory:
 
     @staticmethod
     def create_fake_quantizer_partial(
-        spec: QuantizationSpec, target: Target | None = None, *, quantization_target: Target | None = None
+        spec: QuantizationSpec, target: TargetTensor | None = None, *, quantization_target: TargetTensor | None = None
     ) -> PartialConstructor:
         """Build a constructor without arguments, as PT2E expects one."""
         tensor = _get_target(target, quantization_target)
@@ -100,12 +100,12 @@ class QuantizationComponentFactory:
         return constructor
 
     @staticmethod
-    def construct(spec: QuantizationSpec | None, target: Target) -> FakeQuantizeImplBase | None:
+    def construct(spec: QuantizationSpec | None, target: TargetTensor) -> FakeQuantizeImplBase | None:
         """Build the quantizer of a spec; None for None."""
         return None if spec is None else QuantizationComponentFactory.create_fake_quantizer(spec, target)
 
     @staticmethod
-    def construct_partial(spec: QuantizationSpec | None, target: Target) -> PartialConstructor | None:
+    def construct_partial(spec: QuantizationSpec | None, target: TargetTensor) -> PartialConstructor | None:
         """Build a constructor without arguments; None for None."""
         return None if spec is None else QuantizationComponentFactory.create_fake_quantizer_partial(spec, target)
 
@@ -125,7 +125,7 @@ class QuantizationComponentFactory:
         return constructor
 
 
-def _get_target(target: Target | None, quantization_target: Target | None) -> CompressionTargetTensor:
+def _get_target(target: TargetTensor | None, quantization_target: TargetTensor | None) -> CompressionTargetTensor:
     if (target is None) == (quantization_target is None):
         raise SpecError("pass either target= or quantization_target=: 'weight', 'activation' or 'lut'")
     return parse_enum(CompressionTargetTensor, quantization_target if target is None else target)

@@ -1,4 +1,12 @@
-"""The default fake quantizer: the arithmetic of `scalepoint.numerics`, with caches for frozen tensors."""
+"""The default fake quantizer: the arithmetic of `scalepoint.numerics`, with three caches for frozen quantizers.
+
+    _WeightCache     the fake-quantized weight itself, in eval mode
+    _StepsCache      the operands of the arithmetic, computed from scale and zero point
+    _PreparedCall    for a small tensor: a function without the checks of `forward`, which take longer than the result
+
+Each cache stores the tensors that it was computed from and their version counters, which torch increments with every
+write in place. A cache whose tensors were replaced or written to is computed again.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -28,148 +36,8 @@ from scalepoint.numerics.blocks import block_view, is_ragged
 from scalepoint.spec.fake_quantize import SWITCHES, FakeQuantizeImplBase
 from scalepoint.spec.granularity import CompressionTargetTensor
 
+# Methods that a subclass may override. A prepared call skips them.
 _STEPS_OF_FORWARD = ("forward", "passes_through", "simulate", "fake_quantize", "_fused_fake_quant_dequant")
-
-
-class _StepsCache(NamedTuple):
-    """Steps, and the parameters they were computed from. A frozen quantizer computes them once.
-
-    Attributes:
-        versions: Sum of the version counters of the parameters: a write to one of them invalidates the cache.
-        shape: Shape of the tensor, if the steps depend on it.
-        view: Shape in which the tensor and the steps broadcast, if it differs from that of the tensor.
-    """
-
-    scale: Tensor
-    zero_point: Tensor | None
-    minval: Tensor | None
-    versions: int
-    shape: torch.Size | None
-    steps: Steps
-    view: tuple[int, ...] | None
-
-    @staticmethod
-    def make(tensor: Tensor, qparams: QParams, grid: Grid, block: tuple[int, ...] | None) -> "_StepsCache":
-        shape = view = None
-        viewed = qparams
-        if block is not None:
-            blocks = block_view(tensor.shape, block)
-            shape, view = tensor.shape, blocks.tensor
-            viewed = qparams.map(lambda value: value.view(blocks.params))
-            if tensor.numel() <= FEW_ELEMENTS:  # expand the parameters once: that saves two views in every call
-                view = None
-                viewed = viewed.map(lambda value: value.expand(blocks.tensor).reshape(tensor.shape))
-        return _StepsCache(*qparams, _versions(*qparams), shape, make_steps(viewed, grid, fixed_zero=True), view)
-
-    def is_valid_for(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> bool:
-        return (
-            scale is self.scale
-            and zero_point is self.zero_point
-            and minval is self.minval
-            and _versions(scale, zero_point, minval) == self.versions
-            and (self.shape is None or tensor.shape == self.shape)
-        )
-
-
-def _can_cache_steps(tensor: Tensor, qparams: QParams, block: tuple[int, ...] | None) -> bool:
-    """Whether a later call can tell that steps are still valid.
-
-    Not inside a traced graph, for a scale in training, or with ragged blocks.
-    """
-    if is_traced(tensor) or qparams.scale.requires_grad or (block is not None and is_ragged(tensor.shape, block)):
-        return False
-    return not any(value.is_inference() for value in qparams if value is not None)
-
-
-def _versions(scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> int:
-    """Return a number that grows with every write to one of the parameters."""
-    return (
-        scale._version
-        + (zero_point._version if zero_point is not None else 0)
-        + (minval._version if minval is not None else 0)
-    )
-
-
-class _PreparedCall(NamedTuple):
-    """A call of a frozen quantizer with a small tensor, prepared because its checks take longer than its arithmetic.
-
-    Attributes:
-        run: Computes the result.
-        grid: The grid of the quantizer.
-        buffers: The switches and parameters that `run` was prepared from.
-        versions: Sum of the version counters of the buffers.
-        shape: Shape of the tensor, if `run` depends on it.
-        ndim: Number of axes of the tensor.
-        max_elements: Largest size of the tensor.
-    """
-
-    run: Callable[[Tensor], Tensor]
-    grid: Grid
-    buffers: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-    versions: int
-    shape: torch.Size | None
-    ndim: int
-    max_elements: int
-
-    def is_valid_for(self, tensor: Tensor, fake_quantizer: "DefaultFakeQuantize") -> bool:
-        """Return whether `run` gives what `forward` gives: nothing was written to, and nothing is traced.
-
-        This runs in every call of a small quantizer, where it takes longer than the arithmetic. So it reads buffers
-        from the dictionaries of the modules: access by attribute is several times as slow.
-        """
-        observing, quantizing, disabled, scale, zero_point, minval = self.buffers
-        calculator: Any = fake_quantizer._modules["qparams_calculator"]
-        switches, parameters = fake_quantizer._buffers, calculator._buffers
-        versions = observing._version + quantizing._version + disabled._version + _versions(scale, zero_point, minval)
-        return (
-            versions == self.versions
-            and _is_small_and_plain(tensor, self.ndim, self.max_elements)
-            and (self.shape is None or tensor.shape == self.shape)
-            and switches["observer_enabled"] is observing
-            and switches["fake_quant_enabled"] is quantizing
-            and switches["disabled"] is disabled
-            and parameters["scale"] is scale
-            and parameters["zero_point"] is zero_point
-            and parameters["minval"] is minval
-            and fake_quantizer.grid is self.grid
-        )
-
-
-def _is_small_and_plain(tensor: Tensor, ndim: int, max_elements: int) -> bool:
-    """Return whether a function of `prepare_round_trip` computes this tensor as `forward` does.
-
-    `forward` does not call this while torch.compile traces it.
-    """
-    return (
-        type(tensor) is Tensor
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # torch does not annotate it
-        and tensor.dtype is torch.float32
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.ndim == ndim
-        and 0 < tensor.numel() <= max_elements
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not (tensor.requires_grad and torch.is_grad_enabled())
-        and not is_functorch_active()
-    )
-
-
-class _WeightCache(NamedTuple):
-    """A fake-quantized weight, and what it was computed from.
-
-    `versions` are those of the weight and its parameters, `version` is that of the result when it was returned.
-    """
-
-    weight: Tensor
-    versions: tuple[int, ...]
-    result: Tensor
-    version: int
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the result was not written to since it was returned."""
-        return self.result._version == self.version
 
 
 @FakeQuantizeImplBase.register("default")
@@ -198,7 +66,7 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         self._prepared_call = self._prepare_call(tensor)
         return result
 
-    def _prepare_call(self, tensor: Tensor) -> _PreparedCall | None:
+    def _prepare_call(self, tensor: Tensor) -> "_PreparedCall | None":
         """Prepare the next call, if this one was of a frozen quantizer with a small tensor.
 
         None for weights whose result is cached, and for classes that change a step of `forward`.
@@ -209,7 +77,7 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
             return None
         if not _is_small_and_plain(tensor, tensor.ndim, max_prepared_elements(fmt)) or not self._has_default_steps():
             return None
-        calculator: Any = self._modules["qparams_calculator"]
+        calculator = self.qparams_calculator
         stored = calculator.stored
         is_frozen = self.are_on(SWITCHES) == [False, True, False] and not calculator.always_called
         if not is_frozen or not steps.is_valid_for(tensor, *stored):
@@ -334,6 +202,147 @@ def fp4_forward(tensor: Tensor) -> Tensor:
     return round_to_float(tensor.to(torch.float32).clamp(fmt.low, fmt.high), fmt)
 
 
+class _WeightCache(NamedTuple):
+    """A fake-quantized weight, and what it was computed from.
+
+    `versions` are those of the weight and its parameters, `version` is that of the result when it was returned.
+    """
+
+    weight: Tensor
+    versions: tuple[int, ...]
+    result: Tensor
+    version: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the result was not written to since it was returned."""
+        return self.result._version == self.version
+
+
 def _versions_and_pointers(tensor: Tensor, qparams: QParams) -> tuple[int, ...]:
     values = (tensor, *(value for value in qparams if value is not None))
     return tuple(number for value in values for number in (value._version, value.data_ptr()))
+
+
+class _StepsCache(NamedTuple):
+    """Steps, and the parameters they were computed from. A frozen quantizer computes them once.
+
+    Attributes:
+        versions: Sum of the version counters of the parameters: a write to one of them invalidates the cache.
+        shape: Shape of the tensor, if the steps depend on it.
+        view: Shape in which the tensor and the steps broadcast, if it differs from that of the tensor.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None
+    minval: Tensor | None
+    versions: int
+    shape: torch.Size | None
+    steps: Steps
+    view: tuple[int, ...] | None
+
+    @staticmethod
+    def make(tensor: Tensor, qparams: QParams, grid: Grid, block: tuple[int, ...] | None) -> "_StepsCache":
+        shape = view = None
+        viewed = qparams
+        if block is not None:
+            blocks = block_view(tensor.shape, block)
+            shape, view = tensor.shape, blocks.tensor
+            viewed = qparams.map(lambda value: value.view(blocks.params))
+            if tensor.numel() <= FEW_ELEMENTS:  # expand the parameters once: that saves two views in every call
+                view = None
+                viewed = viewed.map(lambda value: value.expand(blocks.tensor).reshape(tensor.shape))
+        return _StepsCache(*qparams, _versions(*qparams), shape, make_steps(viewed, grid, fixed_zero=True), view)
+
+    def is_valid_for(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> bool:
+        return (
+            scale is self.scale
+            and zero_point is self.zero_point
+            and minval is self.minval
+            and _versions(scale, zero_point, minval) == self.versions
+            and (self.shape is None or tensor.shape == self.shape)
+        )
+
+
+def _can_cache_steps(tensor: Tensor, qparams: QParams, block: tuple[int, ...] | None) -> bool:
+    """Whether a later call can tell that steps are still valid.
+
+    Not inside a traced graph, for a scale in training, or with ragged blocks.
+    """
+    if is_traced(tensor) or qparams.scale.requires_grad or (block is not None and is_ragged(tensor.shape, block)):
+        return False
+    return not any(value.is_inference() for value in qparams if value is not None)
+
+
+def _versions(scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> int:
+    """Return a number that grows with every write to one of the parameters."""
+    return (
+        scale._version
+        + (zero_point._version if zero_point is not None else 0)
+        + (minval._version if minval is not None else 0)
+    )
+
+
+class _PreparedCall(NamedTuple):
+    """A call of a frozen quantizer with a small tensor, prepared because its checks take longer than its arithmetic.
+
+    Attributes:
+        run: Computes the result.
+        grid: The grid of the quantizer.
+        buffers: The switches and parameters that `run` was prepared from.
+        versions: Sum of the version counters of the buffers.
+        shape: Shape of the tensor, if `run` depends on it.
+        ndim: Number of axes of the tensor.
+        max_elements: Largest size of the tensor.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    grid: Grid
+    buffers: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+    versions: int
+    shape: torch.Size | None
+    ndim: int
+    max_elements: int
+
+    def is_valid_for(self, tensor: Tensor, fake_quantizer: "DefaultFakeQuantize") -> bool:
+        """Return whether `run` gives what `forward` gives: nothing was written to, and nothing is traced.
+
+        This runs in every call of a small quantizer, where it takes longer than the arithmetic. So it reads buffers
+        from the dictionaries of the modules: access by attribute is several times as slow.
+        """
+        observing, quantizing, disabled, scale, zero_point, minval = self.buffers
+        calculator: Any = fake_quantizer._modules["qparams_calculator"]
+        switches, parameters = fake_quantizer._buffers, calculator._buffers
+        versions = observing._version + quantizing._version + disabled._version + _versions(scale, zero_point, minval)
+        return (
+            versions == self.versions
+            and _is_small_and_plain(tensor, self.ndim, self.max_elements)
+            and (self.shape is None or tensor.shape == self.shape)
+            and switches["observer_enabled"] is observing
+            and switches["fake_quant_enabled"] is quantizing
+            and switches["disabled"] is disabled
+            and parameters["scale"] is scale
+            and parameters["zero_point"] is zero_point
+            and parameters["minval"] is minval
+            and fake_quantizer.grid is self.grid
+        )
+
+
+def _is_small_and_plain(tensor: Tensor, ndim: int, max_elements: int) -> bool:
+    """Return whether a function of `prepare_round_trip` computes this tensor as `forward` does.
+
+    `forward` does not call this while torch.compile traces it.
+    """
+    return (
+        type(tensor) is Tensor
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # torch does not annotate it
+        and tensor.dtype is torch.float32
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.ndim == ndim
+        and 0 < tensor.numel() <= max_elements
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and not is_functorch_active()
+    )

@@ -56,9 +56,8 @@ class ExtendedQuantizationSpec(QuantizationSpec):
     @model_validator(mode="after")
     def _check_fields_take_effect(self) -> Self:
         calculator = self.qparam_calculator_cls
-        if (
-            calculator is DefaultQParamsCalculator
-        ):  # a spec does not know its role; the default of activations takes more
+        # A spec does not know whether it is for a weight or an activation. The default of activations takes more.
+        if calculator is DefaultQParamsCalculator:
             calculator = MovingAverageQParamsCalculator
         components = (self.fake_quantize_cls, calculator, self.range_calculator_cls)
         used = {"sparsity"}.union(*map(constructor_parameters, components))

@@ -26,6 +26,9 @@ class CompressionTargetTensor(StrEnum):
     LUT = "lut"
 
 
+WEIGHT = CompressionTargetTensor.WEIGHT
+
+
 class QuantizationGranularity(CheckedModel, ClassRegistry):
     """Base class and registry of granularities. A mapping such as {"type": "per_channel", "axis": 0} builds one."""
 
@@ -34,9 +37,7 @@ class QuantizationGranularity(CheckedModel, ClassRegistry):
     _registry: ClassVar[dict[str, Any]] = {}
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         """Return the size of a block along each axis of a tensor of this shape.
 
@@ -92,9 +93,7 @@ class PerTensorGranularity(QuantizationGranularity):
     """One scale per tensor."""
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         return tuple(shape)
 
@@ -106,17 +105,15 @@ class PerChannelGranularity(QuantizationGranularity):
     axis: StrictInt | None = None
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
-        axis = _normalize_axis(self, self.axis, shape)
+        axis = normalize_axis(self, self.axis, shape)
         return (*shape[:axis], 1, *shape[axis + 1 :])
 
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
         if self.axis is not None:
             return self
-        return self.model_copy(update={"axis": 1 if _is_transposed(layer) else 0})
+        return self.model_copy(update={"axis": 1 if is_transposed(layer) else 0})
 
 
 @QuantizationGranularity.register("per_token")
@@ -124,9 +121,7 @@ class PerTokenGranularity(QuantizationGranularity):
     """One scale for each vector along the last axis, such as a token of a sequence."""
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         if not len(shape):
             raise SpecError("a 0-d tensor has no last axis: use PerTensorGranularity()")
@@ -144,9 +139,7 @@ class PerTokenBlockGranularity(QuantizationGranularity):
         return False
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         if not len(shape):
             raise SpecError("a 0-d tensor has no last axis: use PerTensorGranularity()")
@@ -203,9 +196,7 @@ class PerBlockGranularity(QuantizationGranularity):
         return False
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
         if isinstance(self.block_size, tuple):
             block = self._tile(shape)
@@ -228,7 +219,7 @@ class PerBlockGranularity(QuantizationGranularity):
         return _replace_whole_axes(shape, self.block_size)
 
     def _along_axis(self, block_size: int, shape: Sequence[int], target: CompressionTargetTensor) -> tuple[int, ...]:
-        axis = _normalize_axis(self, self.axis, shape)
+        axis = normalize_axis(self, self.axis, shape)
         is_activation = target == CompressionTargetTensor.ACTIVATION
         block = [1 if is_activation or index < 2 else size for index, size in enumerate(shape)]
         block[axis] = block_size
@@ -237,7 +228,7 @@ class PerBlockGranularity(QuantizationGranularity):
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
         if self.axis is not None or isinstance(self.block_size, tuple):
             return self
-        return self.model_copy(update={"axis": 0 if _is_transposed(layer) else 1})
+        return self.model_copy(update={"axis": 0 if is_transposed(layer) else 1})
 
 
 def resolve_block_sizes(tensor_shape: Sequence[int], block_sizes: Sequence[int]) -> list[int]:
@@ -279,7 +270,7 @@ def _replace_whole_axes(shape: Sequence[int], block_sizes: Sequence[int]) -> tup
     return tuple(size if extent == -1 else extent for extent, size in zip(block_sizes, shape, strict=True))
 
 
-def _normalize_axis(granularity: QuantizationGranularity, axis: int | None, shape: Sequence[int]) -> int:
+def normalize_axis(granularity: QuantizationGranularity, axis: int | None, shape: Sequence[int]) -> int:
     """Return the axis as a number from 0."""
     if axis is None:
         raise SpecError(f"{granularity!r} has no axis: pass axis=, or call granularity.resolve(layer)")
@@ -288,6 +279,6 @@ def _normalize_axis(granularity: QuantizationGranularity, axis: int | None, shap
     return axis % len(shape)
 
 
-def _is_transposed(layer: nn.Module | type[nn.Module]) -> bool:
+def is_transposed(layer: nn.Module | type[nn.Module]) -> bool:
     kind = layer if isinstance(layer, type) else type(layer)
     return issubclass(kind, _TRANSPOSED)

@@ -31,10 +31,11 @@ from scalepoint.numerics.palette import (
 from scalepoint.spec.extended import ExtendedQuantizationSpec, choose_spec_class
 from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
 from scalepoint.spec.granularity import (
+    WEIGHT,
     CompressionTargetTensor,
     QuantizationGranularity,
-    _is_transposed,
-    _normalize_axis,
+    is_transposed,
+    normalize_axis,
 )
 from scalepoint.spec.onnx_export import in_onnx_export
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, StatefulQParamsCalculatorBase
@@ -55,22 +56,20 @@ class PerGroupedChannelGranularity(QuantizationGranularity):
         return False
 
     def get_block_size(
-        self,
-        shape: Sequence[int],
-        quantization_target: CompressionTargetTensor = CompressionTargetTensor.WEIGHT,
+        self, shape: Sequence[int], quantization_target: CompressionTargetTensor = WEIGHT
     ) -> tuple[int, ...]:
-        axis = _normalize_axis(self, self.axis, shape)
+        axis = normalize_axis(self, self.axis, shape)
         block = (*shape[:axis], self.group_size or shape[axis], *shape[axis + 1 :])
         check_divides(shape, block)
         return block
 
     def count_groups(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return the axis, and the number of groups along it."""
-        axis = _normalize_axis(self, self.axis, shape)
+        axis = normalize_axis(self, self.axis, shape)
         return axis, shape[axis] // self.get_block_size(shape)[axis]
 
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
-        return self if self.axis is not None else self.model_copy(update={"axis": 1 if _is_transposed(layer) else 0})
+        return self if self.axis is not None else self.model_copy(update={"axis": 1 if is_transposed(layer) else 0})
 
 
 @QParamsCalculatorBase.register("palette")

@@ -1,6 +1,6 @@
 """The base class of qparams calculators: they compute scale, zero point and minval, and store them.
 
-For a new rule override `compute_qparams`.
+A fake quantizer calls its calculator with every tensor that it observes. For a new rule override `compute_qparams`.
 
 tensor -> range_calculator -> (min, max) -> compute_qparams -> scale, zero_point, minval -> buffers
 """

@@ -1,7 +1,7 @@
 """Qparams calculators with a running range over batches: a moving average, or the extremes.
 
 The range is stored in two buffers of the calculator, `running_min` and `running_max`. The functions below work on these
-buffers. Histogram calculators use them too.
+buffers. They are functions, not a base class, because histogram calculators use them too and choose another range.
 """
 
 from abc import abstractmethod

@@ -195,11 +195,14 @@ class QuantizationSpec(CheckedModel):
         return spec
 
     def _check_derived(self, name: str, value: Any) -> None:
-        derived = getattr(self, name)
-        is_equal = _to_dtype_name(value) == dtype_name(derived) if name == "target_dtype" else value == derived
-        if is_equal and not isinstance(value, bool):
+        if name == "target_dtype":
+            derived: Any = dtype_name(self.target_dtype)
+            is_equal = _to_dtype_name(value) == derived
+        else:
+            derived = getattr(self, name)
+            is_equal = value == derived and not isinstance(value, bool)
+        if is_equal:
             return
-        derived = dtype_name(derived) if name == "target_dtype" else derived
         source = f"dtype={dtype_name(self.dtype)!r}"
         source += f" with qscheme={self.qscheme.value!r}" if name.startswith("quant_") else ""
         raise SpecError(

@@ -13,13 +13,18 @@ import torch
 
 from scalepoint.patterns import ConvBNPattern, ConvBNReLUPattern, LinearReLUPattern, chain, op
 from scalepoint.patterns.base import BATCH_NORM, CONV, GATED_LINEAR, LINEAR, LINEAR_RELU, MHA_IN_PROJECTION
-from scalepoint.patterns.fused import FusedConvBN, FusedConvBNReLU, FusedLinearReLU
 from scalepoint.patterns.language import optional
-from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec import QuantizationScheme
 from scalepoint.spec.palette import INDEX_BITS
 from scalepoint.spec.spec import to_dtype
-from scalepoint.targets.onnxruntime import INPUT_AND_OUTPUT, PATTERNS, SAME_SCALE_KINDS, onnxruntime_target
-from scalepoint.targets.rules import small_embedding_table
+from scalepoint.targets.onnxruntime import PATTERNS, onnxruntime_target
+from scalepoint.targets.shared import (
+    INPUT_AND_OUTPUT,
+    INT8_PER_CHANNEL,
+    SAME_SCALE_KINDS,
+    UINT8_ASYMMETRIC,
+    small_embedding_table,
+)
 from scalepoint.targets.target import Accepted, OperationFacts, Target
 
 FOLDED_ACTIVATION = op("activation", "relu", "relu6", "leaky_relu", "tanh", "sigmoid", "hardsigmoid")
@@ -28,11 +33,9 @@ PALETTE_INDEX_DTYPES = tuple(to_dtype(f"uint{bits}") for bits in INDEX_BITS)
 INTEGER_WEIGHT_DTYPES = tuple(map(to_dtype, ("int4", "uint4", "int8", "uint8")))
 
 COREML_PATTERNS = (
-    ConvBNReLUPattern(
-        match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), make=FusedConvBNReLU, qdq_points=INPUT_AND_OUTPUT
-    ),
-    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=INPUT_AND_OUTPUT),
-    LinearReLUPattern(match=chain(LINEAR, FOLDED_ACTIVATION), make=FusedLinearReLU, qdq_points=INPUT_AND_OUTPUT),
+    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), qdq_points=INPUT_AND_OUTPUT),
+    ConvBNPattern(qdq_points=INPUT_AND_OUTPUT),
+    LinearReLUPattern(match=chain(LINEAR, FOLDED_ACTIVATION), qdq_points=INPUT_AND_OUTPUT),
     replace(MHA_IN_PROJECTION, qdq_points=INPUT_AND_OUTPUT),
     *(
         pattern
@@ -54,13 +57,9 @@ COREML = Target(
     summary="Core ML on Apple devices: int8 (iOS 17), weights of 1 to 8 bits (iOS 18), the rest float16",
     patterns=COREML_PATTERNS,
     conversions=onnxruntime_target("vnni").conversions,
-    activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric", qparam_calculator_cls="global_minmax"),
-    weight=QuantizationSpec(
-        qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
-    ),
-    table=QuantizationSpec(
-        qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
-    ),
+    activation=UINT8_ASYMMETRIC,
+    weight=INT8_PER_CHANNEL,
+    table=INT8_PER_CHANNEL,
     accepts=(
         Accepted("activation", (torch.uint8,), granularities=("per_tensor",), dynamic=False),
         Accepted(

@@ -37,16 +37,16 @@ def describe(target: Target) -> tuple[Section, ...]:
         Sections in the order of `scalepoint targets NAME`.
     """
     sections = (
-        Section("Defaults", ("tensor", "how"), tuple(_defaults(target))),
-        _patterns(target.patterns),
-        _accepted(target.accepts),
+        Section("Defaults", ("tensor", "how"), tuple(_describe_defaults(target))),
+        _describe_patterns(target.patterns),
+        _describe_accepted(target.accepts),
         Section("Refused", ("rule", "description"), tuple(map(_describe_function, target.refuses))),
         Section("Left float", ("rule", "description"), tuple(map(_describe_function, target.rules))),
         Section(
             "Same scale in and out",
             note=_format_shared_kinds(target.same_scale_kinds) + _format_joined_kinds(target.concat_kinds),
         ),
-        Section("Rewritten in files", ("rule", "why"), tuple(map(_describe_rule, target.rewrites))),
+        Section("Rewritten in files", ("rule", "why"), tuple(map(_describe_rewrite, target.rewrites))),
         Section(
             "Before patterns are matched",
             ("conversion", "description"),
@@ -66,7 +66,7 @@ def _format_joined_kinds(kinds: Iterable[str]) -> str:
     return f" The inputs of these have the scale of their output, if nothing else reads them: {names}." if names else ""
 
 
-def _defaults(target: Target) -> Iterator[tuple[str, str]]:
+def _describe_defaults(target: Target) -> Iterator[tuple[str, str]]:
     yield "activation", format_spec(target.activation, "activation")
     yield from ((f"activation, {name}", format_spec(spec, "activation")) for name, spec in target.activations.items())
     yield "weight", format_spec(target.weight, "weight")
@@ -74,17 +74,20 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
         yield "embedding table", f"{format_spec(target.table, 'weight')}: one scale per row"
     if target.head is not None:
         yield "last layer", format_spec(target.head, "weight")
-    yield from _language(target)
+    if target.sparse_code_bits:
+        widths = " or ".join(map(str, target.sparse_code_bits))
+        yield "pruned weights", f"codes of {widths} bits are stored without their zeros, with a mask"
+    yield from _describe_language_model(target)
     if target.adapt_weight is not None:
-        yield f"weight, {name_to_words(target.adapt_weight)}", _docstring(target.adapt_weight)
+        yield f"weight, {name_to_words(target.adapt_weight)}", _first_paragraph(target.adapt_weight)
     yield "bias", BIAS_DESCRIPTIONS[target.bias]
     if target.float_if_readers_are_float:
         yield "operations without weights", "stay float if all their readers are float"
     yield "not quantized", " or ".join(map(dtype_name, target.float_dtypes))
-    yield from _scales(target)
+    yield from _describe_scales(target)
     if target.domains:
         yield "further operator domains", ", ".join(target.domains)
-    yield from _speed(target)
+    yield from _describe_speed(target)
     if not target.is_language:
         reason = target.fixed_shapes_reason
         yield "free axes", f"only the batch: {reason}" if reason else "the batch, and those of dynamic_axes"
@@ -94,7 +97,7 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
         yield f"made with {name}=", str(value)
 
 
-def _speed(target: Target) -> Iterator[tuple[str, str]]:
+def _describe_speed(target: Target) -> Iterator[tuple[str, str]]:
     if target.is_placed_by_speed:
         yield "layers that are slower in int8", "stay float, by times measured in the runtime on this machine"
     if target.kernel_tables:
@@ -112,17 +115,14 @@ def _speed(target: Target) -> Iterator[tuple[str, str]]:
         )
 
 
-def _language(target: Target) -> Iterator[tuple[str, str]]:
-    if target.sparse_code_bits:
-        widths = " or ".join(map(str, target.sparse_code_bits))
-        yield "pruned weights", f"codes of {widths} bits are stored without their zeros, with a mask"
+def _describe_language_model(target: Target) -> Iterator[tuple[str, str]]:
     if target.is_language:
         yield "made from", "the folder of a language model's checkpoint, by deploy_checkpoint"
     if target.caches:
         yield "KV cache", f"float, or with cache= in {' or '.join(target.caches)}"
 
 
-def _scales(target: Target) -> Iterator[tuple[str, str]]:
+def _describe_scales(target: Target) -> Iterator[tuple[str, str]]:
     if target.has_signed_scales:
         yield "signs of scales", "the scale of a block may be negative"
     if target.has_half_scales:
@@ -143,19 +143,19 @@ def format_spec(spec: QuantizationSpec, role: str) -> str:
     return f"{fields['dtype']}, {spec.qscheme.value}, {granularity}, range: {range_method}"
 
 
-def _patterns(patterns: tuple[Pattern, ...]) -> Section:
+def _describe_patterns(patterns: tuple[Pattern, ...]) -> Section:
     """Describe the patterns in their order, in which they are matched."""
     roles_by_kinds: dict[str, list[str]] = {}
     rows = []
     for pattern in patterns:
         points = ", ".join(point.value for point in pattern.qdq_points) or f"none: {pattern.why_float or 'stays float'}"
-        elements = ", ".join(_element(element, roles_by_kinds) for element in pattern.match)
+        elements = ", ".join(_describe_element(element, roles_by_kinds) for element in pattern.match)
         rows.append((pattern.name, elements, points))
     note = " ".join(f"{' and '.join(roles)}: {kinds}." for kinds, roles in roles_by_kinds.items())
     return Section("Patterns", ("pattern", "matches", "Q/DQ on"), tuple(rows), note)
 
 
-def _element(element: Element, roles_by_kinds: dict[str, list[str]]) -> str:
+def _describe_element(element: Element, roles_by_kinds: dict[str, list[str]]) -> str:
     """Describe an operation: "[optional]", "mul + another tensor", "(condition)".
 
     If it has many kinds, return its role and add the kinds to `roles_by_kinds`, which becomes the note of the table.
@@ -173,32 +173,28 @@ def _element(element: Element, roles_by_kinds: dict[str, list[str]]) -> str:
     return f"[{text}]" if element.is_optional else text
 
 
-def _also_minval(row: Accepted) -> str:
-    return "; also minval" if QuantizationFormulation.MINVAL in row.formulations else ""
-
-
-def _accepted(rows: Iterable[Accepted]) -> Section:
-    cells = tuple(
-        (
-            row.role,
-            ", ".join(map(dtype_name, row.dtypes)),
-            (", ".join(scheme.value for scheme in row.schemes) or "any") + _also_minval(row),
-            ", ".join(row.granularities) or "any",
-            ", ".join(map(str, row.block_sizes)) or ("any" if "per_block" in row.granularities else ""),
-            ", ".join(row.kinds) or "all",
-        )
-        for row in rows
-    )
+def _describe_accepted(accepts: Iterable[Accepted]) -> Section:
+    rows = []
+    for accepted in accepts:
+        schemes = ", ".join(scheme.value for scheme in accepted.schemes) or "any"
+        if QuantizationFormulation.MINVAL in accepted.formulations:
+            schemes += "; also minval"
+        block_sizes = ", ".join(map(str, accepted.block_sizes))
+        if not block_sizes and "per_block" in accepted.granularities:
+            block_sizes = "any"
+        dtypes, granularities = ", ".join(map(dtype_name, accepted.dtypes)), ", ".join(accepted.granularities) or "any"
+        rows.append((accepted.role, dtypes, schemes, granularities, block_sizes, ", ".join(accepted.kinds) or "all"))
+    if not rows:
+        return Section("Accepts", note="Everything: nothing is refused.")
     columns = ("tensor", "dtypes", "schemes", "granularities", "block sizes", "operations")
-    note = "" if cells else "Everything: nothing is refused."
-    return Section("Accepts", columns if cells else (), cells, note)
+    return Section("Accepts", columns, tuple(rows))
 
 
 def _describe_function(function: Callable[..., Any]) -> tuple[str, str]:
-    return name_to_words(function), _docstring(function)
+    return name_to_words(function), _first_paragraph(function)
 
 
-def _describe_rule(rule: RewriteRule) -> tuple[str, str]:
+def _describe_rewrite(rule: RewriteRule) -> tuple[str, str]:
     return _to_words(rule.name), rule.why
 
 
@@ -211,7 +207,7 @@ def name_to_words(function: Callable[..., Any]) -> str:
     return _to_words(getattr(function, "__name__", type(function).__name__))
 
 
-def _docstring(function: Callable[..., Any]) -> str:
+def _first_paragraph(function: Callable[..., Any]) -> str:
     """Return the first paragraph of a docstring as one line."""
     lines = (function.__doc__ or "").strip().partition("\n\n")[0].split()
     return " ".join(lines)

@@ -42,33 +42,31 @@ from scalepoint.patterns.conversions import CONVERSIONS, head_to_convolution
 from scalepoint.patterns.fused import (
     FusedAdd,
     FusedConvBN,
-    FusedConvBNReLU,
-    FusedConvTransposeBNReLU,
     FusedLinear,
     FusedLinearReLU,
-    FusedPool,
 )
 from scalepoint.patterns.language import Nodes, without_points
-from scalepoint.spec import PerChannelGranularity, PerTokenGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec import PerTokenGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
-from scalepoint.targets.onnxruntime import (
+from scalepoint.targets.shared import (
+    FOLDED_ACTIVATION,
+    INPUT_AND_OUTPUT,
+    INT8_PER_CHANNEL,
     SAME_SCALE_KINDS,
+    SYMMETRIC,
     comes_from_convolution,
     joins_convolutions,
     reads_convolution,
+    small_embedding_table,
 )
-from scalepoint.targets.rules import small_embedding_table
 from scalepoint.targets.target import Accepted, OperationFacts, Target
 
-FOLDED_ACTIVATION = op("activation", "relu", "relu6")
 RELU = op("activation", "relu")
-INPUT_AND_OUTPUT = (Point.INPUT, Point.OUTPUT)
 INT8, INT4 = to_dtype("int8"), to_dtype("int4")
-SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 GROUP_SIZES = (32, 64, 128, 256)
 
 
-# The next two functions are a `Condition`: None means that the operation matches, a text says why it does not.
+# Conditions of patterns: None means that the operation matches, a text says why it does not.
 
 
 def follows_convolution(linear: fx.Node, nodes: Nodes) -> str | None:
@@ -93,13 +91,10 @@ PATTERNS = (
         make=FusedConvBN,
         qdq_points=INPUT_AND_OUTPUT,
     ),
-    ConvBNReLUPattern(
-        match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), make=FusedConvBNReLU, qdq_points=INPUT_AND_OUTPUT
-    ),
-    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=INPUT_AND_OUTPUT),
+    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), qdq_points=INPUT_AND_OUTPUT),
+    ConvBNPattern(qdq_points=INPUT_AND_OUTPUT),
     ConvTransposeBNReLUPattern(
         match=chain(op("conv_transpose"), optional(BATCH_NORM), optional(FOLDED_ACTIVATION)),
-        make=FusedConvTransposeBNReLU,
         qdq_points=INPUT_AND_OUTPUT,
     ),
     Pattern(
@@ -108,9 +103,7 @@ PATTERNS = (
         make=FusedAdd,
         qdq_points=(Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
     ),
-    AdaptiveAvgPoolPattern(
-        match=chain(op("adaptive_avg_pool", where=reads_convolution)), make=FusedPool, qdq_points=INPUT_AND_OUTPUT
-    ),
+    AdaptiveAvgPoolPattern(match=chain(op("adaptive_avg_pool", where=reads_convolution))),
     Pattern(
         "HeadReLUPattern",
         match=chain(op("linear", where=follows_convolution), FOLDED_ACTIVATION),
@@ -118,8 +111,8 @@ PATTERNS = (
         qdq_points=INPUT_AND_OUTPUT,
     ),
     HeadPattern(match=chain(op("linear", where=follows_convolution)), make=FusedLinear, qdq_points=INPUT_AND_OUTPUT),
-    LinearReLUPattern(match=chain(LINEAR, FOLDED_ACTIVATION), make=FusedLinearReLU, qdq_points=INPUT_AND_OUTPUT),
-    LinearPattern(match=chain(LINEAR), make=FusedLinear, qdq_points=INPUT_AND_OUTPUT),
+    LinearReLUPattern(match=chain(LINEAR, FOLDED_ACTIVATION), qdq_points=INPUT_AND_OUTPUT),
+    LinearPattern(qdq_points=INPUT_AND_OUTPUT),
     without_points(CONCAT, "XNNPACK concatenates int8 tensors only if they have one scale"),
     *(
         without_points(pattern, "XNNPACK has no int8 kernel for it")
@@ -189,12 +182,8 @@ EXECUTORCH = Target(
     conversions=tuple(conversion for conversion in CONVERSIONS if conversion is not head_to_convolution),
     activation=QuantizationSpec(dtype="int8", qscheme="asymmetric", qparam_calculator_cls="global_minmax"),
     activations=dict.fromkeys(("LinearPattern", "LinearReLUPattern", "PatchPattern"), DYNAMIC_INT8),
-    weight=QuantizationSpec(
-        qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
-    ),
-    table=QuantizationSpec(
-        qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
-    ),
+    weight=INT8_PER_CHANNEL,
+    table=INT8_PER_CHANNEL,
     accepts=(
         Accepted("activation", (INT8,), granularities=("per_tensor",), dynamic=False),
         Accepted(

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from math import exp, log, log2
-from typing import Any
+from typing import Any, NamedTuple
 
 NEIGHBOURS = 4  # number of measured layers between which is interpolated
+MIN_DISTANCE = 0.05  # added to distances, so that a measured shape does not have an infinite weight
 MIN_CALL_SECONDS = 1e-6  # time of the smallest operation
 
 
@@ -57,6 +58,14 @@ class ProductShape:
         return sum(weight * log2(size / other_size) ** 2 for size, other_size, weight in weighted_pairs)
 
 
+class MeasuredProduct(NamedTuple):
+    """A measured convolution or linear layer."""
+
+    shape: ProductShape
+    float_seconds: float
+    int8_seconds: float
+
+
 class KernelTimes:
     """One table of measured kernels.
 
@@ -65,8 +74,8 @@ class KernelTimes:
     """
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.products: dict[str, list[tuple[ProductShape, tuple[float, float]]]] = {}
-        self.moves: dict[str, list[tuple[int, float]]] = {}
+        self.products: dict[str, list[MeasuredProduct]] = {}  # by family
+        self.moves: dict[str, list[tuple[int, float]]] = {}  # kind -> (elements, seconds) of each measurement
         self._cache: dict[ProductShape, tuple[float, float] | None] = {}
         for row in rows:
             if row["kind"] not in ("conv", "linear"):
@@ -74,7 +83,8 @@ class KernelTimes:
             elif row["float"] and row["int8"]:
                 options = {key: row[key] for key in ("kernel", "groups", "rank") if key in row}
                 shape = ProductShape(row["kind"], row["in"], row["out"], row["pixels"], **options)
-                self.products.setdefault(shape.family, []).append((shape, (row["float"] * 1e-6, row["int8"] * 1e-6)))
+                product = MeasuredProduct(shape, row["float"] * 1e-6, row["int8"] * 1e-6)
+                self.products.setdefault(shape.family, []).append(product)
 
     def product_seconds(self, shape: ProductShape) -> tuple[float, float] | None:
         """Return the seconds in float and in int8; None if the table has no kernel of this family."""
@@ -86,14 +96,15 @@ class KernelTimes:
         measured = self.products.get(shape.family)
         if not measured or shape.macs <= 0:
             return None
-        nearest = sorted((shape.distance(other), index) for index, (other, _) in enumerate(measured))[:NEIGHBOURS]
-        weights = [1 / (distance + 0.05) for distance, _ in nearest]
-        seconds = []
-        for precision in (0, 1):  # float, int8
-            log_rates = [log(measured[index][1][precision] / measured[index][0].macs) for _, index in nearest]
-            mean = sum(weight * rate for weight, rate in zip(weights, log_rates, strict=True)) / sum(weights)
-            seconds.append(max(exp(mean) * shape.macs, MIN_CALL_SECONDS))
-        return seconds[0], seconds[1]
+        nearest = sorted(measured, key=lambda product: shape.distance(product.shape))[:NEIGHBOURS]
+        weights = [1 / (shape.distance(product.shape) + MIN_DISTANCE) for product in nearest]
+
+        def interpolate(seconds_per_mac: list[float]) -> float:
+            weighted = [weight * log(rate) for weight, rate in zip(weights, seconds_per_mac, strict=True)]
+            return max(exp(sum(weighted) / sum(weights)) * shape.macs, MIN_CALL_SECONDS)
+
+        float_seconds = interpolate([product.float_seconds / product.shape.macs for product in nearest])
+        return float_seconds, interpolate([product.int8_seconds / product.shape.macs for product in nearest])
 
     def move_seconds(self, kind: str, elements: int) -> float:
         """Return the seconds of a conversion or another elementwise pass over this number of values."""

@@ -13,10 +13,9 @@ import torch
 from torch import fx
 
 from scalepoint.patterns import ConcatPattern, chain, get_kind, op
-from scalepoint.patterns.fused import FusedConcat
 from scalepoint.patterns.language import Nodes
-from scalepoint.targets.executorch import EXECUTORCH, INPUT_AND_OUTPUT
-from scalepoint.targets.onnxruntime import SAME_SCALE_KINDS, comes_from_convolution, has_parameter
+from scalepoint.targets.executorch import EXECUTORCH, int4_weights_with_static_scales
+from scalepoint.targets.shared import INPUT_AND_OUTPUT, SAME_SCALE_KINDS, comes_from_convolution, has_parameter
 from scalepoint.targets.target import OperationFacts
 
 
@@ -31,7 +30,7 @@ def joins_integers(cat: fx.Node, nodes: Nodes) -> str | None:
     return None if all(map(comes_from_convolution, sources)) else "not all of its inputs come from convolutions"
 
 
-CONCAT = ConcatPattern(match=chain(op("cat", where=joins_integers)), make=FusedConcat, qdq_points=INPUT_AND_OUTPUT)
+CONCAT = ConcatPattern(match=chain(op("cat", where=joins_integers)), qdq_points=INPUT_AND_OUTPUT)
 
 
 def unsupported_convolution(facts: OperationFacts) -> str | None:
@@ -48,7 +47,7 @@ LITERT = replace(
     name="litert",
     summary="LiteRT (TensorFlow Lite) on phones and CPUs: int8, dynamic int8 linear layers, int4 weights",
     patterns=tuple(CONCAT if pattern.name == "ConcatPattern" else pattern for pattern in EXECUTORCH.patterns),
-    refuses=(unsupported_convolution, *EXECUTORCH.refuses[1:]),
+    refuses=(unsupported_convolution, int4_weights_with_static_scales),
     same_scale_kinds=SAME_SCALE_KINDS | {"avg_pool"},
     concat_kinds=frozenset(("cat",)),
     block_scale_dtypes=(torch.bfloat16, torch.float16),

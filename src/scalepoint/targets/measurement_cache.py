@@ -1,4 +1,4 @@
-"""Keeps what was measured on this machine for the next deploy, in the user's cache folder.
+"""Keep what was measured on this machine for the next deploy, in the user's cache folder.
 
     kernel-times/<CPU>-<runtime>-<version>-<threads>-threads.json
         layers       layer key -> the latest samples of (float seconds, int8 seconds)
@@ -19,9 +19,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from scalepoint.errors import ScalepointError
 from scalepoint.support.cpu import describe_cpu
@@ -37,14 +37,21 @@ MAX_LAYERS, MAX_NETWORKS = 10_000, 200  # the oldest are dropped beyond
 MAX_FILE_BYTES = 10_000_000  # a larger file is not read; these numbers of layers and networks take about 3 MB
 MAX_DISAGREEMENT = 1.5  # of the ratio of int8 to float between the samples of a layer
 MIN_SECONDS = 5e-6  # of a kernel: profiles count whole microseconds, so that ratios of shorter times are noise
-# Then a network is measured again: drivers, firmware and cooling change.
+# An older placement is measured again: drivers, firmware and cooling change.
 MAX_AGE_DAYS = 30
 MAX_DISTURBED_AGE_DAYS = 1  # if other programs disturbed the measurement, so that the choice may be wrong
 SECONDS_PER_DAY = 86_400
 LOCK_SECONDS = 5.0
 
-Sample = tuple[Seconds, Seconds]
-T = TypeVar("T")
+Sample = tuple[Seconds, Seconds]  # in float, in int8
+Value = TypeVar("Value")
+# The limits are checked when a file is read.
+SampleCount = Field(min_length=1, max_length=MAX_SAMPLES)
+LayerSamples = Annotated[tuple[Sample, ...], SampleCount]
+ConversionSamples = Annotated[tuple[Seconds, ...], SampleCount]
+Speeds = Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], SampleCount]
+Position = Annotated[int, Field(ge=0)]
+NO_OTHER_FIELDS = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,10 @@ class NetworkPlacement:
         last_day: Last day on which the placement is used, counted from 1970.
     """
 
-    float_layers: tuple[int, ...]
-    speeds: tuple[float, ...]
+    __pydantic_config__ = NO_OTHER_FIELDS
+
+    float_layers: tuple[Position, ...]
+    speeds: Speeds
     last_day: int
 
     @property
@@ -74,8 +83,10 @@ class NetworkPlacement:
 class Measurements:
     """All that was measured with one runtime on this machine. See the module's docstring."""
 
-    layers: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
-    conversions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    __pydantic_config__ = NO_OTHER_FIELDS
+
+    layers: Mapping[str, LayerSamples] = field(default_factory=dict)
+    conversions: Mapping[str, ConversionSamples] = field(default_factory=dict)
     networks: Mapping[str, NetworkPlacement] = field(default_factory=dict)
 
     def times(self) -> LocalTimes:
@@ -124,28 +135,16 @@ class Measurements:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON data."""
-        return {
-            "layers": {key: [list(sample) for sample in samples] for key, samples in self.layers.items()},
-            "conversions": {kind: list(samples) for kind, samples in self.conversions.items()},
-            "networks": {
-                name: {
-                    "float_layers": list(record.float_layers),
-                    "speeds": list(record.speeds),
-                    "last_day": record.last_day,
-                }
-                for name, record in self.networks.items()
-            },
-        }
+        data: dict[str, Any] = _SCHEMA.dump_python(self, mode="json")
+        return data
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """Convert from JSON data. Raises ValueError if it is not what `to_dict` writes."""
-        parsed = _MeasurementsData.model_validate(data)
-        networks = {
-            name: NetworkPlacement(record.float_layers, record.speeds, record.last_day)
-            for name, record in parsed.networks.items()
-        }
-        return cls(parsed.layers, parsed.conversions, networks)
+    def from_dict(cls, data: Any) -> "Measurements":
+        """Convert what `to_dict` returned. Raises ValueError for other data; missing fields are empty."""
+        return _SCHEMA.validate_python(data)
+
+
+_SCHEMA = TypeAdapter(Measurements)
 
 
 def _agree(samples: tuple[Sample, ...]) -> bool:
@@ -156,43 +155,18 @@ def _agree(samples: tuple[Sample, ...]) -> bool:
     return len(close) > len(samples) / 2
 
 
-def _keep_latest(values: dict[str, T], count: int) -> dict[str, T]:
+def _keep_latest(values: dict[str, Value], count: int) -> dict[str, Value]:
     return dict(list(values.items())[-count:])
-
-
-Samples = Annotated[tuple[Sample, ...], Field(min_length=1, max_length=MAX_SAMPLES)]
-
-
-class _NetworkData(BaseModel):
-    """A network as JSON."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    float_layers: tuple[Annotated[int, Field(ge=0)], ...]
-    speeds: Annotated[
-        tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1, max_length=MAX_SAMPLES)
-    ]
-    last_day: int
-
-
-class _MeasurementsData(BaseModel):
-    """Measurements as JSON."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    layers: dict[str, Samples]
-    conversions: dict[str, Annotated[tuple[Seconds, ...], Field(min_length=1, max_length=MAX_SAMPLES)]]
-    networks: dict[str, _NetworkData]
 
 
 class _File(BaseModel):
     """Head of a file of measurements."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = NO_OTHER_FIELDS
 
     format: int
     cpu: str
-    measurements: dict[str, Any]
+    measurements: dict[str, Any]  # another FILE_FORMAT may have other ones
 
 
 def today() -> int:

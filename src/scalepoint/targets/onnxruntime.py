@@ -8,10 +8,7 @@ residuals stay float, because int8 does not make them faster.
 from functools import cache
 
 import torch
-from torch import fx
 
-from scalepoint.graph.kinds import VALUE_PRESERVING
-from scalepoint.graph.operations import Operation
 from scalepoint.patterns import (
     AdaptiveAvgPoolPattern,
     ConcatPattern,
@@ -20,7 +17,6 @@ from scalepoint.patterns import (
     Pattern,
     Point,
     chain,
-    get_kind,
     op,
     optional,
 )
@@ -41,107 +37,46 @@ from scalepoint.patterns.base import (
     RMS_NORM_SPELLED_OUT,
 )
 from scalepoint.patterns.conversions import CONVERSIONS, head_to_convolution
-from scalepoint.patterns.fused import FusedAdd, FusedConcat, FusedConvBN, FusedConvBNReLU, FusedPool
-from scalepoint.patterns.language import Nodes, without_points
-from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.patterns.fused import FusedAdd, FusedPool
+from scalepoint.patterns.language import without_points
+from scalepoint.spec import QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
 from scalepoint.support.cpu import instruction_set
-from scalepoint.targets.rules import small_embedding_table, weight_only_outside_linear
-from scalepoint.targets.target import Accepted, OperationFacts, RewriteRule, Target
-
-FOLDED_ACTIVATION = op("activation", "relu", "relu6")
-SAME_SCALE_KINDS = frozenset(
-    ("max_pool", "upsample_nearest2d", "identity", "dropout", "pad", "constant_pad_nd", *VALUE_PRESERVING)
+from scalepoint.targets.shared import (
+    FOLDED_ACTIVATION,
+    INPUT_AND_OUTPUT,
+    INT8_PER_CHANNEL,
+    SAME_SCALE_KINDS,
+    SYMMETRIC,
+    UINT8_ASYMMETRIC,
+    joins_convolutions,
+    reads_convolution,
+    small_embedding_table,
+    weight_only_outside_linear,
 )
-
-
-# `joins_convolutions` and `reads_convolution` are a `Condition`: None means that the operation matches, a text says why
-# it does not.
-
-
-def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
-    """Match an add whose operands are computed from the inputs, one of them by a convolution."""
-    operands = add.all_input_nodes
-    if len(operands) != 2:
-        return "does not join two tensors"
-    if not any(map(comes_from_convolution, operands)):
-        return "no operand comes from a convolution"
-    if not all(comes_from_convolution(operand) or _depends_on_inputs(operand) for operand in operands):
-        return "one operand depends on sizes only, such as the grid of a detector"
-    return None
-
-
-def _depends_on_inputs(node: fx.Node) -> bool:
-    """Whether a tensor depends on values of an input, and not only on its sizes."""
-    pending, visited = [node], set()
-    while pending:
-        current = pending.pop()
-        if current.op == "placeholder":
-            return True
-        if current not in visited and current.target is not torch.ops.aten.sym_size.int:
-            visited.add(current)
-            pending += current.all_input_nodes
-    return False
-
-
-def comes_from_convolution(node: fx.Node) -> bool:
-    """Whether a tensor comes, through norms, activations and moves, from a convolution or an add that reads one."""
-    source = _skip_moves(node)
-    if get_kind(source) == "add":
-        return any(get_kind(_skip_moves(operand)) == "conv" for operand in source.all_input_nodes)
-    return get_kind(source) == "conv"
-
-
-def _skip_moves(node: fx.Node) -> fx.Node:
-    """Follow the first input through batch norms, fused activations and operations that only move values."""
-    while get_kind(node) in ("batch_norm", "relu", "relu6", *SAME_SCALE_KINDS) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
-    """Match an operation if all its inputs come from convolutions, and none is a parameter such as a class token."""
-    if has_parameter(node):
-        return "one of its inputs is a parameter"
-    if node.all_input_nodes and all(map(comes_from_convolution, node.all_input_nodes)):
-        return None
-    return "not all of its inputs come from convolutions"
-
-
-def has_parameter(node: fx.Node) -> bool:
-    """Whether an operation reads parameters: they are references of its module, not inputs of the node."""
-    modules = node.graph.owning_module
-    part = None if modules is None or node.op != "call_module" else modules.get_submodule(str(node.target))
-    return isinstance(part, Operation) and bool(part.references())
-
+from scalepoint.targets.target import Accepted, OperationFacts, RewriteRule, Target
 
 INT4, UINT4, INT2 = map(to_dtype, ("int4", "uint4", "int2"))
 MATMUL_NBITS_DTYPES = (INT4, UINT4, INT2, torch.int8)
 CAST_TO_INT8_DTYPES = (INT4, INT2)  # stored packed; a Cast to int8 is computed when the file is loaded
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
-INPUT_AND_OUTPUT = (Point.INPUT, Point.OUTPUT)
 PATTERNS = (
-    ConvBNReLUPattern(
-        match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), make=FusedConvBNReLU, qdq_points=INPUT_AND_OUTPUT
-    ),
-    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=INPUT_AND_OUTPUT),
+    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED_ACTIVATION), qdq_points=INPUT_AND_OUTPUT),
+    ConvBNPattern(qdq_points=INPUT_AND_OUTPUT),
     Pattern(
         "AddReLUPattern",
         match=chain(op("add", where=joins_convolutions), optional(FOLDED_ACTIVATION)),
         make=FusedAdd,
         qdq_points=(Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
     ),
-    AdaptiveAvgPoolPattern(
-        match=chain(op("adaptive_avg_pool", where=reads_convolution)), make=FusedPool, qdq_points=INPUT_AND_OUTPUT
-    ),
+    AdaptiveAvgPoolPattern(match=chain(op("adaptive_avg_pool", where=reads_convolution))),
     Pattern(
         "AvgPoolPattern",
         match=chain(op("avg_pool", where=reads_convolution)),
         make=FusedPool,
         qdq_points=INPUT_AND_OUTPUT,
     ),
-    ConcatPattern(match=chain(op("cat", where=reads_convolution)), make=FusedConcat, qdq_points=INPUT_AND_OUTPUT),
+    ConcatPattern(match=chain(op("cat", where=reads_convolution)), qdq_points=INPUT_AND_OUTPUT),
     MHA_IN_PROJECTION,
     GATED_LINEAR,
     LINEAR_RELU,
@@ -248,14 +183,9 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         patterns=PATTERNS,
         # The head stays a linear layer: its integer kernel needs no 1x1 convolution.
         conversions=tuple(conversion for conversion in CONVERSIONS if conversion is not head_to_convolution),
-        activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric", qparam_calculator_cls="global_minmax"),
-        weight=QuantizationSpec(
-            qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
-        ),
-        # Embedding tables: one scale per row.
-        table=QuantizationSpec(
-            qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
-        ),
+        activation=UINT8_ASYMMETRIC,
+        weight=INT8_PER_CHANNEL,
+        table=INT8_PER_CHANNEL,
         accepts=(
             Accepted("activation", (torch.uint8,), granularities=("per_tensor",), dynamic=False),
             Accepted("weight", (torch.int8,), granularities=("per_tensor", "per_channel")),

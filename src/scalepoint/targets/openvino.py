@@ -16,7 +16,8 @@ from scalepoint.errors import TargetError
 from scalepoint.patterns import Pattern, Point
 from scalepoint.patterns.fused import FusedConcat
 from scalepoint.spec.spec import to_dtype
-from scalepoint.targets.onnxruntime import NARROW_WEIGHTS_AS_INT8, PATTERNS, SYMMETRIC, onnxruntime_target
+from scalepoint.targets.onnxruntime import NARROW_WEIGHTS_AS_INT8, PATTERNS, onnxruntime_target
+from scalepoint.targets.shared import SYMMETRIC
 from scalepoint.targets.target import Accepted, RewriteRule, Target
 
 WEIGHT_ONLY_DTYPES = tuple(map(to_dtype, ("int8", "int4", "uint4")))
@@ -52,6 +53,7 @@ def openvino_target(cpu: str = "auto") -> Target:
     if cpu == "arm":
         raise TargetError("cpu='arm' is for target onnxruntime: files of OpenVINO were never run on an ARM CPU")
     base = onnxruntime_target(cpu)
+    has_vnni = base.options["cpu"] != "avx2"
     return replace(
         base,
         name="openvino",
@@ -69,11 +71,13 @@ def openvino_target(cpu: str = "auto") -> Target:
             ),
             Accepted("weight", WEIGHT_ONLY_DTYPES, granularities=("per_block", "per_channel"), kinds=("linear",)),
         ),
-        folds_input_scaling=base.options["cpu"] != "avx2",
+        folds_input_scaling=has_vnni,
         bias="float",
-        rewrites=(NARROW_WEIGHTS_AS_INT8, QUANTIZERS_BEFORE_POOLS, KEEP_CONCATS_APART)
-        if base.options["cpu"] != "avx2"
-        else (NARROW_WEIGHTS_AS_INT8, QUANTIZERS_BEFORE_POOLS, LINEARS_AS_CONVOLUTIONS),
+        rewrites=(
+            NARROW_WEIGHTS_AS_INT8,
+            QUANTIZERS_BEFORE_POOLS,
+            KEEP_CONCATS_APART if has_vnni else LINEARS_AS_CONVOLUTIONS,
+        ),
         dequantizes_weights_on_load=False,
         runtime="openvino",
         kernel_tables=(),

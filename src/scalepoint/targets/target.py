@@ -302,19 +302,15 @@ class Target:
         """
         if not self.accepts:
             return
-        mismatches = [
-            (row, row.explain_mismatch(spec, kind or next(iter(row.kinds), "")))
-            for row in self.accepts
-            if row.role == role
-        ]
-        if any(mismatch is None for _, mismatch in mismatches):
+        rows = sorted((row for row in self.accepts if row.role == role), key=lambda row: row.distance(spec.dtype))
+        mismatches = [row.explain_mismatch(spec, kind or next(iter(row.kinds), "")) for row in rows]
+        if None in mismatches:
             return
-        nearest_first = sorted(mismatches, key=lambda pair: pair[0].distance(spec.dtype))
-        mismatch = nearest_first[0][1] if nearest_first else f"any {role}"
-        row = next((row for row, _ in nearest_first if not (kind and row.kinds) or kind in row.kinds), None)
-        if row is None:
+        mismatch = mismatches[0] if mismatches else f"any {role}"
+        nearest = next((row for row in rows if not kind or not row.kinds or kind in row.kinds), None)
+        if nearest is None:
             advice = "leave it float"
         else:
-            needs_constant_scales = not row.dynamic and "dynamic" in str(mismatch)
-            advice = f"nearest supported: {row}{', with constant scales' if needs_constant_scales else ''}"
+            needs_constant_scales = not nearest.dynamic and "dynamic" in str(mismatch)
+            advice = f"nearest supported: {nearest}{', with constant scales' if needs_constant_scales else ''}"
         raise TargetError(f"{where}: target {self.name!r} cannot run {mismatch} as {role} ({advice})")

@@ -15,9 +15,9 @@ from scalepoint.patterns import BASE_PATTERNS, Pattern, Point, chain, get_kind, 
 from scalepoint.patterns.base import BATCH_NORM
 from scalepoint.patterns.fused import FusedConvBN, FusedPool
 from scalepoint.patterns.language import Nodes
-from scalepoint.spec import PerChannelGranularity, PerTokenBlockGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec import PerTokenBlockGranularity, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
-from scalepoint.targets.rules import weight_only_outside_linear
+from scalepoint.targets.shared import INT8_PER_CHANNEL, SYMMETRIC, weight_only_outside_linear
 from scalepoint.targets.target import Accepted, OperationFacts, Target
 
 
@@ -45,7 +45,6 @@ POOL_BEFORE_NORM = Pattern(
 )
 TENSORRT_PATTERNS = (CONV_BEFORE_NORM, POOL_BEFORE_NORM, *BASE_PATTERNS)
 
-_SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 _MIN_TENSOR_CORE_SIZE = 16
 _MAX_INT8_ATTENTION_TOKENS = 512
 _MAX_FP8_KERNEL_TAPS = 32
@@ -129,11 +128,9 @@ TENSORRT = Target(
     summary="NVIDIA GPUs: symmetric int8, fp8 and block formats; Q/DQ outside the groups that TensorRT fuses",
     patterns=TENSORRT_PATTERNS,
     activation=QuantizationSpec(qscheme="symmetric", qparam_calculator_cls="global_minmax"),
-    weight=QuantizationSpec(
-        qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
-    ),
+    weight=INT8_PER_CHANNEL,
     accepts=(
-        Accepted("activation", (torch.int8,), schemes=_SYMMETRIC, granularities=("per_tensor",), dynamic=False),
+        Accepted("activation", (torch.int8,), schemes=SYMMETRIC, granularities=("per_tensor",), dynamic=False),
         Accepted("activation", (torch.float8_e4m3fn,), granularities=("per_tensor",), dynamic=False),
         Accepted(
             "activation",
@@ -149,13 +146,13 @@ TENSORRT = Target(
             block_sizes=(16,),
             kinds=("linear",),
         ),
-        Accepted("weight", (torch.int8,), schemes=_SYMMETRIC, granularities=("per_tensor", "per_channel")),
+        Accepted("weight", (torch.int8,), schemes=SYMMETRIC, granularities=("per_tensor", "per_channel")),
         Accepted("weight", (torch.float8_e4m3fn,), granularities=("per_tensor", "per_channel")),
         Accepted("weight", (torch.float8_e4m3fn,), granularities=("per_block",), block_sizes=(32,), kinds=("linear",)),
         Accepted(
             "weight",
             (to_dtype("int4"),),
-            schemes=_SYMMETRIC,
+            schemes=SYMMETRIC,
             granularities=("per_block",),
             block_sizes=(64, 128),
             kinds=("linear",),

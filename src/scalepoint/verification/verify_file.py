@@ -20,8 +20,8 @@ from torch import fx, nn
 from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
 from scalepoint.formats import ExportRequest, FileInfo
 from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.constant_nodes import find_random_nodes
 from scalepoint.graph.dynamic_axes import resize_inputs
-from scalepoint.graph.nodes import find_random_nodes
 from scalepoint.graph.origin import get_origin
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
