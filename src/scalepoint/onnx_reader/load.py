@@ -81,6 +81,7 @@ def load_onnx(
     )
 
 
+@gc_paused()  # a file is many objects, and each collection would walk over all of them
 def build_model(
     source: str | os.PathLike[str] | ModelProto,
     fixed_inputs: Mapping[str, Any],
@@ -116,8 +117,7 @@ def build_model(
     model.has_half_precision = reader.has_half_precision
     builder = ModuleBuilder(graph, model)
     del graph, file, reader  # the builder frees weights of which the layers have copies
-    with gc_paused():  # each layer is several objects, and every collection would look at those of all layers
-        builder.build()
+    builder.build()
     return model.eval()
 
 
