@@ -1,14 +1,14 @@
-"""Attention and rotary embeddings of ONNX, and the fused operators of ONNX Runtime (domain com.microsoft)."""
+"""Attention and rotary embeddings of ONNX and of ONNX Runtime (domain com.microsoft)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalepoint.onnx_reader.layers import conv, gemm, linear_layer, matmul
+from scalepoint.onnx_reader.layers import linear_layer
 from scalepoint.onnx_reader.operators import Layer, Node, operator, outputs_of, require
 
 _MICROSOFT = "com.microsoft::"
@@ -177,109 +177,6 @@ def rotary_embedding(node: Node, x: Tensor, cosine: Tensor, sine: Tensor, positi
 
 
 # --- com.microsoft -------------------------------------------------------------------------------------------------
-
-_ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Relu": F.relu,
-    "Sigmoid": torch.sigmoid,
-    "Tanh": torch.tanh,
-    "HardSwish": F.hardswish,
-}
-
-
-def _activate(node: Node, x: Tensor) -> Tensor:
-    name, numbers = node.get("activation", ""), node.get("activation_params", ())
-    if not name:
-        return x
-    if name == "LeakyRelu":
-        return F.leaky_relu(x, numbers[0])
-    if name == "Clip":
-        return torch.clamp(x, *numbers)
-    if name == "HardSigmoid":
-        return torch.clamp(x * numbers[0] + numbers[1], 0, 1)
-    require(name in _ACTIVATION_FUNCTIONS, f"the activation {name}")
-    return _ACTIVATION_FUNCTIONS[name](x)
-
-
-@operator(_MICROSOFT + "FusedConv")
-def fused_conv(
-    node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
-) -> Tensor:
-    y = conv(node, x, weight, bias)
-    return _activate(node, y if added is None else y + added)
-
-
-@operator(_MICROSOFT + "FusedMatMul")
-def fused_matmul(node: Node, x: Tensor, y: Tensor) -> Any:
-    require(not node.get("transBatchA", 0) and not node.get("transBatchB", 0), "transBatchA or transBatchB")
-    x = x.transpose(-1, -2) if node.get("transA", 0) else x
-    y = y.transpose(-1, -2) if node.get("transB", 0) else y
-    product = matmul(node, x, y)
-    return product if node.get("alpha", 1.0) == 1 else product * node.get("alpha")
-
-
-@operator(_MICROSOFT + "FusedGemm")
-def fused_gemm(node: Node, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _activate(node, gemm(node, x, y, bias))
-
-
-@operator(_MICROSOFT + "BiasGelu")
-def bias_gelu(node: Node, x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias)
-
-
-@operator(_MICROSOFT + "FastGelu")
-def fast_gelu(node: Node, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.gelu(x if bias is None else x + bias, approximate="tanh")
-
-
-@operator(_MICROSOFT + "QuickGelu")
-def quick_gelu(node: Node, x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x * node.get("alpha", 1.702))
-
-
-def _skip_sum(x: Tensor, skip: Tensor, bias: Tensor | None) -> Tensor:
-    return x + skip if bias is None else x + skip + bias
-
-
-@operator(_MICROSOFT + "SkipLayerNormalization")
-def skip_layer_norm(
-    node: Node, x: Tensor, skip: Tensor, weight: Tensor, shift: Tensor | None = None, bias: Tensor | None = None
-) -> Any:
-    total = _skip_sum(x, skip, bias)
-    y = F.layer_norm(total, (weight.shape[0],), weight, shift, node.get("epsilon", 1e-12))
-    return outputs_of(node, y, None, None, total)
-
-
-@operator(_MICROSOFT + "SkipSimplifiedLayerNormalization")
-def skip_rms_norm(node: Node, x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    total = _skip_sum(x, skip, bias)
-    return outputs_of(
-        node, F.rms_norm(total, (weight.shape[0],), weight, node.get("epsilon", 1e-12)), None, None, total
-    )
-
-
-@operator(_MICROSOFT + "EmbedLayerNormalization")
-def embed_layer_norm(
-    node: Node,
-    words: Tensor,
-    segments: Tensor | None,
-    word_table: Tensor,
-    position_table: Tensor,
-    segment_table: Tensor | None,
-    weight: Tensor,
-    shift: Tensor,
-    mask: Tensor | None = None,
-    positions: Tensor | None = None,
-) -> Any:
-    tokens = words.shape[1]
-    if positions is None:
-        positions = torch.arange(tokens, device=words.device).unsqueeze(0)
-    total = F.embedding(words.long(), word_table) + F.embedding(positions.long(), position_table)
-    if segments is not None and segment_table is not None:
-        total = total + F.embedding(segments.long(), segment_table)
-    y = F.layer_norm(total, (weight.shape[0],), weight, shift, node.get("epsilon", 1e-12))
-    token_counts = words.new_zeros(words.shape[0]) if mask is None else mask.sum(1)
-    return outputs_of(node, y, token_counts.to(torch.int32), total)
 
 
 def _microsoft_attention_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:

@@ -122,6 +122,12 @@ def transpose(node: Node, x: Tensor) -> Tensor:
     return x.permute(node.get("perm") or list(reversed(range(x.ndim))))
 
 
+@operator("TransposeLast")
+def transpose_last(node: Node, x: Tensor) -> Tensor:
+    """Exchange the last two axes. `fused.py` makes this operator."""
+    return x.transpose(-1, -2)
+
+
 def _broadcast_sizes(x: Any, sizes: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the shape of x with new axes of size 1 at its beginning, and the shape after broadcasting to `sizes`."""
     rank = max(len(sizes), x.ndim)
