@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scalepoint.errors import OnnxReadError
-from scalepoint.onnx_reader.operators import Layer, Node, operator, outputs_of, require
+from scalepoint.onnx_reader.operators import Layer, Node, add_operator, operator, outputs_of, require
 from scalepoint.onnx_reader.values import (
     KnownArray,
     Value,
@@ -255,20 +255,6 @@ def slice_(node: Node, x: Tensor, *limits: Value | None) -> Tensor:
     return x if all(part == slice(None) for part in index) else x[tuple(index)]
 
 
-@operator("CenterCropPad", known_inputs=(1,))
-def center_crop_pad(node: Node, x: Tensor, sizes: Value) -> Tensor:
-    axes = node.get("axes") or list(range(x.ndim))
-    pads: dict[int, tuple[int, int]] = {}
-    for axis, size in zip(axes, as_list(sizes, "shape"), strict=True):
-        surplus = x.shape[axis] - size
-        if surplus > 0:
-            x = x.narrow(axis, surplus // 2, size)
-        elif surplus < 0:
-            before = -surplus // 2
-            pads[axis % x.ndim] = (before, -surplus - before)
-    return F.pad(x, [pad for axis in reversed(range(x.ndim)) for pad in pads.get(axis, (0, 0))])
-
-
 _PAD_MODES = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}  # ONNX's name -> torch's name
 
 
@@ -401,9 +387,7 @@ def compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
     return x.index_select(axis, torch.nonzero(condition).reshape(-1))
 
 
-@operator("NonZero")
-def non_zero(node: Node, x: Tensor) -> Tensor:
-    return torch.nonzero(x if x.ndim else x.reshape(1)).T
+add_operator("NonZero", lambda node, x: torch.nonzero(x if x.ndim else x.reshape(1)).T)
 
 
 @operator("ReverseSequence", known_inputs=(1,))
