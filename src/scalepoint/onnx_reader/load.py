@@ -148,15 +148,21 @@ def _inline_missing_operators(file: OnnxFile) -> OnnxFile:
 
 def _list_inlinable(file: OnnxFile) -> list[tuple[str, str]]:
     """Return domain and name of the operators that the table does not have, but that are functions of ONNX."""
-    inlinable = []
-    for domain, name in sorted({(node.domain, node.op_type) for node in file.model.graph.all_nodes()}):
-        opset = file.model.opset_imports.get(domain, file.opset)
-        is_known = _operator_name(domain, name) in (*OPERATORS, *CONTROL_FLOW, *RANDOM_OPERATORS, "Constant")
-        if not is_known and defs.has(name, opset, domain):
-            schema = defs.get_schema(name, opset, domain)
-            if schema.has_function or schema.has_context_dependent_function:
-                inlinable.append((domain, name))
-    return inlinable
+    known = {*OPERATORS, *CONTROL_FLOW, *RANDOM_OPERATORS, "Constant"}
+    missing = set()
+    for node in file.model.graph.all_nodes():
+        name = _operator_name(node.domain, node.op_type)
+        if name not in known or (name == "Attention" and not attention.is_plain_attention(node)):
+            missing.add((node.domain, node.op_type))
+    return sorted(operator for operator in missing if _has_function(*operator, file))
+
+
+def _has_function(domain: str, name: str, file: OnnxFile) -> bool:
+    opset = file.model.opset_imports.get(domain, file.opset)
+    if not defs.has(name, opset, domain):
+        return False
+    schema = defs.get_schema(name, opset, domain)
+    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def _operator_name(domain: str, name: str) -> str:
