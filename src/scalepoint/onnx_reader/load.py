@@ -162,7 +162,8 @@ def _has_function(domain: str, name: str, file: OnnxFile) -> bool:
     if not defs.has(name, opset, domain):
         return False
     schema = defs.get_schema(name, opset, domain)
-    return bool(schema.has_function or schema.has_context_dependent_function)
+    # Both attributes are missing in the type stubs of onnx 1.23.
+    return bool(schema.has_function or schema.has_context_dependent_function)  # type: ignore[attr-defined]
 
 
 def _operator_name(domain: str, name: str) -> str:
