@@ -194,3 +194,62 @@ def test_a_layout_of_one_machine_is_refused_by_name(tmp_path):
         pytest.skip("ONNX Runtime does not change the layout on this machine")
     with pytest.raises(OnnxReadError, match=r"QLinearConv.*channels_last"):
         scalepoint.load_onnx(path, requantize=True)
+
+
+QUANTIZED_NODES = {
+    "QLinearConcat": "com.microsoft.QLinearConcat<axis = 1>(s, z, xq, s, z, xq, s, z)",
+    "QLinearMul": "com.microsoft.QLinearMul(xq, s, z, xq, s, z, s, z)",
+    "QLinearSigmoid": "com.microsoft.QLinearSigmoid(xq, s, z, s, z)",
+    "QLinearSoftmax": "com.microsoft.QLinearSoftmax<axis = -1, opset = 13>(xq, s, z, s, z)",
+    "QLinearWhere": "com.microsoft.QLinearWhere(condition, xq, s, z, weight, s, z, s, z)",
+    "QLinearLeakyRelu": "com.microsoft.QLinearLeakyRelu<alpha = 0.3>(xq, s, z, s, z)",
+    "QLinearAveragePool": "com.microsoft.QLinearAveragePool<kernel_shape = [2, 2]>(xq, s, z, s, z)",
+    "QLinearGlobalAveragePool": "com.microsoft.QLinearGlobalAveragePool(xq, s, z, s, z)",
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED_NODES)
+def test_an_operator_on_codes_is_read_as_its_float_operator(name):
+    text = f"""net (float[1, 4, 8, 8] x) => (float[] y) {{
+        xq = QuantizeLinear(x, s, z)
+        yq = {QUANTIZED_NODES[name]}
+        y = DequantizeLinear(yq, s, z)
+    }}"""
+    constants = {
+        "s": np.float32(0.01),
+        "z": np.uint8(128),
+        "weight": np.random.default_rng(1).integers(0, 256, (8, 8)).astype(np.uint8),
+        "condition": np.random.default_rng(2).integers(0, 2, (8, 8)).astype(bool),
+    }
+    used = {key: value for key, value in constants.items() if key in ("s", "z") or name == "QLinearWhere"}
+    model = model_of(text, 17, domains=("com.microsoft",), **used)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    x = random(1, 4, 8, 8) / 3
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+    loaded = scalepoint.load_onnx(model, requantize=True)
+    assert not any("Quant" in node.operator for node in loaded.nodes.values())
+    assert _decibels(torch.from_numpy(expected), loaded(torch.from_numpy(x)).detach().reshape(expected.shape)) > 20
+
+
+def test_quantized_attention_is_read_with_its_layer():
+    text = """net (float[1, 5, 16] x) => (float[1, 5, 16] y) {
+        xq = QuantizeLinear(x, s, z)
+        y = com.microsoft.QAttention<num_heads = 2>(xq, weight, bias, s, weight_scale, mask, z, weight_zero)
+    }"""
+    model = model_of(
+        text,
+        17,
+        domains=("com.microsoft",),
+        s=np.float32(0.03),
+        z=np.uint8(128),
+        weight=np.random.default_rng(0).integers(-127, 128, (16, 48)).astype(np.int8),
+        weight_scale=np.float32(0.005),
+        weight_zero=np.int8(0),
+        bias=random(48, seed=1),
+        mask=np.ones((1, 5), np.int32),
+    )
+    x = random(1, 5, 16)
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+    loaded = scalepoint.load_onnx(model, requantize=True)
+    assert _layers(loaded) == {"Linear": 1}
+    assert _decibels(torch.from_numpy(expected), loaded(torch.from_numpy(x)).detach()) > 30

@@ -120,6 +120,8 @@ class _QuantizerRemoval:
             if is_cast or (node.outputs and node.outputs[0] in scaled):
                 continue  # the float operator computes what these two compute
             is_quantized = node.operator in QUANTIZED_OPERATORS
+            is_damaged = is_quantized and (not node.inputs or not node.outputs)
+            require(not is_damaged, f"{node}: a quantized node without inputs or outputs")
             nodes += self._to_float_nodes(node) if is_quantized else [node]
             data_inputs = node.inputs if node.operator in ("Concat", "Where") else node.inputs[:1]
             if (is_quantized and not self._is_of_constant(node)) or self.real.intersection(data_inputs):
@@ -136,7 +138,8 @@ class _QuantizerRemoval:
         if kind == "DequantizeLinear" and self._is_of_constant(node):
             if node.get("block_size", 0):
                 return [node]
-            self._add_dequantize(parts, *node.inputs, axis=node.get("axis", 1))
+            codes, scale, zero_point = map(parts.input, range(3))
+            self._add_dequantize(parts, codes, scale, zero_point, axis=node.get("axis", 1))
         elif kind == "QuantizeLinear":
             parts.add("Identity", node.inputs[0])
             source = self.producers.get(node.inputs[0])
@@ -164,13 +167,14 @@ class _QuantizerRemoval:
             raise OnnxReadError(f"{node}: the weights of {node.operator} cannot be dequantized")
         return parts.finish()
 
-    def _add_dequantize(self, parts: Parts, codes: str, *parameters: str, axis: int) -> str:
+    def _add_dequantize(self, parts: Parts, codes: str, scale: str, zero_point: str, axis: int) -> str:
         """Add DequantizeLinear; before a Gather of a table of codes, so that the Gather becomes an embedding."""
-        gather, scale = self.producers.get(codes), self.constants.get(parameters[0])
-        has_table = gather is not None and gather.operator == "Gather" and gather.inputs[0] in self.constants
-        if gather is None or not has_table or scale is None or scale.numel() != 1:
-            return parts.add("DequantizeLinear", codes, *parameters, axis=axis)
-        table = parts.add("DequantizeLinear", gather.inputs[0], *parameters)
+        gather, number = self.producers.get(codes), self.constants.get(scale)
+        is_gather = gather is not None and gather.operator == "Gather" and len(gather.inputs) == 2
+        is_of_table = gather is not None and is_gather and gather.inputs[0] in self.constants
+        if gather is None or not is_of_table or number is None or number.numel() != 1:
+            return parts.add("DequantizeLinear", codes, scale, zero_point, axis=axis)
+        table = parts.add("DequantizeLinear", gather.inputs[0], scale, zero_point)
         return parts.add("Gather", table, gather.inputs[1], **gather.attributes)
 
     def _add_float_form(self, parts: Parts, form: FloatForm) -> None:
@@ -232,23 +236,24 @@ def _find_scaled_products(nodes: Sequence[Node], producers: Mapping[str, Node]) 
     weight_scales: dict[str, str] = {}  # x_scale * weight_scale -> weight_scale
     products: dict[str, ScaledProduct] = {}
     for node in nodes:
-        if node.operator != "Mul" or len(node.inputs) != 2:
+        if node.operator != "Mul" or len(node.inputs) != 2 or not node.outputs:
             continue
         for first, second in (node.inputs, node.inputs[::-1]):
             cast = producers.get(second)
             if first in dynamic and second not in dynamic:
                 weight_scales[node.outputs[0]] = second
-            elif first in weight_scales and cast is not None and cast.operator == "Cast":
+            elif first in weight_scales and cast is not None and cast.operator == "Cast" and cast.inputs:
                 products[cast.inputs[0]] = ScaledProduct(weight_scales[first], node.outputs[0])
     return products
 
 
 def _float_lstm(node: Node) -> list[Node]:
     """Return an LSTM with dequantized weights. Those of a DynamicQuantizeLSTM are transposed."""
-    parts, inputs = Parts(node), list(node.inputs)
+    parts = Parts(node)
+    inputs = [parts.input(index) for index in range(8)]
     for index, scale in ((1, 8), (2, 10)):
-        weight = parts.add("DequantizeLinear", inputs[index], inputs[scale], inputs[scale + 1], axis=0)
+        weight = parts.add("DequantizeLinear", inputs[index], parts.input(scale), parts.input(scale + 1), axis=0)
         inputs[index] = parts.add("TransposeLast", weight)
-    parts.add("LSTM", *inputs[:8], **node.attributes)
+    parts.add("LSTM", *inputs, **node.attributes)
     parts.nodes[-1] = replace(parts.nodes[-1], outputs=node.outputs)
     return parts.nodes
