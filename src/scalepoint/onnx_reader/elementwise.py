@@ -125,6 +125,13 @@ def swish(node: Node, x: Tensor) -> Tensor:
     return F.silu(x) if alpha == 1 else x * torch.sigmoid(x * alpha)
 
 
+@operator("Shrink")
+def shrink(node: Node, x: Tensor) -> Tensor:
+    limit, bias = node.get("lambd", 0.5), node.get("bias", 0.0)
+    shrunk = torch.where(x < -limit, x + bias, torch.where(x > limit, x - bias, torch.zeros_like(x)))
+    return shrunk.to(x.dtype)
+
+
 @operator("IsInf")
 def is_infinite(node: Node, x: Tensor) -> Tensor:
     is_positive = torch.isposinf(x) & bool(node.get("detect_positive", 1))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnx import ModelProto, defs, inliner
+from onnx import ModelProto, defs, inliner, shape_inference
 from torch import Tensor
 
 from scalepoint.errors import OnnxReadError, ScalepointError, UsageError, short_repr
@@ -140,7 +140,7 @@ def _inline_missing_operators(file: OnnxFile) -> OnnxFile:
     while (missing := _list_inlinable(file)) and missing != previous:  # a function may contain such operators, too
         try:
             model = inliner.inline_selected_functions(ir.to_proto(file.model), missing, inline_schema_functions=True)
-        except RuntimeError:  # a function that depends on types which the file does not declare
+        except (RuntimeError, shape_inference.InferenceError):  # e.g. it depends on types that are not declared
             break  # the reader refuses the operator by name
         file, previous = file._replace(model=ir.from_proto(model)), missing
     return file
