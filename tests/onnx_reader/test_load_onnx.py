@@ -425,3 +425,14 @@ def test_an_integer_convolution_is_read_back():
     loaded = scalepoint.load_onnx(model, requantize=True)
     assert any(isinstance(layer, nn.Conv2d) for layer in loaded.modules())
     torch.testing.assert_close(loaded(x), expected)
+
+
+def test_an_operator_without_a_row_is_computed_by_its_function_in_the_specification():
+    text = """net (float[N, 4, 6, 6] x) => (float[N, 4, 5, 7] y) {
+        size = Constant<value_ints = [4, 5, 7]>()
+        y = CenterCropPad<axes = [1, 2, 3]>(x, size)
+    }"""
+    x = random(2, 4, 6, 6)
+    model = model_of(text)
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+    np.testing.assert_array_equal(scalepoint.load_onnx(model)(torch.from_numpy(x)), expected)

@@ -1,20 +1,28 @@
-"""Attention and rotary embeddings of ONNX, and the fused operators of ONNX Runtime (domain com.microsoft)."""
+"""Attention and rotary embeddings of ONNX and of ONNX Runtime (domain com.microsoft)."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalepoint.onnx_reader.layers import conv, gemm, linear_layer, matmul
+from scalepoint.onnx_reader.layers import linear_layer
 from scalepoint.onnx_reader.operators import Layer, Node, operator, outputs_of, require
 
 _MICROSOFT = "com.microsoft::"
-_ATTENTION_ATTRIBUTES = frozenset(
-    ("is_causal", "kv_num_heads", "q_num_heads", "qk_matmul_output_mode", "scale", "softcap", "softmax_precision")
+_PLAIN_ATTRIBUTES = frozenset(  # the others change the scores, or only matter for the output of the scores
+    ("is_causal", "kv_num_heads", "q_num_heads", "qk_matmul_output_mode", "scale", "softmax_precision")
 )
+_PLAIN_COUNTS = {"inputs": 6, "outputs": 3}  # others: number of keys that are not padding; scores
+
+
+def is_plain_attention(node: ir.Node) -> bool:
+    """Whether torch's own function computes an Attention: it has no softcap, no window, no output of the scores, ..."""
+    is_extended = any(name not in _PLAIN_ATTRIBUTES and attribute.value for name, attribute in node.attributes.items())
+    inputs, outputs = node.inputs[_PLAIN_COUNTS["inputs"] :], node.outputs[_PLAIN_COUNTS["outputs"] :]
+    return not is_extended and all(value is None or not value.name for value in (*inputs, *outputs))
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
@@ -49,10 +57,12 @@ def attention(
     mask: Tensor | None = None,
     past_key: Tensor | None = None,
     past_value: Tensor | None = None,
-    key_counts: Tensor | None = None,
+    *rest: Any,
 ) -> Any:
-    unknown = sorted(set(node.attributes) - _ATTENTION_ATTRIBUTES)
+    """Compute a plain attention. `load.py` replaces others by ONNX's function, unless types are not declared."""
+    unknown = sorted(name for name, value in node.attributes.items() if name not in _PLAIN_ATTRIBUTES and value)
     require(not unknown, f"Attention with {', '.join(unknown)}")
+    require(not rest and not node.has_output(3), "Attention with counts of keys or an output of scores")
     has_joined_heads = query.ndim == 3
     if has_joined_heads:
         query = _split_heads(query, node.get("q_num_heads"))
@@ -61,11 +71,8 @@ def attention(
     if past_key is not None and past_value is not None:
         past = past_key.shape[2]
         key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
-    if key_counts is None and not node.get("softcap", 0.0) and not node.has_output(3):
-        y, scores = _torch_attention(node, query, key, value, mask, past), None
-    else:
-        y, scores = _attention_by_formula(node, query, key, value, mask, past, key_counts)
-    return outputs_of(node, _join_heads(y) if has_joined_heads else y, key, value, scores)
+    y = _torch_attention(node, query, key, value, mask, past)
+    return outputs_of(node, _join_heads(y) if has_joined_heads else y, key, value)
 
 
 def _torch_attention(node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, past: Any) -> Tensor:
@@ -97,50 +104,6 @@ def _padded_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | No
     if isinstance(missing, int) and missing > 0 and mask.shape[-1] != 1:
         return F.pad(mask, (0, missing), value=False if mask.dtype == torch.bool else float("-inf"))
     return mask
-
-
-def _attention_by_formula(
-    node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, past: Any, key_counts: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Compute attention step by step.
-
-    Args:
-        node: The node.
-        query: (batch, heads, tokens, size), like key and value.
-        key: The keys; they may have fewer heads.
-        value: The values.
-        mask: Bool or numbers; the keys that a query may attend to.
-        past: Number of keys before those of the queries.
-        key_counts: Number of keys of each sequence that are not padding.
-
-    Returns:
-        The result, and the scores at the stage that the attribute qk_matmul_output_mode chooses: products, masked
-        products, products after softcap, or probabilities.
-    """
-    key, value = _repeat_key_heads(query, key, value)
-    root_of_scale = math.sqrt(node.get("scale") or 1 / math.sqrt(query.shape[-1]))
-    scores = (query * root_of_scale) @ (key.transpose(-1, -2) * root_of_scale)
-    mode, stages = node.get("qk_matmul_output_mode", 0), [scores]
-    bias = _padded_mask(mask, query, key)
-    require(key_counts is None or not node.get("is_causal", 0), "is_causal with nonpad_kv_seqlen")
-    if bias is not None:
-        scores = scores + _as_bias(bias, query)
-    if node.get("is_causal", 0):
-        scores = scores + _causal_bias(query, key, past)
-    if key_counts is not None:
-        is_token = torch.arange(key.shape[2], device=query.device) < key_counts.reshape(-1, 1, 1, 1)
-        scores = scores + _as_bias(is_token, query)
-    stages.append(scores)
-    softcap = node.get("softcap", 0.0)
-    require(not softcap or mode == 0, "qk_matmul_output_mode with softcap")
-    if softcap:
-        require(bias is None and not node.get("is_causal", 0) and key_counts is None, "softcap with a mask")
-        scores = softcap * torch.tanh(scores / softcap)
-    stages.append(scores)
-    is_masked = torch.isneginf(scores.amax(-1, keepdim=True))  # a row without any key gives 0, not NaN
-    probabilities = torch.softmax(scores, -1).masked_fill(is_masked, 0)
-    stages.append(probabilities)
-    return probabilities @ value, stages[mode]
 
 
 @operator("AttentionScores")
@@ -177,109 +140,6 @@ def rotary_embedding(node: Node, x: Tensor, cosine: Tensor, sine: Tensor, positi
 
 
 # --- com.microsoft -------------------------------------------------------------------------------------------------
-
-_ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Relu": F.relu,
-    "Sigmoid": torch.sigmoid,
-    "Tanh": torch.tanh,
-    "HardSwish": F.hardswish,
-}
-
-
-def _activate(node: Node, x: Tensor) -> Tensor:
-    name, numbers = node.get("activation", ""), node.get("activation_params", ())
-    if not name:
-        return x
-    if name == "LeakyRelu":
-        return F.leaky_relu(x, numbers[0])
-    if name == "Clip":
-        return torch.clamp(x, *numbers)
-    if name == "HardSigmoid":
-        return torch.clamp(x * numbers[0] + numbers[1], 0, 1)
-    require(name in _ACTIVATION_FUNCTIONS, f"the activation {name}")
-    return _ACTIVATION_FUNCTIONS[name](x)
-
-
-@operator(_MICROSOFT + "FusedConv")
-def fused_conv(
-    node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
-) -> Tensor:
-    y = conv(node, x, weight, bias)
-    return _activate(node, y if added is None else y + added)
-
-
-@operator(_MICROSOFT + "FusedMatMul")
-def fused_matmul(node: Node, x: Tensor, y: Tensor) -> Any:
-    require(not node.get("transBatchA", 0) and not node.get("transBatchB", 0), "transBatchA or transBatchB")
-    x = x.transpose(-1, -2) if node.get("transA", 0) else x
-    y = y.transpose(-1, -2) if node.get("transB", 0) else y
-    product = matmul(node, x, y)
-    return product if node.get("alpha", 1.0) == 1 else product * node.get("alpha")
-
-
-@operator(_MICROSOFT + "FusedGemm")
-def fused_gemm(node: Node, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _activate(node, gemm(node, x, y, bias))
-
-
-@operator(_MICROSOFT + "BiasGelu")
-def bias_gelu(node: Node, x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias)
-
-
-@operator(_MICROSOFT + "FastGelu")
-def fast_gelu(node: Node, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.gelu(x if bias is None else x + bias, approximate="tanh")
-
-
-@operator(_MICROSOFT + "QuickGelu")
-def quick_gelu(node: Node, x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x * node.get("alpha", 1.702))
-
-
-def _skip_sum(x: Tensor, skip: Tensor, bias: Tensor | None) -> Tensor:
-    return x + skip if bias is None else x + skip + bias
-
-
-@operator(_MICROSOFT + "SkipLayerNormalization")
-def skip_layer_norm(
-    node: Node, x: Tensor, skip: Tensor, weight: Tensor, shift: Tensor | None = None, bias: Tensor | None = None
-) -> Any:
-    total = _skip_sum(x, skip, bias)
-    y = F.layer_norm(total, (weight.shape[0],), weight, shift, node.get("epsilon", 1e-12))
-    return outputs_of(node, y, None, None, total)
-
-
-@operator(_MICROSOFT + "SkipSimplifiedLayerNormalization")
-def skip_rms_norm(node: Node, x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    total = _skip_sum(x, skip, bias)
-    return outputs_of(
-        node, F.rms_norm(total, (weight.shape[0],), weight, node.get("epsilon", 1e-12)), None, None, total
-    )
-
-
-@operator(_MICROSOFT + "EmbedLayerNormalization")
-def embed_layer_norm(
-    node: Node,
-    words: Tensor,
-    segments: Tensor | None,
-    word_table: Tensor,
-    position_table: Tensor,
-    segment_table: Tensor | None,
-    weight: Tensor,
-    shift: Tensor,
-    mask: Tensor | None = None,
-    positions: Tensor | None = None,
-) -> Any:
-    tokens = words.shape[1]
-    if positions is None:
-        positions = torch.arange(tokens, device=words.device).unsqueeze(0)
-    total = F.embedding(words.long(), word_table) + F.embedding(positions.long(), position_table)
-    if segments is not None and segment_table is not None:
-        total = total + F.embedding(segments.long(), segment_table)
-    y = F.layer_norm(total, (weight.shape[0],), weight, shift, node.get("epsilon", 1e-12))
-    token_counts = words.new_zeros(words.shape[0]) if mask is None else mask.sum(1)
-    return outputs_of(node, y, token_counts.to(torch.int32), total)
 
 
 def _microsoft_attention_layer(node: Node, constants: Sequence[Tensor | None]) -> Layer | None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.errors import OnnxReadError
-from scalepoint.onnx_reader.operators import Node, operator, require
-from scalepoint.onnx_reader.values import AnyValue, KnownArray, as_list, as_number, as_tensor, known_array
+from scalepoint.onnx_reader.operators import Node, add_operator, operator, require
+from scalepoint.onnx_reader.values import AnyValue, as_list, as_number, as_tensor, known_array
 
 CONTROL_FLOW = ("If", "Loop", "Scan")
 BRANCHES = {True: "then_branch", False: "else_branch"}  # attributes of If
@@ -120,14 +120,8 @@ def _flip_if_reversed(tensors: Sequence[Tensor], axes: Sequence[int], directions
 # --- sequences: lists of values ------------------------------------------------------------------------------------
 
 
-@operator("SequenceEmpty")
-def sequence_empty(node: Node) -> list[AnyValue]:
-    return []
-
-
-@operator("SequenceConstruct")
-def sequence_construct(node: Node, *values: AnyValue) -> list[AnyValue]:
-    return list(values)
+add_operator("SequenceEmpty", lambda node: [])
+add_operator("SequenceConstruct", lambda node, *values: list(values))
 
 
 @operator("SequenceInsert", known_inputs=(1, 2))
@@ -147,9 +141,7 @@ def sequence_at(node: Node, sequence: list[AnyValue], position: AnyValue) -> Any
     return sequence[int(as_number(position, "position"))]
 
 
-@operator("SequenceLength")
-def sequence_length(node: Node, sequence: list[AnyValue]) -> KnownArray:
-    return known_array([len(sequence)], ())
+add_operator("SequenceLength", lambda node, sequence: known_array([len(sequence)], ()))
 
 
 @operator("ConcatFromSequence")

@@ -10,106 +10,82 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalepoint.errors import OnnxReadError
-from scalepoint.onnx_reader.operators import OPERATORS, Layer, Node, Operator, RunFunction, operator, require
+from scalepoint.onnx_reader.operators import (
+    OPERATORS,
+    Layer,
+    Node,
+    Operator,
+    add_operator,
+    operator,
+    require,
+)
 from scalepoint.onnx_reader.values import KnownArray, as_number, sym_float, sym_int, sym_max, sym_min, torch_dtype
 
 # --- one input -----------------------------------------------------------------------------------------------------
 
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Abs": torch.abs,
-    "Acos": torch.acos,
-    "Acosh": torch.acosh,
-    "Asin": torch.asin,
-    "Asinh": torch.asinh,
-    "Atan": torch.atan,
-    "Atanh": torch.atanh,
-    "BitwiseNot": torch.bitwise_not,
-    "Ceil": torch.ceil,
-    "Cos": torch.cos,
-    "Cosh": torch.cosh,
-    "Erf": torch.erf,
-    "Exp": torch.exp,
-    "Floor": torch.floor,
-    "HardSwish": F.hardswish,
-    "IsNaN": torch.isnan,
-    "Log": torch.log,
-    "Mish": F.mish,
-    "Neg": torch.neg,
-    "Not": torch.logical_not,
-    "Reciprocal": torch.reciprocal,
-    "Relu": F.relu,
-    "Round": torch.round,
-    "Sigmoid": torch.sigmoid,
-    "Sign": torch.sign,
-    "Sin": torch.sin,
-    "Sinh": torch.sinh,
-    "Softplus": F.softplus,
-    "Softsign": F.softsign,
-    "Sqrt": torch.sqrt,
-    "Tan": torch.tan,
-    "Tanh": torch.tanh,
-}
-# The operators that also compute sizes of tensors, as functions of Python numbers and symbolic sizes.
-_NUMBER_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "Abs": abs,
-    "Ceil": math.ceil,
-    "Floor": math.floor,
-    "Neg": python_operator.neg,
-    "Not": python_operator.not_,
-    "Round": round,
-    "Sqrt": math.sqrt,
-}
-# Activations that are modules of torch, so that they get the names of their nodes.
-_ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
-    "Relu": nn.ReLU,
-    "Sigmoid": nn.Sigmoid,
-    "Tanh": nn.Tanh,
-    "HardSwish": nn.Hardswish,
-    "Mish": nn.Mish,
-}
 
+def _add_unary(
+    name: str,
+    function: Callable[[Tensor], Tensor],
+    on_numbers: Callable[[Any], Any] | None = None,
+    module: type[nn.Module] | None = None,
+) -> None:
+    """Add a row for a function of one tensor.
 
-def _add_unary_rows() -> None:
-    for name, function in _FUNCTIONS.items():
-        number_function = _NUMBER_FUNCTIONS.get(name)
-        module = _ACTIVATION_MODULES.get(name)
-        OPERATORS[name] = Operator(
-            name,
-            _unary(function),
-            on_numbers=None if number_function is None else _unary_on_numbers(number_function),
-            make_layer=None if module is None else _activation_layer(module),
-        )
+    Args:
+        name: Name of the operator.
+        function: Computes it on a tensor.
+        on_numbers: The same for a Python number or symbolic size, for operators that also compute sizes of tensors.
+        module: The activation as a module of torch, so that it gets the name of its node.
+    """
 
-
-def _unary(function: Callable[[Tensor], Tensor]) -> RunFunction:
-    return lambda node, x: function(x)
-
-
-def _unary_on_numbers(function: Callable[[Any], Any]) -> RunFunction:
-    def run(node: Node, x: KnownArray) -> Any:
-        if function is math.sqrt and any(number < 0 for number in x.to_list()):
+    def run_on_numbers(node: Node, x: KnownArray) -> Any:
+        if on_numbers is math.sqrt and any(number < 0 for number in x.to_list()):
             return NotImplemented  # math.sqrt raises an error; torch.sqrt returns NaN
-        return x.map(function)
+        return x.map(on_numbers)  # type: ignore[arg-type]  # is not called if on_numbers is None
 
-    return run
-
-
-def _activation_layer(module: type[nn.Module]) -> Any:
-    return lambda node, constants: Layer(module())
-
-
-_add_unary_rows()
+    add_operator(
+        name,
+        lambda node, x: function(x),
+        on_numbers=None if on_numbers is None else run_on_numbers,
+        make_layer=None if module is None else lambda node, constants: Layer(module()),
+    )
 
 
-@operator("Identity", on_numbers=lambda node, x: x)
-def identity(node: Node, x: Any) -> Any:
-    return x
-
-
-@operator("Elu")
-def elu(node: Node, x: Tensor) -> Tensor:
-    return F.elu(x, node.get("alpha", 1.0))
+_add_unary("Abs", torch.abs, abs)
+_add_unary("Acos", torch.acos)
+_add_unary("Acosh", torch.acosh)
+_add_unary("Asin", torch.asin)
+_add_unary("Asinh", torch.asinh)
+_add_unary("Atan", torch.atan)
+_add_unary("Atanh", torch.atanh)
+_add_unary("BitwiseNot", torch.bitwise_not)
+_add_unary("Ceil", torch.ceil, math.ceil)
+_add_unary("Cos", torch.cos)
+_add_unary("Cosh", torch.cosh)
+_add_unary("Erf", torch.erf)
+_add_unary("Exp", torch.exp)
+_add_unary("Floor", torch.floor, math.floor)
+_add_unary("HardSwish", F.hardswish, module=nn.Hardswish)
+_add_unary("IsNaN", torch.isnan)
+_add_unary("Log", torch.log)
+_add_unary("Mish", F.mish, module=nn.Mish)
+_add_unary("Neg", torch.neg, python_operator.neg)
+_add_unary("Not", torch.logical_not, python_operator.not_)
+_add_unary("Reciprocal", torch.reciprocal)
+_add_unary("Relu", F.relu, module=nn.ReLU)
+_add_unary("Round", torch.round, round)
+_add_unary("Sigmoid", torch.sigmoid, module=nn.Sigmoid)
+_add_unary("Sign", torch.sign)
+_add_unary("Sin", torch.sin)
+_add_unary("Sinh", torch.sinh)
+_add_unary("Softplus", F.softplus)
+_add_unary("Softsign", F.softsign)
+_add_unary("Sqrt", torch.sqrt, math.sqrt)
+_add_unary("Tan", torch.tan)
+_add_unary("Tanh", torch.tanh, module=nn.Tanh)
+add_operator("Identity", lambda node, x: x, on_numbers=lambda node, x: x)
+add_operator("Elu", lambda node, x: F.elu(x, node.get("alpha", 1.0)))
 
 
 @operator("Selu")
@@ -118,19 +94,12 @@ def selu(node: Node, x: Tensor) -> Any:
     return gamma * F.elu(x, alpha)
 
 
-@operator("Celu")
-def celu(node: Node, x: Tensor) -> Tensor:
-    return F.celu(x, node.get("alpha", 1.0))
-
-
 @operator("LeakyRelu", make_layer=lambda node, constants: Layer(nn.LeakyReLU(node.get("alpha", 0.01))))
 def leaky_relu(node: Node, x: Tensor) -> Tensor:
     return F.leaky_relu(x, node.get("alpha", 0.01))
 
 
-@operator("ThresholdedRelu")
-def thresholded_relu(node: Node, x: Tensor) -> Tensor:
-    return F.threshold(x, node.get("alpha", 1.0), 0.0)
+add_operator("ThresholdedRelu", lambda node, x: F.threshold(x, node.get("alpha", 1.0), 0.0))
 
 
 @operator("HardSigmoid")
@@ -154,16 +123,6 @@ def gelu(node: Node, x: Tensor) -> Tensor:
 def swish(node: Node, x: Tensor) -> Tensor:
     alpha = node.get("alpha", 1.0)
     return F.silu(x) if alpha == 1 else x * torch.sigmoid(x * alpha)
-
-
-@operator("SwiGLU")
-def swiglu(node: Node, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    alpha = node.get("alpha", 1.0)
-    if gate is None:
-        raise OnnxReadError("SwiGLU whose only input contains both values and gates is not supported")
-    unsupported = sorted(set(node.attributes) - {"alpha"})
-    require(not unsupported, f"SwiGLU with {', '.join(unsupported)}")
-    return x * torch.sigmoid(x * alpha) * gate
 
 
 @operator("Shrink")
@@ -210,56 +169,16 @@ def _tensor_first(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, y: function(x, y) if isinstance(x, Tensor) else function(y, x)
 
 
-_BINARY_FUNCTIONS: dict[str, Callable[[Any, Any], Tensor]] = {
-    "Add": _tensor_first(torch.add),
-    "Sub": python_operator.sub,
-    "Mul": _tensor_first(torch.mul),
-    "Div": _divide,
-    "Pow": _power,
-    "Equal": python_operator.eq,
-    "Less": python_operator.lt,
-    "LessOrEqual": python_operator.le,
-    "Greater": python_operator.gt,
-    "GreaterOrEqual": python_operator.ge,
-    "And": torch.logical_and,
-    "Or": torch.logical_or,
-    "Xor": torch.logical_xor,
-    "BitwiseAnd": python_operator.and_,
-    "BitwiseOr": python_operator.or_,
-    "BitwiseXor": python_operator.xor,
-}
-_BINARY_NUMBER_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "Add": python_operator.add,
-    "Sub": python_operator.sub,
-    "Mul": python_operator.mul,
-    "Pow": python_operator.pow,
-    "Equal": python_operator.eq,
-    "Less": python_operator.lt,
-    "LessOrEqual": python_operator.le,
-    "Greater": python_operator.gt,
-    "GreaterOrEqual": python_operator.ge,
-    "And": lambda x, y: bool(x) and bool(y),
-    "Or": lambda x, y: bool(x) or bool(y),
-    "Xor": lambda x, y: bool(x) != bool(y),
-}
-_LOGICAL = ("And", "Or", "Xor")  # torch's functions for these take no Python numbers
-_RETURNS_BOOL = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", *_LOGICAL)
+def _add_binary(
+    name: str,
+    function: Callable[[Any, Any], Tensor],
+    on_numbers: Callable[[Any, Any], Any] | None = None,
+    *,
+    returns_bool: bool = False,
+    takes_numbers: bool = True,
+) -> None:
+    """Add a row for a function of two tensors; `on_numbers` is the same for Python numbers and symbolic sizes."""
 
-
-def _add_binary_rows() -> None:
-    for name, function in _BINARY_FUNCTIONS.items():
-        number_function = _BINARY_NUMBER_FUNCTIONS.get(name)
-        OPERATORS[name] = Operator(
-            name,
-            _binary(function),
-            on_numbers=None
-            if number_function is None
-            else _binary_on_numbers(number_function, returns_bool=name in _RETURNS_BOOL),
-            takes_numbers=name not in _LOGICAL,
-        )
-
-
-def _binary(function: Callable[[Any, Any], Tensor]) -> RunFunction:
     def run(node: Node, x: Any, y: Any) -> Tensor:
         axis = node.get("axis")
         if node.opset < 7 and axis is not None and isinstance(y, Tensor):
@@ -268,38 +187,44 @@ def _binary(function: Callable[[Any, Any], Tensor]) -> RunFunction:
             y = y.reshape(*y.shape, *[1] * new_axes)
         return function(x, y)
 
-    return run
-
-
-def _binary_on_numbers(function: Callable[[Any, Any], Any], *, returns_bool: bool) -> RunFunction:
-    def run(node: Node, x: KnownArray, y: KnownArray) -> Any:
-        if function is python_operator.pow and any(number < 0 for number in (*x.to_list(), *y.to_list())):
+    def run_on_numbers(node: Node, x: KnownArray, y: KnownArray) -> Any:
+        if on_numbers is python_operator.pow and any(number < 0 for number in (*x.to_list(), *y.to_list())):
             return NotImplemented  # Python may return a complex number or divide by zero
-        return x.map(function, y, dtype=torch.bool if returns_bool else None)
+        if on_numbers is _divide_numbers and any(isinstance(n, int | float) and n == 0 for n in y.to_list()):
+            return NotImplemented  # Python raises an error; torch returns infinity or NaN
+        dtype = torch.bool if returns_bool else None
+        return x.map(on_numbers, y, dtype=dtype)  # type: ignore[arg-type]  # is not called if on_numbers is None
 
-    return run
-
-
-_add_binary_rows()
-
-
-def _divide_numbers(node: Node, x: KnownArray, y: KnownArray) -> Any:
-    if any(isinstance(number, int | float) and number == 0 for number in y.to_list()):
-        return NotImplemented  # Python raises an error; torch returns infinity or NaN
-    if x.dtype.is_floating_point:
-        return x.map(lambda a, b: a / b, y)
-    return x.map(_truncated_quotient, y)
+    add_operator(name, run, on_numbers=None if on_numbers is None else run_on_numbers, takes_numbers=takes_numbers)
 
 
-def _truncated_quotient(x: Any, y: Any) -> Any:
-    """Divide integers and round towards zero."""
+def _divide_numbers(x: Any, y: Any) -> Any:
+    """Divide numbers; integers are rounded towards zero."""
+    if isinstance(x, float | torch.SymFloat) or isinstance(y, float | torch.SymFloat):
+        return x / y
     # Symbolic sizes are never negative, so // rounds them towards zero, too.
     if isinstance(x, int) and isinstance(y, int) and (x < 0) != (y < 0):
         return -(abs(x) // abs(y))
     return x // y
 
 
-OPERATORS["Div"] = Operator("Div", _binary(_divide), on_numbers=_divide_numbers, takes_numbers=True)
+_add_binary("Add", _tensor_first(torch.add), python_operator.add)
+_add_binary("Sub", python_operator.sub, python_operator.sub)
+_add_binary("Mul", _tensor_first(torch.mul), python_operator.mul)
+_add_binary("Div", _divide, _divide_numbers)
+_add_binary("Pow", _power, python_operator.pow)
+_add_binary("Equal", python_operator.eq, python_operator.eq, returns_bool=True)
+_add_binary("Less", python_operator.lt, python_operator.lt, returns_bool=True)
+_add_binary("LessOrEqual", python_operator.le, python_operator.le, returns_bool=True)
+_add_binary("Greater", python_operator.gt, python_operator.gt, returns_bool=True)
+_add_binary("GreaterOrEqual", python_operator.ge, python_operator.ge, returns_bool=True)
+# torch's functions for these take no Python numbers.
+_add_binary("And", torch.logical_and, lambda x, y: bool(x and y), returns_bool=True, takes_numbers=False)
+_add_binary("Or", torch.logical_or, lambda x, y: bool(x or y), returns_bool=True, takes_numbers=False)
+_add_binary("Xor", torch.logical_xor, lambda x, y: bool(x) != bool(y), returns_bool=True, takes_numbers=False)
+_add_binary("BitwiseAnd", python_operator.and_)
+_add_binary("BitwiseOr", python_operator.or_)
+_add_binary("BitwiseXor", python_operator.xor)
 
 
 def _modulo_numbers(node: Node, x: KnownArray, y: KnownArray) -> Any:
@@ -434,9 +359,7 @@ def cast(node: Node, x: Tensor) -> Tensor:
     return _to_dtype(node, x, torch_dtype(node.get("to")))
 
 
-@operator("CastLike", on_numbers=_cast_numbers)
-def cast_like(node: Node, x: Tensor, like: Tensor) -> Tensor:
-    return _to_dtype(node, x, like.dtype)
+add_operator("CastLike", lambda node, x, like: _to_dtype(node, x, like.dtype), on_numbers=_cast_numbers)
 
 
 def _to_dtype(node: Node, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -453,6 +376,4 @@ def _to_float8(node: Node, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(wide.isnan(), wide, wide.clamp(-largest, largest)).to(dtype)
 
 
-@operator("BitCast")
-def bit_cast(node: Node, x: Tensor) -> Tensor:
-    return x.view(torch_dtype(node.get("to")))
+add_operator("BitCast", lambda node, x: x.view(torch_dtype(node.get("to"))))

@@ -1,6 +1,6 @@
 """Builds and runs the module of a graph in an ONNX file. The module has one child for each node.
 
-    Graph --fold constants--> fewer nodes --rewrite--> joined nodes --build--> GraphModule
+    Graph --split fused nodes, fold constants--> plain nodes --rewrite--> joined nodes --build--> GraphModule
 
 A node whose inputs are all constants is computed while the module is built. Each of the other nodes becomes a child: a
 module of torch with the node's weights (nn.Conv2d, nn.Linear, ...), or an OperatorModule, which looks the operator up
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from scalepoint.errors import OnnxReadError, ScalepointError
 from scalepoint.onnx_reader.control_flow import BRANCHES, CONTROL_FLOW, If, Loop, Scan
+from scalepoint.onnx_reader.fused import split
 from scalepoint.onnx_reader.names import NameTable
 from scalepoint.onnx_reader.operators import MIN_CONSTANTS, Layer, Node, find_operator
 from scalepoint.onnx_reader.rewrites import rewrite
@@ -27,7 +28,7 @@ Constants = Mapping[str, Any]  # name -> Tensor, KnownArray or list of them
 MAX_KNOWN_INTEGERS = 4096
 MAX_KNOWN_FLOATS = 64
 _KEEPS_WEIGHT = frozenset(  # operators whose result is still the same weight, in another type or shape
-    ("Identity", "Transpose", "Cast", "Reshape", "Squeeze", "Unsqueeze", "DequantizeLinear")
+    ("Identity", "Transpose", "TransposeLast", "Cast", "Reshape", "Squeeze", "Unsqueeze", "DequantizeLinear")
 )
 
 
@@ -190,7 +191,7 @@ class ModuleBuilder:
 
     def build(self) -> GraphModule:
         """Compute constants, join nodes, and add a step for each of the nodes that the outputs depend on."""
-        nodes = self._fold(self.graph.nodes)
+        nodes = self._fold(split(self.graph.nodes))
         nodes = self._fold(rewrite(nodes, self.constants))
         nodes = _without_unused(nodes, self.graph.outputs)
         self._count_readers(nodes)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalepoint.onnx_reader.operators import Layer, Node, operator, outputs_of, require
+from scalepoint.onnx_reader.operators import Layer, Node, add_operator, operator, outputs_of, require
 from scalepoint.onnx_reader.values import as_list, check_size, sym_max
 
 # Any: the modules and functions for 1, 2 and 3 axes have different types.
@@ -274,14 +274,8 @@ def gemm(node: Node, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor
     return product + bias
 
 
-@operator("Einsum")
-def einsum(node: Node, *tensors: Tensor) -> Tensor:
-    return torch.einsum(node.get("equation").replace(" ", ""), *tensors)
-
-
-@operator("Det")
-def determinant(node: Node, x: Tensor) -> Any:
-    return torch.linalg.det(x)
+add_operator("Einsum", lambda node, *tensors: torch.einsum(node.get("equation").replace(" ", ""), *tensors))
+add_operator("Det", lambda node, x: torch.linalg.det(x))
 
 
 # --- normalization -------------------------------------------------------------------------------------------------
@@ -558,9 +552,7 @@ def global_average_pool(node: Node, x: Tensor) -> Any:
     return GlobalAveragePool()(x)
 
 
-@operator("GlobalMaxPool")
-def global_max_pool(node: Node, x: Tensor) -> Tensor:
-    return x.amax(list(range(2, x.ndim)), keepdim=True)
+add_operator("GlobalMaxPool", lambda node, x: x.amax(list(range(2, x.ndim)), keepdim=True))
 
 
 @operator("GlobalLpPool")

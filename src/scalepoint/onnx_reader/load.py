@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnx import ModelProto
+from onnx import ModelProto, defs, inliner, shape_inference
 from torch import Tensor
 
 from scalepoint.errors import OnnxReadError, ScalepointError, UsageError, short_repr
@@ -28,11 +28,12 @@ from scalepoint.onnx_reader import (  # noqa: F401  # importing these modules fi
     shapes,
     signals,
 )
+from scalepoint.onnx_reader.control_flow import CONTROL_FLOW
 from scalepoint.onnx_reader.example import TensorInfo
 from scalepoint.onnx_reader.graph import Graph, ModuleBuilder
 from scalepoint.onnx_reader.model import OnnxModel, make_model
 from scalepoint.onnx_reader.names import identifier, module_path_of
-from scalepoint.onnx_reader.operators import Node
+from scalepoint.onnx_reader.operators import OPERATORS, RANDOM_OPERATORS, Node
 from scalepoint.onnx_reader.quantized import QUANTIZED_OPERATORS
 from scalepoint.onnx_reader.requantize import without_quantizers
 from scalepoint.onnx_reader.values import known_from_tensor, tensor_from_array, torch_dtype
@@ -81,6 +82,7 @@ def load_onnx(
     )
 
 
+@gc_paused()  # a file is many objects, and each collection would walk over all of them
 def build_model(
     source: str | os.PathLike[str] | ModelProto,
     fixed_inputs: Mapping[str, Any],
@@ -89,7 +91,7 @@ def build_model(
     half_as_float: bool,
 ) -> OnnxModel:
     """Read a file as `load_onnx` does. With quantizers="keep" the model also computes what quantizers compute."""
-    file = read_model(source, min_opset=MIN_OPSET, infer_shapes=False)
+    file = _inline_missing_operators(read_model(source, min_opset=MIN_OPSET, infer_shapes=False))
     reader = FileReader(file, half_as_float=half_as_float)
     graph = reader.read_graph(file.model.graph)
     is_requantized = False
@@ -116,8 +118,7 @@ def build_model(
     model.has_half_precision = reader.has_half_precision
     builder = ModuleBuilder(graph, model)
     del graph, file, reader  # the builder frees weights of which the layers have copies
-    with gc_paused():  # each layer is several objects, and every collection would look at those of all layers
-        builder.build()
+    builder.build()
     return model.eval()
 
 
@@ -131,6 +132,43 @@ def _argument_names(names: Sequence[str]) -> list[str]:
             candidate, number = f"{argument}_{number}", number + 1
         unique.append(candidate)
     return unique
+
+
+def _inline_missing_operators(file: OnnxFile) -> OnnxFile:
+    """Replace operators that the table does not have by the nodes of their functions in the specification of ONNX."""
+    previous: list[tuple[str, str]] = []
+    while (missing := _list_inlinable(file)) and missing != previous:  # a function may contain such operators, too
+        try:
+            model = inliner.inline_selected_functions(ir.to_proto(file.model), missing, inline_schema_functions=True)
+        except (RuntimeError, shape_inference.InferenceError):  # e.g. it depends on types that are not declared
+            break  # the reader refuses the operator by name
+        file, previous = file._replace(model=ir.from_proto(model)), missing
+    return file
+
+
+def _list_inlinable(file: OnnxFile) -> list[tuple[str, str]]:
+    """Return domain and name of the operators that the table does not have, but that are functions of ONNX."""
+    known = {*OPERATORS, *CONTROL_FLOW, *RANDOM_OPERATORS, "Constant"}
+    missing = set()
+    for node in file.model.graph.all_nodes():
+        name = _operator_name(node.domain, node.op_type)
+        if name not in known or (name == "Attention" and not attention.is_plain_attention(node)):
+            missing.add((node.domain, node.op_type))
+    return sorted(operator for operator in missing if _has_function(*operator, file))
+
+
+def _has_function(domain: str, name: str, file: OnnxFile) -> bool:
+    opset = file.model.opset_imports.get(domain, file.opset)
+    if not defs.has(name, opset, domain):
+        return False
+    schema = defs.get_schema(name, opset, domain)
+    # Both attributes are missing in the type stubs of onnx 1.23.
+    return bool(schema.has_function or schema.has_context_dependent_function)  # type: ignore[attr-defined]
+
+
+def _operator_name(domain: str, name: str) -> str:
+    """Return the name of a row in the table of operators."""
+    return name if domain in _STANDARD_DOMAINS else f"{domain}::{name}"
 
 
 def iterate_nodes(graph: Graph) -> Iterator[Node]:
@@ -226,7 +264,7 @@ class FileReader:
         return values.to(self._dtype(values.dtype))
 
     def _read_node(self, node: ir.Node, index: int) -> Node:
-        operator = node.op_type if node.domain in _STANDARD_DOMAINS else f"{node.domain}::{node.op_type}"
+        operator = _operator_name(node.domain, node.op_type)
         outputs = tuple(value.name or "" for value in node.outputs)
         name = node.name or next(filter(None, outputs), f"{node.op_type}_{index}")
         inputs = tuple("" if value is None else value.name or "" for value in node.inputs)

@@ -3,6 +3,8 @@
     @operator("Concat", on_numbers=_concat_numbers)
     def concat(node, *tensors): return torch.cat(tensors, node.get("axis"))
 
+    add_operator("Elu", lambda node, x: F.elu(x, node.get("alpha", 1.0)))
+
 The modules of this package that are named after a topic (elementwise, shapes, layers, ...) fill the table. What an
 operator computes is described in the ONNX specification, so most of these functions have no docstring.
 """
@@ -121,6 +123,11 @@ class Operator:
 OPERATORS: dict[str, Operator] = {}
 
 
+def add_operator(name: str, run: RunFunction, **columns: Any) -> None:
+    """Add a row to the table. `columns` are other attributes of `Operator`, such as `on_numbers`."""
+    OPERATORS[name] = Operator(name, run, **columns)
+
+
 def operator(*names: str, **columns: Any) -> Callable[[RunFunction], RunFunction]:
     """Decorator that adds a function to the table under each of the names.
 
@@ -131,7 +138,7 @@ def operator(*names: str, **columns: Any) -> Callable[[RunFunction], RunFunction
 
     def add(run: RunFunction) -> RunFunction:
         for name in names:
-            OPERATORS[name] = Operator(name, run, **columns)
+            add_operator(name, run, **columns)
         return run
 
     return add

@@ -33,13 +33,15 @@ QUANTIZED_OPERATORS = frozenset(
         "com.microsoft::QLinearLeakyRelu",
         "com.microsoft::QLinearMul",
         "com.microsoft::QLinearSigmoid",
+        "com.microsoft::QLinearConv",
         "com.microsoft::QLinearSoftmax",
+        "com.microsoft::QLinearWhere",
         "com.microsoft::QuantizeLinear",
         "com.microsoft::DequantizeLinear",
     )
 )
 DEQUANTIZE_NBITS = "DequantizeNBits"  # the weight of a com.microsoft::MatMulNBits as float, of shape (inputs, outputs)
-_CODE_RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.uint16: (0, 65535), torch.int16: (-32768, 32767)}
+CODE_RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.uint16: (0, 65535), torch.int16: (-32768, 32767)}
 
 
 def _along_axis(node: Node, x: Tensor, parameter: Tensor) -> Tensor:
@@ -60,11 +62,11 @@ def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero_point: Tensor | N
     if dtype.is_floating_point:
         largest = torch.finfo(dtype).max
         return (x.float() / _along_axis(node, x, scale.float())).clamp(-largest, largest).to(dtype)
-    require(dtype in _CODE_RANGES, f"quantization to {dtype}")
+    require(dtype in CODE_RANGES, f"quantization to {dtype}")
     codes = torch.round(x.float() / _along_axis(node, x, scale.float()))
     if zero_point is not None:
         codes = codes + _along_axis(node, x, zero_point.float())
-    return codes.clamp(*_CODE_RANGES[dtype]).to(dtype)
+    return codes.clamp(*CODE_RANGES[dtype]).to(dtype)
 
 
 @operator("DequantizeLinear", "com.microsoft::DequantizeLinear")
@@ -133,4 +135,4 @@ def qlinear_matmul(
     product = torch.matmul((x.double() - x_zero.double()), (y.double() - y_zero.double()))
     factor = x_scale.double() * y_scale.double() / result_scale.double()
     codes = torch.round(product * factor) + result_zero.double()
-    return codes.clamp(*_CODE_RANGES[result_zero.dtype]).to(result_zero.dtype)
+    return codes.clamp(*CODE_RANGES[result_zero.dtype]).to(result_zero.dtype)

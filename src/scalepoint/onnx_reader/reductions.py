@@ -1,4 +1,4 @@
-"""Operators that reduce axes or work along an axis: sums, extremes, softmax, cumulative sums, losses, dropout."""
+"""Operators that reduce axes or work along an axis: sums, extremes, softmax, cumulative sums, dropout."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from scalepoint.onnx_reader.operators import (
     Node,
     Operator,
     RunFunction,
+    add_operator,
     operator,
     outputs_of,
     require,
@@ -138,14 +139,8 @@ def _extreme_index(node: Node, x: Tensor, function: Callable[..., Tensor]) -> An
     return function(x, axis, keepdim)
 
 
-@operator("ArgMax")
-def arg_max(node: Node, x: Tensor) -> Any:
-    return _extreme_index(node, x, torch.argmax)
-
-
-@operator("ArgMin")
-def arg_min(node: Node, x: Tensor) -> Any:
-    return _extreme_index(node, x, torch.argmin)
+add_operator("ArgMax", lambda node, x: _extreme_index(node, x, torch.argmax))
+add_operator("ArgMin", lambda node, x: _extreme_index(node, x, torch.argmin))
 
 
 @operator("TopK", known_inputs=(1,))
@@ -198,9 +193,7 @@ def softmax(node: Node, x: Tensor) -> Tensor:
     return _along_axis(node, x, F.softmax)
 
 
-@operator("LogSoftmax")
-def log_softmax(node: Node, x: Tensor) -> Tensor:
-    return _along_axis(node, x, F.log_softmax)
+add_operator("LogSoftmax", lambda node, x: _along_axis(node, x, F.log_softmax))
 
 
 @operator("Hardmax")
@@ -223,18 +216,6 @@ def mean_variance_normalization(node: Node, x: Tensor) -> Tensor:
     mean = x.mean(axes, keepdim=True)
     variance = (x * x).mean(axes, keepdim=True) - mean * mean
     return (x - mean) / (torch.sqrt(variance) + 1e-9)
-
-
-@operator("NegativeLogLikelihoodLoss")
-def nll_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    ignored = node.get("ignore_index", -100)
-    return F.nll_loss(x, target.long(), weight, ignore_index=ignored, reduction=node.get("reduction", "mean"))
-
-
-@operator("SoftmaxCrossEntropyLoss")
-def cross_entropy_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Any:
-    log_probabilities = F.log_softmax(x, 1)
-    return outputs_of(node, nll_loss(node, log_probabilities, target, weight), log_probabilities)
 
 
 @operator("Dropout", known_inputs=(1, 2))

@@ -1,4 +1,4 @@
-"""Resize, Upsample, GridSample and AffineGrid."""
+"""Resize, Upsample and GridSample."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -194,8 +194,3 @@ def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(onnx_mode, onnx_mode)
     padding, corners = node.get("padding_mode", "zeros"), bool(node.get("align_corners", 0))
     return F.grid_sample(x, grid, mode=mode, padding_mode=padding, align_corners=corners)
-
-
-@operator("AffineGrid", known_inputs=(1,))
-def affine_grid(node: Node, theta: Tensor, size: Value) -> Tensor:
-    return F.affine_grid(theta, as_list(size, "size"), align_corners=bool(node.get("align_corners", 0)))

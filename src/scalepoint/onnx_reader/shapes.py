@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scalepoint.errors import OnnxReadError
-from scalepoint.onnx_reader.operators import Layer, Node, operator, outputs_of, require
+from scalepoint.onnx_reader.operators import Layer, Node, add_operator, operator, outputs_of, require
 from scalepoint.onnx_reader.values import (
     KnownArray,
     Value,
@@ -120,6 +120,12 @@ def _transpose_numbers(node: Node, x: KnownArray) -> KnownArray:
 @operator("Transpose", on_numbers=_transpose_numbers)
 def transpose(node: Node, x: Tensor) -> Tensor:
     return x.permute(node.get("perm") or list(reversed(range(x.ndim))))
+
+
+@operator("TransposeLast")
+def transpose_last(node: Node, x: Tensor) -> Tensor:
+    """Exchange the last two axes. `fused.py` makes this operator."""
+    return x.transpose(-1, -2)
 
 
 def _broadcast_sizes(x: Any, sizes: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -247,20 +253,6 @@ def slice_(node: Node, x: Tensor, *limits: Value | None) -> Tensor:
             positions = range(x.shape[axis])[slice(start, end, step)]
             x = x.index_select(axis, torch.tensor(list(positions), dtype=torch.int64, device=x.device))
     return x if all(part == slice(None) for part in index) else x[tuple(index)]
-
-
-@operator("CenterCropPad", known_inputs=(1,))
-def center_crop_pad(node: Node, x: Tensor, sizes: Value) -> Tensor:
-    axes = node.get("axes") or list(range(x.ndim))
-    pads: dict[int, tuple[int, int]] = {}
-    for axis, size in zip(axes, as_list(sizes, "shape"), strict=True):
-        surplus = x.shape[axis] - size
-        if surplus > 0:
-            x = x.narrow(axis, surplus // 2, size)
-        elif surplus < 0:
-            before = -surplus // 2
-            pads[axis % x.ndim] = (before, -surplus - before)
-    return F.pad(x, [pad for axis in reversed(range(x.ndim)) for pad in pads.get(axis, (0, 0))])
 
 
 _PAD_MODES = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}  # ONNX's name -> torch's name
@@ -395,9 +387,7 @@ def compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
     return x.index_select(axis, torch.nonzero(condition).reshape(-1))
 
 
-@operator("NonZero")
-def non_zero(node: Node, x: Tensor) -> Tensor:
-    return torch.nonzero(x if x.ndim else x.reshape(1)).T
+add_operator("NonZero", lambda node, x: torch.nonzero(x if x.ndim else x.reshape(1)).T)
 
 
 @operator("ReverseSequence", known_inputs=(1,))

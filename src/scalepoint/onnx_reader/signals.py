@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalepoint.onnx_reader.operators import Node, operator, require
+from scalepoint.onnx_reader.operators import Node, add_operator, operator, require
 from scalepoint.onnx_reader.values import Value, as_number, check_size, torch_dtype
 
 
@@ -68,19 +68,9 @@ def _cosine_window(node: Node, size: Value, *weights: float) -> Tensor:
     return torch.as_tensor(total).to(torch_dtype(node.get("output_datatype", 1)))
 
 
-@operator("HannWindow", known_inputs=(0,))
-def hann_window(node: Node, size: Value) -> Tensor:
-    return _cosine_window(node, size, 0.5, -0.5)
-
-
-@operator("HammingWindow", known_inputs=(0,))
-def hamming_window(node: Node, size: Value) -> Tensor:
-    return _cosine_window(node, size, 25 / 46, -21 / 46)
-
-
-@operator("BlackmanWindow", known_inputs=(0,))
-def blackman_window(node: Node, size: Value) -> Tensor:
-    return _cosine_window(node, size, 0.42, -0.5, 0.08)
+add_operator("HannWindow", lambda node, size: _cosine_window(node, size, 0.5, -0.5), known_inputs=(0,))
+add_operator("HammingWindow", lambda node, size: _cosine_window(node, size, 25 / 46, -21 / 46), known_inputs=(0,))
+add_operator("BlackmanWindow", lambda node, size: _cosine_window(node, size, 0.42, -0.5, 0.08), known_inputs=(0,))
 
 
 @operator("MelWeightMatrix", known_inputs=(0, 1, 2, 3, 4))

@@ -34,6 +34,11 @@ LINEARS_AS_CONVOLUTIONS = RewriteRule(
     "without VNNI the int8 kernel for linear layers is slower than the float one; the int8 kernel for 1x1 convolutions "
     "is faster than both",
 )
+BIAS_FOR_SEVERAL_READERS = RewriteRule(
+    "bias_for_several_readers",
+    "with free axes OpenVINO 2026.4 multiplies with the scales of a convolution twice, in it and in a quantizer after "
+    "it, if a float operator also reads the result and there is no bias: the quantizer then gives zeros",
+)
 
 
 def without_output_points(pattern: Pattern) -> Pattern:
@@ -77,6 +82,7 @@ def openvino_target(cpu: str = "auto") -> Target:
             NARROW_WEIGHTS_AS_INT8,
             QUANTIZERS_BEFORE_POOLS,
             KEEP_CONCATS_APART if has_vnni else LINEARS_AS_CONVOLUTIONS,
+            BIAS_FOR_SEVERAL_READERS,
         ),
         dequantizes_weights_on_load=False,
         runtime="openvino",

@@ -2,6 +2,8 @@
 
 import importlib.util
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from scalepoint.quantize.record import record_of
 from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import find_target, openvino_target
 from tests.architectures import ARCHITECTURES
+from tests.onnx_reader.graphs import model_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of the libraries that the models come from
@@ -114,3 +117,67 @@ def test_scaled_channels_run_as_simulated(shape, count, tmp_path):
     assert len(record_of(quantized).migrated.done if record_of(quantized).migrated else ()) == count
     path = export(quantized, tmp_path / "m.onnx", data[0])
     assert verify(path, quantized, data[0], runtime="openvino", layers=False).exact_sqnr > 60
+
+
+class Gated(nn.Module):
+    """A layer whose result a quantizer and a float operator read."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.gate = layer, nn.Conv2d(16, 16, 1)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y * torch.sigmoid(self.gate(y))
+
+
+class LinearOverChannels(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+LAYERS = {
+    "conv": lambda: nn.Conv2d(8, 16, 3, bias=False),
+    "grouped": lambda: nn.Conv2d(8, 16, 1, groups=4, bias=False),
+    "with_bias": lambda: nn.Conv2d(8, 16, 1),
+    "linear": lambda: LinearOverChannels(8, 16, bias=False),
+}
+
+
+@pytest.mark.parametrize("cpu", ["vnni", "avx2"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_that_a_quantizer_and_a_float_operator_read_runs_as_simulated(name, cpu, tmp_path):
+    if cpu == "vnni" and instruction_set() != "vnni":
+        pytest.skip("a file for CPUs with VNNI saturates on this one")
+    torch.manual_seed(0)
+    data = [torch.randn(2, 8, 6, 6) for _ in range(2)]
+    quantized = quantize(Gated(LAYERS[name]()).eval(), data[0], forward_loop=data, target=openvino_target(cpu))
+    path = export(quantized, tmp_path / "m.onnx", data[0])
+    verification = verify(path, quantized, data[0], runtime="openvino", layers=False)
+    assert verification.exact_sqnr > 60, verification
+
+
+def test_without_a_bias_openvino_multiplies_with_the_scales_twice(tmp_path):
+    """If this fails, OpenVINO does not need the rewrite bias_for_several_readers any more."""
+    import openvino
+
+    graph = """agraph (float[N, 16, 4, 4] x) => (float[N, 16, 4, 4] codes, float[N, 16, 4, 4] activation) {
+        xq = QuantizeLinear(x, scale, zero)  xd = DequantizeLinear(xq, scale, zero)
+        wd = DequantizeLinear(weight, weight_scale)  y = Conv(xd, wd)
+        yq = QuantizeLinear(y, scale, zero)  codes = DequantizeLinear(yq, scale, zero)
+        activation = Sigmoid(y)
+    }"""
+    generator = np.random.default_rng(0)
+    constants = {
+        "scale": np.float32(0.05),
+        "zero": np.uint8(128),
+        "weight": generator.integers(-127, 128, (16, 16, 1, 1), np.int8),
+        "weight_scale": np.float32(0.002),
+    }
+    onnx.save(model_of(graph, 17, **constants), tmp_path / "m.onnx")
+    x = generator.normal(size=(1, 16, 4, 4)).astype(np.float32)
+    options = {"INFERENCE_PRECISION_HINT": "f32"}
+    codes, activation = openvino.Core().compile_model(tmp_path / "m.onnx", "CPU", options)(x).values()
+    y = np.log(activation / (1 - activation))
+    assert np.abs(y).max() > 0.5
+    assert not codes.any()

@@ -15,6 +15,7 @@ softmax_in_float         Softmax -> QuantizeLinear                   Softmax -> 
 keep_concats_apart       Concat of tokens -> QuantizeLinear -> MatMul  Concat -> Max(x, x) -> QuantizeLinear -> MatMul
 linears_as_convolutions  MatMul of codes                             1x1 Conv (linear_as_conv.py)
 softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        Softmax (softmax_of_finite.py)
+bias_for_several_readers  Conv without a bias, with several readers  Conv with a bias of 1e-30
 
 A target lists the rewrites that it needs, with reasons. Results are equal bit by bit; those of convolutions and
 activations are equal up to roundings of float32.
@@ -37,6 +38,7 @@ from scalepoint.targets.target import RewriteRule
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 NARROW_TYPES = (ir.DataType.INT4, ir.DataType.INT2)
 MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")  # these only move values
+NO_BIAS = 1e-30  # too small to change a result; OpenVINO removes a bias of 0
 
 
 def apply_rewrites(model: Any, rules: Iterable[RewriteRule]) -> None:
@@ -275,6 +277,26 @@ def _move_before_pool(graph: Any, quantize: Any) -> None:
     graph.insert_before(pool, [quantize, dequantize])
 
 
+def bias_for_several_readers(model: Any) -> None:
+    """Give a bias to each Conv of codes that has none, or zeros, and whose result several nodes read."""
+    for node in model.graph:
+        if node.op_type != "Conv" or not _reads_integers(node):
+            continue
+        output, bias = node.outputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+        is_zero = bias is None or (bias.const_value is not None and not bias.const_value.numpy().any())
+        if is_zero and _count_readers(output) > 1:
+            values = np.full(int(node.inputs[1].shape[0]), NO_BIAS, np.float32)
+            node.resize_inputs(3)
+            node.replace_input_with(2, add_constant(model.graph, f"{output.name}.no_bias", values))
+
+
+def _count_readers(value: Any) -> int:
+    """Return how many nodes and graph outputs read a value. Readers of a moved value count instead of the move."""
+    readers = [use.node for use in value.uses()]
+    counts = (_count_readers(reader.outputs[0]) if reader.op_type in MOVES else 1 for reader in readers)
+    return bool(value.is_graph_output()) + sum(counts)
+
+
 REWRITES: dict[str, Callable[[Any], None]] = {
     "sum_before_layer_norm": sum_before_layer_norm,
     "activations_of_codes": activations_of_codes,
@@ -290,4 +312,5 @@ REWRITES: dict[str, Callable[[Any], None]] = {
     "linears_as_convolutions": write_linears_as_convolutions,
     "softmax_in_float": softmax_in_float,
     "softmax_of_finite": softmax_of_finite,
+    "bias_for_several_readers": bias_for_several_readers,
 }
