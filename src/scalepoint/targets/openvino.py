@@ -28,6 +28,10 @@ KEEP_CONCATS_APART = RewriteRule(
     "keep_concats_apart",
     "OpenVINO moves a quantizer after a concat of tokens to its inputs, and then fails to compile the product",
 )
+EXPLICIT_ZERO_STATES = RewriteRule(
+    "explicit_zero_states",
+    "without initial states OpenVINO computes them from the layer's input, which changes its layout: GRUs get slower",
+)
 LINEARS_AS_CONVOLUTIONS = RewriteRule(
     "linears_as_convolutions",
     "without VNNI the int8 kernel for linear layers is slower than the float one; the int8 kernel for 1x1 convolutions "
@@ -71,9 +75,12 @@ def openvino_target(cpu: str = "auto") -> Target:
         ),
         folds_input_scaling=base.options["cpu"] != "avx2",
         bias="float",
-        rewrites=(NARROW_WEIGHTS_AS_INT8, QUANTIZERS_BEFORE_POOLS, KEEP_CONCATS_APART)
-        if base.options["cpu"] != "avx2"
-        else (NARROW_WEIGHTS_AS_INT8, QUANTIZERS_BEFORE_POOLS, LINEARS_AS_CONVOLUTIONS),
+        rewrites=(
+            NARROW_WEIGHTS_AS_INT8,
+            QUANTIZERS_BEFORE_POOLS,
+            LINEARS_AS_CONVOLUTIONS if base.options["cpu"] == "avx2" else KEEP_CONCATS_APART,
+            EXPLICIT_ZERO_STATES,
+        ),
         dequantizes_weights_on_load=False,
         runtime="openvino",
         kernel_tables=(),

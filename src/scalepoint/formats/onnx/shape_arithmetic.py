@@ -46,6 +46,8 @@ def _fold_reshape(graph: Any, node: Any) -> None:
     if sizes is None or computed.const_value is not None:
         return
     before = _read_shape(x) or ()
+    if node.outputs[0].shape is None and not {0, -1} & set(sizes):
+        node.outputs[0].shape = ir.Shape(sizes)  # a constant shape with 0 and -1 does not say it any more
     # 0 in a Reshape copies the size of the input's axis with the same index.
     is_copied = [isinstance(size, str) and before[i : i + 1] == (size,) for i, size in enumerate(sizes)]
     target = [0 if copied else size for size, copied in zip(sizes, is_copied, strict=True)]
@@ -84,6 +86,45 @@ def _drop_zero_states(node: Any) -> None:
     for position in INITIAL_STATES:
         if position < len(node.inputs) and _is_zero(node.inputs[position]):
             node.replace_input_with(position, None)
+
+
+def explicit_zero_states(model: Any) -> None:
+    """Give recurrent layers with a free batch their initial states again. Layers of one size share the zeros."""
+    zeros: dict[tuple[Size, ...], Any] = {}
+    for node in list(model.graph):
+        if node.op_type not in RECURRENT_OPERATORS:
+            continue
+        positions = INITIAL_STATES if node.op_type == "LSTM" else INITIAL_STATES[:1]
+        missing = [i for i in positions if i >= len(node.inputs) or node.inputs[i] is None]
+        sizes, weight = _read_shape(node.inputs[0]), _read_shape(node.inputs[2])
+        if not missing or sizes is None or weight is None or isinstance(sizes[1], int):
+            continue
+        # The batch is read from an input of the graph: reading it from x keeps OpenVINO from fusing what makes x.
+        source = next((value for value in model.graph.inputs if sizes[1] in (_read_shape(value) or ())), None)
+        if source is None:
+            continue
+        key = (weight[0], sizes[1], weight[2])
+        if key not in zeros:
+            zeros[key] = _insert_zeros(model.graph, node, source, key)
+        node.resize_inputs(max(*missing, len(node.inputs) - 1) + 1)
+        for i in missing:
+            node.replace_input_with(i, zeros[key])
+
+
+def _insert_zeros(graph: Any, node: Any, source: Any, sizes: Sequence[Size]) -> Any:
+    """Insert zeros of these sizes before a recurrent layer. The second size is free: an axis of `source` has it."""
+    axis = (_read_shape(source) or ()).index(sizes[1])
+    batch = ir.node("Shape", [source], {"start": axis, "end": axis + 1})
+    name = f"{node.outputs[0].name}.initial"
+    first, last = (_add_constant(graph, f"{name}.{i}", [int(sizes[i])]) for i in (0, 2))
+    shape = ir.node("Concat", [first, batch.outputs[0], last], {"axis": 0})
+    zero = ir.tensor(np.zeros(1, np.float32))
+    zeros = ir.node("ConstantOfShape", [shape.outputs[0]], {"value": zero})
+    zeros.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    for new in (batch, shape, zeros):
+        new.metadata_props.update(node.metadata_props)
+    graph.insert_before(node, [batch, shape, zeros])
+    return zeros.outputs[0]
 
 
 def _infer_output_shape(node: Any) -> None:
@@ -166,10 +207,13 @@ def _evaluate_sizes(value: Any) -> list[Size] | None:
     if node.op_type == "Slice" and len(sizes) == 3:
         start, end = sizes[1][0], sizes[2][0]
         return sizes[0][start:end] if isinstance(start, int) and isinstance(end, int) else None
-    if node.op_type == "Reshape" and len(sizes[0]) == 1:
+    if node.op_type in ("Reshape", "Squeeze", "Unsqueeze") and len(sizes[0]) == 1:
         return sizes[0]
-    numbers = [part[0] for part in sizes if len(part) == 1 and isinstance(part[0], int)]
-    return [prod(numbers)] if node.op_type == "Mul" and len(numbers) == len(sizes) else None
+    if node.op_type != "Mul" or any(len(part) != 1 for part in sizes):
+        return None
+    numbers = [part[0] for part in sizes if isinstance(part[0], int)]
+    symbols = sorted(part[0] for part in sizes if isinstance(part[0], str))
+    return ["*".join([str(prod(numbers)), *symbols]) if symbols else prod(numbers)]
 
 
 def _read_shape(value: Any) -> tuple[Size, ...] | None:
@@ -179,6 +223,9 @@ def _read_shape(value: Any) -> tuple[Size, ...] | None:
         if None not in sizes:
             return tuple(sizes)
     node = value.producer()
+    if node is not None and node.op_type == "Reshape":  # between two layers of a recurrent network
+        computed = _evaluate_sizes(node.inputs[1])
+        return None if computed is None or {0, -1} & set(computed) else tuple(computed)
     before = _read_shape(node.inputs[0]) if node is not None and node.op_type == "Transpose" else None
     return None if before is None else tuple(before[axis] for axis in _read_axes(node))
 

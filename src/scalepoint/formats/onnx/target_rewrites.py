@@ -14,6 +14,7 @@ quantizers_before_pools  MaxPool -> Q/DQ                             Q/DQ -> Max
 softmax_in_float         Softmax -> QuantizeLinear                   Softmax -> Max of one tensor -> QuantizeLinear
 keep_concats_apart       Concat of tokens -> QuantizeLinear -> MatMul  Concat -> Max(x, x) -> QuantizeLinear -> MatMul
 linears_as_convolutions  MatMul of codes                             1x1 Conv (linear_as_conv.py)
+explicit_zero_states     GRU(x) with a free batch                    GRU(x, initial state = ConstantOfShape)
 softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        Softmax, if no row can be all -inf
 
 A target lists the rewrites that it needs, with reasons. Results are equal bit by bit; those of convolutions and
@@ -30,6 +31,7 @@ from scalepoint.errors import ExportError, did_you_mean
 from scalepoint.formats.onnx.activations import activations_of_codes, exp_activations, gelu_halved_last
 from scalepoint.formats.onnx.linear_as_conv import has_blocks, write_linears_as_convolutions
 from scalepoint.formats.onnx.quantizers_before_moves import quantizers_before_moves
+from scalepoint.formats.onnx.shape_arithmetic import explicit_zero_states
 from scalepoint.targets.target import RewriteRule
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -397,6 +399,7 @@ REWRITES: dict[str, Callable[[Any], None]] = {
     "keep_pools_apart": keep_pools_apart,
     "quantizers_before_pools": quantizers_before_pools,
     "keep_concats_apart": keep_concats_apart,
+    "explicit_zero_states": explicit_zero_states,
     "linears_as_convolutions": write_linears_as_convolutions,
     "softmax_in_float": softmax_in_float,
     "softmax_of_finite": softmax_of_finite,
