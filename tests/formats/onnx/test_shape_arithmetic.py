@@ -138,7 +138,7 @@ def test_a_pool_over_one_axis_needs_no_second_axis(tmp_path):
 def test_openvino_gets_the_first_states_of_a_gru_with_a_free_batch(dynamic, inputs, tmp_path):
     torch.manual_seed(0)
     x = torch.randn(3, 5, 8)
-    model = Recurrent(nn.GRU, batch_first=True, num_layers=2).eval()
+    model = Recurrent(nn.GRU, batch_first=True, num_layers=2, bidirectional=True).eval()
     quantized = quantize(model, (x,), forward_loop=[x], target="openvino")
     path = export(quantized, tmp_path / "model.onnx", (x,), dynamic=dynamic)
     nodes = onnx.load(path).graph.node

@@ -46,8 +46,8 @@ def _fold_reshape(graph: Any, node: Any) -> None:
     if sizes is None or computed.const_value is not None:
         return
     before = _read_shape(x) or ()
-    if node.outputs[0].shape is None and not {0, -1} & set(sizes):
-        node.outputs[0].shape = ir.Shape(sizes)  # a constant shape with 0 and -1 does not say it any more
+    if (shape_before := _read_shape(node.outputs[0])) is not None:
+        node.outputs[0].shape = ir.Shape(shape_before)  # a constant shape with 0 and -1 does not say it any more
     # 0 in a Reshape copies the size of the input's axis with the same index.
     is_copied = [isinstance(size, str) and before[i : i + 1] == (size,) for i, size in enumerate(sizes)]
     target = [0 if copied else size for size, copied in zip(sizes, is_copied, strict=True)]
