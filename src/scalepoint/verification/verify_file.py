@@ -78,6 +78,7 @@ def verify(
     float_path: str | Path | None = None,
     float_model: nn.Module | None = None,
     plain_path: str | Path | None = None,
+    plain_inputs: Mapping[str, np.ndarray] | None = None,
     baseline: str | None = None,
     threads: int = 1,
     seconds: float = 600,
@@ -96,6 +97,7 @@ def verify(
         float_path: The exported float model. With it, sizes and latency are compared.
         float_model: Write a plain torch.onnx.export of this model for the measurement, if `plain_path` is not given.
         plain_path: A file that torch.onnx.export wrote. The baseline is the faster of this and `float_path`.
+        plain_inputs: Arrays of inputs that only `plain_path` has, by name.
         baseline: Always use this baseline, "the float file" or "the plain export", so that several measurements can be
             compared with each other.
         threads: Threads of the runtime.
@@ -144,7 +146,7 @@ def verify(
         result = replace(result, message=message, float_size=float_size)
     elif float_path is not None:
         latency = _measure_speed(
-            run, _BaselineFiles(float_path, plain_path, baseline), float_model, model_inputs, feeds
+            run, _BaselineFiles(float_path, plain_path, plain_inputs, baseline), float_model, model_inputs, feeds
         )
         result = replace(result, float_size=read_file_info(float_path, runtime).size, latency=latency)
         result = replace(result, times=_measure_layer_times(run, float_path, feeds, model))
@@ -160,6 +162,7 @@ class _BaselineFiles(NamedTuple):
 
     float_path: str | Path
     plain_path: str | Path | None
+    plain_inputs: Feeds | None
     chosen: str | None
 
 
@@ -176,7 +179,7 @@ def _measure_speed(
         runtime=run.runtime, threads=run.threads, memory=run.memory, baseline=baselines.chosen,
     )  # fmt: skip
     if baselines.plain_path is not None or float_model is None:
-        return measure(plain_path=baselines.plain_path)
+        return measure(plain_path=baselines.plain_path, plain_inputs=baselines.plain_inputs)
     file_format = find_file_format(run.path, run.runtime)
     free_axes = read_file_info(baselines.float_path, run.runtime).free_axes
     request = ExportRequest(inputs, names=tuple(feeds), free_axes=free_axes)
