@@ -83,7 +83,7 @@ def times_as_told(monkeypatch):
 def speeds_as_told(monkeypatch):
     """Replace the measured speeds. Each file gets the next pair: times of the float files by baseline, and its own."""
 
-    def use(*pairs):
+    def use(*pairs, spread=0.0):
         iterator = iter(pairs)
 
         def measure(*args, **kwargs):
@@ -98,6 +98,7 @@ def speeds_as_told(monkeypatch):
                 "onnxruntime",
                 baseline=baseline,
                 float_seconds=float_seconds,
+                spread=(spread, spread),
             )
 
         monkeypatch.setattr(verify_file, "benchmark", measure)
@@ -388,6 +389,15 @@ def test_layers_of_an_onnx_file_stay_float_if_our_float_file_is_faster_than_int8
     assert len(done.trials) == 2
     assert len(float_layers(done)) == 4
     assert done.verification.latency.ratio == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize(("spread", "trials"), [(0.05, 1), (0.5, 2)])
+def test_a_file_that_is_faster_within_the_noise_only_is_compared_with_one_in_float(
+    spread, trials, tmp_path, times_as_told, speeds_as_told
+):
+    times_as_told(1e-3, 1e-4)
+    speeds_as_told(({OWN_BASELINE: 1.0}, 0.98), ({OWN_BASELINE: 1.0}, 1.0), spread=spread)
+    assert len(deploy(wide_net(), X, tmp_path / "out").trials) == trials
 
 
 def test_a_file_that_was_faster_than_float_once_and_is_slower_now_is_measured_again(

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from math import inf, prod
+from math import inf, prod, sqrt
 from pathlib import Path
 from statistics import median
 
@@ -128,10 +128,10 @@ def _plan_next(
         return TrialPlan(_without_speed(config), changes, start)
     float_layers = _float_layers(_decide(context, config, times)) if times.layers else tried[-1]
     if len(trials) == MAX_TRIALS or float_layers in tried:
-        speeds = [speed for speed in map(_speed_to_fastest_float, trials) if speed]
+        timed = [trial for trial in trials if trial.speed]
         times = replace(times, float_layers=tuple(keys))
         float_layers = _float_layers(_decide(context, config, times))
-        if not speeds or max(speeds) >= MIN_SPEED or float_layers in tried:
+        if not timed or any(map(_is_as_fast_as_float, timed)) or float_layers in tried:
             return None
     if context.job.progress is not False:
         write_line(f"placement: {len(float_layers)} of {len(keys)} layers are faster in float on this machine")
@@ -186,6 +186,13 @@ def _speed_to_fastest_float(trial: Trial) -> float:
     """
     latency = None if trial.verification is None else trial.verification.latency
     return 0.0 if latency is None else latency.ratio_to_fastest
+
+
+def _is_as_fast_as_float(trial: Trial) -> bool:
+    """Whether a file is not slower than the fastest float file, also if its speed was overestimated."""
+    latency = None if trial.verification is None else trial.verification.latency
+    error = 0.0 if latency is None else max(latency.spread) / sqrt(latency.repeats)  # about that of a median
+    return _speed_to_fastest_float(trial) >= MIN_SPEED * (1 + error)
 
 
 def _is_undisturbed(trial: Trial) -> bool:
