@@ -400,6 +400,21 @@ def test_a_file_that_is_faster_within_the_noise_only_is_compared_with_one_in_flo
     assert len(deploy(wide_net(), X, tmp_path / "out").trials) == trials
 
 
+def test_the_file_in_float_is_the_last_one_also_if_the_times_ask_for_another(tmp_path, monkeypatch, speeds_as_told):
+    slow_layers = iter(("0", "2", "4", "8", "0"))
+
+    def measure(trial, keys):
+        slow = next(slow_layers)
+        seconds = {key: (1e-4, 1e-3) if name == slow else (1e-3, 1e-4) for name, key in keys.items()}
+        return LocalTimes(seconds, {"quantize": 1e-12, "dequantize": 1e-12})
+
+    monkeypatch.setattr(local_placement, "_measure", measure)
+    speeds_as_told(*[({OWN_BASELINE: 1.0}, 1.1)] * 3, *[({OWN_BASELINE: 1.0}, 1.0)] * 2)
+    done = deploy(wide_net(), X, tmp_path / "out")
+    assert len(done.trials) <= local_placement.MAX_TRIALS + 1
+    assert len(float_layers(done)) == 4
+
+
 def test_a_file_that_was_faster_than_float_once_and_is_slower_now_is_measured_again(
     tmp_path, times_as_told, speeds_as_told
 ):

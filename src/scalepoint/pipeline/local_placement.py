@@ -127,7 +127,7 @@ def _plan_next(
         start = len(trials) - 1 if trials else None
         return TrialPlan(_without_speed(config), changes, start)
     float_layers = _float_layers(_decide(context, config, times)) if times.layers else tried[-1]
-    if len(trials) == MAX_TRIALS or float_layers in tried:
+    if len(trials) >= MAX_TRIALS or float_layers in tried:
         timed = [trial for trial in trials if trial.speed]
         times = replace(times, float_layers=tuple(keys))
         float_layers = _float_layers(_decide(context, config, times))
