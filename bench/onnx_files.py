@@ -78,7 +78,7 @@ def speeds(paths: Sequence[Path], feeds: Mapping[str, np.ndarray], runtime: str,
         answer = run_task(
             find_runtime(runtime), {**request, **files.paths, "repeats": repeats, "seconds": 60}, seconds=1200
         )
-    medians = [quartiles[1] for quartiles in require_answer(answer, runtime)["quartiles"]]
+    medians = require_answer(answer, runtime)["medians"]
     return [medians[0] / quartiles for quartiles in medians]
 
 

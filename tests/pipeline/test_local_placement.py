@@ -6,6 +6,7 @@ import runpy
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -23,7 +24,9 @@ from scalepoint.targets.measurement_cache import (
     add_measurements,
     load_measurements,
 )
+from scalepoint.verification import verify_file
 from scalepoint.verification.layer_times import LayerTime
+from scalepoint.verification.result import OWN_BASELINE, PLAIN_BASELINE, Benchmark
 
 X = torch.linspace(-1, 1, 3 * 64 * 64).reshape(1, 3, 64, 64)
 
@@ -72,6 +75,33 @@ def times_as_told(monkeypatch):
             return LocalTimes(times, {"quantize": 1e-12, "dequantize": 1e-12})
 
         monkeypatch.setattr(local_placement, "_measure", measure)
+
+    return use
+
+
+@pytest.fixture
+def speeds_as_told(monkeypatch):
+    """Replace the measured speeds. Each file gets the next pair: times of the float files by baseline, and its own."""
+
+    def use(*pairs, spread=0.0):
+        iterator = iter(pairs)
+
+        def measure(*args, **kwargs):
+            (float_seconds, own_seconds), baseline = next(iterator), kwargs["baseline"]
+            baseline = baseline or min(float_seconds, key=float_seconds.get)
+            seconds = (float_seconds[baseline], own_seconds)
+            return Benchmark(
+                seconds[0] / own_seconds,
+                seconds,
+                1,
+                50,
+                "onnxruntime",
+                baseline=baseline,
+                float_seconds=float_seconds,
+                spread=(spread, spread),
+            )
+
+        monkeypatch.setattr(verify_file, "benchmark", measure)
 
     return use
 
@@ -341,6 +371,83 @@ def test_a_network_stays_float_if_every_file_with_an_int8_layer_is_slower(tmp_pa
     last_changes = max((trial.precision_changes for trial in done.trials), key=len)
     assert {change.to for change in last_changes} == {"float"}
     assert {change.layer for change in last_changes} >= {row.name for row in done.coverage.operations}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layers_of_an_onnx_file_stay_float_if_our_float_file_is_faster_than_int8(
+    tmp_path, times_as_told, speeds_as_told
+):
+    times_as_told(1e-3, 1e-4)
+    speeds_as_told(
+        ({OWN_BASELINE: 1.0, PLAIN_BASELINE: 1.3}, 1.2),  # int8 is faster than the given file, but not than ours
+        ({OWN_BASELINE: 1.0, PLAIN_BASELINE: 1.3}, 1.0),
+    )
+    path = tmp_path / "net.onnx"
+    torch.onnx.export(wide_net(), (X,), path, dynamo=False)
+    done = deploy(path, X, tmp_path / "out")
+    assert done.verification.latency.baseline == PLAIN_BASELINE
+    assert len(done.trials) == 2
+    assert len(float_layers(done)) == 4
+    assert done.verification.latency.ratio == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize(("spread", "trials"), [(0.05, 1), (0.5, 2)])
+def test_a_file_that_is_faster_within_the_noise_only_is_compared_with_one_in_float(
+    spread, trials, tmp_path, times_as_told, speeds_as_told
+):
+    times_as_told(1e-3, 1e-4)
+    speeds_as_told(({OWN_BASELINE: 1.0}, 0.98), ({OWN_BASELINE: 1.0}, 1.0), spread=spread)
+    assert len(deploy(wide_net(), X, tmp_path / "out").trials) == trials
+
+
+def test_the_file_in_float_is_the_last_one_also_if_the_times_ask_for_another(tmp_path, monkeypatch, speeds_as_told):
+    slow_layers = iter(("0", "2", "4", "8", "0"))
+
+    def measure(trial, keys):
+        slow = next(slow_layers)
+        seconds = {key: (1e-4, 1e-3) if name == slow else (1e-3, 1e-4) for name, key in keys.items()}
+        return LocalTimes(seconds, {"quantize": 1e-12, "dequantize": 1e-12})
+
+    monkeypatch.setattr(local_placement, "_measure", measure)
+    speeds_as_told(*[({OWN_BASELINE: 1.0}, 1.1)] * 3, *[({OWN_BASELINE: 1.0}, 1.0)] * 2)
+    done = deploy(wide_net(), X, tmp_path / "out")
+    assert len(done.trials) <= local_placement.MAX_TRIALS + 1
+    assert len(float_layers(done)) == 4
+
+
+def test_a_file_that_was_faster_than_float_once_and_is_slower_now_is_measured_again(
+    tmp_path, times_as_told, speeds_as_told
+):
+    times_as_told(1e-3, 1e-4)
+    speeds_as_told(({OWN_BASELINE: 1.0}, 0.95))
+    assert len(deploy(wide_net(), X, tmp_path / "first").trials) == 1
+    speeds_as_told(({OWN_BASELINE: 1.0}, 1.05), ({OWN_BASELINE: 1.0}, 1.0))
+    done = deploy(wide_net(), X, tmp_path / "second")
+    assert len(done.trials) == 2
+    assert len(float_layers(done)) == 4
+
+
+def test_the_given_onnx_file_is_timed_with_its_fixed_inputs(tmp_path):
+    nodes = [
+        onnx.helper.make_node("Conv", ["x", "w"], ["a"]),
+        onnx.helper.make_node("Mul", ["a", "gain"], ["y"]),
+    ]
+    inputs = [
+        onnx.helper.make_tensor_value_info("gain", onnx.TensorProto.FLOAT, []),
+        onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 3, 64, 64]),
+    ]
+    outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 64, 62, 62])]
+    weight = onnx.numpy_helper.from_array(torch.randn(64, 3, 3, 3).numpy(), "w")
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "net", inputs, outputs, [weight]),
+        opset_imports=[onnx.helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    path = tmp_path / "net.onnx"
+    onnx.save(model, path)
+    done = deploy(path, X, tmp_path / "out", fixed_inputs={"gain": 2.0}, placement="int8")
+    assert done.verification.latency.baseline == PLAIN_BASELINE
+    assert done.verification.latency.float_seconds.keys() == {OWN_BASELINE, PLAIN_BASELINE}
 
 
 def test_times_of_other_networks_do_not_leave_all_layers_float_without_a_trial_in_int8(

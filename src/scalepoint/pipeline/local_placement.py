@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from math import inf, prod
+from math import inf, prod, sqrt
 from pathlib import Path
 from statistics import median
 
@@ -48,6 +48,7 @@ from scalepoint.targets.measurement_cache import (
     measurements_path,
 )
 from scalepoint.verification.layer_times import LayerTime, sum_seconds
+from scalepoint.verification.result import OWN_BASELINE
 
 CONVERSION_KINDS = {"QuantizeLinear": "quantize", "DequantizeLinear": "dequantize"}
 MIN_CONVERTED_ELEMENTS = 8192  # about 1 us per conversion, as long as a call takes
@@ -127,11 +128,11 @@ def _plan_next(
         start = len(trials) - 1 if trials else None
         return TrialPlan(_without_speed(config), changes, start)
     float_layers = _float_layers(_decide(context, config, times)) if times.layers else tried[-1]
-    if len(trials) == MAX_TRIALS or float_layers in tried:
-        speeds = [trial.speed for trial in trials if trial.speed]
+    if len(trials) >= MAX_TRIALS or float_layers in tried:
+        timed = [trial for trial in trials if trial.speed]
         times = replace(times, float_layers=tuple(keys))
         float_layers = _float_layers(_decide(context, config, times))
-        if not speeds or max(speeds) >= MIN_SPEED or float_layers in tried:
+        if not timed or any(map(_is_as_fast_as_float, timed)) or float_layers in tried:
             return None
     if context.job.progress is not False:
         write_line(f"placement: {len(float_layers)} of {len(keys)} layers are faster in float on this machine")
@@ -161,20 +162,38 @@ def _confirms(trial: Trial, measured: LocalTimes, cached: Measurements, network:
     """
     speed, times = trial.speed or 0.0, cached.times()
     if (record := cached.networks.get(network)) is not None:
-        return speed >= record.speed * (1 - min(MAX_SPEED_LOSS + _spread(trial), MAX_EXCUSED_LOSS))
+        is_slower_than_float = bool(measured.layers) and _speed_to_fastest_float(trial) < MIN_SPEED
+        is_as_fast = speed >= record.speed * (1 - min(MAX_SPEED_LOSS + _spread(trial), MAX_EXCUSED_LOSS))
+        return is_as_fast and not is_slower_than_float
     known = [key for key in measured.layers if key in times.layers]
     cached_float, cached_int8 = _sum_times(times, known)
     float_seconds, int8_seconds = _sum_times(measured, known)
     if not known or min(cached_float, cached_int8, float_seconds, int8_seconds) <= 0:
         return False
     change = (int8_seconds / float_seconds) / (cached_int8 / cached_float)
-    return speed >= MIN_SPEED and 1 / MAX_DISAGREEMENT < change < MAX_DISAGREEMENT
+    return _speed_to_fastest_float(trial) >= MIN_SPEED and 1 / MAX_DISAGREEMENT < change < MAX_DISAGREEMENT
 
 
 def _sum_times(times: LocalTimes, keys: Sequence[str]) -> tuple[float, float]:
     """Return the seconds of these layers in float and in int8, summed."""
     pairs = [times.layers[key] for key in keys]
     return sum(float_seconds for float_seconds, _ in pairs), sum(int8_seconds for _, int8_seconds in pairs)
+
+
+def _speed_to_fastest_float(trial: Trial) -> float:
+    """Return the speed relative to the fastest float file; 0 if it was not measured.
+
+    `Trial.speed` of a model that was read from an .onnx file is relative to that file. Our float file may be faster.
+    """
+    latency = None if trial.verification is None else trial.verification.latency
+    return 0.0 if latency is None else latency.ratio_to_fastest
+
+
+def _is_as_fast_as_float(trial: Trial) -> bool:
+    """Whether a file is not slower than the fastest float file, also if its speed was overestimated."""
+    latency = None if trial.verification is None else trial.verification.latency
+    error = 0.0 if latency is None else max(latency.spread) / sqrt(latency.repeats)  # about that of a median
+    return _speed_to_fastest_float(trial) >= MIN_SPEED * (1 + error)
 
 
 def _is_undisturbed(trial: Trial) -> bool:
@@ -190,10 +209,15 @@ def _spread(trial: Trial) -> float:
 
 def _adds_up(trial: Trial) -> bool:
     """Whether the layers of both files add up to the measured speed. Otherwise something disturbed the profile."""
-    float_seconds, seconds = sum_seconds(() if trial.verification is None else trial.verification.times)
-    if not (trial.speed and float_seconds and seconds):
+    verification = trial.verification
+    if verification is None or verification.latency is None:
         return False
-    return 1 / MAX_DISAGREEMENT < float_seconds / seconds / trial.speed < MAX_DISAGREEMENT
+    float_seconds, seconds = sum_seconds(verification.times)
+    latency = verification.latency
+    timed_seconds = latency.float_seconds.get(OWN_BASELINE, latency.seconds[0])  # of the file that was profiled
+    if not (float_seconds and seconds and timed_seconds):
+        return False
+    return 1 / MAX_DISAGREEMENT < (float_seconds / seconds) / (timed_seconds / latency.seconds[1]) < MAX_DISAGREEMENT
 
 
 def _without_speed(config: QuantConfig) -> QuantConfig:

@@ -290,6 +290,7 @@ def _verify(
     job = context.job
     if baseline is None and job.source_file is not None and context.plain_path is not None:
         baseline = PLAIN_BASELINE  # the .onnx file that the model was read from
+    fixed_inputs: Mapping[str, torch.Tensor] = getattr(job.model, "fixed_inputs", {}) if job.source_file else {}
     result = verify(
         path,
         model,
@@ -298,6 +299,7 @@ def _verify(
         runtime=job.target.runtime,
         float_path=None if job.is_smoke else float_path,
         plain_path=context.plain_path,
+        plain_inputs={name: value.numpy() for name, value in fixed_inputs.items()},
         baseline=baseline,
         threads=job.options.threads,
         layers=not job.is_smoke,

@@ -42,7 +42,11 @@ OUT_OF_MEMORY = 70  # exit code
 NOT_EVALUATED = 71  # exit code if File raised one of its `gaps`
 OUT_OF_MEMORY_PHRASES = ("bad_alloc", "allocate memory", "failed to allocate")  # in error messages of runtimes
 MIN_RUNS = 5
-CHECKED_ROUNDS = (10, 16, 24, 32, 40)  # numbers of rounds after which a benchmark may stop
+CHECKED_ROUNDS = (10, 16, 24, 32, 40, 80, 160, 320)  # numbers of rounds after which a benchmark may stop
+# More rounds are made only while they are cheap: files that run for a millisecond need them on a busy machine.
+LONG_ROUNDS, MAX_CHEAP_SECONDS = 50, 1.5  # of CPU time
+BRIEF_SECONDS = 0.02  # a shorter round is over before the caches hold a file again: each file runs once untimed before
+CALM_SHARE = 0.5  # of the rounds of a benchmark, those in which other programs disturbed least
 ERROR_PROBABILITY = 0.05  # that a benchmark stops although a ratio is not known to the requested precision
 EXIT_GRACE_SECONDS = 1.0  # time for the main thread to exit by itself; the parent waits 5 s
 TIME_OUTPUTS = ("prefill_seconds", "decode_seconds")
@@ -116,6 +120,9 @@ def run(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO)
 def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
     """Measure the seconds of a run of several files. Runs are interleaved, so that noise affects all files equally.
 
+    "quartiles" are those of all rounds. "medians" are those of the calmer half of the rounds: next to busy programs the
+    times of a file have two clusters, and the median of all rounds is in either of them by chance.
+
     With "precision", rounds stop when the times relative to the last file are known to that share.
     If a run of the last file takes less than `fixed_below` seconds, that file with fixed sizes is measured too.
     """
@@ -127,14 +134,22 @@ def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: Bin
     times: list[list[float]] = [[] for _ in files]
     for file, feed in zip(files, feeds, strict=True):  # warm up
         file.run(feed)
+    start = clock()
+    for file, feed in zip(files, feeds, strict=True):
         file.run(feed)
+    is_brief = clock() - start < BRIEF_SECONDS
     fixed_file = _fix_sizes(files[-1], feeds[-1], clock, request.get("fixed_below", 0.0))
     if fixed_file is not None:
         files, feeds, times = [*files, fixed_file], [*feeds, feeds[-1]], [*times, []]
-    deadline = time.monotonic() + request["seconds"]
+    deadline, cpu_start = time.monotonic() + request["seconds"], time.process_time()
     sequence = list(zip(files, feeds, times, strict=True))
     while len(times[0]) < request["repeats"] and (len(times[0]) < MIN_RUNS or time.monotonic() < deadline):
+        cpu_seconds = time.process_time() - cpu_start
+        if request.get("precision") and len(times[0]) >= LONG_ROUNDS and cpu_seconds > MAX_CHEAP_SECONDS:
+            break
         for file, feed, file_times in sequence:
+            if is_brief:
+                file.run(feed)
             start = clock()
             file.run(feed)
             file_times.append(clock() - start)
@@ -144,8 +159,22 @@ def benchmark(file_class: Callable[..., Any], request: dict[str, Any], pipe: Bin
         ):
             break
     quartiles = [statistics.quantiles(file_times, n=4) for file_times in times]
-    fixed_seconds = None if fixed_file is None else quartiles.pop()[1]
-    _send_json(pipe, {"quartiles": quartiles, "repeats": len(times[0]), "fixed_seconds": fixed_seconds})
+    calm_rounds = _find_calm_rounds(times[: len(request["paths"])])
+    medians = [statistics.median(file_times[i] for i in calm_rounds) for file_times in times]
+    fixed_seconds = None if fixed_file is None else medians.pop()
+    answer = {"quartiles": quartiles[: len(medians)], "medians": medians, "repeats": len(times[0])}
+    _send_json(pipe, {**answer, "fixed_seconds": fixed_seconds})
+
+
+def _find_calm_rounds(times: list[list[float]]) -> list[int]:
+    """Return the rounds in which all files together took the shortest time. Each file has the same weight."""
+    medians = [statistics.median(file_times) for file_times in times]
+    totals = [
+        sum(seconds / (middle or 1.0) for seconds, middle in zip(round_times, medians, strict=True))
+        for round_times in zip(*times, strict=True)
+    ]
+    count = max(MIN_RUNS, math.ceil(CALM_SHARE * len(totals)))
+    return sorted(range(len(totals)), key=totals.__getitem__)[:count]
 
 
 def _fix_sizes(file: Any, feeds: Arrays, clock: Callable[[], float], below: float) -> Any:

@@ -29,6 +29,10 @@ KEEP_CONCATS_APART = RewriteRule(
     "keep_concats_apart",
     "OpenVINO moves a quantizer after a concat of tokens to its inputs, and then fails to compile the product",
 )
+EXPLICIT_ZERO_STATES = RewriteRule(
+    "explicit_zero_states",
+    "without initial states OpenVINO computes them from the layer's input, which changes its layout: GRUs get slower",
+)
 LINEARS_AS_CONVOLUTIONS = RewriteRule(
     "linears_as_convolutions",
     "without VNNI the int8 kernel for linear layers is slower than the float one; the int8 kernel for 1x1 convolutions "
@@ -83,6 +87,7 @@ def openvino_target(cpu: str = "auto") -> Target:
             QUANTIZERS_BEFORE_POOLS,
             KEEP_CONCATS_APART if has_vnni else LINEARS_AS_CONVOLUTIONS,
             BIAS_FOR_SEVERAL_READERS,
+            EXPLICIT_ZERO_STATES,
         ),
         dequantizes_weights_on_load=False,
         runtime="openvino",

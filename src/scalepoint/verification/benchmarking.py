@@ -33,11 +33,12 @@ def benchmark(
     *,
     runtime: str | Runtime | None = None,
     threads: int = 1,
-    repeats: int = 50,
+    repeats: int = 400,
     precision: float = RATIO_PRECISION,
     seconds: float = 20,
     memory: int | None = None,
     plain_path: str | Path | None = None,
+    plain_inputs: Mapping[str, np.ndarray] | None = None,
     baseline: str | None = None,
 ) -> Benchmark:
     """Measure the speed of a quantized file relative to a float file, with interleaved runs in one process.
@@ -48,11 +49,12 @@ def benchmark(
         inputs: Arrays by input name; random arrays by default.
         runtime: A runtime or its name. Default: the first runtime that reads this kind of file.
         threads: Threads of the runtime.
-        repeats: Maximum number of runs of each file.
+        repeats: Maximum number of runs of each file. More than 50 are made only if they are short.
         precision: Fewer runs are made if the speed ratio is known to this share with 95 % confidence; 0 makes all.
         seconds: Time limit for all runs together. Each file runs at least 5 times.
         memory: Memory limit of the runtime in bytes; the memory of the machine by default.
         plain_path: A second float file, written by torch.onnx.export. The faster float file is the baseline.
+        plain_inputs: Arrays of inputs that only `plain_path` has, by name.
         baseline: Use this float file as the baseline even if it is the slower one: "the float file" or
             "the plain export".
 
@@ -80,11 +82,9 @@ def benchmark(
         "fixed_below": MAX_FIXED_SECONDS,
     }
     candidates = {OWN_BASELINE: float_path}  # float files that may become the baseline
-    if plain_path is not None and baseline == PLAIN_BASELINE:
-        candidates = {PLAIN_BASELINE: plain_path}
-    elif plain_path is not None and baseline is None:
+    if plain_path is not None and baseline != OWN_BASELINE:
         candidates[PLAIN_BASELINE] = plain_path
-    with exchange_files(feeds) as files:
+    with exchange_files({**feeds, **(plain_inputs or {})}) as files:
         answer = _run_benchmark(runtime, [*candidates.values(), path], files, limits, memory)
         if answer.status != Status.OK and PLAIN_BASELINE in candidates:  # the plain export may not run
             candidates = {OWN_BASELINE: float_path}
@@ -92,13 +92,15 @@ def benchmark(
         answer = explain_crash(runtime, answer, files, float_path, seconds * 10 + 300)
     if answer.status != Status.OK or answer.data is None:
         raise VerificationError(f"{runtime.name} could not run the files: {answer.status.value}: {answer.message}")
-    *float_quartiles, quantized_quartiles = answer.data["quartiles"]  # of the seconds per run; [1] is the median
+    *float_quartiles, quantized_quartiles = answer.data["quartiles"]  # of the seconds per run
+    *float_medians, quantized_seconds = answer.data["medians"]
     quartiles = dict(zip(candidates, float_quartiles, strict=True))
-    chosen = min(quartiles, key=lambda name: quartiles[name][1])
-    float_seconds, quantized_seconds = quartiles[chosen][1], quantized_quartiles[1]
+    float_seconds = dict(zip(candidates, float_medians, strict=True))
+    fastest = min(float_seconds, key=float_seconds.__getitem__)
+    chosen = baseline if baseline in float_seconds else fastest
     return Benchmark(
-        ratio=float_seconds / quantized_seconds,
-        seconds=(float_seconds, quantized_seconds),
+        ratio=float_seconds[chosen] / quantized_seconds,
+        seconds=(float_seconds[chosen], quantized_seconds),
         threads=threads,
         repeats=int(answer.data["repeats"]),
         runtime=runtime.name,
@@ -107,6 +109,7 @@ def benchmark(
         fixed_seconds=answer.data.get("fixed_seconds"),
         baseline=chosen,
         baseline_file=candidates[chosen].name,
+        float_seconds=float_seconds,
     )
 
 

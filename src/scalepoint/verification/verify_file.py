@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import fx, nn
 
 from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
@@ -60,6 +61,7 @@ def verify(
     float_path: str | Path | None = None,
     float_model: nn.Module | None = None,
     plain_path: str | Path | None = None,
+    plain_inputs: Mapping[str, np.ndarray] | None = None,
     baseline: str | None = None,
     threads: int = 1,
     seconds: float = 600,
@@ -78,6 +80,7 @@ def verify(
         float_path: The exported float model. With it, sizes and latency are compared.
         float_model: Write a plain torch.onnx.export of this model for the measurement, if `plain_path` is not given.
         plain_path: A file that torch.onnx.export wrote. The baseline is the faster of this and `float_path`.
+        plain_inputs: Arrays of inputs that only `plain_path` has, by name.
         baseline: Always use this baseline, "the float file" or "the plain export", so that several measurements can be
             compared with each other.
         threads: Threads of the runtime.
@@ -135,7 +138,7 @@ def verify(
         message = "; ".join(filter(None, (runtime.no_speed_reason, data["note"])))
         result = replace(result, message=message, float_size=float_size)
     elif float_path is not None:
-        latency = _measure_speed(run, float_path, plain_path, baseline, float_model)
+        latency = _measure_speed(run, _BaselineFiles(float_path, plain_path, plain_inputs, baseline), float_model)
         result = replace(result, float_size=read_file_info(float_path, runtime).size, latency=latency)
         result = replace(result, times=_measure_layer_times(run, float_path))
     if result.status == Status.OK and (reason := describe_nothing_compared(result.optimized)):
@@ -145,28 +148,31 @@ def verify(
     return replace(result, executed=counts, low_precision=low_precision, fallbacks=fallbacks)
 
 
-def _measure_speed(
-    run: RuntimeRun,
-    float_path: str | Path,
-    plain_path: str | Path | None,
-    baseline: str | None,
-    float_model: nn.Module | None,
-) -> Benchmark:
+class _BaselineFiles(NamedTuple):
+    """The float files that the speed is compared with, and the name of the one to use; None: the faster one."""
+
+    float_path: str | Path
+    plain_path: str | Path | None
+    plain_inputs: Mapping[str, np.ndarray] | None
+    chosen: str | None
+
+
+def _measure_speed(run: RuntimeRun, baselines: _BaselineFiles, float_model: nn.Module | None) -> Benchmark:
     """Compare the speed with the baseline. A missing plain export is written temporarily from `float_model`."""
     measure = partial(
         benchmark,
-        float_path,
+        baselines.float_path,
         run.path,
         run.feeds,
         runtime=run.runtime,
         threads=run.threads,
         memory=run.memory,
-        baseline=baseline,
+        baseline=baselines.chosen,
     )
-    if plain_path is not None or float_model is None:
-        return measure(plain_path=plain_path)
+    if baselines.plain_path is not None or float_model is None:
+        return measure(plain_path=baselines.plain_path, plain_inputs=baselines.plain_inputs)
     file_format = find_file_format(run.path, run.runtime)
-    free_axes = read_file_info(float_path, run.runtime).free_axes
+    free_axes = read_file_info(baselines.float_path, run.runtime).free_axes
     request = ExportRequest(run.simulation.inputs, names=tuple(run.feeds), free_axes=free_axes)
     with baseline_file(float_model, file_format, request) as temporary_path:
         latency = measure(plain_path=temporary_path)

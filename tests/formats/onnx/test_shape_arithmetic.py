@@ -68,6 +68,9 @@ def export_quantized(model, x, folder, **options):
         pytest.param(Recurrent(nn.LSTM, batch_first=True, bidirectional=True), 1, id="LSTM, both directions"),
         pytest.param(Recurrent(nn.LSTM, batch_first=True, num_layers=2), 0, id="LSTM, two layers"),
         pytest.param(Recurrent(nn.GRU, batch_first=True), 0, id="GRU"),
+        pytest.param(
+            Recurrent(nn.GRU, batch_first=True, bidirectional=True, num_layers=3), 3, id="GRU, three layers, both ways"
+        ),
     ],
 )
 def test_a_recurrent_layer_with_a_free_batch_computes_no_shape(model, reshapes, tmp_path):
@@ -95,3 +98,56 @@ def test_attention_with_free_sizes_has_constant_shapes_and_one_transpose_of_the_
     for batch, tokens in ((2, 6), (1, 3), (3, 9)):
         x = torch.randn(batch, tokens, 16)
         torch.testing.assert_close(run(x), quantized(x), atol=0.05, rtol=0.0)
+
+
+def test_a_free_batch_times_a_number_is_not_computed(tmp_path):
+    class Folded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.out = nn.Linear(16, 16), nn.Linear(8, 8)
+
+        def forward(self, x):
+            tokens, batch, _ = x.shape
+            return self.out(self.linear(x).reshape(tokens, batch * 2, 8))
+
+    quantized, operators, run = export_quantized(
+        Folded(), torch.randn(5, 3, 16), tmp_path, dynamic_axes={"x": {1: "b"}}
+    )
+    assert operators["Shape"] == operators["Concat"] == 0
+    for batch in (3, 1, 7):
+        x = torch.randn(5, batch, 16)
+        torch.testing.assert_close(run(x), quantized(x), atol=0.05, rtol=0.0)
+
+
+def test_a_pool_over_one_axis_needs_no_second_axis(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 20)
+    model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 3)).eval()
+    quantized = quantize(model, (x,), forward_loop=[x], target="onnxruntime")
+    float_path = tmp_path / "float.onnx"
+    export(quantized, tmp_path / "model.onnx", (x,), float_path=float_path)
+    operators = {node.op_type for node in onnx.load(float_path).graph.node}
+    assert "GlobalAveragePool" in operators
+    assert not operators & {"Unsqueeze", "Squeeze", "ReduceMean"}
+    session = onnxruntime.InferenceSession(float_path, providers=["CPUExecutionProvider"])
+    result = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(result), model(x).detach())
+
+
+@pytest.mark.parametrize(("dynamic", "inputs"), [(True, 6), (False, 4)], ids=["free batch", "fixed batch"])
+def test_openvino_gets_the_first_states_of_a_gru_with_a_free_batch(dynamic, inputs, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 8)
+    model = Recurrent(nn.GRU, batch_first=True, num_layers=2, bidirectional=True).eval()
+    quantized = quantize(model, (x,), forward_loop=[x], target="openvino")
+    path = export(quantized, tmp_path / "model.onnx", (x,), dynamic=dynamic)
+    nodes = onnx.load(path).graph.node
+    assert [len(node.input) for node in nodes if node.op_type == "GRU"] == [inputs] * 2
+    assert sum(node.op_type == "ConstantOfShape" for node in nodes) == int(dynamic)  # both layers share the zeros
+    (shape,) = [node for node in nodes if node.op_type == "Shape"] if dynamic else [None]
+    assert shape is None or shape.input[0] == "x"
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for batch in (3, 1) if dynamic else (3,):
+        part = torch.randn(batch, 5, 8)
+        result = torch.from_numpy(session.run(None, {"x": part.numpy()})[0])
+        torch.testing.assert_close(result, quantized(part), atol=0.05, rtol=0.0)

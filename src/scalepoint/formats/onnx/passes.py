@@ -24,6 +24,7 @@ def run_passes(model: Any, ir_version: int, float_dtype: str = "float32") -> Non
     share_embedding_codes(model)
     fold_pads(model)
     use_global_pools(model)
+    pool_without_extra_axis(model)
     if float_dtype != "float32":
         convert_floats(model, float_dtype)
     share_equal_initializers(model)
@@ -176,6 +177,31 @@ def use_global_pools(model: Any) -> None:
             continue
         if sorted(int(axis) % 4 for axis in axes.numpy().reshape(-1)) == [2, 3]:
             replace_node(node, ir.node("GlobalAveragePool", [node.inputs[0]]))
+
+
+def pool_without_extra_axis(model: Any) -> None:
+    """Replace Unsqueeze -> GlobalAveragePool -> Squeeze, as torch pools over one axis, by GlobalAveragePool."""
+    for pool in list(model.graph):
+        users = [use.node for use in pool.outputs[0].uses()]
+        before = pool.inputs[0].producer() if pool.op_type == "GlobalAveragePool" and pool.inputs[0] else None
+        if before is None or len(users) != 1 or (before.op_type, users[0].op_type) != ("Unsqueeze", "Squeeze"):
+            continue
+        if not (_is_third_of_four(before.inputs[1]) and _is_third_of_four(*users[0].inputs[1:])):
+            continue
+        direct = ir.Node("", "GlobalAveragePool", [before.inputs[0]], name=pool.name)
+        output = users[0].outputs[0]
+        direct.outputs[0].shape, direct.outputs[0].type = output.shape, output.type
+        direct.metadata_props.update(pool.metadata_props)
+        ir.convenience.replace_nodes_and_values(
+            model.graph, users[0], [users[0], pool], [direct], [output], [direct.outputs[0]]
+        )
+        if not before.outputs[0].uses():
+            model.graph.remove(before, safe=True)
+
+
+def _is_third_of_four(axes: Any = None) -> bool:
+    """Whether the axes of an Unsqueeze or Squeeze are the first of two spatial ones."""
+    return axes is not None and axes.const_value is not None and axes.const_value.numpy().tolist() in ([2], [-2])
 
 
 def name_nodes(model: Any) -> None:

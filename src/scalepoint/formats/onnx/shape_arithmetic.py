@@ -49,6 +49,8 @@ def _fold_reshape(graph: Any, node: Any) -> None:
     if sizes is None or computed.const_value is not None:
         return
     before = _read_shape(x) or ()
+    if (known_shape := _read_shape(node.outputs[0])) is not None:
+        node.outputs[0].shape = ir.Shape(known_shape)  # a constant shape with 0 and -1 does not say it any more
     shape: list[int] = []
     for axis, size in enumerate(sizes):
         if isinstance(size, int):
@@ -88,6 +90,45 @@ def _drop_zero_states(node: Any) -> None:
     for position in INITIAL_STATES:
         if position < len(node.inputs) and _is_zero(node.inputs[position]):
             node.replace_input_with(position, None)
+
+
+def explicit_zero_states(model: Any) -> None:
+    """Give recurrent layers with a free batch their initial states again. Layers of one size share the zeros."""
+    zeros: dict[tuple[Size, ...], Any] = {}
+    for node in list(model.graph):
+        if node.op_type not in RECURRENT_OPERATORS:
+            continue
+        positions = INITIAL_STATES if node.op_type == "LSTM" else INITIAL_STATES[:1]
+        missing = [i for i in positions if i >= len(node.inputs) or node.inputs[i] is None]
+        sizes, weight = _read_shape(node.inputs[0]), _read_shape(node.inputs[2])
+        if not missing or sizes is None or weight is None or isinstance(sizes[1], int):
+            continue
+        # The batch is read from an input of the graph: reading it from x keeps OpenVINO from fusing what makes x.
+        source = next((value for value in model.graph.inputs if sizes[1] in (_read_shape(value) or ())), None)
+        if source is None:
+            continue
+        key = (weight[0], sizes[1], weight[2])
+        if key not in zeros:
+            zeros[key] = _insert_zeros(model.graph, node, source, key)
+        node.resize_inputs(max(*missing, len(node.inputs) - 1) + 1)
+        for i in missing:
+            node.replace_input_with(i, zeros[key])
+
+
+def _insert_zeros(graph: Any, node: Any, source: Any, sizes: Sequence[Size]) -> Any:
+    """Insert zeros of these sizes before a recurrent layer. The second size is free: an axis of `source` has it."""
+    axis = (_read_shape(source) or ()).index(sizes[1])
+    batch = ir.node("Shape", [source], {"start": axis, "end": axis + 1})
+    name = f"{node.outputs[0].name}.initial"
+    first, last = (_add_sizes(graph, f"{name}.{i}", [int(sizes[i])]) for i in (0, 2))
+    shape = ir.node("Concat", [first, batch.outputs[0], last], {"axis": 0})
+    zero = ir.tensor(np.zeros(1, np.float32))
+    zeros = ir.node("ConstantOfShape", [shape.outputs[0]], {"value": zero})
+    zeros.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    for new in (batch, shape, zeros):
+        new.metadata_props.update(node.metadata_props)
+    graph.insert_before(node, [batch, shape, zeros])
+    return zeros.outputs[0]
 
 
 def _infer_output_shape(node: Any) -> None:
@@ -169,11 +210,12 @@ def _compute_sizes(operator: str, operands: list[list[Size]]) -> list[Size] | No
     if operator == "Slice" and len(operands) == 3:
         sizes, (start, *_), (end, *_) = operands
         return sizes[start:end] if isinstance(start, int) and isinstance(end, int) else None
-    if operator == "Reshape" and operands and len(operands[0]) == 1:
+    if operator in ("Reshape", "Squeeze", "Unsqueeze") and operands and len(operands[0]) == 1:
         return operands[0]
-    if operator == "Mul" and operands:
-        numbers = [sizes[0] for sizes in operands if len(sizes) == 1 and isinstance(sizes[0], int)]
-        return [prod(numbers)] if len(numbers) == len(operands) else None
+    if operator == "Mul" and operands and all(len(sizes) == 1 for sizes in operands):
+        numbers = [sizes[0] for sizes in operands if isinstance(sizes[0], int)]
+        symbols = sorted(sizes[0] for sizes in operands if isinstance(sizes[0], str))
+        return ["*".join([str(prod(numbers)), *symbols]) if symbols else prod(numbers)]
     return None
 
 
@@ -183,6 +225,10 @@ def _read_shape(value: Any) -> tuple[Size, ...] | None:
         sizes = [size if isinstance(size, int) else size.value for size in value.shape]
         if None not in sizes:
             return tuple(sizes)
+    reshape = find_producer(value, "Reshape")
+    if reshape is not None:  # between two layers of a recurrent network
+        computed = _evaluate_sizes(reshape.inputs[1])
+        return None if computed is None or {0, -1} & set(computed) else tuple(computed)
     transpose = find_producer(value, "Transpose")
     before = None if transpose is None else _read_shape(transpose.inputs[0])
     return None if before is None else tuple(before[axis] for axis in _read_axes(transpose))

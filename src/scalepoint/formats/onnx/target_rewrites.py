@@ -14,6 +14,7 @@ quantizers_before_pools  MaxPool -> Q/DQ                             Q/DQ -> Max
 softmax_in_float         Softmax -> QuantizeLinear                   Softmax -> Max of one tensor -> QuantizeLinear
 keep_concats_apart       Concat of tokens -> QuantizeLinear -> MatMul  Concat -> Max(x, x) -> QuantizeLinear -> MatMul
 linears_as_convolutions  MatMul of codes                             1x1 Conv (linear_as_conv.py)
+explicit_zero_states     GRU(x) with a free batch                    GRU(x, initial state = ConstantOfShape)
 softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        Softmax (softmax_of_finite.py)
 bias_for_several_readers  Conv without a bias, with several readers  Conv with a bias of 1e-30
 
@@ -32,6 +33,7 @@ from scalepoint.formats.onnx.activations import activations_of_codes, exp_activa
 from scalepoint.formats.onnx.graph_edits import add_constant, find_producer, has_blocks, insert_before, replace_node
 from scalepoint.formats.onnx.linear_as_conv import write_linears_as_convolutions
 from scalepoint.formats.onnx.quantizers_before_moves import quantizers_before_moves
+from scalepoint.formats.onnx.shape_arithmetic import explicit_zero_states
 from scalepoint.formats.onnx.softmax_of_finite import softmax_of_finite
 from scalepoint.targets.target import RewriteRule
 
@@ -309,6 +311,7 @@ REWRITES: dict[str, Callable[[Any], None]] = {
     "keep_pools_apart": keep_pools_apart,
     "quantizers_before_pools": quantizers_before_pools,
     "keep_concats_apart": keep_concats_apart,
+    "explicit_zero_states": explicit_zero_states,
     "linears_as_convolutions": write_linears_as_convolutions,
     "softmax_in_float": softmax_in_float,
     "softmax_of_finite": softmax_of_finite,
