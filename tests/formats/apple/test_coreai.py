@@ -276,6 +276,8 @@ def weight_specs() -> dict[str, QuantizationSpec]:
     for bits in INDEX_BITS:
         for group_size in (None, 4):
             specs[f"palette of {bits} bits, groups of {group_size}"] = palette_spec(bits, group_size)
+        specs[f"palette of {bits} bits, vectors"] = palette_spec(bits, 8, cluster_dim=2)
+        specs[f"palette of {bits} bits, pruned"] = palette_spec(bits, 8, sparsity=0.5)
     return specs
 
 

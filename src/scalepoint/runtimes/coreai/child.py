@@ -26,8 +26,8 @@ PROGRAM_FILE = "main.mlirb"
 NUMPY_TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "i1": np.bool_, "si8": np.int8, "ui8": np.uint8}
 NUMPY_TYPES |= {"si16": np.int16, "ui16": np.uint16, "si32": np.int32, "ui32": np.uint32}
 PRODUCTS = ("conv1d", "conv2d", "conv3d", "conv_transpose", "batch_matmul")
-WEIGHT_OPERATIONS = ("blockwise_shift_scale", "lut_to_dense")
-MOVES = ("transpose", "reshape", "cast", "broadcast_in_dims")  # between a weight and its product
+WEIGHT_OPERATIONS = ("blockwise_shift_scale", "lut_to_dense", "lut_to_sparse_with_bitmask")
+MOVES = ("transpose", "reshape", "cast", "broadcast_in_dims", "sparse_with_bitmask_to_dense")  # weight to product
 _SIGNATURE = re.compile(r'%(arg\d+): tensor<((?:[\d?]+x)*)(\w+)> \{coreai\.name = "([^"]*)"')
 _OPERATION = re.compile(r"^ *(%\S+?)(?::\d+)? = coreai\.(?:decomposable\.)?(\w+)(.*)$")
 _SHAPE = re.compile(r"tensor<((?:[\d?]+x)*)\w+[^>]*>")
