@@ -40,9 +40,10 @@ from scalepoint.support.torch_state import serialized
 from scalepoint.verification.agreement import Agreement, compare_outputs, describe_nothing_compared, worst_sqnr
 from scalepoint.verification.benchmarking import baseline_file, benchmark, check_baseline, explain_crash
 from scalepoint.verification.choices import FollowChoices, RuntimeChoice, read_runtime_choices
-from scalepoint.verification.departure import find_departure, predict_saturation
+from scalepoint.verification.departure import find_departure, find_product_departure, predict_saturation
 from scalepoint.verification.file_formats import check_exists, find_file_format, read_file_info
 from scalepoint.verification.layer_times import LayerTime
+from scalepoint.verification.products import match_products, simulate_products
 from scalepoint.verification.profiling import map_layer_names, profile
 from scalepoint.verification.result import (
     BOUND_DB,
@@ -133,7 +134,8 @@ def verify(
         result = replace(result, optimized=compared.agreements, choices=compared.choices)
         variant_fields = run.run_variants(executed)  # `unoptimized`, `exact` and `rounded`
         result = replace(result, **variant_fields, resized=_verify_other_sizes(run, model, model_inputs))
-        if layers and simulation.codes and info is not None and isinstance(model, fx.GraphModule):
+        has_layers = bool(simulation.codes) or runtime.shows_products
+        if layers and has_layers and info is not None and isinstance(model, fx.GraphModule):
             source = LayerOutputSource(model, model_inputs)
             result = replace(result, departure=_find_departure(run, compared.codes, info, result, source))
     if runtime.why_not_run:  # another program evaluated the file, so its speed says nothing
@@ -357,6 +359,8 @@ def _find_departure(
     A runtime that can expose the codes runs the same file again. For other runtimes a second file with the codes as
     outputs is written, but only if the outputs disagree.
     """
+    if run.runtime.shows_products and not codes:  # weight-only
+        return _find_product_departure(run, result, source)
     answer: TaskResult | None = None
     quantizers: Mapping[str, str] = {}
     if run.runtime.shows_codes:
@@ -373,6 +377,17 @@ def _find_departure(
         result.unoptimized,
         random_nodes=find_random_nodes(source.model),
     )
+
+
+def _find_product_departure(run: _RuntimeRun, result: Verification, source: LayerOutputSource) -> Departure | None:
+    """Find the first layer of a weight-only file whose product differs from the simulation."""
+    expected = simulate_products(source.model, source.inputs)
+    answer = run.run_file(expose=True) if expected else None
+    if answer is None or answer.status != Status.OK:
+        return None
+    pairs = match_products(expected, run.files.outputs(answer))
+    random_nodes = find_random_nodes(source.model)
+    return find_product_departure(pairs, result.optimized, result.unoptimized, random_nodes)
 
 
 def _run_with_layer_outputs(run: _RuntimeRun, source: LayerOutputSource) -> tuple[TaskResult | None, Mapping[str, str]]:

@@ -34,9 +34,10 @@ from scalepoint.spec import (
     QuantizationSpec,
 )
 from scalepoint.spec.palette import INDEX_BITS, palette_spec
-from scalepoint.support.coreai_text import ProgramText, convert_floats
+from scalepoint.support.coreai_text import ProgramText, convert_floats, find_products, product_name
 from scalepoint.support.files import compute_digest
 from scalepoint.verification import Status
+from scalepoint.verification.products import simulate_products
 from tests.errors import raises
 from tests.formats.apple.conftest import CONFIGS, net, pictures, quantized
 
@@ -174,14 +175,36 @@ def test_the_first_layer_whose_codes_differ_from_the_simulation_is_named(tmp_pat
     path, model = exported()
     assert set(COREAI.about(path).quantizers) >= {"input_quant/QuantizeLinear", "4_5_quant/QuantizeLinear"}
     assert scalepoint.verify(path, model, pictures()).departure is None
-    program = read_program(path)
-    scale = "layer.4_5_quant.scale"
-    halved = np.frombuffer(bytes.fromhex(program.constants[scale]), np.float16) / 2
-    constants = {**program.constants, scale: halved.astype(np.float16).tobytes().hex().upper()}
-    changed = edited(tmp_path / "m.aimodel", lambda program: replace(program, constants=constants), path)
+    changed = edited(tmp_path / "m.aimodel", partial(with_halved_constant, "layer.4_5_quant.scale"), path)
     result = scalepoint.verify(changed, model, pictures())
     assert result.departure is not None
     assert result.departure.where == "4_5_quant"
+
+
+def with_halved_constant(name: str, program: ProgramText) -> ProgramText:
+    halved = np.frombuffer(bytes.fromhex(program.constants[name]), np.float16) / 2
+    digits = halved.astype(np.float16).tobytes().hex().upper()
+    return replace(program, constants={**program.constants, name: digits})
+
+
+@pytest.mark.parametrize(
+    ("config", "constant"), [("weights int4 per channel", "scale"), ("palettes of 3 bits per group", "tables")]
+)
+def test_the_first_layer_of_a_weight_only_file_whose_product_differs_is_named(
+    config: str, constant: str, tmp_path: Path
+) -> None:
+    path, model = exported(config)
+    layers = simulate_products(model, ((pictures(),), {}))
+    assert set(find_products(read_program(path))) == {
+        product_name(name.rpartition(".")[0] + ".stored_" + name.rpartition(".")[2]) for name in layers
+    }
+    assert len(layers) == 3
+    assert scalepoint.verify(path, model, pictures()).departure is None
+    edit = partial(with_halved_constant, f"layer.4_5.stored_conv.{constant}")
+    result = scalepoint.verify(edited(tmp_path / "m.aimodel", edit, path), model, pictures())
+    assert result.departure is not None
+    assert result.departure.where == "4_5.conv"
+    assert "4_5.conv" in str(result)
 
 
 def test_truncated_and_damaged_programs_are_reported_without_a_crash(tmp_path: Path) -> None:

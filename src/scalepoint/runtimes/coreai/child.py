@@ -38,7 +38,7 @@ class TooSlowError(Exception):
 
 
 class File:
-    """A loaded program. Options: expose (return the codes of every quantizer too)."""
+    """A loaded program. Options: expose (return the codes of every quantizer and the product of every layer too)."""
 
     gaps = (TooSlowError,)
 
@@ -46,7 +46,7 @@ class File:
         self.path = Path(path)
         self.program = TEXT["parse_program"](str(AIModelAsset.load(path).program))
         if options.get("expose"):
-            self.program = TEXT["with_codes_as_outputs"](self.program)
+            self.program = TEXT["with_layers_as_outputs"](self.program)
         self.is_changed = bool(options.get("expose"))
         header = next(line for line in self.program.lines if TEXT["MAIN_GRAPH"] in line)
         arguments, _, results = header.partition(") -> ")
