@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, fx, nn
 
-from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
+from scalepoint.errors import ScalepointError, ScalepointWarning, StoreError, VerificationError
 from scalepoint.formats import ExportRequest, FileInfo
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.dynamic_axes import resize_inputs
@@ -37,6 +37,7 @@ from scalepoint.support.cpu import instruction_set
 from scalepoint.support.files import TemporaryFolder
 from scalepoint.support.formatting import to_one_line
 from scalepoint.support.torch_state import serialized
+from scalepoint.targets.target import parse_float_dtype
 from scalepoint.verification.agreement import Agreement, compare_outputs, describe_nothing_compared, worst_sqnr
 from scalepoint.verification.benchmarking import baseline_file, benchmark, check_baseline, explain_crash
 from scalepoint.verification.choices import FollowChoices, RuntimeChoice, read_runtime_choices
@@ -56,6 +57,7 @@ from scalepoint.verification.result import (
     Verification,
 )
 from scalepoint.verification.simulation import build_feeds, simulate
+from scalepoint.verification.smaller_inputs import describe_sizes, shrink_inputs
 
 Feeds = Mapping[str, np.ndarray]
 Codes = Mapping[str, list[Tensor]]
@@ -126,6 +128,9 @@ def verify(
     with exchange_files(feeds) as files:
         run = _RuntimeRun(runtime, path, simulation, feeds, files, threads, seconds, memory, bound)
         answer = run.run_file(executed=True)
+        if answer.status == Status.NOT_VERIFIED and runtime.retries_smaller and isinstance(model, fx.GraphModule):
+            source = LayerOutputSource(model, model_inputs)
+            return _verify_with_smaller_inputs(run, replace(result, message=answer.message), info, source, layers=layers)
         if answer.status != Status.OK:
             answer = explain_crash(runtime, answer, files, None if float_path is None else Path(float_path), seconds)
             return replace(result, status=answer.status, message=answer.message, is_run=not runtime.why_not_run)
@@ -155,6 +160,49 @@ def verify(
     low_precision, fallbacks = count_low_precision(executed)
     counts = dict(Counter(node["op"] for node in executed))
     return replace(result, executed=counts, low_precision=low_precision, fallbacks=fallbacks)
+
+
+def _verify_with_smaller_inputs(
+    run: "_RuntimeRun", result: Verification, info: FileInfo | None, source: "LayerOutputSource", *, layers: bool
+) -> Verification:
+    """Verify a file of the same model that is written for smaller inputs, because this file takes too long to run.
+
+    The codes, scales and tables of both files are compared with those of the model. The result is not that of a run of
+    this file: `is_run` is False, and the message names the inputs.
+    """
+    file_format = find_file_format(run.path, run.runtime)
+    metadata = {} if info is None else info.metadata
+    float_dtype = parse_float_dtype(metadata.get("scalepoint.float_dtype"))
+    runtime = replace(run.runtime, retries_smaller=False)
+    reasons = []
+    for inputs in shrink_inputs(source.inputs):
+        sizes = describe_sizes(inputs)
+        with TemporaryFolder() as folder:
+            path = folder / run.path.name
+            try:
+                file_format.write(source.model, path, ExportRequest(inputs, float_dtype=float_dtype, metadata=metadata))
+                smaller = verify(
+                    path, source.model, inputs[0], kwargs=inputs[1], runtime=runtime, threads=run.threads,
+                    seconds=run.seconds, memory=run.memory, bound=run.bound, layers=layers,
+                )  # fmt: skip
+            except (ScalepointError, RuntimeError) as error:  # the model is not one for inputs of other sizes
+                reasons.append(f"{sizes}: {to_one_line(str(error))}")
+                continue
+        if smaller.status == Status.NOT_VERIFIED:
+            reasons.append(f"{sizes}: {smaller.message}")
+            continue
+        ran = f"the file was not run: {result.message}. A file of the same model for smaller inputs ({sizes}) was run"
+        return replace(
+            smaller,
+            path=result.path,
+            size=result.size,
+            made_for=result.made_for,
+            message=f"{ran}; {smaller.message}",
+            differences=tuple(dict.fromkeys((*result.differences, *smaller.differences))),
+            is_run=False,
+        )
+    tried = f"; nor was a file for smaller inputs run ({'; '.join(reasons)})" if reasons else ""
+    return replace(result, status=Status.NOT_VERIFIED, message=result.message + tried, is_run=not run.runtime.why_not_run)
 
 
 class _BaselineFiles(NamedTuple):

@@ -120,6 +120,49 @@ def test_deploy_writes_a_float16_file_with_float32_inputs_and_metadata(tmp_path:
     assert "scalepoint bench" not in str(done.report)
 
 
+class WithoutBatch(nn.Module):
+    """A network for one batch size: the batch is part of a shape that is written as a number."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.first, self.last, self.rows = nn.Linear(1024, 1024), nn.Linear(1024, 1024), rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)).reshape(self.rows, 1024))
+
+
+def test_a_file_that_takes_too_long_is_verified_by_one_for_a_smaller_input(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rows = 10_000  # 21 billion multiplications
+    model, x = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)).eval(), torch.randn(rows, 1024)
+    narrow = quantize(model, x[:4], QuantConfig.weight_only("int8", None), target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    result = scalepoint.verify(path, narrow, x)
+    assert result.holds
+    assert not result.is_run
+    assert result.sqnr > 40
+    assert "21.0 billion multiplications" in result.message
+    assert "smaller inputs (1x1024) was run" in result.message
+    assert (result.path, result.size) == (str(path), COREAI.about(path).size)
+    name = next(name for name in read_program(path).constants if name.endswith(".codes"))
+    changed = edited(tmp_path / "changed.aimodel", partial(with_changed_byte, name), path)
+    assert not scalepoint.verify(changed, narrow, x).holds
+
+
+def test_a_file_that_takes_too_long_and_has_one_size_is_not_verified(tmp_path: Path) -> None:
+    rows = 10_000
+    model, x = WithoutBatch(rows).eval(), torch.randn(rows, 1024)
+    config = QuantConfig.weight_only("int8", None)
+    with pytest.warns(UserWarning, match="fixed at 10000"):
+        narrow = quantize(model, x, config, target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    result = scalepoint.verify(path, narrow, x)
+    assert result.status == Status.NOT_VERIFIED
+    assert not result.is_refuted
+    assert "billion multiplications" in result.message
+    assert "nor was a file for smaller inputs run" in result.message
+
+
 def test_weights_take_the_space_of_their_bits(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
     configs = {
