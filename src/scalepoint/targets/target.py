@@ -78,6 +78,11 @@ class Accepted:
     dynamic: bool = True  # whether scales may be computed in every call; False: they are constants of the file
     pruned_palettes: bool = False  # whether pruned weights may have palettes
 
+    @property
+    def is_for_palettes(self) -> bool:
+        """Whether the row lists palettes."""
+        return "per_grouped_channel" in self.granularities
+
     def distance(self, dtype: CodeType) -> tuple[bool, bool, int]:
         """Return a sort key for how much a dtype differs from those of this row: listed, float or integer, width."""
         dtype_format, row_format = get_format(dtype), get_format(self.dtypes[0])
@@ -314,7 +319,9 @@ class Target:
         ]
         if any(mismatch is None for _, mismatch in mismatches):
             return
-        nearest_first = sorted(mismatches, key=lambda pair: pair[0].distance(spec.dtype))
+        nearest_first = sorted(
+            mismatches, key=lambda pair: (pair[0].is_for_palettes != is_palette(spec), *pair[0].distance(spec.dtype))
+        )
         mismatch = nearest_first[0][1] if nearest_first else f"any {role}"
         row = next((row for row, _ in nearest_first if not (kind and row.kinds) or kind in row.kinds), None)
         if row is None:

@@ -22,7 +22,7 @@ from scalepoint.errors import ExportError, StoreError, TargetError, Verification
 from scalepoint.formats import find_format
 from scalepoint.formats.apple.coreai.elements import from_bytes, to_bytes
 from scalepoint.formats.apple.coreai.package import PROGRAM_FILE, read_program, write_package
-from scalepoint.quantize import QuantConfig
+from scalepoint.quantize import QuantConfig, bits_per_weight
 from scalepoint.quantize.presets import COREAI_IOS, COREAI_MACOS, MXFP4, NVFP4
 from scalepoint.quantize.quantize_model import quantize
 from scalepoint.spec import (
@@ -455,6 +455,88 @@ def test_pruned_weights_are_stored_without_their_zeros(tmp_path: Path) -> None:
     mask = next(name for name in read_program(path).constants if name.endswith(".mask"))
     changed = edited(tmp_path / "changed.aimodel", partial(with_moved_bit, mask), path)
     assert any("mask bits differ" in difference for difference in COREAI.compare(changed, narrow))
+
+
+def test_pruned_palettes_store_the_indices_of_kept_weights_only(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
+    config = QuantConfig.palettes(4, sparsity="2:4")
+    narrow = quantize(model, x, config, target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    assert (path / PROGRAM_FILE).stat().st_size == pytest.approx(2 * 256 * 256 * 3 / 8, abs=6000)
+    assert bits_per_weight(narrow).bpw == pytest.approx(3, abs=0.01)
+    result = scalepoint.verify(path, narrow, x)
+    assert result.executed["lut_to_sparse_with_bitmask"] == 2
+    assert result.low_precision == 2
+    assert result.differences == ()
+    assert result.sqnr > 50
+    mask = next(name for name in read_program(path).constants if name.endswith(".mask"))
+    changed = edited(tmp_path / "changed.aimodel", partial(with_moved_bit, mask), path)
+    assert any("mask bits differ" in difference for difference in COREAI.compare(changed, narrow))
+
+
+def test_an_index_of_a_vector_palette_stands_for_two_channels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
+    narrow = quantize(model, x, QuantConfig.palettes(4, cluster_dim=2), target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    assert (path / PROGRAM_FILE).stat().st_size == pytest.approx(2 * 256 * 256 * 2 / 8, abs=6000)
+    result = scalepoint.verify(path, narrow, x)
+    assert result.low_precision == 2
+    assert result.differences == ()
+    assert result.sqnr > 50
+    tables = next(name for name in read_program(path).constants if name.endswith(".tables"))
+    changed = edited(tmp_path / "changed.aimodel", partial(with_changed_byte, tables), path)
+    assert any("entries differ" in difference for difference in COREAI.compare(changed, narrow))
+
+
+STEPS_WITH_A_CACHE = """
+import asyncio, os, sys
+import coreai_torch, numpy, torch
+from coreai.authoring.asset import AIModelAsset
+from coreai.runtime import NDArray
+
+
+class Cache(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(1, 2, 4, 8, dtype=torch.int8))
+
+    def forward(self, k, position):
+        self.cache.index_copy_(2, position, (k / 0.05).round().clamp(-128, 127).to(torch.int8))
+        return (self.cache.to(torch.float32) * 0.05).sum(-1)
+
+
+async def run(path):
+    state, expected = {"cache": NDArray(numpy.zeros((1, 2, 4, 8), numpy.int8))}, Cache()
+    async with AIModelAsset.load(path).executable() as model:
+        function = model.load_function("main")
+        for step in range(2):
+            k = torch.randn(1, 2, 1, 8)
+            feeds = {"k": NDArray(k.numpy()), "position": NDArray(numpy.array([step], numpy.int32))}
+            (output,) = (await function(feeds, state)).values()
+            assert numpy.allclose(output.numpy(), expected(k, torch.tensor([step])))
+        assert expected.cache[:, :, :2].any() and numpy.array_equal(state["cache"].numpy(), expected.cache)
+
+
+program = torch.export.export(Cache(), (torch.randn(1, 2, 1, 8), torch.tensor([1])))
+converter = coreai_torch.TorchConverter()
+converter.add_exported_program(
+    program.run_decompositions(coreai_torch.get_decomp_table()), input_names=["k", "position"], state_names=["cache"]
+)
+converter.to_coreai().save_asset(sys.argv[1])
+asyncio.run(run(sys.argv[1]))
+print("both steps are equal", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_the_runtime_keeps_an_int8_cache_as_state(tmp_path: Path) -> None:
+    """What docs/targets/coreai.md says about caches; scalepoint itself writes no state."""
+    command = [sys.executable, "-c", STEPS_WITH_A_CACHE, str(tmp_path / "m.aimodel")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "both steps are equal" in result.stdout, result.stderr
 
 
 def with_moved_bit(name: str, program: ProgramText) -> ProgramText:
