@@ -10,8 +10,8 @@ float model. Sizes are those of the program (main.mlirb). "agrees" is our file a
 tensors of our file that differ from the model's (none may). Our files have accuracy="balanced", which reads the
 calibration data; --nearest adds our files with weights that are rounded to nearest.
 All networks but lite0, resnet8 and minilm have random weights. Pictures are small, because this runtime is slow.
-coreai-opt leaves the input projections of nn.MultiheadAttention in float, except in palettes. "projections float" leaves
-them in float too, next to the same file of coreai-opt.
+coreai-opt leaves the input projections of nn.MultiheadAttention in float, except in palettes. With "projections float"
+ours are float too, next to the same file of coreai-opt.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def livened(title: str, model: nn.Module, size: int) -> Subject:
 
 
 def small_vit() -> Subject:
-    """The one of networks.py with 32 pictures for calibration: its layers have up to 768 inputs, and 65 rows a picture."""
+    """The one of networks.py, with 32 pictures to calibrate: a layer has up to 768 inputs, and 65 rows per picture."""
     subject = single_samples("small_vit", 4)
     generator = torch.Generator().manual_seed(0)
     more = [torch.randn(1, 3, 32, 32, generator=generator) for _ in range(28)]

@@ -115,7 +115,7 @@ first two axes. "Refused" names who refuses: scalepoint refuses all of these bef
 | integer weights with e8m0 scales | the spec, as in coreai-opt; the compiler and the runtime accept them |
 | palettes of 5 bits, tables of int4 or fp4 | the compiler |
 | pruned palettes of vectors | the spec |
-| pruned weights of less than 8 bits, except palettes | stored with their zeros: the compiler has no sparse tensors of these dtypes |
+| pruned weights of less than 8 bits | stored with their zeros: the compiler has no sparse tensors of these dtypes |
 
 A dynamic scale is max|x| * (1 / 127.5) in the runtime and max|x| / 127.5 in the simulation. The largest value of a row
 is always on the border of two codes, so a few codes differ by one.

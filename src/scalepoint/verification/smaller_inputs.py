@@ -1,4 +1,4 @@
-"""Smaller inputs for a file that takes too long to run: one sample, then also half, a quarter and an eighth of its size.
+"""Smaller inputs for a file that takes too long to run: one sample, then also parts of its size.
 
 A file has the sizes of its example, so it cannot run with these inputs itself. `verify` writes another file of the same
 model for them.

@@ -130,7 +130,9 @@ def verify(
         answer = run.run_file(executed=True)
         if answer.status == Status.NOT_VERIFIED and runtime.retries_smaller and isinstance(model, fx.GraphModule):
             source = LayerOutputSource(model, model_inputs)
-            return _verify_with_smaller_inputs(run, replace(result, message=answer.message), info, source, layers=layers)
+            return _verify_with_smaller_inputs(
+                run, replace(result, message=answer.message), info, source, layers=layers
+            )
         if answer.status != Status.OK:
             answer = explain_crash(runtime, answer, files, None if float_path is None else Path(float_path), seconds)
             return replace(result, status=answer.status, message=answer.message, is_run=not runtime.why_not_run)
@@ -202,7 +204,9 @@ def _verify_with_smaller_inputs(
             is_run=False,
         )
     tried = f"; nor was a file for smaller inputs run ({'; '.join(reasons)})" if reasons else ""
-    return replace(result, status=Status.NOT_VERIFIED, message=result.message + tried, is_run=not run.runtime.why_not_run)
+    return replace(
+        result, status=Status.NOT_VERIFIED, message=result.message + tried, is_run=not run.runtime.why_not_run
+    )
 
 
 class _BaselineFiles(NamedTuple):

@@ -125,7 +125,10 @@ def _list_tensors(
     if isinstance(module, StoredPalette):
         if module.mask is not None:
             kept = module.codes[module.mask != 0]
-            tensors = {"codes": ("indices of kept weights", kept, module.fmt), "mask": ("mask bits", module.mask, "uint1")}
+            tensors = {
+                "codes": ("indices of kept weights", kept, module.fmt),
+                "mask": ("mask bits", module.mask, "uint1"),
+            }
         shape = table_shape(codes, tuple(module.tables.shape), module.axis)
         return {**tensors, "tables": ("entries", module.tables.reshape(shape), scale_dtype)}
     shape = blockwise_shape(codes, tuple(module.scale.shape), module.axis)

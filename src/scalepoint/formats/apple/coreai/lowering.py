@@ -49,7 +49,15 @@ def register_operators(converter: Any, program: ExportedProgram, sparse_codes: f
         sparse_codes: Paths of the codes that are stored without their zeros.
     """
     lowerings = _Lowerings(program, sparse_codes)
-    for name in ("quantize", "dequantize", "quantize_minval", "dequantize_minval", "look_up", "look_up_kept", "symmetric_rows"):
+    for name in (
+        "quantize",
+        "dequantize",
+        "quantize_minval",
+        "dequantize_minval",
+        "look_up",
+        "look_up_kept",
+        "symmetric_rows",
+    ):
         for overload in ("", ".default"):
             converter.register_torch_lowering(f"scalepoint::{name}{overload}")(getattr(lowerings, name))
 
