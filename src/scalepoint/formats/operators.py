@@ -109,7 +109,8 @@ def _looked_up_shape(codes: Tensor, tables: Tensor, axis: int) -> list[int]:
 @torch.library.custom_op("scalepoint::look_up_kept", mutates_args=())
 def look_up_kept(codes: Tensor, mask: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
     """Return the table entries (groups, entries) that `codes` index; 0 where `mask` is 0."""
-    return look_up(codes, tables, axis, fmt) * mask
+    values: Tensor = look_up(codes, tables, axis, fmt)
+    return values * mask
 
 
 @look_up_kept.register_fake
