@@ -491,7 +491,7 @@ def test_an_index_of_a_vector_palette_stands_for_two_channels(tmp_path: Path) ->
 
 
 STEPS_WITH_A_CACHE = """
-import asyncio, os, sys
+import asyncio, os, pathlib, sys
 import coreai_torch, numpy, torch
 from coreai.authoring.asset import AIModelAsset
 from coreai.runtime import NDArray
@@ -524,7 +524,7 @@ converter = coreai_torch.TorchConverter()
 converter.add_exported_program(
     program.run_decompositions(coreai_torch.get_decomp_table()), input_names=["k", "position"], state_names=["cache"]
 )
-converter.to_coreai().save_asset(sys.argv[1])
+converter.to_coreai().save_asset(pathlib.Path(sys.argv[1]))
 asyncio.run(run(sys.argv[1]))
 print("both steps are equal", flush=True)
 os._exit(0)
