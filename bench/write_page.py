@@ -574,7 +574,7 @@ def main() -> int:
         page = next((path for path, text in pages.items() if begin in text), None)
         if page is None:
             raise SystemExit(f"no page of {PAGES} has {begin}")
-        path = ROOT / "out" / f"{source}.json"
+        path = (ROOT / "out" / f"{source}.json").resolve()  # without out/, too: some results are in docs/
         if source in RAW:
             if path.exists():
                 RAW_FOLDER.mkdir(exist_ok=True)

@@ -81,8 +81,9 @@ NOT_RUN = {
 - No large program in float16: products in float16 take about 100 times as long as in float32. Above 10 million
   multiplications the float16 numbers are converted to float32, without rounding, before the run. An overflow of
   float16 sums is not found then.
-- No program with more than 20 billion multiplications: the report says so, and the file is only compared bit by bit.
-  Give an example with a smaller batch or size to run it.
+- No program with more than 20 billion multiplications: a program of the same model for smaller inputs runs instead
+  (one sample, then also half, a quarter and an eighth of its size). The codes, scales and tables of both files are
+  compared bit by bit, and the message names the inputs. If the model takes inputs of one size only, nothing runs.
 - No state, such as a KV cache: see below.
 
 ## What the compiler and the runtime accept
@@ -97,6 +98,8 @@ first two axes. "Refused" names who refuses: scalepoint refuses all of these bef
 | weight | float4_e2m1fn | the same | none | e8m0 (MXFP4) |
 | weight, pruned | int8, uint8 | the same | none | float |
 | palette | uint1, uint2, uint3, uint4, uint6, uint8 | groups of output channels | none | float entries |
+| palette of vectors | the same indices | the same | none | entries for 2 or more neighbouring channels |
+| palette, pruned | the same indices | the same | none | float entries, without vectors |
 | activation | int8, int4, uint8, uint4 | tensor, channel | zero point, float minimum | float |
 | activation | float8_e4m3fn, float8_e5m2, float4_e2m1fn | tensor, channel | none | float; e8m0 is stored as float |
 | activation | int8, dynamic | a row of a linear layer's input | none | computed by the program |
@@ -111,6 +114,7 @@ first two axes. "Refused" names who refuses: scalepoint refuses all of these bef
 | dynamic activations per tensor, or with zero points | not written by scalepoint |
 | integer weights with e8m0 scales | the spec, as in coreai-opt; the compiler and the runtime accept them |
 | palettes of 5 bits, tables of int4 or fp4 | the compiler |
+| pruned palettes of vectors | the spec |
 | pruned weights of less than 8 bits | stored with their zeros: the compiler has no sparse tensors of these dtypes |
 
 A dynamic scale is max|x| * (1 / 127.5) in the runtime and max|x| / 127.5 in the simulation. The largest value of a row
@@ -124,11 +128,15 @@ a cache as state were converted by coreai-torch and run in two steps on Linux:
 | update of the cache | result |
 | --- | --- |
 | `cache.index_copy_(2, position, k)` | runs; both steps are in the cache |
+| the same with an int8 or uint8 cache and `(k / scale).round()` | runs; both steps equal PyTorch |
 | `cache.copy_(torch.where(mask, k, cache))` | runs; both steps are in the cache |
 | `cache[:, :, position] = k`, `cache[position] = k` | the process ends in scatter_nd: "Index 1 is out of bounds" |
 
 The cause is in coreai-torch 0.4.3: Python's assignment removes leading axes of size 1 from `k`, and the converter of
 index_put does not broadcast the values again if the indices are inputs. The program then has more values than indices.
+
+So the runtime holds quantized caches. scalepoint does not write them: it captures a model as a function of its inputs,
+and has no state that a call changes.
 """,
 }
 

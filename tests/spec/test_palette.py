@@ -36,6 +36,10 @@ def test_unsupported_widths_and_components_are_errors() -> None:
     wrong = palette_spec(4).replace(qparam_calculator_cls="static")
     with pytest.raises(SpecError, match="fake_quantize_cls='palette'"):
         QuantizationComponentFactory.create_fake_quantizer(wrong, "weight")
+    with raises(SpecError, "a pruned palette has no vectors", "cluster_dim=1"):
+        quantize(net(), torch.randn(2, 3, 8, 8), QuantConfig.palettes(4, cluster_dim=2, sparsity=0.5), target="coreai")
+    with raises(TargetError, "'coreml'", "palettes of pruned weights"):
+        quantize(net(), torch.randn(2, 3, 8, 8), QuantConfig.palettes(4, sparsity=0.5), target="coreml")
     with pytest.raises(TargetError, match="granularity per_grouped_channel"):
         quantize(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8), QuantConfig.palettes(4), target="onnxruntime")
 
@@ -57,6 +61,22 @@ def test_a_palettized_model_is_saved_and_loaded_bit_by_bit_and_appears_in_the_co
     tables = [layer.weight_quant.scale for layer in quantized.modules() if isinstance(layer, QuantizedLayer)]
     assert [tuple(layer.shape) for layer in tables] == [(2, 16), (3, 16)]
     assert all(torch.equal(layer, layer.half().float()) for layer in tables)
+
+
+def test_the_tables_of_a_pruned_palette_are_those_of_the_kept_weights() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    model = quantize(net(), x, QuantConfig.palettes(2, sparsity=0.5), target="coreai", freeze_weights=True).eval()
+    for layer in quantized_weights(model):
+        quant, weight = layer.weight_quant, layer.to_output_first(layer.fold_norm()[0])
+        weight = weight.detach()
+        kept = weight[quant.mask]
+        deployed = quant.values(layer.get_deployed().codes)
+        assert quant.mask.float().mean() == pytest.approx(0.5, abs=0.01)
+        assert not deployed[~quant.mask].any()
+        assert deployed[quant.mask].abs().min() > 0.1 * kept.abs().mean()
+        assert len(deployed.unique()) == 5
+        assert float((deployed[quant.mask] - kept).square().mean()) < 0.05 * float(kept.square().mean())
+        assert torch.equal(quant(weight), deployed)
 
 
 def test_a_layer_stays_float_with_a_reason_if_groups_do_not_divide_its_channels() -> None:

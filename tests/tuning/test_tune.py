@@ -138,6 +138,33 @@ def test_the_intercept_alone_changes_no_code(net, data):
     assert any(layer.bias_shift is not None for layer in model.modules() if isinstance(layer, QuantizedLayer))
 
 
+class Pooled(nn.Module):
+    """A layer with many rows per sample, and a head with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(torch.relu(self.body(x)).mean(1))
+        return y
+
+
+def test_a_layer_with_few_rows_keeps_its_codes_and_gets_the_bias_that_corrects_the_mean():
+    torch.manual_seed(0)
+    model, samples = Pooled().eval(), [torch.randn(1, 64, 32) for _ in range(4)]
+    weight_only = QuantConfig(activation="float", weight=TensorQuantConfig(n_bits=4, per_channel=True))
+    narrow = quantize(model, samples[0], weight_only, freeze_weights=True)
+    before = codes(narrow)
+    report = tune(narrow, samples, progress=False)
+    after = codes(narrow)
+    (head,) = [row for row in report.layers if row.name == "head"]
+    assert "head" not in report.left
+    assert head.step == "intercept"
+    assert head.after < head.before
+    assert [torch.equal(old, new) for old, new in zip(before, after, strict=True)] == [False, True]
+
+
 def test_tuning_again_changes_nothing_and_says_why(net, data):
     model = quantized(net, data)
     tune(model, data, progress=False)

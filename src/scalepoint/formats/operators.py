@@ -2,7 +2,8 @@
 
     quantize      codes = clamp(round(x / scale) + zero_point, low, high)
     dequantize    x' = (codes - zero_point) * scale
-    look_up       x' = table[codes], for palettized weights
+    look_up       x' = table[codes], for palettized weights; entries may be vectors of neighbouring channels
+    look_up_kept  the same; pruned weights are 0
     rows          x' = x rounded to int8 per row, with parameters computed from each row
     symmetric_rows      the same without zero points
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics import get_format
-from scalepoint.numerics.palette import from_groups, to_groups
+from scalepoint.numerics.palette import from_groups, from_vectors, to_groups
 from scalepoint.spec.spec import to_dtype
 
 
@@ -84,13 +85,36 @@ def _(codes: Tensor, scale: Tensor, minval: Tensor, axis: int, block: int, fmt: 
 
 @torch.library.custom_op("scalepoint::look_up", mutates_args=())
 def look_up(codes: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
-    """Return the table entries that `codes` index. Tables: (groups, entries); consecutive channels form a group."""
-    values = tables.gather(-1, to_groups(codes, axis, tables.shape[0]).long())
-    return from_groups(values, codes.shape, axis).contiguous()
+    """Return the table entries that `codes` index; consecutive channels form a group.
+
+    Tables: (groups, entries), or (groups, entries, dim). With vectors, a code stands for `dim` channels of `axis`.
+    """
+    index = to_groups(codes, axis, tables.shape[0]).long()
+    if tables.ndim == 2:
+        return from_groups(tables.gather(-1, index), codes.shape, axis).contiguous()
+    vectors = tables.gather(1, index[..., None].expand(*index.shape, tables.shape[-1]))
+    return from_vectors(vectors, torch.Size(_looked_up_shape(codes, tables, axis)), axis).contiguous()
 
 
 @look_up.register_fake
 def _(codes: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
+    return torch.empty(_looked_up_shape(codes, tables, axis), dtype=tables.dtype, device=codes.device)
+
+
+def _looked_up_shape(codes: Tensor, tables: Tensor, axis: int) -> list[int]:
+    dim = tables.shape[2] if tables.ndim == 3 else 1
+    return [size * dim if index == axis else size for index, size in enumerate(codes.shape)]
+
+
+@torch.library.custom_op("scalepoint::look_up_kept", mutates_args=())
+def look_up_kept(codes: Tensor, mask: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
+    """Return the table entries (groups, entries) that `codes` index; 0 where `mask` is 0."""
+    values: Tensor = look_up(codes, tables, axis, fmt)
+    return values * mask
+
+
+@look_up_kept.register_fake
+def _(codes: Tensor, mask: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
     return torch.empty(codes.shape, dtype=tables.dtype, device=codes.device)
 
 

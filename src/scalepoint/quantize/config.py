@@ -429,6 +429,7 @@ class QuantConfig(Config):
         *,
         cluster_dim: int = 1,
         table_dtype: str | None = None,
+        sparsity: Any = None,
         overrides: Sequence[Override] = (),
     ) -> Self:
         """Make a config that stores weights as indices into tables of float values; activations stay float.
@@ -438,11 +439,12 @@ class QuantConfig(Config):
             group_size: Number of output channels that share a table; None for one table per weight.
             cluster_dim: Number of output channels that share an index: n_bits / cluster_dim bits per weight.
             table_dtype: "int8", "float8_e4m3fn" or "float8_e5m2" entries of the tables; None for float.
+            sparsity: Which weights are pruned, for example 0.5 or "2:4"; the others share the tables.
             overrides: Different settings for some operations.
         """
         return cls(
             activation=FLOAT,
-            weight=palette_spec(n_bits, group_size, cluster_dim, table_dtype),
+            weight=palette_spec(n_bits, group_size, cluster_dim, table_dtype, sparsity),
             overrides=tuple(overrides),
         )
 

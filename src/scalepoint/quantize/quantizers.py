@@ -41,6 +41,7 @@ from scalepoint.spec import (
 )
 from scalepoint.spec.extended import get_sparsity
 from scalepoint.spec.onnx_export import quantize_linear
+from scalepoint.spec.palette import is_palette
 from scalepoint.spec.state import Stateful
 
 MIN_WEIGHT_RANGE = 1e-8  # a constant weight gets a scale of this range, not of zero
@@ -363,8 +364,12 @@ class WeightFakeQuantize(QuantizerBase):
             if self.quantizer.is_disabled():
                 return weight
         if frozen:
-            return self.quantizer.simulate(weight, self.broadcast_qparams(weight))
-        return self.simulate(weight)
+            return self._prune_palette(self.quantizer.simulate(weight, self.broadcast_qparams(weight)))
+        return self._prune_palette(self.simulate(weight))
+
+    def _prune_palette(self, values: Tensor) -> Tensor:
+        """Set pruned weights of a palette to zero: its tables are those of the other weights and need not have a 0."""
+        return values * self.mask if self.mask is not None and is_palette(self.spec) else values
 
     @property
     def has_channel_scales(self) -> bool:
@@ -459,7 +464,7 @@ class WeightFakeQuantize(QuantizerBase):
     def values(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values of codes."""
         values: Tensor = self.quantizer.dequantize(codes, *self.broadcast_qparams(codes), output_dtype=dtype)
-        return values
+        return self._prune_palette(values)
 
     def to_qdq_nodes(self, values: Tensor) -> Tensor:
         """Emit the ONNX nodes QuantizeLinear and DequantizeLinear for values of codes.

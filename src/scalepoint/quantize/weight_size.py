@@ -89,8 +89,11 @@ def count_weight_bits(spec: QuantizationSpec, shape: tuple[int, ...], target: Ta
     float_bits = 16 if target is not None and target.has_half_scales else 32
     if isinstance(granularity, PerGroupedChannelGranularity):  # a palette
         _, tables = granularity.count_groups(shape)
-        cluster_dim = get_cluster_dim(spec)
-        return count * spec.n_bits / cluster_dim + tables * (1 << spec.n_bits) * cluster_dim * float_bits
+        cluster_dim, sparsity = get_cluster_dim(spec), get_sparsity(spec)
+        index_bits = spec.n_bits / cluster_dim
+        if sparsity is not None:  # only kept weights have an index, and there is a bit per weight
+            index_bits = index_bits * sparsity.kept_share + 1
+        return count * index_bits + tables * (1 << spec.n_bits) * cluster_dim * float_bits
     block = granularity.get_block_size(shape)
     scales = prod(ceil(size / extent) for size, extent in zip(shape, block, strict=True))
     scale_bits = float_bits if spec.scale_dtype is None else 8 * spec.scale_dtype.itemsize

@@ -51,6 +51,8 @@ class Runtime:
         variants: Other settings with which `verify` runs files once more.
         profiles: The child supports the option "profile" and `profiled()`, the time of every node.
         shows_codes: The child supports the option "expose": the codes at every quantizer become outputs.
+        shows_products: With "expose", the product of every layer whose weight is stored as codes becomes an output too.
+        retries_smaller: The child refuses files that take too long. Then `verify` runs a file for a smaller input.
         detect: Whether the runtime is installed, if it is not a Python package.
         install: Command that installs the runtime, if it is not `pip install PACKAGE`.
         check_platform: Returns why the child evaluates files on this machine instead of running them; "" if it runs
@@ -66,6 +68,8 @@ class Runtime:
     variants: tuple[Variant, ...] = field(default=(), hash=False)
     profiles: bool = False
     shows_codes: bool = False
+    shows_products: bool = False
+    retries_smaller: bool = False
     detect: Callable[[], bool] | None = None
     install: str = ""
     check_platform: Callable[[], str] | None = None

@@ -3,6 +3,7 @@
     palette_spec(n_bits=4, group_size=16)      a table of 16 values for 16 channels; group_size=None: one table
     palette_spec(n_bits=4, cluster_dim=2)      an index for the weights of two neighbouring channels: 2 bits per weight
     palette_spec(n_bits=4, table_dtype="int8")     tables of int8 values, with one scale per table
+    palette_spec(n_bits=4, sparsity=0.5)           half of the weights are 0, and have no index in a file
 
 Core ML and Core AI run them (lut_to_dense). The tables are stored as the scale: (groups, 2^n), or (groups, 2^n,
 cluster_dim). Codes have the shape of the weight: the channels that share an index repeat it.
@@ -39,6 +40,7 @@ from scalepoint.spec.granularity import (
 )
 from scalepoint.spec.onnx_export import in_onnx_export
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, StatefulQParamsCalculatorBase
+from scalepoint.spec.sparsity import Sparsity
 from scalepoint.spec.spec import QuantizationSpec, to_code_type
 
 INDEX_BITS = (1, 2, 3, 4, 6, 8)
@@ -79,8 +81,18 @@ class PaletteQParamsCalculator(StatefulQParamsCalculatorBase):
     In training the tables follow the weight: each batch improves them by one iteration.
     """
 
-    def __init__(self, *args: Any, cluster_dim: int = 1, table_dtype: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        cluster_dim: int = 1,
+        table_dtype: str | None = None,
+        sparsity: Sparsity | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        if sparsity is not None and cluster_dim > 1:
+            raise SpecError(f"a pruned palette has no vectors: use cluster_dim=1, got {cluster_dim}, or sparsity=None")
+        self.is_pruned = sparsity is not None  # the zeros of the weight are not stored, so tables are made without them
         self.cluster_dim = cluster_dim
         self.table_dtype = None if table_dtype is None else to_code_type(table_dtype)
 
@@ -91,7 +103,9 @@ class PaletteQParamsCalculator(StatefulQParamsCalculatorBase):
             vectors = to_vectors(tensor, axis, groups, self.cluster_dim)
             tables = make_vector_tables(vectors, 2**self.grid.format.bits, start=start)
         else:
-            tables = make_tables(to_groups(tensor, axis, groups), 2**self.grid.format.bits, start=start)
+            values = to_groups(tensor, axis, groups)
+            importance = (values != 0).to(torch.float32) if self.is_pruned else None
+            tables = make_tables(values, 2**self.grid.format.bits, importance, start)
         return QParams(self.round_tables(tables), torch.zeros((), dtype=torch.int32, device=tensor.device))
 
     def count_groups(self, shape: Sequence[int]) -> tuple[int, int]:
@@ -171,7 +185,11 @@ class PaletteFakeQuantize(FakeQuantizeImplBase):
 
 
 def palette_spec(
-    n_bits: int = 4, group_size: int | None = None, cluster_dim: int = 1, table_dtype: str | None = None
+    n_bits: int = 4,
+    group_size: int | None = None,
+    cluster_dim: int = 1,
+    table_dtype: str | None = None,
+    sparsity: Any = None,
 ) -> QuantizationSpec:
     """Build the spec of palettized weights: indices of `n_bits` bits into a table of values.
 
@@ -180,12 +198,14 @@ def palette_spec(
         group_size: Output channels that share a table. None: one table for the weight.
         cluster_dim: Neighbouring output channels that share an index; the entries of a table are vectors.
         table_dtype: "int8", "float8_e4m3fn" or "float8_e5m2" entries; None for float.
+        sparsity: Which weights are pruned, for example 0.5 or "2:4". The tables are those of the other weights.
     """
     if n_bits not in INDEX_BITS:
         raise SpecError(f"n_bits={n_bits}: must be one of {', '.join(map(str, INDEX_BITS))} for a palette")
     dtype = getattr(torch, f"uint{n_bits}")
     options: dict[str, Any] = {"cluster_dim": cluster_dim} if cluster_dim != 1 else {}
     options |= {"table_dtype": table_dtype} if table_dtype is not None else {}
+    options |= {"sparsity": sparsity} if sparsity is not None else {}
     return choose_spec_class(dtype, options)(
         dtype=dtype,
         qscheme="asymmetric",

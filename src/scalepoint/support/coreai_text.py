@@ -27,6 +27,18 @@ _NUMBER = re.compile(r"0x[0-9A-F]+|-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _FLOAT32_OPERATION = re.compile(rf"^ *%\S+ = ({'|'.join(map(re.escape, FLOAT32_OPERANDS))}) ([^{{:]*)(.*)$")
 _QUANTIZE = re.compile(r"^ *(%\S+) = coreai\.quantize %[^,]+, (%[^,]+),.*-> (tensor<[^>]*>)")
 _TENSOR_TYPE = re.compile(r"tensor<[^>]*>")
+_PRODUCT = re.compile(
+    r"^ *(%\S+) = coreai\.(?:decomposable\.)?(?:conv[123]d|conv_transpose\w*|(?:broadcasting_)?batch_matmul) "
+    r"%[^ ,]+, (%[^ ,]+).* -> (tensor<[^>]*>)"
+)
+_ANY_OPERATION = re.compile(r"^ *(%\S+) = coreai\.([\w.]+) (%[^ ,]+)")
+# Operations that a weight goes through between its codes and its product. Codes are their first operand.
+_WEIGHT_OPERATIONS = frozenset(
+    (
+        "blockwise_shift_scale", "lut_to_dense", "lut_to_sparse_with_bitmask", "build_sparse_with_bitmask",
+        "sparse_with_bitmask_to_dense", "transpose", "reshape", "cast",
+    )
+)  # fmt: skip
 _ARGUMENT = re.compile(r"(%arg\d+): (tensor<[^>]*>)")
 
 
@@ -84,9 +96,41 @@ def find_quantizers(program: ProgramText) -> dict[str, tuple[str, str]]:
     }
 
 
-def with_codes_as_outputs(program: ProgramText) -> ProgramText:
-    """Return a program that also returns the codes of its quantizers."""
-    quantizers = find_quantizers(program)
+def product_name(path: str) -> str:
+    """Return the name of the output that shows the product of a layer, without its bias."""
+    return re.sub(r"[^A-Za-z0-9_.]", "_", path) + "/product"
+
+
+def find_products(program: ProgramText) -> dict[str, tuple[str, str]]:
+    """Return the value and type of the products whose weight is stored as codes, by `product_name`.
+
+    Products of layers that run several times, or whose codes the compiler stores once for several layers, are left out.
+    """
+    layers: dict[str, str] = {}  # by value: the layer whose codes it is, or is computed from
+    products: dict[str, list[tuple[str, str]]] = {}
+    is_main = False
+    for line in program.lines:
+        if line.startswith("  coreai.graph "):
+            is_main, layers = MAIN_GRAPH in line, {}
+        if not is_main:
+            continue
+        if (constant := _CONSTANT.match(line)) and (use := _USE.search(line)):
+            if use[1].startswith(OWN_PREFIX) and use[1].endswith(".codes"):
+                layers[constant[1].split()[0]] = use[1].removeprefix(OWN_PREFIX).removesuffix(".codes")
+        elif product := _PRODUCT.match(line):
+            value, weight, tensor_type = product.groups()
+            if weight in layers:
+                products.setdefault(layers[weight], []).append((value, tensor_type))
+        elif (operation := _ANY_OPERATION.match(line)) and operation[2] in _WEIGHT_OPERATIONS:
+            value, _, source = operation.groups()
+            if source in layers:
+                layers[value] = layers[source]
+    return {product_name(path): calls[0] for path, calls in products.items() if len(calls) == 1}
+
+
+def with_layers_as_outputs(program: ProgramText) -> ProgramText:
+    """Return a program that also returns the codes of its quantizers, and the products of its layers."""
+    quantizers = find_quantizers(program) | find_products(program)
     if not quantizers:
         return program
     results = "".join(f', {code_type} {{coreai.name = "{name}"}}' for name, (_, code_type) in quantizers.items())

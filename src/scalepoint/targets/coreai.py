@@ -68,7 +68,7 @@ COREAI = replace(
         Accepted("weight", FLOAT8_DTYPES, granularities=WEIGHT_GRANULARITIES, scale_dtypes=SCALE_DTYPES),
         # The compiler refuses float32 scales of fp4 weights.
         Accepted("weight", (FP4,), granularities=WEIGHT_GRANULARITIES, scale_dtypes=(E8M0,)),
-        Accepted("weight", PALETTE_INDEX_DTYPES, granularities=("per_grouped_channel",)),
+        Accepted("weight", PALETTE_INDEX_DTYPES, granularities=("per_grouped_channel",), pruned_palettes=True),
     ),
     sparse_code_bits=(8,),
     fixed_shapes_reason="",

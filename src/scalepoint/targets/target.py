@@ -17,6 +17,8 @@ from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
 from scalepoint.spec import QuantizationFormulation, QuantizationGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.dynamic import DynamicQParamsCalculator
+from scalepoint.spec.extended import get_sparsity
+from scalepoint.spec.palette import is_palette
 from scalepoint.spec.spec import to_dtype
 
 _SHORT_DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -74,6 +76,12 @@ class Accepted:
     formulations: tuple[QuantizationFormulation, ...] = (QuantizationFormulation.ZP,)
     scale_dtypes: tuple[torch.dtype | None, ...] = ()  # None: the dtype of the float tensors
     dynamic: bool = True  # whether scales may be computed in every call; False: they are constants of the file
+    pruned_palettes: bool = False  # whether pruned weights may have palettes
+
+    @property
+    def is_for_palettes(self) -> bool:
+        """Whether the row lists palettes."""
+        return "per_grouped_channel" in self.granularities
 
     def distance(self, dtype: CodeType) -> tuple[bool, bool, int]:
         """Return a sort key for how much a dtype differs from those of this row: listed, float or integer, width."""
@@ -108,6 +116,8 @@ class Accepted:
         if self.scale_dtypes and spec.scale_dtype not in self.scale_dtypes:
             scale = "float" if spec.scale_dtype is None else dtype_name(spec.scale_dtype)
             return f"{dtype_name(spec.dtype)} with {scale} scales"
+        if is_palette(spec) and get_sparsity(spec) is not None and not self.pruned_palettes:
+            return f"{dtype_name(spec.dtype)} palettes of pruned weights (sparsity)"
         if not self.dynamic and issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator):
             return f"{dtype_name(spec.dtype)} with scales that are computed in every call (dynamic)"
         return None
@@ -302,7 +312,10 @@ class Target:
         """
         if not self.accepts:
             return
-        rows = sorted((row for row in self.accepts if row.role == role), key=lambda row: row.distance(spec.dtype))
+        rows = sorted(
+            (row for row in self.accepts if row.role == role),
+            key=lambda row: (row.is_for_palettes != is_palette(spec), *row.distance(spec.dtype)),
+        )
         mismatches = [row.explain_mismatch(spec, kind or next(iter(row.kinds), "")) for row in rows]
         if None in mismatches:
             return

@@ -24,7 +24,7 @@ from scalepoint.tuning.steps import INTERCEPT, LayerStep, find_step
 from scalepoint.tuning.walk import LayerUse, StreamWalk
 
 ALWAYS_COMPARED_STEPS = 2  # the last ones; earlier steps are compared only if these do not improve the layer
-MIN_ROWS = 8  # with fewer rows a layer is not tuned
+MIN_ROWS = 8  # with fewer rows only the bias of a layer is corrected
 MIN_SHARED_PRODUCTS = 3e7  # products per sweep from which ranks share the outputs of a layer
 
 
@@ -127,12 +127,14 @@ class LayerSolver:
         fit, holdout = self.collector.collect_moments(use, grouped)
         if fit is None or holdout is None or not self.collector.is_last_use(use):
             return None
-        if fit.count < MIN_ROWS:
-            self.skipped[name] = f"only {fit.count} rows reached it: rounded to nearest. Add data that reaches it"
+        has_bias = INTERCEPT in self.steps and can_shift_bias(self.collector.walk, use)
+        has_few_rows = fit.count < MIN_ROWS
+        few_rows = f"only {fit.count} rows reached it: rounded to nearest. Add data that reaches it"
+        if has_few_rows and (holdout is fit or not has_bias):
+            self.skipped[name] = few_rows
             return None
         is_cache_shared = self.collector.has_later_readers(fit)
         nearest = grouped.current_solution(weight)
-        has_bias = INTERCEPT in self.steps and can_shift_bias(self.collector.walk, use)
         fit, holdout = _prepare_moments(fit, holdout, has_bias)
         problem = LayerProblem(
             name=name,
@@ -147,7 +149,11 @@ class LayerSolver:
         use_count = len(self.collector.uses_of(use.layer))
         if use_count > 1:
             problem.notes["uses"] = use_count
-        best = self._solve_over_ranks(problem, nearest, is_cache_shared=is_cache_shared)
+        solver = replace(self, steps=(INTERCEPT,)) if has_few_rows else self
+        best = solver._solve_over_ranks(problem, nearest, is_cache_shared=is_cache_shared)
+        if has_few_rows and not best.step:
+            self.skipped[name] = few_rows
+            return None
         if best.step:
             grouped.apply(best.solution)
             if has_bias:

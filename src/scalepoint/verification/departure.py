@@ -18,6 +18,8 @@ MIN_EQUAL_SHARE = 0.9
 FAR_CODES = 2  # a larger difference counts as far
 MAX_FAR_SHARE = 0.02  # share of codes that may be far
 CLEARLY_BETTER_DB = 6.0
+PRODUCT_STEPS = 127  # of the largest product of a layer
+MAX_PRODUCT_STEPS = 1e9  # also for differences that are not finite
 SATURATION_CAUSE = (
     "u8 x s8 products saturate: this CPU adds pairs of them in 16 bits",
     "Deploy with cpu='avx2' (--cpu avx2), which uses the pair-safe scale",
@@ -49,6 +51,33 @@ def find_departure(
             if equal < MIN_EQUAL_SHARE and float((difference > FAR_CODES).mean()) > MAX_FAR_SHARE:
                 cause = _random_cause(random_nodes) if random_nodes else _find_cause(optimized, unoptimized)
                 return Departure(name, equal, int(difference.max()), *cause)
+    return None
+
+
+def find_product_departure(
+    products: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    optimized: Sequence[Agreement],
+    unoptimized: Sequence[Agreement],
+    random_nodes: Sequence[str] = (),
+) -> Departure | None:
+    """Find the first layer whose product differs, by the rule of `find_departure`.
+
+    A step is 1/127 of the layer's largest product, as if it were stored in 8 bits.
+
+    Args:
+        products: The product of the simulation and that of the runtime, by layer.
+        optimized: Agreement of the outputs with the runtime's optimisations on.
+        unoptimized: The same with the optimisations off.
+        random_nodes: Operations of the model that draw random numbers.
+    """
+    for name, (expected, actual) in products.items():
+        step = float(np.abs(expected).max(initial=np.finfo(np.float32).tiny)) / PRODUCT_STEPS
+        difference = np.abs(actual.astype(np.float64) - expected) / step
+        difference = np.where(np.isfinite(difference), difference, MAX_PRODUCT_STEPS).clip(max=MAX_PRODUCT_STEPS)
+        equal = float((difference <= 0.5).mean()) if difference.size else 1.0
+        if equal < MIN_EQUAL_SHARE and float((difference > FAR_CODES).mean()) > MAX_FAR_SHARE:
+            cause = _random_cause(random_nodes) if random_nodes else _find_cause(optimized, unoptimized)
+            return Departure(name, equal, round(float(difference.max())), *cause)
     return None
 
 

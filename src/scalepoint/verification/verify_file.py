@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import fx, nn
 
-from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
+from scalepoint.errors import ScalepointError, ScalepointWarning, StoreError, VerificationError
 from scalepoint.formats import ExportRequest, FileInfo
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.constant_nodes import find_random_nodes
@@ -31,15 +31,18 @@ from scalepoint.support.cpu import instruction_set
 from scalepoint.support.files import TemporaryFolder
 from scalepoint.support.formatting import to_one_line
 from scalepoint.support.torch_state import serialized
+from scalepoint.targets.target import parse_float_dtype
 from scalepoint.verification.agreement import describe_nothing_compared, worst_sqnr
 from scalepoint.verification.benchmarking import baseline_file, benchmark, check_baseline, explain_crash
-from scalepoint.verification.departure import find_departure, predict_saturation
+from scalepoint.verification.departure import find_departure, find_product_departure, predict_saturation
 from scalepoint.verification.file_formats import check_exists, find_file_format, read_file_info
 from scalepoint.verification.layer_times import LayerTime
+from scalepoint.verification.products import match_products, simulate_products
 from scalepoint.verification.profiling import map_layer_names, profile
 from scalepoint.verification.result import BOUND_DB, OWN_BASELINE, Benchmark, Departure, Resized, Verification
 from scalepoint.verification.runtime_run import Codes, RuntimeRun, Simulation
 from scalepoint.verification.simulation import build_feeds, simulate
+from scalepoint.verification.smaller_inputs import describe_sizes, shrink_inputs
 
 # Below this SQNR a second file with layer outputs is written to find the first layer that departs. It takes as long as
 # the first export, so it is not worth it for a file that agrees.
@@ -120,6 +123,8 @@ def verify(
             bound=bound,
         )
         answer = run.run_file(executed=True)
+        if answer.status == Status.NOT_VERIFIED and runtime.retries_smaller and isinstance(model, fx.GraphModule):
+            return _verify_with_smaller_inputs(run, model, replace(result, message=answer.message), info, layers=layers)
         if answer.status != Status.OK:
             answer = explain_crash(runtime, answer, files, None if float_path is None else Path(float_path), seconds)
             return replace(result, status=answer.status, message=answer.message, is_run=not runtime.why_not_run)
@@ -129,7 +134,8 @@ def verify(
         result = replace(result, optimized=compared.agreements, choices=compared.choices)
         result = replace(result, **run.run_variants(executed))  # `unoptimized`, `exact` and `rounded`
         result = replace(result, resized=_verify_other_sizes(run))
-        if layers and simulation.codes and info is not None and isinstance(model, fx.GraphModule):
+        has_layers = bool(simulation.codes) or runtime.shows_products
+        if layers and has_layers and info is not None and isinstance(model, fx.GraphModule):
             result = replace(result, departure=_find_departure(run, model, compared.codes, info, result))
     if runtime.why_not_run:  # another program evaluated the file, so its speed says nothing
         result = replace(result, is_run=False, message=runtime.why_not_run, bound=min(result.bound, EVALUATED_DB))
@@ -146,6 +152,51 @@ def verify(
     low_precision, fallbacks = count_low_precision(executed)
     counts = dict(Counter(node["op"] for node in executed))
     return replace(result, executed=counts, low_precision=low_precision, fallbacks=fallbacks)
+
+
+def _verify_with_smaller_inputs(
+    run: RuntimeRun, model: fx.GraphModule, result: Verification, info: FileInfo | None, *, layers: bool
+) -> Verification:
+    """Verify a file of the same model that is written for smaller inputs, because this file takes too long to run.
+
+    The codes, scales and tables of both files are compared with those of the model. The result is not that of a run of
+    this file: `is_run` is False, and the message names the inputs.
+    """
+    file_format = find_file_format(run.path, run.runtime)
+    metadata = {} if info is None else info.metadata
+    float_dtype = parse_float_dtype(metadata.get("scalepoint.float_dtype"))
+    runtime = replace(run.runtime, retries_smaller=False)
+    reasons = []
+    for inputs in shrink_inputs(run.simulation.inputs):
+        sizes = describe_sizes(inputs)
+        with TemporaryFolder() as folder:
+            path = folder / run.path.name
+            try:
+                file_format.write(model, path, ExportRequest(inputs, float_dtype=float_dtype, metadata=metadata))
+                smaller = verify(
+                    path, model, inputs[0], kwargs=inputs[1], runtime=runtime, threads=run.threads,
+                    seconds=run.seconds, memory=run.memory, bound=run.bound, layers=layers,
+                )  # fmt: skip
+            except (ScalepointError, RuntimeError) as error:  # the model is not one for inputs of other sizes
+                reasons.append(f"{sizes}: {to_one_line(str(error))}")
+                continue
+        if smaller.status == Status.NOT_VERIFIED:
+            reasons.append(f"{sizes}: {smaller.message}")
+            continue
+        ran = f"the file was not run: {result.message}. A file of the same model for smaller inputs ({sizes}) was run"
+        return replace(
+            smaller,
+            path=result.path,
+            size=result.size,
+            made_for=result.made_for,
+            message=f"{ran}; {smaller.message}",
+            differences=tuple(dict.fromkeys((*result.differences, *smaller.differences))),
+            is_run=False,
+        )
+    tried = f"; nor was a file for smaller inputs run ({'; '.join(reasons)})" if reasons else ""
+    return replace(
+        result, status=Status.NOT_VERIFIED, message=result.message + tried, is_run=not run.runtime.why_not_run
+    )
 
 
 class _BaselineFiles(NamedTuple):
@@ -252,6 +303,8 @@ def _find_departure(
     A runtime that can expose the codes runs the same file again. For other runtimes a second file with the codes as
     outputs is written, but only if the outputs disagree.
     """
+    if run.runtime.shows_products and not codes:  # weight-only
+        return _find_product_departure(run, model, result)
     answer: TaskResult | None = None
     quantizers: Mapping[str, str] = {}
     if run.runtime.shows_codes:
@@ -268,6 +321,16 @@ def _find_departure(
         result.unoptimized,
         random_nodes=find_random_nodes(model),
     )
+
+
+def _find_product_departure(run: RuntimeRun, model: fx.GraphModule, result: Verification) -> Departure | None:
+    """Find the first layer of a weight-only file whose product differs from the simulation."""
+    expected = simulate_products(model, run.simulation.inputs)
+    answer = run.run_file(expose=True) if expected else None
+    if answer is None or answer.status != Status.OK:
+        return None
+    pairs = match_products(expected, run.files.outputs(answer))
+    return find_product_departure(pairs, result.optimized, result.unoptimized, find_random_nodes(model))
 
 
 def _run_with_layer_outputs(run: RuntimeRun, model: fx.GraphModule) -> tuple[TaskResult | None, Mapping[str, str]]:

@@ -42,6 +42,7 @@ CONFIGS = {
     "palettes of 1 bit": QuantConfig.palettes(1),
     "palettes of 3 bits per group": QuantConfig.palettes(3, group_size=8),
     "palettes of 6 bits": QuantConfig.palettes(6),
+    "palettes of vectors": QuantConfig.palettes(4, group_size=8, cluster_dim=2),
     "weights int4 in blocks": QuantConfig(
         activation="float", overrides=[{"type": "Linear", "weight": {"n_bits": 4, "block_size": 8}}]
     ),

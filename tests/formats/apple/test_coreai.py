@@ -22,7 +22,7 @@ from scalepoint.errors import ExportError, StoreError, TargetError, Verification
 from scalepoint.formats import find_format
 from scalepoint.formats.apple.coreai.elements import from_bytes, to_bytes
 from scalepoint.formats.apple.coreai.package import PROGRAM_FILE, read_program, write_package
-from scalepoint.quantize import QuantConfig
+from scalepoint.quantize import QuantConfig, bits_per_weight
 from scalepoint.quantize.presets import COREAI_IOS, COREAI_MACOS, MXFP4, NVFP4
 from scalepoint.quantize.quantize_model import quantize
 from scalepoint.spec import (
@@ -34,9 +34,10 @@ from scalepoint.spec import (
     QuantizationSpec,
 )
 from scalepoint.spec.palette import INDEX_BITS, palette_spec
-from scalepoint.support.coreai_text import ProgramText, convert_floats
+from scalepoint.support.coreai_text import ProgramText, convert_floats, find_products, product_name
 from scalepoint.support.files import compute_digest
 from scalepoint.verification import Status
+from scalepoint.verification.products import simulate_products
 from tests.errors import raises
 from tests.formats.apple.conftest import CONFIGS, net, pictures, quantized
 
@@ -119,6 +120,49 @@ def test_deploy_writes_a_float16_file_with_float32_inputs_and_metadata(tmp_path:
     assert "scalepoint bench" not in str(done.report)
 
 
+class WithoutBatch(nn.Module):
+    """A network for one batch size: the batch is part of a shape that is written as a number."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.first, self.last, self.rows = nn.Linear(1024, 1024), nn.Linear(1024, 1024), rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)).reshape(self.rows, 1024))
+
+
+def test_a_file_that_takes_too_long_is_verified_by_one_for_a_smaller_input(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rows = 10_000  # 21 billion multiplications
+    model, x = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)).eval(), torch.randn(rows, 1024)
+    narrow = quantize(model, x[:4], QuantConfig.weight_only("int8", None), target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    result = scalepoint.verify(path, narrow, x)
+    assert result.holds
+    assert not result.is_run
+    assert result.sqnr > 40
+    assert "21.0 billion multiplications" in result.message
+    assert "smaller inputs (1x1024) was run" in result.message
+    assert (result.path, result.size) == (str(path), COREAI.about(path).size)
+    name = next(name for name in read_program(path).constants if name.endswith(".codes"))
+    changed = edited(tmp_path / "changed.aimodel", partial(with_changed_byte, name), path)
+    assert not scalepoint.verify(changed, narrow, x).holds
+
+
+def test_a_file_that_takes_too_long_and_has_one_size_is_not_verified(tmp_path: Path) -> None:
+    rows = 10_000
+    model, x = WithoutBatch(rows).eval(), torch.randn(rows, 1024)
+    config = QuantConfig.weight_only("int8", None)
+    with pytest.warns(UserWarning, match="fixed at 10000"):
+        narrow = quantize(model, x, config, target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    result = scalepoint.verify(path, narrow, x)
+    assert result.status == Status.NOT_VERIFIED
+    assert not result.is_refuted
+    assert "billion multiplications" in result.message
+    assert "nor was a file for smaller inputs run" in result.message
+
+
 def test_weights_take_the_space_of_their_bits(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
     configs = {
@@ -174,14 +218,36 @@ def test_the_first_layer_whose_codes_differ_from_the_simulation_is_named(tmp_pat
     path, model = exported()
     assert set(COREAI.about(path).quantizers) >= {"input_quant/QuantizeLinear", "4_5_quant/QuantizeLinear"}
     assert scalepoint.verify(path, model, pictures()).departure is None
-    program = read_program(path)
-    scale = "layer.4_5_quant.scale"
-    halved = np.frombuffer(bytes.fromhex(program.constants[scale]), np.float16) / 2
-    constants = {**program.constants, scale: halved.astype(np.float16).tobytes().hex().upper()}
-    changed = edited(tmp_path / "m.aimodel", lambda program: replace(program, constants=constants), path)
+    changed = edited(tmp_path / "m.aimodel", partial(with_halved_constant, "layer.4_5_quant.scale"), path)
     result = scalepoint.verify(changed, model, pictures())
     assert result.departure is not None
     assert result.departure.where == "4_5_quant"
+
+
+def with_halved_constant(name: str, program: ProgramText) -> ProgramText:
+    halved = np.frombuffer(bytes.fromhex(program.constants[name]), np.float16) / 2
+    digits = halved.astype(np.float16).tobytes().hex().upper()
+    return replace(program, constants={**program.constants, name: digits})
+
+
+@pytest.mark.parametrize(
+    ("config", "constant"), [("weights int4 per channel", "scale"), ("palettes of 3 bits per group", "tables")]
+)
+def test_the_first_layer_of_a_weight_only_file_whose_product_differs_is_named(
+    config: str, constant: str, tmp_path: Path
+) -> None:
+    path, model = exported(config)
+    layers = simulate_products(model, ((pictures(),), {}))
+    assert set(find_products(read_program(path))) == {
+        product_name(name.rpartition(".")[0] + ".stored_" + name.rpartition(".")[2]) for name in layers
+    }
+    assert len(layers) == 3
+    assert scalepoint.verify(path, model, pictures()).departure is None
+    edit = partial(with_halved_constant, f"layer.4_5.stored_conv.{constant}")
+    result = scalepoint.verify(edited(tmp_path / "m.aimodel", edit, path), model, pictures())
+    assert result.departure is not None
+    assert result.departure.where == "4_5.conv"
+    assert "4_5.conv" in str(result)
 
 
 def test_truncated_and_damaged_programs_are_reported_without_a_crash(tmp_path: Path) -> None:
@@ -276,6 +342,8 @@ def weight_specs() -> dict[str, QuantizationSpec]:
     for bits in INDEX_BITS:
         for group_size in (None, 4):
             specs[f"palette of {bits} bits, groups of {group_size}"] = palette_spec(bits, group_size)
+        specs[f"palette of {bits} bits, vectors"] = palette_spec(bits, 8, cluster_dim=2)
+        specs[f"palette of {bits} bits, pruned"] = palette_spec(bits, 8, sparsity=0.5)
     return specs
 
 
@@ -387,6 +455,88 @@ def test_pruned_weights_are_stored_without_their_zeros(tmp_path: Path) -> None:
     mask = next(name for name in read_program(path).constants if name.endswith(".mask"))
     changed = edited(tmp_path / "changed.aimodel", partial(with_moved_bit, mask), path)
     assert any("mask bits differ" in difference for difference in COREAI.compare(changed, narrow))
+
+
+def test_pruned_palettes_store_the_indices_of_kept_weights_only(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
+    config = QuantConfig.palettes(4, sparsity="2:4")
+    narrow = quantize(model, x, config, target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    assert (path / PROGRAM_FILE).stat().st_size == pytest.approx(2 * 256 * 256 * 3 / 8, abs=6000)
+    assert bits_per_weight(narrow).bpw == pytest.approx(3, abs=0.01)
+    result = scalepoint.verify(path, narrow, x)
+    assert result.executed["lut_to_sparse_with_bitmask"] == 2
+    assert result.low_precision == 2
+    assert result.differences == ()
+    assert result.sqnr > 50
+    mask = next(name for name in read_program(path).constants if name.endswith(".mask"))
+    changed = edited(tmp_path / "changed.aimodel", partial(with_moved_bit, mask), path)
+    assert any("mask bits differ" in difference for difference in COREAI.compare(changed, narrow))
+
+
+def test_an_index_of_a_vector_palette_stands_for_two_channels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
+    narrow = quantize(model, x, QuantConfig.palettes(4, cluster_dim=2), target="coreai", freeze_weights=True)
+    path = export(narrow, tmp_path / "m.aimodel", x)
+    assert (path / PROGRAM_FILE).stat().st_size == pytest.approx(2 * 256 * 256 * 2 / 8, abs=6000)
+    result = scalepoint.verify(path, narrow, x)
+    assert result.low_precision == 2
+    assert result.differences == ()
+    assert result.sqnr > 50
+    tables = next(name for name in read_program(path).constants if name.endswith(".tables"))
+    changed = edited(tmp_path / "changed.aimodel", partial(with_changed_byte, tables), path)
+    assert any("entries differ" in difference for difference in COREAI.compare(changed, narrow))
+
+
+STEPS_WITH_A_CACHE = """
+import asyncio, os, pathlib, sys
+import coreai_torch, numpy, torch
+from coreai.authoring.asset import AIModelAsset
+from coreai.runtime import NDArray
+
+
+class Cache(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(1, 2, 4, 8, dtype=torch.int8))
+
+    def forward(self, k, position):
+        self.cache.index_copy_(2, position, (k / 0.05).round().clamp(-128, 127).to(torch.int8))
+        return (self.cache.to(torch.float32) * 0.05).sum(-1)
+
+
+async def run(path):
+    state, expected = {"cache": NDArray(numpy.zeros((1, 2, 4, 8), numpy.int8))}, Cache()
+    async with AIModelAsset.load(path).executable() as model:
+        function = model.load_function("main")
+        for step in range(2):
+            k = torch.randn(1, 2, 1, 8)
+            feeds = {"k": NDArray(k.numpy()), "position": NDArray(numpy.array([step], numpy.int32))}
+            (output,) = (await function(feeds, state)).values()
+            assert numpy.allclose(output.numpy(), expected(k, torch.tensor([step])))
+        assert expected.cache[:, :, :2].any() and numpy.array_equal(state["cache"].numpy(), expected.cache)
+
+
+program = torch.export.export(Cache(), (torch.randn(1, 2, 1, 8), torch.tensor([1])))
+converter = coreai_torch.TorchConverter()
+converter.add_exported_program(
+    program.run_decompositions(coreai_torch.get_decomp_table()), input_names=["k", "position"], state_names=["cache"]
+)
+converter.to_coreai().save_asset(pathlib.Path(sys.argv[1]))
+asyncio.run(run(sys.argv[1]))
+print("both steps are equal", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_the_runtime_keeps_an_int8_cache_as_state(tmp_path: Path) -> None:
+    """What docs/targets/coreai.md says about caches; scalepoint itself writes no state."""
+    command = [sys.executable, "-c", STEPS_WITH_A_CACHE, str(tmp_path / "m.aimodel")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "both steps are equal" in result.stdout, result.stderr
 
 
 def with_moved_bit(name: str, program: ProgramText) -> ProgramText:

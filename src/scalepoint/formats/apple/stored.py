@@ -18,6 +18,7 @@ from scalepoint.formats.operators import (
     dequantize,
     dequantize_minval,
     look_up,
+    look_up_kept,
     quantize,
     quantize_minval,
     quantize_rows_symmetric,
@@ -47,6 +48,7 @@ class StorableTypes:
         has_channel_activations: Whether activations may have one scale per channel.
         has_minval: Whether a float minimum may be stored instead of a zero point.
         has_dynamic_rows: Whether the program can compute one scale per row of an activation.
+        has_sparse_palettes: Whether pruned weights may have palettes.
         scale_dtypes: Dtypes of scales besides that of the float tensors.
     """
 
@@ -56,6 +58,7 @@ class StorableTypes:
     has_channel_activations: bool = False
     has_minval: bool = False
     has_dynamic_rows: bool = False
+    has_sparse_palettes: bool = False
     scale_dtypes: tuple[torch.dtype, ...] = ()
 
 
@@ -76,6 +79,7 @@ COREAI_TYPES = StorableTypes(
     has_channel_activations=True,
     has_minval=True,
     has_dynamic_rows=True,
+    has_sparse_palettes=True,
     scale_dtypes=(E8M0,),
 )
 
@@ -155,27 +159,40 @@ class StoredWeight(WeightedOperation):
 
 
 class StoredPalette(WeightedOperation):
-    """An operation whose weight is stored as indices (out, in, ..) into tables (groups, entries)."""
+    """An operation whose weight is stored as indices (out, in, ..) into tables (groups, entries).
 
-    def __init__(self, source: QuantizedLayer) -> None:
+    With vectors, the tables are (groups, entries, dim), and there is one index for `dim` neighbouring channels. A
+    pruned weight has a mask: only the indices of kept weights are stored.
+    """
+
+    def __init__(self, types: StorableTypes, source: QuantizedLayer) -> None:
         super().__init__(source)
         quant, deployed = source.weight_quant, source.get_deployed()
         granularity = quant.calculator.granularity
         assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # the only one of a palette
-        if quant.scale.ndim > 2:
-            raise ExportError(f"{quant.name}: files have no palettes of vectors yet: use cluster_dim=1")
+        dim = quant.scale.shape[2] if quant.scale.ndim == 3 else 1
+        if quant.mask is not None and not types.has_sparse_palettes:
+            raise ExportError(f"{quant.name}: {types.format} does not support pruned palettes: use sparsity=None")
         self.fmt, self.axis = dtype_name(quant.spec.dtype), int(granularity.axis or 0)
-        self.register_buffer("codes", deployed.codes.detach().contiguous())
+        codes = deployed.codes.detach()
+        if dim > 1:  # codes repeat an index for each of its channels
+            codes = codes.index_select(self.axis, torch.arange(0, codes.shape[self.axis], dim))
+        self.register_buffer("codes", codes.contiguous())
+        self.register_buffer("mask", None if quant.mask is None else quant.mask.detach().to(torch.uint8).contiguous())
         self.register_buffer("tables", quant.scale.detach().to(torch.float32).contiguous().clone())
         self.register_buffer("bias", None if deployed.bias is None else deployed.bias.detach().clone())
 
     codes: Tensor
+    mask: Tensor | None
     tables: Tensor
     bias: Tensor | None
     needs_ios18 = True
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = look_up(self.codes, self.tables, self.axis, self.fmt)
+        if self.mask is None:
+            weight = look_up(self.codes, self.tables, self.axis, self.fmt)
+        else:
+            weight = look_up_kept(self.codes, self.mask, self.tables, self.axis, self.fmt)
         return self.product(x, weight, self.bias)
 
 
@@ -186,7 +203,7 @@ def _find_block(block: tuple[int, ...], shape: torch.Size) -> tuple[int, int]:
 
 
 def _build_stored_weight(types: StorableTypes, source: QuantizedLayer) -> nn.Module:
-    return StoredPalette(source) if is_palette(source.weight_quant.spec) else StoredWeight(types, source)
+    return StoredPalette(types, source) if is_palette(source.weight_quant.spec) else StoredWeight(types, source)
 
 
 class StoredStub(nn.Module):

@@ -16,6 +16,8 @@ COREAI = Runtime(
     formats=("coreai",),
     summary="Core AI's own runtime, on the CPU of this machine",
     shows_codes=True,
+    shows_products=True,
+    retries_smaller=True,
     install=install_hint("coreai"),
     no_speed_reason="Core AI's own runtime ran the file on a CPU, not on a device: its speed was not measured",
 )

@@ -26,8 +26,8 @@ PROGRAM_FILE = "main.mlirb"
 NUMPY_TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "i1": np.bool_, "si8": np.int8, "ui8": np.uint8}
 NUMPY_TYPES |= {"si16": np.int16, "ui16": np.uint16, "si32": np.int32, "ui32": np.uint32}
 PRODUCTS = ("conv1d", "conv2d", "conv3d", "conv_transpose", "batch_matmul")
-WEIGHT_OPERATIONS = ("blockwise_shift_scale", "lut_to_dense")
-MOVES = ("transpose", "reshape", "cast", "broadcast_in_dims")  # between a weight and its product
+WEIGHT_OPERATIONS = ("blockwise_shift_scale", "lut_to_dense", "lut_to_sparse_with_bitmask")
+MOVES = ("transpose", "reshape", "cast", "broadcast_in_dims", "sparse_with_bitmask_to_dense")  # weight to product
 _SIGNATURE = re.compile(r'%(arg\d+): tensor<((?:[\d?]+x)*)(\w+)> \{coreai\.name = "([^"]*)"')
 _OPERATION = re.compile(r"^ *(%\S+?)(?::\d+)? = coreai\.(?:decomposable\.)?(\w+)(.*)$")
 _SHAPE = re.compile(r"tensor<((?:[\d?]+x)*)\w+[^>]*>")
@@ -38,7 +38,7 @@ class TooSlowError(Exception):
 
 
 class File:
-    """A loaded program. Options: expose (return the codes of every quantizer too)."""
+    """A loaded program. Options: expose (return the codes of every quantizer and the product of every layer too)."""
 
     gaps = (TooSlowError,)
 
@@ -46,7 +46,7 @@ class File:
         self.path = Path(path)
         self.program = TEXT["parse_program"](str(AIModelAsset.load(path).program))
         if options.get("expose"):
-            self.program = TEXT["with_codes_as_outputs"](self.program)
+            self.program = TEXT["with_layers_as_outputs"](self.program)
         self.is_changed = bool(options.get("expose"))
         header = next(line for line in self.program.lines if TEXT["MAIN_GRAPH"] in line)
         arguments, _, results = header.partition(") -> ")

@@ -31,6 +31,7 @@ from scalepoint.support.coreai_text import ProgramText
 _CONSTANT = re.compile(r"^ *(%\S+) = coreai\.constant dense_resource<([^>]+)> : tensor<((?:\d+x)*)(\w+)>")
 _OPERATION = re.compile(r"^ *(%\S+) = (coreai\.\w+) (%[^ ,]+(?:, %[^ ,]+)*)")
 _SPARSE_OPERATIONS = ("coreai.build_sparse_with_bitmask", "coreai.sparse_with_bitmask_to_dense")
+_WEIGHT_OPERATIONS = {"coreai.blockwise_shift_scale", "coreai.lut_to_dense", "coreai.lut_to_sparse_with_bitmask"}
 
 
 class _Constant(NamedTuple):
@@ -122,6 +123,12 @@ def _list_tensors(
         nonzero, mask = split_sparse(module.codes)
         tensors = {"codes": ("nonzero codes", nonzero, module.fmt), "mask": ("mask bits", mask, "uint1")}
     if isinstance(module, StoredPalette):
+        if module.mask is not None:
+            kept = module.codes[module.mask != 0]
+            tensors = {
+                "codes": ("indices of kept weights", kept, module.fmt),
+                "mask": ("mask bits", module.mask, "uint1"),
+            }
         shape = table_shape(codes, tuple(module.tables.shape), module.axis)
         return {**tensors, "tables": ("entries", module.tables.reshape(shape), scale_dtype)}
     shape = blockwise_shape(codes, tuple(module.scale.shape), module.axis)
@@ -161,5 +168,5 @@ def _compare_operations(
     kinds = {kind for name in names for kind, operands in content.operations.get(name, ()) if names <= set(operands)}
     if is_stub and not kinds >= {"coreai.quantize", "coreai.dequantize"}:
         yield f"{path}: the file does not quantize with all of its constants"
-    if not is_stub and not kinds & {"coreai.blockwise_shift_scale", "coreai.lut_to_dense"}:
+    if not is_stub and not kinds & _WEIGHT_OPERATIONS:
         yield f"{path}: no operation of the file reads all of its constants"

@@ -5,7 +5,8 @@
     dequantize      dequantize                      activations
                     blockwise_shift_scale           weights: the scale has as many axes as the codes, and divides them
                     sparse_with_bitmask_to_dense    pruned weights: the codes that are not zero, and a bit per weight
-    look_up         lut_to_dense                    palettes: a table of (groups, .., 2^n, 1)
+    look_up         lut_to_dense                    palettes: a table of (groups, .., 2^n, length of a vector)
+    look_up_kept    lut_to_sparse_with_bitmask      pruned palettes: the indices of kept weights, and a bit per weight
     symmetric_rows  symmetric_quantization_statistics, quantize, dequantize    activations with a scale for each row
 
 quantize, dequantize and blockwise_shift_scale compute (code - offset1) * scale + offset2. With a zero point offset1 is
@@ -48,7 +49,15 @@ def register_operators(converter: Any, program: ExportedProgram, sparse_codes: f
         sparse_codes: Paths of the codes that are stored without their zeros.
     """
     lowerings = _Lowerings(program, sparse_codes)
-    for name in ("quantize", "dequantize", "quantize_minval", "dequantize_minval", "look_up", "symmetric_rows"):
+    for name in (
+        "quantize",
+        "dequantize",
+        "quantize_minval",
+        "dequantize_minval",
+        "look_up",
+        "look_up_kept",
+        "symmetric_rows",
+    ):
         for overload in ("", ".default"):
             converter.register_torch_lowering(f"scalepoint::{name}{overload}")(getattr(lowerings, name))
 
@@ -137,9 +146,26 @@ class _Lowerings:
 
         codes, tables, axis, fmt = node.args
         shape = table_shape(self._shape(codes), self._shape(tables), int(str(axis)))
-        vector_axis = coreai.constant(np.array(0, np.int16))
+        vector_axis = coreai.constant(np.array(axis, np.int16))
         indices, entries = self._constant(codes, str(fmt)), self._constant(tables, "float32", shape)
         return coreai.lut_to_dense(indices, entries, vector_axis, loc=location)
+
+    def look_up_kept(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
+        from coreai._compiler.dialects import coreai  # noqa: PLC0415
+
+        codes, mask, tables, axis, fmt = node.args
+        shape = table_shape(self._shape(codes), self._shape(tables), int(str(axis)))
+        (codes_path, indices), (mask_name, kept) = self.constants[_name(codes)], self.constants[_name(mask)]
+        operands = (
+            _emit_constant(constant_name(codes_path), indices[kept != 0], str(fmt)),
+            _emit_constant(constant_name(mask_name), kept, "uint1"),
+        )
+        entries = self._constant(tables, "float32", shape)
+        sparse_axis = coreai.constant(np.array(axis, np.int16))
+        sparse = coreai.lut_to_sparse_with_bitmask(
+            coreai.build_sparse_with_bitmask(*operands), entries, sparse_axis, loc=location
+        )
+        return coreai.sparse_with_bitmask_to_dense(sparse)
 
     def symmetric_rows(self, values: Mapping[str, Any], node: fx.Node, location: Any) -> Any:
         """Emit the quantization of each row. The statistics have one axis, so all others become one."""
@@ -208,8 +234,8 @@ def blockwise_shape(codes: tuple[int, ...], scale: tuple[int, ...], axis: int) -
 
 def table_shape(codes: tuple[int, ...], tables: tuple[int, ...], axis: int) -> tuple[int, ...]:
     """Return the shape of tables in a file: their number along each axis of the indices, entries, vector length."""
-    groups, entries = tables
-    return (*(groups if index == axis else 1 for index in range(len(codes))), entries, 1)
+    groups, entries, *length = tables
+    return (*(groups if index == axis else 1 for index in range(len(codes))), entries, *(length or [1]))
 
 
 def _name(node: Any) -> str:

@@ -144,7 +144,8 @@ class _Translations:
         index_type = types.nptype_from_builtin(types.string_to_builtin(dtype))
         values = Builder.constexpr_lut_to_dense(
             indices=codes.astype(index_type),
-            lut=np.asarray(tables, np.float32).reshape(*shape, -1, 1),
+            lut=np.asarray(tables, np.float32).reshape(*shape, tables.shape[1], -1),
+            vector_axis=None if tables.ndim == 2 else np.int32(axis),
             name=_module_label(node.inputs[0], "_codes"),
         )
         context.add(values, node.name)
