@@ -122,9 +122,9 @@ def _optimized(source, path, level):
     return str(path)
 
 
-def _quantized(name, how, tmp_path):
-    source, path = save(NETWORKS[name](), tmp_path / "float.onnx"), str(tmp_path / f"{how}.onnx")
-    if how == "static":
+def _quantized(name, method, tmp_path):
+    source, path = save(NETWORKS[name](), tmp_path / "float.onnx"), str(tmp_path / f"{method}.onnx")
+    if method == "static":
         quantize_static(source, path, Reader(FEEDS[name]), activation_type=QuantType.QUInt8, per_channel=True)
     else:
         quantize_dynamic(source, path, weight_type=QuantType.QInt8)
@@ -161,10 +161,10 @@ def test_an_optimized_file_has_the_layers_of_the_file_that_it_was_made_from(name
 
 
 @pytest.mark.parametrize("level", [LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_BASIC, LEVELS.ORT_ENABLE_EXTENDED])
-@pytest.mark.parametrize("how", ["static", "dynamic"])
+@pytest.mark.parametrize("method", ["static", "dynamic"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_quantized_and_optimized_file_is_read_back_as_the_float_model(name, how, level, tmp_path):
-    path = _optimized(_quantized(name, how, tmp_path), tmp_path / "optimized.onnx", level)
+def test_a_quantized_and_optimized_file_is_read_back_as_the_float_model(name, method, level, tmp_path):
+    path = _optimized(_quantized(name, method, tmp_path), tmp_path / "optimized.onnx", level)
     original = scalepoint.load_onnx(str(tmp_path / "float.onnx"))
     with pytest.raises(OnnxReadError, match="already quantized"):
         scalepoint.load_onnx(path)
@@ -175,17 +175,17 @@ def test_a_quantized_and_optimized_file_is_read_back_as_the_float_model(name, ho
 
 def test_these_files_have_the_fused_operators(tmp_path):
     """Otherwise the tests above test less than they say."""
-    found = set()
+    operators = set()
     for name, make_model in NETWORKS.items():
         source = save(make_model(), tmp_path / "float.onnx")
-        found |= _operators(_optimized(source, tmp_path / "optimized.onnx", LEVELS.ORT_ENABLE_EXTENDED))
-        for how in ("static", "dynamic"):
-            path = _quantized(name, how, tmp_path)
-            found |= _operators(_optimized(path, tmp_path / "optimized.onnx", LEVELS.ORT_ENABLE_EXTENDED))
+        operators |= _operators(_optimized(source, tmp_path / "optimized.onnx", LEVELS.ORT_ENABLE_EXTENDED))
+        for method in ("static", "dynamic"):
+            path = _quantized(name, method, tmp_path)
+            operators |= _operators(_optimized(path, tmp_path / "optimized.onnx", LEVELS.ORT_ENABLE_EXTENDED))
     fused = ("FusedConv", "FusedMatMul", "SkipLayerNormalization", "BiasGelu")
     quantized = ("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM", "QLinearAdd", "QGemm")
-    assert {f"com.microsoft::{operator}" for operator in (*fused, *quantized)} <= found
-    assert {"QLinearConv", "QLinearMatMul"} <= found
+    assert {f"com.microsoft::{operator}" for operator in (*fused, *quantized)} <= operators
+    assert {"QLinearConv", "QLinearMatMul"} <= operators
 
 
 def test_a_layout_of_one_machine_is_refused_by_name(tmp_path):

@@ -69,13 +69,13 @@ def test_the_tables_of_a_pruned_palette_are_those_of_the_kept_weights() -> None:
     for layer in quantized_weights(model):
         quant, weight = layer.weight_quant, layer.to_output_first(layer.fold_norm()[0])
         weight = weight.detach()
-        kept = weight[quant.mask]
+        unpruned = weight[quant.mask]
         deployed = quant.values(layer.get_deployed().codes)
         assert quant.mask.float().mean() == pytest.approx(0.5, abs=0.01)
         assert not deployed[~quant.mask].any()
-        assert deployed[quant.mask].abs().min() > 0.1 * kept.abs().mean()
+        assert deployed[quant.mask].abs().min() > 0.1 * unpruned.abs().mean()
         assert len(deployed.unique()) == 5
-        assert float((deployed[quant.mask] - kept).square().mean()) < 0.05 * float(kept.square().mean())
+        assert float((deployed[quant.mask] - unpruned).square().mean()) < 0.05 * float(unpruned.square().mean())
         assert torch.equal(quant(weight), deployed)
 
 

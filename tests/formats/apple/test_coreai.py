@@ -475,7 +475,7 @@ def test_pruned_palettes_store_the_indices_of_kept_weights_only(tmp_path: Path) 
     assert any("mask bits differ" in difference for difference in COREAI.compare(changed, narrow))
 
 
-def test_an_index_of_a_vector_palette_stands_for_two_channels(tmp_path: Path) -> None:
+def test_a_vector_palette_has_one_index_for_two_channels(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
     narrow = quantize(model, x, QuantConfig.palettes(4, cluster_dim=2), target="coreai", freeze_weights=True)

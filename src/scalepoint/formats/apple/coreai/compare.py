@@ -124,9 +124,9 @@ def _list_tensors(
         tensors = {"codes": ("nonzero codes", nonzero, module.fmt), "mask": ("mask bits", mask, "uint1")}
     if isinstance(module, StoredPalette):
         if module.mask is not None:
-            kept = module.codes[module.mask != 0]
+            unpruned = module.codes[module.mask != 0]
             tensors = {
-                "codes": ("indices of kept weights", kept, module.fmt),
+                "codes": ("indices of unpruned weights", unpruned, module.fmt),
                 "mask": ("mask bits", module.mask, "uint1"),
             }
         shape = table_shape(codes, tuple(module.tables.shape), module.axis)

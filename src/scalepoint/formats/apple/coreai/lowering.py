@@ -155,10 +155,10 @@ class _Lowerings:
 
         codes, mask, tables, axis, fmt = node.args
         shape = table_shape(self._shape(codes), self._shape(tables), int(str(axis)))
-        (codes_path, indices), (mask_name, kept) = self.constants[_name(codes)], self.constants[_name(mask)]
+        (codes_path, indices), (mask_name, mask_bits) = self.constants[_name(codes)], self.constants[_name(mask)]
         operands = (
-            _emit_constant(constant_name(codes_path), indices[kept != 0], str(fmt)),
-            _emit_constant(constant_name(mask_name), kept, "uint1"),
+            _emit_constant(constant_name(codes_path), indices[mask_bits != 0], str(fmt)),
+            _emit_constant(constant_name(mask_name), mask_bits, "uint1"),
         )
         entries = self._constant(tables, "float32", shape)
         sparse_axis = coreai.constant(np.array(axis, np.int16))
