@@ -61,6 +61,7 @@ def test_the_public_names_are_pinned():
         "runtimes",
         "save",
         "sensitivity",
+        "sign",
         "spec",
         "sweep",
         "targets",
@@ -71,6 +72,7 @@ def test_the_public_names_are_pinned():
         "tuning",
         "verification",
         "verify",
+        "verify_signature",
     ]
     assert sorted(spec.__all__) == [
         "BlockSizeMismatchError",

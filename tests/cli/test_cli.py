@@ -371,6 +371,8 @@ FLAGS_OF_ONE_COMMAND = {
     "min_ratio",
     "ask",
     "batches",
+    "key",
+    "signature",
 }
 
 

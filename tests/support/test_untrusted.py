@@ -123,6 +123,7 @@ ALLOWED = {
     "support/files.py": "hashes, locks and flushes files of our own",
     "support/cpu.py": "/proc/cpuinfo, and the output of a child process",
     "distributed/channel.py": "messages of our own ranks",
+    "pipeline/signature.py": "the signature that was just written",
     "report/html.py": "a file of this package",
     "targets/kernel_times.py": "a file of this package",
     "cli/files.py": "the summary of a job in GitHub Actions, opened for writing",

@@ -5,8 +5,8 @@ Messages are JSON in the store of the group. In exchange number n every rank wri
 
     exchange 7:   7/0, 7/1, 7/2 (one message of each rank)   --rank 0-->   7/all   -->   rank 1, rank 2
 
-Tensors use collectives. The object collectives of torch are not used, because they pickle. While a rank waits for
-others, it checks their heartbeats: a dead rank is named in a RankError.
+Tensors use collectives. The object collectives of torch are not used: they can run code that they receive. While a
+rank waits for others, it checks their heartbeats: a dead rank is named in a RankError.
 """
 
 import json

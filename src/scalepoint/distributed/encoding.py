@@ -1,4 +1,4 @@
-"""Encodes tensors and errors, so that they can be sent to other ranks without pickle."""
+"""Encodes tensors and errors, so that they can be sent to other ranks without running code from them."""
 
 import builtins
 from collections.abc import Mapping, Sequence

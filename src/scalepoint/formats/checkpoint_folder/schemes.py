@@ -10,7 +10,7 @@
 An input has one scale per token, computed at run time, or one stored scale.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scalepoint.errors import TargetError
@@ -44,7 +44,7 @@ class TensorScheme:
     scale_dtype: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in sorted(asdict(self).items()) if value is not None}
+        return {name: value for name, value in sorted(vars(self).items()) if value is not None}
 
 
 @dataclass(frozen=True)
