@@ -43,6 +43,16 @@ class WrittenRMSNorm(nn.Module):
         return self.weight * y.to(x.dtype)
 
 
+class ScaledRMSNorm(nn.Module):
+    """A norm whose only factor is a number."""
+
+    def __init__(self, hidden):
+        super().__init__()
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * 2.0
+
+
 class OffsetRMSNorm(nn.Module):
     """As in Gemma: the parameter is the weight minus one."""
 

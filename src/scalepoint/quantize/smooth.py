@@ -26,6 +26,7 @@ from scalepoint.quantize.sites import QuantizationSite
 
 MIN_MAGNITUDE = 1e-5  # of a channel, before powers and quotients are taken
 NORM_KINDS = ("layer_norm", "rms_norm")
+MULTIPLIES_BY_NUMBER = "its norm multiplies by a number: there is no weight to change"
 
 
 class SmoothQuantObserver(nn.Module):
@@ -194,11 +195,16 @@ def find_norm_tensors(norm: Any) -> tuple[Tensor | None, Tensor | None]:
     if isinstance(norm, Operation):
         tensors = {name: reference.value for name, reference in norm.references().items()}
         if norm.kind == "mul":  # the last part of a norm of separate operations: its weight is the only parameter
-            tensors = {"weight": next(iter(tensors.values()))}
+            tensors = {"weight": next(iter(tensors.values()), None)}
     else:
         tensors = {name: getattr(norm, name, None) for name in ("weight", "bias")}
     weight, bias = tensors.get("weight"), tensors.get("bias")
     return None if weight is None else weight.data, None if bias is None else bias.data
+
+
+def multiplies_by_number(norm: Any) -> bool:
+    """Whether a norm of separate operations ends in a product with a number, so that it can have no weight."""
+    return isinstance(norm, Operation) and norm.kind == "mul" and find_norm_tensors(norm)[0] is None
 
 
 def ensure_norm_tensors(norm: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -240,6 +246,8 @@ def insert_smoothing_observers(
         if norm is None:
             continue
         readers, refusal = _find_linear_readers(site, sites_by_node, shared)
+        if multiplies_by_number(norm):
+            refusal = MULTIPLIES_BY_NUMBER
         if refusal:
             refusals[site.name] = refusal
             continue

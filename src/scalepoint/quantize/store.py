@@ -59,7 +59,7 @@ from scalepoint.version import __version__
 MANIFEST, TENSORS = "scalepoint.json", "tensors"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 256_000_000
-# Fields that older versions do not know and refuse. They are left out if they have no value.
+# Older versions refuse these fields, because they do not know them. A field without a value is left out.
 NEWER_FIELDS = ("dynamic_axes", "constant", "tuned_threads", "local_times")
 CONSTANT_PREFIX = "constant:"  # of the names of tensors that only the saved graph contains
 MAX_LISTED_DIFFERENCES = 5

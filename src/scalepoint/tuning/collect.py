@@ -19,6 +19,7 @@ from scalepoint import distributed
 from scalepoint.errors import NonFiniteError
 from scalepoint.quantize.operations import EMBEDDING
 from scalepoint.quantize.quantized_layers import QuantizedLayer
+from scalepoint.spec.palette import is_palette
 from scalepoint.tuning.grouped_layer import GroupedLayer
 from scalepoint.tuning.moments import Moments, MomentSums, ResidualSums
 from scalepoint.tuning.residual_adds import AddedOperand, depends_on_add, read_added_operand
@@ -342,6 +343,10 @@ def explain_refusal(use: LayerUse, geometry: Geometry | None) -> str:
         return "its codes were chosen before: quantize the model again to choose new ones"
     if quant.spec.qformulation != "zp":
         return "its codes are relative to a minimum, not to a zero point"
+    if geometry is None and quant.sparsity is not None:
+        return "its palette is of pruned weights"
+    if geometry is None and is_palette(quant.spec):
+        return "its tables or vectors are not those of whole groups of output channels"
     if geometry is None:
         return "it pads with values other than zeros"
     if any(layer.kind == EMBEDDING for layer in use.layer.sharing_layers):

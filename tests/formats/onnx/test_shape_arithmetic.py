@@ -134,6 +134,53 @@ def test_a_pool_over_one_axis_needs_no_second_axis(tmp_path):
     torch.testing.assert_close(torch.from_numpy(result), model(x).detach())
 
 
+class PooledTwice(nn.Module):
+    """Returns the result of a pool over one axis, and computes with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(4, 8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        pooled = nn.functional.adaptive_avg_pool2d(self.conv(x).unsqueeze(2), 1)
+        return pooled, self.head(pooled.squeeze(2).flatten(1))
+
+
+def test_a_pool_whose_result_is_an_output_stays(tmp_path):
+    torch.manual_seed(0)
+    model, x = PooledTwice().eval(), torch.randn(2, 4, 20)
+    quantized = quantize(model, (x,), forward_loop=[x], target="onnxruntime")
+    float_path = tmp_path / "float.onnx"
+    export(quantized, tmp_path / "model.onnx", (x,), float_path=float_path)
+    session = onnxruntime.InferenceSession(float_path, providers=["CPUExecutionProvider"])
+    results = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    for result, expected in zip(results, model(x), strict=True):
+        torch.testing.assert_close(torch.from_numpy(result), expected.detach())
+
+
+class TwoLastStates(nn.Module):
+    """Two recurrent layers of different sizes of which only the last state is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.GRU(4, 6, batch_first=True), nn.GRU(4, 10, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.first(x)[1][0], self.second(x)[1][0]], -1))
+
+
+def test_recurrent_layers_of_different_sizes_get_their_own_first_states(tmp_path):
+    torch.manual_seed(0)
+    model, x = TwoLastStates().eval(), torch.randn(2, 5, 4)
+    quantized = quantize(model, (x,), forward_loop=[x], target="openvino")
+    path = export(quantized, tmp_path / "model.onnx", (x,), dynamic=True)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for batch in (x, torch.randn(3, 5, 4)):
+        result = session.run(None, {"x": batch.numpy()})[0]
+        torch.testing.assert_close(torch.from_numpy(result), quantized(batch).detach(), atol=0.05, rtol=0.0)
+
+
 @pytest.mark.parametrize(("dynamic", "inputs"), [(True, 6), (False, 4)], ids=["free batch", "fixed batch"])
 def test_openvino_gets_the_first_states_of_a_gru_with_a_free_batch(dynamic, inputs, tmp_path):
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from tests.quantize.migrations.models import (
     seeded,
     tokens,
 )
-from tests.quantize.test_smooth import WrittenRMSNorm
+from tests.quantize.test_smooth import ScaledRMSNorm, WrittenRMSNorm
 
 STREAM = "the stream of attention.norm"
 HEADS = "attention.v -> attention.o"
@@ -46,6 +46,21 @@ def test_a_norm_in_single_operations_is_rotated():
     quantized = migrated(model, data, "rotate")
     assert done(quantized) == [f"{STREAM}.pow", HEADS]
     assert float_change(model, quantized, data) < 3e-6
+
+
+def test_a_norm_that_multiplies_by_a_number_is_rotated():
+    model, data = seeded(Language, ScaledRMSNorm), tokens()
+    quantized = migrated(model, data, "rotate")
+    assert done(quantized)
+    assert float_change(model, quantized, data) < 3e-6
+
+
+@pytest.mark.parametrize("migration", ["awq", "smooth"])
+def test_a_norm_that_multiplies_by_a_number_has_no_weight_to_scale(migration):
+    model, data = seeded(Language, ScaledRMSNorm), tokens()
+    quantized = migrated(model, data, migration)
+    assert float_change(model, quantized, data) < 3e-6
+    assert any("multiplies by a number" in reason for reason in refusals(quantized).values())
 
 
 def test_the_stream_is_rotated():

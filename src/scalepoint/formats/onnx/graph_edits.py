@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from scalepoint.errors import GraphError
+
 
 def find_producer(value: Any, operator: str) -> Any:
     """Return the node that computes a value, if it is of this operator; else None. The value may be None."""
@@ -32,12 +34,19 @@ def pads_with_zeros(pad: Any) -> bool:
 
 
 def add_constant(graph: Any, name: str, array: np.ndarray, dtype: Any = None) -> Any:
-    """Return the constant with this name; it is added if the graph does not have it yet."""
+    """Return the constant with this name; it is added if the graph does not have it yet.
+
+    Raises:
+        GraphError: The graph has another constant with this name.
+    """
+    tensor = ir.Tensor(array, dtype=dtype, name=name)
     if name not in graph.initializers:
-        tensor = ir.Tensor(array, dtype=dtype, name=name)
         value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         graph.register_initializer(value)
-    return graph.initializers[name]
+    constant = graph.initializers[name]
+    if constant.dtype != tensor.dtype or not np.array_equal(constant.const_value.numpy(), tensor.numpy()):
+        raise GraphError(f"two different constants have the name {name!r}")
+    return constant
 
 
 def insert_before(node: Any, new_node: Any, shape: Any, tensor_type: Any, name: str | None = None) -> Any:

@@ -9,7 +9,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from scalepoint.compat.torch_onnx import NAME_SCOPES_KEY
-from scalepoint.formats.onnx.graph_edits import add_constant, find_producer, pads_with_zeros, replace_node
+from scalepoint.formats.onnx.graph_edits import (
+    add_constant,
+    find_only_reader,
+    find_producer,
+    pads_with_zeros,
+    replace_node,
+)
 from scalepoint.formats.onnx.precision import convert_floats
 
 MAX_SMALL_ELEMENTS = 1024  # translate_program has already merged equal constants up to this size
@@ -182,18 +188,18 @@ def use_global_pools(model: Any) -> None:
 def pool_without_extra_axis(model: Any) -> None:
     """Replace Unsqueeze -> GlobalAveragePool -> Squeeze, as torch pools over one axis, by GlobalAveragePool."""
     for pool in list(model.graph):
-        users = [use.node for use in pool.outputs[0].uses()]
-        before = pool.inputs[0].producer() if pool.op_type == "GlobalAveragePool" and pool.inputs[0] else None
-        if before is None or len(users) != 1 or (before.op_type, users[0].op_type) != ("Unsqueeze", "Squeeze"):
+        before = find_producer(pool.inputs[0], "Unsqueeze") if pool.op_type == "GlobalAveragePool" else None
+        squeeze = find_only_reader(pool)
+        if before is None or squeeze is None or squeeze.op_type != "Squeeze":
             continue
-        if not (_is_third_of_four(before.inputs[1]) and _is_third_of_four(*users[0].inputs[1:])):
+        if not (_is_third_of_four(before.inputs[1]) and _is_third_of_four(*squeeze.inputs[1:])):
             continue
         direct = ir.Node("", "GlobalAveragePool", [before.inputs[0]], name=pool.name)
-        output = users[0].outputs[0]
+        output = squeeze.outputs[0]
         direct.outputs[0].shape, direct.outputs[0].type = output.shape, output.type
         direct.metadata_props.update(pool.metadata_props)
         ir.convenience.replace_nodes_and_values(
-            model.graph, users[0], [users[0], pool], [direct], [output], [direct.outputs[0]]
+            model.graph, squeeze, [squeeze, pool], [direct], [output], [direct.outputs[0]]
         )
         if not before.outputs[0].uses():
             model.graph.remove(before, safe=True)

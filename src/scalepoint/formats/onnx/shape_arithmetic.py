@@ -119,8 +119,8 @@ def _insert_zeros(graph: Any, node: Any, source: Any, sizes: Sequence[Size]) -> 
     """Insert zeros of these sizes before a recurrent layer. The second size is free: an axis of `source` has it."""
     axis = (_read_shape(source) or ()).index(sizes[1])
     batch = ir.node("Shape", [source], {"start": axis, "end": axis + 1})
-    name = f"{node.outputs[0].name}.initial"
-    first, last = (_add_sizes(graph, f"{name}.{i}", [int(sizes[i])]) for i in (0, 2))
+    # Named after the number: the name of the layer's output may be empty, if only its last state is used.
+    first, last = (_add_sizes(graph, f"initial_state.size_{sizes[i]}", [int(sizes[i])]) for i in (0, 2))
     shape = ir.node("Concat", [first, batch.outputs[0], last], {"axis": 0})
     zero = ir.tensor(np.zeros(1, np.float32))
     zeros = ir.node("ConstantOfShape", [shape.outputs[0]], {"value": zero})

@@ -15,7 +15,7 @@ from scalepoint.quantize.migrations.layers import RewritableLayer, RewritableNor
 from scalepoint.quantize.migrations.migration import MigrationContext, MigrationSites
 from scalepoint.quantize.migrations.recorded_graph import FOREIGN, RecordedOperation
 from scalepoint.quantize.operations import WEIGHT_PRODUCTS
-from scalepoint.quantize.smooth import NORM_KINDS
+from scalepoint.quantize.smooth import MULTIPLIES_BY_NUMBER, NORM_KINDS, multiplies_by_number
 
 
 @dataclass
@@ -105,7 +105,9 @@ def find_scaling_sites(
                 trace.pin(columns, reason)  # the channels that it reads keep scale 1
         trace.readers = [(reader, columns) for reader, columns in trace.readers if not trace.is_pinned(columns)]
         free = trace.free
-        reason = source.explain_fixed(graph) or ("" if bool(free.any()) else trace.reason)
+        has_no_weight = is_norm and multiplies_by_number(op.module)
+        reason = MULTIPLIES_BY_NUMBER if has_no_weight else source.explain_fixed(graph)
+        reason = reason or ("" if bool(free.any()) else trace.reason)
         if reason:
             result.refuse(op.name, reason)
         else:
