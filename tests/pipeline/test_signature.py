@@ -34,6 +34,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_private("key.pem", key)
     save_private("encrypted.pem", key, PASSWORD)
     save_private("rsa.pem", rsa.generate_private_key(65537, 2048))
+    save_private("other_curve.pem", ec.generate_private_key(ec.SECP256K1()))
+    save_public("other_curve_public.pem", ec.generate_private_key(ec.SECP256K1()))
     save_public("public.pem", key)
     save_public("other.pem", other)
     return folder
@@ -59,7 +61,7 @@ def test_a_signed_folder_passes_also_after_it_was_moved(output: Path, keys: Path
     scalepoint.verify_signature(moved, keys / "public.pem")
 
 
-@pytest.mark.parametrize("change", ["edit", "add", "delete", "link"])
+@pytest.mark.parametrize("change", ["edit", "add", "add hidden", "delete", "link"])
 def test_a_changed_folder_is_refused_and_the_file_is_named(output: Path, keys: Path, change: str) -> None:
     scalepoint.sign(output, keys / "key.pem")
     file = output / "quantized" / "model.json"
@@ -67,6 +69,9 @@ def test_a_changed_folder_is_refused_and_the_file_is_named(output: Path, keys: P
         file.write_text("[]")
     elif change == "add":
         file.with_name("model.json.py").write_text("")
+    elif change == "add hidden":
+        (output / ".git").mkdir()
+        (output / ".git" / "model.json").write_text("")
     elif change == "delete":
         file.unlink()
     else:
@@ -120,7 +125,8 @@ def test_what_cannot_be_signed_is_refused_before_anything_is_written(output: Pat
         assert not (folder / "model.sig").exists()
 
     refused("elliptic", output, keys / "rsa.pem")
-    refused("private key", output, keys / "public.pem")
+    refused("secp256k1", output, keys / "other_curve.pem")
+    refused("no private key", output, keys / "public.pem")
     refused("missing", output, keys / "missing.pem")
     refused("output folder", tmp_path, keys / "key.pem")
     (output / "key.pem").write_bytes((keys / "key.pem").read_bytes())
@@ -145,6 +151,8 @@ def test_unsigned_folders_and_wrong_keys_are_usage_errors(output: Path, keys: Pa
     scalepoint.sign(output, keys / "key.pem")
     with pytest.raises(UsageError, match="public key"):
         scalepoint.verify_signature(output, keys / "key.pem")
+    with pytest.raises(UsageError, match="secp256k1"):
+        scalepoint.verify_signature(output, keys / "other_curve_public.pem")
 
 
 def test_the_tool_of_the_openssf_accepts_the_signature(output: Path, keys: Path) -> None:

@@ -313,7 +313,7 @@ def sign(
     """
     from scalepoint.pipeline.signature import PASSWORD_VARIABLE
 
-    signature = scalepoint.sign(folder, key, password=os.environ.get(PASSWORD_VARIABLE), force=force)
+    signature = scalepoint.sign(folder, key, password=os.environ.get(PASSWORD_VARIABLE) or None, force=force)
     if json:
         show_json("sign", {"exit_code": int(Code.DONE), "signature": str(signature)})
     else:

@@ -20,6 +20,7 @@ from scalepoint.support.untrusted import read_bytes, read_json
 
 SIGNATURE_FILE = "model.sig"
 PASSWORD_VARIABLE = "SCALEPOINT_KEY_PASSWORD"  # noqa: S105  # the name of an environment variable
+CURVES = ("secp256r1", "secp384r1", "secp521r1")  # of the keys that model_signing 1.1 takes
 MAX_KEY_BYTES = 2**16
 MAX_SIGNATURE_BYTES = 2**24  # about 100 bytes for each signed file
 # What model_signing 1.1 and its parsers raise for a damaged signature, a wrong key, or files that differ.
@@ -29,7 +30,8 @@ _CHECK_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, OS
 def sign(folder: str | Path, key: str | Path, *, password: str | None = None, force: bool = False) -> Path:
     """Sign all files of an output folder.
 
-    Sign as the last step: any file that is changed, added or deleted later makes the check fail.
+    Sign as the last step: any file that is changed, added or deleted later makes the check fail. Only `.scalepoint`,
+    the folder of unfinished runs, is not signed.
 
     Args:
         folder: An output folder of `deploy`.
@@ -56,8 +58,7 @@ def sign(folder: str | Path, key: str | Path, *, password: str | None = None, fo
         raise UsageError(f"{key} lies in the folder that is signed, and would be shipped with it: move it away")
     password_bytes = None if password is None else password.encode()
     _check_private_key(key, password_bytes)
-    files = hashing.Config().set_ignored_paths(paths=[SIGNATURE_FILE, WORK_FOLDER])
-    signer = signing.Config().set_hashing_config(files)
+    signer = signing.Config().set_hashing_config(_signed_files(hashing))
     signer.use_elliptic_key_signer(private_key=key, password=password_bytes)
     with TemporaryFolder() as temporary:
         try:
@@ -81,16 +82,16 @@ def verify_signature(folder: str | Path, public_key: str | Path) -> None:
         VerificationError: The signature is damaged or of another key, or a file was changed, added or deleted.
     """
     folder, public_key = Path(folder), Path(public_key)
-    (verifying,) = _import_model_signing("verifying")
+    hashing, verifying = _import_model_signing("hashing", "verifying")
     signature = folder / SIGNATURE_FILE
     if not signature.exists():
         raise UsageError(f"{folder} has no {SIGNATURE_FILE}: sign it with `scalepoint sign {folder} --key KEY.pem`")
-    if b"BEGIN PUBLIC KEY" not in _read_key(public_key):
-        raise UsageError(f"{public_key} is not a public key in PEM form: pass the public half of the signing key")
+    _check_public_key(public_key)
     with _refusal(f"{signature} does not fit the files in {folder}"):
         if not isinstance(read_json(signature, MAX_SIGNATURE_BYTES, folder=folder), dict):
             raise ValueError("it is not a signature")
-        verifying.Config().use_elliptic_key_verifier(public_key=public_key).verify(folder, signature)
+        verifier = verifying.Config().set_hashing_config(_signed_files(hashing))
+        verifier.use_elliptic_key_verifier(public_key=public_key).verify(folder, signature)
 
 
 @contextmanager
@@ -115,25 +116,50 @@ def _import_model_signing(*names: str) -> list[Any]:
         raise UsageError(f"signatures need the package model_signing ({error}): {install_hint('signing')}") from error
 
 
+def _signed_files(hashing: Any) -> Any:
+    """Return which files count. Those of git count too: a file that nobody signed must not hide among them."""
+    return hashing.Config().set_ignored_paths(paths=[SIGNATURE_FILE, WORK_FOLDER], ignore_git_paths=False)
+
+
 def _read_key(path: Path) -> bytes:
     if not path.exists():
         raise UsageError(f"{path}: there is no such file: pass the PEM file of a key")
     return read_bytes(path, MAX_KEY_BYTES)
 
 
-def _check_private_key(key: Path, password: bytes | None) -> None:
-    """Check that the key can sign. model_signing 1.1 raises AttributeError or TypeError for keys that cannot."""
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey  # noqa: PLC0415
+def _check_private_key(path: Path, password: bytes | None) -> None:
+    """Check that a key can sign. model_signing 1.1 raises AttributeError or TypeError for keys that cannot."""
+    from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415
     from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415
 
-    pem = _read_key(key)
+    pem = _read_key(path)
     try:
-        private_key = load_pem_private_key(pem, password)
+        key = load_pem_private_key(pem, password)
     except TypeError as error:  # encrypted without a password, or the reverse
-        raise UsageError(f"{key}: {error}: set {PASSWORD_VARIABLE}, or password= in Python, to its password") from error
-    except ValueError as error:
-        raise UsageError(f"{key} is not a private key in PEM form, or the password is wrong: {error}") from error
-    if not isinstance(private_key, EllipticCurvePrivateKey):
         raise UsageError(
-            f"{key} is not an elliptic curve key: make one with `openssl ecparam -name prime256v1 -genkey`"
+            f"{path}: {error}: set {PASSWORD_VARIABLE}, or password= in Python, to its password"
+        ) from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UsageError(f"{path} is no private key in PEM form, or the password is wrong: {error}") from error
+    _check_curve(path, key)
+
+
+def _check_public_key(path: Path) -> None:
+    from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key  # noqa: PLC0415
+
+    pem = _read_key(path)
+    try:
+        key = load_pem_public_key(pem)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UsageError(f"{path} is not a public key in PEM form: pass the public half of the signing key") from error
+    _check_curve(path, key)
+
+
+def _check_curve(path: Path, key: Any) -> None:
+    curve = getattr(getattr(key, "curve", None), "name", "none")  # keys of other kinds, such as RSA, have no curve
+    if curve not in CURVES:
+        raise UsageError(
+            f"{path} must be an elliptic curve key of {', '.join(CURVES)}, got {curve}: make one with "
+            "`openssl ecparam -name prime256v1 -genkey -noout -out key.pem`"
         )
