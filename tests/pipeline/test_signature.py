@@ -10,6 +10,7 @@ import scalepoint
 from scalepoint.errors import ScalepointError, UsageError, VerificationError
 from tests.cli.conftest import child
 
+pytest.importorskip("model_signing")
 PASSWORD = "correct horse"  # noqa: S105  # of a key that exists for one test
 
 

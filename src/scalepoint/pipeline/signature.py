@@ -48,7 +48,6 @@ def sign(folder: str | Path, key: str | Path, *, password: str | None = None, fo
             folder, or the package `model_signing` is not installed.
     """
     folder, key = Path(folder), Path(key)
-    hashing, signing = _import_model_signing("hashing", "signing")
     if not (folder / JSON_FILE).is_file():
         raise UsageError(f"{folder} has no {JSON_FILE}: pass an output folder of `scalepoint deploy`")
     signature = folder / SIGNATURE_FILE
@@ -56,6 +55,8 @@ def sign(folder: str | Path, key: str | Path, *, password: str | None = None, fo
         raise UsageError(f"{signature} already exists: replace it with force=True (--force)")
     if folder.resolve() in key.resolve().parents:
         raise UsageError(f"{key} lies in the folder that is signed, and would be shipped with it: move it away")
+    _check_exists(key)
+    hashing, signing = _import_model_signing("hashing", "signing")
     password_bytes = None if password is None else password.encode()
     _check_private_key(key, password_bytes)
     signer = signing.Config().set_hashing_config(_signed_files(hashing))
@@ -82,10 +83,11 @@ def verify_signature(folder: str | Path, public_key: str | Path) -> None:
         VerificationError: The signature is damaged or of another key, or a file was changed, added or deleted.
     """
     folder, public_key = Path(folder), Path(public_key)
-    hashing, verifying = _import_model_signing("hashing", "verifying")
     signature = folder / SIGNATURE_FILE
     if not signature.exists():
         raise UsageError(f"{folder} has no {SIGNATURE_FILE}: sign it with `scalepoint sign {folder} --key KEY.pem`")
+    _check_exists(public_key)
+    hashing, verifying = _import_model_signing("hashing", "verifying")
     _check_public_key(public_key)
     with _refusal(f"{signature} does not fit the files in {folder}"):
         if not isinstance(read_json(signature, MAX_SIGNATURE_BYTES, folder=folder), dict):
@@ -121,10 +123,9 @@ def _signed_files(hashing: Any) -> Any:
     return hashing.Config().set_ignored_paths(paths=[SIGNATURE_FILE, WORK_FOLDER], ignore_git_paths=False)
 
 
-def _read_key(path: Path) -> bytes:
-    if not path.exists():
-        raise UsageError(f"{path}: there is no such file: pass the PEM file of a key")
-    return read_bytes(path, MAX_KEY_BYTES)
+def _check_exists(key: Path) -> None:
+    if not key.exists():
+        raise UsageError(f"{key}: there is no such file: pass the PEM file of a key")
 
 
 def _check_private_key(path: Path, password: bytes | None) -> None:
@@ -132,7 +133,7 @@ def _check_private_key(path: Path, password: bytes | None) -> None:
     from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415
     from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415
 
-    pem = _read_key(path)
+    pem = read_bytes(path, MAX_KEY_BYTES)
     try:
         key = load_pem_private_key(pem, password)
     except TypeError as error:  # encrypted without a password, or the reverse
@@ -148,7 +149,7 @@ def _check_public_key(path: Path) -> None:
     from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415
     from cryptography.hazmat.primitives.serialization import load_pem_public_key  # noqa: PLC0415
 
-    pem = _read_key(path)
+    pem = read_bytes(path, MAX_KEY_BYTES)
     try:
         key = load_pem_public_key(pem)
     except (ValueError, UnsupportedAlgorithm) as error:
