@@ -321,6 +321,8 @@ class Target:
             return
         mismatch = mismatches[0] if mismatches else f"any {role}"
         nearest = next((row for row in rows if not kind or not row.kinds or kind in row.kinds), None)
+        if nearest is not None and spec.dtype in nearest.dtypes:  # the dtype fits, so its row says what does not
+            mismatch = mismatches[rows.index(nearest)]
         if nearest is None:
             advice = "leave it float"
         else:
