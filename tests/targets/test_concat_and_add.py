@@ -42,9 +42,19 @@ class Decoded(nn.Module):
         return self.offset(x) + (grid if self.has_grid else self.other(x))
 
 
+class DecodedWithDtype(Decoded):
+    """The grid takes its dtype, and its start, from a tensor that depends on the input, as in YOLO."""
+
+    def forward(self, x):
+        offset = self.offset(x)
+        grid = torch.arange(x.shape[2], device=x.device).type_as(offset) + torch.full_like(offset[0, 0], 0.5)
+        return offset + (grid.reshape(1, 1, x.shape[2]) if self.has_grid else self.other(x))
+
+
+@pytest.mark.parametrize("decoder", [Decoded, DecodedWithDtype])
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_an_add_of_convolutions_is_quantized_but_not_one_of_a_grid(target):
-    axes = {"x": {2: "length"}}
+@pytest.mark.parametrize("axes", [{"x": {2: "length"}}, None], ids=["free length", "fixed length"])
+def test_an_add_of_convolutions_is_quantized_but_not_one_of_a_grid(target, decoder, axes):
     for has_grid in (True, False):
-        report = transform(Decoded(has_grid).eval(), torch.randn(2, 3, 16), target=target, dynamic_axes=axes).report
+        report = transform(decoder(has_grid).eval(), torch.randn(2, 3, 16), target=target, dynamic_axes=axes).report
         assert ("AddReLUPattern" in report.counts()) != has_grid

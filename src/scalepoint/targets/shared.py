@@ -2,7 +2,6 @@
 
 from math import prod
 
-import torch
 from torch import fx
 
 from scalepoint.graph.kinds import VALUE_PRESERVING
@@ -23,6 +22,11 @@ FOLDED_ACTIVATION = op("activation", "relu", "relu6")  # those that a clamp of t
 SAME_SCALE_KINDS = frozenset(
     ("max_pool", "upsample_nearest2d", "identity", "dropout", "pad", "constant_pad_nd", *VALUE_PRESERVING)
 )
+# Operations that read only the sizes and the dtype of their inputs, or of all inputs but the first.
+SIZE_READERS = frozenset(
+    ("sym_size", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+)
+FIRST_VALUE_READERS = frozenset(("type_as", "expand_as", "view_as", "reshape_as"))
 MIN_TABLE_VALUES = 16_384  # 64 KB in float
 
 
@@ -42,15 +46,17 @@ def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
 
 
 def _depends_on_inputs(node: fx.Node) -> bool:
-    """Whether a tensor depends on values of an input, and not only on its sizes."""
+    """Whether a tensor depends on values of an input, and not only on its sizes or its dtype."""
     pending, visited = [node], set()
     while pending:
         current = pending.pop()
         if current.op == "placeholder":
             return True
-        if current not in visited and current.target is not torch.ops.aten.sym_size.int:
-            visited.add(current)
-            pending += current.all_input_nodes
+        if current in visited or get_kind(current) in SIZE_READERS:
+            continue
+        visited.add(current)
+        sources = current.all_input_nodes
+        pending += sources[:1] if get_kind(current) in FIRST_VALUE_READERS else sources
     return False
 
 
