@@ -33,8 +33,9 @@ amounts = pytest.mark.parametrize("amount", ["few", pytest.param("all", marks=py
 def write_model(name: str, folder: Path) -> tuple[Path, Path]:
     """Write a model. Returns its path, and the file to damage, which may be inside of a package."""
     suffix, target, inside = FORMATS[name]
-    if name == "coreai":
-        pytest.importorskip("coreai_torch", reason="pip install scalepoint[coreai]")
+    packages = {"coreai": "coreai_torch", "coreml": "coremltools", "executorch": "executorch"}
+    if name in packages:
+        pytest.importorskip(packages[name])
     torch.manual_seed(0)
     x = torch.randn(2, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()

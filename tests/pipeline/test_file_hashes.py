@@ -117,6 +117,8 @@ def file_hash(case: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("case", fast(CASES, *(case for case in CASES if "executorch" not in case)))
 def test_the_bytes_of_a_file_have_not_changed(case, tmp_path):
+    if "litert" in case and not torch.__version__.startswith("2.13."):
+        pytest.skip("other versions of torch decompose some operations in another way")
     assert file_hash(case, tmp_path) == HASHES[case]
 
 

@@ -27,6 +27,8 @@ QUANTIZED = QuantConfig(speed_first=False)
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "litert", "executorch"])
 def test_fixed_sizes_give_a_file_for_the_shapes_of_the_example(target, tmp_path):
+    if target == "executorch":
+        pytest.importorskip("executorch")
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval(), torch.randn(2, 3, 8, 8)
     done = scalepoint.deploy(model, x, [x], target=target, fixed_sizes=True, output=tmp_path / "out", progress=False)
