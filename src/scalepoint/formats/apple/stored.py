@@ -132,9 +132,12 @@ class StoredWeight(WeightedOperation):
 
     @property
     def is_smaller_sparse(self) -> bool:
-        """Whether the weight is pruned, and its nonzero codes of 8 bits with a bit per weight take less space."""
+        """Whether the weight is pruned, and its nonzero codes of 8 bits with a bit per weight take less space.
+
+        If all codes are zero, they are stored as they are: Core AI's compiler aborts at an empty constant.
+        """
         share = float((self.codes != 0).to(torch.float32).mean())
-        return self.is_sparse and self.fmt in INTEGER_ACTIVATIONS and 8 * share + 1 < 8
+        return self.is_sparse and self.fmt in INTEGER_ACTIVATIONS and 0 < share and 8 * share + 1 < 8
 
     @property
     def needs_ios18(self) -> bool:
@@ -162,7 +165,8 @@ class StoredPalette(WeightedOperation):
     """An operation whose weight is stored as indices (out, in, ..) into tables (groups, entries).
 
     With vectors, the tables are (groups, entries, dim), and there is one index for `dim` neighbouring channels. A
-    pruned weight has a mask: only the indices of kept weights are stored.
+    pruned weight has a mask: only the indices of kept weights are stored. If no weight is kept, there is no mask but
+    tables of zeros: Core AI's compiler aborts at an empty constant.
     """
 
     def __init__(self, types: StorableTypes, source: QuantizedLayer) -> None:
@@ -178,8 +182,11 @@ class StoredPalette(WeightedOperation):
         if dim > 1:  # codes repeat an index for each of its channels
             codes = codes.index_select(self.axis, torch.arange(0, codes.shape[self.axis], dim))
         self.register_buffer("codes", codes.contiguous())
-        self.register_buffer("mask", None if quant.mask is None else quant.mask.detach().to(torch.uint8).contiguous())
-        self.register_buffer("tables", quant.scale.detach().to(torch.float32).contiguous().clone())
+        mask, tables = quant.mask, quant.scale.detach().to(torch.float32).contiguous().clone()
+        if mask is not None and not mask.any():
+            mask, tables = None, torch.zeros_like(tables)
+        self.register_buffer("mask", None if mask is None else mask.detach().to(torch.uint8).contiguous())
+        self.register_buffer("tables", tables)
         self.register_buffer("bias", None if deployed.bias is None else deployed.bias.detach().clone())
 
     codes: Tensor
