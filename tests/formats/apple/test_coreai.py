@@ -20,12 +20,12 @@ import scalepoint
 from scalepoint import export
 from scalepoint.errors import ExportError, StoreError, TargetError, VerificationError
 from scalepoint.formats import find_format
-from scalepoint.runtimes import find_runtime
 from scalepoint.formats.apple.coreai.elements import from_bytes, to_bytes
 from scalepoint.formats.apple.coreai.package import PROGRAM_FILE, read_program, write_package
 from scalepoint.quantize import QuantConfig, bits_per_weight
 from scalepoint.quantize.presets import COREAI_IOS, COREAI_MACOS, MXFP4, NVFP4
 from scalepoint.quantize.quantize_model import quantize
+from scalepoint.runtimes import find_runtime
 from scalepoint.spec import (
     ExtendedQuantizationSpec,
     PerBlockGranularity,

@@ -113,7 +113,8 @@ class StoredWeight(WeightedOperation):
         self.block = 0  # elements along `axis` that share a scale
         if isinstance(granularity, PerBlockGranularity):
             self.axis, self.block = _find_block(granularity.get_block_size(deployed.codes.shape), deployed.codes.shape)
-        self.is_sparse = quant.mask is not None and not bool(quant.zero_point.any())
+        # If all codes are zero, they are stored as they are: neither compiler accepts an empty constant.
+        self.is_sparse = quant.mask is not None and not quant.zero_point.any() and bool(deployed.codes.any())
         has_zero_point = quant.minval is None and bool(quant.zero_point.any())
         zero_point = quant.zero_point.expand(quant.scale.shape).to(deployed.codes.dtype)
         # detach() returns another tensor object: a constant is named after the first buffer that holds its tensor.
@@ -132,12 +133,9 @@ class StoredWeight(WeightedOperation):
 
     @property
     def is_smaller_sparse(self) -> bool:
-        """Whether the weight is pruned, and its nonzero codes of 8 bits with a bit per weight take less space.
-
-        If all codes are zero, they are stored as they are: Core AI's compiler aborts at an empty constant.
-        """
+        """Whether the weight is pruned, and its nonzero codes of 8 bits with a bit per weight take less space."""
         share = float((self.codes != 0).to(torch.float32).mean())
-        return self.is_sparse and self.fmt in INTEGER_ACTIVATIONS and 0 < share and 8 * share + 1 < 8
+        return self.is_sparse and self.fmt in INTEGER_ACTIVATIONS and 8 * share + 1 < 8
 
     @property
     def needs_ios18(self) -> bool:
