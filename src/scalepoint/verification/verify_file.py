@@ -170,7 +170,8 @@ def _verify_with_smaller_inputs(
     may be so close to zero that rounding alone gives a low SQNR, so a low SQNR counts only if at least two sizes run
     and all of them disagree. In all other cases the file is not verified, and the message has the reason for each size.
     """
-    reasons, disagreeing = [], []
+    reasons: list[str] = []
+    disagreeing: list[Verification] = []
     for inputs in shrink_inputs(run.simulation.inputs):
         sizes = describe_sizes(inputs)
         try:
