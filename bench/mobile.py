@@ -164,7 +164,7 @@ def speeds(runtime: Runtime, paths: list[Path], feeds: Mapping[str, Any]) -> lis
         request = {"task": "benchmark", "paths": list(map(str, paths)), "options": {"threads": 1}}
         answer = run_task(runtime, {**request, "repeats": 40, "seconds": 30, **files.paths})
         assert answer.data is not None, answer.message
-        medians = [quarters[1] for quarters in answer.data["quartiles"]]
+        medians = answer.data["medians"]
     return [medians[0] / median for median in medians]
 
 

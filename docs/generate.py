@@ -82,8 +82,9 @@ NOT_RUN = {
   multiplications the float16 numbers are converted to float32, without rounding, before the run. An overflow of
   float16 sums is not found then.
 - No program with more than 20 billion multiplications: a program of the same model for smaller inputs runs instead
-  (one sample, then also half, a quarter and an eighth of its size). The codes, scales and tables of both files are
-  compared bit by bit, and the message names the inputs. If the model takes inputs of one size only, nothing runs.
+  (one sample, then also about half, a quarter and an eighth of its size; images in multiples of 32 pixels, so 224
+  gives 96 and 32). The codes, scales and tables of both files are compared bit by bit, and the message names the
+  inputs. If the model takes inputs of one size only, nothing runs.
 - No state, such as a KV cache: see below.
 
 ## What the compiler and the runtime accept

@@ -186,6 +186,45 @@ def test_the_baseline_is_the_faster_float_file_that_runs(timed, float_file, plai
     assert f"of {baseline}'s speed" in str(result)
 
 
+@pytest.mark.parametrize("baseline", [None, "the plain export"])
+def test_if_the_float_file_does_not_run_the_plain_export_is_the_baseline(timed, baseline):
+    result = timed("broken", "quantized", "fast", baseline=baseline)
+    assert (result.baseline, result.baseline_file) == ("the plain export", "fast.onnx")
+    assert list(result.float_seconds) == ["the plain export"]
+    assert result.ratio == pytest.approx(2, rel=0.4)
+
+
+def test_if_the_fixed_baseline_does_not_run_the_float_file_is_the_baseline(timed):
+    result = timed("slow", "quantized", "broken", baseline="the plain export")
+    assert (result.baseline, result.baseline_file) == ("the float file", "slow.onnx")
+
+
+def test_inputs_are_matched_by_name_before_the_others_are_matched_in_order(files, tmp_path):
+    _, _, folder = files
+    inputs = [
+        helper.make_tensor_value_info("X", 1, [4, 32]),
+        helper.make_tensor_value_info("sr", 7, []),  # only this file has it
+        helper.make_tensor_value_info("State", 1, [4, 8]),
+    ]
+    nodes = [
+        helper.make_node("Cast", ["sr"], ["rate"], to=1),
+        helper.make_node("Mul", ["X", "rate"], ["y"]),
+        helper.make_node("Identity", ["State"], ["z"]),
+    ]
+    outputs = [helper.make_tensor_value_info("y", 1, [4, 32]), helper.make_tensor_value_info("z", 1, [4, 8])]
+    opsets, graph = [helper.make_opsetid("", 17)], helper.make_graph(nodes, "g", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "plain.onnx")
+    result = benchmark(
+        folder / "float.onnx",
+        folder / "m.onnx",
+        {"inputs_x": torch.randn(4, 32).numpy(), "offset": torch.randn(4, 8).numpy()},
+        plain_path=tmp_path / "plain.onnx",
+        plain_inputs={"sr": np.array(16000)},
+        repeats=5,
+    )
+    assert "the plain export" in result.float_seconds
+
+
 def test_the_baseline_can_be_fixed_for_a_series_of_measurements(timed):
     result = timed("slow", "quantized", "fast", baseline="the float file")
     assert (result.baseline, result.baseline_file) == ("the float file", "slow.onnx")

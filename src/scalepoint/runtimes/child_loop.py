@@ -281,11 +281,14 @@ def _read_arrays(source: str | BinaryIO) -> Arrays:
 
 
 def _match_input_names(names: list[str], feeds: Arrays) -> Arrays:
-    """Return the arrays by the names of the file's inputs. Arrays with other names are matched by position."""
-    values = list(feeds.values())
-    if len(names) > len(values):
-        raise SystemExit(f"the file takes {len(names)} inputs ({', '.join(names)}), got {len(values)}")
-    return {name: feeds.get(name, values[index]) for index, name in enumerate(names)}
+    """Return the arrays by the names of the file's inputs.
+
+    The inputs whose names no array has get the arrays whose names no input has, in order.
+    """
+    if len(names) > len(feeds):
+        raise SystemExit(f"the file takes {len(names)} inputs ({', '.join(names)}), got {len(feeds)}")
+    others = iter([value for name, value in feeds.items() if name not in names])
+    return {name: feeds[name] if name in feeds else next(others) for name in names}
 
 
 def _to_npz(outputs: list[tuple[str, np.ndarray]]) -> bytes:

@@ -30,11 +30,16 @@ def _record_product(calls: list[np.ndarray]) -> Any:
         bias = layer.get_deployed().bias
         if bias is not None:
             shape = [1] * output.ndim
-            shape[-1 if layer.weight.ndim == 2 else 1] = -1  # channels: last of a linear layer, second of a convolution
+            shape[_find_channel_axis(layer.weight, output)] = -1
             output = output - bias.detach().view(shape)
         calls.append(to_file_array(output))
 
     return record
+
+
+def _find_channel_axis(weight: Tensor, output: Tensor) -> int:
+    """Return the last axis for a linear layer. A convolution has one axis before its channels only with a batch."""
+    return -1 if weight.ndim == 2 else output.ndim - weight.ndim + 1
 
 
 def match_products(

@@ -47,6 +47,12 @@ def _shrink(value: Any, batch: int, divisor: int) -> Any:
     return value.contiguous()
 
 
+def is_cropped(inputs: Inputs, smaller: Inputs) -> bool:
+    """Whether smaller inputs are only a part of one sample, instead of a whole sample."""
+    pairs = zip(pytree.tree_leaves(inputs), pytree.tree_leaves(smaller), strict=True)
+    return any(isinstance(value, Tensor) and value.shape[1:] != part.shape[1:] for value, part in pairs)
+
+
 def describe_sizes(inputs: Inputs) -> str:
     """Return the sizes of all tensors, for example "1x3x112x112"."""
     leaves = pytree.tree_leaves(inputs)

@@ -29,7 +29,7 @@ from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import TaskResult, children_reused, count_low_precision, exchange_files
 from scalepoint.support.cpu import instruction_set
 from scalepoint.support.files import TemporaryFolder
-from scalepoint.support.formatting import to_one_line
+from scalepoint.support.formatting import format_decibels, to_one_line
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets.target import parse_float_dtype
 from scalepoint.verification.agreement import describe_nothing_compared, worst_sqnr
@@ -42,7 +42,7 @@ from scalepoint.verification.profiling import map_layer_names, profile
 from scalepoint.verification.result import BOUND_DB, OWN_BASELINE, Benchmark, Departure, Resized, Verification
 from scalepoint.verification.runtime_run import Codes, RuntimeRun, Simulation
 from scalepoint.verification.simulation import build_feeds, simulate
-from scalepoint.verification.smaller_inputs import describe_sizes, shrink_inputs
+from scalepoint.verification.smaller_inputs import describe_sizes, is_cropped, shrink_inputs
 
 # Below this SQNR a second file with layer outputs is written to find the first layer that departs. It takes as long as
 # the first export, so it is not worth it for a file that agrees.
@@ -124,7 +124,9 @@ def verify(
         )
         answer = run.run_file(executed=True)
         if answer.status == Status.NOT_VERIFIED and runtime.retries_smaller and isinstance(model, fx.GraphModule):
-            return _verify_with_smaller_inputs(run, model, replace(result, message=answer.message), info, layers=layers)
+            float_size = None if float_path is None else read_file_info(float_path, runtime).size
+            result = replace(result, message=answer.message, float_size=float_size)
+            return _verify_with_smaller_inputs(run, model, result, info, layers=layers)
         if answer.status != Status.OK:
             answer = explain_crash(runtime, answer, files, None if float_path is None else Path(float_path), seconds)
             return replace(result, status=answer.status, message=answer.message, is_run=not runtime.why_not_run)
@@ -161,42 +163,67 @@ def _verify_with_smaller_inputs(
 
     The codes, scales and tables of both files are compared with those of the model. The result is not that of a run of
     this file: `is_run` is False, and the message names the inputs.
+
+    A smaller file that does not run says nothing about this file, so the next size is tried. Agreement and disagreement
+    have the same rule and bound as those of any file (`Verification.holds`). The first size that agrees is the result.
+    A disagreement counts if stored values differ, or if the inputs are one whole sample. On cropped inputs the outputs
+    may be so close to zero that rounding alone gives a low SQNR, so a low SQNR counts only if at least two sizes run
+    and all of them disagree. In all other cases the file is not verified, and the message has the reason for each size.
     """
-    file_format = find_file_format(run.path, run.runtime)
-    metadata = {} if info is None else info.metadata
-    float_dtype = parse_float_dtype(metadata.get("scalepoint.float_dtype"))
-    runtime = replace(run.runtime, retries_smaller=False)
-    reasons = []
+    reasons: list[str] = []
+    disagreeing: list[Verification] = []
     for inputs in shrink_inputs(run.simulation.inputs):
         sizes = describe_sizes(inputs)
-        with TemporaryFolder() as folder:
-            path = folder / run.path.name
-            try:
-                file_format.write(model, path, ExportRequest(inputs, float_dtype=float_dtype, metadata=metadata))
-                smaller = verify(
-                    path, model, inputs[0], kwargs=inputs[1], runtime=runtime, threads=run.threads,
-                    seconds=run.seconds, memory=run.memory, bound=run.bound, layers=layers,
-                )  # fmt: skip
-            except (ScalepointError, RuntimeError) as error:  # the model is not one for inputs of other sizes
-                reasons.append(f"{sizes}: {to_one_line(str(error))}")
-                continue
-        if smaller.status == Status.NOT_VERIFIED:
-            reasons.append(f"{sizes}: {smaller.message}")
+        try:
+            smaller = _verify_smaller_file(run, model, inputs, info, layers=layers)
+        except (ScalepointError, RuntimeError, IndexError) as error:  # the model is not one for inputs of other sizes
+            reasons.append(f"{sizes}: {to_one_line(str(error))}")
+            continue
+        if smaller.status != Status.OK:
+            status = "" if smaller.status == Status.NOT_VERIFIED else f"{smaller.status.value}: "
+            reasons.append(f"{sizes}: {status}{smaller.message}")
             continue
         ran = f"the file was not run: {result.message}. A file of the same model for smaller inputs ({sizes}) was run"
-        return replace(
+        smaller = replace(
             smaller,
             path=result.path,
             size=result.size,
+            float_size=result.float_size,
             made_for=result.made_for,
             message=f"{ran}; {smaller.message}",
             differences=tuple(dict.fromkeys((*result.differences, *smaller.differences))),
             is_run=False,
         )
-    tried = f"; nor was a file for smaller inputs run ({'; '.join(reasons)})" if reasons else ""
+        is_whole_sample = not is_cropped(run.simulation.inputs, inputs)
+        if smaller.differences or is_whole_sample or (smaller.holds and not disagreeing):
+            return smaller
+        reasons.append(f"{sizes}: it agrees with the simulation to {format_decibels(smaller.sqnr)} dB")
+        if smaller.holds:
+            break
+        disagreeing.append(smaller)
+    else:
+        if len(disagreeing) > 1:
+            return disagreeing[0]
+    tried = f"; nor was it verified by a file for smaller inputs ({'; '.join(reasons)})" if reasons else ""
     return replace(
         result, status=Status.NOT_VERIFIED, message=result.message + tried, is_run=not run.runtime.why_not_run
     )
+
+
+def _verify_smaller_file(
+    run: RuntimeRun, model: fx.GraphModule, inputs: tuple[Any, Any], info: FileInfo | None, *, layers: bool
+) -> Verification:
+    """Write a temporary file of the model for these inputs, and verify it."""
+    file_format = find_file_format(run.path, run.runtime)
+    metadata = {} if info is None else info.metadata
+    float_dtype = parse_float_dtype(metadata.get("scalepoint.float_dtype"))
+    with TemporaryFolder() as folder:
+        path = folder / run.path.name
+        file_format.write(model, path, ExportRequest(inputs, float_dtype=float_dtype, metadata=metadata))
+        return verify(
+            path, model, inputs[0], kwargs=inputs[1], runtime=replace(run.runtime, retries_smaller=False),
+            threads=run.threads, seconds=run.seconds, memory=run.memory, bound=run.bound, layers=layers,
+        )  # fmt: skip
 
 
 class _BaselineFiles(NamedTuple):

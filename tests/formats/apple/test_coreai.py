@@ -25,6 +25,7 @@ from scalepoint.formats.apple.coreai.package import PROGRAM_FILE, read_program, 
 from scalepoint.quantize import QuantConfig, bits_per_weight
 from scalepoint.quantize.presets import COREAI_IOS, COREAI_MACOS, MXFP4, NVFP4
 from scalepoint.quantize.quantize_model import quantize
+from scalepoint.runtimes import find_runtime
 from scalepoint.spec import (
     ExtendedQuantizationSpec,
     PerBlockGranularity,
@@ -36,7 +37,7 @@ from scalepoint.spec import (
 from scalepoint.spec.palette import INDEX_BITS, palette_spec
 from scalepoint.support.coreai_text import ProgramText, convert_floats, find_products, product_name
 from scalepoint.support.files import compute_digest
-from scalepoint.verification import Status
+from scalepoint.verification import Status, Verification
 from scalepoint.verification.products import simulate_products
 from tests.errors import raises
 from tests.formats.apple.conftest import CONFIGS, net, pictures, quantized
@@ -137,9 +138,10 @@ def test_a_file_that_takes_too_long_is_verified_by_one_for_a_smaller_input(tmp_p
     model, x = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)).eval(), torch.randn(rows, 1024)
     narrow = quantize(model, x[:4], QuantConfig.weight_only("int8", None), target="coreai", freeze_weights=True)
     path = export(narrow, tmp_path / "m.aimodel", x)
-    result = scalepoint.verify(path, narrow, x)
+    result = scalepoint.verify(path, narrow, x, float_path=path)
     assert result.holds
     assert not result.is_run
+    assert result.float_size == result.size
     assert result.sqnr > 40
     assert "21.0 billion multiplications" in result.message
     assert "smaller inputs (1x1024) was run" in result.message
@@ -156,11 +158,108 @@ def test_a_file_that_takes_too_long_and_has_one_size_is_not_verified(tmp_path: P
     with pytest.warns(UserWarning, match="fixed at 10000"):
         narrow = quantize(model, x, config, target="coreai", freeze_weights=True)
     path = export(narrow, tmp_path / "m.aimodel", x)
-    result = scalepoint.verify(path, narrow, x)
+    result = scalepoint.verify(path, narrow, x, float_path=path)
     assert result.status == Status.NOT_VERIFIED
     assert not result.is_refuted
+    assert result.float_size == result.size
     assert "billion multiplications" in result.message
-    assert "nor was a file for smaller inputs run" in result.message
+    assert "nor was it verified by a file for smaller inputs" in result.message
+
+
+CHILD = """
+import os
+import runpy
+import time
+
+CHILD = runpy.run_path({child!r})
+
+
+class File(CHILD["File"]):
+    def run(self, feeds):
+        (value,) = feeds.values()
+        action = {actions!r}.get(value.shape[1], "run")
+        if action == "refuse" or action.startswith(f"refuse {{len(value)}}"):
+            raise CHILD["TooSlowError"]("it has too many multiplications")
+        if action == "fail":
+            raise RuntimeError("it cannot be compiled")
+        if action == "crash":
+            os.abort()
+        if action == "wait":
+            time.sleep(60)
+        outputs = super().run(feeds)
+        return [(name, array * (-1 if action.endswith("negate") else 1)) for name, array in outputs]
+"""
+
+
+def verified_with_actions(
+    actions: dict[int, str], folder: Path, model: nn.Module | None = None, batch: int = 1
+) -> Verification:
+    """Verify a small file in a runtime that does something else for inputs of some lengths."""
+    torch.manual_seed(0)
+    model, x = model or nn.Sequential(nn.Linear(16, 16), nn.ReLU()), torch.randn(batch, 64, 16)
+    config = QuantConfig.weight_only("int8", None)
+    narrow = quantize(model.eval(), x, config, target="coreai", freeze_weights=True)
+    runtime = find_runtime("coreai")
+    (folder / "child.py").write_text(CHILD.format(child=str(runtime.child), actions=actions))
+    runtime = replace(runtime, child=folder / "child.py")
+    return scalepoint.verify(export(narrow, folder / "m.aimodel", x), narrow, x, runtime=runtime, seconds=15)
+
+
+@pytest.mark.parametrize("action", ["fail", "crash", "wait"])
+def test_a_smaller_file_that_does_not_run_says_nothing_about_the_file(action: str, tmp_path: Path) -> None:
+    result = verified_with_actions({64: "refuse", 32: action}, tmp_path)
+    assert result.holds
+    assert "smaller inputs (1x16x16) was run" in result.message
+
+
+def test_a_file_is_not_verified_if_no_smaller_one_runs(tmp_path: Path) -> None:
+    result = verified_with_actions({64: "refuse", 32: "fail", 16: "fail", 8: "crash"}, tmp_path)
+    assert result.status == Status.NOT_VERIFIED
+    assert not result.is_refuted
+    for reason in ("1x32x16: failed", "it cannot be compiled", "1x16x16: failed", "1x8x16: crashed"):
+        assert reason in result.message
+
+
+def test_smaller_files_that_all_disagree_refute_the_file(tmp_path: Path) -> None:
+    result = verified_with_actions({64: "refuse", 32: "negate", 16: "negate", 8: "fail"}, tmp_path)
+    assert result.is_refuted
+    assert result.status == Status.OK
+    assert "smaller inputs (1x32x16) was run" in result.message
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [{32: "negate"}, {32: "fail", 16: "fail", 8: "negate"}],
+    ids=["another size agrees", "only the smallest size runs"],
+)
+def test_one_cropped_size_that_disagrees_does_not_refute_the_file(actions: dict[int, str], tmp_path: Path) -> None:
+    result = verified_with_actions({64: "refuse", **actions}, tmp_path)
+    assert result.status == Status.NOT_VERIFIED
+    assert not result.is_refuted
+    assert "16: it agrees with the simulation to -" in result.message
+
+
+def test_one_whole_sample_that_disagrees_refutes_the_file(tmp_path: Path) -> None:
+    result = verified_with_actions({64: "refuse 2, negate"}, tmp_path, batch=2)
+    assert result.is_refuted
+    assert "smaller inputs (1x64x16) was run" in result.message
+
+
+class ReadsToken(nn.Module):
+    """A model that cannot run with fewer than 61 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[:, 60]
+
+
+def test_a_file_of_a_model_that_reads_a_later_token_is_not_verified(tmp_path: Path) -> None:
+    result = verified_with_actions({64: "refuse"}, tmp_path, ReadsToken())
+    assert result.status == Status.NOT_VERIFIED
+    assert "1x32x16: " in result.message
 
 
 def test_weights_take_the_space_of_their_bits(tmp_path: Path) -> None:
@@ -248,6 +347,20 @@ def test_the_first_layer_of_a_weight_only_file_whose_product_differs_is_named(
     assert result.departure is not None
     assert result.departure.where == "4_5.conv"
     assert "4_5.conv" in str(result)
+
+
+def test_the_products_of_a_convolution_without_a_batch_are_compared(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU()).eval(), torch.randn(3, 20)
+    config = QuantConfig.weight_only("int8", None)
+    with pytest.warns(UserWarning, match="fixed at 3"):
+        narrow = quantize(model, x, config, target="coreai", freeze_weights=True)
+    result = scalepoint.verify(export(narrow, tmp_path / "m.aimodel", x), narrow, x)
+    assert result.holds
+    assert result.departure is None
+    (product,) = simulate_products(narrow, ((x,), {})).values()
+    expected = torch.conv1d(x, model[0].weight).detach().numpy()
+    assert np.abs(product - expected).max() < 0.02 * np.abs(expected).max()
 
 
 def test_truncated_and_damaged_programs_are_reported_without_a_crash(tmp_path: Path) -> None:
@@ -473,6 +586,24 @@ def test_pruned_palettes_store_the_indices_of_kept_weights_only(tmp_path: Path) 
     mask = next(name for name in read_program(path).constants if name.endswith(".mask"))
     changed = edited(tmp_path / "changed.aimodel", partial(with_moved_bit, mask), path)
     assert any("mask bits differ" in difference for difference in COREAI.compare(changed, narrow))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        QuantConfig.palettes(4, sparsity=0.999),
+        QuantConfig(activation="float", weight={"n_bits": 8, "per_channel": True, "sparsity": 0.999}),
+    ],
+    ids=["palette", "int8"],
+)
+def test_a_layer_whose_weights_are_all_pruned_is_stored_and_runs(config: QuantConfig, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).eval(), torch.randn(2, 16)
+    narrow = quantize(model, x, config, target="coreai", freeze_weights=True)  # 0.256 of 256 weights stay: none
+    result = scalepoint.verify(export(narrow, tmp_path / "m.aimodel", x), narrow, x)
+    assert result.status == Status.OK, result.message
+    assert result.differences == ()
+    assert result.sqnr > 50
 
 
 def test_a_vector_palette_has_one_index_for_two_channels(tmp_path: Path) -> None:

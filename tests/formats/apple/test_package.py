@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from scalepoint import export
+from scalepoint import export, verify
 from scalepoint.errors import CoverageError, ExportError, StoreError, TargetError
 from scalepoint.formats import find_format
 from scalepoint.formats.apple.coreml.package import MODEL_FOLDER, read_operations, read_spec
@@ -115,6 +115,15 @@ def test_a_pruned_weight_is_stored_without_its_zeros(tmp_path: Path) -> None:
     path = export(quantized_model, tmp_path / "m.mlpackage", x)
     size = (path / MODEL_FOLDER / "weights" / "weight.bin").stat().st_size
     assert size == pytest.approx(2 * 256 * 256 * (1 / 2 + 1 / 8), rel=0.07)  # half of the codes, and a mask
+
+
+def test_a_layer_whose_weights_are_all_pruned_is_stored(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).eval(), torch.randn(2, 16)
+    config = QuantConfig(activation="float", weight={"n_bits": 8, "per_channel": True, "sparsity": 0.999})
+    narrow = quantize(model, x, config, target="coreml", freeze_weights=True)
+    result = verify(export(narrow, tmp_path / "m.mlpackage", x), narrow, x)
+    assert result.holds, result.message
+    assert result.differences == ()
 
 
 def test_compare_names_a_changed_scale(tmp_path: Path) -> None:

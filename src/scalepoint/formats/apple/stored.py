@@ -113,7 +113,8 @@ class StoredWeight(WeightedOperation):
         self.block = 0  # elements along `axis` that share a scale
         if isinstance(granularity, PerBlockGranularity):
             self.axis, self.block = _find_block(granularity.get_block_size(deployed.codes.shape), deployed.codes.shape)
-        self.is_sparse = quant.mask is not None and not bool(quant.zero_point.any())
+        # If all codes are zero, they are stored as they are: neither compiler accepts an empty constant.
+        self.is_sparse = quant.mask is not None and not quant.zero_point.any() and bool(deployed.codes.any())
         has_zero_point = quant.minval is None and bool(quant.zero_point.any())
         zero_point = quant.zero_point.expand(quant.scale.shape).to(deployed.codes.dtype)
         # detach() returns another tensor object: a constant is named after the first buffer that holds its tensor.
@@ -162,7 +163,8 @@ class StoredPalette(WeightedOperation):
     """An operation whose weight is stored as indices (out, in, ..) into tables (groups, entries).
 
     With vectors, the tables are (groups, entries, dim), and there is one index for `dim` neighbouring channels. A
-    pruned weight has a mask: only the indices of kept weights are stored.
+    pruned weight has a mask: only the indices of kept weights are stored. If no weight is kept, there is no mask but
+    tables of zeros: Core AI's compiler aborts at an empty constant.
     """
 
     def __init__(self, types: StorableTypes, source: QuantizedLayer) -> None:
@@ -178,8 +180,11 @@ class StoredPalette(WeightedOperation):
         if dim > 1:  # codes repeat an index for each of its channels
             codes = codes.index_select(self.axis, torch.arange(0, codes.shape[self.axis], dim))
         self.register_buffer("codes", codes.contiguous())
-        self.register_buffer("mask", None if quant.mask is None else quant.mask.detach().to(torch.uint8).contiguous())
-        self.register_buffer("tables", quant.scale.detach().to(torch.float32).contiguous().clone())
+        mask, tables = quant.mask, quant.scale.detach().to(torch.float32).contiguous().clone()
+        if mask is not None and not mask.any():
+            mask, tables = None, torch.zeros_like(tables)
+        self.register_buffer("mask", None if mask is None else mask.detach().to(torch.uint8).contiguous())
+        self.register_buffer("tables", tables)
         self.register_buffer("bias", None if deployed.bias is None else deployed.bias.detach().clone())
 
     codes: Tensor
