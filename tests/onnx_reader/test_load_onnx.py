@@ -156,6 +156,29 @@ def test_a_shape_that_is_compared_with_filled_numbers_is_known_in_a_captured_gra
     torch.testing.assert_close(graph(*inputs), torch.full((2, 3), 2.0))
 
 
+def test_a_quotient_of_rounded_sizes_stays_a_fraction_in_a_captured_graph():
+    """Floor makes whole numbers of type float, and their quotient is not rounded."""
+    model = model_of(
+        """net (float[h, w] x) => (float[h, w] y) {
+            s = Shape(x)
+            sizes = Cast<to = 1>(s)
+            whole = Floor(sizes)
+            first = Constant<value_int = 0>()
+            second = Constant<value_int = 1>()
+            height = Gather(whole, first)
+            width = Gather(whole, second)
+            ratio = Div(height, width)
+            y = Mul(x, ratio)
+        }"""
+    )
+    example, x = torch.ones(6, 4), torch.ones(7, 3)
+    axes = {"x": {0: "h", 1: "w"}}
+    graph = scalepoint.graph.capture(scalepoint.load_onnx(model), example, dynamic_axes=axes)
+    for value in (example, x):
+        expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": value.numpy()})[0]
+        torch.testing.assert_close(graph(value), torch.from_numpy(expected))
+
+
 @pytest.mark.parametrize("has_nan_rows", [False, True])
 def test_attention_that_is_spelled_out_becomes_scaled_dot_product_attention(has_nan_rows):
     """As torch.onnx.export writes it: the root of the scale on both sides, a mask, rows without a key as 0."""
