@@ -9,6 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from google.protobuf.message import EncodeError
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from torch import nn
@@ -459,3 +460,14 @@ def test_an_operator_without_a_row_is_computed_by_its_function_in_the_specificat
     model = model_of(text)
     expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
     np.testing.assert_array_equal(scalepoint.load_onnx(model)(torch.from_numpy(x)), expected)
+
+
+def test_a_model_of_2_gb_with_such_an_operator_is_refused_with_what_to_do(monkeypatch):
+    """protobuf raises this error when onnx serializes such a model for the inliner."""
+
+    def fail(*args, **settings):
+        raise EncodeError("Failed to serialize proto")
+
+    monkeypatch.setattr(onnx.inliner, "inline_selected_functions", fail)
+    with pytest.raises(OnnxReadError, match=r"Celu.*2 GB.*external data"):
+        scalepoint.load_onnx(model_of("net (float[2] x) => (float[2] y) { y = Celu(x) }"))
