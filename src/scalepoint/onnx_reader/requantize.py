@@ -20,7 +20,7 @@ from math import isclose
 
 from scalepoint.errors import OnnxReadError
 from scalepoint.onnx_reader.fused import SPLIT_OPSET, Parts
-from scalepoint.onnx_reader.graph import Graph, constant_value
+from scalepoint.onnx_reader.graph import Graph, collect_names, constant_value
 from scalepoint.onnx_reader.operators import Node, require
 from scalepoint.onnx_reader.quantized import CODE_RANGES, DEQUANTIZE_NBITS, QUANTIZED_OPERATORS
 
@@ -110,6 +110,7 @@ class _QuantizerRemoval:
         for node in graph.nodes:
             if node.operator == "Constant" and "value" in node.attributes:
                 self.constants[node.outputs[0]] = constant_value(node)
+        self.used_names = collect_names(graph)
         self.real: set[str] = set()  # values that are codes in the file, and real numbers without its quantizers
 
     def remove(self) -> list[Node]:
@@ -134,7 +135,7 @@ class _QuantizerRemoval:
 
     def _to_float_nodes(self, node: Node) -> list[Node]:
         """Return the nodes that replace a quantizer or an operator on codes."""
-        kind, parts = node.operator.removeprefix("com.microsoft::"), Parts(node)
+        kind, parts = node.operator.removeprefix("com.microsoft::"), Parts(node, self.used_names)
         if kind == "DequantizeLinear" and self._is_of_constant(node):
             if node.get("block_size", 0):
                 return [node]
@@ -162,7 +163,7 @@ class _QuantizerRemoval:
         elif kind in _FLOAT_FORMS:
             self._add_float_form(parts, _FLOAT_FORMS[kind])
         elif kind == "DynamicQuantizeLSTM":
-            return _float_lstm(node)
+            return _float_lstm(parts)
         else:
             raise OnnxReadError(f"{node}: the weights of {node.operator} cannot be dequantized")
         return parts.finish()
@@ -247,9 +248,9 @@ def _find_scaled_products(nodes: Sequence[Node], producers: Mapping[str, Node]) 
     return products
 
 
-def _float_lstm(node: Node) -> list[Node]:
+def _float_lstm(parts: Parts) -> list[Node]:
     """Return an LSTM with dequantized weights. Those of a DynamicQuantizeLSTM are transposed."""
-    parts = Parts(node)
+    node = parts.node
     inputs = [parts.input(index) for index in range(8)]
     for index, scale in ((1, 8), (2, 10)):
         weight = parts.add("DequantizeLinear", inputs[index], parts.input(scale), parts.input(scale + 1), axis=0)
