@@ -357,6 +357,36 @@ def test_a_quantized_file_is_refused_or_read_back():
     torch.testing.assert_close(scalepoint.load_onnx(model, requantize=True)(x), expected)
 
 
+@pytest.mark.parametrize(
+    ("zero_point", "attributes", "scale", "limits"),
+    [
+        (", zero", "", 0.01, (0, torch.inf)),
+        ("", "", 0.01, (0, torch.inf)),  # the default is 0 in uint8
+        ("", "", 6 / 255, (0, 6)),
+        ("", "<output_dtype = 2>", 0.01, (0, torch.inf)),  # uint8
+        ("", "<output_dtype = 4>", 6 / 65535, (0, 6)),  # uint16
+        ("", "<output_dtype = 21>", 6 / 15, (0, 6)),  # uint4
+        ("", "<output_dtype = 3>", 0.1, (-torch.inf, torch.inf)),  # int8
+    ],
+)
+def test_an_activation_that_a_quantizer_replaces_is_read_back(zero_point, attributes, scale, limits):
+    text = f"""net (float[1, 2, 3, 3] x) => (float[1, 2, 3, 3] y) {{
+        convolved = Conv(x, w)
+        codes = QuantizeLinear{attributes}(convolved, scale{zero_point})
+        y = DequantizeLinear(codes, scale{zero_point})
+    }}"""
+    constants = {"zero": np.uint8(0)} if zero_point else {}
+    model = model_of(text, 21, w=random(2, 2, 1, 1), scale=np.float32(scale), **constants)
+    x = 3 * random(1, 2, 3, 3)
+    output = scalepoint.load_onnx(model, requantize=True)(torch.from_numpy(x)).detach()
+    result = nn.functional.conv2d(torch.from_numpy(x), torch.from_numpy(random(2, 2, 1, 1)))
+    assert result.min() < -1
+    torch.testing.assert_close(output, result.clamp(*limits))
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+    highest = float(expected.max())  # of the codes
+    torch.testing.assert_close(output.clamp(max=highest), torch.from_numpy(expected), atol=scale, rtol=0)
+
+
 def test_an_unknown_operator_is_refused_with_its_name_and_node():
     model = model_of("net (float[2] x) => (float[2] y) { y = NoSuchOperator(x) }")
     model.graph.node[0].name = "/head/Odd"

@@ -341,3 +341,16 @@ def test_quantized_attention_is_read_with_its_layer():
     loaded = scalepoint.load_onnx(model, requantize=True)
     assert _layers(loaded) == {"Linear": 1}
     assert _decibels(torch.from_numpy(expected), loaded(torch.from_numpy(x)).detach()) > 30
+
+
+@pytest.mark.parametrize("operator", ["QLinearAdd", "QLinearMul"])
+def test_an_activation_is_read_back_from_an_operator_on_codes_without_a_zero_point(operator):
+    text = f"""net (float[1, 4] x) => (float[1, 4] y) {{
+        xq = QuantizeLinear(x, s, zero)
+        yq = com.microsoft.{operator}(xq, s, zero, weight, s, zero, s)
+        y = DequantizeLinear(yq, s)
+    }}"""
+    weight = np.array([140, 150, 90, 100], np.uint8)
+    constants = {"s": np.float32(0.02), "zero": np.uint8(128), "weight": weight}
+    model = model_of(text, 17, domains=("com.microsoft",), **constants)
+    assert _compare_with_runtime(model, np.array([[1.1, -2, -1.5, 2]], np.float32), requantize=True) > 20
