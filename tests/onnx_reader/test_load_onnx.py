@@ -9,6 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from google.protobuf.message import EncodeError
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from torch import nn
@@ -154,6 +155,29 @@ def test_a_shape_that_is_compared_with_filled_numbers_is_known_in_a_captured_gra
     inputs = (torch.ones(2, 3), torch.ones(1, 3))
     graph = scalepoint.graph.capture(scalepoint.load_onnx(model), inputs)
     torch.testing.assert_close(graph(*inputs), torch.full((2, 3), 2.0))
+
+
+def test_a_quotient_of_rounded_sizes_stays_a_fraction_in_a_captured_graph():
+    """Floor makes whole numbers of type float, and their quotient is not rounded."""
+    model = model_of(
+        """net (float[h, w] x) => (float[h, w] y) {
+            s = Shape(x)
+            sizes = Cast<to = 1>(s)
+            whole = Floor(sizes)
+            first = Constant<value_int = 0>()
+            second = Constant<value_int = 1>()
+            height = Gather(whole, first)
+            width = Gather(whole, second)
+            ratio = Div(height, width)
+            y = Mul(x, ratio)
+        }"""
+    )
+    example, x = torch.ones(6, 4), torch.ones(7, 3)
+    axes = {"x": {0: "h", 1: "w"}}
+    graph = scalepoint.graph.capture(scalepoint.load_onnx(model), example, dynamic_axes=axes)
+    for value in (example, x):
+        expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": value.numpy()})[0]
+        torch.testing.assert_close(graph(value), torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize("has_nan_rows", [False, True])
@@ -333,6 +357,36 @@ def test_a_quantized_file_is_refused_or_read_back():
     torch.testing.assert_close(scalepoint.load_onnx(model, requantize=True)(x), expected)
 
 
+@pytest.mark.parametrize(
+    ("zero_point", "attributes", "scale", "limits"),
+    [
+        (", zero", "", 0.01, (0, torch.inf)),
+        ("", "", 0.01, (0, torch.inf)),  # the default is 0 in uint8
+        ("", "", 6 / 255, (0, 6)),
+        ("", "<output_dtype = 2>", 0.01, (0, torch.inf)),  # uint8
+        ("", "<output_dtype = 4>", 6 / 65535, (0, 6)),  # uint16
+        ("", "<output_dtype = 21>", 6 / 15, (0, 6)),  # uint4
+        ("", "<output_dtype = 3>", 0.1, (-torch.inf, torch.inf)),  # int8
+    ],
+)
+def test_an_activation_that_a_quantizer_replaces_is_read_back(zero_point, attributes, scale, limits):
+    text = f"""net (float[1, 2, 3, 3] x) => (float[1, 2, 3, 3] y) {{
+        convolved = Conv(x, w)
+        codes = QuantizeLinear{attributes}(convolved, scale{zero_point})
+        y = DequantizeLinear(codes, scale{zero_point})
+    }}"""
+    constants = {"zero": np.uint8(0)} if zero_point else {}
+    model = model_of(text, 21, w=random(2, 2, 1, 1), scale=np.float32(scale), **constants)
+    x = 3 * random(1, 2, 3, 3)
+    output = scalepoint.load_onnx(model, requantize=True)(torch.from_numpy(x)).detach()
+    result = nn.functional.conv2d(torch.from_numpy(x), torch.from_numpy(random(2, 2, 1, 1)))
+    assert result.min() < -1
+    torch.testing.assert_close(output, result.clamp(*limits))
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+    highest = float(expected.max())  # of the codes
+    torch.testing.assert_close(output.clamp(max=highest), torch.from_numpy(expected), atol=scale, rtol=0)
+
+
 def test_an_unknown_operator_is_refused_with_its_name_and_node():
     model = model_of("net (float[2] x) => (float[2] y) { y = NoSuchOperator(x) }")
     model.graph.node[0].name = "/head/Odd"
@@ -436,3 +490,14 @@ def test_an_operator_without_a_row_is_computed_by_its_function_in_the_specificat
     model = model_of(text)
     expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
     np.testing.assert_array_equal(scalepoint.load_onnx(model)(torch.from_numpy(x)), expected)
+
+
+def test_a_model_of_2_gb_with_such_an_operator_is_refused_with_what_to_do(monkeypatch):
+    """protobuf raises this error when onnx serializes such a model for the inliner."""
+
+    def fail(*args, **settings):
+        raise EncodeError("Failed to serialize proto")
+
+    monkeypatch.setattr(onnx.inliner, "inline_selected_functions", fail)
+    with pytest.raises(OnnxReadError, match=r"Celu.*2 GB.*external data"):
+        scalepoint.load_onnx(model_of("net (float[2] x) => (float[2] y) { y = Celu(x) }"))

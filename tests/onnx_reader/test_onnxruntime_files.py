@@ -196,6 +196,94 @@ def test_a_layout_of_one_machine_is_refused_by_name(tmp_path):
         scalepoint.load_onnx(path, requantize=True)
 
 
+def _compare_with_runtime(model, x, **settings):
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+    output = scalepoint.load_onnx(model, **settings)(torch.from_numpy(x)).detach()
+    return _decibels(torch.from_numpy(expected), output)
+
+
+def test_the_parts_of_a_fused_node_get_other_names_than_the_values_of_the_file():
+    text = """net (float[1, 2, 3, 3] x) => (float[1, 2, 3, 3] z) {
+        y_Conv_0 = Neg(x)
+        y = com.microsoft.FusedConv<activation = "Relu">(x, w)
+        z = Add(y, y_Conv_0)
+    }"""
+    model = model_of(text, 17, domains=("com.microsoft",), w=random(2, 2, 1, 1))
+    assert _compare_with_runtime(model, random(1, 2, 3, 3)) > 100
+
+
+def test_the_parts_of_a_fused_node_in_a_body_get_other_names_than_the_values_around_it():
+    text = """net (float[1, 2, 3, 3] x) => (float[1, 2, 3, 3] z) {
+        y_Conv_0 = Neg(x)
+        total = ReduceSum<keepdims = 0>(x)
+        zero = Constant<value_float = 0.0>()
+        is_positive = Greater(total, zero)
+        z = If(is_positive) <
+            then_branch = t () => (float[1, 2, 3, 3] p) {
+                y = com.microsoft.FusedConv<activation = "Relu">(x, w)
+                p = Add(y, y_Conv_0)
+            },
+            else_branch = e () => (float[1, 2, 3, 3] q) { q = Identity(y_Conv_0) }
+        >
+    }"""
+    model = model_of(text, 17, domains=("com.microsoft",), w=random(2, 2, 1, 1))
+    assert _compare_with_runtime(model, np.abs(random(1, 2, 3, 3))) > 100
+
+
+def test_the_parts_of_a_quantized_node_get_other_names_than_the_values_of_the_file():
+    text = """net (float[1, 4] x) => (float[1, 3] z) {
+        xq = QuantizeLinear(x, s, zero)
+        wide = Concat<axis = 1>(x, x)
+        yq_DequantizeLinear_0 = Slice(wide, start, end)
+        yq = QLinearMatMul(xq, s, zero, w, s, w_zero, result_scale, zero)
+        y = DequantizeLinear(yq, result_scale, zero)
+        z = Add(y, yq_DequantizeLinear_0)
+    }"""
+    model = model_of(
+        text,
+        17,
+        s=np.float32(0.02),
+        zero=np.uint8(128),
+        w=np.random.default_rng(0).integers(-127, 128, (4, 3)).astype(np.int8),
+        w_zero=np.int8(0),
+        result_scale=np.float32(0.05),
+        start=np.array([0, 1]),
+        end=np.array([1, 4]),
+    )
+    assert _compare_with_runtime(model, random(1, 4), requantize=True) > 25
+
+
+DAMAGED_NODES = {
+    "FusedConv()": r"input 0 \(X\) is missing",
+    "FusedConv(x)": r"input 1 \(W\) is missing",
+    "FusedConv<activation = 3>(x, x)": "attribute activation has the wrong type: 3",
+    'FusedConv<activation = "LeakyRelu">(x, x)': "activation LeakyRelu with 0 numbers",
+    'FusedConv<activation = "LeakyRelu", activation_params = 0.1>(x, x)': "activation_params has the wrong type",
+    "FusedGemm(x)": r"input 1 \(B\) is missing",
+    "FusedMatMul(, x)": r"input 0 \(A\) is missing",
+    'FusedMatMul<alpha = "two">(x, x)': "attribute alpha has the wrong type",
+    "BiasGelu(x)": r"input 1 \(B\) is missing",
+    "FastGelu()": r"input 0 \(X\) is missing",
+    "QuickGelu()": r"input 0 \(X\) is missing",
+    "SkipLayerNormalization(x)": r"input 1 \(skip\) is missing",
+    "SkipSimplifiedLayerNormalization(x, x)": r"input 2 \(gamma\) is missing",
+    'SkipLayerNormalization<epsilon = "small">(x, x, x)': "attribute epsilon has the wrong type",
+    "EmbedLayerNormalization(x, , x, , , x, x)": r"input 3 \(position_embedding\) is missing",
+}
+
+
+@pytest.mark.parametrize("call", DAMAGED_NODES)
+def test_a_damaged_fused_node_is_refused_by_its_name_and_what_is_missing(call):
+    operator = call.partition("(")[0].partition("<")[0]
+    text = f"net (float[2, 2] x) => (float[2, 2] y) {{ y = com.microsoft.{call} }}"
+    model = model_of(text, 17, domains=("com.microsoft",))
+    model.graph.node[0].name = "/layer/fused"
+    with pytest.raises(
+        OnnxReadError, match=rf"node '/layer/fused' \(com.microsoft::{operator}\).*{DAMAGED_NODES[call]}"
+    ):
+        scalepoint.load_onnx(model)
+
+
 QUANTIZED_NODES = {
     "QLinearConcat": "com.microsoft.QLinearConcat<axis = 1>(s, z, xq, s, z, xq, s, z)",
     "QLinearMul": "com.microsoft.QLinearMul(xq, s, z, xq, s, z, s, z)",
@@ -253,3 +341,16 @@ def test_quantized_attention_is_read_with_its_layer():
     loaded = scalepoint.load_onnx(model, requantize=True)
     assert _layers(loaded) == {"Linear": 1}
     assert _decibels(torch.from_numpy(expected), loaded(torch.from_numpy(x)).detach()) > 30
+
+
+@pytest.mark.parametrize("operator", ["QLinearAdd", "QLinearMul"])
+def test_an_activation_is_read_back_from_an_operator_on_codes_without_a_zero_point(operator):
+    text = f"""net (float[1, 4] x) => (float[1, 4] y) {{
+        xq = QuantizeLinear(x, s, zero)
+        yq = com.microsoft.{operator}(xq, s, zero, weight, s, zero, s)
+        y = DequantizeLinear(yq, s)
+    }}"""
+    weight = np.array([140, 150, 90, 100], np.uint8)
+    constants = {"s": np.float32(0.02), "zero": np.uint8(128), "weight": weight}
+    model = model_of(text, 17, domains=("com.microsoft",), **constants)
+    assert _compare_with_runtime(model, np.array([[1.1, -2, -1.5, 2]], np.float32), requantize=True) > 20

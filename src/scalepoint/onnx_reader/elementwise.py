@@ -190,18 +190,19 @@ def _add_binary(
     def run_on_numbers(node: Node, x: KnownArray, y: KnownArray) -> Any:
         if on_numbers is python_operator.pow and any(number < 0 for number in (*x.to_list(), *y.to_list())):
             return NotImplemented  # Python may return a complex number or divide by zero
-        if on_numbers is _divide_numbers and any(isinstance(n, int | float) and n == 0 for n in y.to_list()):
-            return NotImplemented  # Python raises an error; torch returns infinity or NaN
+        if on_numbers is _divide_integers:
+            if any(isinstance(n, int | float) and n == 0 for n in y.to_list()):
+                return NotImplemented  # Python raises an error; torch returns infinity or NaN
+            if x.dtype.is_floating_point:  # also of numbers that are whole: Floor of a SymFloat is a SymInt
+                return x.map(python_operator.truediv, y)
         dtype = torch.bool if returns_bool else None
         return x.map(on_numbers, y, dtype=dtype)  # type: ignore[arg-type]  # is not called if on_numbers is None
 
     add_operator(name, run, on_numbers=None if on_numbers is None else run_on_numbers, takes_numbers=takes_numbers)
 
 
-def _divide_numbers(x: Any, y: Any) -> Any:
-    """Divide numbers; integers are rounded towards zero."""
-    if isinstance(x, float | torch.SymFloat) or isinstance(y, float | torch.SymFloat):
-        return x / y
+def _divide_integers(x: Any, y: Any) -> Any:
+    """Divide integers, and round the result towards zero."""
     # Symbolic sizes are never negative, so // rounds them towards zero, too.
     if isinstance(x, int) and isinstance(y, int) and (x < 0) != (y < 0):
         return -(abs(x) // abs(y))
@@ -211,7 +212,7 @@ def _divide_numbers(x: Any, y: Any) -> Any:
 _add_binary("Add", _tensor_first(torch.add), python_operator.add)
 _add_binary("Sub", python_operator.sub, python_operator.sub)
 _add_binary("Mul", _tensor_first(torch.mul), python_operator.mul)
-_add_binary("Div", _divide, _divide_numbers)
+_add_binary("Div", _divide, _divide_integers)
 _add_binary("Pow", _power, python_operator.pow)
 _add_binary("Equal", python_operator.eq, python_operator.eq, returns_bool=True)
 _add_binary("Less", python_operator.lt, python_operator.lt, returns_bool=True)

@@ -7,12 +7,19 @@ Layers in a file that ONNX Runtime optimized are then found like those of any ot
 first; attention of this domain is not split: see `attention.py`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from scalepoint.errors import OnnxReadError, short_repr
 from scalepoint.onnx_reader.operators import Node, require
 
 SPLIT_OPSET = 24  # of the new nodes: operators have their newest meaning
+_ATTRIBUTE_TYPES: Mapping[str, tuple[type, ...]] = {
+    "activation": (str,),
+    "activation_params": (list,),
+    "alpha": (int, float),
+    "epsilon": (int, float),
+}
 # Activations of FusedConv and FusedGemm, and the names of their numbers in `activation_params`.
 _ACTIVATIONS = {
     "Relu": (),
@@ -30,10 +37,12 @@ class Parts:
 
     Args:
         node: The node. The new nodes have its name, followed by their operator.
+        used_names: Names of values that are in use. The names of new values are added.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, used_names: set[str]) -> None:
         self.node = node
+        self.used_names = used_names
         self.nodes: list[Node] = []
 
     def input(self, index: int) -> str:
@@ -42,12 +51,18 @@ class Parts:
 
     def add(self, operator: str, *inputs: str, output: str = "", **attributes: object) -> str:
         """Add a node and return the name of its output."""
-        output = output or f"{self.node.outputs[0]}_{operator}_{len(self.nodes)}"
+        output = output or self._new_name(f"{self.node.outputs[0]}_{operator}_{len(self.nodes)}")
         while inputs and not inputs[-1]:
             inputs = inputs[:-1]
         name = f"{self.node.name}/{operator}"
         self.nodes.append(Node(operator, name, inputs, (output,), attributes, SPLIT_OPSET, self.node.module_path))
         return output
+
+    def _new_name(self, name: str) -> str:
+        while name in self.used_names:
+            name += "_"
+        self.used_names.add(name)
+        return name
 
     def add_number(self, number: float) -> str:
         return self.add("Constant", value_float=number)
@@ -58,18 +73,53 @@ class Parts:
         return self.nodes
 
 
-def split(nodes: Sequence[Node]) -> list[Node]:
-    """Replace fused nodes by the nodes that they consist of."""
+@dataclass(frozen=True)
+class FusedOperator:
+    """A fused operator.
+
+    Attributes:
+        split: Adds the nodes of which a node of this operator consists.
+        required_inputs: Names of its inputs in the schema of ONNX Runtime; "" for one that can be omitted.
+    """
+
+    split: Callable[[Parts], object]
+    required_inputs: tuple[str, ...]
+
+
+def split(nodes: Sequence[Node], used_names: set[str]) -> list[Node]:
+    """Replace fused nodes by the nodes that they consist of.
+
+    Args:
+        nodes: The nodes of a graph.
+        used_names: Names of values that are in use. The names of new values are added.
+
+    Returns:
+        The nodes of the graph without fused ones.
+
+    Raises:
+        OnnxReadError: A fused node lacks an input, or has a setting that is not supported.
+    """
     result: list[Node] = []
     for node in nodes:
-        split_node = _SPLITS.get(node.operator.removeprefix("com.microsoft::"))
-        if split_node is None or not node.operator.startswith("com.microsoft::") or not node.outputs:
+        fused = _FUSED_OPERATORS.get(node.operator)
+        if fused is None or not node.outputs:
             result.append(node)
             continue
-        parts = Parts(node)
-        split_node(parts)
+        _check_fused(node, fused)
+        parts = Parts(node, used_names)
+        fused.split(parts)
         result += parts.finish()
     return result
+
+
+def _check_fused(node: Node, fused: FusedOperator) -> None:
+    """Raise OnnxReadError if a required input is missing, or an attribute has a value of another type."""
+    for index, name in enumerate(fused.required_inputs):
+        if name and not any(node.inputs[index : index + 1]):
+            raise OnnxReadError(f"{node}: its input {index} ({name}) is missing")
+    for name, types in _ATTRIBUTE_TYPES.items():
+        if name in node.attributes and not isinstance(node.get(name), types):
+            raise OnnxReadError(f"{node}: its attribute {name} has the wrong type: {short_repr(node.get(name))}")
 
 
 def _activate(parts: Parts, x: str) -> None:
@@ -143,14 +193,22 @@ def _split_embeddings(parts: Parts) -> None:
     parts.add("LayerNormalization", total, weight, shift, axis=-1, epsilon=parts.node.get("epsilon", 1e-12))
 
 
-_SPLITS: dict[str, Callable[[Parts], object]] = {
-    "FusedConv": _split_conv,
-    "FusedGemm": _split_gemm,
-    "FusedMatMul": _split_matmul,
-    "BiasGelu": lambda parts: _split_gelu(parts, "none"),
-    "FastGelu": lambda parts: _split_gelu(parts, "tanh"),
-    "QuickGelu": lambda parts: parts.add("Swish", parts.input(0), alpha=parts.node.get("alpha", 1.702)),
-    "SkipLayerNormalization": lambda parts: _split_skip_norm(parts, "LayerNormalization", 2),
-    "SkipSimplifiedLayerNormalization": lambda parts: _split_skip_norm(parts, "RMSNormalization", 1),
-    "EmbedLayerNormalization": _split_embeddings,
+_FUSED_OPERATORS: Mapping[str, FusedOperator] = {
+    "com.microsoft::FusedConv": FusedOperator(_split_conv, ("X", "W")),
+    "com.microsoft::FusedGemm": FusedOperator(_split_gemm, ("A", "B")),
+    "com.microsoft::FusedMatMul": FusedOperator(_split_matmul, ("A", "B")),
+    "com.microsoft::BiasGelu": FusedOperator(lambda parts: _split_gelu(parts, "none"), ("A", "B")),
+    "com.microsoft::FastGelu": FusedOperator(lambda parts: _split_gelu(parts, "tanh"), ("X",)),
+    "com.microsoft::QuickGelu": FusedOperator(
+        lambda parts: parts.add("Swish", parts.input(0), alpha=parts.node.get("alpha", 1.702)), ("X",)
+    ),
+    "com.microsoft::SkipLayerNormalization": FusedOperator(
+        lambda parts: _split_skip_norm(parts, "LayerNormalization", 2), ("input", "skip", "gamma")
+    ),
+    "com.microsoft::SkipSimplifiedLayerNormalization": FusedOperator(
+        lambda parts: _split_skip_norm(parts, "RMSNormalization", 1), ("input", "skip", "gamma")
+    ),
+    "com.microsoft::EmbedLayerNormalization": FusedOperator(
+        _split_embeddings, ("input_ids", "", "word_embedding", "position_embedding", "", "gamma", "beta")
+    ),
 }

@@ -191,7 +191,8 @@ class ModuleBuilder:
 
     def build(self) -> GraphModule:
         """Compute constants, join nodes, and add a step for each of the nodes that the outputs depend on."""
-        nodes = self._fold(split(self.graph.nodes))
+        used_names = collect_names(self.graph).union(self.constants)
+        nodes = self._fold(split(self.graph.nodes, used_names))
         nodes = self._fold(rewrite(nodes, self.constants))
         nodes = _without_unused(nodes, self.graph.outputs)
         self._count_readers(nodes)
@@ -413,6 +414,17 @@ def names_read(node: Node) -> list[str]:
             defined = {*value.inputs, *value.constants, *(name for inner in value.nodes for name in inner.outputs)}
             inner_names = [name for inner in value.nodes for name in names_read(inner)]
             names += [name for name in (*inner_names, *value.outputs) if name not in defined]
+    return names
+
+
+def collect_names(graph: Graph) -> set[str]:
+    """Return the names of all values in a graph and in its bodies."""
+    names = {*graph.inputs, *graph.outputs, *graph.constants}
+    for node in graph.nodes:
+        names.update(node.inputs, node.outputs)
+        for value in node.attributes.values():
+            if isinstance(value, Graph):
+                names |= collect_names(value)
     return names
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 import torch
+from google.protobuf.message import EncodeError
 from onnx import ModelProto, defs, inliner, shape_inference
 from torch import Tensor
 
@@ -142,6 +143,12 @@ def _inline_missing_operators(file: OnnxFile) -> OnnxFile:
             model = inliner.inline_selected_functions(ir.to_proto(file.model), missing, inline_schema_functions=True)
         except (RuntimeError, shape_inference.InferenceError):  # e.g. it depends on types that are not declared
             break  # the reader refuses the operator by name
+        except EncodeError as error:  # protobuf cannot serialize 2 GB or more
+            names = ", ".join(_operator_name(*operator) for operator in missing)
+            raise OnnxReadError(
+                f"{names}: a model in memory with such operators is limited to 2 GB, because they are replaced by "
+                "their functions in the specification of ONNX: save it with external data and pass the path of the file"
+            ) from error
         file, previous = file._replace(model=ir.from_proto(model)), missing
     return file
 

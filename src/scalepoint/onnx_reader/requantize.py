@@ -18,9 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isclose
 
-from scalepoint.errors import OnnxReadError
+import torch
+from onnx_ir import DataType
+
+from scalepoint.errors import OnnxReadError, short_repr
 from scalepoint.onnx_reader.fused import SPLIT_OPSET, Parts
-from scalepoint.onnx_reader.graph import Graph, constant_value
+from scalepoint.onnx_reader.graph import Graph, collect_names, constant_value
 from scalepoint.onnx_reader.operators import Node, require
 from scalepoint.onnx_reader.quantized import CODE_RANGES, DEQUANTIZE_NBITS, QUANTIZED_OPERATORS
 
@@ -28,6 +31,8 @@ from scalepoint.onnx_reader.quantized import CODE_RANGES, DEQUANTIZE_NBITS, QUAN
 _BEFORE_ACTIVATIONS = frozenset(
     ("Add", "BatchNormalization", "Conv", "ConvTranspose", "Gemm", "InstanceNormalization", "MatMul", "Mul", "Sub")
 )
+# Of the unsigned types that QuantizeLinear can have as output_dtype.
+_HIGHEST_CODES = {DataType.UINT8: 255, DataType.UINT16: 65535, DataType.UINT4: 15, DataType.UINT2: 3}
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ class _QuantizerRemoval:
         for node in graph.nodes:
             if node.operator == "Constant" and "value" in node.attributes:
                 self.constants[node.outputs[0]] = constant_value(node)
+        self.used_names = collect_names(graph)
         self.real: set[str] = set()  # values that are codes in the file, and real numbers without its quantizers
 
     def remove(self) -> list[Node]:
@@ -134,7 +140,7 @@ class _QuantizerRemoval:
 
     def _to_float_nodes(self, node: Node) -> list[Node]:
         """Return the nodes that replace a quantizer or an operator on codes."""
-        kind, parts = node.operator.removeprefix("com.microsoft::"), Parts(node)
+        kind, parts = node.operator.removeprefix("com.microsoft::"), Parts(node, self.used_names)
         if kind == "DequantizeLinear" and self._is_of_constant(node):
             if node.get("block_size", 0):
                 return [node]
@@ -162,7 +168,7 @@ class _QuantizerRemoval:
         elif kind in _FLOAT_FORMS:
             self._add_float_form(parts, _FLOAT_FORMS[kind])
         elif kind == "DynamicQuantizeLSTM":
-            return _float_lstm(node)
+            return _float_lstm(parts)
         else:
             raise OnnxReadError(f"{node}: the weights of {node.operator} cannot be dequantized")
         return parts.finish()
@@ -201,17 +207,39 @@ class _QuantizerRemoval:
 
     def _add_activation(self, parts: Parts, result: str, scale_index: int) -> None:
         """Add the activation that a range from 0 replaces: Relu, or Clip(0, 6)."""
-        scale, zero_point = (self.constants.get(parts.input(index)) for index in (scale_index, scale_index + 1))
-        if scale is None or zero_point is None or scale.numel() != 1 or zero_point.numel() != 1:
+        scale = self.constants.get(parts.input(scale_index))
+        if parts.input(scale_index + 1):
+            step_count = self._steps_above_zero(parts.input(scale_index + 1))
+        else:
+            step_count = self._default_steps_above_zero(parts.node)
+        if scale is None or scale.numel() != 1 or step_count is None:
             return
-        lowest, highest = CODE_RANGES.get(zero_point.dtype, (None, None))
-        if highest is None or zero_point.item() != lowest:
-            return
-        if isclose((highest - lowest) * scale.item(), 6, rel_tol=1e-3):
+        if isclose(step_count * scale.item(), 6, rel_tol=1e-3):
             parts.add("Clip", result, min=0.0, max=6.0)
             parts.nodes[-1] = replace(parts.nodes[-1], opset=6)  # where limits are attributes
         else:
             parts.add("Relu", result)
+
+    def _steps_above_zero(self, zero_point_name: str) -> int | None:
+        """Return by how much the highest code exceeds the zero point, or None if that is not the lowest code."""
+        zero_point = self.constants.get(zero_point_name)
+        if zero_point is None or zero_point.numel() != 1 or zero_point.dtype not in CODE_RANGES:
+            return None
+        lowest, highest = CODE_RANGES[zero_point.dtype]
+        return highest - lowest if zero_point.item() == lowest else None
+
+    def _default_steps_above_zero(self, node: Node) -> int | None:
+        """Return the same for an omitted zero point. It is 0, which is not the lowest code of a signed type."""
+        if node.operator.endswith("QuantizeLinear"):
+            output_type = node.get("output_dtype", 0) or DataType.UINT8
+            require(isinstance(output_type, int), f"{node}: the output_dtype {short_repr(output_type)}")
+            return _HIGHEST_CODES.get(output_type)
+        if node.operator not in ("com.microsoft::QLinearAdd", "com.microsoft::QLinearMul"):
+            return None  # the result of QGemm is real without a zero point
+        # The result of these two has the type of their inputs, whose zero points are the inputs 2 and 5.
+        zero_points = [self.constants.get(name) for name in (*node.inputs[2:3], *node.inputs[5:6])]
+        is_unsigned = any(zero_point is not None and zero_point.dtype == torch.uint8 for zero_point in zero_points)
+        return _HIGHEST_CODES[DataType.UINT8] if is_unsigned else None
 
     def _real_value(
         self, parts: Parts, codes: Codes, index: int, form: FloatForm, product: ScaledProduct | None
@@ -247,9 +275,9 @@ def _find_scaled_products(nodes: Sequence[Node], producers: Mapping[str, Node]) 
     return products
 
 
-def _float_lstm(node: Node) -> list[Node]:
+def _float_lstm(parts: Parts) -> list[Node]:
     """Return an LSTM with dequantized weights. Those of a DynamicQuantizeLSTM are transposed."""
-    parts = Parts(node)
+    node = parts.node
     inputs = [parts.input(index) for index in range(8)]
     for index, scale in ((1, 8), (2, 10)):
         weight = parts.add("DequantizeLinear", inputs[index], parts.input(scale), parts.input(scale + 1), axis=0)
