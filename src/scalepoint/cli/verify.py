@@ -150,7 +150,7 @@ def _layer_listing(rows: Sequence[Any]) -> Listing:
             )
         )
     columns = ("layer", "runs in", "own dB", "quality", "in the net dB", "weight dB", "clipped", "range used")
-    return Listing(columns, cells, numbers=(2, 4, 5, 6, 7))
+    return Listing(columns, cells, number_columns=(2, 4, 5, 6, 7))
 
 
 def _check_other(name: str | None) -> None:
